@@ -1,0 +1,140 @@
+"""Variant -> cubins, with the assertions that let C++ trust them.
+
+Triton lowers a variant once, for compute capability 8.0. Kernels without tl.dot lower to the same PTX for
+every capability, so each architecture costs one more assembly, not one more compilation; and the plain
+`sm_90` target that this yields serves its whole major family, where Triton's own `sm_90a` serves one chip.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from ..kernels.table import Kernel, Variant
+
+PTX_CAPABILITY = 80
+# Above this, a launch needs an opt-in that not every architecture grants in the same amount.
+MAX_SHARED_BYTES = 48 * 1024
+
+PTX_BYTES = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
+
+
+class BuildError(RuntimeError):
+    """A compiled kernel is not what the table promised."""
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One variant, compiled: its PTX, its cubins by architecture, and how to launch them."""
+
+    ptx: bytes
+    cubins: dict[int, bytes]
+    num_warps: int
+    shared: int
+
+
+def triton_version() -> str:
+    return version("triton")
+
+
+def compile_variant(variant: Variant, archs: list[int]) -> Binary:
+    """archs: compute capabilities as major * 10 + minor."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.function.arg_names
+    source = ASTSource(
+        variant.kernel.function,
+        variant.signature,
+        {(names.index(k),): v for k, v in variant.constexprs.items()},
+        {(names.index(k),): [["tt.divisibility", v]] for k, v in variant.divisibility.items()},
+    )
+    # Line information would carry the build machine's paths.
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+    with tempfile.TemporaryDirectory() as scratch, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = scratch
+        # fp fusion is stated, because a default may change with a Triton release and results with it.
+        options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": True}
+        compiled = triton.compile(source, target=GPUTarget("cuda", min(PTX_CAPABILITY, *archs), 32), options=options)
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+
+    def demand(condition: bool, what: str) -> None:
+        if not condition:
+            raise BuildError(f"{variant.name}: {what}")
+
+    demand(metadata.name == variant.kernel.symbol, f"Triton named the kernel {metadata.name}")
+    demand(not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
+    demand(metadata.shared <= MAX_SHARED_BYTES, f"needs {metadata.shared} bytes of shared memory, limit {MAX_SHARED_BYTES}")
+    demand(ptx_parameters(ptx) == [size for *_, size in variant.kernel.layout], "PTX parameters differ from the table")
+    cubins = {arch: assemble(ptx, arch) for arch in archs}
+    for arch, cubin in cubins.items():
+        expected = [(offset, size) for _, _, offset, size in variant.kernel.layout]
+        demand(cubin_parameters(cubin) == expected, f"sm_{arch} parameters {cubin_parameters(cubin)}, table {expected}")
+    for blob in (ptx.encode(), *cubins.values()):
+        demand(str(Path(__file__).parents[2]).encode() not in blob, "carries a build path")
+    return Binary(ptx.encode(), cubins, metadata.num_warps, metadata.shared)
+
+
+def ptx_parameters(ptx: str) -> list[int]:
+    """Sizes of a PTX entry's parameters, in order."""
+    head = re.search(r"\.entry\s+\w+\((.*?)\)", ptx, re.S)
+    return [PTX_BYTES[t] for t in re.findall(r"\.param\s+\.(\w+)", head[1])] if head else []
+
+
+def cubin_parameters(cubin: bytes) -> list[tuple[int, int]]:
+    """(offset, size) of each kernel parameter, from the EIATTR_KPARAM_INFO records of the ELF's .nv.info section."""
+    table_offset, entry_size, count = struct.unpack_from("<40xQ10xHH", cubin)[0], *struct.unpack_from("<58xHH", cubin)
+    sections = [struct.unpack_from("<II8x8xQQ", cubin, table_offset + i * entry_size) for i in range(count)]
+    names = sections[struct.unpack_from("<62xH", cubin)[0]]
+    found = []
+    for name, _, offset, size in sections:
+        end = cubin.index(b"\0", names[2] + name)
+        if not cubin[names[2] + name : end].startswith(b".nv.info."):
+            continue
+        at = offset
+        while at < offset + size:
+            form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+            # Form 4 is the only one followed by a payload; attribute 0x17 is KPARAM_INFO.
+            if form == 4 and attribute == 0x17:
+                ordinal, parameter_offset, bits = struct.unpack_from("<4xHHI", cubin, at + 4)
+                found.append((ordinal, parameter_offset, bits >> 18))
+            at += 4 + (length if form == 4 else 0)
+    return [(offset, size) for _, offset, size in sorted(found)]
+
+
+def assembler(arch: int) -> str:
+    """Triton carries a second ptxas for architectures that its first one does not know."""
+    import triton.backends.nvidia as nvidia
+
+    folder = Path(nvidia.__file__).parent / "bin"
+    newer = folder / "ptxas-blackwell"
+    return os.environ.get("TRITON_PTXAS_PATH") or str(newer if arch >= 100 and newer.exists() else folder / "ptxas")
+
+
+def assemble(ptx: str, arch: int) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [assembler(arch), f"--gpu-name=sm_{arch}", "-O3", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"ptxas for sm_{arch} failed: {done.stderr.strip()}")
+        return target.read_bytes()
+
+
+def code_key(kernel: Kernel, variant: Variant, archs: list[int]) -> str:
+    """What a compiled variant depends on: names the build's cache files."""
+    import hashlib
+
+    from ..kernels.table import reachable_source
+
+    facts = [*reachable_source(kernel.function), str(kernel.args), str(variant.signature), str(variant.constexprs)]
+    facts += [str(variant.divisibility), str(variant.config.num_warps), str(sorted(archs)), triton_version()]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

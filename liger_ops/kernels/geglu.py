@@ -1,0 +1,95 @@
+"""GeGLU: out = gelu(gate) * up, element by element, tiled as swiglu is.
+
+gelu(x) = x * p(x), where p is the normal distribution's cdf ("none") or sigmoid(2 z) with
+z = sqrt(2 / pi) * (x + 0.044715 x^3) ("tanh"): 0.5 * (1 + tanh(z)) is that sigmoid, which costs one exponential.
+"""
+
+import triton
+import triton.language as tl
+
+from .swiglu import (
+    BACKWARD_ALIGNED, BACKWARD_ARGS, CONFIGS, DTYPES, FORWARD_ALIGNED, FORWARD_ARGS, program_tile, tile_pointers,
+)  # fmt: skip
+from .table import Kernel
+
+TANH = tl.constexpr(1)
+
+SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
+CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def gelu_weight(x, flags):
+    """p(x)"""
+    if flags & TANH:
+        p = tl.sigmoid(2.0 * SQRT_2_OVER_PI * x * (1.0 + CUBIC * x * x))
+    else:
+        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
+    return p
+
+
+@triton.jit
+def gelu_weight_and_slope(x, flags):
+    """p(x) and x * p'(x)"""
+    if flags & TANH:
+        p = tl.sigmoid(2.0 * SQRT_2_OVER_PI * x * (1.0 + CUBIC * x * x))
+        slope = p * (1.0 - p) * 2.0 * SQRT_2_OVER_PI * x * (1.0 + 3.0 * CUBIC * x * x)
+    else:
+        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
+        slope = x * SQRT_1_OVER_2PI * tl.exp(-0.5 * x * x)
+    return p, slope
+
+
+@triton.jit
+def geglu_fwd_kernel(
+    out, gate, up,
+    rows, n, inner_rows, out_outer, out_inner, gate_outer, gate_inner, up_outer, up_inner, flags,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, start, mask = program_tile(rows, n, BLOCK_M, BLOCK_N)
+    g = tl.load(tile_pointers(gate, row, start, inner_rows, gate_outer, gate_inner, BLOCK_N), mask=mask, other=0.0)
+    u = tl.load(tile_pointers(up, row, start, inner_rows, up_outer, up_inner, BLOCK_N), mask=mask, other=0.0)
+    g = g.to(tl.float32)
+    result = g * gelu_weight(g, flags) * u.to(tl.float32)
+    tl.store(tile_pointers(out, row, start, inner_rows, out_outer, out_inner, BLOCK_N), result, mask=mask)
+
+
+@triton.jit
+def geglu_bwd_kernel(
+    dgate, dup, dout, gate, up,
+    rows, n, inner_rows, dgate_outer, dgate_inner, dup_outer, dup_inner, dout_outer, dout_inner,
+    gate_outer, gate_inner, up_outer, up_inner, flags,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, start, mask = program_tile(rows, n, BLOCK_M, BLOCK_N)
+    g = tl.load(tile_pointers(gate, row, start, inner_rows, gate_outer, gate_inner, BLOCK_N), mask=mask, other=0.0)
+    u = tl.load(tile_pointers(up, row, start, inner_rows, up_outer, up_inner, BLOCK_N), mask=mask, other=0.0)
+    d = tl.load(tile_pointers(dout, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), mask=mask, other=0.0)
+    g = g.to(tl.float32)
+    d = d.to(tl.float32)
+    p, slope = gelu_weight_and_slope(g, flags)
+    tl.store(
+        tile_pointers(dgate, row, start, inner_rows, dgate_outer, dgate_inner, BLOCK_N),
+        d * u.to(tl.float32) * (p + slope), mask=mask,
+    )  # fmt: skip
+    tl.store(tile_pointers(dup, row, start, inner_rows, dup_outer, dup_inner, BLOCK_N), d * g * p, mask=mask)
+
+
+KERNELS = [
+    Kernel(
+        function=geglu_fwd_kernel,
+        args=FORWARD_ARGS | {"flags": "i32"},
+        aligned=FORWARD_ALIGNED,
+        axes={"dtype": DTYPES},
+        configs=CONFIGS,
+    ),
+    Kernel(
+        function=geglu_bwd_kernel,
+        args=BACKWARD_ARGS | {"flags": "i32"},
+        aligned=BACKWARD_ALIGNED,
+        axes={"dtype": DTYPES},
+        configs=CONFIGS,
+    ),
+]

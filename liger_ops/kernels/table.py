@@ -1,0 +1,159 @@
+"""The vocabulary in which kernels declare their variants.
+
+A kernel file ends with a table: its runtime arguments, its named axes (dtypes, options) and its
+configs (tile shapes). Everything downstream reads that table: the ahead-of-time build, the JIT path,
+the C++ argument structs and the documentation. A variant is one point of axes x configs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Iterator, Mapping, Sequence
+
+# Width in bytes of what a kernel argument of each type occupies in the parameter buffer.
+SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4}
+POINTER_BYTES = 8
+
+# Pointers of an aligned config start on 16 bytes; its integers are multiples of 8, so that a row of
+# 2-byte elements keeps every 16-byte access aligned.
+POINTER_ALIGNMENT = 16
+INTEGER_ALIGNMENT = 8
+
+# Mixed precision means parameters of higher precision than the activations, never the reverse.
+ACTIVATION_WEIGHT_DTYPES = (
+    {"X": "bf16", "W": "bf16"},
+    {"X": "bf16", "W": "fp32"},
+    {"X": "fp16", "W": "fp16"},
+    {"X": "fp16", "W": "fp32"},
+    {"X": "fp32", "W": "fp32"},
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One launch shape. A call takes the first config of its kernel that admits its width."""
+
+    max_n: int | None  # widest row it takes; None: any
+    aligned: bool  # needs the alignment above
+    num_warps: int
+    programs_per_sm: int = 0  # persistent kernels: resident programs on one multiprocessor
+    constexprs: Mapping[str, int] = field(default_factory=dict)
+
+    def admits(self, n: int, aligned: bool) -> bool:
+        return (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel: the choice made on every axis, and the config."""
+
+    kernel: "Kernel"
+    index: int
+    choices: Mapping[str, Any]
+    config: Config
+
+    @property
+    def name(self) -> str:
+        choices = ",".join(f"{k}={v}" for k, v in self.choices.items())
+        width = "n" if self.config.max_n is None else f"n<={self.config.max_n}"
+        return f"{self.kernel.name}[{choices},{width},{'aligned' if self.config.aligned else 'any'}]"
+
+    @property
+    def signature(self) -> dict[str, str]:
+        types = {a: self.choices[t[1:]] if t[1:] in self.choices else t[1:] for a, t in self.kernel.args.items()}
+        signature = {a: ("*" + types[a] if t[0] == "*" else t) for a, t in self.kernel.args.items()}
+        return signature | dict.fromkeys(self.constexprs, "constexpr")
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        options = {k: v for k, v in self.choices.items() if not isinstance(v, str)}
+        return {**options, **self.config.constexprs}
+
+    @property
+    def divisibility(self) -> dict[str, int]:
+        if not self.config.aligned:
+            return {}
+        width = {True: POINTER_ALIGNMENT, False: INTEGER_ALIGNMENT}
+        return {a: width[self.kernel.args[a][0] == "*"] for a in self.kernel.aligned}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A @triton.jit function with the grid of variants it is compiled for."""
+
+    function: Any
+    args: Mapping[str, str]  # name -> "*X" (pointer, dtype of axis letter X), "*fp32", "i32", "i64", "fp32"
+    aligned: Sequence[str]  # arguments that an aligned config assumes divisible
+    axes: Mapping[str, Sequence[Mapping[str, Any]]]
+    configs: Sequence[Config]
+
+    def __post_init__(self) -> None:
+        expected = [*self.args, *self.variant(0).constexprs]
+        if sorted(self.function.arg_names) != sorted(expected) or self.function.arg_names[: len(self.args)] != [*self.args]:
+            raise ValueError(f"{self.name}: the table declares {expected}, the kernel takes {self.function.arg_names}")
+
+    @property
+    def symbol(self) -> str:
+        return self.function.fn.__name__
+
+    @property
+    def name(self) -> str:
+        return self.symbol.removesuffix("_kernel")
+
+    @property
+    def axis_points(self) -> list[dict[str, Any]]:
+        """Every combination of axis values; the last axis varies fastest."""
+        return [{k: v for value in point for k, v in value.items()} for point in product(*self.axes.values())]
+
+    def __len__(self) -> int:
+        return len(self.axis_points) * len(self.configs)
+
+    def variant(self, index: int) -> Variant:
+        point, config = divmod(index, len(self.configs))
+        return Variant(self, index, self.axis_points[point], self.configs[config])
+
+    def variants(self) -> Iterator[Variant]:
+        return map(self.variant, range(len(self)))
+
+    def pick(self, choices: Mapping[str, Any], n: int, aligned: bool) -> Variant:
+        """The rule that C++ follows too: first config that admits the width."""
+        point = next(i for i, p in enumerate(self.axis_points) if all(p[k] == v for k, v in choices.items()))
+        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned))
+        return self.variant(point * len(self.configs) + config)
+
+    @property
+    def layout(self) -> list[tuple[str, str, int, int]]:
+        """(name, type, offset, bytes) of every parameter, with Triton's two hidden scratch pointers last."""
+        out, offset = [], 0
+        for name, kind in [*self.args.items(), ("global_scratch", "*void"), ("profile_scratch", "*void")]:
+            size = POINTER_BYTES if kind[0] == "*" else SCALAR_BYTES[kind]
+            offset = -(-offset // size) * size
+            out.append((name, kind, offset, size))
+            offset += size
+        return out
+
+    @property
+    def source_hash(self) -> str:
+        """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
+        table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
+        configs = [(c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs)) for c in self.configs]
+        text = "\n".join(reachable_source(self.function)) + json.dumps([table, configs], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def reachable_source(function: Any, seen: set[str] | None = None) -> list[str]:
+    """Source of a jit function and of every jit function and constant it names, recursively."""
+    seen = set() if seen is None else seen
+    seen.add(function.fn.__name__)
+    out = [function.src]
+    for name in sorted(function.fn.__code__.co_names):
+        value = function.fn.__globals__.get(name)
+        if hasattr(value, "src") and hasattr(value, "arg_names"):
+            if value.fn.__name__ not in seen:
+                out += reachable_source(value, seen)
+        elif hasattr(value, "value") and type(value).__name__ == "constexpr":
+            out.append(f"{name}={value.value!r}")
+    return out

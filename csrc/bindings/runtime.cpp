@@ -1,0 +1,130 @@
+// The runtime as tests and developer tools see it. Operators do not need this module.
+
+#include "runtime/runtime.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "runtime/arch.h"
+#include "runtime/pack.h"
+
+namespace py = pybind11;
+using namespace liger::runtime;
+
+namespace {
+
+Kernel& kernel_named(const std::string& name) {
+  Kernel* kernel = Kernel::find(name);
+  if (!kernel) throw py::value_error("no kernel named " + name);
+  return *kernel;
+}
+
+py::dict list_pack(const std::string& path) {
+  std::string error;
+  auto pack = Pack::open(path, error);
+  if (!pack) throw py::value_error(error);
+  py::dict out;
+  out["kind"] = pack->kind() == BinaryKind::Cubin ? "cubin" : "ptx";
+  out["arch"] = pack->arch();
+  out["names"] = pack->names();
+  return out;
+}
+
+py::object read_entry(const std::string& path, const std::string& kernel, uint32_t variant) {
+  std::string error;
+  auto pack = Pack::open(path, error);
+  if (!pack) throw py::value_error(error);
+  Binary binary;
+  auto found = pack->find(kernel_named(kernel).spec().hash, variant, binary, error);
+  if (found == Pack::Lookup::Damaged) throw py::value_error(error);
+  if (found == Pack::Lookup::Absent) return py::none();
+  return py::make_tuple(py::bytes(binary.code), binary.num_warps, binary.shared);
+}
+
+void launch_raw(
+    const std::string& name, uint32_t variant, int device, std::tuple<uint32_t, uint32_t, uint32_t> grid, const py::bytes& args,
+    uintptr_t stream) {
+  Kernel& kernel = kernel_named(name);
+  std::string packed = args;
+  if (variant >= kernel.spec().variants) throw py::value_error("no such variant of " + name);
+  if (packed.size() != kernel.spec().args_bytes) {
+    throw py::value_error(name + " takes " + std::to_string(kernel.spec().args_bytes) + " bytes of arguments");
+  }
+  std::string error;
+  {
+    py::gil_scoped_release unlocked;
+    auto [x, y, z] = grid;
+    error = launch(kernel, variant, device, reinterpret_cast<void*>(stream), {x, y, z}, packed.data());
+  }
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
+py::dict launch_counts(const std::string& name) {
+  const Kernel& kernel = kernel_named(name);
+  py::dict out;
+  const char* names[] = {"pack", "cache", "hook", "ptx"};
+  for (int i = 0; i < kSources; ++i) out[names[i]] = kernel.launches(Source(i));
+  return out;
+}
+
+// hook(kernel, variant, capability) -> bytes of a one-entry pack
+void set_hook(py::object hook) {
+  if (hook.is_none()) return set_compile_hook(nullptr);
+  set_compile_hook([hook](const KernelSpec& spec, uint32_t variant, int capability, std::string& error) -> std::string {
+    py::gil_scoped_acquire locked;
+    try {
+      return py::bytes(hook(spec.name, variant, capability));
+    } catch (py::error_already_set& e) {
+      error = e.what();
+      return {};
+    }
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_runtime, m) {
+  m.doc() = "The torch-free runtime: packs, architecture rules, loading and launching.";
+  m.def("list_pack", list_pack, py::arg("path"));
+  m.def("read_entry", read_entry, py::arg("path"), py::arg("kernel"), py::arg("variant"));
+  m.def("cubin_runs_on", [](int target, int device) { return cubin_runs_on(target, device); });
+  m.def("ptx_runs_on", [](int target, int device) { return ptx_runs_on(target, device); });
+  m.def("kernels", [] {
+    py::dict out;
+    for (const Kernel* kernel : Kernel::all()) {
+      const auto& spec = kernel->spec();
+      out[spec.name] = std::vector<std::string>(spec.variant_names, spec.variant_names + spec.variants);
+    }
+    return out;
+  });
+  m.def("hash", [](const std::string& name) { return kernel_named(name).spec().hash; });
+  m.def("args_bytes", [](const std::string& name) { return kernel_named(name).spec().args_bytes; });
+  m.def(
+      "launch", launch_raw, py::arg("kernel"), py::arg("variant"), py::arg("device"), py::arg("grid"), py::arg("args"),
+      py::arg("stream") = 0);
+  m.def("launch_counts", launch_counts, py::arg("kernel"));
+  m.def("reset_counts", reset_counts);
+  m.def(
+      "preload",
+      [](int device, const std::vector<std::string>& kernels) {
+        Preloaded done;
+        {
+          py::gil_scoped_release unlocked;
+          done = preload(device, kernels);
+        }
+        if (!done.error.empty()) throw std::runtime_error(done.error);
+        return std::make_tuple(done.loaded, done.missing);
+      },
+      py::arg("device"), py::arg("kernels") = std::vector<std::string>());
+  m.def("set_hook", set_hook);
+  m.def("set_compiler", set_compiler);
+  m.def("pack_directory", pack_directory);
+  m.def("device_count", device_count);
+  m.def("device", [](int index) {
+    std::string error;
+    const DeviceInfo* info = device_info(index, error);
+    if (!info) throw std::runtime_error(error);
+    return std::make_tuple(info->name, info->capability, info->multiprocessors);
+  });
+}

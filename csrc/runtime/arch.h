@@ -1,0 +1,27 @@
+#pragma once
+
+// Which compiled code runs on which device. Compute capabilities are major * 10 + minor.
+
+#include <initializer_list>
+
+namespace liger::runtime {
+
+/// Integrated chips whose cubins are their own, whatever their major version says.
+constexpr bool is_tegra(int capability) {
+  for (int tegra : {53, 62, 72, 87, 101, 110}) {
+    if (capability == tegra) return true;
+  }
+  return false;
+}
+
+/// A cubin for a plain target runs on its own major family, from its minor version up.
+constexpr bool cubin_runs_on(int target, int device) {
+  if (target == device) return true;
+  if (is_tegra(target) || is_tegra(device)) return false;
+  return target / 10 == device / 10 && target <= device;
+}
+
+/// PTX is compiled by the driver for any device at least as capable.
+constexpr bool ptx_runs_on(int target, int device) { return target <= device; }
+
+}  // namespace liger::runtime

@@ -1,0 +1,47 @@
+#pragma once
+
+// The CUDA driver API, reached by dlopen: nothing here needs a toolkit to build or a GPU to load.
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace liger::runtime {
+
+using CuResult = int;
+constexpr CuResult kCuSuccess = 0;
+constexpr CuResult kCuInvalidContext = 201;
+constexpr int kCuAttributeMultiprocessors = 16;
+constexpr int kCuAttributeMajor = 75;
+constexpr int kCuAttributeMinor = 76;
+constexpr int kCuCaptureModeRelaxed = 2;
+// Keys of cuLaunchKernel's `extra` list: the arguments come as one packed buffer.
+inline void* const kCuLaunchBuffer = reinterpret_cast<void*>(1);
+inline void* const kCuLaunchBufferSize = reinterpret_cast<void*>(2);
+
+struct Driver {
+  CuResult (*cuInit)(unsigned);
+  CuResult (*cuDeviceGet)(int*, int);
+  CuResult (*cuDeviceGetCount)(int*);
+  CuResult (*cuDeviceGetName)(char*, int, int);
+  CuResult (*cuDeviceGetAttribute)(int*, int, int);
+  CuResult (*cuDevicePrimaryCtxRetain)(void**, int);
+  CuResult (*cuCtxPushCurrent)(void*);
+  CuResult (*cuCtxPopCurrent)(void**);
+  CuResult (*cuCtxSetCurrent)(void*);
+  CuResult (*cuModuleLoadData)(void**, const void*);
+  CuResult (*cuModuleGetFunction)(void**, void*, const char*);
+  CuResult (*cuThreadExchangeStreamCaptureMode)(int*);
+  CuResult (*cuLaunchKernel)(
+      void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+  CuResult (*cuGetErrorName)(CuResult, const char**);
+  CuResult (*cuGetErrorString)(CuResult, const char**);
+
+  /// Loaded and initialised at the first call; null where there is no usable driver (reason says why).
+  static const Driver* get(std::string* reason = nullptr);
+
+  /// The driver's own name and text of an error.
+  std::string describe(CuResult result) const;
+};
+
+}  // namespace liger::runtime

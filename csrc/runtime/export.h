@@ -1,0 +1,3 @@
+#pragma once
+
+#define LIGER_RUNTIME_API __attribute__((visibility("default")))

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace liger::runtime {
+
+/// Decodes a raw DEFLATE stream (RFC 1951) of known decoded size. False if the stream is malformed.
+bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string& out);
+
+/// CRC-32 as in zlib.
+uint32_t crc32(const uint8_t* data, size_t size);
+
+}  // namespace liger::runtime

@@ -1,0 +1,41 @@
+#include "runtime/kernel.h"
+
+#include <mutex>
+
+namespace liger::runtime {
+namespace {
+
+std::vector<Kernel*>& registry() {
+  static std::vector<Kernel*> kernels;
+  return kernels;
+}
+
+}  // namespace
+
+Kernel::Kernel(const KernelSpec& spec) : spec_(spec) { registry().push_back(this); }
+
+void Kernel::publish(int device, uint32_t variant, const Function* function) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto* table = tables_[device].load(std::memory_order_acquire);
+  if (!table) {
+    table = new std::atomic<const Function*>[spec_.variants]();
+    tables_[device].store(table, std::memory_order_release);
+  }
+  table[variant].store(function, std::memory_order_release);
+}
+
+void Kernel::reset_counts() noexcept {
+  for (auto& count : counts_) count.store(0, std::memory_order_relaxed);
+}
+
+const std::vector<Kernel*>& Kernel::all() { return registry(); }
+
+Kernel* Kernel::find(const std::string& name) {
+  for (Kernel* kernel : registry()) {
+    if (name == kernel->spec().name) return kernel;
+  }
+  return nullptr;
+}
+
+}  // namespace liger::runtime

@@ -1,0 +1,87 @@
+#pragma once
+
+// A kernel as the host knows it: a name, a number of variants, and where each was loaded on each device.
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "runtime/export.h"
+
+namespace liger::runtime {
+
+enum class DType : int { F32, F16, BF16, Other };
+
+/// Where a loaded kernel's bytes came from, in the order in which sources are asked.
+enum class Source : int { Pack, Cache, Hook, Ptx };
+constexpr int kSources = 4;
+constexpr int kMaxDevices = 64;
+
+struct KernelSpec {
+  const char* name;
+  const char* symbol;
+  uint64_t hash;
+  uint32_t variants;
+  uint32_t args_bytes;
+  const char* const* variant_names;
+};
+
+struct Function {
+  void* handle;
+  unsigned threads;
+  unsigned shared;
+  Source source;
+};
+
+class LIGER_RUNTIME_API Kernel {
+ public:
+  /// Registers the kernel for the life of the process.
+  explicit Kernel(const KernelSpec& spec);
+
+  const KernelSpec& spec() const { return spec_; }
+
+  /// Wait-free; null if this variant has not been loaded on this device.
+  const Function* loaded(int device, uint32_t variant) const noexcept {
+    const auto* table = tables_[device].load(std::memory_order_acquire);
+    return table ? table[variant].load(std::memory_order_acquire) : nullptr;
+  }
+  /// Publishes a function, which lives as long as the process.
+  void publish(int device, uint32_t variant, const Function* function);
+
+  void count(Source source) noexcept { counts_[int(source)].fetch_add(1, std::memory_order_relaxed); }
+  uint64_t launches(Source source) const noexcept { return counts_[int(source)].load(std::memory_order_relaxed); }
+  void reset_counts() noexcept;
+
+  static const std::vector<Kernel*>& all();
+  static Kernel* find(const std::string& name);
+
+ private:
+  KernelSpec spec_;
+  std::array<std::atomic<std::atomic<const Function*>*>, kMaxDevices> tables_{};
+  std::array<std::atomic<uint64_t>, kSources> counts_{};
+};
+
+/// First config that admits a row of n elements; tables end with one that admits everything.
+template <class Config, size_t N>
+constexpr const Config& first_fit(const Config (&configs)[N], int64_t n, bool aligned) {
+  for (size_t i = 0; i + 1 < N; ++i) {
+    if ((configs[i].max_n < 0 || n <= configs[i].max_n) && (aligned || !configs[i].aligned)) return configs[i];
+  }
+  return configs[N - 1];
+}
+
+/// Index of a variant from its point on the kernel's axes (the last varies fastest) and its config.
+template <class K, class... Points>
+constexpr uint32_t variant_index(const typename K::Config& config, Points... points) {
+  constexpr size_t kAxes = sizeof(K::axes) / sizeof(int);
+  static_assert(sizeof...(Points) == kAxes, "one point per axis");
+  const int chosen[] = {int(points)...};
+  uint32_t index = 0;
+  for (size_t i = 0; i < kAxes; ++i) index = index * K::axes[i] + chosen[i];
+  return index * uint32_t(sizeof(K::configs) / sizeof(K::configs[0])) + uint32_t(&config - K::configs);
+}
+
+}  // namespace liger::runtime

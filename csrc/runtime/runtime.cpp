@@ -1,0 +1,416 @@
+#include "runtime/runtime.h"
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <tuple>
+
+#include "runtime/arch.h"
+#include "runtime/driver.h"
+#include "runtime/jit_cache.h"
+#include "runtime/log.h"
+#include "runtime/pack.h"
+
+namespace liger::runtime {
+namespace {
+
+std::atomic<uint64_t> cpu_count{0};
+
+std::string hex(uint64_t value) {
+  char text[24];
+  std::snprintf(text, sizeof text, "%016llx", (unsigned long long)value);
+  return text;
+}
+
+// A device, looked up once. The primary context is retained for the life of the process: torch uses it too.
+struct Device {
+  DeviceInfo info{};
+  void* context = nullptr;
+  std::string error;
+};
+
+Device open_device(int index) {
+  Device device;
+  const Driver* driver = Driver::get(&device.error);
+  if (!driver) return device;
+  int handle = 0, major = 0, minor = 0;
+  char name[256] = {};
+  auto check = [&](const char* call, CuResult result) {
+    if (result != kCuSuccess && device.error.empty()) {
+      device.error = std::string(call) + " failed for device " + std::to_string(index) + ": " + driver->describe(result);
+    }
+  };
+  check("cuDeviceGet", driver->cuDeviceGet(&handle, index));
+  if (!device.error.empty()) return device;
+  check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&major, kCuAttributeMajor, handle));
+  check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&minor, kCuAttributeMinor, handle));
+  check("cuDeviceGetAttribute",
+        driver->cuDeviceGetAttribute(&device.info.multiprocessors, kCuAttributeMultiprocessors, handle));
+  check("cuDeviceGetName", driver->cuDeviceGetName(name, sizeof name - 1, handle));
+  check("cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain(&device.context, handle));
+  device.info.capability = major * 10 + minor;
+  device.info.name = name;
+  return device;
+}
+
+const Device& device_at(int index) {
+  static std::array<std::atomic<const Device*>, kMaxDevices> devices{};
+  static std::mutex mutex;
+  static const Device out_of_range{{}, nullptr, "device index out of range (at most " + std::to_string(kMaxDevices) + ")"};
+  if (index < 0 || index >= kMaxDevices) return out_of_range;
+  if (const Device* device = devices[index].load(std::memory_order_acquire)) return *device;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!devices[index].load(std::memory_order_acquire)) devices[index].store(new Device(open_device(index)), std::memory_order_release);
+  return *devices[index].load(std::memory_order_acquire);
+}
+
+// All readable packs of the pack folder, opened at the first load.
+const std::vector<std::unique_ptr<Pack>>& packs() {
+  static const auto opened = [] {
+    std::vector<std::unique_ptr<Pack>> found;
+    std::string folder = pack_directory();
+    std::vector<std::string> files;
+    if (DIR* listing = opendir(folder.c_str())) {
+      while (dirent* item = readdir(listing)) {
+        std::string name = item->d_name;
+        if (name.size() > 5 && name.compare(name.size() - 5, 5, ".pack") == 0) files.push_back(folder + "/" + name);
+      }
+      closedir(listing);
+    }
+    if (files.empty()) log_once("no kernel packs in " + folder + "; kernels are compiled at first use");
+    for (const auto& file : files) {
+      std::string error;
+      if (auto pack = Pack::open(file, error)) {
+        found.push_back(std::move(pack));
+      } else {
+        log_once("kernel pack ignored: " + error);
+      }
+    }
+    // The closest target first.
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a->arch() > b->arch(); });
+    return found;
+  }();
+  return opened;
+}
+
+class HookHolder {
+ public:
+  void set(CompileHook hook) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    hook_ = std::make_shared<CompileHook>(std::move(hook));
+  }
+  std::shared_ptr<CompileHook> get() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return hook_ && *hook_ ? hook_ : nullptr;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<CompileHook> hook_;
+};
+
+HookHolder& hook_holder() {
+  static HookHolder holder;
+  return holder;
+}
+
+// Loading inside a CUDA graph capture is legal only in relaxed mode; the thread's mode is put back afterwards.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  const Driver& driver_;
+  int mode_ = kCuCaptureModeRelaxed;
+};
+
+class CurrentContext {
+ public:
+  CurrentContext(const Driver& driver, void* context) : driver_(driver) {
+    pushed_ = driver_.cuCtxPushCurrent(context) == kCuSuccess;
+  }
+  ~CurrentContext() {
+    void* popped = nullptr;
+    if (pushed_) driver_.cuCtxPopCurrent(&popped);
+  }
+
+ private:
+  const Driver& driver_;
+  bool pushed_;
+};
+
+const Function* load_binary(
+    const Driver& driver, const Device& device, const KernelSpec& spec, const Binary& binary, Source source,
+    std::string& error) {
+  RelaxedCapture relaxed(driver);
+  CurrentContext current(driver, device.context);
+  void *module = nullptr, *handle = nullptr;
+  CuResult result = driver.cuModuleLoadData(&module, binary.code.c_str());
+  if (result == kCuSuccess) result = driver.cuModuleGetFunction(&handle, module, spec.symbol);
+  if (result != kCuSuccess) {
+    error = driver.describe(result);
+    return nullptr;
+  }
+  return new Function{handle, binary.num_warps * 32, binary.shared, source};
+}
+
+struct Attempt {
+  Kernel& kernel;
+  uint32_t variant;
+  const Device& device;
+  const Driver& driver;
+  std::string refusals;
+
+  const char* name() const { return kernel.spec().variant_names[variant]; }
+
+  void refuse(const std::string& source, const std::string& why) {
+    refusals += (refusals.empty() ? "" : "; ") + source + ": " + why;
+  }
+
+  const Function* from_pack(const Pack& pack, Source source) {
+    Binary binary;
+    std::string error;
+    auto found = pack.find(kernel.spec().hash, variant, binary, error);
+    const Function* function = nullptr;
+    if (found == Pack::Lookup::Found) function = load_binary(driver, device, kernel.spec(), binary, source, error);
+    if (function) return function;
+    if (found == Pack::Lookup::Absent) error = "holds no such kernel of this build";
+    if (found != Pack::Lookup::Absent || source == Source::Pack) {
+      log_once(std::string(name()) + ": " + pack.origin() + " was of no use: " + error);
+    }
+    refuse(pack.origin(), error);
+    return nullptr;
+  }
+
+  const Function* from_packs(BinaryKind kind) {
+    for (const auto& pack : packs()) {
+      bool fits = kind == BinaryKind::Cubin ? cubin_runs_on(pack->arch(), device.info.capability)
+                                            : ptx_runs_on(pack->arch(), device.info.capability);
+      if (pack->kind() != kind || !fits) continue;
+      if (auto* function = from_pack(*pack, kind == BinaryKind::Cubin ? Source::Pack : Source::Ptx)) return function;
+    }
+    return nullptr;
+  }
+
+  const Function* from_cache() {
+    auto path = JitCache::path(kernel.spec().name, kernel.spec().hash, variant, device.info.capability, false);
+    std::string error;
+    if (path.empty() || access(path.c_str(), F_OK) != 0) return nullptr;
+    if (auto pack = Pack::open(path, error)) return from_pack(*pack, Source::Cache);
+    log_once("JIT cache file ignored: " + error);
+    return nullptr;
+  }
+
+  const Function* from_hook() {
+    auto hook = hook_holder().get();
+    if (!hook) {
+      refuse("JIT", "no compiler is registered (needs Python with Triton)");
+      return nullptr;
+    }
+    log_once(std::string(name()) + ": compiling for sm_" + std::to_string(device.info.capability));
+    std::string error;
+    std::string bytes = (*hook)(kernel.spec(), variant, device.info.capability, error);
+    auto pack = bytes.empty() ? nullptr : Pack::parse(bytes, "the compiled kernel", error);
+    const Function* function = pack ? from_pack(*pack, Source::Hook) : nullptr;
+    if (!pack) refuse("JIT", error);
+    if (function) {
+      auto path = JitCache::path(kernel.spec().name, kernel.spec().hash, variant, device.info.capability, true);
+      if (!path.empty()) JitCache::store(path, bytes);
+    }
+    return function;
+  }
+
+  const Function* from_anywhere(bool compile) {
+    if (auto* function = from_packs(BinaryKind::Cubin)) return function;
+    if (jit_enabled()) {
+      if (auto* function = from_cache()) return function;
+      if (!compile) return nullptr;
+      if (auto* function = from_hook()) return function;
+    } else {
+      refuse("JIT", "switched off by LIGER_OPS_JIT=0");
+    }
+    auto* function = compile ? from_packs(BinaryKind::Ptx) : nullptr;
+    if (function) log_once("kernels for sm_" + std::to_string(device.info.capability) + " are compiled by the driver from PTX");
+    return function;
+  }
+};
+
+// Each (kernel, variant, device) is loaded by one thread; the others wait without holding any lock of the loader's,
+// because the compile hook may need the interpreter lock that they hold.
+class Loader {
+ public:
+  const Function* load(Kernel& kernel, uint32_t variant, int index, bool compile, std::string& error) {
+    const Device& device = device_at(index);
+    const Driver* driver = Driver::get(&error);
+    if (!device.error.empty() || !driver) {
+      if (!device.error.empty()) error = device.error;
+      return nullptr;
+    }
+    auto key = std::make_tuple(&kernel, variant, index);
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return !busy_.count(key); });
+    if (auto* function = kernel.loaded(index, variant)) return function;
+    busy_.insert(key);
+    lock.unlock();
+
+    Attempt attempt{kernel, variant, device, *driver, {}};
+    const Function* function = attempt.from_anywhere(compile);
+    if (function) kernel.publish(index, variant, function);
+
+    lock.lock();
+    busy_.erase(key);
+    changed_.notify_all();
+    if (!function) {
+      error = std::string("no kernel ") + attempt.name() + " (" + hex(kernel.spec().hash) + ") for device " +
+              std::to_string(index) + " (" + device.info.name + ", sm_" + std::to_string(device.info.capability) +
+              "): " + (attempt.refusals.empty() ? "no pack for this architecture in " + pack_directory() : attempt.refusals);
+    }
+    return function;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::set<std::tuple<Kernel*, uint32_t, int>> busy_;
+};
+
+Loader& loader() {
+  static Loader instance;
+  return instance;
+}
+
+}  // namespace
+
+std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};
+  const Function* function = device >= 0 && device < kMaxDevices ? kernel.loaded(device, variant) : nullptr;
+  if (__builtin_expect(!function, 0)) {
+    std::string error;
+    function = loader().load(kernel, variant, device, true, error);
+    if (!function) return error;
+  }
+  size_t bytes = kernel.spec().args_bytes;
+  void* extra[] = {kCuLaunchBuffer, const_cast<void*>(args), kCuLaunchBufferSize, &bytes, nullptr};
+  static const Driver* const driver = Driver::get();
+  auto attempt = [&] {
+    return driver->cuLaunchKernel(
+        function->handle, grid.x, grid.y, grid.z, function->threads, 1, 1, function->shared, stream, nullptr, extra);
+  };
+  CuResult result = attempt();
+  if (__builtin_expect(result == kCuInvalidContext, 0)) {
+    // A thread that CUDA has not seen yet.
+    driver->cuCtxSetCurrent(device_at(device).context);
+    result = attempt();
+  }
+  if (__builtin_expect(result != kCuSuccess, 0)) {
+    const DeviceInfo& info = device_at(device).info;
+    return std::string("launch of ") + kernel.spec().variant_names[variant] + " failed on device " + std::to_string(device) +
+           " (" + info.name + ", sm_" + std::to_string(info.capability) + ") with grid (" + std::to_string(grid.x) + ", " +
+           std::to_string(grid.y) + ", " + std::to_string(grid.z) + "), " + std::to_string(function->threads) +
+           " threads: " + driver->describe(result);
+  }
+  kernel.count(function->source);
+  return {};
+}
+
+int multiprocessors(int device) { return device_at(device).info.multiprocessors; }
+
+int device_count() {
+  int count = 0;
+  const Driver* driver = Driver::get();
+  return driver && driver->cuDeviceGetCount(&count) == kCuSuccess ? count : 0;
+}
+
+const DeviceInfo* device_info(int device, std::string& error) {
+  const Device& found = device_at(device);
+  error = found.error;
+  return error.empty() ? &found.info : nullptr;
+}
+
+Preloaded preload(int device, const std::vector<std::string>& kernels) {
+  Preloaded out;
+  if (!device_info(device, out.error)) return out;
+  for (Kernel* kernel : Kernel::all()) {
+    auto wanted = [&](const std::string& prefix) { return std::string(kernel->spec().name).rfind(prefix, 0) == 0; };
+    if (!kernels.empty() && std::none_of(kernels.begin(), kernels.end(), wanted)) continue;
+    for (uint32_t variant = 0; variant < kernel->spec().variants; ++variant) {
+      std::string ignored;
+      loader().load(*kernel, variant, device, false, ignored) ? ++out.loaded : ++out.missing;
+    }
+  }
+  return out;
+}
+
+void set_compile_hook(CompileHook hook) { hook_holder().set(std::move(hook)); }
+
+void set_compiler(const std::string& compiler) { JitCache::set_compiler(compiler); }
+
+bool jit_enabled() {
+  const char* value = std::getenv("LIGER_OPS_JIT");
+  return !value || std::strcmp(value, "0") != 0;
+}
+
+std::string jit_cache_directory() { return JitCache::directory(); }
+
+std::string pack_directory() {
+  if (const char* chosen = std::getenv("LIGER_OPS_PACK_DIR")) return chosen;
+  Dl_info info{};
+  dladdr(reinterpret_cast<void*>(&pack_directory), &info);
+  std::string library = info.dli_fname ? info.dli_fname : "";
+  auto parent = [](const std::string& path) {
+    auto slash = path.rfind('/');
+    return slash == std::string::npos ? std::string(".") : path.substr(0, slash);
+  };
+  return parent(parent(library)) + "/packs";
+}
+
+std::string status() {
+  auto quoted = [](const std::string& text) {
+    std::string out = "\"";
+    for (char c : text) {
+      if (c == '"' || c == '\\') out += '\\';
+      out += c;
+    }
+    return out + "\"";
+  };
+  std::ostringstream out;
+  out << "{\"pack_directory\": " << quoted(pack_directory()) << ", \"jit_enabled\": " << (jit_enabled() ? "true" : "false")
+      << ", \"jit_compiler\": " << (hook_holder().get() ? "true" : "false") << ", \"jit_cache\": " << quoted(jit_cache_directory())
+      << ", \"cpu_calls\": " << cpu_calls() << ", \"devices\": [";
+  for (int i = 0, count = device_count(); i < count; ++i) {
+    const Device& device = device_at(i);
+    out << (i ? ", " : "") << "{\"index\": " << i << ", \"name\": " << quoted(device.error.empty() ? device.info.name : device.error)
+        << ", \"capability\": " << device.info.capability << "}";
+  }
+  out << "], \"kernels\": {";
+  const char* separator = "";
+  for (const Kernel* kernel : Kernel::all()) {
+    out << separator << quoted(kernel->spec().name) << ": {\"variants\": " << kernel->spec().variants << ", \"launches\": [";
+    for (int s = 0; s < kSources; ++s) out << (s ? ", " : "") << kernel->launches(Source(s));
+    out << "]}";
+    separator = ", ";
+  }
+  out << "}}";
+  return out.str();
+}
+
+void count_cpu_call() noexcept { cpu_count.fetch_add(1, std::memory_order_relaxed); }
+
+uint64_t cpu_calls() noexcept { return cpu_count.load(std::memory_order_relaxed); }
+
+void reset_counts() noexcept {
+  cpu_count.store(0, std::memory_order_relaxed);
+  for (Kernel* kernel : Kernel::all()) kernel->reset_counts();
+}
+
+}  // namespace liger::runtime

@@ -1,0 +1,127 @@
+#pragma once
+
+// What every op's backward node needs: saved tensors, blocked double backward, and the one rule for reusing buffers.
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <array>
+
+namespace liger::core {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+/// A typed handle to an operator, for a function-local static: the look-up by name costs microseconds.
+template <class Function>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+}
+
+// Nodes are held by std::shared_ptr before torch 2.13 and by c10::intrusive_ptr since.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <class T, class... A>
+auto make_node(A&&... arguments) {
+  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<torch::autograd::Node>>) {
+    // Found by argument-dependent look-up, because newer releases have no such function.
+    return std::shared_ptr<T>(new T(std::forward<A>(arguments)...), [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<T>(std::forward<A>(arguments)...);
+  }
+}
+
+/// Forward-mode derivatives are not implemented: better a sentence than a silent zero.
+template <class... Tensors>
+void check_no_forward_ad(const char* op, const Tensors&... tensors) {
+  TORCH_CHECK(
+      !(torch::autograd::isFwGradDefined(tensors) || ...), op,
+      ": forward-mode automatic differentiation is not supported; use reverse mode (backward)");
+}
+
+/// True if the tensor's memory is ours to reason about: no tracing, no wrapper, no dispatch mode looking on.
+inline bool is_plain(const at::Tensor& t) {
+  constexpr c10::DispatchKeySet watchers(
+      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(watchers) &&
+      !c10::impl::dispatch_mode_enabled() && !t.is_inference() &&
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+/// True if `t` is the last trace of its memory, so that overwriting it can be noticed by nobody: one reference to
+/// the tensor besides its own Python object, that object known to nobody else, one reference to the storage, and
+/// a tensor that covers it. Facts about torch's internals, pinned by tests/test_reuse.py.
+inline bool is_sole_owner(const at::Tensor& t) {
+  if (!t.defined() || !is_plain(t) || t.is_view() || !t.is_non_overlapping_and_dense()) return false;
+  auto* slot = t.unsafeGetTensorImpl()->pyobj_slot();
+  bool has_object = slot->load_pyobj() != nullptr;
+  if (has_object && !slot->has_unique_reference()) return false;
+  // The Python object, where there is one, holds the second reference.
+  return t.use_count() == (has_object ? 2 : 1) && t.storage().use_count() == 1;
+}
+
+/// Base of all backward nodes: N saved tensors, and a `backward` that never sees a graph being built.
+template <size_t N>
+class BackwardNode : public torch::autograd::Node {
+ public:
+  std::array<SavedVariable, N> saved;
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved) variable.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) final {
+    std::lock_guard<std::mutex> lock(mutex_);
+    bool create_graph = at::GradMode::is_enabled();
+    torch::autograd::edge_list edges;
+    if (create_graph) {
+      edges = next_edges();
+      for (const auto& grad : grads) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+    }
+    // Only a graph that is never walked again gives up its saved tensors and its gradients' memory.
+    keep_ = create_graph || torch::autograd::get_current_graph_task_keep_graph();
+    variable_list out;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      out = backward(std::move(grads));
+    }
+    if (create_graph) {
+      auto error = make_node<torch::autograd::Error>(
+          name() + ": double backward is not supported", torch::autograd::edge_list(edges));
+      for (auto& grad : out) {
+        if (grad.defined()) torch::autograd::set_history(grad, error);
+      }
+    }
+    return out;
+  }
+
+ protected:
+  virtual variable_list backward(variable_list&& grads) = 0;
+
+  /// The saved tensor; where the graph is done with it, the node's own reference goes.
+  at::Tensor take(size_t i) {
+    at::Tensor t = saved[i].unpack(getptr());
+    if (!keep_) saved[i].reset_data();
+    return t;
+  }
+
+  /// Whether this gradient's buffer may be overwritten by a result of x's layout.
+  bool may_overwrite(const at::Tensor& grad, const at::Tensor& like) const {
+    return !keep_ && is_sole_owner(grad) && grad.scalar_type() == like.scalar_type() && grad.strides() == like.strides();
+  }
+
+ private:
+  bool keep_ = true;
+};
+
+}  // namespace liger::core

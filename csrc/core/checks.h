@@ -1,0 +1,57 @@
+#pragma once
+
+// Argument checks in one voice: "<op>: <argument> must <rule> (got <value>)".
+
+#include <ATen/ATen.h>
+
+#define LIGER_CHECK(condition, op, argument, rule, ...) \
+  TORCH_CHECK(condition, op, ": ", argument, " must ", rule, " (got ", __VA_ARGS__, ")")
+
+namespace liger::core {
+
+/// For the autograd entry: sparse and quantized tensors have no backend implementation that could complain better.
+inline void check_dense(const char* op, const char* name, const at::Tensor& t) {
+  LIGER_CHECK(
+      t.layout() == at::kStrided && !t.is_quantized(), op, name, "be a dense, unquantized tensor", t.layout(), " of ", t.scalar_type());
+}
+
+/// x: dense floating point of at least one dimension. fp64 exists on CPU alone, for gradcheck.
+inline void check_activation(const char* op, const char* name, const at::Tensor& x) {
+  check_dense(op, name, x);
+  auto dtype = x.scalar_type();
+  bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+  LIGER_CHECK(
+      half || dtype == at::kFloat || (dtype == at::kDouble && !x.is_cuda()), op, name,
+      (x.is_cuda() ? "be float32, float16 or bfloat16" : "be float32, float16, bfloat16 or float64"), dtype);
+  LIGER_CHECK(x.dim() >= 1, op, name, "have at least one dimension", "a scalar");
+}
+
+inline void check_same_device(const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
+  LIGER_CHECK(t.device() == x.device(), op, name, c10::str("be on ", x.device(), " like ", like), t.device());
+}
+
+/// A tensor that goes element by element with x.
+inline void check_same(const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
+  check_same_device(op, name, t, like, x);
+  check_dense(op, name, t);
+  LIGER_CHECK(t.scalar_type() == x.scalar_type(), op, name, c10::str("have the dtype of ", like, ", ", x.scalar_type()), t.scalar_type());
+  LIGER_CHECK(t.sym_sizes().equals(x.sym_sizes()), op, name, c10::str("have the shape of ", like, ", ", x.sym_sizes()), t.sym_sizes());
+}
+
+/// A parameter with one value per column of x, in x's dtype or in float32.
+inline void check_column_parameter(const char* op, const char* name, const at::Tensor& w, const at::Tensor& x) {
+  check_same_device(op, name, w, "x", x);
+  check_dense(op, name, w);
+  LIGER_CHECK(
+      w.scalar_type() == x.scalar_type() || (w.scalar_type() == at::kFloat && x.scalar_type() != at::kDouble), op, name,
+      c10::str("be float32 or have the dtype of x, ", x.scalar_type()), w.scalar_type());
+  LIGER_CHECK(
+      w.dim() == 1 && w.sym_sizes()[0] == x.sym_sizes().back(), op, name,
+      c10::str("have shape [", x.sym_sizes().back(), "], the last dimension of x"), w.sym_sizes());
+}
+
+inline void check_eps(const char* op, double eps) {
+  LIGER_CHECK(eps >= 0 && eps < std::numeric_limits<double>::infinity(), op, "eps", "be finite and not negative", eps);
+}
+
+}  // namespace liger::core

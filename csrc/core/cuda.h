@@ -1,0 +1,51 @@
+#pragma once
+
+// From tensors to a launch. No CUDA header: the stream comes through torch's C shim, the device through c10.
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "core/checks.h"
+#include "runtime/runtime.h"
+
+// Weak: absent where torch was built without CUDA.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace liger::core {
+
+inline runtime::DType dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return runtime::DType::F32;
+    case at::kHalf: return runtime::DType::F16;
+    case at::kBFloat16: return runtime::DType::BF16;
+    default: return runtime::DType::Other;
+  }
+}
+
+inline const void* address(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+inline const void* address(const std::optional<at::Tensor>& t) { return t ? address(*t) : nullptr; }
+
+/// True if every pointer is fit for 16-byte accesses. Absent ones are.
+template <class... Pointers>
+bool aligned16(Pointers... pointers) {
+  return ((uintptr_t(pointers) | ...) & 15) == 0;
+}
+
+/// Launches a variant of kernel K on x's current stream. The device guard is the caller's.
+template <class K>
+void launch(const char* op, const at::Device& device, uint32_t variant, runtime::Grid grid, const typename K::Args& args) {
+  void* stream = nullptr;
+  TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0, op,
+      ": no current CUDA stream on ", device, "; this torch was built without CUDA");
+  std::string error = runtime::launch(K::kernel, variant, device.index(), stream, grid, &args);
+  TORCH_CHECK(error.empty(), op, ": ", error);
+}
+
+/// Programs of a persistent kernel: enough to fill the chip, never more than there are blocks of work.
+inline int64_t persistent_programs(const at::Device& device, int64_t blocks, int per_multiprocessor) {
+  int64_t full = int64_t(std::max(runtime::multiprocessors(device.index()), 1)) * per_multiprocessor;
+  return std::max<int64_t>(1, std::min(blocks, full));
+}
+
+}  // namespace liger::core

@@ -1,0 +1,116 @@
+#pragma once
+
+// A tensor as rows of n contiguous elements on two levels of strides; liger_ops/kernels/rows.py walks them.
+
+#include <ATen/ATen.h>
+
+#include <array>
+
+#include "core/checks.h"
+
+namespace liger::core {
+
+/// Layout of a new tensor shaped like x whose rows can be written whole. Works on symbolic sizes.
+inline at::Tensor empty_rows_like(const at::Tensor& x) {
+  bool unit = x.sym_strides().back() == 1;
+  return unit ? at::empty_like(x) : at::empty_like(x, x.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+struct RowStrides {
+  int64_t outer = 0, inner = 0;
+
+  int64_t offset(int64_t row, int64_t inner_rows) const {
+    int64_t block = row / inner_rows;
+    return block * outer + (row - block * inner_rows) * inner;
+  }
+};
+
+template <size_t N>
+struct Rows {
+  int64_t rows = 0, n = 0, inner_rows = 1;
+  std::array<RowStrides, N> strides{};
+
+  bool aligned_strides() const {
+    for (const auto& s : strides) {
+      if ((s.outer | s.inner) & 7) return false;
+    }
+    return (n & 7) == 0;
+  }
+};
+
+namespace detail {
+
+inline bool same_strides(const at::Tensor& a, const at::Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+// Merges the outer dimensions of all tensors in their logical order; false if more than two levels remain.
+template <size_t N>
+bool merge_levels(const std::array<at::Tensor*, N>& tensors, Rows<N>& out) {
+  const at::Tensor& lead = *tensors[0];
+  int levels = 0;
+  int64_t sizes[2] = {1, 1};
+  std::array<RowStrides, N> strides{};
+  for (int64_t d = lead.dim() - 2; d >= 0; --d) {
+    int64_t size = lead.size(d);
+    if (size == 1) continue;
+    bool merges = levels > 0;
+    for (size_t i = 0; merges && i < N; ++i) {
+      if (!tensors[i]->defined()) continue;
+      int64_t below = levels == 1 ? strides[i].inner : strides[i].outer;
+      merges = tensors[i]->stride(d) == below * sizes[levels - 1];
+    }
+    if (merges) {
+      sizes[levels - 1] *= size;
+      continue;
+    }
+    if (levels == 2) return false;
+    for (size_t i = 0; i < N; ++i) {
+      if (tensors[i]->defined()) (levels == 0 ? strides[i].inner : strides[i].outer) = tensors[i]->stride(d);
+    }
+    sizes[levels++] = size;
+  }
+  out.inner_rows = sizes[0];
+  out.strides = strides;
+  return true;
+}
+
+}  // namespace detail
+
+/// Walks tensors of one shape by the same rows. tensors[0] leads: it is dense and its last dimension has unit
+/// stride, as empty_rows_like makes it. Another tensor that cannot follow is replaced by a copy in its layout;
+/// undefined tensors have no strides.
+template <size_t N>
+Rows<N> walk_rows(const char* op, const std::array<at::Tensor*, N>& tensors) {
+  const at::Tensor& lead = *tensors[0];
+  Rows<N> out;
+  out.n = lead.size(-1);
+  out.rows = out.n ? lead.numel() / out.n : 0;
+  LIGER_CHECK(
+      out.rows <= std::numeric_limits<int32_t>::max() && out.n <= std::numeric_limits<int32_t>::max(), op, "x",
+      "have fewer than 2^31 rows and columns", out.rows, " rows of ", out.n);
+  bool alike = true, unit = true;
+  for (at::Tensor* t : tensors) {
+    if (!t->defined()) continue;
+    alike = alike && detail::same_strides(lead, *t);
+    unit = unit && (t->stride(-1) == 1 || out.n == 1);
+  }
+  // Rows are numbered in the lead's memory order, so that forward and backward agree whatever their other tensors.
+  if (!alike && !(unit && lead.is_contiguous() && detail::merge_levels<N>(tensors, out))) {
+    for (at::Tensor* t : tensors) {
+      if (t->defined() && !detail::same_strides(lead, *t)) *t = at::empty_like(lead, t->options()).copy_(*t);
+    }
+    alike = true;
+  }
+  if (alike) {
+    // Dense and alike: memory order serves as row order.
+    out.inner_rows = std::max<int64_t>(out.rows, 1);
+    for (size_t i = 0; i < N; ++i) out.strides[i] = tensors[i]->defined() ? RowStrides{0, out.n} : RowStrides{};
+  }
+  return out;
+}
+
+}  // namespace liger::core

@@ -1,0 +1,47 @@
+// The liger namespace: the private ops through which Python sees and feeds the runtime.
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "runtime/runtime.h"
+
+namespace liger {
+namespace {
+
+std::tuple<int64_t, int64_t> preload(int64_t device, std::vector<std::string> kernels) {
+  auto done = runtime::preload(int(device), kernels);
+  TORCH_CHECK(done.error.empty(), "preload: ", done.error);
+  return {done.loaded, done.missing};
+}
+
+// Registers the op `liger::_compile_kernel`, which Python implements, as the runtime's compile hook.
+void enable_jit(std::string compiler) {
+  runtime::set_compiler(compiler);
+  runtime::set_compile_hook([](const runtime::KernelSpec& spec, uint32_t variant, int capability, std::string& error) -> std::string {
+    try {
+      // The op has no tensor argument; modes and autograd must not see it.
+      at::AutoDispatchBelowADInplaceOrView below;
+      c10::impl::ExcludeDispatchKeyGuard modes(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+      static const auto op = core::find_op<at::Tensor(std::string, int64_t, int64_t)>("liger::_compile_kernel");
+      at::Tensor bytes = op.call(spec.name, variant, capability).contiguous();
+      return std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+    } catch (const std::exception& e) {
+      error = e.what();
+      return {};
+    }
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("_status() -> str", [] { return runtime::status(); });
+  m.def("_reset_counts() -> ()", [] { runtime::reset_counts(); });
+  m.def("_preload(int device, str[] kernels) -> (int, int)", preload);
+  m.def("_enable_jit(str compiler) -> ()", enable_jit);
+  m.def("_compile_kernel(str kernel, int variant, int capability) -> Tensor");
+}
+
+}  // namespace liger

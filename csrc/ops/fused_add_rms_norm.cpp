@@ -1,0 +1,135 @@
+// fused_add_rms_norm(x, residual, weight, ...) -> (rms_norm(s, weight, ...), s) with s = x + residual, rounded as the
+// addition alone would round it. One pass over memory where the two steps take two.
+//
+// x, residual: (..., n); weight: (n,). Kernels, casting modes and backward are those of rms_norm.
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/rows.h"
+#include "ops/rms_norm.h"
+
+namespace liger::ops {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "fused_add_rms_norm";
+
+// The forward with and without what backward needs.
+template <auto forward>
+std::tuple<Tensor, Tensor, Tensor> fwd(
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm(kOp, x, residual, value_or_undefined(weight), eps, mode);
+  auto out = forward(x, residual, value_or_undefined(weight), eps, offset, mode, true);
+  return {out.y, out.s, out.rstd};
+}
+
+template <auto forward>
+std::tuple<Tensor, Tensor> fused(
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm(kOp, x, residual, value_or_undefined(weight), eps, mode);
+  auto out = forward(x, residual, value_or_undefined(weight), eps, offset, mode, false);
+  return {out.y, out.s};
+}
+
+RmsNormForward forward_cuda(
+    const Tensor& x, Tensor residual, const Tensor& weight, double eps, double offset, std::string_view mode, bool save_rstd) {
+  return rms_norm_forward_cuda(kOp, x, std::move(residual), weight, eps, offset, mode, save_rstd);
+}
+
+RmsNormForward forward_meta(
+    const Tensor& x, Tensor, const Tensor&, double, double, std::string_view, bool save_rstd) {
+  auto rstd_type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  auto sizes = x.sym_sizes();
+  Tensor y = core::empty_rows_like(x);
+  Tensor rstd = save_rstd ? at::empty_symint(sizes.slice(0, sizes.size() - 1), x.options().dtype(rstd_type)) : Tensor();
+  return {y, at::empty_like(y), rstd};
+}
+
+struct FusedAddRmsNormBackward : core::BackwardNode<3> {  // s, weight, rstd
+  double offset;
+  std::string casting_mode;
+
+  std::string name() const override { return kOp; }
+
+  core::variable_list backward(core::variable_list&& grads) override {
+    Tensor dy = std::move(grads[0]), ds = std::move(grads[1]);
+    Tensor s = take(0), weight = take(1), rstd = take(2);
+    if (!dy.defined()) return {ds, ds, Tensor()};
+    bool overwrite = may_overwrite(dy, s);
+    bool needs_dx = task_should_compute_output(0) || task_should_compute_output(1);
+    auto [dx, dweight] = rms_norm_backward(
+        dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, task_should_compute_output(2), overwrite);
+    return {dx, dx, dweight};
+  }
+};
+
+std::tuple<Tensor, Tensor> fused_autograd(
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  core::check_dense(kOp, "x", x);
+  core::check_no_forward_ad(kOp, x, residual, weight);
+  if (!torch::autograd::compute_requires_grad(x, residual, weight)) {
+    static const auto op = core::find_op<decltype(fused<forward_meta>)>("liger::fused_add_rms_norm");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(x, residual, weight, eps, offset, mode);
+  }
+  auto node = core::make_node<FusedAddRmsNormBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(x, residual, weight));
+  node->offset = offset;
+  node->casting_mode = mode;
+  Tensor y, s, rstd;
+  {
+    static const auto op = core::find_op<decltype(fwd<forward_meta>)>("liger::_fused_add_rms_norm_fwd");
+    at::AutoDispatchBelowADInplaceOrView below;
+    std::tie(y, s, rstd) = op.call(x, residual, weight, eps, offset, mode);
+  }
+  torch::autograd::set_history(y, node);
+  torch::autograd::set_history(s, node);
+  node->saved = {core::SavedVariable(s, true), core::SavedVariable(weight, false), core::SavedVariable(rstd, false)};
+  return {y, s};
+}
+
+std::tuple<Tensor, Tensor> fused_autocast(
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  static const auto op = core::find_op<decltype(fused<forward_meta>)>("liger::fused_add_rms_norm");
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  auto cast = [](const Tensor& t) { return at::autocast::cached_cast(at::kFloat, t, c10::DeviceType::CUDA); };
+  return op.call(cast(x), cast(residual), weight ? OptionalTensor(cast(*weight)) : weight, eps, offset, mode);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def(
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float offset=0.0, "
+      "str casting_mode=\"llama\") -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_fused_add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str casting_mode) "
+      "-> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) {
+  m.impl("fused_add_rms_norm", fused<rms_norm_forward_cpu>);
+  m.impl("_fused_add_rms_norm_fwd", fwd<rms_norm_forward_cpu>);
+}
+
+TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("fused_add_rms_norm", fused<forward_cuda>);
+  m.impl("_fused_add_rms_norm_fwd", fwd<forward_cuda>);
+}
+
+TORCH_LIBRARY_IMPL(liger, Meta, m) {
+  m.impl("fused_add_rms_norm", fused<forward_meta>);
+  m.impl("_fused_add_rms_norm_fwd", fwd<forward_meta>);
+}
+
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("fused_add_rms_norm", fused_autograd); }
+
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("fused_add_rms_norm", fused_autocast); }
+
+}  // namespace liger::ops

@@ -1,0 +1,441 @@
+// rms_norm(x, weight, eps, offset, casting_mode) = x * rsqrt(mean(x^2) + eps) * (weight + offset)
+//
+// x: (..., n) of any strides, weight: (n,) in x's dtype or fp32, the result in x's dtype. Statistics are fp32.
+// casting_mode says where the normalised row is rounded: "llama" before the weight is applied, as Hugging Face's
+// LlamaRMSNorm does; "gemma" and "none" once, at the end.
+
+#include "ops/rms_norm.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/column_sum.h"
+#include "core/cpu.h"
+#include "core/cuda.h"
+#include "core/rows.h"
+#include "kernels/rms_norm.h"
+
+namespace liger::ops {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Mirrors the constants of liger_ops/kernels/rms_norm.py.
+enum Flags : int32_t { kHasWeight = 1, kRoundFirst = 2, kHasResidual = 4, kSaveRstd = 8, kNeedsDweight = 16 };
+
+bool rounds_first(std::string_view casting_mode) { return casting_mode == "llama"; }
+
+std::vector<int64_t> row_sizes(const Tensor& x) { return x.sizes().slice(0, x.dim() - 1).vec(); }
+
+}  // namespace
+
+void check_rms_norm(
+    const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, std::string_view casting_mode) {
+  core::check_activation(op, "x", x);
+  if (residual.defined()) core::check_same(op, "residual", residual, "x", x);
+  if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);
+  core::check_eps(op, eps);
+  LIGER_CHECK(
+      casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op, "casting_mode",
+      "be 'llama', 'gemma' or 'none'", "'", casting_mode, "'");
+}
+
+// ---- CPU
+
+namespace {
+
+template <class T, class W>
+struct CpuForward {
+  using C = core::Compute<T>;
+  const T *x, *residual;
+  const W* weight;
+  T *y, *s;
+  C* rstd;
+  const core::Rows<4>& walk;  // y, s, x, residual
+  C eps, offset;
+  bool round;
+};
+
+template <class T, class W>
+LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
+  using C = core::Compute<T>;
+  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = a.x + a.walk.strides[2].offset(row, inner);
+    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    if (a.residual) {
+      const T* r = a.residual + a.walk.strides[3].offset(row, inner);
+      T* s = a.s + a.walk.strides[1].offset(row, inner);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) s[i] = T(C(x[i]) + C(r[i]));
+      x = s;
+    }
+    C squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < n; ++i) squares += C(x[i]) * C(x[i]);
+    const C scale = 1 / std::sqrt(squares / n + a.eps);
+    if (a.rstd) a.rstd[row] = scale;
+    if (!a.weight) {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) y[i] = T(C(x[i]) * scale);
+    } else if (a.round) {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) y[i] = T(C(T(C(x[i]) * scale)) * (C(a.weight[i]) + a.offset));
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) y[i] = T(C(x[i]) * scale * (C(a.weight[i]) + a.offset));
+    }
+  }
+}
+
+template <class T, class W>
+struct CpuBackward {
+  using C = core::Compute<T>;
+  const T *dy, *ds, *x;
+  const W* weight;
+  const C* rstd;
+  T* dx;
+  const core::Rows<4>& walk;  // dx, dy, ds, x
+  C offset;
+  bool round;
+};
+
+// sums: this range's share of dweight, or null.
+template <class T, class W>
+LIGER_VECTORIZED void backward_rows(
+    const CpuBackward<T, W>& a, const core::Compute<T>* scaled_weight, core::Compute<T>* sums, int64_t begin, int64_t end) {
+  using C = core::Compute<T>;
+  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* dy = a.dy + a.walk.strides[1].offset(row, inner);
+    const T* x = a.x + a.walk.strides[3].offset(row, inner);
+    const C scale = a.rstd[row];
+    C dot = 0;
+    if (sums && a.round) {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) sums[i] += C(dy[i]) * C(T(C(x[i]) * scale));
+    } else if (sums) {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) sums[i] += C(dy[i]) * C(x[i]) * scale;
+    }
+    if (!a.dx) continue;
+    T* dx = a.dx + a.walk.strides[0].offset(row, inner);
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < n; ++i) dot += C(dy[i]) * scaled_weight[i] * C(x[i]);
+    const C mean = dot * scale * scale / n;
+    if (a.ds) {
+      const T* ds = a.ds + a.walk.strides[2].offset(row, inner);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * scaled_weight[i] - C(x[i]) * mean) * scale + C(ds[i]));
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * scaled_weight[i] - C(x[i]) * mean) * scale);
+    }
+  }
+}
+
+template <class T>
+T* data_or_null(const Tensor& t) {
+  return t.defined() ? t.data_ptr<T>() : nullptr;
+}
+
+}  // namespace
+
+RmsNormForward rms_norm_forward_cpu(
+    const Tensor& x_in, Tensor residual, const Tensor& weight_in, double eps, double offset, std::string_view casting_mode,
+    bool save_rstd) {
+  Tensor x = x_in, weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+  runtime::count_cpu_call();
+  RmsNormForward out;
+  out.y = core::empty_rows_like(x);
+  if (residual.defined()) out.s = at::empty_like(out.y);
+  if (save_rstd) out.rstd = at::empty(row_sizes(x), x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  if (x.numel() == 0) return out;
+  auto walk = core::walk_rows<4>("rms_norm", {&out.y, &out.s, &x, &residual});
+  auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
+  core::dispatch_activation_parameter(x.scalar_type(), weight_type, [&](auto t, auto w) {
+    using T = decltype(t);
+    using W = decltype(w);
+    using C = core::Compute<T>;
+    CpuForward<T, W> a{
+        x.const_data_ptr<T>(), data_or_null<T>(residual), data_or_null<W>(weight), out.y.data_ptr<T>(), data_or_null<T>(out.s),
+        data_or_null<C>(out.rstd), walk, C(eps), C(offset), rounds_first(casting_mode)};
+    core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
+      forward_rows(a, begin, end);
+    });
+  });
+  return out;
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> backward_cpu(
+    Tensor dy, Tensor ds, Tensor x, const Tensor& weight_in, const Tensor& rstd, double offset, std::string_view casting_mode,
+    Tensor dx, bool needs_dweight) {
+  runtime::count_cpu_call();
+  Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
+  auto walk = core::walk_rows<4>("rms_norm", {&lead, &dy, &ds, &x});
+  int64_t ranges = core::cpu_ranges(walk.rows, walk.n);
+  Tensor sums = needs_dweight ? at::zeros({ranges, walk.n}, rstd.options()) : Tensor();
+  if (x.numel() > 0) {
+    Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
+    auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
+    core::dispatch_activation_parameter(x.scalar_type(), weight_type, [&](auto t, auto w) {
+      using T = decltype(t);
+      using W = decltype(w);
+      using C = core::Compute<T>;
+      CpuBackward<T, W> a{
+          dy.const_data_ptr<T>(), data_or_null<T>(ds), x.const_data_ptr<T>(), data_or_null<W>(weight), rstd.const_data_ptr<C>(),
+          data_or_null<T>(dx), walk, C(offset), rounds_first(casting_mode) && weight.defined()};
+      core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        backward_rows(a, scaled.const_data_ptr<C>(), sums.defined() ? sums.data_ptr<C>() + range * walk.n : nullptr, begin, end);
+      });
+    });
+  }
+  return {dx, needs_dweight ? sums.sum(0).to(weight.scalar_type()) : Tensor()};
+}
+
+}  // namespace
+
+// ---- CUDA
+
+RmsNormForward rms_norm_forward_cuda(
+    const char* op, Tensor x, Tensor residual, const Tensor& weight_in, double eps, double offset, std::string_view casting_mode,
+    bool save_rstd) {
+  using K = kernels::rms_norm_fwd;
+  c10::DeviceGuard guard(x.device());
+  Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+  RmsNormForward out;
+  out.y = core::empty_rows_like(x);
+  if (residual.defined()) out.s = at::empty_like(out.y);
+  if (save_rstd) out.rstd = at::empty(row_sizes(x), x.options().dtype(at::kFloat));
+  if (x.numel() == 0) return out;
+  auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
+  bool aligned = walk.aligned_strides() &&
+      core::aligned16(core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  int32_t flags = (weight.defined() ? kHasWeight : 0) | (rounds_first(casting_mode) ? kRoundFirst : 0) |
+      (residual.defined() ? kHasResidual : 0) | (save_rstd ? kSaveRstd : 0);
+  const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
+  K::Args args{
+      core::address(out.y), core::address(out.s), core::address(out.rstd), core::address(x), core::address(residual),
+      core::address(weight), int32_t(walk.rows), int32_t(walk.n), int32_t(walk.inner_rows), y_walk.outer, y_walk.inner,
+      x_walk.outer, x_walk.inner, residual_walk.outer, residual_walk.inner, float(eps), weight.defined() ? float(offset) : 0.f,
+      flags};
+  runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
+  auto dtypes = K::dtype(core::dtype_of(x), weight.defined() ? core::dtype_of(weight) : core::dtype_of(x));
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), grid, args);
+  return out;
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> backward_cuda(
+    Tensor dy, Tensor ds, Tensor x, const Tensor& weight_in, const Tensor& rstd, double offset, std::string_view casting_mode,
+    Tensor dx, bool needs_dweight) {
+  using K = kernels::rms_norm_bwd;
+  const char* op = "rms_norm backward";
+  c10::DeviceGuard guard(x.device());
+  Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+  Tensor dweight = needs_dweight ? at::empty_like(weight) : Tensor();
+  if (x.numel() == 0) return {dx, needs_dweight ? dweight.zero_() : dweight};
+  // A gradient that nobody asked for goes to a buffer that is dropped: only frozen inputs pay for it.
+  Tensor out = dx.defined() ? dx : core::empty_rows_like(x);
+  auto walk = core::walk_rows<4>(op, {&out, &dy, &ds, &x});
+  bool aligned = walk.aligned_strides() &&
+      core::aligned16(core::address(out), core::address(dy), core::address(ds), core::address(x), core::address(weight));
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
+  int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
+  Tensor partial = needs_dweight ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();
+  int32_t flags = (weight.defined() ? kHasWeight : 0) | (weight.defined() && rounds_first(casting_mode) ? kRoundFirst : 0) |
+      (ds.defined() ? kHasResidual : 0) | (needs_dweight ? kNeedsDweight : 0);
+  const auto& [dx_walk, dy_walk, ds_walk, x_walk] = walk.strides;
+  K::Args args{
+      core::address(out), core::address(partial), core::address(dy), core::address(ds), core::address(x), core::address(weight),
+      core::address(rstd), int32_t(walk.rows), int32_t(walk.n), int32_t(walk.inner_rows), dx_walk.outer, dx_walk.inner,
+      dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
+      weight.defined() ? float(offset) : 0.f, flags};
+  auto dtypes = K::dtype(core::dtype_of(x), weight.defined() ? core::dtype_of(weight) : core::dtype_of(x));
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), {uint32_t(programs)}, args);
+  if (needs_dweight) core::column_sum(op, partial, dweight);
+  return {dx, dweight};
+}
+
+// ---- The dispatched halves: forward that saves, backward, backward into the gradient's own buffer
+
+std::tuple<Tensor, Tensor> fwd_cpu(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
+  auto out = rms_norm_forward_cpu(x, {}, value_or_undefined(weight), eps, offset, mode, true);
+  return {out.y, out.rstd};
+}
+
+std::tuple<Tensor, Tensor> fwd_cuda(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
+  auto out = rms_norm_forward_cuda("rms_norm", x, {}, value_or_undefined(weight), eps, offset, mode, true);
+  return {out.y, out.rstd};
+}
+
+std::tuple<Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& weight, double eps, double, c10::string_view mode) {
+  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
+  auto rstd_type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  auto sizes = x.sym_sizes();
+  return {core::empty_rows_like(x), at::empty_symint(sizes.slice(0, sizes.size() - 1), x.options().dtype(rstd_type))};
+}
+
+template <auto backward>
+std::tuple<Tensor, Tensor> bwd(
+    const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd, double offset,
+    c10::string_view mode, bool needs_dx, bool needs_dweight) {
+  Tensor dx = needs_dx ? core::empty_rows_like(x) : Tensor();
+  return backward(dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dx, needs_dweight);
+}
+
+template <auto backward>
+Tensor bwd_(
+    Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd, double offset,
+    c10::string_view mode, bool needs_dweight) {
+  return std::get<1>(backward(dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dy, needs_dweight));
+}
+
+std::tuple<Tensor, Tensor> bwd_meta(
+    const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight, const Tensor&, double, c10::string_view,
+    bool needs_dx, bool needs_dweight) {
+  return {needs_dx ? core::empty_rows_like(x) : Tensor(), needs_dweight ? at::empty_like(*weight) : Tensor()};
+}
+
+Tensor bwd_meta_(
+    Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor& weight, const Tensor&, double, c10::string_view,
+    bool needs_dweight) {
+  return needs_dweight ? at::empty_like(*weight) : Tensor();
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> rms_norm_backward(
+    const Tensor& dy, const Tensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, double offset,
+    const std::string& casting_mode, bool needs_dx, bool needs_dweight, bool overwrite_dy) {
+  if (overwrite_dy && needs_dx) {
+    static const auto op = core::find_op<decltype(bwd_<backward_cpu>)>("liger::_rms_norm_bwd_");
+    Tensor dx = dy;
+    Tensor dweight = op.call(dx, ds, s, weight, rstd, offset, casting_mode, needs_dweight);
+    return {dx, dweight};
+  }
+  static const auto op = core::find_op<decltype(bwd<backward_cpu>)>("liger::_rms_norm_bwd");
+  return op.call(dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, needs_dweight);
+}
+
+// ---- The public op
+
+namespace {
+
+Tensor rms_norm_cpu(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
+  return rms_norm_forward_cpu(x, {}, value_or_undefined(weight), eps, offset, mode, false).y;
+}
+
+Tensor rms_norm_cuda(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
+  return rms_norm_forward_cuda("rms_norm", x, {}, value_or_undefined(weight), eps, offset, mode, false).y;
+}
+
+Tensor rms_norm_meta(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  return std::get<0>(fwd_meta(x, weight, eps, offset, mode));
+}
+
+struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
+  double offset;
+  std::string casting_mode;
+
+  std::string name() const override { return "rms_norm"; }
+
+  core::variable_list backward(core::variable_list&& grads) override {
+    Tensor dy = std::move(grads[0]);
+    if (!dy.defined()) return {Tensor(), Tensor()};
+    Tensor x = take(0), weight = take(1), rstd = take(2);
+    bool overwrite = may_overwrite(dy, x);
+    auto [dx, dweight] = rms_norm_backward(
+        dy, {}, x, weight, rstd, offset, casting_mode, task_should_compute_output(0), task_should_compute_output(1), overwrite);
+    return {dx, dweight};
+  }
+};
+
+Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  core::check_dense("rms_norm", "x", x);
+  core::check_no_forward_ad("rms_norm", x, weight);
+  if (!torch::autograd::compute_requires_grad(x, weight)) {
+    static const auto op = core::find_op<decltype(rms_norm_cpu)>("liger::rms_norm");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(x, weight, eps, offset, mode);
+  }
+  auto node = core::make_node<RmsNormBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+  node->offset = offset;
+  node->casting_mode = mode;
+  Tensor y, rstd;
+  {
+    static const auto op = core::find_op<decltype(fwd_cpu)>("liger::_rms_norm_fwd");
+    at::AutoDispatchBelowADInplaceOrView below;
+    std::tie(y, rstd) = op.call(x, weight, eps, offset, mode);
+  }
+  node->saved = {core::SavedVariable(x, false), core::SavedVariable(weight, false), core::SavedVariable(rstd, false)};
+  torch::autograd::set_history(y, node);
+  return y;
+}
+
+// PyTorch's policy for norms on CUDA: float32 in and out.
+Tensor rms_norm_autocast(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  static const auto op = core::find_op<decltype(rms_norm_cpu)>("liger::rms_norm");
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  auto cast = [](const Tensor& t) { return at::autocast::cached_cast(at::kFloat, t, c10::DeviceType::CUDA); };
+  return op.call(cast(x), weight ? OptionalTensor(cast(*weight)) : weight, eps, offset, mode);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def(
+      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, str casting_mode) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode, "
+      "bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_rms_norm_bwd_(Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode, "
+      "bool needs_dweight) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) {
+  m.impl("rms_norm", rms_norm_cpu);
+  m.impl("_rms_norm_fwd", fwd_cpu);
+  m.impl("_rms_norm_bwd", bwd<backward_cpu>);
+  m.impl("_rms_norm_bwd_", bwd_<backward_cpu>);
+}
+
+TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("rms_norm", rms_norm_cuda);
+  m.impl("_rms_norm_fwd", fwd_cuda);
+  m.impl("_rms_norm_bwd", bwd<backward_cuda>);
+  m.impl("_rms_norm_bwd_", bwd_<backward_cuda>);
+}
+
+TORCH_LIBRARY_IMPL(liger, Meta, m) {
+  m.impl("rms_norm", rms_norm_meta);
+  m.impl("_rms_norm_fwd", fwd_meta);
+  m.impl("_rms_norm_bwd", bwd_meta);
+  m.impl("_rms_norm_bwd_", bwd_meta_);
+}
+
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("rms_norm", rms_norm_autograd); }
+
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("rms_norm", rms_norm_autocast); }
+
+}  // namespace liger::ops

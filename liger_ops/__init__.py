@@ -1,0 +1,52 @@
+"""Fused kernels for LLM training as native PyTorch operators: importing this registers torch.ops.liger.*"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Sequence
+
+import torch
+
+from ._loader import load as _load
+from ._version import __version__
+
+__all__ = ["__version__", "launch_counts", "preload", "reset_launch_counts", "status"]
+
+_loaded = _load()
+if _loaded.library is not None:
+    from . import _jit
+
+    _jit.register()
+
+
+def status() -> dict[str, Any]:
+    """What the runtime knows: devices, packs, JIT state, and launches of each kernel by source."""
+    return json.loads(torch.ops.liger._status())
+
+
+def launch_counts() -> dict[str, int]:
+    """Calls since the last reset, by the path that served them.
+
+    `aot`: kernels from a pack. `jit`: kernels compiled on this machine, now or earlier. `ptx`: kernels the driver
+    compiled. `cpu`: calls on CPU tensors.
+    """
+    now = status()
+    pack, cache, hook, ptx = (sum(k["launches"][i] for k in now["kernels"].values()) for i in range(4))
+    return {"aot": pack, "jit": cache + hook, "ptx": ptx, "cpu": now["cpu_calls"]}
+
+
+def reset_launch_counts() -> None:
+    torch.ops.liger._reset_counts()
+
+
+def preload(device: torch.device | str | int | None = None, ops: Sequence[str] = ()) -> int:
+    """Loads every kernel an application may launch on `device`, before a CUDA graph capture or a timed region.
+
+    `ops` limits it to operators whose names begin so, e.g. ``["rms_norm"]``. Returns the number of kernels loaded.
+    Kernels that no pack holds for this device are left to the JIT path, which compiles them at first use.
+    """
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda":
+        raise ValueError(f"preload: device must be a CUDA device (got {chosen})")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    return torch.ops.liger._preload(index, list(ops))[0]

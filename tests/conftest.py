@@ -1,0 +1,36 @@
+import os
+
+import pytest
+import torch
+
+import liger_ops  # noqa: F401  registers torch.ops.liger
+
+torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU the gpu tests are deselected, and counted as such, rather than skipped one by one."""
+    if torch.cuda.is_available():
+        return
+    gone = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=gone)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty comes filled with NaN: an element that no kernel writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Tests neither read nor fill the user's kernel cache."""
+    os.environ.setdefault("LIGER_OPS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))

@@ -1,0 +1,321 @@
+"""rms_norm: torch.ops.liger.rms_norm against the formula in fp64."""
+
+import numpy as np
+import pytest
+import torch
+from support import (
+    CPU_DTYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_op,
+    count_graphs,
+    output_of,
+    path_taken,
+)
+from torch import Tensor
+
+rms_norm = torch.ops.liger.rms_norm
+
+
+def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"):
+    compute = torch.promote_types(x.dtype, torch.float32)
+    normed = x.to(compute) * torch.rsqrt(x.to(compute).square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if casting_mode == "llama":
+        normed = normed.to(x.dtype).to(compute)
+    return (normed * (weight.to(compute) + offset)).to(x.dtype)
+
+
+def make(shape, dtype, device, weight_dtype=None, needs_grad=(True, True), with_weight=True):
+    x = torch.randn(shape, dtype=dtype, device=device).requires_grad_(needs_grad[0])
+    weight = torch.randn(shape[-1], dtype=weight_dtype or dtype, device=device).requires_grad_(needs_grad[1])
+    return x, weight if with_weight else None, [torch.randn(shape, dtype=dtype, device=device)]
+
+
+# One size on each side of every tile boundary of the variant table, sizes of real models that are no power of two,
+# and widths that only the unaligned configs take.
+SIZES = [1, 7, 33, 64, 72, 128, 130, 576, 1000, 1024, 2048, 2560, 2568, 3584, 5120, 6656, 8192, 11008, 14336, 16384, 20480, 40001]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_sizes(n, dtype, device):
+    x, weight, grads = make((5, n), dtype, device)
+    check_op(rms_norm, reference, [x, weight], grads, device)
+
+
+@pytest.mark.parametrize("n", [100_000, 262_144])
+def test_rows_wider_than_any_register_file(n, device):
+    x, weight, grads = make((3, n), torch.bfloat16, device)
+    check_op(rms_norm, reference, [x, weight], grads, device)
+
+
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_options(dtype, weight_dtype, offset, casting_mode, eps, device):
+    x, weight, grads = make((3, 4, 96), dtype, device, weight_dtype)
+    options = dict(eps=eps, offset=offset, casting_mode=casting_mode)
+    check_op(lambda x, w: rms_norm(x, w, **options), lambda x, w: reference(x, w, **options), [x, weight], grads, device)
+
+
+@pytest.mark.parametrize("needs_grad", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_only_the_gradients_that_are_needed(needs_grad, with_weight, device):
+    x, weight, grads = make((6, 160), torch.float32, device, needs_grad=needs_grad, with_weight=with_weight)
+    check_op(rms_norm, reference, [x, weight], grads, device)
+
+
+LAYOUTS = {
+    "slice of a fused projection": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "heads of a fused projection": lambda x: torch.cat([x] * 3, 1)[:, :2],
+    "transposed heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "every other row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad_layout", ["contiguous", *LAYOUTS])
+def test_layouts(layout, grad_layout, device):
+    x, weight, (grad,) = make((3, 2, 5, 64), torch.bfloat16, device)
+    x = LAYOUTS[layout](x.detach())
+    if grad_layout != "contiguous":
+        grad = LAYOUTS[grad_layout](grad)
+    ours, theirs = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    w = weight.detach().requires_grad_()
+    with path_taken(device):
+        y = rms_norm(ours, w)
+        dx, dw = torch.autograd.grad(y, [ours, w], grad)
+    w64 = weight.detach().double().requires_grad_()
+    expected = reference(theirs, w64)
+    exact = torch.autograd.grad(expected, [theirs, w64], grad.double())
+    eager_x, eager_w = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    eager = reference(eager_x, eager_w)
+    eager_grads = torch.autograd.grad(eager, [eager_x, eager_w], grad)
+    for name, *triple in zip("y dx dw".split(), (y, dx, dw), (eager, *eager_grads), (expected, *exact)):
+        assert_no_worse(name, *triple)
+
+
+def test_a_dense_layout_is_kept(device):
+    x = torch.randn(2, 6, 4, 64, device=device).transpose(1, 2)
+    assert rms_norm(x).stride() == x.stride()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 8), (0,), (8,)])
+def test_empty_and_one_dimensional(shape, device):
+    x, weight, grads = make(shape, torch.float32, device)
+    y = rms_norm(x, weight)
+    assert y.shape == x.shape
+    dx, dw = torch.autograd.grad(y, [x, weight], grads)
+    assert dx.shape == x.shape and dw.shape == weight.shape
+    if x.numel() == 0:
+        assert not dw.any()
+
+
+def test_nan_and_infinity_propagate(device):
+    x = torch.randn(3, 64, device=device)
+    x[0, 5], x[1, 7] = float("nan"), float("inf")
+    y = rms_norm(x, torch.ones(64, device=device))
+    assert y[0].isnan().all() and y[1, 7].isnan() and (y[1, :7] == 0).all() and y[2].isfinite().all()
+
+
+def test_inputs_are_not_written(device):
+    x, weight, (grad,) = make((4, 256), torch.float32, device)
+    before = [t.detach().clone() for t in (x, weight, grad)]
+    torch.autograd.grad(rms_norm(x, weight), [x, weight], grad)
+    assert all(torch.equal(a, b) for a, b in zip((x, weight, grad), before))
+    assert x._version == weight._version == grad._version == 0
+
+
+def test_runs_are_bitwise_equal(device):
+    x, weight, grads = make((1000, 1024), torch.bfloat16, device)
+    first, second = (torch.autograd.grad(rms_norm(x, weight), [x, weight], grads) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_retain_graph_and_second_backward(device):
+    x, weight, (grad,) = make((4, 64), torch.float32, device)
+    y = rms_norm(x, weight) * 1.0
+    first = torch.autograd.grad(y, [x, weight], grad, retain_graph=True)
+    second = torch.autograd.grad(y, [x, weight], grad)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, [x, weight], grad)
+
+
+def test_double_backward_is_refused(device):
+    x, weight, (grad,) = make((4, 64), torch.float32, device)
+    dx, dw = torch.autograd.grad(rms_norm(x, weight), [x, weight], grad, create_graph=True)
+    for g in (dx, dw):
+        with pytest.raises(RuntimeError, match="rms_norm: double backward is not supported"):
+            torch.autograd.grad(g.sum(), x, retain_graph=True)
+
+
+def test_forward_mode_is_refused(device):
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
+        with pytest.raises(RuntimeError, match="rms_norm: forward-mode"):
+            rms_norm(x)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.5])
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_gradcheck(offset, with_weight):
+    x, weight, _ = make((3, 5), torch.float64, "cpu", with_weight=with_weight)
+    inputs = [x, weight] if with_weight else [x]
+    assert torch.autograd.gradcheck(lambda x, w=None: rms_norm(x, w, 1e-5, offset), inputs)
+
+
+@pytest.mark.parametrize("with_weight", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_opcheck(with_weight, requires_grad, device):
+    x, weight, _ = make((4, 16), torch.float32, device, needs_grad=(requires_grad,) * 2, with_weight=with_weight)
+    torch.library.opcheck(rms_norm.default, (x, weight), dict(offset=0.5), test_utils=OPCHECKS)
+
+
+def test_compile_makes_one_graph_for_all_sizes(device):
+    backend, graphs = count_graphs()
+    compiled = torch.compile(lambda x, w: rms_norm(x, w) * 2, backend=backend, fullgraph=True, dynamic=True)
+    for rows, n in [(4, 64), (6, 128), (10, 256)]:
+        x, weight, (grad,) = make((rows, n), torch.float32, device)
+        y = compiled(x, weight)
+        expected = rms_norm(x, weight) * 2
+        assert torch.equal(y, expected)
+        pairs = zip(torch.autograd.grad(y, [x, weight], grad), torch.autograd.grad(expected, [x, weight], grad))
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert len(graphs) == 1
+
+
+def test_inductor(device):
+    compiled = torch.compile(lambda x, w: rms_norm(x + 1, w).relu(), fullgraph=True, dynamic=True)
+    x, weight, (grad,) = make((4, 64), torch.float32, device)
+    y, expected = compiled(x, weight), rms_norm(x + 1, weight).relu()
+    torch.testing.assert_close(y, expected)
+    pairs = zip(torch.autograd.grad(y, [x, weight], grad), torch.autograd.grad(expected, [x, weight], grad))
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.liger.rms_norm(x, self.weight, 1e-5)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
+    module = Module().to(device)
+    batch = torch.export.Dim("batch", min=2, max=1024)
+    exported = torch.export.export(module, (torch.randn(4, 32, device=device),), dynamic_shapes=({0: batch},), strict=strict)
+    for program in (exported, exported.run_decompositions()):
+        targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+        assert targets == [rms_norm.default]
+        x = torch.randn(9, 32, device=device)
+        assert torch.equal(program.module()(x), module(x))
+
+
+def test_script(device, tmp_path):
+    module = Module().to(device)
+    scripted = torch.jit.script(module)
+    scripted.save(str(tmp_path / "module.pt"))
+    loaded = torch.jit.load(str(tmp_path / "module.pt"))
+    for shape in [(4, 32), (2, 3, 32)]:
+        x = torch.randn(shape, device=device, requires_grad=True)
+        assert torch.equal(loaded(x), module(x))
+        ours, theirs = (torch.autograd.grad(m(x).sum(), x)[0] for m in (loaded, module))
+        assert torch.equal(ours, theirs)
+
+
+def test_meta():
+    x = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16).transpose(0, 1)
+    y = rms_norm(x, torch.empty(64, device="meta"))
+    assert (y.shape, y.stride(), y.dtype, y.device.type) == (x.shape, x.stride(), x.dtype, "meta")
+
+
+@pytest.mark.gpu
+def test_autocast_follows_pytorch():
+    x, weight, _ = make((4, 64), torch.bfloat16, "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        ours, theirs = rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)
+    assert ours.dtype == theirs.dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    n = 4096
+    x = torch.randn(2**31 // n + 5, n, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    y = rms_norm(x, weight)
+    assert_no_worse("tail", y[-7:], reference(x[-7:], weight), reference(x[-7:].double(), weight.double()))
+
+
+ERRORS = {
+    "integer x": (lambda: (torch.ones(2, 8, dtype=torch.long),), {}, "x must be float32, float16, bfloat16 or float64"),
+    "scalar x": (lambda: (torch.tensor(1.0),), {}, "x must have at least one dimension"),
+    "sparse x": (lambda: (torch.eye(8).to_sparse(),), {}, "x must be a dense, unquantized tensor"),
+    "quantized x": (lambda: (torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8),), {}, "x must be a dense, unquantized tensor"),
+    "weight of another length": (lambda: (torch.ones(2, 8), torch.ones(7)), {}, r"weight must have shape \[8\]"),
+    "weight of two dimensions": (lambda: (torch.ones(2, 8), torch.ones(1, 8)), {}, r"weight must have shape \[8\]"),
+    "narrow weight": (lambda: (torch.ones(2, 8), torch.ones(8).half()), {}, "weight must be float32 or have the dtype of x"),
+    "weight elsewhere": (lambda: (torch.ones(2, 8), torch.ones(8, device="meta")), {}, "weight must be on cpu like x"),
+    "negative eps": (lambda: (torch.ones(2, 8), None, -1.0), {}, "eps must be finite and not negative"),
+    "unknown mode": (lambda: (torch.ones(2, 8),), dict(casting_mode="no"), "casting_mode must be 'llama', 'gemma' or 'none'"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    arguments, options, message = ERRORS[case]
+    with pytest.raises(RuntimeError, match=f"rms_norm: {message}.*got "):
+        rms_norm(*arguments(), **options)
+
+
+@pytest.mark.gpu
+def test_double_on_cuda_is_refused():
+    with pytest.raises(RuntimeError, match="x must be float32, float16 or bfloat16"):
+        rms_norm(torch.ones(2, 8, device="cuda", dtype=torch.float64))
+
+
+INTERPRETED = """
+import sys, types, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from liger_ops.kernels import find
+rows, n, tag = {rows}, {n}, {aligned}
+forward, backward = (find(k).pick({{"X": "fp32", "W": "fp32"}}, n, tag) for k in ("rms_norm_fwd", "rms_norm_bwd"))
+torch.manual_seed(0)
+x, r, w, dy, ds = torch.randn(rows, n), torch.randn(rows, n), torch.randn(n), torch.randn(rows, n), torch.randn(rows, n)
+y, s, rstd, dx = torch.full_like(x, float("nan")), torch.empty_like(x), torch.empty(rows), torch.full_like(x, float("nan"))
+c = forward.config.constexprs
+forward.kernel.function[(-(-rows // c["BLOCK_M"]),)](
+    y, s, rstd, x, r, w, rows, n, rows, 0, n, 0, n, 0, n, 1e-6, 0.5, 1 | 4 | 8, **c)
+c = backward.config.constexprs
+programs = 2
+partial = torch.full((programs, n), float("nan"))
+backward.kernel.function[(programs,)](
+    dx, partial, dy, ds, x + r, w, rstd, rows, n, rows, 0, n, 0, n, 0, n, 0, n, 0.5, 1 | 4 | 16, **c)
+numpy.savez("{path}", x=x, r=r, w=w, dy=dy, ds=ds, y=y, s=s, dx=dx, dw=partial.sum(0))
+"""
+
+
+@pytest.mark.parametrize("n,aligned", [(40, True), (128, True), (2560, True), (5000, True), (60, False), (700, False)])
+def test_kernels_interpreted(n, aligned, tmp_path):
+    """The kernel bodies themselves, on CPU tensors, with a residual and every gradient."""
+    path = tmp_path / "out.npz"
+    code = INTERPRETED.format(rows=5, n=n, aligned=aligned, path=path)
+    output_of(code, TRITON_INTERPRET="1")
+    got = {k: torch.from_numpy(v) for k, v in np.load(path).items()}
+    s = (got["x"].double() + got["r"].double()).requires_grad_()
+    w = got["w"].double().requires_grad_()
+    y = reference(s, w, 1e-6, 0.5)
+    ds, dw = torch.autograd.grad([y, s], [s, w], [got["dy"].double(), got["ds"].double()])
+    for name, expected in dict(y=y, s=s, dx=ds, dw=dw).items():
+        torch.testing.assert_close(got[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)

@@ -3,6 +3,7 @@
 // What every op's backward node needs: saved tensors, blocked double backward, and the one rule for reusing buffers.
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -45,6 +46,26 @@ void check_no_forward_ad(const char* op, const Tensors&... tensors) {
   TORCH_CHECK(
       !(torch::autograd::isFwGradDefined(tensors) || ...), op,
       ": forward-mode automatic differentiation is not supported; use reverse mode (backward)");
+}
+
+/// Whether the torch that this is built against runs its own op of this name in float32 under autocast: norms
+/// joined that list release by release, and ours follow.
+constexpr bool torch_autocasts_to_float(std::string_view op) {
+#define LIGER_OP_NAME(name, ...) " " #name " "
+  constexpr std::string_view names = AT_FORALL_FP32(LIGER_OP_NAME);
+#undef LIGER_OP_NAME
+  for (size_t at = names.find(op); at != names.npos; at = names.find(op, at + 1)) {
+    if (names[at - 1] == ' ' && names[at + op.size()] == ' ') return true;
+  }
+  return false;
+}
+
+/// What autocast on CUDA makes of an argument of an op that it runs in float32.
+inline at::Tensor autocast_float(const at::Tensor& t) {
+  return at::autocast::cached_cast(at::kFloat, t, c10::DeviceType::CUDA);
+}
+inline std::optional<at::Tensor> autocast_float(const std::optional<at::Tensor>& t) {
+  return t && t->defined() ? std::optional(autocast_float(*t)) : t;
 }
 
 /// True if the tensor's memory is ours to reason about: no tracing, no wrapper, no dispatch mode looking on.

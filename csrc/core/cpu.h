@@ -19,6 +19,11 @@ namespace liger::core {
 template <class T>
 using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+template <class T>
+T* data_or_null(const at::Tensor& t) {
+  return t.defined() ? t.data_ptr<T>() : nullptr;
+}
+
 /// Splits rows into one range a thread; f(range, begin, end). The ranges depend on nothing but the thread count.
 template <class F>
 void parallel_ranges(int64_t rows, int64_t ranges, const F& f) {
@@ -32,6 +37,13 @@ inline int64_t cpu_ranges(int64_t rows, int64_t n) {
   constexpr int64_t kElementsPerThread = 16384;
   int64_t wanted = std::max<int64_t>(1, rows * n / kElementsPerThread);
   return std::max<int64_t>(1, std::min<int64_t>({wanted, rows, int64_t(at::get_num_threads())}));
+}
+
+/// Ranges for a sum over rows in fp32: short ones, whose partial sums are then added pairwise, keep the error of a
+/// gradient over thousands of rows as small as eager's.
+inline int64_t cpu_sum_ranges(int64_t rows, int64_t n) {
+  constexpr int64_t kRowsPerSum = 64;
+  return std::max(cpu_ranges(rows, n), (rows + kRowsPerSum - 1) / kRowsPerSum);
 }
 
 /// Calls f(x_type{}, parameter_type{}) for the dtype pairs that the checks admit.

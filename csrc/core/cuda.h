@@ -13,14 +13,15 @@ extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int3
 
 namespace liger::core {
 
-inline runtime::DType dtype_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
+inline runtime::DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kFloat: return runtime::DType::F32;
     case at::kHalf: return runtime::DType::F16;
     case at::kBFloat16: return runtime::DType::BF16;
     default: return runtime::DType::Other;
   }
 }
+inline runtime::DType dtype_of(const at::Tensor& t) { return dtype_of(t.scalar_type()); }
 
 inline const void* address(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 inline const void* address(const std::optional<at::Tensor>& t) { return t ? address(*t) : nullptr; }

@@ -3,7 +3,6 @@
 //
 // x, residual: (..., n); weight: (n,). Kernels, casting modes and backward are those of rms_norm.
 
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "core/autograd.h"
@@ -96,8 +95,9 @@ std::tuple<Tensor, Tensor> fused_autocast(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   static const auto op = core::find_op<decltype(fused<forward_meta>)>("liger::fused_add_rms_norm");
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  auto cast = [](const Tensor& t) { return at::autocast::cached_cast(at::kFloat, t, c10::DeviceType::CUDA); };
-  return op.call(cast(x), cast(residual), weight ? OptionalTensor(cast(*weight)) : weight, eps, offset, mode);
+  if (!core::torch_autocasts_to_float("rms_norm")) return op.call(x, residual, weight, eps, offset, mode);
+  return op.call(
+      core::autocast_float(x), core::autocast_float(residual), core::autocast_float(weight), eps, offset, mode);
 }
 
 }  // namespace

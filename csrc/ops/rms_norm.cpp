@@ -6,7 +6,6 @@
 
 #include "ops/rms_norm.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "core/autograd.h"
@@ -23,7 +22,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // Mirrors the constants of liger_ops/kernels/rms_norm.py.
-enum Flags : int32_t { kHasWeight = 1, kRoundFirst = 2, kHasResidual = 4, kSaveRstd = 8, kNeedsDweight = 16 };
+enum Flags : int32_t { kHasWeight = 1, kRoundFirst = 2, kSaveRstd = 8, kNeedsDweight = 16 };
 
 bool rounds_first(std::string_view casting_mode) { return casting_mode == "llama"; }
 
@@ -113,17 +112,26 @@ LIGER_VECTORIZED void backward_rows(
     const T* x = a.x + a.walk.strides[3].offset(row, inner);
     const C scale = a.rstd[row];
     C dot = 0;
+    // One pass for both sums: the row is read from cache once less.
     if (sums && a.round) {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) sums[i] += C(dy[i]) * C(T(C(x[i]) * scale));
+#pragma omp simd reduction(+ : dot)
+      for (int64_t i = 0; i < n; ++i) {
+        sums[i] += C(dy[i]) * C(T(C(x[i]) * scale));
+        dot += C(dy[i]) * scaled_weight[i] * C(x[i]);
+      }
     } else if (sums) {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) sums[i] += C(dy[i]) * C(x[i]) * scale;
+#pragma omp simd reduction(+ : dot)
+      for (int64_t i = 0; i < n; ++i) {
+        const C product = C(dy[i]) * C(x[i]);
+        sums[i] += product * scale;
+        dot += product * scaled_weight[i];
+      }
+    } else {
+#pragma omp simd reduction(+ : dot)
+      for (int64_t i = 0; i < n; ++i) dot += C(dy[i]) * scaled_weight[i] * C(x[i]);
     }
     if (!a.dx) continue;
     T* dx = a.dx + a.walk.strides[0].offset(row, inner);
-#pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < n; ++i) dot += C(dy[i]) * scaled_weight[i] * C(x[i]);
     const C mean = dot * scale * scale / n;
     if (a.ds) {
       const T* ds = a.ds + a.walk.strides[2].offset(row, inner);
@@ -134,11 +142,6 @@ LIGER_VECTORIZED void backward_rows(
       for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * scaled_weight[i] - C(x[i]) * mean) * scale);
     }
   }
-}
-
-template <class T>
-T* data_or_null(const Tensor& t) {
-  return t.defined() ? t.data_ptr<T>() : nullptr;
 }
 
 }  // namespace
@@ -160,8 +163,8 @@ RmsNormForward rms_norm_forward_cpu(
     using W = decltype(w);
     using C = core::Compute<T>;
     CpuForward<T, W> a{
-        x.const_data_ptr<T>(), data_or_null<T>(residual), data_or_null<W>(weight), out.y.data_ptr<T>(), data_or_null<T>(out.s),
-        data_or_null<C>(out.rstd), walk, C(eps), C(offset), rounds_first(casting_mode)};
+        x.const_data_ptr<T>(), core::data_or_null<T>(residual), core::data_or_null<W>(weight), out.y.data_ptr<T>(), core::data_or_null<T>(out.s),
+        core::data_or_null<C>(out.rstd), walk, C(eps), C(offset), rounds_first(casting_mode)};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
       forward_rows(a, begin, end);
     });
@@ -178,7 +181,7 @@ std::tuple<Tensor, Tensor> backward_cpu(
   Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
   Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
   auto walk = core::walk_rows<4>("rms_norm", {&lead, &dy, &ds, &x});
-  int64_t ranges = core::cpu_ranges(walk.rows, walk.n);
+  int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
   Tensor sums = needs_dweight ? at::zeros({ranges, walk.n}, rstd.options()) : Tensor();
   if (x.numel() > 0) {
     Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
@@ -188,8 +191,8 @@ std::tuple<Tensor, Tensor> backward_cpu(
       using W = decltype(w);
       using C = core::Compute<T>;
       CpuBackward<T, W> a{
-          dy.const_data_ptr<T>(), data_or_null<T>(ds), x.const_data_ptr<T>(), data_or_null<W>(weight), rstd.const_data_ptr<C>(),
-          data_or_null<T>(dx), walk, C(offset), rounds_first(casting_mode) && weight.defined()};
+          dy.const_data_ptr<T>(), core::data_or_null<T>(ds), x.const_data_ptr<T>(), core::data_or_null<W>(weight), rstd.const_data_ptr<C>(),
+          core::data_or_null<T>(dx), walk, C(offset), rounds_first(casting_mode) && weight.defined()};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
         backward_rows(a, scaled.const_data_ptr<C>(), sums.defined() ? sums.data_ptr<C>() + range * walk.n : nullptr, begin, end);
       });
@@ -218,7 +221,7 @@ RmsNormForward rms_norm_forward_cuda(
       core::aligned16(core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
   const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (rounds_first(casting_mode) ? kRoundFirst : 0) |
-      (residual.defined() ? kHasResidual : 0) | (save_rstd ? kSaveRstd : 0);
+      (save_rstd ? kSaveRstd : 0);
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
   K::Args args{
       core::address(out.y), core::address(out.s), core::address(out.rstd), core::address(x), core::address(residual),
@@ -227,7 +230,7 @@ RmsNormForward rms_norm_forward_cuda(
       flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
   auto dtypes = K::dtype(core::dtype_of(x), weight.defined() ? core::dtype_of(weight) : core::dtype_of(x));
-  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), grid, args);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes, residual.defined()), grid, args);
   return out;
 }
 
@@ -252,7 +255,7 @@ std::tuple<Tensor, Tensor> backward_cuda(
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
   Tensor partial = needs_dweight ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (weight.defined() && rounds_first(casting_mode) ? kRoundFirst : 0) |
-      (ds.defined() ? kHasResidual : 0) | (needs_dweight ? kNeedsDweight : 0);
+      (needs_dweight ? kNeedsDweight : 0);
   const auto& [dx_walk, dy_walk, ds_walk, x_walk] = walk.strides;
   K::Args args{
       core::address(out), core::address(partial), core::address(dy), core::address(ds), core::address(x), core::address(weight),
@@ -260,7 +263,7 @@ std::tuple<Tensor, Tensor> backward_cuda(
       dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
       weight.defined() ? float(offset) : 0.f, flags};
   auto dtypes = K::dtype(core::dtype_of(x), weight.defined() ? core::dtype_of(weight) : core::dtype_of(x));
-  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), {uint32_t(programs)}, args);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes, ds.defined()), {uint32_t(programs)}, args);
   if (needs_dweight) core::column_sum(op, partial, dweight);
   return {dx, dweight};
 }
@@ -386,12 +389,12 @@ Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double e
   return y;
 }
 
-// PyTorch's policy for norms on CUDA: float32 in and out.
+// PyTorch's policy for its own norms on CUDA: float32 in and out, since the release that says so.
 Tensor rms_norm_autocast(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   static const auto op = core::find_op<decltype(rms_norm_cpu)>("liger::rms_norm");
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  auto cast = [](const Tensor& t) { return at::autocast::cached_cast(at::kFloat, t, c10::DeviceType::CUDA); };
-  return op.call(cast(x), weight ? OptionalTensor(cast(*weight)) : weight, eps, offset, mode);
+  if (!core::torch_autocasts_to_float("rms_norm")) return op.call(x, weight, eps, offset, mode);
+  return op.call(core::autocast_float(x), core::autocast_float(weight), eps, offset, mode);
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "runtime/export.h"
+
 namespace liger::runtime {
 
 enum class BinaryKind : uint32_t { Cubin = 0, Ptx = 1 };
@@ -18,7 +20,7 @@ struct Binary {
   uint32_t shared;
 };
 
-class Pack {
+class LIGER_RUNTIME_API Pack {
  public:
   /// Memory-maps a file. Null with `error` set if it is missing, truncated, corrupt or of another version.
   static std::unique_ptr<Pack> open(const std::string& path, std::string& error);

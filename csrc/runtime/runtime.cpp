@@ -11,7 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <set>
-#include <sstream>
 #include <tuple>
 
 #include "runtime/arch.h"
@@ -383,25 +382,25 @@ std::string status() {
     }
     return out + "\"";
   };
-  std::ostringstream out;
-  out << "{\"pack_directory\": " << quoted(pack_directory()) << ", \"jit_enabled\": " << (jit_enabled() ? "true" : "false")
-      << ", \"jit_compiler\": " << (hook_holder().get() ? "true" : "false") << ", \"jit_cache\": " << quoted(jit_cache_directory())
-      << ", \"cpu_calls\": " << cpu_calls() << ", \"devices\": [";
+  auto flag = [](bool value) { return value ? "true" : "false"; };
+  std::string out = "{\"pack_directory\": " + quoted(pack_directory()) + ", \"jit_enabled\": " + flag(jit_enabled()) +
+      ", \"jit_compiler\": " + flag(hook_holder().get() != nullptr) + ", \"jit_cache\": " + quoted(jit_cache_directory()) +
+      ", \"cpu_calls\": " + std::to_string(cpu_calls()) + ", \"devices\": [";
   for (int i = 0, count = device_count(); i < count; ++i) {
     const Device& device = device_at(i);
-    out << (i ? ", " : "") << "{\"index\": " << i << ", \"name\": " << quoted(device.error.empty() ? device.info.name : device.error)
-        << ", \"capability\": " << device.info.capability << "}";
+    out += std::string(i ? ", " : "") + "{\"index\": " + std::to_string(i) + ", \"name\": " +
+        quoted(device.error.empty() ? device.info.name : device.error) +
+        ", \"capability\": " + std::to_string(device.info.capability) + "}";
   }
-  out << "], \"kernels\": {";
+  out += "], \"kernels\": {";
   const char* separator = "";
   for (const Kernel* kernel : Kernel::all()) {
-    out << separator << quoted(kernel->spec().name) << ": {\"variants\": " << kernel->spec().variants << ", \"launches\": [";
-    for (int s = 0; s < kSources; ++s) out << (s ? ", " : "") << kernel->launches(Source(s));
-    out << "]}";
+    out += separator + quoted(kernel->spec().name) + ": {\"variants\": " + std::to_string(kernel->spec().variants) + ", \"launches\": [";
+    for (int s = 0; s < kSources; ++s) out += (s ? ", " : "") + std::to_string(kernel->launches(Source(s)));
+    out += "]}";
     separator = ", ";
   }
-  out << "}}";
-  return out.str();
+  return out + "}}";
 }
 
 void count_cpu_call() noexcept { cpu_count.fetch_add(1, std::memory_order_relaxed); }

@@ -61,7 +61,7 @@ def compile_variant(variant: Variant, archs: list[int]) -> Binary:
     with tempfile.TemporaryDirectory() as scratch, triton.knobs.cache.scope():
         triton.knobs.cache.dir = scratch
         # fp fusion is stated, because a default may change with a Triton release and results with it.
-        options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": True}
+        options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": True, "maxnreg": variant.max_registers}
         compiled = triton.compile(source, target=GPUTarget("cuda", min(PTX_CAPABILITY, *archs), 32), options=options)
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
 
@@ -136,5 +136,5 @@ def code_key(kernel: Kernel, variant: Variant, archs: list[int]) -> str:
     from ..kernels.table import reachable_source
 
     facts = [*reachable_source(kernel.function), str(kernel.args), str(variant.signature), str(variant.constexprs)]
-    facts += [str(variant.divisibility), str(variant.config.num_warps), str(sorted(archs)), triton_version()]
+    facts += [str(variant.divisibility), str(variant.config.num_warps), str(variant.max_registers), str(sorted(archs)), triton_version()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import runtime
 
-HAS_WEIGHT, ROUND_FIRST, HAS_RESIDUAL, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 4, 8, 16
+HAS_WEIGHT, ROUND_FIRST, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 8, 16
 OPTIONS = "Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\""
 SCHEMAS = {
     "rms_norm": f"(Tensor x, {OPTIONS}) -> Tensor",
@@ -69,9 +69,10 @@ def forward(
             y=y, s=s, rstd=rstd, x=x, residual=residual, weight=weight, rows=rows, n=n, inner_rows=rows,
             y_outer=0, y_inner=n, x_outer=0, x_inner=n, residual_outer=0, residual_inner=n if residual is not None else 0,
             eps=eps, offset=offset if weight is not None else 0.0,
-            flags=flags(weight, mode, SAVE_RSTD | (HAS_RESIDUAL if residual is not None else 0)),
+            flags=flags(weight, mode, SAVE_RSTD),
         )  # fmt: skip
         choices = {"X": runtime.dtype_name(x), "W": runtime.dtype_name(x if weight is None else weight)}
+        choices["RESIDUAL"] = int(residual is not None)
         grid = lambda config: (-(-rows // config.constexprs["BLOCK_M"]), 1, 1)  # noqa: E731
         runtime.launch(op, "rms_norm_fwd", choices, n, grid, args, x.device)
     return y, s, rstd
@@ -104,9 +105,10 @@ def backward(
             dx=dx, partial=partial, dy=dy, ds=ds, x=s, weight=weight, rstd=rstd, rows=rows, n=n, inner_rows=rows,
             dx_outer=0, dx_inner=n, dy_outer=0, dy_inner=n, ds_outer=0, ds_inner=n, x_outer=0, x_inner=n,
             offset=offset if weight is not None else 0.0,
-            flags=flags(weight, mode, (HAS_RESIDUAL if ds is not None else 0) | (NEEDS_DWEIGHT if needs_dweight else 0)),
+            flags=flags(weight, mode, NEEDS_DWEIGHT if needs_dweight else 0),
         )  # fmt: skip
         choices = {"X": runtime.dtype_name(s), "W": runtime.dtype_name(s if weight is None else weight)}
+        choices["RESIDUAL"] = int(ds is not None)
 
         def grid(config):
             blocks = -(-rows // config.constexprs["BLOCK_M"])

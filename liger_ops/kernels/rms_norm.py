@@ -14,12 +14,20 @@ a program and leaves it once, as one fp32 row of a partial sum; column_sum adds 
 import triton
 import triton.language as tl
 
-from .rows import load_parameter, load_tiles, row_offset, zero_tiles
+from .rows import (
+    block_rows,
+    load_parameter,
+    load_per_row,
+    load_tiles,
+    row_mean,
+    row_offset,
+    store_per_row,
+    zero_tiles,
+)
 from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
 
 HAS_WEIGHT = tl.constexpr(1)
 ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": normalised rows are rounded before the weight
-HAS_RESIDUAL = tl.constexpr(4)
 SAVE_RSTD = tl.constexpr(8)
 NEEDS_DWEIGHT = tl.constexpr(16)
 
@@ -33,55 +41,62 @@ def round_if(value, condition, dtype: tl.constexpr):
 def rms_norm_fwd_kernel(
     y, s, rstd, x, residual, weight,
     rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, residual_outer, residual_inner, eps, offset, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = block_rows(tl.program_id(0), BLOCK_M)
     row_mask = row < rows
-    x_row = row_offset(row, inner_rows, x_outer, x_inner)
-    residual_row = row_offset(row, inner_rows, residual_outer, residual_inner)
-    y_row = row_offset(row, inner_rows, y_outer, y_inner)
-    residual_mask = row_mask & ((flags & HAS_RESIDUAL) != 0)
+    x_row = x + row_offset(row, inner_rows, x_outer, x_inner)
+    y_offset = row_offset(row, inner_rows, y_outer, y_inner)
     dtype: tl.constexpr = x.dtype.element_ty
     squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if RESIDUAL:
+        residual_row = residual + row_offset(row, inner_rows, residual_outer, residual_inner)
 
     if TILES > 0:
-        xs = load_tiles(x, x_row, row_mask, n, BLOCK_N, TILES)
-        rs = load_tiles(residual, residual_row, residual_mask, n, BLOCK_N, TILES)
-        sums = ()
+        tiles = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
+        if RESIDUAL:
+            tiles = add_tiles(tiles, load_tiles(residual_row, row_mask, n, BLOCK_N, TILES), TILES)
         for t in tl.static_range(TILES):
-            total = (xs[t].to(tl.float32) + rs[t].to(tl.float32)).to(dtype).to(tl.float32)
-            squares += total * total
-            sums = sums + (total,)
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / n + eps)
+            value = tiles[t].to(tl.float32)
+            squares += value * value
+        scale = tl.rsqrt(row_mean(squares, n) + eps)
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = row_mask[:, None] & (cols < n)[None, :]
-            w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0) + offset
-            tl.store(s + y_row[:, None] + cols[None, :], sums[t], mask=mask & residual_mask[:, None])
-            normed = round_if(sums[t] * scale[:, None], flags & ROUND_FIRST, dtype)
-            tl.store(y + y_row[:, None] + cols[None, :], normed * w[None, :], mask=mask)
+            mask = row_mask & (cols < n)[None, :]
+            w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
+            if RESIDUAL:
+                tl.store(s + y_offset + cols[None, :], tiles[t], mask=mask)
+            normed = round_if(tiles[t].to(tl.float32) * scale, flags & ROUND_FIRST, dtype)
+            tl.store(y + y_offset + cols[None, :], normed * w, mask=mask)
     else:
         for start in range(0, n, BLOCK_N):
-            total = add_tile(x + start, residual + start, x_row, residual_row, row_mask, residual_mask, n - start, BLOCK_N)
-            squares += total * total
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / n + eps)
+            tiles = load_tiles(x_row + start, row_mask, n - start, BLOCK_N, 1)
+            if RESIDUAL:
+                tiles = add_tiles(tiles, load_tiles(residual_row + start, row_mask, n - start, BLOCK_N, 1), 1)
+            value = tiles[0].to(tl.float32)
+            squares += value * value
+        scale = tl.rsqrt(row_mean(squares, n) + eps)
         for start in range(0, n, BLOCK_N):
-            total = add_tile(x + start, residual + start, x_row, residual_row, row_mask, residual_mask, n - start, BLOCK_N)
+            tiles = load_tiles(x_row + start, row_mask, n - start, BLOCK_N, 1)
             cols = start + tl.arange(0, BLOCK_N)
-            mask = row_mask[:, None] & (cols < n)[None, :]
-            w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0) + offset
-            tl.store(s + y_row[:, None] + cols[None, :], total, mask=mask & residual_mask[:, None])
-            normed = round_if(total * scale[:, None], flags & ROUND_FIRST, dtype)
-            tl.store(y + y_row[:, None] + cols[None, :], normed * w[None, :], mask=mask)
+            mask = row_mask & (cols < n)[None, :]
+            if RESIDUAL:
+                tiles = add_tiles(tiles, load_tiles(residual_row + start, row_mask, n - start, BLOCK_N, 1), 1)
+                tl.store(s + y_offset + cols[None, :], tiles[0], mask=mask)
+            w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
+            normed = round_if(tiles[0].to(tl.float32) * scale, flags & ROUND_FIRST, dtype)
+            tl.store(y + y_offset + cols[None, :], normed * w, mask=mask)
 
-    tl.store(rstd + row, scale, mask=row_mask & ((flags & SAVE_RSTD) != 0))
+    store_per_row(rstd, row, scale, row_mask & ((flags & SAVE_RSTD) != 0), BLOCK_M)
 
 
 @triton.jit
-def add_tile(x, residual, x_row, residual_row, row_mask, residual_mask, n, BLOCK_N: tl.constexpr):
-    a = load_tiles(x, x_row, row_mask, n, BLOCK_N, 1)
-    b = load_tiles(residual, residual_row, residual_mask, n, BLOCK_N, 1)
-    return (a[0].to(tl.float32) + b[0].to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+def add_tiles(a, b, TILES: tl.constexpr):
+    """Sums with the rounding of the addition in the tensors' own dtype."""
+    out = ()
+    for t in tl.static_range(TILES):
+        out = out + ((a[t].to(tl.float32) + b[t].to(tl.float32)).to(a[t].dtype),)
+    return out
 
 
 @triton.jit
@@ -89,7 +104,7 @@ def rms_norm_bwd_kernel(
     dx, partial, dy, ds, x, weight, rstd,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
     offset, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -97,19 +112,18 @@ def rms_norm_bwd_kernel(
     partial_row = partial + program.to(tl.int64) * n
     sums = zero_tiles(BLOCK_M, BLOCK_N, TILES)
     if PREFETCH:
-        row = program * BLOCK_M + tl.arange(0, BLOCK_M)
-        next_x = load_tiles(x, row_offset(row, inner_rows, x_outer, x_inner), row < rows, n, BLOCK_N, TILES)
-        next_dy = load_tiles(dy, row_offset(row, inner_rows, dy_outer, dy_inner), row < rows, n, BLOCK_N, TILES)
+        row = block_rows(program, BLOCK_M)
+        next_x = load_tiles(x + row_offset(row, inner_rows, x_outer, x_inner), row < rows, n, BLOCK_N, TILES)
+        next_dy = load_tiles(dy + row_offset(row, inner_rows, dy_outer, dy_inner), row < rows, n, BLOCK_N, TILES)
 
     for block in tl.range(program, tl.cdiv(rows, BLOCK_M), programs):
-        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = block_rows(block, BLOCK_M)
         row_mask = row < rows
-        x_row = row_offset(row, inner_rows, x_outer, x_inner)
-        dy_row = row_offset(row, inner_rows, dy_outer, dy_inner)
-        dx_row = row_offset(row, inner_rows, dx_outer, dx_inner)
-        ds_row = row_offset(row, inner_rows, ds_outer, ds_inner)
-        ds_mask = row_mask & ((flags & HAS_RESIDUAL) != 0)
-        scale = tl.load(rstd + row, mask=row_mask, other=0.0)
+        x_row = x + row_offset(row, inner_rows, x_outer, x_inner)
+        dy_row = dy + row_offset(row, inner_rows, dy_outer, dy_inner)
+        dx_row = dx + row_offset(row, inner_rows, dx_outer, dx_inner)
+        ds_row = ds + row_offset(row, inner_rows, ds_outer, ds_inner)
+        scale = load_per_row(rstd, row, row_mask, BLOCK_M)
         dots = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
         if TILES > 0:
@@ -117,49 +131,49 @@ def rms_norm_bwd_kernel(
                 # The next rows are on their way while these are reduced. Raw dtype: half the registers.
                 xs = next_x
                 dys = next_dy
-                ahead = row + programs * BLOCK_M
-                next_x = load_tiles(x, row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES)
-                next_dy = load_tiles(dy, row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES)
+                ahead = block_rows(block + programs, BLOCK_M)
+                next_x = load_tiles(x + row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES)
+                next_dy = load_tiles(dy + row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES)
             else:
-                xs = load_tiles(x, x_row, row_mask, n, BLOCK_N, TILES)
-                dys = load_tiles(dy, dy_row, row_mask, n, BLOCK_N, TILES)
+                xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
+                dys = load_tiles(dy_row, row_mask, n, BLOCK_N, TILES)
             new_sums = ()
             for t in tl.static_range(TILES):
                 cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
-                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0) + offset
-                normed = xs[t].to(tl.float32) * scale[:, None]
+                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
+                normed = xs[t].to(tl.float32) * scale
                 grad = dys[t].to(tl.float32)
                 new_sums = new_sums + (sums[t] + grad * round_if(normed, flags & ROUND_FIRST, dtype),)
-                dots += grad * w[None, :] * normed
+                dots += grad * w * normed
             sums = new_sums
-            mean = tl.sum(dots, axis=1) / n
+            mean = row_mean(dots, n)
             for t in tl.static_range(TILES):
                 cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
-                mask = row_mask[:, None] & (cols < n)[None, :]
-                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0) + offset
-                grad = dys[t].to(tl.float32) * w[None, :]
-                normed = xs[t].to(tl.float32) * scale[:, None]
-                through = tl.load(ds + ds_row[:, None] + cols[None, :], mask=mask & ds_mask[:, None], other=0.0)
-                out = (grad - normed * mean[:, None]) * scale[:, None] + through.to(tl.float32)
-                tl.store(dx + dx_row[:, None] + cols[None, :], out, mask=mask)
+                mask = row_mask & (cols < n)[None, :]
+                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
+                out = (dys[t].to(tl.float32) * w - xs[t].to(tl.float32) * scale * mean) * scale
+                if RESIDUAL:
+                    out += tl.load(ds_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+                tl.store(dx_row + cols[None, :], out, mask=mask)
         else:
             for start in range(0, n, BLOCK_N):
                 cols = start + tl.arange(0, BLOCK_N)
-                mask = row_mask[:, None] & (cols < n)[None, :]
-                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0) + offset
-                normed = tl.load(x + x_row[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32) * scale[:, None]
-                grad = tl.load(dy + dy_row[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-                dots += grad * w[None, :] * normed
-            mean = tl.sum(dots, axis=1) / n
+                mask = row_mask & (cols < n)[None, :]
+                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
+                normed = tl.load(x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32) * scale
+                grad = tl.load(dy_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+                dots += grad * w * normed
+            mean = row_mean(dots, n)
             for start in range(0, n, BLOCK_N):
                 cols = start + tl.arange(0, BLOCK_N)
-                mask = row_mask[:, None] & (cols < n)[None, :]
-                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0) + offset
-                normed = tl.load(x + x_row[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32) * scale[:, None]
-                grad = tl.load(dy + dy_row[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-                through = tl.load(ds + ds_row[:, None] + cols[None, :], mask=mask & ds_mask[:, None], other=0.0)
-                out = (grad * w[None, :] - normed * mean[:, None]) * scale[:, None] + through.to(tl.float32)
-                tl.store(dx + dx_row[:, None] + cols[None, :], out, mask=mask)
+                mask = row_mask & (cols < n)[None, :]
+                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
+                normed = tl.load(x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32) * scale
+                grad = tl.load(dy_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+                out = (grad * w - normed * mean) * scale
+                if RESIDUAL:
+                    out += tl.load(ds_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+                tl.store(dx_row + cols[None, :], out, mask=mask)
                 share = tl.sum(grad * round_if(normed, flags & ROUND_FIRST, dtype), axis=0)
                 wanted = (cols < n) & ((flags & NEEDS_DWEIGHT) != 0)
                 before = tl.load(partial_row + cols, mask=wanted & (block != program), other=0.0)
@@ -174,8 +188,8 @@ def rms_norm_bwd_kernel(
             tl.store(partial_row + cols, tl.sum(sums[t], axis=0), mask=wanted)
 
 
-def forward_config(max_n, block_m, block_n, tiles, num_warps, aligned=True):
-    return Config(max_n, aligned, num_warps, constexprs=dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles))
+def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, aligned=True):
+    return Config(max_n, aligned, num_warps, programs_per_sm, dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles))
 
 
 def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, aligned=True):
@@ -197,8 +211,8 @@ KERNELS = [
             "y", "s", "x", "residual", "weight", "n",
             "y_outer", "y_inner", "x_outer", "x_inner", "residual_outer", "residual_inner",
         ],
-        axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
-        # Best of a sweep on an H200 (bf16, rows x n = 2**25 or more); fp32 follows.
+        axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
+        # Best of a sweep on an H200, bf16, 2**25 elements: 85-90 % of the copy bandwidth at that size.
         configs=[
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
@@ -206,13 +220,11 @@ KERNELS = [
             forward_config(512, 4, 512, 1, 4),
             forward_config(1024, 2, 1024, 1, 4),
             forward_config(2048, 1, 2048, 1, 4),
-            forward_config(2560, 1, 512, 5, 4),
             forward_config(3072, 1, 1024, 3, 4),
-            forward_config(4096, 1, 2048, 2, 4),
+            forward_config(4096, 1, 1024, 4, 4),
             forward_config(5120, 1, 1024, 5, 4),
-            forward_config(6144, 1, 2048, 3, 8),
+            forward_config(6144, 1, 2048, 3, 4),
             forward_config(8192, 1, 4096, 2, 8),
-            forward_config(10240, 1, 2048, 5, 8),
             forward_config(12288, 1, 4096, 3, 8),
             forward_config(14336, 1, 2048, 7, 8),
             forward_config(16384, 1, 4096, 4, 16),
@@ -236,22 +248,22 @@ KERNELS = [
             "dx", "partial", "dy", "ds", "x", "weight", "n",
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "ds_outer", "ds_inner", "x_outer", "x_inner",
         ],
-        axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
+        axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
         configs=[
-            backward_config(64, 32, 64, 1, 4, 4),
-            backward_config(128, 16, 128, 1, 4, 4),
-            backward_config(256, 8, 256, 1, 4, 4),
-            backward_config(512, 4, 512, 1, 4, 4),
-            backward_config(1024, 4, 1024, 1, 4, 4),
-            backward_config(2048, 1, 2048, 1, 8, 4, prefetch=1),
-            backward_config(2560, 1, 512, 5, 4, 6),
-            backward_config(3072, 1, 1024, 3, 4, 4, prefetch=1),
-            backward_config(4096, 1, 4096, 1, 4, 4),
+            backward_config(64, 32, 64, 1, 4, 6),
+            backward_config(128, 16, 128, 1, 4, 6),
+            backward_config(256, 8, 256, 1, 4, 5),
+            backward_config(512, 4, 512, 1, 4, 5, prefetch=1),
+            backward_config(1024, 2, 1024, 1, 4, 5, prefetch=1),
+            backward_config(2048, 1, 1024, 2, 4, 6, prefetch=1),
+            backward_config(2560, 1, 512, 5, 4, 5),
+            backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1),
+            backward_config(4096, 1, 2048, 2, 8, 3, prefetch=1),
             backward_config(5120, 1, 1024, 5, 4, 3),
-            backward_config(6144, 1, 2048, 3, 8, 2, prefetch=1),
-            backward_config(8192, 1, 4096, 2, 8, 2),
+            backward_config(6144, 1, 1024, 6, 4, 3),
+            backward_config(8192, 1, 8192, 1, 16, 2),
             backward_config(12288, 1, 4096, 3, 32, 1, prefetch=1),
-            backward_config(16384, 1, 8192, 2, 32, 1),
+            backward_config(16384, 1, 16384, 1, 32, 1),
             backward_config(None, 1, 8192, 0, 16, 2),
             backward_config(64, 32, 64, 1, 4, 4, aligned=False),
             backward_config(512, 4, 512, 1, 4, 4, aligned=False),

@@ -3,10 +3,22 @@
 A tensor of any rank is seen as rows of n contiguous elements. Rows are numbered 0..rows-1 and live on
 two levels, so that a slice of a fused projection or a transposed view needs no copy:
     offset(row) = (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
+
+A program's rows are a scalar where it has one row, else a column (BLOCK_M, 1): both broadcast against
+(1, BLOCK_N) columns. The scalar keeps row addresses in uniform registers, which wide rows cannot spare.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def block_rows(block, BLOCK_M: tl.constexpr):
+    if BLOCK_M == 1:
+        rows = block
+    else:
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    return rows
 
 
 @triton.jit
@@ -17,19 +29,40 @@ def row_offset(row, inner_rows, outer_stride, inner_stride):
 
 
 @triton.jit
+def row_mean(tile, n):
+    """Mean over the n columns that a tile's accumulator stands for: (BLOCK_M, 1)."""
+    return tl.sum(tile, axis=1)[:, None] / n
+
+
+@triton.jit
+def load_per_row(pointer, row, mask, BLOCK_M: tl.constexpr):
+    if BLOCK_M == 1:
+        value = tl.load(pointer + row, mask=mask, other=0.0)
+    else:
+        # One dimension: as a column, every thread of a row would load the value for itself.
+        value = tl.load(pointer + tl.reshape(row, [BLOCK_M]), mask=tl.reshape(mask, [BLOCK_M]), other=0.0)[:, None]
+    return value
+
+
+@triton.jit
+def store_per_row(pointer, row, value, mask, BLOCK_M: tl.constexpr):
+    """value: (BLOCK_M, 1)"""
+    tl.store(pointer + row + tl.zeros([BLOCK_M, 1], tl.int32), value, mask=mask & tl.full([BLOCK_M, 1], True, tl.int1))
+
+
+@triton.jit
 def load_parameter(pointer, cols, n, present, neutral: tl.constexpr):
     """A per-column parameter in fp32; an absent one costs no traffic and reads as `neutral`."""
     return tl.load(pointer + cols, mask=(cols < n) & (present != 0), other=neutral).to(tl.float32)
 
 
 @triton.jit
-def load_tiles(pointer, offset, row_mask, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
-    """Whole rows as a tuple of TILES tensors of (rows, BLOCK_N), in the tensor's own dtype."""
+def load_tiles(pointer, row_mask, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
+    """Rows that start at `pointer` as a tuple of TILES tensors of (BLOCK_M, BLOCK_N), in the tensor's own dtype."""
     tiles = ()
     for t in tl.static_range(TILES):
-        cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = row_mask[:, None] & (cols < n)[None, :]
-        tiles = tiles + (tl.load(pointer + offset[:, None] + cols[None, :], mask=mask, other=0.0),)
+        cols = (t * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+        tiles = tiles + (tl.load(pointer + cols, mask=row_mask & (cols < n), other=0.0),)
     return tiles
 
 

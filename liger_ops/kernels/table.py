@@ -22,6 +22,9 @@ POINTER_BYTES = 8
 POINTER_ALIGNMENT = 16
 INTEGER_ALIGNMENT = 8
 
+# Of every architecture since 8.0.
+REGISTERS_PER_SM = 65536
+
 # Mixed precision means parameters of higher precision than the activations, never the reverse.
 ACTIVATION_WEIGHT_DTYPES = (
     {"X": "bf16", "W": "bf16"},
@@ -39,7 +42,7 @@ class Config:
     max_n: int | None  # widest row it takes; None: any
     aligned: bool  # needs the alignment above
     num_warps: int
-    programs_per_sm: int = 0  # persistent kernels: resident programs on one multiprocessor
+    programs_per_sm: int = 0  # programs that must fit on one multiprocessor at a time: bounds registers; 0: as it comes
     constexprs: Mapping[str, int] = field(default_factory=dict)
 
     def admits(self, n: int, aligned: bool) -> bool:
@@ -71,6 +74,13 @@ class Variant:
     def constexprs(self) -> dict[str, Any]:
         options = {k: v for k, v in self.choices.items() if not isinstance(v, str)}
         return {**options, **self.config.constexprs}
+
+    @property
+    def max_registers(self) -> int | None:
+        """Registers a thread may use so that programs_per_sm programs are resident, in the hardware's steps of 8."""
+        if not self.config.programs_per_sm:
+            return None
+        return min(255, REGISTERS_PER_SM // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8)
 
     @property
     def divisibility(self) -> dict[str, int]:

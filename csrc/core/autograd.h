@@ -111,11 +111,14 @@ class BackwardNode : public torch::autograd::Node {
     }
     // Only a graph that is never walked again gives up its saved tensors and its gradients' memory.
     keep_ = create_graph || torch::autograd::get_current_graph_task_keep_graph();
+    // Before autograd steps aside: a hook may run forward code, as checkpointing does.
+    for (size_t i = 0; i < N; ++i) unpacked_[i] = saved[i].unpack(getptr());
     variable_list out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       out = backward(std::move(grads));
     }
+    unpacked_ = {};
     if (create_graph) {
       auto error = make_node<torch::autograd::Error>(
           name() + ": double backward is not supported", torch::autograd::edge_list(edges));
@@ -131,9 +134,8 @@ class BackwardNode : public torch::autograd::Node {
 
   /// The saved tensor; where the graph is done with it, the node's own reference goes.
   at::Tensor take(size_t i) {
-    at::Tensor t = saved[i].unpack(getptr());
     if (!keep_) saved[i].reset_data();
-    return t;
+    return std::move(unpacked_[i]);
   }
 
   /// Whether this gradient's buffer may be overwritten by a result of x's layout.
@@ -143,6 +145,7 @@ class BackwardNode : public torch::autograd::Node {
 
  private:
   bool keep_ = true;
+  std::array<at::Tensor, N> unpacked_;
 };
 
 }  // namespace liger::core

@@ -30,6 +30,9 @@ struct Rows {
   int64_t rows = 0, n = 0, inner_rows = 1;
   std::array<RowStrides, N> strides{};
 
+  /// What kernels take for inner_rows: 0 for a single level, which spares them a division.
+  int32_t kernel_inner_rows() const { return inner_rows == rows ? 0 : int32_t(inner_rows); }
+
   bool aligned_strides() const {
     for (const auto& s : strides) {
       if ((s.outer | s.inner) & 7) return false;

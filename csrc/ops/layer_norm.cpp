@@ -79,13 +79,23 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
   for (int64_t row = begin; row < end; ++row) {
     const T* x = a.x + a.walk.strides[1].offset(row, inner);
     T* y = a.y + a.walk.strides[0].offset(row, inner);
-    C total = 0, squares = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < n; ++i) total += C(x[i]);
-    const C mean = total / n;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < n; ++i) squares += (C(x[i]) - mean) * (C(x[i]) - mean);
-    const C scale = 1 / std::sqrt(squares / n + a.eps);
+    double total = 0, squares = 0;
+    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
+      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+      C part = 0;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = start; i < stop; ++i) part += C(x[i]);
+      total += part;
+    }
+    const C mean = C(total / n);
+    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
+      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+      C part = 0;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = start; i < stop; ++i) part += (C(x[i]) - mean) * (C(x[i]) - mean);
+      squares += part;
+    }
+    const C scale = C(1 / std::sqrt(squares / n + a.eps));
     if (a.means) {
       a.means[row] = mean;
       a.scales[row] = scale;
@@ -120,31 +130,36 @@ LIGER_VECTORIZED void backward_rows(
     const T* dy = a.dy + a.walk.strides[1].offset(row, inner);
     const T* x = a.x + a.walk.strides[2].offset(row, inner);
     const C mean = a.means[row], scale = a.scales[row];
-    C dot = 0, total = 0;
+    double dot = 0, total = 0;
     // One pass for all sums: the row is read from cache once less.
-    if (dweight) {
-#pragma omp simd reduction(+ : dot, total)
-      for (int64_t i = 0; i < n; ++i) {
-        const C grad = C(dy[i]), product = grad * (C(x[i]) - mean);
-        dweight[i] += product * scale;
-        dbias[i] += grad;
-        dot += product * a.weight[i];
-        total += grad * a.weight[i];
+    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
+      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+      C dot_part = 0, total_part = 0;
+      if (dweight) {
+#pragma omp simd reduction(+ : dot_part, total_part)
+        for (int64_t i = start; i < stop; ++i) {
+          const C grad = C(dy[i]), product = grad * (C(x[i]) - mean);
+          dweight[i] += product * scale;
+          dbias[i] += grad;
+          dot_part += product * a.weight[i];
+          total_part += grad * a.weight[i];
+        }
+      } else {
+#pragma omp simd reduction(+ : dot_part, total_part)
+        for (int64_t i = start; i < stop; ++i) {
+          const C grad = C(dy[i]) * a.weight[i];
+          dot_part += grad * (C(x[i]) - mean);
+          total_part += grad;
+        }
       }
-    } else {
-#pragma omp simd reduction(+ : dot, total)
-      for (int64_t i = 0; i < n; ++i) {
-        const C grad = C(dy[i]) * a.weight[i];
-        dot += grad * (C(x[i]) - mean);
-        total += grad;
-      }
+      dot += dot_part;
+      total += total_part;
     }
     if (!a.dx) continue;
     T* dx = a.dx + a.walk.strides[0].offset(row, inner);
-    dot *= scale * scale / n;
-    total /= n;
+    const C slope = C(dot * scale * scale / n), shift = C(total / n);
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * a.weight[i] - total - (C(x[i]) - mean) * dot) * scale);
+    for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * a.weight[i] - shift - (C(x[i]) - mean) * slope) * scale);
   }
 }
 
@@ -219,7 +234,7 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
   const auto& [y_walk, x_walk] = walk.strides;
   K::Args args{
       core::address(out.y), core::address(out.statistics), core::address(x), core::address(weight), core::address(bias),
-      int32_t(walk.rows), int32_t(walk.n), int32_t(walk.inner_rows), y_walk.outer, y_walk.inner, x_walk.outer, x_walk.inner,
+      int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), y_walk.outer, y_walk.inner, x_walk.outer, x_walk.inner,
       float(eps), flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
   auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameter_type(x, weight, bias)));
@@ -257,7 +272,7 @@ Gradients backward_cuda(
   const auto& [dx_walk, dy_walk, x_walk] = walk.strides;
   K::Args args{
       core::address(written), core::address(partial), core::address(dy), core::address(x), core::address(weight),
-      core::address(statistics), int32_t(walk.rows), int32_t(n), int32_t(walk.inner_rows), dx_walk.outer, dx_walk.inner,
+      core::address(statistics), int32_t(walk.rows), int32_t(n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, x_walk.outer, x_walk.inner, flags};
   auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameters));
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), {uint32_t(programs)}, args);
@@ -329,7 +344,8 @@ struct LayerNormBackward : core::BackwardNode<3> {  // x, weight, statistics
     Tensor x = take(0), weight = take(1), statistics = take(2);
     bool needs_dx = task_should_compute_output(0);
     bool needs_dweight = task_should_compute_output(1), needs_dbias = task_should_compute_output(2);
-    if (needs_dx && may_overwrite(dy, x)) {
+    // The result's columns lie side by side, whatever x's do.
+    if (needs_dx && may_overwrite(dy, x) && x.stride(-1) == 1) {
       static const auto op = core::find_op<decltype(bwd_<backward_meta>)>("liger::_layer_norm_bwd_");
       auto [dweight, dbias] = op.call(dy, x, weight, statistics, needs_dweight, needs_dbias, parameters);
       return {dy, dweight, dbias};

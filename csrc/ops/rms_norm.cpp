@@ -71,10 +71,15 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
       for (int64_t i = 0; i < n; ++i) s[i] = T(C(x[i]) + C(r[i]));
       x = s;
     }
-    C squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < n; ++i) squares += C(x[i]) * C(x[i]);
-    const C scale = 1 / std::sqrt(squares / n + a.eps);
+    double squares = 0;
+    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
+      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+      C part = 0;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = start; i < stop; ++i) part += C(x[i]) * C(x[i]);
+      squares += part;
+    }
+    const C scale = C(1 / std::sqrt(squares / n + a.eps));
     if (a.rstd) a.rstd[row] = scale;
     if (!a.weight) {
 #pragma omp simd
@@ -111,28 +116,33 @@ LIGER_VECTORIZED void backward_rows(
     const T* dy = a.dy + a.walk.strides[1].offset(row, inner);
     const T* x = a.x + a.walk.strides[3].offset(row, inner);
     const C scale = a.rstd[row];
-    C dot = 0;
+    double dot = 0;
     // One pass for both sums: the row is read from cache once less.
-    if (sums && a.round) {
-#pragma omp simd reduction(+ : dot)
-      for (int64_t i = 0; i < n; ++i) {
-        sums[i] += C(dy[i]) * C(T(C(x[i]) * scale));
-        dot += C(dy[i]) * scaled_weight[i] * C(x[i]);
+    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
+      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+      C part = 0;
+      if (sums && a.round) {
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = start; i < stop; ++i) {
+          sums[i] += C(dy[i]) * C(T(C(x[i]) * scale));
+          part += C(dy[i]) * scaled_weight[i] * C(x[i]);
+        }
+      } else if (sums) {
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = start; i < stop; ++i) {
+          const C product = C(dy[i]) * C(x[i]);
+          sums[i] += product * scale;
+          part += product * scaled_weight[i];
+        }
+      } else {
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = start; i < stop; ++i) part += C(dy[i]) * scaled_weight[i] * C(x[i]);
       }
-    } else if (sums) {
-#pragma omp simd reduction(+ : dot)
-      for (int64_t i = 0; i < n; ++i) {
-        const C product = C(dy[i]) * C(x[i]);
-        sums[i] += product * scale;
-        dot += product * scaled_weight[i];
-      }
-    } else {
-#pragma omp simd reduction(+ : dot)
-      for (int64_t i = 0; i < n; ++i) dot += C(dy[i]) * scaled_weight[i] * C(x[i]);
+      dot += part;
     }
     if (!a.dx) continue;
     T* dx = a.dx + a.walk.strides[0].offset(row, inner);
-    const C mean = dot * scale * scale / n;
+    const C mean = C(dot * scale * scale / n);
     if (a.ds) {
       const T* ds = a.ds + a.walk.strides[2].offset(row, inner);
 #pragma omp simd
@@ -225,7 +235,7 @@ RmsNormForward rms_norm_forward_cuda(
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
   K::Args args{
       core::address(out.y), core::address(out.s), core::address(out.rstd), core::address(x), core::address(residual),
-      core::address(weight), int32_t(walk.rows), int32_t(walk.n), int32_t(walk.inner_rows), y_walk.outer, y_walk.inner,
+      core::address(weight), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), y_walk.outer, y_walk.inner,
       x_walk.outer, x_walk.inner, residual_walk.outer, residual_walk.inner, float(eps), weight.defined() ? float(offset) : 0.f,
       flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
@@ -259,7 +269,7 @@ std::tuple<Tensor, Tensor> backward_cuda(
   const auto& [dx_walk, dy_walk, ds_walk, x_walk] = walk.strides;
   K::Args args{
       core::address(out), core::address(partial), core::address(dy), core::address(ds), core::address(x), core::address(weight),
-      core::address(rstd), int32_t(walk.rows), int32_t(walk.n), int32_t(walk.inner_rows), dx_walk.outer, dx_walk.inner,
+      core::address(rstd), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
       weight.defined() ? float(offset) : 0.f, flags};
   auto dtypes = K::dtype(core::dtype_of(x), weight.defined() ? core::dtype_of(weight) : core::dtype_of(x));
@@ -359,7 +369,8 @@ struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
     Tensor dy = std::move(grads[0]);
     if (!dy.defined()) return {Tensor(), Tensor()};
     Tensor x = take(0), weight = take(1), rstd = take(2);
-    bool overwrite = may_overwrite(dy, x);
+    // The result's columns lie side by side, whatever x's do.
+    bool overwrite = may_overwrite(dy, x) && x.stride(-1) == 1;
     auto [dx, dweight] = rms_norm_backward(
         dy, {}, x, weight, rstd, offset, casting_mode, task_should_compute_output(0), task_should_compute_output(1), overwrite);
     return {dx, dweight};

@@ -3,6 +3,7 @@
 A tensor of any rank is seen as rows of n contiguous elements. Rows are numbered 0..rows-1 and live on
 two levels, so that a slice of a fused projection or a transposed view needs no copy:
     offset(row) = (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
+inner_rows = 0 says that there is one level: a program then starts its loads without waiting for a division.
 
 A program's rows are a scalar where it has one row, else a column (BLOCK_M, 1): both broadcast against
 (1, BLOCK_N) columns. The scalar keeps row addresses in uniform registers, which wide rows cannot spare.
@@ -24,8 +25,12 @@ def block_rows(block, BLOCK_M: tl.constexpr):
 @triton.jit
 def row_offset(row, inner_rows, outer_stride, inner_stride):
     # 64-bit before the product: a tensor may hold more than 2**31 elements.
-    outer = row // inner_rows
-    return outer.to(tl.int64) * outer_stride + (row - outer * inner_rows).to(tl.int64) * inner_stride
+    if inner_rows == 0:
+        offset = row.to(tl.int64) * inner_stride
+    else:
+        outer = row // inner_rows
+        offset = outer.to(tl.int64) * outer_stride + (row - outer * inner_rows).to(tl.int64) * inner_stride
+    return offset
 
 
 @triton.jit

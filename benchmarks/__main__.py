@@ -1,0 +1,142 @@
+"""python -m benchmarks: time ours beside its peers; compare two results; redraw a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Sequence
+
+import torch
+
+from benchmarks import compare, report
+from benchmarks.harness import COLD_START_RUNS, Case, CpuClock, CudaClock, Runner
+from benchmarks.machine import describe, slug
+from benchmarks.op import Anchor, Op
+from benchmarks.providers import DEFAULT_PROVIDERS, PROVIDERS, discover
+
+RESULTS = Path(__file__).parent / "results"
+ROUNDS = {"quick": 5, "full": 5, "paper": 5, "anchors": 9}
+KNOWN_DTYPES = ("float32", "float16", "bfloat16", "float64")
+DTYPES = {
+    "quick": ("bfloat16",),
+    "quick-cpu": ("float32",),
+    "full": ("bfloat16", "float16", "float32"),
+    "paper": ("bfloat16",),
+}
+
+
+class Progress:
+    """One line that rewrites itself on a terminal; elsewhere a line for every tenth of the way."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.printed = max(total, 1), 0, -1
+        self.live, self.start = sys.stderr.isatty(), time.monotonic()
+
+    def tick(self, what: str) -> None:
+        share = min(self.done / self.total, 1.0)
+        self.done += 1
+        bar = "█" * int(24 * share) + "·" * (24 - int(24 * share))
+        line = f"{bar} {share:4.0%} {time.monotonic() - self.start:4.0f} s  {what}"
+        if self.live:
+            print(f"\r\033[K{line[:118]}", end="", file=sys.stderr, flush=True)
+        elif int(10 * share) > self.printed:
+            self.printed = int(10 * share)
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl'.",
+    )
+    parser.add_argument("--suite", choices=ROUNDS, default="quick")
+    parser.add_argument("--ops", type=names, help=f"comma-separated; default: {','.join(ops)}")
+    parser.add_argument("--providers", type=names, help=f"comma-separated; known: {','.join(PROVIDERS)}")
+    parser.add_argument("--dtypes", type=names, help="comma-separated; default: the suite's")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--rounds", type=int)
+    args = parser.parse_args(argv)
+    args.providers = args.providers or list(DEFAULT_PROVIDERS.get((args.suite, args.device), PROVIDERS))
+    args.ops = args.ops or list(ops)
+    args.rounds = args.rounds or ROUNDS[args.suite]
+    for option, known in (("ops", ops), ("providers", PROVIDERS), ("dtypes", KNOWN_DTYPES)):
+        if unknown := [name for name in getattr(args, option) or () if name not in known]:
+            parser.error(f"--{option} must be among {', '.join(known)} (got {', '.join(unknown)})")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device must be cpu where torch sees no CUDA device (got cuda)")
+    return args
+
+
+def cases(args: argparse.Namespace, ops: dict[str, Op]) -> list[tuple[Case, Anchor | None]]:
+    if args.suite == "anchors":
+        found = [
+            (Case(name, ops[name], anchor.shape, anchor.dtype), anchor)
+            for name in args.ops for anchor in ops[name].anchors if anchor.device == args.device
+        ]  # fmt: skip
+        return [(case, anchor) for case, anchor in found if not args.dtypes or case.dtype in args.dtypes]
+    suite = "quick-cpu" if (args.suite, args.device) == ("quick", "cpu") else args.suite
+    return [
+        (Case(name, ops[name], shape, dtype), None)
+        for name in args.ops
+        for dtype in args.dtypes or DTYPES[suite]
+        for shape in ops[name].shapes.get(suite, ())
+    ]
+
+
+def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
+    planned = cases(args, ops)
+    hosts = [name for name in args.ops if args.suite != "paper" and args.device in ops[name].host]
+    cold = [name for name in args.ops if args.suite == "anchors" and ops[name].cold_start]
+    cold_steps = sum(COLD_START_RUNS * sum(p in args.providers for p in ops[name].cold_start) for name in cold)
+    progress = Progress((len(planned) + len(hosts)) * (len(args.providers) + args.rounds) + cold_steps)
+
+    clock = CudaClock() if args.device == "cuda" else CpuClock()
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = f"{slug(args.device)}-{args.suite}"
+    records: list[dict[str, Any]] = []
+    with open(args.out / f"{stem}.jsonl", "w") as lines:
+
+        def emit(record: dict[str, Any]) -> None:
+            records.append(record)
+            print(json.dumps(record, ensure_ascii=False), file=lines, flush=True)
+
+        emit(describe(args.device) | {"suite": args.suite, "providers": args.providers, "rounds": args.rounds})
+        runner = Runner(clock, args.providers, args.rounds, emit, progress.tick)
+        with_matmul = any(ops[name].flops for name in args.ops)
+        runner.measure_ceilings(with_matmul)
+        for name in cold:
+            runner.cold_start(name, ops[name])
+        for name in hosts:
+            runner.host(name, ops[name], must=args.suite == "anchors")
+        for case, anchor in planned:
+            runner.time(case, anchor.must if anchor else {}, anchor.must_mib if anchor else {})
+        runner.measure_ceilings(with_matmul)
+    progress.close()
+    print(report.write(records, args.out / stem))
+    failed = any(r.get("verdict") in ("FAIL", "NOT MEASURED") or r.get("state") == "wrong" for r in records)
+    return int(failed)
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["compare"]:
+        return compare.main(argv[1:])
+    if argv[:1] == ["report"]:
+        return report.main(argv[1:])
+    ops = discover()
+    return run(parse(argv, ops), ops)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

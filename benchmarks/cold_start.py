@@ -1,0 +1,31 @@
+"""python -m benchmarks.cold_start OP PROVIDER DEVICE: seconds from the provider's import to its first finished step."""
+
+import importlib
+import sys
+import time
+
+import torch
+
+from benchmarks.op import Make
+from benchmarks.providers import load
+
+
+def main(name: str, provider: str, device: str) -> None:
+    op = importlib.import_module(f"benchmarks.{name}").OP
+    spec = op.host[device]
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    tensors = op.inputs(Make(device, getattr(torch, spec.dtype)), *spec.shape)
+    for key, tensor in tensors.items():
+        tensor.requires_grad_(tensor.is_floating_point() and key not in op.constants)
+    synchronize()
+    start = time.perf_counter()
+    outputs = load(op, provider)(*tensors.values())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    # A scalar, as in training: torch imports sympy when it is given upstream gradients.
+    sum(o.sum() for o in outputs).backward()
+    synchronize()
+    print(time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, on a machine whose Python already has a CUDA torch.
+#   benchmarks/gpu.sh OUT [build] [test] [anchors] [quick] [full] [paper]     default: build test anchors
+# A failed step is reported and the next one runs. Options for the benchmarks go in BENCH, e.g. BENCH="--ops rms_norm".
+set -uo pipefail
+
+if [ $# -lt 1 ]; then
+    sed -n '2,4s/^# *//p' "$0"
+    exit 2
+fi
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+shift
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+export PYTHONUNBUFFERED=1
+[ $# -gt 0 ] || set -- build test anchors
+
+tables=()
+results=()
+failed=0
+for step in "$@"; do
+    log=$out/$step.log
+    start=$SECONDS
+    case $step in
+    build) make build PYTHON="$python" >"$log" 2>&1 ;;
+    test) "$python" -m pytest -m gpu -q -p no:cacheprovider tests >"$log" 2>&1 ;;
+    quick | full | paper | anchors)
+        # shellcheck disable=SC2086
+        "$python" -m benchmarks --suite "$step" --device cuda --out "$out" ${BENCH:-} >"$log" 2>&1
+        ;;
+    *) echo "no such step" >"$log"; false ;;
+    esac
+    status=$?
+    verdict=ok
+    if [ $status -ne 0 ]; then
+        verdict="FAILED (exit status $status)"
+        failed=1
+    fi
+    results+=("$step: $verdict, $((SECONDS - start)) s")
+    echo "== ${results[-1]}"
+    case $step in
+    test) grep -E '^(FAILED|ERROR)' "$log" | cut -c1-200 | head -30; tail -n 1 "$log" ;;
+    build) [ $status -eq 0 ] || tail -n 30 "$log" ;;
+    *) if grep -q '^# ' "$log"; then tables+=("$log"); else tail -n 15 "$log"; fi ;;
+    esac
+done
+
+for log in ${tables[@]+"${tables[@]}"}; do
+    echo
+    sed -n '/^# /,$p' "$log" | sed -E 's/ {2,}/ /g; s/-{3,}/-/g'
+done
+printf '%s\n' "" "${results[@]}"
+exit $failed

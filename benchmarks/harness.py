@@ -1,0 +1,547 @@
+"""Timing: one process, every provider's turn in every round, and nothing timed before it is right.
+
+A pass is "forward" (no grad), "backward" (its forward outside the clock) or "full" (both). Device time is the time
+between two events around one call, after a write that evicts the L2; where the host needs longer to enqueue the call
+than that write takes, the host's time is in it. The host's own cost is measured apart, on a tensor so small that
+the device never falls behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from benchmarks.op import Absent, Bar, Make, Op, Relative, Shape
+from benchmarks.providers import PathWitness, load, reason
+
+PASSES = ("forward", "backward", "full")
+HOST_PASSES = ("no-grad", "grad", "fwd+bwd")
+WARMUP_CALLS = 3
+MIN_SAMPLES, MAX_SAMPLES = 3, 20  # by provider, pass and round
+FLUSH_BYTES = 256 << 20
+COLD_START_RUNS = 3
+MIB = 1 << 20
+
+Record = dict[str, Any]
+Emit = Callable[[Record], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    op: Op
+    shape: Shape
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def key(self) -> Record:
+        return {"op": self.name, "shape": list(self.shape), "dtype": self.dtype}
+
+
+class WrongResult(Exception):
+    """What a provider returned is not the op's result, or less accurate than allowed: then with both numbers."""
+
+    def __init__(self, what: str, error: float | None = None, allowed: float | None = None) -> None:
+        super().__init__(what)
+        self.record = {"reason": what} if error is None else {"reason": what, "error": error, "allowed": allowed}
+
+
+class CudaClock:
+    device = "cuda"
+    ceiling_bytes = 2 << 30
+    seconds_a_round = 0.01
+    host_batch = 50  # stays far below the driver's queue of about a thousand launches
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(max(FLUSH_BYTES, 4 * self.properties().L2_cache_size), dtype=torch.int8, device="cuda")
+
+    def properties(self) -> Any:
+        return torch.cuda.get_device_properties(torch.cuda.current_device())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def samples(self, prepare: Callable[[], Any], call: Callable[[Any], Any], count: int) -> list[float]:
+        """Microseconds of each of `count` calls."""
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for start, end in events:
+            state = prepare()
+            self.flush.zero_()
+            start.record()
+            result = call(state)
+            end.record()
+            del result, state
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+    def peak_bytes(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> int:
+        state = prepare()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call(state)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del result, state
+        return peak
+
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class CpuClock:
+    device = "cpu"
+    ceiling_bytes = 256 << 20
+    seconds_a_round = 0.03
+    host_batch = 200
+
+    def synchronize(self) -> None:
+        pass
+
+    def samples(self, prepare: Callable[[], Any], call: Callable[[Any], Any], count: int) -> list[float]:
+        out = []
+        for _ in range(count):
+            state = prepare()
+            start = time.perf_counter_ns()
+            result = call(state)
+            out.append((time.perf_counter_ns() - start) / 1e3)
+            del result, state
+        return out
+
+    def peak_bytes(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> int:
+        """The CPU allocator keeps no peak, so the profiler's record of allocations is added up."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            # Inside too: the profiler knows the size of a freed block only if it saw its allocation.
+            state = prepare()
+            with torch.profiler.record_function("measured"):
+                result = call(state)
+            del result, state
+        level = before = peak = 0
+        started = False
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+            if event.name() == "measured":
+                started, before = True, level
+            elif event.name() == "[memory]":
+                level += event.nbytes()
+                peak = max(peak, level - before) if started else 0
+        return peak
+
+    def release(self) -> None:
+        gc.collect()
+
+
+Clock = CudaClock | CpuClock
+
+
+def measure_ceilings(clock: Clock, with_matmul: bool) -> Record:
+    """What this machine reaches now: bytes a second of a large copy, bf16 operations a second of a matrix product."""
+    source = torch.randn(clock.ceiling_bytes // 4, device=clock.device)
+    target = torch.empty_like(source)
+    clock.samples(lambda: None, lambda _: target.copy_(source), WARMUP_CALLS)
+    copy = min(clock.samples(lambda: None, lambda _: target.copy_(source), MAX_SAMPLES))
+    record: Record = {"kind": "ceiling", "copy_gb_s": 2 * clock.ceiling_bytes / copy / 1e3}
+    del source, target
+    if with_matmul:
+        size = 8192 if clock.device == "cuda" else 1024
+        a, b = (torch.randn(size, size, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
+        clock.samples(lambda: None, lambda _: a @ b, WARMUP_CALLS)
+        record["matmul_tflop_s"] = 2 * size**3 / min(clock.samples(lambda: None, lambda _: a @ b, MAX_SAMPLES)) / 1e6
+    clock.release()
+    return record
+
+
+class Unheld(torch.autograd.Function):
+    """Hands on a leaf's values in a tensor that no name holds, and its gradient as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+class Problem:
+    """Inputs and upstream gradients of a case, the truth in fp64, and how wrong eager code is in the case's dtype."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case = case
+        make = Make(device, case.torch_dtype)
+        inputs = case.op.inputs(make, *case.shape)
+        self.takes_gradient = [t.is_floating_point() and k not in case.op.constants for k, t in inputs.items()]
+        self.transient = [k in case.op.transient for k in inputs]
+        self.tensors = [t.requires_grad_(g) for t, g in zip(inputs.values(), self.takes_gradient)]
+        with torch.no_grad():
+            outputs = as_tuple(case.op.formula(*self.tensors))
+        self.upstream = [torch.randn(o.shape, device=device, dtype=o.dtype, generator=make.generator) for o in outputs]
+        self.pristine = [t.detach().clone() for t in (*self.tensors, *self.upstream)]
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return [t for t in self.tensors if t.requires_grad]
+
+    def restore(self) -> None:
+        """Some providers write into their inputs or into the upstream gradient."""
+        with torch.no_grad():
+            for tensor, value in zip((*self.tensors, *self.upstream), self.pristine):
+                tensor.copy_(value)
+
+    def arguments(self) -> list[torch.Tensor]:
+        return [Unheld.apply(t) if hide else t for t, hide in zip(self.tensors, self.transient)]
+
+    def results(self, call: Callable[..., Any]) -> list[torch.Tensor]:
+        """Outputs, then gradients."""
+        outputs = as_tuple(call(*self.arguments()))
+        kept = [o.detach().clone() for o in outputs]
+        return [*kept, *torch.autograd.grad(outputs, self.leaves, self.upstream)]
+
+    def learn_truth(self) -> None:
+        op = self.case.op
+        exact = [t.detach().double() if t.is_floating_point() else t for t in self.tensors]
+        exact = [e.requires_grad_(t.requires_grad) for e, t in zip(exact, self.tensors)]
+        outputs = as_tuple(op.formula(*exact))
+        upstream = [g.double() for g in self.upstream]
+        gradients = torch.autograd.grad(outputs, [t for t in exact if t.requires_grad], upstream)
+        self.truth = [t.detach() for t in (*outputs, *gradients)]
+        eager = self.checked_results(op.formula)
+        self.dtypes = [t.dtype for t in eager]
+        self.eager_errors = self.errors(eager)
+        if "torch" in op.providers:
+            with suppress(Exception):  # reported when its own turn comes
+                aten = self.checked_results(op.providers["torch"]())
+                for i, error in enumerate(self.errors(aten)):
+                    if aten[i].dtype == self.dtypes[i] and error <= self.other_function:
+                        self.eager_errors[i] = max(error, self.eager_errors[i])
+
+    @property
+    def other_function(self) -> float:
+        """An error of half the type's digits is no rounding: something else was computed."""
+        return math.sqrt(torch.finfo(self.case.torch_dtype).eps)
+
+    def forget_truth(self) -> None:
+        self.truth = []
+
+    def errors(self, results: Sequence[torch.Tensor]) -> list[float]:
+        return [worst_error(got, truth) for got, truth in zip(results, self.truth)]
+
+    def checked_results(self, call: Callable[..., Any]) -> list[torch.Tensor]:
+        """Outputs, then gradients, of the right number and shapes."""
+        self.restore()
+        # Freed blocks full of NaN: an element that is never written does not pass by luck.
+        poison = [torch.full_like(t, math.nan, dtype=self.case.torch_dtype) for t in self.truth]
+        del poison
+        results = self.results(call)
+        self.restore()
+        for i, (got, truth) in enumerate(zip(results, self.truth, strict=True)):
+            if got.shape != truth.shape:
+                raise WrongResult(f"{self.what(i)} has shape {tuple(got.shape)} (expected {tuple(truth.shape)})")
+        return results
+
+    def what(self, index: int) -> str:
+        outputs = len(self.upstream)
+        return f"output {index}" if index < outputs else f"gradient {index - outputs}"
+
+    def check(self, call: Callable[..., Any], strict: bool) -> list[WrongResult]:
+        """Raises on a wrong result; one that is only less accurate than eager code is returned, unless `strict`."""
+        complaints = []
+        errors = self.errors(self.checked_results(call))
+        for i, (error, eager, dtype) in enumerate(zip(errors, self.eager_errors, self.dtypes)):
+            # The rule of the tests: 1.5 times the error of eager code, and one rounding.
+            allowed = 1.5 * eager + torch.finfo(dtype).eps
+            if not error <= allowed:
+                wrong = not error <= self.other_function
+                verdict = "is wrong" if wrong else "is less accurate than eager code"
+                complaints.append(WrongResult(f"{self.what(i)} {verdict}", error, allowed))
+                if strict or wrong:
+                    raise complaints[-1]
+        return complaints
+
+
+def worst_error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest error of any element, relative to the largest element of its row: one wrong row cannot hide."""
+    if truth.numel() == 0:
+        return 0.0
+    scale = truth.abs().amax(-1, keepdim=True) if truth.dim() else truth.abs()
+    return ((got.double() - truth).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max().item()
+
+
+class Subject:
+    """One provider's callable bound to a problem, by pass."""
+
+    def __init__(self, problem: Problem, call: Callable[..., Any]) -> None:
+        self.problem, self.call = problem, call
+
+    def steps(self, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+        """(what happens before the clock starts, what is timed)"""
+        problem, call = self.problem, self.call
+        leaves, upstream = problem.leaves, problem.upstream
+
+        def forward(arguments: list[torch.Tensor]) -> Any:
+            with torch.no_grad():
+                return call(*arguments)
+
+        def graph(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            outputs = as_tuple(call(*arguments))
+            arguments.clear()  # from here on only the graph holds what is transient
+            return outputs
+
+        def backward(outputs: tuple[torch.Tensor, ...]) -> Any:
+            return torch.autograd.grad(outputs, leaves, upstream)
+
+        return {
+            "forward": (problem.arguments, forward),
+            "backward": (lambda: graph(problem.arguments()), backward),
+            "full": (problem.arguments, lambda arguments: backward(graph(arguments))),
+        }[name]
+
+    def host_step(self, name: str) -> Callable[[], Any]:
+        call, tensors, leaves = self.call, self.problem.tensors, self.problem.leaves
+        upstream = self.problem.upstream
+        if name == "fwd+bwd":
+            return lambda: torch.autograd.grad(call(*tensors), leaves, upstream)
+        return lambda: call(*tensors)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def summary(values: Sequence[float]) -> Record:
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": median, "q1": q1, "q3": q3, "samples": len(values)}
+
+
+def judge(kind: str, case: Case, records: Sequence[Record], must: Mapping[str, Bar]) -> list[Record]:
+    """Ours against the bar of each pass; "within spread" where only its lower quartile meets it."""
+    bars = []
+    for pass_name, bar in must.items():
+        here = {r["provider"]: r for r in records if r["pass"] == pass_name}
+        limit: float | None
+        if isinstance(bar, Relative):
+            peers = [here[p]["median"] for p in bar.providers if p in here]
+            limit = bar.factor * min(peers) if peers else None
+        else:
+            limit = float(bar)
+        ours = here.get("ours")
+        if ours is None:
+            verdict = "NOT MEASURED"
+        elif limit is None:
+            verdict = "nothing to compare with"
+        elif ours["median"] <= limit:
+            verdict = "pass"
+        else:
+            verdict = "within spread" if ours["q1"] <= limit else "FAIL"
+        bars.append({"kind": "bar", "of": kind, **case.key, "pass": pass_name, "must": limit,
+                     "from": str(bar) if isinstance(bar, Relative) else "", "verdict": verdict})  # fmt: skip
+    return bars
+
+
+class Runner:
+    def __init__(self, clock: Clock, providers: Sequence[str], rounds: int, emit: Emit, tick: Callable[[str], None]):
+        self.clock, self.providers, self.rounds, self.emit, self.tick = clock, providers, rounds, emit, tick
+        self.ceiling: Record = {}
+        gc.freeze()  # what the imports brought is not searched for garbage again and again
+
+    def measure_ceilings(self, with_matmul: bool) -> None:
+        self.ceiling = measure_ceilings(self.clock, with_matmul)
+        self.emit(self.ceiling)
+
+    def floors(self, case: Case) -> dict[str, float]:
+        """Microseconds that the bytes take at the copy ceiling, or the operations at the matrix ceiling if longer."""
+        bytes_moved = case.op.traffic(case.torch_dtype.itemsize, *case.shape)
+        floor = [b / self.ceiling["copy_gb_s"] / 1e3 for b in bytes_moved]
+        if case.op.flops:
+            arithmetic = [o / self.ceiling["matmul_tflop_s"] / 1e6 for o in case.op.flops(*case.shape)]
+            floor = [max(pair) for pair in zip(floor, arithmetic)]
+        return {"forward": floor[0], "backward": floor[1], "full": sum(floor)}
+
+    def prepare(self, case: Case, kind: str) -> tuple[Problem, dict[str, Subject], dict[str, PathWitness]]:
+        """The providers that are there and right on this case; the others leave a record that says why."""
+        problem = Problem(case, self.clock.device)
+        problem.learn_truth()
+        subjects, witnesses = {}, {}
+        for name in self.providers:
+            self.tick(f"{case.name} {'×'.join(map(str, case.shape))} {case.dtype}: checking {name}")
+            with self.guard(case, kind, name):
+                call = load(case.op, name)
+                witness = PathWitness(name, self.clock.device)
+                for complaint in problem.check(call, strict=name == "ours"):
+                    self.emit({"kind": "inaccurate", "of": kind, **case.key, "provider": name, **complaint.record})
+                witness.look()
+                subjects[name], witnesses[name] = Subject(problem, call), witness
+        problem.forget_truth()
+        self.clock.release()
+        return problem, subjects, witnesses
+
+    @contextmanager
+    def guard(self, case: Case, kind: str, name: str, subjects: dict[str, Subject] | None = None) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if subjects is not None:
+                subjects.pop(name, None)
+            wrong = isinstance(error, WrongResult)
+            state = "wrong" if wrong else "absent" if isinstance(error, Absent) else "crashed"
+            why = error.record if wrong else {"reason": reason(error)}
+            self.emit({"kind": "absent", "of": kind, **case.key, "provider": name, "state": state, **why})
+
+    def rotation(self, names: Sequence[str], turn: int) -> list[str]:
+        """Nobody always follows the same neighbour's heat or cache."""
+        start = turn % len(names) if names else 0
+        return [*names[start:], *names[:start]]
+
+    def time(self, case: Case, must: Mapping[str, Bar], must_mib: Mapping[str, Bar]) -> None:
+        with self.guard(case, "time", "every provider"):
+            self.time_subjects(case, must, must_mib, *self.prepare(case, "time"))
+
+    def time_subjects(
+        self, case: Case, must: Mapping[str, Bar], must_mib: Mapping[str, Bar],
+        problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness],
+    ) -> None:  # fmt: skip
+        times: dict[tuple[str, str], list[float]] = {}
+        peaks: dict[tuple[str, str], int] = {}
+        counts: dict[tuple[str, str], int] = {}
+        for name in list(subjects):
+            with self.guard(case, "time", name, subjects):
+                for pass_name in PASSES:
+                    prepare, call = subjects[name].steps(pass_name)
+                    with no_collection():
+                        self.clock.samples(prepare, call, WARMUP_CALLS)
+                        start = time.perf_counter()
+                        self.clock.samples(prepare, call, WARMUP_CALLS)
+                        cost = (time.perf_counter() - start) / WARMUP_CALLS
+                        count = int(self.clock.seconds_a_round / cost)
+                        counts[name, pass_name] = min(MAX_SAMPLES, max(MIN_SAMPLES, count))
+                        problem.restore()
+                        peaks[name, pass_name] = self.clock.peak_bytes(prepare, call)
+        for turn in range(self.rounds):
+            self.tick(f"{case.name} {'×'.join(map(str, case.shape))} {case.dtype}: round {turn + 1}")
+            for name in self.rotation(list(subjects), turn):
+                with self.guard(case, "time", name, subjects), no_collection():
+                    for pass_name in PASSES:
+                        problem.restore()
+                        steps = subjects[name].steps(pass_name)
+                        samples = self.clock.samples(*steps, counts[name, pass_name])
+                        times.setdefault((name, pass_name), []).extend(samples)
+        floors = self.floors(case)
+        paths = self.paths(case, "time", subjects, witnesses)
+        records, memory = [], []
+        for name in subjects:
+            for pass_name in PASSES:
+                key = {**case.key, "provider": name, "pass": pass_name, "path": paths[name]}
+                records.append({"kind": "time", "unit": "us", **key, **summary(times[name, pass_name]),
+                                "floor": floors[pass_name]})  # fmt: skip
+                memory.append({"kind": "memory", "unit": "MiB", **key, **summary([peaks[name, pass_name] / MIB])})
+        bars = [*judge("time", case, records, must), *judge("memory", case, memory, must_mib)]
+        for record in (*records, *memory, *bars):
+            self.emit(record)
+
+    def host(self, name: str, op: Op, must: bool) -> None:
+        spec = op.host[self.clock.device]
+        case = Case(name, op, spec.shape, spec.dtype)
+        with self.guard(case, "host", "every provider"):
+            self.host_subjects(case, spec.must if must else {}, *self.prepare(case, "host"))
+
+    def host_subjects(
+        self, case: Case, must: Mapping[str, Bar],
+        problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness],
+    ) -> None:  # fmt: skip
+        costs: dict[tuple[str, str], list[float]] = {}
+        for turn in range(self.rounds):
+            self.tick(f"{case.name}: host cost, round {turn + 1}")
+            for provider in self.rotation(list(subjects), turn):
+                with self.guard(case, "host", provider, subjects), no_collection():
+                    problem.restore()
+                    for pass_name in HOST_PASSES:
+                        step = subjects[provider].host_step(pass_name)
+                        with torch.set_grad_enabled(pass_name != "no-grad"):
+                            self.host_batch(step, 10)
+                            costs.setdefault((provider, pass_name), []).extend(
+                                self.host_batch(step, self.clock.host_batch) for _ in range(4)
+                            )
+        paths = self.paths(case, "host", subjects, witnesses)
+        records = [
+            {"kind": "host", "unit": "us", **case.key, "provider": provider, "pass": pass_name, "path": paths[provider],
+             **summary(costs[provider, pass_name])}
+            for provider in subjects for pass_name in HOST_PASSES
+        ]  # fmt: skip
+        for record in (*records, *judge("host", case, records, must)):
+            self.emit(record)
+
+    def host_batch(self, step: Callable[[], Any], count: int) -> float:
+        """Microseconds to enqueue one call."""
+        self.clock.synchronize()
+        start = time.perf_counter_ns()
+        for _ in repeat(None, count):
+            step()
+        elapsed = time.perf_counter_ns() - start
+        self.clock.synchronize()
+        return elapsed / count / 1e3
+
+    def paths(
+        self, case: Case, kind: str, subjects: dict[str, Subject], witnesses: Mapping[str, PathWitness]
+    ) -> dict[str, str]:
+        paths = {}
+        for name in list(subjects):
+            with self.guard(case, kind, name, subjects):
+                paths[name] = witnesses[name].look()
+        return paths
+
+    def cold_start(self, name: str, op: Op) -> None:
+        spec = op.host[self.clock.device]
+        case = Case(name, op, spec.shape, spec.dtype)
+        records = []
+        for provider in (p for p in op.cold_start if p in self.providers):
+            with self.guard(case, "cold start", provider):
+                seconds = []
+                for run in range(COLD_START_RUNS):
+                    self.tick(f"{name}: cold start of {provider}, {run + 1} of {COLD_START_RUNS}")
+                    seconds.append(cold_start_seconds(name, provider, self.clock.device))
+                records.append({"kind": "cold start", "unit": "s", **case.key, "provider": provider,
+                                "pass": "first step", "path": "", **summary(seconds)})  # fmt: skip
+        bar = op.cold_start_must.get(self.clock.device)
+        for record in (*records, *judge("cold start", case, records, {} if bar is None else {"first step": bar})):
+            self.emit(record)
+
+
+def cold_start_seconds(name: str, provider: str, device: str) -> float:
+    """From the import of a provider to its first finished step, in a process of its own with empty caches."""
+    with tempfile.TemporaryDirectory() as empty:
+        caches = ("LIGER_OPS_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+        environment = os.environ | {v: os.path.join(empty, v) for v in caches}
+        run = subprocess.run(
+            [sys.executable, "-m", "benchmarks.cold_start", name, provider, device],
+            env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+    if run.returncode:
+        error, _, message = (run.stderr.strip().splitlines() or ["no output"])[-1].partition(": ")
+        raise Absent(message) if error == "benchmarks.op.Absent" else RuntimeError(message or error)
+    return float(run.stdout.split()[-1])

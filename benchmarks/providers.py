@@ -1,0 +1,72 @@
+"""Who is measured: loading a provider's callable, and proof of which path ours took."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+
+from benchmarks.op import Absent, Op
+
+PROVIDERS = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
+PACKAGES = ("liger-kernel", "quack-kernels", "transformers")
+# Compiling takes longer than everything else in a quick run without a GPU.
+DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}
+
+
+def discover() -> dict[str, Op]:
+    """Every op of this folder: a file that defines OP, under the file's name."""
+    stems = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("__"))
+    modules = {stem: importlib.import_module(f"{__package__}.{stem}") for stem in stems}
+    return {stem: module.OP for stem, module in modules.items() if hasattr(module, "OP")}
+
+
+def load(op: Op, name: str) -> Callable[..., Any]:
+    """The provider's callable; raises Absent, or whatever the provider raises."""
+    if name == "hf":
+        return op.formula
+    if name == "torch.compile":
+        torch._dynamo.reset()  # every case gets kernels compiled for its own sizes
+        return torch.compile(op.formula, dynamic=False)
+    if name not in op.providers:
+        raise Absent("has no such op")
+    try:
+        return op.providers[name]()
+    except ModuleNotFoundError as error:
+        raise Absent(f"not installed (no module {error.name})") from error
+
+
+class PathWitness:
+    """Which of our paths ran since the last look, by the library's own launch counts."""
+
+    def __init__(self, provider: str, device: str) -> None:
+        self.active = provider == "ours"
+        self.expected = ("cpu",) if device == "cpu" else ("aot", "jit", "ptx")
+        self.counts = self.read()
+
+    def read(self) -> dict[str, int]:
+        if not self.active:
+            return {}
+        import liger_ops
+
+        return dict(liger_ops.launch_counts())
+
+    def look(self) -> str:
+        before, self.counts = self.counts, self.read()
+        ran = sorted(path for path, count in self.counts.items() if count > before.get(path, 0))
+        if self.active and not ran:
+            raise RuntimeError("launch_counts() did not move: which path ran is unknown")
+        if unexpected := set(ran) - set(self.expected):
+            raise RuntimeError(f"took the path {', '.join(unexpected)} (expected {' or '.join(self.expected)})")
+        return "+".join(ran)
+
+
+def reason(error: BaseException) -> str:
+    """One line for a report that is committed: no paths of the machine."""
+    if isinstance(error, Absent):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    return re.sub(r"(/[\w.+-]+){2,}", "…", f"crashed: {type(error).__name__}: {lines[0]}")[:200]

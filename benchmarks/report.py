@@ -1,0 +1,252 @@
+"""From records to what people read: a Markdown page, and plots where matplotlib is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Callable, Iterable, Sequence
+
+from benchmarks.providers import PROVIDERS
+
+Record = dict[str, Any]
+COLORS = dict(zip(PROVIDERS, ("#888888", "#d0a060", "#7b68c8", "#3a8fd0", "#40a060", "#d03030")))
+LINE_STYLES = ("-", "--", ":")
+GRID_SHAPES = 16  # more shapes than this are drawn as a heat map
+LEGEND = (
+    "Median (quartiles). × is time over the floor: the fewest bytes the pass can move, at the copy ceiling measured in "
+    "the same run. The fastest is bold. Forward runs without grad; full is forward and backward."
+)
+
+
+def size(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
+
+
+def number(value: float) -> str:
+    if value == 0 or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
+
+
+def spread(record: Record) -> str:
+    if record["samples"] == 1:
+        return number(record["median"])
+    return f"{number(record['median'])} ({number(record['q1'])}–{number(record['q3'])})"
+
+
+def over_floor(record: Record) -> str:
+    return f"{spread(record)} {record['median'] / record['floor']:.2f}×"
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rows = [header, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)
+
+
+def row_key(record: Record) -> tuple[str, str, str, str]:
+    return record["op"], size(record["shape"]), record["dtype"], record["pass"]
+
+
+def by_provider(records: Sequence[Record], bars: Sequence[Record], cell: Callable[[Record], str]) -> str:
+    """One row for each case and pass, one column for each provider; what ours must be, where a bar was set."""
+    asked = [p for p in PROVIDERS if any(r["provider"] == p for r in records)]
+    paths = sorted({path for r in records if (path := r.get("path"))})
+    titles = [f"ours ({', '.join(paths)})" if p == "ours" and paths else p for p in asked]
+    floored = any("floor" in r for r in records)
+    rows: dict[tuple, dict[str, Record]] = {}
+    for r in records:
+        rows.setdefault(row_key(r), {})[r["provider"]] = r
+    judged = {row_key(bar): bar for bar in bars}
+    out = []
+    for key, found in rows.items():
+        best = number(min(r["median"] for r in found.values()))
+        marks = {p: "**" if number(r["median"]) == best else "" for p, r in found.items()}
+        cells = [marks[p] + cell(found[p]) + marks[p] if p in found else "–" for p in asked]
+        bar = ["", ""]
+        if key in judged:
+            limit, source, verdict = (judged[key][k] for k in ("must", "from", "verdict"))
+            bar = [" = ".join(t for t in ("" if limit is None else f"≤ {number(limit)}", source) if t), verdict]
+        floor = [number(next(iter(found.values()))["floor"])] if floored else []
+        out.append([*key, *floor, *cells, *(bar if bars else [])])
+    header = ["op", "shape", "dtype", "pass", *(["floor"] if floored else []), *titles]
+    return grid(header + (["ours must be", ""] if bars else []), out)
+
+
+def machine_lines(records: Sequence[Record]) -> list[str]:
+    machine = records[0]
+    facts = {k: v for k, v in machine.items() if k not in ("kind", "suite", "providers", "rounds", "device")}
+    ceilings = [r for r in records if r["kind"] == "ceiling"]
+    copies = " and ".join(number(r["copy_gb_s"]) for r in ceilings)
+    lines = [", ".join(f"{k} {v}" for k, v in facts.items())]
+    lines.append(f"Copy ceiling at the start and end of the run: {copies} GB/s.")
+    if ceilings and "matmul_tflop_s" in ceilings[0]:
+        lines.append(f"bf16 matrix product: {number(ceilings[0]['matmul_tflop_s'])} TFLOP/s.")
+    if machine["device"] == "cpu":
+        lines.append("On a CPU the caches are not flushed: data that fits them runs below its floor.")
+    return lines
+
+
+def remarks(records: Sequence[Record], kind: str) -> list[str]:
+    """One line for each provider and reason, with the cases it holds for and the worst of their errors."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for r in (r for r in records if r["kind"] == kind):
+        groups.setdefault((r["provider"], r["reason"]), []).append(r)
+    lines = []
+    for (provider, why), found in groups.items():
+        ops = ", ".join(dict.fromkeys(r["op"] for r in found))
+        cases = ", ".join(f"{r['op']} {size(r['shape'])} {r['dtype']} ({r['of']})" for r in found)
+        line = f"- {provider}: {why} — " + (cases if len(found) <= 3 else f"{len(found)} cases of {ops}")
+        if "error" in found[0]:
+            worst = max(found, key=lambda r: r["error"] / r["allowed"])
+            line += f"; at worst {worst['error']:.1e} of the row's maximum (allowed {worst['allowed']:.1e})"
+        lines.append(line)
+    return lines
+
+
+def not_measured(records: Sequence[Record]) -> list[str]:
+    asked = records[0]["providers"]
+    lines = [f"- {p}: not asked in this run (--providers)" for p in PROVIDERS if p not in asked]
+    return [*remarks(records, "absent"), *lines]
+
+
+def markdown(records: Sequence[Record], plots: Sequence[Path], plot_note: str) -> str:
+    machine = records[0]
+    name = machine.get("gpu") or machine["cpu"]
+    parts = [f"# {name}: {machine['suite']} suite", "\n".join(machine_lines(records)), LEGEND]
+    tables = (
+        ("time", "Time, µs", over_floor),
+        ("host", "Host, µs to enqueue one call", spread),
+        ("cold start", "Cold start, s from import to first finished step", spread),
+        ("memory", "Peak memory above the inputs, MiB", spread),
+    )
+    for kind, title, cell in tables:
+        if found := [r for r in records if r["kind"] == kind]:
+            bars = [r for r in records if r["kind"] == "bar" and r["of"] == kind]
+            parts += [f"## {title}", by_provider(found, bars, cell)]
+    for title, lines in (("Not measured", not_measured(records)),
+                         ("Measured, but less accurate than eager code", remarks(records, "inaccurate"))):  # fmt: skip
+        if lines:
+            parts += [f"## {title}", "\n".join(lines)]
+    parts += [f"![{plot.stem}]({plot.name})" for plot in plots] or [plot_note]
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(records: Sequence[Record], stem: Path) -> tuple[list[Path], str]:
+    """Plots, or one sentence on why there are none."""
+    times = [r for r in records if r["kind"] == "time"]
+    if not times:
+        return [], "No plots: nothing was timed by size."
+    try:
+        import matplotlib
+    except ImportError:
+        return [], "No plots: matplotlib is not installed."
+    matplotlib.use("Agg")
+    plots = []
+    if len({tuple(r["shape"]) for r in times}) > GRID_SHAPES:
+        plots.append(draw_heat_map(times, stem))
+    else:
+        memory = [r for r in records if r["kind"] == "memory"]
+        lines = [("time", times, lambda r: r["median"] / r["floor"], "time over floor"),
+                 ("memory", memory, lambda r: r["median"], "peak MiB above the inputs")]  # fmt: skip
+        plots += [draw_lines(found, value, label, stem, what) for what, found, value, label in lines]
+    return plots, ""
+
+
+def panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained")
+
+
+def save(figure: Any, stem: Path, what: str) -> Path:
+    import matplotlib.pyplot as plt
+
+    path = stem.with_name(f"{stem.name}-{what}.png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def draw_lines(records: list[Record], value: Callable[[Record], float], label: str, stem: Path, what: str) -> Path:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    ops = list(dict.fromkeys(r["op"] for r in records))
+    figure, axes = panels(len(ops), 2, 6.0, 3.4)
+    for row, op in zip(axes, ops):
+        for axis, pass_name in zip(row, ("forward", "full")):
+            here = [r for r in records if r["op"] == op and r["pass"] == pass_name]
+            shapes = list(dict.fromkeys(size(r["shape"]) for r in here))
+            dtypes = list(dict.fromkeys(r["dtype"] for r in here))
+            for provider in (p for p in PROVIDERS if any(r["provider"] == p for r in here)):
+                for style, dtype in zip(LINE_STYLES, dtypes):
+                    line = [r for r in here if (r["provider"], r["dtype"]) == (provider, dtype)]
+                    found = {size(r["shape"]): value(r) for r in line}
+                    xs = [i for i, shape in enumerate(shapes) if shape in found]
+                    name = provider if len(dtypes) == 1 else f"{provider} {dtype}"
+                    axis.plot(xs, [found[shapes[i]] for i in xs], style, marker="o", ms=4, label=name,
+                              color=COLORS[provider], lw=2.2 if provider == "ours" else 1.3)  # fmt: skip
+            axis.set_title(f"{op} {pass_name}", fontsize=10)
+            axis.set_xticks(range(len(shapes)), shapes, rotation=20, fontsize=8)
+            axis.set_ylabel(label, fontsize=9)
+            if what == "time":
+                axis.axhline(1, color="black", lw=0.8)
+                axis.set_yscale("log")
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+                axis.yaxis.set_major_formatter(lambda v, _: f"{v:g}×")
+                axis.yaxis.set_minor_locator(NullLocator())
+            else:
+                axis.set_ylim(bottom=0)
+            axis.tick_params(axis="y", labelsize=8)
+            axis.grid(alpha=0.3)
+    named = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(named.values(), named, loc="outside upper center", ncols=6, fontsize=8)
+    return save(figure, stem, what)
+
+
+def draw_heat_map(records: list[Record], stem: Path) -> Path:
+    """Share of the copy ceiling that ours (else the first provider) reaches, rows by width."""
+    provider = max((r["provider"] for r in records), key=PROVIDERS.index)
+    records = [r for r in records if r["provider"] == provider]
+    groups = list(dict.fromkeys((r["op"], r["dtype"]) for r in records))
+    widths = len({r["shape"][-1] for r in records})
+    figure, axes = panels(len(groups), 2, 1.5 + 0.55 * widths, 3.2)
+    for row, (op, dtype) in zip(axes, groups):
+        for axis, pass_name in zip(row, ("forward", "full")):
+            here = [r for r in records if (r["op"], r["dtype"], r["pass"]) == (op, dtype, pass_name)]
+            found = {(size(r["shape"][:-1]), r["shape"][-1]): 100 * r["floor"] / r["median"] for r in here}
+            ys, xs = list(dict.fromkeys(y for y, _ in found)), sorted({x for _, x in found})
+            cells = [[found.get((y, x), float("nan")) for x in xs] for y in ys]
+            axis.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+            for i, line in enumerate(cells):
+                for j, share in enumerate(line):
+                    axis.text(j, i, f"{share:.0f}", ha="center", va="center", fontsize=7)
+            axis.set_xticks(range(len(xs)), xs, rotation=45, fontsize=7)
+            axis.set_yticks(range(len(ys)), ys, fontsize=7)
+            axis.set_title(f"{provider}: {op} {pass_name} {dtype}, % of the copy ceiling", fontsize=8)
+    return save(figure, stem, "bandwidth")
+
+
+def write(records: Sequence[Record], stem: Path) -> str:
+    """Writes STEM.md and the plots beside it; returns the page."""
+    plots, note = draw(records, stem)
+    page = markdown(records, plots, note)
+    stem.with_name(f"{stem.name}.md").write_text(page)
+    return page
+
+
+def read(path: Path) -> list[Record]:
+    with open(path) as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def main(argv: Sequence[str]) -> int:
+    description = "Redraw the page and the plots of a result."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=description)
+    parser.add_argument("result", type=Path)
+    path = parser.parse_args(argv).result
+    print(write(read(path), path.with_suffix("")))
+    return 0

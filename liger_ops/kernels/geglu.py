@@ -8,8 +8,16 @@ import triton
 import triton.language as tl
 
 from .swiglu import (
-    BACKWARD_ALIGNED, BACKWARD_ARGS, CONFIGS, DTYPES, FORWARD_ALIGNED, FORWARD_ARGS, program_tile, tile_pointers,
-)  # fmt: skip
+    BACKWARD_ALIGNED,
+    BACKWARD_ARGS,
+    CONFIGS,
+    DTYPES,
+    FORWARD_ALIGNED,
+    FORWARD_ARGS,
+    program_tile,
+    sigmoid_and_slope,
+    tile_pointers,
+)
 from .table import Kernel
 
 TANH = tl.constexpr(1)
@@ -34,8 +42,8 @@ def gelu_weight(x, flags):
 def gelu_weight_and_slope(x, flags):
     """p(x) and x * p'(x)"""
     if flags & TANH:
-        p = tl.sigmoid(2.0 * SQRT_2_OVER_PI * x * (1.0 + CUBIC * x * x))
-        slope = p * (1.0 - p) * 2.0 * SQRT_2_OVER_PI * x * (1.0 + 3.0 * CUBIC * x * x)
+        p, slope = sigmoid_and_slope(2.0 * SQRT_2_OVER_PI * x * (1.0 + CUBIC * x * x))
+        slope = slope * 2.0 * SQRT_2_OVER_PI * x * (1.0 + 3.0 * CUBIC * x * x)
     else:
         p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
         slope = x * SQRT_1_OVER_2PI * tl.exp(-0.5 * x * x)

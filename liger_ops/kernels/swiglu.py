@@ -10,7 +10,7 @@ written, and by the same program.
 import triton
 import triton.language as tl
 
-from .rows import row_offset
+from .rows import block_rows, row_offset
 from .table import Config, Kernel
 
 DTYPES = ({"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"})
@@ -23,15 +23,22 @@ def program_tile(rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     blocks = tl.cdiv(n, BLOCK_N).to(tl.int32)
     row_block = program // blocks
     start = (program - row_block * blocks).to(tl.int64) * BLOCK_N
-    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = block_rows(row_block, BLOCK_M)
     width = tl.minimum(n - start, BLOCK_N).to(tl.int32)
-    return row, start, (row < rows)[:, None] & (tl.arange(0, BLOCK_N) < width)[None, :]
+    return row, start, (row < rows) & (tl.arange(0, BLOCK_N) < width)[None, :]
 
 
 @triton.jit
 def tile_pointers(base, row, start, inner_rows, outer_stride, inner_stride, BLOCK_N: tl.constexpr):
-    offset = row_offset(row, inner_rows, outer_stride, inner_stride) + start
-    return base + offset[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    return base + (row_offset(row, inner_rows, outer_stride, inner_stride) + start) + tl.arange(0, BLOCK_N)[None, :]
+
+
+@triton.jit
+def sigmoid_and_slope(x):
+    """With its derivative, which s * (1 - s) would give without its last digits."""
+    e = tl.exp(-tl.abs(x))
+    r = 1.0 / (1.0 + e)
+    return tl.where(x < 0, e * r, r), e * r * r
 
 
 @triton.jit
@@ -61,11 +68,10 @@ def swiglu_bwd_kernel(
     d = tl.load(tile_pointers(dout, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), mask=mask, other=0.0)
     g = g.to(tl.float32)
     d = d.to(tl.float32)
-    s = tl.sigmoid(g)
-    silu = g * s
-    dg = d * u.to(tl.float32) * (s + silu * (1.0 - s))
+    s, slope = sigmoid_and_slope(g)
+    dg = d * u.to(tl.float32) * (s + g * slope)
     tl.store(tile_pointers(dgate, row, start, inner_rows, dgate_outer, dgate_inner, BLOCK_N), dg, mask=mask)
-    tl.store(tile_pointers(dup, row, start, inner_rows, dup_outer, dup_inner, BLOCK_N), d * silu, mask=mask)
+    tl.store(tile_pointers(dup, row, start, inner_rows, dup_outer, dup_inner, BLOCK_N), d * g * s, mask=mask)
 
 
 def config(max_n, block_m, block_n, num_warps, aligned=True):
@@ -85,7 +91,8 @@ CONFIGS = [
 FORWARD_ARGS = {
     "out": "*X", "gate": "*X", "up": "*X",
     "rows": "i32", "n": "i64", "inner_rows": "i32",
-    "out_outer": "i64", "out_inner": "i64", "gate_outer": "i64", "gate_inner": "i64", "up_outer": "i64", "up_inner": "i64",
+    "out_outer": "i64", "out_inner": "i64",
+    "gate_outer": "i64", "gate_inner": "i64", "up_outer": "i64", "up_inner": "i64",
 }  # fmt: skip
 BACKWARD_ARGS = {
     "dgate": "*X", "dup": "*X", "dout": "*X", "gate": "*X", "up": "*X",

@@ -1,0 +1,25 @@
+"""swiglu(gate: (rows, n), up: (rows, n))"""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gated import gated_op
+
+
+def formula(gate, up):
+    return F.silu(gate) * up
+
+
+def liger_kernel():
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply
+
+
+def ours():
+    import liger_ops  # noqa: F401
+
+    return torch.ops.liger.swiglu.default
+
+
+OP = gated_op(formula, {"liger-kernel": liger_kernel, "ours": ours}, forward=170, full=465)

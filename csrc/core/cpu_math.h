@@ -1,0 +1,125 @@
+#pragma once
+
+// What CPU loops need to become vector code: conversions apart from arithmetic, and functions without calls. The C
+// library's exp and erf stay calls of one element each unless a whole program is built with -ffast-math.
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/half.h"
+
+namespace liger::core {
+
+/// Within 2 ulp; 0, infinity and NaN where std::exp gives them.
+inline float vector_exp(float x) {
+  // Beyond these bounds the result is 0 or infinity; NaN fails both comparisons and stays.
+  x = x < -104.f ? -104.f : x;
+  x = x > 89.f ? 89.f : x;
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  // ln 2 in two parts, of which the first is exact in few bits: r keeps full precision.
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.f / 5040;
+  p = p * r + 1.f / 720;
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + 0.5f;
+  p = p * r * r + r + 1.f;
+  const int32_t exponent = int32_t(detail::bits_of(shifted)) - int32_t(detail::bits_of(kRound));
+  // 2^n in two steps, because alone it overflows or vanishes before the product does.
+  const int32_t half = exponent >> 1, rest = exponent - half;
+  return p * detail::float_of((half + 127) << 23) * detail::float_of((rest + 127) << 23);
+}
+
+inline double vector_exp(double x) { return std::exp(x); }
+
+template <class C>
+C vector_sigmoid(C x) {
+  return 1 / (1 + vector_exp(-x));
+}
+
+template <class C>
+struct Sigmoid {
+  C value, slope;
+};
+
+/// With its derivative, which value * (1 - value) would give without its last digits.
+template <class C>
+Sigmoid<C> vector_sigmoid_and_slope(C x) {
+  const C e = vector_exp(-std::fabs(x)), r = 1 / (1 + e);
+  return {x < 0 ? e * r : r, e * r * r};
+}
+
+template <class C>
+struct Normal {
+  C cdf, pdf;
+};
+
+/// The standard normal distribution at x. Near 0, cdf(x) - 1/2 is a Taylor series in x; further out, cdf(-t) =
+/// exp(-t^2 / 2) * u * P(u) with u = 1 / (1 + 0.31 t): P is a least-maximum fit of degree 9, relative error 1.2e-8.
+inline Normal<float> vector_normal(float x) {
+  const float square = x * x, t = std::fabs(x), u = 1 / (1 + 0.31f * t), e = vector_exp(-0.5f * square);
+  constexpr float kScale = 0.3989422804f;  // 1 / sqrt(2 pi)
+  // The coefficient of x^(2 k + 1) is (-1)^k / (2^k k! (2 k + 1)).
+  float center = -1.f / 9676800;
+  center = center * square + 1.f / 599040;
+  center = center * square - 1.f / 42240;
+  center = center * square + 1.f / 3456;
+  center = center * square - 1.f / 336;
+  center = center * square + 1.f / 40;
+  center = center * square - 1.f / 6;
+  center = (center * square + 1) * (kScale * x) + 0.5f;
+  float p = -0.0208494584f;
+  p = p * u + 0.1035549989f;
+  p = p * u - 0.1840230185f;
+  p = p * u + 0.1191368934f;
+  p = p * u - 0.0343221258f;
+  p = p * u + 0.0719880457f;
+  p = p * u + 0.0850817249f;
+  p = p * u + 0.1121071127f;
+  p = p * u + 0.1236532598f;
+  p = p * u + 0.1236725617f;
+  const float tail = p * u * e, cdf = x < 0 ? tail : 1 - tail;
+  return {t < 1 ? center : cdf, kScale * e};
+}
+
+inline Normal<double> vector_normal(double x) {
+  return {0.5 * std::erfc(-x * 0.70710678118654752), 0.39894228040143268 * std::exp(-0.5 * x * x)};
+}
+
+// Half precision goes through short buffers: loops that only convert and loops that only calculate are the ones that
+// compilers vectorize.
+template <class T, class C>
+const C* widen_all(const T* x, C* stage, int64_t n) {
+  if constexpr (std::is_same_v<T, C>) {
+    return x;
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) stage[i] = widen(x[i]);
+    return stage;
+  }
+}
+
+/// Where results are made: in place, or in the stage that narrow_all() empties.
+template <class T, class C>
+C* target(T* out, C* stage) {
+  if constexpr (std::is_same_v<T, C>) {
+    return out;
+  } else {
+    return stage;
+  }
+}
+
+template <class T, class C>
+void narrow_all(T* out, const C* stage, int64_t n) {
+  if constexpr (!std::is_same_v<T, C>) {
+    // By their bits: a copy of the struct is opaque to vectorizers.
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) out[i].x = narrow<T>(stage[i]).x;
+  }
+}
+
+}  // namespace liger::core

@@ -1,0 +1,409 @@
+#pragma once
+
+// out = act(gate) * up, element by element, and its gradients, for any activation: what swiglu and geglu share.
+//
+// gate, up: (..., n) of any strides, or gate_up: (..., 2 n) with gate in the first half and up in the second.
+// Only the inputs are saved; backward recomputes act(gate), and writes over the inputs when nobody else holds them.
+//
+// An Activation has
+//   kOp, kPackedOp                    the names of its two ops
+//   Forward, Backward                 its kernels
+//   options()                         what follows the tensors in the op's schema, as a tuple; its constructor checks it
+//   with_math(f)                      calls f with a type of value(x) and value_and_slope(x), act and act'
+//   set(args)                         passes the options on to a kernel
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/cpu.h"
+#include "core/cpu_math.h"
+#include "core/cuda.h"
+#include "core/rows.h"
+
+namespace liger::core {
+
+template <class C>
+struct ValueAndSlope {
+  C value, slope;
+};
+
+namespace detail {
+
+constexpr int64_t kStage = 512;
+
+template <class Math, class T>
+LIGER_VECTORIZED void gated_forward(T* out, const T* gate, const T* up, int64_t n) {
+  using C = Compute<T>;
+  C stages[3][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *g = widen_all(gate + first, stages[0], count), *u = widen_all(up + first, stages[1], count);
+    C* o = target(out + first, stages[2]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) o[i] = Math::value(g[i]) * u[i];
+    narrow_all(out + first, o, count);
+  }
+}
+
+// dgate may be gate, and dup may be up.
+template <class Math, class T>
+LIGER_VECTORIZED void gated_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up, int64_t n) {
+  using C = Compute<T>;
+  C stages[5][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *d = widen_all(dout + first, stages[0], count), *g = widen_all(gate + first, stages[1], count);
+    const C* u = widen_all(up + first, stages[2], count);
+    C *dg = target(dgate + first, stages[3]), *du = target(dup + first, stages[4]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const C upstream = d[i];
+      const auto act = Math::value_and_slope(g[i]);
+      dg[i] = upstream * u[i] * act.slope;
+      du[i] = upstream * act.value;
+    }
+    narrow_all(dgate + first, dg, count);
+    narrow_all(dup + first, du, count);
+  }
+}
+
+// Memory of one layout is one long row, whatever its shape; otherwise rows. tensors[0] leads, as in walk_rows.
+template <size_t N>
+Rows<N> walk_elements(const char* op, const std::array<at::Tensor*, N>& tensors) {
+  const at::Tensor& lead = *tensors[0];
+  bool alike = lead.is_non_overlapping_and_dense();
+  for (at::Tensor* t : tensors) alike = alike && same_strides(lead, *t);
+  if (!alike) return walk_rows<N>(op, tensors);
+  Rows<N> out;
+  out.rows = 1;
+  out.n = lead.numel();
+  return out;
+}
+
+// Cuts rows into spans short enough to share among threads; f(row, first column, columns).
+template <size_t N, class F>
+void parallel_spans(const Rows<N>& walk, const F& f) {
+  constexpr int64_t kSpan = 8192;
+  const int64_t spans = (walk.n + kSpan - 1) / kSpan, blocks = walk.rows * spans;
+  parallel_ranges(blocks, cpu_ranges(blocks, std::min(walk.n, kSpan)), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      int64_t row = block / spans, first = (block - row * spans) * kSpan;
+      f(row, first, std::min(kSpan, walk.n - first));
+    }
+  });
+}
+
+template <class Config, size_t N>
+runtime::Grid tile_grid(const Config& config, const Rows<N>& walk) {
+  int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M * ((walk.n + config.BLOCK_N - 1) / config.BLOCK_N);
+  return {uint32_t(blocks)};
+}
+
+}  // namespace detail
+
+template <class Activation, class... Options>
+struct Gated {
+  using Tensor = at::Tensor;
+  static constexpr const char* kOp = Activation::kOp;
+  static constexpr const char* kPackedOp = Activation::kPackedOp;
+
+  struct Halves {
+    Tensor gate, up;
+  };
+
+  static Halves halves(const Tensor& gate_up) {
+    int64_t n = gate_up.size(-1) / 2;
+    return {gate_up.narrow(-1, 0, n), gate_up.narrow(-1, n, n)};
+  }
+
+  // ---- Checks
+
+  static Activation check(const Tensor& gate, const Tensor& up, Options... options) {
+    check_activation(kOp, "gate", gate);
+    check_same(kOp, "up", up, "gate", gate);
+    return Activation(options...);
+  }
+
+  static Activation check_packed(const Tensor& gate_up, Options... options) {
+    check_activation(kPackedOp, "gate_up", gate_up);
+    LIGER_CHECK(gate_up.sym_size(-1) % 2 == 0, kPackedOp, "gate_up", "have an even last dimension", gate_up.sym_size(-1));
+    return Activation(options...);
+  }
+
+  // ---- CPU. out is dense, with unit stride in the last dimension; so are the gradients of an unpacked call.
+
+  struct Cpu {
+    static void forward(const Activation& activation, Tensor out, Tensor gate, Tensor up) {
+      runtime::count_cpu_call();
+      if (out.numel() == 0) return;
+      auto walk = detail::walk_elements<3>(kOp, {&out, &gate, &up});
+      const auto& [o, g, u] = walk.strides;
+      dispatch_activation_parameter(gate.scalar_type(), gate.scalar_type(), [&](auto t, auto) {
+        using T = decltype(t);
+        T* out_at = out.data_ptr<T>();
+        const T *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
+        activation.with_math([&](auto math) {
+          detail::parallel_spans(walk, [&, o = o, g = g, u = u](int64_t row, int64_t first, int64_t n) {
+            int64_t inner = walk.inner_rows;
+            detail::gated_forward<decltype(math)>(
+                out_at + o.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
+                up_at + u.offset(row, inner) + first, n);
+          });
+        });
+      });
+    }
+
+    static void backward(const Activation& activation, Tensor dgate, Tensor dup, Tensor dout, Tensor gate, Tensor up) {
+      runtime::count_cpu_call();
+      if (dout.numel() == 0) return;
+      auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
+      const auto& [d, dg, du, g, u] = walk.strides;
+      dispatch_activation_parameter(gate.scalar_type(), gate.scalar_type(), [&](auto t, auto) {
+        using T = decltype(t);
+        T *dgate_at = dgate.data_ptr<T>(), *dup_at = dup.data_ptr<T>();
+        const T *dout_at = dout.const_data_ptr<T>(), *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
+        activation.with_math([&](auto math) {
+          detail::parallel_spans(walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
+            int64_t inner = walk.inner_rows;
+            detail::gated_backward<decltype(math)>(
+                dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
+                dout_at + d.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
+                up_at + u.offset(row, inner) + first, n);
+          });
+        });
+      });
+    }
+  };
+
+  // ---- CUDA
+
+  struct Cuda {
+    static void forward(const Activation& activation, Tensor out, Tensor gate, Tensor up) {
+      using K = typename Activation::Forward;
+      c10::DeviceGuard guard(gate.device());
+      if (out.numel() == 0) return;
+      auto walk = detail::walk_elements<3>(kOp, {&out, &gate, &up});
+      bool aligned = walk.aligned_strides() && aligned16(address(out), address(gate), address(up));
+      const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+      const auto& [o, g, u] = walk.strides;
+      typename K::Args args{
+          address(out), address(gate), address(up), int32_t(walk.rows), walk.n, walk.kernel_inner_rows(), o.outer, o.inner,
+          g.outer, g.inner, u.outer, u.inner};
+      activation.set(args);
+      auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(gate)));
+      launch<K>(kOp, gate.device(), variant, detail::tile_grid(config, walk), args);
+    }
+
+    static void backward(const Activation& activation, Tensor dgate, Tensor dup, Tensor dout, Tensor gate, Tensor up) {
+      using K = typename Activation::Backward;
+      c10::DeviceGuard guard(gate.device());
+      if (dout.numel() == 0) return;
+      auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
+      bool aligned = walk.aligned_strides() && aligned16(address(dout), address(dgate), address(dup), address(gate), address(up));
+      const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+      const auto& [d, dg, du, g, u] = walk.strides;
+      typename K::Args args{
+          address(dgate), address(dup), address(dout), address(gate), address(up), int32_t(walk.rows), walk.n,
+          walk.kernel_inner_rows(), dg.outer, dg.inner, du.outer, du.inner, d.outer, d.inner, g.outer, g.inner, u.outer, u.inner};
+      activation.set(args);
+      auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(gate)));
+      launch<K>(kOp, gate.device(), variant, detail::tile_grid(config, walk), args);
+    }
+  };
+
+  // Allocates as the others do and computes nothing.
+  struct Meta {};
+
+  // ---- The dispatched ops
+
+  template <class Device>
+  static Tensor apply(const Tensor& gate, const Tensor& up, Options... options) {
+    Activation activation = check(gate, up, options...);
+    Tensor out = empty_rows_like(gate);
+    if constexpr (computes<Device>) Device::forward(activation, out, gate, up);
+    return out;
+  }
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor> bwd(const Tensor& dout, const Tensor& gate, const Tensor& up, Options... options) {
+    Activation activation = check(gate, up, options...);
+    check_same(kOp, "dout", dout, "gate", gate);
+    Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate);
+    if constexpr (computes<Device>) Device::backward(activation, dgate, dup, in_layout_of(dgate, dout), gate, up);
+    return {dgate, dup};
+  }
+
+  template <class Device>
+  static void bwd_(const Tensor& dout, Tensor& gate, Tensor& up, Options... options) {
+    Activation activation = check(gate, up, options...);
+    check_same(kOp, "dout", dout, "gate", gate);
+    if constexpr (computes<Device>) Device::backward(activation, gate, up, in_layout_of(gate, dout), gate, up);
+  }
+
+  template <class Device>
+  static Tensor apply_packed(const Tensor& gate_up, Options... options) {
+    Activation activation = check_packed(gate_up, options...);
+    auto sizes = half_sizes(gate_up);
+    Tensor out = at::empty_symint(sizes, gate_up.options().memory_format(at::MemoryFormat::Contiguous));
+    if constexpr (computes<Device>) {
+      auto [gate, up] = halves(gate_up);
+      Device::forward(activation, out, gate, up);
+    }
+    return out;
+  }
+
+  template <class Device>
+  static Tensor packed_bwd(const Tensor& dout, const Tensor& gate_up, Options... options) {
+    Activation activation = check_packed(gate_up, options...);
+    Tensor dgate_up = at::empty_like(gate_up, gate_up.options().memory_format(at::MemoryFormat::Contiguous));
+    packed_backward<Device>(activation, dgate_up, dout, gate_up);
+    return dgate_up;
+  }
+
+  template <class Device>
+  static void packed_bwd_(const Tensor& dout, Tensor& gate_up, Options... options) {
+    packed_backward<Device>(check_packed(gate_up, options...), gate_up, dout, gate_up);
+  }
+
+  // ---- Autograd
+
+  struct Node : BackwardNode<2> {  // gate, up
+    explicit Node(Activation activation) : activation(std::move(activation)) {}
+    Activation activation;
+
+    std::string name() const override { return kOp; }
+
+    variable_list backward(variable_list&& grads) override {
+      Tensor dout = std::move(grads[0]);
+      if (!dout.defined()) return {Tensor(), Tensor()};
+      Tensor gate = this->take(0), up = this->take(1);
+      if (this->may_overwrite(gate, up) && this->may_overwrite(up, gate) && gate.stride(-1) == 1) {
+        static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
+        std::apply([&](auto... options) { op.call(dout, gate, up, options...); }, activation.options());
+        return {gate.detach(), up.detach()};
+      }
+      static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
+      auto [dgate, dup] = std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
+      return {dgate, dup};
+    }
+  };
+
+  struct PackedNode : BackwardNode<1> {  // gate_up
+    explicit PackedNode(Activation activation) : activation(std::move(activation)) {}
+    Activation activation;
+
+    std::string name() const override { return kPackedOp; }
+
+    variable_list backward(variable_list&& grads) override {
+      Tensor dout = std::move(grads[0]);
+      if (!dout.defined()) return {Tensor()};
+      Tensor gate_up = this->take(0);
+      if (this->may_overwrite(gate_up, gate_up) && gate_up.is_contiguous()) {
+        static const auto op = find<decltype(packed_bwd_<Cpu>)>("_", "_packed_bwd_");
+        std::apply([&](auto... options) { op.call(dout, gate_up, options...); }, activation.options());
+        return {gate_up.detach()};
+      }
+      static const auto op = find<decltype(packed_bwd<Cpu>)>("_", "_packed_bwd");
+      return {std::apply([&](auto... options) { return op.call(dout, gate_up, options...); }, activation.options())};
+    }
+  };
+
+  static Tensor autograd(const Tensor& gate, const Tensor& up, Options... options) {
+    static const auto op = find<decltype(apply<Cpu>)>("", "");
+    check_dense(kOp, "gate", gate);
+    check_dense(kOp, "up", up);
+    check_no_forward_ad(kOp, gate, up);
+    Tensor out;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      out = op.call(gate, up, options...);
+    }
+    if (torch::autograd::compute_requires_grad(gate, up)) {
+      auto node = make_node<Node>(Activation(options...));
+      node->set_next_edges(torch::autograd::collect_next_edges(gate, up));
+      node->saved = {SavedVariable(gate, false), SavedVariable(up, false)};
+      torch::autograd::set_history(out, node);
+    }
+    return out;
+  }
+
+  static Tensor autograd_packed(const Tensor& gate_up, Options... options) {
+    static const auto op = find<decltype(apply_packed<Cpu>)>("", "_packed");
+    check_dense(kPackedOp, "gate_up", gate_up);
+    check_no_forward_ad(kPackedOp, gate_up);
+    Tensor out;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      out = op.call(gate_up, options...);
+    }
+    if (torch::autograd::compute_requires_grad(gate_up)) {
+      auto node = make_node<PackedNode>(Activation(options...));
+      node->set_next_edges(torch::autograd::collect_next_edges(gate_up));
+      node->saved = {SavedVariable(gate_up, false)};
+      torch::autograd::set_history(out, node);
+    }
+    return out;
+  }
+
+  // Products promote their operands under autocast as they do without; this op asks for one dtype.
+  static Tensor autocast(const Tensor& gate, const Tensor& up, Options... options) {
+    static const auto op = find<decltype(apply<Cpu>)>("", "");
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+    auto wider = at::promote_types(gate.scalar_type(), up.scalar_type());
+    return op.call(gate.to(wider), up.to(wider), options...);
+  }
+
+  // ---- Registration, beside the op's schemas
+
+  template <class Device>
+  static void implement(torch::Library& m) {
+    std::string op = kOp;
+    m.impl(op.c_str(), apply<Device>);
+    m.impl(kPackedOp, apply_packed<Device>);
+    m.impl(("_" + op + "_bwd").c_str(), bwd<Device>);
+    m.impl(("_" + op + "_bwd_").c_str(), bwd_<Device>);
+    m.impl(("_" + op + "_packed_bwd").c_str(), packed_bwd<Device>);
+    m.impl(("_" + op + "_packed_bwd_").c_str(), packed_bwd_<Device>);
+  }
+
+  static void implement_autograd(torch::Library& m) {
+    m.impl(kOp, autograd);
+    m.impl(kPackedOp, autograd_packed);
+  }
+
+ private:
+  template <class Device>
+  static constexpr bool computes = !std::is_same_v<Device, Meta>;
+
+  template <class Function>
+  static auto find(const char* before, const char* after) {
+    return find_op<Function>((std::string("liger::") + before + kOp + after).c_str());
+  }
+
+  // A gradient may come expanded, or in a layout of its own; the walk needs a lead with dense, whole rows.
+  static Tensor in_layout_of(const Tensor& like, const Tensor& t) {
+    return detail::same_strides(like, t) ? t : at::empty_like(like).copy_(t);
+  }
+
+  static at::SymDimVector half_sizes(const Tensor& gate_up) {
+    at::SymDimVector sizes(gate_up.sym_sizes().begin(), gate_up.sym_sizes().end());
+    sizes.back() = sizes.back() / 2;
+    return sizes;
+  }
+
+  template <class Device>
+  static void packed_backward(const Activation& activation, const Tensor& dgate_up, const Tensor& dout, const Tensor& gate_up) {
+    LIGER_CHECK(
+        dout.sym_sizes().equals(half_sizes(gate_up)), kPackedOp, "dout",
+        c10::str("have half the columns of gate_up, ", gate_up.sym_sizes()), dout.sym_sizes());
+    if constexpr (computes<Device>) {
+      auto [dgate, dup] = halves(dgate_up);
+      // Only contiguous tensors can be followed by halves of a contiguous one.
+      auto [gate, up] = halves(gate_up.contiguous());
+      Device::backward(activation, dgate, dup, dout.contiguous(), gate, up);
+    }
+  }
+};
+
+}  // namespace liger::core

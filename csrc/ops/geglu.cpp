@@ -1,0 +1,89 @@
+// geglu(gate, up, approximate) = gelu(gate) * up
+//
+// gate, up: (..., n) of any strides, in one dtype, which is the result's. approximate: "tanh", or "none" for the exact
+// normal distribution. geglu_packed takes gate and up as the halves of one tensor, (..., 2 n), and gives one gradient.
+// Arithmetic is fp32 with one rounding.
+
+#include "core/gated.h"
+#include "kernels/geglu.h"
+
+namespace liger::ops {
+namespace {
+
+// Mirrors the constant of liger_ops/kernels/geglu.py.
+enum Flags : int32_t { kTanh = 1 };
+
+struct ExactGelu {
+  template <class C>
+  static C value(C x) {
+    return x * core::vector_normal(x).cdf;
+  }
+
+  template <class C>
+  static core::ValueAndSlope<C> value_and_slope(C x) {
+    const auto normal = core::vector_normal(x);
+    return {x * normal.cdf, normal.cdf + x * normal.pdf};
+  }
+};
+
+// 0.5 * (1 + tanh(z)) = sigmoid(2 z), with 2 z = k * (x + 0.044715 x^3).
+struct TanhGelu {
+  static constexpr double kScale = 1.5957691216057308, kCubic = 0.044715;
+
+  template <class C>
+  static C value(C x) {
+    return x * core::vector_sigmoid(C(kScale) * x * (1 + C(kCubic) * x * x));
+  }
+
+  template <class C>
+  static core::ValueAndSlope<C> value_and_slope(C x) {
+    const auto s = core::vector_sigmoid_and_slope(C(kScale) * x * (1 + C(kCubic) * x * x));
+    return {x * s.value, s.value + s.slope * C(kScale) * x * (1 + 3 * C(kCubic) * x * x)};
+  }
+};
+
+struct Gelu {
+  static constexpr const char* kOp = "geglu";
+  static constexpr const char* kPackedOp = "geglu_packed";
+  using Forward = kernels::geglu_fwd;
+  using Backward = kernels::geglu_bwd;
+
+  explicit Gelu(c10::string_view approximate) : tanh(approximate == "tanh") {
+    LIGER_CHECK(tanh || approximate == "none", kOp, "approximate", "be 'tanh' or 'none'", "'", approximate, "'");
+  }
+
+  bool tanh;
+
+  std::tuple<c10::string_view> options() const { return {tanh ? "tanh" : "none"}; }
+
+  template <class F>
+  void with_math(const F& f) const {
+    tanh ? f(TanhGelu{}) : f(ExactGelu{});
+  }
+
+  template <class Args>
+  void set(Args& args) const {
+    args.flags = tanh ? kTanh : 0;
+  }
+};
+
+using Geglu = core::Gated<Gelu, c10::string_view>;
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("_geglu_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
+  m.def("_geglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def("_geglu_packed_bwd(Tensor dout, Tensor gate_up, str approximate) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("_geglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { Geglu::implement<Geglu::Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { Geglu::implement<Geglu::Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { Geglu::implement<Geglu::Meta>(m); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { Geglu::implement_autograd(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("geglu", Geglu::autocast); }
+
+}  // namespace liger::ops

@@ -1,0 +1,131 @@
+"""swiglu without C++, and what geglu shares with it. Inputs are made contiguous first, and so are results."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import runtime
+
+# act(x), and act'(x), of fp32 or fp64 values.
+Activation = Callable[..., Tensor]
+
+
+def demand(condition: bool, op: str, argument: str, rule: str, got: object) -> None:
+    if not condition:
+        raise RuntimeError(f"{op}: {argument} must {rule} (got {got})")
+
+
+def check(op: str, argument: str, gate: Tensor, up: Tensor | None = None) -> None:
+    allowed = [torch.float32, torch.float16, torch.bfloat16] + ([] if gate.is_cuda else [torch.float64])
+    demand(
+        gate.dtype in allowed and gate.dim() >= 1, op, argument, "be a floating-point tensor of at least one dimension",
+        (gate.dtype, gate.shape),
+    )  # fmt: skip
+    if up is None:
+        demand(gate.shape[-1] % 2 == 0, op, argument, "have an even last dimension", gate.shape[-1])
+    else:
+        same = up.shape == gate.shape and up.dtype == gate.dtype and up.device == gate.device
+        demand(same, op, "up", "match gate in shape, dtype and device", (up.shape, up.dtype, up.device))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def empty_contiguous(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def launch(kernel: str, tensors: dict[str, Tensor], flags: dict[str, int]) -> None:
+    """All tensors are contiguous and of one shape: one row."""
+    first = next(iter(tensors.values()))
+    n = first.numel()
+    if not n:
+        return
+    strides = {f"{name}_{level}": 0 for name in tensors for level in ("outer", "inner")}
+    args = dict(**tensors, rows=1, n=n, inner_rows=1, **strides, **flags)
+    grid = lambda config: (-(-n // config.constexprs["BLOCK_N"]), 1, 1)  # noqa: E731
+    runtime.launch(kernel, kernel, {"X": runtime.dtype_name(first)}, n, grid, args, first.device)
+
+
+def register_gated(
+    op: str, schema: str, value: Activation, slope: Activation, flags: Callable[..., dict[str, int]]
+) -> None:
+    """Defines `op`, its packed form and their gradients. `schema`: what follows the tensors; value(x, *options),
+    slope(x, *options) and flags(*options) give the activation and the kernel's flags."""
+    define = torch.library.custom_op
+
+    def forward(gate: Tensor, up: Tensor, *options) -> Tensor:
+        chosen = flags(*options)
+        if gate.is_cuda:
+            out = empty_contiguous(gate)
+            launch(f"{op}_fwd", dict(out=out, gate=gate.contiguous(), up=up.contiguous()), chosen)
+            return out
+        runtime.count_cpu_call()
+        c = compute_dtype(gate)
+        return (value(gate.to(c), *options) * up.to(c)).to(gate.dtype).contiguous()
+
+    def backward(dout: Tensor, gate: Tensor, up: Tensor, *options) -> tuple[Tensor, Tensor]:
+        if gate.is_cuda:
+            dgate, dup = empty_contiguous(gate), empty_contiguous(gate)
+            tensors = dict(dgate=dgate, dup=dup, dout=dout.contiguous(), gate=gate.contiguous(), up=up.contiguous())
+            launch(f"{op}_bwd", tensors, flags(*options))
+            return dgate, dup
+        runtime.count_cpu_call()
+        c = compute_dtype(gate)
+        x, d = gate.to(c), dout.to(c)
+        grads = d * up.to(c) * slope(x, *options), d * value(x, *options)
+        return tuple(g.to(gate.dtype).contiguous() for g in grads)
+
+    def plain(gate, up, *options, **named):
+        check(op, "gate", gate, up)
+        return forward(gate, up, *options, *named.values())
+
+    def packed(gate_up, *options, **named):
+        check(f"{op}_packed", "gate_up", gate_up)
+        return forward(*gate_up.chunk(2, -1), *options, *named.values())
+
+    arguments = f", {schema}" if schema else ""
+    grad = define(
+        f"liger::_{op}_grad",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor dout, Tensor gate, Tensor up{arguments}) -> (Tensor, Tensor)",
+    )
+    grad.register_fake(lambda dout, gate, up, *_, **__: (empty_contiguous(gate), empty_contiguous(gate)))
+
+    def save(ctx, inputs, output):
+        tensors = [t for t in inputs if isinstance(t, Tensor)]
+        ctx.options = inputs[len(tensors) :]
+        ctx.save_for_backward(*tensors)
+
+    def plain_backward(ctx, dout):
+        return (
+            *getattr(torch.ops.liger, f"_{op}_grad")(dout, *ctx.saved_tensors, *ctx.options),
+            *(None for _ in ctx.options),
+        )
+
+    def packed_backward(ctx, dout):
+        gate, up = ctx.saved_tensors[0].chunk(2, -1)
+        grads = getattr(torch.ops.liger, f"_{op}_grad")(dout, gate, up, *ctx.options)
+        return torch.cat(grads, -1), *(None for _ in ctx.options)
+
+    single = define(f"liger::{op}", plain, mutates_args=(), schema=f"(Tensor gate, Tensor up{arguments}) -> Tensor")
+    single.register_fake(lambda gate, *_, **__: empty_contiguous(gate))
+    single.register_autograd(plain_backward, setup_context=save)
+    both = define(f"liger::{op}_packed", packed, mutates_args=(), schema=f"(Tensor gate_up{arguments}) -> Tensor")
+    both.register_fake(lambda gate_up, *_, **__: empty_contiguous(gate_up.chunk(2, -1)[0]))
+    both.register_autograd(packed_backward, setup_context=save)
+
+
+def silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s + x * s * torch.sigmoid(-x)
+
+
+def register() -> None:
+    register_gated("swiglu", "", F.silu, silu_slope, lambda: {})

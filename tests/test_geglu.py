@@ -1,0 +1,34 @@
+"""geglu and geglu_packed against the formula in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gated import GatedTests
+from torch import Tensor
+
+
+class Module(torch.nn.Module):
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.ops.liger.geglu(gate, up, approximate="none")
+
+
+class TestGeglu(GatedTests):
+    op, packed, stem = torch.ops.liger.geglu, torch.ops.liger.geglu_packed, "geglu"
+    choices = [{"approximate": "tanh"}, {"approximate": "none"}]
+    kernel_flags = [(1,), (0,)]
+    module = Module
+
+    @staticmethod
+    def reference(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+        return F.gelu(gate, approximate=approximate) * up
+
+    def test_tanh_is_the_default(self, device):
+        x = torch.randn(4, 64, device=device)
+        assert torch.equal(self.op(x, x), self.op(x, x, "tanh")) and not torch.equal(
+            self.op(x, x), self.op(x, x, "none")
+        )
+
+    def test_unknown_approximation_is_refused(self):
+        for call in (lambda x: self.op(x, x, "erf"), lambda x: self.packed(x, "erf")):
+            with pytest.raises(RuntimeError, match="geglu: approximate must be 'tanh' or 'none' .got 'erf'"):
+                call(torch.ones(2, 8))

@@ -1,0 +1,22 @@
+"""swiglu and swiglu_packed against the formula in fp64."""
+
+import torch
+import torch.nn.functional as F
+from gated import GatedTests
+from torch import Tensor
+
+
+class Module(torch.nn.Module):
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.ops.liger.swiglu(gate, up)
+
+
+class TestSwiglu(GatedTests):
+    op, packed, stem = torch.ops.liger.swiglu, torch.ops.liger.swiglu_packed, "swiglu"
+    choices = [{}]
+    kernel_flags = [()]
+    module = Module
+
+    @staticmethod
+    def reference(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up

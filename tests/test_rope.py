@@ -1,0 +1,612 @@
+"""rope and rope_freqs_cis against the formula in fp64."""
+
+import operator
+
+import numpy as np
+import pytest
+import torch
+from support import CPU_DTYPES, HALF_TYPES, OPCHECKS, assert_no_worse, check_op, count_graphs, output_of, path_taken
+from torch import Tensor
+
+rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis
+
+
+def rotate(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, mrope_section=None):
+    """Angles in the heads' dtype: in fp64 they are what they are, and eager models cast them."""
+    cos, sin = (t.to(q.dtype) for t in (cos, sin))
+    if mrope_section is not None:
+        cos, sin = (by_section(t, mrope_section, interleaved) for t in (cos, sin))
+    cos, sin = (t.unsqueeze(-3) for t in (cos, sin))
+    width = cos.shape[-1]
+
+    def apply(x: Tensor) -> Tensor:
+        head = x[..., :width]
+        return torch.cat((head * cos + rotate(head, interleaved) * sin, x[..., width:]), -1)
+
+    return apply(q), apply(k)
+
+
+def by_section(t: Tensor, sections, interleaved: bool) -> Tensor:
+    """t: (3, ..., R) -> (..., R), the column's section choosing the first index."""
+    which = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    which = which.repeat_interleave(2) if interleaved else which.repeat(2)
+    return torch.stack([t[w, ..., i] for i, w in enumerate(which.tolist())], -1)
+
+
+def reference_freqs_cis(q: Tensor, k: Tensor, freqs_cis: Tensor):
+    def apply(x: Tensor) -> Tensor:
+        compute = torch.promote_types(x.dtype, torch.float32)
+        width = 2 * freqs_cis.shape[-1]
+        pairs = torch.view_as_complex(x[..., :width].to(compute).unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * freqs_cis.unsqueeze(-3).to(pairs.dtype)).flatten(-2)
+        return torch.cat((turned.to(x.dtype), x[..., width:]), -1)
+
+    return apply(q), apply(k)
+
+
+def heads(batch, count, sequence, size, dtype, device, requires_grad=True):
+    """As attention makes them: (B, S, H, D) in memory, seen as (B, H, S, D)."""
+    x = torch.randn(batch, sequence, count, size, dtype=dtype, device=device).transpose(1, 2)
+    return x.requires_grad_(requires_grad)
+
+
+def angles(*shape, dtype=torch.float32, device="cpu"):
+    """The two halves of a row differ, which no model's do: nothing may read one for the other."""
+    phase = torch.rand(shape, device=device) * 6.3
+    return phase.cos().to(dtype), phase.sin().to(dtype)
+
+
+def make(
+    batch, q_heads, k_heads, sequence, size, dtype, device, rotated=None, angle_dtype=torch.float32, angle_batch=1
+):
+    q, k = (heads(batch, h, sequence, size, dtype, device) for h in (q_heads, k_heads))
+    cos, sin = angles(angle_batch, sequence, rotated or size, dtype=angle_dtype, device=device)
+    grads = [heads(batch, h, sequence, size, dtype, device, False) for h in (q_heads, k_heads)]
+    return q, k, cos, sin, grads
+
+
+def check(q, k, cos, sin, grads, device, **options):
+    check_op(
+        lambda q, k: rope(q, k, cos, sin, **options),
+        lambda q, k: reference(q, k, cos, sin, **options),
+        [q, k],
+        grads,
+        device,
+    )
+
+
+# Head sizes of real models, those between powers of two, one wider than any tile, and some of fewer pairs than a
+# vector has elements.
+@pytest.mark.parametrize("size", [2, 6, 20, 32, 64, 80, 96, 112, 128, 192, 256, 320])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_head_sizes(size, interleaved, dtype, device):
+    q, k, cos, sin, grads = make(2, 5, 2, 3, size, dtype, device)
+    check(q, k, cos, sin, grads, device, interleaved=interleaved)
+
+
+@pytest.mark.parametrize(
+    "size,rotated", [(128, 64), (128, 32), (80, 32), (96, 24), (100, 20), (64, 2), (256, 64), (33, 32)]
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_partial_rotation(size, rotated, interleaved, dtype, device):
+    q, k, cos, sin, grads = make(2, 3, 1, 4, size, dtype, device, rotated)
+    check(q, k, cos, sin, grads, device, interleaved=interleaved)
+
+
+# Multi-head, grouped, multi-query attention; counts that fill no tile; more heads of k than of q.
+@pytest.mark.parametrize("q_heads,k_heads", [(32, 8), (8, 8), (71, 1), (7, 3), (1, 1), (2, 9)])
+@pytest.mark.parametrize("batch,sequence", [(1, 1), (2, 17), (3, 1)])
+def test_head_counts(q_heads, k_heads, batch, sequence, device):
+    q, k, cos, sin, grads = make(batch, q_heads, k_heads, sequence, 64, torch.bfloat16, device)
+    check(q, k, cos, sin, grads, device)
+
+
+@pytest.mark.parametrize("angle_batch", [1, 3])
+@pytest.mark.parametrize("own_dtype", [False, True])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_angles(dtype, own_dtype, angle_batch, device):
+    angle_dtype = dtype if own_dtype else torch.float32
+    q, k, cos, sin, grads = make(3, 4, 2, 5, 64, dtype, device, None, angle_dtype, angle_batch)
+    check(q, k, cos, sin, grads, device)
+    if angle_batch == 1:
+        ours, flat = rope(q, k, cos, sin), rope(q, k, cos[0], sin[0])
+        assert all(torch.equal(a, b) for a, b in zip(ours, flat))
+
+
+ANGLE_LAYOUTS = {
+    "slice of a longer table": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "slice of wider rows": lambda t: torch.cat([t, t], 2)[..., : t.shape[2]],
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "misaligned": lambda t: torch.cat([t.flatten(), t.new_zeros(1)]).roll(1)[1:].view(t.shape),
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", ANGLE_LAYOUTS)
+def test_layouts_of_angles(layout, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 64, torch.float32, device, angle_batch=2)
+    check(q, k, ANGLE_LAYOUTS[layout](cos), ANGLE_LAYOUTS[layout](sin), grads, device)
+    check(q, k, ANGLE_LAYOUTS[layout](cos), sin if layout != "expanded" else sin[:1].expand_as(sin), grads, device)
+
+
+LAYOUTS = {
+    "positions first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads first": lambda x: x.contiguous(),
+    "slice of a fused projection": lambda x: torch.cat([x.transpose(1, 2)] * 3, 2)[:, :, 1 : 1 + x.shape[1]].transpose(
+        1, 2
+    ),
+    "without the last position": lambda x: torch.cat([x, x[:, :, :1]], 2)[:, :, :-1],
+    "slice of longer heads": lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
+    "strided columns": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
+    "expanded heads": lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("q_layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "k_layout", ["positions first", "heads first", "slice of a fused projection", "strided columns"]
+)
+@pytest.mark.parametrize("grad_layout", LAYOUTS)
+def test_layouts(q_layout, k_layout, grad_layout, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.bfloat16, device)
+    q, k = (LAYOUTS[layout](t.detach()).requires_grad_() for layout, t in ((q_layout, q), (k_layout, k)))
+    check(q, k, cos, sin, [LAYOUTS[grad_layout](g) for g in grads], device)
+
+
+@pytest.mark.parametrize("grad_layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["positions first", "heads first"])
+def test_results_and_gradients_keep_the_layout(layout, grad_layout, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    q, k = (LAYOUTS[layout](t.detach()).requires_grad_() for t in (q, k))
+    outs = rope(q, k, cos, sin)
+    assert all(o.stride() == t.stride() for o, t in zip(outs, (q, k)))
+    got = torch.autograd.grad(outs, [q, k], [LAYOUTS[grad_layout](g) for g in grads])
+    assert all(g.stride() == t.stride() for g, t in zip(got, (q, k)))
+
+
+@pytest.mark.parametrize("sections,size", [((16, 24, 24), 128), ((8, 12, 12), 64), ((3, 0, 5), 16), ((8, 8, 16), 80)])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("angle_batch", [None, 1, 2])
+def test_multimodal_sections(sections, size, interleaved, angle_batch, device):
+    rotated = 2 * sum(sections)
+    q, k, _, _, grads = make(2, 4, 2, 5, size, torch.bfloat16, device)
+    shape = (3, 5, rotated) if angle_batch is None else (3, angle_batch, 5, rotated)
+    cos, sin = angles(*shape, device=device)
+    check(q, k, cos, sin, grads, device, interleaved=interleaved, mrope_section=list(sections))
+
+
+@pytest.mark.parametrize("size,rotated", [(128, 128), (64, 32), (80, 80), (20, 6)])
+@pytest.mark.parametrize("angle_batch", [None, 1, 2])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_complex_angles(size, rotated, angle_batch, dtype, device):
+    q, k, _, _, grads = make(2, 4, 2, 5, size, dtype, device)
+    shape = (5, rotated // 2) if angle_batch is None else (angle_batch, 5, rotated // 2)
+    freqs_cis = torch.complex(*angles(*shape, device=device))
+    for table in (freqs_cis, freqs_cis.conj(), torch.stack([freqs_cis] * 2, -1)[..., 0]):
+        check_op(
+            lambda q, k: rope_freqs_cis(q, k, table),
+            lambda q, k: reference_freqs_cis(q, k, table),
+            [q, k],
+            grads,
+            device,
+        )
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 5, 8), (2, 0, 2, 5, 8), (2, 4, 0, 5, 8), (2, 4, 2, 0, 8), (2, 0, 0, 3, 8)])
+def test_empty(shape, device):
+    q, k, cos, sin, grads = make(*shape, torch.float32, device)
+    check_empty = lambda *t: all(a.shape == b.shape for a, b in zip(t, (q, k)))  # noqa: E731
+    outs = rope(q, k, cos, sin)
+    assert check_empty(*outs) and check_empty(*torch.autograd.grad(outs, [q, k], grads))
+    for ours, expected in zip(outs, reference(q, k, cos, sin)):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_no_column_may_rotate(device):
+    q, k, cos, sin, _ = make(2, 4, 2, 5, 8, torch.float32, device)
+    assert all(torch.equal(a, b) for a, b in zip(rope(q, k, cos[..., :0], sin[..., :0]), (q, k)))
+
+
+def test_nan_and_infinity_stay_in_their_pair(device):
+    q, k, cos, sin, _ = make(1, 2, 1, 3, 16, torch.float32, device)
+    with torch.no_grad():
+        q[0, 0, 1, 3], q[0, 1, 2, 5] = float("nan"), float("inf")
+    out, _ = rope(q, k, cos, sin)
+    bad = torch.zeros_like(out, dtype=torch.bool)
+    bad[0, 0, 1, [3, 11]] = bad[0, 1, 2, [5, 13]] = True
+    assert torch.equal(~out.isfinite(), bad)
+
+
+@pytest.mark.parametrize("needs_grad", [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_that_are_needed(needs_grad, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    everything = torch.autograd.grad(rope(q, k, cos, sin), [q, k], grads)
+    some = [t.detach().requires_grad_(n) for t, n in zip((q, k), needs_grad)]
+    outs = rope(*some, cos, sin)
+    if not any(needs_grad):
+        assert not any(o.requires_grad for o in outs)
+        return
+    wanted = needs_grad.index(True)
+    assert torch.equal(torch.autograd.grad(outs, some[wanted], grads)[0], everything[wanted])
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_result_may_be_unused(used, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    ours, theirs = (
+        torch.autograd.grad(f(q, k, cos, sin)[used], [q, k], grads[used], allow_unused=True) for f in (rope, reference)
+    )
+    torch.testing.assert_close(ours[used], theirs[used])
+    assert ours[1 - used] is None
+
+
+def test_inputs_are_not_written(device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    inputs = (q, k, cos, sin, *grads)
+    before = [t.detach().clone() for t in inputs]
+    torch.autograd.grad(rope(q, k, cos, sin), [q, k], grads)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before))
+    assert all(t._version == 0 for t in inputs)
+
+
+class Probe(torch.autograd.Function):
+    """The identity, which notes where gradients lie as they pass, before `rope` or behind it."""
+
+    @staticmethod
+    def forward(ctx, seen: list, fresh: bool, *tensors: Tensor):
+        ctx.seen, ctx.fresh = seen, fresh
+        return tuple(t.clone() for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        passed = tuple(g.clone() if ctx.fresh else g for g in gradients)
+        ctx.seen.append([g.data_ptr() for g in passed])
+        return None, None, *passed
+
+
+@pytest.mark.parametrize("rotated", [32, 16])
+@pytest.mark.parametrize("retain", [False, True])
+def test_backward_rotates_in_place_what_nobody_holds(rotated, retain, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device, rotated)
+    expected = torch.autograd.grad(reference(q, k, cos, sin), [q, k], grads)
+    came, went = [], []
+    outs = Probe.apply(came, True, *rope(*Probe.apply(went, False, q, k), cos, sin))
+    got = torch.autograd.grad(outs, [q, k], grads, retain_graph=retain)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b)
+    assert (came == went) != retain
+
+
+def test_a_gradient_that_somebody_holds_is_kept(device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    outs = rope(q * 1.0, k * 1.0, cos, sin)
+    held = []
+    for out in outs:
+        out.register_hook(lambda g: held.append(g))
+    torch.autograd.grad([o * 2.0 for o in outs], [q, k], grads)
+    assert sorted(g.shape for g in held) == sorted(g.shape for g in grads)
+    for g in held:
+        expected = next(2.0 * h for h in grads if h.shape == g.shape)
+        torch.testing.assert_close(g, expected)
+
+
+def test_runs_are_bitwise_equal(device):
+    q, k, cos, sin, grads = make(2, 8, 2, 100, 64, torch.bfloat16, device)
+    first, second = (torch.autograd.grad(rope(q, k, cos, sin), [q, k], grads) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_retain_graph_and_second_backward(device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    outs = rope(q, k, cos, sin)
+    first = torch.autograd.grad(outs, [q, k], grads, retain_graph=True)
+    second = torch.autograd.grad(outs, [q, k], grads)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(outs, [q, k], grads)
+
+
+def test_double_backward_is_refused(device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    for name, outs in (
+        ("rope", rope(q, k, cos, sin)),
+        ("rope_freqs_cis", rope_freqs_cis(q, k, torch.complex(cos, sin)[..., :16])),
+    ):
+        for g in torch.autograd.grad(outs, [q, k], grads, create_graph=True):
+            with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
+                torch.autograd.grad(g.sum(), q, retain_graph=True)
+
+
+def test_forward_mode_is_refused(device):
+    q, k, cos, sin, _ = make(1, 2, 1, 3, 8, torch.float32, device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q.detach(), q.detach())
+        with pytest.raises(RuntimeError, match="rope: forward-mode"):
+            rope(dual, k, cos, sin)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated,sections", [(8, None), (4, None), (8, [1, 1, 2])])
+def test_gradcheck(interleaved, rotated, sections):
+    q, k = (heads(2, h, 3, 8, torch.float64, "cpu") for h in (2, 1))
+    shape = (1, 3, rotated) if sections is None else (3, 1, 3, rotated)
+    cos, sin = angles(*shape, dtype=torch.float64)
+    function = lambda q, k: rope(q, k, cos, sin, interleaved=interleaved, mrope_section=sections)  # noqa: E731
+    assert torch.autograd.gradcheck(function, [q, k])
+
+
+def test_gradcheck_complex():
+    q, k = (heads(2, h, 3, 8, torch.float64, "cpu") for h in (2, 1))
+    freqs_cis = torch.complex(*angles(3, 3, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda q, k: rope_freqs_cis(q, k, freqs_cis), [q, k])
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"mrope_section": [1, 1, 2]}])
+def test_opcheck(requires_grad, options, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 16, torch.float32, device, 8)
+    if "mrope_section" in options:
+        cos, sin = angles(3, 1, 5, 8, device=device)
+    q, k = (t.detach().requires_grad_(requires_grad) for t in (q, k))
+    torch.library.opcheck(rope.default, (q, k, cos, sin), options, test_utils=OPCHECKS)
+    contiguous = [t.detach().contiguous().requires_grad_(requires_grad) for t in (q, k)]
+    torch.library.opcheck(rope.default, (*contiguous, cos, sin), options, test_utils=OPCHECKS)
+    arguments = (cos, sin, options.get("interleaved", False), options.get("mrope_section"))
+    torch.library.opcheck(
+        torch.ops.liger._rope_bwd.default, (*grads, *arguments, q.stride(), k.stride()), test_utils=OPCHECKS
+    )
+    torch.library.opcheck(
+        torch.ops.liger._rope_bwd_.default, (*(g.clone() for g in grads), *arguments), test_utils=OPCHECKS
+    )
+
+
+def test_opcheck_complex(device):
+    q, k, cos, sin, _ = make(2, 4, 2, 5, 16, torch.float32, device, 8)
+    torch.library.opcheck(rope_freqs_cis.default, (q, k, torch.complex(cos, sin)), test_utils=OPCHECKS)
+
+
+def attention_input(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: (B, S, 6 * 16), a fused projection of 4 heads of q and 2 of k."""
+    q, k = x.unflatten(-1, (6, 16)).transpose(1, 2).split((4, 2), 1)
+    q, k = torch.ops.liger.rope(q, k, cos, sin)
+    return torch.cat((q, k), 1).transpose(1, 2).flatten(-2)
+
+
+def test_compile_makes_one_graph_for_all_sizes(device):
+    backend, graphs = count_graphs()
+    compiled = torch.compile(attention_input, backend=backend, fullgraph=True, dynamic=True)
+    for batch, sequence in [(2, 7), (3, 12), (5, 33)]:
+        x = torch.randn(batch, sequence, 96, device=device, requires_grad=True)
+        cos, sin = angles(1, sequence, 16, device=device)
+        out, expected = compiled(x, cos, sin), attention_input(x, cos, sin)
+        assert torch.equal(out, expected)
+        grad = torch.randn_like(out)
+        assert torch.equal(torch.autograd.grad(out, x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
+    assert len(graphs) == 1
+
+
+def test_inductor(device):
+    compiled = torch.compile(lambda x, c, s: attention_input(x + 1, c, s).relu(), fullgraph=True, dynamic=True)
+    x = torch.randn(2, 7, 96, device=device, requires_grad=True)
+    cos, sin = angles(1, 7, 16, device=device)
+    out, expected = compiled(x, cos, sin), attention_input(x + 1, cos, sin).relu()
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, x, grad), torch.autograd.grad(expected, x, grad))
+
+
+class Module(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.liger.rope(q, k, cos, sin, interleaved=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_op_and_the_sizes_dynamic(strict, device):
+    batch, sequence = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("sequence", min=2, max=4096)
+    shapes = ({0: batch, 2: sequence}, {0: batch, 2: sequence}, {1: sequence}, {1: sequence})
+    example = make(3, 4, 2, 5, 16, torch.float32, device)[:4]
+    exported = torch.export.export(Module(), tuple(t.detach() for t in example), dynamic_shapes=shapes, strict=strict)
+    for program in (exported, exported.run_decompositions()):
+        targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+        assert set(targets) == {rope.default, operator.getitem}
+        inputs = [t.detach() for t in make(7, 4, 2, 9, 16, torch.float32, device)[:4]]
+        assert all(torch.equal(a, b) for a, b in zip(program.module()(*inputs), Module()(*inputs)))
+
+
+def test_script(device, tmp_path):
+    scripted = torch.jit.script(Module())
+    scripted.save(str(tmp_path / "module.pt"))
+    loaded = torch.jit.load(str(tmp_path / "module.pt"))
+    for batch, sequence in [(1, 5), (2, 9)]:
+        q, k, cos, sin, grads = make(batch, 4, 2, sequence, 16, torch.float32, device)
+        ours, theirs = (m(q, k, cos, sin) for m in (loaded, Module()))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        pairs = zip(*(torch.autograd.grad(o, [q, k], grads) for o in (ours, theirs)))
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_meta():
+    q, k = (torch.empty(2, 5, h, 16, device="meta", dtype=torch.bfloat16).transpose(1, 2) for h in (4, 2))
+    cos = torch.empty(1, 5, 8, device="meta")
+    for t, out in zip((q, k), rope(q, k, cos, cos)):
+        assert (out.shape, out.stride(), out.dtype, out.device.type) == (t.shape, t.stride(), t.dtype, "meta")
+
+
+@pytest.mark.gpu
+def test_autocast_promotes_as_a_product_does():
+    q, k, cos, sin, _ = make(2, 4, 2, 5, 32, torch.bfloat16, "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert all(t.dtype == torch.bfloat16 for t in rope(q, k, cos, sin))
+        assert all(t.dtype == torch.float32 for t in rope(q.float(), k, cos.bfloat16(), sin.bfloat16()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_large(dtype, interleaved):
+    q, k, cos, sin, grads = make(2, 32, 8, 1500, 128, dtype, "cuda")
+    check(q, k, cos, sin, grads, "cuda", interleaved=interleaved)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    q = torch.randn(1, 2**31 // 4096 + 5, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    k = q[:, :1]
+    cos, sin = angles(q.shape[2], 128, device="cuda")
+    with path_taken("cuda"):
+        ours, _ = rope(q, k, cos, sin)
+    tail = [q[:, :, -7:], k[:, :, -7:], cos[-7:], sin[-7:]]
+    exact, eager = reference(*(t.double() for t in tail))[0], reference(*tail)[0]
+    assert_no_worse("tail", ours[:, :, -7:], eager, exact)
+
+
+def arguments(**changes):
+    q, k, cos, sin, _ = make(2, 4, 2, 5, 16, torch.float32, "cpu")
+    return {**dict(q=q.detach(), k=k.detach(), cos=cos, sin=sin), **changes}
+
+
+ERRORS = {
+    "integer q": (dict(q=torch.ones(2, 4, 5, 16, dtype=torch.long)), "q must be float32, float16, bfloat16 or float64"),
+    "q of three dimensions": (dict(q=torch.ones(4, 5, 16)), r"q must have shape \(batch, heads, sequence, head size\)"),
+    "k of another dtype": (dict(k=torch.ones(2, 2, 5, 16).half()), "k must have the dtype of q, Float"),
+    "k of another batch": (
+        dict(k=torch.ones(1, 2, 5, 16)),
+        r"k must have the batch, sequence and head size of q, \[2, 4, 5, 16\]",
+    ),
+    "k of another sequence": (dict(k=torch.ones(2, 2, 4, 16)), "k must have the batch, sequence and head size of q"),
+    "k of another head size": (dict(k=torch.ones(2, 2, 5, 8)), "k must have the batch, sequence and head size of q"),
+    "k elsewhere": (dict(k=torch.ones(2, 2, 5, 16, device="meta")), "k must be on cpu like q"),
+    "sparse q": (dict(q=torch.eye(4).to_sparse()), "q must be a dense, unquantized tensor"),
+    "cos of one dimension": (
+        dict(cos=torch.ones(16)),
+        r"cos must have shape \(sequence, R\) or \(1 or batch, sequence, R\)",
+    ),
+    "cos of another sequence": (dict(cos=torch.ones(1, 4, 16)), "cos must have one row for each of q's 5 positions"),
+    "cos of another batch": (dict(cos=torch.ones(3, 5, 16)), "cos must have a batch of 1 or 2, that of q"),
+    "odd R": (dict(cos=torch.ones(1, 5, 15), sin=torch.ones(1, 5, 15)), "cos must have an even last dimension"),
+    "R above D": (dict(cos=torch.ones(1, 5, 18)), "cos must rotate at most q's head size, 16"),
+    "narrow cos": (dict(cos=torch.ones(1, 5, 16).half()), "cos must be float32 or have the dtype of q, Float"),
+    "cos elsewhere": (dict(cos=torch.ones(1, 5, 16, device="meta")), "cos must be on cpu like q"),
+    "sin of another shape": (dict(sin=torch.ones(1, 5, 8)), r"sin must have the shape of cos, \[1, 5, 16\]"),
+    "sin of another dtype": (dict(sin=torch.ones(1, 5, 16).half()), "sin must have the dtype of cos, Float"),
+    "trained cos": (dict(cos=torch.ones(1, 5, 16, requires_grad=True)), "cos and sin must require no gradient"),
+    "sections of plain angles": (dict(mrope_section=[2, 3, 3]), r"cos must have shape \(3, sequence, R\) or"),
+    "two sections": (
+        dict(cos=torch.ones(3, 5, 16), sin=torch.ones(3, 5, 16), mrope_section=[4, 4]),
+        "mrope_section must be three sizes that add up to 16 / 2",
+    ),
+    "sections too long": (
+        dict(cos=torch.ones(3, 5, 16), sin=torch.ones(3, 5, 16), mrope_section=[2, 3, 4]),
+        "mrope_section must be three sizes that add up to 16 / 2",
+    ),
+    "a negative section": (
+        dict(cos=torch.ones(3, 5, 16), sin=torch.ones(3, 5, 16), mrope_section=[-1, 4, 5]),
+        "mrope_section must be three sizes that add up to 16 / 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    changes, message = ERRORS[case]
+    with pytest.raises(RuntimeError, match=f"rope: {message}.*got "):
+        rope(**arguments(**changes))
+
+
+COMPLEX_ERRORS = {
+    "real": (torch.ones(5, 8), "be ComplexFloat"),
+    "too wide": (torch.ones(5, 9, dtype=torch.complex64), "rotate at most q's head size, 16"),
+    "of another sequence": (torch.ones(4, 8, dtype=torch.complex64), "have one row for each of q's 5 positions"),
+    "trained": (torch.ones(5, 8, dtype=torch.complex64, requires_grad=True), "require no gradient"),
+}
+
+
+@pytest.mark.parametrize("case", COMPLEX_ERRORS)
+def test_complex_errors(case):
+    freqs_cis, message = COMPLEX_ERRORS[case]
+    q, k = (arguments()[name] for name in "qk")
+    with pytest.raises(RuntimeError, match=f"rope_freqs_cis: freqs_cis must {message}.*got "):
+        rope_freqs_cis(q, k, freqs_cis)
+
+
+@pytest.mark.gpu
+def test_double_on_cuda_is_refused():
+    q, k, cos, sin, _ = make(1, 2, 1, 3, 8, torch.float64, "cuda")
+    with pytest.raises(RuntimeError, match="q must be float32, float16 or bfloat16"):
+        rope(q, k, cos, sin)
+
+
+INTERPRETED_MODES = [(0, "plain"), (1, "plain"), (0, "sections"), (1, "sections"), (1, "complex")]
+INTERPRETED_SIZES = [
+    (32, 32, True),
+    (64, 48, True),
+    (96, 96, True),
+    (320, 320, True),
+    (64, 24, False),
+    (160, 160, False),
+]
+
+INTERPRETED = """
+import itertools, sys, types, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from liger_ops.kernels import find
+torch.manual_seed(0)
+B, H, K, S, saved = 2, 5, 2, 3, {{}}
+for (D, R, aligned), (interleaved, mode) in itertools.product({sizes}, {modes}):
+    variant = find("rope").pick({{"X": "fp32", "W": "fp32", "INTERLEAVED": interleaved}}, R, aligned)
+    q, k = torch.randn(B, S, H, D).transpose(1, 2), torch.randn(B, K, S, D)
+    dq, dk = torch.randn_like(q), torch.randn_like(k)
+    cos, sin = torch.randn(3, B, S, R), torch.randn(3, B, S, R)
+    first, second, section, flags = R // 2, R // 2, 0, 0
+    if mode == "sections":
+        first, second, section = R // 8, 3 * R // 8, cos.stride(0)
+    if mode == "complex":
+        sin, flags = cos, 2
+    kept = dict(q=q, k=k, dq=dq.clone(), dk=dk.clone(), cos=cos, sin=sin)
+    def run(out_q, out_k, q, k, width, flags, groups):
+        strides = [s for t in (out_q, out_k, q, k) for s in t.stride()[:3]]
+        variant.kernel.function[(B * S, groups)](
+            out_q, out_k, q, k, cos, sin, S, H, K, R // 2, width, first, second, *strides, *cos.stride()[1:3], section,
+            flags, INTERLEAVED=interleaved, **variant.config.constexprs)
+    out_q, out_k = torch.full_like(q, float("nan")), torch.full_like(k, float("nan"))
+    run(out_q, out_k, q, k, D, flags, 2)
+    run(dq, dk, dq, dk, R, flags | 1, 1)
+    for name, t in dict(**kept, out_q=out_q, out_k=out_k, got_q=dq, got_k=dk).items():
+        saved[f"{{D}} {{R}} {{interleaved}} {{mode}} {{name}}"] = t.contiguous().numpy()
+numpy.savez("{path}", **saved)
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("interpreted") / "out.npz"
+    output_of(INTERPRETED.format(sizes=INTERPRETED_SIZES, modes=INTERPRETED_MODES, path=path), TRITON_INTERPRET="1")
+    return np.load(path)
+
+
+@pytest.mark.parametrize("interleaved,mode", INTERPRETED_MODES)
+@pytest.mark.parametrize("size,rotated,aligned", INTERPRETED_SIZES)
+def test_kernel_interpreted(size, rotated, aligned, interleaved, mode, interpreted):
+    """The kernel body itself, on CPU tensors: forward by two groups of heads, and the inverse in place."""
+    prefix = f"{size} {rotated} {interleaved} {mode} "
+    got = {k.removeprefix(prefix): torch.from_numpy(interpreted[k]) for k in interpreted.files if k.startswith(prefix)}
+    q, k = (got[name].double().requires_grad_() for name in "qk")
+    if mode == "complex":
+        outs = reference_freqs_cis(q, k, torch.view_as_complex(got["cos"][0].double().unflatten(-1, (-1, 2))))
+    else:
+        sections = [rotated // 8, rotated // 4, rotated // 8] if mode == "sections" else None
+        cos, sin = (got[name] if sections else got[name][0] for name in ("cos", "sin"))
+        outs = reference(q, k, cos, sin, bool(interleaved), sections)
+    grads = torch.autograd.grad(outs, [q, k], [got["dq"].double(), got["dk"].double()])
+    for name, expected in zip(("out_q", "out_k", "got_q", "got_k"), (*outs, *grads)):
+        torch.testing.assert_close(got[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)

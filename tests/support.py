@@ -1,4 +1,5 @@
-"""What the op tests share: the oracle comparison, the path assertion, and runs in a process of their own."""
+"""What the op tests share: the oracle comparison, the path assertion, the promises that every differentiable op
+keeps under torch's transforms, and runs in a process of their own."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +22,27 @@ CPU_DTYPES = (torch.float32, *HALF_TYPES)
 
 # OpCheck's own list: schema, autograd registration, fake tensor, AOT autograd with dynamic shapes.
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+# Ways in which a (batch, heads, sequence, columns) tensor comes to an op of rows.
+LAYOUTS = {
+    "slice of a fused projection": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "heads of a fused projection": lambda x: torch.cat([x] * 3, 1)[:, : x.shape[1]],
+    "transposed heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "every other row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+}
+
+
+def sizes_around_tiles(*kernels: str) -> list[int]:
+    """Widths on each side of every boundary between the configs of these kernels, aligned and not."""
+    from liger_ops.kernels import find
+
+    sizes = set()
+    for config in (c for name in kernels for c in find(name).configs if c.max_n is not None):
+        sizes |= {config.max_n, config.max_n + 8} if config.aligned else {config.max_n - 1, config.max_n + 1}
+    return sorted(sizes)
 
 
 def served_by(device: str) -> str:
@@ -62,7 +85,8 @@ def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Se
     out = function(*inputs)
     outs = out if isinstance(out, tuple) else (out,)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
-    grads = torch.autograd.grad(outs, wanted, [g.to(o.dtype) for g, o in zip(grads_out, outs)]) if wanted else []
+    pairs = [(o, g.to(o.dtype)) for o, g in zip(outs, grads_out) if o.requires_grad]
+    grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs]) if wanted else []
     return [*outs, *grads]
 
 
@@ -84,6 +108,78 @@ def check_op(op: Callable, reference: Callable, inputs: Sequence[Tensor | None],
     outputs = len(ours) - sum(t is not None and t.requires_grad for t in inputs)
     for i, results in enumerate(zip(ours, eager, oracle)):
         assert_no_worse(f"result {i}", *results, scale=scale if i >= outputs else 0.0)
+
+
+def wanted_of(inputs: Iterable[Tensor | None]) -> list[Tensor]:
+    return [t for t in inputs if t is not None and t.requires_grad]
+
+
+def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def check_deterministic(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    assert equal(gradients(op, inputs, grads_out), gradients(op, inputs, grads_out))
+
+
+def check_reads_only(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    given = [t for t in (*inputs, *grads_out) if t is not None]
+    before = [(t.detach().clone(), t._version) for t in given]
+    gradients(op, inputs, grads_out)
+    assert all(torch.equal(t, value) and t._version == version for t, (value, version) in zip(given, before))
+
+
+def check_second_backward(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    """retain_graph=True keeps what backward needs, once; without it the graph is gone, and says so."""
+    out = op(*inputs)
+    outs = [o * 1.0 for o in (out if isinstance(out, tuple) else (out,))]
+    first = torch.autograd.grad(outs, wanted_of(inputs), grads_out, retain_graph=True)
+    assert equal(first, torch.autograd.grad(outs, wanted_of(inputs), grads_out))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(outs, wanted_of(inputs), grads_out)
+
+
+def check_no_double_backward(name: str, op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    wanted, out = wanted_of(inputs), op(*inputs)
+    for gradient in torch.autograd.grad(out, wanted, grads_out, create_graph=True):
+        with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
+            torch.autograd.grad(gradient.sum(), wanted[0], retain_graph=True)
+
+
+def check_one_graph(function: Callable, calls: Iterable[tuple[Sequence[Tensor | None], Sequence[Tensor]]]) -> None:
+    """torch.compile makes one graph, once, for calls of different sizes, and it computes the same."""
+    backend, graphs = count_graphs()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for inputs, grads_out in calls:
+        assert equal(gradients(compiled, inputs, grads_out), gradients(function, inputs, grads_out))
+    assert len(graphs) == 1
+
+
+def check_inductor(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    for ours, theirs in zip(gradients(compiled, inputs, grads_out), gradients(function, inputs, grads_out)):
+        torch.testing.assert_close(ours, theirs)
+
+
+def check_export(op: Any, module: torch.nn.Module, inputs: Sequence[Tensor], others: Sequence[Tensor], strict: bool) -> None:
+    """Exports `module` with a dynamic first dimension: `op` stays one call, also below its decompositions, and the
+    program serves `others`, of another first dimension."""
+    batch = torch.export.Dim("batch", min=2, max=1024)
+    exported = torch.export.export(module, tuple(inputs), dynamic_shapes=[{0: batch}] * len(inputs), strict=strict)
+    for program in (exported, exported.run_decompositions()):
+        targets = [n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        assert targets == [op.default]
+        ours, theirs = program.module()(*others), module(*others)
+        assert equal(*((out if isinstance(out, tuple) else (out,)) for out in (ours, theirs)))
+
+
+def check_script(module: torch.nn.Module, calls: Iterable[Sequence[Tensor]], path: Path) -> None:
+    """torch.jit.script, saved and loaded, serves and differentiates calls of several shapes."""
+    torch.jit.script(module).save(str(path))
+    loaded = torch.jit.load(str(path))
+    for inputs in calls:
+        grads_out = [torch.ones_like(inputs[0])] * (2 if isinstance(module(*inputs), tuple) else 1)
+        assert equal(gradients(loaded, inputs, grads_out), gradients(module, inputs, grads_out))
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:

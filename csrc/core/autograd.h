@@ -107,7 +107,9 @@ class BackwardNode : public torch::autograd::Node {
     torch::autograd::edge_list edges;
     if (create_graph) {
       edges = next_edges();
-      for (const auto& grad : grads) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+      for (const auto& grad : grads) {
+        if (grad.defined()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+      }
     }
     // Only a graph that is never walked again gives up its saved tensors and its gradients' memory.
     keep_ = create_graph || torch::autograd::get_current_graph_task_keep_graph();

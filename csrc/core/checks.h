@@ -14,6 +14,9 @@ inline void check_dense(const char* op, const char* name, const at::Tensor& t) {
   LIGER_CHECK(
       t.layout() == at::kStrided && !t.is_quantized(), op, name, "be a dense, unquantized tensor", t.layout(), " of ", t.scalar_type());
 }
+inline void check_dense(const char* op, const char* name, const std::optional<at::Tensor>& t) {
+  if (t && t->defined()) check_dense(op, name, *t);
+}
 
 /// x: dense floating point of at least one dimension. fp64 exists on CPU alone, for gradcheck.
 inline void check_activation(const char* op, const char* name, const at::Tensor& x) {

@@ -46,6 +46,9 @@ inline int64_t cpu_sum_ranges(int64_t rows, int64_t n) {
   return std::max(cpu_ranges(rows, n), (rows + kRowsPerSum - 1) / kRowsPerSum);
 }
 
+/// Columns that one fp32 sum runs over at a stretch: longer rows add up several in double, for the same reason.
+constexpr int64_t kColumnsPerSum = 1024;
+
 /// Calls f(x_type{}, parameter_type{}) for the dtype pairs that the checks admit.
 template <class F>
 void dispatch_activation_parameter(at::ScalarType x, at::ScalarType parameter, const F& f) {

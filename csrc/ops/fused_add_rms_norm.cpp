@@ -55,7 +55,7 @@ struct FusedAddRmsNormBackward : core::BackwardNode<3> {  // s, weight, rstd
   std::string name() const override { return kOp; }
 
   core::variable_list backward(core::variable_list&& grads) override {
-    Tensor dy = std::move(grads[0]), ds = std::move(grads[1]);
+    Tensor dy = std::move(grads[0]), ds = grads.size() > 1 ? std::move(grads[1]) : Tensor();
     Tensor s = take(0), weight = take(1), rstd = take(2);
     if (!dy.defined()) return {ds, ds, Tensor()};
     bool overwrite = may_overwrite(dy, s);
@@ -69,6 +69,8 @@ struct FusedAddRmsNormBackward : core::BackwardNode<3> {  // s, weight, rstd
 std::tuple<Tensor, Tensor> fused_autograd(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   core::check_dense(kOp, "x", x);
+  core::check_dense(kOp, "residual", residual);
+  core::check_dense(kOp, "weight", weight);
   core::check_no_forward_ad(kOp, x, residual, weight);
   if (!torch::autograd::compute_requires_grad(x, residual, weight)) {
     static const auto op = core::find_op<decltype(fused<forward_meta>)>("liger::fused_add_rms_norm");
@@ -86,8 +88,10 @@ std::tuple<Tensor, Tensor> fused_autograd(
     std::tie(y, s, rstd) = op.call(x, residual, weight, eps, offset, mode);
   }
   torch::autograd::set_history(y, node);
-  torch::autograd::set_history(s, node);
-  node->saved = {core::SavedVariable(s, true), core::SavedVariable(weight, false), core::SavedVariable(rstd, false)};
+  // A weight's gradient alone makes no sum differentiable.
+  bool s_has_gradient = torch::autograd::compute_requires_grad(x, residual);
+  if (s_has_gradient) torch::autograd::set_history(s, node);
+  node->saved = {core::SavedVariable(s, s_has_gradient), core::SavedVariable(weight, false), core::SavedVariable(rstd, false)};
   return {y, s};
 }
 

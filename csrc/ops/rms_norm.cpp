@@ -61,6 +61,9 @@ template <class T, class W>
 LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  // Locals, because stores through y might reach into `a` for all that the compiler knows.
+  const W* weight = a.weight;
+  const C offset = a.offset;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = a.x + a.walk.strides[2].offset(row, inner);
     T* y = a.y + a.walk.strides[0].offset(row, inner);
@@ -81,15 +84,15 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
     }
     const C scale = C(1 / std::sqrt(squares / n + a.eps));
     if (a.rstd) a.rstd[row] = scale;
-    if (!a.weight) {
+    if (!weight) {
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) y[i] = T(C(x[i]) * scale);
     } else if (a.round) {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) y[i] = T(C(T(C(x[i]) * scale)) * (C(a.weight[i]) + a.offset));
+      for (int64_t i = 0; i < n; ++i) y[i] = T(C(T(C(x[i]) * scale)) * (C(weight[i]) + offset));
     } else {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) y[i] = T(C(x[i]) * scale * (C(a.weight[i]) + a.offset));
+      for (int64_t i = 0; i < n; ++i) y[i] = T(C(x[i]) * scale * (C(weight[i]) + offset));
     }
   }
 }
@@ -379,6 +382,7 @@ struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
 
 Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   core::check_dense("rms_norm", "x", x);
+  core::check_dense("rms_norm", "weight", weight);
   core::check_no_forward_ad("rms_norm", x, weight);
   if (!torch::autograd::compute_requires_grad(x, weight)) {
     static const auto op = core::find_op<decltype(rms_norm_cpu)>("liger::rms_norm");

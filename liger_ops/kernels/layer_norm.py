@@ -2,6 +2,7 @@
 
 Forward and backward are shaped like those of rms_norm, whose file explains tiles, loops and persistent programs.
 The variance is summed over centred values that stay in registers: no cancellation, and no second read.
+Rows too wide for one rounding of the mean correct it by the mean of the centred values (`drift`).
 """
 
 import triton
@@ -44,41 +45,49 @@ def layer_norm_fwd_kernel(
         for t in tl.static_range(TILES):
             total += xs[t].to(tl.float32)
         mean = row_mean(total, n)
+        drifts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
             centred = tl.where((cols < n)[None, :], xs[t].to(tl.float32) - mean, 0.0)
             squares += centred * centred
-        scale = tl.rsqrt(row_mean(squares, n) + eps)
+            drifts += centred
+        drift = mean * 0.0
+        if TILES * BLOCK_N > 16384:
+            drift = row_mean(drifts, n)
+        scale = tl.rsqrt(row_mean(squares, n) - drift * drift + eps)
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = row_mask & (cols < n)[None, :]
             w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :]
             b = load_parameter(bias, cols, n, flags & HAS_BIAS, 0.0)[None, :]
-            normed = (xs[t].to(tl.float32) - mean) * scale
+            normed = (xs[t].to(tl.float32) - mean - drift) * scale
             tl.store(y_row + cols[None, :], normed * w + b, mask=mask)
     else:
         for start in range(0, n, BLOCK_N):
             tile = load_tiles(x_row + start, row_mask, n - start, BLOCK_N, 1)
             total += tile[0].to(tl.float32)
         mean = row_mean(total, n)
+        drifts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, n, BLOCK_N):
             tile = load_tiles(x_row + start, row_mask, n - start, BLOCK_N, 1)
             cols = start + tl.arange(0, BLOCK_N)
             centred = tl.where((cols < n)[None, :], tile[0].to(tl.float32) - mean, 0.0)
             squares += centred * centred
-        scale = tl.rsqrt(row_mean(squares, n) + eps)
+            drifts += centred
+        drift = row_mean(drifts, n)
+        scale = tl.rsqrt(row_mean(squares, n) - drift * drift + eps)
         for start in range(0, n, BLOCK_N):
             tile = load_tiles(x_row + start, row_mask, n - start, BLOCK_N, 1)
             cols = start + tl.arange(0, BLOCK_N)
             mask = row_mask & (cols < n)[None, :]
             w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :]
             b = load_parameter(bias, cols, n, flags & HAS_BIAS, 0.0)[None, :]
-            normed = (tile[0].to(tl.float32) - mean) * scale
+            normed = (tile[0].to(tl.float32) - mean - drift) * scale
             tl.store(y_row + cols[None, :], normed * w + b, mask=mask)
 
     # statistics: (2, rows), means then reciprocal deviations
     save = row_mask & ((flags & SAVE_STATISTICS) != 0)
-    store_per_row(statistics, row, mean, save, BLOCK_M)
+    store_per_row(statistics, row, mean + drift, save, BLOCK_M)
     store_per_row(statistics + rows.to(tl.int64), row, scale, save, BLOCK_M)
 
 
@@ -110,6 +119,8 @@ def layer_norm_bwd_kernel(
         dx_row = dx + row_offset(row, inner_rows, dx_outer, dx_inner)
         mean = load_per_row(statistics, row, row_mask, BLOCK_M)
         scale = load_per_row(statistics + rows.to(tl.int64), row, row_mask, BLOCK_M)
+        # One column has no variance, so its gradient is zero; a fused multiply-add would miss that by a rounding / sqrt(eps).
+        scale_out = tl.where(n > 1, scale, 0.0)
         dots = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
@@ -144,7 +155,7 @@ def layer_norm_bwd_kernel(
                 w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :]
                 normed = (xs[t].to(tl.float32) - mean) * scale
                 grad = dys[t].to(tl.float32) * w
-                out = (grad - total - normed * dot) * scale
+                out = (grad - total - normed * dot) * scale_out
                 tl.store(dx_row + cols[None, :], out, mask=mask)
         else:
             for start in range(0, n, BLOCK_N):
@@ -164,7 +175,7 @@ def layer_norm_bwd_kernel(
                 value = tl.load(x_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 grad = tl.load(dy_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 normed = (value - mean) * scale
-                out = (grad * w - total - normed * dot) * scale
+                out = (grad * w - total - normed * dot) * scale_out
                 tl.store(dx_row + cols[None, :], out, mask=mask)
                 first = block == program
                 before = tl.load(dweight_row + cols, mask=(cols < n) & dweight_wanted & (first == 0), other=0.0)

@@ -1,0 +1,404 @@
+"""When backward may write over the gradient that it is given: exactly when nobody could tell.
+
+core::is_sole_owner reads that from reference counts, which are facts about torch's internals: these tests pin them for
+every torch that runs them. Whether a backward wrote in place shows in the name of the private op that it called, and
+once, for proof, in the addresses.
+"""
+
+import numpy as np
+import pytest
+import torch
+from support import LAYOUTS, equal, path_taken
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+NORMS = {
+    "rms_norm": lambda x, w: torch.ops.liger.rms_norm(x, w),
+    "layer_norm": lambda x, w: torch.ops.liger.layer_norm(x, w, w),
+    "fused_add_rms_norm": lambda x, w: torch.ops.liger.fused_add_rms_norm(x, torch.full_like(x, 0.5), w)[0],
+}
+
+
+@pytest.fixture(params=NORMS)
+def norm(request):
+    return NORMS[request.param]
+
+
+def make(device, shape=(6, 160), dtype=torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in (shape, shape[-1:])]
+
+
+def is_backward(name: str) -> bool:
+    return name.startswith("liger::_") and name.split(".")[0].removesuffix("_").endswith("_bwd")
+
+
+def writes_in_place(run) -> bool:
+    """Whether the one norm's backward inside wrote over its gradient."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run()
+    names = [event.name for event in seen.events() if is_backward(event.name)]
+    assert len(names) == 1, names
+    return names[0].endswith("_bwd_")
+
+
+class Produce(torch.autograd.Function):
+    """Hands `make()` to its input as the gradient; `see` has a look at it first."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, make, see=lambda gradient: None) -> Tensor:
+        ctx.make, ctx.see = make, see
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        gradient = ctx.make()
+        ctx.see(gradient)
+        return gradient, None, None
+
+
+class Note(torch.autograd.Function):
+    """Passes everything on and notes where the gradient lies."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, addresses: list) -> Tensor:
+        ctx.addresses = addresses
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.addresses.append(gradient.data_ptr())
+        return gradient, None
+
+
+def cosine(y: Tensor):
+    """A gradient for y, of y's layout, that depends on nothing."""
+    return lambda: torch.cos(torch.arange(y.numel(), device=y.device, dtype=y.dtype).view(y.shape).add_(0))
+
+
+def dense_like(y: Tensor):
+    return lambda: torch.empty_like(y).copy_(cosine(y)())
+
+
+# ---- Nobody can tell
+
+UNSEEN = {
+    "made in C++": lambda y: y.pow(2).sum(),
+    "made in C++, through a matrix product": lambda y: (y @ torch.ones_like(y).t()).square().sum(),
+    "made in Python": lambda y: Produce.apply(y, dense_like(y)),
+    "looked at and let go": lambda y: Produce.apply(y, dense_like(y), lambda g: g.sum().item()),
+    "sum of two consumers": lambda y: y.pow(2).sum() + y.sin().sum(),
+    "sum of two consumers, one of them in Python": lambda y: y.pow(2).sum() + Produce.apply(y, dense_like(y)),
+}
+
+
+@pytest.mark.parametrize("producer", UNSEEN)
+def test_an_unseen_gradient_is_overwritten(producer, norm, device):
+    x, w = make(device)
+    kept = torch.autograd.grad(UNSEEN[producer](norm(x, w)), [x, w], retain_graph=True)
+    loss = UNSEEN[producer](norm(x, w))
+    grads = []
+    with path_taken(device):
+        assert writes_in_place(lambda: grads.extend(torch.autograd.grad(loss, [x, w])))
+    assert equal(grads, kept)
+
+
+def test_the_result_lies_where_the_gradient_lay(norm, device):
+    x, w = make(device)
+    incoming, outgoing = [], []
+    for retain in (True, False):
+        y = Note.apply(norm(Note.apply(x, outgoing), w), incoming)
+        y.pow(2).sum().backward(retain_graph=retain)
+    assert incoming[0] != outgoing[0] and incoming[1] == outgoing[1]
+
+
+def test_a_hook_that_lets_go(norm, device):
+    x, w = make(device)
+    y, norms = norm(x, w), []
+    y.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+    assert writes_in_place(y.pow(2).sum().backward) and len(norms) == 1
+
+
+def test_retain_grad(norm, device):
+    """torch keeps a copy for y.grad: the buffer itself is as free as ever."""
+    x, w = make(device)
+    y = norm(x, w)
+    y.retain_grad()
+    Produce.apply(y, dense_like(y)).backward()
+    assert torch.equal(y.grad, dense_like(y)())
+
+
+# Every kind of kernel reads the gradient where it writes the result: one tile, several, prefetched, looped; two rows a
+# program and more; aligned or not.
+@pytest.mark.parametrize("n", [8, 64, 130, 512, 1000, 1024, 2560, 3072, 4096, 5120, 8192, 14336, 20_000, 40_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_it(n, dtype, norm, device):
+    x, w = make(device, (700 if n < 2000 else 40, n), dtype)
+    kept = torch.autograd.grad(norm(x, w).pow(2).sum(), [x, w], retain_graph=True)
+    loss = norm(x, w).pow(2).sum()
+    assert equal(torch.autograd.grad(loss, [x, w]), kept)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad_layout", ["contiguous", "like x"])
+def test_layouts(layout, grad_layout, norm, device):
+    x, w = make(device, (3, 2, 5, 64))
+    x = LAYOUTS[layout](x.detach()).requires_grad_()
+    source = x if grad_layout == "like x" else torch.empty(x.shape, device=device)
+    y = norm(x, w)
+    kept = torch.autograd.grad(Produce.apply(y, dense_like(source)), [x, w], retain_graph=True)
+    assert equal(torch.autograd.grad(Produce.apply(norm(x, w), dense_like(source)), [x, w]), kept)
+
+
+# ---- Somebody could
+
+
+def seen_by(look):
+    """A backward whose gradient `look` sees when it is made, and from which it may keep something."""
+
+    def run(y: Tensor, wanted: list[Tensor], kept: list):
+        return torch.autograd.grad(Produce.apply(y, dense_like(y), lambda g: kept.append(look(g))), wanted)
+
+    return run
+
+
+def given(y, wanted, kept):
+    kept.append(dense_like(y)())
+    return torch.autograd.grad(y, wanted, kept[0])
+
+
+def given_to_backward(y, wanted, kept):
+    kept.append(dense_like(y)())
+    y.backward(kept[0])
+    return [t.grad for t in wanted]
+
+
+def asked_for(y, wanted, kept):
+    dy, *grads = torch.autograd.grad(Produce.apply(y, dense_like(y)), [y, *wanted])
+    kept.append(dy)
+    return grads
+
+
+def hooked(y, wanted, kept):
+    y.register_hook(kept.append)
+    return torch.autograd.grad(Produce.apply(y, dense_like(y)), wanted)
+
+
+def hooked_node(y, wanted, kept):
+    y.grad_fn.register_prehook(lambda gradients: kept.append(gradients[0]))
+    return torch.autograd.grad(Produce.apply(y, dense_like(y)), wanted)
+
+
+SEEN = {
+    "given by the caller": given,
+    "given to backward by the caller": given_to_backward,
+    "asked for": asked_for,
+    "kept by a hook": hooked,
+    "kept by a hook of the node": hooked_node,
+    "kept by its producer": seen_by(lambda g: g),
+    "detached and kept": seen_by(lambda g: g.detach()),
+    "a view kept": seen_by(lambda g: g.view(-1)),
+    "a row kept": seen_by(lambda g: g[1]),
+    "its storage kept": seen_by(lambda g: g.untyped_storage()),
+    "kept as an array": seen_by(lambda g: g.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("situation", SEEN)
+def test_a_gradient_that_somebody_holds_is_left_alone(situation, norm, device):
+    if device == "cuda" and situation == "kept as an array":
+        return  # numpy has no view of GPU memory
+    x, w = make(device)
+    y = norm(x, w)
+    expected = torch.autograd.grad(Produce.apply(y, dense_like(y)), [x, w], retain_graph=True)
+    kept, grads = [], []
+    assert not writes_in_place(lambda: grads.extend(SEEN[situation](norm(x, w), [x, w], kept)))
+    assert equal(grads, expected)
+    if isinstance(kept[0], torch.UntypedStorage):
+        kept = [torch.empty(0, device=device).set_(kept[0])]
+    held = torch.from_numpy(kept[0]) if isinstance(kept[0], np.ndarray) else kept[0]
+    made = dense_like(y)()
+    made = made[1] if situation == "a row kept" else made
+    assert torch.equal(held.flatten(), made.flatten())
+
+
+def narrow_view(y):
+    return lambda: torch.cat([cosine(y)(), cosine(y)()])[: y.shape[0]]
+
+
+OTHERWISE = {
+    "retain_graph": lambda y, wanted: torch.autograd.grad(y.pow(2).sum(), wanted, retain_graph=True),
+    "create_graph": lambda y, wanted: torch.autograd.grad(y.pow(2).sum(), wanted, create_graph=True),
+    "expanded": lambda y, wanted: torch.autograd.grad(y.sum(), wanted),
+    "expanded rows": lambda y, wanted: torch.autograd.grad(Produce.apply(y, lambda: cosine(y)()[:1].expand_as(y)), wanted),
+    "part of a larger tensor": lambda y, wanted: torch.autograd.grad(Produce.apply(y, narrow_view(y)), wanted),
+    "another layout": lambda y, wanted: torch.autograd.grad(
+        Produce.apply(y, lambda: torch.empty(y.shape[::-1], device=y.device).t().copy_(cosine(y)())), wanted
+    ),
+    "another layout, not a view": lambda y, wanted: torch.autograd.grad(
+        Produce.apply(y, lambda: torch.empty_strided(y.shape, (1, y.shape[0]), device=y.device).copy_(cosine(y)())), wanted
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", OTHERWISE)
+def test_a_gradient_that_will_not_do_is_left_alone(situation, norm, device):
+    x, w = make(device)
+    grads = []
+    assert not writes_in_place(lambda: grads.extend(OTHERWISE[situation](norm(x, w), [x, w])))
+    contiguous = make(device)
+    eager = OTHERWISE[situation](norm(*contiguous), contiguous)
+    assert equal([g.detach() for g in grads], [g.detach() for g in eager])
+
+
+def test_y_and_s_may_share_their_gradient(device):
+    x, w = make(device)
+    residual = torch.randn_like(x).requires_grad_()
+    grads = []
+    for retain in (True, False):
+        y, s = torch.ops.liger.fused_add_rms_norm(x, residual, w)
+        total = (y + s).pow(2).sum()
+        run = lambda: grads.append(torch.autograd.grad(total, [x, residual, w], retain_graph=retain))  # noqa: B023, E731
+        assert not writes_in_place(run)
+    assert equal(*grads)
+
+
+def test_x_and_residual_may_be_changed_apart(device):
+    """Their gradients come in one buffer, and what accumulates them may not confuse the two."""
+    x, w = make(device)
+    residual = torch.zeros_like(x, requires_grad=True)
+    for _ in range(2):
+        y, _ = torch.ops.liger.fused_add_rms_norm(x, residual, w)
+        (y.pow(2).sum() + x.sum()).backward()
+    x.grad.mul_(2)
+    y, _ = torch.ops.liger.fused_add_rms_norm(x, residual, w)
+    once = torch.autograd.grad(y.pow(2).sum(), residual)[0]
+    torch.testing.assert_close(residual.grad, 2 * once)
+    torch.testing.assert_close(x.grad, 4 * (once + 1))
+
+
+# ---- A residual stream: the gradient also goes past the norm
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_gradient_that_also_goes_elsewhere(leaf, norm, device):
+    x, w = make(device)
+    results = []
+    for retain in (True, False):
+        other = torch.ones_like(x, requires_grad=True)
+        inputs = [x, w, other]
+        z = norm(x, w) + (other if leaf else other.sin())
+        results.append(torch.autograd.grad(z.pow(2).sum(), inputs, retain_graph=retain))
+        for t in inputs:
+            t.grad = None
+        z = norm(x, w) + (other if leaf else other.sin())
+        z.pow(2).sum().backward(retain_graph=retain)
+        results.append([t.grad for t in inputs])
+    assert all(equal(results[0], r) for r in results[1:])
+
+
+# ---- Hooks on saved tensors: no norm writes over what it saved
+
+
+@pytest.mark.parametrize("how", ["hooks", "save_on_cpu", "checkpoint", "reentrant checkpoint"])
+def test_saved_tensor_hooks(how, norm, device):
+    x, w = make(device)
+    expected = torch.autograd.grad(norm(x.sin(), w).pow(2).sum(), [x, w], retain_graph=True)
+    packed = []
+
+    def pack(t):
+        packed.append((t, t.clone()))
+        return t
+
+    if how == "hooks":
+        with saved_tensors_hooks(pack, lambda t: t):
+            loss = norm(x.sin(), w).pow(2).sum()
+    elif how == "save_on_cpu":
+        with save_on_cpu():
+            loss = norm(x.sin(), w).pow(2).sum()
+    else:
+        y = checkpoint(lambda x, w: norm(x.sin(), w), x, w, use_reentrant=how.startswith("reentrant"))
+        loss = y.pow(2).sum()
+    loss.backward()
+    assert equal([x.grad, w.grad], expected)
+    assert all(torch.equal(t, before) for t, before in packed)
+
+
+# ---- Watched: tracers and modes see functional ops only
+
+
+class Log(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode(norm, device):
+    x, w = make(device)
+    expected = torch.autograd.grad(norm(x, w).pow(2).sum(), [x, w], retain_graph=True)
+    loss = norm(x, w).pow(2).sum()
+    with Log() as log:
+        grads = torch.autograd.grad(loss, [x, w])
+    assert equal(grads, expected)
+    assert [name.endswith("_bwd") for name in log.names if is_backward(name)] == [True]
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "symbolic"])
+def test_make_fx(tracing_mode, norm, device):
+    def gradient(x, w):
+        return torch.autograd.grad(norm(x, w).pow(2).sum(), [x, w])
+
+    x, w = make(device)
+    graph = make_fx(gradient, tracing_mode=tracing_mode)(x, w)
+    names = [str(node.target.name()) for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert [name.endswith("_bwd") for name in names if is_backward(name)] == [True]
+    assert equal(graph(x, w), gradient(x, w))
+
+
+def test_compiled_backward(norm, device):
+    from torch._dynamo.backends.common import aot_autograd
+
+    names = []
+
+    def compiler(graph, example_inputs):
+        targets = [node.target for node in graph.graph.nodes]
+        names.extend(t.name() for t in targets if isinstance(t, torch._ops.OpOverload) and is_backward(t.name()))
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    compiled = torch.compile(lambda x, w: norm(x, w).pow(2).sum(), backend=backend, fullgraph=True)
+    x, w = make(device)
+    expected = torch.autograd.grad(norm(x, w).pow(2).sum(), [x, w], retain_graph=True)
+    assert equal(torch.autograd.grad(compiled(x, w), [x, w]), expected)
+    assert [name.endswith("_bwd") for name in names] == [True]
+
+
+def test_torch_func(norm, device):
+    x, w = make(device)
+    expected = torch.autograd.grad(norm(x, w).pow(2).sum(), [x, w], retain_graph=True)
+    grads = torch.func.grad(lambda x, w: norm(x, w).pow(2).sum(), argnums=(0, 1))(x.detach(), w.detach())
+    assert equal(grads, expected)
+
+
+# ---- What it is for
+
+
+@pytest.mark.gpu
+def test_backward_needs_one_buffer_less(norm):
+    x, w = make("cuda", (4096, 4096))
+    peaks = []
+    for retain in (True, False):
+        loss = norm(x, w).pow(2).sum()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(loss, [x, w], retain_graph=retain)
+        peaks.append(torch.cuda.max_memory_allocated())
+        del loss
+    assert peaks[0] - peaks[1] >= x.nbytes, peaks

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 
 ROOT = Path(__file__).parent.resolve()
 
@@ -22,14 +23,25 @@ def require(name: str, sentence: str):
     return __import__(name)
 
 
+def require_torch():
+    return require(
+        "torch", "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`"
+    )
+
+
+class Metadata(dist_info):
+    """pip asks for this first. Without torch it stops here, before pip downloads one that nothing was built against."""
+
+    def run(self) -> None:
+        require_torch()
+        super().run()
+
+
 class CMakeBuild(build_ext):
     """One CMake build in build/<python>-torch<version>; libraries and packs land inside the package."""
 
     def run(self) -> None:
-        torch = require(
-            "torch",
-            "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`",
-        )
+        torch = require_torch()
         triton = require("triton", "building needs Triton to compile the kernels: `pip install triton==3.6.0` first")
         minor = ".".join(torch.__version__.split(".")[:2])
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{minor}-triton{triton.__version__}"
@@ -64,5 +76,5 @@ class CMakeBuild(build_ext):
 
 setup(
     ext_modules=[Extension("liger_ops._native", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "dist_info": Metadata},
 )

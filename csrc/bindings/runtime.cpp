@@ -71,11 +71,13 @@ py::dict launch_counts(const std::string& name) {
 // hook(kernel, variant, capability) -> bytes of a one-entry pack
 void set_hook(py::object hook) {
   if (hook.is_none()) return set_compile_hook(nullptr);
-  set_compile_hook([hook](const KernelSpec& spec, uint32_t variant, int capability, std::string& error) -> std::string {
+  // Never freed: the last reference might go without the interpreter's lock, or after the interpreter.
+  auto* kept = new py::object(std::move(hook));
+  set_compile_hook([kept](const KernelSpec& spec, uint32_t variant, int capability, std::string& error) -> std::string {
     py::gil_scoped_acquire locked;
     try {
-      return py::bytes(hook(spec.name, variant, capability));
-    } catch (py::error_already_set& e) {
+      return py::bytes((*kept)(spec.name, variant, capability));
+    } catch (const std::exception& e) {
       error = e.what();
       return {};
     }

@@ -155,7 +155,7 @@ bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string&
   return out.size() == decoded_size;
 }
 
-uint32_t crc32(const uint8_t* data, size_t size) {
+uint32_t crc32(const uint8_t* data, size_t size, uint32_t before) {
   static const auto table = [] {
     std::array<uint32_t, 256> t{};
     for (uint32_t i = 0; i < 256; ++i) {
@@ -165,7 +165,7 @@ uint32_t crc32(const uint8_t* data, size_t size) {
     }
     return t;
   }();
-  uint32_t crc = ~0u;
+  uint32_t crc = ~before;
   for (size_t i = 0; i < size; ++i) crc = table[(crc ^ data[i]) & 0xff] ^ (crc >> 8);
   return ~crc;
 }

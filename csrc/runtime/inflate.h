@@ -9,7 +9,7 @@ namespace liger::runtime {
 /// Decodes a raw DEFLATE stream (RFC 1951) of known decoded size. False if the stream is malformed.
 bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string& out);
 
-/// CRC-32 as in zlib.
-uint32_t crc32(const uint8_t* data, size_t size);
+/// CRC-32 as in zlib. `before` is that of the bytes ahead of these.
+uint32_t crc32(const uint8_t* data, size_t size, uint32_t before = 0);
 
 }  // namespace liger::runtime

@@ -27,8 +27,12 @@ bool private_folder(const std::string& path, bool create) {
     mkdir(path.c_str(), 0700);
   }
   struct stat info {};
-  if (lstat(path.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-    if (create) log_once("JIT cache folder " + path + " cannot be created; compiled kernels are not kept");
+  if (lstat(path.c_str(), &info) != 0) {
+    if (create) log_once("JIT cache folder " + path + " cannot be made: " + std::strerror(errno) + "; compiled kernels are not kept");
+    return false;
+  }
+  if (!S_ISDIR(info.st_mode)) {
+    log_once("JIT cache folder " + path + " is not used: it must be a folder, and no link to one");
     return false;
   }
   // A kernel that another user could have written must never be loaded.

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 
 #include "runtime/inflate.h"
@@ -21,7 +22,8 @@ struct Header {
   char magic[8];
   uint32_t version, kind, arch, count;
   uint64_t bytes;
-  uint32_t names_bytes, checksum;
+  uint32_t names_bytes;
+  uint32_t checksum;  // of this header up to here, the index and the names
 };
 struct Entry {
   uint64_t kernel_hash;
@@ -98,7 +100,8 @@ bool Pack::check(std::string& error) {
   // 64-bit arithmetic: a damaged count must not wrap round the bound.
   uint64_t index_bytes = uint64_t(header.count) * sizeof(Entry) + header.names_bytes;
   if (sizeof(Header) + index_bytes > bytes_ || header.kind > 1) return refuse("corrupt header");
-  if (crc32(data_ + sizeof(Header), index_bytes) != header.checksum) return refuse("corrupt index");
+  uint32_t checksum = crc32(data_, offsetof(Header, checksum));
+  if (crc32(data_ + sizeof(Header), index_bytes, checksum) != header.checksum) return refuse("corrupt header or index");
   uint64_t names = sizeof(Header) + uint64_t(header.count) * sizeof(Entry);
   for (size_t i = 0; i < header.count; ++i) {
     Entry e = entry_at(data_, i);
@@ -114,15 +117,17 @@ bool Pack::check(std::string& error) {
 
 std::vector<std::string> Pack::names() const {
   std::vector<std::string> out;
-  size_t names = sizeof(Header) + count_ * sizeof(Entry);
-  for (size_t i = 0; i < count_; ++i) {
-    Entry e = entry_at(data_, i);
-    out.emplace_back(reinterpret_cast<const char*>(data_) + names + e.name_offset, e.name_bytes);
-  }
+  for (size_t i = 0; i < count_; ++i) out.push_back(name(i));
   return out;
 }
 
-Pack::Lookup Pack::find(uint64_t kernel_hash, uint32_t variant, Binary& out, std::string& error) const {
+std::string Pack::name(size_t i) const {
+  Entry e = entry_at(data_, i);
+  size_t names = sizeof(Header) + count_ * sizeof(Entry);
+  return std::string(reinterpret_cast<const char*>(data_) + names + e.name_offset, e.name_bytes);
+}
+
+size_t Pack::locate(uint64_t kernel_hash, uint32_t variant) const {
   size_t low = 0, high = count_;
   while (low < high) {
     size_t middle = (low + high) / 2;
@@ -133,11 +138,17 @@ Pack::Lookup Pack::find(uint64_t kernel_hash, uint32_t variant, Binary& out, std
       high = middle;
     }
   }
-  if (low == count_) return Lookup::Absent;
+  if (low == count_) return count_;
   Entry e = entry_at(data_, low);
-  if (e.kernel_hash != kernel_hash || e.variant != variant) return Lookup::Absent;
+  return e.kernel_hash == kernel_hash && e.variant == variant ? low : count_;
+}
+
+Pack::Lookup Pack::find(uint64_t kernel_hash, uint32_t variant, Binary& out, std::string& error) const {
+  size_t at = locate(kernel_hash, variant);
+  if (at == count_) return Lookup::Absent;
+  Entry e = entry_at(data_, at);
   if (crc32(data_ + e.offset, e.stored) != e.checksum || !inflate(data_ + e.offset, e.stored, e.raw, out.code)) {
-    error = origin_ + ": corrupt entry " + std::to_string(low);
+    error = origin_ + ": corrupt entry " + std::to_string(at) + " (" + name(at) + ")";
     return Lookup::Damaged;
   }
   out.num_warps = e.num_warps;

@@ -37,12 +37,18 @@ class LIGER_RUNTIME_API Pack {
   /// Names of all entries, for listings.
   std::vector<std::string> names() const;
 
+  size_t bytes() const { return bytes_; }
+
+  bool holds(uint64_t kernel_hash, uint32_t variant) const { return locate(kernel_hash, variant) < count_; }
   enum class Lookup { Found, Absent, Damaged };
   Lookup find(uint64_t kernel_hash, uint32_t variant, Binary& out, std::string& error) const;
 
  private:
   Pack() = default;
   bool check(std::string& error);
+  std::string name(size_t entry) const;
+  /// Index of an entry; size() if there is none.
+  size_t locate(uint64_t kernel_hash, uint32_t variant) const;
 
   std::string origin_;
   std::string owned_;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -30,46 +31,63 @@ std::string hex(uint64_t value) {
   return text;
 }
 
-// A device, looked up once. The primary context is retained for the life of the process: torch uses it too.
+// A device, looked up once.
 struct Device {
+  explicit Device(int index);
+
   DeviceInfo info{};
-  void* context = nullptr;
+  int handle = 0;
   std::string error;
+  mutable std::atomic<void*> context{nullptr};
 };
 
-Device open_device(int index) {
-  Device device;
-  const Driver* driver = Driver::get(&device.error);
-  if (!driver) return device;
-  int handle = 0, major = 0, minor = 0;
+Device::Device(int index) {
+  if (index < 0 || index >= kMaxDevices) {
+    error = "device index out of range (at most " + std::to_string(kMaxDevices) + " devices)";
+    return;
+  }
+  const Driver* driver = Driver::get(&error);
+  if (!driver) return;
+  int major = 0, minor = 0;
   char name[256] = {};
   auto check = [&](const char* call, CuResult result) {
-    if (result != kCuSuccess && device.error.empty()) {
-      device.error = std::string(call) + " failed for device " + std::to_string(index) + ": " + driver->describe(result);
-    }
+    if (result != kCuSuccess && error.empty()) error = std::string(call) + ": " + driver->describe(result);
   };
   check("cuDeviceGet", driver->cuDeviceGet(&handle, index));
-  if (!device.error.empty()) return device;
+  if (!error.empty()) return;
   check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&major, kCuAttributeMajor, handle));
   check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&minor, kCuAttributeMinor, handle));
-  check("cuDeviceGetAttribute",
-        driver->cuDeviceGetAttribute(&device.info.multiprocessors, kCuAttributeMultiprocessors, handle));
+  check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&info.multiprocessors, kCuAttributeMultiprocessors, handle));
   check("cuDeviceGetName", driver->cuDeviceGetName(name, sizeof name - 1, handle));
-  check("cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain(&device.context, handle));
-  device.info.capability = major * 10 + minor;
-  device.info.name = name;
-  return device;
+  info.capability = major * 10 + minor;
+  info.name = name;
 }
 
 const Device& device_at(int index) {
   static std::array<std::atomic<const Device*>, kMaxDevices> devices{};
   static std::mutex mutex;
-  static const Device out_of_range{{}, nullptr, "device index out of range (at most " + std::to_string(kMaxDevices) + ")"};
+  static const Device out_of_range(-1);
   if (index < 0 || index >= kMaxDevices) return out_of_range;
   if (const Device* device = devices[index].load(std::memory_order_acquire)) return *device;
   std::lock_guard<std::mutex> lock(mutex);
-  if (!devices[index].load(std::memory_order_acquire)) devices[index].store(new Device(open_device(index)), std::memory_order_release);
+  if (!devices[index].load(std::memory_order_acquire)) devices[index].store(new Device(index), std::memory_order_release);
   return *devices[index].load(std::memory_order_acquire);
+}
+
+// The primary context, which torch uses too. Retained at the first load and not before: a process that only asks what
+// devices there are must not fill each of them with a context.
+bool retain_context(const Driver& driver, const Device& device, std::string& error) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (device.context.load(std::memory_order_acquire)) return true;
+  void* context = nullptr;
+  CuResult result = driver.cuDevicePrimaryCtxRetain(&context, device.handle);
+  if (result != kCuSuccess) {
+    error = "cuDevicePrimaryCtxRetain: " + driver.describe(result);
+    return false;
+  }
+  device.context.store(context, std::memory_order_release);
+  return true;
 }
 
 // All readable packs of the pack folder, opened at the first load.
@@ -78,14 +96,16 @@ const std::vector<std::unique_ptr<Pack>>& packs() {
     std::vector<std::unique_ptr<Pack>> found;
     std::string folder = pack_directory();
     std::vector<std::string> files;
-    if (DIR* listing = opendir(folder.c_str())) {
+    DIR* listing = opendir(folder.c_str());
+    std::string why = listing ? "" : std::string(": ") + std::strerror(errno);
+    if (listing) {
       while (dirent* item = readdir(listing)) {
         std::string name = item->d_name;
         if (name.size() > 5 && name.compare(name.size() - 5, 5, ".pack") == 0) files.push_back(folder + "/" + name);
       }
       closedir(listing);
     }
-    if (files.empty()) log_once("no kernel packs in " + folder + "; kernels are compiled at first use");
+    if (files.empty()) log_once("no kernel packs in " + folder + why);
     for (const auto& file : files) {
       std::string error;
       if (auto pack = Pack::open(file, error)) {
@@ -99,6 +119,11 @@ const std::vector<std::unique_ptr<Pack>>& packs() {
     return found;
   }();
   return opened;
+}
+
+bool fits(const Pack& pack, BinaryKind kind, int capability) {
+  bool runs = kind == BinaryKind::Cubin ? cubin_runs_on(pack.arch(), capability) : ptx_runs_on(pack.arch(), capability);
+  return pack.kind() == kind && runs;
 }
 
 class HookHolder {
@@ -125,39 +150,50 @@ HookHolder& hook_holder() {
 // Loading inside a CUDA graph capture is legal only in relaxed mode; the thread's mode is put back afterwards.
 class RelaxedCapture {
  public:
-  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) {
+    relaxed_ = driver_.cuThreadExchangeStreamCaptureMode(&mode_) == kCuSuccess;
+  }
+  ~RelaxedCapture() {
+    if (relaxed_) driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  }
 
  private:
   const Driver& driver_;
   int mode_ = kCuCaptureModeRelaxed;
+  bool relaxed_;
 };
 
 class CurrentContext {
  public:
-  CurrentContext(const Driver& driver, void* context) : driver_(driver) {
-    pushed_ = driver_.cuCtxPushCurrent(context) == kCuSuccess;
-  }
+  CurrentContext(const Driver& driver, void* context) : result(driver.cuCtxPushCurrent(context)), driver_(driver) {}
   ~CurrentContext() {
     void* popped = nullptr;
-    if (pushed_) driver_.cuCtxPopCurrent(&popped);
+    if (result == kCuSuccess) driver_.cuCtxPopCurrent(&popped);
   }
+  const CuResult result;
 
  private:
   const Driver& driver_;
-  bool pushed_;
 };
 
 const Function* load_binary(
     const Driver& driver, const Device& device, const KernelSpec& spec, const Binary& binary, Source source,
     std::string& error) {
   RelaxedCapture relaxed(driver);
-  CurrentContext current(driver, device.context);
+  CurrentContext current(driver, device.context.load(std::memory_order_acquire));
   void *module = nullptr, *handle = nullptr;
-  CuResult result = driver.cuModuleLoadData(&module, binary.code.c_str());
-  if (result == kCuSuccess) result = driver.cuModuleGetFunction(&handle, module, spec.symbol);
+  const char* call = "cuCtxPushCurrent: ";
+  CuResult result = current.result;
+  if (result == kCuSuccess) {
+    call = "cuModuleLoadData: ";
+    result = driver.cuModuleLoadData(&module, binary.code.c_str());
+  }
+  if (result == kCuSuccess) {
+    call = "cuModuleGetFunction: ";
+    result = driver.cuModuleGetFunction(&handle, module, spec.symbol);
+  }
   if (result != kCuSuccess) {
-    error = driver.describe(result);
+    error = call + driver.describe(result);
     return nullptr;
   }
   return new Function{handle, binary.num_warps * 32, binary.shared, source};
@@ -171,33 +207,38 @@ struct Attempt {
   std::string refusals;
 
   const char* name() const { return kernel.spec().variant_names[variant]; }
+  std::string arch() const { return "sm_" + std::to_string(device.info.capability); }
 
-  void refuse(const std::string& source, const std::string& why) {
-    refusals += (refusals.empty() ? "" : "; ") + source + ": " + why;
-  }
+  void refuse(const std::string& why) { refusals += (refusals.empty() ? "" : "; ") + why; }
 
   const Function* from_pack(const Pack& pack, Source source) {
     Binary binary;
     std::string error;
     auto found = pack.find(kernel.spec().hash, variant, binary, error);
     const Function* function = nullptr;
-    if (found == Pack::Lookup::Found) function = load_binary(driver, device, kernel.spec(), binary, source, error);
-    if (function) return function;
-    if (found == Pack::Lookup::Absent) error = "holds no such kernel of this build";
-    if (found != Pack::Lookup::Absent || source == Source::Pack) {
-      log_once(std::string(name()) + ": " + pack.origin() + " was of no use: " + error);
+    if (found == Pack::Lookup::Absent) {
+      error = pack.origin() + ": holds no " + kernel.spec().name + " of this build (" + hex(kernel.spec().hash) + ")";
+      log_once("kernel pack ignored: " + error);
+    } else if (found == Pack::Lookup::Damaged) {
+      log_once("kernel ignored: " + error);
+    } else {
+      function = load_binary(driver, device, kernel.spec(), binary, source, error);
+      if (function) return function;
+      error = pack.origin() + ": " + error;
+      log_once(std::string(name()) + " did not load: " + error);
     }
-    refuse(pack.origin(), error);
+    refuse(error);
     return nullptr;
   }
 
   const Function* from_packs(BinaryKind kind) {
+    bool any = false;
     for (const auto& pack : packs()) {
-      bool fits = kind == BinaryKind::Cubin ? cubin_runs_on(pack->arch(), device.info.capability)
-                                            : ptx_runs_on(pack->arch(), device.info.capability);
-      if (pack->kind() != kind || !fits) continue;
+      if (!fits(*pack, kind, device.info.capability)) continue;
+      any = true;
       if (auto* function = from_pack(*pack, kind == BinaryKind::Cubin ? Source::Pack : Source::Ptx)) return function;
     }
+    if (!any) refuse(pack_directory() + ": " + (kind == BinaryKind::Cubin ? "no pack for " : "no PTX for ") + arch());
     return nullptr;
   }
 
@@ -213,15 +254,18 @@ struct Attempt {
   const Function* from_hook() {
     auto hook = hook_holder().get();
     if (!hook) {
-      refuse("JIT", "no compiler is registered (needs Python with Triton)");
+      refuse("JIT: no compiler is registered (needs Python with Triton)");
       return nullptr;
     }
-    log_once(std::string(name()) + ": compiling for sm_" + std::to_string(device.info.capability));
+    log_once(std::string(name()) + ": compiling for " + arch());
     std::string error;
     std::string bytes = (*hook)(kernel.spec(), variant, device.info.capability, error);
     auto pack = bytes.empty() ? nullptr : Pack::parse(bytes, "the compiled kernel", error);
     const Function* function = pack ? from_pack(*pack, Source::Hook) : nullptr;
-    if (!pack) refuse("JIT", error);
+    if (!pack) {
+      log_once(std::string(name()) + " was not compiled: " + error);
+      refuse("JIT: " + error);
+    }
     if (function) {
       auto path = JitCache::path(kernel.spec().name, kernel.spec().hash, variant, device.info.capability, true);
       if (!path.empty()) JitCache::store(path, bytes);
@@ -236,10 +280,10 @@ struct Attempt {
       if (!compile) return nullptr;
       if (auto* function = from_hook()) return function;
     } else {
-      refuse("JIT", "switched off by LIGER_OPS_JIT=0");
+      refuse("JIT: switched off by LIGER_OPS_JIT=0");
     }
     auto* function = compile ? from_packs(BinaryKind::Ptx) : nullptr;
-    if (function) log_once("kernels for sm_" + std::to_string(device.info.capability) + " are compiled by the driver from PTX");
+    if (function) log_once("kernels for " + arch() + " are compiled by the driver from PTX");
     return function;
   }
 };
@@ -251,41 +295,64 @@ class Loader {
   const Function* load(Kernel& kernel, uint32_t variant, int index, bool compile, std::string& error) {
     const Device& device = device_at(index);
     const Driver* driver = Driver::get(&error);
-    if (!device.error.empty() || !driver) {
-      if (!device.error.empty()) error = device.error;
-      return nullptr;
-    }
-    auto key = std::make_tuple(&kernel, variant, index);
+    if (!device.error.empty()) error = device.error;
+    if (!driver || !device.error.empty() || !retain_context(*driver, device, error)) return nullptr;
+    const Key key{&kernel, variant, index};
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return !busy_.count(key); });
     if (auto* function = kernel.loaded(index, variant)) return function;
     busy_.insert(key);
     lock.unlock();
+    // Also when the hook throws: nobody may wait for ever.
+    struct Done {
+      Loader& loader;
+      const Key& key;
+      ~Done() {
+        std::lock_guard<std::mutex> lock(loader.mutex_);
+        loader.busy_.erase(key);
+        loader.changed_.notify_all();
+      }
+    } done{*this, key};
 
     Attempt attempt{kernel, variant, device, *driver, {}};
     const Function* function = attempt.from_anywhere(compile);
-    if (function) kernel.publish(index, variant, function);
-
-    lock.lock();
-    busy_.erase(key);
-    changed_.notify_all();
-    if (!function) {
-      error = std::string("no kernel ") + attempt.name() + " (" + hex(kernel.spec().hash) + ") for device " +
-              std::to_string(index) + " (" + device.info.name + ", sm_" + std::to_string(device.info.capability) +
-              "): " + (attempt.refusals.empty() ? "no pack for this architecture in " + pack_directory() : attempt.refusals);
+    if (function) {
+      kernel.publish(index, variant, function);
+    } else {
+      error = "no source has it (" + hex(kernel.spec().hash) + "): " + attempt.refusals;
     }
     return function;
   }
 
  private:
+  using Key = std::tuple<Kernel*, uint32_t, int>;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::set<std::tuple<Kernel*, uint32_t, int>> busy_;
+  std::set<Key> busy_;
 };
 
 Loader& loader() {
   static Loader instance;
   return instance;
+}
+
+// The path that a kernel's first launch would take, as far as can be told without loading it.
+const char* path_of(const Kernel& kernel, const Device& device) {
+  auto in_packs = [&](BinaryKind kind) {
+    return std::any_of(packs().begin(), packs().end(), [&](const auto& pack) {
+      return fits(*pack, kind, device.info.capability) && pack->holds(kernel.spec().hash, 0);
+    });
+  };
+  if (in_packs(BinaryKind::Cubin)) return "aot";
+  if (jit_enabled() && hook_holder().get()) return "jit";
+  return in_packs(BinaryKind::Ptx) ? "ptx" : "none";
+}
+
+std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Grid grid, const std::string& why) {
+  const Device& found = device_at(device);
+  std::string facts = found.error.empty() ? " (" + found.info.name + ", sm_" + std::to_string(found.info.capability) + ")" : "";
+  return std::string("launch of ") + kernel.spec().variant_names[variant] + " with grid (" + std::to_string(grid.x) + ", " +
+         std::to_string(grid.y) + ", " + std::to_string(grid.z) + ") on device " + std::to_string(device) + facts + " failed: " + why;
 }
 
 }  // namespace
@@ -296,7 +363,7 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
   if (__builtin_expect(!function, 0)) {
     std::string error;
     function = loader().load(kernel, variant, device, true, error);
-    if (!function) return error;
+    if (!function) return failed_launch(kernel, variant, device, grid, error);
   }
   size_t bytes = kernel.spec().args_bytes;
   void* extra[] = {kCuLaunchBuffer, const_cast<void*>(args), kCuLaunchBufferSize, &bytes, nullptr};
@@ -308,15 +375,12 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
   CuResult result = attempt();
   if (__builtin_expect(result == kCuInvalidContext, 0)) {
     // A thread that CUDA has not seen yet.
-    driver->cuCtxSetCurrent(device_at(device).context);
+    driver->cuCtxSetCurrent(device_at(device).context.load(std::memory_order_acquire));
     result = attempt();
   }
   if (__builtin_expect(result != kCuSuccess, 0)) {
-    const DeviceInfo& info = device_at(device).info;
-    return std::string("launch of ") + kernel.spec().variant_names[variant] + " failed on device " + std::to_string(device) +
-           " (" + info.name + ", sm_" + std::to_string(info.capability) + ") with grid (" + std::to_string(grid.x) + ", " +
-           std::to_string(grid.y) + ", " + std::to_string(grid.z) + "), " + std::to_string(function->threads) +
-           " threads: " + driver->describe(result);
+    return failed_launch(kernel, variant, device, grid,
+                         "cuLaunchKernel, " + std::to_string(function->threads) + " threads: " + driver->describe(result));
   }
   kernel.count(function->source);
   return {};
@@ -390,10 +454,25 @@ std::string status() {
     const Device& device = device_at(i);
     out += std::string(i ? ", " : "") + "{\"index\": " + std::to_string(i) + ", \"name\": " +
         quoted(device.error.empty() ? device.info.name : device.error) +
-        ", \"capability\": " + std::to_string(device.info.capability) + "}";
+        ", \"capability\": " + std::to_string(device.info.capability) +
+        ", \"multiprocessors\": " + std::to_string(device.info.multiprocessors) + ", \"paths\": {";
+    const char* separator = "";
+    for (const Kernel* kernel : Kernel::all()) {
+      out += separator + quoted(kernel->spec().name) + ": " + quoted(path_of(*kernel, device));
+      separator = ", ";
+    }
+    out += "}}";
+  }
+  out += "], \"packs\": [";
+  const char* separator = "";
+  for (const auto& pack : packs()) {
+    out += separator + std::string("{\"file\": ") + quoted(pack->origin()) + ", \"kind\": " +
+        quoted(pack->kind() == BinaryKind::Cubin ? "cubin" : "ptx") + ", \"arch\": " + std::to_string(pack->arch()) +
+        ", \"kernels\": " + std::to_string(pack->size()) + ", \"bytes\": " + std::to_string(pack->bytes()) + "}";
+    separator = ", ";
   }
   out += "], \"kernels\": {";
-  const char* separator = "";
+  separator = "";
   for (const Kernel* kernel : Kernel::all()) {
     out += separator + quoted(kernel->spec().name) + ": {\"variants\": " + std::to_string(kernel->spec().variants) + ", \"launches\": [";
     for (int s = 0; s < kSources; ++s) out += (s ? ", " : "") + std::to_string(kernel->launches(Source(s)));

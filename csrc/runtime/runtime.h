@@ -53,7 +53,7 @@ LIGER_RUNTIME_API std::string jit_cache_directory();
 /// $LIGER_OPS_PACK_DIR, or `packs` beside the folder that holds this library.
 LIGER_RUNTIME_API std::string pack_directory();
 
-/// JSON: devices, folders, JIT state, and the launches of every kernel by source.
+/// JSON: folders, packs, JIT state, devices with the path each kernel takes there, and the launches of kernels by source.
 LIGER_RUNTIME_API std::string status();
 
 /// Calls that ran on the CPU, counted beside the launches so that tests can tell which path ran.

@@ -12,6 +12,7 @@ import re
 import struct
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,9 @@ PTX_CAPABILITY = 80
 MAX_SHARED_BYTES = 48 * 1024
 
 PTX_BYTES = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
+
+# Triton's settings belong to the process: two threads that change them for a while would each restore the other's.
+KNOBS_LOCK = threading.Lock()
 
 
 class BuildError(RuntimeError):
@@ -56,10 +60,11 @@ def compile_variant(variant: Variant, archs: list[int]) -> Binary:
         {(names.index(k),): v for k, v in variant.constexprs.items()},
         {(names.index(k),): [["tt.divisibility", v]] for k, v in variant.divisibility.items()},
     )
-    # Line information would carry the build machine's paths.
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-    with tempfile.TemporaryDirectory() as scratch, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = scratch
+    knobs = triton.knobs
+    with KNOBS_LOCK, tempfile.TemporaryDirectory() as scratch, knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = scratch
+        # Line information would carry the build machine's paths.
+        knobs.compilation.disable_line_info = True
         # fp fusion is stated, because a default may change with a Triton release and results with it.
         options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": True, "maxnreg": variant.max_registers}
         compiled = triton.compile(source, target=GPUTarget("cuda", min(PTX_CAPABILITY, *archs), 32), options=options)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 MAGIC, VERSION = b"LIGERPAK", 1
 CUBIN, PTX = 0, 1
-# magic, version, kind, arch, entries, file bytes, names bytes, checksum of index and names
-HEADER = struct.Struct("<8sIIIIQII")
+# magic, version, kind, arch, entries, file bytes, names bytes; then the checksum of these, the index and the names
+HEADER, CHECKSUM = struct.Struct("<8sIIIIQI"), struct.Struct("<I")
 # kernel hash, variant, checksum, offset, stored bytes, raw bytes, shared bytes, warps, name offset, name bytes
 ENTRY = struct.Struct("<QIIQIIIIII")
 
@@ -34,7 +34,7 @@ class Entry:
 def dumps(kind: int, arch: int, entries: list[Entry]) -> bytes:
     entries = sorted(entries, key=lambda e: (e.kernel_hash, e.variant))
     names = b"".join(e.name.encode() for e in entries)
-    at = HEADER.size + ENTRY.size * len(entries) + len(names)
+    at = HEADER.size + CHECKSUM.size + ENTRY.size * len(entries) + len(names)
     index, blobs, name_at = b"", [], 0
     for e in entries:
         blob = zlib.compress(e.binary, 9, wbits=-15)
@@ -44,8 +44,8 @@ def dumps(kind: int, arch: int, entries: list[Entry]) -> bytes:
         )  # fmt: skip
         blobs.append(blob)
         at, name_at = at + len(blob), name_at + size
-    header = HEADER.pack(MAGIC, VERSION, kind, arch, len(entries), at, len(names), zlib.crc32(index + names))
-    return b"".join([header, index, names, *blobs])
+    header = HEADER.pack(MAGIC, VERSION, kind, arch, len(entries), at, len(names))
+    return b"".join([header, CHECKSUM.pack(zlib.crc32(header + index + names)), index, names, *blobs])
 
 
 def write(path: Path, kind: int, arch: int, entries: list[Entry]) -> None:
@@ -61,17 +61,19 @@ def write(path: Path, kind: int, arch: int, entries: list[Entry]) -> None:
 def read(path: Path) -> tuple[int, int, list[Entry]]:
     """(kind, arch, entries); ValueError says what is wrong with a damaged file."""
     data = Path(path).read_bytes()
-    if len(data) < HEADER.size:
+    index_at = HEADER.size + CHECKSUM.size
+    if len(data) < index_at:
         raise ValueError(f"{path}: truncated at {len(data)} bytes")
-    magic, ver, kind, arch, count, size, names_size, crc = HEADER.unpack_from(data)
+    magic, ver, kind, arch, count, size, names_size = HEADER.unpack_from(data)
     if magic != MAGIC or ver != VERSION:
         raise ValueError(f"{path}: not a version {VERSION} pack")
-    names_at = HEADER.size + count * ENTRY.size
-    if len(data) != size or zlib.crc32(data[HEADER.size : names_at + names_size]) != crc:
+    names_at = index_at + count * ENTRY.size
+    crc = zlib.crc32(data[: HEADER.size] + data[index_at : names_at + names_size])
+    if len(data) != size or CHECKSUM.pack(crc) != data[HEADER.size : index_at]:
         raise ValueError(f"{path}: truncated or corrupt")
     entries = []
     for i in range(count):
-        fields = ENTRY.unpack_from(data, HEADER.size + i * ENTRY.size)
+        fields = ENTRY.unpack_from(data, index_at + i * ENTRY.size)
         kernel_hash, variant, crc, offset, stored, _, shared, num_warps, name_at, name_size = fields
         blob = data[offset : offset + stored]
         if zlib.crc32(blob) != crc:

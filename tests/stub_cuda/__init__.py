@@ -1,0 +1,75 @@
+"""The runtime over a stub driver: tests run functions in processes of their own, where libcuda.so.1 is the stub."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import json
+import shutil
+import subprocess
+import tempfile
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKS = ROOT / "liger_ops" / "packs"
+LIBRARIES = ROOT / "liger_ops" / "lib"
+ARCHS = (80, 90, 100, 120)
+
+
+class Run(NamedTuple):
+    value: Any
+    log: list[str]  # what the runtime said, without its prefix
+
+
+@cache
+def scratch() -> Path:
+    """A folder of this test session, writable by this user alone."""
+    folder = tempfile.mkdtemp(prefix="liger_ops_stub")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def compile_cpp(name: str, *sources: Path, flags: tuple[str, ...] = ()) -> Path:
+    target = scratch() / name
+    target.parent.mkdir(exist_ok=True)
+    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", *map(str, sources), *flags, "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@cache
+def driver_folder() -> Path:
+    source = Path(__file__).parent / "stub_cuda.cpp"
+    return compile_cpp("driver/libcuda.so.1", source, flags=("-shared", "-fPIC", "-fvisibility=hidden")).parent
+
+
+def environment(**changes: Any) -> dict[str, str]:
+    """The stub for a driver, the packs of this tree, and no folder that could cache compiled kernels."""
+    no_cache = dict.fromkeys(["LIGER_OPS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"], "")
+    defaults = {"LD_LIBRARY_PATH": driver_folder(), "LIGER_OPS_PACK_DIR": PACKS, "LIGER_OPS_JIT": "1", "LIGER_OPS_LOG": "1"}
+    return {k: str(v) for k, v in (no_cache | defaults | changes).items()}
+
+
+def run(function: Callable, *arguments: Any, **env: Any) -> Run:
+    """Calls a function of a test file, by its source, in a process that has the names of stub_cuda.client."""
+    from support import run_python
+
+    call = f"{function.__name__}(*json.loads({json.dumps(arguments)!r}))"
+    source = textwrap.dedent(inspect.getsource(function))
+    code = f"from stub_cuda.client import *\n{source}\nprint('\\n' + json.dumps({call}))"
+    done = run_python(code, **environment(**env))
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
+    lines = [line.removeprefix("liger_ops: ") for line in done.stderr.splitlines() if line.startswith("liger_ops: ")]
+    return Run(json.loads(done.stdout.splitlines()[-1]), lines)
+
+
+def fnv(data: bytes) -> str:
+    """The hash that the stub records of a module."""
+    value = 0xCBF29CE484222325
+    for byte in data:
+        value = (value ^ byte) * 0x100000001B3 & (1 << 64) - 1
+    return f"{value:016x}"

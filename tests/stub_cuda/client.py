@@ -1,0 +1,100 @@
+"""What a function sees that stub_cuda.run calls: the torch-free runtime, and the stub's record."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import sys
+import threading
+import types
+import zlib
+from pathlib import Path
+from typing import Any, Callable
+
+from . import LIBRARIES, ROOT
+
+__all__ = [
+    "Path", "calls", "call_hook_with", "driver", "json", "launch", "os", "refusal", "runtime", "served_by",
+    "sys", "tables", "threading", "zlib",
+]  # fmt: skip
+
+sys.path.insert(0, str(LIBRARIES))
+runtime = importlib.import_module("_runtime")
+
+
+class Driver:
+    """The stub's own functions. Loading it is the runtime's business, so it happens at first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(ctypes.CDLL("libcuda.so.1"), f"stub_{name}")
+        if name == "record":
+            function.restype = ctypes.c_char_p
+        return function
+
+
+driver = Driver()
+
+
+def calls(name: str) -> list[dict[str, str]]:
+    """The facts of every recorded call of this name."""
+    lines = [line.split() for line in driver.record().decode().splitlines()]
+    return [dict(fact.split("=", 1) for fact in facts) for call, *facts in lines if call == name]
+
+
+def launch(kernel: str, variant: int = 0, device: int = 0, grid=(1, 1, 1), args: bytes | None = None, stream: int = 0) -> None:
+    """Launches from a thread of its own, as torch's device guard would: with no other device current."""
+    failure: list[Exception] = []
+
+    def body() -> None:
+        try:
+            packed = bytes(runtime.args_bytes(kernel)) if args is None else args
+            runtime.launch(kernel, variant, device, grid, packed, stream)
+        except Exception as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+def refusal(kernel: str = "column_sum", **options: Any) -> str:
+    """The message of a launch that fails; empty if it does not."""
+    try:
+        launch(kernel, **options)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def served_by(kernel: str = "column_sum", **options: Any) -> str | None:
+    """The source that served a launch; None if none did."""
+    runtime.reset_counts()
+    if refusal(kernel, **options):
+        return None
+    (source,) = (name for name, count in runtime.launch_counts(kernel).items() if count)
+    return source
+
+
+def tables() -> Any:
+    """liger_ops.kernels, without the package's own __init__, which would load torch."""
+    package = types.ModuleType("liger_ops")
+    package.__path__ = [str(ROOT / "liger_ops")]
+    sys.modules["liger_ops"] = package
+    return importlib.import_module("liger_ops.kernels")
+
+
+def call_hook_with(path: str) -> list[tuple[str, int, int]]:
+    """Registers a hook that answers with this file's bytes; the list grows by what it was asked for."""
+    asked: list[tuple[str, int, int]] = []
+
+    def hook(kernel: str, variant: int, capability: int) -> bytes:
+        asked.append((kernel, variant, capability))
+        return Path(path).read_bytes()
+
+    runtime.set_hook(hook)
+    runtime.set_compiler("triton-test")
+    return asked

@@ -1,0 +1,312 @@
+// A CUDA driver without a GPU: the functions that csrc/runtime/driver.cpp resolves, and nothing else. Every call is
+// recorded; any call can be made to fail.
+//
+//   STUB_CUDA_DEVICES  one device a semicolon: "9.0:132:Stub H200;8.0:108:Stub A100". None: one of compute capability 9.0.
+//   STUB_CUDA_FAIL     "cuInit=100;cuModuleLoadData=209@2;cuLaunchKernel=719@1-3": this call returns this error, always,
+//                      from its second time on, its first three times
+//
+// Tests read the record through stub_record(): one line a call, "call key=value ...".
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kNotFound = 500;
+
+struct Device {
+  int major, minor, multiprocessors;
+  std::string name;
+};
+struct Context {
+  int device;
+};
+struct Module {
+  int device;
+  std::string image;
+};
+struct Function {
+  Module* module;
+  std::string symbol;
+};
+
+std::mutex mutex;
+std::string record;
+std::map<std::string, int> calls;
+struct Failure {
+  int error, first, last;
+};
+std::map<std::string, Failure> failures;
+std::atomic<bool> recording{true};
+std::atomic<bool> capturing{false};
+Context contexts[64];
+thread_local std::vector<Context*> stack;
+thread_local int capture_mode = 0;
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::stringstream in(text);
+  for (std::string part; std::getline(in, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+const std::vector<Device>& devices() {
+  static const auto found = [] {
+    std::vector<Device> out;
+    auto text = variable("STUB_CUDA_DEVICES");
+    for (const auto& item : split(text.empty() ? "9.0:132:Stub H200" : text, ';')) {
+      auto fields = split(item, ':');
+      int major = 0, minor = 0;
+      std::sscanf(fields.at(0).c_str(), "%d.%d", &major, &minor);
+      out.push_back({major, minor, std::atoi(fields.at(1).c_str()), fields.at(2)});
+      contexts[out.size() - 1].device = int(out.size()) - 1;
+    }
+    return out;
+  }();
+  return found;
+}
+
+void set_failures(const std::string& text) {
+  failures.clear();
+  calls.clear();
+  for (const auto& item : split(text, ';')) {
+    Failure failure{0, 1, INT_MAX};
+    auto equals = item.find('=');
+    std::sscanf(item.c_str() + equals + 1, "%d@%d-%d", &failure.error, &failure.first, &failure.last);
+    failures[item.substr(0, equals)] = failure;
+  }
+}
+
+[[maybe_unused]] const bool configured = (set_failures(variable("STUB_CUDA_FAIL")), true);
+
+// Records the call and says whether it is to fail.
+int enter(const char* call, const std::string& facts = "") {
+  std::lock_guard<std::mutex> lock(mutex);
+  record += std::string(call) + (facts.empty() ? "" : " ") + facts + "\n";
+  int times = ++calls[call];
+  auto failure = failures.find(call);
+  if (failure == failures.end() || times < failure->second.first || times > failure->second.last) return 0;
+  return failure->second.error;
+}
+
+std::string hex(const void* data, size_t size) {
+  std::string out;
+  char digits[3];
+  for (size_t i = 0; i < size; ++i) {
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<const uint8_t*>(data)[i]);
+    out += digits;
+  }
+  return out;
+}
+
+template <class T>
+T field(const char* image, size_t offset) {
+  T value;
+  std::memcpy(&value, image + offset, sizeof value);
+  return value;
+}
+
+// The driver is given no length: an ELF file says where it ends, PTX ends with a null byte.
+size_t image_size(const char* image) {
+  if (std::memcmp(image, "\177ELF", 4) != 0) return std::strlen(image);
+  auto table = field<uint64_t>(image, 40);
+  auto entry = field<uint16_t>(image, 58), count = field<uint16_t>(image, 60);
+  size_t end = table + size_t(entry) * count;
+  end = std::max(end, size_t(field<uint64_t>(image, 32) + size_t(field<uint16_t>(image, 54)) * field<uint16_t>(image, 56)));
+  for (int i = 0; i < count; ++i) {
+    size_t section = table + size_t(entry) * i;
+    bool occupies = field<uint32_t>(image, section + 4) != 8;
+    if (occupies) end = std::max(end, size_t(field<uint64_t>(image, section + 24) + field<uint64_t>(image, section + 32)));
+  }
+  return end;
+}
+
+uint64_t fnv(const std::string& bytes) {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (unsigned char c : bytes) hash = (hash ^ c) * 0x100000001b3ull;
+  return hash;
+}
+
+}  // namespace
+
+// ---- What tests call.
+
+/// Everything recorded so far; the text lives until the next call.
+EXPORT const char* stub_record() {
+  static std::string copy;
+  std::lock_guard<std::mutex> lock(mutex);
+  copy = record;
+  return copy.c_str();
+}
+
+EXPORT void stub_forget() {
+  std::lock_guard<std::mutex> lock(mutex);
+  record.clear();
+}
+
+/// As STUB_CUDA_FAIL, for calls from now on.
+EXPORT void stub_fail(const char* failing) {
+  std::lock_guard<std::mutex> lock(mutex);
+  set_failures(failing);
+}
+
+/// Off: launches succeed without a trace, so that what the runtime itself does on its way here can be measured.
+EXPORT void stub_record_launches(int on) { recording = on; }
+
+/// As if this thread had a global-mode stream capture open: loading a module is then an error.
+EXPORT void stub_capture(int on) { capturing = on; }
+
+EXPORT int stub_capture_mode() { return capture_mode; }
+
+EXPORT int stub_context_depth() { return int(stack.size()); }
+
+// ---- The driver.
+
+EXPORT int cuInit(unsigned) { return enter("cuInit"); }
+
+EXPORT int cuDeviceGetCount(int* count) {
+  int error = enter("cuDeviceGetCount");
+  *count = int(devices().size());
+  return error;
+}
+
+EXPORT int cuDeviceGet(int* device, int index) {
+  if (int error = enter("cuDeviceGet", "device=" + std::to_string(index))) return error;
+  if (index < 0 || index >= int(devices().size())) return kInvalidDevice;
+  *device = index;
+  return 0;
+}
+
+EXPORT int cuDeviceGetName(char* name, int size, int device) {
+  if (int error = enter("cuDeviceGetName")) return error;
+  std::snprintf(name, size, "%s", devices().at(device).name.c_str());
+  return 0;
+}
+
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  if (int error = enter("cuDeviceGetAttribute", "attribute=" + std::to_string(attribute))) return error;
+  const Device& d = devices().at(device);
+  if (attribute == 16) *value = d.multiprocessors;
+  else if (attribute == 75) *value = d.major;
+  else if (attribute == 76) *value = d.minor;
+  else return kInvalidValue;
+  return 0;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+  if (int error = enter("cuDevicePrimaryCtxRetain", "device=" + std::to_string(device))) return error;
+  *context = &contexts[device];
+  return 0;
+}
+
+EXPORT int cuCtxPushCurrent_v2(void* context) {
+  if (int error = enter("cuCtxPushCurrent")) return error;
+  stack.push_back(static_cast<Context*>(context));
+  return 0;
+}
+
+EXPORT int cuCtxPopCurrent_v2(void** context) {
+  if (int error = enter("cuCtxPopCurrent")) return error;
+  if (stack.empty()) return kInvalidContext;
+  *context = stack.back();
+  stack.pop_back();
+  return 0;
+}
+
+EXPORT int cuCtxSetCurrent(void* context) {
+  if (int error = enter("cuCtxSetCurrent", "device=" + std::to_string(static_cast<Context*>(context)->device))) return error;
+  if (stack.empty()) stack.push_back(nullptr);
+  stack.back() = static_cast<Context*>(context);
+  return 0;
+}
+
+EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (int error = enter("cuThreadExchangeStreamCaptureMode", "mode=" + std::to_string(*mode))) return error;
+  std::swap(capture_mode, *mode);
+  return 0;
+}
+
+EXPORT int cuModuleLoadData(void** module, const void* data) {
+  auto* image = static_cast<const char*>(data);
+  std::string bytes(image, image_size(image));
+  bool elf = bytes.compare(0, 4, "\177ELF") == 0;
+  int device = stack.empty() ? -1 : stack.back()->device;
+  char facts[160];
+  std::snprintf(
+      facts, sizeof facts, "kind=%s bytes=%zu hash=%016llx device=%d mode=%d", elf ? "ELF" : "PTX", bytes.size(),
+      (unsigned long long)fnv(bytes), device, capture_mode);
+  if (int error = enter("cuModuleLoadData", facts)) return error;
+  if (stack.empty()) return kInvalidContext;
+  if (capturing && capture_mode != 2) return 900;
+  *module = new Module{device, std::move(bytes)};
+  return 0;
+}
+
+EXPORT int cuModuleGetFunction(void** function, void* module, const char* symbol) {
+  if (int error = enter("cuModuleGetFunction", std::string("symbol=") + symbol)) return error;
+  auto* loaded = static_cast<Module*>(module);
+  if (loaded->image.find(symbol) == std::string::npos) return kNotFound;
+  *function = new Function{loaded, symbol};
+  return 0;
+}
+
+EXPORT int cuLaunchKernel(
+    void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
+    unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
+  auto* function = static_cast<Function*>(handle);
+  if (stack.empty() || !stack.back()) {
+    enter("cuLaunchKernel", "context=none");
+    return kInvalidContext;
+  }
+  if (!recording) return 0;
+  // Keys of the list: 1 the packed buffer, 2 the address of its size, 0 the end.
+  const void* buffer = nullptr;
+  size_t bytes = 0;
+  for (; !parameters && extra && *extra; extra += 2) {
+    if (*extra == reinterpret_cast<void*>(1)) buffer = extra[1];
+    if (*extra == reinterpret_cast<void*>(2)) bytes = *static_cast<size_t*>(extra[1]);
+  }
+  std::ostringstream facts;
+  facts << "symbol=" << function->symbol << " module=" << function->module->device << " device=" << stack.back()->device
+        << " grid=" << grid_x << "," << grid_y << "," << grid_z << " threads=" << threads_x << "," << threads_y << ","
+        << threads_z << " shared=" << shared << " stream=" << reinterpret_cast<uintptr_t>(stream)
+        << " args=" << hex(buffer, bytes);
+  int error = enter("cuLaunchKernel", facts.str());
+  return error ? error : function->module->device == stack.back()->device ? 0 : 400;
+}
+
+EXPORT int cuGetErrorName(int error, const char** name) {
+  static const std::map<int, const char*> names = {
+      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {100, "CUDA_ERROR_NO_DEVICE"},
+      {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+      {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"}, {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
+      {kNotFound, "CUDA_ERROR_NOT_FOUND"}, {719, "CUDA_ERROR_LAUNCH_FAILED"},
+      {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
+  auto found = names.find(error);
+  *name = found == names.end() ? nullptr : found->second;
+  return *name ? 0 : kInvalidValue;
+}
+
+EXPORT int cuGetErrorString(int error, const char** text) {
+  static thread_local std::string answer;
+  answer = "the stub's text for error " + std::to_string(error);
+  *text = answer.c_str();
+  return 0;
+}

@@ -1,0 +1,344 @@
+"""From tables to an installed package: what the build checks, generates, caches and refuses."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, scratch
+from support import output_of
+
+import liger_ops.kernels as tables
+from liger_ops.aot import codegen, compile, pack
+from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
+
+KERNEL = "column_sum"
+
+# ---- Installing.
+
+
+@pytest.fixture(scope="module")
+def without_torch():
+    """Runs setup.py in this interpreter with setuptools and nothing else."""
+    packages = scratch() / "setuptools"
+    packages.mkdir(exist_ok=True)
+    installed = Path(importlib.util.find_spec("setuptools").origin).parents[1]
+    for path in (*installed.glob("setuptools*"), *installed.glob("_distutils_hack"), *installed.glob("pkg_resources")):
+        (packages / path.name).symlink_to(path)
+
+    def run(*arguments):
+        env = {**os.environ, "PYTHONPATH": str(packages)}
+        command = [sys.executable, "-S", "setup.py", "-q", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["build_ext --inplace", "dist_info --output-dir {}"])
+def test_without_torch_one_sentence_says_what_to_do(command, without_torch, tmp_path):
+    """dist_info is what pip runs before it downloads dependencies: a torch fetched there would be for nothing."""
+    done = without_torch(*command.format(tmp_path).split())
+    assert done.returncode == 1 and list(tmp_path.iterdir()) == []
+    sentence = "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`"
+    assert done.stderr.splitlines()[-1] == f"liger-ops: {sentence}" and "Traceback" not in done.stderr
+
+
+CONFIGURED = """
+import json, runpy, subprocess, sys
+commands = []
+subprocess.run = lambda command, **_: commands.append(command)
+sys.argv = ["setup.py", "-q", "build_ext", "--inplace"]
+runpy.run_path("setup.py", run_name="__main__")
+print(json.dumps(commands))
+"""
+
+
+@pytest.mark.parametrize("archs", [None, "90"])
+def test_setup_hands_the_architectures_on(archs, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    configure, build = json.loads(output_of(CONFIGURED, **({"LIGER_OPS_ARCHS": archs} if archs else {})).splitlines()[-1])
+    assert configure[0] == build[0] == "cmake"
+    assert f"-DLIGER_ARCHS={archs or ','.join(map(str, ARCHS))}" in configure
+
+
+# ---- Layers: arrows point downwards only.
+
+
+def includes(path):
+    return re.findall(r'#include [<"]([^>"]+)[>"]', path.read_text())
+
+
+def test_the_runtime_includes_neither_torch_nor_python():
+    for path in (ROOT / "csrc" / "runtime").iterdir():
+        for header in includes(path):
+            assert header.startswith("runtime/") or re.fullmatch(r"[a-z_]+(\.h)?|sys/[a-z]+\.h", header), f"{path.name}: {header}"
+
+
+def undefined_symbols(library):
+    return subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_shipped_library_needs_python():
+    for library in LIBRARIES.glob("lib*.so"):
+        assert not re.search(r"\bPy[A-Z_]", undefined_symbols(library)), library.name
+
+
+def test_the_runtime_links_neither_torch_nor_cuda():
+    symbols = undefined_symbols(LIBRARIES / "libliger_runtime.so")
+    assert not re.search(r"c10|2at|torch|\bcu[A-Z]", symbols)
+
+
+def test_kernels_import_no_torch():
+    code = "from stub_cuda.client import *; tables().kernels(); import liger_ops.aot.compile, liger_ops.aot.codegen"
+    assert output_of(code + "; print('torch' in sys.modules)") == "False\n"
+
+
+# ---- Generated C++.
+
+
+def test_generation_is_stable_and_leaves_unchanged_files_alone(tmp_path):
+    codegen.generate(tmp_path)
+    stems = {"column_sum", *tables.modules()}
+    assert {p.name for p in (tmp_path / "kernels").iterdir()} == {f"{s}.{x}" for s in stems for x in ("h", "cpp")}
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "kernels").iterdir()}
+    (tmp_path / "kernels" / "gone.h").touch()
+    changed = tmp_path / "kernels" / "column_sum.h"
+    changed.write_text("stale")
+    codegen.generate(tmp_path)
+    after = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "kernels").iterdir()}
+    assert {p for p in before if before[p] != after[p]} == {changed} and after[changed][1] == before[changed][1]
+    assert after.keys() == before.keys()
+
+
+@pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
+def test_every_argument_has_its_offset_asserted(name):
+    kernel = tables.find(name)
+    text = codegen.args_struct(kernel)
+    assert re.findall(r"static_assert\(offsetof\(Args, (\w+)\) == (\d+)\)", text) == [(a, str(o)) for a, _, o, _ in kernel.layout]
+
+
+CHOOSE = """
+#include <cstdio>
+{includes}
+using namespace liger;
+using runtime::DType;
+template <class K, class... Points>
+void choose(Points... points) {{
+  for (bool aligned : {{true, false}}) {{
+    for (long n : {{{widths}}}) {{
+      std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(runtime::first_fit(K::configs, n, aligned), points...));
+    }}
+  }}
+}}
+int main() {{
+{calls}
+}}
+"""
+CPP_DTYPES = {"fp32": "DType::F32", "fp16": "DType::F16", "bf16": "DType::BF16"}
+
+
+def point_expressions(kernel):
+    """Every combination of axis values, as the arguments that C++ would pass."""
+    axes = []
+    for axis, values in kernel.axes.items():
+        dtypes = [[CPP_DTYPES[v] for v in value.values() if isinstance(v, str)] for value in values]
+        axes.append([f"kernels::{kernel.name}::{axis}({', '.join(d)})" if d else str(i) for i, d in enumerate(dtypes)])
+    return [", ".join(point) for point in product(*axes)]
+
+
+def test_cpp_and_python_choose_the_same_variant(tmp_path):
+    """Coverage is decided in two languages: every point of every table, on both sides of every width."""
+    codegen.generate(tmp_path)
+    everything = tables.kernels()
+    bounds = {c.max_n for k in everything for c in k.configs if c.max_n}
+    widths = sorted({1, 1 << 40} | {b + d for b in bounds for d in (0, 1)})
+    calls = [f"  choose<kernels::{k.name}>({points});" for k in everything for points in point_expressions(k)]
+    headers = "\n".join(f'#include "kernels/{stem}.h"' for stem in tables.modules())
+    (tmp_path / "choose.cpp").write_text(
+        CHOOSE.format(includes=headers, widths=", ".join(f"{w}L" for w in widths), calls="\n".join(calls))
+    )
+    flags = (f"-I{ROOT / 'csrc'}", f"-I{tmp_path}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
+    program = compile_cpp("choose", tmp_path / "choose.cpp", flags=flags)
+    chosen = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
+    expected = [
+        f"{k.name} {k.pick(point, width, aligned).index}"
+        for k in everything
+        for point in k.axis_points
+        for aligned in (True, False)
+        for width in widths
+    ]
+    assert chosen == expected
+
+
+# ---- The compiler's assertions.
+
+
+def kernel_like(**changes):
+    return dataclasses.replace(tables.find(KERNEL), **changes)
+
+
+def test_a_table_must_name_the_arguments_in_order():
+    args = dict(tables.find(KERNEL).args)
+    for wrong in (dict(reversed(args.items())), {**args, "more": "i32"}, {k: v for k, v in args.items() if k != "n"}):
+        with pytest.raises(ValueError, match="column_sum: the table declares .* the kernel takes"):
+            kernel_like(args=wrong)
+
+
+class OtherLayout(tables.Kernel):
+    """Says something else about its parameters than it compiles to."""
+
+    wrong: list = []
+
+    @property
+    def layout(self):
+        return self.wrong or super().layout
+
+
+def with_layout(change):
+    kernel = OtherLayout(**{f.name: getattr(tables.find(KERNEL), f.name) for f in dataclasses.fields(tables.Kernel)})
+    wrong = list(kernel.layout)
+    change(wrong)
+    object.__setattr__(kernel, "wrong", wrong)
+    return kernel.variant(0)
+
+
+def test_parameters_of_another_size_stop_the_build():
+    def widen(layout):
+        layout[3] = ("rows", "i64", 24, 8)
+
+    with pytest.raises(BuildError, match=r"column_sum\[.*\]: PTX parameters differ from the table"):
+        compile_variant(with_layout(widen), [90])
+
+
+def test_parameters_at_another_offset_stop_the_build():
+    def move(layout):
+        layout[4] = ("n", "i32", 32, 4)
+
+    with pytest.raises(BuildError, match="sm_90 parameters .* table"):
+        compile_variant(with_layout(move), [90])
+
+
+def test_an_argument_of_another_type_changes_what_is_compiled():
+    args = {**tables.find(KERNEL).args, "rows": "i64"}
+    binary = compile_variant(kernel_like(args=args).variant(0), [90])
+    assert ptx_parameters(binary.ptx.decode()) == [8, 8, 8, 8, 4, 8, 8]
+    assert cubin_parameters(binary.cubins[90]) == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 4), (40, 8), (48, 8)]
+
+
+def test_shared_memory_beyond_the_default_stops_the_build(monkeypatch):
+    monkeypatch.setattr(compile, "MAX_SHARED_BYTES", 0)
+    with pytest.raises(BuildError, match=r"needs \d+ bytes of shared memory, limit 0"):
+        compile_variant(tables.find("rms_norm_fwd").variant(5), [90])
+
+
+def test_a_build_path_stops_the_build(monkeypatch):
+    assemble = compile.assemble
+    monkeypatch.setattr(compile, "assemble", lambda *a: assemble(*a) + str(ROOT / "liger_ops").encode())
+    with pytest.raises(BuildError, match="carries a build path"):
+        compile_variant(tables.find(KERNEL).variant(0), [90])
+
+
+def test_an_architecture_that_the_assembler_does_not_know():
+    with pytest.raises(BuildError, match="ptxas for sm_130 failed: "):
+        compile_variant(tables.find(KERNEL).variant(0), [130])
+
+
+@pytest.mark.parametrize("path", sorted(PACKS.glob("*.pack")), ids=lambda p: p.stem)
+def test_no_pack_tells_where_it_was_built(path):
+    places = [str(ROOT), str(Path.home()), sys.prefix, "/tmp/", "site-packages", *(f"{stem}.py" for stem in tables.modules())]
+    for entry in pack.read(path)[2]:
+        for place in places:
+            assert place.encode() not in entry.binary, f"{entry.name}: {place}"
+
+
+# ---- What a change recompiles.
+
+KEYS = """
+import json, sys, types
+package = types.ModuleType("liger_ops"); package.__path__ = [{folder!r}]
+sys.modules["liger_ops"] = package
+from liger_ops.kernels import kernels
+from liger_ops.aot.compile import code_key
+print(json.dumps({{k.name: [k.source_hash, [code_key(k, v, [90]) for v in k.variants()]] for k in kernels()}}))
+"""
+
+
+@pytest.fixture
+def keys_after(tmp_path):
+    copy = shutil.copytree(ROOT / "liger_ops", tmp_path / "liger_ops", ignore=shutil.ignore_patterns("*.so", "*.pack", "__pycache__"))
+
+    def keys(file=None, old="", new=""):
+        if file:
+            path = copy / "kernels" / file
+            text = path.read_text()
+            assert text.count(old) >= 1
+            path.write_text(text.replace(old, new, 1))
+        found = json.loads(output_of(KEYS.format(folder=str(copy))))
+        if file:
+            path.write_text(text)
+        return found
+
+    return keys
+
+
+def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
+    before = keys_after()
+    # A constant, a helper that two files share, a comment outside of every kernel, and one config.
+    edits = {
+        ("column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
+        ("rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {"rms_norm_fwd", "rms_norm_bwd"},
+        ("column_sum.py", "KERNELS = [", "# A remark.\nKERNELS = ["): set(),
+        ("column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16"): {"column_sum"},
+    }
+    for edit, expected in edits.items():
+        after = keys_after(*edit)
+        assert {name for name in before if before[name] != after[name]} == expected, edit
+    # Packs and caches refuse by the hash what the key would recompile.
+    changed = keys_after("column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")["column_sum"]
+    assert changed[0] != before["column_sum"][0]
+    configs = len(tables.find("column_sum").configs)
+    assert [i % configs == 0 for i in range(len(changed[1]))] == [a != b for a, b in zip(changed[1], before["column_sum"][1])]
+
+
+def test_a_shared_helper_recompiles_what_reaches_it(keys_after):
+    before = keys_after()
+    after = keys_after("rows.py", "other=neutral).to(tl.float32)", "other=neutral).to(tl.float32) + 0.0")
+    changed = {name for name in before if before[name] != after[name]}
+    assert {"rms_norm_fwd", "rms_norm_bwd"} <= changed and not changed & {"column_sum"}
+
+
+BUILD = """
+import json, sys, types
+package = types.ModuleType("liger_ops"); package.__path__ = [{package!r}]; sys.modules["liger_ops"] = package
+from pathlib import Path
+from liger_ops.aot import build
+from liger_ops.kernels import find
+few = types.SimpleNamespace(variants=lambda: [find("column_sum").variant(i) for i in (0, 1)])
+build.kernels = lambda: [few]
+for archs in ([80, 90], [90]):
+    build.build_packs(Path({folder!r}), Path({folder!r}, "cache"), archs, 1)
+    print(json.dumps(sorted(p.name for p in Path({folder!r}).iterdir())))
+"""
+
+
+def test_packs_are_built_for_the_architectures_asked_for(tmp_path):
+    code = BUILD.format(package=str(ROOT / "liger_ops"), folder=str(tmp_path))
+    both, one = map(json.loads, output_of(code).splitlines())
+    assert both == ["cache", "ptx.pack", "sm_80.pack", "sm_90.pack"]
+    assert one == ["cache", "ptx.pack", "sm_90.pack"]
+    shipped = {e.name: e for e in pack.read(PACKS / "sm_90.pack")[2]}
+    for entry in pack.read(tmp_path / "sm_90.pack")[2]:
+        assert entry == shipped[entry.name]
+    # Two variants, two sets of architectures; the second set's build finds nothing to reuse, a third finds all.
+    cached = {p.name: p.read_bytes() for p in (tmp_path / "cache").iterdir()}
+    assert len(cached) == 4
+    ages = {p.name: p.stat().st_ino for p in (tmp_path / "cache").iterdir()}
+    output_of(code)
+    assert ages == {p.name: p.stat().st_ino for p in (tmp_path / "cache").iterdir()}

@@ -1,0 +1,338 @@
+"""Kernels compiled on this machine: the same bytes as ahead of time, and the disk cache that keeps them."""
+
+import os
+import shutil
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import stub_cuda
+from stub_cuda import ARCHS, PACKS
+
+import liger_ops.kernels as tables
+from liger_ops import _jit
+from liger_ops.aot import pack
+
+KERNEL = "column_sum"
+HASH = tables.find(KERNEL).source_hash
+ORIN = "8.7:16:Stub Orin"  # no pack serves it
+
+
+def compiled(kernel, variant, arch, tmp_path):
+    path = tmp_path / "compiled.pack"
+    path.write_bytes(_jit.compile_pack(kernel, variant, arch))
+    return pack.read(path)
+
+
+# ---- What the hook compiles.
+
+
+@pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
+def test_the_hook_makes_what_the_pack_holds(name, tmp_path):
+    """Byte for byte, so that whatever is tested of one path holds for the other."""
+    kernel = tables.find(name)
+    variant = kernel.variant(len(kernel) // 2)
+    kind, arch, entries = compiled(name, variant.index, 90, tmp_path)
+    assert (kind, arch) == (pack.CUBIN, 90)
+    assert entries == [e for e in pack.read(PACKS / "sm_90.pack")[2] if e.name == variant.name]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_on_every_architecture_of_the_packs(arch, tmp_path):
+    _, _, entries = compiled(KERNEL, 0, arch, tmp_path)
+    assert entries == [e for e in pack.read(PACKS / f"sm_{arch}.pack")[2] if e.name == entries[0].name]
+
+
+@pytest.mark.parametrize("arch", [75, 87, 103, 121])
+def test_architectures_without_a_pack(arch, tmp_path):
+    kind, found, (entry,) = compiled(KERNEL, 0, arch, tmp_path)
+    assert (kind, found, entry.variant) == (pack.CUBIN, arch, 0) and entry.binary.startswith(b"\x7fELF")
+
+
+def test_two_threads_compile_at_once_and_leave_triton_as_it_was(monkeypatch):
+    import triton
+
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
+    before = triton.knobs.cache.dir
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda variant: _jit.compile_pack(KERNEL, variant, 90), [0, 1])
+    assert first != second and triton.knobs.cache.dir == before
+    assert not triton.knobs.compilation.disable_line_info and os.environ["TRITON_DISABLE_LINE_INFO"] == "0"
+
+
+# ---- The way to the hook.
+
+
+def through_torch(variants):
+    import liger_ops
+
+    out = [served_by("column_sum", variant=v) for v in variants]
+    return [out, liger_ops.launch_counts(), liger_ops.status()["jit_compiler"]]
+
+
+def test_the_op_library_compiles_through_torch(tmp_path):
+    """A C++ launch reaches triton.compile by way of liger::_compile_kernel, and keeps the result."""
+    env = {"STUB_CUDA_DEVICES": ORIN, "LIGER_OPS_CACHE_DIR": tmp_path / "cache"}
+    (by, counts, compiler), log = stub_cuda.run(through_torch, [0, 0], **env)
+    assert by == ["hook", "hook"] and compiler and counts["jit"] == 1
+    assert log == [f"{tables.find(KERNEL).variant(0).name}: compiling for sm_87"]
+    (by, *_), log = stub_cuda.run(through_torch, [0], **env)
+    assert by == ["cache"] and not log
+
+
+def through_ctypes():
+    import liger_ops.fallback.runtime as fallback
+
+    fallback.enable_jit("triton-test")
+    return [served_by(), refusal(device=1)]
+
+
+def test_the_python_registration_compiles_through_ctypes(tmp_path):
+    env = {"STUB_CUDA_DEVICES": ORIN + ";13.0:1:Stub", "LIGER_OPS_PACK_DIR": tmp_path}
+    (by, message), _ = stub_cuda.run(through_ctypes, **env)
+    assert by == "hook" and "JIT: ptxas for sm_130 failed: " in message
+
+
+def refused_through_torch():
+    import liger_ops
+
+    return [refusal(), liger_ops.launch_counts()]
+
+
+def test_what_the_compiler_says_is_passed_on(tmp_path):
+    env = {"STUB_CUDA_DEVICES": "13.0:1:Stub", "LIGER_OPS_PACK_DIR": tmp_path}
+    (message, counts), log = stub_cuda.run(refused_through_torch, **env)
+    assert "sm_130) failed: no source has it" in message and "ptxas for sm_130 failed: " in message
+    assert not any(counts.values()) and sum("was not compiled: " in line for line in log) == 1
+
+
+def refused_without_triton():
+    import importlib.metadata as metadata
+
+    known = metadata.version
+
+    def version(name):
+        if name == "triton":
+            raise metadata.PackageNotFoundError(name)
+        return known(name)
+
+    metadata.version = version
+    import liger_ops
+
+    return [refusal(), liger_ops.status()["jit_compiler"], "triton" in sys.modules]
+
+
+def test_without_triton_the_message_says_what_would_help(tmp_path):
+    (message, compiler, imported), _ = stub_cuda.run(refused_without_triton, LIGER_OPS_PACK_DIR=tmp_path)
+    assert "JIT: no compiler is registered (needs Python with Triton)" in message and not compiler and not imported
+
+
+def hook_that_raises():
+    def hook(kernel, variant, capability):
+        raise ValueError(f"no luck with {kernel} {variant} {capability}")
+
+    runtime.set_hook(hook)
+    raised = refusal()
+    runtime.set_hook(lambda *_: "text, not bytes")
+    wrong = refusal()
+    runtime.set_hook(lambda *_: b"LIGERPAK")
+    damaged = refusal()
+    runtime.set_hook(None)
+    return [raised, wrong, damaged, refusal()]
+
+
+def test_a_hook_that_fails(tmp_path):
+    (raised, wrong, damaged, none), _ = stub_cuda.run(hook_that_raises, LIGER_OPS_PACK_DIR=tmp_path)
+    assert "JIT: ValueError: no luck with column_sum 0 90" in raised
+    assert "JIT: " in wrong and "bytes" in wrong
+    assert "JIT: the compiled kernel: truncated at 8 bytes" in damaged
+    assert "no compiler is registered" in none
+
+
+# ---- The disk cache.
+
+
+@pytest.fixture
+def compiler_output(tmp_path):
+    """What a hook would answer for the first variant of KERNEL, without its time."""
+    kind, arch, entries = pack.read(PACKS / "sm_80.pack")
+    path = tmp_path / "answer.pack"
+    pack.write(path, kind, arch, [e for e in entries if e.name == tables.find(KERNEL).variant(0).name])
+    return str(path)
+
+
+def serve(answer, compiler, variant=0):
+    asked = call_hook_with(answer)
+    if compiler:
+        runtime.set_compiler(compiler)
+    else:
+        runtime.set_hook(None)
+        runtime.set_compiler("")
+    return served_by(variant=variant)
+
+
+@pytest.fixture
+def source_of(compiler_output, tmp_path):
+    """Which source serves a launch on an Orin, and what is said."""
+
+    def call(compiler="triton-test", variant=0, capability="8.7", **env):
+        defaults = {"LIGER_OPS_CACHE_DIR": tmp_path / "cache", "LIGER_OPS_PACK_DIR": tmp_path / "none"}
+        done = stub_cuda.run(serve, compiler_output, compiler, variant, STUB_CUDA_DEVICES=f"{capability}:16:Stub", **defaults | env)
+        # What a run without packs and with a compiler says anyway.
+        return done.value, [line for line in done.log if "no kernel packs" not in line and ": compiling for " not in line]
+
+    return call
+
+
+def test_a_compiled_kernel_is_kept_for_the_next_process(source_of, compiler_output, tmp_path):
+    cache = tmp_path / "deep" / "cache"
+    assert source_of(LIGER_OPS_CACHE_DIR=cache) == ("hook", [])
+    assert source_of(LIGER_OPS_CACHE_DIR=cache) == ("cache", [])
+    (file,) = (p for p in cache.rglob("*") if p.is_file())
+    assert file == cache / "triton-test" / f"{KERNEL}-{HASH}-0-sm_87.pack"
+    assert file.read_bytes() == open(compiler_output, "rb").read()
+    assert all(stat.S_IMODE(p.stat().st_mode) == 0o700 for p in (cache, file.parent)) and stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("variable,below", [("XDG_CACHE_HOME", "liger_ops"), ("HOME", ".cache/liger_ops")])
+def test_where_the_cache_lies(variable, below, source_of, tmp_path):
+    source_of(LIGER_OPS_CACHE_DIR="", **{variable: tmp_path})
+    assert (tmp_path / below / "triton-test").is_dir()
+
+
+def test_without_a_place_for_it_nothing_is_kept(source_of):
+    assert source_of(LIGER_OPS_CACHE_DIR="") == ("hook", [])
+
+
+@pytest.mark.parametrize("change", [dict(compiler="triton-other"), dict(capability="7.5"), dict(variant=1)])
+def test_the_key_holds_compiler_architecture_and_variant(change, source_of):
+    assert source_of()[0] == "hook"
+    by, _ = source_of(**change)
+    # The one answer that the hook has is of variant 0.
+    assert by == (None if "variant" in change else "hook")
+    assert source_of()[0] == "cache"
+
+
+def test_the_key_holds_the_hash_of_the_source(source_of, tmp_path):
+    source_of()
+    (file,) = (tmp_path / "cache").rglob("*.pack")
+    file.rename(file.with_name(file.name.replace(HASH, f"{int(HASH, 16) ^ 1:016x}")))
+    assert source_of()[0] == "hook"
+
+
+def test_a_process_without_a_compiler_uses_the_newest(source_of, tmp_path):
+    for version in ("triton-3.6.0", "triton-3.10.0", "triton-3.9.1"):
+        assert source_of(version)[0] == "hook"
+    for older in ("triton-3.6.0", "triton-3.9.1"):
+        for file in (tmp_path / "cache" / older).iterdir():
+            file.write_bytes(b"never opened")
+    assert source_of(compiler=None) == ("cache", [])
+
+
+def spoil(folder, how):
+    if how == "writable by the group":
+        folder.chmod(0o770)
+    elif how == "writable by all":
+        folder.chmod(0o707)
+    elif how == "a link":
+        folder.rename(folder.with_name("elsewhere"))
+        folder.symlink_to(folder.with_name("elsewhere"))
+    else:
+        shutil.rmtree(folder)
+        folder.write_text("a file")
+
+
+UNSAFE = {
+    "writable by the group": "it must belong to this user and be writable by nobody else",
+    "writable by all": "it must belong to this user and be writable by nobody else",
+    "a link": "it must be a folder, and no link to one",
+    "a file": "it must be a folder, and no link to one",
+}
+
+
+@pytest.mark.parametrize("level", ["", "triton-test"])
+@pytest.mark.parametrize("how", UNSAFE)
+def test_a_folder_that_others_might_write_is_not_used(how, level, source_of, tmp_path):
+    source_of()
+    folder = tmp_path / "cache" / level if level else tmp_path / "cache"
+    spoil(folder, how)
+    assert source_of() == ("hook", [f"JIT cache folder {folder} is not used: {UNSAFE[how]}"])
+
+
+def test_a_folder_of_another_user_is_not_used(source_of, tmp_path):
+    folder = tmp_path / "cache"
+    if os.geteuid() == 0:
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 65534, 65534)
+    else:
+        folder = "/usr"
+    by, log = source_of(LIGER_OPS_CACHE_DIR=folder)
+    assert by == "hook"
+    assert log == [f"JIT cache folder {folder} is not used: it must belong to this user and be writable by nobody else"]
+
+
+def test_a_folder_that_cannot_be_made(source_of):
+    by, log = source_of(LIGER_OPS_CACHE_DIR="/dev/null/cache")
+    assert by == "hook"
+    assert log == ["JIT cache folder /dev/null/cache cannot be made: Not a directory; compiled kernels are not kept"]
+
+
+@pytest.mark.parametrize("content", [b"", b"LIGERPAK", None])
+def test_a_damaged_file_is_compiled_again_and_replaced(content, source_of, tmp_path):
+    source_of()
+    (file,) = (tmp_path / "cache").rglob("*.pack")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] + b"\0" * 9 if content is None else content)
+    by, log = source_of()
+    assert by == "hook" and len(log) == 1 and str(file) in log[0] and "ignored" in log[0]
+    assert file.read_bytes() == whole and source_of() == ("cache", [])
+
+
+def test_a_file_is_there_whole_or_not_at_all(source_of, tmp_path):
+    """Processes that store the same kernel over and over, watched by a reader."""
+    source_of()
+    (file,) = (tmp_path / "cache").rglob("*.pack")
+    done, seen = threading.Event(), set()
+
+    def watch():
+        while not done.is_set():
+            try:
+                seen.add(len(pack.read(file)[2]))
+            except FileNotFoundError:
+                pass
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(6):
+            file.unlink()
+            assert source_of()[0] == "hook"
+    finally:
+        done.set()
+        watcher.join()
+    assert seen == {1} and [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def compile_for_real(variants):
+    tables()
+    # The compiler needs no torch; importing it eight times over would take longer than all the rest.
+    sys.modules["torch"] = type(sys)("torch")
+    from liger_ops import _jit
+
+    runtime.set_hook(_jit.compile_pack)
+    runtime.set_compiler(_jit.compiler())
+    return [served_by(variant=v) for v in variants]
+
+
+def test_eight_processes_start_at_once(tmp_path):
+    """Each compiles for real, into one cache that is not there yet."""
+    env = {"STUB_CUDA_DEVICES": ORIN, "LIGER_OPS_CACHE_DIR": tmp_path / "cache"}
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: stub_cuda.run(compile_for_real, [0, 3], **env), range(8)))
+    for by, log in runs:
+        assert set(by) <= {"hook", "cache"}
+        assert all(line.endswith(": compiling for sm_87") for line in log)
+    files = sorted(p.name for p in (tmp_path / "cache").rglob("*") if p.is_file())
+    assert files == [f"{KERNEL}-{HASH}-{v}-sm_87.pack" for v in (0, 3)]
+    assert stub_cuda.run(compile_for_real, [0, 3], **env) == (["cache", "cache"], [])

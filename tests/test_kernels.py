@@ -1,0 +1,168 @@
+"""The compiled kernels themselves: registers and spills, the width of memory accesses."""
+
+import math
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from stub_cuda import ARCHS, PACKS
+
+import liger_ops.kernels as tables
+from liger_ops.aot import pack
+
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+WIDEST = 16  # bytes of one access of a thread
+
+
+def by_name(stem):
+    return {e.name: e.binary for e in pack.read(PACKS / f"{stem}.pack")[2]}
+
+
+def variants(kernel):
+    return list(tables.find(kernel).variants())
+
+
+KERNELS = [k.name for k in tables.kernels()]
+
+# ---- Registers.
+
+
+def attributes(cubin):
+    """EIATTR records of the ELF's .nv.info section: attribute -> value. Each names the one kernel of the file first."""
+    table, entry, count, names = struct.unpack_from("<40xQ10xHHH", cubin)
+    sections = [struct.unpack_from("<II8x8xQQ", cubin, table + i * entry) for i in range(count)]
+    start = sections[names][2]
+    found = {}
+    for name, _, offset, size in sections:
+        if cubin[start + name : cubin.index(b"\0", start + name)] != b".nv.info":
+            continue
+        at = offset
+        while at < offset + size:
+            form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+            if form == 4 and length == 8:
+                found[attribute] = struct.unpack_from("<4xI", cubin, at + 4)[0]
+            at += 4 + (length if form == 4 else 0)
+    return found
+
+
+def registers(cubin):
+    return attributes(cubin)[0x2F]
+
+
+def spilled_bytes(cubin):
+    """The stack frame: no kernel here has arrays, so that what lies there was spilled."""
+    return attributes(cubin)[0x11]
+
+
+def test_the_elf_reader_agrees_with_cuobjdump(tmp_path):
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    binaries = by_name("sm_90")
+    spilling = max(binaries, key=lambda name: spilled_bytes(binaries[name]))
+    for name in [variants(KERNELS[0])[0].name, variants("rms_norm_fwd")[3].name, spilling]:
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(binaries[name])
+        said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        expected = f"REG:{registers(binaries[name])} STACK:{spilled_bytes(binaries[name])} "
+        assert expected in said and "LOCAL:0 " in said, name
+
+
+# Bytes a thread may spill on sm_90, beside none at all.
+#
+# Where nothing bounds its registers, ptxas may park one 8-byte address rather than cross a step of occupancy.
+PARKED = 8
+# Where a config asks for resident programs (programs_per_sm), registers are bounded to make room for them, and what does
+# not fit is spilled; the sweeps timed the aligned configs with their spills. These are the largest of each kernel, so
+# that none grows unseen. No sweep has looked at the unaligned ones.
+BOUNDED = {
+    "layer_norm_fwd": dict(aligned=312, unaligned=0),
+    "layer_norm_bwd": dict(aligned=296, unaligned=608),
+    "rms_norm_fwd": dict(aligned=80, unaligned=0),
+    "rms_norm_bwd": dict(aligned=168, unaligned=656),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_spills(name):
+    binaries = by_name("sm_90")
+    worse = []
+    for variant in variants(name):
+        allowed = PARKED
+        if variant.max_registers:
+            allowed = BOUNDED.get(name, {}).get("aligned" if variant.config.aligned else "unaligned", 0)
+        spilled = spilled_bytes(binaries[variant.name])
+        if spilled > allowed:
+            worse.append(f"{variant.name}: {spilled} bytes, allowed {allowed}")
+    assert not worse, "\n".join(worse)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_register_bounds_hold(arch):
+    binaries = by_name(f"sm_{arch}")
+    for variant in (v for name in KERNELS for v in variants(name)):
+        used = registers(binaries[variant.name])
+        # What launches at all: a program's registers come out of 65536.
+        bound = min(255, 65536 // (32 * variant.config.num_warps))
+        assert used <= min(bound, variant.max_registers or bound), variant.name
+
+
+# ---- Memory accesses.
+
+
+def accesses(ptx, pointers):
+    """(ld or st, names of the pointer arguments that the address derives from, bytes) of every global access.
+
+    A register derives from what the 64-bit registers derive from that it is computed of.
+    """
+    origin = {}
+    statements = [line.strip() for line in ptx.splitlines() if line.strip().endswith(";")]
+    changed = True
+    while changed:
+        changed = False
+        for line in statements:
+            target = re.match(r"(?:@!?%p\d+ )?[\w.:]+\s+(%rd\d+),(.*)", line)
+            if not target or line.startswith(("st.", "ld.global")):
+                continue
+            parameter = re.search(r"_param_(\d+)\]", target[2])
+            sources = {pointers[int(parameter[1])]} - {None} if parameter else set()
+            sources |= {o for register in re.findall(r"%rd\d+", target[2]) for o in origin.get(register, ())}
+            if not sources <= origin.get(target[1], set()):
+                origin[target[1]] = origin.get(target[1], set()) | sources
+                changed = True
+    found = []
+    for line in statements:
+        access = re.match(r"(?:@!?%p\d+ )?(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[a-z](\d+)\s.*?\[\s*(%rd\d+)", line)
+        if access:
+            found.append((access[1], origin.get(access[4], set()), int(access[2] or 1) * int(access[3]) // 8))
+    return found
+
+
+def is_wide_enough(variant, size):
+    """Whether a tile gives each thread a whole access; a sweep may prefer tiles that do not, e.g. five of 512 for 2560."""
+    blocks = [v for name, v in variant.constexprs.items() if name.startswith("BLOCK_")]
+    return not blocks or math.prod(blocks) * size >= variant.config.num_warps * 32 * WIDEST
+
+
+@pytest.mark.parametrize("name", [k.name for k in tables.kernels() if "*X" in k.args.values()])
+def test_aligned_variants_move_sixteen_bytes_at_a_time(name):
+    """Every tensor of the activations' type, read or written, in every variant whose tile is wide enough."""
+    texts = by_name("ptx")
+    kernel = tables.find(name)
+    pointers = [argument if kind == "*X" else None for argument, kind, *_ in kernel.layout]
+    checked, seen = 0, set()
+    for variant in kernel.variants():
+        size = BYTES[variant.choices["X"]]
+        if not variant.config.aligned or not is_wide_enough(variant, size):
+            continue
+        widths: dict[tuple[str, str], int] = {}
+        for what, sources, width in accesses(texts[variant.name].decode(), pointers):
+            for source in sources:
+                widths[what, source] = max(width, widths.get((what, source), 0))
+        narrow = {k: w for k, w in widths.items() if w < WIDEST}
+        assert not narrow, f"{variant.name}: {narrow}"
+        seen |= {source for _, source in widths}
+        checked += 1
+    assert checked and seen == set(pointers) - {None}

@@ -1,0 +1,517 @@
+"""csrc/runtime over a stub driver: sources, architecture rules, loading, launching and what it says when that fails."""
+
+import re
+import shutil
+import struct
+import subprocess
+
+import pytest
+import stub_cuda
+from stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv
+
+import liger_ops.kernels as tables
+from liger_ops.aot import pack
+from liger_ops.aot.compile import cubin_parameters
+
+KERNEL = "column_sum"
+VARIANT = next(tables.find(KERNEL).variants()).name
+
+
+def every_kernel():
+    return {k.name: k for k in tables.kernels()}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Packs of one entry, the first variant of KERNEL, by file stem."""
+    folder = tmp_path_factory.mktemp("single")
+    for source in PACKS.glob("*.pack"):
+        kind, arch, entries = pack.read(source)
+        pack.write(folder / source.name, kind, arch, [e for e in entries if e.name == VARIANT])
+    return folder
+
+
+@pytest.fixture
+def packs(tmp_path, single):
+    """A pack folder of one's own: packs("sm_90", "ptx")."""
+
+    def make(*stems):
+        folder = tmp_path / "packs"
+        folder.mkdir()
+        for stem in stems:
+            shutil.copy(single / f"{stem}.pack", folder)
+        return folder
+
+    return make
+
+
+def fill_cache(folder, single, arch, source=90):
+    """The pack of architecture `source`, as if the JIT had kept it for `arch`."""
+    kernel = tables.find(KERNEL)
+    target = folder / "triton-test" / f"{KERNEL}-{kernel.source_hash}-0-sm_{arch}.pack"
+    target.parent.mkdir(parents=True, mode=0o700)
+    shutil.copy(single / f"sm_{source}.pack", target)
+    return folder
+
+
+# ---- The driver library.
+
+
+def ask_without_driver():
+    return [runtime.device_count(), refusal("column_sum")]
+
+
+def unusable_driver(tmp_path, what):
+    if what == "absent":
+        # The loader stops at this one, so that no other libcuda of the machine is found.
+        (tmp_path / "libcuda.so.1").touch()
+    else:
+        (tmp_path / "empty.cpp").touch()
+        shutil.copy(compile_cpp("libempty.so", tmp_path / "empty.cpp", flags=("-shared", "-fPIC")), tmp_path / "libcuda.so.1")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "what,reason",
+    [("absent", "the CUDA driver library libcuda.so.1 could not be loaded"), ("too old", "the CUDA driver lacks cuInit")],
+)
+def test_no_driver_is_no_error_until_a_launch(what, reason, tmp_path):
+    (devices, message), log = stub_cuda.run(ask_without_driver, LD_LIBRARY_PATH=unusable_driver(tmp_path, what))
+    assert devices == 0 and not log
+    assert message == f"launch of {VARIANT} with grid (1, 1, 1) on device 0 failed: {reason}"
+
+
+# ---- Sources.
+
+
+def served(hook_answer):
+    asked = call_hook_with(hook_answer) if hook_answer else []
+    return [served_by(), len(asked), refusal()]
+
+
+@pytest.mark.parametrize("source", ["pack", "cache", "hook", "ptx"])
+def test_each_source_alone(source, packs, single, tmp_path):
+    env = {"LIGER_OPS_PACK_DIR": packs(*{"pack": ["sm_90"], "ptx": ["ptx"]}.get(source, []))}
+    if source == "cache":
+        env["LIGER_OPS_CACHE_DIR"] = fill_cache(tmp_path / "cache", single, 90)
+    answer = str(single / "sm_90.pack") if source == "hook" else None
+    (by, asked, _), _ = stub_cuda.run(served, answer, **env)
+    assert by == source and asked == (source == "hook")
+
+
+@pytest.mark.parametrize("failing,source", [(0, "pack"), (1, "cache"), (2, "hook"), (3, "ptx")])
+def test_each_source_fails_over_to_the_next(failing, source, packs, single, tmp_path):
+    """All four are there; the driver refuses the first modules that it is given."""
+    env = {
+        "LIGER_OPS_PACK_DIR": packs("sm_90", "ptx"),
+        "LIGER_OPS_CACHE_DIR": fill_cache(tmp_path / "cache", single, 90),
+        "STUB_CUDA_FAIL": f"cuModuleLoadData=209@1-{failing}" if failing else "",
+    }
+    (by, asked, _), log = stub_cuda.run(served, str(single / "sm_90.pack"), **env)
+    assert by == source and asked == (failing >= 2)
+    assert sum("CUDA_ERROR_NO_BINARY_FOR_GPU" in line for line in log) == failing
+
+
+def test_when_every_source_fails_the_message_names_each(packs, single, tmp_path):
+    folder = packs("sm_90", "ptx")
+    env = {"LIGER_OPS_CACHE_DIR": fill_cache(tmp_path / "cache", single, 90), "STUB_CUDA_FAIL": "cuModuleLoadData=209"}
+    (_, _, message), _ = stub_cuda.run(served, str(single / "sm_90.pack"), LIGER_OPS_PACK_DIR=folder, **env)
+    why = r"cuModuleLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU \(209\): the stub's text for error 209"
+    sources = [f"{folder}/sm_90.pack", rf"{tmp_path}/cache/\S+\.pack", "the compiled kernel", f"{folder}/ptx.pack"]
+    assert re.search("; ".join(f"{s}: {why}" for s in sources) + "$", message), message
+
+
+# ---- Architectures.
+
+# What serves a device, where there is no compiler: a pack of its own major family and no newer, else PTX, which a
+# device at least as capable compiles. Integrated chips (8.7, 11.0) run only their own cubins.
+SERVED = {
+    "7.5": None, "8.0": "sm_80", "8.6": "sm_80", "8.7": "ptx", "8.9": "sm_80", "9.0": "sm_90", "10.0": "sm_100",
+    "10.3": "sm_100", "11.0": "ptx", "12.0": "sm_120", "12.1": "sm_120", "13.0": "ptx",
+}  # fmt: skip
+ALL_DEVICES = ";".join(f"{capability}:100:Stub {capability}" for capability in SERVED)
+
+
+def modules_by_device(count):
+    out = []
+    for device in range(count):
+        message = refusal(device=device)
+        images = [c["hash"] for c in calls("cuModuleLoadData") if c["device"] == str(device)]
+        out.append([message, images])
+    return out
+
+
+def test_architecture_rules(single):
+    expected = {p.stem: pack.read(p)[2][0].binary for p in single.glob("*.pack")}
+    found, _ = stub_cuda.run(modules_by_device, len(SERVED), STUB_CUDA_DEVICES=ALL_DEVICES, LIGER_OPS_PACK_DIR=single)
+    for (capability, stem), (message, images) in zip(SERVED.items(), found):
+        assert images == ([fnv(expected[stem])] if stem else []), capability
+        assert bool(message) == (stem is None), message
+    refused = found[list(SERVED).index("7.5")][0]
+    assert re.search(
+        rf"launch of {re.escape(VARIANT)} .* on device 0 \(Stub 7\.5, sm_75\) failed: no source has it \([0-9a-f]{{16}}\): "
+        rf"{single}: no pack for sm_75; JIT: no compiler is registered \(needs Python with Triton\); {single}: no PTX for sm_75$",
+        refused,
+    ), refused
+
+
+def hook_requests(count, answer):
+    asked = call_hook_with(answer)
+    return [[served_by(device=d) for d in range(count)], [capability for *_, capability in asked]]
+
+
+def test_what_no_pack_serves_is_compiled_for_its_own_architecture(single):
+    answer = str(single / "sm_90.pack")
+    (by, asked), _ = stub_cuda.run(hook_requests, len(SERVED), answer, STUB_CUDA_DEVICES=ALL_DEVICES, LIGER_OPS_PACK_DIR=single)
+    assert dict(zip(SERVED, by)) == {c: "hook" if s in (None, "ptx") else "pack" for c, s in SERVED.items()}
+    assert asked == [75, 87, 110, 130]
+
+
+def rules():
+    capabilities = [75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121, 130]
+    return [[t, d, runtime.cubin_runs_on(t, d), runtime.ptx_runs_on(t, d)] for t in capabilities for d in capabilities]
+
+
+def test_every_pair_of_architectures():
+    tegra = {87, 101, 110}
+    for target, device, cubin, ptx in stub_cuda.run(rules).value:
+        family = target // 10 == device // 10 and target <= device and not {target, device} & tegra
+        assert cubin == (target == device or family), (target, device)
+        assert ptx == (target <= device), (target, device)
+
+
+# ---- Launches.
+
+
+def launch_every_kernel():
+    """The first and the last variant of each, with bytes that all differ from their neighbours."""
+    sent = []
+    for kernel in tables().kernels():
+        size = runtime.args_bytes(kernel.name)
+        for variant in sorted({0, len(kernel) - 1}):
+            args = bytes((7 * i + variant) % 251 for i in range(size))
+            launch(kernel.name, variant, grid=(5, 6, 7), args=args, stream=0xABCDEF0123)
+            sent.append([kernel.name, variant, args.hex()])
+    return [sent, calls("cuLaunchKernel"), calls("cuModuleLoadData")]
+
+
+@pytest.fixture(scope="module")
+def launched():
+    sent, launches, modules = stub_cuda.run(launch_every_kernel).value
+    done = [c for c in launches if "symbol" in c]
+    assert len(done) == len(modules) == len(sent) >= len(every_kernel())
+    return list(zip(sent, done, modules))
+
+
+def test_arguments_arrive_byte_for_byte(launched):
+    for (name, _, args), call, _ in launched:
+        assert call["args"] == args, name
+        assert (call["symbol"], call["grid"], call["stream"]) == (f"{name}_kernel", "5,6,7", str(0xABCDEF0123))
+        assert call["device"] == call["module"] == "0"
+
+
+def test_launch_facts_come_from_the_pack(launched):
+    entries = {e.name: e for e in pack.read(PACKS / "sm_90.pack")[2]}
+    for (name, variant, _), call, module in launched:
+        entry = entries[every_kernel()[name].variant(variant).name]
+        assert call["threads"] == f"{32 * entry.num_warps},1,1" and call["shared"] == str(entry.shared)
+        assert module["hash"] == fnv(entry.binary) and module["bytes"] == str(len(entry.binary))
+
+
+def test_argument_buffers_have_the_size_of_the_table(launched):
+    for (name, _, args), *_ in launched:
+        *_, offset, size = every_kernel()[name].layout[-1]
+        assert len(args) // 2 == offset + size
+
+
+TYPES = {"i32": ("i", -7), "i64": ("q", -(2**40)), "fp32": ("f", 0.1)}
+
+
+def launch_with(kernel, args):
+    launch(kernel, args=bytes.fromhex(args))
+    return calls("cuLaunchKernel")[-1]["args"]
+
+
+@pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
+def test_values_lie_at_the_offsets_of_the_cubin(name):
+    """The parameter offsets that the compiled kernel reads from, not those of the table alone."""
+    kernel = every_kernel()[name]
+    values = [TYPES.get(kind, ("Q", 2**47 + 16 * i)) for i, (_, kind, *_) in enumerate(kernel.layout)]
+    # Native alignment: what a C++ struct of these members looks like.
+    args = struct.pack("@" + "".join(code for code, _ in values), *(v for _, v in values))
+    received = bytes.fromhex(stub_cuda.run(launch_with, name, args.hex()).value)
+    binary = next(e.binary for e in pack.read(PACKS / "sm_90.pack")[2] if e.name == kernel.variant(0).name)
+    for (code, value), (offset, size) in zip(values, cubin_parameters(binary), strict=True):
+        assert received[offset : offset + size] == struct.pack("<" + code, value)
+
+
+def launch_nothing():
+    for grid in [(0, 1, 1), (1, 0, 1), (1, 1, 0)]:
+        launch("column_sum", grid=grid)
+    return runtime.device_count() and calls("cuLaunchKernel")
+
+
+def test_an_empty_grid_launches_nothing():
+    assert stub_cuda.run(launch_nothing).value == []
+
+
+def wrong_calls():
+    import ctypes
+
+    library = ctypes.CDLL(str(Path(sys.path[0]) / "libliger_runtime.so"))
+    library.liger_launch.restype = ctypes.c_char_p
+    size = runtime.args_bytes("column_sum")
+    out = []
+    for name, variant, size in [("nothing", 0, size), ("column_sum", 10**6, size), ("column_sum", 0, size - 1)]:
+        out.append(library.liger_launch(name.encode(), variant, 0, None, 1, 1, 1, bytes(size), ctypes.c_uint64(size)).decode())
+    return [*out, [c for c in driver.record().decode().split() if c.startswith("cuLaunch")]]
+
+
+def test_the_c_interface_refuses_what_the_tables_do_not_hold():
+    unknown, *differ, launches = stub_cuda.run(wrong_calls).value
+    assert unknown == "no kernel named nothing" and not launches
+    assert all("the kernel tables of the Python files and of the library differ" in message for message in differ)
+
+
+# ---- Loading.
+
+
+def load_from_many_threads(kernels, threads):
+    start = threading.Barrier(threads * runtime.device_count())
+    failures = []
+
+    def body(device):
+        args = {k: bytes(runtime.args_bytes(k)) for k in kernels}
+        start.wait()
+        for kernel in kernels:
+            for variant in range(8):
+                try:
+                    runtime.launch(kernel, variant, device, (1, 1, 1), args[kernel])
+                except RuntimeError as error:
+                    failures.append(str(error))
+
+    workers = [threading.Thread(target=body, args=(d,)) for d in range(runtime.device_count()) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return [failures, calls("cuModuleLoadData"), calls("cuLaunchKernel"), calls("cuDevicePrimaryCtxRetain")]
+
+
+def test_sixteen_threads_on_each_of_four_devices_load_a_kernel_once():
+    kernels = ["column_sum", "rms_norm_fwd"]
+    devices = ";".join(f"{c}:8:Stub" for c in ("8.0", "9.0", "9.0", "12.0"))
+    value, _ = stub_cuda.run(load_from_many_threads, kernels, 16, STUB_CUDA_DEVICES=devices)
+    failures, modules, launches, contexts = value
+    assert not failures
+    assert sorted(m["device"] for m in modules) == sorted("0123" * 8 * len(kernels))
+    done = [c for c in launches if "symbol" in c]
+    assert len(done) == 4 * 16 * 8 * len(kernels) and all(c["device"] == c["module"] for c in done)
+    assert sorted(c["device"] for c in contexts) == ["0", "1", "2", "3"]
+
+
+def test_launches_after_the_first_allocate_nothing_and_lock_nothing():
+    flags = (f"-I{ROOT / 'csrc'}", "-rdynamic", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}", "-ldl")
+    program = compile_cpp("hot_path", ROOT / "tests/stub_cuda/hot_path.cpp", flags=flags)
+    done = subprocess.run([program, "rms_norm_fwd"], capture_output=True, text=True, env=stub_cuda.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    first_allocations, first_locks, allocations, locks = map(int, done.stdout.split())
+    assert first_allocations > 0 and first_locks > 0, "the counters do not count"
+    assert allocations == locks == 0
+
+
+def look_without_launching():
+    facts = [runtime.device(i) for i in range(runtime.device_count())]
+    return [facts, driver.record().decode()]
+
+
+def test_looking_at_devices_makes_no_context_on_them():
+    (facts, record), _ = stub_cuda.run(look_without_launching, STUB_CUDA_DEVICES="8.0:108:Stub A100;9.0:132:Stub H200")
+    assert facts == [["Stub A100", 80, 108], ["Stub H200", 90, 132]]
+    assert "cuDevicePrimaryCtxRetain" not in record
+
+
+def launch_from_a_thread_without_context():
+    launch("column_sum", stream=1)
+    driver.forget()
+    launch("column_sum", stream=2)
+    return [calls("cuLaunchKernel"), calls("cuCtxSetCurrent"), calls("cuModuleLoadData")]
+
+
+def test_a_thread_that_has_no_context_launches():
+    launches, contexts, modules = stub_cuda.run(launch_from_a_thread_without_context).value
+    assert [c.get("context", c.get("stream")) for c in launches] == ["none", "2"]
+    assert contexts == [{"device": "0"}] and not modules
+
+
+def launch_under_capture():
+    driver.capture(1)
+    message = refusal()
+    return [message, calls("cuModuleLoadData"), driver.capture_mode(), driver.context_depth()]
+
+
+def test_loading_during_a_capture_is_relaxed_and_put_back():
+    message, modules, mode, depth = stub_cuda.run(launch_under_capture).value
+    assert not message and [m["mode"] for m in modules] == ["2"] and mode == depth == 0
+
+
+def test_a_capture_that_cannot_be_relaxed_says_so():
+    message, _, mode, _ = stub_cuda.run(launch_under_capture, STUB_CUDA_FAIL="cuThreadExchangeStreamCaptureMode=719").value
+    assert "cuModuleLoadData: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)" in message and mode == 0
+
+
+def preload(kernels):
+    counts = runtime.preload(0, kernels)
+    modules = len(calls("cuModuleLoadData"))
+    for kernel in runtime.kernels():
+        if not kernels or any(kernel.startswith(k) for k in kernels):
+            launch(kernel)
+    return [counts, modules, len(calls("cuModuleLoadData")), runtime.preload(0, kernels)]
+
+
+@pytest.mark.parametrize("kernels", [[], ["rms_norm", "column"]])
+def test_preload_leaves_nothing_to_load(kernels):
+    wanted = [k for name, k in every_kernel().items() if not kernels or name.startswith(tuple(kernels))]
+    total = sum(map(len, wanted))
+    counts, before, after, again = stub_cuda.run(preload, kernels).value
+    assert counts == again == [total, 0] and before == after == total
+
+
+def preload_only():
+    asked = call_hook_with("/nowhere")
+    return [runtime.preload(0), len(asked)]
+
+
+def test_preload_takes_what_is_there_and_compiles_nothing(single, tmp_path):
+    total = sum(map(len, every_kernel().values()))
+    cache = fill_cache(tmp_path / "cache", single, 130)
+    env = {"STUB_CUDA_DEVICES": "13.0:200:Stub", "LIGER_OPS_CACHE_DIR": cache, "LIGER_OPS_PACK_DIR": single}
+    assert stub_cuda.run(preload_only, **env).value == [[1, total - 1], 0]
+
+
+def preload_fails():
+    try:
+        return runtime.preload(9)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_preload_of_a_device_that_is_not_there():
+    assert stub_cuda.run(preload_fails).value.startswith("cuDeviceGet: CUDA_ERROR_INVALID_DEVICE (101)")
+
+
+# ---- Failures.
+
+# Before the device is known the message cannot name it: what it says instead of "(Stub H200, sm_90)".
+FAILURES = {
+    "cuInit=100": ("", r"cuInit failed: CUDA_ERROR_NO_DEVICE \(100\)"),
+    "cuDeviceGet=101": ("", r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"),
+    "cuDeviceGetAttribute=1": ("", r"cuDeviceGetAttribute: CUDA_ERROR_INVALID_VALUE \(1\)"),
+    "cuDeviceGetName=1": ("", r"cuDeviceGetName: CUDA_ERROR_INVALID_VALUE \(1\)"),
+    "cuDevicePrimaryCtxRetain=2": ("known", r"cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
+    "cuCtxPushCurrent=201": ("known", r"no source has it .*sm_90.pack: cuCtxPushCurrent: CUDA_ERROR_INVALID_CONTEXT \(201\)"),
+    "cuModuleLoadData=2": ("known", r"no source has it .*sm_90.pack: cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
+    "cuModuleGetFunction=500": ("known", r"no source has it .*sm_90.pack: cuModuleGetFunction: CUDA_ERROR_NOT_FOUND \(500\)"),
+    "cuCtxSetCurrent=2": ("known", r"cuLaunchKernel, 256 threads: CUDA_ERROR_INVALID_CONTEXT \(201\)"),
+    "cuLaunchKernel=719": ("known", r"cuLaunchKernel, 256 threads: CUDA_ERROR_LAUNCH_FAILED \(719\)"),
+    "cuLaunchKernel=31337": ("known", r"cuLaunchKernel, 256 threads: unknown CUDA error \(31337\)"),
+}
+
+
+def fail_then_recover():
+    first = refusal(grid=(3, 2, 1))
+    driver.fail(b"")
+    return [first, refusal(grid=(3, 2, 1))]
+
+
+@pytest.mark.parametrize("failing", FAILURES)
+def test_a_failing_driver_call_is_told_in_one_sentence(failing):
+    facts, reason = FAILURES[failing]
+    device = r"device 0 \(Stub H200, sm_90\)" if facts else "device 0"
+    (message, _), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
+    expected = rf"launch of {re.escape(VARIANT)} with grid \(3, 2, 1\) on {device} failed: {reason}: the stub's text for error \d+"
+    assert re.match(expected, message), message
+
+
+@pytest.mark.parametrize("failing", [f for f in FAILURES if FAILURES[f][0]])
+def test_a_failure_that_passes_does_not_stay(failing):
+    (first, second), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
+    assert first and not second
+
+
+@pytest.mark.parametrize("failing", ["cuCtxPopCurrent=201", "cuThreadExchangeStreamCaptureMode=1"])
+def test_calls_that_a_launch_can_do_without(failing):
+    (message, _), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
+    assert not message
+
+
+def launch_out_of_range():
+    return [refusal(device=d) for d in (1, 64, -1)]
+
+
+def test_devices_that_are_not_there():
+    missing, *out_of_range = stub_cuda.run(launch_out_of_range).value
+    assert "on device 1 failed: cuDeviceGet: CUDA_ERROR_INVALID_DEVICE" in missing
+    assert all(m.endswith("failed: device index out of range (at most 64 devices)") for m in out_of_range)
+
+
+# ---- What it says.
+
+
+@pytest.mark.parametrize("ptx", [True, False])
+def test_jit_switched_off(ptx, packs, single, tmp_path):
+    """Neither the disk cache nor the hook is asked, and the message says what was switched off."""
+    env = {
+        "LIGER_OPS_JIT": "0",
+        "STUB_CUDA_DEVICES": "13.0:200:Stub",
+        "LIGER_OPS_PACK_DIR": packs("sm_90", *["ptx"] * ptx),
+        "LIGER_OPS_CACHE_DIR": fill_cache(tmp_path / "cache", single, 130),
+    }
+    (by, asked, message), _ = stub_cuda.run(served, str(single / "sm_90.pack"), **env)
+    assert by == ("ptx" if ptx else None) and not asked
+    assert ptx or "no pack for sm_130; JIT: switched off by LIGER_OPS_JIT=0; " in message
+
+
+def launch_repeatedly(answer):
+    call_hook_with(answer)
+    return [served_by() for _ in range(3)]
+
+
+def test_each_line_is_said_once(packs, single, tmp_path):
+    folder = packs("sm_90")
+    (folder / "sm_80.pack").write_bytes(b"LIGER")
+    answer = str(single / "sm_90.pack")
+    env = {"STUB_CUDA_DEVICES": "12.0:1:Stub", "LIGER_OPS_PACK_DIR": folder, "LIGER_OPS_CACHE_DIR": tmp_path / "cache"}
+    by, log = stub_cuda.run(launch_repeatedly, answer, **env)
+    assert by == ["hook"] * 3
+    assert log == [f"kernel pack ignored: {folder}/sm_80.pack: truncated at 5 bytes", f"{VARIANT}: compiling for sm_120"]
+
+
+def test_ptx_is_said_once_for_all_kernels(single):
+    by, log = stub_cuda.run(launch_repeatedly, "/nowhere", STUB_CUDA_DEVICES="13.0:1:Stub", LIGER_OPS_PACK_DIR=single)
+    assert by == ["ptx"] * 3 and log[-1] == "kernels for sm_130 are compiled by the driver from PTX" and len(log) == 3
+
+
+def test_the_log_can_be_silenced(packs):
+    folder = packs("sm_90")
+    (folder / "sm_80.pack").write_bytes(b"LIGER")
+    _, log = stub_cuda.run(launch_repeatedly, "/nowhere", LIGER_OPS_PACK_DIR=folder, LIGER_OPS_LOG="0")
+    assert log == []
+
+
+def status_of():
+    import ctypes
+
+    library = ctypes.CDLL(str(Path(sys.path[0]) / "libliger_runtime.so"))
+    library.liger_status.restype = ctypes.c_char_p
+    launch("column_sum")
+    return [json.loads(library.liger_status().decode()), driver.record().decode().count("cuDevicePrimaryCtxRetain")]
+
+
+def test_status_tells_what_ran_and_touches_no_other_device():
+    env = {"STUB_CUDA_DEVICES": '9.0:1:Stub "A";8.0:1:Stub B', "LIGER_OPS_JIT": "0"}
+    (status, contexts), _ = stub_cuda.run(status_of, **env)
+    assert contexts == 1
+    assert [(d["name"], d["capability"]) for d in status["devices"]] == [('Stub "A"', 90), ("Stub B", 80)]
+    assert status["kernels"]["column_sum"]["launches"] == [1, 0, 0, 0]
+    assert not status["jit_enabled"] and status["pack_directory"] == str(PACKS)

@@ -7,16 +7,14 @@ from typing import Any, Sequence
 
 import torch
 
+from . import _jit
 from ._loader import load as _load
 from ._version import __version__
 
 __all__ = ["__version__", "launch_counts", "preload", "reset_launch_counts", "status"]
 
 _loaded = _load()
-if _loaded.library is not None:
-    from . import _jit
-
-    _jit.register()
+_jit.register()
 
 
 def status() -> dict[str, Any]:

@@ -1,100 +1,103 @@
-"""`python -m liger_ops`: what is installed, and which path each operator takes here. `--json` for programs."""
+"""`python -m liger_ops`: what is installed here, and which path each operator takes on each device."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 
 import liger_ops
 
 from . import _jit
-from .aot import pack
 
 
-def describe_packs(folder: Path) -> list[dict[str, Any]]:
-    out = []
-    for path in sorted(folder.glob("*.pack")):
-        entry: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size}
-        try:
-            kind, arch, entries = pack.read(path)
-            entry |= {"kind": "PTX" if kind == pack.PTX else "cubin", "arch": f"sm_{arch}", "kernels": len(entries)}
-        except ValueError as error:
-            entry["error"] = str(error)
-        out.append(entry)
-    return out
+def operators() -> list[str]:
+    """Names of the public operators, as the dispatcher knows them."""
+    names = {name.removeprefix("liger::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::")}
+    return sorted(name for name in names if not name.startswith("_"))
 
 
-def cuda_path(capability: int, packs: list[dict[str, Any]], jit: bool) -> str:
-    """Where a kernel for this device comes from first, by the rule of csrc/runtime/arch.h for desktop chips."""
-    built = [int(p["arch"][3:]) for p in packs if p.get("kind") == "cubin"]
-    if any(arch // 10 == capability // 10 and arch <= capability for arch in built):
-        return "aot"
-    if jit:
-        return "jit"
-    return "ptx" if any(p.get("kind") == "PTX" and int(p["arch"][3:]) <= capability for p in packs) else "none"
+def path_of(op: str, kernels: dict[str, str]) -> str:
+    """Paths of an operator's kernels, which begin with its name; an operator without any of its own shares others'."""
+    own = {path for kernel, path in kernels.items() if kernel.startswith(op)}
+    return "+".join(sorted(own or set(kernels.values()))) or "none"
 
 
-def public_ops() -> list[str]:
-    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::")}
-    return sorted(n.split(".")[0] for n in names if not n.startswith("_"))
+def cached_kernels(folder: str) -> dict[str, int]:
+    files = list(Path(folder).glob("triton-*/*.pack")) if folder else []
+    return {"kernels": len(files), "bytes": sum(f.stat().st_size for f in files)}
+
+
+def jit_state(status: dict[str, Any]) -> str:
+    if not status["jit_enabled"]:
+        return "off: LIGER_OPS_JIT=0"
+    return _jit.compiler() if status["jit_compiler"] else "off: Triton is not installed"
 
 
 def report() -> dict[str, Any]:
     status = liger_ops.status()
-    folder = Path(status["pack_directory"])
-    packs = describe_packs(folder)
-    jit = {
-        "enabled": status["jit_enabled"],
-        "compiler": _jit.compiler(),
-        "cache": status["jit_cache"],
-    }
-    ready = jit["enabled"] and jit["compiler"] is not None
-    devices = [d | {"path": cuda_path(d["capability"], packs, ready)} for d in status["devices"]]
     loaded = liger_ops._loaded
+    ops = operators()
+    devices = [{k: v for k, v in d.items() if k != "paths"} for d in status["devices"]]
+    paths = {op: {f"cuda:{d['index']}": path_of(op, d["paths"]) for d in status["devices"]} for op in ops}
     return {
         "version": liger_ops.__version__,
         "torch": torch.__version__,
         "library": str(loaded.library) if loaded.library else None,
-        "not_used": loaded.tried,
+        "libraries_not_used": loaded.tried,
         "devices": devices,
-        "pack_directory": str(folder),
-        "packs": packs,
-        "jit": jit,
-        "ops": public_ops(),
+        "packs": {"folder": status["pack_directory"], "files": status["packs"]},
+        "jit": {"state": jit_state(status), "cache": status["jit_cache"], **cached_kernels(status["jit_cache"])},
+        "operators": {op: {"cpu": "cpu", **paths[op]} for op in ops},
     }
 
 
-def text(facts: dict[str, Any]) -> str:
-    lines = [f"liger_ops   {facts['version']}", f"torch       {facts['torch']}"]
-    library = facts["library"] or "none fits this torch: operators are registered from Python"
-    lines.append(f"library     {library}")
-    lines += [f"            not used: {name} {why}" for name, why in facts["not_used"].items()]
-    lines.append(f"packs       {facts['pack_directory']}")
-    for p in facts["packs"]:
-        what = p.get("error") or f"{p['kind']:6} {p['kernels']:5} kernels {p['bytes'] / 2**20:6.2f} MiB"
-        lines.append(f"            {p['file']:12} {what}")
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    def section(title: str, body: Sequence[str]) -> list[str]:
+        return [(title if i == 0 else "").ljust(10) + line for i, line in enumerate(body)]
+
+    packs = [
+        (f"sm_{p['arch']}" + (" PTX" if p["kind"] == "ptx" else ""), f"{p['kernels']} kernels", size(p["bytes"]))
+        for p in sorted(facts["packs"]["files"], key=lambda p: (p["kind"], p["arch"]))
+    ]
+    devices = [
+        (f"cuda:{d['index']}", d["name"], f"sm_{d['capability']}", f"{d['multiprocessors']} multiprocessors") for d in facts["devices"]
+    ]
     jit = facts["jit"]
-    state = jit["compiler"] or "no compiler installed"
-    lines.append(f"JIT         {state if jit['enabled'] else 'switched off by LIGER_OPS_JIT=0'}, cache {jit['cache'] or 'none'}")
-    for d in facts["devices"]:
-        major, minor = divmod(d["capability"], 10)
-        lines.append(f"device      cuda:{d['index']} {d['name']}, compute capability {major}.{minor}, kernels: {d['path']}")
-    if not facts["devices"]:
-        lines.append("device      no CUDA device")
-    lines.append("device      cpu, kernels: C++" if facts["library"] else "device      cpu, kernels: torch")
-    lines.append("operators   " + ", ".join(facts["ops"]))
-    return "\n".join(lines)
+    kept = f"{jit['cache']}  {jit['kernels']} kernels, {size(jit['bytes'])}" if jit["cache"] else "nowhere to keep kernels"
+    columns = ["cpu", *(f"cuda:{d['index']}" for d in facts["devices"])]
+    paths = [("operator", *columns), *((op, *(by[c] for c in columns)) for op, by in facts["operators"].items())]
+    not_used = [f"not used: {name}: {why}" for name, why in facts["libraries_not_used"].items()]
+    return [
+        *section("liger-ops", [facts["version"]]),
+        *section("torch", [facts["torch"]]),
+        *section("library", [facts["library"] or "none: the operators are registered from Python", *not_used]),
+        *section("devices", table(devices) or [f"cpu, {torch.get_num_threads()} threads"]),
+        *section("packs", [facts["packs"]["folder"], *table(packs)] if packs else [f"none in {facts['packs']['folder']}"]),
+        *section("JIT", [jit["state"], kept]),
+        "",
+        *table(paths),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="the same for programs")
+    arguments = parser.parse_args()
     facts = report()
-    print(json.dumps(facts, indent=2) if parser.parse_args().json else text(facts))
+    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(lines(facts)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,11 @@ from . import _jit
 
 def operators() -> list[str]:
     """Names of the public operators, as the dispatcher knows them."""
-    names = {name.removeprefix("liger::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::")}
+    names = {
+        name.removeprefix("liger::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("liger::")
+    }
     return sorted(name for name in names if not name.startswith("_"))
 
 
@@ -73,10 +77,13 @@ def lines(facts: dict[str, Any]) -> list[str]:
         for p in sorted(facts["packs"]["files"], key=lambda p: (p["kind"], p["arch"]))
     ]
     devices = [
-        (f"cuda:{d['index']}", d["name"], f"sm_{d['capability']}", f"{d['multiprocessors']} multiprocessors") for d in facts["devices"]
+        (f"cuda:{d['index']}", d["name"], f"sm_{d['capability']}", f"{d['multiprocessors']} multiprocessors")
+        for d in facts["devices"]
     ]
     jit = facts["jit"]
-    kept = f"{jit['cache']}  {jit['kernels']} kernels, {size(jit['bytes'])}" if jit["cache"] else "nowhere to keep kernels"
+    kept = (
+        f"{jit['cache']}  {jit['kernels']} kernels, {size(jit['bytes'])}" if jit["cache"] else "nowhere to keep kernels"
+    )
     columns = ["cpu", *(f"cuda:{d['index']}" for d in facts["devices"])]
     paths = [("operator", *columns), *((op, *(by[c] for c in columns)) for op, by in facts["operators"].items())]
     not_used = [f"not used: {name}: {why}" for name, why in facts["libraries_not_used"].items()]
@@ -85,7 +92,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
         *section("torch", [facts["torch"]]),
         *section("library", [facts["library"] or "none: the operators are registered from Python", *not_used]),
         *section("devices", table(devices) or [f"cpu, {torch.get_num_threads()} threads"]),
-        *section("packs", [facts["packs"]["folder"], *table(packs)] if packs else [f"none in {facts['packs']['folder']}"]),
+        *section(
+            "packs", [facts["packs"]["folder"], *table(packs)] if packs else [f"none in {facts['packs']['folder']}"]
+        ),
         *section("JIT", [jit["state"], kept]),
         "",
         *table(paths),

@@ -63,7 +63,9 @@ print(json.dumps(commands))
 @pytest.mark.parametrize("archs", [None, "90"])
 def test_setup_hands_the_architectures_on(archs, monkeypatch):
     monkeypatch.chdir(ROOT)
-    configure, build = json.loads(output_of(CONFIGURED, **({"LIGER_OPS_ARCHS": archs} if archs else {})).splitlines()[-1])
+    configure, build = json.loads(
+        output_of(CONFIGURED, **({"LIGER_OPS_ARCHS": archs} if archs else {})).splitlines()[-1]
+    )
     assert configure[0] == build[0] == "cmake"
     assert f"-DLIGER_ARCHS={archs or ','.join(map(str, ARCHS))}" in configure
 
@@ -78,7 +80,9 @@ def includes(path):
 def test_the_runtime_includes_neither_torch_nor_python():
     for path in (ROOT / "csrc" / "runtime").iterdir():
         for header in includes(path):
-            assert header.startswith("runtime/") or re.fullmatch(r"[a-z_]+(\.h)?|sys/[a-z]+\.h", header), f"{path.name}: {header}"
+            assert header.startswith("runtime/") or re.fullmatch(r"[a-z_]+(\.h)?|sys/[a-z]+\.h", header), (
+                f"{path.name}: {header}"
+            )
 
 
 def undefined_symbols(library):
@@ -121,7 +125,9 @@ def test_generation_is_stable_and_leaves_unchanged_files_alone(tmp_path):
 def test_every_argument_has_its_offset_asserted(name):
     kernel = tables.find(name)
     text = codegen.args_struct(kernel)
-    assert re.findall(r"static_assert\(offsetof\(Args, (\w+)\) == (\d+)\)", text) == [(a, str(o)) for a, _, o, _ in kernel.layout]
+    assert re.findall(r"static_assert\(offsetof\(Args, (\w+)\) == (\d+)\)", text) == [
+        (a, str(o)) for a, _, o, _ in kernel.layout
+    ]
 
 
 CHOOSE = """
@@ -133,7 +139,8 @@ template <class K, class... Points>
 void choose(Points... points) {{
   for (bool aligned : {{true, false}}) {{
     for (long n : {{{widths}}}) {{
-      std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(runtime::first_fit(K::configs, n, aligned), points...));
+      const auto& config = runtime::first_fit(K::configs, n, aligned);
+      std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, points...));
     }}
   }}
 }}
@@ -252,7 +259,14 @@ def test_an_architecture_that_the_assembler_does_not_know():
 
 @pytest.mark.parametrize("path", sorted(PACKS.glob("*.pack")), ids=lambda p: p.stem)
 def test_no_pack_tells_where_it_was_built(path):
-    places = [str(ROOT), str(Path.home()), sys.prefix, "/tmp/", "site-packages", *(f"{stem}.py" for stem in tables.modules())]
+    places = [
+        str(ROOT),
+        str(Path.home()),
+        sys.prefix,
+        "/tmp/",
+        "site-packages",
+        *(f"{stem}.py" for stem in tables.modules()),
+    ]
     for entry in pack.read(path)[2]:
         for place in places:
             assert place.encode() not in entry.binary, f"{entry.name}: {place}"
@@ -272,7 +286,9 @@ print(json.dumps({{k.name: [k.source_hash, [code_key(k, v, [90]) for v in k.vari
 
 @pytest.fixture
 def keys_after(tmp_path):
-    copy = shutil.copytree(ROOT / "liger_ops", tmp_path / "liger_ops", ignore=shutil.ignore_patterns("*.so", "*.pack", "__pycache__"))
+    copy = shutil.copytree(
+        ROOT / "liger_ops", tmp_path / "liger_ops", ignore=shutil.ignore_patterns("*.so", "*.pack", "__pycache__")
+    )
 
     def keys(file=None, old="", new=""):
         if file:
@@ -293,7 +309,10 @@ def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
     # A constant, a helper that two files share, a comment outside of every kernel, and one config.
     edits = {
         ("column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
-        ("rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {"rms_norm_fwd", "rms_norm_bwd"},
+        ("rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {
+            "rms_norm_fwd",
+            "rms_norm_bwd",
+        },
         ("column_sum.py", "KERNELS = [", "# A remark.\nKERNELS = ["): set(),
         ("column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16"): {"column_sum"},
     }
@@ -304,7 +323,9 @@ def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
     changed = keys_after("column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")["column_sum"]
     assert changed[0] != before["column_sum"][0]
     configs = len(tables.find("column_sum").configs)
-    assert [i % configs == 0 for i in range(len(changed[1]))] == [a != b for a, b in zip(changed[1], before["column_sum"][1])]
+    assert [i % configs == 0 for i in range(len(changed[1]))] == [
+        a != b for a, b in zip(changed[1], before["column_sum"][1])
+    ]
 
 
 def test_a_shared_helper_recompiles_what_reaches_it(keys_after):

@@ -163,7 +163,7 @@ def compiler_output(tmp_path):
 
 
 def serve(answer, compiler, variant=0):
-    asked = call_hook_with(answer)
+    call_hook_with(answer)
     if compiler:
         runtime.set_compiler(compiler)
     else:
@@ -178,9 +178,13 @@ def source_of(compiler_output, tmp_path):
 
     def call(compiler="triton-test", variant=0, capability="8.7", **env):
         defaults = {"LIGER_OPS_CACHE_DIR": tmp_path / "cache", "LIGER_OPS_PACK_DIR": tmp_path / "none"}
-        done = stub_cuda.run(serve, compiler_output, compiler, variant, STUB_CUDA_DEVICES=f"{capability}:16:Stub", **defaults | env)
+        done = stub_cuda.run(
+            serve, compiler_output, compiler, variant, STUB_CUDA_DEVICES=f"{capability}:16:Stub", **defaults | env
+        )
         # What a run without packs and with a compiler says anyway.
-        return done.value, [line for line in done.log if "no kernel packs" not in line and ": compiling for " not in line]
+        return done.value, [
+            line for line in done.log if "no kernel packs" not in line and ": compiling for " not in line
+        ]
 
     return call
 
@@ -192,7 +196,10 @@ def test_a_compiled_kernel_is_kept_for_the_next_process(source_of, compiler_outp
     (file,) = (p for p in cache.rglob("*") if p.is_file())
     assert file == cache / "triton-test" / f"{KERNEL}-{HASH}-0-sm_87.pack"
     assert file.read_bytes() == open(compiler_output, "rb").read()
-    assert all(stat.S_IMODE(p.stat().st_mode) == 0o700 for p in (cache, file.parent)) and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (
+        all(stat.S_IMODE(p.stat().st_mode) == 0o700 for p in (cache, file.parent))
+        and stat.S_IMODE(file.stat().st_mode) == 0o600
+    )
 
 
 @pytest.mark.parametrize("variable,below", [("XDG_CACHE_HOME", "liger_ops"), ("HOME", ".cache/liger_ops")])

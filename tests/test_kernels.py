@@ -30,7 +30,7 @@ KERNELS = [k.name for k in tables.kernels()]
 
 
 def attributes(cubin):
-    """EIATTR records of the ELF's .nv.info section: attribute -> value. Each names the one kernel of the file first."""
+    """EIATTR records of the ELF's .nv.info section: attribute -> value. Each first names the file's one kernel."""
     table, entry, count, names = struct.unpack_from("<40xQ10xHHH", cubin)
     sections = [struct.unpack_from("<II8x8xQQ", cubin, table + i * entry) for i in range(count)]
     start = sections[names][2]
@@ -141,7 +141,7 @@ def accesses(ptx, pointers):
 
 
 def is_wide_enough(variant, size):
-    """Whether a tile gives each thread a whole access; a sweep may prefer tiles that do not, e.g. five of 512 for 2560."""
+    """Whether a tile gives each thread a whole access. A sweep may prefer one that does not: five of 512 for 2560."""
     blocks = [v for name, v in variant.constexprs.items() if name.startswith("BLOCK_")]
     return not blocks or math.prod(blocks) * size >= variant.config.num_warps * 32 * WIDEST
 

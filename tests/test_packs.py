@@ -95,7 +95,11 @@ def open_each(path, folder, damages):
     target = str(Path(folder) / "damaged.pack")
     out = []
     for position, changed in damages:
-        bytes_ = whole[:position] if changed is None else whole[:position] + bytes(changed) + whole[position + len(changed) :]
+        bytes_ = (
+            whole[:position]
+            if changed is None
+            else whole[:position] + bytes(changed) + whole[position + len(changed) :]
+        )
         Path(target).write_bytes(bytes_)
         try:
             runtime.list_pack(target)
@@ -135,7 +139,13 @@ def test_truncation_at_any_length_is_told(small, tmp_path):
     lengths = [*range(300), *range(300, size, 61), size - 1]
     data, found = damage(small, tmp_path, [(length, None) for length in lengths])
     for length, (listed, _) in zip(lengths, found):
-        expected = "empty file" if length == 0 else rf"truncated at {length} bytes" if length < 40 else f"truncated: {length} of {size} bytes"
+        expected = (
+            "empty file"
+            if length == 0
+            else rf"truncated at {length} bytes"
+            if length < 40
+            else f"truncated: {length} of {size} bytes"
+        )
         assert listed == f"{tmp_path}/damaged.pack: {expected}"
         python_refuses(data[:length], tmp_path)
 
@@ -230,12 +240,18 @@ def folder_instead(path):
 
 
 DAMAGES = {
-    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:5000]), r"kernel pack ignored: {path}: truncated: 5000 of \d+ bytes"),
+    "truncated": (
+        lambda p: p.write_bytes(p.read_bytes()[:5000]),
+        r"kernel pack ignored: {path}: truncated: 5000 of \d+ bytes",
+    ),
     "no header": (lambda p: p.write_bytes(b"LIGERPAK"), "kernel pack ignored: {path}: truncated at 8 bytes"),
     "empty": (lambda p: p.write_bytes(b""), "kernel pack ignored: {path}: empty file"),
     "something else": (lambda p: p.write_bytes(b"no pack " * 100), "kernel pack ignored: {path}: not a kernel pack"),
     "another version": (wrong_version, "kernel pack ignored: {path}: pack version 7, this build reads 1"),
-    "another architecture by a flipped bit": (lambda p: flip(p, 16), "kernel pack ignored: {path}: corrupt header or index"),
+    "another architecture by a flipped bit": (
+        lambda p: flip(p, 16),
+        "kernel pack ignored: {path}: corrupt header or index",
+    ),
     "a damaged index": (lambda p: flip(p, 60), "kernel pack ignored: {path}: corrupt header or index"),
     "a damaged kernel": (lambda p: flip(p, 1000), r"kernel ignored: {path}: corrupt entry 0 \(column_sum\[.*\]\)"),
     "a dangling link": (dangling, "kernel pack ignored: {path}: No such file or directory"),
@@ -298,11 +314,16 @@ def test_kernels_of_another_build_are_refused(small, tmp_path):
     """The hash of a kernel's source is part of its name: a pack left over from other sources serves nothing."""
     for stem in ("sm_90", "ptx"):
         kind, arch, entries = pack.read(small / f"{stem}.pack")
-        stale = [pack.Entry(e.kernel_hash ^ 1, *[getattr(e, f) for f in pack.Entry.__annotations__ if f != "kernel_hash"]) for e in entries]
+        stale = [
+            pack.Entry(e.kernel_hash ^ 1, *[getattr(e, f) for f in pack.Entry.__annotations__ if f != "kernel_hash"])
+            for e in entries
+        ]
         pack.write(tmp_path / f"{stem}.pack", kind, arch, stale)
     (message, _), log = stub_cuda.run(refused_once, LIGER_OPS_PACK_DIR=tmp_path)
     hash_ = tables.find(KERNEL).source_hash
-    assert log == [f"kernel pack ignored: {tmp_path}/{s}.pack: holds no {KERNEL} of this build ({hash_})" for s in ("sm_90", "ptx")]
+    assert log == [
+        f"kernel pack ignored: {tmp_path}/{s}.pack: holds no {KERNEL} of this build ({hash_})" for s in ("sm_90", "ptx")
+    ]
     assert all(f"{s}.pack: holds no {KERNEL} of this build" in message for s in ("sm_90", "ptx"))
 
 
@@ -329,7 +350,10 @@ STRATEGIES = {
 def deflate(data, level, strategy, flushes=0):
     stream = zlib.compressobj(level, zlib.DEFLATED, -15, 9, strategy)
     step = len(data) // (flushes + 1) + 1
-    parts = [stream.compress(data[i : i + step]) + (stream.flush(zlib.Z_FULL_FLUSH) if flushes else b"") for i in range(0, len(data), step)]
+    parts = [
+        stream.compress(data[i : i + step]) + (stream.flush(zlib.Z_FULL_FLUSH) if flushes else b"")
+        for i in range(0, len(data), step)
+    ]
     return b"".join(parts) + stream.flush()
 
 

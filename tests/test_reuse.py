@@ -233,6 +233,9 @@ OTHERWISE = {
     "retain_graph": lambda y, wanted: torch.autograd.grad(y.pow(2).sum(), wanted, retain_graph=True),
     "create_graph": lambda y, wanted: torch.autograd.grad(y.pow(2).sum(), wanted, create_graph=True),
     "expanded": lambda y, wanted: torch.autograd.grad(y.sum(), wanted),
+    "zeros without memory": lambda y, wanted: torch.autograd.grad(
+        Produce.apply(y, lambda: torch._efficientzerotensor(y.shape, device=y.device)), wanted
+    ),
     "expanded rows": lambda y, wanted: torch.autograd.grad(Produce.apply(y, lambda: cosine(y)()[:1].expand_as(y)), wanted),
     "part of a larger tensor": lambda y, wanted: torch.autograd.grad(Produce.apply(y, narrow_view(y)), wanted),
     "another layout": lambda y, wanted: torch.autograd.grad(
@@ -393,9 +396,11 @@ def test_torch_func(norm, device):
 @pytest.mark.gpu
 def test_backward_needs_one_buffer_less(norm):
     x, w = make("cuda", (4096, 4096))
+    c = torch.randn_like(x)
     peaks = []
     for retain in (True, False):
-        loss = norm(x, w).pow(2).sum()
+        # The product's backward makes the norm's incoming gradient and nothing else.
+        loss = (norm(x, w) * c).sum()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         torch.autograd.grad(loss, [x, w], retain_graph=retain)

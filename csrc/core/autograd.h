@@ -72,7 +72,8 @@ inline std::optional<at::Tensor> autocast_float(const std::optional<at::Tensor>&
 inline bool is_plain(const at::Tensor& t) {
   constexpr c10::DispatchKeySet watchers(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
-       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+       c10::DispatchKey::ZeroTensor});
   return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(watchers) &&
       !c10::impl::dispatch_mode_enabled() && !t.is_inference() &&
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);

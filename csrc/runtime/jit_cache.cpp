@@ -28,7 +28,8 @@ bool private_folder(const std::string& path, bool create) {
   }
   struct stat info {};
   if (lstat(path.c_str(), &info) != 0) {
-    if (create) log_once("JIT cache folder " + path + " cannot be made: " + std::strerror(errno) + "; compiled kernels are not kept");
+    std::string why = std::strerror(errno);
+    if (create) log_once("JIT cache folder " + path + " cannot be made: " + why + "; compiled kernels are not kept");
     return false;
   }
   if (!S_ISDIR(info.st_mode)) {

@@ -57,7 +57,8 @@ Device::Device(int index) {
   if (!error.empty()) return;
   check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&major, kCuAttributeMajor, handle));
   check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&minor, kCuAttributeMinor, handle));
-  check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&info.multiprocessors, kCuAttributeMultiprocessors, handle));
+  int& multiprocessors = info.multiprocessors;
+  check("cuDeviceGetAttribute", driver->cuDeviceGetAttribute(&multiprocessors, kCuAttributeMultiprocessors, handle));
   check("cuDeviceGetName", driver->cuDeviceGetName(name, sizeof name - 1, handle));
   info.capability = major * 10 + minor;
   info.name = name;
@@ -350,9 +351,10 @@ const char* path_of(const Kernel& kernel, const Device& device) {
 
 std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Grid grid, const std::string& why) {
   const Device& found = device_at(device);
-  std::string facts = found.error.empty() ? " (" + found.info.name + ", sm_" + std::to_string(found.info.capability) + ")" : "";
-  return std::string("launch of ") + kernel.spec().variant_names[variant] + " with grid (" + std::to_string(grid.x) + ", " +
-         std::to_string(grid.y) + ", " + std::to_string(grid.z) + ") on device " + std::to_string(device) + facts + " failed: " + why;
+  auto text = [](auto number) { return std::to_string(number); };
+  std::string facts = found.error.empty() ? " (" + found.info.name + ", sm_" + text(found.info.capability) + ")" : "";
+  return std::string("launch of ") + kernel.spec().variant_names[variant] + " with grid (" + text(grid.x) + ", " +
+         text(grid.y) + ", " + text(grid.z) + ") on device " + text(device) + facts + " failed: " + why;
 }
 
 }  // namespace
@@ -379,8 +381,8 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
     result = attempt();
   }
   if (__builtin_expect(result != kCuSuccess, 0)) {
-    return failed_launch(kernel, variant, device, grid,
-                         "cuLaunchKernel, " + std::to_string(function->threads) + " threads: " + driver->describe(result));
+    std::string call = "cuLaunchKernel, " + std::to_string(function->threads) + " threads: ";
+    return failed_launch(kernel, variant, device, grid, call + driver->describe(result));
   }
   kernel.count(function->source);
   return {};

@@ -50,7 +50,12 @@ def driver_folder() -> Path:
 def environment(**changes: Any) -> dict[str, str]:
     """The stub for a driver, the packs of this tree, and no folder that could cache compiled kernels."""
     no_cache = dict.fromkeys(["LIGER_OPS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"], "")
-    defaults = {"LD_LIBRARY_PATH": driver_folder(), "LIGER_OPS_PACK_DIR": PACKS, "LIGER_OPS_JIT": "1", "LIGER_OPS_LOG": "1"}
+    defaults = {
+        "LD_LIBRARY_PATH": driver_folder(),
+        "LIGER_OPS_PACK_DIR": PACKS,
+        "LIGER_OPS_JIT": "1",
+        "LIGER_OPS_LOG": "1",
+    }
     return {k: str(v) for k, v in (no_cache | defaults | changes).items()}
 
 

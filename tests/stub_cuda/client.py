@@ -11,7 +11,7 @@ import threading
 import types
 import zlib
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from . import LIBRARIES, ROOT
 
@@ -43,7 +43,9 @@ def calls(name: str) -> list[dict[str, str]]:
     return [dict(fact.split("=", 1) for fact in facts) for call, *facts in lines if call == name]
 
 
-def launch(kernel: str, variant: int = 0, device: int = 0, grid=(1, 1, 1), args: bytes | None = None, stream: int = 0) -> None:
+def launch(
+    kernel: str, variant: int = 0, device: int = 0, grid=(1, 1, 1), args: bytes | None = None, stream: int = 0
+) -> None:
     """Launches from a thread of its own, as torch's device guard would: with no other device current."""
     failure: list[Exception] = []
 

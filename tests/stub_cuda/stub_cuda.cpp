@@ -1,9 +1,9 @@
 // A CUDA driver without a GPU: the functions that csrc/runtime/driver.cpp resolves, and nothing else. Every call is
 // recorded; any call can be made to fail.
 //
-//   STUB_CUDA_DEVICES  one device a semicolon: "9.0:132:Stub H200;8.0:108:Stub A100". None: one of compute capability 9.0.
-//   STUB_CUDA_FAIL     "cuInit=100;cuModuleLoadData=209@2;cuLaunchKernel=719@1-3": this call returns this error, always,
-//                      from its second time on, its first three times
+//   STUB_CUDA_DEVICES  one device a semicolon: "9.0:132:Stub H200;8.0:108:Stub A100". Without it: a "Stub H200".
+//   STUB_CUDA_FAIL     "cuInit=100;cuModuleLoadData=209@2;cuLaunchKernel=719@1-3": this call returns this error,
+//                      always, from its second time on, its first three times
 //
 // Tests read the record through stub_record(): one line a call, "call key=value ...".
 
@@ -129,11 +129,13 @@ size_t image_size(const char* image) {
   auto table = field<uint64_t>(image, 40);
   auto entry = field<uint16_t>(image, 58), count = field<uint16_t>(image, 60);
   size_t end = table + size_t(entry) * count;
-  end = std::max(end, size_t(field<uint64_t>(image, 32) + size_t(field<uint16_t>(image, 54)) * field<uint16_t>(image, 56)));
+  size_t segments = size_t(field<uint16_t>(image, 54)) * field<uint16_t>(image, 56);
+  end = std::max(end, size_t(field<uint64_t>(image, 32)) + segments);
   for (int i = 0; i < count; ++i) {
     size_t section = table + size_t(entry) * i;
     bool occupies = field<uint32_t>(image, section + 4) != 8;
-    if (occupies) end = std::max(end, size_t(field<uint64_t>(image, section + 24) + field<uint64_t>(image, section + 32)));
+    uint64_t section_end = field<uint64_t>(image, section + 24) + field<uint64_t>(image, section + 32);
+    if (occupies) end = std::max(end, size_t(section_end));
   }
   return end;
 }
@@ -231,7 +233,8 @@ EXPORT int cuCtxPopCurrent_v2(void** context) {
 }
 
 EXPORT int cuCtxSetCurrent(void* context) {
-  if (int error = enter("cuCtxSetCurrent", "device=" + std::to_string(static_cast<Context*>(context)->device))) return error;
+  int device = static_cast<Context*>(context)->device;
+  if (int error = enter("cuCtxSetCurrent", "device=" + std::to_string(device))) return error;
   if (stack.empty()) stack.push_back(nullptr);
   stack.back() = static_cast<Context*>(context);
   return 0;

@@ -63,6 +63,7 @@ print(json.dumps(commands))
 @pytest.mark.parametrize("archs", [None, "90"])
 def test_setup_hands_the_architectures_on(archs, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("LIGER_OPS_ARCHS", raising=False)
     configure, build = json.loads(
         output_of(CONFIGURED, **({"LIGER_OPS_ARCHS": archs} if archs else {})).splitlines()[-1]
     )

@@ -11,7 +11,7 @@ import pytest
 import stub_cuda
 import torch
 from stub_cuda import PACKS, ROOT
-from support import output_of
+from support import output_of, served_by
 
 import liger_ops
 from liger_ops import __main__ as command
@@ -104,7 +104,7 @@ def test_without_a_library_it_says_which_were_tried():
 def test_the_demo_measures_and_tells_the_path(case, dtype, device):
     name, shape, kind, path, *errors_and_times = demo.measure(case, 64, 256, dtype, device, budget=0.0)
     assert (name, shape, kind) == (case.name, "64x256", str(dtype).removeprefix("torch."))
-    assert path in ({"cpu"} if device == "cpu" else {"aot", "jit"})
+    assert path == served_by(device)
     assert len(errors_and_times) == 6 and all(0 <= float(number) < 1e6 for number in errors_and_times)
 
 

@@ -600,8 +600,10 @@ def test_autocast_follows_pytorch():
     with torch.autocast("cuda", torch.bfloat16):
         ours, theirs = cross_entropy(logits, target, weight), F.cross_entropy(logits, target, weight)
     assert ours.dtype == theirs.dtype == torch.float32
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(*(torch.autograd.grad(t, logits)[0] for t in (ours, theirs)))
+    # Releases differ in what they round on the way there; the loss of the logits in float32 is what both mean.
+    exact = F.cross_entropy(logits.float(), target, weight)
+    torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(t, logits)[0] for t in (ours, exact)))
 
 
 @pytest.mark.gpu

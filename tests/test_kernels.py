@@ -76,10 +76,10 @@ def test_the_elf_reader_agrees_with_cuobjdump(tmp_path):
 PARKED = 8
 # Where a config asks for resident programs (programs_per_sm), registers are bounded to make room for them, and what does
 # not fit is spilled; the sweeps timed the aligned configs with their spills. These are the largest of each kernel, so
-# that none grows unseen. No sweep has looked at the unaligned ones.
+# that none grows unseen. No sweep has looked at the unaligned ones: their tile of 32 rows of 64 is what spills most.
 BOUNDED = {
     "layer_norm_fwd": dict(aligned=312, unaligned=0),
-    "layer_norm_bwd": dict(aligned=296, unaligned=608),
+    "layer_norm_bwd": dict(aligned=296, unaligned=632),
     "rms_norm_fwd": dict(aligned=80, unaligned=0),
     "rms_norm_bwd": dict(aligned=168, unaligned=656),
 }

@@ -553,7 +553,7 @@ inline void sum_rows(
   const int64_t shares = blocks <= 16 ? 1 : std::min<int64_t>(1024, blocks);
   Tensor partial = shares > 1 ? at::empty({shares, 5}, out.loss.options()) : Tensor();
   int32_t flags = (call.flags & (kHasWeight | kMean)) | (rows_of.z_loss ? kSaveZLoss : 0) |
-      (wanted.metrics ? kSaveMetrics : 0) | (out.totals.defined() ? kSaveTotals : 0) | (rows_of.loss ? 0 : kCountOnly);
+      (wanted.metrics ? kSaveMetrics : 0) | (out.totals.defined() ? kSaveTotals : 0) | (rows_of.loss || rows == 0 ? 0 : kCountOnly);
   K::Args args{
       address(out.loss), address(out.z_loss), address(out.accuracy), address(out.totals),
       address(partial), rows_of.loss, rows_of.z_loss, rows_of.accuracy, address(call.target),

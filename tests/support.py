@@ -97,7 +97,9 @@ def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
     return t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
 
 
-def check_op(op: Callable, reference: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor], device: str) -> None:
+def check_op(
+    op: Callable, reference: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor], device: str
+) -> None:
     """Outputs and gradients of `op` against the fp64 oracle `reference`, which eager runs in the op's own dtype too."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
@@ -139,7 +141,9 @@ def check_second_backward(op: Callable, inputs: Sequence[Tensor | None], grads_o
         torch.autograd.grad(outs, wanted_of(inputs), grads_out)
 
 
-def check_no_double_backward(name: str, op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+def check_no_double_backward(
+    name: str, op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]
+) -> None:
     wanted, out = wanted_of(inputs), op(*inputs)
     for gradient in torch.autograd.grad(out, wanted, grads_out, create_graph=True):
         with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
@@ -161,7 +165,9 @@ def check_inductor(function: Callable, inputs: Sequence[Tensor | None], grads_ou
         torch.testing.assert_close(ours, theirs)
 
 
-def check_export(op: Any, module: torch.nn.Module, inputs: Sequence[Tensor], others: Sequence[Tensor], strict: bool) -> None:
+def check_export(
+    op: Any, module: torch.nn.Module, inputs: Sequence[Tensor], others: Sequence[Tensor], strict: bool
+) -> None:
     """Exports `module` with a dynamic first dimension: `op` stays one call, also below its decompositions, and the
     program serves `others`, of another first dimension."""
     batch = torch.export.Dim("batch", min=2, max=1024)

@@ -285,16 +285,36 @@ ERRORS = {
     "integer x": (lambda: [ones(2, 8, dtype=torch.long)] * 2, {}, "x must be float32, float16, bfloat16 or float64"),
     "scalar x": (lambda: [torch.tensor(1.0)] * 2, {}, "x must have at least one dimension"),
     "sparse x": (lambda: (torch.eye(8).to_sparse(), torch.eye(8)), {}, "x must be a dense, unquantized tensor"),
-    "sparse residual": (lambda: (torch.eye(8), torch.eye(8).to_sparse()), {}, "residual must be a dense, unquantized tensor"),
-    "sparse weight": (lambda: (ones(2, 8), ones(2, 8), ones(8).to_sparse()), {}, "weight must be a dense, unquantized tensor"),
+    "sparse residual": (
+        lambda: (torch.eye(8), torch.eye(8).to_sparse()),
+        {},
+        "residual must be a dense, unquantized tensor",
+    ),
+    "sparse weight": (
+        lambda: (ones(2, 8), ones(2, 8), ones(8).to_sparse()),
+        {},
+        "weight must be a dense, unquantized tensor",
+    ),
     "residual of another shape": (lambda: (ones(2, 8), ones(8)), {}, r"residual must have the shape of x, \[2, 8\]"),
-    "residual of another dtype": (lambda: (ones(2, 8), ones(2, 8).half()), {}, "residual must have the dtype of x, Float"),
+    "residual of another dtype": (
+        lambda: (ones(2, 8), ones(2, 8).half()),
+        {},
+        "residual must have the dtype of x, Float",
+    ),
     "residual elsewhere": (lambda: (ones(2, 8), ones(2, 8, device="meta")), {}, "residual must be on cpu like x"),
     "weight of another length": (lambda: (ones(2, 8), ones(2, 8), ones(7)), {}, r"weight must have shape \[8\]"),
-    "narrow weight": (lambda: (ones(2, 8), ones(2, 8), ones(8).half()), {}, "weight must be float32 or have the dtype of x"),
+    "narrow weight": (
+        lambda: (ones(2, 8), ones(2, 8), ones(8).half()),
+        {},
+        "weight must be float32 or have the dtype of x",
+    ),
     "weight elsewhere": (lambda: (ones(2, 8), ones(2, 8), ones(8, device="meta")), {}, "weight must be on cpu like x"),
     "negative eps": (lambda: (ones(2, 8), ones(2, 8), None, -1.0), {}, "eps must be finite and not negative"),
-    "unknown mode": (lambda: [ones(2, 8)] * 2, dict(casting_mode="no"), "casting_mode must be 'llama', 'gemma' or 'none'"),
+    "unknown mode": (
+        lambda: [ones(2, 8)] * 2,
+        dict(casting_mode="no"),
+        "casting_mode must be 'llama', 'gemma' or 'none'",
+    ),
 }
 
 
@@ -302,7 +322,9 @@ ERRORS = {
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_errors(case, requires_grad):
     arguments, options, message = ERRORS[case]
-    arguments = [a.requires_grad_(requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments()]
+    arguments = [
+        a.requires_grad_(requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments()
+    ]
     with pytest.raises(RuntimeError, match=f"fused_add_rms_norm: {message}.*got "):
         fused(*arguments, **options)
 

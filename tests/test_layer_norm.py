@@ -37,14 +37,17 @@ def make(shape, dtype, device, parameter_dtype=None, needs_grad=(True, True, Tru
     torch.manual_seed(0)  # a comparison of rounding errors must not depend on which tests ran before
     x = torch.randn(shape, dtype=dtype, device=device).requires_grad_(needs_grad[0])
     weight, bias = (
-        torch.randn(shape[-1], dtype=parameter_dtype or dtype, device=device).requires_grad_(needed) for needed in needs_grad[1:]
+        torch.randn(shape[-1], dtype=parameter_dtype or dtype, device=device).requires_grad_(needed)
+        for needed in needs_grad[1:]
     )
     inputs = [x, weight if present[0] else None, bias if present[1] else None]
     return inputs, [torch.randn(shape, dtype=dtype, device=device)]
 
 
 # Both sides of every tile boundary, sizes of real models, and widths that only the unaligned configs take.
-SIZES = sorted({1, 7, 33, 72, 130, 768, 1000, 1600, 11008, 40001, *sizes_around_tiles("layer_norm_fwd", "layer_norm_bwd")})
+SIZES = sorted(
+    {1, 7, 33, 72, 130, 768, 1000, 1600, 11008, 40001, *sizes_around_tiles("layer_norm_fwd", "layer_norm_bwd")}
+)
 PRESENT = {"weight and bias": (True, True), "weight": (True, False), "bias": (False, True), "neither": (False, False)}
 
 
@@ -228,7 +231,9 @@ def test_more_than_two_to_the_31_elements():
     weight, bias = (torch.randn(n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     y = layer_norm(x, weight, bias)
     tail = x[-7:]
-    assert_no_worse("tail", y[-7:], reference(tail, weight, bias), reference(tail.double(), weight.double(), bias.double()))
+    assert_no_worse(
+        "tail", y[-7:], reference(tail, weight, bias), reference(tail.double(), weight.double(), bias.double())
+    )
 
 
 ones = torch.ones
@@ -236,7 +241,10 @@ ERRORS = {
     "integer x": (lambda: (ones(2, 8, dtype=torch.long),), "x must be float32, float16, bfloat16 or float64"),
     "scalar x": (lambda: (torch.tensor(1.0),), "x must have at least one dimension"),
     "sparse x": (lambda: (torch.eye(8).to_sparse(),), "x must be a dense, unquantized tensor"),
-    "quantized x": (lambda: (torch.quantize_per_tensor(ones(8), 0.1, 0, torch.qint8),), "x must be a dense, unquantized tensor"),
+    "quantized x": (
+        lambda: (torch.quantize_per_tensor(ones(8), 0.1, 0, torch.qint8),),
+        "x must be a dense, unquantized tensor",
+    ),
     "sparse weight": (lambda: (ones(8, 8), ones(8).to_sparse()), "weight must be a dense, unquantized tensor"),
     "sparse bias": (lambda: (ones(8, 8), ones(8), ones(8).to_sparse()), "bias must be a dense, unquantized tensor"),
     "weight of another length": (lambda: (ones(2, 8), ones(7)), r"weight must have shape \[8\]"),
@@ -244,7 +252,10 @@ ERRORS = {
     "bias of another length": (lambda: (ones(2, 8), None, ones(9)), r"bias must have shape \[8\]"),
     "narrow weight": (lambda: (ones(2, 8), ones(8).half()), "weight must be float32 or have the dtype of x"),
     "narrow bias": (lambda: (ones(2, 8), None, ones(8).half()), "bias must be float32 or have the dtype of x"),
-    "parameters of two dtypes": (lambda: (ones(2, 8).half(), ones(8).half(), ones(8)), "bias must have the dtype of weight"),
+    "parameters of two dtypes": (
+        lambda: (ones(2, 8).half(), ones(8).half(), ones(8)),
+        "bias must have the dtype of weight",
+    ),
     "weight elsewhere": (lambda: (ones(2, 8), ones(8, device="meta")), "weight must be on cpu like x"),
     "bias elsewhere": (lambda: (ones(2, 8), ones(8), ones(8, device="meta")), "bias must be on cpu like x"),
     "negative eps": (lambda: (ones(2, 8), None, None, -1.0), "eps must be finite and not negative"),
@@ -256,7 +267,9 @@ ERRORS = {
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_errors(case, requires_grad):
     arguments, message = ERRORS[case]
-    arguments = [a.requires_grad_(requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments()]
+    arguments = [
+        a.requires_grad_(requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments()
+    ]
     with pytest.raises(RuntimeError, match=f"layer_norm: {message}.*got "):
         layer_norm(*arguments)
 
@@ -294,7 +307,17 @@ numpy.savez("{path}", **out)
 # One tile, several, prefetched, the loop of the backward and that of both; aligned and not.
 @pytest.mark.parametrize(
     "n,aligned",
-    [(40, True), (128, True), (2560, True), (4200, True), (17_000, True), (33_000, True), (60, False), (200, False), (4099, False)],
+    [
+        (40, True),
+        (128, True),
+        (2560, True),
+        (4200, True),
+        (17_000, True),
+        (33_000, True),
+        (60, False),
+        (200, False),
+        (4099, False),
+    ],
 )
 def test_kernels_interpreted(n, aligned, tmp_path):
     """The kernel bodies themselves, on CPU tensors, for every choice of parameter gradients."""

@@ -236,13 +236,16 @@ OTHERWISE = {
     "zeros without memory": lambda y, wanted: torch.autograd.grad(
         Produce.apply(y, lambda: torch._efficientzerotensor(y.shape, device=y.device)), wanted
     ),
-    "expanded rows": lambda y, wanted: torch.autograd.grad(Produce.apply(y, lambda: cosine(y)()[:1].expand_as(y)), wanted),
+    "expanded rows": lambda y, wanted: torch.autograd.grad(
+        Produce.apply(y, lambda: cosine(y)()[:1].expand_as(y)), wanted
+    ),
     "part of a larger tensor": lambda y, wanted: torch.autograd.grad(Produce.apply(y, narrow_view(y)), wanted),
     "another layout": lambda y, wanted: torch.autograd.grad(
         Produce.apply(y, lambda: torch.empty(y.shape[::-1], device=y.device).t().copy_(cosine(y)())), wanted
     ),
     "another layout, not a view": lambda y, wanted: torch.autograd.grad(
-        Produce.apply(y, lambda: torch.empty_strided(y.shape, (1, y.shape[0]), device=y.device).copy_(cosine(y)())), wanted
+        Produce.apply(y, lambda: torch.empty_strided(y.shape, (1, y.shape[0]), device=y.device).copy_(cosine(y)())),
+        wanted,
     ),
 }
 
@@ -264,7 +267,10 @@ def test_y_and_s_may_share_their_gradient(device):
     for retain in (True, False):
         y, s = torch.ops.liger.fused_add_rms_norm(x, residual, w)
         total = (y + s).pow(2).sum()
-        run = lambda: grads.append(torch.autograd.grad(total, [x, residual, w], retain_graph=retain))  # noqa: B023, E731
+
+        def run(total=total, retain=retain):
+            grads.append(torch.autograd.grad(total, [x, residual, w], retain_graph=retain))
+
         assert not writes_in_place(run)
     assert equal(*grads)
 

@@ -25,7 +25,9 @@ from torch import Tensor
 rms_norm = torch.ops.liger.rms_norm
 
 
-def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"):
+def reference(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
+):
     compute = torch.promote_types(x.dtype, torch.float32)
     normed = x.to(compute) * torch.rsqrt(x.to(compute).square().mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -43,7 +45,9 @@ def make(shape, dtype, device, weight_dtype=None, needs_grad=(True, True), with_
 
 
 # Both sides of every tile boundary, sizes of real models, and widths that only the unaligned configs take.
-SIZES = sorted({1, 7, 33, 72, 130, 576, 1000, 3584, 6656, 11008, 40001, *sizes_around_tiles("rms_norm_fwd", "rms_norm_bwd")})
+SIZES = sorted(
+    {1, 7, 33, 72, 130, 576, 1000, 3584, 6656, 11008, 40001, *sizes_around_tiles("rms_norm_fwd", "rms_norm_bwd")}
+)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -67,7 +71,9 @@ def test_rows_wider_than_any_register_file(n, device):
 def test_options(dtype, weight_dtype, offset, casting_mode, eps, device):
     x, weight, grads = make((3, 4, 96), dtype, device, weight_dtype)
     options = dict(eps=eps, offset=offset, casting_mode=casting_mode)
-    check_op(lambda x, w: rms_norm(x, w, **options), lambda x, w: reference(x, w, **options), [x, weight], grads, device)
+    check_op(
+        lambda x, w: rms_norm(x, w, **options), lambda x, w: reference(x, w, **options), [x, weight], grads, device
+    )
 
 
 @pytest.mark.parametrize("needs_grad", [(True, True), (True, False), (False, True), (False, False)])
@@ -209,14 +215,30 @@ ERRORS = {
     "integer x": (lambda: (torch.ones(2, 8, dtype=torch.long),), {}, "x must be float32, float16, bfloat16 or float64"),
     "scalar x": (lambda: (torch.tensor(1.0),), {}, "x must have at least one dimension"),
     "sparse x": (lambda: (torch.eye(8).to_sparse(),), {}, "x must be a dense, unquantized tensor"),
-    "quantized x": (lambda: (torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8),), {}, "x must be a dense, unquantized tensor"),
-    "sparse weight": (lambda: (torch.ones(2, 8), torch.ones(8).to_sparse()), {}, "weight must be a dense, unquantized tensor"),
+    "quantized x": (
+        lambda: (torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8),),
+        {},
+        "x must be a dense, unquantized tensor",
+    ),
+    "sparse weight": (
+        lambda: (torch.ones(2, 8), torch.ones(8).to_sparse()),
+        {},
+        "weight must be a dense, unquantized tensor",
+    ),
     "weight of another length": (lambda: (torch.ones(2, 8), torch.ones(7)), {}, r"weight must have shape \[8\]"),
     "weight of two dimensions": (lambda: (torch.ones(2, 8), torch.ones(1, 8)), {}, r"weight must have shape \[8\]"),
-    "narrow weight": (lambda: (torch.ones(2, 8), torch.ones(8).half()), {}, "weight must be float32 or have the dtype of x"),
+    "narrow weight": (
+        lambda: (torch.ones(2, 8), torch.ones(8).half()),
+        {},
+        "weight must be float32 or have the dtype of x",
+    ),
     "weight elsewhere": (lambda: (torch.ones(2, 8), torch.ones(8, device="meta")), {}, "weight must be on cpu like x"),
     "negative eps": (lambda: (torch.ones(2, 8), None, -1.0), {}, "eps must be finite and not negative"),
-    "unknown mode": (lambda: (torch.ones(2, 8),), dict(casting_mode="no"), "casting_mode must be 'llama', 'gemma' or 'none'"),
+    "unknown mode": (
+        lambda: (torch.ones(2, 8),),
+        dict(casting_mode="no"),
+        "casting_mode must be 'llama', 'gemma' or 'none'",
+    ),
 }
 
 

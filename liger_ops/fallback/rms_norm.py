@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import runtime
+from .swiglu import compute_dtype, demand, empty_contiguous
 
 HAS_WEIGHT, ROUND_FIRST, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 8, 16
 OPTIONS = "Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\""
@@ -19,24 +20,16 @@ GRAD_SCHEMA = (
 
 
 def check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, casting_mode: str) -> None:
-    def demand(condition: bool, argument: str, rule: str, got: object) -> None:
-        if not condition:
-            raise RuntimeError(f"{op}: {argument} must {rule} (got {got})")
-
     allowed = [torch.float32, torch.float16, torch.bfloat16] + ([] if x.is_cuda else [torch.float64])
-    demand(x.dtype in allowed and x.dim() >= 1, "x", "be a floating-point tensor of at least one dimension", (x.dtype, x.shape))
+    demand(x.dtype in allowed and x.dim() >= 1, op, "x", "be a floating-point tensor of at least one dimension", (x.dtype, x.shape))
     if residual is not None:
         same = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
-        demand(same, "residual", "match x in shape, dtype and device", (residual.shape, residual.dtype, residual.device))
+        demand(same, op, "residual", "match x in shape, dtype and device", (residual.shape, residual.dtype, residual.device))
     if weight is not None:
         fits = weight.shape == x.shape[-1:] and weight.dtype in (x.dtype, torch.float32) and weight.device == x.device
-        demand(fits, "weight", "have one value per column of x, in float32 or x's dtype", (weight.shape, weight.dtype, weight.device))
-    demand(0 <= eps < float("inf"), "eps", "be finite and not negative", eps)
-    demand(casting_mode in ("llama", "gemma", "none"), "casting_mode", "be 'llama', 'gemma' or 'none'", casting_mode)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+        demand(fits, op, "weight", "have one value per column of x, in float32 or x's dtype", (weight.shape, weight.dtype, weight.device))
+    demand(0 <= eps < float("inf"), op, "eps", "be finite and not negative", eps)
+    demand(casting_mode in ("llama", "gemma", "none"), op, "casting_mode", "be 'llama', 'gemma' or 'none'", casting_mode)
 
 
 def flags(weight: Tensor | None, casting_mode: str, other: int) -> int:
@@ -52,12 +45,12 @@ def forward(
     c = compute_dtype(x)
     if not x.is_cuda:
         runtime.count_cpu_call()
-        s = x if residual is None else x + residual
+        s = x if residual is None else (x + residual).contiguous()
         rstd = torch.rsqrt(s.to(c).square().mean(-1, keepdim=True) + eps)
         y = s.to(c) * rstd
         if weight is not None:
             y = (y.to(x.dtype).to(c) if mode == "llama" else y) * (weight.to(c) + offset)
-        return y.to(x.dtype), s, rstd.squeeze(-1)
+        return y.to(x.dtype).contiguous(), s, rstd.squeeze(-1)
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     weight = None if weight is None else weight.contiguous()
@@ -89,7 +82,7 @@ def backward(
         w = torch.ones(n, dtype=c) if weight is None else weight.to(c) + offset
         grad = dy.to(c) * w
         dx = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd[..., None]
-        dx = (dx if ds is None else dx + ds.to(c)).to(s.dtype)
+        dx = (dx if ds is None else dx + ds.to(c)).to(s.dtype).contiguous()
         kept = normed.to(s.dtype).to(c) if mode == "llama" else normed
         return dx, (dy.to(c) * kept).reshape(-1, n).sum(0).to(weight.dtype) if needs_dweight else s.new_empty(0)
     s, dy = s.contiguous(), dy.contiguous()
@@ -126,22 +119,24 @@ def register() -> None:
 
     @grad.register_fake
     def _(dy, ds, s, weight, eps, offset, mode, needs_dweight):
-        return torch.empty_like(s), torch.empty_like(weight) if needs_dweight else s.new_empty(0)
+        return empty_contiguous(s), empty_contiguous(weight) if needs_dweight else s.new_empty(0)
 
     def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
         return forward("rms_norm", x, None, weight, eps, offset, casting_mode)[0]
 
     plain = define("liger::rms_norm", rms_norm, mutates_args=(), schema=SCHEMAS["rms_norm"])
-    plain.register_fake(lambda x, *_, **__: torch.empty_like(x))
+    plain.register_fake(lambda x, *_, **__: empty_contiguous(x))
 
+    # ctx.needs_input_grad knows nothing of arguments that a call left out.
     def save_plain(ctx, inputs, output):
         x, weight, *ctx.options = inputs
+        ctx.needs_dweight = weight is not None and weight.requires_grad
         ctx.save_for_backward(x, weight)
 
     def plain_backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dx, dweight = torch.ops.liger._rms_norm_grad(dy, None, x, weight, *ctx.options, ctx.needs_input_grad[1])
-        return dx, dweight if ctx.needs_input_grad[1] else None, None, None, None
+        dx, dweight = torch.ops.liger._rms_norm_grad(dy, None, x, weight, *ctx.options, ctx.needs_dweight)
+        return dx, dweight if ctx.needs_dweight else None, None, None, None
 
     plain.register_autograd(plain_backward, setup_context=save_plain)
 
@@ -149,15 +144,16 @@ def register() -> None:
         return forward("fused_add_rms_norm", x, residual, weight, eps, offset, casting_mode)[:2]
 
     fused = define("liger::fused_add_rms_norm", fused_add_rms_norm, mutates_args=(), schema=SCHEMAS["fused_add_rms_norm"])
-    fused.register_fake(lambda x, *_, **__: (torch.empty_like(x), torch.empty_like(x)))
+    fused.register_fake(lambda x, *_, **__: (empty_contiguous(x), empty_contiguous(x)))
 
     def save_fused(ctx, inputs, output):
         _, _, weight, *ctx.options = inputs
+        ctx.needs_dweight = weight is not None and weight.requires_grad
         ctx.save_for_backward(output[1], weight)
 
     def fused_backward(ctx, dy, ds):
         s, weight = ctx.saved_tensors
-        dx, dweight = torch.ops.liger._rms_norm_grad(dy, ds, s, weight, *ctx.options, ctx.needs_input_grad[2])
-        return dx, dx.clone(), dweight if ctx.needs_input_grad[2] else None, None, None, None
+        dx, dweight = torch.ops.liger._rms_norm_grad(dy, ds, s, weight, *ctx.options, ctx.needs_dweight)
+        return dx, dx.clone(), dweight if ctx.needs_dweight else None, None, None, None
 
     fused.register_autograd(fused_backward, setup_context=save_fused)

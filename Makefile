@@ -4,8 +4,13 @@ PYTHON ?= .venv/bin/python
 # A CPU build of torch serves to build and test; set TORCH= to take another release.
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
+# What the demo and the tests train.
+MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "matplotlib>=3.9"
 
-.PHONY: build test demo clean
+# Torch releases that `make wheel` builds for.
+TORCH_VERSIONS ?= 2.11 2.12 2.13
+
+.PHONY: build test demo wheel sdist clean
 .DEFAULT_GOAL := build
 
 ifeq ($(PYTHON),.venv/bin/python)
@@ -13,7 +18,7 @@ ready := .venv/ready
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
 	.venv/bin/python -m pip install -q --upgrade pip
-	.venv/bin/python -m pip install -q "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake pytest "numpy<2.4" expecttest
+	.venv/bin/python -m pip install -q "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake pytest "numpy<2.4" expecttest $(MODELS)
 	touch $@
 endif
 
@@ -25,6 +30,14 @@ test: build
 
 demo: build
 	$(PYTHON) -m liger_ops.demo
+
+# One wheel for every torch above, the same byte for byte from one commit. Downloads what it needs of those releases.
+wheel: $(ready)
+	LIGER_OPS_TORCH_VERSIONS="$(TORCH_VERSIONS)" SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	  $(PYTHON) setup.py -q bdist_wheel
+
+sdist: $(ready)
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) setup.py -q sdist
 
 clean:
 	rm -rf build liger_ops/lib liger_ops/packs

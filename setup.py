@@ -1,20 +1,24 @@
 """Builds the operator library and the kernel packs through CMake, against the torch that is installed.
 
-    pip install --no-build-isolation .          (LIGER_OPS_ARCHS=80,90 limits the GPU architectures)
+pip install --no-build-isolation .          (LIGER_OPS_ARCHS=80,90 limits the GPU architectures)
+make wheel                                  one wheel for every torch release in TORCH_VERSIONS
 """
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.dist_info import dist_info
 
 ROOT = Path(__file__).parent.resolve()
+MAX_WHEEL_BYTES = 40_000_000
 
 
 def require(name: str, sentence: str):
@@ -25,8 +29,22 @@ def require(name: str, sentence: str):
 
 def require_torch():
     return require(
-        "torch", "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`"
+        "torch",
+        "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`",
     )
+
+
+def build_module(stem: str):
+    """A module of liger_ops/aot that stands alone: the package itself cannot be imported before it is built."""
+    spec = importlib.util.spec_from_file_location(stem, ROOT / "liger_ops" / "aot" / f"{stem}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def releases() -> list:
+    """Torch minors that a wheel for more than the installed torch is asked to serve."""
+    return os.environ.get("LIGER_OPS_TORCH_VERSIONS", "").replace(",", " ").split()
 
 
 class Metadata(dist_info):
@@ -45,17 +63,22 @@ class CMakeBuild(build_ext):
         triton = require("triton", "building needs Triton to compile the kernels: `pip install triton==3.6.0` first")
         minor = ".".join(torch.__version__.split(".")[:2])
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{minor}-triton{triton.__version__}"
-        package = ROOT if self.inplace else Path(self.build_lib).resolve()
+        cache = build / "kernel-cache"
+        package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "liger_ops"
+        torch_folders = [Path(torch.__file__).parent]
+        if releases():
+            build /= "release"
+            torch_folders = [build_module("torch_release").fetch(v, ROOT / "build" / "torch") for v in releases()]
         arguments = {
             "LIGER_PYTHON": sys.executable,
             "Python_EXECUTABLE": sys.executable,
-            "LIGER_TORCH_DIR": Path(torch.__file__).parent,
-            "LIGER_TORCH_TAG": minor,
-            "LIGER_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
+            "LIGER_TORCH_DIRS": ";".join(map(str, torch_folders)),
             "LIGER_ARCHS": os.environ.get("LIGER_OPS_ARCHS", "80,90,100,120"),
-            "LIGER_OUTPUT": package / "liger_ops",
+            "LIGER_OUTPUT": package,
+            "LIGER_KERNEL_CACHE": cache,
         }
-        if importlib.util.find_spec("pybind11"):
+        # A developer's tool, bound to one Python.
+        if not releases() and importlib.util.find_spec("pybind11"):
             import pybind11
 
             arguments["LIGER_PYBIND11_DIR"] = pybind11.get_cmake_dir()
@@ -69,12 +92,41 @@ class CMakeBuild(build_ext):
             subprocess.run(["cmake", "--build", str(build)], check=True, env=env)
         except FileNotFoundError:
             raise SystemExit("liger-ops: building needs CMake and ninja: `pip install cmake ninja` first") from None
+        if releases():
+            self.check_release(package / "lib", torch_folders)
+
+    def check_release(self, libraries: Path, torch_folders: list) -> None:
+        manylinux = build_module("manylinux")
+        runtime = libraries / "libliger_runtime.so"
+        found = [sentence for library in sorted(libraries.iterdir()) for sentence in manylinux.violations(library)]
+        for minor, folder in zip(releases(), torch_folders):
+            library = libraries / f"libliger_ops_torch{minor}.so"
+            found += manylinux.missing_symbols(library, [runtime, *(folder / "lib").glob("lib*.so")])
+        if found:
+            raise SystemExit("\n".join([f"liger-ops: not fit for {manylinux.TAG}:", *found]))
 
     def get_outputs(self) -> list:
         return []
 
 
+class Wheel(bdist_wheel):
+    """A wheel for several torch releases has no Python symbol, so it fits every Python."""
+
+    def get_tag(self) -> tuple:
+        return ("py3", "none", build_module("manylinux").TAG) if releases() else super().get_tag()
+
+    def run(self) -> None:
+        # Nothing of an earlier build goes along, and no mode that depends on the user's settings.
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        os.umask(0o022)
+        super().run()
+        for _, _, path in self.distribution.dist_files:
+            size = Path(path).stat().st_size
+            if releases() and size > MAX_WHEEL_BYTES:
+                raise SystemExit(f"liger-ops: {path} must be at most {MAX_WHEEL_BYTES} bytes (got {size})")
+
+
 setup(
     ext_modules=[Extension("liger_ops._native", sources=[])],
-    cmdclass={"build_ext": CMakeBuild, "dist_info": Metadata},
+    cmdclass={"build_ext": CMakeBuild, "dist_info": Metadata, "bdist_wheel": Wheel},
 )

@@ -1,0 +1,45 @@
+"""Headers and libraries of torch releases, to build the operators for torches that are not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+# One patch release for each minor, so that a build can be repeated. Their binary interface is the minor's.
+RELEASES = {"2.11": "2.11.0", "2.12": "2.12.1", "2.13": "2.13.0"}
+# Neither libraries nor headers differ by Python's version.
+PYTHON = "3.12"
+NEEDED = (
+    "torch/include/",
+    "torch/share/cmake/Torch/",
+    "torch/lib/libc10.so",
+    "torch/lib/libtorch.so",
+    "torch/lib/libtorch_cpu.so",
+)
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [name for name in archive.namelist() if name.startswith(NEEDED)])
+
+
+def fetch(minor: str, cache: Path) -> Path:
+    """The torch folder of a release: what of its wheel a build needs, downloaded once, without its dependencies."""
+    if minor not in RELEASES:
+        raise SystemExit(f"liger-ops: TORCH_VERSIONS must be among {', '.join(RELEASES)} (got {minor})")
+    version = RELEASES[minor]
+    target = cache / version
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", scratch]
+            command += ["--platform", "manylinux_2_28_x86_64", "--python-version", PYTHON, f"torch=={version}"]
+            subprocess.run(command, check=True)
+            (wheel,) = Path(scratch).glob("torch-*.whl")
+            unpacked = Path(scratch) / "unpacked"
+            unpack(wheel, unpacked)
+            unpacked.rename(target)
+    return target / "torch"

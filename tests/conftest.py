@@ -5,8 +5,6 @@ import torch
 
 import liger_ops  # noqa: F401  registers torch.ops.liger
 
-torch.manual_seed(0)
-
 
 def pytest_collection_modifyitems(config, items):
     """Without a GPU the gpu tests are deselected, and counted as such, rather than skipped one by one."""
@@ -20,6 +18,12 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """A test sees the same numbers whatever ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -293,7 +293,7 @@ def keys_after(tmp_path):
 
     def keys(file=None, old="", new=""):
         if file:
-            path = copy / "kernels" / file
+            path = copy / file
             text = path.read_text()
             assert text.count(old) >= 1
             path.write_text(text.replace(old, new, 1))
@@ -309,19 +309,19 @@ def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
     before = keys_after()
     # A constant, a helper that two files share, a comment outside of every kernel, and one config.
     edits = {
-        ("column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
-        ("rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {
+        ("kernels/column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
+        ("kernels/rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {
             "rms_norm_fwd",
             "rms_norm_bwd",
         },
-        ("column_sum.py", "KERNELS = [", "# A remark.\nKERNELS = ["): set(),
-        ("column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16"): {"column_sum"},
+        ("kernels/column_sum.py", "KERNELS = [", "# A remark.\nKERNELS = ["): set(),
+        ("kernels/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16"): {"column_sum"},
     }
     for edit, expected in edits.items():
         after = keys_after(*edit)
         assert {name for name in before if before[name] != after[name]} == expected, edit
     # Packs and caches refuse by the hash what the key would recompile.
-    changed = keys_after("column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")["column_sum"]
+    changed = keys_after("kernels/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")["column_sum"]
     assert changed[0] != before["column_sum"][0]
     configs = len(tables.find("column_sum").configs)
     assert [i % configs == 0 for i in range(len(changed[1]))] == [
@@ -329,9 +329,17 @@ def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
     ]
 
 
+def test_an_option_of_the_compiler_recompiles_everything(keys_after):
+    before = keys_after()
+    options = {'"-O3"': '"-O2"', "PTX_CAPABILITY = 80": "PTX_CAPABILITY = 90", "line_info = True": "line_info = False"}
+    for edit in options.items():
+        after = keys_after("aot/compile.py", *edit)
+        assert all(set(before[name][1]).isdisjoint(after[name][1]) for name in before), edit
+
+
 def test_a_shared_helper_recompiles_what_reaches_it(keys_after):
     before = keys_after()
-    after = keys_after("rows.py", "other=neutral).to(tl.float32)", "other=neutral).to(tl.float32) + 0.0")
+    after = keys_after("kernels/rows.py", "other=neutral).to(tl.float32)", "other=neutral).to(tl.float32) + 0.0")
     changed = {name for name in before if before[name] != after[name]}
     assert {"rms_norm_fwd", "rms_norm_bwd"} <= changed and not changed & {"column_sum"}
 

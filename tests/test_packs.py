@@ -7,6 +7,7 @@ import shutil
 import struct
 import tempfile
 import zlib
+from dataclasses import replace
 
 import pytest
 import stub_cuda
@@ -173,6 +174,47 @@ def test_a_flipped_bit_in_a_kernel_spoils_that_kernel_alone(small, tmp_path):
         assert (listed, entries) == ("", expected)
 
 
+def based(entries):
+    """The same, deflated with the first as dictionary."""
+    return [replace(e, base=entries[0].variant) for e in entries]
+
+
+def test_a_flipped_bit_in_a_base_spoils_all_that_need_it(small, tmp_path):
+    kind, arch, entries = pack.read(small / "sm_90.pack")
+    pack.write(tmp_path / "based.pack", kind, arch, based(entries))
+    data = (tmp_path / "based.pack").read_bytes()
+    start = pack.ENTRY.unpack_from(data, 40)[3]
+    flip = (start + 500, [data[start + 500] ^ 4])
+    (found,) = stub_cuda.run(open_each, str(tmp_path / "based.pack"), str(tmp_path), [flip]).value
+    assert found[0] == "" and all("corrupt entry" in entry for entry in found[1])
+    python_refuses(data[: start + 500] + bytes([data[start + 500] ^ 4]) + data[start + 501 :], tmp_path)
+
+
+def test_bases_that_go_round_in_circles(small, tmp_path):
+    data = bytearray((small / "sm_90.pack").read_bytes())
+    for i in range(3):
+        fields = dict(zip(FIELDS, pack.ENTRY.unpack_from(data, 40 + i * pack.ENTRY.size))) | dict(base=(i + 1) % 3)
+        pack.ENTRY.pack_into(data, 40 + i * pack.ENTRY.size, *fields.values())
+    path = tmp_path / "circle.pack"
+    path.write_bytes(checksummed(bytes(data)))
+    ((listed, entries),) = stub_cuda.run(open_each, str(path), str(tmp_path), [(0, [])]).value
+    assert listed == "" and all("corrupt entry" in entry for entry in entries)
+    python_refuses(bytes(path.read_bytes()), tmp_path)
+
+
+def test_a_base_makes_a_pack_smaller_and_changes_nothing_else(tmp_path):
+    kind, arch, entries = pack.read(PACKS / "sm_90.pack")
+    entries = [e for e in entries if e.kernel_hash == HASH]
+    alone, together = tmp_path / "alone.pack", tmp_path / "together.pack"
+    pack.write(alone, kind, arch, [replace(e, base=None) for e in entries])
+    pack.write(together, kind, arch, entries)
+    assert together.stat().st_size < 0.7 * alone.stat().st_size
+    assert pack.read(together) == pack.read(alone) == (kind, arch, entries)
+    # An entry whose base is elsewhere stands alone.
+    pack.write(together, kind, arch, entries[len(tables.find(KERNEL).configs) :])
+    assert pack.read(together)[2] == entries[len(tables.find(KERNEL).configs) :]
+
+
 # A damaged file whose checksum is right all the same: nothing may be read outside of it.
 WRONG_FIELDS = {
     "offset beyond the file": dict(offset=1 << 40),
@@ -182,8 +224,9 @@ WRONG_FIELDS = {
     "a name beyond the names": dict(name_offset=0xFFFFFFFF, name_bytes=0xFFFFFFFF),
     "a decoded size too small": dict(raw=100),
     "a decoded size too large": dict(raw=100_000),
+    "a dictionary that is not there": dict(base=77),
 }
-FIELDS = "kernel_hash variant checksum offset stored raw shared num_warps name_offset name_bytes".split()
+FIELDS = "kernel_hash variant checksum offset stored raw shared num_warps name_offset name_bytes base".split()
 
 
 def checksummed(data):
@@ -199,7 +242,7 @@ def test_wrong_fields_under_a_right_checksum(case, small, tmp_path):
     path = tmp_path / "wrong.pack"
     path.write_bytes(checksummed(bytes(data)))
     ((listed, entries),) = stub_cuda.run(open_each, str(path), str(tmp_path), [(0, [])]).value
-    decoded = "decoded size" in case
+    decoded = "decoded size" in case or "dictionary" in case
     assert "corrupt" in (entries[0] if decoded else listed) and entries[1:] == (["", ""] if decoded else [])
 
 
@@ -247,7 +290,7 @@ DAMAGES = {
     "no header": (lambda p: p.write_bytes(b"LIGERPAK"), "kernel pack ignored: {path}: truncated at 8 bytes"),
     "empty": (lambda p: p.write_bytes(b""), "kernel pack ignored: {path}: empty file"),
     "something else": (lambda p: p.write_bytes(b"no pack " * 100), "kernel pack ignored: {path}: not a kernel pack"),
-    "another version": (wrong_version, "kernel pack ignored: {path}: pack version 7, this build reads 1"),
+    "another version": (wrong_version, "kernel pack ignored: {path}: pack version 7, this build reads 2"),
     "another architecture by a flipped bit": (
         lambda p: flip(p, 16),
         "kernel pack ignored: {path}: corrupt header or index",
@@ -360,7 +403,7 @@ def deflate(data, level, strategy, flushes=0):
 def write_streams(path, streams, monkeypatch):
     """A pack of (decoded bytes, deflate stream) as variants of KERNEL."""
     ready = dict(enumerate(stream for _, stream in streams))
-    monkeypatch.setattr(zlib, "compress", lambda data, level, wbits: ready.pop(min(ready)))
+    monkeypatch.setattr(pack, "deflate", lambda data, dictionary: ready.pop(min(ready)))
     pack.write(path, pack.CUBIN, 90, [pack.Entry(HASH, i, "stream", 1, 0, data) for i, (data, _) in enumerate(streams)])
     monkeypatch.undo()
 

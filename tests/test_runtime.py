@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import stub_cuda
+import torch
 from stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv
 
 import liger_ops.kernels as tables
@@ -370,20 +371,19 @@ def test_a_capture_that_cannot_be_relaxed_says_so():
     assert "cuModuleLoadData: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)" in message and mode == 0
 
 
-def preload(kernels):
-    counts = runtime.preload(0, kernels)
+def preload(ops):
+    counts = runtime.preload(0, ops)
     modules = len(calls("cuModuleLoadData"))
-    for kernel in runtime.kernels():
-        if not kernels or any(kernel.startswith(k) for k in kernels):
-            launch(kernel)
-    return [counts, modules, len(calls("cuModuleLoadData")), runtime.preload(0, kernels)]
+    for kernel in runtime.kernels_of(ops):
+        launch(kernel)
+    return [counts, modules, len(calls("cuModuleLoadData")), runtime.preload(0, ops)]
 
 
-@pytest.mark.parametrize("kernels", [[], ["rms_norm", "column"]])
-def test_preload_leaves_nothing_to_load(kernels):
-    wanted = [k for name, k in every_kernel().items() if not kernels or name.startswith(tuple(kernels))]
-    total = sum(map(len, wanted))
-    counts, before, after, again = stub_cuda.run(preload, kernels).value
+@pytest.mark.parametrize("ops", [[], ["fused_add_rms_norm", "rope_freqs_cis"]])
+def test_preload_leaves_nothing_to_load(ops):
+    wanted = ops and ["rms_norm_fwd", "rms_norm_bwd", "column_sum", "rope"]
+    total = sum(len(k) for name, k in every_kernel().items() if not ops or name in wanted)
+    counts, before, after, again = stub_cuda.run(preload, ops).value
     assert counts == again == [total, 0] and before == after == total
 
 
@@ -397,6 +397,52 @@ def test_preload_takes_what_is_there_and_compiles_nothing(single, tmp_path):
     cache = fill_cache(tmp_path / "cache", single, 130)
     env = {"STUB_CUDA_DEVICES": "13.0:200:Stub", "LIGER_OPS_CACHE_DIR": cache, "LIGER_OPS_PACK_DIR": single}
     assert stub_cuda.run(preload_only, **env).value == [[1, total - 1], 0]
+
+
+def kernels_by_operator(ops):
+    return {op: runtime.kernels_of([op]) for op in ops}
+
+
+def public_operators():
+    names = [n.removeprefix("liger::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("liger::")]
+    return [name for name in names if not name.startswith("_")]
+
+
+def kernels_in_source(path, seen):
+    """Kernels that a source file names, in itself or in what it includes; a header stands for its source file too."""
+    if path in seen or not path.exists():
+        return set()
+    seen.add(path)
+    text = path.read_text()
+    found = set(re.findall(r"kernels::([a-z_]+)\b", text))
+    for header in re.findall(r'#include "((?:core|ops)/\w+)\.h"', text):
+        for suffix in (".h", ".cpp"):
+            found |= kernels_in_source(ROOT / "csrc" / (header + suffix), seen)
+    return found
+
+
+def test_preload_knows_the_kernels_of_every_operator():
+    """As the sources have it: an operator that comes to launch another kernel must be in that kernel's table."""
+    sources = {path.stem: path for path in (ROOT / "csrc" / "ops").glob("*.cpp")}
+    expected = {}
+    for op in public_operators():
+        stem = max((s for s in sources if f"{op}_".startswith(f"{s}_")), key=len)
+        expected[op] = kernels_in_source(sources[stem], set())
+    assert set(expected) > set(sources)
+    found = stub_cuda.run(kernels_by_operator, sorted(expected)).value
+    assert {op: set(kernels) for op, kernels in found.items()} == expected
+
+
+def preload_of_an_unknown_operator():
+    try:
+        return runtime.preload(0, ["rms_norm", "rms"])
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_preload_of_an_unknown_operator():
+    message = stub_cuda.run(preload_of_an_unknown_operator).value
+    assert message == "ops must be operators that launch kernels (got 'rms')"
 
 
 def preload_fails():

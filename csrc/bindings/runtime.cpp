@@ -109,16 +109,23 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("reset_counts", reset_counts);
   m.def(
       "preload",
-      [](int device, const std::vector<std::string>& kernels) {
+      [](int device, const std::vector<std::string>& ops) {
         Preloaded done;
         {
           py::gil_scoped_release unlocked;
-          done = preload(device, kernels);
+          done = preload(device, ops);
         }
         if (!done.error.empty()) throw std::runtime_error(done.error);
         return std::make_tuple(done.loaded, done.missing);
       },
-      py::arg("device"), py::arg("kernels") = std::vector<std::string>());
+      py::arg("device"), py::arg("ops") = std::vector<std::string>());
+  m.def("kernels_of", [](const std::vector<std::string>& ops) {
+    std::string error;
+    std::vector<std::string> names;
+    for (const Kernel* kernel : kernels_of(ops, error)) names.push_back(kernel->spec().name);
+    if (!error.empty()) throw std::runtime_error(error);
+    return names;
+  });
   m.def("set_hook", set_hook);
   m.def("set_compiler", set_compiler);
   m.def("pack_directory", pack_directory);

@@ -45,8 +45,8 @@ LIGER_RUNTIME_API void liger_reset_counts() { reset_counts(); }
 
 LIGER_RUNTIME_API void liger_count_cpu_call() { count_cpu_call(); }
 
-LIGER_RUNTIME_API const char* liger_preload(int device, const char* const* prefixes, int count, int64_t* loaded, int64_t* missing) {
-  Preloaded done = preload(device, std::vector<std::string>(prefixes, prefixes + count));
+LIGER_RUNTIME_API const char* liger_preload(int device, const char* const* ops, int count, int64_t* loaded, int64_t* missing) {
+  Preloaded done = preload(device, std::vector<std::string>(ops, ops + count));
   *loaded = done.loaded;
   *missing = done.missing;
   return done.error.empty() ? nullptr : say(done.error);

@@ -125,17 +125,18 @@ bool read_tables(BitReader& in, std::array<uint8_t, 320>& lengths, int& literal_
 
 }  // namespace
 
-bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string& out) {
+bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string& out, std::string_view dictionary) {
   BitReader in(data, size);
-  out.clear();
-  out.reserve(decoded_size);
+  const size_t limit = dictionary.size() + decoded_size;
+  out.reserve(limit);
+  out = dictionary;
   for (bool last = false; !last;) {
     last = in.bits(1);
     uint32_t kind = in.bits(2);
     if (kind == 0) {
       in.align();
       uint32_t length = in.bits(16), complement = in.bits(16);
-      if (length != (~complement & 0xffff) || out.size() + length > decoded_size) return false;
+      if (length != (~complement & 0xffff) || out.size() + length > limit) return false;
       while (length--) out.push_back(char(in.bits(8)));
     } else if (kind == 1 || kind == 2) {
       std::array<uint8_t, 320> lengths{};
@@ -146,12 +147,13 @@ bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string&
         for (int i = 0; i < 288; ++i) lengths[i] = i < 144 ? 8 : i < 256 ? 9 : i < 280 ? 7 : 8;
         for (int i = 0; i < 30; ++i) lengths[288 + i] = 5;
       }
-      if (!copy_block(in, {lengths.data(), literals}, {lengths.data() + literals, distances}, decoded_size, out)) return false;
+      if (!copy_block(in, {lengths.data(), literals}, {lengths.data() + literals, distances}, limit, out)) return false;
     } else {
       return false;
     }
     if (in.overrun()) return false;
   }
+  out.erase(0, dictionary.size());
   return out.size() == decoded_size;
 }
 

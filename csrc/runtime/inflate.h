@@ -3,11 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace liger::runtime {
 
-/// Decodes a raw DEFLATE stream (RFC 1951) of known decoded size. False if the stream is malformed.
-bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string& out);
+/// Decodes a raw DEFLATE stream (RFC 1951) of known decoded size. False if the stream is malformed. The stream may
+/// refer to the dictionary as to bytes decoded before its own.
+bool inflate(const uint8_t* data, size_t size, size_t decoded_size, std::string& out, std::string_view dictionary = {});
 
 /// CRC-32 as in zlib. `before` is that of the bytes ahead of these.
 uint32_t crc32(const uint8_t* data, size_t size, uint32_t before = 0);

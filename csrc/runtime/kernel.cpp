@@ -1,5 +1,7 @@
 #include "runtime/kernel.h"
 
+#include <algorithm>
+#include <cstring>
 #include <mutex>
 
 namespace liger::runtime {
@@ -11,6 +13,15 @@ std::vector<Kernel*>& registry() {
 }
 
 }  // namespace
+
+size_t KernelSpec::serves(const std::string& op) const {
+  size_t longest = 0;
+  for (auto name = operators; *name; ++name) {
+    const size_t size = std::strlen(*name);
+    if (op.compare(0, size, *name) == 0 && (op.size() == size || op[size] == '_')) longest = std::max(longest, size);
+  }
+  return longest;
+}
 
 Kernel::Kernel(const KernelSpec& spec) : spec_(spec) { registry().push_back(this); }
 

@@ -27,6 +27,10 @@ struct KernelSpec {
   uint32_t variants;
   uint32_t args_bytes;
   const char* const* variant_names;
+  const char* const* operators;  // that launch it, up to a null: these names, and longer ones such as <name>_packed
+
+  /// Length of the name above that stands for an operator; 0 if it does not launch this kernel.
+  size_t serves(const std::string& op) const;
 };
 
 struct Function {

@@ -15,7 +15,7 @@ namespace liger::runtime {
 namespace {
 
 constexpr char kMagic[8] = {'L', 'I', 'G', 'E', 'R', 'P', 'A', 'K'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 #pragma pack(push, 1)
 struct Header {
@@ -30,9 +30,10 @@ struct Entry {
   uint32_t variant, checksum;
   uint64_t offset;
   uint32_t stored, raw, shared, num_warps, name_offset, name_bytes;
+  uint32_t base;  // the variant whose code is the dictionary of this one's; its own number: none
 };
 #pragma pack(pop)
-static_assert(sizeof(Header) == 40 && sizeof(Entry) == 48);
+static_assert(sizeof(Header) == 40 && sizeof(Entry) == 52);
 
 // A decoded kernel larger than this is damage, not a kernel.
 constexpr uint32_t kMaxRawBytes = 64u << 20;
@@ -143,11 +144,22 @@ size_t Pack::locate(uint64_t kernel_hash, uint32_t variant) const {
   return e.kernel_hash == kernel_hash && e.variant == variant ? low : count_;
 }
 
+bool Pack::decode(size_t at, std::string& code) const {
+  Entry e = entry_at(data_, at);
+  std::string dictionary;
+  if (e.base != e.variant) {
+    size_t base = locate(e.kernel_hash, e.base);
+    // No base has a base: a damaged index cannot send this round in circles.
+    if (base == count_ || entry_at(data_, base).base != e.base || !decode(base, dictionary)) return false;
+  }
+  return crc32(data_ + e.offset, e.stored) == e.checksum && inflate(data_ + e.offset, e.stored, e.raw, code, dictionary);
+}
+
 Pack::Lookup Pack::find(uint64_t kernel_hash, uint32_t variant, Binary& out, std::string& error) const {
   size_t at = locate(kernel_hash, variant);
   if (at == count_) return Lookup::Absent;
   Entry e = entry_at(data_, at);
-  if (crc32(data_ + e.offset, e.stored) != e.checksum || !inflate(data_ + e.offset, e.stored, e.raw, out.code)) {
+  if (!decode(at, out.code)) {
     error = origin_ + ": corrupt entry " + std::to_string(at) + " (" + name(at) + ")";
     return Lookup::Damaged;
   }

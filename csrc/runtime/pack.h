@@ -47,6 +47,7 @@ class LIGER_RUNTIME_API Pack {
   Pack() = default;
   bool check(std::string& error);
   std::string name(size_t entry) const;
+  bool decode(size_t entry, std::string& code) const;
   /// Index of an entry; size() if there is none.
   size_t locate(uint64_t kernel_hash, uint32_t variant) const;
 

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -402,12 +403,27 @@ const DeviceInfo* device_info(int device, std::string& error) {
   return error.empty() ? &found.info : nullptr;
 }
 
-Preloaded preload(int device, const std::vector<std::string>& kernels) {
+std::vector<Kernel*> kernels_of(const std::vector<std::string>& ops, std::string& error) {
+  if (ops.empty()) return Kernel::all();
+  std::set<const Kernel*> wanted;
+  for (const std::string& op : ops) {
+    size_t best = 0;
+    for (const Kernel* kernel : Kernel::all()) best = std::max(best, kernel->spec().serves(op));
+    if (best == 0) error = "ops must be operators that launch kernels (got '" + op + "')";
+    for (const Kernel* kernel : Kernel::all()) {
+      if (best && kernel->spec().serves(op) == best) wanted.insert(kernel);
+    }
+  }
+  std::vector<Kernel*> out;
+  std::copy_if(Kernel::all().begin(), Kernel::all().end(), std::back_inserter(out), [&](auto* k) { return wanted.count(k); });
+  return out;
+}
+
+Preloaded preload(int device, const std::vector<std::string>& ops) {
   Preloaded out;
-  if (!device_info(device, out.error)) return out;
-  for (Kernel* kernel : Kernel::all()) {
-    auto wanted = [&](const std::string& prefix) { return std::string(kernel->spec().name).rfind(prefix, 0) == 0; };
-    if (!kernels.empty() && std::none_of(kernels.begin(), kernels.end(), wanted)) continue;
+  auto kernels = kernels_of(ops, out.error);
+  if (!out.error.empty() || !device_info(device, out.error)) return out;
+  for (Kernel* kernel : kernels) {
     for (uint32_t variant = 0; variant < kernel->spec().variants; ++variant) {
       std::string ignored;
       loader().load(*kernel, variant, device, false, ignored) ? ++out.loaded : ++out.missing;

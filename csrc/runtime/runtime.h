@@ -38,8 +38,10 @@ struct Preloaded {
   std::string error;
 };
 /// Loads every variant that a pack or the disk cache holds; `missing` ones wait for the compile hook at first use.
-/// `kernels` limits it to kernels whose name begins with one of these.
-LIGER_RUNTIME_API Preloaded preload(int device, const std::vector<std::string>& kernels);
+/// `ops` limits it to the kernels that these operators launch.
+LIGER_RUNTIME_API Preloaded preload(int device, const std::vector<std::string>& ops);
+/// The kernels that operators launch, those of all without any; `error` set if one is unknown.
+LIGER_RUNTIME_API std::vector<Kernel*> kernels_of(const std::vector<std::string>& ops, std::string& error);
 
 /// Compiles a variant for a capability; yields a single-entry pack, or empty with `error` set.
 using CompileHook = std::function<std::string(const KernelSpec&, uint32_t variant, int capability, std::string& error)>;

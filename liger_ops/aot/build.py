@@ -66,8 +66,8 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
             v, binary = tasks[task], task.result()
             facts = (int(v.kernel.source_hash, 16), v.index, v.name, binary.num_warps, binary.shared)
             for arch in archs:
-                entries[arch].append(pack.Entry(*facts, binary.cubins[arch]))
-            entries[0].append(pack.Entry(*facts, binary.ptx))
+                entries[arch].append(pack.Entry(*facts, binary.cubins[arch], v.base))
+            entries[0].append(pack.Entry(*facts, binary.ptx, v.base))
             progress.advance()
     for arch in archs:
         pack.write(folder / f"sm_{arch}.pack", pack.CUBIN, arch, entries[arch])

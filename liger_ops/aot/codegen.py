@@ -60,7 +60,10 @@ def definitions(stem: str, kernels: list[Kernel]) -> str:
     for k in kernels:
         names = "".join(f'\n    "{v.name}",' for v in k.variants())
         out.append(f"static const char* const {k.name}_names[] = {{{names}\n}};")
+        operators = ", ".join([f'"{o}"' for o in (stem, *k.operators)] + ["nullptr"])
+        out.append(f"static const char* const {k.name}_operators[] = {{{operators}}};")
         fields = f'"{k.name}", "{k.symbol}", 0x{k.source_hash}ull, {len(k)}, sizeof({k.name}::Args), {k.name}_names'
+        fields += f", {k.name}_operators"
         out.append(f"runtime::Kernel {k.name}::kernel{{{{{fields}}}}};\n")
     return "\n".join([*out, "}  // namespace liger::kernels", ""])
 

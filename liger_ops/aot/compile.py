@@ -7,6 +7,8 @@ every capability, so each architecture costs one more assembly, not one more com
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import re
 import struct
@@ -14,10 +16,11 @@ import subprocess
 import tempfile
 import threading
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from ..kernels.table import Kernel, Variant
+from ..kernels.table import Kernel, Variant, reachable_source
 
 PTX_CAPABILITY = 80
 # Above this, a launch needs an opt-in that not every architecture grants in the same amount.
@@ -134,12 +137,16 @@ def assemble(ptx: str, arch: int) -> bytes:
         return target.read_bytes()
 
 
+@cache
+def compiler_facts() -> list[str]:
+    """How variants are compiled and checked."""
+    steps = [inspect.getsource(step) for step in (compile_variant, assembler, assemble)]
+    return [*steps, str(PTX_CAPABILITY), str(MAX_SHARED_BYTES), os.environ.get("TRITON_PTXAS_PATH", "")]
+
+
 def code_key(kernel: Kernel, variant: Variant, archs: list[int]) -> str:
     """What a compiled variant depends on: names the build's cache files."""
-    import hashlib
-
-    from ..kernels.table import reachable_source
-
     facts = [*reachable_source(kernel.function), str(kernel.args), str(variant.signature), str(variant.constexprs)]
+    facts += compiler_facts()
     facts += [str(variant.divisibility), str(variant.config.num_warps), str(variant.max_registers), str(sorted(archs)), triton_version()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

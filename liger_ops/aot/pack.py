@@ -1,7 +1,8 @@
 """The pack: one file with every kernel of one architecture. csrc/runtime/pack.h is its other reader.
 
 Little-endian. Header, index sorted by (kernel hash, variant), names, then the binaries, each deflated and
-checksummed on its own so that a process pays for what it launches.
+checksummed on its own so that a process pays for what it launches. Variants of a kernel are much alike: most are
+deflated with another one, their base, as the dictionary, which takes a quarter off the file. A base has none itself.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import os
 import struct
 import tempfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-MAGIC, VERSION = b"LIGERPAK", 1
+MAGIC, VERSION = b"LIGERPAK", 2
 CUBIN, PTX = 0, 1
 # magic, version, kind, arch, entries, file bytes, names bytes; then the checksum of these, the index and the names
 HEADER, CHECKSUM = struct.Struct("<8sIIIIQI"), struct.Struct("<I")
-# kernel hash, variant, checksum, offset, stored bytes, raw bytes, shared bytes, warps, name offset, name bytes
-ENTRY = struct.Struct("<QIIQIIIIII")
+# kernel hash, variant, checksum, offset, stored bytes, raw bytes, shared bytes, warps, name offset, name bytes, base
+ENTRY = struct.Struct("<QIIQIIIIIII")
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,34 @@ class Entry:
     num_warps: int
     shared: int
     binary: bytes
+    # A variant of the same kernel whose binary this one resembles; used where the pack holds it and it has no base.
+    base: int | None = field(default=None, compare=False)
+
+
+def deflate(data: bytes, dictionary: bytes) -> bytes:
+    primed = {"zdict": dictionary} if dictionary else {}
+    stream = zlib.compressobj(9, zlib.DEFLATED, -15, **primed)
+    return stream.compress(data) + stream.flush()
+
+
+def inflate(data: bytes, dictionary: bytes) -> bytes:
+    stream = zlib.decompressobj(-15, **({"zdict": dictionary} if dictionary else {}))
+    return stream.decompress(data) + stream.flush()
 
 
 def dumps(kind: int, arch: int, entries: list[Entry]) -> bytes:
     entries = sorted(entries, key=lambda e: (e.kernel_hash, e.variant))
+    bases = {(e.kernel_hash, e.variant): e for e in entries if e.base in (None, e.variant)}
     names = b"".join(e.name.encode() for e in entries)
     at = HEADER.size + CHECKSUM.size + ENTRY.size * len(entries) + len(names)
     index, blobs, name_at = b"", [], 0
     for e in entries:
-        blob = zlib.compress(e.binary, 9, wbits=-15)
+        base = bases.get((e.kernel_hash, e.base), e)
+        blob = deflate(e.binary, b"" if base is e else base.binary)
         size = len(e.name.encode())
         index += ENTRY.pack(
-            e.kernel_hash, e.variant, zlib.crc32(blob), at, len(blob), len(e.binary), e.shared, e.num_warps, name_at, size
+            e.kernel_hash, e.variant, zlib.crc32(blob), at, len(blob), len(e.binary), e.shared, e.num_warps, name_at, size,
+            base.variant,
         )  # fmt: skip
         blobs.append(blob)
         at, name_at = at + len(blob), name_at + size
@@ -71,13 +88,15 @@ def read(path: Path) -> tuple[int, int, list[Entry]]:
     crc = zlib.crc32(data[: HEADER.size] + data[index_at : names_at + names_size])
     if len(data) != size or CHECKSUM.pack(crc) != data[HEADER.size : index_at]:
         raise ValueError(f"{path}: truncated or corrupt")
-    entries = []
-    for i in range(count):
-        fields = ENTRY.unpack_from(data, index_at + i * ENTRY.size)
-        kernel_hash, variant, crc, offset, stored, _, shared, num_warps, name_at, name_size = fields
+    index = [ENTRY.unpack_from(data, index_at + i * ENTRY.size) for i in range(count)]
+    found: dict[tuple[int, int], Entry] = {}
+    # Bases first.
+    for i in sorted(range(count), key=lambda i: index[i][-1] != index[i][1]):
+        kernel_hash, variant, crc, offset, stored, _, shared, num_warps, name_at, name_size, base = index[i]
         blob = data[offset : offset + stored]
-        if zlib.crc32(blob) != crc:
+        if zlib.crc32(blob) != crc or base != variant and (kernel_hash, base) not in found:
             raise ValueError(f"{path}: entry {i} is corrupt")
         name = data[names_at + name_at : names_at + name_at + name_size].decode()
-        entries.append(Entry(kernel_hash, variant, name, num_warps, shared, zlib.decompress(blob, wbits=-15)))
-    return kind, arch, entries
+        binary = inflate(blob, b"" if base == variant else found[kernel_hash, base].binary)
+        found[kernel_hash, variant] = Entry(kernel_hash, variant, name, num_warps, shared, binary, base)
+    return kind, arch, [found[key] for key in sorted(found)]

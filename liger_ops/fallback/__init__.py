@@ -27,7 +27,7 @@ def register() -> None:
     private = {
         "_status() -> str": runtime.status,
         "_reset_counts() -> ()": runtime.reset_counts,
-        "_preload(int device, str[] kernels) -> (int, int)": runtime.preload,
+        "_preload(int device, str[] ops) -> (int, int)": runtime.preload,
         "_enable_jit(str compiler) -> ()": runtime.enable_jit,
         "_compile_kernel(str kernel, int variant, int capability) -> Tensor": None,
     }

@@ -43,10 +43,10 @@ def count_cpu_call() -> None:
     library().liger_count_cpu_call()
 
 
-def preload(device: int, kernels: list[str]) -> tuple[int, int]:
+def preload(device: int, ops: list[str]) -> tuple[int, int]:
     loaded, missing = ctypes.c_int64(), ctypes.c_int64()
-    names = (ctypes.c_char_p * len(kernels))(*(k.encode() for k in kernels))
-    raise_if(library().liger_preload(device, names, len(kernels), ctypes.byref(loaded), ctypes.byref(missing)), "preload")
+    names = (ctypes.c_char_p * len(ops))(*(op.encode() for op in ops))
+    raise_if(library().liger_preload(device, names, len(ops), ctypes.byref(loaded), ctypes.byref(missing)), "preload")
     return loaded.value, missing.value
 
 
@@ -73,6 +73,12 @@ def multiprocessors(tensor: torch.Tensor) -> int:
     return max(1, library().liger_multiprocessors(tensor.device.index))
 
 
+def configs(name: str) -> list[Any]:
+    from ..kernels import find
+
+    return list(find(name).configs)
+
+
 def launch(
     op: str,
     name: str,
@@ -81,6 +87,7 @@ def launch(
     grid: Callable[[Any], tuple[int, int, int]],
     args: Mapping[str, Any],
     device: torch.device,
+    may_be_aligned: bool = True,
 ) -> None:
     """Launches the variant that the kernel's table picks for rows of `width`. Tensors in `args` pass as addresses."""
     from ..kernels import find
@@ -88,7 +95,7 @@ def launch(
     kernel = find(name)
     values = {k: (v.data_ptr() if isinstance(v, torch.Tensor) else 0 if v is None else v) for k, v in args.items()}
     divisors = {k: (16 if kernel.args[k][0] == "*" else 8) for k in kernel.aligned}
-    aligned = all(values[k] % divisor == 0 for k, divisor in divisors.items())
+    aligned = may_be_aligned and all(values[k] % divisor == 0 for k, divisor in divisors.items())
     variant = kernel.pick(choices, width, aligned)
     packed = bytearray(kernel.layout[-1][2] + kernel.layout[-1][3])
     for argument, kind, offset, _ in kernel.layout[:-2]:

@@ -27,6 +27,7 @@ def column_sum_kernel(out0, out1, partial, rows, n, BLOCK_M: tl.constexpr, BLOCK
 KERNELS = [
     Kernel(
         function=column_sum_kernel,
+        operators=["rms_norm", "fused_add_rms_norm", "layer_norm"],
         args={"out0": "*W", "out1": "*W", "partial": "*fp32", "rows": "i32", "n": "i32"},
         aligned=["out0", "out1", "partial", "n"],
         axes={"dtype": [{"W": "bf16"}, {"W": "fp16"}, {"W": "fp32"}]},

@@ -200,6 +200,7 @@ def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, 
 KERNELS = [
     Kernel(
         function=rms_norm_fwd_kernel,
+        operators=["fused_add_rms_norm"],
         args={
             "y": "*X", "s": "*X", "rstd": "*fp32", "x": "*X", "residual": "*X", "weight": "*W",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
@@ -237,6 +238,7 @@ KERNELS = [
     ),
     Kernel(
         function=rms_norm_bwd_kernel,
+        operators=["fused_add_rms_norm"],
         args={
             "dx": "*X", "partial": "*fp32", "dy": "*X", "ds": "*X", "x": "*X", "weight": "*W", "rstd": "*fp32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
@@ -265,7 +267,7 @@ KERNELS = [
             backward_config(12288, 1, 4096, 3, 32, 1, prefetch=1),
             backward_config(16384, 1, 8192, 2, 32, 1),
             backward_config(None, 1, 8192, 0, 16, 2),
-            backward_config(64, 32, 64, 1, 4, 4, aligned=False),
+            backward_config(64, 16, 64, 1, 4, 4, aligned=False),
             backward_config(512, 4, 512, 1, 4, 4, aligned=False),
             backward_config(None, 1, 2048, 0, 8, 2, aligned=False),
         ],

@@ -153,6 +153,15 @@ def test_layouts(layout, grad_layout, norm, device):
     assert equal(torch.autograd.grad(Produce.apply(norm(x, w), dense_like(source)), [x, w]), kept)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_lies_as_the_result_would_is_overwritten(layout, norm, device):
+    """Whatever x's layout: y's is the one that counts."""
+    x, w = make(device, (3, 2, 5, 64))
+    y = norm(LAYOUTS[layout](x.detach()).requires_grad_(), w)
+    loss = Produce.apply(y, dense_like(y))
+    assert writes_in_place(loss.backward)
+
+
 # ---- Somebody could
 
 

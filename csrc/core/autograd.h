@@ -16,6 +16,8 @@
 
 #include <array>
 
+#include "core/rows.h"
+
 namespace liger::core {
 
 using torch::autograd::SavedVariable;
@@ -141,9 +143,9 @@ class BackwardNode : public torch::autograd::Node {
     return std::move(unpacked_[i]);
   }
 
-  /// Whether this gradient's buffer may be overwritten by a result of x's layout.
-  bool may_overwrite(const at::Tensor& grad, const at::Tensor& like) const {
-    return !keep_ && is_sole_owner(grad) && grad.scalar_type() == like.scalar_type() && grad.strides() == like.strides();
+  /// Whether this gradient's buffer may be overwritten by what empty_rows_like(x) would hold otherwise.
+  bool may_overwrite(const at::Tensor& grad, const at::Tensor& x) const {
+    return !keep_ && is_sole_owner(grad) && grad.scalar_type() == x.scalar_type() && has_strides_of_rows_like(grad, x);
   }
 
  private:

@@ -65,4 +65,14 @@ T narrow(C x) {
   }
 }
 
+/// x as T holds it.
+template <class T, class C>
+C round_to(C x) {
+  if constexpr (std::is_same_v<T, C>) {
+    return x;
+  } else {
+    return widen(narrow<T>(x));
+  }
+}
+
 }  // namespace liger::core

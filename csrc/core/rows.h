@@ -3,6 +3,7 @@
 // A tensor as rows of n contiguous elements on two levels of strides; liger_ops/kernels/rows.py walks them.
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 
 #include <array>
 
@@ -14,6 +15,13 @@ namespace liger::core {
 inline at::Tensor empty_rows_like(const at::Tensor& x) {
   bool unit = x.sym_strides().back() == 1;
   return unit ? at::empty_like(x) : at::empty_like(x, x.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+/// Whether t, which is plain, lies as empty_rows_like(x) does.
+inline bool has_strides_of_rows_like(const at::Tensor& t, const at::Tensor& x) {
+  if (x.strides().back() != 1) return t.is_contiguous();
+  if (x.is_non_overlapping_and_dense()) return t.strides() == x.strides();
+  return t.strides() == at::IntArrayRef(at::infer_dense_strides(x.sizes(), x.strides()));
 }
 
 struct RowStrides {

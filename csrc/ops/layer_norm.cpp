@@ -8,6 +8,7 @@
 #include "core/autograd.h"
 #include "core/column_sum.h"
 #include "core/cpu.h"
+#include "core/cpu_math.h"
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "kernels/layer_norm.h"
@@ -72,32 +73,37 @@ struct CpuForward {
   C eps;
 };
 
+// A row of half precision is widened once, and its results are narrowed a block of columns at a time.
 template <class T, class W>
 LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
-  // Locals, because stores might reach into `a` for all that the compiler knows: loops that load from it stay scalar.
-  const W *weight = a.weight, *bias = a.bias;
+  std::vector<C> row_stage = core::make_stage<T, C>(n), parameter_stage = core::make_stage<W, C>(2 * n);
+  const C* weight = a.weight ? core::widen_all(a.weight, parameter_stage.data(), n) : nullptr;
+  const C* bias = a.bias ? core::widen_all(a.bias, parameter_stage.data() + n, n) : nullptr;
+  C block[kBlock];
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = a.x + a.walk.strides[1].offset(row, inner);
-    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    const C* x = core::widen_all(a.x + a.walk.strides[1].offset(row, inner), row_stage.data(), n);
     double total = 0, squares = 0, drift = 0;
-    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
-      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* v = x + first;
       C part = 0;
 #pragma omp simd reduction(+ : part)
-      for (int64_t i = start; i < stop; ++i) part += C(x[i]);
+      for (int64_t i = 0; i < count; ++i) part += v[i];
       total += part;
     }
     // A sum of fp32 values much larger than their deviations is good to a few units in the last place of the mean:
     // the sum of the centred values says how far it is off.
     const C near = C(total / n);
-    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
-      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* v = x + first;
       C squares_part = 0, drift_part = 0;
 #pragma omp simd reduction(+ : squares_part, drift_part)
-      for (int64_t i = start; i < stop; ++i) {
-        const C centred = C(x[i]) - near;
+      for (int64_t i = 0; i < count; ++i) {
+        const C centred = v[i] - near;
         squares_part += centred * centred;
         drift_part += centred;
       }
@@ -111,13 +117,25 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
       a.means[row] = mean;
       a.scales[row] = scale;
     }
-    if (weight && bias) {
+    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *v = x + first, *w = weight + first, *b = bias + first;
+      C* out = core::target(y + first, block);
+      if (weight && bias) {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) y[i] = T((C(x[i]) - mean) * scale * C(weight[i]) + C(bias[i]));
-    } else {
-      for (int64_t i = 0; i < n; ++i) {
-        y[i] = T((C(x[i]) - mean) * scale * (weight ? C(weight[i]) : C(1)) + (bias ? C(bias[i]) : C(0)));
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale * w[i] + b[i];
+      } else if (weight) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale * w[i];
+      } else if (bias) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale + b[i];
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale;
       }
+      core::narrow_all(y + first, out, count);
     }
   }
 }
@@ -136,34 +154,37 @@ template <class T>
 LIGER_VECTORIZED void backward_rows(
     const CpuBackward<T>& a, core::Compute<T>* dweight, core::Compute<T>* dbias, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
-  const C* weight = a.weight;  // a local, as above
+  C blocks[2][kBlock];
   // A block of columns of several rows at a time: the sums over rows stay in the first-level cache meanwhile.
   constexpr int64_t kRowsAtATime = 8;
-  for (int64_t first = begin; first < end; first += kRowsAtATime) {
-    const int64_t rows = std::min(kRowsAtATime, end - first);
+  for (int64_t group = begin; group < end; group += kRowsAtATime) {
+    const int64_t rows = std::min(kRowsAtATime, end - group);
     double dots[kRowsAtATime] = {}, totals[kRowsAtATime] = {};
-    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
-      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* w = a.weight + first;
+      C *dw = dweight + first, *db = dbias + first;
       for (int64_t r = 0; r < rows; ++r) {
-        const T* dy = a.dy + a.walk.strides[1].offset(first + r, inner);
-        const T* x = a.x + a.walk.strides[2].offset(first + r, inner);
-        const C mean = a.means[first + r], scale = a.scales[first + r];
+        const C* g = core::widen_all(a.dy + a.walk.strides[1].offset(group + r, inner) + first, blocks[0], count);
+        const C* v = core::widen_all(a.x + a.walk.strides[2].offset(group + r, inner) + first, blocks[1], count);
+        const C mean = a.means[group + r], scale = a.scales[group + r];
         C dot = 0, total = 0;
         if (dweight) {
 #pragma omp simd reduction(+ : dot, total)
-          for (int64_t i = start; i < stop; ++i) {
-            const C grad = C(dy[i]), product = grad * (C(x[i]) - mean);
-            dweight[i] += product * scale;
-            dbias[i] += grad;
-            dot += product * weight[i];
-            total += grad * weight[i];
+          for (int64_t i = 0; i < count; ++i) {
+            const C grad = g[i], product = grad * (v[i] - mean);
+            dw[i] += product * scale;
+            db[i] += grad;
+            dot += product * w[i];
+            total += grad * w[i];
           }
         } else {
 #pragma omp simd reduction(+ : dot, total)
-          for (int64_t i = start; i < stop; ++i) {
-            const C grad = C(dy[i]) * weight[i];
-            dot += grad * (C(x[i]) - mean);
+          for (int64_t i = 0; i < count; ++i) {
+            const C grad = g[i] * w[i];
+            dot += grad * (v[i] - mean);
             total += grad;
           }
         }
@@ -173,13 +194,20 @@ LIGER_VECTORIZED void backward_rows(
     }
     if (!a.dx) continue;
     for (int64_t r = 0; r < rows; ++r) {
-      const T* dy = a.dy + a.walk.strides[1].offset(first + r, inner);
-      const T* x = a.x + a.walk.strides[2].offset(first + r, inner);
-      T* dx = a.dx + a.walk.strides[0].offset(first + r, inner);
-      const C mean = a.means[first + r], scale = a.scales[first + r];
+      const T* dy = a.dy + a.walk.strides[1].offset(group + r, inner);
+      const T* x = a.x + a.walk.strides[2].offset(group + r, inner);
+      T* dx = a.dx + a.walk.strides[0].offset(group + r, inner);
+      const C mean = a.means[group + r], scale = a.scales[group + r];
       const C slope = C(dots[r] * scale * scale / n), shift = C(totals[r] / n);
+      for (int64_t first = 0; first < n; first += kBlock) {
+        const int64_t count = std::min(kBlock, n - first);
+        const C *g = core::widen_all(dy + first, blocks[0], count), *v = core::widen_all(x + first, blocks[1], count);
+        const C* w = a.weight + first;
+        C* out = core::target(dx + first, blocks[0]);
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * weight[i] - shift - (C(x[i]) - mean) * slope) * scale);
+        for (int64_t i = 0; i < count; ++i) out[i] = (g[i] * w[i] - shift - (v[i] - mean) * slope) * scale;
+        core::narrow_all(dx + first, out, count);
+      }
     }
   }
 }
@@ -365,8 +393,7 @@ struct LayerNormBackward : core::BackwardNode<3> {  // x, weight, statistics
     Tensor x = take(0), weight = take(1), statistics = take(2);
     bool needs_dx = task_should_compute_output(0);
     bool needs_dweight = task_should_compute_output(1), needs_dbias = task_should_compute_output(2);
-    // The result's columns lie side by side, whatever x's do.
-    if (needs_dx && may_overwrite(dy, x) && x.stride(-1) == 1) {
+    if (needs_dx && may_overwrite(dy, x)) {
       static const auto op = core::find_op<decltype(bwd_<backward_meta>)>("liger::_layer_norm_bwd_");
       auto [dweight, dbias] = op.call(dy, x, weight, statistics, needs_dweight, needs_dbias, parameters);
       return {dy, dweight, dbias};

@@ -11,6 +11,7 @@
 #include "core/autograd.h"
 #include "core/column_sum.h"
 #include "core/cpu.h"
+#include "core/cpu_math.h"
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "kernels/rms_norm.h"
@@ -57,102 +58,130 @@ struct CpuForward {
   bool round;
 };
 
+// A row of half precision is widened once, and its results are narrowed a block of columns at a time.
 template <class T, class W>
 LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
-  // Locals, because stores through y might reach into `a` for all that the compiler knows.
-  const W* weight = a.weight;
-  const C offset = a.offset;
+  std::vector<C> row_stage = core::make_stage<T, C>(n), weights(a.weight ? n : 0);
+  C block[kBlock];
+  if (a.weight) {
+    const C* wide = core::widen_all(a.weight, weights.data(), n);
+    for (int64_t i = 0; i < n; ++i) weights[i] = wide[i] + a.offset;
+  }
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = a.x + a.walk.strides[2].offset(row, inner);
-    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    const C* x = core::widen_all(a.x + a.walk.strides[2].offset(row, inner), row_stage.data(), n);
     if (a.residual) {
-      const T* r = a.residual + a.walk.strides[3].offset(row, inner);
+      const T* residual = a.residual + a.walk.strides[3].offset(row, inner);
       T* s = a.s + a.walk.strides[1].offset(row, inner);
+      C* sums = core::target(s, row_stage.data());
+      for (int64_t first = 0; first < n; first += kBlock) {
+        const int64_t count = std::min(kBlock, n - first);
+        const C *v = x + first, *r = core::widen_all(residual + first, block, count);
+        C* sum = sums + first;
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) s[i] = T(C(x[i]) + C(r[i]));
-      x = s;
+        for (int64_t i = 0; i < count; ++i) sum[i] = core::round_to<T>(v[i] + r[i]);
+        core::narrow_all(s + first, sum, count);
+      }
+      x = sums;
     }
     double squares = 0;
-    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
-      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* v = x + first;
       C part = 0;
 #pragma omp simd reduction(+ : part)
-      for (int64_t i = start; i < stop; ++i) part += C(x[i]) * C(x[i]);
+      for (int64_t i = 0; i < count; ++i) part += v[i] * v[i];
       squares += part;
     }
     const C scale = C(1 / std::sqrt(squares / n + a.eps));
     if (a.rstd) a.rstd[row] = scale;
-    if (!weight) {
+    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *v = x + first, *w = weights.data() + first;
+      C* out = core::target(y + first, block);
+      if (!a.weight) {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) y[i] = T(C(x[i]) * scale);
-    } else if (a.round) {
+        for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale;
+      } else if (a.round) {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) y[i] = T(C(T(C(x[i]) * scale)) * (C(weight[i]) + offset));
-    } else {
+        for (int64_t i = 0; i < count; ++i) out[i] = core::round_to<T>(v[i] * scale) * w[i];
+      } else {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) y[i] = T(C(x[i]) * scale * (C(weight[i]) + offset));
+        for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale * w[i];
+      }
+      core::narrow_all(y + first, out, count);
     }
   }
 }
 
-template <class T, class W>
+template <class T>
 struct CpuBackward {
   using C = core::Compute<T>;
   const T *dy, *ds, *x;
-  const W* weight;
-  const C* rstd;
+  const C *weight, *rstd;  // weight with its offset
   T* dx;
   const core::Rows<4>& walk;  // dx, dy, ds, x
-  C offset;
   bool round;
 };
 
 // sums: this range's share of dweight, or null.
-template <class T, class W>
-LIGER_VECTORIZED void backward_rows(
-    const CpuBackward<T, W>& a, const core::Compute<T>* scaled_weight, core::Compute<T>* sums, int64_t begin, int64_t end) {
+template <class T>
+LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* sums, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  C blocks[3][kBlock];
   for (int64_t row = begin; row < end; ++row) {
     const T* dy = a.dy + a.walk.strides[1].offset(row, inner);
     const T* x = a.x + a.walk.strides[3].offset(row, inner);
     const C scale = a.rstd[row];
     double dot = 0;
     // One pass for both sums: the row is read from cache once less.
-    for (int64_t start = 0; start < n; start += core::kColumnsPerSum) {
-      const int64_t stop = std::min(n, start + core::kColumnsPerSum);
-      C part = 0;
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *g = core::widen_all(dy + first, blocks[0], count), *v = core::widen_all(x + first, blocks[1], count);
+      const C* w = a.weight + first;
+      C *sum = sums + first, part = 0;
       if (sums && a.round) {
 #pragma omp simd reduction(+ : part)
-        for (int64_t i = start; i < stop; ++i) {
-          sums[i] += C(dy[i]) * C(T(C(x[i]) * scale));
-          part += C(dy[i]) * scaled_weight[i] * C(x[i]);
+        for (int64_t i = 0; i < count; ++i) {
+          sum[i] += g[i] * core::round_to<T>(v[i] * scale);
+          part += g[i] * w[i] * v[i];
         }
       } else if (sums) {
 #pragma omp simd reduction(+ : part)
-        for (int64_t i = start; i < stop; ++i) {
-          const C product = C(dy[i]) * C(x[i]);
-          sums[i] += product * scale;
-          part += product * scaled_weight[i];
+        for (int64_t i = 0; i < count; ++i) {
+          const C product = g[i] * v[i];
+          sum[i] += product * scale;
+          part += product * w[i];
         }
       } else {
 #pragma omp simd reduction(+ : part)
-        for (int64_t i = start; i < stop; ++i) part += C(dy[i]) * scaled_weight[i] * C(x[i]);
+        for (int64_t i = 0; i < count; ++i) part += g[i] * w[i] * v[i];
       }
       dot += part;
     }
     if (!a.dx) continue;
     T* dx = a.dx + a.walk.strides[0].offset(row, inner);
+    const T* ds = a.ds ? a.ds + a.walk.strides[2].offset(row, inner) : nullptr;
     const C mean = C(dot * scale * scale / n);
-    if (a.ds) {
-      const T* ds = a.ds + a.walk.strides[2].offset(row, inner);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *g = core::widen_all(dy + first, blocks[0], count), *v = core::widen_all(x + first, blocks[1], count);
+      const C* w = a.weight + first;
+      C* out = core::target(dx + first, blocks[0]);
+      if (ds) {
+        const C* r = core::widen_all(ds + first, blocks[2], count);
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * scaled_weight[i] - C(x[i]) * mean) * scale + C(ds[i]));
-    } else {
+        for (int64_t i = 0; i < count; ++i) out[i] = (g[i] * w[i] - v[i] * mean) * scale + r[i];
+      } else {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) dx[i] = T((C(dy[i]) * scaled_weight[i] - C(x[i]) * mean) * scale);
+        for (int64_t i = 0; i < count; ++i) out[i] = (g[i] * w[i] - v[i] * mean) * scale;
+      }
+      core::narrow_all(dx + first, out, count);
     }
   }
 }
@@ -198,16 +227,14 @@ std::tuple<Tensor, Tensor> backward_cpu(
   Tensor sums = needs_dweight ? at::zeros({ranges, walk.n}, rstd.options()) : Tensor();
   if (x.numel() > 0) {
     Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
-    auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
-    core::dispatch_activation_parameter(x.scalar_type(), weight_type, [&](auto t, auto w) {
+    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
       using T = decltype(t);
-      using W = decltype(w);
       using C = core::Compute<T>;
-      CpuBackward<T, W> a{
-          dy.const_data_ptr<T>(), core::data_or_null<T>(ds), x.const_data_ptr<T>(), core::data_or_null<W>(weight), rstd.const_data_ptr<C>(),
-          core::data_or_null<T>(dx), walk, C(offset), rounds_first(casting_mode) && weight.defined()};
+      CpuBackward<T> a{
+          dy.const_data_ptr<T>(), core::data_or_null<T>(ds), x.const_data_ptr<T>(), scaled.const_data_ptr<C>(),
+          rstd.const_data_ptr<C>(), core::data_or_null<T>(dx), walk, rounds_first(casting_mode) && weight.defined()};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        backward_rows(a, scaled.const_data_ptr<C>(), sums.defined() ? sums.data_ptr<C>() + range * walk.n : nullptr, begin, end);
+        backward_rows(a, sums.defined() ? sums.data_ptr<C>() + range * walk.n : nullptr, begin, end);
       });
     });
   }
@@ -372,8 +399,7 @@ struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
     Tensor dy = std::move(grads[0]);
     if (!dy.defined()) return {Tensor(), Tensor()};
     Tensor x = take(0), weight = take(1), rstd = take(2);
-    // The result's columns lie side by side, whatever x's do.
-    bool overwrite = may_overwrite(dy, x) && x.stride(-1) == 1;
+    bool overwrite = may_overwrite(dy, x);
     auto [dx, dweight] = rms_norm_backward(
         dy, {}, x, weight, rstd, offset, casting_mode, task_should_compute_output(0), task_should_compute_output(1), overwrite);
     return {dx, dweight};

@@ -157,3 +157,8 @@ def register() -> None:
         return dx, dx.clone(), dweight if ctx.needs_dweight else None, None, None, None
 
     fused.register_autograd(fused_backward, setup_context=save_fused)
+
+    # PyTorch's policy for its own rms_norm: float32 from the release on that registers it.
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
+        plain.register_autocast("cuda", torch.float32)
+        fused.register_autocast("cuda", torch.float32)

@@ -131,6 +131,18 @@ def test_options_over_many_tiles(extras, n, device):
     check(make((5, n), torch.bfloat16, device, torch.float32), device, **EXTRAS[extras])
 
 
+@pytest.mark.parametrize("n", [37, 40, 1001])
+@pytest.mark.parametrize("cap", [0.5, 2.0])
+@pytest.mark.parametrize("op", [cross_entropy, overwriting])
+def test_a_cap_far_below_the_logits(op, cap, n, device):
+    """Masked classes have the lowest number there is; capped, it is as good as any other."""
+    logits, target, _ = make((5, n), torch.float32, device, ignored=0)
+    with torch.no_grad():
+        logits[1, : n // 2] = torch.finfo(torch.float32).min
+        logits[2, 1:] = torch.finfo(torch.float32).min
+    check((logits, target), device, op, softcap=cap)
+
+
 @pytest.mark.parametrize("target_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 3, 2**31 - 1, 2**40])
 def test_targets(ignore_index, target_dtype, device):
@@ -741,14 +753,16 @@ grad = torch.randn(1 if mean else rows)
 options = (0.1, 1e-3, 20.0) if extras else (0.0, 1e-3, 1.0)
 flags = (HAS_WEIGHT | SMOOTH | CAP if extras else 0) | (MEAN if mean else ADD_Z) | Z | METRICS
 
-def launch(name, grid, *args, **choices):
-    kernel = find(name)
-    variant = kernel.pick(choices or {{"X": "fp32", "EXTRAS": extras}}, n, aligned)
+def launch(name, grid, *args, shared_out=False, **choices):
+    kernel, choices = find(name), choices or {{"X": "fp32", "EXTRAS": extras}}
+    variant = kernel.pick(choices, n, aligned)
+    if shared_out:
+        variant = next(v for v in kernel.variants() if v.choices == choices and v.config.constexprs["PART"])
     grid = grid(variant.config.constexprs) if callable(grid) else grid
     kernel.function[(grid,)](*args, **variant.constexprs)
 
 def spans(c):
-    return rows * -(-n // (c["BLOCK_N"] * c["BLOCKS"]))
+    return rows * -(-(n + 7 * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
 
 def results(gradient):
     totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
@@ -763,7 +777,10 @@ def results(gradient):
         loss, z, accuracy = outs
     return dict(loss=loss, z=z, accuracy=accuracy, predicted=predicted)
 
-dx, both, scaled = torch.full_like(logits, nan), logits.clone(), logits.clone()
+both, shared, scaled = (logits.clone() for _ in range(3))
+# Odd rows of a gradient may begin at another place between two boundaries than those of their logits.
+offset = 0 if aligned or extras else 1
+dx = torch.full((rows * n + offset,), nan)[offset:].view(rows, n)
 def two(loss, z, accuracy, predicted, totals, add):
     stats = torch.full((3, rows), nan)
     shape = (rows, n, rows, 0, n)
@@ -772,15 +789,19 @@ def two(loss, z, accuracy, predicted, totals, add):
     add(flags)
     launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
            0 if mean else 1, -100, *options, flags)
-def one(loss, z, accuracy, predicted, totals, add):
+def one(loss, z, accuracy, predicted, totals, add, x=both, shared_out=False):
     add(flags & ~(Z | METRICS) | COUNT)
-    launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, both, both, packed, grad, totals, w, w.sum(),
-           rows, n, rows, 0, n, 0, n, words, 0 if mean else 1, -100, *options, flags | GRAD)
+    launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
+           torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
+           0 if mean else 1, -100, *options, flags | GRAD, shared_out=shared_out)
     add(flags)
 first, second = results(two), results(one)
+# Programs take turns here, so that none can wait for another: rows of one part.
+third = results(lambda *a: one(*a, x=shared, shared_out=True)) if aligned else second
 launch("cross_entropy_scale", spans, scaled, grad, n, rows, 0, n, 0 if mean else 1, X="fp32")
 numpy.savez("{path}", logits=logits, target=target, weight=w, grad=grad, dx=dx, both=both, scaled=scaled,
-            **{{"first_" + k: v for k, v in first.items()}}, **{{"second_" + k: v for k, v in second.items()}})
+            shared=shared if aligned else both, **{{"first_" + k: v for k, v in first.items()}},
+            **{{"second_" + k: v for k, v in second.items()}}, **{{"third_" + k: v for k, v in third.items()}})
 """
 
 
@@ -799,10 +820,10 @@ def test_kernels_interpreted(n, mean, extras, tmp_path):
     expected = reference_with_metrics(logits, got["target"], weight, reduction, lse_square_scale=1e-3, **options)
     upstream = got["grad"].double()
     (grad,) = torch.autograd.grad(expected[0], logits, upstream.view(expected[0].shape))
-    for form in ("first", "second"):
+    for form in ("first", "second", "third"):
         for name, value in zip(("loss", "z", "accuracy", "predicted"), expected):
             torch.testing.assert_close(got[f"{form}_{name}"].to(value.dtype), value.detach(), rtol=2e-6, atol=2e-6)
-    for name in ("dx", "both"):
+    for name in ("dx", "both", "shared"):
         torch.testing.assert_close(got[name].double(), grad, rtol=2e-5, atol=2e-7)
     torch.testing.assert_close(got["scaled"], got["logits"] * got["grad"].reshape(-1, 1))
 

@@ -10,6 +10,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/checks.h"
 #include "core/cpu.h"
@@ -146,6 +147,8 @@ struct Upstream {
   Tensor values;
   int64_t stride = 0;
 
+  /// One number a row, contiguous and in compute type; undefined: 1 for every row.
+  explicit Upstream(const Tensor& rows) : values(rows), stride(1) {}
   Upstream(const char* op, const Tensor& grad, const Tensor& logits, bool reduced) {
     auto expected = reduced ? at::IntArrayRef() : logits.sizes().slice(0, logits.dim() - 1);
     LIGER_CHECK(grad.sizes().equals(expected), op, "the gradient", c10::str("have shape ", expected), grad.sizes());
@@ -172,6 +175,38 @@ inline Results empty_results(const Tensor& logits, const Tensor& target, const O
   if (wanted.stats && o.mean()) out.totals = at::empty_symint({2}, options);
   return out;
 }
+
+/// Where the results of rows go; null: not asked for.
+struct RowsOut {
+  char *loss = nullptr, *z_loss = nullptr, *accuracy = nullptr, *stats = nullptr;
+  int64_t* predicted = nullptr;
+
+  /// Where those of the rows from `row` on go, which keep statistics of their own.
+  RowsOut from(int64_t row, size_t element) const {
+    auto move = [&](char* at, int64_t elements) { return at ? at + elements * int64_t(element) : nullptr; };
+    return {
+        move(loss, row), move(z_loss, row), move(accuracy, row), move(stats, 3 * row),
+        predicted ? predicted + row : nullptr};
+  }
+};
+
+/// Straight into the results if those are not reduced, else into memory of their own: losses, z-losses, accuracies.
+struct RowBuffers {
+  Tensor scratch;
+  RowsOut out;
+
+  RowBuffers(const Results& results, int64_t rows, const Options& o, Wanted wanted) {
+    auto at = [](const Tensor& t) { return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) : nullptr; };
+    out = {at(results.loss), at(results.z_loss), at(results.accuracy), at(results.stats)};
+    out.predicted = reinterpret_cast<int64_t*>(at(results.predicted));
+    if (!o.reduced()) return;
+    const bool z_rows = wanted.metrics || o.lse_square_scale != 0;
+    scratch = at::empty({1 + z_rows + wanted.metrics, rows}, results.loss.options());
+    out.loss = at(scratch[0]);
+    out.z_loss = z_rows ? at(scratch[1]) : nullptr;
+    out.accuracy = wanted.metrics ? at(scratch[2]) : nullptr;
+  }
+};
 
 // ---- CPU
 
@@ -354,6 +389,14 @@ void backward_row(
   out[y] = T(at_y);
 }
 
+inline void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t n, const Options& o) {
+  for (int64_t row = 0; row < rows; ++row) {
+    LIGER_CHECK(
+        y[row] == o.ignore_index || (y[row] >= 0 && y[row] < n), op, "target",
+        c10::str("lie in [0, ", n, ") or be ignore_index, ", o.ignore_index), y[row]);
+  }
+}
+
 /// Calls f(rows, std::bool_constant<softcap>) with everything but the results filled in.
 template <class F>
 void with_cpu_rows(
@@ -363,11 +406,7 @@ void with_cpu_rows(
   Tensor weight = weight_in.defined() ? weight_in.to(compute_type(logits)).contiguous() : weight_in;
   const int64_t n = logits.size(-1);
   const int64_t* y = target.const_data_ptr<int64_t>();
-  for (int64_t row = 0; row < target.numel(); ++row) {
-    LIGER_CHECK(
-        y[row] == o.ignore_index || (y[row] >= 0 && y[row] < n), op, "target",
-        c10::str("lie in [0, ", n, ") or be ignore_index, ", o.ignore_index), y[row]);
-  }
+  check_classes(op, y, target.numel(), n, o);
   dispatch_activation_parameter(logits.scalar_type(), logits.scalar_type(), [&](auto t, auto) {
     using T = decltype(t);
     using C = Compute<T>;
@@ -388,67 +427,80 @@ void with_cpu_rows(
   });
 }
 
+inline void forward_rows_cpu(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, const RowsOut& out) {
+  auto walk = walk_logical<1>(op, target.numel(), {&logits});
+  with_cpu_rows(op, logits, target, weight, o, [&](auto& a, auto cap) {
+    using C = std::remove_pointer_t<decltype(a.loss)>;
+    a.loss = reinterpret_cast<C*>(out.loss);
+    a.z_loss = reinterpret_cast<C*>(out.z_loss);
+    a.accuracy = reinterpret_cast<C*>(out.accuracy);
+    a.stats = reinterpret_cast<C*>(out.stats);
+    a.predicted = out.predicted;
+    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        forward_row<decltype(cap)::value>(a, a.logits + walk.strides[0].offset(row, walk.inner_rows), row);
+      }
+    });
+  });
+}
+
 /// (sum of w_y, number of targets)
-template <class T>
-std::array<double, 2> count_targets(const CpuRows<T>& a) {
-  double weight = 0, count = 0;
-  for (int64_t row = 0; row < a.rows; ++row) {
-    if (a.target[row] == a.options.ignore_index) continue;
-    weight += a.weight_of(a.target[row]);
-    count += 1;
+inline std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o) {
+  Tensor target = target_in.to(at::kLong).contiguous();
+  Tensor weight = weight_in.defined() ? weight_in.to(at::kDouble).contiguous() : weight_in;
+  const int64_t* y = target.const_data_ptr<int64_t>();
+  const double* w = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
+  std::array<double, 2> totals{};
+  for (int64_t row = 0; row < target.numel(); ++row) {
+    if (y[row] == o.ignore_index) continue;
+    totals[0] += w ? w[y[row]] : 1;
+    totals[1] += 1;
   }
-  return {weight, count};
+  return totals;
+}
+
+template <class C>
+void write_scalars(const Tensor& to, std::initializer_list<double> values) {
+  if (to.defined()) std::copy(values.begin(), values.end(), to.template data_ptr<C>());
+}
+
+/// Losses and metrics of all rows -> the call's results, and `totals` where those are asked for.
+inline void sum_rows_cpu(
+    const RowBuffers& rows, const std::array<double, 2>& totals, const Options& o, const Results& out) {
+  auto sum_into = [&](auto zero) {
+    using C = decltype(zero);
+    const int64_t count = rows.scratch.size(1);
+    auto total = [&](int64_t which) {
+      const C* at = rows.scratch.const_data_ptr<C>() + which * count;
+      return std::accumulate(at, at + count, 0.0);
+    };
+    // 0 / 0 without any target: NaN, as in PyTorch.
+    const double by_weight = o.mean() ? totals[0] : 1, by_count = o.mean() ? totals[1] : 1;
+    const double z_loss = rows.scratch.size(0) > 1 ? total(1) / by_count : 0;
+    write_scalars<C>(out.loss, {total(0) / by_weight + z_loss});
+    write_scalars<C>(out.totals, {totals[0], totals[1]});
+    if (!out.accuracy.defined()) return;
+    write_scalars<C>(out.z_loss, {z_loss});
+    write_scalars<C>(out.accuracy, {total(2) / by_count});
+  };
+  out.loss.scalar_type() == at::kDouble ? sum_into(double()) : sum_into(float());
 }
 
 inline Results forward_cpu(
     const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted) {
   runtime::count_cpu_call();
   Results out = empty_results(logits, target, o, wanted);
-  auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  with_cpu_rows(op, logits, target, weight, o, [&](auto& a, auto cap) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(a.logits)>>;
-    using C = Compute<T>;
-    bool z_rows = wanted.metrics || o.lse_square_scale != 0;
-    Tensor scratch = o.reduced() ? at::empty({3, a.rows}, out.loss.options()) : Tensor();
-    C* rows_of = data_or_null<C>(scratch);
-    a.loss = rows_of ? rows_of : data_or_null<C>(out.loss);
-    a.z_loss = !z_rows ? nullptr : rows_of ? rows_of + a.rows : data_or_null<C>(out.z_loss);
-    a.accuracy = rows_of ? rows_of + 2 * a.rows : data_or_null<C>(out.accuracy);
-    a.predicted = data_or_null<int64_t>(out.predicted);
-    a.stats = data_or_null<C>(out.stats);
-    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        forward_row<decltype(cap)::value>(a, a.logits + walk.strides[0].offset(row, walk.inner_rows), row);
-      }
-    });
-    if (!o.reduced()) return;
-    auto totals = count_targets(a);
-    double loss = 0, z_loss = 0, right = 0;
-    for (int64_t row = 0; row < a.rows; ++row) {
-      loss += a.loss[row];
-      if (z_rows) z_loss += a.z_loss[row];
-      if (wanted.metrics) right += a.accuracy[row];
-    }
-    // 0 / 0 without any target: NaN, as in PyTorch.
-    double by_weight = o.mean() ? totals[0] : 1, by_count = o.mean() ? totals[1] : 1;
-    out.loss.fill_(loss / by_weight + (z_rows ? z_loss / by_count : 0));
-    if (wanted.metrics) {
-      out.z_loss.fill_(z_loss / by_count);
-      out.accuracy.fill_(right / by_count);
-    }
-    if (out.totals.defined()) std::copy(totals.begin(), totals.end(), out.totals.template data_ptr<C>());
-  });
+  RowBuffers rows(out, target.numel(), o, wanted);
+  forward_rows_cpu(op, logits, target, weight, o, rows.out);
+  if (o.reduced()) sum_rows_cpu(rows, count_targets(target, weight, o), o, out);
   return out;
 }
 
-/// dlogits may be logits.
-inline void backward_cpu(
-    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
-    const Tensor& totals, const OptionalTensor& grad, const Options& o) {
-  runtime::count_cpu_call();
-  std::optional<Upstream> upstream;
-  if (grad) upstream.emplace(op, *grad, logits, o.reduced());
-  if (logits.numel() == 0) return;
+/// dlogits may be logits. totals: undefined unless the loss is a mean.
+inline void backward_rows_cpu(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const char* stats,
+    const Tensor& totals, const Upstream& upstream, const Options& o) {
   Tensor out = dlogits;
   auto walk = walk_logical<2>(op, target.numel(), {&out, &logits});
   with_cpu_rows(op, logits, target, weight, o, [&](auto& a, auto cap) {
@@ -456,12 +508,12 @@ inline void backward_cpu(
     using C = Compute<T>;
     T* to = out.template data_ptr<T>();
     // Read alone: the rows' code takes it as it takes what forward writes.
-    a.stats = const_cast<C*>(stats.const_data_ptr<C>());
-    const C* grads = upstream ? upstream->values.template const_data_ptr<C>() : nullptr;
+    a.stats = const_cast<C*>(reinterpret_cast<const C*>(stats));
+    const C* grads = upstream.values.defined() ? upstream.values.template const_data_ptr<C>() : nullptr;
     const C* divisors = o.mean() ? totals.const_data_ptr<C>() : nullptr;
     parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        const C g = grads ? grads[row * upstream->stride] : C(1);
+        const C g = grads ? grads[row * upstream.stride] : C(1);
         T* dx = to + walk.strides[0].offset(row, walk.inner_rows);
         const T* x = a.logits + walk.strides[1].offset(row, walk.inner_rows);
         const C by_weight = divisors ? divisors[0] : C(1), by_count = divisors ? divisors[1] : C(1);
@@ -472,11 +524,52 @@ inline void backward_cpu(
   if (!out.is_same(dlogits)) dlogits.copy_(out);
 }
 
+/// dlogits may be logits.
+inline void backward_cpu(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
+    const Tensor& totals, const Tensor& grad, const Options& o) {
+  runtime::count_cpu_call();
+  Upstream upstream(op, grad, logits, o.reduced());
+  if (logits.numel() == 0) return;
+  backward_rows_cpu(
+      op, dlogits, logits, target, weight, static_cast<const char*>(stats.const_data_ptr()), totals, upstream, o);
+}
+
 inline Results forward_backward_cpu(
     const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o) {
   Results out = forward_cpu(op, logits, target, weight, o, {false, true});
-  backward_cpu(op, logits, logits, target, weight, out.stats, out.totals, std::nullopt, o);
+  if (logits.numel() == 0) return out;
+  const auto* stats = static_cast<const char*>(out.stats.const_data_ptr());
+  backward_rows_cpu(op, logits, logits, target, weight, stats, out.totals, Upstream(Tensor()), o);
   return out;
+}
+
+/// log p_y and the entropy of every row with a target, from the statistics of forward.
+inline void describe_rows_cpu(
+    const char* op, Tensor logits, const Tensor& target, const char* stats, const Options& o, char* log_prob,
+    char* entropy) {
+  auto walk = walk_logical<1>(op, target.numel(), {&logits});
+  with_cpu_rows(op, logits, target, Tensor(), o, [&](auto& a, auto cap) {
+    using C = std::remove_pointer_t<decltype(a.loss)>;
+    const C* of = reinterpret_cast<const C*>(stats);
+    C *p = reinterpret_cast<C*>(log_prob), *h = reinterpret_cast<C*>(entropy);
+    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t y = a.target[row];
+        p[row] = h[row] = 0;
+        if (y == o.ignore_index) continue;
+        const auto* x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
+        const C top = of[row], total = of[a.rows + row], miss = of[2 * a.rows + row];
+        auto value = [&](int64_t i) { return capped<decltype(cap)::value>(C(x[i]), a.cap); };
+        const C spread = sum_in_lanes<C>(a.n, [&](int64_t i) {
+          const C away = value(i) - top, e = std::exp(away);
+          return e == 0 ? C(0) : e * away;
+        });
+        p[row] = miss < C(0.5) ? std::log1p(-miss) : value(y) - top - std::log(total);
+        h[row] = std::log(total) - spread / total;
+      }
+    });
+  });
 }
 
 inline void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad) {
@@ -495,69 +588,54 @@ inline void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad) {
 struct CudaCall {
   const char* op;
   at::Device device;
+  int64_t n;
   Tensor target, weight, weight_sum;
   int32_t target_words, flags;
   bool extras;
 
-  CudaCall(const char* name, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in, const Options& o)
-      : op(name), device(logits.device()), target(target_in.contiguous()) {
+  CudaCall(const char* name, int64_t classes, const Tensor& target_in, const Tensor& weight_in, const Options& o)
+      : op(name), device(target_in.device()), n(classes), target(target_in.contiguous()) {
     if (weight_in.defined()) weight = weight_in.to(at::kFloat).contiguous();
     if (weight.defined() && o.label_smoothing > 0) weight_sum = weight.sum();
     target_words = target.scalar_type() == at::kLong ? 2 : 1;
     flags = o.flags(weight);
     extras = flags & (kHasWeight | kHasSmoothing | kHasSoftcap);
   }
+
+  int64_t rows_of(const Tensor& logits) const { return n > 0 ? logits.numel() / n : target.numel(); }
+
+  const void* target_at(int64_t row) const {
+    return static_cast<const char*>(address(target)) + row * int64_t(target.element_size());
+  }
+
+  int32_t flags_for(const RowsOut& out, const Options& o) const {
+    return flags | (out.stats ? kSaveStats : 0) | (out.z_loss ? kSaveZLoss : 0) |
+        (out.predicted ? kSaveMetrics : 0) | (o.reduced() ? 0 : kAddZLoss);
+  }
 };
 
 template <class Config>
-runtime::Grid span_grid(const Config& config, int64_t rows, int64_t n) {
+runtime::Grid span_grid(const Config& config, int64_t rows, int64_t columns) {
   int64_t span = int64_t(config.BLOCK_N) * config.BLOCKS;
-  return {uint32_t(rows * ((n + span - 1) / span))};
+  return {uint32_t(rows * ((columns + span - 1) / span))};
 }
 
-/// Where the rows' kernels write: straight into the results if those are not reduced.
-struct RowBuffers {
-  Tensor scratch;
-  const void *loss = nullptr, *z_loss = nullptr, *accuracy = nullptr, *predicted = nullptr;
-
-  RowBuffers() = default;
-  RowBuffers(const Results& out, int64_t rows, const Options& o, Wanted wanted)
-      : predicted(address(out.predicted)) {
-    if (!o.reduced()) {
-      loss = address(out.loss);
-      z_loss = address(out.z_loss);
-      accuracy = address(out.accuracy);
-      return;
-    }
-    bool z_rows = wanted.metrics || o.lse_square_scale != 0;
-    scratch = at::empty({1 + z_rows + wanted.metrics, rows}, out.loss.options());
-    auto* floats = static_cast<const float*>(address(scratch));
-    loss = floats;
-    if (z_rows) z_loss = floats + rows;
-    if (wanted.metrics) accuracy = floats + 2 * rows;
-  }
-
-  int32_t flags(const CudaCall& call, const Options& o, Wanted wanted) const {
-    return call.flags | (wanted.stats ? kSaveStats : 0) | (z_loss ? kSaveZLoss : 0) |
-        (wanted.metrics ? kSaveMetrics : 0) | (o.reduced() ? 0 : kAddZLoss);
-  }
-};
-
-/// Losses and metrics of all rows -> the call's results. Without `rows_of.loss`: out.totals alone.
-inline void sum_rows(
-    const CudaCall& call, const Options& o, const RowBuffers& rows_of, const Results& out, int64_t n, Wanted wanted) {
+/// Losses and metrics of all rows -> the call's results; without losses: the totals of a mean alone.
+inline void sum_rows_cuda(const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out) {
   using K = kernels::cross_entropy_sum;
-  const auto& config = runtime::first_fit(K::configs, n, false);
+  const auto& config = runtime::first_fit(K::configs, call.n, false);
   const int64_t rows = call.target.numel(), blocks = (rows + config.BLOCK - 1) / config.BLOCK;
   // One program reads a few blocks faster than a second launch starts.
   const int64_t shares = blocks <= 16 ? 1 : std::min<int64_t>(1024, blocks);
-  Tensor partial = shares > 1 ? at::empty({shares, 5}, out.loss.options()) : Tensor();
+  auto floats = call.target.options().dtype(at::kFloat);
+  Tensor partial = shares > 1 ? at::empty({shares, 5}, floats) : Tensor();
   int32_t flags = (call.flags & (kHasWeight | kMean)) | (rows_of.z_loss ? kSaveZLoss : 0) |
-      (wanted.metrics ? kSaveMetrics : 0) | (out.totals.defined() ? kSaveTotals : 0) | (rows_of.loss || rows == 0 ? 0 : kCountOnly);
+      (out.accuracy.defined() ? kSaveZLoss | kSaveMetrics : 0) | (out.totals.defined() ? kSaveTotals : 0) |
+      (out.loss.defined() ? 0 : kCountOnly);
   K::Args args{
       address(out.loss), address(out.z_loss), address(out.accuracy), address(out.totals),
       address(partial), rows_of.loss, rows_of.z_loss, rows_of.accuracy, address(call.target),
-      address(call.weight), int32_t(rows), int32_t(n), call.target_words, o.ignore_index, flags};
+      address(call.weight), int32_t(rows), int32_t(call.n), call.target_words, o.ignore_index, flags};
   auto variant = runtime::variant_index<K>(config, K::dtype(runtime::DType::F32));
   if (shares > 1) {
     args.flags = flags | kToPartial;
@@ -568,87 +646,135 @@ inline void sum_rows(
   launch<K>(call.op, call.device, variant, {1}, args);
 }
 
+/// The rows of `logits` are those of the call from `first` on; likewise below.
+inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out) {
+  using K = kernels::cross_entropy_fwd;
+  auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&logits});
+  bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto& from = walk.strides[0];
+  K::Args args{
+      out.loss, out.z_loss, out.accuracy, out.predicted, out.stats,
+      address(logits), call.target_at(first), address(call.weight), address(call.weight_sum),
+      int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), from.outer, from.inner, call.target_words,
+      o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
+      call.flags_for(out, o)};
+  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras);
+  launch<K>(call.op, call.device, variant, {uint32_t(walk.rows)}, args);
+}
+
+/// dlogits may be logits. totals: undefined unless the loss is a mean.
+inline void backward_rows_cuda(
+    const CudaCall& call, const Options& o, Tensor& dlogits, Tensor logits, int64_t first, const void* stats,
+    const Tensor& totals, const Upstream& upstream) {
+  using K = kernels::cross_entropy_bwd;
+  Tensor out = dlogits;
+  auto walk = walk_logical<2>(call.op, call.rows_of(logits), {&out, &logits});
+  bool aligned = walk.aligned_strides() && aligned16(address(out), address(logits), address(call.weight));
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto& [to, from] = walk.strides;
+  K::Args args{
+      address(out), address(logits), call.target_at(first), stats,
+      address(upstream.values), address(totals), address(call.weight), address(call.weight_sum),
+      int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), to.outer, to.inner, from.outer, from.inner,
+      call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale),
+      float(o.softcap.value_or(1)), call.flags};
+  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras);
+  // The kernel's columns_end().
+  const int64_t columns = walk.n + (config.SKEWED ? 7 : 0);
+  launch<K>(call.op, call.device, variant, span_grid(config, walk.rows, columns), args);
+  if (!out.is_same(dlogits)) dlogits.copy_(out);
+}
+
+/// Leaves the gradient in the logits.
+inline void forward_backward_rows_cuda(
+    const CudaCall& call, const Options& o, Tensor& logits, int64_t first, const RowsOut& out, const Tensor& totals,
+    const Upstream& upstream) {
+  using K = kernels::cross_entropy_fwd_bwd;
+  // Mirrors MOST_PARTS of the kernel.
+  constexpr int64_t kMostParts = 128;
+  Tensor x = logits;
+  auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&x});
+  bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
+  const auto* config = &runtime::first_fit(K::configs, walk.n, aligned);
+  // The kernel's columns_end().
+  const int64_t columns = walk.n + (config->SKEWED ? 7 : 0);
+  int64_t parts = config->PART ? (columns + config->PART - 1) / config->PART : 1;
+  if (parts > std::min<int64_t>(kMostParts, runtime::multiprocessors(call.device.index()))) {
+    config = std::find_if(std::begin(K::configs), std::end(K::configs), [](auto& c) { return !c.aligned && !c.PART; });
+    parts = 1;
+  }
+  Tensor shares, arrived;
+  if (config->PART) {
+    shares = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
+    arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
+  }
+  const auto& at = walk.strides[0];
+  K::Args args{
+      out.loss, out.z_loss, out.accuracy, out.predicted, address(x), address(x), call.target_at(first),
+      address(upstream.values), address(totals), address(call.weight), address(call.weight_sum), address(shares),
+      address(arrived), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), at.outer, at.inner, at.outer,
+      at.inner, call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing),
+      float(o.lse_square_scale), float(o.softcap.value_or(1)),
+      call.flags_for(out, o) | (upstream.values.defined() ? kHasGrad : 0)};
+  auto variant = runtime::variant_index<K>(*config, K::dtype(dtype_of(x)), call.extras);
+  launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
+  if (!x.is_same(logits)) logits.copy_(x);
+}
+
+/// log p_y and the entropy of every row with a target, from the statistics of forward. logits: (rows, n), unit stride.
+inline void describe_rows_cuda(
+    const CudaCall& call, const Options& o, const Tensor& logits, int64_t first, const void* stats,
+    const void* log_prob, const void* entropy) {
+  using K = kernels::cross_entropy_describe;
+  const int64_t rows = logits.size(0), stride = logits.stride(0);
+  bool aligned = ((stride | call.n) & 7) == 0 && aligned16(address(logits));
+  const auto& config = runtime::first_fit(K::configs, call.n, aligned);
+  K::Args args{
+      log_prob, entropy, address(logits), call.target_at(first), stats, int32_t(rows), int32_t(call.n), stride,
+      call.target_words, o.ignore_index, float(o.softcap.value_or(1)), call.flags};
+  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)));
+  launch<K>(call.op, call.device, variant, {uint32_t(rows)}, args);
+}
+
 inline Results forward_cuda(
     const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted) {
-  using K = kernels::cross_entropy_fwd;
   c10::DeviceGuard guard(logits.device());
   Results out = empty_results(logits, target, o, wanted);
-  RowBuffers rows_of(out, target.numel(), o, wanted);
-  CudaCall call(op, logits, target, weight, o);
-  auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  if (walk.rows > 0) {
-    bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
-    const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
-    const auto& from = walk.strides[0];
-    K::Args args{
-        rows_of.loss, rows_of.z_loss, rows_of.accuracy, rows_of.predicted, address(out.stats),
-        address(logits), address(call.target), address(call.weight), address(call.weight_sum),
-        int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), from.outer, from.inner, call.target_words,
-        o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
-        rows_of.flags(call, o, wanted)};
-    auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras);
-    launch<K>(op, call.device, variant, {uint32_t(walk.rows)}, args);
-  }
-  if (o.reduced()) sum_rows(call, o, rows_of, out, walk.n, wanted);
+  RowBuffers rows(out, target.numel(), o, wanted);
+  CudaCall call(op, logits.size(-1), target, weight, o);
+  if (target.numel() > 0) forward_rows_cuda(call, o, logits, 0, rows.out);
+  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out);
   return out;
 }
 
 /// dlogits may be logits.
 inline void backward_cuda(
     const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
-    const Tensor& totals, const OptionalTensor& grad, const Options& o) {
-  using K = kernels::cross_entropy_bwd;
+    const Tensor& totals, const Tensor& grad, const Options& o) {
   c10::DeviceGuard guard(logits.device());
-  Upstream upstream(op, *grad, logits, o.reduced());
+  Upstream upstream(op, grad, logits, o.reduced());
   if (logits.numel() == 0) return;
-  CudaCall call(op, logits, target, weight, o);
-  Tensor out = dlogits;
-  auto walk = walk_logical<2>(op, target.numel(), {&out, &logits});
-  bool aligned = walk.aligned_strides() &&
-      aligned16(address(out), address(logits), address(call.weight));
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
-  const auto& [to, from] = walk.strides;
-  K::Args args{
-      address(out), address(logits), address(call.target), address(stats),
-      address(upstream.values), address(totals), address(call.weight), address(call.weight_sum),
-      int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), to.outer, to.inner, from.outer, from.inner,
-      call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale),
-      float(o.softcap.value_or(1)), call.flags};
-  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras);
-  launch<K>(op, call.device, variant, span_grid(config, walk.rows, walk.n), args);
-  if (!out.is_same(dlogits)) dlogits.copy_(out);
+  CudaCall call(op, logits.size(-1), target, weight, o);
+  backward_rows_cuda(call, o, dlogits, logits, 0, address(stats), totals, upstream);
 }
 
 inline Results forward_backward_cuda(
     const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o) {
-  using K = kernels::cross_entropy_fwd_bwd;
   c10::DeviceGuard guard(logits.device());
-  Wanted wanted;
-  Results out = empty_results(logits, target, o, wanted);
-  RowBuffers rows_of(out, target.numel(), o, wanted);
-  CudaCall call(op, logits, target, weight, o);
-  Tensor x = logits;
-  auto walk = walk_logical<1>(op, target.numel(), {&x});
-  if (walk.rows > 0) {
+  Results out = empty_results(logits, target, o, {});
+  RowBuffers rows(out, target.numel(), o, {});
+  CudaCall call(op, logits.size(-1), target, weight, o);
+  if (target.numel() > 0) {
+    Results counted;
     if (o.mean()) {
       // The gradient needs the divisors before any row is read.
-      out.totals = at::empty({2}, out.loss.options());
-      sum_rows(call, o, {}, out, walk.n, wanted);
+      counted.totals = at::empty({2}, out.loss.options());
+      sum_rows_cuda(call, o, {}, counted);
     }
-    bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
-    const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
-    const auto& at = walk.strides[0];
-    K::Args args{
-        rows_of.loss, rows_of.z_loss, rows_of.accuracy, rows_of.predicted, address(x), address(x),
-        address(call.target), nullptr, address(out.totals), address(call.weight),
-        address(call.weight_sum), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), at.outer,
-        at.inner, at.outer, at.inner, call.target_words, 0, o.ignore_index, float(o.label_smoothing),
-        float(o.lse_square_scale), float(o.softcap.value_or(1)), rows_of.flags(call, o, wanted)};
-    auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(x)), call.extras);
-    launch<K>(op, call.device, variant, {uint32_t(walk.rows)}, args);
-    if (!x.is_same(logits)) logits.copy_(x);
+    forward_backward_rows_cuda(call, o, logits, 0, rows.out, counted.totals, Upstream(Tensor()));
   }
-  if (o.reduced()) sum_rows(call, o, rows_of, out, walk.n, wanted);
+  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out);
   return out;
 }
 

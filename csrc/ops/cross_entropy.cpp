@@ -42,7 +42,7 @@ struct Meta {
     return empty_results(logits, target, o, wanted);
   }
   static void backward(
-      const char*, Tensor&, Tensor, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+      const char*, Tensor&, Tensor, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
       const Options&) {}
   static Results forward_backward(const char*, Tensor& logits, const Tensor& target, const Tensor&, const Options& o) {
     return empty_results(logits, target, o, {});

@@ -12,8 +12,10 @@ from torch import Tensor
 from . import runtime
 
 # The kernels' flags.
-HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, _, SAVE_Z_LOSS, SAVE_METRICS, ADD_Z_LOSS, MEAN = (1 << i for i in range(8))
+HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SAVE_STATS = (1 << i for i in range(4))
+SAVE_Z_LOSS, SAVE_METRICS, ADD_Z_LOSS, MEAN = (1 << i for i in range(4, 8))
 FROM_PARTIAL, TO_PARTIAL, SAVE_TOTALS, HAS_GRAD, COUNT_ONLY = (1 << i for i in range(8, 13))
+MOST_PARTS = 128
 
 OPTIONS = "str reduction{}, int ignore_index{}, float label_smoothing{}, float lse_square_scale{}, float? softcap{}"
 PUBLIC = "Tensor target, Tensor? weight=None, " + OPTIONS.format('="mean"', "=-100", "=0.0", "=0.0", "=None")
@@ -55,12 +57,28 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-class Rows:
-    """A call on CPU tensors, row by row; everything in the compute dtype."""
+class Results(NamedTuple):
+    """Of every row."""
 
-    def __init__(self, op: str, logits: Tensor, target: Tensor, weight: Tensor | None, o: Options) -> None:
+    loss: Tensor
+    z_loss: Tensor
+    accuracy: Tensor
+    predicted: Tensor
+
+    def narrow(self, first: int, rows: int) -> Results:
+        return Results(*(t.narrow(0, first, rows) for t in self))
+
+
+class Rows:
+    """A call on CPU tensors, row by row; everything in the compute dtype. totals: the divisors of a mean over more
+    rows than these."""
+
+    def __init__(
+        self, op: str, logits: Tensor, target: Tensor, weight: Tensor | None, o: Options, totals: tuple | None = None
+    ) -> None:
         runtime.count_cpu_call()
         n = logits.shape[-1]
+        self.totals = totals
         self.o, self.x = o, logits.to(compute_dtype(logits)).reshape(target.numel(), n)
         y = target.reshape(-1).long()
         self.counted = y != o.ignore_index
@@ -84,9 +102,11 @@ class Rows:
     def divisors(self) -> tuple[Tensor | float, Tensor | float]:
         if self.o.reduction != "mean":
             return 1.0, 1.0
+        if self.totals is not None:
+            return self.totals
         return torch.where(self.counted, self.own_weight, 0).sum(), self.counted.sum()
 
-    def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def of_rows(self) -> Results:
         o = self.o
         if not self.x.numel():
             loss = z_loss = right = self.lse.new_zeros(len(self.x))
@@ -101,6 +121,10 @@ class Rows:
             right = (self.counted & (best == self.y[:, 0])).to(loss.dtype)
             loss = torch.where(self.counted, loss, 0)
             z_loss = torch.where(self.counted, o.lse_square_scale * self.lse * self.lse, 0)
+        return Results(loss, z_loss, right, predicted)
+
+    def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        o, (loss, z_loss, right, predicted) = self.o, self.of_rows()
         if o.reduction == "none":
             loss, z_loss, right = ((t.clone().view(shape) for t in (loss + z_loss, z_loss, right)))
         else:
@@ -127,6 +151,95 @@ class Rows:
         return torch.where(self.counted[:, None], dx, 0).to(like.dtype).view(like.shape)
 
 
+class Launches:
+    """The kernels' part in one call on a CUDA device. target: (rows,), contiguous; logits come as contiguous rows."""
+
+    def __init__(self, op: str, n: int, target: Tensor, weight: Tensor | None, o: Options, metrics: bool) -> None:
+        self.op, self.n, self.o, self.target, self.device = op, n, o, target, target.device
+        self.weight = None if weight is None else weight.float().contiguous()
+        self.weight_sum = None if weight is None else self.weight.sum()
+        self.words = 2 if target.dtype == torch.int64 else 1
+        self.flags = (HAS_WEIGHT if weight is not None else 0) | (MEAN if o.reduction == "mean" else 0) | SAVE_Z_LOSS
+        self.flags |= SAVE_METRICS if metrics else 0
+
+    def empty_rows(self) -> Results:
+        rows = len(self.target)
+        loss, z_loss, accuracy = (torch.empty(rows, device=self.device) for _ in range(3))
+        return Results(loss, z_loss, accuracy, torch.empty(rows, dtype=torch.int64, device=self.device))
+
+    def sum(self, found: Results | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(loss, z-loss, accuracy, divisors of a mean) of all rows; without results: the last alone."""
+        found = found or Results(None, None, None, None)
+        flags = self.flags if found.loss is not None else self.flags & ~(SAVE_Z_LOSS | SAVE_METRICS) | COUNT_ONLY
+        rows = len(self.target)
+        outs, totals = [torch.empty((), device=self.device) for _ in range(3)], torch.empty(2, device=self.device)
+        shares = 1 if rows <= 65536 else min(1024, -(-rows // 4096))
+        partial = torch.empty(shares, 5, device=self.device)
+
+        def launch(rows: int, programs: int, flags: int) -> None:
+            args = dict(
+                loss_out=outs[0], z_loss_out=outs[1], accuracy_out=outs[2], totals=totals, partial=partial,
+                loss=found.loss, z_loss=found.z_loss, accuracy=found.accuracy, target=self.target, weight=self.weight,
+                rows=rows, n=self.n, target_words=self.words, ignore_index=self.o.ignore_index, flags=flags,
+            )  # fmt: skip
+            grid = lambda _: (programs, 1, 1)  # noqa: E731
+            runtime.launch(self.op, "cross_entropy_sum", {"W": "fp32"}, self.n, grid, args, self.device)
+
+        if shares > 1:
+            launch(rows, shares, flags | TO_PARTIAL)
+            launch(shares, 1, flags | FROM_PARTIAL | SAVE_TOTALS)
+        else:
+            launch(rows, 1, flags | SAVE_TOTALS)
+        return *outs, totals
+
+    def rows(
+        self,
+        logits: Tensor,
+        first: int,
+        found: Results,
+        stats: Tensor | None = None,
+        dlogits: Tensor | None = None,
+        grad: Tensor | None = None,
+        totals: Tensor | None = None,
+    ) -> None:
+        """Of the call's rows from `first` on. grad: what arrives, one number for all rows or one each; None: 1."""
+        if not len(logits):
+            return
+        (rows, n), o = logits.shape, self.o
+        flags = self.flags | (HAS_SMOOTHING if o.label_smoothing > 0 else 0)
+        flags |= HAS_SOFTCAP if o.softcap is not None else 0
+        extras = int(flags & (HAS_WEIGHT | HAS_SMOOTHING | HAS_SOFTCAP) != 0)
+        choices = {"X": runtime.dtype_name(logits), "EXTRAS": extras}
+        flags |= ADD_Z_LOSS if o.reduction == "none" else 0
+        flags |= HAS_GRAD if grad is not None else 0
+        flags |= SAVE_STATS if stats is not None else 0
+        args = dict(
+            **found.narrow(first, rows)._asdict(), stats=stats, logits=logits,
+            target=self.target.narrow(0, first, rows), weight=self.weight, weight_sum=self.weight_sum,
+            rows=rows, n=n, inner_rows=rows, logits_outer=0,
+            logits_inner=logits.stride(0), target_words=self.words, ignore_index=o.ignore_index,
+            label_smoothing=o.label_smoothing, lse_square_scale=o.lse_square_scale, softcap=o.softcap or 1.0,
+            flags=flags,
+        )  # fmt: skip
+        if dlogits is None:
+            grid = lambda _: (rows, 1, 1)  # noqa: E731
+            runtime.launch(self.op, "cross_entropy_fwd", choices, n, grid, args, self.device)
+            return
+        grad = None if grad is None else grad.float().contiguous()
+        parts_of = lambda config: -(-n // config.constexprs["PART"]) if config.constexprs["PART"] else 1  # noqa: E731
+        most = max(map(parts_of, runtime.configs("cross_entropy_fwd_bwd")))
+        # The programs of a row wait for one another: all must run at a time.
+        fits = most <= min(MOST_PARTS, runtime.multiprocessors(logits))
+        args |= dict(
+            dlogits=dlogits, dlogits_outer=0, dlogits_inner=dlogits.stride(0), grad=grad,
+            grad_stride=1 if grad is not None and grad.dim() else 0, totals=totals,
+            shares=torch.empty(rows, most, 4, device=self.device),
+            arrived=torch.zeros(rows, dtype=torch.int32, device=self.device),
+        )  # fmt: skip
+        grid = lambda config: (rows * parts_of(config), 1, 1)  # noqa: E731
+        runtime.launch(self.op, "cross_entropy_fwd_bwd", choices, n, grid, args, self.device, may_be_aligned=fits)
+
+
 def launch_rows(
     op: str,
     logits: Tensor,
@@ -138,65 +251,18 @@ def launch_rows(
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward on a CUDA device, and the gradient too where there is a contiguous `dlogits` to hold it."""
-    shape, rows, n, device = target.shape, target.numel(), logits.shape[-1], logits.device
-    logits = logits.contiguous()
-    target = target.contiguous()
-    weight = None if weight is None else weight.float().contiguous()
-    loss, z_loss, accuracy = (torch.empty(rows, device=device) for _ in range(3))
-    predicted = torch.empty(rows, dtype=torch.int64, device=device)
-    outs = [torch.empty((), device=device) for _ in range(3)]
-    totals = torch.empty(2, device=device)
-    words, mean = 2 if target.dtype == torch.int64 else 1, o.reduction == "mean"
-    flags = (HAS_WEIGHT if weight is not None else 0) | (MEAN if mean else 0) | SAVE_Z_LOSS
-    flags |= SAVE_METRICS if metrics else 0
-
-    def add_up(flags: int) -> None:
-        shares = 1 if rows <= 65536 else min(1024, -(-rows // 4096))
-        partial = torch.empty(shares, 5, device=device)
-
-        def launch(rows: int, programs: int, flags: int) -> None:
-            args = dict(
-                loss_out=outs[0], z_loss_out=outs[1], accuracy_out=outs[2], totals=totals, partial=partial, loss=loss,
-                z_loss=z_loss, accuracy=accuracy, target=target, weight=weight, rows=rows, n=n, target_words=words,
-                ignore_index=o.ignore_index, flags=flags,
-            )  # fmt: skip
-            runtime.launch(op, "cross_entropy_sum", {"W": "fp32"}, n, lambda _: (programs, 1, 1), args, device)
-
-        if shares > 1:
-            launch(rows, shares, flags | TO_PARTIAL)
-            rows_left, flags = shares, flags | FROM_PARTIAL
-        else:
-            rows_left = rows
-        launch(rows_left, 1, flags | SAVE_TOTALS)
-
-    if rows:
-        if dlogits is not None and mean:
-            add_up(flags & ~(SAVE_Z_LOSS | SAVE_METRICS) | COUNT_ONLY)
-        row_flags = flags | (HAS_SMOOTHING if o.label_smoothing > 0 else 0)
-        row_flags |= HAS_SOFTCAP if o.softcap is not None else 0
-        extras = int(row_flags & (HAS_WEIGHT | HAS_SMOOTHING | HAS_SOFTCAP) != 0)
-        row_flags |= ADD_Z_LOSS if o.reduction == "none" else 0
-        row_flags |= HAS_GRAD if grad is not None else 0
-        args = dict(
-            loss=loss, z_loss=z_loss, accuracy=accuracy, predicted=predicted, stats=None, logits=logits, target=target,
-            weight=weight, weight_sum=None if weight is None else weight.sum(), rows=rows, n=n, inner_rows=rows,
-            logits_outer=0, logits_inner=n, target_words=words, ignore_index=o.ignore_index,
-            label_smoothing=o.label_smoothing, lse_square_scale=o.lse_square_scale, softcap=o.softcap or 1.0,
-            flags=row_flags,
-        )  # fmt: skip
-        name = "cross_entropy_fwd"
-        if dlogits is not None:
-            name = "cross_entropy_fwd_bwd"
-            grad = None if grad is None else grad.float().contiguous()
-            stride = 1 if o.reduction == "none" and grad is not None else 0
-            args |= dict(dlogits=dlogits, dlogits_outer=0, dlogits_inner=n, grad=grad, grad_stride=stride)
-            args["totals"] = totals
-        choices = {"X": runtime.dtype_name(logits), "EXTRAS": extras}
-        runtime.launch(op, name, choices, n, lambda _: (rows, 1, 1), args, device)
+    n = logits.shape[-1]
+    call = Launches(op, n, target.reshape(-1).contiguous(), weight, o, metrics)
+    found = call.empty_rows()
+    totals = call.sum(None)[-1] if dlogits is not None and o.reduction == "mean" else None
+    as_rows = lambda t: t.view(target.numel(), n)  # noqa: E731
+    grad = grad if grad is None or o.reduction != "none" else grad.reshape(-1)
+    call.rows(
+        as_rows(logits.contiguous()), 0, found, None, None if dlogits is None else as_rows(dlogits), grad, totals
+    )
     if o.reduction == "none":
-        return loss.view(shape), z_loss.view(shape), accuracy.view(shape), predicted.view(shape)
-    add_up(flags)
-    return *outs, predicted.view(shape)
+        return tuple(t.view(target.shape) for t in found)
+    return *call.sum(found)[:3], found.predicted.view(target.shape)
 
 
 def forward(

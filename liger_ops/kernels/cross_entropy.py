@@ -12,7 +12,13 @@ small losses then keep all their digits however confident the prediction. `stats
 backward: the largest logit, the sum of exponentials relative to it, and 1 - p_y.
 
 Backward: a gradient depends on its logit and the row's statistics alone; programs share rows out in spans, and
-may write over what they read. fwd_bwd does both, row by row, and finds its second read in the L2 cache.
+may write over what they read. fwd_bwd does both, row by row, and finds its second read in the L2 cache. Rows that are
+too long for that are shared out too, PART columns a program: the fewer rows are under way, the more of each stays in
+the cache. The programs of a row meet between their two reads, which asks that all of them run at a time: the host
+shares out no row among more programs than the device has multiprocessors.
+
+SKEWED = 1 takes rows that begin anywhere, as those of an odd vocabulary do. Columns are then counted from the last
+16-byte boundary at or before the row, `skew` columns to its left: all whole tiles are as fast as those of aligned rows.
 
 A row whose target is ignore_index is not read: loss and gradient are 0, the predicted class is -1. A target out of
 range reads nothing out of bounds: its row's loss and gradient are NaN. Targets are int32 words, two for an int64.
@@ -40,6 +46,11 @@ HAS_GRAD = tl.constexpr(2048)
 COUNT_ONLY = tl.constexpr(4096)
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# A column that no row has.
+NOWHERE = tl.constexpr(0x7FFFFFFF)
+MOST_PARTS = tl.constexpr(128)
+LOG2E_TAIL = tl.constexpr(1.925963033500011e-08)  # of LOG2E, beyond fp32
+LN2 = tl.constexpr(0.6931471805599453)
 # Maximum of no logit: finite, because -inf - -inf is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -58,17 +69,36 @@ def load_weight(weight, classes, mask, flags):
 
 
 @triton.jit
+def exp(x, dtype: tl.constexpr):
+    """For x <= 0. Of fp32 logits it keeps what rounding drops of the exponent, which 16-bit ones would not show."""
+    if dtype.primitive_bitwidth < 32:
+        return tl.exp2(x * LOG2E)
+    # 0 from here on, and no -inf - -inf.
+    x = tl.maximum(x, -1000.0, propagate_nan=tl.PropagateNan.ALL)
+    power = x * LOG2E
+    e = tl.exp2(power)
+    return e + e * ((tl.fma(x, LOG2E, -power) + x * LOG2E_TAIL) * LN2)
+
+
+@triton.jit
 def softcapped(x, cap):
     """cap * tanh(x / cap) and its slope, without cancellation at either end."""
     z = x / cap
-    size = tl.abs(z)
+    # tanh is 1 long before; infinite powers would spoil the corrections below.
+    size = tl.minimum(tl.abs(z), 100.0, propagate_nan=tl.PropagateNan.ALL)
     q = z * z
     # tanh(z) = z + z * bend, interpolated in z^2 at the Chebyshev nodes of |z| <= 0.6: within 1.1e-8.
     bend = q * (-0.33333330 + q * (0.13332915 + q * (-0.053873949 + q * (0.021110959 + q * -0.0062691197))))
     near = z + z * bend
     # tanh(|z|) = 1 - 2 u
-    e = tl.exp2(size * (-2 * LOG2E))
-    u = e / (1 + e)
+    # Losses multiply the error of a capped logit. So the exponent keeps what its rounding drops, and a step of Newton's
+    # mends the fast division.
+    power = size * (-2 * LOG2E)
+    e = tl.exp2(power)
+    e += e * (tl.fma(size, -2 * LOG2E, -power) * LN2)
+    d = 1 + e
+    r = 1 / d
+    u = e * (r + r * (1 - d * r))
     far = cap - 2 * cap * u
     small = size < 0.6
     value = tl.where(small, x + x * bend, tl.where(z < 0, -far, far))
@@ -77,45 +107,54 @@ def softcapped(x, cap):
 
 @triton.jit
 def log1p(x):
-    """For x >= 0. Dividing by what 1 + x became undoes the rounding of the addition."""
+    """For x > -1. Dividing by what 1 + x became undoes the rounding of the addition."""
     u = 1 + x
     return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
 
 
 @triton.jit
-def lane_columns(dtype: tl.constexpr, LANES: tl.constexpr, STRIPED: tl.constexpr):
-    """Columns of one tile: each lane has 16 bytes, side by side where alignment admits one access, else striped."""
-    VEC: tl.constexpr = 128 // dtype.primitive_bitwidth
-    lane = tl.arange(0, LANES)[:, None]
-    item = tl.arange(0, VEC)[None, :]
-    return lane + item * LANES if STRIPED else lane * VEC + item
+def skew_of(row):
+    """Elements between the last 16-byte boundary and a row."""
+    return ((row.to(tl.int64) % 16) // (row.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
+
+
+@triton.jit
+def lane_columns(start, LANES: tl.constexpr, VEC: tl.constexpr):
+    return start + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+
+
+@triton.jit
+def load_lanes(row, start, limit, wanted, LANES: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr):
+    """A tile that a row may leave on either side. Lanes are loaded whole, for none straddles a 16-byte boundary:
+    what is not of the row is for the caller to drop."""
+    first = start + tl.arange(0, LANES)[:, None] * VEC
+    mask = tl.broadcast_to((first < limit) & wanted, [LANES, VEC])
+    return tl.load(row + lane_columns(start, LANES, VEC), mask=mask, other=float("-inf"), eviction_policy=POLICY)
 
 
 @triton.jit
 def scan_tiles(
-    peak, total, tilt, best, row, start, n, y, reference, weight, softcap, flags,
-    LANES: tl.constexpr, TILES: tl.constexpr, STRIPED: tl.constexpr, EXTRAS: tl.constexpr, WHOLE: tl.constexpr,
-    POLICY: tl.constexpr,
+    peak, total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
+    LANES: tl.constexpr, TILES: tl.constexpr, EXTRAS: tl.constexpr, WHOLE: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """Takes TILES tiles into the lanes' statistics. WHOLE: all within the row, the true class not among them."""
-    dtype: tl.constexpr = row.dtype.element_ty
-    TILE: tl.constexpr = LANES * (128 // dtype.primitive_bitwidth)
-    cols = lane_columns(dtype, LANES, STRIPED) + start
+    VEC: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    TILE: tl.constexpr = LANES * VEC
     raw = ()
     for t in tl.static_range(TILES):
         if WHOLE:
-            x = tl.load(row + cols + t * TILE, eviction_policy=POLICY)
+            raw = raw + (tl.load(row + lane_columns(start + t * TILE, LANES, VEC), eviction_policy=POLICY),)
         else:
-            x = tl.load(row + cols + t * TILE, mask=cols + t * TILE < n, other=float("-inf"), eviction_policy=POLICY)
-        raw = raw + (x,)
+            raw = raw + (load_lanes(row, start + t * TILE, limit, True, LANES, VEC, POLICY),)
 
     xs = ()
     new_peak = peak
     for t in tl.static_range(TILES):
-        x = raw[t].to(tl.float32)
+        x = raw[t]
         if not WHOLE:
-            x = tl.where(cols + t * TILE == y, float("-inf"), x)
-        new_peak = tl.maximum(new_peak, tl.max(x, axis=1))
+            at = lane_columns(start + t * TILE, LANES, VEC)
+            x = tl.where((at >= skew) & (at < limit) & (at != y), x, float("-inf"))
+        new_peak = tl.maximum(new_peak, tl.max(x, axis=1).to(tl.float32))
         xs = xs + (x,)
     best = tl.where(new_peak > peak, start, best)
 
@@ -127,82 +166,123 @@ def scan_tiles(
             new_base, _ = softcapped(new_peak, softcap)
     total *= tl.exp2((base - new_base) * LOG2E)
     for t in tl.static_range(TILES):
-        x = xs[t]
+        x = xs[t].to(tl.float32)
         if EXTRAS:
-            at = cols + t * TILE
-            keep = (at < n) & (at != y)
+            at = lane_columns(start + t * TILE, LANES, VEC)
+            inside = (at >= skew) & (at < limit)
+            keep = inside & (at != y)
             if flags & HAS_SOFTCAP:
                 x, _ = softcapped(x, softcap)
                 x = tl.where(keep, x, float("-inf"))
-            w = load_weight(weight, at, at < n, flags)
+            w = load_weight(weight, at - skew, inside, flags)
             tilt += tl.sum(tl.where(keep, w * (x - reference), 0.0), axis=1)
-        total += tl.sum(tl.exp2((x - new_base[:, None]) * LOG2E), axis=1)
+        total += tl.sum(exp(x - new_base[:, None], row.dtype.element_ty), axis=1)
     return new_peak, total, tilt, best
 
 
 @triton.jit
+def unite(peak, total, tilt, first, softcap, flags, EXTRAS: tl.constexpr):
+    """Statistics of several sets of columns -> of all: (largest logit, the same capped, sum, tilt, where it is)."""
+    base = peak
+    highest = tl.max(peak, axis=0)
+    top = highest
+    if EXTRAS:
+        if flags & HAS_SOFTCAP:
+            base, _ = softcapped(peak, softcap)
+            top, _ = softcapped(highest, softcap)
+    total = tl.sum(total * tl.exp2((base - top) * LOG2E), axis=0)
+    return highest, top, total, tl.sum(tilt, axis=0), tl.min(tl.where(peak == highest, first, NOWHERE), axis=0)
+
+
+@triton.jit
+def meet(shares, arrived, peak, total, tilt, first, parts, softcap, flags, EXTRAS: tl.constexpr):
+    """Leaves this part's statistics in `shares`, waits for the row's other parts', and unites them in their order."""
+    mine = shares + (tl.program_id(0) % parts) * 4
+    tl.store(mine, peak)
+    tl.store(mine + 1, total)
+    tl.store(mine + 2, tilt)
+    tl.store(mine + 3, first.to(tl.float32, bitcast=True))
+    tl.atomic_add(arrived, 1, sem="release")
+    # Adding nothing is how to load with acquire semantics.
+    while tl.atomic_add(arrived, 0, sem="acquire") < parts:
+        pass
+    part = tl.arange(0, MOST_PARTS)
+    there = part < parts
+    at = shares + part * 4
+    # Volatile: another multiprocessor wrote this since.
+    peak = tl.load(at, mask=there, other=LOWEST, volatile=True)
+    total = tl.load(at + 1, mask=there, other=0.0, volatile=True)
+    tilt = tl.load(at + 2, mask=there, other=0.0, volatile=True)
+    first = tl.load(at + 3, mask=there, other=0.0, volatile=True).to(tl.int32, bitcast=True)
+    return unite(peak, total, tilt, tl.where(there, first, NOWHERE), softcap, flags, EXTRAS)
+
+
+@triton.jit
 def scan_row(
-    row, n, y, x_y, reference, weight, softcap, flags,
-    LANES: tl.constexpr, TILES: tl.constexpr, STRIPED: tl.constexpr, EXTRAS: tl.constexpr, POLICY: tl.constexpr,
+    row, begin, end, n, y, x_y, reference, weight, softcap, flags, shares, arrived, parts,
+    LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
-    """One read of a row: (top, total, miss, nll, tilt, predicted).
+    """One read of a row, or of the columns begin..end by one of its `parts`: (top, total, miss, nll, tilt, predicted).
 
     top: largest x, total: sum_j exp(x_j - top), miss: 1 - p_y, nll: lse - x_y,
     tilt: sum_j w_j * (x_j - reference) for j != y
     """
-    dtype: tl.constexpr = row.dtype.element_ty
-    TILE: tl.constexpr = LANES * (128 // dtype.primitive_bitwidth)
+    VEC: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     peak = tl.full([LANES], LOWEST, tl.float32)
     lane_total = tl.zeros([LANES], tl.float32)
     tilt = tl.zeros([LANES], tl.float32)
     best = tl.zeros([LANES], tl.int32)
-    y = y.to(tl.int32)
+    skew = 0
+    if SKEWED:
+        skew = skew_of(row)
+        row = tl.multiple_of(row - skew, 16)
+    limit = n + skew
+    y = (y + skew).to(tl.int32)
     # Extras need registers, and so much arithmetic that loads hide behind it.
     GROUP: tl.constexpr = 1 if EXTRAS else TILES
-    for start in range(0, n, GROUP * TILE):
-        whole = (start + GROUP * TILE <= n) & ((y < start) | (y >= start + GROUP * TILE))
+    SPAN: tl.constexpr = GROUP * LANES * VEC
+    for start in range(begin, end if PART else limit, SPAN):
+        whole = (start >= skew) & (start + SPAN <= limit) & ((y < start) | (y >= start + SPAN))
         if EXTRAS or not whole:
             peak, lane_total, tilt, best = scan_tiles(
-                peak, lane_total, tilt, best, row, start, n, y, reference, weight, softcap, flags,
-                LANES, GROUP, STRIPED, EXTRAS, False, POLICY,
+                peak, lane_total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
+                LANES, GROUP, EXTRAS, False, POLICY,
             )  # fmt: skip
         else:
             peak, lane_total, tilt, best = scan_tiles(
-                peak, lane_total, tilt, best, row, start, n, y, reference, weight, softcap, flags,
-                LANES, GROUP, STRIPED, EXTRAS, True, POLICY,
+                peak, lane_total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
+                LANES, GROUP, EXTRAS, True, POLICY,
             )  # fmt: skip
 
-    raw_others = tl.max(peak, axis=0)
-    lane_base = peak
-    top_others = raw_others
+    first = tl.full([LANES], NOWHERE, tl.int32)
+    if flags & SAVE_METRICS:
+        # Only lanes that hold the maximum look again, at the tiles where they first met it.
+        raw_others = tl.max(peak, axis=0)
+        for t in tl.static_range(GROUP):
+            tile = best[:, None] + t * LANES * VEC
+            at = lane_columns(tile, LANES, VEC)
+            x = load_lanes(row, tile, limit, (peak == raw_others)[:, None], LANES, VEC, "").to(tl.float32)
+            found = (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
+            first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
+    raw_others, top_others, others, tilt, first = unite(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
+    if PART:
+        raw_others, top_others, others, tilt, first = meet(
+            shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
+        )
+
     true = x_y
     if EXTRAS:
         if flags & HAS_SOFTCAP:
-            lane_base, _ = softcapped(peak, softcap)
-            top_others, _ = softcapped(raw_others, softcap)
             true, _ = softcapped(x_y, softcap)
-    others = tl.sum(lane_total * tl.exp2((lane_base - top_others) * LOG2E), axis=0)
     top = tl.maximum(true, top_others)
-    others *= tl.exp2((top_others - top) * LOG2E)
-    total = tl.exp2((true - top) * LOG2E) + others
+    others *= exp(top_others - top, row.dtype.element_ty)
+    total = exp(true - top, row.dtype.element_ty) + others
     nll = top - true + tl.where(true >= top_others, log1p(others), tl.log(total))
-
-    predicted = tl.full([], -1, tl.int32)
-    if flags & SAVE_METRICS:
-        # Only lanes that hold the maximum look again, at the tiles where they first met it.
-        cols = lane_columns(dtype, LANES, STRIPED) + best[:, None]
-        first = tl.full([LANES], 0x7FFFFFFF, tl.int32)
-        for t in tl.static_range(GROUP):
-            at = cols + t * TILE
-            mask = (at < n) & (peak == raw_others)[:, None]
-            x = tl.load(row + at, mask=mask, other=float("-inf")).to(tl.float32)
-            found = mask & (at != y) & (x == raw_others)
-            first = tl.minimum(first, tl.min(tl.where(found, at, 0x7FFFFFFF), axis=1))
-        predicted = tl.min(first, axis=0)
-        predicted = tl.where((x_y > raw_others) | ((x_y == raw_others) & (y < predicted)), y, predicted)
-        # A row of -inf or NaN alone.
-        predicted = tl.where(predicted == 0x7FFFFFFF, 0, predicted)
-    return top, total, others / total, nll, tl.sum(tilt, axis=0), predicted
+    predicted = tl.where((x_y > raw_others) | ((x_y == raw_others) & (y < first)), y, first)
+    # A row of -inf or NaN alone.
+    predicted = tl.where(predicted == NOWHERE, 0, predicted - skew)
+    return top, total, others / total, nll, tilt, predicted
 
 
 @triton.jit
@@ -225,20 +305,22 @@ def row_losses(
 
 
 @triton.jit
-def store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, row_predicted, y, flags):
+def store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, row_predicted, y, leads, flags):
+    """For the one of the row's programs that leads."""
     add = tl.where((flags & ADD_Z_LOSS) != 0, row_z_loss, 0.0)
-    tl.store(loss + row, row_loss + add)
-    tl.store(z_loss + row, row_z_loss, mask=(flags & SAVE_Z_LOSS) != 0)
-    metrics = (flags & SAVE_METRICS) != 0
+    tl.store(loss + row, row_loss + add, mask=leads)
+    tl.store(z_loss + row, row_z_loss, mask=leads & ((flags & SAVE_Z_LOSS) != 0))
+    metrics = leads & ((flags & SAVE_METRICS) != 0)
     tl.store(accuracy + row, tl.where((row_predicted >= 0) & (row_predicted == y), 1.0, 0.0), mask=metrics)
     tl.store(predicted + row, row_predicted.to(tl.int64), mask=metrics)
 
 
 @triton.jit
 def forward_row(
-    loss, z_loss, accuracy, predicted, row, x_row, y, weight, weight_sum,
-    n, label_smoothing, lse_square_scale, softcap, flags,
-    LANES: tl.constexpr, TILES: tl.constexpr, STRIPED: tl.constexpr, EXTRAS: tl.constexpr, POLICY: tl.constexpr,
+    loss, z_loss, accuracy, predicted, row, x_row, begin, end, y, weight, weight_sum,
+    n, label_smoothing, lse_square_scale, softcap, flags, shares, arrived, parts,
+    LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """Losses and metrics of one row with a target; (top, total, miss) for its gradient."""
     valid = (y >= 0) & (y < n)
@@ -256,12 +338,13 @@ def forward_row(
     reference = tl.where(true == float("-inf"), 0.0, true)
     # An invalid y matches no column.
     top, total, miss, nll, tilt, best = scan_row(
-        x_row, n, tl.where(valid, y, -1), x_y, reference, weight, softcap, flags, LANES, TILES, STRIPED, EXTRAS, POLICY
-    )
+        x_row, begin, end, n, tl.where(valid, y, -64), x_y, reference, weight, softcap, flags, shares, arrived, parts,
+        LANES, TILES, SKEWED, PART, EXTRAS, POLICY,
+    )  # fmt: skip
     row_loss, row_z_loss = row_losses(
         top, total, nll, tilt, true, reference, w_y, sum_w, n, label_smoothing, lse_square_scale, flags, EXTRAS
     )
-    store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, best, y, flags)
+    store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, best, y, begin == 0, flags)
     return top, total, miss
 
 
@@ -270,17 +353,17 @@ def cross_entropy_fwd_kernel(
     loss, z_loss, accuracy, predicted, stats, logits, target, weight, weight_sum,
     rows, n, inner_rows, logits_outer, logits_inner, target_words, ignore_index,
     label_smoothing, lse_square_scale, softcap, flags,
-    EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, STRIPED: tl.constexpr,
+    EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
-        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, flags)
+        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, True, flags)
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, y, weight, weight_sum,
-            n, label_smoothing, lse_square_scale, softcap, flags, LANES, TILES, STRIPED, EXTRAS, "evict_first",
+            loss, z_loss, accuracy, predicted, row, x_row, 0, n, y, weight, weight_sum, n, label_smoothing,
+            lse_square_scale, softcap, flags, stats, target, 1, LANES, TILES, SKEWED, 0, EXTRAS, "",
         )  # fmt: skip
         save = (flags & SAVE_STATS) != 0
         tl.store(stats + row, top, mask=save)
@@ -289,15 +372,47 @@ def cross_entropy_fwd_kernel(
 
 
 @triton.jit
-def gradient_span(
-    out, x_row, begin, end, n, y, top, total, miss, grad, totals, weight, weight_sum,
-    label_smoothing, lse_square_scale, softcap, flags,
-    BLOCK_N: tl.constexpr, EXTRAS: tl.constexpr, BACKWARDS: tl.constexpr,
+def write_gradient(
+    out, x_row, cols, mask, skew, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
+    EXTRAS: tl.constexpr, WHOLE: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the columns begin..end of one row; grad: what arrives for the row's (or the reduced) loss."""
+    if WHOLE:
+        x = tl.load(x_row + cols, eviction_policy=POLICY).to(tl.float32)
+    else:
+        x = tl.load(x_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    if EXTRAS:
+        chain = tl.full(x.shape, 1.0, tl.float32)
+        if flags & HAS_SOFTCAP:
+            x, chain = softcapped(x, softcap)
+        e = exp(x - top, out.dtype.element_ty)
+        drop = tl.where(cols == y, drop_y, 0.0) + tilt * load_weight(weight, cols - skew, mask, flags)
+        dx = (e * tl.where(cols == y, slope_y, slope) - drop) * chain
+    else:
+        dx = exp(x - top, out.dtype.element_ty) * slope
+    dx = dx.to(out.dtype.element_ty)
+    if WHOLE:
+        tl.store(out + cols, dx, eviction_policy=POLICY)
+    else:
+        tl.store(out + cols, dx, mask=mask, eviction_policy=POLICY)
+
+
+@triton.jit
+def arriving(grad, totals, row, stride, flags, known):
+    """What arrives for a row's loss, and for its z-loss, which has another divisor in a mean."""
+    grad = tl.load(grad + row.to(tl.int64) * stride, mask=known, other=1.0)
     mean = (flags & MEAN) != 0
-    grad_z = tl.where(mean, grad / tl.load(totals + 1, mask=mean, other=1.0), grad)
-    grad = tl.where(mean, grad / tl.load(totals, mask=mean, other=1.0), grad)
+    by_weight = tl.load(totals, mask=mean, other=1.0)
+    by_count = tl.load(totals + 1, mask=mean, other=1.0)
+    return tl.where(mean, grad / by_weight, grad), tl.where(mean, grad / by_count, grad)
+
+
+@triton.jit
+def gradient_span(
+    out, x_row, begin, end, n, y, x_y, top, total, miss, grad, grad_z, weight, weight_sum,
+    label_smoothing, lse_square_scale, softcap, flags,
+    BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, EXTRAS: tl.constexpr, BACKWARDS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the columns begin..end of one row. x_y: the logit of its true class, read before any was written."""
     # d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
     #                  p_y * spill - (1 - p_y) * pull - tilt * w_y
     pull = grad
@@ -315,33 +430,62 @@ def gradient_span(
     slope = (pull + spill) / total
     slope_y = spill / total
     drop_y = pull * miss
-    y = y.to(tl.int32)
 
+    skew = 0
+    level = True
+    if SKEWED:
+        # A row that has another skew than its gradient goes element by element.
+        level = skew_of(x_row) == skew_of(out)
+        skew = tl.where(level, skew_of(x_row), 0)
+    y = (y + skew).to(tl.int32)
+    limit = n + skew
     BLOCK: tl.constexpr = BLOCK_N // 4 if EXTRAS else BLOCK_N
     for block in range(0, end - begin, BLOCK):
         # What was read last is likeliest in the cache still.
         start = begin + ((end - begin - 1) // BLOCK * BLOCK - block if BACKWARDS else block)
         cols = start + tl.arange(0, BLOCK)
-        mask = cols < end
-        x = tl.load(x_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        if EXTRAS:
-            chain = tl.full([BLOCK], 1.0, tl.float32)
-            if flags & HAS_SOFTCAP:
-                x, chain = softcapped(x, softcap)
-            drop = tl.where(cols == y, drop_y, 0.0) + tilt * load_weight(weight, cols, mask, flags)
-            e = tl.exp2((x - top) * LOG2E)
-            dx = (e * tl.where(cols == y, slope_y, slope) - drop) * chain
+        mask = cols < limit
+        if SKEWED:
+            mask &= cols >= skew
+        if SKEWED and (level & (start >= skew) & (start + BLOCK <= limit)):
+            write_gradient(
+                tl.multiple_of(out - skew_of(out), 16), tl.multiple_of(x_row - skew_of(x_row), 16), cols, mask, skew,
+                y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags, EXTRAS, True, POLICY,
+            )  # fmt: skip
         else:
-            e = tl.exp2((x - top) * LOG2E)
-            dx = e * tl.where(cols == y, slope_y, slope) - tl.where(cols == y, drop_y, 0.0)
-        tl.store(out + cols, dx.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+            write_gradient(
+                out - skew, x_row - skew, cols, mask, skew,
+                y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags, EXTRAS, False, POLICY,
+            )  # fmt: skip
+    if not EXTRAS:
+        # The one column that is unlike the others, over what the loop wrote there.
+        tl.debug_barrier()
+        at_y = exp(x_y - top, out.dtype.element_ty) * slope_y - drop_y
+        tl.store(out - skew + y, at_y.to(out.dtype.element_ty), mask=(y >= begin) & (y < end))
 
 
 @triton.jit
-def zero_span(out, begin, end, BLOCK_N: tl.constexpr):
+def zero_span(out, begin, end, n, BLOCK_N: tl.constexpr, SKEWED: tl.constexpr):
+    zeros = tl.zeros([BLOCK_N], out.dtype.element_ty)
+    skew = 0
+    if SKEWED:
+        skew = skew_of(out)
+        out = tl.multiple_of(out - skew, 16)
     for start in range(begin, end, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        tl.store(out + cols, tl.zeros([BLOCK_N], out.dtype.element_ty), mask=cols < end)
+        if SKEWED:
+            if (start >= skew) & (start + BLOCK_N <= n + skew):
+                tl.store(out + cols, zeros)
+            else:
+                tl.store(out + cols, zeros, mask=(cols >= skew) & (cols < n + skew))
+        else:
+            tl.store(out + cols, zeros, mask=cols < n)
+
+
+@triton.jit
+def columns_end(n, SKEWED: tl.constexpr):
+    """Where a row of n columns ends at the latest, whatever its skew."""
+    return n + 7 if SKEWED else n
 
 
 @triton.jit
@@ -349,53 +493,103 @@ def cross_entropy_bwd_kernel(
     dlogits, logits, target, stats, grad, totals, weight, weight_sum,
     rows, n, inner_rows, dlogits_outer, dlogits_inner, logits_outer, logits_inner, target_words, grad_stride,
     ignore_index, label_smoothing, lse_square_scale, softcap, flags,
-    EXTRAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    EXTRAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    spans = tl.cdiv(n, BLOCK_N * BLOCKS)
+    spans = tl.cdiv(columns_end(n, SKEWED), BLOCK_N * BLOCKS)
     row = tl.program_id(0) // spans
     begin = (tl.program_id(0) - row * spans) * (BLOCK_N * BLOCKS)
-    end = tl.minimum(n, begin + BLOCK_N * BLOCKS)
+    end = tl.minimum(columns_end(n, SKEWED), begin + BLOCK_N * BLOCKS)
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
-        zero_span(out, begin, end, BLOCK_N)
+        zero_span(out, begin, end, n, BLOCK_N, SKEWED)
     else:
+        grad_here, grad_z = arriving(grad, totals, row, grad_stride, flags, True)
+        x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
+        x_y = tl.load(x_row + y, mask=(y >= 0) & (y < n), other=0.0).to(tl.float32)
         top = tl.load(stats + row)
         total = tl.load(stats + rows.to(tl.int64) + row)
         miss = tl.load(stats + rows.to(tl.int64) * 2 + row)
+        # The logits may be what this writes over.
+        tl.debug_barrier()
         gradient_span(
-            out, logits + row_offset(row, inner_rows, logits_outer, logits_inner), begin, end, n, y, top, total, miss,
-            tl.load(grad + row.to(tl.int64) * grad_stride), totals, weight, weight_sum,
-            label_smoothing, lse_square_scale, softcap, flags, BLOCK_N, EXTRAS, False,
+            out, x_row, begin, end, n, y, x_y, top, total, miss, grad_here, grad_z, weight, weight_sum,
+            label_smoothing, lse_square_scale, softcap, flags, BLOCK_N, SKEWED, EXTRAS, False, "",
         )  # fmt: skip
 
 
 @triton.jit
 def cross_entropy_fwd_bwd_kernel(
-    loss, z_loss, accuracy, predicted, dlogits, logits, target, grad, totals, weight, weight_sum,
+    loss, z_loss, accuracy, predicted, dlogits, logits, target, grad, totals, weight, weight_sum, shares, arrived,
     rows, n, inner_rows, dlogits_outer, dlogits_inner, logits_outer, logits_inner, target_words, grad_stride,
     ignore_index, label_smoothing, lse_square_scale, softcap, flags,
-    EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, STRIPED: tl.constexpr, BLOCK_N: tl.constexpr,
+    EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
+    parts = 1
     row = tl.program_id(0)
+    begin = 0
+    end = columns_end(n, SKEWED)
+    if PART:
+        parts = tl.cdiv(end, PART)
+        row = tl.program_id(0) // parts
+        begin = (tl.program_id(0) - row * parts) * PART
+        end = tl.minimum(end, begin + PART)
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
-        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, flags)
-        zero_span(out, 0, n, BLOCK_N)
+        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, begin == 0, flags)
+        zero_span(out, begin, end, n, BLOCK_N, SKEWED)
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
+        # Asked for before the rows' programs wait for each other.
+        grad_here, grad_z = arriving(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
+        x_y = tl.load(x_row + y, mask=(y >= 0) & (y < n), other=0.0).to(tl.float32)
+        # Long rows stay in the cache by being few; a hint to keep them there only drives out others.
+        FIRST_READ: tl.constexpr = "" if PART else "evict_last"
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, y, weight, weight_sum,
-            n, label_smoothing, lse_square_scale, softcap, flags, LANES, TILES, STRIPED, EXTRAS, "evict_last",
+            loss, z_loss, accuracy, predicted, row, x_row, begin, end, y, weight, weight_sum,
+            n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4), arrived + row,
+            parts, LANES, TILES, SKEWED, PART, EXTRAS, FIRST_READ,
         )  # fmt: skip
         # No thread may write over a logit that another has yet to read.
         tl.debug_barrier()
-        row_grad = tl.load(grad + row.to(tl.int64) * grad_stride, mask=(flags & HAS_GRAD) != 0, other=1.0)
         gradient_span(
-            out, x_row, 0, n, n, y, top, total, miss, row_grad, totals, weight, weight_sum,
-            label_smoothing, lse_square_scale, softcap, flags, BLOCK_N, EXTRAS, True,
+            out, x_row, begin, end, n, y, x_y, top, total, miss, grad_here, grad_z, weight, weight_sum,
+            label_smoothing, lse_square_scale, softcap, flags, BLOCK_N, SKEWED, EXTRAS, True, "evict_first",
         )  # fmt: skip
+
+
+@triton.jit
+def cross_entropy_describe_kernel(
+    log_prob, entropy, logits, target, stats, rows, n, stride, target_words, ignore_index, softcap, flags,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of every row with a target: log p_y, and the entropy of its distribution. A row without one: zeros."""
+    row = tl.program_id(0)
+    y = load_target(target, row, target_words, True)
+    counted = y != ignore_index
+    x_row = logits + row.to(tl.int64) * stride
+    top = tl.load(stats + row, mask=counted, other=0.0)
+    total = tl.load(stats + rows.to(tl.int64) + row, mask=counted, other=1.0)
+    miss = tl.load(stats + rows.to(tl.int64) * 2 + row, mask=counted, other=0.0)
+    spread = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, tl.where(counted, n, 0), BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_row + cols, mask=cols < n, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        if flags & HAS_SOFTCAP:
+            capped, _ = softcapped(x, softcap)
+            x = tl.where(cols < n, capped, x)
+        away = x - top
+        e = tl.exp2(away * LOG2E)
+        spread += tl.where(e == 0, 0.0, e * away)
+    x_y = tl.load(x_row + y, mask=counted & (y >= 0) & (y < n), other=float("nan")).to(tl.float32)
+    if flags & HAS_SOFTCAP:
+        x_y, _ = softcapped(x_y, softcap)
+    # Near p_y = 1 the distance to the top says little, the rest of the probability much.
+    known = tl.where(miss < 0.5, log1p(-miss), x_y - top - tl.log(total))
+    tl.store(log_prob + row, tl.where(counted, tl.where(x_y == x_y, known, x_y), 0.0))
+    tl.store(entropy + row, tl.where(counted, tl.log(total) - tl.sum(spread, axis=0) / total, 0.0))
 
 
 @triton.jit
@@ -417,12 +611,17 @@ def cross_entropy_scale_kernel(
 
 
 @triton.jit
+def add_five(a, b, c, d, e, f, g, h, i, j):
+    return a + f, b + g, c + h, d + i, e + j
+
+
+@triton.jit
 def cross_entropy_sum_kernel(
     loss_out, z_loss_out, accuracy_out, totals, partial, loss, z_loss, accuracy, target, weight,
     rows, n, target_words, ignore_index, flags,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses and metrics of all rows, added up in a fixed order.
+    """Losses and metrics of all rows, added up in a fixed order; what lanes have added few of in fp32 meets in fp64.
 
     One program does it all; for very many rows, programs leave `partial` sums of 5 numbers for one that follows.
     """
@@ -444,21 +643,22 @@ def cross_entropy_sum_kernel(
             sum_weight += tl.load(at + 3, mask=inside, other=0.0)
             count += tl.load(at + 4, mask=inside, other=0.0)
         else:
+            # Rows without a target left zeros; not to ask for it spares a wait.
+            sum_loss += tl.load(loss + row, mask=inside & ((flags & COUNT_ONLY) == 0), other=0.0)
+            sum_z += tl.load(z_loss + row, mask=inside & ((flags & SAVE_Z_LOSS) != 0), other=0.0)
+            sum_right += tl.load(accuracy + row, mask=inside & ((flags & SAVE_METRICS) != 0), other=0.0)
             y = load_target(target, row, target_words, inside)
             counted = inside & (y != ignore_index)
-            sum_loss += tl.load(loss + row, mask=counted & ((flags & COUNT_ONLY) == 0), other=0.0)
-            sum_z += tl.load(z_loss + row, mask=counted & ((flags & SAVE_Z_LOSS) != 0), other=0.0)
-            sum_right += tl.load(accuracy + row, mask=counted & ((flags & SAVE_METRICS) != 0), other=0.0)
-            in_range = counted & (y >= 0) & (y < n)
-            w = tl.load(weight + y, mask=in_range & ((flags & HAS_WEIGHT) != 0), other=1.0)
+            w = load_weight(weight, y, counted & (y >= 0) & (y < n), flags)
             sum_weight += tl.where(counted, w, 0.0)
             count += tl.where(counted, 1.0, 0.0)
 
-    all_loss = tl.sum(sum_loss, axis=0)
-    all_z = tl.sum(sum_z, axis=0)
-    all_right = tl.sum(sum_right, axis=0)
-    all_weight = tl.sum(sum_weight, axis=0)
-    all_count = tl.sum(count, axis=0)
+    all_loss, all_z, all_right, all_weight, all_count = tl.reduce(
+        (
+            sum_loss.to(tl.float64), sum_z.to(tl.float64), sum_right.to(tl.float64), sum_weight.to(tl.float64),
+            count.to(tl.float64),
+        ), 0, add_five,
+    )  # fmt: skip
     if flags & TO_PARTIAL:
         at = partial + program.to(tl.int64) * 5
         tl.store(at, all_loss)
@@ -480,16 +680,21 @@ def cross_entropy_sum_kernel(
 
 
 def forward_config(max_n, lanes, tiles, aligned=True):
-    constexprs = dict(LANES=lanes, TILES=tiles, STRIPED=int(not aligned))
+    constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned))
     return Config(max_n, aligned, lanes // 32, constexprs=constexprs)
 
 
 def backward_config(max_n, block_n, blocks, num_warps, aligned=True):
-    return Config(max_n, aligned, num_warps, constexprs=dict(BLOCK_N=block_n, BLOCKS=blocks))
+    constexprs = dict(BLOCK_N=block_n, BLOCKS=blocks, SKEWED=int(not aligned))
+    return Config(max_n, aligned, num_warps, constexprs=constexprs)
 
 
-def both_config(max_n, lanes, tiles, block_n, aligned=True):
-    constexprs = dict(LANES=lanes, TILES=tiles, STRIPED=int(not aligned), BLOCK_N=block_n)
+def scale_config(aligned):
+    return Config(None, aligned, 8, constexprs=dict(BLOCK_N=8192, BLOCKS=4))
+
+
+def both_config(max_n, lanes, tiles, block_n, aligned=True, part=0):
+    constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned), BLOCK_N=block_n, PART=part)
     return Config(max_n, aligned, lanes // 32, constexprs=constexprs)
 
 
@@ -498,6 +703,7 @@ AXES = {"dtype": [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}], "extras": [{"EXT
 KERNELS = [
     Kernel(
         function=cross_entropy_fwd_kernel,
+        operators=["fused_linear_cross_entropy"],
         args={
             "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "predicted": "*i64", "stats": "*fp32",
             "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32",
@@ -507,16 +713,18 @@ KERNELS = [
         },
         aligned=["logits", "weight", "n", "logits_outer", "logits_inner"],
         axes=AXES,
+        # Best of a sweep on an H200 (bf16, 2**28 logits and more); fp32 and the extras follow.
         configs=[
             forward_config(1024, 32, 4),
-            forward_config(4096, 128, 4),
+            forward_config(65536, 128, 4),
             forward_config(None, 256, 4),
-            forward_config(4096, 128, 4, aligned=False),
-            forward_config(None, 256, 4, aligned=False),
+            forward_config(1024, 32, 4, aligned=False),
+            forward_config(None, 128, 4, aligned=False),
         ],
     ),
     Kernel(
         function=cross_entropy_bwd_kernel,
+        operators=["fused_linear_cross_entropy"],
         args={
             "dlogits": "*X", "logits": "*X", "target": "*i32", "stats": "*fp32", "grad": "*fp32", "totals": "*fp32",
             "weight": "*fp32", "weight_sum": "*fp32",
@@ -529,18 +737,18 @@ KERNELS = [
         axes=AXES,
         configs=[
             backward_config(1024, 1024, 1, 1),
-            backward_config(4096, 4096, 1, 4),
-            backward_config(None, 8192, 2, 8),
+            backward_config(None, 4096, 1, 4),
             backward_config(1024, 1024, 1, 1, aligned=False),
-            backward_config(None, 4096, 4, 8, aligned=False),
+            backward_config(None, 4096, 1, 4, aligned=False),
         ],
     ),
     Kernel(
         function=cross_entropy_fwd_bwd_kernel,
+        operators=["fused_linear_cross_entropy"],
         args={
             "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "predicted": "*i64",
             "dlogits": "*X", "logits": "*X", "target": "*i32", "grad": "*fp32", "totals": "*fp32",
-            "weight": "*fp32", "weight_sum": "*fp32",
+            "weight": "*fp32", "weight_sum": "*fp32", "shares": "*fp32", "arrived": "*i32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
             "dlogits_outer": "i64", "dlogits_inner": "i64", "logits_outer": "i64", "logits_inner": "i64",
             "target_words": "i32", "grad_stride": "i64", "ignore_index": "i64",
@@ -549,25 +757,40 @@ KERNELS = [
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
         configs=[
-            both_config(4096, 128, 4, 4096),
-            both_config(65536, 256, 4, 8192),
-            both_config(None, 512, 8, 16384),
-            both_config(4096, 128, 4, 4096, aligned=False),
-            both_config(None, 256, 4, 4096, aligned=False),
+            both_config(49152, 256, 4, 8192),
+            both_config(None, 256, 4, 8192, part=24576),
+            both_config(None, 256, 4, 8192, aligned=False),
+        ],
+    ),
+    Kernel(
+        function=cross_entropy_describe_kernel,
+        operators=["fused_linear_cross_entropy"],
+        args={
+            "log_prob": "*fp32", "entropy": "*fp32", "logits": "*X", "target": "*i32", "stats": "*fp32",
+            "rows": "i32", "n": "i32", "stride": "i64", "target_words": "i32", "ignore_index": "i64",
+            "softcap": "fp32", "flags": "i32",
+        },
+        aligned=["logits", "n", "stride"],
+        axes={"dtype": AXES["dtype"]},
+        configs=[
+            Config(None, True, 8, constexprs=dict(BLOCK_N=4096)),
+            Config(None, False, 8, constexprs=dict(BLOCK_N=4096)),
         ],
     ),
     Kernel(
         function=cross_entropy_scale_kernel,
+        operators=["fused_linear_cross_entropy"],
         args={
             "dlogits": "*X", "grad": "*fp32", "n": "i32", "inner_rows": "i32",
             "dlogits_outer": "i64", "dlogits_inner": "i64", "grad_stride": "i64",
         },
         aligned=["dlogits", "n", "dlogits_outer", "dlogits_inner"],
         axes={"dtype": AXES["dtype"]},
-        configs=[backward_config(None, 8192, 4, 8), backward_config(None, 4096, 4, 8, aligned=False)],
+        configs=[scale_config(aligned=True), scale_config(aligned=False)],
     ),
     Kernel(
         function=cross_entropy_sum_kernel,
+        operators=["fused_linear_cross_entropy"],
         args={
             "loss_out": "*fp32", "z_loss_out": "*fp32", "accuracy_out": "*fp32", "totals": "*fp32", "partial": "*fp32",
             "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "target": "*i32", "weight": "*W",
@@ -575,6 +798,6 @@ KERNELS = [
         },
         aligned=[],
         axes={"dtype": [{"W": "fp32"}]},
-        configs=[Config(None, False, 32, constexprs=dict(BLOCK=4096))],
+        configs=[Config(None, False, 16, constexprs=dict(BLOCK=4096))],
     ),
 ]  # fmt: skip

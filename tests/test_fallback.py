@@ -91,7 +91,12 @@ def test_schemas_are_those_of_the_library(copy, tmp_path):
 
 
 def calls(device: str) -> Iterator[tuple]:
-    """(name, function, inputs, gradients of its outputs) over the norms: options, layouts, empties, frozen inputs."""
+    """(name, function, inputs, gradients of its outputs): options, layouts, empties, frozen inputs."""
+    yield from norm_calls(device)
+    yield from loss_calls(device)
+
+
+def norm_calls(device: str) -> Iterator[tuple]:
     ops, generator = torch.ops.liger, torch.Generator().manual_seed(0)
 
     def randn(shape, dtype, requires_grad=True):
@@ -121,6 +126,85 @@ def calls(device: str) -> Iterator[tuple]:
         yield f"layer_norm, transposed, {name}", ops.layer_norm, [t, w, b], [dt]
 
 
+LOSS_OPTIONS = (
+    {},
+    dict(reduction="sum", label_smoothing=0.1, weighted=True),
+    dict(reduction="none", lse_square_scale=1e-3, softcap=5.0),
+    dict(lse_square_scale=1e-2, label_smoothing=0.2, weighted=True),
+    dict(ignore_index=3, softcap=2.0),
+)
+
+
+def fused_options(weighted: bool = False, **options) -> Iterator[dict]:
+    """Whole and in chunks, with what the linear forms alone have."""
+    yield options
+    yield options | dict(memory_budget=15_000)
+    yield options | dict(memory_budget=15_000, logits_scale=0.5, weigh_tokens=True)
+
+
+def loss_calls(device: str) -> Iterator[tuple]:
+    """In the metrics' form, whose loss is that of the others too."""
+    ops, generator = torch.ops.liger, torch.Generator().manual_seed(0)
+    n, hidden = 131, 24
+
+    def randn(*shape, scale=1.0):
+        return torch.randn(shape, generator=generator) * scale
+
+    def prepared(x, y, weight):
+        y = y.to(x.device)
+        return y, None if weight is None else weight.to(x.device, torch.promote_types(x.dtype, torch.float32))
+
+    def as_floats(loss, z_loss, accuracy, predicted):
+        # The z-loss of no rows is 0 or NaN, as the device has it.
+        return (loss, z_loss, accuracy, predicted.to(loss.dtype)) if predicted.numel() else (loss, accuracy)
+
+    for dtype, shape in itertools.product((torch.float32, torch.bfloat16, torch.float16), [(2, 37), (0,)]):
+        y = torch.randint(n, shape, generator=generator)
+        y = torch.where(torch.rand(shape, generator=generator) < 0.2, -100, y)
+        class_weight, token_weight, each = randn(n).abs(), randn(*shape).abs(), randn(*shape)
+        logits, x, w, b = (
+            t.to(device, dtype).requires_grad_()
+            for t in (randn(*shape, n, scale=3.0), randn(*shape, hidden), randn(n, hidden), randn(n))
+        )
+        for options in LOSS_OPTIONS:
+            grad = each if options.get("reduction") == "none" else torch.tensor(0.7)
+            grads = [grad.to(device)] * 4
+            named = {k: v for k, v in options.items() if k != "weighted"}
+            weight = class_weight if "weighted" in options else None
+            targets = y.masked_fill(y < 0, named.get("ignore_index", -100))
+
+            def plain(logits, targets=targets, weight=weight, named=named):
+                y, weight = prepared(logits, targets, weight)
+                return as_floats(*ops.cross_entropy_with_metrics(logits, y, weight, **named))
+
+            yield f"cross_entropy {options}, {shape}, {dtype}", plain, [logits], grads
+            for fused in fused_options(**options):
+                tokens = token_weight if fused.pop("weigh_tokens", False) else None
+
+                def linear(x, w, b, form, fused=fused, tokens=tokens, targets=targets, weight=weight):
+                    y, weight = prepared(x, targets, weight)
+                    tokens = None if tokens is None else tokens.to(x.device)
+                    return form(x, w, y, b, weight, token_weight=tokens, **fused)
+
+                with_metrics = lambda x, w, b, linear=linear: as_floats(  # noqa: E731
+                    *linear(x, w, b, ops.fused_linear_cross_entropy_with_metrics)
+                )
+                with_log_probs = lambda x, w, b, linear=linear: linear(  # noqa: E731
+                    x, w, b, ops.fused_linear_cross_entropy_with_log_probs
+                )
+                name = f"fused_linear_cross_entropy {fused}, {shape}, {dtype}"
+                yield f"{name}, metrics", with_metrics, [x, w, b], grads
+                yield f"{name}, log_probs", with_log_probs, [x, w, None], grads
+                yield f"{name}, frozen", with_metrics, [x, w.detach(), b.detach()], grads
+                yield f"{name}, weight alone", with_metrics, [x.detach(), w, None], grads
+                yield f"{name}, no gradient", with_metrics, [x.detach(), w.detach(), None], grads
+        if dtype != torch.float16:
+            t = w.detach().t().contiguous().t().requires_grad_()
+            yield f"fused_linear_cross_entropy, transposed weight, {shape}, {dtype}", lambda x, w, y=y: (
+                ops.fused_linear_cross_entropy(x, w, y.to(x.device), memory_budget=15_000)
+            ), [x, t], [torch.tensor(0.7, device=device)]
+
+
 def write_results(path: str, device: str) -> None:
     with path_taken(device):
         results = [[t.detach().cpu() for t in gradients(*rest)] for _, *rest in calls(device)]
@@ -139,6 +223,9 @@ def test_results_are_those_of_the_library(copy, tmp_path, device):
         scale = max((float(g.abs().max()) for g in grads_out if g.numel()), default=0.0)
         assert len(ours) == len(theirs)
         for i, results in enumerate(zip(theirs, ours, exact)):
+            # The mean over no rows.
+            assert all(torch.equal(t.isnan(), results[0].isnan()) for t in results), f"{name}, result {i}"
+            results = [t.nan_to_num() for t in results]
             assert_no_worse(f"{name}, result {i}", *results, scale=scale)
         count += 1
     assert count > 0
@@ -154,6 +241,9 @@ def examples(device: str) -> list[tuple]:
     def transposed(*shape):
         return torch.randn(shape[::-1], device=device).t().requires_grad_()
 
+    def targets(rows):
+        return torch.randint(16, (rows,), device=device)
+
     ops = torch.ops.liger
     return [
         example
@@ -164,6 +254,15 @@ def examples(device: str) -> list[tuple]:
             (ops.fused_add_rms_norm, (rows(4, 16), rows(4, 16), randn(16))),
             (ops.layer_norm, (rows(4, 16), randn(16), randn(16))),
             (ops.layer_norm, (rows(4, 16), None, randn(16))),
+            (ops.cross_entropy, (rows(4, 16), targets(4))),
+            (ops.cross_entropy_with_metrics, (rows(4, 16), targets(4))),
+            (ops.fused_linear_cross_entropy, (rows(4, 16), rows(16, 16), targets(4), randn(16))),
+            (ops.fused_linear_cross_entropy, (rows(4, 16), rows(16, 16).detach(), targets(4))),
+            (ops.fused_linear_cross_entropy_with_metrics, (rows(4, 16), randn(16, 16), targets(4))),
+            (
+                ops.fused_linear_cross_entropy_with_log_probs,
+                (rows(4, 16), randn(16, 16), targets(4), None, None, "none"),
+            ),
         )
     ]
 
@@ -171,7 +270,8 @@ def examples(device: str) -> list[tuple]:
 def check_opcheck(device: str) -> None:
     for op, inputs in examples(device):
         torch.library.opcheck(op.default, inputs, test_utils=OPCHECKS)
-        torch.library.opcheck(op.default, tuple(t if t is None else t.detach() for t in inputs), test_utils=OPCHECKS)
+        frozen = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in inputs)
+        torch.library.opcheck(op.default, frozen, test_utils=OPCHECKS)
 
 
 def test_opcheck(copy, device):
@@ -180,6 +280,8 @@ def test_opcheck(copy, device):
 
 def check_compile(device: str) -> None:
     for op, inputs in examples(device):
+        if "cross_entropy" in op.default.name():
+            continue
         outputs = 2 if op is torch.ops.liger.fused_add_rms_norm else 1
 
         def sized(rows, n, inputs=inputs):
@@ -201,6 +303,117 @@ def check_compile(device: str) -> None:
 
 def test_compile_makes_one_graph_for_all_sizes(copy, device):
     call(copy, "check_compile", device)
+
+
+def check_autocast() -> None:
+    """PyTorch's policy for its op of the same name; fused_add_rms_norm follows rms_norm."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for op, theirs in (("rms_norm", "rms_norm"), ("fused_add_rms_norm", "rms_norm"), ("layer_norm", "layer_norm")):
+        assert has(f"liger::{op}", "AutocastCUDA") == has(f"aten::{theirs}", "AutocastCUDA"), op
+
+
+def test_autocast_policy(copy):
+    call(copy, "check_autocast")
+
+
+def write_autocast_results(path: str, device: str) -> None:
+    with torch.autocast(device, torch.bfloat16):
+        torch.save([call[1](*call[2]) for call in calls(device)], path)
+
+
+@pytest.mark.gpu
+def test_autocast_is_that_of_the_library(copy, tmp_path):
+    call(copy, "write_autocast_results", tmp_path / "results", "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = [call[1](*call[2]) for call in calls("cuda")]
+    for theirs, ours in zip(torch.load(tmp_path / "results"), expected, strict=True):
+        pairs = zip(theirs, ours) if isinstance(ours, tuple) else [(theirs, ours)]
+        assert all(a.dtype == b.dtype for a, b in pairs)
+def check_compiled_losses(device: str) -> None:
+    ops = torch.ops.liger
+    for op, linear, outputs in (
+        (ops.cross_entropy, False, 1),
+        (ops.fused_linear_cross_entropy, True, 1),
+        (ops.fused_linear_cross_entropy_with_log_probs, True, 3),
+    ):
+
+        def sized(rows, n, linear=linear):
+            shapes = [(rows, n), (2 * n, n), (2 * n,)] if linear else [(rows, n)]
+            x, *rest = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+            y = torch.randint(n, (rows,), device=device)
+            return [x, rest[0], y, rest[1]] if linear else [x, y]
+
+        def double(*inputs, op=op):
+            out = op(*inputs)
+            return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+        made = [(sized(*size), [torch.tensor(0.7, device=device)] * outputs) for size in ((4, 64), (6, 128), (10, 256))]
+        torch._dynamo.reset()
+        check_one_graph(double, made)
+
+
+def test_compile_makes_one_graph_for_losses(copy, device):
+    call(copy, "check_compiled_losses", device)
+
+
+def check_linear_autocast(device: str) -> None:
+    x, w, b = (torch.randn(shape, device=device, requires_grad=True) for shape in ((6, 16), (40, 16), (40,)))
+    y = torch.randint(40, (6,), device=device)
+    halves = [t.detach().bfloat16().requires_grad_() for t in (x, w, b)]
+    with torch.autocast(device, torch.bfloat16):
+        loss = torch.ops.liger.fused_linear_cross_entropy(x, w, y, b)
+    expected = torch.ops.liger.fused_linear_cross_entropy(*halves[:2], y, halves[2])
+    assert torch.equal(loss, expected)
+    for got, other in zip(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(expected, halves)):
+        assert got.dtype == torch.float32 and torch.equal(got, other.float())
+
+
+def test_autocast(copy, device):
+    call(copy, "check_linear_autocast", device)
+
+
+def linear_refusals() -> list[tuple]:
+    ones, y = torch.ones, torch.zeros(2, dtype=torch.long)
+    op = torch.ops.liger.fused_linear_cross_entropy
+    x, w = ones(2, 8), ones(5, 8)
+    named = (
+        dict(bias=ones(4)), dict(bias=ones(5).half()), dict(ce_weight=ones(4)), dict(ce_weight=ones(5).half()),
+        dict(ce_weight=ones(5, requires_grad=True)), dict(token_weight=ones(3)), dict(token_weight=y),
+        dict(reduction="no"), dict(label_smoothing=2.0), dict(softcap=0.0), dict(lse_square_scale=float("inf")),
+        dict(logits_scale=float("nan")), dict(memory_budget=0), dict(memory_budget=50),
+    )  # fmt: skip
+    return [
+        (op, (x.long(), w, y), {}),
+        (op, (x, w.half(), y), {}),
+        (op, (x, ones(5, 7), y), {}),
+        (op, (x, w, y.float()), {}),
+        (op, (x, w, y[:1]), {}),
+        (op, (x, w, y + 5), {}),
+        (torch.ops.liger.cross_entropy, (x, y + 8), {}),
+        (torch.ops.liger.cross_entropy, (x, y, ones(7)), {}),
+        *((op, (x, w, y), options) for options in named),
+        (op, (x.clone().requires_grad_(), w, y), dict(memory_budget=140)),
+    ]
+
+
+def complaints() -> list[str]:
+    """What the losses say, as far as the wording is bound to be the same: all but what they got."""
+    said = []
+    for op, inputs, options in linear_refusals():
+        name = op.default.name().removeprefix("liger::")
+        with pytest.raises(RuntimeError, match=rf"{name}: \w+ must .* \(got ") as caught:
+            op(*inputs, **options)
+        said.append(str(caught.value).split("must")[0])
+    return said
+
+
+def write_complaints(path: str) -> None:
+    torch.save(complaints(), path)
+
+
+def test_losses_refuse_what_the_library_refuses(copy, tmp_path):
+    call(copy, "write_complaints", tmp_path / "complaints")
+    assert torch.load(tmp_path / "complaints") == complaints()
 
 
 def check_refusals() -> None:

@@ -1,0 +1,383 @@
+// fused_linear_cross_entropy(input, weight, target, ...): cross_entropy of logits that exist a chunk of tokens at a time,
+//
+//   logits = logits_scale * (input @ weight.T + bias)
+//
+// input: (..., H), weight: (V, H), target: (...), bias: (V,), all but target of one dtype; ce_weight: (V,), the weights
+// of the classes; token_weight: (...), what each token's loss is multiplied by (a mean still divides by the sum of the
+// targets' class weights). Everything else is as in cross_entropy.
+//
+// A loss that is reduced has its gradients made in forward, while a chunk's logits are there: three matrix products a
+// chunk, the floor. Backward multiplies them by what arrives, on the device, and touches nothing where that is 1.
+// reduction="none" cannot know what will arrive: backward makes the logits again.
+//
+// fp16 has no small numbers: there forward makes the gradients of the sum, smaller by a power of two, and backward
+// brings in the mean's divisor together with what arrives.
+//
+// fused_linear_cross_entropy_with_metrics    (loss, z_loss, token_accuracy, predicted_tokens)
+// fused_linear_cross_entropy_with_log_probs  (loss, log p of the targets, entropy of the predictions)
+// Of their results the first alone has a gradient.
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/linear_cross_entropy.h"
+
+namespace liger::ops {
+namespace {
+
+using namespace core::cross_entropy;
+namespace linear = core::linear_cross_entropy;
+using linear::Forward;
+using linear::Gradients;
+using linear::Settings;
+using linear::Wanted;
+
+template <class Rows>
+struct On {
+  static constexpr auto forward = linear::forward<Rows>;
+  static constexpr auto backward = linear::backward<Rows>;
+};
+using Cpu = On<linear::Cpu>;
+using Cuda = On<linear::Cuda>;
+
+struct Meta {
+  static Forward forward(
+      const char*, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Tensor&,
+      const Settings& s, Wanted wanted) {
+    return linear::empty_forward(input, weight, target, bias, s, wanted);
+  }
+  static Gradients backward(
+      const char*, const Tensor&, const Tensor& input, const Tensor& weight, const Tensor&, const Tensor& bias,
+      const Tensor&, const Tensor&, const Tensor&, const Settings&, Wanted wanted) {
+    return linear::empty_gradients(input, weight, bias, wanted);
+  }
+};
+
+struct ReducedBackwardNode : core::BackwardNode<4> {  // d loss / d (input, weight, bias), late
+  std::string name() const override { return "fused_linear_cross_entropy"; }
+  core::variable_list backward(core::variable_list&& grads) override;
+};
+
+struct BackwardNode : core::BackwardNode<8> {  // input, weight, target, bias, ce_weight, token_weight, stats, totals
+  Settings s;
+  Wanted wanted;
+
+  std::string name() const override { return "fused_linear_cross_entropy"; }
+  core::variable_list backward(core::variable_list&& grads) override;
+};
+
+/// O: what Settings holds, as the schemas spell it.
+template <class... O>
+struct Ops {
+  using Everything =
+      std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+  template <class Device>
+  static Forward run(
+      const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, Wanted wanted, O... options) {
+    Settings s = linear::check(op, input, weight, target, bias, ce_weight, options...);
+    return Device::forward(
+        op, input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight), s, wanted);
+  }
+
+  template <class Device>
+  static Tensor loss(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options) {
+    return run<Device>("fused_linear_cross_entropy", input, weight, target, bias, ce_weight, {}, options...).rows.loss;
+  }
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> with_metrics(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options) {
+    Wanted wanted;
+    wanted.metrics = true;
+    const char* op = "fused_linear_cross_entropy_with_metrics";
+    Forward out = run<Device>(op, input, weight, target, bias, ce_weight, wanted, options...);
+    return {out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted};
+  }
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor, Tensor> with_log_probs(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options) {
+    Wanted wanted;
+    wanted.log_probs = true;
+    const char* op = "fused_linear_cross_entropy_with_log_probs";
+    Forward out = run<Device>(op, input, weight, target, bias, ce_weight, wanted, options...);
+    return {out.rows.loss, out.log_probs, out.entropy};
+  }
+
+  template <class Device>
+  static Everything fwd(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options, int64_t wanted) {
+    Wanted w = Wanted::from_bits(wanted);
+    Forward out = run<Device>(w.op(), input, weight, target, bias, ce_weight, w, options...);
+    return {
+        out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
+        out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals, out.late};
+  }
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor, Tensor> bwd(
+      const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, const Tensor& stats, const OptionalTensor& totals, O... options,
+      int64_t wanted) {
+    const char* op = "fused_linear_cross_entropy";
+    Settings s = linear::check(op, input, weight, target, bias, ce_weight, options...);
+    Gradients out = Device::backward(
+        op, grad, input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight), stats,
+        value_or_undefined(totals), s, Wanted::from_bits(wanted));
+    return {out.input, out.weight, out.bias};
+  }
+
+  template <class Device>
+  static void implement(torch::Library& m) {
+    m.impl("fused_linear_cross_entropy", loss<Device>);
+    m.impl("fused_linear_cross_entropy_with_metrics", with_metrics<Device>);
+    m.impl("fused_linear_cross_entropy_with_log_probs", with_log_probs<Device>);
+    m.impl("_fused_linear_cross_entropy_fwd", fwd<Device>);
+    m.impl("_fused_linear_cross_entropy_bwd", bwd<Device>);
+  }
+
+  // ---- Autograd
+
+  /// Nothing if no argument needs a gradient.
+  static std::optional<Forward> forward_with_graph(
+      Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options) {
+    const char* op = wanted.op();
+    core::check_dense(op, "input", input);
+    core::check_dense(op, "weight", weight);
+    core::check_dense(op, "target", target);
+    core::check_no_forward_ad(op, input, weight, bias);
+    Settings s = linear::check(op, input, weight, target, bias, ce_weight, options...);
+    auto check_constant = [&](const char* name, const OptionalTensor& t) {
+      bool learned = torch::autograd::compute_requires_grad(t);
+      LIGER_CHECK(!learned, op, name, "not require a gradient", "one that does");
+    };
+    check_constant("ce_weight", ce_weight);
+    check_constant("token_weight", s.token_weight);
+    wanted.input = torch::autograd::compute_requires_grad(input);
+    wanted.weight = torch::autograd::compute_requires_grad(weight);
+    wanted.bias = torch::autograd::compute_requires_grad(bias);
+    if (!wanted.any_gradient()) return std::nullopt;
+    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("liger::_fused_linear_cross_entropy_fwd");
+    Forward out;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      std::tie(
+          out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
+          out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals, out.late) =
+          fwd_op.call(input, weight, target, bias, ce_weight, options..., wanted.bits());
+    }
+    auto edges = torch::autograd::collect_next_edges(input, weight, bias);
+    auto save = [](const auto& t) { return core::SavedVariable(t, false); };
+    if (s.o.reduced()) {
+      auto node = core::make_node<ReducedBackwardNode>();
+      node->set_next_edges(std::move(edges));
+      node->saved = {save(out.gradients.input), save(out.gradients.weight), save(out.gradients.bias), save(out.late)};
+      torch::autograd::set_history(out.rows.loss, node);
+    } else {
+      auto node = core::make_node<BackwardNode>();
+      node->set_next_edges(std::move(edges));
+      node->saved = {save(input), save(weight), save(target), save(bias), save(ce_weight), save(s.token_weight),
+                     save(out.rows.stats), save(out.rows.totals)};
+      node->s = s;
+      node->s.token_weight = std::nullopt;
+      node->wanted = wanted;
+      torch::autograd::set_history(out.rows.loss, node);
+    }
+    // The node alone holds them: backward may then write over them.
+    out.gradients = {};
+    return out;
+  }
+
+  using Loss = Tensor;
+  using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  using LogProbs = std::tuple<Tensor, Tensor, Tensor>;
+
+  static Loss autograd(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options) {
+    if (auto out = forward_with_graph({}, input, weight, target, bias, ce_weight, options...)) return out->rows.loss;
+    static const auto op = core::find_op<decltype(loss<Meta>)>("liger::fused_linear_cross_entropy");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(input, weight, target, bias, ce_weight, options...);
+  }
+
+  static Metrics autograd_with_metrics(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options) {
+    Wanted wanted;
+    wanted.metrics = true;
+    if (auto out = forward_with_graph(wanted, input, weight, target, bias, ce_weight, options...)) {
+      return {out->rows.loss, out->rows.z_loss, out->rows.accuracy, out->rows.predicted};
+    }
+    static const auto op =
+        core::find_op<decltype(with_metrics<Meta>)>("liger::fused_linear_cross_entropy_with_metrics");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(input, weight, target, bias, ce_weight, options...);
+  }
+
+  static LogProbs autograd_with_log_probs(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, O... options) {
+    Wanted wanted;
+    wanted.log_probs = true;
+    if (auto out = forward_with_graph(wanted, input, weight, target, bias, ce_weight, options...)) {
+      return {out->rows.loss, out->log_probs, out->entropy};
+    }
+    static const auto op =
+        core::find_op<decltype(with_log_probs<Meta>)>("liger::fused_linear_cross_entropy_with_log_probs");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(input, weight, target, bias, ce_weight, options...);
+  }
+
+  // ---- Autocast: what F.linear does to its arguments. The loss is fp32 in any case.
+
+  template <c10::DeviceType kDevice>
+  struct Autocast {
+    static Tensor cast(const Tensor& t) {
+      return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
+    }
+    static OptionalTensor cast(const OptionalTensor& t) {
+      return t && t->defined() ? OptionalTensor(cast(*t)) : t;
+    }
+
+    template <class Function>
+    static auto redispatch(
+        const c10::TypedOperatorHandle<Function>& op, const Tensor& input, const Tensor& weight, const Tensor& target,
+        const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options) {
+      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+      return op.call(cast(input), cast(weight), target, cast(bias), ce_weight, options...);
+    }
+
+    static Tensor loss(
+        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+        const OptionalTensor& ce_weight, O... options) {
+      static const auto op = core::find_op<decltype(Ops::loss<Meta>)>("liger::fused_linear_cross_entropy");
+      return redispatch(op, input, weight, target, bias, ce_weight, options...);
+    }
+    static Metrics with_metrics(
+        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+        const OptionalTensor& ce_weight, O... options) {
+      static const auto op =
+          core::find_op<decltype(Ops::with_metrics<Meta>)>("liger::fused_linear_cross_entropy_with_metrics");
+      return redispatch(op, input, weight, target, bias, ce_weight, options...);
+    }
+    static LogProbs with_log_probs(
+        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+        const OptionalTensor& ce_weight, O... options) {
+      static const auto op =
+          core::find_op<decltype(Ops::with_log_probs<Meta>)>("liger::fused_linear_cross_entropy_with_log_probs");
+      return redispatch(op, input, weight, target, bias, ce_weight, options...);
+    }
+
+    static void implement(torch::Library& m) {
+      m.impl("fused_linear_cross_entropy", loss);
+      m.impl("fused_linear_cross_entropy_with_metrics", with_metrics);
+      m.impl("fused_linear_cross_entropy_with_log_probs", with_log_probs);
+    }
+  };
+};
+
+using Linear = Ops<
+    c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
+    std::optional<int64_t>>;
+
+/// The gradient that forward made, times what arrives.
+Tensor scaled(const Tensor& gradient, const Tensor& factor, bool ours) {
+  using Function = Tensor(const Tensor&, const Tensor&);
+  using InPlace = void(Tensor&, const Tensor&);
+  if (!ours) {
+    static const auto op = core::find_op<Function>("liger::_cross_entropy_scale");
+    return op.call(gradient, factor);
+  }
+  static const auto op = core::find_op<InPlace>("liger::_cross_entropy_scale_");
+  Tensor flat = linear::as_long_rows(gradient);
+  op.call(flat, factor);
+  return gradient;
+}
+
+core::variable_list ReducedBackwardNode::backward(core::variable_list&& grads) {
+  Tensor grad = std::move(grads[0]);
+  if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
+  core::variable_list out;
+  Tensor late = take(3);
+  for (size_t i = 0; i < 3; ++i) {
+    Tensor gradient = take(i);
+    if (gradient.defined()) {
+      Tensor factor = late.defined() ? grad * late.select(0, i > 0) : grad;
+      gradient = scaled(gradient, factor, may_overwrite(gradient, gradient));
+    }
+    out.push_back(std::move(gradient));
+  }
+  return out;
+}
+
+core::variable_list BackwardNode::backward(core::variable_list&& grads) {
+  Tensor grad = std::move(grads[0]);
+  if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
+  Tensor input = take(0), weight = take(1), target = take(2), bias = take(3), ce_weight = take(4);
+  OptionalTensor token_weight = take(5);
+  Tensor stats = take(6), totals = take(7);
+  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_cross_entropy_bwd");
+  auto [dinput, dweight, dbias] = op.call(
+      grad, input, weight, target, bias, ce_weight, stats, totals, s.o.reduction_name(), s.o.ignore_index,
+      s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget,
+      wanted.bits());
+  return {dinput, dweight, dbias};
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
+    int64_t tokens, int64_t hidden, int64_t vocabulary, at::ScalarType dtype, int64_t wanted,
+    std::optional<int64_t> memory_budget) {
+  return linear::describe_plan(tokens, hidden, vocabulary, dtype, Wanted::from_bits(wanted), memory_budget);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
+  const std::string tail = tensors +
+      "Tensor? bias=None, Tensor? ce_weight=None, str reduction=\"mean\", int ignore_index=-100, "
+      "float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, *, float logits_scale=1.0, "
+      "Tensor? token_weight=None, int? memory_budget=None) -> ";
+  const std::string options =
+      "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, "
+      "float logits_scale, Tensor? token_weight, int? memory_budget, int wanted) -> ";
+  auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
+  define("fused_linear_cross_entropy(" + tail + "Tensor");
+  define("fused_linear_cross_entropy_with_metrics(" + tail + "(Tensor, Tensor, Tensor, Tensor)");
+  define("fused_linear_cross_entropy_with_log_probs(" + tail + "(Tensor, Tensor, Tensor)");
+  define(
+      "_fused_linear_cross_entropy_fwd(" + tensors + "Tensor? bias, Tensor? ce_weight, " + options +
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  define(
+      "_fused_linear_cross_entropy_bwd(Tensor grad, " + tensors +
+      "Tensor? bias, Tensor? ce_weight, Tensor stats, Tensor? totals, " + options + "(Tensor, Tensor, Tensor)");
+  m.def(
+      "_fused_linear_cross_entropy_plan(int tokens, int hidden, int vocabulary, ScalarType dtype, int wanted, "
+      "int? memory_budget) -> (int, int, int, int)",
+      plan);
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
+
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("fused_linear_cross_entropy", Linear::autograd);
+  m.impl("fused_linear_cross_entropy_with_metrics", Linear::autograd_with_metrics);
+  m.impl("fused_linear_cross_entropy_with_log_probs", Linear::autograd_with_log_probs);
+}
+
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Linear::Autocast<c10::DeviceType::CUDA>::implement(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Linear::Autocast<c10::DeviceType::CPU>::implement(m); }
+
+}  // namespace liger::ops

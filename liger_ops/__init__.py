@@ -7,14 +7,19 @@ from typing import Any, Sequence
 
 import torch
 
-from . import _jit
+from . import _jit, _vmap
 from ._loader import load as _load
 from ._version import __version__
 
-__all__ = ["__version__", "launch_counts", "preload", "reset_launch_counts", "status"]
+__all__ = ["__version__", "functional", "launch_counts", "nn", "preload", "reset_launch_counts", "status"]
 
 _loaded = _load()
 _jit.register()
+# A Library unregisters what it holds when it dies.
+_library = torch.library.Library("liger", "FRAGMENT")
+_vmap.register(_library)
+
+from . import functional, nn  # noqa: E402  need the operators
 
 
 def status() -> dict[str, Any]:
@@ -40,7 +45,7 @@ def reset_launch_counts() -> None:
 def preload(device: torch.device | str | int | None = None, ops: Sequence[str] = ()) -> int:
     """Loads every kernel an application may launch on `device`, before a CUDA graph capture or a timed region.
 
-    `ops` limits it to operators whose names begin so, e.g. ``["rms_norm"]``. Returns the number of kernels loaded.
+    `ops` limits it to what these operators launch, e.g. ``["rms_norm"]``. Returns the number of kernels loaded.
     Kernels that no pack holds for this device are left to the JIT path, which compiles them at first use.
     """
     chosen = torch.device("cuda" if device is None else device)

@@ -104,7 +104,11 @@ def lines(facts: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--cmake-prefix", action="store_true", help="the folder for CMAKE_PREFIX_PATH, and nothing else")
     arguments = parser.parse_args()
+    if arguments.cmake_prefix:
+        print(Path(liger_ops.__file__).parent)
+        return
     facts = report()
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(lines(facts)))
 

@@ -1,0 +1,57 @@
+"""Batching rules for torch.func.vmap: operators of rows take one more dimension in front as they are.
+
+Operators without a rule, and parameters that differ by example, run once an example.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+# How many of an operator's leading arguments are tensors of rows; those that follow hold for all rows.
+ROWS = {
+    "rms_norm": 1,
+    "_rms_norm_fwd": 1,
+    "fused_add_rms_norm": 2,
+    "_fused_add_rms_norm_fwd": 2,
+    "layer_norm": 1,
+    "_layer_norm_fwd": 1,
+    "swiglu": 2,
+    "swiglu_packed": 1,
+    "geglu": 2,
+    "geglu_packed": 1,
+}
+# Where the batch comes out, if not in front of every result: layer_norm's statistics are (2, rows).
+OUT_DIMS = {"_layer_norm_fwd": (0, 1)}
+
+
+def in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
+    return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+def rule(op: Callable, rows: int, out_dims: tuple[int, ...] | None) -> Callable:
+    def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+        tensors = [in_front(*pair, size) for pair in zip(args[:rows], in_dims)]
+        # A scalar has no rows: the batch must not become one.
+        alone = any(dim is not None for dim in in_dims[rows:]) or any(t.dim() < 2 for t in tensors)
+        if alone:
+            examples = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims))) for i in range(size)]
+            out = torch.stack(examples) if isinstance(examples[0], Tensor) else tuple(map(torch.stack, zip(*examples)))
+        else:
+            out = op(*tensors, *args[rows:])
+            if out_dims:
+                # In front and contiguous, as the other halves expect of one example.
+                out = tuple(t.movedim(dim, 0).contiguous() if dim else t for t, dim in zip(out, out_dims))
+        return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
+
+    return batched
+
+
+def register(library: torch.library.Library) -> None:
+    for name, rows in ROWS.items():
+        if hasattr(torch.ops.liger, name):
+            op = getattr(torch.ops.liger, name).default
+            torch.library.register_vmap(f"liger::{name}", rule(op, rows, OUT_DIMS.get(name)), lib=library)

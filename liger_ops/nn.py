@@ -1,0 +1,244 @@
+"""Modules over the operators: drop-in for their torch.nn counterparts, same constructors and state_dict keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from . import functional as F
+from .functional import apply_rotary_pos_emb
+
+__all__ = [
+    "CrossEntropyLoss",
+    "FusedAddRMSNorm",
+    "FusedLinearCrossEntropyLoss",
+    "GEGLUMLP",
+    "LayerNorm",
+    "RMSNorm",
+    "SwiGLUMLP",
+    "apply_rotary_pos_emb",
+]
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+
+
+def _rows(module: nn.Module, x: Tensor) -> Tensor:
+    """x with the normalised dimensions as one, for the operators normalise the last."""
+    shape = tuple(module.normalized_shape)
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"{type(module).__name__}: input must have shape (..., {str(shape)[1:-1]}) (got {tuple(x.shape)})"
+        )
+    return x if len(shape) == 1 else x.flatten(-len(shape))
+
+
+class RMSNorm(nn.RMSNorm):
+    """:class:`torch.nn.RMSNorm`. With ``offset=1.0`` the weight is stored as its difference from one, as Gemma does.
+
+    >>> RMSNorm(8, eps=1e-6)
+    RMSNorm((8,), eps=1e-06, elementwise_affine=True)
+    """
+
+    offset = 0.0
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
+        self.casting_mode = casting_mode
+        if offset != 0.0:
+            self.offset = offset
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def epsilon(self, x: Tensor) -> float:
+        return torch.finfo(x.dtype).eps if self.eps is None else self.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(_rows(self, x), _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode)
+        return y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
+
+
+class FusedAddRMSNorm(RMSNorm):
+    """``forward(x, residual) -> (norm(x + residual), x + residual)``, with the parameters of :class:`RMSNorm`."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        y, s = F.fused_add_rms_norm(
+            _rows(self, x), _rows(self, residual), _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode
+        )
+        return y.view(x.shape), s.view(x.shape)
+
+
+class LayerNorm(nn.LayerNorm):
+    """:class:`torch.nn.LayerNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(_rows(self, x), _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
+
+
+class _GatedMLP(nn.Module):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        for projection in (self.gate_proj, self.up_proj, self.down_proj):
+            projection.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
+
+
+class SwiGLUMLP(_GatedMLP):
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))``, with the parameters of Hugging Face's LlamaMLP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class GEGLUMLP(_GatedMLP):
+    """``down_proj(gelu(gate_proj(x)) * up_proj(x))``, with the parameters of Hugging Face's GemmaMLP."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        approximate: str = "tanh",
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias, device, dtype)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.geglu(self.gate_proj(x), self.up_proj(x), self.approximate))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, approximate={self.approximate}"
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """:class:`torch.nn.CrossEntropyLoss`, with z-loss and softcap; the loss is fp32 whatever the logits are.
+
+    As there, the classes are dimension 1 of an input of more than two dimensions. Targets that are probabilities are
+    left to PyTorch.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.lse_square_scale = lse_square_scale
+        self.softcap = softcap
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if target.is_floating_point():
+            if self.lse_square_scale or self.softcap is not None:
+                raise ValueError(
+                    "CrossEntropyLoss: target must hold class indices where lse_square_scale or softcap is given "
+                    "(got probabilities)"
+                )
+            return super().forward(input, target)
+        logits = input.movedim(1, -1) if input.dim() > 2 else input
+        return F.cross_entropy(
+            logits, target, self.weight, self.reduction, self.ignore_index, self.label_smoothing, self.lse_square_scale,
+            self.softcap,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return _options(
+            self, reduction="mean", ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, softcap=None
+        )
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """The loss of ``logits_scale * (input @ weight.T + bias)`` against class indices, without the logits.
+
+    ``forward(input, weight, target, bias=None, token_weight=None)`` with input (..., n), weight (V, n), target (...).
+    `ce_weight` is the weight of the classes, (V,).
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        *,
+        logits_scale: float = 1.0,
+        memory_budget: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("ce_weight", ce_weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.lse_square_scale = lse_square_scale
+        self.softcap = softcap
+        self.logits_scale = logits_scale
+        self.memory_budget = memory_budget
+
+    def forward(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        token_weight: Tensor | None = None,
+    ) -> Tensor:
+        return F.fused_linear_cross_entropy(
+            input, weight, target, bias, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
+            self.lse_square_scale, self.softcap, logits_scale=self.logits_scale, token_weight=token_weight,
+            memory_budget=self.memory_budget,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return _options(
+            self, reduction="mean", ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, softcap=None,
+            logits_scale=1.0, memory_budget=None,
+        )  # fmt: skip
+
+
+def _options(module: nn.Module, **defaults: object) -> str:
+    """The options that are not what they would be anyway."""
+    return ", ".join(f"{k}={getattr(module, k)!r}" for k, default in defaults.items() if getattr(module, k) != default)

@@ -1,0 +1,30 @@
+# find_package(liger_ops): the target liger_ops::liger_ops, which registers torch.ops.liger.* in what links it.
+# The package has one operator library per torch minor version; find_package(Torch) decides which.
+
+include(CMakeFindDependencyMacro)
+find_dependency(Torch)
+
+get_filename_component(liger_ops_ROOT_DIR "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" liger_ops_TORCH "${Torch_VERSION}")
+set(liger_ops_LIBRARY "${liger_ops_ROOT_DIR}/lib/libliger_ops_torch${liger_ops_TORCH}.so")
+
+if(NOT EXISTS "${liger_ops_LIBRARY}")
+  file(GLOB liger_ops_PRESENT RELATIVE "${liger_ops_ROOT_DIR}/lib" "${liger_ops_ROOT_DIR}/lib/libliger_ops_torch*.so")
+  string(REPLACE ";" ", " liger_ops_PRESENT "${liger_ops_PRESENT}")
+  set(liger_ops_FOUND FALSE)
+  set(liger_ops_NOT_FOUND_MESSAGE
+      "liger_ops: no operator library fits torch ${Torch_VERSION}; ${liger_ops_ROOT_DIR}/lib has: ${liger_ops_PRESENT}")
+  return()
+endif()
+
+if(NOT TARGET liger_ops::liger_ops)
+  add_library(liger_ops::liger_ops SHARED IMPORTED)
+  set_target_properties(
+    liger_ops::liger_ops
+    PROPERTIES IMPORTED_LOCATION "${liger_ops_LIBRARY}"
+               IMPORTED_LINK_DEPENDENT_LIBRARIES "${liger_ops_ROOT_DIR}/lib/libliger_runtime.so"
+               INTERFACE_INCLUDE_DIRECTORIES "${liger_ops_ROOT_DIR}/include"
+               INTERFACE_LINK_LIBRARIES "${TORCH_LIBRARIES}"
+               # A program may use the operators through a saved model alone, which names no symbol of the library.
+               INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed")
+endif()

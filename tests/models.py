@@ -1,0 +1,133 @@
+"""One call of every operator, as a module: a table, where a new operator is one row.
+
+B and S are dimensions that vary from call to call: batch and sequence.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Mapping, NamedTuple
+
+import torch
+from stub_cuda import scratch
+from torch import Tensor, nn
+
+import liger_ops
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "cpp"
+HEADS, SIZE, WIDTH, VOCABULARY = 2, 8, 16, 24
+DTYPES = {"target": torch.int64, "freqs_cis": torch.complex64}
+
+
+class Row(NamedTuple):
+    op: str
+    inputs: Mapping[str, tuple]
+    parameters: Mapping[str, tuple] = {}
+    options: Mapping[str, Any] = {}
+
+
+HIDDEN, PACKED, LOGITS, TARGET = ("B", "S", WIDTH), ("B", "S", 2 * WIDTH), ("B", "S", VOCABULARY), ("B", "S")
+QUERY, ANGLES = ("B", HEADS, "S", SIZE), (1, "S", SIZE)
+NORM, ADD_NORM = dict(x=HIDDEN), dict(x=HIDDEN, residual=HIDDEN)
+ROPE = dict(q=QUERY, k=QUERY, cos=ANGLES, sin=ANGLES)
+GATED, LOSS, LINEAR_LOSS = (
+    dict(gate=HIDDEN, up=HIDDEN),
+    dict(logits=LOGITS, target=TARGET),
+    dict(input=HIDDEN, target=TARGET),
+)
+SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
+
+ROWS = [
+    Row("rms_norm", NORM, SCALE),
+    Row("rms_norm", NORM, SCALE, dict(eps=1e-5, offset=1.0, casting_mode="gemma")),
+    Row("fused_add_rms_norm", ADD_NORM, SCALE),
+    Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
+    Row("rope", ROPE),
+    Row("rope", ROPE, {}, dict(interleaved=True)),
+    Row("rope_freqs_cis", dict(q=QUERY, k=QUERY, freqs_cis=("S", SIZE // 2))),
+    Row("swiglu", GATED),
+    Row("swiglu_packed", dict(gate_up=PACKED)),
+    Row("geglu", GATED),
+    Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
+    Row("cross_entropy", LOSS, {}, dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
+    Row("cross_entropy", LOSS, {}, dict(reduction="none")),
+    Row("cross_entropy_", LOSS),
+    Row("cross_entropy_with_metrics", LOSS),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
+    Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
+    Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
+]
+NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
+
+
+class Call(nn.Module):
+    """The operator on the row's inputs and on parameters of its own."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        self.op, self.names, self.options = getattr(torch.ops.liger, row.op), tuple(row.inputs), dict(row.options)
+        self.overwrites = row.op.endswith("_")
+        self.parameters_of_op = nn.ParameterDict({k: torch.randn(shape) for k, shape in row.parameters.items()})
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        named = dict(zip(self.names, inputs))
+        if self.overwrites:
+            named[self.names[0]] = named[self.names[0]] * 1
+        return self.op(**named, **dict(self.parameters_of_op.items()), **self.options)
+
+
+def inputs_of(
+    row: Row, batch: int, length: int, device: str = "cpu", requires_grad: bool = False
+) -> tuple[Tensor, ...]:
+    def make(name: str, shape: tuple) -> Tensor:
+        sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
+        if name == "target":
+            return torch.randint(VOCABULARY, sizes, device=device)
+        wanted = requires_grad and name not in ("cos", "sin", "freqs_cis")
+        return torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32), requires_grad=wanted)
+
+    return tuple(make(name, shape) for name, shape in row.inputs.items())
+
+
+def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def run(*command: Any) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def configure_cpp(source: Path, target: Path) -> subprocess.CompletedProcess:
+    """Runs CMake on a project that finds torch and this package."""
+    prefixes = f"{torch.utils.cmake_prefix_path};{Path(liger_ops.__file__).parent}"
+    command = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(target), f"-DCMAKE_PREFIX_PATH={prefixes}"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@cache
+def cpp_programs() -> Path:
+    """The folder of the programs of examples/cpp, built once."""
+    folder = scratch() / "cpp"
+    done = configure_cpp(EXAMPLE, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run("cmake", "--build", folder)
+    return folder
+
+
+def example() -> ModuleType:
+    """The model of examples/cpp."""
+    path = EXAMPLE / "model.py"
+    spec = importlib.util.spec_from_file_location("example_model", path)
+    module = importlib.util.module_from_spec(spec)
+    # Where torch.export's strict mode looks it up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,60 @@
+"""A small Llama compiled by AOTInductor, packaged, and run from Python and from C++ without Python."""
+
+import json
+
+import pytest
+import torch
+from models import cpp_programs, example, run
+from support import output_of, served_by
+from torch.export import Dim, export
+
+SIZES = [(2, 6), (3, 17)]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def packaged(request, tmp_path_factory):
+    """The package, the model and its device. Compiled once: that takes a while."""
+    torch.manual_seed(0)
+    device = request.param
+    model = example().TinyLlama().to(device).requires_grad_(False)
+    shapes = {"tokens": {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=512)}}
+    program = export(model, (torch.randint(128, (2, 8), device=device),), dynamic_shapes=shapes)
+    path = tmp_path_factory.mktemp("aoti") / "model.pt2"
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return path, model, device
+
+
+def test_from_python(packaged):
+    path, model, device = packaged
+    loaded = torch._inductor.aoti_load_package(str(path))
+    for size in SIZES:
+        tokens = torch.randint(128, size, device=device)
+        torch.testing.assert_close(loaded(tokens), model(tokens))
+
+
+LOAD = """
+import torch, liger_ops
+loaded = torch._inductor.aoti_load_package({path!r})
+torch.save(loaded(torch.load({tokens!r}).to({device!r})).cpu(), {logits!r})
+"""
+
+
+def test_from_a_fresh_process(packaged, tmp_path):
+    path, model, device = packaged
+    tokens = torch.randint(128, SIZES[1])
+    torch.save(tokens, tmp_path / "tokens.pt")
+    files = {name: str(tmp_path / f"{name}.pt") for name in ("tokens", "logits")}
+    output_of(LOAD.format(path=str(path), device=device, **files))
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(tokens.to(device)).cpu())
+
+
+def test_from_cpp(packaged, tmp_path):
+    path, model, device = packaged
+    for size in SIZES:
+        tokens = torch.randint(128, size)
+        torch.save(tokens, tmp_path / "tokens.pt")
+        command = [cpp_programs() / "serve", path, tmp_path / "tokens.pt", tmp_path / "logits.pt", device]
+        said = run(*command)
+        torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(tokens.to(device)).cpu())
+        status = json.loads(said.splitlines()[-1])
+        assert (status["cpu_calls"] > 0) == (served_by(device) == "cpu")

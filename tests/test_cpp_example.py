@@ -1,0 +1,136 @@
+"""examples/cpp, built against this package with find_package: trains scripted and traced models without Python."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from models import configure_cpp, cpp_programs, example, run
+from support import served_by
+
+import liger_ops
+from liger_ops.__main__ import operators
+
+
+def test_no_python_in_the_process():
+    for program in ("train", "serve"):
+        libraries = run("ldd", cpp_programs() / program)
+        assert "libliger_ops_torch" in libraries and not re.search(r"libpython|libtorch_python", libraries)
+
+
+def python_losses(model, tokens, target) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(tokens, target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training(tmp_path, device):
+    """Scripted and traced, in C++: the losses of the same steps in Python."""
+    torch.manual_seed(0)
+    models = example()
+    module = models.WithLoss(models.TinyLlama()).to(device)
+    torch.manual_seed(0)
+    text = torch.randint(128, (4, 33)).to(device)
+    tokens, target = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    torch.jit.script(module).save(str(tmp_path / "scripted.pt"))
+    torch.jit.trace(module, (tokens, target)).save(str(tmp_path / "traced.pt"))
+    expected = python_losses(module, tokens, target)
+    for name in ("scripted", "traced"):
+        *steps, status = run(cpp_programs() / "train", tmp_path / f"{name}.pt", device).splitlines()
+        losses = [float(line.split()[-1]) for line in steps]
+        # Printed with six digits; and the optimizers of the two languages round in different orders.
+        assert losses == pytest.approx(expected, abs=1e-5) and losses == sorted(losses, reverse=True)
+        status = json.loads(status)
+        launches = sum(sum(k["launches"]) for k in status["kernels"].values())
+        assert (launches > 0, status["cpu_calls"] > 0) == (
+            (False, True) if served_by(device) == "cpu" else (True, False)
+        )
+
+
+def test_what_is_missing_is_said(tmp_path):
+    done = subprocess.run([cpp_programs() / "train", tmp_path / "none.pt"], capture_output=True, text=True)
+    assert done.returncode == 1 and "none.pt" in done.stderr
+
+
+# ---- The CMake package.
+
+PROJECT = """
+cmake_minimum_required(VERSION 3.18)
+project(user LANGUAGES CXX)
+{before}
+find_package(liger_ops {version} REQUIRED)
+message(STATUS "library ${{liger_ops_LIBRARY}} version ${{liger_ops_VERSION}}")
+"""
+
+
+def find(folder: Path, version: str = "", before: str = "") -> str:
+    (folder / "CMakeLists.txt").write_text(PROJECT.format(version=version, before=before))
+    done = configure_cpp(folder, folder / f"build{len(list(folder.iterdir()))}")
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def test_find_package_chooses_by_torch_and_version(tmp_path):
+    found = f"library {liger_ops._loaded.library} version {liger_ops.__version__}"
+    assert found in find(tmp_path) and found in find(tmp_path, liger_ops.__version__)
+    assert "liger_ops" in find(tmp_path, "99.0") and found not in find(tmp_path, "99.0")
+
+
+def test_find_package_says_what_there_is_for_another_torch(tmp_path):
+    config = Path(liger_ops.__file__).parent / "share/cmake/liger_ops/liger_opsConfig.cmake"
+    root = tmp_path / "package"
+    (root / "share/cmake/liger_ops").mkdir(parents=True)
+    text = config.read_text().replace("find_dependency(Torch)", "set(Torch_VERSION 1.0.0)")
+    (root / "share/cmake/liger_ops/liger_opsConfig.cmake").write_text(text)
+    (root / "lib").symlink_to(Path(liger_ops.__file__).parent / "lib")
+    said = find(tmp_path, before=f'set(liger_ops_DIR "{root}/share/cmake/liger_ops")')
+    assert f"no operator library fits torch 1.0.0; {root}/lib has: {liger_ops._loaded.library.name}" in said
+
+
+# ---- The header.
+
+CPP_TYPES = {
+    "Tensor": "const at::Tensor&",
+    "Optional[Tensor]": "const std::optional<at::Tensor>&",
+    "float": "double",
+    "int": "int64_t",
+    "bool": "bool",
+    "str": "std::string_view",
+    "Optional[float]": "std::optional<double>",
+    "Optional[int]": "std::optional<int64_t>",
+    "Optional[List[int]]": "at::OptionalIntArrayRef",
+}
+
+
+def declaration(name: str) -> str:
+    """How the header must declare an operator, from its schema."""
+    schema = getattr(torch.ops.liger, name).default._schema
+
+    def parameter(argument) -> str:
+        mutable = argument.alias_info is not None and argument.alias_info.is_write
+        declared = f"{'at::Tensor&' if mutable else CPP_TYPES[str(argument.type)]} {argument.name}"
+        if not argument.has_default_value():
+            return declared
+        value = argument.default_value
+        spelled = (
+            {None: "std::nullopt", True: "true", False: "false"}.get(value) if not isinstance(value, float) else None
+        )
+        return f"{declared} = {spelled or (json.dumps(value).replace('e-0', 'e-'))}"
+
+    results = (
+        "at::Tensor" if len(schema.returns) == 1 else f"std::tuple<{', '.join(['at::Tensor'] * len(schema.returns))}>"
+    )
+    return f"inline {results} {name}({', '.join(map(parameter, schema.arguments))}) {{"
+
+
+@pytest.mark.parametrize("name", operators())
+def test_the_header_declares_the_schema(name):
+    header = " ".join((Path(liger_ops.__file__).parent / "include" / "liger_ops.h").read_text().split())
+    assert declaration(name) in header.replace("( ", "(")
+    assert f'detail::find<decltype({name})>("liger::{name}")' in header

@@ -1,0 +1,147 @@
+"""torch.func over every operator: vmap, gradients by example, and clear errors for derivatives that do not exist."""
+
+import warnings
+
+import pytest
+import torch
+from models import NAMES, ROWS, Call, inputs_of, outputs
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+
+from liger_ops import _vmap
+
+cases = pytest.mark.parametrize("row", ROWS, ids=NAMES)
+EXAMPLES = 3
+# Without in-place ops, which vmap cannot apply to what it does not batch.
+batched_cases = pytest.mark.parametrize(
+    "row", [r for r in ROWS if not r.op.endswith("_")], ids=[n for n, r in zip(NAMES, ROWS) if not r.op.endswith("_")]
+)
+
+
+def close(ours, theirs) -> None:
+    for a, b in zip(outputs(ours), outputs(theirs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def batch_of(row, device, in_dim=0):
+    """EXAMPLES inputs of the row stacked along in_dim, and the inputs one by one."""
+    made = [inputs_of(row, 2, 5, device) for _ in range(EXAMPLES)]
+    return tuple(torch.stack(tensors, in_dim) for tensors in zip(*made)), made
+
+
+def stacked(results):
+    return tuple(torch.stack(r) for r in zip(*map(outputs, results)))
+
+
+@batched_cases
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_vmap(row, in_dim, device):
+    module = Call(row).to(device)
+    together, alone = batch_of(row, device, in_dim)
+    close(vmap(module, in_dims=in_dim)(*together), stacked([module(*inputs) for inputs in alone]))
+
+
+@batched_cases
+def test_vmap_over_the_first_input_alone(row, device):
+    module = Call(row).to(device)
+    (first, *_), alone = batch_of(row, device)
+    rest = alone[0][1:]
+    ours = vmap(module, in_dims=(0, *[None] * len(rest)))(first, *rest)
+    close(ours, stacked([module(inputs[0], *rest) for inputs in alone]))
+
+
+def test_rules_take_one_call(device):
+    ruled = [row for row in ROWS if row.op in _vmap.ROWS]
+    assert {row.op for row in ruled} == {name for name in _vmap.ROWS if not name.startswith("_")}
+    for row in ruled:
+        module, (together, _) = Call(row).to(device), batch_of(row, device)
+        with torch.profiler.profile() as profile:
+            vmap(module)(*together)
+        (calls,) = [e.count for e in profile.key_averages() if e.key == f"liger::{row.op}"]
+        assert calls <= 2, row.op
+
+
+def test_parameters_may_differ_by_example(device):
+    x, w, b = (torch.randn(EXAMPLES, *shape, device=device) for shape in ((4, 8), (8,), (8,)))
+    ours = vmap(torch.ops.liger.layer_norm)(x, w, b)
+    close(ours, torch.stack([torch.ops.liger.layer_norm(*one) for one in zip(x, w, b)]))
+
+
+def test_the_batch_is_no_row(device):
+    with pytest.raises(RuntimeError, match="rms_norm: x must have at least one dimension"):
+        vmap(torch.ops.liger.rms_norm)(torch.randn(EXAMPLES, device=device))
+
+
+def weighted(module):
+    """A number that depends on every differentiable result, and on none linearly."""
+
+    def loss(parameters, *inputs):
+        result = outputs(functional_call(module, parameters, inputs))
+        result = result[:1] if "cross_entropy" in module.op.__name__ else result
+        return sum((r * r * torch.arange(r.numel(), device=r.device).view(r.shape)).sum() for r in result)
+
+    return loss
+
+
+@batched_cases
+def test_gradients_by_example(row, device):
+    module = Call(row).to(device)
+    parameters = {k: v.detach() for k, v in module.named_parameters()}
+    together, alone = batch_of(row, device)
+    differentiable = tuple(i + 1 for i, t in enumerate(together) if t.is_floating_point())[:1]
+    gradient = grad(weighted(module), argnums=(0, *differentiable))
+    with warnings.catch_warnings():
+        # That backward runs once an example.
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        of_parameters, of_input = vmap(gradient, in_dims=(None, *[0] * len(together)))(parameters, *together)
+    one_by_one = [gradient(parameters, *inputs) for inputs in alone]
+    close(of_input, torch.stack([g for _, g in one_by_one]))
+    for name in parameters:
+        close(of_parameters[name], torch.stack([g[name] for g, _ in one_by_one]))
+
+
+def test_jacobian(device):
+    x, w = torch.randn(3, 8, device=device), torch.randn(8, device=device)
+    ours = jacrev(lambda x: torch.ops.liger.rms_norm(x, w))(x)
+    theirs = torch.autograd.functional.jacobian(lambda x: torch.ops.liger.rms_norm(x, w), x)
+    close(ours, theirs)
+
+
+@cases
+def test_second_derivatives_are_refused(row, device):
+    module = Call(row).to(device)
+    parameters, inputs = dict(module.named_parameters()), inputs_of(row, 1, 2, device)
+    first = next(i + 1 for i, t in enumerate(inputs) if t.is_floating_point())
+    gradient = grad(weighted(module), argnums=first)
+    with pytest.raises(
+        RuntimeError, match="derivative for liger::_.* is not implemented|double backward is not supported"
+    ):
+        grad(lambda *a: gradient(*a).square().sum(), argnums=first)(parameters, *inputs)
+
+
+def test_hessian_is_refused(device):
+    with pytest.raises(
+        RuntimeError, match="Trying to use forward AD with liger::_rms_norm_fwd that does not support it"
+    ):
+        hessian(lambda x: torch.ops.liger.rms_norm(x).sum())(torch.randn(2, 8, device=device))
+
+
+@cases
+def test_forward_mode_is_refused(row, device):
+    module, inputs = Call(row).to(device), inputs_of(row, 1, 2, device)
+    floats = [i for i, t in enumerate(inputs) if t.is_floating_point()]
+
+    def function(*values):
+        return module(*(values[floats.index(i)] if i in floats else t for i, t in enumerate(inputs)))
+
+    values = tuple(inputs[i] for i in floats)
+    with pytest.raises(
+        RuntimeError, match=f"{row.op.removesuffix('_')}.*: forward-mode automatic differentiation is not supported"
+    ):
+        jvp(function, values, values)
+
+
+def test_every_private_half_refuses_to_be_differentiated():
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("liger::_")]
+    schemas = {n: torch._C._get_schema(n, "") for n in names}
+    with_tensors = [n for n, s in schemas.items() if any("Tensor" in str(a.type) for a in s.arguments)]
+    assert with_tensors and all(torch._C._dispatch_has_kernel_for_dispatch_key(n, "Autograd") for n in with_tensors)

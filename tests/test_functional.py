@@ -1,0 +1,87 @@
+"""liger_ops.functional: its examples, its defaults beside the operators', and what it adds of its own."""
+
+import doctest
+import inspect
+
+import pytest
+import torch
+
+from liger_ops import functional, nn
+
+
+@pytest.mark.parametrize("module", [functional, nn], ids=lambda m: m.__name__)
+def test_the_examples_run(module):
+    results = doctest.testmod(module)
+    assert results.attempted and not results.failed
+
+
+@pytest.mark.parametrize("name", [n for n in functional.__all__ if inspect.isfunction(getattr(functional, n))])
+def test_every_function_is_documented_and_typed(name):
+    function = getattr(functional, name)
+    assert ">>>" in function.__doc__
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
+
+
+@pytest.mark.parametrize("name", [n for n in functional.__all__ if hasattr(torch.ops.liger, n)])
+def test_arguments_and_defaults_are_the_operators(name):
+    schema = {a.name: a for a in getattr(torch.ops.liger, name).default._schema.arguments}
+    parameters = inspect.signature(getattr(functional, name)).parameters
+    assert [p for p in parameters] == [a for a in schema if a in parameters]
+    for p in parameters.values():
+        a = schema[p.name]
+        assert a.kwarg_only == (p.kind is p.KEYWORD_ONLY)
+        assert a.has_default_value() == (p.default is not p.empty)
+        if a.has_default_value():
+            assert a.default_value == p.default
+
+
+def test_every_operator_has_a_function():
+    operators = {
+        n.removeprefix("liger::").split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "liger::" in n
+    }
+    assert {n for n in operators if not n.startswith("_")} <= set(functional.__all__)
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_rotary_takes_both_layouts(unsqueeze_dim, device):
+    shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
+    q, k = (torch.randn(shape, device=device) for _ in range(2))
+    angles = torch.randn(2, 5, 4, device=device).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def reference(x):
+        a, b = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(unsqueeze_dim) + torch.cat([-b, a], -1) * sin.unsqueeze(unsqueeze_dim)
+
+    for ours, x in zip(functional.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim), (q, k)):
+        torch.testing.assert_close(ours, reference(x))
+
+
+def test_rotary_names_a_wrong_layout():
+    q = torch.zeros(1, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"apply_rotary_pos_emb: unsqueeze_dim must be 1 or 2 \(got 3\)"):
+        functional.apply_rotary_pos_emb(q, q, q[0], q[0], unsqueeze_dim=3)
+
+
+def test_heads_are_one_loss_each(device):
+    x, heads = torch.randn(2, 5, 8, device=device), [torch.randn(v, 8, device=device) for v in (11, 7)]
+    targets = torch.randint(7, (2, 2, 5), device=device)
+    losses = functional.fused_linear_cross_entropy_heads(x, heads, targets, reduction="none", softcap=5.0)
+    assert losses.shape == targets.shape
+    for loss, head, target in zip(losses, heads, targets):
+        assert torch.equal(loss, functional.fused_linear_cross_entropy(x, head, target, reduction="none", softcap=5.0))
+    with pytest.raises(ValueError, match=r"targets must have one entry a weight, 2 \(got 1\)"):
+        functional.fused_linear_cross_entropy_heads(x, heads, targets[:1])
+
+
+def test_plan_is_what_the_operator_plans():
+    from liger_ops.functional import fused_linear_cross_entropy_plan as plan
+
+    ours = plan(1000, 64, 5000, torch.float32, bias_grad=True, memory_budget=1 << 20)
+    theirs = torch.ops.liger._fused_linear_cross_entropy_plan(1000, 64, 5000, torch.float32, 28, 1 << 20)
+    assert tuple(ours) == theirs and ours.peak == ours.workspace + ours.gradients
+    assert ours.workspace <= 1 << 20 and ours.chunks > 1
+    assert ours.gradients == 4 * (1000 * 64 + 5000 * 64 + 5000)
+    assert plan(1000, 64, 5000, input_grad=False, weight_grad=False).gradients == 0

@@ -1,0 +1,180 @@
+"""liger_ops.nn beside torch.nn: constructors, state_dict, results and gradients, compile."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from support import assert_no_worse, count_graphs
+from torch import nn
+
+import liger_ops.nn as ours
+
+NORMS = [
+    (ours.RMSNorm, nn.RMSNorm, dict(normalized_shape=24)),
+    (ours.RMSNorm, nn.RMSNorm, dict(normalized_shape=[3, 8], eps=1e-3)),
+    (ours.RMSNorm, nn.RMSNorm, dict(normalized_shape=24, elementwise_affine=False)),
+    (ours.LayerNorm, nn.LayerNorm, dict(normalized_shape=24)),
+    (ours.LayerNorm, nn.LayerNorm, dict(normalized_shape=(3, 8), eps=1e-3)),
+    (ours.LayerNorm, nn.LayerNorm, dict(normalized_shape=24, bias=False)),
+    (ours.LayerNorm, nn.LayerNorm, dict(normalized_shape=24, elementwise_affine=False)),
+]
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def randomised(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn_like(p))
+    return module
+
+
+def results(module, *inputs):
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    out = module(*inputs)
+    wanted = [x for x in inputs if x.requires_grad] + list(module.parameters())
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).view(out.shape)
+    return [out, *torch.autograd.grad(out, wanted, upstream.to(out.dtype))]
+
+
+def agree(module, theirs, *inputs):
+    exact = results(copy.deepcopy(theirs).double(), *(x.double() if x.is_floating_point() else x for x in inputs))
+    for i, (a, b, c) in enumerate(zip(results(module, *inputs), results(theirs, *inputs), exact)):
+        assert_no_worse(f"result {i}", a, b, c, scale=1.0)
+
+
+@pytest.mark.parametrize("cls, counterpart, arguments", NORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_their_counterparts(cls, counterpart, arguments, dtype, device):
+    theirs = randomised(counterpart(**arguments, device=device, dtype=dtype))
+    module = cls(**arguments, device=device, dtype=dtype)
+    module.load_state_dict(theirs.state_dict())
+    assert isinstance(module, counterpart) and repr(module) == repr(theirs)
+    shape = arguments["normalized_shape"]
+    agree(module, theirs, torch.randn(5, *([shape] if isinstance(shape, int) else shape), device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize("cls, counterpart", [(ours.RMSNorm, nn.RMSNorm), (ours.LayerNorm, nn.LayerNorm),
+                                              (ours.CrossEntropyLoss, nn.CrossEntropyLoss)])  # fmt: skip
+def test_constructors_begin_as_their_counterparts(cls, counterpart):
+    mine, theirs = (list(inspect.signature(c).parameters.values()) for c in (cls, counterpart))
+    assert [(p.name, p.default) for p in mine[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert all(p.kind is p.KEYWORD_ONLY for p in mine[len(theirs) :])
+
+
+def test_a_norm_names_the_shape_it_wants():
+    with pytest.raises(ValueError, match=r"RMSNorm: input must have shape \(\.\.\., 3, 8\) \(got \(8, 3\)\)"):
+        ours.RMSNorm([3, 8])(torch.zeros(8, 3))
+
+
+def test_offset_starts_at_the_identity():
+    x = torch.randn(4, 16)
+    shifted, plain = ours.RMSNorm(16, offset=1.0), ours.RMSNorm(16)
+    assert not shifted.weight.any() and "offset=1.0" in repr(shifted)
+    assert torch.equal(shifted(x), plain(x))
+    with torch.no_grad():
+        shifted.weight.fill_(3.0)
+    shifted.reset_parameters()
+    assert not shifted.weight.any()
+
+
+def test_fused_add_is_add_then_norm():
+    x, residual = torch.randn(2, 4, 16)
+    norm, fused = randomised(ours.RMSNorm(16, eps=1e-6)), ours.FusedAddRMSNorm(16, eps=1e-6)
+    fused.load_state_dict(norm.state_dict())
+    y, s = fused(x, residual)
+    assert torch.equal(s, x + residual) and torch.equal(y, norm(s))
+
+
+class Reference(nn.Module):
+    def __init__(self, mlp, activation):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.activation = activation
+
+    def forward(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "cls, options, activation",
+    [
+        (ours.SwiGLUMLP, {}, nn.SiLU()),
+        (ours.GEGLUMLP, {}, nn.GELU("tanh")),
+        (ours.GEGLUMLP, {"approximate": "none"}, nn.GELU()),
+    ],
+)
+def test_gated_mlps(cls, options, activation, bias, device):
+    mlp = cls(16, 40, bias, device=device, **options)
+    theirs = Reference(mlp, activation)
+    assert list(mlp.state_dict()) == list(theirs.state_dict())
+    agree(mlp, theirs, torch.randn(3, 5, 16, device=device))
+    before = mlp.up_proj.weight.clone()
+    mlp.reset_parameters()
+    assert not torch.equal(before, mlp.up_proj.weight) and "hidden_size=16, intermediate_size=40" in repr(mlp)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 7, 3), (2, 7, 3, 4)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_cross_entropy_is_its_counterpart(shape, reduction, device):
+    options = dict(reduction=reduction, label_smoothing=0.1, ignore_index=2)
+    weight = torch.rand(7, device=device) + 0.5
+    theirs, module = nn.CrossEntropyLoss(weight, **options), ours.CrossEntropyLoss(weight, **options)
+    assert list(module.state_dict()) == list(theirs.state_dict())
+    logits = torch.randn(shape, device=device)
+    target = torch.randint(7, shape[:1] + shape[2:] if len(shape) > 1 else (), device=device)
+    if len(shape) == 1:
+        target.fill_(1)
+    agree(module, theirs, logits, target)
+
+
+def test_probabilities_are_left_to_torch():
+    logits, target = torch.randn(3, 7), torch.rand(3, 7).softmax(-1)
+    assert torch.equal(ours.CrossEntropyLoss()(logits, target), nn.CrossEntropyLoss()(logits, target))
+    with pytest.raises(ValueError, match="target must hold class indices"):
+        ours.CrossEntropyLoss(softcap=3.0)(logits, target)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_fused_linear_cross_entropy_is_a_linear_and_a_loss(reduction, device):
+    x, target = torch.randn(2, 9, 16, device=device), torch.randint(33, (2, 9), device=device)
+    target[0, :4] = -100
+    head = nn.Linear(16, 33, device=device)
+    loss = ours.FusedLinearCrossEntropyLoss(reduction=reduction, label_smoothing=0.1, logits_scale=0.5)
+    assert repr(loss).startswith("FusedLinearCrossEntropyLoss(") and "label_smoothing=0.1" in repr(loss)
+    plain = nn.CrossEntropyLoss(reduction=reduction, label_smoothing=0.1)
+
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = head
+
+        def forward(self, x):
+            return loss(x, self.head.weight, target, self.head.bias)
+
+    class Plain(Fused):
+        def forward(self, x):
+            return plain((self.head(x) * 0.5).movedim(-1, 1), target)
+
+    agree(Fused(), Plain(), x)
+
+
+def test_modules_compile_into_one_graph():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.add, self.mlp = ours.LayerNorm(16), ours.FusedAddRMSNorm(16), ours.SwiGLUMLP(16, 24)
+            self.head, self.loss = nn.Linear(16, 11), ours.CrossEntropyLoss()
+
+        def forward(self, x, target):
+            y, s = self.add(self.first(x), x)
+            return self.loss(self.head(s + self.mlp(y)), target)
+
+    block = Block()
+    backend, graphs = count_graphs()
+    compiled = torch.compile(block, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (4, 9):
+        x, target = torch.randn(rows, 16), torch.randint(11, (rows,))
+        torch.testing.assert_close(compiled(x, target), block(x, target))
+    assert len(graphs) == 1

@@ -1,0 +1,30 @@
+"""The operators inside Hugging Face models: `apply_liger_kernel(model)`.
+
+Needs transformers only where AutoLigerKernelForCausalLM is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .models import MODELS, applier
+from .patch import SWITCHES, apply_liger_kernel, unpatch
+from .report import Report, Row
+
+NAMES = {f"apply_liger_kernel_to_{name}": name for name in MODELS}
+
+__all__ = ["AutoLigerKernelForCausalLM", "Report", "Row", "SWITCHES", "apply_liger_kernel", "unpatch", *NAMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoLigerKernelForCausalLM":
+        from .auto import AutoLigerKernelForCausalLM
+
+        return AutoLigerKernelForCausalLM
+    if name in NAMES:
+        return applier(name, NAMES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,33 @@
+"""Models that are patched when they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .patch import SWITCHES, apply_liger_kernel
+
+
+class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
+    """:class:`transformers.AutoModelForCausalLM` whose models carry the operators. Takes the switches too."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        switches = taken(kwargs)
+        return patched(super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs), switches)
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
+        switches = taken(kwargs)
+        return patched(super().from_config(config, **kwargs), switches)
+
+
+def taken(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs.pop(name) for name in (*SWITCHES, "memory_budget") if name in kwargs}
+
+
+def patched(model: Any, switches: dict[str, Any]) -> Any:
+    # output_loading_info=True makes it a pair.
+    apply_liger_kernel(model[0] if isinstance(model, tuple) else model, **switches)
+    return model

@@ -1,0 +1,454 @@
+"""Puts operators into one model, and takes them out again.
+
+A module is patched by giving it a subclass of its own class, with the same name, whose forward calls an operator.
+Nothing outside the model changes: not its classes, not transformers, not torch. Parameters, hooks, wrappers and
+state_dict keys stay what they are.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import functools
+import inspect
+import types
+import warnings
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional as F
+from . import probe
+from .deferred import DeferredLogits, LogitsCall, LossCall
+from .probe import NotUnderstood
+from .report import Report, Row
+
+SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+
+
+class Patched:
+    """Base of the subclasses that patched modules have."""
+
+    liger_original: type
+    liger_row: tuple[str, str]  # kind and replacement, of a Row
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Pickled as what it was: the subclass exists in this process alone."""
+        return bare, (original_class(type(self)),), {k: v for k, v in self.__dict__.items() if k != "liger_mode"}
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+
+def bare(cls: type) -> Any:
+    return cls.__new__(cls)
+
+
+def original_class(cls: type) -> type:
+    return probe.original_class(cls)
+
+
+_subclasses: dict[tuple, type] = {}
+
+
+def become(module: nn.Module, kind: str, replacement: str, key: Any, members: Callable[[type], dict[str, Any]]) -> None:
+    """Gives the module the subclass of its class that `members` describe: one for all modules with the same key."""
+    cls = type(module)
+    found = _subclasses.get((cls, kind, key))
+    if found is None:
+        names = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "liger_original": cls,
+            "liger_row": (kind, replacement),
+        }
+        found = _subclasses[cls, kind, key] = type(cls.__name__, (Patched, cls), names | members(cls))
+    module.__class__ = found
+    if "_old_forward" in module.__dict__:  # accelerate moves inputs around the forward that it found
+        module._old_forward = types.MethodType(found.forward, module)
+
+
+def restore(module: nn.Module) -> bool:
+    cls = type(module)
+    if "liger_original" in cls.__dict__:
+        module.__class__ = cls.liger_original
+    elif issubclass(cls, Patched):  # someone subclassed the class again, as fully_shard does
+        bases = tuple(b.liger_original if "liger_original" in b.__dict__ else b for b in cls.__bases__)
+        members = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+        module.__class__ = type(cls.__name__, bases, members)
+    else:
+        return False
+    module.__dict__.pop("liger_mode", None)
+    if "_old_forward" in module.__dict__:
+        module._old_forward = types.MethodType(type(module).forward, module)
+    return True
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether someone replaced this module's forward, other than accelerate, which calls the one that it found."""
+    return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
+
+
+# ---- Norms
+
+
+def patch_norm(module: nn.Module, switches: dict[str, bool]) -> str:
+    norm = probe.identify_norm(module)
+    if not switches[norm.op]:
+        raise NotUnderstood(f"{norm.op} is switched off")
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        weight, eps = self.weight, probe.epsilon_of(self, norm.epsilon, x)
+        dtype = x.dtype
+        if weight is not None and weight.dtype != dtype:
+            if norm.promotes:
+                dtype = torch.promote_types(dtype, weight.dtype)
+            if weight.dtype != torch.float32:
+                weight = weight.to(dtype)
+            x = x.to(dtype)
+        if norm.op == "rms_norm":
+            y = F.rms_norm(x, weight, eps, norm.offset, norm.casting_mode)
+        else:
+            y = F.layer_norm(x, weight, self.bias, eps)
+        return y if y.dtype == dtype else y.to(dtype)
+
+    members = {"forward": forward}
+    for name in ("weight", "bias"):
+        if not hasattr(module, name):
+            members[name] = None
+    become(module, "norm", norm.op, (norm, tuple(members)), lambda cls: members)
+    return norm.op
+
+
+# ---- MLPs
+
+
+def switch_of(gate: str) -> str:
+    return gate.split()[0]
+
+
+def patch_mlp(module: nn.Module, switches: dict[str, bool]) -> str:
+    mlp = probe.identify_mlp(module)
+    gate = switch_of(mlp.gate)
+    if not switches[gate]:
+        raise NotUnderstood(f"{gate} is switched off")
+    become(module, "mlp", gate, mlp, lambda cls: {"forward": probe.mlp_forward(mlp)})
+    return gate
+
+
+def patch_experts(module: nn.Module, switches: dict[str, bool]) -> str:
+    gate = probe.identify_experts(module)
+    if not switches[switch_of(gate)]:
+        raise NotUnderstood(f"{switch_of(gate)} is switched off")
+    packed = probe.PACKED[gate]
+    become(module, "experts", switch_of(gate), gate, lambda cls: {"_apply_gate": lambda self, gate_up: packed(gate_up)})
+    return switch_of(gate)
+
+
+# ---- Rotary position embedding
+
+
+def inner_function(function: Any) -> Any:
+    """What decorators wrap."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
+    seen = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            return
+        for name, value in vars(base).items():
+            if name not in seen and isinstance(value, types.FunctionType) and not name.startswith("__"):
+                seen.add(name)
+                yield name, value
+
+
+def is_rotary(name: str, value: Any) -> bool:
+    return callable(value) and name.startswith("apply_rot") and inspect.isfunction(inner_function(value))
+
+
+@functools.lru_cache(None)
+def rotary_methods(cls: type) -> dict[str, dict[str, Any]]:
+    """Methods that rotate, and the functions of their module that they do it with."""
+    found = {}
+    for method, function in methods_of(cls):
+        inner = inner_function(function)
+        code, scope = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
+        used = {n: scope[n] for n in code.co_names if n in scope and is_rotary(n, scope[n])} if code else {}
+        if used:
+            found[method] = used
+    return found
+
+
+@functools.lru_cache(None)
+def rotary_replacement(function: Any) -> Callable | str:
+    try:
+        return probe.rotary_function(probe.identify_rotary(function), function)
+    except NotUnderstood as reason:
+        return str(reason)
+
+
+def rebound(function: Any, replaced: dict[str, Callable]) -> Any:
+    """A copy of a function, and of the decorators around it, that sees `replaced` among its globals.
+
+    The copy's globals hold only what its code names and not the module's __name__, by which torch.compile would look
+    them up in the module instead.
+    """
+    code, cells = function.__code__, function.__closure__
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        inner = rebound(wrapped, replaced)
+        cells = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
+        scope = function.__globals__
+    else:
+        known = function.__globals__
+        scope = {n: known[n] for n in names_in(code) if n in known} | replaced | {"__builtins__": builtins}
+    copy = types.FunctionType(code, scope, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    if wrapped is None:
+        del copy.__wrapped__
+    else:
+        copy.__wrapped__ = inner
+    return copy
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
+    return names
+
+
+def patch_rotary(module: nn.Module, switches: dict[str, bool]) -> str:
+    if not switches["rope"]:
+        raise NotUnderstood("rope is switched off")
+    methods = rotary_methods(type(module))
+    choices = {f: rotary_replacement(f) for used in methods.values() for f in used.values()}
+    if all(isinstance(choice, str) for choice in choices.values()):
+        raise NotUnderstood("; ".join(dict.fromkeys(choices.values())))
+
+    def members(cls: type) -> dict[str, Any]:
+        bound = {}
+        for method, used in methods.items():
+            replaced = {n: choices[f] for n, f in used.items() if not isinstance(choices[f], str)}
+            bound[method] = rebound(getattr(cls, method), replaced)
+        return bound
+
+    become(module, "rope", "rope", None, members)
+    return "rope"
+
+
+# ---- The head and the loss
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def watched(head: nn.Module) -> bool:
+    """Whether hooks expect tensors from the head. Those of FSDP do not mind."""
+    hooks = [*head._forward_hooks.values(), *head._backward_hooks.values(), *head._backward_pre_hooks.values()]
+    return any(not getattr(inner_function(h), "__module__", "").startswith("torch.distributed") for h in hooks)
+
+
+def head_forward(self: nn.Linear, input: Tensor, liger_call: LossCall | type[LogitsCall] | None = None) -> Any:
+    if liger_call is not None:
+        return liger_call.run(input, self.weight, self.bias, self.liger_memory_budget)
+    mode = "" if watched(self) else self.liger_mode
+    # A distributed or quantised weight is of another class.
+    if mode == "fused" and type(self.weight) in (nn.Parameter, Tensor):
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        return DeferredLogits(self, input, dtype)
+    logits = nn.functional.linear(input, self.weight, self.bias)
+    return DeferredLogits(None, logits, logits.dtype) if mode else logits
+
+
+def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int | None) -> str:
+    if not switches["fused_linear_cross_entropy"] and not switches["cross_entropy"]:
+        raise NotUnderstood("both losses are switched off")
+    original = original_class(type(model)).forward
+    parameters = list(inspect.signature(original).parameters)
+    if "labels" not in parameters:
+        raise NotUnderstood("its forward takes no labels")
+    head = head_of(model)
+    if head is None:
+        raise NotUnderstood("has no output embedding")
+    if not isinstance(head, Patched):
+        if type(head) is not nn.Linear and not is_fully_sharded(head):
+            wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
+            raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
+        if has_own_forward(head):
+            raise NotUnderstood("its head's forward was replaced")
+        members = {"forward": head_forward, "liger_memory_budget": memory_budget}
+        become(head, "head", "", memory_budget, lambda cls: members)
+        # On the instance from the start: torch.compile guards on where it lies.
+        head.liger_mode = ""
+    fuses = switches["fused_linear_cross_entropy"]
+    op = "fused_linear_cross_entropy" if fuses else "cross_entropy"
+    become(model, "loss", op, fuses, lambda cls: {"forward": model_forward(cls, parameters.index("labels") - 1, fuses)})
+    return op
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    return type(module).__name__ == "FSDPLinear" and nn.Linear in type(module).__bases__
+
+
+def model_forward(cls: type, labels_at: int, fuses: bool) -> Callable:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels", args[labels_at] if len(args) > labels_at else None)
+        head = head_of(self)
+        if labels is None or not isinstance(head, Patched) or head.liger_mode:
+            return cls.forward(self, *args, **kwargs)
+        skip = self.training if skip_logits is None else skip_logits
+        head.liger_mode = "fused" if skip and fuses else "kept"
+        try:
+            out = cls.forward(self, *args, **kwargs)
+        finally:
+            head.liger_mode = ""
+        return finished(out)
+
+    return forward
+
+
+def finished(out: Any) -> Any:
+    """A model's output with logits, or without those that were never made."""
+
+    def value(item: Any) -> Any:
+        if not isinstance(item, DeferredLogits):
+            return item
+        return item.logits() if item.head is None or item.made is not None else None
+
+    if isinstance(out, tuple):
+        return tuple(value(item) for item in out if not isinstance(item, DeferredLogits) or value(item) is not None)
+    if any(isinstance(item, DeferredLogits) for item in out.values()):
+        return type(out)(**{k: value(item) for k, item in out.items()})
+    return out
+
+
+# ---- A model
+
+
+def looks_like_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def looks_like_mlp(module: nn.Module) -> bool:
+    linears = sum(probe.is_linear(child) for child in module.children())
+    name = type(module).__name__.lower()
+    return linears in (2, 3) and any(word in name for word in ("mlp", "feedforward", "ffn", "expert"))
+
+
+def kind_of(module: nn.Module) -> tuple[str, Callable[[nn.Module, dict], str]] | None:
+    if rotary_methods(type(module)):
+        return "rope", patch_rotary
+    if looks_like_norm(module):
+        return "norm", patch_norm
+    if hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True):
+        return "experts", patch_experts
+    if looks_like_mlp(module):
+        return "mlp", patch_mlp
+    return None
+
+
+def patch_module(path: str, module: nn.Module, switches: dict[str, bool]) -> Row | None:
+    if isinstance(module, Patched):
+        kind, replacement = type(module).liger_row
+        return Row(path, type(module).__name__, kind, replacement, "") if replacement and kind != "loss" else None
+    found = kind_of(module)
+    if found is None:
+        return None
+    kind, patch = found
+    try:
+        if has_own_forward(module):
+            raise NotUnderstood("its forward was replaced")
+        return Row(path, type(module).__name__, kind, patch(module, switches), "")
+    except NotUnderstood as reason:
+        return Row(path, type(module).__name__, kind, "", str(reason))
+
+
+def patch_head(model: nn.Module, switches: dict[str, bool], memory_budget: int | None) -> Row:
+    if isinstance(model, Patched):
+        return Row("", type(model).__name__, "loss", type(model).liger_row[1], "")
+    try:
+        if has_own_forward(model):
+            raise NotUnderstood("its forward was replaced")
+        return Row("", type(model).__name__, "loss", patch_loss(model, switches, memory_budget), "")
+    except NotUnderstood as reason:
+        return Row("", type(model).__name__, "loss", "", str(reason))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, DistributedDataParallel or peft."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def all_switches(given: dict[str, bool]) -> dict[str, bool]:
+    unknown = given.keys() - set(SWITCHES)
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise TypeError(f"apply_liger_kernel: switches must be of {', '.join(SWITCHES)} (got {names})")
+    return {name: bool(given.get(name, True)) for name in SWITCHES}
+
+
+def apply_liger_kernel(
+    model_or_class: nn.Module | type[nn.Module], *, memory_budget: int | None = None, **switches: bool
+) -> Report | type[nn.Module]:
+    """Puts the operators into a model and reports which module got which, and why others did not.
+
+    Any causal language model of transformers will do, and modules of other origin as far as they are understood. Only
+    this instance changes; :func:`unpatch` undoes it; a second call finds nothing left to do. Given a class, returns a
+    subclass whose instances are patched when they are made.
+
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, cross_entropy, fused_linear_cross_entropy, all on by default.
+    memory_budget: bytes that the fused loss may take for pieces of the logits.
+
+    In training with labels the model returns no logits, unless its forward is called with ``skip_logits=False``.
+    """
+    chosen = all_switches(switches)
+    if isinstance(model_or_class, type):
+        return patching_class(model_or_class, memory_budget, chosen)
+    model = unwrapped(model_or_class)
+    rows = [row for path, module in model.named_modules() if (row := patch_module(path, module, chosen))]
+    rows.append(patch_head(model, chosen, memory_budget))
+    report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
+    if not report.replaced and any(chosen.values()):
+        name = type(model).__name__
+        warnings.warn(f"liger_ops: {name} is left as it is: {rows[-1].reason}", RuntimeWarning, stacklevel=2)
+    return report
+
+
+def patching_class(cls: type[nn.Module], memory_budget: int | None, switches: dict[str, bool]) -> type[nn.Module]:
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        apply_liger_kernel(self, memory_budget=memory_budget, **switches)
+
+    members = {"__init__": functools.wraps(cls.__init__)(__init__), "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
+
+
+def unpatch(model: nn.Module) -> int:
+    """Gives every module of the model its own class back. Returns how many had another."""
+    return sum(restore(module) for module in unwrapped(model).modules())

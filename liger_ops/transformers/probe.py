@@ -1,0 +1,409 @@
+"""Finds out by value which operator computes what a module or function computes.
+
+A class is never trusted for its name: it runs on small random inputs on the CPU, with random parameters, and an
+operator takes its place only if the formula of that operator gives the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional as F
+
+# Formulas that differ do so in the first digits; those that agree differ by rounding in fp32.
+SAME = 1e-4
+
+
+class NotUnderstood(Exception):
+    """Says why no operator takes the place of a module."""
+
+
+def same(ours: Tensor, theirs: Any, tolerance: float = SAME) -> bool:
+    if not isinstance(theirs, Tensor) or theirs.shape != ours.shape:
+        return False
+    scale = max(float(theirs.abs().max()), 1e-6)
+    return float((ours.double() - theirs.double()).abs().max()) <= tolerance * scale
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers that neither the default device, nor the default dtype, nor the user's seed touch."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+
+
+def twin(module: nn.Module, **replaced: Any) -> nn.Module:
+    """A module that shares everything with `module` except the given entries of its __dict__."""
+    cls = original_class(type(module))
+    copy = cls.__new__(cls)
+    copy.__dict__.update(module.__dict__, **replaced)
+    copy.__dict__.pop("forward", None)
+    return copy
+
+
+def original_class(cls: type) -> type:
+    return getattr(cls, "liger_original", cls)
+
+
+def only_tensor_argument(function: Callable) -> bool:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD
+
+
+# ---- Norms
+
+
+@dataclass(frozen=True)
+class Norm:
+    op: str  # "rms_norm" or "layer_norm"
+    epsilon: str  # the attribute that holds it
+    offset: float = 0.0
+    casting_mode: str = "llama"
+    promotes: bool = False  # whether a wider weight widens the result
+
+
+def epsilon_of(module: nn.Module, attribute: str, x: Tensor) -> float:
+    value = getattr(module, attribute)
+    return torch.finfo(x.dtype).eps if value is None else value
+
+
+def norm_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, norm: Norm) -> Tensor:
+    x = x.double()
+    if norm.op == "layer_norm":
+        x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight.double() + norm.offset)
+    return y if bias is None else y + bias.double()
+
+
+def identify_norm(module: nn.Module) -> Norm:
+    cls = original_class(type(module))
+    if not only_tensor_argument(cls.forward):
+        raise NotUnderstood("takes more than one tensor")
+    parameters = dict(module.named_parameters(recurse=False))
+    if list(module.children()) or list(module.buffers(recurse=False)) or not parameters.keys() <= {"weight", "bias"}:
+        raise NotUnderstood("has parameters that no norm has")
+    if any(p.dim() != 1 for p in parameters.values()):
+        raise NotUnderstood("its weight has more than one dimension")
+    names = [n for n, v in vars(module).items() if "eps" in n.lower() and (v is None or isinstance(v, float))]
+    if not names:
+        raise NotUnderstood("has no epsilon")
+    n = next((p.shape[0] for p in parameters.values()), math.prod(getattr(module, "normalized_shape", (24,))))
+
+    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+        # Large enough for whatever clamps.
+        made = {k: (20 * numbers(n, seed=7 + i)).to(dtype) for i, k in enumerate(parameters)}
+        held = {k: made.get(k) for k in module._parameters}
+        probe = twin(module, _parameters={k: None if v is None else nn.Parameter(v, False) for k, v in held.items()})
+        with torch.no_grad():
+            return cls.forward(probe, x), held.get("weight"), held.get("bias")
+
+    # Rows of which one is so small that epsilon counts.
+    rows = numbers(4, n) * torch.tensor([[1.0], [1e-3], [30.0], [1.0]], device="cpu")
+    rows[3] += 2.0
+    try:
+        theirs, weight, bias = run(rows, torch.float32)
+    except Exception as error:
+        raise NotUnderstood(f"does not run on rows ({type(error).__name__})") from None
+    candidates = [Norm("rms_norm", e, offset) for e in names for offset in (0.0, 1.0)] if bias is None else []
+    candidates += [Norm("layer_norm", e) for e in names]
+    for norm in candidates:
+        exact = norm_formula(rows, weight, bias, epsilon_of(module, norm.epsilon, rows), norm)
+        if all(same(a, b) for a, b in zip(exact, theirs)):
+            return refine_casting(norm, run, rows, epsilon_of(module, norm.epsilon, rows))
+    raise NotUnderstood("computes something else")
+
+
+def refine_casting(norm: Norm, run: Callable, rows: Tensor, eps: float) -> Norm:
+    """Which rounding comes nearest in half precision, and whether a wider weight makes a wider result."""
+    half = rows.to(torch.bfloat16)
+    promotes = run(half, torch.float32)[0].dtype == torch.float32
+    if norm.op == "layer_norm":
+        return Norm(norm.op, norm.epsilon, promotes=promotes)
+    theirs, weight, _ = run(half, torch.bfloat16)
+
+    def distance(mode: str) -> float:
+        ours = F.rms_norm(half, weight, eps, norm.offset, mode)
+        return float((ours.double() - theirs.double()).abs().sum())
+
+    mode = min(("gemma", "llama"), key=distance)
+    return Norm(norm.op, norm.epsilon, norm.offset, mode, promotes)
+
+
+# ---- Gated MLPs
+
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": F.swiglu,
+    "geglu": F.geglu,
+    "geglu exact": lambda gate, up: F.geglu(gate, up, "none"),
+}
+PACKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.swiglu_packed,
+    "geglu": F.geglu_packed,
+    "geglu exact": lambda gate_up: F.geglu_packed(gate_up, "none"),
+}
+
+
+@dataclass(frozen=True)
+class MLP:
+    gate: str  # of GATES
+    projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A projection, or what someone wrapped around one."""
+    return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def identify_mlp(module: nn.Module) -> MLP:
+    cls = original_class(type(module))
+    if not only_tensor_argument(cls.forward):
+        raise NotUnderstood("takes more than one tensor")
+    if list(module.parameters(recurse=False)):
+        raise NotUnderstood("has parameters of its own")
+    linears = {n: m for n, m in module.named_children() if is_linear(m)}
+    if len(linears) not in (2, 3):
+        raise NotUnderstood(f"has {len(linears)} projections")
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
+        raise NotUnderstood("has dropout")
+
+    # The same module over small projections.
+    hidden, inner = 6, 10
+    down = [n for n in linears if linears[n].out_features == next(iter(linears.values())).in_features][-1:]
+    if not down:
+        raise NotUnderstood("its projections do not return to the input's size")
+    sizes = {linears[down[0]].out_features: hidden, linears[down[0]].in_features: inner}
+    sizes.setdefault(2 * linears[down[0]].in_features, 2 * inner)
+    if any(m.in_features not in sizes or m.out_features not in sizes for m in linears.values()):
+        raise NotUnderstood("its projections have sizes of their own")
+    small: dict[str, nn.Module] = {}
+    for i, (name, linear) in enumerate(linears.items()):
+        shape = sizes[linear.out_features], sizes[linear.in_features]
+        small[name] = nn.Linear(*shape[::-1], bias=False, device="meta")
+        small[name].weight = nn.Parameter(numbers(*shape, seed=i).double(), False)
+    scalars = {k: sizes.get(v, v) for k, v in vars(module).items() if type(v) is int}
+    probe = twin(module, _modules={**module._modules, **small}, training=True, **scalars)
+    # The second input is large enough for whatever clamps.
+    inputs = [numbers(5, hidden, seed=9).double(), 50 * numbers(5, hidden, seed=10).double()]
+    try:
+        with torch.no_grad():
+            theirs = [cls.forward(probe, x) for x in inputs]
+    except Exception as error:
+        raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
+    for names, gate in itertools.product(itertools.permutations(linears), GATES):
+        mlp = MLP(gate, names)
+        try:
+            if all(same(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
+                return mlp
+        except RuntimeError:
+            continue
+    raise NotUnderstood("computes something else")
+
+
+def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
+    if len(mlp.projections) == 3:
+        gate, up, down = mlp.projections
+        product = GATES[mlp.gate]
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            return getattr(self, down)(product(getattr(self, gate)(x), getattr(self, up)(x)))
+
+        return forward
+    gate_up, down = mlp.projections
+    packed = PACKED[mlp.gate]
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return getattr(self, down)(packed(getattr(self, gate_up)(x)))
+
+    return forward
+
+
+def identify_experts(module: nn.Module) -> str:
+    """The gate of a stack of experts, which transformers applies by a method of its own."""
+    cls = original_class(type(module))
+    x = torch.cat([numbers(5, 12, seed=9), 50 * numbers(5, 12, seed=10)])
+    try:
+        with torch.no_grad():
+            theirs = cls._apply_gate(twin(module), x)
+    except Exception as error:
+        raise NotUnderstood(f"its gate does not run on a small input ({type(error).__name__})") from None
+    for gate, packed in PACKED.items():
+        if same(packed(x), theirs, 1e-6):
+            return gate
+    raise NotUnderstood("its gate computes something else")
+
+
+# ---- Rotary position embedding
+
+
+@dataclass(frozen=True)
+class Rotary:
+    kind: str  # of KINDS, or "complex"
+    arguments: tuple[str, ...]  # of the function
+    tensors: int  # how many it rotates
+    layout: str  # "BHSD", "BSHD" or "SHD"
+    promotes: bool = False  # whether wider angles widen the result
+
+
+def turn_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r = cos.shape[-1]
+    a, b = x[..., : r // 2], x[..., r // 2 : r]
+    return torch.cat([x[..., :r] * cos + torch.cat([-b, a], -1) * sin, x[..., r:]], -1)
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r = cos.shape[-1]
+    turned = torch.stack([-x[..., 1:r:2], x[..., 0:r:2]], -1).flatten(-2)
+    return torch.cat([x[..., :r] * cos + turned * sin, x[..., r:]], -1)
+
+
+# What each kind makes of the angles' table, and how it pairs columns.
+KINDS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "half": (lambda t: t, False),
+    "interleaved": (lambda t: t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1), True),
+    "half table": (lambda t: torch.cat([t, t], -1), False),
+    "pairs": (lambda t: t, True),
+}
+
+
+def identify_rotary(function: Callable) -> Rotary:
+    names = tuple(inspect.signature(function).parameters)
+    if names[2:4] == ("cos", "sin"):
+        return identify_angles(function, names, 2)
+    if names[1:3] == ("cos", "sin"):
+        return identify_angles(function, names, 1)
+    if len(names) == 3 and "freqs" in names[2]:
+        return identify_complex(function, names)
+    raise NotUnderstood(f"{function.__name__} takes ({', '.join(names)})")
+
+
+def attempt(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    try:
+        with torch.no_grad():
+            out = function(*args, **kwargs)
+    except Exception:
+        return None
+    return out if isinstance(out, tuple) else (out,)
+
+
+def identify_angles(function: Callable, names: tuple[str, ...], tensors: int) -> Rotary:
+    size, positions = 8, 5
+    for layout in ("BHSD", "SHD"):
+        shapes = [(2, 3, positions, size), (2, 2, positions, size)] if layout == "BHSD" else [(positions, 3, size)] * 2
+        x = [numbers(*shape, seed=i) for i, shape in enumerate(shapes[:tensors])]
+        for kind, (widen, pairs) in KINDS.items():
+            seen = False
+            for width in (size, size // 2):
+                table = [numbers(*shapes[0][:-3], positions, width // 2, seed=3 + i) for i in range(2)]
+                if kind != "half table":
+                    table = [torch.cat([t, t], -1) for t in table]
+                theirs = attempt(function, *x, *table)
+                if theirs is None:
+                    continue
+                heads = -3 if layout == "BHSD" else -2
+                cos, sin = (widen(t).unsqueeze(heads).double() for t in table)
+                turn = turn_pairs if pairs else turn_half
+                if cos.shape[-1] > size or not all(same(turn(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
+                    break
+                seen = True
+                half = attempt(function, *(t.to(torch.bfloat16) for t in x), *table)
+            else:
+                if seen:
+                    return Rotary(kind, names, tensors, layout, half is not None and half[0].dtype == torch.float32)
+    raise NotUnderstood(f"{function.__name__} computes something else")
+
+
+def identify_complex(function: Callable, names: tuple[str, ...]) -> Rotary:
+    angles = numbers(2, 5, 4, seed=5)
+    freqs = torch.polar(torch.ones_like(angles), angles)
+    for layout in ("BHSD", "BSHD"):
+        x = [numbers(2, *((heads, 5) if layout == "BHSD" else (5, heads)), 8, seed=heads) for heads in (3, 2)]
+        theirs = attempt(function, *x, freqs)
+        if theirs is None:
+            continue
+        heads = layout.index("H")
+        cos, sin = (t.repeat_interleave(2, -1).unsqueeze(heads).double() for t in (angles.cos(), angles.sin()))
+        if all(same(turn_pairs(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
+            return Rotary("complex", names, 2, layout)
+    raise NotUnderstood(f"{function.__name__} computes something else")
+
+
+def rotary_function(rotary: Rotary, original: Callable) -> Callable:
+    """A function with the original's signature. What it was not tried on goes to the original."""
+    if rotary.kind == "complex":
+        return complex_rotary_function(rotary, original)
+    widen, pairs = KINDS[rotary.kind]
+    defaults = {n: p.default for n, p in inspect.signature(original).parameters.items() if p.default is not p.empty}
+    default_dim = defaults.get("unsqueeze_dim", 1)
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        table = widen(cos), widen(sin)
+        # Autocast narrows the result for attention anyway.
+        if rotary.promotes and cos.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+            q, k = q.to(cos.dtype), k.to(cos.dtype)
+        elif cos.dtype not in (q.dtype, torch.float32):
+            table = table[0].to(q.dtype), table[1].to(q.dtype)
+        if unsqueeze_dim == 1:
+            return F.rope(q, k, *table, interleaved=pairs)
+        q, k = F.rope(q.transpose(1, 2), k.transpose(1, 2), *table, interleaved=pairs)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    def known(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+        if not isinstance(k, Tensor) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or unsqueeze_dim not in (1, 2):
+            return False
+        positions = 3 - unsqueeze_dim
+        return (
+            q.dtype == k.dtype
+            and sin.dtype == cos.dtype
+            and q.shape[0] == k.shape[0]
+            and q.shape[positions] == k.shape[positions] == cos.shape[1]
+            and cos.shape[0] in (1, q.shape[0])
+        )
+
+    if rotary.layout == "SHD":
+
+        def replacement(q, k, cos, sin, *args, **kwargs):
+            if args or kwargs or q.dim() != 3 or k.shape[0] != q.shape[0] or cos.dim() != 2 or len(cos) != len(q):
+                return original(q, k, cos, sin, *args, **kwargs)
+            q, k = rotate(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2)
+            return q.squeeze(0), k.squeeze(0)
+
+    elif rotary.tensors == 1:
+
+        def replacement(x, cos, sin, unsqueeze_dim=default_dim):
+            if not known(x, x, cos, sin, unsqueeze_dim):
+                return original(x, cos, sin, unsqueeze_dim)
+            none = x[:, :0] if unsqueeze_dim == 1 else x[:, :, :0]
+            return rotate(x, none, cos, sin, unsqueeze_dim)[0]
+
+    else:
+
+        def replacement(q, k, cos, sin, *args, **kwargs):
+            dim = kwargs.get("unsqueeze_dim", default_dim)
+            if args or kwargs.keys() - {"unsqueeze_dim"} or not known(q, k, cos, sin, dim):
+                return original(q, k, cos, sin, *args, **kwargs)
+            return rotate(q, k, cos, sin, dim)
+
+    return replacement
+
+
+def complex_rotary_function(rotary: Rotary, original: Callable) -> Callable:
+    heads_last = rotary.layout == "BSHD"
+
+    def replacement(q, k, freqs_cis):
+        if q.dim() != 4 or k.dim() != 4 or freqs_cis.dim() != 3 or q.dtype != k.dtype:
+            return original(q, k, freqs_cis)
+        freqs_cis = freqs_cis.to(q.device)
+        if not heads_last:
+            return F.rope_freqs_cis(q, k, freqs_cis)
+        q, k = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return replacement

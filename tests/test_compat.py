@@ -1,0 +1,223 @@
+"""liger_ops.compat: code written for liger_kernel runs over liger_ops."""
+
+import pytest
+import torch
+from language_models import SIZES, make, nodes, step, tokens
+from support import output_of, run_python
+from torch import nn
+from torch.nn import functional as TF
+
+import liger_ops.compat as compat
+
+
+@pytest.fixture
+def door():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def test_names_are_there_only_while_installed():
+    with pytest.raises(ImportError):
+        import liger_kernel  # noqa: F401
+    compat.install()
+    compat.install()
+    import liger_kernel.transformers.monkey_patch
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    assert liger_kernel.ops.LigerRMSNormFunction is LigerRMSNormFunction and compat.installed()
+    compat.uninstall()
+    with pytest.raises(ImportError):
+        import liger_kernel.ops  # noqa: F401
+
+
+def test_what_is_lacking_is_named(door):
+    with pytest.raises(ImportError, match="liger_kernel.transformers.LigerJSD has no counterpart in liger_ops"):
+        from liger_kernel.transformers import LigerJSD  # noqa: F401
+    with pytest.raises(ImportError, match="liger_kernel.chunked_loss"):
+        import liger_kernel.chunked_loss  # noqa: F401
+    with pytest.raises(ImportError, match="liger_kernel.ops.LigerGroupNormFunction"):
+        from liger_kernel.ops import LigerGroupNormFunction  # noqa: F401
+
+
+def test_a_real_package_is_not_pushed_aside(tmp_path, monkeypatch):
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel/__init__.py").write_text("real = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="liger_kernel is installed .*replace=True"):
+        compat.install()
+    assert not compat.installed()
+    import liger_kernel
+
+    assert liger_kernel.real
+    compat.install(replace=True)
+    import liger_kernel as served
+
+    assert served is not liger_kernel and not hasattr(type(served), "real")
+    compat.uninstall()
+    import liger_kernel as again
+
+    assert again is liger_kernel
+    import sys
+
+    del sys.modules["liger_kernel"]
+
+
+def test_transformers_finds_it(door):
+    from transformers.utils import is_liger_kernel_available
+
+    assert is_liger_kernel_available()
+    compat.uninstall()
+    assert not is_liger_kernel_available()
+
+
+def test_functions_and_classes(door):
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerLayerNormFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers import (
+        LigerBlockSparseTop2MLP, LigerCrossEntropyLoss, LigerFusedAddRMSNorm, LigerFusedLinearCrossEntropyLoss,
+        LigerGEGLUMLP, LigerLayerNorm, LigerPhi3SwiGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb,
+    )  # fmt: skip
+    from liger_kernel.transformers.functional import (
+        CrossEntropyOutput,
+        liger_cross_entropy,
+        liger_fused_linear_cross_entropy,
+    )
+    from liger_kernel.transformers.rms_norm import LigerRMSNormForGemma
+    from transformers import LlamaConfig
+
+    x, target = torch.randn(2, 7, 32), tokens(2, 7, vocabulary=11)
+    for norm, reference in ((LigerRMSNorm(32), nn.RMSNorm(32, 1e-6)), (LigerRMSNormForGemma(32), nn.RMSNorm(32, 1e-6)),
+                            (LigerLayerNorm(32), nn.LayerNorm(32, 1e-6))):  # fmt: skip
+        torch.testing.assert_close(norm(x), reference(x))
+    y, s = LigerFusedAddRMSNorm(32)(x, x)
+    torch.testing.assert_close(y, TF.rms_norm(s, (32,), eps=1e-6))
+    torch.testing.assert_close(
+        LigerLayerNormFunction.apply(x, torch.ones(32), torch.zeros(32), 1e-5), TF.layer_norm(x, (32,))
+    )
+    torch.testing.assert_close(LigerSiLUMulFunction.apply(x, x, 2.0, 3.0), 3 * TF.silu(2 * x) * x)
+
+    config = LlamaConfig(**SIZES)
+    torch.testing.assert_close((m := LigerSwiGLUMLP(config))(x), m.down_proj(TF.silu(m.gate_proj(x)) * m.up_proj(x)))
+    assert LigerSwiGLUMLP(config, intermediate_size=12).up_proj.out_features == 12
+    gelu = TF.gelu((m := LigerGEGLUMLP(config)).gate_proj(x), approximate="tanh")
+    torch.testing.assert_close(m(x), m.down_proj(gelu * m.up_proj(x)))
+    torch.testing.assert_close((m := LigerBlockSparseTop2MLP(config))(x), m.w2(TF.silu(m.w1(x)) * m.w3(x)))
+    gate, up = (m := LigerPhi3SwiGLUMLP(config)).gate_up_proj(x).chunk(2, -1)
+    torch.testing.assert_close(m(x), m.down_proj(TF.silu(gate) * up))
+    with pytest.raises(ValueError, match="Activation function relu not supported"):
+        LigerSwiGLUMLP(LlamaConfig(**SIZES, hidden_act="relu"))
+
+    q, k, angles = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(1, 7, 4)
+    full = torch.cat([angles, angles], -1)
+    a, b = (
+        liger_rotary_pos_emb(q, k, full.cos(), full.sin()),
+        liger_rotary_pos_emb(q, k, angles.cos(), angles.sin(), rotary_dim=8),
+    )
+    assert all(torch.equal(*pair) for pair in zip(a, b))
+
+    head = nn.Linear(32, 11)
+    rows, labels = x.view(-1, 32), target.view(-1)
+    logits = head(rows)
+    expected = TF.cross_entropy(logits, labels, label_smoothing=0.1)
+    for loss in (
+        LigerCrossEntropyLoss(label_smoothing=0.1)(logits, labels),
+        LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(head.weight, rows, labels, head.bias),
+        liger_cross_entropy(logits, labels, label_smoothing=0.1),
+        liger_fused_linear_cross_entropy(rows, head.weight, labels, head.bias, label_smoothing=0.1),
+        LigerFusedLinearCrossEntropyFunction.apply(rows, head.weight, labels, head.bias, None, -100, 0.0, 0.1)[0],
+    ):
+        torch.testing.assert_close(loss, expected)
+    out = LigerCrossEntropyLoss(return_z_loss=True, lse_square_scale=0.1, return_token_accuracy=True)(logits, labels)
+    assert isinstance(out, CrossEntropyOutput) and out.predicted_tokens is None
+    torch.testing.assert_close(out.token_accuracy, (logits.argmax(-1) == labels).float().mean())
+    torch.testing.assert_close(out.z_loss, 0.1 * logits.logsumexp(-1).pow(2).mean())
+    scaled = LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, reduction="none")(
+        head.weight, rows, labels, head.bias
+    )
+    single = TF.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(scaled, single * (-single).exp())
+
+
+def test_an_instance(door):
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
+
+    ids, plain = tokens(), make("llama")
+    for patch in (
+        lambda m: _apply_liger_kernel_to_instance(model=m, rope=False, unknown=1),
+        lambda m: apply_liger_kernel_to_llama(False, model=m),
+    ):
+        model = make("llama")
+        assert patch(model) is None
+        names = nodes(model(input_ids=ids, labels=ids).loss)
+        assert "fused_linear_cross_entropy" in names and "rope" not in names
+        torch.testing.assert_close(step(model, ids)[0], step(plain, ids)[0])
+    with pytest.raises(AssertionError, match="cannot both be True"):
+        apply_liger_kernel_to_llama(cross_entropy=True)
+
+
+def test_models_made_afterwards(door):
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama
+
+    ids = tokens()
+    assert apply_liger_kernel_to_llama(rope=False) is None
+    names = nodes(make("llama")(input_ids=ids, labels=ids).loss)
+    assert {"fused_linear_cross_entropy", "rms_norm"} <= names and "rope" not in names
+    assert "rms_norm" not in nodes(make("mistral")(input_ids=ids, labels=ids).loss)
+    compat.uninstall()
+    assert "rms_norm" not in nodes(make("llama")(input_ids=ids, labels=ids).loss)
+    model = AutoLigerKernelForCausalLM.from_config(make("mistral").config, rope=False)
+    assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
+
+
+TRAINER = """
+import sys, torch, liger_ops
+from language_models import make, tokens
+import liger_ops.compat
+liger_ops.compat.install()
+from transformers import Trainer, TrainingArguments
+data = [{"input_ids": tokens(8, seed=i), "labels": tokens(8, seed=i)} for i in range(8)]
+def losses(**options):
+    arguments = TrainingArguments(sys.argv[1], max_steps=3, logging_steps=1, per_device_train_batch_size=2,
+        report_to="none", gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True, save_strategy="no", **options)
+    trainer = Trainer(make("llama"), arguments, train_dataset=data, eval_dataset=data)
+    liger_ops.reset_launch_counts()
+    trainer.train()
+    trainer.evaluate()
+    return [e.get("loss", e.get("eval_loss")) for e in trainer.state.log_history], liger_ops.launch_counts()["cpu"]
+plain, none = losses()
+ours, launches = losses(use_liger_kernel=True, liger_kernel_config={"rope": True})
+assert none == 0 and launches > 0, (none, launches)
+assert all(a is b is None or abs(a - b) < 1e-3 for a, b in zip(plain, ours)), (plain, ours)
+print("same")
+"""
+
+
+def test_the_trainer_reaches_it(tmp_path):
+    assert output_of(f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + TRAINER).endswith("same\n")
+
+
+def test_every_name_can_be_imported(door):
+    import importlib
+
+    from liger_ops.compat.modules import OPS, TRANSFORMERS
+
+    for package, table in (("transformers", TRANSFORMERS), ("ops", OPS)):
+        for stem, names in table.items():
+            module = importlib.import_module(f"liger_kernel.{package}.{stem}")
+            assert all(getattr(module, name) is not None for name in names)
+            assert set(module.__all__) == set(names)
+
+
+def test_without_transformers_the_layers_work():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import liger_ops.compat
+liger_ops.compat.install()
+from liger_kernel.transformers import LigerRMSNorm
+from liger_kernel.transformers.functional import liger_swiglu
+import torch
+print(LigerRMSNorm(4)(torch.ones(1, 4)).sum().item() > 3.9, liger_swiglu(torch.ones(1), torch.ones(1)).item() > 0.7)
+"""
+    done = run_python(code)
+    assert done.stdout == "True True\n", done.stderr

@@ -1,126 +1,209 @@
-"""`python -m liger_ops.demo`: the norms forward and backward beside eager PyTorch, on the best device there is.
+"""`python -m liger_ops.demo`: a small Llama learns to write this package, first as it is, then with the operators.
 
-Errors are the largest of the output's and the gradients', against the same formula in float64 and relative to it.
-Times are medians of calls that take turns, so that a busy machine slows both sides.
+It learns byte by byte from the package's own files; both runs start from the same weights and see the same batches,
+each in a process of its own. A table compares them, and a picture shows both loss curves and peak memories.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import random
 import statistics
+import subprocess
 import sys
 import time
-from typing import Callable, NamedTuple, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 import liger_ops
 
-EPS = 1e-6
+SUFFIXES = (".py", ".md", ".cpp", ".h", ".txt", ".toml")
+NAMES = {"plain": "transformers", "liger": "with liger_ops"}
 
 
-class Case(NamedTuple):
-    name: str
-    ours: Callable
-    eager: Callable
-    parameters: int  # how many vectors of n the op takes beside x
+class Size(NamedTuple):
+    hidden: int
+    layers: int
+    heads: int
+    batch: int
+    length: int
+    steps: int
 
 
-def add_then_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    s = x + residual
-    return F.rms_norm(s, weight.shape, weight, EPS), s
+SIZES = {
+    "tiny": Size(hidden=64, layers=2, heads=4, batch=4, length=64, steps=8),
+    "small": Size(hidden=128, layers=3, heads=4, batch=8, length=128, steps=250),
+    "medium": Size(hidden=768, layers=12, heads=12, batch=16, length=1024, steps=100),
+    "large": Size(hidden=2048, layers=16, heads=16, batch=8, length=2048, steps=100),
+}
 
 
-def cases() -> list[Case]:
-    ops = torch.ops.liger
-    return [
-        Case("rms_norm", lambda x, w: ops.rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS), 1),
-        Case("fused_add_rms_norm", lambda x, r, w: ops.fused_add_rms_norm(x, r, w, EPS), add_then_norm, 1),
-        Case(
-            "layer_norm",
-            lambda x, w, b: ops.layer_norm(x, w, b, EPS),
-            lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
-            2,
-        ),
-    ]
+# ---- One run
 
 
-def inputs(case: Case, rows: int, n: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    shapes = [(rows, n)] * (2 if case.name.startswith("fused_add") else 1) + [(n,)] * case.parameters
-    return [torch.randn(s, dtype=dtype, device=device, generator=generator).requires_grad_() for s in shapes]
+def text() -> bytes:
+    """The package's files, and the documentation and sources beside them if this is a checkout."""
+    package = Path(__file__).parent
+    files = set(package.rglob("*"))
+    if (package.parent / "pyproject.toml").exists():
+        files |= set(package.parent.glob("*.md")) | set((package.parent / "csrc").rglob("*"))
+    return b"\n".join(path.read_bytes() for path in sorted(files) if path.suffix in SUFFIXES)
 
 
-def run(function: Callable, tensors: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    out = function(*tensors)
-    first = out[0] if isinstance(out, tuple) else out
-    return [first.detach(), *torch.autograd.grad(first, tensors, upstream.to(first.dtype))]
+def build(size: Size, device: str) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=size.hidden,
+        intermediate_size=size.hidden * 8 // 3,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        max_position_embeddings=size.length,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(device)
+    return model.to(torch.bfloat16) if device == "cuda" else model
 
 
-def error(results: list[Tensor], exact: list[Tensor]) -> float:
-    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(results, exact))
+def batches(data: bytes, size: Size, device: str) -> list[torch.Tensor]:
+    draw = random.Random(0)
+    corpus = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    starts = [[draw.randrange(len(corpus) - size.length) for _ in range(size.batch)] for _ in range(size.steps)]
+    return [torch.stack([corpus[s : s + size.length] for s in row]).long().to(device) for row in starts]
 
 
-def times(functions: Sequence[Callable[[], object]], device: str, budget: float) -> list[float]:
-    """Median seconds of each function, in rounds until the budget is spent."""
-
-    def once(function: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for function in functions:
-        once(function)
-    end = time.perf_counter() + budget
-    rounds: list[list[float]] = []
-    while len(rounds) < 3 or (len(rounds) < 50 and time.perf_counter() < end):
-        rounds.append([once(function) for function in functions])
-    return [statistics.median(samples) for samples in zip(*rounds)]
+def resident(field: str) -> int:
+    """Bytes of this process that are in memory (VmRSS), or were at most (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
-def measure(case: Case, rows: int, n: int, dtype: torch.dtype, device: str, budget: float = 0.7) -> list[str]:
-    tensors = inputs(case, rows, n, dtype, device)
-    upstream = torch.randn(rows, n, dtype=dtype, device=device)
-    exact = run(case.eager, [t.detach().double().requires_grad_() for t in tensors], upstream)
+def progress(done: int, total: int, label: str) -> None:
+    filled = 30 * done // total
+    bar = f"[{'#' * filled}{'.' * (30 - filled)}] {label}"
+    # On a terminal one line that fills; in a log ten lines.
+    if sys.stderr.isatty():
+        print(f"\r{bar:79}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    elif done % max(total // 10, 1) == 0:
+        print(bar, file=sys.stderr, flush=True)
+
+
+def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
+    model, data = build(size, device), batches(text(), size, device)
+    report = None
+    if run == "liger":
+        from liger_ops.transformers import apply_liger_kernel
+
+        report = str(apply_liger_kernel(model))
+    # Rates at which training is stable: an unstable one makes a gap of any rounding.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if size.hidden < 512 else 3e-4, eps=1e-6)
+    forward = torch.compile(model) if compiled else model
+    before = torch.cuda.memory_allocated() if device == "cuda" else resident("VmRSS")
     liger_ops.reset_launch_counts()
-    errors = [error(run(f, tensors, upstream), exact) for f in (case.ours, case.eager)]
-    path = "+".join(p for p, count in liger_ops.launch_counts().items() if count)
-    del exact
-    plain = [t.detach() for t in tensors]
-    both = (case.ours, case.eager)
-    forward = times([lambda f=f: f(*plain) for f in both], device, budget)
-    full = times([lambda f=f: run(f, tensors, upstream) for f in both], device, budget)
-    shape, kind = f"{rows}x{n}", str(dtype).removeprefix("torch.")
-    return [case.name, shape, kind, path, *(f"{e:.1e}" for e in errors), *(f"{t * 1e3:.2f}" for t in forward + full)]
+    losses, seconds = [], []
+    for i, ids in enumerate(data, 1):
+        start = time.perf_counter()
+        loss = forward(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+        progress(i, size.steps, f"{NAMES[run]}: step {i}, loss {losses[-1]:.3f}")
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident("VmHWM")
+    return {
+        "run": run,
+        "losses": losses,
+        "tokens_per_second": size.batch * size.length / statistics.median(seconds[1:]),
+        "first_step_seconds": seconds[0],
+        "peak_bytes": peak - before,
+        "launches": {path: count for path, count in liger_ops.launch_counts().items() if count},
+        "report": report,
+    }
 
 
-def table(rows: list[list[str]]) -> str:
-    head = ["op", "shape", "dtype", "path", "error", "eager", "forward ms", "eager", "full ms", "eager"]
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(r, widths)).rstrip() for r in [head, *rows])
+# ---- Both
+
+
+def run_apart(run: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own, for its memory to be its own."""
+    command = [sys.executable, "-m", "liger_ops.demo", "--run", run, "--device", arguments.device]
+    command += ["--model-size", arguments.model_size, *(["--compile"] if arguments.compile else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"demo: the run {NAMES[run]} ended with exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = [["", "tokens/s", "peak memory", "first step", "first loss", "last loss", "launches"]]
+    for r in results:
+        launches = ", ".join(f"{count} {path}" for path, count in r["launches"].items()) or "none"
+        lines.append([
+            NAMES[r["run"]], f"{r['tokens_per_second']:.0f}", f"{r['peak_bytes'] / 2**20:.0f} MiB",
+            f"{r['first_step_seconds']:.2f} s", f"{r['losses'][0]:.4f}", f"{r['losses'][-1]:.4f}", launches,
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
+
+
+def largest_difference(results: list[dict[str, Any]]) -> float:
+    return max(abs(a - b) for a, b in zip(*(r["losses"] for r in results)))
+
+
+def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=[2, 1], layout="constrained")
+    for r, style in zip(results, ({"linewidth": 3, "alpha": 0.4}, {"linestyle": "--"})):
+        curves.plot(r["losses"], label=NAMES[r["run"]], **style)
+    curves.set(xlabel="step", ylabel="loss", title=f"largest difference {largest_difference(results):.1e}")
+    curves.legend()
+    found = bars.bar([NAMES[r["run"]] for r in results], [r["peak_bytes"] / 2**20 for r in results], color=["C0", "C1"])
+    bars.bar_label(found, fmt="%.0f")
+    bars.set(ylabel="MiB", title="peak memory of training")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m liger_ops.demo", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    device = parser.parse_args().device
-    shapes = [(8192, 4096), (8192, 5120)] if device == "cuda" else [(2048, 4096), (1024, 2560)]
-    jobs = [(c, s, d) for c in cases() for s in shapes for d in (torch.float32, torch.bfloat16)]
-    rows = []
-    for done, (case, shape, dtype) in enumerate(jobs, 1):
-        rows.append(measure(case, *shape, dtype, device))
-        filled = 30 * done // len(jobs)
-        # On a terminal one line that fills; in a log a line each.
-        start, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
-        print(f"{start}[{'#' * filled}{'.' * (30 - filled)}] {case.name:20}", end=end, file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"liger_ops {liger_ops.__version__} on {name}, torch {torch.__version__}\n\n{table(rows)}")
+    parser.add_argument("--model-size", choices=SIZES, help="default: small on CPU, medium on CUDA")
+    parser.add_argument("--compile", action="store_true", help="both models under torch.compile")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture")
+    parser.add_argument("--run", choices=NAMES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.model_size = arguments.model_size or ("medium" if arguments.device == "cuda" else "small")
+    missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"demo: needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    size = SIZES[arguments.model_size]
+    if arguments.run:
+        print(json.dumps(train(arguments.run, size, arguments.device, arguments.compile)))
+        return
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    title = f"liger_ops {liger_ops.__version__} on {name}, torch {torch.__version__}"
+    shape = f"hidden size {size.hidden}, {size.layers} layers"
+    print(f"{title}\n{size.steps} steps of {size.batch} x {size.length} bytes, {shape}", flush=True)
+    results = [run_apart(run, arguments) for run in NAMES]
+    print(f"\n{results[1]['report']}\n\n{table(results)}\n")
+    print(f"largest difference of the loss curves: {largest_difference(results):.1e}")
+    draw(results, title, arguments.out)
+    print(f"picture: {arguments.out.resolve()}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m liger_ops`, `python -m liger_ops.demo` and the README's table."""
+"""`python -m liger_ops` and the README's table."""
 
 import json
 import os
@@ -11,11 +11,10 @@ import pytest
 import stub_cuda
 import torch
 from stub_cuda import PACKS, ROOT
-from support import output_of, served_by
+from support import output_of
 
 import liger_ops
 from liger_ops import __main__ as command
-from liger_ops import demo
 
 
 def run_module(*arguments, **env):
@@ -94,29 +93,6 @@ def test_without_a_library_it_says_which_were_tried():
     assert f"not used: libliger_ops_torch{minor}.so: built for torch {minor}, installed is 2.99.0" in done
     # The same kernels on the same paths, the compiler included.
     assert re.search(r"^rms_norm +cpu +aot +jit +jit$", done, re.M), done
-
-
-# ---- The demo.
-
-
-@pytest.mark.parametrize("case", demo.cases(), ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_demo_measures_and_tells_the_path(case, dtype, device):
-    name, shape, kind, path, *errors_and_times = demo.measure(case, 64, 256, dtype, device, budget=0.0)
-    assert (name, shape, kind) == (case.name, "64x256", str(dtype).removeprefix("torch."))
-    assert path == served_by(device)
-    assert len(errors_and_times) == 6 and all(0 <= float(number) < 1e6 for number in errors_and_times)
-
-
-def test_the_demo_prints_a_table(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["demo", "--device", "cpu"])
-    measure = demo.measure
-    monkeypatch.setattr(demo, "measure", lambda case, rows, n, *rest: measure(case, 8, 64, *rest, budget=0.0))
-    demo.main()
-    out, progress = capsys.readouterr()
-    title, _, head, *rows = out.splitlines()
-    assert title.startswith(f"liger_ops {liger_ops.__version__} on CPU") and head.startswith("op ")
-    assert len(rows) == 2 * 2 * len(demo.cases()) == len(progress.splitlines())
 
 
 # ---- The README.

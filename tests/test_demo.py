@@ -1,0 +1,68 @@
+"""`python -m liger_ops.demo`: two short trainings, a table and a picture."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from stub_cuda import ROOT
+from support import environment_of_tree
+
+from liger_ops import demo
+
+
+def run_demo(*arguments):
+    command = [sys.executable, "-m", "liger_ops.demo", "--device", "cpu", "--model-size", "tiny", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment_of_tree())
+
+
+def test_it_ends_with_a_table_and_a_picture(tmp_path):
+    picture = tmp_path / "demo.png"
+    done = run_demo("--out", picture)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    rows = {name: next(line for line in lines if line.startswith(name)) for name in demo.NAMES.values()}
+    assert rows["transformers"].endswith("none") and rows["with liger_ops"].endswith(" cpu")
+    difference = float(next(line for line in lines if line.startswith("largest difference")).split(": ")[1])
+    assert difference < 1e-3
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    assert lines[-1] == f"picture: {picture}" and "step 8" in done.stderr
+
+
+def test_it_learns_from_the_packages_own_files():
+    text = demo.text()
+    assert b"It learns byte by byte" in text and b"torch.ops.liger" in text and len(text) > 100_000
+    size = demo.SIZES["tiny"]
+    first, second = (demo.batches(text, size, "cpu") for _ in range(2))
+    assert len(first) == size.steps and all(torch.equal(a, b) for a, b in zip(first, second))
+    assert first[0].shape == (size.batch, size.length) and int(first[0].max()) < 256
+
+
+def test_progress_in_a_log_takes_ten_lines(capsys):
+    for i in range(1, 61):
+        demo.progress(i, 60, f"step {i}")
+    assert len(capsys.readouterr().err.splitlines()) == 10
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_under_compile(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "liger_ops.demo",
+        "--model-size",
+        "tiny",
+        "--compile",
+        "--out",
+        tmp_path / "demo.png",
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment_of_tree())
+    assert done.returncode == 0 and (" aot" in done.stdout or " jit" in done.stdout), done.stdout + done.stderr
+
+
+def test_a_run_reports_itself():
+    done = run_demo("--run", "liger")
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["losses"]) == demo.SIZES["tiny"].steps and result["launches"].keys() == {"cpu"}
+    assert result["tokens_per_second"] > 0 and result["peak_bytes"] >= 0 and ROOT.exists()

@@ -1,0 +1,77 @@
+"""The programs in examples/ run, and do what they say."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from stub_cuda import ROOT
+from support import environment_of_tree
+
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(*command):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment_of_tree())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(text):
+    return [float(x) for x in re.findall(r"loss (\S+)", text)]
+
+
+def test_medusa_learns():
+    out = run_example(sys.executable, EXAMPLES / "medusa.py", "--steps", 30).splitlines()
+    first, last = (list(map(float, out[i].split("losses")[1].split())) for i in (0, -1))
+    assert len(first) == 3 and all(b < a - 0.5 for a, b in zip(first, last))
+
+
+@pytest.mark.parametrize("processes", [2])
+def test_fsdp_trains_as_without_the_operators(processes):
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        processes,
+        EXAMPLES / "fsdp.py",
+    ]
+    ours, plain = (run_example(*launch, "--steps", 4, *option) for option in ([], ["--plain"]))
+    assert "fused_linear_cross_entropy" in ours and "liger_ops" not in plain
+    assert len(losses(ours)) == 4 and losses(ours) == pytest.approx(losses(plain), abs=1e-4)
+
+
+def test_examples_say_how_to_run_them():
+    for path in EXAMPLES.glob("*.py"):
+        assert f"examples/{path.name}" in path.read_text().split('"""')[1]
+
+
+# ---- What measures whole models
+
+
+def test_the_sweep_over_all_models():
+    out = run_example(sys.executable, "-m", "benchmarks.all_models", "--types", "llama", "gpt2", "deepseek_v3")
+    assert "3 agrees." in out and "| gpt2 | agrees |" in out
+
+
+def test_whole_training_steps(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--models",
+        "llama",
+        "--steps",
+        1,
+    ]
+    out = run_example(*command, "--providers", "hf,ours", "--out", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
+    assert [r.get("provider") for r in rows] == [None, "hf", "ours"] and not any("error" in r for r in rows)
+    assert rows[1]["losses"] == pytest.approx(rows[2]["losses"], abs=1e-4)
+    assert (tmp_path / "training.md").read_text() in out and (tmp_path / "training.png").stat().st_size > 5_000

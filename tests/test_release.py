@@ -1,0 +1,158 @@
+"""What a release is made of: libraries for older systems and other torches, a wheel, an sdist, one version."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from stub_cuda import LIBRARIES, ROOT, compile_cpp
+from support import output_of
+
+import liger_ops
+from liger_ops.aot import manylinux, torch_release
+
+RUNTIME = LIBRARIES / "libliger_runtime.so"
+TORCH = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch.so", "libtorch_cpu.so")]
+
+# ---- Libraries that load where the wheel's tag says.
+
+
+def library(name: str, code: str, folder: Path, *flags: str) -> Path:
+    source = folder / f"{name}.cpp"
+    source.write_text(code)
+    return compile_cpp(f"lib{name}.so", source, flags=("-shared", "-fPIC", *flags))
+
+
+def test_shipped_libraries_load_on_older_systems():
+    shipped = sorted(LIBRARIES.glob("lib*.so"))
+    assert len(shipped) >= 2 and [sentence for path in shipped for sentence in manylinux.violations(path)] == []
+
+
+def test_what_older_systems_lack_is_named(tmp_path, monkeypatch):
+    code = '#include <unistd.h>\nextern "C" int draw(char* c) { return getentropy(c, 1); }\n'
+    fine = library("fine", code, tmp_path)
+    assert manylinux.violations(fine) == []
+    monkeypatch.setitem(manylinux.LIMITS, "GLIBC", (2, 24))
+    assert manylinux.violations(fine) == ["libfine.so: getentropy needs GLIBC_2.25"]
+
+
+def test_a_library_that_no_system_has_is_named(tmp_path):
+    elsewhere = library("elsewhere", "", tmp_path)
+    needing = ("-Wl,--no-as-needed", f"-L{elsewhere.parent}", "-lelsewhere")
+    assert manylinux.violations(library("other", "", tmp_path, *needing)) == ["libother.so: needs libelsewhere.so"]
+
+
+def test_every_symbol_of_the_operators_has_a_definition():
+    """Undefined symbols are allowed at link time: torch's own libraries are incomplete without their dependencies."""
+    operators = liger_ops._loaded.library
+    assert manylinux.missing_symbols(operators, [RUNTIME, *TORCH]) == []
+    missing = manylinux.missing_symbols(operators, TORCH)
+    assert missing and all("is defined by nobody" in sentence for sentence in missing)
+
+
+def test_no_library_tells_where_it_was_built():
+    """Two builds of one commit are the same, in whatever folders."""
+    for path in LIBRARIES.glob("lib*.so"):
+        for place in (ROOT, Path(torch.__file__).parents[1]):
+            assert str(place).encode() not in path.read_bytes(), f"{path.name}: {place}"
+
+
+# ---- Torch releases that are not installed.
+
+
+def test_only_what_a_build_needs_is_unpacked(tmp_path):
+    wanted = ["torch/include/ATen/ATen.h", "torch/lib/libc10.so", "torch/share/cmake/Torch/TorchConfig.cmake"]
+    with zipfile.ZipFile(tmp_path / "torch.whl", "w") as archive:
+        for name in (*wanted, "torch/lib/libtorch_cuda.so", "torch/nn/__init__.py"):
+            archive.writestr(name, "")
+    torch_release.unpack(tmp_path / "torch.whl", tmp_path / "out")
+    assert sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()) == wanted
+
+
+def test_a_release_is_downloaded_once(tmp_path, monkeypatch):
+    commands = []
+
+    def download(command, check):
+        commands.append(command)
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "torch-2.11.0.whl", "w") as archive:
+            archive.writestr("torch/include/header.h", "")
+
+    monkeypatch.setattr(torch_release.subprocess, "run", download)
+    for _ in range(2):
+        assert (torch_release.fetch("2.11", tmp_path) / "include" / "header.h").exists()
+    (command,) = commands
+    assert "--no-deps" in command and command[-1] == "torch==2.11.0"
+    assert [p.name for p in tmp_path.iterdir()] == ["2.11.0"]
+
+
+def test_an_unknown_release_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"TORCH_VERSIONS must be among 2.11, 2.12, 2.13 \(got 1.0\)"):
+        torch_release.fetch("1.0", tmp_path)
+
+
+def test_the_installed_torch_is_among_the_releases():
+    assert liger_ops._loader.torch_minor() in torch_release.RELEASES
+
+
+# ---- The wheel and the sdist.
+
+TAGS = """
+import runpy, setuptools
+found = {}
+setuptools.setup = lambda **keywords: found.update(keywords)
+runpy.run_path("setup.py")
+wheel = found["cmdclass"]["bdist_wheel"](setuptools.Distribution({"name": "liger-ops", "ext_modules": [1]}))
+wheel.ensure_finalized()
+print("-".join(wheel.get_tag()))
+"""
+
+
+def test_a_wheel_for_several_torches_fits_every_python(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    several = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="2.11 2.13").split()[-1]
+    one = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="").split()[-1]
+    assert several == "py3-none-manylinux_2_28_x86_64"
+    assert one.startswith(f"cp{sys.version_info[0]}{sys.version_info[1]}-")
+
+
+def test_the_sdist_holds_what_a_build_needs(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "egg_info",
+        "--egg-base",
+        str(tmp_path),
+        "sdist",
+        "--dist-dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.tar.gz")
+    assert path.name == f"liger_ops-{liger_ops.__version__}.tar.gz"
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if "." in name.rpartition("/")[2]}
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
+    folders = (
+        "csrc/",
+        "liger_ops/",
+        "tests/",
+        "examples/",
+        "setup.py",
+        "pyproject.toml",
+        "CMakeLists.txt",
+        "CHANGELOG.md",
+    )
+    assert {name for name in tracked if name.startswith(folders)} <= names
+    assert not [name for name in names if name.endswith((".so", ".pack", ".pyc"))]
+
+
+def test_the_version_is_in_one_place():
+    assert (ROOT / "CHANGELOG.md").read_text().count(f"## {liger_ops.__version__}") == 1
+    for path in ("setup.py", "pyproject.toml", "CMakeLists.txt", "README.md"):
+        assert f'"{liger_ops.__version__}"' not in (ROOT / path).read_text()

@@ -79,18 +79,20 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     return args
 
 
-def cases(args: argparse.Namespace, ops: dict[str, Op]) -> list[tuple[Case, Anchor | None]]:
+def cases(args: argparse.Namespace, ops: dict[str, Op]) -> list[tuple[Case, list[Anchor]]]:
     if args.suite == "anchors":
-        found = [
-            (Case(name, ops[name], anchor.shape, anchor.dtype), anchor)
-            for name in args.ops for anchor in ops[name].anchors if anchor.device == args.device
-        ]  # fmt: skip
-        return [(case, anchor) for case, anchor in found if not args.dtypes or case.dtype in args.dtypes]
+        found: dict[tuple, tuple[Case, list[Anchor]]] = {}
+        for name in args.ops:
+            for anchor in ops[name].anchors:
+                if anchor.device == args.device and (not args.dtypes or anchor.dtype in args.dtypes):
+                    case = Case(name, ops[name], anchor.shape, anchor.dtype)
+                    found.setdefault((name, anchor.shape, anchor.dtype), (case, []))[1].append(anchor)
+        return list(found.values())
     suite = "quick-cpu" if (args.suite, args.device) == ("quick", "cpu") else args.suite
     return [
-        (Case(name, ops[name], shape, dtype), None)
+        (Case(name, ops[name], shape, dtype), [])
         for name in args.ops
-        for dtype in args.dtypes or DTYPES[suite]
+        for dtype in args.dtypes or ops[name].dtypes.get(suite, DTYPES[suite])
         for shape in ops[name].shapes.get(suite, ())
     ]
 
@@ -113,15 +115,15 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
             print(json.dumps(record, ensure_ascii=False), file=lines, flush=True)
 
         emit(describe(args.device) | {"suite": args.suite, "providers": args.providers, "rounds": args.rounds})
-        runner = Runner(clock, args.providers, args.rounds, emit, progress.tick)
+        runner = Runner(clock, args.suite, args.providers, args.rounds, emit, progress.tick)
         with_matmul = any(ops[name].flops for name in args.ops)
         runner.measure_ceilings(with_matmul)
         for name in cold:
             runner.cold_start(name, ops[name])
         for name in hosts:
             runner.host(name, ops[name], must=args.suite == "anchors")
-        for case, anchor in planned:
-            runner.time(case, anchor.must if anchor else {}, anchor.must_mib if anchor else {})
+        for case, anchors in planned:
+            runner.time(case, anchors)
         runner.measure_ceilings(with_matmul)
     progress.close()
     print(report.write(records, args.out / stem))

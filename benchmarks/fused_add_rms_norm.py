@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import rms_norm
-from benchmarks.norms import EPS, HOST, SHAPES
+from benchmarks.norms import CPU_ANCHORS, EPS, HOST, SHAPES
 from benchmarks.op import Op
 
 
@@ -56,5 +56,6 @@ OP = Op(
     traffic=traffic,
     providers={"torch": aten, "liger-kernel": liger_kernel, "quack": quack, "ours": ours},
     shapes=SHAPES,
+    anchors=CPU_ANCHORS,
     host=HOST,
 )

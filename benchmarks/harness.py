@@ -17,17 +17,16 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from benchmarks.op import Absent, Bar, Make, Op, Relative, Shape
-from benchmarks.providers import PathWitness, load, reason
+from benchmarks.op import Absent, Anchor, Bar, Make, OfFloor, Op, Relative, Shape
+from benchmarks.providers import PathWitness, concerns, is_ours, load, reason
 
-PASSES = ("forward", "backward", "full")
 HOST_PASSES = ("no-grad", "grad", "fwd+bwd")
 WARMUP_CALLS = 3
 MIN_SAMPLES, MAX_SAMPLES = 3, 20  # by provider, pass and round
@@ -187,16 +186,18 @@ def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
 class Problem:
     """Inputs and upstream gradients of a case, the truth in fp64, and how wrong eager code is in the case's dtype."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str, upstream: Callable[..., torch.Tensor] = torch.randn) -> None:
         self.case = case
         make = Make(device, case.torch_dtype)
         inputs = case.op.inputs(make, *case.shape)
         self.takes_gradient = [t.is_floating_point() and k not in case.op.constants for k, t in inputs.items()]
         self.transient = [k in case.op.transient for k in inputs]
+        self.slack = 0.0
         self.tensors = [t.requires_grad_(g) for t, g in zip(inputs.values(), self.takes_gradient)]
-        with torch.no_grad():
-            outputs = as_tuple(case.op.formula(*self.tensors))
-        self.upstream = [torch.randn(o.shape, device=device, dtype=o.dtype, generator=make.generator) for o in outputs]
+        self.names = [f"d {k}" for k, g in zip(inputs, self.takes_gradient) if g]
+        outputs = as_tuple(case.op.formula(*(t.detach().to("meta") for t in self.tensors)))
+        random = {"generator": make.generator} if upstream is torch.randn else {}
+        self.upstream = [upstream(o.shape, device=device, dtype=o.dtype, **random) for o in outputs]
         self.pristine = [t.detach().clone() for t in (*self.tensors, *self.upstream)]
 
     @property
@@ -229,6 +230,9 @@ class Problem:
         eager = self.checked_results(op.formula)
         self.dtypes = [t.dtype for t in eager]
         self.eager_errors = self.errors(eager)
+        if self.case.op.averaged:
+            count = self.case.op.averaged(*self.case.shape)
+            self.slack = torch.finfo(self.case.torch_dtype).eps / math.sqrt(count)
         if "torch" in op.providers:
             with suppress(Exception):  # reported when its own turn comes
                 aten = self.checked_results(op.providers["torch"]())
@@ -247,6 +251,11 @@ class Problem:
     def errors(self, results: Sequence[torch.Tensor]) -> list[float]:
         return [worst_error(got, truth) for got, truth in zip(results, self.truth)]
 
+    def error_records(self, provider: str, results: Sequence[torch.Tensor]) -> list[Record]:
+        key = {"kind": "error", **self.case.key, "provider": provider}
+        errors = [relative_error(got, truth) for got, truth in zip(results, self.truth)]
+        return [{**key, "pass": self.what(i), **summary([error])} for i, error in enumerate(errors)]
+
     def checked_results(self, call: Callable[..., Any]) -> list[torch.Tensor]:
         """Outputs, then gradients, of the right number and shapes."""
         self.restore()
@@ -262,15 +271,14 @@ class Problem:
 
     def what(self, index: int) -> str:
         outputs = len(self.upstream)
-        return f"output {index}" if index < outputs else f"gradient {index - outputs}"
+        return f"output {index}" if index < outputs else self.names[index - outputs]
 
-    def check(self, call: Callable[..., Any], strict: bool) -> list[WrongResult]:
+    def check(self, results: Sequence[torch.Tensor], strict: bool) -> list[WrongResult]:
         """Raises on a wrong result; one that is only less accurate than eager code is returned, unless `strict`."""
         complaints = []
-        errors = self.errors(self.checked_results(call))
-        for i, (error, eager, dtype) in enumerate(zip(errors, self.eager_errors, self.dtypes)):
+        for i, (error, eager, dtype) in enumerate(zip(self.errors(results), self.eager_errors, self.dtypes)):
             # The rule of the tests: 1.5 times the error of eager code, and one rounding.
-            allowed = 1.5 * eager + torch.finfo(dtype).eps
+            allowed = 1.5 * eager + torch.finfo(dtype).eps + (self.slack if i < len(self.upstream) else 0.0)
             if not error <= allowed:
                 wrong = not error <= self.other_function
                 verdict = "is wrong" if wrong else "is less accurate than eager code"
@@ -286,6 +294,11 @@ def worst_error(got: torch.Tensor, truth: torch.Tensor) -> float:
         return 0.0
     scale = truth.abs().amax(-1, keepdim=True) if truth.dim() else truth.abs()
     return ((got.double() - truth).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max().item()
+
+
+def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """Of the whole: |got - truth| / |truth| in the Euclidean norm."""
+    return ((got.double() - truth).norm() / truth.norm()).item()
 
 
 class Subject:
@@ -339,18 +352,22 @@ def summary(values: Sequence[float]) -> Record:
     return {"median": median, "q1": q1, "q3": q3, "samples": len(values)}
 
 
-def judge(kind: str, case: Case, records: Sequence[Record], must: Mapping[str, Bar]) -> list[Record]:
+def judge(
+    kind: str, case: Case, records: Sequence[Record], must: Mapping[str, Bar], provider: str = "ours"
+) -> list[Record]:
     """Ours against the bar of each pass; "within spread" where only its lower quartile meets it."""
     bars = []
     for pass_name, bar in must.items():
         here = {r["provider"]: r for r in records if r["pass"] == pass_name}
+        ours = here.get(provider)
         limit: float | None
         if isinstance(bar, Relative):
             peers = [here[p]["median"] for p in bar.providers if p in here]
             limit = bar.factor * min(peers) if peers else None
+        elif isinstance(bar, OfFloor):
+            limit = ours["floor"] / bar.share if ours else None
         else:
             limit = float(bar)
-        ours = here.get("ours")
         if ours is None:
             verdict = "NOT MEASURED"
         elif limit is None:
@@ -359,14 +376,23 @@ def judge(kind: str, case: Case, records: Sequence[Record], must: Mapping[str, B
             verdict = "pass"
         else:
             verdict = "within spread" if ours["q1"] <= limit else "FAIL"
-        bars.append({"kind": "bar", "of": kind, **case.key, "pass": pass_name, "must": limit,
-                     "from": str(bar) if isinstance(bar, Relative) else "", "verdict": verdict})  # fmt: skip
+        source = "" if isinstance(bar, (int, float)) else str(bar)
+        bars.append({"kind": "bar", "of": kind, **case.key, "provider": provider, "pass": pass_name, "must": limit,
+                     "from": source, "verdict": verdict})  # fmt: skip
     return bars
 
 
+def judge_errors(case: Case, records: Sequence[Record]) -> list[Record]:
+    ours = dict.fromkeys(r["provider"] for r in records if is_ours(r["provider"]))
+    return [bar for provider in ours for bar in judge("error", case, records, case.op.must_error, provider)]
+
+
 class Runner:
-    def __init__(self, clock: Clock, providers: Sequence[str], rounds: int, emit: Emit, tick: Callable[[str], None]):
-        self.clock, self.providers, self.rounds, self.emit, self.tick = clock, providers, rounds, emit, tick
+    def __init__(
+        self, clock: Clock, suite: str, providers: Sequence[str], rounds: int, emit: Emit, tick: Callable[[str], None]
+    ) -> None:
+        self.clock, self.suite, self.providers = clock, suite, providers
+        self.rounds, self.emit, self.tick = rounds, emit, tick
         self.ceiling: Record = {}
         gc.freeze()  # what the imports brought is not searched for garbage again and again
 
@@ -385,21 +411,37 @@ class Runner:
 
     def prepare(self, case: Case, kind: str) -> tuple[Problem, dict[str, Subject], dict[str, PathWitness]]:
         """The providers that are there and right on this case; the others leave a record that says why."""
-        problem = Problem(case, self.clock.device)
+        op = case.op
+        smaller = replace(case, shape=op.checked(*case.shape)) if op.checked else case
+        problem = Problem(smaller, self.clock.device)
         problem.learn_truth()
-        subjects, witnesses = {}, {}
-        for name in self.providers:
+        calls, witnesses, errors = {}, {}, []
+        asked = op.asked.get(self.suite, self.providers)
+        for name in (p for p in self.providers if concerns(op, p)):
             self.tick(f"{case.name} {'×'.join(map(str, case.shape))} {case.dtype}: checking {name}")
             with self.guard(case, kind, name):
-                call = load(case.op, name)
+                if name not in asked:
+                    raise Absent("not asked in this suite")
+                call = load(op, name)
                 witness = PathWitness(name, self.clock.device)
-                for complaint in problem.check(call, strict=name == "ours"):
-                    self.emit({"kind": "inaccurate", "of": kind, **case.key, "provider": name, **complaint.record})
-                witness.look()
-                subjects[name], witnesses[name] = Subject(problem, call), witness
+                if name != op.floor:
+                    results = problem.checked_results(call)
+                    if op.checked:
+                        errors += problem.error_records(name, results)
+                    for complaint in problem.check(results, strict=is_ours(name)):
+                        self.emit({"kind": "inaccurate", "of": kind, **case.key, "provider": name, **complaint.record})
+                    del results
+                    witness.look()
+                calls[name], witnesses[name] = call, witness
+        for record in (*errors, *judge_errors(smaller, errors)):
+            self.emit(record)
         problem.forget_truth()
+        if op.checked:
+            del problem
+            self.clock.release()
+            problem = Problem(case, self.clock.device, torch.ones)
         self.clock.release()
-        return problem, subjects, witnesses
+        return problem, {name: Subject(problem, call) for name, call in calls.items()}, witnesses
 
     @contextmanager
     def guard(self, case: Case, kind: str, name: str, subjects: dict[str, Subject] | None = None) -> Iterator[None]:
@@ -418,23 +460,24 @@ class Runner:
         start = turn % len(names) if names else 0
         return [*names[start:], *names[:start]]
 
-    def time(self, case: Case, must: Mapping[str, Bar], must_mib: Mapping[str, Bar]) -> None:
+    def time(self, case: Case, anchors: Sequence[Anchor]) -> None:
         with self.guard(case, "time", "every provider"):
-            self.time_subjects(case, must, must_mib, *self.prepare(case, "time"))
+            self.time_subjects(case, anchors, *self.prepare(case, "time"))
 
     def time_subjects(
-        self, case: Case, must: Mapping[str, Bar], must_mib: Mapping[str, Bar],
+        self, case: Case, anchors: Sequence[Anchor],
         problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness],
     ) -> None:  # fmt: skip
+        passes = case.op.passes
         times: dict[tuple[str, str], list[float]] = {}
         peaks: dict[tuple[str, str], int] = {}
         counts: dict[tuple[str, str], int] = {}
         for name in list(subjects):
             with self.guard(case, "time", name, subjects):
-                for pass_name in PASSES:
+                for pass_name in passes:
                     prepare, call = subjects[name].steps(pass_name)
                     with no_collection():
-                        self.clock.samples(prepare, call, WARMUP_CALLS)
+                        self.clock.samples(prepare, call, 1)
                         start = time.perf_counter()
                         self.clock.samples(prepare, call, WARMUP_CALLS)
                         cost = (time.perf_counter() - start) / WARMUP_CALLS
@@ -446,21 +489,29 @@ class Runner:
             self.tick(f"{case.name} {'×'.join(map(str, case.shape))} {case.dtype}: round {turn + 1}")
             for name in self.rotation(list(subjects), turn):
                 with self.guard(case, "time", name, subjects), no_collection():
-                    for pass_name in PASSES:
+                    for pass_name in passes:
                         problem.restore()
                         steps = subjects[name].steps(pass_name)
                         samples = self.clock.samples(*steps, counts[name, pass_name])
                         times.setdefault((name, pass_name), []).extend(samples)
         floors = self.floors(case)
+        floors |= {p: statistics.median(times[case.op.floor, p]) for p in passes if case.op.floor in subjects}
+        least = {}
+        if case.op.gradients:
+            least = {"full": {"least": case.op.gradients(case.torch_dtype.itemsize, *case.shape) / MIB}}
         paths = self.paths(case, "time", subjects, witnesses)
         records, memory = [], []
         for name in subjects:
-            for pass_name in PASSES:
+            for pass_name in passes:
                 key = {**case.key, "provider": name, "pass": pass_name, "path": paths[name]}
                 records.append({"kind": "time", "unit": "us", **key, **summary(times[name, pass_name]),
                                 "floor": floors[pass_name]})  # fmt: skip
-                memory.append({"kind": "memory", "unit": "MiB", **key, **summary([peaks[name, pass_name] / MIB])})
-        bars = [*judge("time", case, records, must), *judge("memory", case, memory, must_mib)]
+                memory.append({"kind": "memory", "unit": "MiB", **key, **summary([peaks[name, pass_name] / MIB]),
+                               **least.get(pass_name, {})})  # fmt: skip
+        bars = []
+        for anchor in anchors:
+            bars += judge("time", case, records, anchor.must, anchor.provider)
+            bars += judge("memory", case, memory, anchor.must_mib, anchor.provider)
         for record in (*records, *memory, *bars):
             self.emit(record)
 

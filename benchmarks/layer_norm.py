@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from benchmarks.norms import EPS, HOST, NO_SLOWER_THAN_EAGER, SHAPES
+from benchmarks.norms import CPU_ANCHORS, EPS, HOST, SHAPES
 from benchmarks.op import Absent, Anchor, Op
 
 
@@ -53,7 +53,7 @@ OP = Op(
     anchors=(
         Anchor((8192, 4096), "bfloat16", {"forward": 40, "full": 125}),
         Anchor((8192, 16384), "bfloat16", {"forward": 140, "full": 360}),
-        Anchor((4096, 4096), "float32", NO_SLOWER_THAN_EAGER, device="cpu"),
+        *CPU_ANCHORS,
     ),
     host=HOST,
 )

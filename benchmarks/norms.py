@@ -1,6 +1,6 @@
 """What the norms share: their sizes, and the cost of a call that they are held to."""
 
-from benchmarks.op import Host, Relative
+from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Host, Relative
 
 EPS = 1e-6
 
@@ -19,4 +19,6 @@ HOST = {
     "cuda": Host((16, 1024), "bfloat16", dict.fromkeys(("no-grad", "grad", "fwd+bwd"), Relative(1.1, ("torch",)))),
     "cpu": Host((4, 64), "float32", dict.fromkeys(("no-grad", "grad"), Relative(1.3, ("torch",)))),
 }
-NO_SLOWER_THAN_EAGER = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch", "hf")))
+CPU_ANCHORS = tuple(
+    Anchor((4096, 4096), dtype, NO_SLOWER_THAN_EAGER, device="cpu") for dtype in ("float32", "bfloat16", "float16")
+)

@@ -25,18 +25,32 @@ class Relative:
         return f"{self.factor:g} × {' or '.join(self.providers)}"
 
 
-Bar = float | Relative
+@dataclass(frozen=True)
+class OfFloor:
+    """A bar taken from the same run: the pass reaches this share of what its floor would allow."""
+
+    share: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g} % of the ceiling"
+
+
+Bar = float | Relative | OfFloor
+
+NO_SLOWER_THAN_EAGER = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch", "hf")))
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A case that ours must run no slower (µs) and no bigger (MiB above the inputs) than stated, by pass."""
+    """A case that ours (or a setting of it) must run no slower (µs) and no bigger (MiB above the inputs) than stated,
+    by pass."""
 
     shape: Shape
     dtype: str
     must: Mapping[str, Bar] = field(default_factory=dict)
     must_mib: Mapping[str, Bar] = field(default_factory=dict)
     device: str = "cuda"
+    provider: str = "ours"
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,17 @@ class Op:
     # Inputs that a model would drop after the call; they are passed so that no one else can see them.
     transient: frozenset[str] = frozenset()
     flops: Callable[..., tuple[int, int]] | None = None  # (*shape) -> matrix-unit operations forward, backward
+    floor: str | None = None  # a provider that does but what nobody can leave out: its time is the floor, where it ran
+    gradients: Callable[..., int] | None = None  # (element size, *shape) -> bytes of the gradients, the least peak
+    passes: tuple[str, ...] = ("forward", "backward", "full")
+    # (*shape) -> the smaller shape on which results are checked and their errors reported, with random upstream
+    # gradients. The case itself is then timed with upstream gradients of 1, which is what arrives for a loss.
+    checked: Callable[..., Shape] | None = None
+    # (*shape) -> how many values, rounded to the inputs' dtype on the way, an output is the mean of.
+    averaged: Callable[..., int] | None = None
+    must_error: Mapping[str, Bar] = field(default_factory=dict)  # of every setting of ours, by gradient ("d input")
+    asked: Mapping[str, Sequence[str]] = field(default_factory=dict)  # suite -> providers, where not all are
+    dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # suite -> dtypes, where not the suite's
     # Providers timed from import to first finished step, and the bar for ours in seconds by device.
     cold_start: tuple[str, ...] = ()
     cold_start_must: Mapping[str, float] = field(default_factory=dict)

@@ -11,8 +11,13 @@ import torch
 
 from benchmarks.op import Absent, Op
 
-PROVIDERS = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
-PACKAGES = ("liger-kernel", "quack-kernels", "transformers")
+# Asked about every op; an op's own providers may add to them.
+COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
+PROVIDERS = (
+    "three GEMMs", *COMMON[:4], "liger-sm90", "cut-cross-entropy", *COMMON[4:],
+    "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager",
+)  # fmt: skip
+PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers")
 # Compiling takes longer than everything else in a quick run without a GPU.
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}
 
@@ -22,6 +27,14 @@ def discover() -> dict[str, Op]:
     stems = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("__"))
     modules = {stem: importlib.import_module(f"{__package__}.{stem}") for stem in stems}
     return {stem: module.OP for stem, module in modules.items() if hasattr(module, "OP")}
+
+
+def is_ours(name: str) -> bool:
+    return name.split()[0] == "ours"
+
+
+def concerns(op: Op, name: str) -> bool:
+    return name in COMMON or name in op.providers
 
 
 def load(op: Op, name: str) -> Callable[..., Any]:
@@ -43,7 +56,7 @@ class PathWitness:
     """Which of our paths ran since the last look, by the library's own launch counts."""
 
     def __init__(self, provider: str, device: str) -> None:
-        self.active = provider == "ours"
+        self.active = is_ours(provider)
         self.expected = ("cpu",) if device == "cpu" else ("aot", "jit", "ptx")
         self.counts = self.read()
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import PROVIDERS, is_ours
 
 Record = dict[str, Any]
-COLORS = dict(zip(PROVIDERS, ("#888888", "#d0a060", "#7b68c8", "#3a8fd0", "#40a060", "#d03030")))
+COLORS = {
+    "three GEMMs": "#000000", "torch": "#888888", "hf": "#d0a060", "torch.compile": "#7b68c8",
+    "liger-kernel": "#3a8fd0", "liger-sm90": "#1f5f90", "cut-cross-entropy": "#c060b0", "quack": "#40a060",
+    "ours": "#d03030", "ours compact": "#e07830", "ours 16 chunks": "#e8a070", "ours 64 MiB": "#f0b830",
+    "ours eager": "#e07830",
+}  # fmt: skip
+FLOOR = "three GEMMs"
 LINE_STYLES = ("-", "--", ":")
 GRID_SHAPES = 16  # more shapes than this are drawn as a heat map
 LEGEND = (
     "Median (quartiles). × is time over the floor: the fewest bytes the pass can move, at the copy ceiling measured in "
-    "the same run. The fastest is bold. Forward runs without grad; full is forward and backward."
+    "the same run, or the operations of its matrix products at that of a large one, if longer; where three GEMMs were "
+    "measured, their time. The fastest is bold. Forward runs without grad; full is forward and backward."
 )
 
 
@@ -26,7 +34,7 @@ def size(shape: Sequence[int]) -> str:
 def number(value: float) -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def spread(record: Record) -> str:
@@ -51,25 +59,37 @@ def row_key(record: Record) -> tuple[str, str, str, str]:
     return record["op"], size(record["shape"]), record["dtype"], record["pass"]
 
 
+def limit_of(bar: Record) -> str:
+    limit = "" if bar["must"] is None else f"≤ {number(bar['must'])}"
+    return " = ".join(text for text in (limit, bar["from"]) if text)
+
+
+def joined(bars: Sequence[Record], text: Callable[[Record], str]) -> str:
+    """What all settings of ours have in common, or what each has."""
+    texts = {bar.get("provider", "ours"): text(bar) for bar in bars}
+    if len(set(texts.values())) <= 1:
+        return next(iter(texts.values()), "")
+    return "; ".join(t if provider == "ours" else f"{provider}: {t}" for provider, t in texts.items())
+
+
 def by_provider(records: Sequence[Record], bars: Sequence[Record], cell: Callable[[Record], str]) -> str:
     """One row for each case and pass, one column for each provider; what ours must be, where a bar was set."""
     asked = [p for p in PROVIDERS if any(r["provider"] == p for r in records)]
     paths = sorted({path for r in records if (path := r.get("path"))})
-    titles = [f"ours ({', '.join(paths)})" if p == "ours" and paths else p for p in asked]
+    titles = [f"{p} ({', '.join(paths)})" if is_ours(p) and paths else p for p in asked]
     floored = any("floor" in r for r in records)
     rows: dict[tuple, dict[str, Record]] = {}
     for r in records:
         rows.setdefault(row_key(r), {})[r["provider"]] = r
-    judged = {row_key(bar): bar for bar in bars}
+    judged: dict[tuple, list[Record]] = {}
+    for bar in bars:
+        judged.setdefault(row_key(bar), []).append(bar)
     out = []
     for key, found in rows.items():
-        best = number(min(r["median"] for r in found.values()))
+        best = number(min(r["median"] for p, r in found.items() if p != FLOOR))
         marks = {p: "**" if number(r["median"]) == best else "" for p, r in found.items()}
         cells = [marks[p] + cell(found[p]) + marks[p] if p in found else "–" for p in asked]
-        bar = ["", ""]
-        if key in judged:
-            limit, source, verdict = (judged[key][k] for k in ("must", "from", "verdict"))
-            bar = [" = ".join(t for t in ("" if limit is None else f"≤ {number(limit)}", source) if t), verdict]
+        bar = [joined(judged.get(key, ()), limit_of), joined(judged.get(key, ()), lambda bar: bar["verdict"])]
         floor = [number(next(iter(found.values()))["floor"])] if floored else []
         out.append([*key, *floor, *cells, *(bar if bars else [])])
     header = ["op", "shape", "dtype", "pass", *(["floor"] if floored else []), *titles]
@@ -122,6 +142,7 @@ def markdown(records: Sequence[Record], plots: Sequence[Path], plot_note: str) -
         ("host", "Host, µs to enqueue one call", spread),
         ("cold start", "Cold start, s from import to first finished step", spread),
         ("memory", "Peak memory above the inputs, MiB", spread),
+        ("error", "Error against fp64, |x - exact| / |exact|", spread),
     )
     for kind, title, cell in tables:
         if found := [r for r in records if r["kind"] == kind]:
@@ -145,11 +166,14 @@ def draw(records: Sequence[Record], stem: Path) -> tuple[list[Path], str]:
     except ImportError:
         return [], "No plots: matplotlib is not installed."
     matplotlib.use("Agg")
+    memory = [r for r in records if r["kind"] == "memory"]
     plots = []
+    swept = sweeps(memory)
+    plots += [draw_sweep(op, records, stem) for op in swept]
+    times, memory = ([r for r in found if r["op"] not in swept] for found in (times, memory))
     if len({tuple(r["shape"]) for r in times}) > GRID_SHAPES:
         plots.append(draw_heat_map(times, stem))
-    else:
-        memory = [r for r in records if r["kind"] == "memory"]
+    elif times:
         lines = [("time", times, lambda r: r["median"] / r["floor"], "time over floor"),
                  ("memory", memory, lambda r: r["median"], "peak MiB above the inputs")]  # fmt: skip
         plots += [draw_lines(found, value, label, stem, what) for what, found, value, label in lines]
@@ -171,6 +195,47 @@ def save(figure: Any, stem: Path, what: str) -> Path:
     return path
 
 
+def sweeps(memory: Sequence[Record]) -> list[str]:
+    """Ops of which a whole grid of tokens and classes was measured, and whose least memory is known."""
+    grids: dict[str, set] = {}
+    for r in memory:
+        if "least" in r:
+            grids.setdefault(r["op"], set()).add((r["shape"][0], r["shape"][-1]))
+    return [op for op, at in grids.items() if all(len({p[axis] for p in at}) > 2 for axis in (0, 1))]
+
+
+def draw_sweep(op: str, records: Sequence[Record], stem: Path) -> Path:
+    """One column for each number of classes: time over floor and memory over gradients by the number of tokens."""
+    full = [r for r in records if r.get("op") == op and r.get("pass") == "full" and "median" in r]
+    times = [r for r in full if r["kind"] == "time"]
+    memory = [r for r in full if r["kind"] == "memory"]
+    classes = sorted({r["shape"][-1] for r in times})
+    providers = [p for p in PROVIDERS if p != FLOOR and any(r["provider"] == p for r in times)]
+    figure, axes = panels(2, len(classes), 3.6, 3.0)
+    rows = ((times, "floor", "time over three GEMMs"), (memory, "least", "peak memory over gradients"))
+    for line, (found, unit, label) in zip(axes, rows):
+        for axis, n in zip(line, classes):
+            for p in providers:
+                points = sorted((r["shape"][0], r["median"] / r[unit]) for r in found
+                                if r["provider"] == p and r["shape"][-1] == n)  # fmt: skip
+                axis.plot(*zip(*points) if points else ((), ()), marker="o", ms=4, label=p, color=COLORS[p],
+                          lw=2.2 if p == "ours" else 1.3)  # fmt: skip
+            tokens = sorted({r["shape"][0] for r in found})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(tokens, [f"{t // 1024}k" if t >= 1024 else t for t in tokens], fontsize=8)
+            axis.set_xticks([], minor=True)
+            axis.axhline(1, color="black", lw=0.8)
+            top = max((r["median"] / r[unit] for r in found), default=1)
+            axis.set_ylim(0.9, max(1.2, min(4.0, math.ceil(10 * top + 0.5) / 10)))
+            axis.set_title(f"{n} classes", fontsize=9)
+            axis.set_ylabel(label, fontsize=8)
+            axis.set_xlabel("tokens", fontsize=8)
+            axis.tick_params(axis="y", labelsize=8)
+            axis.grid(alpha=0.3)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=8)
+    return save(figure, stem, f"{op}-sweep".replace("_", "-"))
+
+
 def draw_lines(records: list[Record], value: Callable[[Record], float], label: str, stem: Path, what: str) -> Path:
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -179,6 +244,9 @@ def draw_lines(records: list[Record], value: Callable[[Record], float], label: s
     for row, op in zip(axes, ops):
         for axis, pass_name in zip(row, ("forward", "full")):
             here = [r for r in records if r["op"] == op and r["pass"] == pass_name]
+            if not here:
+                axis.set_axis_off()
+                continue
             shapes = list(dict.fromkeys(size(r["shape"]) for r in here))
             dtypes = list(dict.fromkeys(r["dtype"] for r in here))
             for provider in (p for p in PROVIDERS if any(r["provider"] == p for r in here)):

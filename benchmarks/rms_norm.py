@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from benchmarks.norms import EPS, HOST, NO_SLOWER_THAN_EAGER, SHAPES
+from benchmarks.norms import CPU_ANCHORS, EPS, HOST, SHAPES
 from benchmarks.op import Anchor, Op
 
 
@@ -56,7 +56,7 @@ OP = Op(
         Anchor((8192, 16384), "bfloat16", {"forward": 133, "full": 350}),
         Anchor((8192, 4096), "bfloat16", {"forward": 38, "full": 115}),
         Anchor((16384, 1024), "bfloat16", {"forward": 22, "full": 100}),
-        Anchor((4096, 4096), "float32", NO_SLOWER_THAN_EAGER, device="cpu"),
+        *CPU_ANCHORS,
     ),
     host=HOST,
     cold_start=("torch", "liger-kernel", "ours"),

@@ -1,0 +1,291 @@
+"""Every causal language model of the installed transformers that builds from a tiny config, patched against unpatched.
+
+    python -m benchmarks.all_models [--types llama gemma2 ...] [--json FILE] [--markdown FILE]
+
+Each model runs in float32: the loss in training, its gradients, the evaluation logits and the tokens of a greedy
+`generate` must be the unpatched ones, or the model must be reported as left alone. Models run in worker processes, so
+that one that crashes or hangs does not end the sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+TINY = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_topk": 2,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    # other names for the same
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48, "d_model": 32, "num_layers": 2,
+    "num_heads": 4,
+    "ffn_dim": 48, "d_ff": 48, "n_layers": 2, "n_heads": 4, "word_embed_proj_dim": 32, "embedding_size": 32,
+    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2,
+    "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "ffn_hidden_size": 48, "sliding_window": 16,
+    "mamba_num_heads": 4, "mamba_n_heads": 8, "mamba_head_dim": 8, "mamba_d_head": 8, "mamba_expand": 2,
+    "state_size": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "lru_width": 32,
+    "block_types": ["recurrent", "attention"],
+}  # fmt: skip
+EVEN_IF_NONE = {"head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts"}
+# Where the sizes above contradict each other; None leaves the config's own.
+OVERRIDES = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "mamba2": {"num_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "codegen": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 4},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "reformer": {"is_decoder": True},
+    "xlnet": {"max_position_embeddings": None},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+COUNTED = ("agrees", "left alone", "differs", "does not run unpatched", "does not build")
+
+
+def model_types() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def sizes_for(default) -> dict:
+    """What makes a config of this class small."""
+    mine = OVERRIDES.get(default.model_type, {})
+    sizes = {}
+    for name, value in {**TINY, **mine}.items():
+        declared = getattr(type(default), name, None)
+        fixed = isinstance(declared, property) and declared.fset is None
+        present = hasattr(default, name) and (getattr(default, name) is not None or name in EVEN_IF_NONE)
+        if value is not None and not fixed and (present or name in mine):
+            sizes[name] = value
+    if "num_key_value_heads" in sizes and default.num_key_value_heads == getattr(default, "num_attention_heads", None):
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
+    declared = getattr(type(default), default.attribute_map.get("layer_types", "layer_types"), None)
+    if kinds and "layer_types" not in mine and not isinstance(declared, property):
+        sizes["layer_types"] = kinds
+        sizes["num_hidden_layers"] = len(kinds)
+    return sizes
+
+
+def tiny_config(model_type: str):
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(model_type)
+    text = getattr(default, "text_config", None)
+    if text is not None:
+        return type(default)(text_config={"model_type": text.model_type, **sizes_for(text)})
+    return type(default)(**sizes_for(default))
+
+
+def build(model_type: str):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **options).parameters())
+    if count > 120e6:
+        raise ValueError(f"the tiny config leaves it {count} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, **options)
+    for p in model.parameters():  # norms that start at one, biases at zero, would agree with anything
+        if p.dim() <= 1:
+            p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def nodes(loss) -> set[str]:
+    """The names of the autograd graph's nodes."""
+    seen, waiting = {}, [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and id(node) not in seen:
+            seen[id(node)] = node
+            waiting += [following for following, _ in node.next_functions]
+    return {node.name() for node in seen.values()}
+
+
+def measure(model, ids) -> dict:
+    import torch
+
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = model(input_ids=ids, labels=ids).loss
+    fused = "fused_linear_cross_entropy" in nodes(loss)
+    loss.backward()
+    out = {
+        "fused": fused,
+        "loss": loss.detach(),
+        **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    }
+    model.eval()
+    with torch.no_grad():
+        out["logits"] = model(input_ids=ids).logits
+        if model.can_generate():
+            out["tokens"] = model.generate(ids[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return out
+
+
+def compare(model_type: str) -> dict:
+    import torch
+
+    from liger_ops.transformers import apply_liger_kernel, unpatch
+
+    result = {"model_type": model_type, "outcome": "", "detail": "", "replaced": {}, "left_alone": {}}
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
+    try:
+        model = build(model_type)
+    except Exception as error:
+        return result | {"outcome": "does not build", "detail": f"{type(error).__name__}: {error}"[:200]}
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    try:
+        before, again = measure(model, ids), measure(model, ids)
+        before.pop("fused"), again.pop("fused")
+    except Exception as error:
+        return result | {"outcome": "does not run unpatched", "detail": f"{type(error).__name__}: {error}"[:200]}
+    noise = difference(before, again)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = apply_liger_kernel(model)
+    for name, rows in (("replaced", report.replaced), ("left_alone", report.left_alone)):
+        result[name] = dict(collections.Counter(f"{r.kind}: {r.replacement or r.reason}" for r in rows))
+    if not report.replaced:
+        return result | {"outcome": "left alone", "detail": "; ".join(result["left_alone"])}
+    try:
+        after = measure(model, ids)
+    except Exception as error:
+        return result | {"outcome": "differs", "detail": f"{type(error).__name__}: {error}"[:300]}
+    if not after.pop("fused"):  # its own code asked for more than a loss, and got logits
+        result["replaced"] = {k: n for k, n in result["replaced"].items() if not k.startswith("loss")}
+        result["left_alone"]["loss: its forward needs the logits"] = 1
+    worst, where = difference(before, after)
+    unpatch(model)
+    restored = measure(model, ids)
+    restored.pop("fused")
+    restored = difference(before, restored)[0]
+    # Models that draw numbers differ from themselves.
+    agrees = worst <= max(1e-3, 2 * noise) and restored <= max(1e-6, 2 * noise)
+    detail = "" if agrees else f"{where} by {worst:.2g}, from run to run {noise:.2g}, after unpatching {restored:.2g}"
+    return result | {"outcome": "agrees" if agrees else "differs", "detail": detail, "worst": worst, "noise": noise}
+
+
+def difference(a: dict, b: dict) -> tuple[float, str]:
+    """The largest difference of any tensor, relative to the tensor's largest value, and its name."""
+    if a.keys() != b.keys():
+        return float("inf"), f"results {sorted(a.keys() ^ b.keys())[:3]}"
+    worst = (0.0, "")
+    top = max(
+        [float(t.abs().max()) for n, t in a.items() if n not in ("loss", "logits", "tokens") and t.numel()] or [0.0]
+    )
+    for name, x in a.items():
+        y = b[name]
+        if x.shape != y.shape:
+            return float("inf"), name
+        if not x.numel():
+            continue
+        # A gradient that is zero but for rounding is measured against the others.
+        scale = max(float(x.abs().max()), 0.0 if name in ("loss", "logits", "tokens") else 1e-3 * top, 1e-9)
+        gap = float((x.double() - y.double()).abs().nan_to_num(0.0 if x.isnan().any() else float("inf")).max()) / scale
+        worst = max(worst, (gap, name))
+    return worst
+
+
+def work(types: list[str]) -> None:
+    for model_type in types:
+        print(json.dumps({"started": model_type}), flush=True)
+        print(json.dumps(compare(model_type)), flush=True)
+
+
+def sweep(types: list[str], batch: int = 12, seconds: int = 600) -> list[dict]:
+    results, waiting = [], list(types)
+    while waiting:
+        chunk, started, done = waiting[:batch], None, []
+        command = [sys.executable, "-m", "benchmarks.all_models", "--work", *chunk]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            output, end = run.stdout, f"exit code {run.returncode}: {run.stderr.strip().splitlines()[-1:]}"
+        except subprocess.TimeoutExpired as late:
+            output, end = (late.stdout or b"").decode(), f"no answer in {seconds} s"
+        for line in output.splitlines():
+            if line.startswith("{"):
+                entry = json.loads(line)
+                started = entry.get("started", started)
+                if "outcome" in entry:
+                    done.append(entry)
+        crashed = [t for t in chunk[len(done) :] if t == started]
+        done += [
+            {"model_type": t, "outcome": "does not build", "detail": end, "replaced": {}, "left_alone": {}}
+            for t in crashed
+        ]
+        if not done:
+            raise SystemExit(f"all_models: the worker did not start: {end}")
+        results += done
+        waiting = waiting[len(done) :]
+        print(f"[{len(results):3}/{len(types)}] {done[-1]['model_type']}", file=sys.stderr, flush=True)
+    return results
+
+
+def markdown(results: list[dict]) -> str:
+    import torch
+    import transformers
+
+    counts = collections.Counter(r["outcome"] for r in results)
+    agreeing = [{op.split(": ")[1] for op in r["replaced"]} for r in results if r["outcome"] == "agrees"]
+    ops = collections.Counter(op for used in agreeing for op in used)
+    lines = [
+        f"{len(results)} causal language models of transformers {transformers.__version__}, torch {torch.__version__}:",
+        ", ".join(f"{counts[c]} {c}" for c in COUNTED if counts[c]) + ".",
+        "Of those that agree, " + ", ".join(f"{n} use {op}" for op, n in ops.most_common()) + ".",
+        "", "| model type | outcome | replaced | left alone |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for r in results:
+        cells = [", ".join(f"{k} × {v}" for k, v in r[name].items()) for name in ("replaced", "left_alone")]
+        detail = f": {r['detail']}" if r["detail"] and r["outcome"] != "left alone" else ""
+        lines.append(f"| {r['model_type']} | {r['outcome']}{detail} | {cells[0]} | {cells[1]} |".replace("\n", " "))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.all_models", description=__doc__)
+    parser.add_argument("--types", nargs="*")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--work", nargs="*", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments.work)
+        return
+    results = sweep(arguments.types or model_types())
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    text = markdown(results)
+    if arguments.markdown:
+        arguments.markdown.write_text(text + "\n")
+    print(text)
+    sys.exit(any(r["outcome"] == "differs" for r in results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""cross_entropy_(logits: (rows, classes), target: (rows,)): the loss, and its gradient over the logits"""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.cross_entropy import formula, inputs, liger_kernel
+from benchmarks.op import Anchor, OfFloor, Op
+
+LOGITS = 1 << 29
+# Vocabularies of Llama 2 and 3, GPT-2 (no multiple of anything), Qwen2 and Gemma.
+SHAPES = [(LOGITS // classes, classes) for classes in (32000, 50257, 65536, 128256, 151936, 262144)]
+
+
+def traffic(size, rows, classes):
+    return rows * classes * size, rows * classes * size  # logits in; their gradient out
+
+
+def aten():
+    return F.cross_entropy
+
+
+def ours():
+    import liger_ops  # noqa: F401
+
+    return torch.ops.liger.cross_entropy_.default
+
+
+OP = Op(
+    dims=("rows", "classes"),
+    inputs=inputs,
+    formula=formula,
+    traffic=traffic,
+    providers={"torch": aten, "liger-kernel": liger_kernel, "ours": ours},
+    shapes={
+        "quick-cpu": [(256, 32000)],
+        "quick": [(1024, 32000), (1024, 50257)],
+        "full": SHAPES,
+    },
+    # Forward makes the gradient, and finds it done for a loss that nothing multiplies.
+    passes=("full",),
+    checked=lambda rows, classes: (min(rows, 1024), classes),
+    constants=frozenset({"target"}),
+    transient=frozenset({"logits"}),
+    anchors=tuple(Anchor(shape, "bfloat16", {"full": OfFloor(0.85)}, {"full": 1}) for shape in SHAPES),
+)

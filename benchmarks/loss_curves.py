@@ -1,0 +1,257 @@
+"""python -m benchmarks.loss_curves: the same training with eager cross entropy and with fused_linear_cross_entropy.
+
+A small Llama learns a fixed Markov chain in bf16 from the same weights and batches. Eager runs differ among themselves
+too, for rounding alone: the head's classes in another order, which changes no loss and no gradient but the order in
+which they are summed. Ours, whatever its chunks, should stay as close to eager as those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import liger_ops  # noqa: F401
+from benchmarks.fused_linear_cross_entropy import budget_for_chunks
+from benchmarks.machine import describe, slug
+
+RESULTS = Path(__file__).parent / "results"
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, head, targets)
+CHUNKS = 16
+SUCCESSORS = 4  # of every class in the chain
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    vocabulary: int
+    batch: int
+    sequence: int
+
+
+SIZES = {
+    "cpu": Size(layers=2, hidden=64, heads=4, intermediate=176, vocabulary=1024, batch=4, sequence=64),
+    "cuda": Size(layers=4, hidden=1024, heads=16, intermediate=2816, vocabulary=128256, batch=8, sequence=1024),
+}
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+class Layer(nn.Module):
+    def __init__(self, s: Size) -> None:
+        super().__init__()
+        self.heads = s.heads
+        self.before_attention, self.before_mlp = RmsNorm(s.hidden), RmsNorm(s.hidden)
+        self.qkv = nn.Linear(s.hidden, 3 * s.hidden, bias=False)
+        self.out = nn.Linear(s.hidden, s.hidden, bias=False)
+        self.gate_up = nn.Linear(s.hidden, 2 * s.intermediate, bias=False)
+        self.down = nn.Linear(s.intermediate, s.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        q, k, v = (
+            t.view(batch, sequence, self.heads, -1).transpose(1, 2)
+            for t in self.qkv(self.before_attention(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, sequence, hidden))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    """Up to the hidden states that the head takes: the loss is for the caller to choose."""
+
+    def __init__(self, s: Size) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(s.vocabulary, s.hidden)
+        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
+        self.norm = RmsNorm(s.hidden)
+        self.head = nn.Linear(s.hidden, s.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        width = s.hidden // s.heads
+        turns = torch.outer(torch.arange(s.sequence), 1e4 ** (-torch.arange(0, width, 2) / width)).repeat(1, 2)
+        self.register_buffer("cos", turns.cos(), persistent=False)
+        self.register_buffer("sin", turns.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return self.norm(x)
+
+
+class Chain:
+    """Every class is followed by one of a few, of which the first is the likeliest."""
+
+    def __init__(self, s: Size, seed: int, device: str) -> None:
+        self.s = s
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device = device
+        # Few classes are common, as in text: else most are never seen twice in a short training.
+        self.common = min(s.vocabulary, 512)
+        self.classes = torch.randperm(s.vocabulary, generator=self.generator, device=device)[: self.common]
+        shape = (self.common, SUCCESSORS)
+        self.next = torch.randint(self.common, shape, generator=self.generator, device=device)
+        self.odds = torch.tensor([8.0, 4.0, 2.0, 1.0], device=device)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        state = torch.randint(self.common, (self.s.batch,), generator=self.generator, device=self.device)
+        chosen = [state]
+        for _ in range(self.s.sequence):
+            way = torch.multinomial(self.odds, self.s.batch, True, generator=self.generator)
+            state = self.next[state, way]
+            chosen.append(state)
+        tokens = self.classes[torch.stack(chosen, 1)]
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def eager(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(hidden.flatten(0, -2), head)
+    return F.cross_entropy(logits.float(), target.flatten())
+
+
+def eager_in_another_order(seed: int) -> Loss:
+    """Classes permuted, and targets with them."""
+
+    def loss(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
+        generator = torch.Generator(head.device).manual_seed(seed)
+        order = torch.randperm(len(head), generator=generator, device=head.device)
+        logits = F.linear(hidden.flatten(0, -2), head[order])
+        return F.cross_entropy(logits.float(), order.argsort()[target.flatten()])
+
+    return loss
+
+
+def ours(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    return torch.ops.liger.fused_linear_cross_entropy(hidden, head, target)
+
+
+def ours_in_chunks(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
+    budget = budget_for_chunks(CHUNKS, target.numel(), hidden.shape[-1], len(head), hidden.dtype)
+    return torch.ops.liger.fused_linear_cross_entropy(hidden, head, target, memory_budget=budget)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    warm = min(1.0, (step + 1) / max(1, steps // 10))
+    return 3e-3 * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def train(s: Size, loss_of: Loss, steps: int, seed: int, device: str) -> list[float]:
+    torch.manual_seed(seed)
+    model = Llama(s).to(device, torch.bfloat16)
+    chain = Chain(s, seed, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
+    losses = []
+    for step in range(steps):
+        tokens, target = chain.batch()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        loss = loss_of(model(tokens), model.head.weight, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).float().tolist()
+
+
+def distance(a: list[float], b: list[float]) -> dict[str, float]:
+    away = [abs(x - y) for x, y in zip(a, b)]
+    return {"largest": max(away), "step": away.index(max(away)), "mean": sum(away) / len(away), "last": away[-1]}
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), layout="constrained", sharex=True)
+    first = curves["eager"]
+    for name, losses in curves.items():
+        is_ours = name.startswith("ours")
+        style = {"color": ("#d03030", "#f0b830")["chunks" in name], "lw": 1.6} if is_ours else {"lw": 1.0}
+        top.plot(losses, label=name, **style)
+        if name != "eager":
+            bottom.plot([abs(x - y) for x, y in zip(losses, first)], label=name, **style)
+    top.set_ylabel("loss")
+    bottom.set_ylabel("|loss - loss of eager|")
+    bottom.set_yscale("symlog", linthresh=1e-4)
+    bottom.set_xlabel("step")
+    top.legend(fontsize=8)
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--orders", type=int, default=2, help="eager runs with classes in another order, 1 or more")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    args = parser.parse_args()
+    size = SIZES[args.device]
+    losses: dict[str, Loss] = {"eager": eager}
+    losses |= {f"eager, order {i + 1}": eager_in_another_order(i + 1) for i in range(args.orders)}
+    losses |= {"ours": ours, f"ours, {CHUNKS} chunks": ours_in_chunks}
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"{slug(args.device)}-loss-curves"
+    record: dict[str, Any] = describe(args.device) | {"steps": args.steps, "seed": args.seed, **vars(size)}
+    curves: dict[str, list[float]] = {}
+    away: dict[str, dict[str, float]] = {}
+    for name, loss in losses.items():
+        curves[name] = train(size, loss, args.steps, args.seed, args.device)
+        away[name] = distance(curves[name], curves["eager"])
+        far = away[name]
+        print(f"{name:16} first {curves[name][0]:.4f}, last {curves[name][-1]:.4f}; from eager: "
+              f"at most {far['largest']:.2e} (step {far['step']}), {far['mean']:.2e} on average", flush=True)  # fmt: skip
+    eagers = [curve for name, curve in curves.items() if name.startswith("eager")]
+    apart = [distance(a, b) for a, b in combinations(eagers, 2)]
+    noise = {key: max(far[key] for far in apart) for key in ("largest", "mean")}
+    # The rule of the tests: 1.5 times what eager code makes.
+    verdicts = {
+        name: "within" if all(far[key] <= 1.5 * noise[key] for key in noise) else "OUTSIDE"
+        for name, far in away.items() if name.startswith("ours")
+    }  # fmt: skip
+    print(f"any two eager runs: at most {noise['largest']:.2e} apart, {noise['mean']:.2e} on average")
+    for name, verdict in verdicts.items():
+        print(f"{name}: {verdict} 1.5 times that")
+    record |= {"curves": curves, "from eager": away, "eager apart": noise, "verdicts": verdicts}
+    stem.with_suffix(".json").write_text(json.dumps(record, ensure_ascii=False) + "\n")
+    try:
+        draw(curves, stem.with_suffix(".png"))
+    except ImportError:
+        print("No plot: matplotlib is not installed.")
+    return int("OUTSIDE" in verdicts.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

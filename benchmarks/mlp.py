@@ -1,0 +1,59 @@
+"""A Llama MLP, down(act(gate(x)) * up(x)), compiled: its middle left to Inductor, or one operator of ours."""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.op import Anchor, Op, Relative
+
+
+NO_SLOWER_THAN_INDUCTOR = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch.compile",)))
+
+
+def inputs(make, tokens, hidden, intermediate):
+    def weight(outs, ins):
+        return make.normal(outs, ins).mul_(ins**-0.5)
+
+    return {
+        "x": make.normal(tokens, hidden),
+        "gate": weight(intermediate, hidden),
+        "up": weight(intermediate, hidden),
+        "down": weight(hidden, intermediate),
+    }
+
+
+def traffic(size, tokens, hidden, intermediate):
+    read = (tokens * hidden + 3 * hidden * intermediate) * size
+    return read, 2 * read
+
+
+def flops(tokens, hidden, intermediate):
+    products = 3 * 2 * tokens * hidden * intermediate
+    return products, 2 * products
+
+
+def mlp(gated):
+    return lambda x, gate, up, down: F.linear(gated(F.linear(x, gate), F.linear(x, up)), down)
+
+
+def mlp_op(formula, load_ours):
+    """formula: (gate, up) -> act(gate) * up, as for the op alone."""
+    return Op(
+        dims=("tokens", "hidden", "intermediate"),
+        inputs=inputs,
+        formula=mlp(formula),
+        traffic=traffic,
+        flops=flops,
+        providers={
+            # The case's torch.compile has reset the caches; resetting them again would throw its code away.
+            "ours": lambda: torch.compile(mlp(load_ours()), dynamic=False),
+            "ours eager": lambda: mlp(load_ours()),
+        },
+        shapes={
+            "quick": [(2048, 2048, 5504)],
+            "full": [(8192, 4096, 11008), (8192, 4096, 14336), (8192, 3584, 18944)],
+        },
+        dtypes={"full": ("bfloat16",)},
+        anchors=(
+            Anchor((8192, 4096, 14336), "bfloat16", NO_SLOWER_THAN_INDUCTOR),
+        ),
+    )

@@ -1,0 +1,298 @@
+"""Whole training steps of Hugging Face models: as they are, compiled, and with kernels put in.
+
+    python -m benchmarks.training --models llama qwen2 --providers hf,compile,liger,ours,ours-compile --out DIR
+    python -m benchmarks.training --tiny --out DIR        (anywhere, in a minute)
+
+Some layers of each model's shape, random weights, bf16, SDPA, fused AdamW. Every run has a process of its own, so that
+one that fails does not end the others; what it measured is written at once. The losses of the first steps are compared
+with those of the unpatched model. Writes training.jsonl, training.md and training.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.machine import describe
+from benchmarks.report import grid
+
+PROVIDERS = {
+    "hf": "HF eager",
+    "compile": "HF + torch.compile",
+    "liger": "liger-kernel",
+    "liger-compile": "liger-kernel + torch.compile",
+    "ours": "ours",
+    "ours-compile": "ours + torch.compile",
+}
+DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
+COMPARED_STEPS = 4
+
+
+class Shape(NamedTuple):
+    model_type: str
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    batch: int
+    head_size: int | None = None
+
+
+MODELS = {
+    "llama": Shape("llama", 4096, 14336, 128256, 32, 8, batch=8),
+    "qwen2": Shape("qwen2", 3584, 18944, 152064, 28, 4, batch=8),
+    "gemma": Shape("gemma", 3072, 24576, 256000, 16, 16, batch=4, head_size=256),
+    "mistral": Shape("mistral", 4096, 14336, 32000, 32, 8, batch=8),
+    "phi3": Shape("phi3", 3072, 8192, 32064, 32, 32, batch=8),
+}
+
+
+def tiny(shape: Shape) -> Shape:
+    return shape._replace(
+        hidden=64,
+        intermediate=128,
+        vocabulary=1024,
+        heads=4,
+        kv_heads=2,
+        batch=2,
+        head_size=16 if shape.head_size else None,
+    )
+
+
+# ---- One run
+
+
+def build(shape: Shape, layers: int, length: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = dict(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        num_hidden_layers=layers,
+        max_position_embeddings=max(length, 2048),
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    if shape.head_size:
+        sizes["head_dim"] = shape.head_size
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = AutoConfig.for_model(shape.model_type, **sizes)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def prepare(model: torch.nn.Module, provider: str) -> Any:
+    if provider.startswith("liger"):
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    if provider.startswith("ours"):
+        from liger_ops.transformers import apply_liger_kernel
+
+        print(apply_liger_kernel(model), file=sys.stderr)
+    return torch.compile(model) if provider.endswith("compile") else model
+
+
+def resident_peak() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    shape = tiny(MODELS[arguments.model]) if arguments.tiny else MODELS[arguments.model]
+    batch, device = arguments.batch or shape.batch, arguments.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = build(shape, arguments.layers, arguments.length, device, dtype)
+    model.train()
+    forward = prepare(model, arguments.provider)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(3, shape.vocabulary, (COMPARED_STEPS, batch, arguments.length), generator=generator).to(device)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def step(i: int) -> torch.Tensor:
+        ids = data[i % COMPARED_STEPS]
+        loss = forward(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    synchronize()
+    start = time.perf_counter()
+    losses = [step(0)]
+    synchronize()
+    first = time.perf_counter() - start
+    losses += [step(i) for i in range(1, COMPARED_STEPS)]
+    synchronize()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for i in range(arguments.steps):
+        start = time.perf_counter()
+        step(i)
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "step_seconds": statistics.median(seconds),
+        "tokens_per_second": batch * arguments.length / statistics.median(seconds),
+        "first_step_seconds": first,
+        "peak_gib": (torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak()) / 2**30,
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+# ---- All of them
+
+
+def run_apart(model: str, provider: str, batch: int | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.training", "--worker", "--model", model, "--provider", provider]
+    command += ["--layers", arguments.layers, "--length", arguments.length, "--steps", arguments.steps]
+    command += [
+        "--device",
+        arguments.device,
+        *(["--batch", batch] if batch else []),
+        *(["--tiny"] if arguments.tiny else []),
+    ]
+    shape = tiny(MODELS[model]) if arguments.tiny else MODELS[model]
+    record: dict[str, Any] = {
+        "kind": "training", "model": model, "provider": provider, "batch": batch or shape.batch,
+        "length": arguments.length, "layers": arguments.layers,
+    }  # fmt: skip
+    # Fragments that no block fits into would count against whoever frees most.
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    try:
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=arguments.timeout, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return {**record, "error": f"no result in {arguments.timeout} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {**record, "error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
+    return {**record, **json.loads(lines[-1])}
+
+
+def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
+    """The largest difference of a loss from the unpatched model's."""
+    for other in records:
+        same = all(other[k] == record[k] for k in ("model", "batch", "length", "layers"))
+        if same and other["provider"] == "hf" and "losses" in other and "losses" in record:
+            return max(abs(a - b) for a, b in zip(record["losses"], other["losses"]))
+    return None
+
+
+def summary(record: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
+    head = [record["model"], str(record["batch"]), PROVIDERS[record["provider"]]]
+    if "error" in record:
+        return [*head, record["error"].replace("|", "/"), "", "", ""]
+    gap = loss_gap(record, records)
+    return [
+        *head, f"{record['tokens_per_second']:.0f}", f"{record['peak_gib']:.1f}", f"{record['first_step_seconds']:.1f}",
+        "" if gap is None else f"{gap:.1e}",
+    ]  # fmt: skip
+
+
+def markdown(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    facts = ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "packages") and v not in (None, ""))
+    shape = records[0] if records else {"layers": 0, "length": 0}
+    header = ["model", "batch", "provider", "tok/s", "peak GiB", "first step s", "largest loss difference from HF"]
+    return (
+        f"# Whole training steps\n\n{shape['layers']} layers of each model's shape, sequences of {shape['length']}. "
+        f"{facts}.\n\n" + grid(header, [summary(r, records) for r in records]) + "\n"
+    )
+
+
+def draw(records: list[dict[str, Any]], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    good = [r for r in records if "error" not in r]
+    models = list(dict.fromkeys(r["model"] for r in good))
+    if not models:
+        return
+    figure, axes = pyplot.subplots(2, len(models), figsize=(4 * len(models), 7), squeeze=False, layout="constrained")
+    for column, model in enumerate(models):
+        mine = [r for r in good if r["model"] == model]
+        batches = sorted({r["batch"] for r in mine})
+        providers = [p for p in PROVIDERS if any(r["provider"] == p for r in mine)]
+        for row, (field, unit) in enumerate((("tokens_per_second", "tok/s"), ("peak_gib", "peak GiB"))):
+            axis = axes[row][column]
+            for i, provider in enumerate(providers):
+                found = {r["batch"]: r[field] for r in mine if r["provider"] == provider}
+                places = [b + (i - len(providers) / 2) * 0.8 / len(providers) for b in range(len(batches))]
+                axis.bar(places, [found.get(b, 0) for b in batches], 0.8 / len(providers), label=PROVIDERS[provider])
+            axis.set(ylabel=unit, xlabel="batch", title=model if row == 0 else None)
+            axis.set_xticks(range(len(batches)), map(str, batches))
+    axes[0][0].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama", "qwen2", "gemma", "mistral"])
+    parser.add_argument("--providers", default=DEFAULT_PROVIDERS, help=f"of {','.join(PROVIDERS)}")
+    parser.add_argument("--batches", nargs="+", type=int, help="default: 8, and 4 for Gemma")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds that one run may take")
+    parser.add_argument("--out", type=Path, default=Path("training"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    for name, kind in (("--model", str), ("--provider", str), ("--batch", int)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.layers = arguments.layers or (2 if arguments.tiny else 8)
+    arguments.length = arguments.length or (64 if arguments.tiny else 2048)
+    if arguments.worker:
+        print(json.dumps(measure(arguments)))
+        return
+    providers = arguments.providers.split(",")
+    unknown = [p for p in providers if p not in PROVIDERS]
+    if unknown:
+        parser.error(f"--providers must be of {','.join(PROVIDERS)} (got {','.join(unknown)})")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = describe(arguments.device)
+    jobs = [(m, b, p) for m in arguments.models for b in arguments.batches or [None] for p in providers]
+    records: list[dict[str, Any]] = []
+    with open(arguments.out / "training.jsonl", "w") as log:
+        print(json.dumps(machine), file=log, flush=True)
+        for done, (model, batch, provider) in enumerate(jobs, 1):
+            records.append(run_apart(model, provider, batch, arguments))
+            print(json.dumps(records[-1]), file=log, flush=True)
+            print(f"[{done}/{len(jobs)}] " + "  ".join(summary(records[-1], records)), file=sys.stderr, flush=True)
+    text = markdown(machine, records)
+    (arguments.out / "training.md").write_text(text)
+    draw(records, arguments.out / "training.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

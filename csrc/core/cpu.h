@@ -46,6 +46,27 @@ inline int64_t cpu_sum_ranges(int64_t rows, int64_t n) {
   return std::max(cpu_ranges(rows, n), (rows + kRowsPerSum - 1) / kRowsPerSum);
 }
 
+/// A gradient's sum over rows, in the compute type: one share a range, added up in the end. Undefined: not needed.
+class ColumnShares {
+ public:
+  ColumnShares(bool needed, int64_t ranges, int64_t n, const at::TensorOptions& options) : n_(n) {
+    // A single share is the sum.
+    if (needed) shares_ = ranges == 1 ? at::zeros({n}, options) : at::zeros({ranges, n}, options);
+  }
+  template <class C>
+  C* of(int64_t range) const {
+    return shares_.defined() ? shares_.data_ptr<C>() + range * n_ : nullptr;
+  }
+  at::Tensor sum(at::ScalarType type) const {
+    if (!shares_.defined()) return {};
+    return (shares_.dim() == 1 ? shares_ : shares_.sum(0)).to(type);
+  }
+
+ private:
+  int64_t n_;
+  at::Tensor shares_;
+};
+
 /// Columns that one fp32 sum runs over at a stretch: longer rows add up several in double, for the same reason.
 constexpr int64_t kColumnsPerSum = 1024;
 

@@ -243,8 +243,9 @@ Gradients backward_cpu(
   auto walk = core::walk_rows<3>(kOp, {&lead, &dy, &x});
   bool needs_parameters = needs_dweight || needs_dbias;
   int64_t ranges = needs_parameters ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
-  // (2, ranges, n): shares of dweight, then of dbias.
-  Tensor sums = needs_parameters ? at::zeros({2, ranges, walk.n}, statistics.options()) : Tensor();
+  // The rows' code fills both or neither.
+  core::ColumnShares dweight(needs_parameters, ranges, walk.n, statistics.options());
+  core::ColumnShares dbias(needs_parameters, ranges, walk.n, statistics.options());
   if (x.numel() > 0) {
     Tensor weight = contiguous_or_undefined(weight_in);
     weight = weight.defined() ? weight.to(statistics.scalar_type()) : at::ones({walk.n}, statistics.options());
@@ -256,13 +257,11 @@ Gradients backward_cpu(
           dy.const_data_ptr<T>(), x.const_data_ptr<T>(), weight.const_data_ptr<C>(), means, means + walk.rows,
           core::data_or_null<T>(dx), walk};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        C* dweight = needs_parameters ? sums.data_ptr<C>() + range * walk.n : nullptr;
-        backward_rows(a, dweight, needs_parameters ? dweight + ranges * walk.n : nullptr, begin, end);
+        backward_rows(a, dweight.of<C>(range), dbias.of<C>(range), begin, end);
       });
     });
   }
-  auto total = [&](bool needed, int64_t which) { return needed ? sums[which].sum(0).to(parameters) : Tensor(); };
-  return {dx, total(needs_dweight, 0), total(needs_dbias, 1)};
+  return {dx, needs_dweight ? dweight.sum(parameters) : Tensor(), needs_dbias ? dbias.sum(parameters) : Tensor()};
 }
 
 // ---- CUDA

@@ -224,7 +224,7 @@ std::tuple<Tensor, Tensor> backward_cpu(
   Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
   auto walk = core::walk_rows<4>("rms_norm", {&lead, &dy, &ds, &x});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
-  Tensor sums = needs_dweight ? at::zeros({ranges, walk.n}, rstd.options()) : Tensor();
+  core::ColumnShares dweight(needs_dweight, ranges, walk.n, rstd.options());
   if (x.numel() > 0) {
     Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
     core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
@@ -234,11 +234,11 @@ std::tuple<Tensor, Tensor> backward_cpu(
           dy.const_data_ptr<T>(), core::data_or_null<T>(ds), x.const_data_ptr<T>(), scaled.const_data_ptr<C>(),
           rstd.const_data_ptr<C>(), core::data_or_null<T>(dx), walk, rounds_first(casting_mode) && weight.defined()};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        backward_rows(a, sums.defined() ? sums.data_ptr<C>() + range * walk.n : nullptr, begin, end);
+        backward_rows(a, dweight.of<C>(range), begin, end);
       });
     });
   }
-  return {dx, needs_dweight ? sums.sum(0).to(weight.scalar_type()) : Tensor()};
+  return {dx, needs_dweight ? dweight.sum(weight.scalar_type()) : Tensor()};
 }
 
 }  // namespace

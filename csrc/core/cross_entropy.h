@@ -202,9 +202,10 @@ struct RowBuffers {
     if (!o.reduced()) return;
     const bool z_rows = wanted.metrics || o.lse_square_scale != 0;
     scratch = at::empty({1 + z_rows + wanted.metrics, rows}, results.loss.options());
-    out.loss = at(scratch[0]);
-    out.z_loss = z_rows ? at(scratch[1]) : nullptr;
-    out.accuracy = wanted.metrics ? at(scratch[2]) : nullptr;
+    const int64_t bytes = rows * int64_t(scratch.element_size());
+    out.loss = at(scratch);
+    out.z_loss = z_rows ? out.loss + bytes : nullptr;
+    out.accuracy = wanted.metrics ? out.loss + 2 * bytes : nullptr;
   }
 };
 
@@ -257,6 +258,7 @@ C sum_in_lanes(int64_t n, const F& f) {
   double sum = 0;
   for (int64_t block = 0; block < n; block += kBlock) {
     C lanes[kLanes] = {};
+    double wide[kLanes];
     const int64_t end = std::min(n, block + kBlock);
     int64_t i = block;
     for (; i + kLanes <= end; i += kLanes) {
@@ -265,7 +267,13 @@ C sum_in_lanes(int64_t n, const F& f) {
     }
 #pragma omp simd
     for (int64_t k = 0; k < end - i; ++k) lanes[k] += f(i + k);
-    for (C lane : lanes) sum += lane;
+#pragma omp simd
+    for (int64_t k = 0; k < kLanes; ++k) wide[k] = lanes[k];
+    for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+#pragma omp simd
+      for (int64_t k = 0; k < width; ++k) wide[k] += wide[k + width];
+    }
+    sum += wide[0];
   }
   return C(sum);
 }
@@ -397,12 +405,17 @@ inline void check_classes(const char* op, const int64_t* y, int64_t rows, int64_
   }
 }
 
+/// A conversion that changes nothing is a dispatched call all the same, which shows beside a small loss.
+inline Tensor class_indices(const Tensor& target) {
+  return (target.scalar_type() == at::kLong ? target : target.to(at::kLong)).contiguous();
+}
+
 /// Calls f(rows, std::bool_constant<softcap>) with everything but the results filled in.
 template <class F>
 void with_cpu_rows(
     const char* op, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in, const Options& o,
     const F& f) {
-  Tensor target = target_in.to(at::kLong).contiguous();
+  Tensor target = class_indices(target_in);
   Tensor weight = weight_in.defined() ? weight_in.to(compute_type(logits)).contiguous() : weight_in;
   const int64_t n = logits.size(-1);
   const int64_t* y = target.const_data_ptr<int64_t>();
@@ -447,7 +460,7 @@ inline void forward_rows_cpu(
 
 /// (sum of w_y, number of targets)
 inline std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o) {
-  Tensor target = target_in.to(at::kLong).contiguous();
+  Tensor target = class_indices(target_in);
   Tensor weight = weight_in.defined() ? weight_in.to(at::kDouble).contiguous() : weight_in;
   const int64_t* y = target.const_data_ptr<int64_t>();
   const double* w = weight.defined() ? weight.const_data_ptr<double>() : nullptr;

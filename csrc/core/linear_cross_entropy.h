@@ -213,7 +213,7 @@ struct Cpu {
     Options o;
 
     Rows(const char* name, int64_t classes, const Tensor& targets, const Tensor& ce_weight, const Options& options)
-        : op(name), n(classes), target(targets.to(at::kLong).contiguous()), weight(ce_weight), o(options) {
+        : op(name), n(classes), target(class_indices(targets)), weight(ce_weight), o(options) {
       runtime::count_cpu_call();
       check_classes(op, target.const_data_ptr<int64_t>(), target.numel(), n, o);
     }

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 
 ROWS, N = 4, 64
-CALLS, BATCHES, ATTEMPTS = 100, 15, 3
+# A call of torch on Meta tensors may take half a millisecond.
+CALLS, BATCHES, ATTEMPTS = {"cpu": 100, "meta": 10}, 15, 3
 ALLOWED = 1.3
+# Python hands torch's own loss over with a parser made for it, ours with the general one, eight arguments of it.
+ALLOWED_OF = {"cross_entropy": 1.5}
 
 
 def rotate(t, cos, sin):
@@ -57,16 +60,16 @@ OPS = {
 }
 
 
-def seconds(function: Callable[[], object]) -> float:
+def seconds(function: Callable[[], object], calls: int) -> float:
     start = perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         function()
     return perf_counter() - start
 
 
-def ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> float:
+def ratio(ours: Callable[[], object], theirs: Callable[[], object], calls: int) -> float:
     """Of the fastest batches; they take turns, so that a busy machine slows both."""
-    pairs = [(seconds(ours), seconds(theirs)) for _ in range(BATCHES)]
+    pairs = [(seconds(ours, calls), seconds(theirs, calls)) for _ in range(BATCHES)]
     return min(a for a, _ in pairs) / min(b for _, b in pairs)
 
 
@@ -87,11 +90,12 @@ def test_host_cost(op, mode, device):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)  # fills every result
+    allowed = ALLOWED_OF.get(op, ALLOWED)
     try:
         with torch.no_grad() if mode == "no_grad" else nullcontext():
             measured = []
-            while not measured or measured[-1] > ALLOWED and len(measured) < ATTEMPTS:
-                measured.append(ratio(*map(bound, functions)))
+            while not measured or measured[-1] > allowed and len(measured) < ATTEMPTS:
+                measured.append(ratio(*map(bound, functions), CALLS[device]))
     finally:
         torch.set_num_threads(threads)
-    assert min(measured) <= ALLOWED, measured
+    assert min(measured) <= allowed, measured

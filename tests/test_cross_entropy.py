@@ -739,80 +739,94 @@ def test_overlapping_logits_cannot_be_overwritten():
 # ---- The kernels themselves, on CPU tensors
 
 INTERPRETED = """
-import sys, types, torch, numpy
+import itertools, sys, types, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
-rows, n, aligned, extras, mean, words = {arguments}
 HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT = (2**i for i in range(13))
-torch.manual_seed(0)
-logits, w, nan = torch.randn(rows, n) * 3, torch.rand(n) + 0.1, float("nan")
-target = torch.randint(n, (rows,))
-target[::4] = -100
-packed = target.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
-grad = torch.randn(1 if mean else rows)
-options = (0.1, 1e-3, 20.0) if extras else (0.0, 1e-3, 1.0)
-flags = (HAS_WEIGHT | SMOOTH | CAP if extras else 0) | (MEAN if mean else ADD_Z) | Z | METRICS
+nan = float("nan")
 
-def launch(name, grid, *args, shared_out=False, **choices):
-    kernel, choices = find(name), choices or {{"X": "fp32", "EXTRAS": extras}}
-    variant = kernel.pick(choices, n, aligned)
-    if shared_out:
-        variant = next(v for v in kernel.variants() if v.choices == choices and v.config.constexprs["PART"])
-    grid = grid(variant.config.constexprs) if callable(grid) else grid
-    kernel.function[(grid,)](*args, **variant.constexprs)
+def run(path, n, mean, extras):
+    rows, aligned, words = 6, n % 8 == 0, 2 if mean else 1
+    torch.manual_seed(0)
+    logits, w = torch.randn(rows, n) * 3, torch.rand(n) + 0.1
+    target = torch.randint(n, (rows,))
+    target[::4] = -100
+    packed = target.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
+    grad = torch.randn(1 if mean else rows)
+    options = (0.1, 1e-3, 20.0) if extras else (0.0, 1e-3, 1.0)
+    flags = (HAS_WEIGHT | SMOOTH | CAP if extras else 0) | (MEAN if mean else ADD_Z) | Z | METRICS
 
-def spans(c):
-    return rows * -(-(n + 7 * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
+    def launch(name, grid, *args, shared_out=False, **choices):
+        kernel, choices = find(name), choices or {"X": "fp32", "EXTRAS": extras}
+        variant = kernel.pick(choices, n, aligned)
+        if shared_out:
+            variant = next(v for v in kernel.variants() if v.choices == choices and v.config.constexprs["PART"])
+        grid = grid(variant.config.constexprs) if callable(grid) else grid
+        # Blocks of few rows, so that few rows make several.
+        small = {"BLOCK": 2} if name == "cross_entropy_sum" else {}
+        kernel.function[(grid,)](*args, **variant.constexprs | small)
 
-def results(gradient):
-    totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
-    loss, z, accuracy, predicted = *(torch.full((rows,), nan) for _ in range(3)), torch.full((rows,), -7)
-    partial = torch.full((2, 5), nan)
-    def add(flags):
-        head = (*outs, totals, partial, loss, z, accuracy, packed, w)
-        launch("cross_entropy_sum", 2, *head, rows, n, words, -100, flags | TO, W="fp32")
-        launch("cross_entropy_sum", 1, *head, 2, n, words, -100, flags | FROM | TOTALS, W="fp32")
-    gradient(loss, z, accuracy, predicted, totals, add)
-    if mean:
-        loss, z, accuracy = outs
-    return dict(loss=loss, z=z, accuracy=accuracy, predicted=predicted)
+    def spans(c):
+        return rows * -(-(n + 7 * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
 
-both, shared, scaled = (logits.clone() for _ in range(3))
-# Odd rows of a gradient may begin at another place between two boundaries than those of their logits.
-offset = 0 if aligned or extras else 1
-dx = torch.full((rows * n + offset,), nan)[offset:].view(rows, n)
-def two(loss, z, accuracy, predicted, totals, add):
-    stats = torch.full((3, rows), nan)
-    shape = (rows, n, rows, 0, n)
-    launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(), *shape, words,
-           -100, *options, flags | STATS)
-    add(flags)
-    launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
-           0 if mean else 1, -100, *options, flags)
-def one(loss, z, accuracy, predicted, totals, add, x=both, shared_out=False):
-    add(flags & ~(Z | METRICS) | COUNT)
-    launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
-           torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
-           0 if mean else 1, -100, *options, flags | GRAD, shared_out=shared_out)
-    add(flags)
-first, second = results(two), results(one)
-# Programs take turns here, so that none can wait for another: rows of one part.
-third = results(lambda *a: one(*a, x=shared, shared_out=True)) if aligned else second
-launch("cross_entropy_scale", spans, scaled, grad, n, rows, 0, n, 0 if mean else 1, X="fp32")
-numpy.savez("{path}", logits=logits, target=target, weight=w, grad=grad, dx=dx, both=both, scaled=scaled,
-            shared=shared if aligned else both, **{{"first_" + k: v for k, v in first.items()}},
-            **{{"second_" + k: v for k, v in second.items()}}, **{{"third_" + k: v for k, v in third.items()}})
+    def results(gradient):
+        totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
+        loss, z, accuracy, predicted = *(torch.full((rows,), nan) for _ in range(3)), torch.full((rows,), -7)
+        partial = torch.full((2, 5), nan)
+        def add(flags):
+            head = (*outs, totals, partial, loss, z, accuracy, packed, w)
+            launch("cross_entropy_sum", 2, *head, rows, n, words, -100, flags | TO, W="fp32")
+            launch("cross_entropy_sum", 1, *head, 2, n, words, -100, flags | FROM | TOTALS, W="fp32")
+        gradient(loss, z, accuracy, predicted, totals, add)
+        if mean:
+            loss, z, accuracy = outs
+        return dict(loss=loss, z=z, accuracy=accuracy, predicted=predicted)
+
+    both, shared, scaled = (logits.clone() for _ in range(3))
+    # Odd rows of a gradient may begin at another place between two boundaries than those of their logits.
+    offset = 0 if aligned or extras else 1
+    dx = torch.full((rows * n + offset,), nan)[offset:].view(rows, n)
+    def two(loss, z, accuracy, predicted, totals, add):
+        stats = torch.full((3, rows), nan)
+        shape = (rows, n, rows, 0, n)
+        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(), *shape, words,
+               -100, *options, flags | STATS)
+        add(flags)
+        launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
+               0 if mean else 1, -100, *options, flags)
+    def one(loss, z, accuracy, predicted, totals, add, x=both, shared_out=False):
+        add(flags & ~(Z | METRICS) | COUNT)
+        launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
+               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
+               0 if mean else 1, -100, *options, flags | GRAD, shared_out=shared_out)
+        add(flags)
+    first, second = results(two), results(one)
+    # Programs take turns here, so that none can wait for another: rows of one part.
+    third = results(lambda *a: one(*a, x=shared, shared_out=True)) if aligned else second
+    launch("cross_entropy_scale", spans, scaled, grad, n, rows, 0, n, 0 if mean else 1, X="fp32")
+    numpy.savez(path, logits=logits, target=target, weight=w, grad=grad, dx=dx, both=both, scaled=scaled,
+                shared=shared if aligned else both, **{"first_" + k: v for k, v in first.items()},
+                **{"second_" + k: v for k, v in second.items()}, **{"third_" + k: v for k, v in third.items()})
+
+for n, mean, extras in itertools.product(SIZES, (True, False), (0, 1)):
+    run(f"{FOLDER}/{n}-{mean}-{extras}.npz", n, mean, extras)
 """
+INTERPRETED_SIZES = [40, 2560, 9000, 60, 2001, 5003]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """One process for all cases: it spends most of its time on starting."""
+    folder = tmp_path_factory.mktemp("interpreted")
+    output_of(f"SIZES, FOLDER = {INTERPRETED_SIZES}, {str(folder)!r}\n{INTERPRETED}", TRITON_INTERPRET="1")
+    return folder
 
 
 @pytest.mark.parametrize("extras", [0, 1])
 @pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize("n", [40, 2560, 9000, 60, 2001, 5003])
-def test_kernels_interpreted(n, mean, extras, tmp_path):
-    path = tmp_path / "out.npz"
-    arguments = (9, n, n % 8 == 0, extras, mean, 2 if mean else 1)
-    output_of(INTERPRETED.format(arguments=arguments, path=path), TRITON_INTERPRET="1")
-    got = {k: torch.from_numpy(v) for k, v in np.load(path).items()}
+@pytest.mark.parametrize("n", INTERPRETED_SIZES)
+def test_kernels_interpreted(n, mean, extras, interpreted):
+    got = {k: torch.from_numpy(v) for k, v in np.load(interpreted / f"{n}-{mean}-{extras}.npz").items()}
     options = dict(label_smoothing=0.1, softcap=20.0) if extras else {}
     logits = got["logits"].double().requires_grad_()
     weight = got["weight"].double() if extras else None

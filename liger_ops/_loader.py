@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -24,6 +25,8 @@ def torch_minor() -> str:
 
 def load() -> Loaded:
     """Registers torch.ops.liger.*, from C++ if a library fits this torch, else from Python."""
+    if os.environ.get("LIGER_OPS_LIBRARY") == "0":
+        return registered_from_python({"every library": "LIGER_OPS_LIBRARY=0"})
     tried: dict[str, str] = {}
     for path in sorted(LIBRARIES.glob(f"{PREFIX}*.so")):
         built_for = path.stem.removeprefix(PREFIX)
@@ -43,6 +46,10 @@ def load() -> Loaded:
         RuntimeWarning,
         stacklevel=3,
     )
+    return registered_from_python(tried)
+
+
+def registered_from_python(tried: dict[str, str]) -> Loaded:
     from . import fallback
 
     fallback.register()

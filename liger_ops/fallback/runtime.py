@@ -79,6 +79,23 @@ def configs(name: str) -> list[Any]:
     return list(find(name).configs)
 
 
+def addresses_and_numbers(args: Mapping[str, Any]) -> dict[str, int | float]:
+    return {k: (v.data_ptr() if isinstance(v, torch.Tensor) else 0 if v is None else v) for k, v in args.items()}
+
+
+def is_aligned(kernel: Any, values: Mapping[str, int | float]) -> bool:
+    """Whether these arguments are what an aligned config assumes."""
+    return all(values[k] % (16 if kernel.args[k][0] == "*" else 8) == 0 for k in kernel.aligned)
+
+
+def pack_arguments(kernel: Any, values: Mapping[str, int | float]) -> bytes:
+    """A kernel's parameter buffer, the two scratch pointers at its end null."""
+    packed = bytearray(kernel.layout[-1][2] + kernel.layout[-1][3])
+    for argument, kind, offset, _ in kernel.layout[:-2]:
+        struct.pack_into("Q" if kind[0] == "*" else STRUCT_CODES[kind], packed, offset, values[argument])
+    return bytes(packed)
+
+
 def launch(
     op: str,
     name: str,
@@ -93,18 +110,14 @@ def launch(
     from ..kernels import find
 
     kernel = find(name)
-    values = {k: (v.data_ptr() if isinstance(v, torch.Tensor) else 0 if v is None else v) for k, v in args.items()}
-    divisors = {k: (16 if kernel.args[k][0] == "*" else 8) for k in kernel.aligned}
-    aligned = may_be_aligned and all(values[k] % divisor == 0 for k, divisor in divisors.items())
-    variant = kernel.pick(choices, width, aligned)
-    packed = bytearray(kernel.layout[-1][2] + kernel.layout[-1][3])
-    for argument, kind, offset, _ in kernel.layout[:-2]:
-        struct.pack_into("Q" if kind[0] == "*" else STRUCT_CODES[kind], packed, offset, values[argument])
+    values = addresses_and_numbers(args)
+    variant = kernel.pick(choices, width, may_be_aligned and is_aligned(kernel, values))
+    packed = pack_arguments(kernel, values)
     stream = torch.cuda.current_stream(device).cuda_stream
     x, y, z = grid(variant.config)
     with torch.cuda.device(device):
         message = library().liger_launch(
-            name.encode(), variant.index, device.index, ctypes.c_void_p(stream), x, y, z, bytes(packed), ctypes.c_uint64(len(packed))
+            name.encode(), variant.index, device.index, ctypes.c_void_p(stream), x, y, z, packed, ctypes.c_uint64(len(packed))
         )
     raise_if(message, op)
 

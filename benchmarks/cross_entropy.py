@@ -67,6 +67,6 @@ OP = Op(
         Anchor((1024, 32000), "float32", NO_SLOWER_THAN_EAGER, {"full": Relative(1 / 3, ("torch",))}, device="cpu"),
     ),
     host=HOST,
-    cold_start=("torch", "liger-kernel", "ours"),
+    cold_start=("torch", "liger-kernel", "ours", "ours JIT"),
     cold_start_must={"cuda": 0.15},
 )

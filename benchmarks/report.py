@@ -14,8 +14,8 @@ Record = dict[str, Any]
 COLORS = {
     "three GEMMs": "#000000", "torch": "#888888", "hf": "#d0a060", "torch.compile": "#7b68c8",
     "liger-kernel": "#3a8fd0", "liger-sm90": "#1f5f90", "cut-cross-entropy": "#c060b0", "quack": "#40a060",
-    "ours": "#d03030", "ours compact": "#e07830", "ours 16 chunks": "#e8a070", "ours 64 MiB": "#f0b830",
-    "ours eager": "#e07830",
+    "ours": "#d03030", "ours JIT": "#a05050", "ours compact": "#e07830", "ours 16 chunks": "#e8a070",
+    "ours 64 MiB": "#f0b830", "ours eager": "#e07830",
 }  # fmt: skip
 FLOOR = "three GEMMs"
 LINE_STYLES = ("-", "--", ":")

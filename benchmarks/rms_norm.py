@@ -59,6 +59,6 @@ OP = Op(
         *CPU_ANCHORS,
     ),
     host=HOST,
-    cold_start=("torch", "liger-kernel", "ours"),
+    cold_start=("torch", "liger-kernel", "ours", "ours JIT"),
     cold_start_must={"cuda": 0.15},
 )

@@ -1,4 +1,4 @@
-"""python -m benchmarks: time ours beside its peers; compare two results; redraw a report."""
+"""python -m benchmarks: time ours beside its peers; compare two results; redraw a report; tune launch shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 import torch
 
-from benchmarks import compare, report
+from benchmarks import compare, report, tune
 from benchmarks.harness import COLD_START_RUNS, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
@@ -58,7 +58,7 @@ def names(text: str) -> list[str]:
 def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl'.",
+        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl', 'tune OP'.",
     )
     parser.add_argument("--suite", choices=ROUNDS, default="quick")
     parser.add_argument("--ops", type=names, help=f"comma-separated; default: {','.join(ops)}")
@@ -136,6 +136,8 @@ def main(argv: Sequence[str]) -> int:
         return compare.main(argv[1:])
     if argv[:1] == ["report"]:
         return report.main(argv[1:])
+    if argv[:1] == ["tune"]:
+        return tune.main(argv[1:])
     ops = discover()
     return run(parse(argv, ops), ops)
 

@@ -1,0 +1,161 @@
+"""`python -m benchmarks`: what it writes, compares and tunes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import stub_cuda
+from stub_cuda import ROOT
+from support import environment_of_tree, output_of
+
+from benchmarks import compare, report
+
+
+def run_benchmarks(*arguments):
+    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment_of_tree(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
+    ops = ["rms_norm", "swiglu"]
+    providers = ["torch", "hf", "liger-kernel", "ours"]
+    asked = f"--device cpu --suite quick --rounds 1 --ops {','.join(ops)} --providers {','.join(providers)}"
+    page = run_benchmarks(*asked.split(), "--out", tmp_path)
+    (lines,) = tmp_path.glob("*.jsonl")
+    machine, *records = map(json.loads, lines.read_text().splitlines())
+    assert machine["cpu"] and machine["torch"] and str(ROOT) not in lines.read_text()
+    times = [r for r in records if r["kind"] == "time"]
+    assert {(r["op"], r["provider"]) for r in times} >= {(op, p) for op in ops for p in ("hf", "ours")}
+    assert all(r["median"] > 0 and r["floor"] > 0 and r["path"] == ("cpu" if r["provider"] == "ours" else "") for r in times)
+    assert {r["kind"] for r in records} >= {"ceiling", "time", "memory", "host"}
+    # Who is missing is named, not dropped.
+    missing = {r["provider"] for r in records if r["kind"] == "absent"}
+    assert "liger-kernel" in missing or any(r["provider"] == "liger-kernel" for r in times)
+    assert page == lines.with_suffix(".md").read_text() + "\n" and "Peak memory" in page
+    assert {p.name.rsplit("-", 1)[1] for p in tmp_path.glob("*.png")} == {"time.png", "memory.png"}
+
+
+def result(path, **medians):
+    machine = {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "quick", "providers": ["ours"], "rounds": 1}
+    case = {"kind": "time", "unit": "us", "shape": [4, 8], "dtype": "float32", "pass": "full", "provider": "ours"}
+    spread = lambda m: {"median": m, "q1": m - 1, "q3": m + 1, "samples": 5}  # noqa: E731
+    records = [machine, *({**case, "op": op, **spread(median)} for op, median in medians.items())]
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+def test_compare_flags_what_left_its_spread(tmp_path, capsys):
+    before = result(tmp_path / "a", same=10, near=10, slower=10, faster=10)
+    after = result(tmp_path / "b", same=10, near=11.5, slower=13, faster=7)
+    assert compare.main([before, after]) == 1
+    out = capsys.readouterr().out
+    assert "1 regressions" in out and "near" not in out
+    assert [line.split("|")[-2].strip() for line in out.splitlines() if "4×8" in line] == ["REGRESSION", "better"]
+    assert compare.main([before, before]) == 0
+    assert compare.main([before, result(tmp_path / "c", same=10, near=10, slower=10)]) == 1
+    assert "No longer measured" in capsys.readouterr().out
+
+
+def test_many_shapes_are_drawn_as_a_heat_map(tmp_path):
+    records = [{"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": ["ours"], "rounds": 1}]
+    for rows in (1, 16, 128, 1024, 4096):
+        for n in (512, 1024, 2048, 4096):
+            case = {"op": "rms_norm", "shape": [rows, n], "dtype": "float32", "provider": "ours", "path": "cpu"}
+            times = {"median": 2.0, "q1": 2.0, "q3": 2.0, "samples": 3, "floor": 1.0, "unit": "us"}
+            records += [{"kind": "time", **case, "pass": name, **times} for name in ("forward", "full")]
+    report.write(records, tmp_path / "grid")
+    assert (tmp_path / "grid-bandwidth.png").stat().st_size > 10_000
+
+
+# ---- tune
+
+TUNED = """
+import json, types, sys, torch
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from benchmarks import tune
+from benchmarks.harness import CpuClock, WrongResult
+from liger_ops.kernels import find
+rows, n = 40, 96
+partial, out = torch.randn(2, rows, n), torch.empty(2, n)
+tuner = tune.Tuner(tune.Interpreter(), CpuClock())
+tune.SAMPLES = 1
+checked = []
+
+def check():
+    config = tuner.chosen.get("column_sum")
+    args = dict(out0=out[0], out1=out[1], partial=partial, rows=rows, n=n)
+    grid = lambda config: (-(-n // config.constexprs["BLOCK_N"]), 2, 1)
+    tuner.launch("rms_norm", "column_sum", {"W": "fp32"}, n, grid, args, partial.device)
+    torch.testing.assert_close(out, partial.sum(1))
+    out.fill_(float("nan"))
+    checked.append(config)
+    if config and config.num_warps == 16:
+        raise WrongResult("no sixteen")
+
+said = []
+found = tuner.climb("column_sum", check, said.append)
+case = types.SimpleNamespace(shape=(rows, n), dtype="float32")
+fast = [(t if i else 1e9, c) for i, (t, c) in enumerate(found)]
+slow = [(t if i else 0.0, c) for i, (t, c) in enumerate(found)]
+print(json.dumps(dict(
+    table=repr(found[0][1]) == repr(find("column_sum").configs[0]), configs=[tune.row(c) for _, c in found],
+    checked=len(checked), said=said,
+    proposed=tune.proposal("column_sum", case, fast, "a GPU", 3)[-1],
+    kept=tune.proposal("column_sum", case, slow, "a GPU", 3)[-1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    return json.loads(output_of(TUNED, TRITON_INTERPRET="1").splitlines()[-1])
+
+
+def test_tuning_starts_from_the_table_and_climbs(tuned):
+    assert tuned["table"] and tuned["configs"][0] == "Config(8192, True, 8, constexprs=dict(BLOCK_M=64, BLOCK_N=16))"
+    near = {f"Config(8192, True, {w}, constexprs=dict(BLOCK_M={m}, BLOCK_N={n}))"
+            for w, m, n in ((4, 64, 16), (8, 32, 16), (8, 128, 16), (8, 64, 8), (8, 64, 32), (4, 128, 16), (8, 32, 32))}  # fmt: skip
+    assert near <= set(tuned["configs"]) and len(set(tuned["configs"])) == len(tuned["configs"])
+
+
+def test_tuning_drops_candidates_that_are_wrong(tuned):
+    assert not any("True, 16," in config for config in tuned["configs"])
+    refused = [line for line in tuned["said"] if line.endswith("no sixteen")]
+    assert refused and tuned["checked"] == len(tuned["configs"]) + len(refused)
+
+
+def test_tuning_proposes_a_row_or_keeps_it(tuned):
+    assert tuned["proposed"].startswith("  propose: Config(8192, True, ") and "(was 1000000000.0), a GPU" in tuned["proposed"]
+    assert tuned["kept"].startswith("  keep it")
+
+
+def launch_through_tune():
+    tables()  # noqa: F821
+    import ctypes
+
+    import torch
+
+    from benchmarks import tune
+
+    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    cuda.cuInit(0)
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    cuda.cuCtxSetCurrent(context)
+    executor = tune.Driver(90, jobs=1)
+    tensor = torch.zeros(64)
+    args = dict(out0=tensor, out1=None, partial=tensor, rows=3, n=64)
+    recorded = tune.Launch("column_sum", {"W": "fp32"}, 64, True, lambda config: (4, 2, 1), args, {})
+    executor.run(recorded, recorded.config)
+    (launched,) = calls("cuLaunchKernel")  # noqa: F821
+    return [launched, tensor.data_ptr()]
+
+
+def test_tuning_launches_as_the_runtime_does():
+    launched, address = stub_cuda.run(launch_through_tune).value
+    assert (launched["symbol"], launched["grid"], launched["threads"]) == ("column_sum_kernel", "4,2,1", "256,1,1")
+    pointers = [address, 0, address]
+    expected = b"".join(p.to_bytes(8, "little") for p in pointers)
+    expected += b"".join(i.to_bytes(4, "little") for i in (3, 64)) + bytes(16)
+    assert launched["args"] == expected.hex()

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine whose Python already has a CUDA torch.
-#   benchmarks/gpu.sh OUT [build] [test] [anchors] [quick] [full] [paper]     default: build test anchors
-# A failed step is reported and the next one runs. Options for the benchmarks go in BENCH, e.g. BENCH="--ops rms_norm".
+#   benchmarks/gpu.sh OUT [STEP ...]     default: build test anchors
+# Steps: build, test, jit (the tests with no packs), sanitize (the norms under compute-sanitizer), wheel (dist/*.whl in a
+# process without Triton and compiler), the suites anchors, quick, full and paper, training, loss_curves.
+# A failed step is reported and the next one runs. Options for the suites go in BENCH, e.g. BENCH="--ops rms_norm".
 set -uo pipefail
 
 if [ $# -lt 1 ]; then
-    sed -n '2,4s/^# *//p' "$0"
+    sed -n '2,6s/^# *//p' "$0"
     exit 2
 fi
 mkdir -p "$1"
@@ -25,6 +27,21 @@ for step in "$@"; do
     case $step in
     build) make build PYTHON="$python" >"$log" 2>&1 ;;
     test) "$python" -m pytest -m gpu -q -p no:cacheprovider tests >"$log" 2>&1 ;;
+    jit)
+        mkdir -p "$out/no-packs"
+        LIGER_OPS_PACK_DIR=$out/no-packs "$python" -m pytest -m gpu -q -p no:cacheprovider tests >"$log" 2>&1
+        ;;
+    sanitize)
+        (
+            for tool in memcheck racecheck; do
+                compute-sanitizer --tool "$tool" --kernel-name kns=norm --error-exitcode 1 \
+                    "$python" -m pytest -m gpu -q -p no:cacheprovider -k "test_sizes or layouts" \
+                    tests/test_rms_norm.py tests/test_layer_norm.py tests/test_fused_add_rms_norm.py || exit 1
+            done
+        ) >"$log" 2>&1
+        ;;
+    wheel) "$python" tests/wheel_check.py "$(ls dist/*.whl | head -1)" --device cuda >"$log" 2>&1 ;;
+    training | loss_curves) "$python" -m "benchmarks.$step" --device cuda --out "$out" >"$log" 2>&1 ;;
     quick | full | paper | anchors)
         # shellcheck disable=SC2086
         "$python" -m benchmarks --suite "$step" --device cuda --out "$out" ${BENCH:-} >"$log" 2>&1
@@ -40,7 +57,8 @@ for step in "$@"; do
     results+=("$step: $verdict, $((SECONDS - start)) s")
     echo "== ${results[-1]}"
     case $step in
-    test) grep -E '^(FAILED|ERROR)' "$log" | cut -c1-200 | head -30; tail -n 1 "$log" ;;
+    test | jit | sanitize) grep -E '^(FAILED|ERROR)' "$log" | cut -c1-200 | head -30; tail -n 1 "$log" ;;
+    wheel) tail -n 20 "$log" ;;
     build) [ $status -eq 0 ] || tail -n 30 "$log" ;;
     *) if grep -q '^# ' "$log"; then tables+=("$log"); else tail -n 15 "$log"; fi ;;
     esac

@@ -1,6 +1,8 @@
 """A small Llama compiled by AOTInductor, packaged, and run from Python and from C++ without Python."""
 
 import json
+import os
+import subprocess
 
 import pytest
 import torch
@@ -11,16 +13,30 @@ from torch.export import Dim, export
 SIZES = [(2, 6), (3, 17)]
 
 
+def compiler(folder) -> str:
+    """Of C++, with the shared runtime. One that has an archive alone would bring a second runtime into torch's process."""
+    name = os.environ.get("CXX", "g++")
+    found = subprocess.run([name, "-print-file-name=libstdc++.so"], capture_output=True, text=True, check=True).stdout
+    if os.path.isabs(found.strip()):
+        return name
+    path = folder / "c++"
+    path.write_text(f'#!/bin/sh\nexec {name} "$@" -nostdlib++ -l:libstdc++.so.6 -lm\n')
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def packaged(request, tmp_path_factory):
     """The package, the model and its device. Compiled once: that takes a while."""
     torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("aoti")
     device = request.param
     model = example().TinyLlama().to(device).requires_grad_(False)
     shapes = {"tokens": {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=512)}}
     program = export(model, (torch.randint(128, (2, 8), device=device),), dynamic_shapes=shapes)
-    path = tmp_path_factory.mktemp("aoti") / "model.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    path = folder / "model.pt2"
+    with torch._inductor.config.patch({"cpp.cxx": (None, compiler(folder))}):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     return path, model, device
 
 

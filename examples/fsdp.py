@@ -6,6 +6,7 @@ Without --model a small Llama starts from random weights. Without GPUs the proce
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -66,9 +67,12 @@ def main() -> None:
         dist.all_reduce(mean)
         if rank == 0:
             print(f"step {step:3}  loss {mean.item() / dist.get_world_size():.6f}", flush=True)
-    # No rank leaves while another still talks to it.
+    # No rank leaves while another still talks to it, and none while a thread of the process group, which the model and
+    # the mesh keep alive, may still want the interpreter.
     dist.barrier()
+    del model, layer, optimizer, loss, mean, mesh, options
     dist.destroy_process_group()
+    gc.collect()
 
 
 if __name__ == "__main__":

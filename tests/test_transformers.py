@@ -585,7 +585,7 @@ def test_models_placed_by_accelerate():
 
 
 SHARDED = """
-import sys, torch, torch.distributed as dist
+import gc, sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from language_models import make, nodes, step, tokens
 from liger_ops.transformers import apply_liger_kernel, unpatch
@@ -614,8 +614,11 @@ for own_head in (False, True):
             torch.testing.assert_close(gradient.full_tensor(), plain[1][name], rtol=1e-4, atol=1e-5)
         unpatch(model)
         assert "fused_linear_cross_entropy" not in nodes(model(input_ids=ids, labels=ids).loss)
-print("done")
+# The group's threads end with it, and it with the last model; none of them may want an interpreter that is gone.
+del model, layer, loss, gradients, gradient, mesh
 dist.destroy_process_group()
+gc.collect()
+print("done")
 """
 
 

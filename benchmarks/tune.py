@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import multiprocessing
 import os
 import statistics
 import sys
@@ -87,7 +88,9 @@ class Driver:
 
     def __init__(self, capability: int, jobs: int | None = None) -> None:
         self.cuda, self.capability, self.functions = ctypes.CDLL("libcuda.so.1"), capability, {}
-        self.pool = ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)))
+        # This process has threads and a context of CUDA, which a fork would carry along.
+        spawn = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), mp_context=spawn)
 
     def call(self, name: str, *args: Any) -> None:
         status = getattr(self.cuda, name)(*args)

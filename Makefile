@@ -17,7 +17,6 @@ ifeq ($(PYTHON),.venv/bin/python)
 ready := .venv/ready
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
-	.venv/bin/python -m pip install -q --upgrade pip
 	.venv/bin/python -m pip install -q "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake pytest "numpy<2.4" expecttest $(MODELS)
 	touch $@
 endif

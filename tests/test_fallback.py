@@ -13,7 +13,7 @@ from typing import Iterator
 
 import pytest
 import torch
-from support import OPCHECKS, assert_no_worse, check_one_graph, gradients, path_taken
+from support import OPCHECKS, assert_no_worse, check_one_graph, gradients, output_of, path_taken
 
 import liger_ops
 
@@ -44,6 +44,22 @@ def call(copy: Path, function: str, *args: object) -> None:
     # The working directory comes before PYTHONPATH.
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+DECLINED = """
+import torch, warnings
+warnings.simplefilter("error", RuntimeWarning)
+import liger_ops
+assert liger_ops._loaded == (None, {"every library": "LIGER_OPS_LIBRARY=0"}), liger_ops._loaded
+x = torch.ones(2, 4, requires_grad=True)
+torch.ops.liger.rms_norm(x).sum().backward()
+assert liger_ops.launch_counts()["cpu"] == 2 and hasattr(torch.ops.liger, "_rms_norm_grad")
+"""
+
+
+def test_a_library_that_fits_can_be_declined():
+    """Nothing is wrong then, so nothing warns."""
+    output_of(DECLINED, LIGER_OPS_LIBRARY="0")
 
 
 # ---- The warning

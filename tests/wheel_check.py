@@ -22,10 +22,15 @@ TESTS = Path(__file__).resolve().parent
 HIDE_TRITON = """
 import importlib.metadata, sys
 
-class Hidden:
+class WithoutTriton:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "triton":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None if name.partition(".")[0] == "triton" else self.finder.find_spec(name, path, target)
 
 find = importlib.metadata.Distribution.from_name.__func__
 
@@ -34,7 +39,7 @@ def from_name(cls, name):
         raise importlib.metadata.PackageNotFoundError(name)
     return find(cls, name)
 
-sys.meta_path.insert(0, Hidden())
+sys.meta_path[:] = map(WithoutTriton, sys.meta_path)
 importlib.metadata.Distribution.from_name = classmethod(from_name)
 """
 

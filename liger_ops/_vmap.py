@@ -20,8 +20,10 @@ ROWS = {
     "_layer_norm_fwd": 1,
     "swiglu": 2,
     "swiglu_packed": 1,
+    "swiglu_linear": 2,
     "geglu": 2,
     "geglu_packed": 1,
+    "geglu_linear": 2,
 }
 # Where the batch comes out, if not in front of every result: layer_norm's statistics are (2, rows).
 OUT_DIMS = {"_layer_norm_fwd": (0, 1)}

@@ -27,12 +27,14 @@ __all__ = [
     "fused_linear_cross_entropy_with_log_probs",
     "fused_linear_cross_entropy_with_metrics",
     "geglu",
+    "geglu_linear",
     "geglu_packed",
     "layer_norm",
     "rms_norm",
     "rope",
     "rope_freqs_cis",
     "swiglu",
+    "swiglu_linear",
     "swiglu_packed",
 ]
 
@@ -197,6 +199,17 @@ def swiglu_packed(gate_up: Tensor) -> Tensor:
     return torch.ops.liger.swiglu_packed(gate_up)
 
 
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(swiglu(gate, up), weight, bias)``, which keeps gate and up for backward and not their product.
+
+    gate, up: (..., n), weight: (m, n), bias: (m,) -> (..., m).
+
+    >>> swiglu_linear(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([[3.0]]))
+    tensor([4.3864])
+    """
+    return torch.ops.liger.swiglu_linear(gate, up, weight, bias)
+
+
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """``gelu(gate) * up``; gate, up: (..., n), approximate: "tanh" or "none".
 
@@ -213,6 +226,17 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     tensor([1.6824])
     """
     return torch.ops.liger.geglu_packed(gate_up, approximate)
+
+
+def geglu_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "tanh"
+) -> Tensor:
+    """``F.linear(geglu(gate, up, approximate), weight, bias)``, see :func:`swiglu_linear`.
+
+    >>> geglu_linear(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([[3.0]]))
+    tensor([5.0472])
+    """
+    return torch.ops.liger.geglu_linear(gate, up, weight, bias, approximate)
 
 
 # ---- Losses

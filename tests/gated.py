@@ -1,14 +1,17 @@
 """What the tests of swiglu and geglu share: every property of out = act(gate) * up, for one activation a subclass.
 
-A subclass gives `op`, `packed`, `stem`, the plain formula `reference(gate, up, **options)` and `choices`, the values
+A subclass gives `op`, `packed`, `linear`, `stem`, the plain formula `reference(gate, up, **options)` and `choices`, the values
 that its options take, with the `kernel_flags` that stand for each.
 """
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
 from support import CPU_DTYPES, OPCHECKS, assert_no_worse, check_op, count_graphs, output_of, path_taken
 from torch import Tensor
+from torch.nn import functional as F
 
 # Flat memory and rows of every tile width of the variant table, on both sides of its boundaries; the lengths at which
 # CPU loops cut (512 and 8192); widths of real models that are no power of two, and odd ones, which no vector divides.
@@ -18,6 +21,13 @@ SIZES = [1, 7, 33, 64, 72, 130, 256, 264, 512, 520, 1000, 1024, 1032, 2048, 5504
 def make(shape, dtype, device):
     gate, up = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
     return gate, up, torch.randn(shape, dtype=dtype, device=device)
+
+
+def parameters_of_linear(n, rows, dtype, device):
+    """Of n columns to 24, and a gradient of what they make of rows."""
+    weight = (torch.randn(24, n, dtype=dtype, device=device) / n**0.5).requires_grad_()
+    bias = torch.randn(24, dtype=dtype, device=device, requires_grad=True)
+    return weight, bias, torch.randn(*rows, 24, dtype=dtype, device=device)
 
 
 INTERPRETED_SIZES = [(40, True), (200, True), (1000, True), (2056, True), (60, False), (1100, False)]
@@ -58,6 +68,7 @@ def halves(gate_up: Tensor) -> tuple[Tensor, ...]:
 class GatedTests:
     op: torch._ops.OpOverloadPacket
     packed: torch._ops.OpOverloadPacket
+    linear: torch._ops.OpOverloadPacket
     stem: str
     choices: list[dict]
     kernel_flags: list[tuple[int, ...]]
@@ -77,6 +88,13 @@ class GatedTests:
     def each_packed(self):
         for options in self.choices:
             yield (lambda t: self.packed(t, **options)), (lambda t: self.packed_reference(t, **options))
+
+    def each_linear(self):
+        for options in self.choices:
+            yield (
+                lambda gate, up, *parameters: self.linear(gate, up, *parameters, **options),
+                lambda gate, up, *parameters: F.linear(self.reference(gate, up, **options), *parameters),
+            )
 
     @pytest.mark.parametrize("n", SIZES)
     @pytest.mark.parametrize("dtype", CPU_DTYPES)
@@ -114,6 +132,76 @@ class GatedTests:
         grad = LAYOUTS[grad_layout](torch.randn(3, 5, 64, dtype=torch.bfloat16, device=device))
         for ours, reference in self.each_packed():
             check_op(ours, reference, [gate_up], [grad], device)
+
+    @pytest.mark.parametrize("n", [1, 64, 130, 1000, 2048, 8200])
+    @pytest.mark.parametrize("dtype", CPU_DTYPES)
+    def test_linear_sizes(self, n, dtype, device):
+        gate, up, _ = make((3, n), dtype, device)
+        weight, bias, grad = parameters_of_linear(n, (3,), dtype, device)
+        for ours, reference in self.each_linear():
+            check_op(ours, reference, [gate, up, weight, bias], [grad], device)
+            check_op(ours, reference, [gate, up, weight], [grad], device)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("grad_layout", ["contiguous", "transposed, dense", "expanded"])
+    def test_linear_layouts(self, layout, grad_layout, device):
+        gate, up, _ = make((3, 5, 64), torch.bfloat16, device)
+        gate, up = (LAYOUTS[layout](t.detach()).requires_grad_() for t in (gate, up))
+        weight, bias, grad = parameters_of_linear(64, (3, 5), torch.bfloat16, device)
+        for transposed in (False, True):
+            w = weight.detach().t().contiguous().t().requires_grad_() if transposed else weight
+            for ours, reference in self.each_linear():
+                check_op(ours, reference, [gate, up, w, bias], [LAYOUTS[grad_layout](grad)], device)
+
+    def test_linear_computes_only_the_gradients_that_are_needed(self, device):
+        gate, up, _ = make((6, 160), torch.float32, device)
+        weight, bias, grad = parameters_of_linear(160, (6,), torch.float32, device)
+        for ours, reference in self.each_linear():
+            for learned in itertools.product((True, False), repeat=4):
+                inputs = [t if wanted else t.detach() for t, wanted in zip((gate, up, weight, bias), learned)]
+                check_op(ours, reference, inputs, [grad], device)
+
+    @pytest.mark.parametrize("held", [False, True])
+    def test_linear_backward_writes_over_inputs_that_nobody_holds(self, held, device):
+        leaves = make((4, 256), torch.float32, device)[:2]
+        weight, bias, grad = parameters_of_linear(256, (4,), torch.float32, device)
+        learned = [*leaves, weight, bias]
+        expected = torch.autograd.grad(self.linear(*learned), learned, grad)
+        seen: list[int] = []
+        gate, up = (Probe.apply(t, seen) for t in leaves)
+        where, values = {gate.data_ptr(), up.data_ptr()}, [gate.detach().clone(), up.detach().clone()]
+        out = self.linear(gate, up, weight, bias)
+        names = [gate, up] if held else []
+        del gate, up
+        got = torch.autograd.grad(out, learned, grad)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
+        assert (set(seen) == where) != held
+        assert all(torch.equal(a, b) for a, b in zip(names, values))
+
+    def test_linear_keeps_no_product(self, device):
+        gate, up, _ = make((4, 64), torch.float32, device)
+        weight, bias, _ = parameters_of_linear(64, (4,), torch.float32, device)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            self.linear(gate, up, weight, bias)
+        assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in (gate, up, weight)]
+
+    @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
+    def test_linear_of_nothing_and_of_one_row(self, shape, device):
+        gate, up, _ = make(shape, torch.float32, device)
+        weight, bias, grad = parameters_of_linear(8, shape[:-1], torch.float32, device)
+        for ours, reference in self.each_linear():
+            check_op(ours, reference, [gate, up, weight, bias], [grad], device)
+
+    def test_linear_runs_are_bitwise_equal_and_graphs_are_kept_on_demand(self, device):
+        gate, up, _ = make((30, 1000), torch.bfloat16, device)
+        weight, bias, grad = parameters_of_linear(1000, (30,), torch.bfloat16, device)
+        out = self.linear(gate * 1.0, up * 1.0, weight, bias)
+        learned = [gate, up, weight, bias]
+        first, second = (torch.autograd.grad(out, learned, grad, retain_graph=keep) for keep in (True, False))
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, learned, grad)
 
     def test_halves_are_read_where_they_lie_and_packed_is_the_same(self, device):
         for n in (24, 96, 200, 1000, 2048, 3000, 8200):
@@ -223,6 +311,7 @@ class GatedTests:
         for name, out in (
             (self.stem, self.op(gate, up)),
             (f"{self.stem}_packed", self.packed(torch.cat([gate, up], -1))),
+            (f"{self.stem}_linear", self.linear(gate, up, torch.eye(64, device=device))),
         ):
             for g in torch.autograd.grad(out, [gate, up], grad, create_graph=True):
                 with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
@@ -235,6 +324,8 @@ class GatedTests:
                 self.op(x, x)
             with pytest.raises(RuntimeError, match=f"{self.stem}_packed: forward-mode"):
                 self.packed(x)
+            with pytest.raises(RuntimeError, match=f"{self.stem}_linear: forward-mode"):
+                self.linear(x.detach(), x.detach(), x)
 
     def test_gradcheck(self):
         gate, up, _ = make((3, 5), torch.float64, "cpu")
@@ -243,6 +334,9 @@ class GatedTests:
             assert torch.autograd.gradcheck(ours, [gate, up])
         for ours, _ in self.each_packed():
             assert torch.autograd.gradcheck(ours, [gate_up])
+        weight, bias, _ = parameters_of_linear(5, (3,), torch.float64, "cpu")
+        for ours, _ in self.each_linear():
+            assert torch.autograd.gradcheck(ours, [gate, up, weight, bias])
 
     @pytest.mark.parametrize("requires_grad", [True, False])
     def test_opcheck(self, requires_grad, device):
@@ -256,6 +350,10 @@ class GatedTests:
             torch.library.opcheck(
                 self.packed.default, (torch.cat(inputs, -1).detach().requires_grad_(requires_grad),), options, **check
             )
+            weight, bias, _ = parameters_of_linear(16, (4,), torch.float32, device)
+            parameters = [t.detach().requires_grad_(requires_grad) for t in (weight, bias)]
+            torch.library.opcheck(self.linear.default, (*inputs, *parameters), options, **check)
+            torch.library.opcheck(self.linear.default, (*inputs, parameters[0]), options, **check)
             if requires_grad:
                 continue
             extra, gate_up = tuple(options.values()), torch.cat(inputs, -1)
@@ -265,6 +363,8 @@ class GatedTests:
                 )
                 torch.library.opcheck(bwd, (grad, *(t.clone() for t in inputs), *extra), **check)
                 torch.library.opcheck(packed_bwd, (grad, gate_up.clone(), *extra), **check)
+                product_bwd = getattr(private, f"_{self.stem}_product_bwd{suffix}").default
+                torch.library.opcheck(product_bwd, (*(t.clone() for t in (grad, *inputs)), *extra), **check)
 
     def test_compile_makes_one_graph_for_all_sizes(self, device):
         def mlp(gate, up):
@@ -282,10 +382,11 @@ class GatedTests:
 
     def test_inductor(self, device):
         def mlp(x, weight):
-            return self.op(*halves(x @ weight)).relu() + self.packed(x @ weight)
+            inner = x @ weight
+            return self.op(*halves(inner)).relu() + self.packed(inner) + self.linear(*halves(inner), weight[:, 32:].t())
 
         compiled = torch.compile(mlp, fullgraph=True, dynamic=True)
-        x, weight = (torch.randn(16, n, device=device, requires_grad=True) for n in (16, 64))
+        x, weight = (torch.randn(32, n, device=device, requires_grad=True) for n in (32, 64))
         out, expected = compiled(x, weight), mlp(x, weight)
         torch.testing.assert_close(out, expected)
         grad = torch.randn_like(out)
@@ -327,6 +428,18 @@ class GatedTests:
         assert (out.shape, out.stride(), out.dtype, out.device.type) == (gate.shape, gate.stride(), gate.dtype, "meta")
         packed = self.packed(gate)
         assert (packed.shape, packed.is_contiguous(), packed.dtype) == ((3, 5, 32), True, gate.dtype)
+        linear = self.linear(gate, gate, gate.new_empty(7, 64))
+        assert (linear.shape, linear.dtype, linear.device.type) == ((3, 5, 7), gate.dtype, "meta")
+
+    def test_linear_casts_as_a_linear_layer_does_under_autocast(self, device):
+        gate, up, _ = make((4, 64), torch.float32, device)
+        weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
+        with torch.autocast(device, torch.bfloat16):
+            out = self.linear(gate, up, weight, bias)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, self.linear(*(t.bfloat16() for t in (gate, up, weight, bias))))
+        gradients = torch.autograd.grad(out, [gate, up, weight, bias], grad.bfloat16())
+        assert all(g.dtype == torch.float32 for g in gradients)
 
     @pytest.mark.gpu
     def test_autocast_promotes_as_a_product_does(self):
@@ -380,6 +493,22 @@ class GatedTests:
         ):
             self.packed(torch.ones(2, 8, dtype=torch.long))
 
+    LINEAR_ERRORS = {
+        "another width": (lambda w: w[:, 1:], None, r"weight must have shape \[features, 8\]"),
+        "one dimension": (lambda w: w[0], None, r"weight must have shape \[features, 8\]"),
+        "another dtype": (lambda w: w.half(), None, "weight must have the dtype of gate, Float"),
+        "elsewhere": (lambda w: w.to("meta"), None, "weight must be on cpu like gate"),
+        "sparse": (lambda w: w.to_sparse(), None, "weight must be a dense, unquantized tensor"),
+        "length of bias": (lambda w: w, torch.ones(4), r"bias must have shape \[3\], one value a feature"),
+        "dtype of bias": (lambda w: w, torch.ones(3).half(), "bias must have the dtype of gate, Float"),
+    }
+
+    @pytest.mark.parametrize("case", LINEAR_ERRORS)
+    def test_linear_errors(self, case):
+        change, bias, message = self.LINEAR_ERRORS[case]
+        with pytest.raises(RuntimeError, match=f"{self.stem}_linear: {message}.*got "):
+            self.linear(torch.ones(2, 8), torch.ones(2, 8), change(torch.ones(3, 8)), bias)
+
     @pytest.mark.gpu
     def test_double_on_cuda_is_refused(self):
         x = torch.ones(2, 8, device="cuda", dtype=torch.float64)
@@ -409,7 +538,7 @@ class GatedTests:
             gate, up = (got[k].double().requires_grad_() for k in ("gate", "up"))
             out = self.reference(gate, up, **options)
             dgate, dup = torch.autograd.grad(out, [gate, up], got["dout"].double())
-            for name, expected in dict(out=out, dgate=dgate, dup=dup).items():
+            for name, expected in dict(out=out, dgate=dgate, dup=dup, product=out).items():
                 torch.testing.assert_close(got[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)
 
 
@@ -417,6 +546,7 @@ INTERPRETED = """
 import sys, types, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
+from liger_ops.kernels.swiglu import PRODUCT
 torch.manual_seed(0)
 rows, saved = 7, {{}}
 # Rows on two levels: 2 blocks of 4, the last of which is short.
@@ -426,7 +556,7 @@ for n, aligned in {sizes}:
         forward, backward = (find("{stem}_" + k).pick({{"X": "fp32"}}, n, aligned) for k in ("fwd", "bwd"))
         gate_up, dout, out = torch.randn(rows, 2 * n), torch.randn(rows, n), torch.full((rows, n), float("nan"))
         gate, up = gate_up[:, :n], gate_up[:, n:]
-        kept = dict(gate=gate.clone(), up=up.clone())
+        kept = dict(gate=gate.clone(), up=up.clone(), dout=dout.clone())
         packed, plain = (inner * 2 * n, 2 * n), (inner * n, n)
         def grid(c):
             return (-(-rows // c["BLOCK_M"]) * -(-n // c["BLOCK_N"]),)
@@ -434,8 +564,9 @@ for n, aligned in {sizes}:
         forward.kernel.function[grid(c)](out, gate, up, rows, n, inner, *plain, *packed, *packed, *flags, **c)
         c = backward.config.constexprs
         backward.kernel.function[grid(c)](
-            gate, up, dout, gate, up, rows, n, inner, *packed, *packed, *plain, *packed, *packed, *flags, **c)
-        for name, t in dict(**kept, out=out, dout=dout, dgate=gate, dup=up).items():
+            gate, up, dout, dout, gate, up, rows, n, inner, *packed, *packed, *plain, *packed, *packed,
+            sum(flags) | PRODUCT.value, **c)
+        for name, t in dict(**kept, out=out, product=dout, dgate=gate, dup=up).items():
             saved[f"{{n}} {{index}} {{name}}"] = t.contiguous().numpy()
 numpy.savez("{path}", **saved)
 """

@@ -41,6 +41,7 @@ GATED, LOSS, LINEAR_LOSS = (
     dict(input=HIDDEN, target=TARGET),
 )
 SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
+DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
 
 ROWS = [
     Row("rms_norm", NORM, SCALE),
@@ -52,8 +53,10 @@ ROWS = [
     Row("rope_freqs_cis", dict(q=QUERY, k=QUERY, freqs_cis=("S", SIZE // 2))),
     Row("swiglu", GATED),
     Row("swiglu_packed", dict(gate_up=PACKED)),
+    Row("swiglu_linear", GATED, DOWN),
     Row("geglu", GATED),
     Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
+    Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
     Row("cross_entropy", LOSS, {}, dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
     Row("cross_entropy", LOSS, {}, dict(reduction="none")),
     Row("cross_entropy_", LOSS),

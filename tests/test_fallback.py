@@ -109,6 +109,7 @@ def test_schemas_are_those_of_the_library(copy, tmp_path):
 def calls(device: str) -> Iterator[tuple]:
     """(name, function, inputs, gradients of its outputs): options, layouts, empties, frozen inputs."""
     yield from norm_calls(device)
+    yield from gated_calls(device)
     yield from loss_calls(device)
 
 
@@ -140,6 +141,31 @@ def norm_calls(device: str) -> Iterator[tuple]:
         yield f"rms_norm, transposed, {name}", ops.rms_norm, [t, w], [dt]
         yield f"fused_add_rms_norm, transposed, {name}", ops.fused_add_rms_norm, [t, t.detach(), w], [dt, dt]
         yield f"layer_norm, transposed, {name}", ops.layer_norm, [t, w, b], [dt]
+
+
+def gated_calls(device: str) -> Iterator[tuple]:
+    ops, generator = torch.ops.liger, torch.Generator().manual_seed(0)
+    forms = {
+        "swiglu": (ops.swiglu, ops.swiglu_packed, ops.swiglu_linear, [{}]),
+        "geglu": (ops.geglu, ops.geglu_packed, ops.geglu_linear, [dict(approximate=a) for a in ("tanh", "none")]),
+    }
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    for dtype, shape in itertools.product((torch.float32, torch.bfloat16), [(2, 3, 64), (5, 131), (0, 8)]):
+        n = shape[-1]
+        gate, up, packed, weight, bias = randn(*shape), randn(*shape), randn(*shape[:-1], 2 * n), randn(24, n), randn(24)
+        grad, narrow = randn(*shape).detach(), randn(*shape[:-1], 24).detach()
+        for op, (plain, of_packed, linear, choices) in forms.items():
+            for options in choices:
+                name = f"{op} {options}, {shape}, {dtype}"
+                bind = lambda f, options=options: lambda *t: f(*t, **options)  # noqa: E731
+                yield name, bind(plain), [gate, up], [grad]
+                yield f"{name}, packed", bind(of_packed), [packed], [grad]
+                for w, b in ((weight, bias), (weight, None), (weight.detach(), bias), (weight.detach(), None)):
+                    yield f"{name}, linear", bind(linear), [gate, up, w, b], [narrow]
+                yield f"{name}, linear, frozen", bind(linear), [gate.detach(), up.detach(), weight, None], [narrow]
 
 
 LOSS_OPTIONS = (
@@ -269,6 +295,10 @@ def examples(device: str) -> list[tuple]:
             (ops.fused_add_rms_norm, (rows(4, 16), rows(4, 16), randn(16))),
             (ops.layer_norm, (rows(4, 16), randn(16), randn(16))),
             (ops.layer_norm, (rows(4, 16), None, randn(16))),
+            (ops.swiglu, (rows(4, 16), rows(4, 16))),
+            (ops.swiglu_packed, (rows(4, 16),)),
+            (ops.swiglu_linear, (rows(4, 16), rows(4, 16), rows(16, 16), randn(16))),
+            (ops.geglu_linear, (rows(4, 16), rows(4, 16), rows(16, 16))),
             (ops.cross_entropy, (rows(4, 16), targets(4))),
             (ops.cross_entropy_with_metrics, (rows(4, 16), targets(4))),
             (ops.fused_linear_cross_entropy, (rows(4, 16), rows(16, 16), targets(4), randn(16))),
@@ -295,7 +325,7 @@ def test_opcheck(copy, device):
 
 def check_compile(device: str) -> None:
     for op, inputs in examples(device):
-        if "cross_entropy" in op.default.name():
+        if any(part in op.default.name() for part in ("cross_entropy", "linear", "packed")):
             continue
         outputs = 2 if op is torch.ops.liger.fused_add_rms_norm else 1
 

@@ -13,6 +13,7 @@ class Module(torch.nn.Module):
 
 class TestSwiglu(GatedTests):
     op, packed, stem = torch.ops.liger.swiglu, torch.ops.liger.swiglu_packed, "swiglu"
+    linear = torch.ops.liger.swiglu_linear
     choices = [{}]
     kernel_flags = [()]
     module = Module

@@ -4,9 +4,11 @@
 //
 // gate, up: (..., n) of any strides, or gate_up: (..., 2 n) with gate in the first half and up in the second.
 // Only the inputs are saved; backward recomputes act(gate), and writes over the inputs when nobody else holds them.
+// The third form goes on to F.linear(out, weight, bias), whose own node would keep the product: here backward makes it
+// again in the pass over gate and up that it needs anyway.
 //
 // An Activation has
-//   kOp, kPackedOp                    the names of its two ops
+//   kOp, kPackedOp, kLinearOp         the names of its ops
 //   Forward, Backward                 its kernels
 //   options()                         what follows the tensors in the op's schema, as a tuple; its constructor checks it
 //   with_math(f)                      calls f with a type of value(x) and value_and_slope(x), act and act'
@@ -28,6 +30,9 @@ struct ValueAndSlope {
   C value, slope;
 };
 
+/// Of backward kernels; mirrors PRODUCT in liger_ops/kernels/swiglu.py. Activations take the bits below.
+constexpr int32_t kWithProduct = 256;
+
 namespace detail {
 
 constexpr int64_t kStage = 512;
@@ -46,25 +51,29 @@ LIGER_VECTORIZED void gated_forward(T* out, const T* gate, const T* up, int64_t 
   }
 }
 
-// dgate may be gate, and dup may be up.
+// dgate may be gate, dup may be up, and product, where it is wanted, dout.
 template <class Math, class T>
-LIGER_VECTORIZED void gated_backward(T* dgate, T* dup, const T* dout, const T* gate, const T* up, int64_t n) {
+LIGER_VECTORIZED void gated_backward(
+    T* dgate, T* dup, T* product, const T* dout, const T* gate, const T* up, int64_t n) {
   using C = Compute<T>;
-  C stages[5][kStage];
+  C stages[6][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
     const C *d = widen_all(dout + first, stages[0], count), *g = widen_all(gate + first, stages[1], count);
     const C* u = widen_all(up + first, stages[2], count);
     C *dg = target(dgate + first, stages[3]), *du = target(dup + first, stages[4]);
+    C* p = product ? target(product + first, stages[5]) : stages[5];
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
-      const C upstream = d[i];
+      const C upstream = d[i], other = u[i];
       const auto act = Math::value_and_slope(g[i]);
-      dg[i] = upstream * u[i] * act.slope;
+      dg[i] = upstream * other * act.slope;
       du[i] = upstream * act.value;
+      p[i] = act.value * other;
     }
     narrow_all(dgate + first, dg, count);
     narrow_all(dup + first, du, count);
+    if (product) narrow_all(product + first, p, count);
   }
 }
 
@@ -107,6 +116,8 @@ struct Gated {
   using Tensor = at::Tensor;
   static constexpr const char* kOp = Activation::kOp;
   static constexpr const char* kPackedOp = Activation::kPackedOp;
+  static constexpr const char* kLinearOp = Activation::kLinearOp;
+  using OptionalTensor = std::optional<Tensor>;
 
   struct Halves {
     Tensor gate, up;
@@ -125,13 +136,39 @@ struct Gated {
     return Activation(options...);
   }
 
+  static Activation check_linear(
+      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
+    check_activation(kLinearOp, "gate", gate);
+    check_same(kLinearOp, "up", up, "gate", gate);
+    auto check_parameter = [&](const char* name, const Tensor& t) {
+      check_dense(kLinearOp, name, t);
+      check_same_device(kLinearOp, name, t, "gate", gate);
+      LIGER_CHECK(
+          t.scalar_type() == gate.scalar_type(), kLinearOp, name, c10::str("have the dtype of gate, ", gate.scalar_type()),
+          t.scalar_type());
+    };
+    check_parameter("weight", weight);
+    const auto n = gate.sym_sizes().back();
+    LIGER_CHECK(
+        weight.dim() == 2 && weight.sym_size(1) == n, kLinearOp, "weight",
+        c10::str("have shape [features, ", n, "], the last dimension of gate"), weight.sym_sizes());
+    if (bias && bias->defined()) {
+      check_parameter("bias", *bias);
+      LIGER_CHECK(
+          bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kLinearOp, "bias",
+          c10::str("have shape [", weight.sym_size(0), "], one value a feature"), bias->sym_sizes());
+    }
+    return Activation(options...);
+  }
+
   static Activation check_packed(const Tensor& gate_up, Options... options) {
     check_activation(kPackedOp, "gate_up", gate_up);
     LIGER_CHECK(gate_up.sym_size(-1) % 2 == 0, kPackedOp, "gate_up", "have an even last dimension", gate_up.sym_size(-1));
     return Activation(options...);
   }
 
-  // ---- CPU. out is dense, with unit stride in the last dimension; so are the gradients of an unpacked call.
+  // ---- CPU. out is dense, with unit stride in the last dimension; so are the gradients of an unpacked call. product is
+  // undefined or lies as dout does.
 
   struct Cpu {
     static void forward(const Activation& activation, Tensor out, Tensor gate, Tensor up) {
@@ -154,7 +191,8 @@ struct Gated {
       });
     }
 
-    static void backward(const Activation& activation, Tensor dgate, Tensor dup, Tensor dout, Tensor gate, Tensor up) {
+    static void backward(
+        const Activation& activation, Tensor dgate, Tensor dup, const Tensor& product, Tensor dout, Tensor gate, Tensor up) {
       runtime::count_cpu_call();
       if (dout.numel() == 0) return;
       auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
@@ -162,13 +200,14 @@ struct Gated {
       dispatch_activation_parameter(gate.scalar_type(), gate.scalar_type(), [&](auto t, auto) {
         using T = decltype(t);
         T *dgate_at = dgate.data_ptr<T>(), *dup_at = dup.data_ptr<T>();
+        T* product_at = product.defined() ? product.data_ptr<T>() : nullptr;
         const T *dout_at = dout.const_data_ptr<T>(), *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
         activation.with_math([&](auto math) {
           detail::parallel_spans(walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
             int64_t inner = walk.inner_rows;
             detail::gated_backward<decltype(math)>(
                 dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
-                dout_at + d.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
+                product_at ? product_at + d.offset(row, inner) + first : nullptr, dout_at + d.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
                 up_at + u.offset(row, inner) + first, n);
           });
         });
@@ -195,18 +234,20 @@ struct Gated {
       launch<K>(kOp, gate.device(), variant, detail::tile_grid(config, walk), args);
     }
 
-    static void backward(const Activation& activation, Tensor dgate, Tensor dup, Tensor dout, Tensor gate, Tensor up) {
+    static void backward(
+        const Activation& activation, Tensor dgate, Tensor dup, const Tensor& product, Tensor dout, Tensor gate, Tensor up) {
       using K = typename Activation::Backward;
       c10::DeviceGuard guard(gate.device());
       if (dout.numel() == 0) return;
       auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
-      bool aligned = walk.aligned_strides() && aligned16(address(dout), address(dgate), address(dup), address(gate), address(up));
+      bool aligned = walk.aligned_strides() && aligned16(address(dout), address(dgate), address(dup), address(gate), address(up), address(product));
       const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
       const auto& [d, dg, du, g, u] = walk.strides;
       typename K::Args args{
-          address(dgate), address(dup), address(dout), address(gate), address(up), int32_t(walk.rows), walk.n,
+          address(dgate), address(dup), address(product), address(dout), address(gate), address(up), int32_t(walk.rows), walk.n,
           walk.kernel_inner_rows(), dg.outer, dg.inner, du.outer, du.inner, d.outer, d.inner, g.outer, g.inner, u.outer, u.inner};
       activation.set(args);
+      if (product.defined()) args.flags |= kWithProduct;
       auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(gate)));
       launch<K>(kOp, gate.device(), variant, detail::tile_grid(config, walk), args);
     }
@@ -230,7 +271,7 @@ struct Gated {
     Activation activation = check(gate, up, options...);
     check_same(kOp, "dout", dout, "gate", gate);
     Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate);
-    if constexpr (computes<Device>) Device::backward(activation, dgate, dup, in_layout_of(dgate, dout), gate, up);
+    if constexpr (computes<Device>) Device::backward(activation, dgate, dup, {}, in_layout_of(dgate, dout), gate, up);
     return {dgate, dup};
   }
 
@@ -238,7 +279,38 @@ struct Gated {
   static void bwd_(const Tensor& dout, Tensor& gate, Tensor& up, Options... options) {
     Activation activation = check(gate, up, options...);
     check_same(kOp, "dout", dout, "gate", gate);
-    if constexpr (computes<Device>) Device::backward(activation, gate, up, in_layout_of(gate, dout), gate, up);
+    if constexpr (computes<Device>) Device::backward(activation, gate, up, {}, in_layout_of(gate, dout), gate, up);
+  }
+
+  /// (dgate, dup, act(gate) * up)
+  template <class Device>
+  static std::tuple<Tensor, Tensor, Tensor> product_bwd(
+      const Tensor& dout, const Tensor& gate, const Tensor& up, Options... options) {
+    Activation activation = check(gate, up, options...);
+    check_same(kOp, "dout", dout, "gate", gate);
+    Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate), product = at::empty_like(dgate);
+    if constexpr (computes<Device>) Device::backward(activation, dgate, dup, product, in_layout_of(dgate, dout), gate, up);
+    return {dgate, dup, product};
+  }
+
+  /// Leaves the three in gate, up and dout.
+  template <class Device>
+  static void product_bwd_(Tensor& dout, Tensor& gate, Tensor& up, Options... options) {
+    Activation activation = check(gate, up, options...);
+    check_same(kOp, "dout", dout, "gate", gate);
+    LIGER_CHECK(
+        dout.strides().equals(gate.strides()), kOp, "dout", c10::str("have the strides of gate, ", gate.strides()),
+        dout.strides());
+    if constexpr (computes<Device>) Device::backward(activation, gate, up, dout, dout, gate, up);
+  }
+
+  template <class Device>
+  static Tensor apply_linear(
+      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
+    Activation activation = check_linear(gate, up, weight, bias, options...);
+    Tensor product = empty_rows_like(gate);
+    if constexpr (computes<Device>) Device::forward(activation, product, gate, up);
+    return at::linear(product, weight, bias);
   }
 
   template <class Device>
@@ -287,6 +359,55 @@ struct Gated {
       auto [dgate, dup] = std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
       return {dgate, dup};
     }
+  };
+
+  struct LinearNode : BackwardNode<3> {  // gate, up, weight; with the edge of bias as a fourth
+    explicit LinearNode(Activation activation) : activation(std::move(activation)) {}
+    Activation activation;
+
+    std::string name() const override { return kLinearOp; }
+
+    variable_list backward(variable_list&& grads) override {
+      Tensor dout = std::move(grads[0]);
+      if (!dout.defined()) return variable_list(4);
+      Tensor gate = this->take(0), up = this->take(1), weight = this->take(2), dgate, dup, product, dweight, dbias;
+      if (this->task_should_compute_output(3)) dbias = as_matrix(dout).sum(0);
+      const bool wants_weight = this->task_should_compute_output(2);
+      if (this->task_should_compute_output(0) || this->task_should_compute_output(1)) {
+        Tensor d = at::matmul(dout, weight);
+        const bool may_overwrite = this->may_overwrite(gate, up) && this->may_overwrite(up, gate) && gate.stride(-1) == 1;
+        if (!wants_weight) {
+          std::tie(dgate, dup) = may_overwrite ? call_bwd_(d, gate, up) : call_bwd(d, gate, up);
+        } else if (may_overwrite && is_sole_owner(d) && detail::same_strides(gate, d)) {
+          static const auto op = find<decltype(product_bwd_<Cpu>)>("_", "_product_bwd_");
+          std::apply([&](auto... options) { op.call(d, gate, up, options...); }, activation.options());
+          dgate = gate.detach();
+          dup = up.detach();
+          product = std::move(d);
+        } else {
+          static const auto op = find<decltype(product_bwd<Cpu>)>("_", "_product_bwd");
+          std::tie(dgate, dup, product) =
+              std::apply([&](auto... options) { return op.call(d, gate, up, options...); }, activation.options());
+        }
+      } else if (wants_weight) {
+        static const auto op = find<decltype(Gated::template apply<Cpu>)>("", "");
+        product = std::apply([&](auto... options) { return op.call(gate, up, options...); }, activation.options());
+      }
+      if (wants_weight) dweight = at::mm(as_matrix(dout).t(), as_matrix(product));
+      return {dgate, dup, dweight, dbias};
+    }
+
+   private:
+    std::tuple<Tensor, Tensor> call_bwd(const Tensor& dout, const Tensor& gate, const Tensor& up) const {
+      static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
+      return std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
+    }
+    std::tuple<Tensor, Tensor> call_bwd_(const Tensor& dout, Tensor& gate, Tensor& up) const {
+      static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
+      std::apply([&](auto... options) { op.call(dout, gate, up, options...); }, activation.options());
+      return {gate.detach(), up.detach()};
+    }
+    static Tensor as_matrix(const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); }
   };
 
   struct PackedNode : BackwardNode<1> {  // gate_up
@@ -346,6 +467,41 @@ struct Gated {
     return out;
   }
 
+  static Tensor autograd_linear(
+      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
+    static const auto op = find<decltype(apply_linear<Cpu>)>("", "_linear");
+    check_dense(kLinearOp, "gate", gate);
+    check_dense(kLinearOp, "up", up);
+    check_dense(kLinearOp, "weight", weight);
+    const Tensor bias_or_none = bias.value_or(Tensor());
+    check_no_forward_ad(kLinearOp, gate, up, weight, bias_or_none);
+    Tensor out;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      out = op.call(gate, up, weight, bias, options...);
+    }
+    if (torch::autograd::compute_requires_grad(gate, up, weight, bias_or_none)) {
+      auto node = make_node<LinearNode>(Activation(options...));
+      node->set_next_edges(torch::autograd::collect_next_edges(gate, up, weight, bias_or_none));
+      node->saved = {SavedVariable(gate, false), SavedVariable(up, false), SavedVariable(weight, false)};
+      torch::autograd::set_history(out, node);
+    }
+    return out;
+  }
+
+  // What F.linear does to its arguments.
+  template <c10::DeviceType kDevice>
+  static Tensor autocast_linear(
+      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
+    static const auto op = find<decltype(apply_linear<Cpu>)>("", "_linear");
+    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    auto cast = [](const Tensor& t) {
+      return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
+    };
+    OptionalTensor cast_bias = bias && bias->defined() ? OptionalTensor(cast(*bias)) : bias;
+    return op.call(cast(gate), cast(up), cast(weight), cast_bias, options...);
+  }
+
   // Products promote their operands under autocast as they do without; this op asks for one dtype.
   static Tensor autocast(const Tensor& gate, const Tensor& up, Options... options) {
     static const auto op = find<decltype(apply<Cpu>)>("", "");
@@ -361,8 +517,11 @@ struct Gated {
     std::string op = kOp;
     m.impl(op.c_str(), apply<Device>);
     m.impl(kPackedOp, apply_packed<Device>);
+    m.impl(kLinearOp, apply_linear<Device>);
     m.impl(("_" + op + "_bwd").c_str(), bwd<Device>);
     m.impl(("_" + op + "_bwd_").c_str(), bwd_<Device>);
+    m.impl(("_" + op + "_product_bwd").c_str(), product_bwd<Device>);
+    m.impl(("_" + op + "_product_bwd_").c_str(), product_bwd_<Device>);
     m.impl(("_" + op + "_packed_bwd").c_str(), packed_bwd<Device>);
     m.impl(("_" + op + "_packed_bwd_").c_str(), packed_bwd_<Device>);
   }
@@ -370,7 +529,14 @@ struct Gated {
   static void implement_autograd(torch::Library& m) {
     m.impl(kOp, autograd);
     m.impl(kPackedOp, autograd_packed);
+    m.impl(kLinearOp, autograd_linear);
   }
+
+  static void implement_autocast_cuda(torch::Library& m) {
+    m.impl(kOp, autocast);
+    m.impl(kLinearOp, autocast_linear<c10::DeviceType::CUDA>);
+  }
+  static void implement_autocast_cpu(torch::Library& m) { m.impl(kLinearOp, autocast_linear<c10::DeviceType::CPU>); }
 
  private:
   template <class Device>
@@ -401,7 +567,7 @@ struct Gated {
       auto [dgate, dup] = halves(dgate_up);
       // Only contiguous tensors can be followed by halves of a contiguous one.
       auto [gate, up] = halves(gate_up.contiguous());
-      Device::backward(activation, dgate, dup, dout.contiguous(), gate, up);
+      Device::backward(activation, dgate, dup, {}, dout.contiguous(), gate, up);
     }
   }
 };

@@ -2,7 +2,7 @@
 //
 // gate, up: (..., n) of any strides, in one dtype, which is the result's. approximate: "tanh", or "none" for the exact
 // normal distribution. geglu_packed takes gate and up as the halves of one tensor, (..., 2 n), and gives one gradient.
-// Arithmetic is fp32 with one rounding.
+// geglu_linear is F.linear of the product, which it does not keep. Arithmetic is fp32 with one rounding.
 
 #include "core/gated.h"
 #include "kernels/geglu.h"
@@ -45,6 +45,7 @@ struct TanhGelu {
 struct Gelu {
   static constexpr const char* kOp = "geglu";
   static constexpr const char* kPackedOp = "geglu_packed";
+  static constexpr const char* kLinearOp = "geglu_linear";
   using Forward = kernels::geglu_fwd;
   using Backward = kernels::geglu_bwd;
 
@@ -74,8 +75,16 @@ using Geglu = core::Gated<Gelu, c10::string_view>;
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def(
+      "geglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None, str approximate=\"tanh\") -> Tensor",
+      {at::Tag::pt2_compliant_tag});
   m.def("_geglu_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
   m.def("_geglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_geglu_product_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_geglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
   m.def("_geglu_packed_bwd(Tensor dout, Tensor gate_up, str approximate) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("_geglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
 }
@@ -84,6 +93,7 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Geglu::implement<Geglu::Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Geglu::implement<Geglu::Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Geglu::implement<Geglu::Meta>(m); }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { Geglu::implement_autograd(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("geglu", Geglu::autocast); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Geglu::implement_autocast_cuda(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Geglu::implement_autocast_cpu(m); }
 
 }  // namespace liger::ops

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from . import runtime
 
+LIBRARIES: list[torch.library.Library] = []
+
 # act(x), and act'(x), of fp32 or fp64 values.
 Activation = Callable[..., Tensor]
 
@@ -40,13 +42,13 @@ def empty_contiguous(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def launch(kernel: str, tensors: dict[str, Tensor], flags: dict[str, int]) -> None:
+def launch(kernel: str, tensors: dict[str, Tensor | None], flags: dict[str, int]) -> None:
     """All tensors are contiguous and of one shape: one row."""
     first = next(iter(tensors.values()))
     n = first.numel()
     if not n:
         return
-    strides = {f"{name}_{level}": 0 for name in tensors for level in ("outer", "inner")}
+    strides = {f"{name}_{level}": 0 for name in tensors if name != "product" for level in ("outer", "inner")}
     args = dict(**tensors, rows=1, n=n, inner_rows=1, **strides, **flags)
     grid = lambda config: (-(-n // config.constexprs["BLOCK_N"]), 1, 1)  # noqa: E731
     runtime.launch(kernel, kernel, {"X": runtime.dtype_name(first)}, n, grid, args, first.device)
@@ -55,7 +57,7 @@ def launch(kernel: str, tensors: dict[str, Tensor], flags: dict[str, int]) -> No
 def register_gated(
     op: str, schema: str, value: Activation, slope: Activation, flags: Callable[..., dict[str, int]]
 ) -> None:
-    """Defines `op`, its packed form and their gradients. `schema`: what follows the tensors; value(x, *options),
+    """Defines `op`, its packed and linear forms and their gradients. `schema`: what follows the tensors; value(x, *options),
     slope(x, *options) and flags(*options) give the activation and the kernel's flags."""
     define = torch.library.custom_op
 
@@ -72,8 +74,8 @@ def register_gated(
     def backward(dout: Tensor, gate: Tensor, up: Tensor, *options) -> tuple[Tensor, Tensor]:
         if gate.is_cuda:
             dgate, dup = empty_contiguous(gate), empty_contiguous(gate)
-            tensors = dict(dgate=dgate, dup=dup, dout=dout.contiguous(), gate=gate.contiguous(), up=up.contiguous())
-            launch(f"{op}_bwd", tensors, flags(*options))
+            inputs = dict(dout=dout.contiguous(), gate=gate.contiguous(), up=up.contiguous())
+            launch(f"{op}_bwd", dict(dgate=dgate, dup=dup, product=None, **inputs), {"flags": 0} | flags(*options))
             return dgate, dup
         runtime.count_cpu_call()
         c = compute_dtype(gate)
@@ -88,6 +90,16 @@ def register_gated(
     def packed(gate_up, *options, **named):
         check(f"{op}_packed", "gate_up", gate_up)
         return forward(*gate_up.chunk(2, -1), *options, *named.values())
+
+    def linear(gate, up, weight, bias=None, *options, **named):
+        name = f"{op}_linear"
+        check(name, "gate", gate, up)
+        for argument, t, shape in (("weight", weight, (weight.shape[0], gate.shape[-1])), ("bias", bias, weight.shape[:1])):
+            if t is not None:
+                fits = t.shape == torch.Size(shape) and t.dtype == gate.dtype and t.device == gate.device
+                rule = f"have shape {list(shape)} and the dtype and device of gate"
+                demand(fits, name, argument, rule, (t.shape, t.dtype, t.device))
+        return F.linear(forward(gate, up, *options, *named.values()), weight, bias)
 
     arguments = f", {schema}" if schema else ""
     grad = define(
@@ -114,12 +126,50 @@ def register_gated(
         grads = getattr(torch.ops.liger, f"_{op}_grad")(dout, gate, up, *ctx.options)
         return torch.cat(grads, -1), *(None for _ in ctx.options)
 
+    def save_linear(ctx, inputs, output):
+        ctx.options = inputs[4:]
+        ctx.save_for_backward(*inputs[:3])
+
+    def linear_backward(ctx, dout):
+        gate, up, weight = ctx.saved_tensors
+        # A bias that is left out is not counted.
+        wants_gate, wants_up, wants_weight, wants_bias = (*ctx.needs_input_grad, False)[:4]
+        dgate = dup = dweight = None
+        rows = dout.reshape(-1, dout.shape[-1])
+        if wants_gate or wants_up:
+            dgate, dup = getattr(torch.ops.liger, f"_{op}_grad")(dout @ weight, gate, up, *ctx.options)
+        if wants_weight:
+            product = getattr(torch.ops.liger, op)(gate, up, *ctx.options)
+            dweight = rows.t() @ product.reshape(-1, product.shape[-1])
+        dbias = rows.sum(0) if wants_bias else None
+        return dgate, dup, dweight, dbias, *(None for _ in ctx.options)
+
     single = define(f"liger::{op}", plain, mutates_args=(), schema=f"(Tensor gate, Tensor up{arguments}) -> Tensor")
     single.register_fake(lambda gate, *_, **__: empty_contiguous(gate))
     single.register_autograd(plain_backward, setup_context=save)
     both = define(f"liger::{op}_packed", packed, mutates_args=(), schema=f"(Tensor gate_up{arguments}) -> Tensor")
     both.register_fake(lambda gate_up, *_, **__: empty_contiguous(gate_up.chunk(2, -1)[0]))
     both.register_autograd(packed_backward, setup_context=save)
+    projected = define(
+        f"liger::{op}_linear",
+        linear,
+        mutates_args=(),
+        schema=f"(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None{arguments}) -> Tensor",
+    )
+    projected.register_fake(lambda gate, up, weight, bias=None, *_, **__: F.linear(empty_contiguous(gate), weight, bias))
+    projected.register_autograd(linear_backward, setup_context=save_linear)
+    library = torch.library.Library("liger", "FRAGMENT")
+    # A Library unregisters what it holds when it dies.
+    LIBRARIES.append(library)
+    for device in ("cpu", "cuda"):
+
+        def autocast(gate, up, weight, bias=None, *options, device=device, **named):
+            dtype = torch.get_autocast_dtype(device)
+            cast = lambda t: t if t is None or t.dtype == torch.float64 else t.to(dtype)  # noqa: E731
+            with torch.autocast(device, enabled=False):
+                return projected(cast(gate), cast(up), cast(weight), cast(bias), *options, **named)
+
+        library.impl(f"{op}_linear", autocast, f"Autocast{device.upper()}")
 
 
 def silu_slope(x: Tensor) -> Tensor:

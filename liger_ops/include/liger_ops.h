@@ -69,6 +69,13 @@ inline at::Tensor swiglu_packed(const at::Tensor& gate_up) {
   return op.call(gate_up);
 }
 
+inline at::Tensor swiglu_linear(
+    const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias = std::nullopt) {
+  static const auto op = detail::find<decltype(swiglu_linear)>("liger::swiglu_linear");
+  return op.call(gate, up, weight, bias);
+}
+
 inline at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up, std::string_view approximate = "tanh") {
   static const auto op = detail::find<decltype(geglu)>("liger::geglu");
   return op.call(gate, up, approximate);
@@ -77,6 +84,13 @@ inline at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up, std::strin
 inline at::Tensor geglu_packed(const at::Tensor& gate_up, std::string_view approximate = "tanh") {
   static const auto op = detail::find<decltype(geglu_packed)>("liger::geglu_packed");
   return op.call(gate_up, approximate);
+}
+
+inline at::Tensor geglu_linear(
+    const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias = std::nullopt, std::string_view approximate = "tanh") {
+  static const auto op = detail::find<decltype(geglu_linear)>("liger::geglu_linear");
+  return op.call(gate, up, weight, bias, approximate);
 }
 
 inline at::Tensor cross_entropy(

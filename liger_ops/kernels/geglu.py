@@ -14,6 +14,7 @@ from .swiglu import (
     DTYPES,
     FORWARD_ALIGNED,
     FORWARD_ARGS,
+    PRODUCT,
     program_tile,
     sigmoid_and_slope,
     tile_pointers,
@@ -66,7 +67,7 @@ def geglu_fwd_kernel(
 
 @triton.jit
 def geglu_bwd_kernel(
-    dgate, dup, dout, gate, up,
+    dgate, dup, product, dout, gate, up,
     rows, n, inner_rows, dgate_outer, dgate_inner, dup_outer, dup_inner, dout_outer, dout_inner,
     gate_outer, gate_inner, up_outer, up_inner, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -77,12 +78,13 @@ def geglu_bwd_kernel(
     d = tl.load(tile_pointers(dout, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), mask=mask, other=0.0)
     g = g.to(tl.float32)
     d = d.to(tl.float32)
+    u = u.to(tl.float32)
     p, slope = gelu_weight_and_slope(g, flags)
-    tl.store(
-        tile_pointers(dgate, row, start, inner_rows, dgate_outer, dgate_inner, BLOCK_N),
-        d * u.to(tl.float32) * (p + slope), mask=mask,
-    )  # fmt: skip
+    dg = d * u * (p + slope)
+    tl.store(tile_pointers(dgate, row, start, inner_rows, dgate_outer, dgate_inner, BLOCK_N), dg, mask=mask)
     tl.store(tile_pointers(dup, row, start, inner_rows, dup_outer, dup_inner, BLOCK_N), d * g * p, mask=mask)
+    if flags & PRODUCT:
+        tl.store(tile_pointers(product, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), g * p * u, mask=mask)
 
 
 KERNELS = [
@@ -95,7 +97,7 @@ KERNELS = [
     ),
     Kernel(
         function=geglu_bwd_kernel,
-        args=BACKWARD_ARGS | {"flags": "i32"},
+        args=BACKWARD_ARGS,
         aligned=BACKWARD_ALIGNED,
         axes={"dtype": DTYPES},
         configs=CONFIGS,

@@ -4,7 +4,7 @@ Rows of the three tensors are strided on two levels, so that the halves of one f
 what is contiguous comes as few wide rows. One program takes a tile of BLOCK_M rows by BLOCK_N columns.
 
 The backward recomputes silu(gate). Its results may lie over gate and up: an element is read before it is
-written, and by the same program.
+written, and by the same thread. With PRODUCT it stores the forward's result too, which may lie over dout.
 """
 
 import triton
@@ -12,6 +12,8 @@ import triton.language as tl
 
 from .rows import block_rows, row_offset
 from .table import Config, Kernel
+
+PRODUCT = tl.constexpr(256)
 
 DTYPES = ({"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"})
 
@@ -57,9 +59,9 @@ def swiglu_fwd_kernel(
 
 @triton.jit
 def swiglu_bwd_kernel(
-    dgate, dup, dout, gate, up,
+    dgate, dup, product, dout, gate, up,
     rows, n, inner_rows, dgate_outer, dgate_inner, dup_outer, dup_inner, dout_outer, dout_inner,
-    gate_outer, gate_inner, up_outer, up_inner,
+    gate_outer, gate_inner, up_outer, up_inner, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row, start, mask = program_tile(rows, n, BLOCK_M, BLOCK_N)
@@ -68,10 +70,13 @@ def swiglu_bwd_kernel(
     d = tl.load(tile_pointers(dout, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), mask=mask, other=0.0)
     g = g.to(tl.float32)
     d = d.to(tl.float32)
+    u = u.to(tl.float32)
     s, slope = sigmoid_and_slope(g)
-    dg = d * u.to(tl.float32) * (s + g * slope)
+    dg = d * u * (s + g * slope)
     tl.store(tile_pointers(dgate, row, start, inner_rows, dgate_outer, dgate_inner, BLOCK_N), dg, mask=mask)
     tl.store(tile_pointers(dup, row, start, inner_rows, dup_outer, dup_inner, BLOCK_N), d * g * s, mask=mask)
+    if flags & PRODUCT:
+        tl.store(tile_pointers(product, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), g * s * u, mask=mask)
 
 
 def config(max_n, block_m, block_n, num_warps, aligned=True):
@@ -95,15 +100,15 @@ FORWARD_ARGS = {
     "gate_outer": "i64", "gate_inner": "i64", "up_outer": "i64", "up_inner": "i64",
 }  # fmt: skip
 BACKWARD_ARGS = {
-    "dgate": "*X", "dup": "*X", "dout": "*X", "gate": "*X", "up": "*X",
+    "dgate": "*X", "dup": "*X", "product": "*X", "dout": "*X", "gate": "*X", "up": "*X",
     "rows": "i32", "n": "i64", "inner_rows": "i32",
     "dgate_outer": "i64", "dgate_inner": "i64", "dup_outer": "i64", "dup_inner": "i64",
     "dout_outer": "i64", "dout_inner": "i64",
-    "gate_outer": "i64", "gate_inner": "i64", "up_outer": "i64", "up_inner": "i64",
+    "gate_outer": "i64", "gate_inner": "i64", "up_outer": "i64", "up_inner": "i64", "flags": "i32",
 }  # fmt: skip
 # rows and inner_rows are counts, not offsets.
 FORWARD_ALIGNED = [a for a in FORWARD_ARGS if "rows" not in a]
-BACKWARD_ALIGNED = [a for a in BACKWARD_ARGS if "rows" not in a]
+BACKWARD_ALIGNED = [a for a in BACKWARD_ARGS if "rows" not in a and a != "flags"]
 
 KERNELS = [
     Kernel(

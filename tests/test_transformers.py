@@ -130,7 +130,8 @@ def test_switches(switch):
     report = apply_liger_kernel(model, **{switch: False})
     assert {r.reason for r in report.left_alone} == {f"{switch} is switched off"}
     names = nodes(model(input_ids=ids, labels=ids).loss)
-    assert switch not in names and len({"rope", "rms_norm", "swiglu"} & names) == 2
+    expected = {"rope": "rope", "rms_norm": "rms_norm", "swiglu": "swiglu_linear"}
+    assert expected.pop(switch) not in names and set(expected.values()) <= names
     assert_same_step(step(model, ids), plain)
 
 
@@ -158,7 +159,7 @@ def test_two_models_in_one_process():
     apply_liger_kernel(one)
     assert FUSED in nodes(one(input_ids=ids, labels=ids).loss)
     names = nodes(other(input_ids=ids, labels=ids).loss)
-    assert not names & {"rope", "rms_norm", "swiglu", FUSED, "cross_entropy"}
+    assert not names & {"rope", "rms_norm", "swiglu_linear", FUSED, "cross_entropy"}
     assert type(other) is LlamaForCausalLM and nn.functional.cross_entropy is TF.cross_entropy
     assert_same_step(step(one, ids), step(other, ids))
 
@@ -179,7 +180,7 @@ def test_saved_and_loaded(tmp_path):
     loaded = lt.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, swiglu=False)
     loaded.train()
     loss = loaded(input_ids=ids, labels=ids).loss
-    assert FUSED in nodes(loss) and "swiglu" not in nodes(loss)
+    assert FUSED in nodes(loss) and not nodes(loss) & {"swiglu", "swiglu_linear"}
     torch.testing.assert_close(loss, expected)
     loaded.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
@@ -470,7 +471,7 @@ def test_tied_and_frozen_heads():
     assert "lm_head.weight" not in plain[1]
 
 
-@pytest.mark.parametrize("target", ["lm_head", "gate_proj", "o_proj"])
+@pytest.mark.parametrize("target", ["lm_head", "gate_proj", "down_proj", "o_proj"])
 @pytest.mark.parametrize("first", ["lora", "patch"])
 def test_lora(target, first):
     from peft import LoraConfig, get_peft_model
@@ -491,7 +492,8 @@ def test_lora(target, first):
     assert_same_step(step(model, ids), plain)
     loss = model(input_ids=ids, labels=ids).loss
     if target != "lm_head":
-        assert {"rms_norm", "swiglu", FUSED} <= nodes(loss)
+        # A wrapped projection is called and not read.
+        assert {"rms_norm", "swiglu" if target == "down_proj" else "swiglu_linear", FUSED} <= nodes(loss)
     else:
         assert FUSED not in nodes(loss)
     if report and target == "lm_head":
@@ -570,6 +572,19 @@ def test_data_parallel_wrappers_are_looked_through():
     assert apply_liger_kernel(nn.DataParallel(model)).replaced and unpatch(nn.DataParallel(model))
 
 
+def test_hooks_of_the_last_projection_are_called():
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model)
+    seen: list = []
+    handle = model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
+    expected = model(input_ids=ids, labels=ids).loss
+    assert seen and {"swiglu", "swiglu_linear"} <= nodes(expected)
+    handle.remove()
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(seen) == 1 and "swiglu" not in nodes(loss)
+    torch.testing.assert_close(loss, expected)
+
+
 def test_models_placed_by_accelerate():
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -607,7 +622,7 @@ for own_head in (False, True):
         if not patch_first:
             assert not apply_liger_kernel(model).left_alone
         loss = model(input_ids=ids, labels=ids).loss
-        assert {"fused_linear_cross_entropy", "rope", "swiglu"} <= nodes(loss), nodes(loss)
+        assert {"fused_linear_cross_entropy", "rope", "swiglu_linear"} <= nodes(loss), nodes(loss)
         loss, gradients = step(model, ids)
         torch.testing.assert_close(loss, plain[0])
         for name, gradient in gradients.items():

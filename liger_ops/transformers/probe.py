@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from ..nn import is_bare_linear
 
 # Formulas that differ do so in the first digits; those that agree differ by rounding in fp32.
 SAME = 1e-4
@@ -144,6 +145,11 @@ GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "geglu": F.geglu,
     "geglu exact": lambda gate, up: F.geglu(gate, up, "none"),
 }
+LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {
+    "swiglu": F.swiglu_linear,
+    "geglu": F.geglu_linear,
+    "geglu exact": lambda gate, up, weight, bias: F.geglu_linear(gate, up, weight, bias, "none"),
+}
 PACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.swiglu_packed,
     "geglu": F.geglu_packed,
@@ -210,10 +216,13 @@ def identify_mlp(module: nn.Module) -> MLP:
 def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     if len(mlp.projections) == 3:
         gate, up, down = mlp.projections
-        product = GATES[mlp.gate]
+        product, product_linear = GATES[mlp.gate], LINEAR[mlp.gate]
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
-            return getattr(self, down)(product(getattr(self, gate)(x), getattr(self, up)(x)))
+            gated, by, last = getattr(self, gate)(x), getattr(self, up)(x), getattr(self, down)
+            if is_bare_linear(last):
+                return product_linear(gated, by, last.weight, last.bias)
+            return last(product(gated, by))
 
         return forward
     gate_up, down = mlp.projections

@@ -714,7 +714,8 @@ inline void forward_backward_rows_cuda(
   const int64_t columns = walk.n + (config->SKEWED ? 7 : 0);
   int64_t parts = config->PART ? (columns + config->PART - 1) / config->PART : 1;
   if (parts > std::min<int64_t>(kMostParts, runtime::multiprocessors(call.device.index()))) {
-    config = std::find_if(std::begin(K::configs), std::end(K::configs), [](auto& c) { return !c.aligned && !c.PART; });
+    // What takes any width shares no row out.
+    config = &runtime::first_fit(K::configs, std::numeric_limits<int64_t>::max(), false);
     parts = 1;
   }
   Tensor shares, arrived;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -226,7 +227,11 @@ class Launches:
             runtime.launch(self.op, "cross_entropy_fwd", choices, n, grid, args, self.device)
             return
         grad = None if grad is None else grad.float().contiguous()
-        parts_of = lambda config: -(-n // config.constexprs["PART"]) if config.constexprs["PART"] else 1  # noqa: E731
+
+        def parts_of(config) -> int:
+            c = config.constexprs
+            return -(-(n + 7 * c["SKEWED"]) // c["PART"]) if c["PART"] else 1
+
         most = max(map(parts_of, runtime.configs("cross_entropy_fwd_bwd")))
         # The programs of a row wait for one another: all must run at a time.
         fits = most <= min(MOST_PARTS, runtime.multiprocessors(logits))
@@ -237,7 +242,9 @@ class Launches:
             arrived=torch.zeros(rows, dtype=torch.int32, device=self.device),
         )  # fmt: skip
         grid = lambda config: (rows * parts_of(config), 1, 1)  # noqa: E731
-        runtime.launch(self.op, "cross_entropy_fwd_bwd", choices, n, grid, args, self.device, may_be_aligned=fits)
+        # What takes any width shares no row out.
+        width = n if fits else sys.maxsize
+        runtime.launch(self.op, "cross_entropy_fwd_bwd", choices, width, grid, args, self.device, may_be_aligned=fits)
 
 
 def launch_rows(

@@ -415,11 +415,11 @@ def gradient_span(
     """Gradient of the columns begin..end of one row. x_y: the logit of its true class, read before any was written."""
     # d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
     #                  p_y * spill - (1 - p_y) * pull - tilt * w_y
+    valid = (y >= 0) & (y < n)
     pull = grad
     spill = grad_z * 2 * lse_square_scale * (top + tl.log(total))
     tilt = 0.0
     if EXTRAS:
-        valid = (y >= 0) & (y < n)
         w_y = load_weight(weight, y, valid, flags)
         pull = grad * w_y
         if flags & HAS_SMOOTHING:
@@ -461,7 +461,7 @@ def gradient_span(
         # The one column that is unlike the others, over what the loop wrote there.
         tl.debug_barrier()
         at_y = exp(x_y - top, out.dtype.element_ty) * slope_y - drop_y
-        tl.store(out - skew + y, at_y.to(out.dtype.element_ty), mask=(y >= begin) & (y < end))
+        tl.store(out - skew + y, at_y.to(out.dtype.element_ty), mask=valid & (y >= begin) & (y < end))
 
 
 @triton.jit

@@ -26,6 +26,11 @@ def overwriting(logits: Tensor, *args, **options) -> Tensor:
     return cross_entropy_(logits.clone(), *args, **options)
 
 
+def overwriting_wide_rows(logits: Tensor, *args, **options) -> Tensor:
+    n = logits.shape[-1]
+    return cross_entropy_(F.pad(logits, (0, -n % 64))[..., :n], *args, **options)
+
+
 def reference_with_metrics(
     logits,
     target,
@@ -78,7 +83,7 @@ def check(inputs, device, op=cross_entropy, **options):
     with path_taken(device):
         loss = call(*[t.detach() if isinstance(t, Tensor) else t for t in inputs])
     grad = [torch.randn(loss.shape, device=device)]
-    if op is overwriting:
+    if op is not cross_entropy:
         grad = [2 * grad[0].sign()]
     with path_taken(device):
         ours = gradients(call, [like(t) for t in inputs], grad)
@@ -104,6 +109,19 @@ def test_sizes(n, dtype, op, device):
 @pytest.mark.parametrize("n", [128256, 151936, 163840, 262144])
 def test_vocabularies(n, op, device):
     check(make((3, n), torch.bfloat16, device, ignored=0), device, op)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_odd_vocabulary_in_rows_of_whole_cache_lines(weighted, dtype, device):
+    """As the linear loss has its logits: long enough to be shared out, and followed by what belongs to no row."""
+    inputs = make((5, 50257), dtype, device, dtype if weighted else None)
+    check(inputs, device, overwriting_wide_rows)
+
+    wide = torch.full((5, 50304), 7.0, dtype=dtype, device=device)
+    wide[:, :50257] = inputs[0].detach()
+    cross_entropy_(wide[:, :50257], *inputs[1:])
+    assert (wide[:, 50257:] == 7).all()
 
 
 EXTRAS = {

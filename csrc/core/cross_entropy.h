@@ -708,14 +708,15 @@ inline void forward_backward_rows_cuda(
   constexpr int64_t kMostParts = 128;
   Tensor x = logits;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&x});
-  bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
-  const auto* config = &runtime::first_fit(K::configs, walk.n, aligned);
+  // What takes any width shares no row out.
+  constexpr int64_t kAnyWidth = std::numeric_limits<int64_t>::max();
+  const bool level = walk.level() && aligned16(address(x), address(call.weight)), aligned = level && walk.aligned_strides();
+  const auto* config = &runtime::first_fit(K::configs, level ? walk.n : kAnyWidth, aligned);
   // The kernel's columns_end().
   const int64_t columns = walk.n + (config->SKEWED ? 7 : 0);
   int64_t parts = config->PART ? (columns + config->PART - 1) / config->PART : 1;
   if (parts > std::min<int64_t>(kMostParts, runtime::multiprocessors(call.device.index()))) {
-    // What takes any width shares no row out.
-    config = &runtime::first_fit(K::configs, std::numeric_limits<int64_t>::max(), false);
+    config = &runtime::first_fit(K::configs, kAnyWidth, false);
     parts = 1;
   }
   Tensor shares, arrived;

@@ -17,7 +17,7 @@ too long for that are shared out too, PART columns a program: the fewer rows are
 the cache. The programs of a row meet between their two reads, which asks that all of them run at a time: the host
 shares out no row among more programs than the device has multiprocessors.
 
-SKEWED = 1 takes rows that begin anywhere, as those of an odd vocabulary do. Columns are then counted from the last
+SKEWED = 1 takes rows of any length that begin anywhere, as those of an odd vocabulary do. Columns are then counted from the last
 16-byte boundary at or before the row, `skew` columns to its left: all whole tiles are as fast as those of aligned rows.
 
 A row whose target is ignore_index is not read: loss and gradient are 0, the predicted class is -1. A target out of
@@ -756,9 +756,15 @@ KERNELS = [
         },
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
+        # us on an H200 over 2**29 logits in bf16, as a matrix product leaves them (one program a row, 256 lanes and parts
+        # of 24576, these): 32000 columns 564, 734, 595; 65536: 643, 637, 620; 128256: 718, 633, 598; 151936: 737, 682, 609;
+        # 262144: 777, 643, 634; 50257 in rows of 50304: 803, 931, 686. Rows that begin anywhere gain nothing by parts
+        # (50257 in rows of 50257: 749 as they are, 788 in parts), so the host takes the last config for them.
         configs=[
             both_config(49152, 256, 4, 8192),
-            both_config(None, 256, 4, 8192, part=24576),
+            both_config(None, 128, 4, 4096, part=12288),
+            both_config(32768, 256, 4, 8192, aligned=False),
+            both_config(MOST_PARTS.value * 16384, 128, 2, 2048, aligned=False, part=16384),
             both_config(None, 256, 4, 8192, aligned=False),
         ],
     ),

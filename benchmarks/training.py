@@ -255,11 +255,14 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
             axis = axes[row][column]
             for i, provider in enumerate(providers):
                 found = {r["batch"]: r[field] for r in mine if r["provider"] == provider}
-                places = [b + (i - len(providers) / 2) * 0.8 / len(providers) for b in range(len(batches))]
-                axis.bar(places, [found.get(b, 0) for b in batches], 0.8 / len(providers), label=PROVIDERS[provider])
+                places = [b + (i + 0.5 - len(providers) / 2) * 0.8 / len(providers) for b in range(len(batches))]
+                # One colour in all of the pictures, whoever is missing from some.
+                style = {"color": f"C{list(PROVIDERS).index(provider)}", "label": PROVIDERS[provider]}
+                axis.bar(places, [found.get(b, 0) for b in batches], 0.8 / len(providers), **style)
             axis.set(ylabel=unit, xlabel="batch", title=model if row == 0 else None)
             axis.set_xticks(range(len(batches)), map(str, batches))
-    axes[0][0].legend(fontsize="small")
+    handles = {label: bar for axis in axes[0] for bar, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -1,6 +1,15 @@
 """geglu inside a compiled MLP"""
 
+import torch
+
 from benchmarks.geglu import formula, ours
 from benchmarks.mlp import mlp_op
 
-OP = mlp_op(formula, ours)
+
+def linear():
+    import liger_ops  # noqa: F401
+
+    return torch.ops.liger.geglu_linear.default
+
+
+OP = mlp_op(formula, ours, linear)

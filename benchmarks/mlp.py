@@ -1,10 +1,12 @@
-"""A Llama MLP, down(act(gate(x)) * up(x)), compiled: its middle left to Inductor, or one operator of ours."""
+"""A Llama MLP, down(act(gate(x)) * up(x)), compiled: its middle left to Inductor, or one operator of ours.
+
+And, not compiled, the operator that goes on to the last product and keeps no act(gate) * up.
+"""
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.op import Anchor, Op, Relative
-
 
 NO_SLOWER_THAN_INDUCTOR = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch.compile",)))
 
@@ -35,8 +37,13 @@ def mlp(gated):
     return lambda x, gate, up, down: F.linear(gated(F.linear(x, gate), F.linear(x, up)), down)
 
 
-def mlp_op(formula, load_ours):
-    """formula: (gate, up) -> act(gate) * up, as for the op alone."""
+def mlp_op(formula, load_ours, load_linear):
+    """formula: (gate, up) -> act(gate) * up, as for the op alone; load_linear(): the op that ends in the projection."""
+
+    def linear():
+        product_linear = load_linear()
+        return lambda x, gate, up, down: product_linear(F.linear(x, gate), F.linear(x, up), down)
+
     return Op(
         dims=("tokens", "hidden", "intermediate"),
         inputs=inputs,
@@ -47,6 +54,7 @@ def mlp_op(formula, load_ours):
             # The case's torch.compile has reset the caches; resetting them again would throw its code away.
             "ours": lambda: torch.compile(mlp(load_ours()), dynamic=False),
             "ours eager": lambda: mlp(load_ours()),
+            "ours linear": linear,
         },
         shapes={
             "quick": [(2048, 2048, 5504)],

@@ -15,7 +15,7 @@ from benchmarks.op import Absent, Op
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
     "three GEMMs", *COMMON[:4], "liger-sm90", "cut-cross-entropy", *COMMON[4:],
-    "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager",
+    "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
 )  # fmt: skip
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers")
 # Compiling takes longer than everything else in a quick run without a GPU.

@@ -207,7 +207,8 @@ struct Gated {
             int64_t inner = walk.inner_rows;
             detail::gated_backward<decltype(math)>(
                 dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
-                product_at ? product_at + d.offset(row, inner) + first : nullptr, dout_at + d.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
+                product_at ? product_at + d.offset(row, inner) + first : nullptr,
+                dout_at + d.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
                 up_at + u.offset(row, inner) + first, n);
           });
         });

@@ -13,7 +13,7 @@ import torch
 
 from . import runtime
 
-HELPERS = {"__init__", "runtime"}
+HELPERS = {"__init__", "autocast", "runtime"}
 
 
 def modules() -> list:

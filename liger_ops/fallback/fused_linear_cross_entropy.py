@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import runtime
+from . import autocast, runtime
 from .cross_entropy import HAS_SOFTCAP, Launches, Options, Results, Rows, compute_dtype
 
 NAME = "fused_linear_cross_entropy"
@@ -426,19 +426,11 @@ def register() -> None:
 
         library.impl(name, autograd, "Autograd")
 
-        for device in ("cpu", "cuda"):
+        def as_linear(dtype, input, weight, target, bias=None, *rest):
+            input, weight, bias = autocast.as_linear(dtype, input, weight, bias)
+            return input, weight, target, bias, *rest
 
-            def autocast(*args, device=device, **named):
-                dtype = torch.get_autocast_dtype(device)
-                c = Call(*args, **named)
-                cast = lambda t: t if t is None or t.dtype == torch.float64 else t.to(dtype)  # noqa: E731
-                c = c._replace(input=cast(c.input), weight=cast(c.weight), bias=cast(c.bias))
-                with torch.autocast(device, enabled=False):
-                    return op(
-                        *c[:10], logits_scale=c.logits_scale, token_weight=c.token_weight, memory_budget=c.memory_budget
-                    )
-
-            library.impl(name, autocast, f"Autocast{device.upper()}")
+        autocast.implement(name, ["cpu", "cuda"], as_linear)
 
     for name, results in FORMS.items():
         register_form(name, results)

@@ -8,7 +8,7 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from . import runtime
+from . import autocast, runtime
 from .swiglu import compute_dtype, demand, empty_contiguous
 
 INVERSE = 1
@@ -140,6 +140,12 @@ def register() -> None:
         return *torch.ops.liger._rope_grad(dq, dk, *ctx.saved_tensors, *ctx.options), None, None
 
     plain.register_autograd(backward, setup_context=save)
+
+    def promoted(dtype, q, k, *angles):
+        wider = torch.promote_types(q.dtype, k.dtype)
+        return q.to(wider), k.to(wider), *(t if t.dtype == wider else t.float() for t in angles)
+
+    autocast.implement("rope", ["cuda"], promoted)
 
     def real(freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(t.repeat_interleave(2, -1) for t in torch.view_as_real(freqs_cis.resolve_conj()).unbind(-1))

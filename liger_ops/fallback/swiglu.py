@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import runtime
-
-LIBRARIES: list[torch.library.Library] = []
+from . import autocast, runtime
 
 # act(x), and act'(x), of fp32 or fp64 values.
 Activation = Callable[..., Tensor]
@@ -158,18 +156,8 @@ def register_gated(
     )
     projected.register_fake(lambda gate, up, weight, bias=None, *_, **__: F.linear(empty_contiguous(gate), weight, bias))
     projected.register_autograd(linear_backward, setup_context=save_linear)
-    library = torch.library.Library("liger", "FRAGMENT")
-    # A Library unregisters what it holds when it dies.
-    LIBRARIES.append(library)
-    for device in ("cpu", "cuda"):
-
-        def autocast(gate, up, weight, bias=None, *options, device=device, **named):
-            dtype = torch.get_autocast_dtype(device)
-            cast = lambda t: t if t is None or t.dtype == torch.float64 else t.to(dtype)  # noqa: E731
-            with torch.autocast(device, enabled=False):
-                return projected(cast(gate), cast(up), cast(weight), cast(bias), *options, **named)
-
-        library.impl(f"{op}_linear", autocast, f"Autocast{device.upper()}")
+    autocast.implement(op, ["cuda"], autocast.as_product)
+    autocast.implement(f"{op}_linear", ["cpu", "cuda"], autocast.as_linear)
 
 
 def silu_slope(x: Tensor) -> Tensor:

@@ -4,10 +4,11 @@
 # Steps: build, test, jit (the tests with no packs), sanitize (the norms under compute-sanitizer), wheel (dist/*.whl in a
 # process without Triton and compiler), the suites anchors, quick, full and paper, training, loss_curves.
 # A failed step is reported and the next one runs. Options for the suites go in BENCH, e.g. BENCH="--ops rms_norm".
+# On an H200 with 16 cores: build 70 s, test 7 min (AOTInductor half of it), anchors of all ops 6 min, a model of training 2 min.
 set -uo pipefail
 
 if [ $# -lt 1 ]; then
-    sed -n '2,6s/^# *//p' "$0"
+    sed -n '2,7s/^# *//p' "$0"
     exit 2
 fi
 mkdir -p "$1"

@@ -134,6 +134,11 @@ class BackwardNode : public torch::autograd::Node {
     return out;
   }
 
+  /// Whether this gradient's buffer may be overwritten by what empty_rows_like(x) would hold otherwise.
+  bool may_overwrite(const at::Tensor& grad, const at::Tensor& x) const {
+    return !keep_ && is_sole_owner(grad) && grad.scalar_type() == x.scalar_type() && has_strides_of_rows_like(grad, x);
+  }
+
  protected:
   virtual variable_list backward(variable_list&& grads) = 0;
 
@@ -141,11 +146,6 @@ class BackwardNode : public torch::autograd::Node {
   at::Tensor take(size_t i) {
     if (!keep_) saved[i].reset_data();
     return std::move(unpacked_[i]);
-  }
-
-  /// Whether this gradient's buffer may be overwritten by what empty_rows_like(x) would hold otherwise.
-  bool may_overwrite(const at::Tensor& grad, const at::Tensor& x) const {
-    return !keep_ && is_sole_owner(grad) && grad.scalar_type() == x.scalar_type() && has_strides_of_rows_like(grad, x);
   }
 
  private:

@@ -341,6 +341,23 @@ struct Gated {
 
   // ---- Autograd
 
+  template <size_t N>
+  static bool may_overwrite_both(const BackwardNode<N>& node, const Tensor& gate, const Tensor& up) {
+    return node.may_overwrite(gate, up) && node.may_overwrite(up, gate) && gate.stride(-1) == 1;
+  }
+
+  /// Of gate and up, over them where that is allowed.
+  static std::tuple<Tensor, Tensor> gradients(
+      const Activation& activation, const Tensor& dout, Tensor& gate, Tensor& up, bool overwrite) {
+    if (overwrite) {
+      static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
+      std::apply([&](auto... options) { op.call(dout, gate, up, options...); }, activation.options());
+      return {gate.detach(), up.detach()};
+    }
+    static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
+    return std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
+  }
+
   struct Node : BackwardNode<2> {  // gate, up
     explicit Node(Activation activation) : activation(std::move(activation)) {}
     Activation activation;
@@ -351,13 +368,7 @@ struct Gated {
       Tensor dout = std::move(grads[0]);
       if (!dout.defined()) return {Tensor(), Tensor()};
       Tensor gate = this->take(0), up = this->take(1);
-      if (this->may_overwrite(gate, up) && this->may_overwrite(up, gate) && gate.stride(-1) == 1) {
-        static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
-        std::apply([&](auto... options) { op.call(dout, gate, up, options...); }, activation.options());
-        return {gate.detach(), up.detach()};
-      }
-      static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
-      auto [dgate, dup] = std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
+      auto [dgate, dup] = gradients(activation, dout, gate, up, may_overwrite_both(*this, gate, up));
       return {dgate, dup};
     }
   };
@@ -376,10 +387,10 @@ struct Gated {
       const bool wants_weight = this->task_should_compute_output(2);
       if (this->task_should_compute_output(0) || this->task_should_compute_output(1)) {
         Tensor d = at::matmul(dout, weight);
-        const bool may_overwrite = this->may_overwrite(gate, up) && this->may_overwrite(up, gate) && gate.stride(-1) == 1;
+        const bool overwrite = may_overwrite_both(*this, gate, up);
         if (!wants_weight) {
-          std::tie(dgate, dup) = may_overwrite ? call_bwd_(d, gate, up) : call_bwd(d, gate, up);
-        } else if (may_overwrite && is_sole_owner(d) && detail::same_strides(gate, d)) {
+          std::tie(dgate, dup) = gradients(activation, d, gate, up, overwrite);
+        } else if (overwrite && is_sole_owner(d) && detail::same_strides(gate, d)) {
           static const auto op = find<decltype(product_bwd_<Cpu>)>("_", "_product_bwd_");
           std::apply([&](auto... options) { op.call(d, gate, up, options...); }, activation.options());
           dgate = gate.detach();
@@ -399,15 +410,6 @@ struct Gated {
     }
 
    private:
-    std::tuple<Tensor, Tensor> call_bwd(const Tensor& dout, const Tensor& gate, const Tensor& up) const {
-      static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
-      return std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
-    }
-    std::tuple<Tensor, Tensor> call_bwd_(const Tensor& dout, Tensor& gate, Tensor& up) const {
-      static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
-      std::apply([&](auto... options) { op.call(dout, gate, up, options...); }, activation.options());
-      return {gate.detach(), up.detach()};
-    }
     static Tensor as_matrix(const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); }
   };
 

@@ -94,13 +94,20 @@ def public_schemas() -> dict[str, str]:
     return {name: str(getattr(torch.ops.liger, name).default._schema) for name in names if not name.startswith("_")}
 
 
-def write_schemas(path: str) -> None:
-    torch.save(public_schemas(), path)
+def autocast_rules() -> dict[str, list[str]]:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name: [key for key in ("CUDA", "CPU") if has(f"liger::{name}", f"Autocast{key}")] for name in public_schemas()}
 
 
-def test_schemas_are_those_of_the_library(copy, tmp_path):
-    call(copy, "write_schemas", tmp_path / "schemas")
-    assert torch.load(tmp_path / "schemas") == public_schemas()
+def write_registration(path: str) -> None:
+    torch.save((public_schemas(), autocast_rules()), path)
+
+
+def test_schemas_and_autocast_rules_are_those_of_the_library(copy, tmp_path):
+    call(copy, "write_registration", tmp_path / "registration")
+    schemas, rules = torch.load(tmp_path / "registration")
+    assert schemas == public_schemas()
+    assert rules == autocast_rules()
 
 
 # ---- The same results
@@ -348,20 +355,6 @@ def check_compile(device: str) -> None:
 
 def test_compile_makes_one_graph_for_all_sizes(copy, device):
     call(copy, "check_compile", device)
-
-
-def autocast_rules() -> dict[str, list[str]]:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {name: [key for key in ("CUDA", "CPU") if has(f"liger::{name}", f"Autocast{key}")] for name in public_schemas()}
-
-
-def write_autocast_rules(path: str) -> None:
-    torch.save(autocast_rules(), path)
-
-
-def test_autocast_has_rules_for_the_same_operators(copy, tmp_path):
-    call(copy, "write_autocast_rules", tmp_path / "rules")
-    assert torch.load(tmp_path / "rules") == autocast_rules()
 
 
 def autocast_calls(device: str) -> Iterator[tuple]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -424,7 +425,7 @@ class Runner:
                     raise Absent("not asked in this suite")
                 call = load(op, name)
                 witness = PathWitness(name, self.clock.device)
-                if name != op.floor:
+                if name != op.floor and name not in op.unchecked:
                     results = problem.checked_results(call)
                     if op.checked:
                         errors += problem.error_records(name, results)
@@ -455,10 +456,9 @@ class Runner:
             why = error.record if wrong else {"reason": reason(error)}
             self.emit({"kind": "absent", "of": kind, **case.key, "provider": name, "state": state, **why})
 
-    def rotation(self, names: Sequence[str], turn: int) -> list[str]:
-        """Nobody always follows the same neighbour's heat or cache."""
-        start = turn % len(names) if names else 0
-        return [*names[start:], *names[:start]]
+    def order(self, names: Sequence[str], turn: int) -> list[str]:
+        """Of one round. Nobody always follows the same neighbour's heat or cache."""
+        return random.Random(turn).sample(names, len(names))
 
     def time(self, case: Case, anchors: Sequence[Anchor]) -> None:
         with self.guard(case, "time", "every provider"):
@@ -487,7 +487,7 @@ class Runner:
                         peaks[name, pass_name] = self.clock.peak_bytes(prepare, call)
         for turn in range(self.rounds):
             self.tick(f"{case.name} {'×'.join(map(str, case.shape))} {case.dtype}: round {turn + 1}")
-            for name in self.rotation(list(subjects), turn):
+            for name in self.order(list(subjects), turn):
                 with self.guard(case, "time", name, subjects), no_collection():
                     for pass_name in passes:
                         problem.restore()
@@ -528,7 +528,7 @@ class Runner:
         costs: dict[tuple[str, str], list[float]] = {}
         for turn in range(self.rounds):
             self.tick(f"{case.name}: host cost, round {turn + 1}")
-            for provider in self.rotation(list(subjects), turn):
+            for provider in self.order(list(subjects), turn):
                 with self.guard(case, "host", provider, subjects), no_collection():
                     problem.restore()
                     for pass_name in HOST_PASSES:

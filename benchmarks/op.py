@@ -78,6 +78,7 @@ class Op:
     transient: frozenset[str] = frozenset()
     flops: Callable[..., tuple[int, int]] | None = None  # (*shape) -> matrix-unit operations forward, backward
     floor: str | None = None  # a provider that does but what nobody can leave out: its time is the floor, where it ran
+    unchecked: frozenset[str] = frozenset()  # providers that do only a part of the work, like the floor's
     gradients: Callable[..., int] | None = None  # (element size, *shape) -> bytes of the gradients, the least peak
     passes: tuple[str, ...] = ("forward", "backward", "full")
     # (*shape) -> the smaller shape on which results are checked and their errors reported, with random upstream

@@ -14,7 +14,7 @@ from benchmarks.op import Absent, Op
 # Asked about every op; an op's own providers may add to them.
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
-    "three GEMMs", *COMMON[:4], "liger-sm90", "cut-cross-entropy", *COMMON[4:],
+    "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", *COMMON[4:],
     "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
 )  # fmt: skip
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers")

@@ -12,12 +12,13 @@ from benchmarks.providers import PROVIDERS, is_ours
 
 Record = dict[str, Any]
 COLORS = {
-    "three GEMMs": "#000000", "torch": "#888888", "hf": "#d0a060", "torch.compile": "#7b68c8",
+    "three GEMMs": "#000000", "GEMMs of ours": "#444444", "GEMMs of compact": "#777777",
+    "torch": "#888888", "hf": "#d0a060", "torch.compile": "#7b68c8",
     "liger-kernel": "#3a8fd0", "liger-sm90": "#1f5f90", "cut-cross-entropy": "#c060b0", "quack": "#40a060",
     "ours": "#d03030", "ours JIT": "#a05050", "ours compact": "#e07830", "ours 16 chunks": "#e8a070",
-    "ours 64 MiB": "#f0b830", "ours eager": "#e07830",
+    "ours 64 MiB": "#f0b830", "ours eager": "#e07830", "ours linear": "#a03080",
 }  # fmt: skip
-FLOOR = "three GEMMs"
+PARTS = ("three GEMMs", "GEMMs of ours", "GEMMs of compact")  # only a part of the work
 LINE_STYLES = ("-", "--", ":")
 GRID_SHAPES = 16  # more shapes than this are drawn as a heat map
 LEGEND = (
@@ -86,7 +87,7 @@ def by_provider(records: Sequence[Record], bars: Sequence[Record], cell: Callabl
         judged.setdefault(row_key(bar), []).append(bar)
     out = []
     for key, found in rows.items():
-        best = number(min(r["median"] for p, r in found.items() if p != FLOOR))
+        best = number(min(r["median"] for p, r in found.items() if p not in PARTS))
         marks = {p: "**" if number(r["median"]) == best else "" for p, r in found.items()}
         cells = [marks[p] + cell(found[p]) + marks[p] if p in found else "–" for p in asked]
         bar = [joined(judged.get(key, ()), limit_of), joined(judged.get(key, ()), lambda bar: bar["verdict"])]
@@ -210,7 +211,7 @@ def draw_sweep(op: str, records: Sequence[Record], stem: Path) -> Path:
     times = [r for r in full if r["kind"] == "time"]
     memory = [r for r in full if r["kind"] == "memory"]
     classes = sorted({r["shape"][-1] for r in times})
-    providers = [p for p in PROVIDERS if p != FLOOR and any(r["provider"] == p for r in times)]
+    providers = [p for p in PROVIDERS if p not in PARTS and any(r["provider"] == p for r in times)]
     figure, axes = panels(2, len(classes), 3.6, 3.0)
     rows = ((times, "floor", "time over three GEMMs"), (memory, "least", "peak memory over gradients"))
     for line, (found, unit, label) in zip(axes, rows):

@@ -495,6 +495,7 @@ class Runner:
                         samples = self.clock.samples(*steps, counts[name, pass_name])
                         times.setdefault((name, pass_name), []).extend(samples)
         floors = self.floors(case)
+        moved = {} if case.op.flops else {p: floors[p] * self.ceiling["copy_gb_s"] * 1e3 for p in passes}
         floors |= {p: statistics.median(times[case.op.floor, p]) for p in passes if case.op.floor in subjects}
         least = {}
         if case.op.gradients:
@@ -505,7 +506,7 @@ class Runner:
             for pass_name in passes:
                 key = {**case.key, "provider": name, "pass": pass_name, "path": paths[name]}
                 records.append({"kind": "time", "unit": "us", **key, **summary(times[name, pass_name]),
-                                "floor": floors[pass_name]})  # fmt: skip
+                                "floor": floors[pass_name], "bytes": moved.get(pass_name)})  # fmt: skip
                 memory.append({"kind": "memory", "unit": "MiB", **key, **summary([peaks[name, pass_name] / MIB]),
                                **least.get(pass_name, {})})  # fmt: skip
         bars = []

@@ -21,6 +21,8 @@ COLORS = {
 PARTS = ("three GEMMs", "GEMMs of ours", "GEMMs of compact")  # only a part of the work
 LINE_STYLES = ("-", "--", ":")
 GRID_SHAPES = 16  # more shapes than this are drawn as a heat map
+# Above so many bytes, caches and launches do not decide, and a kernel should reach this share of the copy ceiling.
+GRID_BYTES, GRID_SHARE = 64 << 20, 0.9
 LEGEND = (
     "Median (quartiles). × is time over the floor: the fewest bytes the pass can move, at the copy ceiling measured in "
     "the same run, or the operations of its matrix products at that of a large one, if longer; where three GEMMs were "
@@ -149,12 +151,47 @@ def markdown(records: Sequence[Record], plots: Sequence[Path], plot_note: str) -
         if found := [r for r in records if r["kind"] == kind]:
             bars = [r for r in records if r["kind"] == "bar" and r["of"] == kind]
             parts += [f"## {title}", by_provider(found, bars, cell)]
+    if machine["suite"] == "full" and any(r.get("bytes") for r in records):
+        parts += ["## Against the bars of the grid", *exceptions(records)]
     for title, lines in (("Not measured", not_measured(records)),
                          ("Measured, but less accurate than eager code", remarks(records, "inaccurate"))):  # fmt: skip
         if lines:
             parts += [f"## {title}", "\n".join(lines)]
     parts += [f"![{plot.stem}]({plot.name})" for plot in plots] or [plot_note]
     return "\n\n".join(parts) + "\n"
+
+
+def exceptions(records: Sequence[Record]) -> list[str]:
+    """Of a grid of sizes: where ours moves much, but slowly, and where somebody else is faster."""
+    cells: dict[tuple, dict[str, Record]] = {}
+    for r in records:
+        if r["kind"] == "time" and r.get("bytes"):
+            cells.setdefault(row_key(r), {})[r["provider"]] = r
+    mine = {key: found for key, found in cells.items() if "ours" in found}
+    big = {key: found["ours"] for key, found in mine.items() if found["ours"]["bytes"] > GRID_BYTES}
+    slow = {key: r for key, r in big.items() if r["floor"] < GRID_SHARE * r["median"]}
+    lines = [
+        f"{len(big) - len(slow)} of the {len(big)} cells that move more than {GRID_BYTES >> 20} MiB reach "
+        f"{100 * GRID_SHARE:g} % of the copy ceiling." + (" Below it:" if slow else ""),
+        grid(["op", "shape", "dtype", "pass", "%"],
+             [[*key, f"{100 * r['floor'] / r['median']:.0f}"] for key, r in slow.items()]) if slow else "",
+    ]  # fmt: skip
+    compared = lost = 0
+    rows = []
+    for key, found in mine.items():
+        peers = [r for p, r in found.items() if not is_ours(p) and p not in PARTS]
+        if not peers:
+            continue
+        compared += 1
+        best, ours = min(peers, key=lambda r: r["median"]), found["ours"]
+        if ours["q1"] > best["q3"]:
+            lost += 1
+            rows.append([*key, number(ours["median"]), f"{best['provider']} {number(best['median'])}"])
+    if compared:
+        lines.append(f"In {compared - lost} of {compared} cells no peer is faster by more than the spread."
+                     + (" The others, µs:" if lost else ""))  # fmt: skip
+        lines.append(grid(["op", "shape", "dtype", "pass", "ours", "fastest"], rows) if rows else "")
+    return [line for line in lines if line]
 
 
 def draw(records: Sequence[Record], stem: Path) -> tuple[list[Path], str]:
@@ -278,8 +315,9 @@ def draw_lines(records: list[Record], value: Callable[[Record], float], label: s
 
 def draw_heat_map(records: list[Record], stem: Path) -> Path:
     """Share of the copy ceiling that ours (else the first provider) reaches, rows by width."""
-    provider = max((r["provider"] for r in records), key=PROVIDERS.index)
-    records = [r for r in records if r["provider"] == provider]
+    there = {r["provider"] for r in records}
+    provider = "ours" if "ours" in there else max(there, key=PROVIDERS.index)
+    records = [r for r in records if r["provider"] == provider and r.get("bytes", True)]
     groups = list(dict.fromkeys((r["op"], r["dtype"]) for r in records))
     widths = len({r["shape"][-1] for r in records})
     figure, axes = panels(len(groups), 2, 1.5 + 0.55 * widths, 3.2)

@@ -59,15 +59,27 @@ def test_compare_flags_what_left_its_spread(tmp_path, capsys):
     assert "No longer measured" in capsys.readouterr().out
 
 
-def test_many_shapes_are_drawn_as_a_heat_map(tmp_path):
-    records = [{"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": ["ours"], "rounds": 1}]
-    for rows in (1, 16, 128, 1024, 4096):
+def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
+    providers = {"torch": 2.2, "ours": 2.0, "ours linear": 1.0}
+    records = [{"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": [*providers], "rounds": 1}]
+    for rows in (1, 16, 128, 1024, 65536):
         for n in (512, 1024, 2048, 4096):
-            case = {"op": "rms_norm", "shape": [rows, n], "dtype": "float32", "provider": "ours", "path": "cpu"}
-            times = {"median": 2.0, "q1": 2.0, "q3": 2.0, "samples": 3, "floor": 1.0, "unit": "us"}
-            records += [{"kind": "time", **case, "pass": name, **times} for name in ("forward", "full")]
-    report.write(records, tmp_path / "grid")
+            for provider, median in providers.items():
+                case = {"op": "rms_norm", "shape": [rows, n], "dtype": "float32", "provider": provider, "path": "cpu"}
+                if (rows, n, provider) == (16, 512, "torch"):
+                    median = 1.0
+                floor = 1.9 if n < 4096 else 1.0
+                times = {"median": median, "q1": median, "q3": median, "samples": 3, "floor": floor, "unit": "us"}
+                times["bytes"] = 8 * rows * n
+                records += [{"kind": "time", **case, "pass": name, **times} for name in ("forward", "full")]
+    page = report.write(records, tmp_path / "grid")
     assert (tmp_path / "grid-bandwidth.png").stat().st_size > 10_000
+    slow, lost = page.split("## Against the bars of the grid")[1].split("\n\n")[1:5:2]
+    assert slow == "6 of the 8 cells that move more than 64 MiB reach 90 % of the copy ceiling. Below it:"
+    assert lost == "In 38 of 40 cells no peer is faster by more than the spread. The others, µs:"
+    named = [line.replace(" ", "") for line in page.splitlines() if line.startswith("| rms_norm")]
+    assert "|rms_norm|65536×4096|float32|full|50|" in named
+    assert "|rms_norm|16×512|float32|forward|2.00|torch1.00|" in named
 
 
 # ---- tune

@@ -13,11 +13,19 @@ TORCH_VERSIONS ?= 2.11 2.12 2.13
 .PHONY: build test demo wheel sdist clean
 .DEFAULT_GOAL := build
 
+# What comes with nothing else to wait for, side by side.
+MAKEFLAGS += -j2
+
 ifeq ($(PYTHON),.venv/bin/python)
 ready := .venv/ready
+models := .venv/models
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
-	.venv/bin/python -m pip install -q "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake pytest pytest-xdist "numpy<2.4" expecttest $(MODELS)
+	.venv/bin/python -m pip install -q "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake "numpy<2.4"
+	touch $@
+# The build does not wait for these.
+.venv/models: .venv/ready
+	.venv/bin/python -m pip install -q pytest pytest-xdist expecttest $(MODELS)
 	touch $@
 endif
 
@@ -28,11 +36,11 @@ build: $(ready)
 # Threads that wait sleep: two processes that spin would take each other's cores.
 SHARED = $(shell $(PYTHON) -c "import xdist; print('-n 2 --dist loadfile')" 2>/dev/null)
 
-test: build
+test: build $(models)
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(SHARED) --ignore tests/test_host_cost.py tests
 	$(PYTHON) -m pytest tests/test_host_cost.py
 
-demo: build
+demo: build $(models)
 	$(PYTHON) -m liger_ops.demo
 
 # One wheel for every torch above, the same byte for byte from one commit. Downloads what it needs of those releases.

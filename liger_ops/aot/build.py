@@ -8,7 +8,7 @@ import pickle
 import sys
 import time
 import types
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -69,9 +69,11 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
                 entries[arch].append(pack.Entry(*facts, binary.cubins[arch], v.base))
             entries[0].append(pack.Entry(*facts, binary.ptx, v.base))
             progress.advance()
-    for arch in archs:
-        pack.write(folder / f"sm_{arch}.pack", pack.CUBIN, arch, entries[arch])
-    pack.write(folder / "ptx.pack", pack.PTX, PTX_CAPABILITY, entries[0])
+    packs = [(folder / f"sm_{arch}.pack", pack.CUBIN, arch, entries[arch]) for arch in archs]
+    packs.append((folder / "ptx.pack", pack.PTX, PTX_CAPABILITY, entries[0]))
+    # Threads will do: zlib lets go of the interpreter.
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda arguments: pack.write(*arguments), packs))
     for stale in folder.glob("sm_*.pack"):
         if stale.stem not in {f"sm_{a}" for a in archs}:
             stale.unlink()

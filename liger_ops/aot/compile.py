@@ -70,7 +70,8 @@ def compile_variant(variant: Variant, archs: list[int]) -> Binary:
         knobs.compilation.disable_line_info = True
         # fp fusion is stated, because a default may change with a Triton release and results with it.
         options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": True, "maxnreg": variant.max_registers}
-        compiled = triton.compile(source, target=GPUTarget("cuda", min(PTX_CAPABILITY, *archs), 32), options=options)
+        capability = min(PTX_CAPABILITY, *archs)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
 
     def demand(condition: bool, what: str) -> None:
@@ -81,7 +82,7 @@ def compile_variant(variant: Variant, archs: list[int]) -> Binary:
     demand(not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
     demand(metadata.shared <= MAX_SHARED_BYTES, f"needs {metadata.shared} bytes of shared memory, limit {MAX_SHARED_BYTES}")
     demand(ptx_parameters(ptx) == [size for *_, size in variant.kernel.layout], "PTX parameters differ from the table")
-    cubins = {arch: assemble(ptx, arch) for arch in archs}
+    cubins = {arch: compiled.asm["cubin"] if arch == capability else assemble(ptx, arch) for arch in archs}
     for arch, cubin in cubins.items():
         expected = [(offset, size) for _, _, offset, size in variant.kernel.layout]
         demand(cubin_parameters(cubin) == expected, f"sm_{arch} parameters {cubin_parameters(cubin)}, table {expected}")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -209,6 +210,15 @@ def output_of(code: str, **env: str) -> str:
     done = run_python(code, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def interpret(code: str, cases: Sequence[tuple], folder: Path) -> dict[tuple, dict[str, Tensor]]:
+    """What run(path, *case) of `code` leaves at its path, of every case: kernels on CPU tensors, in Triton's interpreter.
+    One process does all, for it spends most of its time on starting."""
+    paths = {case: folder / f"{i}.npz" for i, case in enumerate(cases)}
+    calls = [f"run({str(path)!r}, *{case!r})" for case, path in paths.items()]
+    output_of("\n".join([code, *calls]), TRITON_INTERPRET="1")
+    return {case: {k: torch.from_numpy(v) for k, v in np.load(path).items()} for case, path in paths.items()}
 
 
 def count_graphs() -> tuple[Callable, list]:

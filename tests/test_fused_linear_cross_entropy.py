@@ -1,7 +1,6 @@
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,8 @@ from support import (
     check_second_backward,
     equal,
     gradients,
+    interpret,
     like,
-    output_of,
     path_taken,
 )
 
@@ -610,35 +609,39 @@ INTERPRETED = """
 import types, sys, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
-rows, n, columns, words = {arguments}
-torch.manual_seed(0)
-target = torch.randint(n, (rows,)) % 5
-target[::4], target[1], target[2] = -100, n, -3
-packed = target.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
-dlogits, taken = torch.randn(rows, n + 3).half(), torch.full((rows,), float("nan"))
-x, dweight = torch.randn(rows, columns).half(), torch.randn(n, columns).half()
-before = dlogits.clone(), dweight.clone()
 
-def launch(name, grid, aligned, *args):
-    kernel = find("fused_linear_cross_entropy_" + name)
-    variant = kernel.pick({{"X": "fp16"}}, n, aligned)
-    kernel.function[(grid(variant.constexprs),)](*args, **variant.constexprs)
+def run(path, rows, n, columns, words):
+    torch.manual_seed(0)
+    target = torch.randint(n, (rows,)) % 5
+    target[::4], target[1], target[2] = -100, n, -3
+    packed = target.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
+    dlogits, taken = torch.randn(rows, n + 3).half(), torch.full((rows,), float("nan"))
+    x, dweight = torch.randn(rows, columns).half(), torch.randn(n, columns).half()
+    before = dlogits.clone(), dweight.clone()
 
-launch("take_targets", lambda c: -(-rows // c["BLOCK"]), False, dlogits, packed, taken, rows, n, n + 3, words, -100)
-classes, order = target.sort()
-launch("add_targets", lambda c: rows * -(-columns // c["BLOCK_N"]), columns % 8 == 0, dweight, x, taken, classes, order,
-       rows, n, columns, columns, 1, columns, -100, 0.5)
-numpy.savez("{path}", dlogits=dlogits, taken=taken, dweight=dweight, target=target, x=x, dlogits_before=before[0],
-            dweight_before=before[1])
+    def launch(name, grid, aligned, *args):
+        kernel = find("fused_linear_cross_entropy_" + name)
+        variant = kernel.pick({"X": "fp16"}, n, aligned)
+        kernel.function[(grid(variant.constexprs),)](*args, **variant.constexprs)
+
+    launch("take_targets", lambda c: -(-rows // c["BLOCK"]), False, dlogits, packed, taken, rows, n, n + 3, words, -100)
+    classes, order = target.sort()
+    launch("add_targets", lambda c: rows * -(-columns // c["BLOCK_N"]), columns % 8 == 0, dweight, x, taken, classes, order,
+           rows, n, columns, columns, 1, columns, -100, 0.5)
+    numpy.savez(path, dlogits=dlogits, taken=taken, dweight=dweight, target=target, x=x, dlogits_before=before[0],
+                dweight_before=before[1])
 """
+INTERPRETED_CASES = [(*sizes, words) for sizes in ((9, 7, 8), (70, 300, 1032), (33, 40, 300)) for words in (1, 2)]
 
 
-@pytest.mark.parametrize("words", [1, 2])
-@pytest.mark.parametrize("rows, n, columns", [(9, 7, 8), (70, 300, 1032), (33, 40, 300)])
-def test_kernels_interpreted(rows, n, columns, words, tmp_path):
-    path = tmp_path / "out.npz"
-    output_of(INTERPRETED.format(arguments=(rows, n, columns, words), path=path), TRITON_INTERPRET="1")
-    got = {k: torch.from_numpy(v) for k, v in np.load(path).items()}
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    return interpret(INTERPRETED, INTERPRETED_CASES, tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.mark.parametrize("rows, n, columns, words", INTERPRETED_CASES)
+def test_kernels_interpreted(rows, n, columns, words, interpreted):
+    got = interpreted[rows, n, columns, words]
     target, expected = got["target"], got["dlogits_before"].clone()
     known = ((target >= 0) & (target < n)).nonzero().flatten()
     taken = torch.zeros(rows)

@@ -1,6 +1,5 @@
 """layer_norm: torch.ops.liger.layer_norm against torch.nn.functional.layer_norm in fp64."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
-    output_of,
+    interpret,
     sizes_around_tiles,
 )
 from torch import Tensor
@@ -284,46 +283,41 @@ INTERPRETED = """
 import sys, types, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
-rows, n = {rows}, {n}
-dtypes = {{"X": "fp32", "W": "fp32"}}
-forward, backward = (find(k).pick(dtypes, n, {aligned}) for k in ("layer_norm_fwd", "layer_norm_bwd"))
-torch.manual_seed(0)
-x, w, b, dy = torch.randn(rows, n) + 3, torch.randn(n), torch.randn(n), torch.randn(rows, n)
-nan = float("nan")
-y, dx, statistics = torch.full_like(x, nan), torch.full_like(x, nan), torch.full((2, rows), nan)
-forward.kernel.function[(-(-rows // forward.config.constexprs["BLOCK_M"]),)](
-    y, statistics, x, w, b, rows, n, rows, 0, n, 0, n, 1e-5, 1 | 2 | 4, **forward.constexprs)
-out = dict(x=x, w=w, b=b, dy=dy, y=y)
-for name, flags in (("both", 8 | 16), ("dw", 8), ("db", 16), ("neither", 0)):
-    partial = torch.full((2, 2, n), nan)
-    backward.kernel.function[(2,)](
-        dx.fill_(nan), partial, dy, x, w, statistics, rows, n, rows, 0, n, 0, n, 0, n, 1 | flags, **backward.constexprs)
-    out["dx_" + name] = dx.clone()
-    out["parameters_" + name] = partial.sum(1)
-numpy.savez("{path}", **out)
+
+def run(path, n, aligned, rows=5):
+    dtypes = {"X": "fp32", "W": "fp32"}
+    forward, backward = (find(k).pick(dtypes, n, aligned) for k in ("layer_norm_fwd", "layer_norm_bwd"))
+    torch.manual_seed(0)
+    x, w, b, dy = torch.randn(rows, n) + 3, torch.randn(n), torch.randn(n), torch.randn(rows, n)
+    nan = float("nan")
+    y, dx, statistics = torch.full_like(x, nan), torch.full_like(x, nan), torch.full((2, rows), nan)
+    forward.kernel.function[(-(-rows // forward.config.constexprs["BLOCK_M"]),)](
+        y, statistics, x, w, b, rows, n, rows, 0, n, 0, n, 1e-5, 1 | 2 | 4, **forward.constexprs)
+    out = dict(x=x, w=w, b=b, dy=dy, y=y)
+    for name, flags in (("both", 8 | 16), ("dw", 8), ("db", 16), ("neither", 0)):
+        partial = torch.full((2, 2, n), nan)
+        backward.kernel.function[(2,)](
+            dx.fill_(nan), partial, dy, x, w, statistics, rows, n, rows, 0, n, 0, n, 0, n, 1 | flags, **backward.constexprs)
+        out["dx_" + name] = dx.clone()
+        out["parameters_" + name] = partial.sum(1)
+    numpy.savez(path, **out)
 """
-
-
 # One tile, several, prefetched, the loop of the backward and that of both; aligned and not.
-@pytest.mark.parametrize(
-    "n,aligned",
-    [
-        (40, True),
-        (128, True),
-        (2560, True),
-        (4200, True),
-        (17_000, True),
-        (33_000, True),
-        (60, False),
-        (200, False),
-        (4099, False),
-    ],
-)
-def test_kernels_interpreted(n, aligned, tmp_path):
+INTERPRETED_CASES = [
+    *((n, True) for n in (40, 128, 2560, 4200, 17_000, 33_000)),
+    *((n, False) for n in (60, 200, 4099)),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    return interpret(INTERPRETED, INTERPRETED_CASES, tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.mark.parametrize("n,aligned", INTERPRETED_CASES)
+def test_kernels_interpreted(n, aligned, interpreted):
     """The kernel bodies themselves, on CPU tensors, for every choice of parameter gradients."""
-    path = tmp_path / "out.npz"
-    output_of(INTERPRETED.format(rows=5, n=n, aligned=aligned, path=path), TRITON_INTERPRET="1")
-    got = {k: torch.from_numpy(v) for k, v in np.load(path).items()}
+    got = interpreted[n, aligned]
     x, w, b = (got[k].double().requires_grad_() for k in "xwb")
     y = reference(x, w, b)
     dx, dw, db = torch.autograd.grad(y, [x, w, b], got["dy"].double())

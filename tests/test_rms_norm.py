@@ -1,6 +1,5 @@
 """rms_norm: torch.ops.liger.rms_norm against the formula in fp64."""
 
-import numpy as np
 import pytest
 import torch
 from support import (
@@ -17,7 +16,7 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
-    output_of,
+    interpret,
     sizes_around_tiles,
 )
 from torch import Tensor
@@ -259,30 +258,34 @@ INTERPRETED = """
 import sys, types, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
-rows, n, tag = {rows}, {n}, {aligned}
-forward, backward = (find(k).pick({{"X": "fp32", "W": "fp32", "RESIDUAL": 1}}, n, tag) for k in ("rms_norm_fwd", "rms_norm_bwd"))
-torch.manual_seed(0)
-x, r, w, dy, ds = torch.randn(rows, n), torch.randn(rows, n), torch.randn(n), torch.randn(rows, n), torch.randn(rows, n)
-y, s, rstd, dx = torch.full_like(x, float("nan")), torch.empty_like(x), torch.empty(rows), torch.full_like(x, float("nan"))
-c = forward.config.constexprs
-forward.kernel.function[(-(-rows // c["BLOCK_M"]),)](
-    y, s, rstd, x, r, w, rows, n, rows, 0, n, 0, n, 0, n, 1e-6, 0.5, 1 | 8, **forward.constexprs)
-c = backward.config.constexprs
-programs = 2
-partial = torch.full((programs, n), float("nan"))
-backward.kernel.function[(programs,)](
-    dx, partial, dy, ds, x + r, w, rstd, rows, n, rows, 0, n, 0, n, 0, n, 0, n, 0.5, 1 | 16, **backward.constexprs)
-numpy.savez("{path}", x=x, r=r, w=w, dy=dy, ds=ds, y=y, s=s, dx=dx, dw=partial.sum(0))
+
+def run(path, n, aligned, rows=5):
+    forward, backward = (find(k).pick({"X": "fp32", "W": "fp32", "RESIDUAL": 1}, n, aligned) for k in ("rms_norm_fwd", "rms_norm_bwd"))
+    torch.manual_seed(0)
+    x, r, w, dy, ds = torch.randn(rows, n), torch.randn(rows, n), torch.randn(n), torch.randn(rows, n), torch.randn(rows, n)
+    y, s, rstd, dx = torch.full_like(x, float("nan")), torch.empty_like(x), torch.empty(rows), torch.full_like(x, float("nan"))
+    c = forward.config.constexprs
+    forward.kernel.function[(-(-rows // c["BLOCK_M"]),)](
+        y, s, rstd, x, r, w, rows, n, rows, 0, n, 0, n, 0, n, 1e-6, 0.5, 1 | 8, **forward.constexprs)
+    c = backward.config.constexprs
+    programs = 2
+    partial = torch.full((programs, n), float("nan"))
+    backward.kernel.function[(programs,)](
+        dx, partial, dy, ds, x + r, w, rstd, rows, n, rows, 0, n, 0, n, 0, n, 0, n, 0.5, 1 | 16, **backward.constexprs)
+    numpy.savez(path, x=x, r=r, w=w, dy=dy, ds=ds, y=y, s=s, dx=dx, dw=partial.sum(0))
 """
+INTERPRETED_CASES = [(40, True), (128, True), (2560, True), (5000, True), (60, False), (700, False)]
 
 
-@pytest.mark.parametrize("n,aligned", [(40, True), (128, True), (2560, True), (5000, True), (60, False), (700, False)])
-def test_kernels_interpreted(n, aligned, tmp_path):
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    return interpret(INTERPRETED, INTERPRETED_CASES, tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.mark.parametrize("n,aligned", INTERPRETED_CASES)
+def test_kernels_interpreted(n, aligned, interpreted):
     """The kernel bodies themselves, on CPU tensors, with a residual and every gradient."""
-    path = tmp_path / "out.npz"
-    code = INTERPRETED.format(rows=5, n=n, aligned=aligned, path=path)
-    output_of(code, TRITON_INTERPRET="1")
-    got = {k: torch.from_numpy(v) for k, v in np.load(path).items()}
+    got = interpreted[n, aligned]
     s = (got["x"].double() + got["r"].double()).requires_grad_()
     w = got["w"].double().requires_grad_()
     y = reference(s, w, 1e-6, 0.5)

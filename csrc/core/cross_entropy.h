@@ -710,8 +710,8 @@ inline void forward_backward_rows_cuda(
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&x});
   // What takes any width shares no row out.
   constexpr int64_t kAnyWidth = std::numeric_limits<int64_t>::max();
-  const bool level = walk.level() && aligned16(address(x), address(call.weight)), aligned = level && walk.aligned_strides();
-  const auto* config = &runtime::first_fit(K::configs, level ? walk.n : kAnyWidth, aligned);
+  const bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
+  const auto* config = &runtime::first_fit(K::configs, walk.n, aligned);
   // The kernel's columns_end().
   const int64_t columns = walk.n + (config->SKEWED ? 7 : 0);
   int64_t parts = config->PART ? (columns + config->PART - 1) / config->PART : 1;

@@ -41,14 +41,13 @@ struct Rows {
   /// What kernels take for inner_rows: 0 for a single level, which spares them a division.
   int32_t kernel_inner_rows() const { return inner_rows == rows ? 0 : int32_t(inner_rows); }
 
-  /// Whether rows begin at multiples of 8 elements, where the first does.
-  bool level() const {
+  /// Whether rows begin and end at multiples of 8 elements, where the first begins at one.
+  bool aligned_strides() const {
     for (const auto& s : strides) {
-      if ((s.outer | s.inner) & 7) return false;
+      if ((s.outer | s.inner | n) & 7) return false;
     }
     return true;
   }
-  bool aligned_strides() const { return level() && (n & 7) == 0; }
 };
 
 namespace detail {

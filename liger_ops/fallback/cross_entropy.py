@@ -242,9 +242,8 @@ class Launches:
             arrived=torch.zeros(rows, dtype=torch.int32, device=self.device),
         )  # fmt: skip
         grid = lambda config: (rows * parts_of(config), 1, 1)  # noqa: E731
-        # What takes any width shares no row out, nor does it pay for rows that begin anywhere.
-        level = logits.stride(0) % 8 == 0 and logits.data_ptr() % 16 == 0
-        width = n if fits and level else sys.maxsize
+        # What takes any width shares no row out.
+        width = n if fits else sys.maxsize
         runtime.launch(self.op, "cross_entropy_fwd_bwd", choices, width, grid, args, self.device, may_be_aligned=fits)
 
 

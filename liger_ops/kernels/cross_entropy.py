@@ -758,8 +758,8 @@ KERNELS = [
         axes=AXES,
         # us on an H200 over 2**29 logits in bf16, as a matrix product leaves them (one program a row, 256 lanes and parts
         # of 24576, these): 32000 columns 564, 734, 595; 65536: 643, 637, 620; 128256: 718, 633, 598; 151936: 737, 682, 609;
-        # 262144: 777, 643, 634; 50257 in rows of 50304: 803, 931, 686. Rows that begin anywhere gain nothing by parts (50257
-        # in rows of 50257: 67 % of the copy ceiling as they are, 64 % in parts): the host takes the last config for them.
+        # 262144: 777, 643, 634; 50257 in rows of 50304: 803, 931, 686. The whole op over 50257 in rows of 50257: 901 with
+        # one program a row, 788 in parts.
         configs=[
             both_config(49152, 256, 4, 8192),
             both_config(None, 128, 4, 4096, part=12288),

@@ -2,8 +2,9 @@
 
 A pass is "forward" (no grad), "backward" (its forward outside the clock) or "full" (both). Device time is the time
 between two events around one call, after a write that evicts the L2; where the host needs longer to enqueue the call
-than that write takes, the host's time is in it. The host's own cost is measured apart, on a tensor so small that
-the device never falls behind.
+than that write takes, the host's time is in it. In the grids of sizes, which are about kernels, the write is repeated
+until no host needs longer. The host's own cost is measured apart, on a tensor so small that the device never falls
+behind.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class CudaClock:
     seconds_a_round = 0.01
     host_batch = 50  # stays far below the driver's queue of about a thousand launches
 
-    def __init__(self) -> None:
+    def __init__(self, flushes: int = 1) -> None:
+        self.flushes = flushes
         self.flush = torch.empty(max(FLUSH_BYTES, 4 * self.properties().L2_cache_size), dtype=torch.int8, device="cuda")
 
     def properties(self) -> Any:
@@ -83,7 +85,8 @@ class CudaClock:
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         for start, end in events:
             state = prepare()
-            self.flush.zero_()
+            for _ in range(self.flushes):
+                self.flush.zero_()
             start.record()
             result = call(state)
             end.record()

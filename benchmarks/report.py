@@ -21,6 +21,7 @@ COLORS = {
 PARTS = ("three GEMMs", "GEMMs of ours", "GEMMs of compact")  # only a part of the work
 LINE_STYLES = ("-", "--", ":")
 GRID_SHAPES = 16  # more shapes than this are drawn as a heat map
+MOST_ROWS = 200  # of a table that somebody reads
 # Above so many bytes, caches and launches do not decide, and a kernel should reach this share of the copy ceiling.
 GRID_BYTES, GRID_SHARE = 64 << 20, 0.9
 LEGEND = (
@@ -152,7 +153,9 @@ def markdown(records: Sequence[Record], plots: Sequence[Path], plot_note: str) -
     for kind, title, cell in tables:
         if found := [r for r in records if r["kind"] == kind]:
             bars = [r for r in records if r["kind"] == "bar" and r["of"] == kind]
-            parts += [f"## {title}", by_provider(found, bars, cell)]
+            rows = len({row_key(r) for r in found})
+            many = f"{rows} cases, all of them in the .jsonl beside this page."
+            parts += [f"## {title}", by_provider(found, bars, cell) if rows <= MOST_ROWS else many]
     if machine["suite"] == "full" and any(r.get("bytes") for r in records):
         parts += ["## Against the bars of the grid", *exceptions(records)]
     for title, lines in (("Not measured", not_measured(records)),
@@ -321,21 +324,31 @@ def draw_heat_map(records: list[Record], stem: Path) -> Path:
     provider = "ours" if "ours" in there else max(there, key=PROVIDERS.index)
     records = [r for r in records if r["provider"] == provider and r.get("bytes", True)]
     groups = list(dict.fromkeys((r["op"], r["dtype"]) for r in records))
-    widths = len({r["shape"][-1] for r in records})
-    figure, axes = panels(len(groups), 2, 1.5 + 0.55 * widths, 3.2)
+
+    def place(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What of a shape tells the row, and what the column."""
+        split = 1 if len(shape) == 2 else 2
+        return tuple(shape[:split]), tuple(shape[split:])
+
+    widths = {op: len({place(r["shape"])[1] for r in records if r["op"] == op}) for op, _ in groups}
+    figure, axes = panels(len(groups), 2, 1.5 + 0.6 * max(widths.values()), 2.6)
     for row, (op, dtype) in zip(axes, groups):
         for axis, pass_name in zip(row, ("forward", "full")):
             here = [r for r in records if (r["op"], r["dtype"], r["pass"]) == (op, dtype, pass_name)]
-            found = {(size(r["shape"][:-1]), r["shape"][-1]): 100 * r["floor"] / r["median"] for r in here}
-            ys, xs = list(dict.fromkeys(y for y, _ in found)), sorted({x for _, x in found})
-            cells = [[found.get((y, x), float("nan")) for x in xs] for y in ys]
-            axis.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-            for i, line in enumerate(cells):
-                for j, share in enumerate(line):
-                    axis.text(j, i, f"{share:.0f}", ha="center", va="center", fontsize=7)
-            axis.set_xticks(range(len(xs)), xs, rotation=45, fontsize=7)
-            axis.set_yticks(range(len(ys)), ys, fontsize=7)
+            found = {place(r["shape"]): r for r in here}
+            ys, xs = (sorted({at[i] for at in found}) for i in (0, 1))
+            share = {at: 100 * r["floor"] / r["median"] for at, r in found.items()}
+            axis.imshow([[share.get((y, x), math.nan) for x in xs] for y in ys], cmap="RdYlGn", vmin=0, vmax=100,
+                        aspect="auto")  # fmt: skip
+            for (y, x), percent in share.items():
+                # What moves little is decided by launches and caches.
+                small = (found[y, x].get("bytes") or math.inf) <= GRID_BYTES
+                axis.text(xs.index(x), ys.index(y), f"{percent:.0f}", ha="center", va="center", fontsize=7,
+                          fontweight="normal" if small else "bold")  # fmt: skip
+            axis.set_xticks(range(len(xs)), map(size, xs), rotation=30, ha="right", fontsize=7)
+            axis.set_yticks(range(len(ys)), map(size, ys), fontsize=7)
             axis.set_title(f"{provider}: {op} {pass_name} {dtype}, % of the copy ceiling", fontsize=8)
+    figure.supxlabel(f"bold: more than {GRID_BYTES >> 20} MiB are moved", fontsize=8)
     return save(figure, stem, "bandwidth")
 
 

@@ -15,6 +15,8 @@ TORCH_VERSIONS ?= 2.11 2.12 2.13
 
 # What comes with nothing else to wait for, side by side.
 MAKEFLAGS += -j2
+# Of make alone: ninja would look for its job server.
+unexport MAKEFLAGS
 
 ifeq ($(PYTHON),.venv/bin/python)
 ready := .venv/ready

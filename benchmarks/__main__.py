@@ -116,7 +116,8 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
             records.append(record)
             print(json.dumps(record, ensure_ascii=False), file=lines, flush=True)
 
-        emit(describe(args.device) | {"suite": args.suite, "providers": args.providers, "rounds": args.rounds, "flushes": flushes})
+        settings = {"suite": args.suite, "providers": args.providers, "rounds": args.rounds, "flushes": flushes}
+        emit(describe(args.device) | settings)
         runner = Runner(clock, args.suite, args.providers, args.rounds, emit, progress.tick)
         with_matmul = any(ops[name].flops for name in args.ops)
         runner.measure_ceilings(with_matmul)

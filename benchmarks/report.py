@@ -90,7 +90,8 @@ def by_provider(records: Sequence[Record], bars: Sequence[Record], cell: Callabl
         judged.setdefault(row_key(bar), []).append(bar)
     out = []
     for key, found in rows.items():
-        best = number(min(r["median"] for p, r in found.items() if p not in PARTS))
+        whole = [r["median"] for p, r in found.items() if p not in PARTS]
+        best = number(min(whole)) if whole else None
         marks = {p: "**" if number(r["median"]) == best else "" for p, r in found.items()}
         cells = [marks[p] + cell(found[p]) + marks[p] if p in found else "–" for p in asked]
         bar = [joined(judged.get(key, ()), limit_of), joined(judged.get(key, ()), lambda bar: bar["verdict"])]

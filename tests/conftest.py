@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from support import interpret
 
 import liger_ops  # noqa: F401  registers torch.ops.liger
 
@@ -18,6 +19,13 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def interpreted(request, tmp_path_factory):
+    """What the file's INTERPRETED leaves for each of its INTERPRETED_CASES."""
+    folder = tmp_path_factory.mktemp("interpreted")
+    return interpret(request.module.INTERPRETED, request.module.INTERPRETED_CASES, folder)
 
 
 @pytest.fixture(autouse=True)

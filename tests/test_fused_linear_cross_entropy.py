@@ -20,7 +20,6 @@ from support import (
     check_second_backward,
     equal,
     gradients,
-    interpret,
     like,
     path_taken,
 )
@@ -632,11 +631,6 @@ def run(path, rows, n, columns, words):
                 dweight_before=before[1])
 """
 INTERPRETED_CASES = [(*sizes, words) for sizes in ((9, 7, 8), (70, 300, 1032), (33, 40, 300)) for words in (1, 2)]
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    return interpret(INTERPRETED, INTERPRETED_CASES, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.mark.parametrize("rows, n, columns, words", INTERPRETED_CASES)

@@ -17,7 +17,6 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
-    interpret,
     sizes_around_tiles,
 )
 from torch import Tensor
@@ -307,11 +306,6 @@ INTERPRETED_CASES = [
     *((n, True) for n in (40, 128, 2560, 4200, 17_000, 33_000)),
     *((n, False) for n in (60, 200, 4099)),
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    return interpret(INTERPRETED, INTERPRETED_CASES, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.mark.parametrize("n,aligned", INTERPRETED_CASES)

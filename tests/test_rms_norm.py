@@ -16,7 +16,6 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
-    interpret,
     sizes_around_tiles,
 )
 from torch import Tensor
@@ -275,11 +274,6 @@ def run(path, n, aligned, rows=5):
     numpy.savez(path, x=x, r=r, w=w, dy=dy, ds=ds, y=y, s=s, dx=dx, dw=partial.sum(0))
 """
 INTERPRETED_CASES = [(40, True), (128, True), (2560, True), (5000, True), (60, False), (700, False)]
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    return interpret(INTERPRETED, INTERPRETED_CASES, tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.mark.parametrize("n,aligned", INTERPRETED_CASES)

@@ -5,6 +5,12 @@ import torch
 from support import interpret
 
 import liger_ops  # noqa: F401  registers torch.ops.liger
+from liger_ops.__main__ import operators
+
+# Of the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles around the operators, with or without vectors; trying each instruction set first takes a while.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -26,6 +32,13 @@ def interpreted(request, tmp_path_factory):
     """What the file's INTERPRETED leaves for each of its INTERPRETED_CASES."""
     folder = tmp_path_factory.mktemp("interpreted")
     return interpret(request.module.INTERPRETED, request.module.INTERPRETED_CASES, folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads(request):
+    """Two where an operator's loops are tested, to share their rows out; small models are quicker with one."""
+    stem = request.module.__name__.removeprefix("test_")
+    torch.set_num_threads(2 if stem in operators() else 1)
 
 
 @pytest.fixture(autouse=True)

@@ -116,13 +116,18 @@ def configure_cpp(source: Path, target: Path) -> subprocess.CompletedProcess:
 
 
 @cache
-def cpp_programs() -> Path:
-    """The folder of the programs of examples/cpp, built once."""
+def cpp_program(name: str) -> Path:
+    """A program of examples/cpp, built once."""
     folder = scratch() / "cpp"
     done = configure_cpp(EXAMPLE, folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    run("cmake", "--build", folder)
-    return folder
+    run("cmake", "--build", folder, "--target", name)
+    return folder / name
+
+
+def libraries_of(program: Path) -> set[str]:
+    """Names, up to their versions, of what a program loads at its start."""
+    return {line.split()[0].split(".so")[0] for line in run("ldd", program).splitlines()}
 
 
 def example() -> ModuleType:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import cpp_programs, example, run
+from models import cpp_program, example, libraries_of, run
 from support import output_of, served_by
 from torch.export import Dim, export
 
@@ -69,10 +69,12 @@ def test_from_a_fresh_process(packaged, tmp_path):
 
 def test_from_cpp(packaged, tmp_path):
     path, model, device = packaged
+    libraries = libraries_of(cpp_program("serve"))
+    assert not [name for name in libraries if "python" in name], libraries
     for size in SIZES:
         tokens = torch.randint(128, size)
         torch.save(tokens, tmp_path / "tokens.pt")
-        command = [cpp_programs() / "serve", path, tmp_path / "tokens.pt", tmp_path / "logits.pt", device]
+        command = [cpp_program("serve"), path, tmp_path / "tokens.pt", tmp_path / "logits.pt", device]
         said = run(*command)
         torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(tokens.to(device)).cpu())
         status = json.loads(said.splitlines()[-1])

@@ -12,14 +12,14 @@ from typing import Any, Sequence
 import torch
 
 from benchmarks import compare, report, tune
-from benchmarks.harness import COLD_START_RUNS, Case, CpuClock, CudaClock, Runner
+from benchmarks.harness import COLD_START_RUNS, COVER, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
 from benchmarks.providers import DEFAULT_PROVIDERS, PROVIDERS, discover
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = {"quick": 5, "full": 5, "paper": 5, "anchors": 9}
-FLUSHES = {"full": 8, "paper": 8}  # half a millisecond on an H200
+FLUSHES = {"full": COVER, "paper": COVER}
 KNOWN_DTYPES = ("float32", "float16", "bfloat16", "float64")
 DTYPES = {
     "quick": ("bfloat16",),

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import liger_ops  # noqa: F401
 from benchmarks.fused_linear_cross_entropy import budget_for_chunks
 from benchmarks.machine import describe, slug
 
@@ -210,6 +209,8 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main() -> int:
+    import liger_ops  # noqa: F401
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=200)

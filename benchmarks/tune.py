@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from benchmarks.harness import Case, Clock, CudaClock, Problem, WrongResult
+from benchmarks.harness import COVER, Case, Clock, CudaClock, Problem, WrongResult
 from benchmarks.op import Shape
 from benchmarks.providers import discover, load
 
@@ -57,7 +57,7 @@ class Launch:
 
     def restore(self) -> None:
         for name, value in self.before.items():
-            self.args[name].copy_(value)
+            self.args[name].detach().copy_(value)
 
 
 class Interpreter:
@@ -260,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     from liger_ops.fallback import runtime
 
     major, minor = torch.cuda.get_device_capability()
-    tuner = Tuner(Driver(10 * major + minor), CudaClock())
+    tuner = Tuner(Driver(10 * major + minor), CudaClock(COVER))
     runtime.launch = tuner.launch
     call = load(args.op_file, "ours")
     gpu = torch.cuda.get_device_name()

@@ -143,6 +143,17 @@ def test_tuning_proposes_a_row_or_keeps_it(tuned):
     assert tuned["kept"].startswith("  keep it")
 
 
+def test_tuning_comes_before_the_library():
+    """It registers the operators itself, from Python."""
+    output_of("import sys, benchmarks.__main__ as m; m.discover(); assert 'liger_ops' not in sys.modules")
+
+
+@pytest.mark.gpu
+def test_tuning_on_a_gpu():
+    page = run_benchmarks("tune", "rms_norm", "--shapes", "64x512", "--kernels", "rms_norm_fwd")
+    assert page.startswith("rms_norm_fwd, 64x512 bfloat16, ") and ("keep it" in page or "propose: Config(" in page)
+
+
 def launch_through_tune():
     tables()  # noqa: F821
     import ctypes

@@ -10,10 +10,11 @@ import triton.language as tl
 from .swiglu import (
     BACKWARD_ALIGNED,
     BACKWARD_ARGS,
-    CONFIGS,
+    BACKWARD_CONFIGS,
     DTYPES,
     FORWARD_ALIGNED,
     FORWARD_ARGS,
+    FORWARD_CONFIGS,
     PRODUCT,
     program_tile,
     sigmoid_and_slope,
@@ -93,13 +94,13 @@ KERNELS = [
         args=FORWARD_ARGS | {"flags": "i32"},
         aligned=FORWARD_ALIGNED,
         axes={"dtype": DTYPES},
-        configs=CONFIGS,
+        configs=FORWARD_CONFIGS,
     ),
     Kernel(
         function=geglu_bwd_kernel,
         args=BACKWARD_ARGS,
         aligned=BACKWARD_ALIGNED,
         axes={"dtype": DTYPES},
-        configs=CONFIGS,
+        configs=BACKWARD_CONFIGS,
     ),
 ]

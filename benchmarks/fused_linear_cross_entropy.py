@@ -199,6 +199,7 @@ OP = Op(
     shapes={
         "quick-cpu": [(256, 512, 16000)],
         "quick": [(2048, 2048, 32000), (2048, 2048, 50257)],
+        "paper": [(rows, 4096, 128256) for rows in (4096, 8192, 16384)],
         "full": [(tokens << 10, 4096, classes << 10) for classes in (32, 64, 128, 256) for tokens in (1, 4, 16, 64)],
     },
     passes=("forward", "full"),

@@ -215,7 +215,8 @@ def draw(records: Sequence[Record], stem: Path) -> tuple[list[Path], str]:
     swept = sweeps(memory)
     plots += [draw_sweep(op, records, stem) for op in swept]
     times, memory = ([r for r in found if r["op"] not in swept] for found in (times, memory))
-    if len({tuple(r["shape"]) for r in times}) > GRID_SHAPES:
+    grid_of_sizes = len({tuple(r["shape"]) for r in times}) > GRID_SHAPES
+    if grid_of_sizes and records[0].get("suite") != "paper":
         plots.append(draw_heat_map(times, stem))
     elif times:
         lines = [("time", times, lambda r: r["median"] / r["floor"], "time over floor"),

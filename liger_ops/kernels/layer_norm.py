@@ -265,7 +265,7 @@ KERNELS = [
             backward_config(12288, 1, 4096, 3, 16, 1),
             backward_config(14336, 1, 2048, 7, 8, 1),
             backward_config(16384, 1, 2048, 8, 8, 1),
-            backward_config(None, 1, 8192, 0, 16, 2),
+            backward_config(None, 1, 16384, 0, 32, 1),
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),
             backward_config(512, 4, 512, 1, 4, 4, aligned=False),
             backward_config(None, 1, 2048, 0, 8, 2, aligned=False),

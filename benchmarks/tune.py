@@ -25,6 +25,7 @@ from benchmarks.providers import discover, load
 
 # What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone.
 FIXED = {"ALIGNED", "SKEWED", "PART"}
+SWITCHES = {"PREFETCH", "EARLY"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8  # the second is what hosts of persistent programs allocate for
 SAMPLES, STEPS = 30, 6
 FASTER = 0.98  # a smaller gain is no reason to change a row
@@ -194,9 +195,9 @@ class Tuner:
 
 
 def neighbours(config: Any) -> Iterator[Any]:
-    """One number doubled or halved, or one doubled and another halved."""
+    """One number doubled or halved, or one doubled and another halved, or a switch turned."""
     numbers = {"num_warps": config.num_warps, "programs_per_sm": config.programs_per_sm, **config.constexprs}
-    free = [k for k, v in numbers.items() if v > 0 and k not in FIXED]
+    free = [k for k, v in numbers.items() if v > 0 and k not in FIXED | SWITCHES]
 
     def scaled(changes: Mapping[str, float]) -> Any:
         new = {k: int(v * changes.get(k, 1)) for k, v in numbers.items()}
@@ -209,6 +210,8 @@ def neighbours(config: Any) -> Iterator[Any]:
     changes = [{k: factor} for k in free for factor in (2, 0.5)]
     changes += [{a: 2, b: 0.5} for a in free for b in free if a != b]
     yield from (found for change in changes if (found := scaled(change)) is not None)
+    for k in SWITCHES & numbers.keys():
+        yield replace(config, constexprs={**config.constexprs, k: 1 - config.constexprs[k]})
 
 
 def row(config: Any) -> str:

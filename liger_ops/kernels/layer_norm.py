@@ -110,6 +110,8 @@ def layer_norm_bwd_kernel(
         row = block_rows(program, BLOCK_M)
         next_x = load_tiles(x + row_offset(row, inner_rows, x_outer, x_inner), row < rows, n, BLOCK_N, TILES)
         next_dy = load_tiles(dy + row_offset(row, inner_rows, dy_outer, dy_inner), row < rows, n, BLOCK_N, TILES)
+        next_mean = load_per_row(statistics, row, row < rows, BLOCK_M)
+        next_scale = load_per_row(statistics + rows.to(tl.int64), row, row < rows, BLOCK_M)
 
     for block in tl.range(program, tl.cdiv(rows, BLOCK_M), programs):
         row = block_rows(block, BLOCK_M)
@@ -117,8 +119,12 @@ def layer_norm_bwd_kernel(
         x_row = x + row_offset(row, inner_rows, x_outer, x_inner)
         dy_row = dy + row_offset(row, inner_rows, dy_outer, dy_inner)
         dx_row = dx + row_offset(row, inner_rows, dx_outer, dx_inner)
-        mean = load_per_row(statistics, row, row_mask, BLOCK_M)
-        scale = load_per_row(statistics + rows.to(tl.int64), row, row_mask, BLOCK_M)
+        if PREFETCH:
+            mean = next_mean
+            scale = next_scale
+        else:
+            mean = load_per_row(statistics, row, row_mask, BLOCK_M)
+            scale = load_per_row(statistics + rows.to(tl.int64), row, row_mask, BLOCK_M)
         # One column has no variance, so its gradient is zero; a fused multiply-add would miss that by a rounding / sqrt(eps).
         scale_out = tl.where(n > 1, scale, 0.0)
         dots = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -131,6 +137,8 @@ def layer_norm_bwd_kernel(
                 ahead = block_rows(block + programs, BLOCK_M)
                 next_x = load_tiles(x + row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES)
                 next_dy = load_tiles(dy + row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES)
+                next_mean = load_per_row(statistics, ahead, ahead < rows, BLOCK_M)
+                next_scale = load_per_row(statistics + rows.to(tl.int64), ahead, ahead < rows, BLOCK_M)
             else:
                 xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
                 dys = load_tiles(dy_row, row_mask, n, BLOCK_N, TILES)

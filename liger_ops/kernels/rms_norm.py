@@ -105,13 +105,18 @@ def rms_norm_bwd_kernel(
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
     offset, flags,
     RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     dtype: tl.constexpr = x.dtype.element_ty
     partial_row = partial + program.to(tl.int64) * n
     sums = zero_tiles(BLOCK_M, BLOCK_N, TILES)
-    if PREFETCH:
+    # Either the next rows or, ahead of the reduction, whose barrier no load crosses, ds: registers do for one of them,
+    # and in fp32 for no ds.
+    with_ds: tl.constexpr = RESIDUAL and EARLY and dtype.primitive_bitwidth < 32
+    next_rows: tl.constexpr = PREFETCH and not with_ds
+    if next_rows:
         row = block_rows(program, BLOCK_M)
         next_x = load_tiles(x + row_offset(row, inner_rows, x_outer, x_inner), row < rows, n, BLOCK_N, TILES)
         next_dy = load_tiles(dy + row_offset(row, inner_rows, dy_outer, dy_inner), row < rows, n, BLOCK_N, TILES)
@@ -127,7 +132,7 @@ def rms_norm_bwd_kernel(
         dots = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
         if TILES > 0:
-            if PREFETCH:
+            if next_rows:
                 # The next rows are on their way while these are reduced. Raw dtype: half the registers.
                 xs = next_x
                 dys = next_dy
@@ -137,6 +142,8 @@ def rms_norm_bwd_kernel(
             else:
                 xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
                 dys = load_tiles(dy_row, row_mask, n, BLOCK_N, TILES)
+            if with_ds:
+                dss = load_tiles(ds_row, row_mask, n, BLOCK_N, TILES)
             new_sums = ()
             for t in tl.static_range(TILES):
                 cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -152,7 +159,9 @@ def rms_norm_bwd_kernel(
                 mask = row_mask & (cols < n)[None, :]
                 w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
                 out = (dys[t].to(tl.float32) * w - xs[t].to(tl.float32) * scale * mean) * scale
-                if RESIDUAL:
+                if with_ds:
+                    out += dss[t].to(tl.float32)
+                elif RESIDUAL:
                     out += tl.load(ds_row + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 tl.store(dx_row + cols[None, :], out, mask=mask)
         else:
@@ -192,8 +201,8 @@ def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0,
     return Config(max_n, aligned, num_warps, programs_per_sm, dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles))
 
 
-def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, aligned=True):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch)
+def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, early=1, aligned=True):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch, EARLY=early)
     return Config(max_n, aligned, num_warps, programs_per_sm, constexprs)
 
 
@@ -256,16 +265,16 @@ KERNELS = [
             backward_config(128, 16, 128, 1, 4, 6),
             backward_config(256, 8, 256, 1, 4, 5),
             backward_config(512, 4, 512, 1, 4, 5, prefetch=1),
-            backward_config(1024, 2, 1024, 1, 4, 5, prefetch=1),
+            backward_config(1024, 2, 1024, 1, 4, 5),
             backward_config(2048, 1, 1024, 2, 4, 6, prefetch=1),
             backward_config(2560, 1, 512, 5, 4, 5),
             backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1),
             backward_config(4096, 1, 2048, 2, 8, 3, prefetch=1),
             backward_config(5120, 1, 1024, 5, 4, 3),
             backward_config(6144, 1, 1024, 6, 4, 3),
-            backward_config(8192, 1, 8192, 1, 16, 2),
+            backward_config(8192, 1, 8192, 1, 16, 2, early=0),
             backward_config(12288, 1, 4096, 3, 32, 1, prefetch=1),
-            backward_config(16384, 1, 8192, 2, 32, 1),
+            backward_config(16384, 1, 8192, 2, 32, 1, early=0),
             backward_config(None, 1, 16384, 0, 32, 1),
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),
             backward_config(512, 4, 512, 1, 4, 4, aligned=False),

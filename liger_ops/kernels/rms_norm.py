@@ -260,6 +260,8 @@ KERNELS = [
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "ds_outer", "ds_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
+        # 16384 x 4096, bf16, with a residual on an H200: 137 us with ds early, 168 with the next rows instead. Where a thread
+        # has no registers for it, late is faster: 297 us against 315 at 8192 columns.
         configs=[
             backward_config(64, 32, 64, 1, 4, 6),
             backward_config(128, 16, 128, 1, 4, 6),

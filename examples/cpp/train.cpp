@@ -1,8 +1,8 @@
 // Loads a scripted model and trains it ten steps, without Python: train MODEL.pt [cuda]
 
 #include <liger_ops.h>
+#include <torch/optim/adamw.h>
 #include <torch/script.h>
-#include <torch/torch.h>
 
 #include <cstdio>
 #include <exception>

@@ -12,9 +12,9 @@ small losses then keep all their digits however confident the prediction. `stats
 backward: the largest logit, the sum of exponentials relative to it, and 1 - p_y.
 
 Backward: a gradient depends on its logit and the row's statistics alone; programs share rows out in spans, and
-may write over what they read. fwd_bwd does both, row by row, and finds its second read in the L2 cache. Rows that are
-too long for that are shared out too, PART columns a program: the fewer rows are under way, the more of each stays in
-the cache. The programs of a row meet between their two reads, which asks that all of them run at a time: the host
+may write over what they read. fwd_bwd does both, row by row, and finds its second read in the L2 cache, but for the
+first HELD columns, which it keeps in registers. Rows that are too long for that are shared out too, PART columns a
+program: the fewer rows are under way, the more of each stays in the cache. The programs of a row meet between their two reads, which asks that all of them run at a time: the host
 shares out no row among more programs than the device has multiprocessors.
 
 SKEWED = 1 takes rows of any length that begin anywhere, as those of an odd vocabulary do. Columns are then counted from the last
@@ -181,6 +181,83 @@ def scan_tiles(
 
 
 @triton.jit
+def hold(row, begin, limit, HELD: tl.constexpr, LANES: tl.constexpr):
+    """HELD columns of a row, in tiles of 32-bit words: the compiler would give every 16-bit number its own register."""
+    DTYPE: tl.constexpr = row.dtype.element_ty
+    PACKED: tl.constexpr = 32 // DTYPE.primitive_bitwidth
+    nothing = float("-inf")
+    if PACKED == 2:
+        row = row.to(tl.pointer_type(tl.int32))
+        # Twice the bits of -inf.
+        nothing = -8323200 if DTYPE == tl.bfloat16 else -67044352
+    held = ()
+    for t in tl.static_range(HELD // (4 * LANES * PACKED)):
+        words = begin // PACKED + t * 4 * LANES + tl.arange(0, LANES)[:, None] * 4
+        mask = tl.broadcast_to(words < (limit + PACKED - 1) // PACKED, [LANES, 4])
+        held = held + (tl.load(row + words + tl.arange(0, 4)[None, :], mask=mask, other=nothing, eviction_policy="evict_first"),)
+    return held
+
+
+@triton.jit
+def widened(words, DTYPE: tl.constexpr):
+    """A held tile's numbers."""
+    if DTYPE.primitive_bitwidth == 32:
+        numbers = words
+    else:
+        if DTYPE == tl.bfloat16:
+            low = (words << 16).to(tl.float32, bitcast=True)
+            high = (words & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        numbers = tl.reshape(tl.join(low, high), [words.shape[0], 8])
+    return numbers
+
+
+@triton.jit
+def lane_statistics(held, begin, skew, limit, y, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
+    """(largest logit, sum of exponentials relative to it) of each lane. WHOLE: as in scan_tiles."""
+    LANES: tl.constexpr = held[0].shape[0]
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    peak = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for t in tl.static_range(len(held)):
+        x = widened(held[t], DTYPE)
+        if not WHOLE:
+            at = lane_columns(begin + t * LANES * VEC, LANES, VEC)
+            x = tl.where((at >= skew) & (at < limit) & (at != y), x, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(x, axis=1))
+        total *= tl.exp2((peak - new_peak) * LOG2E)
+        total += tl.sum(exp(x - new_peak[:, None], DTYPE), axis=1)
+        peak = new_peak
+    return peak, total
+
+
+@triton.jit
+def scan_held(held, begin, skew, limit, y, DTYPE: tl.constexpr):
+    LANES: tl.constexpr = held[0].shape[0]
+    SPAN: tl.constexpr = len(held) * LANES * (128 // DTYPE.primitive_bitwidth)
+    if (begin >= skew) & (begin + SPAN <= limit) & ((y < begin) | (y >= begin + SPAN)):
+        peak, total = lane_statistics(held, begin, skew, limit, y, DTYPE, True)
+    else:
+        peak, total = lane_statistics(held, begin, skew, limit, y, DTYPE, False)
+    return peak, total
+
+
+@triton.jit
+def first_held(held, highest, begin, skew, limit, y, DTYPE: tl.constexpr):
+    """Where each lane has the value `highest` among what is held, if anywhere."""
+    LANES: tl.constexpr = held[0].shape[0]
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    first = tl.full([LANES], NOWHERE, tl.int32)
+    for t in tl.static_range(len(held)):
+        at = lane_columns(begin + t * LANES * VEC, LANES, VEC)
+        found = (widened(held[t], DTYPE) == highest) & (at >= skew) & (at < limit) & (at != y)
+        first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
+    return first
+
+
+@triton.jit
 def unite(peak, total, tilt, first, softcap, flags, EXTRAS: tl.constexpr):
     """Statistics of several sets of columns -> of all: (largest logit, the same capped, sum, tilt, where it is)."""
     base = peak
@@ -219,30 +296,36 @@ def meet(shares, arrived, peak, total, tilt, first, parts, softcap, flags, EXTRA
 
 @triton.jit
 def scan_row(
-    row, begin, end, n, y, x_y, reference, weight, softcap, flags, shares, arrived, parts,
+    row, held, begin, end, n, y, x_y, reference, weight, softcap, flags, shares, arrived, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
-    POLICY: tl.constexpr,
+    HELD: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """One read of a row, or of the columns begin..end by one of its `parts`: (top, total, miss, nll, tilt, predicted).
+
+    `held` has the first HELD of the columns.
 
     top: largest x, total: sum_j exp(x_j - top), miss: 1 - p_y, nll: lse - x_y,
     tilt: sum_j w_j * (x_j - reference) for j != y
     """
-    VEC: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
-    peak = tl.full([LANES], LOWEST, tl.float32)
-    lane_total = tl.zeros([LANES], tl.float32)
-    tilt = tl.zeros([LANES], tl.float32)
-    best = tl.zeros([LANES], tl.int32)
+    DTYPE: tl.constexpr = row.dtype.element_ty
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     skew = 0
     if SKEWED:
         skew = skew_of(row)
         row = tl.multiple_of(row - skew, 16)
     limit = n + skew
     y = (y + skew).to(tl.int32)
+    tilt = tl.zeros([LANES], tl.float32)
+    best = tl.zeros([LANES], tl.int32)
+    if HELD:
+        peak, lane_total = scan_held(held, begin, skew, limit, y, DTYPE)
+    else:
+        peak = tl.full([LANES], LOWEST, tl.float32)
+        lane_total = tl.zeros([LANES], tl.float32)
     # Extras need registers, and so much arithmetic that loads hide behind it.
     GROUP: tl.constexpr = 1 if EXTRAS else TILES
     SPAN: tl.constexpr = GROUP * LANES * VEC
-    for start in range(begin, end if PART else limit, SPAN):
+    for start in range(begin + HELD, end if PART else limit, SPAN):
         whole = (start >= skew) & (start + SPAN <= limit) & ((y < start) | (y >= start + SPAN))
         if EXTRAS or not whole:
             peak, lane_total, tilt, best = scan_tiles(
@@ -257,13 +340,16 @@ def scan_row(
 
     first = tl.full([LANES], NOWHERE, tl.int32)
     if flags & SAVE_METRICS:
-        # Only lanes that hold the maximum look again, at the tiles where they first met it.
         raw_others = tl.max(peak, axis=0)
+        if HELD:
+            first = first_held(held, raw_others, begin, skew, limit, y, DTYPE)
+        # Only lanes that hold the maximum look again, at the tiles where they first met it.
+        wanted = ((peak == raw_others) & (best >= begin + HELD))[:, None]
         for t in tl.static_range(GROUP):
             tile = best[:, None] + t * LANES * VEC
             at = lane_columns(tile, LANES, VEC)
-            x = load_lanes(row, tile, limit, (peak == raw_others)[:, None], LANES, VEC, "").to(tl.float32)
-            found = (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
+            x = load_lanes(row, tile, limit, wanted, LANES, VEC, "").to(tl.float32)
+            found = wanted & (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
             first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
     raw_others, top_others, others, tilt, first = unite(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
     if PART:
@@ -317,10 +403,10 @@ def store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, row_
 
 @triton.jit
 def forward_row(
-    loss, z_loss, accuracy, predicted, row, x_row, begin, end, y, weight, weight_sum,
+    loss, z_loss, accuracy, predicted, row, x_row, held, begin, end, y, weight, weight_sum,
     n, label_smoothing, lse_square_scale, softcap, flags, shares, arrived, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
-    POLICY: tl.constexpr,
+    HELD: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """Losses and metrics of one row with a target; (top, total, miss) for its gradient."""
     valid = (y >= 0) & (y < n)
@@ -338,8 +424,8 @@ def forward_row(
     reference = tl.where(true == float("-inf"), 0.0, true)
     # An invalid y matches no column.
     top, total, miss, nll, tilt, best = scan_row(
-        x_row, begin, end, n, tl.where(valid, y, -64), x_y, reference, weight, softcap, flags, shares, arrived, parts,
-        LANES, TILES, SKEWED, PART, EXTRAS, POLICY,
+        x_row, held, begin, end, n, tl.where(valid, y, -64), x_y, reference, weight, softcap, flags, shares, arrived,
+        parts, LANES, TILES, SKEWED, PART, EXTRAS, HELD, POLICY,
     )  # fmt: skip
     row_loss, row_z_loss = row_losses(
         top, total, nll, tilt, true, reference, w_y, sum_w, n, label_smoothing, lse_square_scale, flags, EXTRAS
@@ -362,8 +448,8 @@ def cross_entropy_fwd_kernel(
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, 0, n, y, weight, weight_sum, n, label_smoothing,
-            lse_square_scale, softcap, flags, stats, target, 1, LANES, TILES, SKEWED, 0, EXTRAS, "",
+            loss, z_loss, accuracy, predicted, row, x_row, None, 0, n, y, weight, weight_sum, n, label_smoothing,
+            lse_square_scale, softcap, flags, stats, target, 1, LANES, TILES, SKEWED, 0, EXTRAS, 0, "",
         )  # fmt: skip
         save = (flags & SAVE_STATS) != 0
         tl.store(stats + row, top, mask=save)
@@ -407,36 +493,41 @@ def arriving(grad, totals, row, stride, flags, known):
 
 
 @triton.jit
-def gradient_span(
-    out, x_row, begin, end, n, y, x_y, top, total, miss, grad, grad_z, weight, weight_sum,
-    label_smoothing, lse_square_scale, softcap, flags,
-    BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, EXTRAS: tl.constexpr, BACKWARDS: tl.constexpr, POLICY: tl.constexpr,
+def gradient_terms(
+    n, y, top, total, miss, grad, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
+    EXTRAS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the columns begin..end of one row. x_y: the logit of its true class, read before any was written."""
+    """(slope, slope_y, drop_y, tilt): d loss / d x_k = exp(x_k - top) * slope - tilt * w_k, for the true class with
+    slope_y and less drop_y."""
+    # With p = exp(x - top) / total:
     # d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
     #                  p_y * spill - (1 - p_y) * pull - tilt * w_y
-    valid = (y >= 0) & (y < n)
     pull = grad
     spill = grad_z * 2 * lse_square_scale * (top + tl.log(total))
     tilt = 0.0
     if EXTRAS:
-        w_y = load_weight(weight, y, valid, flags)
+        w_y = load_weight(weight, y, (y >= 0) & (y < n), flags)
         pull = grad * w_y
         if flags & HAS_SMOOTHING:
             pull *= 1 - label_smoothing
             tilt = grad * label_smoothing / n
             mean_weight = tl.load(weight_sum, mask=(flags & HAS_WEIGHT) != 0, other=n.to(tl.float32)) / n
             spill += grad * label_smoothing * mean_weight
-    slope = (pull + spill) / total
-    slope_y = spill / total
-    drop_y = pull * miss
+    return (pull + spill) / total, spill / total, pull * miss, tilt
 
+
+@triton.jit
+def gradient_span(
+    out, x_row, begin, end, n, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
+    BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, EXTRAS: tl.constexpr, BACKWARDS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the columns begin..end of one row; without extras the true class is left to write_true."""
     skew = 0
     level = True
     if SKEWED:
         # A row that has another skew than its gradient goes element by element.
-        level = skew_of(x_row) == skew_of(out)
-        skew = tl.where(level, skew_of(x_row), 0)
+        skew = skew_of(x_row)
+        level = skew == skew_of(out)
     y = (y + skew).to(tl.int32)
     limit = n + skew
     BLOCK: tl.constexpr = BLOCK_N // 4 if EXTRAS else BLOCK_N
@@ -449,7 +540,7 @@ def gradient_span(
             mask &= cols >= skew
         if SKEWED and (level & (start >= skew) & (start + BLOCK <= limit)):
             write_gradient(
-                tl.multiple_of(out - skew_of(out), 16), tl.multiple_of(x_row - skew_of(x_row), 16), cols, mask, skew,
+                tl.multiple_of(out - skew_of(out), 16), tl.multiple_of(x_row - skew, 16), cols, mask, skew,
                 y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags, EXTRAS, True, POLICY,
             )  # fmt: skip
         else:
@@ -457,11 +548,38 @@ def gradient_span(
                 out - skew, x_row - skew, cols, mask, skew,
                 y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags, EXTRAS, False, POLICY,
             )  # fmt: skip
-    if not EXTRAS:
-        # The one column that is unlike the others, over what the loop wrote there.
-        tl.debug_barrier()
-        at_y = exp(x_y - top, out.dtype.element_ty) * slope_y - drop_y
-        tl.store(out - skew + y, at_y.to(out.dtype.element_ty), mask=valid & (y >= begin) & (y < end))
+
+
+@triton.jit
+def gradient_held(out, held, begin, n, skew, top, slope, SKEWED: tl.constexpr):
+    """gradient_span of the columns that are held, from `begin` on, without extras. skew: of the logits."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    LANES: tl.constexpr = held[0].shape[0]
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    level = True
+    if SKEWED:
+        level = skew == skew_of(out)
+    for t in tl.static_range(len(held)):
+        start = begin + t * LANES * VEC
+        at = lane_columns(start, LANES, VEC)
+        dx = (exp(widened(held[t], DTYPE) - top, DTYPE) * slope).to(DTYPE)
+        if SKEWED:
+            if level & (start >= skew) & (start + LANES * VEC <= n + skew):
+                tl.store(tl.multiple_of(out - skew_of(out), 16) + at, dx, eviction_policy="evict_first")
+            else:
+                tl.store(out - skew + at, dx, mask=(at >= skew) & (at < n + skew), eviction_policy="evict_first")
+        else:
+            tl.store(out + at, dx, mask=at < n, eviction_policy="evict_first")
+
+
+@triton.jit
+def write_true(out, begin, end, n, skew, y, x_y, top, slope_y, drop_y):
+    """The one column of begin..end that is unlike the others, over what this program wrote there. x_y: its logit, read
+    before any was written."""
+    tl.debug_barrier()
+    at_y = exp(x_y - top, out.dtype.element_ty) * slope_y - drop_y
+    mine = (y >= 0) & (y < n) & (y + skew >= begin) & (y + skew < end)
+    tl.store(out + y, at_y.to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit
@@ -510,12 +628,21 @@ def cross_entropy_bwd_kernel(
         top = tl.load(stats + row)
         total = tl.load(stats + rows.to(tl.int64) + row)
         miss = tl.load(stats + rows.to(tl.int64) * 2 + row)
+        slope, slope_y, drop_y, tilt = gradient_terms(
+            n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
+            EXTRAS,
+        )  # fmt: skip
         # The logits may be what this writes over.
         tl.debug_barrier()
         gradient_span(
-            out, x_row, begin, end, n, y, x_y, top, total, miss, grad_here, grad_z, weight, weight_sum,
-            label_smoothing, lse_square_scale, softcap, flags, BLOCK_N, SKEWED, EXTRAS, False, "",
+            out, x_row, begin, end, n, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
+            BLOCK_N, SKEWED, EXTRAS, False, "",
         )  # fmt: skip
+        if not EXTRAS:
+            skew = 0
+            if SKEWED:
+                skew = skew_of(x_row)
+            write_true(out, begin, end, n, skew, y, x_y, top, slope_y, drop_y)
 
 
 @triton.jit
@@ -524,7 +651,7 @@ def cross_entropy_fwd_bwd_kernel(
     rows, n, inner_rows, dlogits_outer, dlogits_inner, logits_outer, logits_inner, target_words, grad_stride,
     ignore_index, label_smoothing, lse_square_scale, softcap, flags,
     EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,
+    PART: tl.constexpr, HELD_NARROW: tl.constexpr, HELD_WIDE: tl.constexpr,
 ):  # fmt: skip
     parts = 1
     row = tl.program_id(0)
@@ -545,19 +672,35 @@ def cross_entropy_fwd_bwd_kernel(
         # Asked for before the rows' programs wait for each other.
         grad_here, grad_z = arriving(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
         x_y = tl.load(x_row + y, mask=(y >= 0) & (y < n), other=0.0).to(tl.float32)
+        skew = 0
+        if SKEWED:
+            skew = skew_of(x_row)
+        HELD: tl.constexpr = HELD_WIDE if logits.dtype.element_ty.primitive_bitwidth == 32 else HELD_NARROW
+        KEPT: tl.constexpr = 0 if EXTRAS else HELD
+        held = None
+        if KEPT:
+            held = hold(tl.multiple_of(x_row - skew, 16), begin, n + skew, KEPT, LANES)
         # Long rows stay in the cache by being few; a hint to keep them there only drives out others.
         FIRST_READ: tl.constexpr = "" if PART else "evict_last"
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, begin, end, y, weight, weight_sum,
+            loss, z_loss, accuracy, predicted, row, x_row, held, begin, end, y, weight, weight_sum,
             n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4), arrived + row,
-            parts, LANES, TILES, SKEWED, PART, EXTRAS, FIRST_READ,
+            parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, FIRST_READ,
+        )  # fmt: skip
+        slope, slope_y, drop_y, tilt = gradient_terms(
+            n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
+            EXTRAS,
         )  # fmt: skip
         # No thread may write over a logit that another has yet to read.
         tl.debug_barrier()
         gradient_span(
-            out, x_row, begin, end, n, y, x_y, top, total, miss, grad_here, grad_z, weight, weight_sum,
-            label_smoothing, lse_square_scale, softcap, flags, BLOCK_N, SKEWED, EXTRAS, True, "evict_first",
+            out, x_row, begin + KEPT, end, n, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
+            BLOCK_N, SKEWED, EXTRAS, True, "evict_first",
         )  # fmt: skip
+        if KEPT:
+            gradient_held(out, held, begin, n, skew, top, slope, SKEWED)
+        if not EXTRAS:
+            write_true(out, begin, end, n, skew, y, x_y, top, slope_y, drop_y)
 
 
 @triton.jit
@@ -693,9 +836,13 @@ def scale_config(aligned):
     return Config(None, aligned, 8, constexprs=dict(BLOCK_N=8192, BLOCKS=4))
 
 
-def both_config(max_n, lanes, tiles, block_n, aligned=True, part=0):
+def both_config(max_n, lanes, tiles, block_n, aligned=True, part=0, held=(0, 0), programs_per_sm=0):
+    """held: columns of 16-bit logits, and of 32-bit ones."""
+    vec = 8  # of 16-bit logits
+    assert not part or all((part - columns) % (lanes * vec * tiles) == 0 for columns in held)
     constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned), BLOCK_N=block_n, PART=part)
-    return Config(max_n, aligned, lanes // 32, constexprs=constexprs)
+    constexprs |= dict(HELD_NARROW=held[0], HELD_WIDE=held[1])
+    return Config(max_n, aligned, lanes // 32, programs_per_sm, constexprs)
 
 
 AXES = {"dtype": [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}], "extras": [{"EXTRAS": 0}, {"EXTRAS": 1}]}
@@ -756,15 +903,22 @@ KERNELS = [
         },
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
-        # us on an H200 over 2**29 logits in bf16, as a matrix product leaves them (one program a row, 256 lanes and parts
-        # of 24576, these): 32000 columns 564, 734, 595; 65536: 643, 637, 620; 128256: 718, 633, 598; 151936: 737, 682, 609;
-        # 262144: 777, 643, 634; 50257 in rows of 50304: 803, 931, 686. The whole op over 50257 in rows of 50257: 901 with
-        # one program a row, 788 in parts.
+        # us on an H200, what the kernel reads and writes over 4.26 TB/s in brackets. 2**27 logits in bf16 (126): 1024 columns
+        # 169, 2048 153, 4096 151, 8192 146, 16384 149; odd rows: 2003 207, 4003 192, 8003 177, 16003 177. 2**29 (502): 32000
+        # columns 564, 65536 608 (620 in parts), 128256 617, 262144 643; odd rows: 32003 673, 50257 705 (744 in parts; 869
+        # with nothing held). fp32, 2**28 (502): 32000 569 (670 with nothing held), 128256 593 (685).
         configs=[
-            both_config(49152, 256, 4, 8192),
-            both_config(None, 128, 4, 4096, part=12288),
-            both_config(32768, 256, 4, 8192, aligned=False),
-            both_config(MOST_PARTS.value * 16384, 128, 2, 2048, aligned=False, part=16384),
+            both_config(2048, 32, 2, 1024),
+            both_config(4096, 64, 2, 1024, held=(1024, 1024)),
+            both_config(16384, 128, 4, 4096, held=(0, 4096), programs_per_sm=6),
+            both_config(49152, 256, 4, 8192, held=(0, 8192), programs_per_sm=3),
+            both_config(81920, 256, 4, 8192, held=(8192, 8192), programs_per_sm=3),
+            both_config(None, 128, 4, 4096, part=12288, held=(0, 4096), programs_per_sm=6),
+            both_config(2048, 32, 2, 1024, aligned=False),
+            both_config(8192, 64, 2, 1024, aligned=False, held=(2048, 1024)),
+            both_config(16384, 128, 4, 4096, aligned=False, held=(4096, 4096), programs_per_sm=5),
+            both_config(65536, 256, 4, 8192, aligned=False, held=(8192, 0), programs_per_sm=3),
+            both_config(MOST_PARTS.value * 16384, 128, 2, 2048, aligned=False, part=16384, held=(0, 4096), programs_per_sm=5),
             both_config(None, 256, 4, 8192, aligned=False),
         ],
     ),

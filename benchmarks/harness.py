@@ -158,6 +158,21 @@ class CpuClock:
 Clock = CudaClock | CpuClock
 
 
+def measure_copies(clock: Clock) -> Record:
+    """What copies of many sizes take, launch and all: a kernel that moves as many bytes does well to keep up with them."""
+    source = torch.randn(clock.ceiling_bytes // 4, device=clock.device)
+    target = torch.empty_like(source)
+    found, count = [], len(source)
+    while 4 * count >= 32 * MIB:
+        here, there = source[:count], target[:count]
+        clock.samples(lambda: None, lambda _: there.copy_(here), WARMUP_CALLS)
+        times = clock.samples(lambda: None, lambda _: there.copy_(here), MAX_SAMPLES)
+        found.insert(0, [8 * count, statistics.median(times)])
+        count //= 2
+    clock.release()
+    return {"kind": "copies", "us": found}
+
+
 def measure_ceilings(clock: Clock, with_matmul: bool) -> Record:
     """What this machine reaches now: bytes a second of a large copy, bf16 operations a second of a matrix product."""
     source = torch.randn(clock.ceiling_bytes // 4, device=clock.device)
@@ -407,6 +422,8 @@ class Runner:
     def measure_ceilings(self, with_matmul: bool) -> None:
         self.ceiling = measure_ceilings(self.clock, with_matmul)
         self.emit(self.ceiling)
+        if self.suite == "full":
+            self.emit(measure_copies(self.clock))
 
     def floors(self, case: Case) -> dict[str, float]:
         """Microseconds that the bytes take at the copy ceiling, or the operations at the matrix ceiling if longer."""

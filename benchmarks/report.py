@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
@@ -167,8 +168,17 @@ def markdown(records: Sequence[Record], plots: Sequence[Path], plot_note: str) -
     return "\n\n".join(parts) + "\n"
 
 
+def copy_time(copies: Sequence[Sequence[float]], moved: float) -> float:
+    """Of that many bytes, between the copies that were measured; beyond them, at the last one's rate."""
+    for (less, faster), (more, slower) in pairwise(copies):
+        if moved <= more:
+            return faster + (slower - faster) * (moved - less) / (more - less)
+    return copies[-1][1] * moved / copies[-1][0]
+
+
 def exceptions(records: Sequence[Record]) -> list[str]:
     """Of a grid of sizes: where ours moves much, but slowly, and where somebody else is faster."""
+    copies = next((r["us"] for r in records if r["kind"] == "copies"), None)
     cells: dict[tuple, dict[str, Record]] = {}
     for r in records:
         if r["kind"] == "time" and r.get("bytes"):
@@ -176,12 +186,28 @@ def exceptions(records: Sequence[Record]) -> list[str]:
     mine = {key: found for key, found in cells.items() if "ours" in found}
     big = {key: found["ours"] for key, found in mine.items() if found["ours"]["bytes"] > GRID_BYTES}
     slow = {key: r for key, r in big.items() if r["floor"] < GRID_SHARE * r["median"]}
-    lines = [
+
+    def of_copies(key: tuple) -> float | None:
+        """Ours against copies of as many bytes; forward and backward are two."""
+        parts = [key[:-1] + (p,) for p in ("forward", "backward")] if key[-1] == "full" else [key]
+        moved = [mine[part]["ours"]["bytes"] for part in parts if part in mine] or [big[key]["bytes"]]
+        return sum(copy_time(copies, b) for b in moved) / big[key]["median"] if copies else None
+
+    text = (
         f"{len(big) - len(slow)} of the {len(big)} cells that move more than {GRID_BYTES >> 20} MiB reach "
-        f"{100 * GRID_SHARE:g} % of the copy ceiling." + (" Below it:" if slow else ""),
-        grid(["op", "shape", "dtype", "pass", "%"],
-             [[*key, f"{100 * r['floor'] / r['median']:.0f}"] for key, r in slow.items()]) if slow else "",
-    ]  # fmt: skip
+        f"{100 * GRID_SHARE:g} % of the copy ceiling."
+    )
+    header, rows = ["op", "shape", "dtype", "pass", "%"], [[*k, f"{100 * r['floor'] / r['median']:.0f}"] for k, r in slow.items()]
+    if copies:
+        (least, took), (most, longest) = copies[0], copies[-1]
+        level = sum(of_copies(key) >= GRID_SHARE for key in big)
+        text += (
+            f" A copy that moves {int(least) >> 20} MiB takes {number(took)} µs, {100 * longest * least / (took * most):.0f} % "
+            f"of it: beside copies of as many bytes, {level} reach {100 * GRID_SHARE:g} %."
+        )
+        header.append("% of a copy")
+        rows = [[*row, f"{100 * of_copies(key):.0f}"] for row, key in zip(rows, slow)]
+    lines = [text + " Below it:", grid(header, rows)] if slow else [text]
     compared = lost = 0
     rows = []
     for key, found in mine.items():

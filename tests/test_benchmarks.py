@@ -76,10 +76,16 @@ def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
     assert (tmp_path / "grid-bandwidth.png").stat().st_size > 10_000
     slow, lost = page.split("## Against the bars of the grid")[1].split("\n\n")[1:5:2]
     assert slow == "6 of the 8 cells that move more than 64 MiB reach 90 % of the copy ceiling. Below it:"
+    copies = {"kind": "copies", "us": [[64 << 20, 1.0], [256 << 20, 1.5]]}
+    beside = report.write([*records, copies], tmp_path / "copies")
+    assert "A copy that moves 64 MiB takes 1.00 µs, 38 % of it: beside copies of as many bytes, 6 reach 90 %." in beside
     assert lost == "In 38 of 40 cells no peer is faster by more than the spread. The others, µs:"
     named = [line.replace(" ", "") for line in page.splitlines() if line.startswith("| rms_norm")]
     assert "|rms_norm|65536×4096|float32|full|50|" in named
     assert "|rms_norm|16×512|float32|forward|2.00|torch1.00|" in named
+    named = [line.replace(" ", "") for line in beside.splitlines() if line.startswith("| rms_norm")]
+    # 2 GiB: eight times what the largest copy moved.
+    assert "|rms_norm|65536×4096|float32|forward|50|600|" in named
 
 
 # ---- tune

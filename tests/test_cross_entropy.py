@@ -94,7 +94,7 @@ def check(inputs, device, op=cross_entropy, **options):
 
 
 # Widths on each side of the variant table's boundaries, of real vocabularies, and that no vector divides.
-SIZES = [1, 2, 7, 33, 256, 1000, 1024, 1032, 2049, 4096, 4104, 8192, 32000, 32001, 50257]
+SIZES = [1, 2, 7, 33, 256, 1000, 1024, 1032, 2049, 4096, 4104, 8192, 9001, 16400, 32000, 32001, 50257]
 
 
 @pytest.mark.parametrize("op", [cross_entropy, overwriting])
@@ -263,9 +263,10 @@ def test_metrics(n, reduction, with_weight, extras, device):
     assert not any(t.requires_grad for t in ours[1:])
 
 
-@pytest.mark.parametrize("n", [100, 104, 9000])
-def test_predicted_tokens_are_the_first_of_equals(n, device):
-    logits = torch.zeros(7, n, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [100, 104, 2561, 9000, 70001])
+def test_predicted_tokens_are_the_first_of_equals(n, dtype, device):
+    logits = torch.zeros(7, n, device=device, dtype=dtype)
     logits[1, [40, 60]] = logits[2, [40, 60]] = logits[3, [60, n - 1]] = logits[4, n - 1] = 1.0
     logits[5] = -math.inf
     logits[6] = math.nan
@@ -813,8 +814,8 @@ def run(path, n, mean, extras, x="fp32"):
     def two(loss, z, accuracy, predicted, totals, add):
         stats = torch.full((3, rows), nan)
         shape = (rows, n, rows, 0, n)
-        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(), *shape, words,
-               -100, *options, flags | STATS)
+        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(), w, packed,
+               rows, n, -(-(n + 7) // 8) * 8, *shape[2:], words, -100, *options, flags | STATS)
         add(flags)
         launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
                0 if mean else 1, -100, *options, flags)

@@ -299,6 +299,25 @@ def test_metrics_are_those_of_cross_entropy(reduction, options, device):
         torch.testing.assert_close(mine, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("classes", [2560, 5003, 9001, 20000, 70001])
+def test_predictions_over_many_classes(classes, reduction, dtype, device):
+    """Two of the largest logits are equal, wherever a program keeps them; the first is what is predicted."""
+    x = torch.zeros(6, 16, device=device, dtype=dtype).fill_diagonal_(1).requires_grad_()
+    weight = torch.zeros(classes, 16, device=device, dtype=dtype)
+    places = [(3, 40), (classes - 1, 700), (1500, classes - 2), (2300, 2301), (classes - 1, classes - 2), (0, classes // 2)]
+    for row, (one, other) in enumerate(places):
+        weight[one, row] = weight[other, row] = 4
+    target = torch.tensor([40, 5, 1500, 7, classes - 1, 0], device=device)
+    loss, _, accuracy, predicted = with_metrics(x, weight.requires_grad_(), target, None, None, reduction)
+    assert predicted.tolist() == [min(pair) for pair in places]
+    right = torch.tensor([0, 0, 1, 0, 0, 1], device=device, dtype=accuracy.dtype)
+    assert torch.equal(accuracy, right if reduction == "none" else right.mean())
+    expected = torch.nn.functional.cross_entropy(logits_of(x, weight, None, 1.0).double(), target, reduction=reduction)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("classes", [40, 1001, 9000])
 @pytest.mark.parametrize("reduction", ["mean", "none"])

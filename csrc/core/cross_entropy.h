@@ -659,6 +659,9 @@ inline void sum_rows_cuda(const CudaCall& call, const Options& o, const RowsOut&
   launch<K>(call.op, call.device, variant, {1}, args);
 }
 
+/// Programs that one row may be shared out among; mirrors MOST_PARTS of the kernels.
+constexpr int64_t kMostParts = 128;
+
 /// The rows of `logits` are those of the call from `first` on; likewise below.
 inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out) {
   using K = kernels::cross_entropy_fwd;
@@ -666,14 +669,25 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
   bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
   const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
   const auto& from = walk.strides[0];
+  // What one program reads in a step, in 16-bit logits; fewer would not pay for the meeting of programs.
+  const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = walk.n + (config.SKEWED ? 7 : 0);
+  const int64_t processors = runtime::multiprocessors(call.device.index());
+  const int64_t wanted = std::min({2 * processors / std::max<int64_t>(walk.rows, 1), columns / step, kMostParts, processors});
+  const int64_t part = wanted > 1 ? ((columns + wanted - 1) / wanted + step - 1) / step * step : (columns + 7) / 8 * 8;
+  const int64_t parts = columns > 0 ? (columns + part - 1) / part : 1;
+  Tensor shares, arrived;
+  if (parts > 1) {
+    shares = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
+    arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
+  }
   K::Args args{
       out.loss, out.z_loss, out.accuracy, out.predicted, out.stats,
-      address(logits), call.target_at(first), address(call.weight), address(call.weight_sum),
-      int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), from.outer, from.inner, call.target_words,
+      address(logits), call.target_at(first), address(call.weight), address(call.weight_sum), address(shares),
+      address(arrived), int32_t(walk.rows), int32_t(walk.n), int32_t(std::max<int64_t>(part, 8)), walk.kernel_inner_rows(), from.outer, from.inner, call.target_words,
       o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
       call.flags_for(out, o)};
   auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras);
-  launch<K>(call.op, call.device, variant, {uint32_t(walk.rows)}, args);
+  launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
 }
 
 /// dlogits may be logits. totals: undefined unless the loss is a mean.
@@ -704,8 +718,6 @@ inline void forward_backward_rows_cuda(
     const CudaCall& call, const Options& o, Tensor& logits, int64_t first, const RowsOut& out, const Tensor& totals,
     const Upstream& upstream) {
   using K = kernels::cross_entropy_fwd_bwd;
-  // Mirrors MOST_PARTS of the kernel.
-  constexpr int64_t kMostParts = 128;
   Tensor x = logits;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&x});
   // What takes any width shares no row out.

@@ -49,6 +49,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # A column that no row has.
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 MOST_PARTS = tl.constexpr(128)
+SOME_PARTS = tl.constexpr(-1)  # as PART: one or more, as the launch says
 LOG2E_TAIL = tl.constexpr(1.925963033500011e-08)  # of LOG2E, beyond fp32
 LN2 = tl.constexpr(0.6931471805599453)
 # Maximum of no logit: finite, because -inf - -inf is NaN.
@@ -325,7 +326,7 @@ def scan_row(
     # Extras need registers, and so much arithmetic that loads hide behind it.
     GROUP: tl.constexpr = 1 if EXTRAS else TILES
     SPAN: tl.constexpr = GROUP * LANES * VEC
-    for start in range(begin + HELD, end if PART else limit, SPAN):
+    for start in range(begin + HELD, tl.minimum(end, limit), SPAN):
         whole = (start >= skew) & (start + SPAN <= limit) & ((y < start) | (y >= start + SPAN))
         if EXTRAS or not whole:
             peak, lane_total, tilt, best = scan_tiles(
@@ -352,10 +353,15 @@ def scan_row(
             found = wanted & (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
             first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
     raw_others, top_others, others, tilt, first = unite(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
-    if PART:
+    if PART > 0:
         raw_others, top_others, others, tilt, first = meet(
             shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
         )
+    elif PART == SOME_PARTS:
+        if parts > 1:
+            raw_others, top_others, others, tilt, first = meet(
+                shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
+            )
 
     true = x_y
     if EXTRAS:
@@ -436,22 +442,26 @@ def forward_row(
 
 @triton.jit
 def cross_entropy_fwd_kernel(
-    loss, z_loss, accuracy, predicted, stats, logits, target, weight, weight_sum,
-    rows, n, inner_rows, logits_outer, logits_inner, target_words, ignore_index,
+    loss, z_loss, accuracy, predicted, stats, logits, target, weight, weight_sum, shares, arrived,
+    rows, n, part, inner_rows, logits_outer, logits_inner, target_words, ignore_index,
     label_smoothing, lse_square_scale, softcap, flags,
     EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    """part: columns a program; fewer than a row has only where rows alone would leave multiprocessors idle."""
+    parts = tl.cdiv(columns_end(n, SKEWED), part)
+    row = tl.program_id(0) // parts
+    begin = (tl.program_id(0) - row * parts) * part
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
-        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, True, flags)
+        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, begin == 0, flags)
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, None, 0, n, y, weight, weight_sum, n, label_smoothing,
-            lse_square_scale, softcap, flags, stats, target, 1, LANES, TILES, SKEWED, 0, EXTRAS, 0, "",
+            loss, z_loss, accuracy, predicted, row, x_row, None, begin, begin + part, y, weight, weight_sum, n,
+            label_smoothing, lse_square_scale, softcap, flags, shares + row * (parts * 4), arrived + row, parts,
+            LANES, TILES, SKEWED, SOME_PARTS, EXTRAS, 0, "",
         )  # fmt: skip
-        save = (flags & SAVE_STATS) != 0
+        save = (begin == 0) & ((flags & SAVE_STATS) != 0)
         tl.store(stats + row, top, mask=save)
         tl.store(stats + rows.to(tl.int64) + row, total, mask=save)
         tl.store(stats + rows.to(tl.int64) * 2 + row, miss, mask=save)
@@ -853,12 +863,12 @@ KERNELS = [
         operators=["fused_linear_cross_entropy"],
         args={
             "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "predicted": "*i64", "stats": "*fp32",
-            "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32",
-            "rows": "i32", "n": "i32", "inner_rows": "i32", "logits_outer": "i64", "logits_inner": "i64",
+            "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32", "shares": "*fp32", "arrived": "*i32",
+            "rows": "i32", "n": "i32", "part": "i32", "inner_rows": "i32", "logits_outer": "i64", "logits_inner": "i64",
             "target_words": "i32", "ignore_index": "i64",
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
-        aligned=["logits", "weight", "n", "logits_outer", "logits_inner"],
+        aligned=["logits", "weight", "n", "part", "logits_outer", "logits_inner"],
         axes=AXES,
         # Best of a sweep on an H200 (bf16, 2**28 logits and more); fp32 and the extras follow.
         configs=[
@@ -904,17 +914,14 @@ KERNELS = [
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
         # us on an H200, what the kernel reads and writes over 4.26 TB/s in brackets. 2**27 logits in bf16 (126): 1024 columns
-        # 169, 2048 153, 4096 151, 8192 146, 16384 149; odd rows: 2003 207, 4003 192, 8003 177, 16003 177. 2**29 (502): 32000
-        # columns 564, 65536 608 (620 in parts), 128256 617, 262144 643; odd rows: 32003 673, 50257 705 (744 in parts; 869
-        # with nothing held). fp32, 2**28 (502): 32000 569 (670 with nothing held), 128256 593 (685).
+        # 169, 2048 153, 4096 154, 8192 146, 16384 149; odd rows: 1003 289, 2003 202, 4003 192, 8003 177, 16003 177.
+        # 2**29 (502): 32000 columns 564, 65536 620, 128256 617, 262144 643; odd rows: 32003 673, 50257 705 (744 in parts;
+        # 869 with nothing held). fp32, 2**28 (502): 32000 569 (670 with nothing held), 128256 593 (685).
         configs=[
-            both_config(2048, 32, 2, 1024),
-            both_config(4096, 64, 2, 1024, held=(1024, 1024)),
+            both_config(4096, 32, 2, 1024),
             both_config(16384, 128, 4, 4096, held=(0, 4096), programs_per_sm=6),
             both_config(49152, 256, 4, 8192, held=(0, 8192), programs_per_sm=3),
-            both_config(81920, 256, 4, 8192, held=(8192, 8192), programs_per_sm=3),
             both_config(None, 128, 4, 4096, part=12288, held=(0, 4096), programs_per_sm=6),
-            both_config(2048, 32, 2, 1024, aligned=False),
             both_config(8192, 64, 2, 1024, aligned=False, held=(2048, 1024)),
             both_config(16384, 128, 4, 4096, aligned=False, held=(4096, 4096), programs_per_sm=5),
             both_config(65536, 256, 4, 8192, aligned=False, held=(8192, 0), programs_per_sm=3),

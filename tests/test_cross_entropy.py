@@ -769,7 +769,7 @@ HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD,
 nan = float("nan")
 
 def run(path, n, mean, extras, x="fp32"):
-    rows, aligned, words = 4, n % 8 == 0, 2 if mean else 1
+    rows, aligned, words = 3, n % 8 == 0, 2 if mean else 1
     torch.manual_seed(0)
     dtype = dict(fp32=torch.float32, fp16=torch.float16)[x]
     logits, w = (torch.randn(rows, n) * 3).to(dtype), torch.rand(n) + 0.1
@@ -814,8 +814,10 @@ def run(path, n, mean, extras, x="fp32"):
     def two(loss, z, accuracy, predicted, totals, add):
         stats = torch.full((3, rows), nan)
         shape = (rows, n, rows, 0, n)
-        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(), w, packed,
-               rows, n, -(-(n + 7) // 8) * 8, *shape[2:], words, -100, *options, flags | STATS)
+        # With a loss for each row, as one of several programs of a row would.
+        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(),
+               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + 7) // 8) * 8, *shape[2:],
+               words, -100, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean))
         add(flags)
         launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
                0 if mean else 1, -100, *options, flags)

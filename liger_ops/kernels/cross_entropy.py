@@ -49,7 +49,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # A column that no row has.
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 MOST_PARTS = tl.constexpr(128)
-SOME_PARTS = tl.constexpr(-1)  # as PART: one or more, as the launch says
 LOG2E_TAIL = tl.constexpr(1.925963033500011e-08)  # of LOG2E, beyond fp32
 LN2 = tl.constexpr(0.6931471805599453)
 # Maximum of no logit: finite, because -inf - -inf is NaN.
@@ -326,7 +325,7 @@ def scan_row(
     # Extras need registers, and so much arithmetic that loads hide behind it.
     GROUP: tl.constexpr = 1 if EXTRAS else TILES
     SPAN: tl.constexpr = GROUP * LANES * VEC
-    for start in range(begin + HELD, tl.minimum(end, limit), SPAN):
+    for start in range(begin + HELD, end if PART else limit, SPAN):
         whole = (start >= skew) & (start + SPAN <= limit) & ((y < start) | (y >= start + SPAN))
         if EXTRAS or not whole:
             peak, lane_total, tilt, best = scan_tiles(
@@ -353,15 +352,10 @@ def scan_row(
             found = wanted & (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
             first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
     raw_others, top_others, others, tilt, first = unite(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
-    if PART > 0:
+    if PART:
         raw_others, top_others, others, tilt, first = meet(
             shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
         )
-    elif PART == SOME_PARTS:
-        if parts > 1:
-            raw_others, top_others, others, tilt, first = meet(
-                shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
-            )
 
     true = x_y
     if EXTRAS:
@@ -445,21 +439,27 @@ def cross_entropy_fwd_kernel(
     loss, z_loss, accuracy, predicted, stats, logits, target, weight, weight_sum, shares, arrived,
     rows, n, part, inner_rows, logits_outer, logits_inner, target_words, ignore_index,
     label_smoothing, lse_square_scale, softcap, flags,
-    EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
+    EXTRAS: tl.constexpr, SHARED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """part: columns a program; fewer than a row has only where rows alone would leave multiprocessors idle."""
-    parts = tl.cdiv(columns_end(n, SKEWED), part)
-    row = tl.program_id(0) // parts
-    begin = (tl.program_id(0) - row * parts) * part
+    """SHARED: rows are so few that they are shared out, `part` columns a program."""
+    parts = 1
+    row = tl.program_id(0)
+    begin = 0
+    end = n
+    if SHARED:
+        parts = tl.cdiv(columns_end(n, SKEWED), part)
+        row = tl.program_id(0) // parts
+        begin = tl.multiple_of((tl.program_id(0) - row * parts) * part, 8)
+        end = tl.minimum(columns_end(n, SKEWED), begin + part)
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
         store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, begin == 0, flags)
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, None, begin, begin + part, y, weight, weight_sum, n,
+            loss, z_loss, accuracy, predicted, row, x_row, None, begin, end, y, weight, weight_sum, n,
             label_smoothing, lse_square_scale, softcap, flags, shares + row * (parts * 4), arrived + row, parts,
-            LANES, TILES, SKEWED, SOME_PARTS, EXTRAS, 0, "",
+            LANES, TILES, SKEWED, SHARED, EXTRAS, 0, "",
         )  # fmt: skip
         save = (begin == 0) & ((flags & SAVE_STATS) != 0)
         tl.store(stats + row, top, mask=save)
@@ -869,7 +869,7 @@ KERNELS = [
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
         aligned=["logits", "weight", "n", "part", "logits_outer", "logits_inner"],
-        axes=AXES,
+        axes={**AXES, "shared": [{"SHARED": 0}, {"SHARED": 1}]},
         # Best of a sweep on an H200 (bf16, 2**28 logits and more); fp32 and the extras follow.
         configs=[
             forward_config(1024, 32, 4),
@@ -920,7 +920,7 @@ KERNELS = [
         configs=[
             both_config(4096, 32, 2, 1024),
             both_config(16384, 128, 4, 4096, held=(0, 4096), programs_per_sm=6),
-            both_config(49152, 256, 4, 8192, held=(0, 8192), programs_per_sm=3),
+            both_config(49152, 256, 4, 8192, held=(0, 8192)),
             both_config(None, 128, 4, 4096, part=12288, held=(0, 4096), programs_per_sm=6),
             both_config(8192, 64, 2, 1024, aligned=False, held=(2048, 1024)),
             both_config(16384, 128, 4, 4096, aligned=False, held=(4096, 4096), programs_per_sm=5),

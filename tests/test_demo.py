@@ -1,12 +1,10 @@
 """`python -m liger_ops.demo`: two short trainings, a table and a picture."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from stub_cuda import ROOT
 from support import environment_of_tree
 
 from liger_ops import demo
@@ -59,10 +57,3 @@ def test_on_a_gpu_under_compile(tmp_path):
     ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment_of_tree())
     assert done.returncode == 0 and (" aot" in done.stdout or " jit" in done.stdout), done.stdout + done.stderr
-
-
-def test_a_run_reports_itself():
-    done = run_demo("--run", "liger")
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert len(result["losses"]) == demo.SIZES["tiny"].steps and result["launches"].keys() == {"cpu"}
-    assert result["tokens_per_second"] > 0 and result["peak_bytes"] >= 0 and ROOT.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import pickle
 import sys
@@ -60,7 +61,8 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
     variants = [v for k in kernels() for v in k.variants()]
     progress = Progress(len(variants), "compiling kernels")
     entries: dict[int, list[pack.Entry]] = {arch: [] for arch in [*archs, 0]}
-    with ProcessPoolExecutor(jobs) as pool:
+    # The compiler's front end leaves many small objects and few cycles among them.
+    with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(200_000,)) as pool:
         tasks = {pool.submit(compile_cached, v.kernel.name, v.index, archs, cache): v for v in variants}
         for task in as_completed(tasks):
             v, binary = tasks[task], task.result()

@@ -13,12 +13,16 @@ backward: the largest logit, the sum of exponentials relative to it, and 1 - p_y
 
 Backward: a gradient depends on its logit and the row's statistics alone; programs share rows out in spans, and
 may write over what they read. fwd_bwd does both, row by row, and finds its second read in the L2 cache, but for the
-first HELD columns, which it keeps in registers. Rows that are too long for that are shared out too, PART columns a
-program: the fewer rows are under way, the more of each stays in the cache. The programs of a row meet between their two reads, which asks that all of them run at a time: the host
-shares out no row among more programs than the device has multiprocessors.
+first HELD columns, which it keeps in registers.
 
-SKEWED = 1 takes rows of any length that begin anywhere, as those of an odd vocabulary do. Columns are then counted from the last
-16-byte boundary at or before the row, `skew` columns to its left: all whole tiles are as fast as those of aligned rows.
+Rows that are too long for the cache are shared out, PART columns a program: the fewer rows are under way, the more of
+each stays there. So are SHARED ones in forward, which are too few to occupy the device. The programs of a row meet
+after its first read, which asks that all of them run at a time: the host shares out no row among more programs than
+the device has multiprocessors.
+
+SKEWED = 1 takes rows of any length that begin anywhere, as those of an odd vocabulary do. Columns are then counted
+from the last 16-byte boundary at or before the row, `skew` columns to its left: all whole tiles are as fast as those
+of aligned rows.
 
 A row whose target is ignore_index is not read: loss and gradient are 0, the predicted class is -1. A target out of
 range reads nothing out of bounds: its row's loss and gradient are NaN. Targets are int32 words, two for an int64.

@@ -23,7 +23,9 @@ ready := .venv/ready
 models := .venv/models
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
-	.venv/bin/python -m pip install -q "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake "numpy<2.4"
+	.venv/bin/python -m pip install -q --no-compile "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake "numpy<2.4"
+# Byte code from all cores; pip makes it with one. Some packages carry files for other Pythons.
+	.venv/bin/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 	touch $@
 # The build does not wait for these.
 .venv/models: .venv/ready
@@ -34,9 +36,10 @@ endif
 build: $(ready)
 	$(PYTHON) setup.py -q build_ext --inplace
 
-# Two processes where pytest-xdist is installed, a file of tests at a time; what counts the host's time runs alone.
+# Two processes where pytest-xdist is installed, a file of tests at a time in the order of conftest.py; what counts the
+# host's time runs alone.
 # Threads that wait sleep: two processes that spin would take each other's cores.
-SHARED = $(shell $(PYTHON) -c "import xdist; print('-n 2 --dist loadfile')" 2>/dev/null)
+SHARED = $(shell $(PYTHON) -c "import xdist; print('-n 2 --dist loadfile --no-loadscope-reorder')" 2>/dev/null)
 
 test: build $(models)
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(SHARED) --ignore tests/test_host_cost.py tests

@@ -15,6 +15,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 def pytest_collection_modifyitems(config, items):
     """Without a GPU the gpu tests are deselected, and counted as such, rather than skipped one by one."""
+    # What takes long comes first: at the end one process would wait for another's.
+    items.sort(key=lambda item: item.path.name != "test_transformers.py")
     if torch.cuda.is_available():
         return
     gone = [item for item in items if item.get_closest_marker("gpu")]

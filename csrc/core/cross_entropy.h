@@ -672,8 +672,9 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
   // Rows that leave multiprocessors idle are shared out. A step: what a program reads at a time, of 16-bit logits; with
   // fewer than two it would sooner be done than have met the others.
   const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = walk.n + (config.SKEWED ? 7 : 0);
-  const int64_t processors = runtime::multiprocessors(call.device.index());
-  const int64_t wanted = std::min({2 * processors / std::max<int64_t>(walk.rows, 1), columns / step, kMostParts, processors});
+  const int64_t processors = call.extras ? 0 : runtime::multiprocessors(call.device.index());
+  const int64_t wanted =
+      std::min({2 * processors / std::max<int64_t>(walk.rows, 1), columns / step, kMostParts, processors});
   const int64_t part = wanted < 2 ? 0 : ((columns + wanted - 1) / wanted + step - 1) / step * step;
   const int64_t parts = part ? (columns + part - 1) / part : 1;
   Tensor shares, arrived;
@@ -684,10 +685,10 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
   K::Args args{
       out.loss, out.z_loss, out.accuracy, out.predicted, out.stats,
       address(logits), call.target_at(first), address(call.weight), address(call.weight_sum), address(shares),
-      address(arrived), int32_t(walk.rows), int32_t(walk.n), int32_t(part), walk.kernel_inner_rows(), from.outer, from.inner, call.target_words,
-      o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
+      address(arrived), int32_t(walk.rows), int32_t(walk.n), int32_t(part), walk.kernel_inner_rows(), from.outer,
+      from.inner, call.target_words, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
       call.flags_for(out, o)};
-  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras, parts > 1);
+  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras ? 2 : parts > 1);
   launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
 }
 

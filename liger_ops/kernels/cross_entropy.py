@@ -16,7 +16,7 @@ may write over what they read. fwd_bwd does both, row by row, and finds its seco
 first HELD columns, which it keeps in registers.
 
 Rows that are too long for the cache are shared out, PART columns a program: the fewer rows are under way, the more of
-each stays there. So are SHARED ones in forward, which are too few to occupy the device. The programs of a row meet
+each stays there. So are SHARED ones in forward, without extras, which are too few to occupy the device. The programs of a row meet
 after its first read, which asks that all of them run at a time: the host shares out no row among more programs than
 the device has multiprocessors.
 
@@ -198,7 +198,8 @@ def hold(row, begin, limit, HELD: tl.constexpr, LANES: tl.constexpr):
     for t in tl.static_range(HELD // (4 * LANES * PACKED)):
         words = begin // PACKED + t * 4 * LANES + tl.arange(0, LANES)[:, None] * 4
         mask = tl.broadcast_to(words < (limit + PACKED - 1) // PACKED, [LANES, 4])
-        held = held + (tl.load(row + words + tl.arange(0, 4)[None, :], mask=mask, other=nothing, eviction_policy="evict_first"),)
+        at = row + words + tl.arange(0, 4)[None, :]
+        held = held + (tl.load(at, mask=mask, other=nothing, eviction_policy="evict_first"),)
     return held
 
 
@@ -239,6 +240,7 @@ def lane_statistics(held, begin, skew, limit, y, DTYPE: tl.constexpr, WHOLE: tl.
 
 @triton.jit
 def scan_held(held, begin, skew, limit, y, DTYPE: tl.constexpr):
+    """lane_statistics of held columns from `begin` on."""
     LANES: tl.constexpr = held[0].shape[0]
     SPAN: tl.constexpr = len(held) * LANES * (128 // DTYPE.primitive_bitwidth)
     if (begin >= skew) & (begin + SPAN <= limit) & ((y < begin) | (y >= begin + SPAN)):
@@ -698,8 +700,8 @@ def cross_entropy_fwd_bwd_kernel(
         FIRST_READ: tl.constexpr = "" if PART else "evict_last"
         top, total, miss = forward_row(
             loss, z_loss, accuracy, predicted, row, x_row, held, begin, end, y, weight, weight_sum,
-            n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4), arrived + row,
-            parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, FIRST_READ,
+            n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4),
+            arrived + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, FIRST_READ,
         )  # fmt: skip
         slope, slope_y, drop_y, tilt = gradient_terms(
             n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
@@ -867,13 +869,14 @@ KERNELS = [
         operators=["fused_linear_cross_entropy"],
         args={
             "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "predicted": "*i64", "stats": "*fp32",
-            "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32", "shares": "*fp32", "arrived": "*i32",
+            "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32",
+            "shares": "*fp32", "arrived": "*i32",
             "rows": "i32", "n": "i32", "part": "i32", "inner_rows": "i32", "logits_outer": "i64", "logits_inner": "i64",
             "target_words": "i32", "ignore_index": "i64",
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
         aligned=["logits", "weight", "n", "part", "logits_outer", "logits_inner"],
-        axes={**AXES, "shared": [{"SHARED": 0}, {"SHARED": 1}]},
+        axes={"dtype": AXES["dtype"], "form": [{"EXTRAS": e, "SHARED": s} for e, s in ((0, 0), (0, 1), (1, 0))]},
         # Best of a sweep on an H200 (bf16, 2**28 logits and more); fp32 and the extras follow.
         configs=[
             forward_config(1024, 32, 4),
@@ -917,10 +920,11 @@ KERNELS = [
         },
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
-        # us on an H200, what the kernel reads and writes over 4.26 TB/s in brackets. 2**27 logits in bf16 (126): 1024 columns
-        # 169, 2048 153, 4096 154, 8192 146, 16384 149; odd rows: 1003 289, 2003 202, 4003 192, 8003 177, 16003 177.
-        # 2**29 (502): 32000 columns 564, 65536 620, 128256 617, 262144 643; odd rows: 32003 673, 50257 705 (744 in parts;
-        # 869 with nothing held). fp32, 2**28 (502): 32000 569 (670 with nothing held), 128256 593 (685).
+        # us on an H200, what the kernel reads and writes over 4.26 TB/s in brackets. 2**27 logits in bf16 (126): 1024
+        # columns 169, 2048 153, 4096 154, 8192 146, 16384 149; odd rows: 1003 289, 2003 202, 4003 192, 8003 177, 16003 177.
+        # 2**29 (502): 32000 columns 564 (593 where three programs are resident, for which fp32 takes 569), 65536 620,
+        # 128256 617, 262144 643; odd rows: 32003 673, 50257 705 (744 in parts, 869 with nothing held). fp32, 2**28 (502):
+        # 32000 628 (670 with nothing held), 128256 593 (685).
         configs=[
             both_config(4096, 32, 2, 1024),
             both_config(16384, 128, 4, 4096, held=(0, 4096), programs_per_sm=6),

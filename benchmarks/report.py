@@ -187,11 +187,11 @@ def exceptions(records: Sequence[Record]) -> list[str]:
     big = {key: found["ours"] for key, found in mine.items() if found["ours"]["bytes"] > GRID_BYTES}
     slow = {key: r for key, r in big.items() if r["floor"] < GRID_SHARE * r["median"]}
 
-    def of_copies(key: tuple) -> float | None:
+    def of_copies(key: tuple) -> float:
         """Ours against copies of as many bytes; forward and backward are two."""
         parts = [key[:-1] + (p,) for p in ("forward", "backward")] if key[-1] == "full" else [key]
         moved = [mine[part]["ours"]["bytes"] for part in parts if part in mine] or [big[key]["bytes"]]
-        return sum(copy_time(copies, b) for b in moved) / big[key]["median"] if copies else None
+        return sum(copy_time(copies, b) for b in moved) / big[key]["median"]
 
     text = (
         f"{len(big) - len(slow)} of the {len(big)} cells that move more than {GRID_BYTES >> 20} MiB reach "

@@ -669,8 +669,9 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
   bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
   const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
   const auto& from = walk.strides[0];
-  // Rows that leave multiprocessors idle are shared out. A step: what a program reads at a time, of 16-bit logits; with
-  // fewer than two it would sooner be done than have met the others.
+  // Rows that leave multiprocessors idle are shared out; with extras, for which no such variants are compiled, they are
+  // not. A step: what a program reads at a time, of 16-bit logits; with fewer than two it would sooner be done than have
+  // met the others.
   const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = walk.n + (config.SKEWED ? 7 : 0);
   const int64_t processors = call.extras ? 0 : runtime::multiprocessors(call.device.index());
   const int64_t wanted =

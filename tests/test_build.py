@@ -18,6 +18,7 @@ from support import output_of
 import liger_ops.kernels as tables
 from liger_ops.aot import codegen, compile, pack
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
+from liger_ops.kernels.table import is_rare
 
 KERNEL = "column_sum"
 
@@ -137,10 +138,10 @@ CHOOSE = """
 using namespace liger;
 using runtime::DType;
 template <class K, class... Points>
-void choose(Points... points) {{
+void choose(bool rare, Points... points) {{
   for (bool aligned : {{true, false}}) {{
     for (long n : {{{widths}}}) {{
-      const auto& config = runtime::first_fit(K::configs, n, aligned);
+      const auto& config = runtime::first_fit(K::configs, n, aligned, rare);
       std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, points...));
     }}
   }}
@@ -158,7 +159,7 @@ def point_expressions(kernel):
     for axis, values in kernel.axes.items():
         dtypes = [[CPP_DTYPES[v] for v in value.values() if isinstance(v, str)] for value in values]
         axes.append([f"kernels::{kernel.name}::{axis}({', '.join(d)})" if d else str(i) for i, d in enumerate(dtypes)])
-    return [", ".join(point) for point in product(*axes)]
+    return list(product(*axes))
 
 
 def test_cpp_and_python_choose_the_same_variant(tmp_path):
@@ -167,7 +168,11 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
     everything = tables.kernels()
     bounds = {c.max_n for k in everything for c in k.configs if c.max_n}
     widths = sorted({1, 1 << 40} | {b + d for b in bounds for d in (0, 1)})
-    calls = [f"  choose<kernels::{k.name}>({points});" for k in everything for points in point_expressions(k)]
+    calls = [
+        f"  choose<kernels::{k.name}>({', '.join([str(int(is_rare(point))), *points])});"
+        for k in everything
+        for point, points in zip(k.axis_points, point_expressions(k), strict=True)
+    ]
     headers = "\n".join(f'#include "kernels/{stem}.h"' for stem in tables.modules())
     (tmp_path / "choose.cpp").write_text(
         CHOOSE.format(includes=headers, widths=", ".join(f"{w}L" for w in widths), calls="\n".join(calls))
@@ -183,6 +188,8 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
         for width in widths
     ]
     assert chosen == expected
+    # What is chosen is compiled, and what is compiled is chosen by some call.
+    assert set(chosen) == {f"{k.name} {v.index}" for k in everything for v in k.variants()}
 
 
 # ---- The compiler's assertions.

@@ -47,7 +47,7 @@ void launch_raw(
     uintptr_t stream) {
   Kernel& kernel = kernel_named(name);
   std::string packed = args;
-  if (variant >= kernel.spec().variants) throw py::value_error("no such variant of " + name);
+  if (!kernel.spec().has_variant(variant)) throw py::value_error("no such variant of " + name);
   if (packed.size() != kernel.spec().args_bytes) {
     throw py::value_error(name + " takes " + std::to_string(kernel.spec().args_bytes) + " bytes of arguments");
   }
@@ -96,7 +96,11 @@ PYBIND11_MODULE(_runtime, m) {
     py::dict out;
     for (const Kernel* kernel : Kernel::all()) {
       const auto& spec = kernel->spec();
-      out[spec.name] = std::vector<std::string>(spec.variant_names, spec.variant_names + spec.variants);
+      std::vector<std::string> names;
+      for (uint32_t i = 0; i < spec.variants; ++i) {
+        if (spec.has_variant(i)) names.push_back(spec.variant_names[i]);
+      }
+      out[spec.name] = names;
     }
     return out;
   });

@@ -726,12 +726,12 @@ inline void forward_backward_rows_cuda(
   // What takes any width shares no row out.
   constexpr int64_t kAnyWidth = std::numeric_limits<int64_t>::max();
   const bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
-  const auto* config = &runtime::first_fit(K::configs, walk.n, aligned);
+  const auto* config = &runtime::first_fit(K::configs, walk.n, aligned, call.extras);
   // The kernel's columns_end().
   const int64_t columns = walk.n + (config->SKEWED ? 7 : 0);
   int64_t parts = config->PART ? (columns + config->PART - 1) / config->PART : 1;
   if (parts > std::min<int64_t>(kMostParts, runtime::multiprocessors(call.device.index()))) {
-    config = &runtime::first_fit(K::configs, kAnyWidth, false);
+    config = &runtime::first_fit(K::configs, kAnyWidth, false, call.extras);
     parts = 1;
   }
   Tensor shares, arrived;

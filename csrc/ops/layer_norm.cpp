@@ -277,7 +277,8 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
   auto walk = core::walk_rows<2>(kOp, {&out.y, &x});
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out.y), core::address(x), core::address(weight), core::address(bias));
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto parameters = parameter_type(x, weight, bias);
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, parameters != x.scalar_type());
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (bias.defined() ? kHasBias : 0) | (save ? kSaveStatistics : 0);
   const auto& [y_walk, x_walk] = walk.strides;
   K::Args args{
@@ -285,7 +286,7 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
       int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), y_walk.outer, y_walk.inner, x_walk.outer, x_walk.inner,
       float(eps), flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
-  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameter_type(x, weight, bias)));
+  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameters));
   core::launch<K>(kOp, x.device(), runtime::variant_index<K>(config, dtypes), grid, args);
   return out;
 }
@@ -311,7 +312,7 @@ Gradients backward_cuda(
   auto walk = core::walk_rows<3>(op, {&written, &dy, &x});
   bool aligned =
       walk.aligned_strides() && core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
-  const auto& config = runtime::first_fit(K::configs, n, aligned);
+  const auto& config = runtime::first_fit(K::configs, n, aligned, parameters != x.scalar_type());
   int64_t programs =
       core::persistent_programs(x.device(), (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M, config.programs_per_sm);
   bool needs_parameters = needs_dweight || needs_dbias;

@@ -259,7 +259,8 @@ RmsNormForward rms_norm_forward_cuda(
   auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, weight_type != x.scalar_type());
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (rounds_first(casting_mode) ? kRoundFirst : 0) |
       (save_rstd ? kSaveRstd : 0);
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
@@ -269,7 +270,7 @@ RmsNormForward rms_norm_forward_cuda(
       x_walk.outer, x_walk.inner, residual_walk.outer, residual_walk.inner, float(eps), weight.defined() ? float(offset) : 0.f,
       flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
-  auto dtypes = K::dtype(core::dtype_of(x), weight.defined() ? core::dtype_of(weight) : core::dtype_of(x));
+  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(weight_type));
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes, residual.defined()), grid, args);
   return out;
 }
@@ -290,7 +291,8 @@ std::tuple<Tensor, Tensor> backward_cuda(
   auto walk = core::walk_rows<4>(op, {&out, &dy, &ds, &x});
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out), core::address(dy), core::address(ds), core::address(x), core::address(weight));
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, weight_type != x.scalar_type());
   int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
   Tensor partial = needs_dweight ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();
@@ -302,7 +304,7 @@ std::tuple<Tensor, Tensor> backward_cuda(
       core::address(rstd), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
       weight.defined() ? float(offset) : 0.f, flags};
-  auto dtypes = K::dtype(core::dtype_of(x), weight.defined() ? core::dtype_of(weight) : core::dtype_of(x));
+  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(weight_type));
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes, ds.defined()), {uint32_t(programs)}, args);
   if (needs_dweight) core::column_sum(op, partial, dweight);
   return {dx, dweight};

@@ -30,7 +30,7 @@ LIGER_RUNTIME_API const char* liger_launch(
     uint64_t args_bytes) {
   Kernel* kernel = Kernel::find(name);
   if (!kernel) return say(std::string("no kernel named ") + name);
-  if (variant >= kernel->spec().variants || args_bytes != kernel->spec().args_bytes) {
+  if (!kernel->spec().has_variant(variant) || args_bytes != kernel->spec().args_bytes) {
     return say(std::string(name) + ": the kernel tables of the Python files and of the library differ; rebuild liger-ops");
   }
   std::string error = launch(*kernel, variant, device, stream, {x, y, z}, args);

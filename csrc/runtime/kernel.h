@@ -26,8 +26,10 @@ struct KernelSpec {
   uint64_t hash;
   uint32_t variants;
   uint32_t args_bytes;
-  const char* const* variant_names;
+  const char* const* variant_names;  // null where the table has no variant
   const char* const* operators;  // that launch it, up to a null: these names, and longer ones such as <name>_packed
+
+  bool has_variant(uint32_t variant) const { return variant < variants && variant_names[variant]; }
 
   /// Length of the name above that stands for an operator; 0 if it does not launch this kernel.
   size_t serves(const std::string& op) const;
@@ -68,11 +70,12 @@ class LIGER_RUNTIME_API Kernel {
   std::array<std::atomic<uint64_t>, kSources> counts_{};
 };
 
-/// First config that admits a row of n elements; tables end with one that admits everything.
+/// First config that admits a row of n elements; tables end with one that admits everything. rare: see table.py.
 template <class Config, size_t N>
-constexpr const Config& first_fit(const Config (&configs)[N], int64_t n, bool aligned) {
+constexpr const Config& first_fit(const Config (&configs)[N], int64_t n, bool aligned, bool rare = false) {
   for (size_t i = 0; i + 1 < N; ++i) {
-    if ((configs[i].max_n < 0 || n <= configs[i].max_n) && (aligned || !configs[i].aligned)) return configs[i];
+    const Config& c = configs[i];
+    if ((c.max_n < 0 || n <= c.max_n) && (aligned || !c.aligned) && !(rare && c.common_only)) return c;
   }
   return configs[N - 1];
 }

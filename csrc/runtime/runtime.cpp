@@ -425,6 +425,7 @@ Preloaded preload(int device, const std::vector<std::string>& ops) {
   if (!out.error.empty() || !device_info(device, out.error)) return out;
   for (Kernel* kernel : kernels) {
     for (uint32_t variant = 0; variant < kernel->spec().variants; ++variant) {
+      if (!kernel->spec().has_variant(variant)) continue;
       std::string ignored;
       loader().load(*kernel, variant, device, false, ignored) ? ++out.loaded : ++out.missing;
     }
@@ -492,7 +493,9 @@ std::string status() {
   out += "], \"kernels\": {";
   separator = "";
   for (const Kernel* kernel : Kernel::all()) {
-    out += separator + quoted(kernel->spec().name) + ": {\"variants\": " + std::to_string(kernel->spec().variants) + ", \"launches\": [";
+    const KernelSpec& spec = kernel->spec();
+    const auto variants = std::count_if(spec.variant_names, spec.variant_names + spec.variants, [](const char* name) { return name; });
+    out += separator + quoted(spec.name) + ": {\"variants\": " + std::to_string(variants) + ", \"launches\": [";
     for (int s = 0; s < kSources; ++s) out += (s ? ", " : "") + std::to_string(kernel->launches(Source(s)));
     out += "]}";
     separator = ", ";

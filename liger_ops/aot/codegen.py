@@ -24,10 +24,11 @@ def config_table(kernel: Kernel) -> str:
     names = list(kernel.configs[0].constexprs)
     rows = []
     for c in kernel.configs:
-        values = [-1 if c.max_n is None else c.max_n, str(c.aligned).lower(), c.num_warps, c.programs_per_sm]
+        values = [-1 if c.max_n is None else c.max_n, str(c.aligned).lower(), str(c.common_only).lower(), c.num_warps]
+        values.append(c.programs_per_sm)
         rows.append("      {" + ", ".join(map(str, values + [c.constexprs[n] for n in names])) + "},")
     fields = "".join(f" int {n};" for n in names)
-    struct = f"  struct Config {{ int64_t max_n; bool aligned; int num_warps; int programs_per_sm;{fields} }};"
+    struct = f"  struct Config {{ int64_t max_n; bool aligned; bool common_only; int num_warps; int programs_per_sm;{fields} }};"
     return "\n".join([struct, "  static constexpr Config configs[] = {", *rows, "  };"])
 
 
@@ -58,11 +59,12 @@ def header(kernels: list[Kernel]) -> str:
 def definitions(stem: str, kernels: list[Kernel]) -> str:
     out = [f'#include "kernels/{stem}.h"', "", "namespace liger::kernels {", ""]
     for k in kernels:
-        names = "".join(f'\n    "{v.name}",' for v in k.variants())
+        found = {v.index: f'"{v.name}"' for v in k.variants()}
+        names = "".join(f"\n    {found.get(i, 'nullptr')}," for i in range(k.indices))
         out.append(f"static const char* const {k.name}_names[] = {{{names}\n}};")
         operators = ", ".join([f'"{o}"' for o in (stem, *k.operators)] + ["nullptr"])
         out.append(f"static const char* const {k.name}_operators[] = {{{operators}}};")
-        fields = f'"{k.name}", "{k.symbol}", 0x{k.source_hash}ull, {len(k)}, sizeof({k.name}::Args), {k.name}_names'
+        fields = f'"{k.name}", "{k.symbol}", 0x{k.source_hash}ull, {k.indices}, sizeof({k.name}::Args), {k.name}_names'
         fields += f", {k.name}_operators"
         out.append(f"runtime::Kernel {k.name}::kernel{{{{{fields}}}}};\n")
     return "\n".join([*out, "}  // namespace liger::kernels", ""])

@@ -852,13 +852,13 @@ def scale_config(aligned):
     return Config(None, aligned, 8, constexprs=dict(BLOCK_N=8192, BLOCKS=4))
 
 
-def both_config(max_n, lanes, tiles, block_n, aligned=True, part=0, held=(0, 0), programs_per_sm=0):
+def both_config(max_n, lanes, tiles, block_n, aligned=True, part=0, held=(0, 0), programs_per_sm=0, common_only=False):
     """held: columns of 16-bit logits, and of 32-bit ones."""
     vec = 8  # of 16-bit logits
     assert not part or all((part - columns) % (lanes * vec * tiles) == 0 for columns in held)
     constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned), BLOCK_N=block_n, PART=part)
     constexprs |= dict(HELD_NARROW=held[0], HELD_WIDE=held[1])
-    return Config(max_n, aligned, lanes // 32, programs_per_sm, constexprs)
+    return Config(max_n, aligned, lanes // 32, programs_per_sm, constexprs, common_only)
 
 
 AXES = {"dtype": [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}], "extras": [{"EXTRAS": 0}, {"EXTRAS": 1}]}
@@ -927,12 +927,12 @@ KERNELS = [
         # 32000 628 (670 with nothing held), 128256 593 (685).
         configs=[
             both_config(4096, 32, 2, 1024),
-            both_config(16384, 128, 4, 4096, held=(0, 4096), programs_per_sm=6),
+            both_config(16384, 128, 4, 4096, held=(0, 4096), programs_per_sm=6, common_only=True),
             both_config(49152, 256, 4, 8192, held=(0, 8192)),
             both_config(None, 128, 4, 4096, part=12288, held=(0, 4096), programs_per_sm=6),
-            both_config(8192, 64, 2, 1024, aligned=False, held=(2048, 1024)),
+            both_config(8192, 64, 2, 1024, aligned=False, held=(2048, 1024), common_only=True),
             both_config(16384, 128, 4, 4096, aligned=False, held=(4096, 4096), programs_per_sm=5),
-            both_config(65536, 256, 4, 8192, aligned=False, held=(8192, 0), programs_per_sm=3),
+            both_config(65536, 256, 4, 8192, aligned=False, held=(8192, 0), programs_per_sm=3, common_only=True),
             both_config(MOST_PARTS.value * 16384, 128, 2, 2048, aligned=False, part=16384, held=(0, 4096), programs_per_sm=5),
             both_config(None, 256, 4, 8192, aligned=False),
         ],

@@ -18,7 +18,7 @@ from .rows import (
     store_per_row,
     zero_tiles,
 )
-from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
+from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 HAS_BIAS = tl.constexpr(2)
@@ -222,7 +222,7 @@ KERNELS = [
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
         # Best of the sweep that chose rms_norm's. Two sums a column leave backward one program on a multiprocessor from
         # 8192 columns on, and its loads uncovered: 60-75 % of the copy bandwidth there, 85 % below.
-        configs=[
+        configs=fewer_when_mixed([
             forward_config(64, 64, 64, 1, 4, 8),
             forward_config(128, 32, 128, 1, 4, 8),
             forward_config(256, 16, 256, 1, 4, 8),
@@ -242,7 +242,7 @@ KERNELS = [
             forward_config(64, 32, 64, 1, 4, aligned=False),
             forward_config(512, 4, 512, 1, 4, aligned=False),
             forward_config(None, 1, 2048, 0, 8, aligned=False),
-        ],
+        ]),
     ),
     Kernel(
         function=layer_norm_bwd_kernel,
@@ -257,7 +257,7 @@ KERNELS = [
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
-        configs=[
+        configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 4, prefetch=1),
             backward_config(128, 32, 128, 1, 4, 3),
             backward_config(256, 16, 256, 1, 4, 3),
@@ -277,6 +277,6 @@ KERNELS = [
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),
             backward_config(512, 4, 512, 1, 4, 4, aligned=False),
             backward_config(None, 1, 2048, 0, 8, 2, aligned=False),
-        ],
+        ]),
     ),
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from .rows import (
     store_per_row,
     zero_tiles,
 )
-from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
+from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": normalised rows are rounded before the weight
@@ -223,7 +223,7 @@ KERNELS = [
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
         # Best of a sweep on an H200 in bf16: 85-90 % of the copy bandwidth at 2**25 elements, 95-98 % at 2**27.
-        configs=[
+        configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
             forward_config(256, 8, 256, 1, 4),
@@ -243,7 +243,7 @@ KERNELS = [
             forward_config(64, 32, 64, 1, 4, aligned=False),
             forward_config(512, 4, 512, 1, 4, aligned=False),
             forward_config(None, 1, 2048, 0, 8, aligned=False),
-        ],
+        ]),
     ),
     Kernel(
         function=rms_norm_bwd_kernel,
@@ -262,7 +262,7 @@ KERNELS = [
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
         # 16384 x 4096, bf16, with a residual on an H200: 137 us with ds early, 168 with the next rows instead. Where a thread
         # has no registers for it, late is faster: 297 us against 315 at 8192 columns.
-        configs=[
+        configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 6),
             backward_config(128, 16, 128, 1, 4, 6),
             backward_config(256, 8, 256, 1, 4, 5),
@@ -281,6 +281,6 @@ KERNELS = [
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),
             backward_config(512, 4, 512, 1, 4, 4, aligned=False),
             backward_config(None, 1, 2048, 0, 8, 2, aligned=False),
-        ],
+        ]),
     ),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -33,6 +33,14 @@ ACTIVATION_WEIGHT_DTYPES = (
     {"X": "fp16", "W": "fp32"},
     {"X": "fp32", "W": "fp32"},
 )
+# Launch shapes for such parameters, by the columns they are for.
+MIXED_WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, None)
+
+
+
+def is_rare(choices: Mapping[str, Any]) -> bool:
+    """Parameters wider than the activations, or a loss with extras: these make do with fewer launch shapes."""
+    return bool(choices.get("EXTRAS")) or choices.get("X", choices.get("W")) != choices.get("W", choices.get("X"))
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,15 @@ class Config:
     num_warps: int
     programs_per_sm: int = 0  # programs that must fit on one multiprocessor at a time: bounds registers; 0: as it comes
     constexprs: Mapping[str, int] = field(default_factory=dict)
+    common_only: bool = False  # rare choices pass it by, and no variant of theirs is compiled
 
-    def admits(self, n: int, aligned: bool) -> bool:
-        return (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned)
+    def admits(self, n: int, aligned: bool, rare: bool = False) -> bool:
+        return (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and not (rare and self.common_only)
+
+
+def fewer_when_mixed(configs: Sequence[Config]) -> list[Config]:
+    """These configs, of which wider parameters use only some."""
+    return [replace(c, common_only=c.max_n not in MIXED_WIDTHS) for c in configs]
 
 
 @dataclass(frozen=True)
@@ -124,20 +138,26 @@ class Kernel:
         """Every combination of axis values; the last axis varies fastest."""
         return [{k: v for value in point for k, v in value.items()} for point in product(*self.axes.values())]
 
-    def __len__(self) -> int:
+    @property
+    def indices(self) -> int:
+        """How many variants are counted. Rare choices have none at common shapes."""
         return len(self.axis_points) * len(self.configs)
+
+    def has_variant(self, index: int) -> bool:
+        point, config = divmod(index, len(self.configs))
+        return not (self.configs[config].common_only and is_rare(self.axis_points[point]))
 
     def variant(self, index: int) -> Variant:
         point, config = divmod(index, len(self.configs))
         return Variant(self, index, self.axis_points[point], self.configs[config])
 
     def variants(self) -> Iterator[Variant]:
-        return map(self.variant, range(len(self)))
+        return map(self.variant, filter(self.has_variant, range(self.indices)))
 
     def pick(self, choices: Mapping[str, Any], n: int, aligned: bool) -> Variant:
         """The rule that C++ follows too: first config that admits the width."""
         point = next(i for i, p in enumerate(self.axis_points) if all(p[k] == v for k, v in choices.items()))
-        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned))
+        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, is_rare(choices)))
         return self.variant(point * len(self.configs) + config)
 
     @property
@@ -155,7 +175,9 @@ class Kernel:
     def source_hash(self) -> str:
         """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
         table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
-        configs = [(c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs)) for c in self.configs]
+        configs = [
+            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only) for c in self.configs
+        ]
         text = "\n".join(reachable_source(self.function)) + json.dumps([table, configs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

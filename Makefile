@@ -17,6 +17,8 @@ TORCH_VERSIONS ?= 2.11 2.12 2.13
 MAKEFLAGS += -j2
 # Of make alone: ninja would look for its job server.
 unexport MAKEFLAGS
+# Byte code is made where it is first needed, a third of what pip would make.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(PYTHON),.venv/bin/python)
 ready := .venv/ready
@@ -24,12 +26,10 @@ models := .venv/models
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
 	.venv/bin/python -m pip install -q --no-compile "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake "numpy<2.4"
-# Byte code from all cores; pip makes it with one. Some packages carry files for other Pythons.
-	.venv/bin/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 	touch $@
 # The build does not wait for these.
 .venv/models: .venv/ready
-	.venv/bin/python -m pip install -q pytest pytest-xdist expecttest $(MODELS)
+	.venv/bin/python -m pip install -q --no-compile pytest pytest-xdist expecttest $(MODELS)
 	touch $@
 endif
 

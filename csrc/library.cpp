@@ -40,7 +40,8 @@ void enable_jit(std::string compiler) {
 bool takes_tensors(const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
   return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
-    return argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor());
+    const auto& type = *argument.type();
+    return type.isSubtypeOf(*c10::OptionalType::ofTensor()) || type.isSubtypeOf(*c10::ListType::ofTensors());
   });
 }
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .functional import apply_rotary_pos_emb
+from .projections import is_bare_linear, project
 
 __all__ = [
     "CrossEntropyLoss",
@@ -92,15 +93,6 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(_rows(self, x), _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
 
 
-def is_bare_linear(module: nn.Module) -> bool:
-    """Whether this is nn.Linear itself with nobody's wrapper or hook around it, so that its parameters may be read past
-    its forward."""
-    if type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor) or "forward" in module.__dict__:
-        return False
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return not any(hooks)
-
-
 class _GatedMLP(nn.Module):
     def __init__(
         self,
@@ -129,11 +121,12 @@ class SwiGLUMLP(_GatedMLP):
     """``down_proj(silu(gate_proj(x)) * up_proj(x))``, with the parameters of Hugging Face's LlamaMLP."""
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
         if not torch.jit.is_scripting():
+            (gate, up), down = project((self.gate_proj, self.up_proj), x), self.down_proj
             if is_bare_linear(down):
                 return F.swiglu_linear(gate, up, down.weight, down.bias)
-        return down(F.swiglu(gate, up))
+            return down(F.swiglu(gate, up))
+        return self.down_proj(F.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class GEGLUMLP(_GatedMLP):
@@ -153,11 +146,12 @@ class GEGLUMLP(_GatedMLP):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
         if not torch.jit.is_scripting():
+            (gate, up), down = project((self.gate_proj, self.up_proj), x), self.down_proj
             if is_bare_linear(down):
                 return F.geglu_linear(gate, up, down.weight, down.bias, self.approximate)
-        return down(F.geglu(gate, up, self.approximate))
+            return down(F.geglu(gate, up, self.approximate))
+        return self.down_proj(F.geglu(self.gate_proj(x), self.up_proj(x), self.approximate))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, approximate={self.approximate}"

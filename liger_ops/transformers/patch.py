@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from . import probe
+from . import probe, rewrite
 from .deferred import DeferredLogits, LogitsCall, LossCall
 from .probe import NotUnderstood
 from .report import Report, Row
@@ -117,7 +117,7 @@ def patch_norm(module: nn.Module, switches: dict[str, bool]) -> str:
             y = F.layer_norm(x, weight, self.bias, eps)
         return y if y.dtype == dtype else y.to(dtype)
 
-    members = {"forward": forward}
+    members = {"forward": forward, "liger_norm": norm}
     for name in ("weight", "bias"):
         if not hasattr(module, name):
             members[name] = None
@@ -196,20 +196,21 @@ def rotary_replacement(function: Any) -> Callable | str:
         return str(reason)
 
 
-def rebound(function: Any, replaced: dict[str, Callable]) -> Any:
-    """A copy of a function, and of the decorators around it, that sees `replaced` among its globals.
+def rebound(function: Any, replaced: dict[str, Callable], code: types.CodeType | None = None) -> Any:
+    """A copy of a function, and of the decorators around it, that sees `replaced` among its globals; of other code, if any
+    is given.
 
     The copy's globals hold only what its code names and not the module's __name__, by which torch.compile would look
     them up in the module instead.
     """
-    code, cells = function.__code__, function.__closure__
+    cells = function.__closure__
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None:
-        inner = rebound(wrapped, replaced)
+        inner, code = rebound(wrapped, replaced, code), function.__code__
         cells = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
         scope = function.__globals__
     else:
-        known = function.__globals__
+        known, code = function.__globals__, code or function.__code__
         scope = {n: known[n] for n in names_in(code) if n in known} | replaced | {"__builtins__": builtins}
     copy = types.FunctionType(code, scope, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -241,11 +242,49 @@ def patch_rotary(module: nn.Module, switches: dict[str, bool]) -> str:
         bound = {}
         for method, used in methods.items():
             replaced = {n: choices[f] for n, f in used.items() if not isinstance(choices[f], str)}
-            bound[method] = rebound(getattr(cls, method), replaced)
+            function = getattr(cls, method)
+            code = rewrite.with_shared_projections(inner_function(function), linears)
+            bound[method] = rebound(function, replaced | rewrite.HELPERS, code)
         return bound
 
-    become(module, "rope", "rope", None, members)
+    linears = rewrite.projections_of(module)
+    become(module, "rope", "rope", linears, members)
     return "rope"
+
+
+# ---- Layers
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    try:
+        return probe.identify_norm(module).op == "rms_norm"
+    except NotUnderstood:
+        return False
+
+
+def adds_before_norms(module: nn.Module) -> bool:
+    norms = frozenset(name for name, child in module.named_children() if looks_like_norm(child))
+    forward = inner_function(original_class(type(module)).forward)
+    if not norms or rewrite.with_fused_sums(forward, norms) is None:
+        return False
+    return rewrite.with_fused_sums(forward, rms_norms_of(module)) is not None
+
+
+def rms_norms_of(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, child in module.named_children() if looks_like_norm(child) and is_rms_norm(child))
+
+
+def patch_layer(module: nn.Module, switches: dict[str, bool]) -> str:
+    if not switches["rms_norm"]:
+        raise NotUnderstood("rms_norm is switched off")
+    norms = rms_norms_of(module)
+
+    def members(cls: type) -> dict[str, Any]:
+        code = rewrite.with_fused_sums(inner_function(cls.forward), norms)
+        return {"forward": rebound(cls.forward, rewrite.HELPERS, code)}
+
+    become(module, "layer", "fused_add_rms_norm", norms, members)
+    return "fused_add_rms_norm"
 
 
 # ---- The head and the loss
@@ -362,6 +401,8 @@ def kind_of(module: nn.Module) -> tuple[str, Callable[[nn.Module, dict], str]] |
         return "experts", patch_experts
     if looks_like_mlp(module):
         return "mlp", patch_mlp
+    if adds_before_norms(module):
+        return "layer", patch_layer
     return None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..nn import is_bare_linear
+from ..projections import is_bare_linear, project
 
 # Formulas that differ do so in the first digits; those that agree differ by rounding in fp32.
 SAME = 1e-4
@@ -219,7 +219,7 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
         product, product_linear = GATES[mlp.gate], LINEAR[mlp.gate]
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
-            gated, by, last = getattr(self, gate)(x), getattr(self, up)(x), getattr(self, down)
+            (gated, by), last = project((getattr(self, gate), getattr(self, up)), x), getattr(self, down)
             if is_bare_linear(last):
                 return product_linear(gated, by, last.weight, last.bias)
             return last(product(gated, by))

@@ -1,0 +1,66 @@
+"""Projections of one input. Backward adds their gradients of it up inside the products, where autograd would do so in
+passes of their own over tensors of the input's size."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
+def is_bare_linear(module: nn.Module) -> bool:
+    """Whether this is nn.Linear itself with nobody's wrapper or hook around it, so that its parameters may be read past
+    its forward."""
+    if type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor) or "forward" in module.__dict__:
+        return False
+    return not has_hooks(module)
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(functional.linear(x, weight, bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        count, needed = len(weights), ctx.needs_input_grad
+        rows = x.flatten(0, -2)
+        arrived = [(i, grad.flatten(0, -2)) for i, grad in enumerate(grads) if grad is not None]
+        dx, dweights, dbiases = None, [None] * count, [None] * count
+        if needed[0] and arrived:
+            if torch.is_grad_enabled():  # somebody differentiates the gradient
+                dx = sum(grad @ weights[i] for i, grad in arrived)
+            else:
+                dx = torch.ops.liger._projections_grad([g for _, g in arrived], [weights[i] for i, _ in arrived])
+            dx = dx.view(x.shape)
+        for i, grad in arrived:
+            if needed[2 + i]:
+                dweights[i] = grad.t() @ rows
+            if needed[2 + count + i]:
+                dbiases[i] = grad.sum(0)
+        return dx, None, *dweights, *dbiases
+
+
+def project(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+    """``tuple(linear(x) for linear in linears)``."""
+    if (
+        x.requires_grad
+        and torch.is_grad_enabled()
+        and x.dim() > 1
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(is_bare_linear(linear) and linear.weight.dtype == x.dtype for linear in linears)
+    ):
+        parameters = [linear.weight for linear in linears] + [linear.bias for linear in linears]
+        return _Projections.apply(x, len(linears), *parameters)
+    return tuple(linear(x) for linear in linears)

@@ -1,0 +1,215 @@
+"""What a model's source says in two statements and operators do in one, found in the source of its forwards.
+
+    q = self.q_proj(x) ...                 projections of one input
+    k = self.k_proj(x) ...
+    v = self.v_proj(x) ...
+
+    h = residual + h                       the sum of a residual, which the next norm reads
+    residual = h
+    h = self.norm(h)
+
+A function is rewritten only if its source compiles to the very code that it runs, and only in these statements. What the
+modules are is looked up in every call: whoever wraps or hooks one of them is called as before.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+from typing import Any, Callable, Iterator
+
+from torch import Tensor, nn
+
+from .. import functional as F
+from ..projections import has_hooks, project
+from . import probe
+
+PROJECT, ADD_NORM = "liger_project", "liger_add_norm"
+
+
+def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``norm(x + residual)`` and ``x + residual``."""
+    found = getattr(type(norm), "liger_norm", None)
+    if (
+        found is not None
+        and found.op == "rms_norm"
+        and "forward" not in norm.__dict__
+        and not has_hooks(norm)
+        and x.dtype == residual.dtype
+        and x.shape == residual.shape
+        and type(norm.weight) is nn.Parameter
+        and norm.weight.dtype == x.dtype
+    ):
+        eps = probe.epsilon_of(norm, found.epsilon, x)
+        return F.fused_add_rms_norm(x, residual, norm.weight, eps, found.offset, found.casting_mode)
+    total = residual + x
+    return norm(total), total
+
+
+HELPERS: dict[str, Callable] = {PROJECT: project, ADD_NORM: add_norm}
+
+
+def child_called(node: ast.AST) -> tuple[str, str] | None:
+    """(child, argument) where the node is ``self.child(argument)``."""
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+        and len(node.args) == 1
+        and isinstance(node.args[0], ast.Name)
+        and not node.keywords
+    ):
+        return node.func.attr, node.args[0].id
+    return None
+
+
+def may_change(statement: ast.stmt, name: str) -> bool:
+    """Whether a name may hold something else after the statement, or the next one may not be reached."""
+    if not isinstance(statement, ast.Assign):
+        return True
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
+            return True
+        if isinstance(node, ast.Attribute) and is_name(node.value, name) and node.attr.endswith("_"):
+            return True
+    return False
+
+
+def blocks_of(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(function):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                yield block
+
+
+def expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def share_projections(block: list[ast.stmt], linears: frozenset[str]) -> bool:
+    """Makes one call of some calls of `linears` with one name, between which the name keeps its value."""
+    calls: dict[str, list[tuple[int, ast.Call, str]]] = {}
+    for position, statement in enumerate(block):
+        if not isinstance(statement, ast.Assign):
+            continue
+        for node in ast.walk(statement):
+            child, argument = child_called(node) or ("", "")
+            if child in linears:
+                calls.setdefault(argument, []).append((position, node, child))
+    for argument, found in calls.items():
+        first, last = found[0][0], found[-1][0]
+        names = [child for _, _, child in found]
+        if len(set(names)) < 2 or len(set(names)) < len(names):
+            continue
+        if any(may_change(statement, argument) for statement in block[first:last]):
+            continue
+        outputs = [f"liger_{child}" for child in names]
+        for (_, node, _), output in zip(found, outputs):
+            replace_node(block, node, ast.Name(output, ast.Load()))
+        call = f"{PROJECT}(({', '.join('self.' + child for child in names)},), {argument})"
+        made = ast.Assign([ast.Tuple([ast.Name(o, ast.Store()) for o in outputs], ast.Store())], expression(call))
+        block.insert(first, ast.copy_location(made, block[first]))
+        return True
+    return False
+
+
+def replace_node(block: list[ast.stmt], old: ast.AST, new: ast.expr) -> None:
+    class Replace(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            return ast.copy_location(new, node) if node is old else self.generic_visit(node)
+
+    for i, statement in enumerate(block):
+        block[i] = Replace().visit(statement)
+
+
+def is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def single_target(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id
+    return None
+
+
+def fuse_sums(block: list[ast.stmt], norms: frozenset[str]) -> bool:
+    """Makes one statement of a ``h = residual + x; residual = h; h = self.norm(h)``."""
+    for i in range(len(block) - 2):
+        total, kept, normed = block[i : i + 3]
+        h, residual = single_target(total), single_target(kept)
+        if h is None or residual is None or h == residual or single_target(normed) != h:
+            continue
+        if not (isinstance(total.value, ast.BinOp) and isinstance(total.value.op, ast.Add) and is_name(kept.value, h)):
+            continue
+        child, argument = child_called(normed.value) or ("", "")
+        sides = [total.value.left, total.value.right]
+        added = [side for side in sides if not is_name(side, residual)]
+        if child not in norms or argument != h or len(added) != 1:
+            continue
+        call = expression(f"{ADD_NORM}(self.{child}, None, {residual})")
+        call.args[1] = added[0]
+        targets = ast.Tuple([ast.Name(h, ast.Store()), ast.Name(residual, ast.Store())], ast.Store())
+        block[i : i + 3] = [ast.copy_location(ast.Assign([targets], call), normed)]
+        return True
+    return False
+
+
+def definition_of(code: types.CodeType, module: ast.Module) -> ast.FunctionDef | None:
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            if code.co_firstlineno == min([node.lineno, *(d.lineno for d in node.decorator_list)]):
+                return node
+    return None
+
+
+def code_within(module: types.CodeType, like: types.CodeType) -> types.CodeType | None:
+    for constant in module.co_consts:
+        if isinstance(constant, types.CodeType):
+            if (constant.co_name, constant.co_firstlineno) == (like.co_name, like.co_firstlineno):
+                return constant
+            if (found := code_within(constant, like)) is not None:
+                return found
+    return None
+
+
+@functools.lru_cache(None)
+def rewritten(
+    function: types.FunctionType, change: Callable[[list[ast.stmt], frozenset[str]], bool], children: frozenset[str]
+) -> types.CodeType | None:
+    try:
+        code = function.__code__
+        source = "".join(inspect.findsource(function)[0])
+        module = ast.parse(source)
+        plain = code_within(compile(source, code.co_filename, "exec", dont_inherit=True), code)
+    except (AttributeError, OSError, SyntaxError):
+        return None
+    definition = definition_of(code, module)
+    if plain is None or definition is None or plain.co_code != code.co_code:
+        return None
+    # The whole module once more: how a name is called depends on whether the module imports it.
+    found = False
+    for block in list(blocks_of(definition)):
+        while change(block, children):
+            found = True
+    if not found:
+        return None
+    return code_within(compile(ast.fix_missing_locations(module), code.co_filename, "exec", dont_inherit=True), code)
+
+
+def with_shared_projections(function: types.FunctionType, linears: frozenset[str]) -> types.CodeType | None:
+    """The function's code with the calls of these children brought together; None where there are none."""
+    return rewritten(function, share_projections, linears)
+
+
+def with_fused_sums(function: types.FunctionType, norms: frozenset[str]) -> types.CodeType | None:
+    """The function's code with the sums that these children read taken into their calls; None where there are none."""
+    return rewritten(function, fuse_sums, norms)
+
+
+def projections_of(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, child in module.named_children() if type(child) is nn.Linear)
+

@@ -1,0 +1,214 @@
+"""liger_ops.transformers.rewrite: statements of a model's source that operators do at once, and nothing else."""
+
+import ast
+import linecache
+import textwrap
+
+import pytest
+import torch
+from language_models import make, nodes, step, tokens
+from support import count_graphs
+from torch import nn
+
+from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
+
+LINEARS, NORMS = frozenset({"q", "k", "v", "o", "gate", "up"}), frozenset({"norm", "last"})
+
+
+def function(body: str):
+    """A method with this body, whose source can be found."""
+    source = "def forward(self, x, residual=None):\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
+    name = f"<test {len(linecache.cache)}>"
+    linecache.cache[name] = len(source), None, source.splitlines(True), name
+    scope = {"torch": torch}
+    exec(compile(source, name, "exec"), scope)
+    return scope["forward"], source
+
+
+def after(change, body: str, children) -> str | None:
+    """The rewritten source, or None."""
+    found, source = function(body)
+    tree = ast.parse(source)
+    changed = False
+    for block in list(rewrite.blocks_of(tree.body[0])):
+        while change(block, children):
+            changed = True
+    # What models get is code.
+    assert (rewrite.rewritten(found, change, children) is not None) == changed
+    return "\n".join(map(ast.unparse, tree.body[0].body)) if changed else None
+
+
+def test_projections_of_one_input_are_called_together():
+    body = """
+        shape = x.shape
+        q = self.q(x).view(shape).transpose(0, 1)
+        k, v = self.k(x), self.v(x)
+        gate = self.gate(residual)
+        up = self.up(residual)
+        return self.o(q + k + v) * gate * up
+    """
+    assert after(rewrite.share_projections, body, LINEARS).splitlines() == [
+        "shape = x.shape",
+        "liger_q, liger_k, liger_v = liger_project((self.q, self.k, self.v), x)",
+        "q = liger_q.view(shape).transpose(0, 1)",
+        "k, v = (liger_k, liger_v)",
+        "liger_gate, liger_up = liger_project((self.gate, self.up), residual)",
+        "gate = liger_gate",
+        "up = liger_up",
+        "return self.o(q + k + v) * gate * up",
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "q = self.q(x)\nreturn q",
+        "q = self.q(x)\nk = self.k(q)\nreturn k",
+        "q = self.q(x)\nx = x + 1\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\nfor x in q:\n    pass\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\nk = self.q(x)\nreturn q + k",
+        "q = self.q(x, 1)\nk = self.k(x, 1)\nreturn q + k",
+        "q = self.other(x)\nk = self.k(x)\nreturn q + k",
+        "q = other.q(x)\nk = other.k(x)\nreturn q + k",
+        "if residual is None:\n    q = self.q(x)\nelse:\n    q = self.k(x)\nreturn q",
+        "q = self.q(x)\ndel x\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\nx += 1\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\nx.mul_(2)\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\ny = x.mul_(2)\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\n(x := q)\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\nif residual is None:\n    return q\nk = self.k(x)\nreturn q + k",
+    ],
+)
+def test_what_is_not_two_projections_of_one_value_stays(body):
+    assert after(rewrite.share_projections, body, LINEARS) is None
+
+
+def test_sums_go_into_the_norms_that_read_them():
+    body = """
+        residual = x
+        x = self.attention(x)
+        x = residual + x * 2
+        residual = x
+        x = self.norm(x)
+        x = residual + self.mlp(x)
+        residual = x
+        x = self.last(x)
+        if x is not None:
+            x = self.mlp(x) + residual
+            residual = x
+            x = self.last(x)
+        return residual + x
+    """
+    assert after(rewrite.fuse_sums, body, NORMS).splitlines() == [
+        "residual = x",
+        "x = self.attention(x)",
+        "x, residual = liger_add_norm(self.norm, x * 2, residual)",
+        "x, residual = liger_add_norm(self.last, self.mlp(x), residual)",
+        "if x is not None:",
+        "    x, residual = liger_add_norm(self.last, self.mlp(x), residual)",
+        "return residual + x",
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "x = residual - x\nresidual = x\nx = self.norm(x)\nreturn x + residual",
+        "x = residual + residual\nresidual = x\nx = self.norm(x)\nreturn x + residual",
+        "x = residual + x\nx = self.norm(x)\nreturn x",
+        "x = residual + x\nresidual = x\ny = self.norm(x)\nreturn y + residual",
+        "x = residual + x\nresidual = x\nx = self.other(x)\nreturn x + residual",
+        "x = residual + x\nresidual = x\nx = self.norm(residual, x)\nreturn x + residual",
+        "x += residual\nresidual = x\nx = self.norm(x)\nreturn x + residual",
+    ],
+)
+def test_other_sums_stay(body):
+    assert after(rewrite.fuse_sums, body, NORMS) is None
+
+
+def test_a_function_whose_source_is_gone_or_another_stays():
+    body = "x = residual + x\nresidual = x\nx = self.norm(x)\nreturn x + residual"
+    found, source = function(body)
+    assert rewrite.with_fused_sums(found, NORMS) is not None
+    edited, source = function(body)
+    linecache.cache[edited.__code__.co_filename] = 1, None, source.replace("+ x", "- x").splitlines(True), "edited"
+    gone, _ = function(body)
+    del linecache.cache[gone.__code__.co_filename]
+    assert rewrite.with_fused_sums(edited, NORMS) is rewrite.with_fused_sums(gone, NORMS) is None
+    assert rewrite.with_fused_sums(print, NORMS) is None
+
+
+# ---- In models
+
+
+def graph_of(model, ids):
+    return nodes(model(input_ids=ids, labels=ids).loss)
+
+
+def layers_of(report):
+    return [row for row in report.replaced if row.kind == "layer"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "granite"])
+def test_layers_use_both(name):
+    model, ids = make(name), tokens()
+    plain = step(model, ids)
+    assert "fused_add_rms_norm" not in graph_of(model, ids)
+    report = apply_liger_kernel(model)
+    assert len(layers_of(report)) == 2 and {row.replacement for row in layers_of(report)} == {"fused_add_rms_norm"}
+    assert {"fused_add_rms_norm", "_ProjectionsBackward"} <= graph_of(model, ids)
+    ours = step(model, ids)
+    torch.testing.assert_close(ours[0], plain[0])
+    for parameter, gradient in plain[1].items():
+        torch.testing.assert_close(ours[1][parameter], gradient, rtol=1e-3, atol=1e-5)
+    unpatch(model)
+    assert not {"fused_add_rms_norm", "_ProjectionsBackward"} & graph_of(model, ids)
+
+
+def test_norms_switched_off_leave_layers_alone():
+    model = make("llama")
+    report = apply_liger_kernel(model, rms_norm=False)
+    assert {row.reason for row in report.left_alone if row.kind == "layer"} == {"rms_norm is switched off"}
+    assert "fused_add_rms_norm" not in graph_of(model, tokens())
+
+
+def test_a_hook_on_the_norm_is_called():
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model)
+    layer, seen = model.model.layers[0], []
+    layer.post_attention_layernorm.register_forward_hook(lambda m, i, o: seen.append((i[0], o)))
+    expected = step(make("llama"), ids)
+    torch.testing.assert_close(step(model, ids)[0], expected[0])
+    ((x, y),) = seen
+    torch.testing.assert_close(y, layer.post_attention_layernorm(x))
+
+
+def test_a_norm_that_someone_put_in_is_called():
+    class Half(nn.Module):
+        def forward(self, x):
+            return x / 2
+
+    ids, plain, model = tokens(), make("llama"), make("llama")
+    apply_liger_kernel(model)
+    plain.model.layers[1].post_attention_layernorm = Half()
+    model.model.layers[1].post_attention_layernorm = Half()
+    torch.testing.assert_close(step(model, ids)[0], step(plain, ids)[0])
+
+
+def test_compiled_layers_hold_the_operator():
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model)
+    backend, graphs = count_graphs()
+    torch.compile(model.model, fullgraph=True, backend=backend)(input_ids=ids)
+    assert sum("fused_add_rms_norm" in str(n.target) for g in graphs for n in g.graph.nodes) == 2
+
+
+def test_layers_with_other_norms_are_left_alone():
+    """Their sums stand before norms too, but no operator of ours takes both."""
+    model, ids = make("llama"), tokens()
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = nn.LayerNorm(32)
+    plain = step(model, ids)
+    report = apply_liger_kernel(model)
+    assert not [row for row in report.rows if row.kind == "layer"]
+    torch.testing.assert_close(step(model, ids)[0], plain[0])

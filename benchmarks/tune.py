@@ -51,10 +51,10 @@ class Launch:
 
     @property
     def config(self) -> Any:
-        return self.kernel.pick(self.choices, self.width, self.aligned).config
+        return self.kernel.pick(self.choices, self.width, self.aligned, self.args.get("rows")).config
 
     def variant(self, config: Any) -> Any:
-        return replace(self.kernel, configs=[config]).pick(self.choices, self.width, self.aligned)
+        return replace(self.kernel, configs=[config]).pick(self.choices, self.width, self.aligned, self.args.get("rows"))
 
     def restore(self) -> None:
         for name, value in self.before.items():

@@ -141,8 +141,10 @@ template <class K, class... Points>
 void choose(bool rare, Points... points) {{
   for (bool aligned : {{true, false}}) {{
     for (long n : {{{widths}}}) {{
-      const auto& config = runtime::first_fit(K::configs, n, aligned, rare);
-      std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, points...));
+      for (long rows : {{{rows}}}) {{
+        const auto& config = runtime::first_fit(K::configs, n, aligned, rare, rows);
+        std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, points...));
+      }}
     }}
   }}
 }}
@@ -166,8 +168,10 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
     """Coverage is decided in two languages: every point of every table, on both sides of every width."""
     codegen.generate(tmp_path)
     everything = tables.kernels()
-    bounds = {c.max_n for k in everything for c in k.configs if c.max_n}
-    widths = sorted({1, 1 << 40} | {b + d for b in bounds for d in (0, 1)})
+    widths, rows = (
+        sorted({1, 1 << 40} | {b + d for b in bounds if b for d in (0, 1)})
+        for bounds in zip(*((c.max_n, c.max_rows) for k in everything for c in k.configs))
+    )
     calls = [
         f"  choose<kernels::{k.name}>({', '.join([str(int(is_rare(point))), *points])});"
         for k in everything
@@ -175,17 +179,23 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
     ]
     headers = "\n".join(f'#include "kernels/{stem}.h"' for stem in tables.modules())
     (tmp_path / "choose.cpp").write_text(
-        CHOOSE.format(includes=headers, widths=", ".join(f"{w}L" for w in widths), calls="\n".join(calls))
+        CHOOSE.format(
+            includes=headers,
+            widths=", ".join(f"{w}L" for w in widths),
+            rows=", ".join(f"{r}L" for r in rows),
+            calls="\n".join(calls),
+        )
     )
     flags = (f"-I{ROOT / 'csrc'}", f"-I{tmp_path}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
     program = compile_cpp("choose", tmp_path / "choose.cpp", flags=flags)
     chosen = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
     expected = [
-        f"{k.name} {k.pick(point, width, aligned).index}"
+        f"{k.name} {k.pick(point, width, aligned, count).index}"
         for k in everything
         for point in k.axis_points
         for aligned in (True, False)
         for width in widths
+        for count in rows
     ]
     assert chosen == expected
     # What is chosen is compiled, and what is compiled is chosen by some call.

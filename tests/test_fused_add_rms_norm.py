@@ -49,6 +49,15 @@ def test_sizes(n, dtype, device):
     check_op(fused, reference, inputs, grads, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", sizes_around_tiles("rms_norm_fwd"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows(n, dtype):
+    """Few rows have launch shapes of their own."""
+    inputs, grads = make((300, n), dtype, "cuda")
+    check_op(fused, reference, inputs, grads, "cuda")
+
+
 @pytest.mark.parametrize("n", [100_000, 262_144])
 def test_rows_wider_than_any_register_file(n, device):
     inputs, grads = make((3, n), torch.bfloat16, device)

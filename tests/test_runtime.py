@@ -423,7 +423,7 @@ def kernels_in_source(path, seen):
 
 def test_preload_knows_the_kernels_of_every_operator():
     """As the sources have it: an operator that comes to launch another kernel must be in that kernel's table."""
-    sources = {path.stem: path for path in (ROOT / "csrc" / "ops").glob("*.cpp")}
+    sources = {p.stem: p for p in (ROOT / "csrc" / "ops").glob("*.cpp") if kernels_in_source(p, set())}
     expected = {}
     for op in public_operators():
         stem = max((s for s in sources if f"{op}_".startswith(f"{s}_")), key=len)

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -70,12 +71,16 @@ class LIGER_RUNTIME_API Kernel {
   std::array<std::atomic<uint64_t>, kSources> counts_{};
 };
 
-/// First config that admits a row of n elements; tables end with one that admits everything. rare: see table.py.
+/// Rows of a call, where no config of the kernel is for few of them.
+constexpr int64_t kManyRows = std::numeric_limits<int64_t>::max();
+
+/// First config that admits rows of n elements; tables end with one that admits everything. rare: see table.py.
 template <class Config, size_t N>
-constexpr const Config& first_fit(const Config (&configs)[N], int64_t n, bool aligned, bool rare = false) {
+constexpr const Config& first_fit(const Config (&configs)[N], int64_t n, bool aligned, bool rare = false, int64_t rows = kManyRows) {
   for (size_t i = 0; i + 1 < N; ++i) {
     const Config& c = configs[i];
-    if ((c.max_n < 0 || n <= c.max_n) && (aligned || !c.aligned) && !(rare && c.common_only)) return c;
+    const bool fits = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
+    if (fits && (aligned || !c.aligned) && !(rare && c.common_only)) return c;
   }
   return configs[N - 1];
 }

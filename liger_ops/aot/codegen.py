@@ -24,11 +24,11 @@ def config_table(kernel: Kernel) -> str:
     names = list(kernel.configs[0].constexprs)
     rows = []
     for c in kernel.configs:
-        values = [-1 if c.max_n is None else c.max_n, str(c.aligned).lower(), str(c.common_only).lower(), c.num_warps]
-        values.append(c.programs_per_sm)
+        values = [-1 if bound is None else bound for bound in (c.max_n, c.max_rows)]
+        values += [str(c.aligned).lower(), str(c.common_only).lower(), c.num_warps, c.programs_per_sm]
         rows.append("      {" + ", ".join(map(str, values + [c.constexprs[n] for n in names])) + "},")
     fields = "".join(f" int {n};" for n in names)
-    struct = f"  struct Config {{ int64_t max_n; bool aligned; bool common_only; int num_warps; int programs_per_sm;{fields} }};"
+    struct = f"  struct Config {{ int64_t max_n, max_rows; bool aligned; bool common_only; int num_warps; int programs_per_sm;{fields} }};"
     return "\n".join([struct, "  static constexpr Config configs[] = {", *rows, "  };"])
 
 

@@ -111,7 +111,7 @@ def launch(
 
     kernel = find(name)
     values = addresses_and_numbers(args)
-    variant = kernel.pick(choices, width, may_be_aligned and is_aligned(kernel, values))
+    variant = kernel.pick(choices, width, may_be_aligned and is_aligned(kernel, values), values.get("rows"))
     packed = pack_arguments(kernel, values)
     stream = torch.cuda.current_stream(device).cuda_stream
     x, y, z = grid(variant.config)

@@ -200,8 +200,9 @@ def layer_norm_bwd_kernel(
             tl.store(dbias_row + cols, tl.sum(dbiases[t], axis=0), mask=(cols < n) & dbias_wanted)
 
 
-def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, aligned=True):
-    return Config(max_n, aligned, num_warps, programs_per_sm, dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles))
+def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, aligned=True, max_rows=None):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles)
+    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
 
 
 def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, aligned=True):
@@ -221,20 +222,24 @@ KERNELS = [
         aligned=["y", "x", "weight", "bias", "n", "y_outer", "y_inner", "x_outer", "x_inner"],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
         # Best of the sweep that chose rms_norm's. Two sums a column leave backward one program on a multiprocessor from
-        # 8192 columns on, and its loads uncovered: 60-75 % of the copy bandwidth there, 85 % below.
+        # 8192 columns on, and its loads uncovered: 60-75 % of the copy bandwidth there, 85 % below. Few rows: see rms_norm.
         configs=fewer_when_mixed([
             forward_config(64, 64, 64, 1, 4, 8),
             forward_config(128, 32, 128, 1, 4, 8),
             forward_config(256, 16, 256, 1, 4, 8),
+            forward_config(512, 1, 512, 1, 2, max_rows=1024),
             forward_config(512, 8, 512, 1, 4, 6),
             forward_config(1024, 2, 1024, 1, 4, 16),
             forward_config(2048, 1, 2048, 1, 4, 12),
+            forward_config(4096, 1, 4096, 1, 8, max_rows=256),
             forward_config(2560, 1, 512, 5, 4, 12),
             forward_config(3072, 1, 1024, 3, 4, 10),
             forward_config(4096, 1, 4096, 1, 4, 8),
+            forward_config(8192, 1, 8192, 1, 16, max_rows=256),
             forward_config(5120, 1, 1024, 5, 4),
             forward_config(6144, 1, 2048, 3, 4),
             forward_config(8192, 1, 4096, 2, 4, 4),
+            forward_config(12288, 1, 4096, 3, 16, max_rows=256),
             forward_config(12288, 1, 4096, 3, 4, 4),
             forward_config(16384, 1, 4096, 4, 8, 2),
             forward_config(32768, 1, 8192, 4, 32),

@@ -197,8 +197,9 @@ def rms_norm_bwd_kernel(
             tl.store(partial_row + cols, tl.sum(sums[t], axis=0), mask=wanted)
 
 
-def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, aligned=True):
-    return Config(max_n, aligned, num_warps, programs_per_sm, dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles))
+def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, aligned=True, max_rows=None):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles)
+    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
 
 
 def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, early=1, aligned=True):
@@ -222,7 +223,9 @@ KERNELS = [
             "y_outer", "y_inner", "x_outer", "x_inner", "residual_outer", "residual_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
-        # Best of a sweep on an H200 in bf16: 85-90 % of the copy bandwidth at 2**25 elements, 95-98 % at 2**27.
+        # Best of a sweep on an H200 in bf16: 85-90 % of the copy bandwidth at 2**25 elements, 95-98 % at 2**27. Few rows
+        # wait for one another's loads no longer where more threads share them, us of 16 and 256 rows: 4096 columns 4.9 and
+        # 5.8 (6.0 and 6.7 otherwise), 8192 5.3 and 6.8 (6.9 and 8.4), 12288 6.3 and 8.1 (8.2 and 9.9).
         configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
@@ -230,14 +233,18 @@ KERNELS = [
             forward_config(512, 4, 512, 1, 4),
             forward_config(1024, 2, 1024, 1, 4),
             forward_config(2048, 1, 2048, 1, 4),
+            forward_config(4096, 1, 4096, 1, 8, max_rows=256),
             forward_config(3072, 1, 1024, 3, 4),
             forward_config(4096, 1, 4096, 1, 4, 6),
+            forward_config(8192, 1, 8192, 1, 16, max_rows=256),
             forward_config(5120, 1, 1024, 5, 4),
             forward_config(6144, 1, 2048, 3, 4),
             forward_config(8192, 1, 4096, 2, 8),
-            forward_config(12288, 1, 2048, 6, 4, 3),
+            forward_config(12288, 1, 4096, 3, 16, max_rows=256),
+            forward_config(12288, 1, 4096, 3, 8),
+            forward_config(16384, 1, 8192, 2, 16, max_rows=256),
             forward_config(14336, 1, 2048, 7, 8),
-            forward_config(16384, 1, 4096, 4, 16),
+            forward_config(16384, 1, 4096, 4, 8, 2),
             forward_config(32768, 1, 8192, 4, 32),
             forward_config(None, 1, 8192, 0, 16),
             forward_config(64, 32, 64, 1, 4, aligned=False),

@@ -45,7 +45,7 @@ def is_rare(choices: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """One launch shape. A call takes the first config of its kernel that admits its width."""
+    """One launch shape. A call takes the first config of its kernel that admits it."""
 
     max_n: int | None  # widest row it takes; None: any
     aligned: bool  # needs the alignment above
@@ -53,14 +53,17 @@ class Config:
     programs_per_sm: int = 0  # programs that must fit on one multiprocessor at a time: bounds registers; 0: as it comes
     constexprs: Mapping[str, int] = field(default_factory=dict)
     common_only: bool = False  # rare choices pass it by, and no variant of theirs is compiled
+    max_rows: int | None = None  # more rows pass it by; None: any number
 
-    def admits(self, n: int, aligned: bool, rare: bool = False) -> bool:
-        return (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and not (rare and self.common_only)
+    def admits(self, n: int, aligned: bool, rare: bool = False, rows: int | None = None) -> bool:
+        """rows: None for many."""
+        fits = (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and not (rare and self.common_only)
+        return fits and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
 
 
 def fewer_when_mixed(configs: Sequence[Config]) -> list[Config]:
     """These configs, of which wider parameters use only some."""
-    return [replace(c, common_only=c.max_n not in MIXED_WIDTHS) for c in configs]
+    return [replace(c, common_only=c.max_n not in MIXED_WIDTHS or c.max_rows is not None) for c in configs]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Variant:
     def name(self) -> str:
         choices = ",".join(f"{k}={v}" for k, v in self.choices.items())
         width = "n" if self.config.max_n is None else f"n<={self.config.max_n}"
+        width += "" if self.config.max_rows is None else f",rows<={self.config.max_rows}"
         return f"{self.kernel.name}[{choices},{width},{'aligned' if self.config.aligned else 'any'}]"
 
     @property
@@ -154,10 +158,10 @@ class Kernel:
     def variants(self) -> Iterator[Variant]:
         return map(self.variant, filter(self.has_variant, range(self.indices)))
 
-    def pick(self, choices: Mapping[str, Any], n: int, aligned: bool) -> Variant:
-        """The rule that C++ follows too: first config that admits the width."""
+    def pick(self, choices: Mapping[str, Any], n: int, aligned: bool, rows: int | None = None) -> Variant:
+        """The rule that C++ follows too: first config that admits the call."""
         point = next(i for i, p in enumerate(self.axis_points) if all(p[k] == v for k, v in choices.items()))
-        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, is_rare(choices)))
+        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, is_rare(choices), rows))
         return self.variant(point * len(self.configs) + config)
 
     @property
@@ -176,7 +180,8 @@ class Kernel:
         """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
         table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
         configs = [
-            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only) for c in self.configs
+            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only, c.max_rows)
+            for c in self.configs
         ]
         text = "\n".join(reachable_source(self.function)) + json.dumps([table, configs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

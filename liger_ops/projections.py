@@ -9,6 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+# Elements from which a pass over a tensor takes longer than a function of Python's.
+LARGE = 1 << 22
+
+
+def saves_passes(x: Tensor) -> bool:
+    """Whether gradients of x are worth bringing together."""
+    if not (x.requires_grad and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
+        return False
+    return torch.compiler.is_compiling() or x.numel() >= LARGE
+
 
 def has_hooks(module: nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
@@ -55,10 +65,8 @@ class _Projections(torch.autograd.Function):
 def project(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     """``tuple(linear(x) for linear in linears)``."""
     if (
-        x.requires_grad
-        and torch.is_grad_enabled()
+        saves_passes(x)
         and x.dim() > 1
-        and not torch.is_autocast_enabled(x.device.type)
         and all(is_bare_linear(linear) and linear.weight.dtype == x.dtype for linear in linears)
     ):
         parameters = [linear.weight for linear in linears] + [linear.bias for linear in linears]

@@ -5,7 +5,13 @@ import torch
 from support import assert_no_worse, count_graphs
 from torch import nn
 
+from liger_ops import projections
 from liger_ops.projections import has_hooks, is_bare_linear, project
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch):
+    monkeypatch.setattr(projections, "LARGE", 0)
 
 
 def linears(device="cpu", dtype=torch.float32, bias=(True, False, True), sizes=(8, 4, 4)):
@@ -109,6 +115,12 @@ def test_autocast_and_inference_go_their_usual_way():
     assert not is_shared(outputs) and all(y.dtype == torch.bfloat16 for y in outputs)
     with torch.no_grad():
         assert not any(y.requires_grad for y in project(modules, x))
+
+
+def test_small_inputs_are_left_to_autograd(monkeypatch):
+    monkeypatch.setattr(projections, "LARGE", 31)
+    modules = linears()
+    assert not is_shared(project(modules, input_of(5))) and is_shared(project(modules, input_of(6)))
 
 
 def test_compile_makes_one_graph():

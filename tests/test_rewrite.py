@@ -10,7 +10,14 @@ from language_models import make, nodes, step, tokens
 from support import count_graphs
 from torch import nn
 
+from liger_ops import projections
 from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch):
+    monkeypatch.setattr(projections, "LARGE", 0)
+
 
 LINEARS, NORMS = frozenset({"q", "k", "v", "o", "gate", "up"}), frozenset({"norm", "last"})
 
@@ -29,12 +36,9 @@ def after(change, body: str, children) -> str | None:
     """The rewritten source, or None."""
     found, source = function(body)
     tree = ast.parse(source)
-    changed = False
-    for block in list(rewrite.blocks_of(tree.body[0])):
-        while change(block, children):
-            changed = True
+    changed = rewrite.change_all(change, tree.body[0], children)
     # What models get is code.
-    assert (rewrite.rewritten(found, change, children) is not None) == changed
+    assert (rewrite.rewritten(found, (change,), children) is not None) == changed
     return "\n".join(map(ast.unparse, tree.body[0].body)) if changed else None
 
 
@@ -126,6 +130,34 @@ def test_other_sums_stay(body):
     assert after(rewrite.fuse_sums, body, NORMS) is None
 
 
+def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
+    body = """
+        residual = x
+        x = self.norm(x)
+        x = self.mlp(x)
+        return residual + x
+    """
+    assert after(rewrite.keep_inputs, body, NORMS).splitlines() == [
+        "x, residual = liger_keep_norm(self.norm, x)",
+        "x = self.mlp(x)",
+        "return residual + x",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "return residual, x",
+        "residual += x\nreturn residual",
+        "residual.add_(x)\nreturn residual",
+        "return self.mix(residual, x)",
+        "return residual * x",
+    ],
+)
+def test_a_residual_that_is_more_than_added_stays(rest):
+    assert after(rewrite.keep_inputs, f"residual = x\nx = self.norm(x)\n{rest}", NORMS) is None
+
+
 def test_a_function_whose_source_is_gone_or_another_stays():
     body = "x = residual + x\nresidual = x\nx = self.norm(x)\nreturn x + residual"
     found, source = function(body)
@@ -156,13 +188,14 @@ def test_layers_use_both(name):
     assert "fused_add_rms_norm" not in graph_of(model, ids)
     report = apply_liger_kernel(model)
     assert len(layers_of(report)) == 2 and {row.replacement for row in layers_of(report)} == {"fused_add_rms_norm"}
-    assert {"fused_add_rms_norm", "_ProjectionsBackward"} <= graph_of(model, ids)
+    ours_alone = {"fused_add_rms_norm", "_ProjectionsBackward", "_NormBesideInputBackward"}
+    assert ours_alone <= graph_of(model, ids)
     ours = step(model, ids)
     torch.testing.assert_close(ours[0], plain[0])
     for parameter, gradient in plain[1].items():
         torch.testing.assert_close(ours[1][parameter], gradient, rtol=1e-3, atol=1e-5)
     unpatch(model)
-    assert not {"fused_add_rms_norm", "_ProjectionsBackward"} & graph_of(model, ids)
+    assert not ours_alone & graph_of(model, ids)
 
 
 def test_norms_switched_off_leave_layers_alone():
@@ -212,3 +245,51 @@ def test_layers_with_other_norms_are_left_alone():
     report = apply_liger_kernel(model)
     assert not [row for row in report.rows if row.kind == "layer"]
     torch.testing.assert_close(step(model, ids)[0], plain[0])
+
+
+def patched_norm(weight_needs_grad=True):
+    model = make("gemma")
+    apply_liger_kernel(model)
+    return model.model.norm.requires_grad_(weight_needs_grad)
+
+
+@pytest.mark.parametrize("used", ["both", "norm", "input"])
+@pytest.mark.parametrize("frozen", [None, "weight", "input"])
+def test_gradients_of_a_norm_beside_its_input(used, frozen):
+    norm = patched_norm(frozen != "weight")
+    x = torch.randn(3, 5, 32, requires_grad=True)
+    dy, dx = torch.randn(2, 3, 5, 32)
+
+    def gradients(y, residual):
+        parts = [(t, g) for t, g, name in ((y, dy, "norm"), (residual, dx, "input")) if used in ("both", name)]
+        wanted = [t for t in (x, norm.weight) if t.requires_grad]
+        return torch.autograd.grad([t for t, _ in parts], wanted, [g for _, g in parts], allow_unused=True)
+
+    x.requires_grad_(frozen != "input")
+    if frozen == "input":
+        assert rewrite.keep_norm(norm, x)[1] is x
+        return
+    y, residual = rewrite.keep_norm(norm, x)
+    assert y.grad_fn.name() == "_NormBesideInputBackward" and torch.equal(y, norm(x)) and torch.equal(residual, x)
+    for ours, plain in zip(gradients(y, residual), gradients(norm(x), x * 1), strict=True):
+        assert (ours is None) == (plain is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, plain)
+
+
+def test_a_norm_beside_its_input_has_no_second_derivative():
+    norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
+    y, residual = rewrite.keep_norm(norm, x)
+    (dx,) = torch.autograd.grad((y + residual).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["no grad", "small", "autocast"])
+def test_norms_go_their_usual_way_otherwise(mode, monkeypatch):
+    norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
+    if mode == "small":
+        monkeypatch.setattr(projections, "LARGE", x.numel() + 1)
+    with torch.set_grad_enabled(mode != "no grad"), torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        y, residual = rewrite.keep_norm(norm, x)
+    assert residual is x and (y.grad_fn is None or y.grad_fn.name() != "_NormBesideInputBackward")

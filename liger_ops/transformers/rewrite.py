@@ -4,6 +4,9 @@
     k = self.k_proj(x) ...
     v = self.v_proj(x) ...
 
+    residual = h                           a residual that a norm reads too: its two gradients meet in the norm's
+    h = self.norm(h)
+
     h = residual + h                       the sum of a residual, which the next norm reads
     residual = h
     h = self.norm(h)
@@ -18,37 +21,67 @@ import ast
 import functools
 import inspect
 import types
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..projections import has_hooks, project
+from ..projections import has_hooks, project, saves_passes
 from . import probe
 
-PROJECT, ADD_NORM = "liger_project", "liger_add_norm"
+PROJECT, KEEP_NORM, ADD_NORM = "liger_project", "liger_keep_norm", "liger_add_norm"
+
+
+def bare_rms_norm(norm: nn.Module, x: Tensor) -> probe.Norm | None:
+    """What a patched norm computes of x, if nobody wraps or hooks it."""
+    found = getattr(type(norm), "liger_norm", None)
+    if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
+        return None
+    return found if type(norm.weight) is nn.Parameter and norm.weight.dtype == x.dtype else None
+
+
+class _NormBesideInput(torch.autograd.Function):
+    """rms_norm(x) and x, whose gradients one kernel adds up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, mode: str) -> tuple[Tensor, Tensor]:
+        y, rstd = torch.ops.liger._rms_norm_fwd(x, weight, eps, offset, mode)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.options = offset, mode
+        ctx.set_materialize_grads(False)
+        return y, x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Any, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return dx, None, None, None, None
+        dx, dweight = torch.ops.liger._rms_norm_bwd(dy, dx, x, weight, rstd, *ctx.options, *ctx.needs_input_grad[:2])
+        return dx, dweight if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def keep_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``norm(x)`` and ``x``."""
+    found = bare_rms_norm(norm, x) if saves_passes(x) and hasattr(torch.ops.liger, "_rms_norm_bwd") else None
+    if found is None:
+        return norm(x), x
+    eps = probe.epsilon_of(norm, found.epsilon, x)
+    return _NormBesideInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
 
 
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """``norm(x + residual)`` and ``x + residual``."""
-    found = getattr(type(norm), "liger_norm", None)
-    if (
-        found is not None
-        and found.op == "rms_norm"
-        and "forward" not in norm.__dict__
-        and not has_hooks(norm)
-        and x.dtype == residual.dtype
-        and x.shape == residual.shape
-        and type(norm.weight) is nn.Parameter
-        and norm.weight.dtype == x.dtype
-    ):
-        eps = probe.epsilon_of(norm, found.epsilon, x)
-        return F.fused_add_rms_norm(x, residual, norm.weight, eps, found.offset, found.casting_mode)
-    total = residual + x
-    return norm(total), total
+    found = bare_rms_norm(norm, x) if x.dtype == residual.dtype and x.shape == residual.shape else None
+    if found is None:
+        total = residual + x
+        return norm(total), total
+    eps = probe.epsilon_of(norm, found.epsilon, x)
+    return F.fused_add_rms_norm(x, residual, norm.weight, eps, found.offset, found.casting_mode)
 
 
-HELPERS: dict[str, Callable] = {PROJECT: project, ADD_NORM: add_norm}
+HELPERS: dict[str, Callable] = {PROJECT: project, KEEP_NORM: keep_norm, ADD_NORM: add_norm}
 
 
 def child_called(node: ast.AST) -> tuple[str, str] | None:
@@ -90,7 +123,7 @@ def expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def share_projections(block: list[ast.stmt], linears: frozenset[str]) -> bool:
+def share_projections(block: list[ast.stmt], linears: frozenset[str], _: ast.FunctionDef) -> bool:
     """Makes one call of some calls of `linears` with one name, between which the name keeps its value."""
     calls: dict[str, list[tuple[int, ast.Call, str]]] = {}
     for position, statement in enumerate(block):
@@ -111,10 +144,14 @@ def share_projections(block: list[ast.stmt], linears: frozenset[str]) -> bool:
         for (_, node, _), output in zip(found, outputs):
             replace_node(block, node, ast.Name(output, ast.Load()))
         call = f"{PROJECT}(({', '.join('self.' + child for child in names)},), {argument})"
-        made = ast.Assign([ast.Tuple([ast.Name(o, ast.Store()) for o in outputs], ast.Store())], expression(call))
-        block.insert(first, ast.copy_location(made, block[first]))
+        block.insert(first, assignment(outputs, expression(call), block[first]))
         return True
     return False
+
+
+def assignment(names: Iterable[str], value: ast.expr, place: ast.stmt) -> ast.stmt:
+    targets = ast.Tuple([ast.Name(name, ast.Store()) for name in names], ast.Store())
+    return ast.copy_location(ast.Assign([targets], value), place)
 
 
 def replace_node(block: list[ast.stmt], old: ast.AST, new: ast.expr) -> None:
@@ -136,7 +173,7 @@ def single_target(statement: ast.stmt) -> str | None:
     return None
 
 
-def fuse_sums(block: list[ast.stmt], norms: frozenset[str]) -> bool:
+def fuse_sums(block: list[ast.stmt], norms: frozenset[str], _: ast.FunctionDef) -> bool:
     """Makes one statement of a ``h = residual + x; residual = h; h = self.norm(h)``."""
     for i in range(len(block) - 2):
         total, kept, normed = block[i : i + 3]
@@ -152,10 +189,38 @@ def fuse_sums(block: list[ast.stmt], norms: frozenset[str]) -> bool:
             continue
         call = expression(f"{ADD_NORM}(self.{child}, None, {residual})")
         call.args[1] = added[0]
-        targets = ast.Tuple([ast.Name(h, ast.Store()), ast.Name(residual, ast.Store())], ast.Store())
-        block[i : i + 3] = [ast.copy_location(ast.Assign([targets], call), normed)]
+        block[i : i + 3] = [assignment((h, residual), call, normed)]
         return True
     return False
+
+
+def keep_inputs(block: list[ast.stmt], norms: frozenset[str], function: ast.FunctionDef) -> bool:
+    """Makes one statement of a ``residual = h; h = self.norm(h)``, if all that follows from the residual is sums."""
+    for i in range(len(block) - 1):
+        kept, normed = block[i : i + 2]
+        residual, h = single_target(kept), single_target(normed)
+        if h is None or residual is None or h == residual or not is_name(kept.value, h):
+            continue
+        child, argument = child_called(normed.value) or ("", "")
+        if child not in norms or argument != h or not only_added(residual, function):
+            continue
+        block[i : i + 2] = [assignment((h, residual), expression(f"{KEEP_NORM}(self.{child}, {h})"), normed)]
+        return True
+    return False
+
+
+def only_added(name: str, function: ast.FunctionDef) -> bool:
+    """Whether a function reads a name in sums alone: nobody then writes to the tensor, or asks what it is."""
+    added = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.AugAssign) and is_name(node.target, name):
+            return False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            added |= {id(node.left), id(node.right)}
+        if isinstance(node, ast.Call) and is_name(node.func, ADD_NORM):
+            added |= set(map(id, node.args))
+    reads = (n for n in ast.walk(function) if is_name(n, name) and isinstance(n.ctx, ast.Load))
+    return all(id(node) in added for node in reads)
 
 
 def definition_of(code: types.CodeType, module: ast.Module) -> ast.FunctionDef | None:
@@ -176,10 +241,20 @@ def code_within(module: types.CodeType, like: types.CodeType) -> types.CodeType 
     return None
 
 
+Change = Callable[[list[ast.stmt], frozenset[str], ast.FunctionDef], bool]
+
+
+def change_all(change: Change, function: ast.FunctionDef, children: frozenset[str]) -> bool:
+    found = False
+    for block in list(blocks_of(function)):
+        while change(block, children, function):
+            found = True
+    return found
+
+
 @functools.lru_cache(None)
-def rewritten(
-    function: types.FunctionType, change: Callable[[list[ast.stmt], frozenset[str]], bool], children: frozenset[str]
-) -> types.CodeType | None:
+def rewritten(function: types.FunctionType, changes: tuple[Change, ...], children: frozenset[str]) -> types.CodeType | None:
+    """The function's code after these changes, one after the other; None if the first finds nothing to change."""
     try:
         code = function.__code__
         source = "".join(inspect.findsource(function)[0])
@@ -191,23 +266,20 @@ def rewritten(
     if plain is None or definition is None or plain.co_code != code.co_code:
         return None
     # The whole module once more: how a name is called depends on whether the module imports it.
-    found = False
-    for block in list(blocks_of(definition)):
-        while change(block, children):
-            found = True
-    if not found:
-        return None
+    for i, change in enumerate(changes):
+        if not change_all(change, definition, children) and i == 0:
+            return None
     return code_within(compile(ast.fix_missing_locations(module), code.co_filename, "exec", dont_inherit=True), code)
 
 
 def with_shared_projections(function: types.FunctionType, linears: frozenset[str]) -> types.CodeType | None:
     """The function's code with the calls of these children brought together; None where there are none."""
-    return rewritten(function, share_projections, linears)
+    return rewritten(function, (share_projections,), linears)
 
 
 def with_fused_sums(function: types.FunctionType, norms: frozenset[str]) -> types.CodeType | None:
     """The function's code with the sums that these children read taken into their calls; None where there are none."""
-    return rewritten(function, fuse_sums, norms)
+    return rewritten(function, (fuse_sums, keep_inputs), norms)
 
 
 def projections_of(module: nn.Module) -> frozenset[str]:

@@ -150,7 +150,11 @@ def measure(model, ids) -> dict:
 def compare(model_type: str) -> dict:
     import torch
 
+    from liger_ops import projections
     from liger_ops.transformers import apply_liger_kernel, unpatch
+
+    # As in a large model.
+    projections.LARGE = 0
 
     result = {"model_type": model_type, "outcome": "", "detail": "", "replaced": {}, "left_alone": {}}
     torch.set_num_threads(1)

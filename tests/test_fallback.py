@@ -489,3 +489,24 @@ def check_refusals() -> None:
 
 def test_bad_input_is_refused(copy):
     call(copy, "check_refusals")
+
+
+def check_a_model() -> None:
+    from language_models import make, nodes, step, tokens
+
+    from liger_ops import projections
+    from liger_ops.transformers import apply_liger_kernel
+
+    projections.LARGE = 0
+    model, ids = make("llama"), tokens()
+    plain = step(model, ids)
+    assert not apply_liger_kernel(model).left_alone
+    assert "_ProjectionsBackward" in nodes(model(input_ids=ids, labels=ids).loss)
+    ours = step(model, ids)
+    torch.testing.assert_close(ours[0], plain[0])
+    for name, gradient in plain[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_trains(copy):
+    call(copy, "check_a_model")

@@ -17,7 +17,10 @@ def saves_passes(x: Tensor) -> bool:
     """Whether gradients of x are worth bringing together."""
     if not (x.requires_grad and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
         return False
-    return torch.compiler.is_compiling() or x.numel() >= LARGE
+    if torch.compiler.is_compiling():
+        return True
+    # Function transforms would ask these functions for rules of their own.
+    return x.numel() >= LARGE and not torch._C._are_functorch_transforms_active()
 
 
 def has_hooks(module: nn.Module) -> bool:

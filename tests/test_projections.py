@@ -117,6 +117,12 @@ def test_autocast_and_inference_go_their_usual_way():
         assert not any(y.requires_grad for y in project(modules, x))
 
 
+def test_function_transforms_differentiate_every_projection():
+    modules, x = linears(), input_of(4, requires_grad=False)
+    per_row = torch.vmap(torch.func.grad(lambda row: sum(y.sum() for y in project(modules, row[None]))))(x)
+    torch.testing.assert_close(per_row, sum(m.weight.sum(0) for m in modules).expand(4, 6))
+
+
 def test_small_inputs_are_left_to_autograd(monkeypatch):
     monkeypatch.setattr(projections, "LARGE", 31)
     modules = linears()

@@ -111,6 +111,20 @@ def may_change(statement: ast.stmt, name: str) -> bool:
     return False
 
 
+def always_evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and what is below it, except for what may be evaluated later, more than once, or not at all."""
+    yield node
+    if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        return
+    below = ast.iter_child_nodes(node)
+    if isinstance(node, ast.IfExp):
+        below = [node.test]
+    elif isinstance(node, ast.BoolOp):
+        below = node.values[:1]
+    for child in below:
+        yield from always_evaluated(child)
+
+
 def blocks_of(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
     for node in ast.walk(function):
         for field in ("body", "orelse", "finalbody"):
@@ -129,7 +143,7 @@ def share_projections(block: list[ast.stmt], linears: frozenset[str], _: ast.Fun
     for position, statement in enumerate(block):
         if not isinstance(statement, ast.Assign):
             continue
-        for node in ast.walk(statement):
+        for node in always_evaluated(statement):
             child, argument = child_called(node) or ("", "")
             if child in linears:
                 calls.setdefault(argument, []).append((position, node, child))

@@ -232,6 +232,28 @@ def test_a_norm_that_someone_put_in_is_called():
     torch.testing.assert_close(step(model, ids)[0], step(plain, ids)[0])
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+def test_exported_layers_hold_the_operator(strict):
+    model, ids = make("llama").eval(), tokens()
+    expected = model(input_ids=ids, use_cache=False).logits
+    apply_liger_kernel(model)
+    with torch.no_grad():
+        program = torch.export.export(model, (ids,), {"use_cache": False}, strict=strict)
+    assert sum("fused_add_rms_norm" in str(n.target) for n in program.graph.nodes) == 2
+    torch.testing.assert_close(program.module()(ids, use_cache=False).logits, expected)
+
+
+def test_norms_without_a_weight():
+    norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
+    del norm.weight
+    norm.weight = None
+    y, residual = rewrite.keep_norm(norm, x)
+    (dx,) = torch.autograd.grad((y * x.detach()).sum() + residual.sum(), x)
+    expected = torch.nn.functional.rms_norm(x, (32,), eps=norm.eps)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(dx, torch.autograd.grad((expected * x.detach()).sum() + x.sum(), x)[0])
+
+
 def test_compiled_layers_hold_the_operator():
     model, ids = make("llama"), tokens()
     apply_liger_kernel(model)

@@ -38,14 +38,14 @@ def bare_rms_norm(norm: nn.Module, x: Tensor) -> probe.Norm | None:
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
         return None
-    return found if type(norm.weight) is nn.Parameter and norm.weight.dtype == x.dtype else None
+    return found if norm.weight is None or norm.weight.dtype == x.dtype else None
 
 
 class _NormBesideInput(torch.autograd.Function):
     """rms_norm(x) and x, whose gradients one kernel adds up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, mode: str) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str) -> tuple[Tensor, Tensor]:
         y, rstd = torch.ops.liger._rms_norm_fwd(x, weight, eps, offset, mode)
         ctx.save_for_backward(x, weight, rstd)
         ctx.options = offset, mode

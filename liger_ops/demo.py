@@ -1,7 +1,8 @@
 """`python -m liger_ops.demo`: a small Llama learns to write this package, first as it is, then with the operators.
 
 It learns byte by byte from the package's own files; both runs start from the same weights and see the same batches,
-each in a process of its own. A table compares them, and a picture shows both loss curves and peak memories.
+each in a process of its own. They take turns, step by step: a machine whose pace changes is as fast for one as for the other.
+A table compares them, and a picture shows both loss curves and peak memories.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
     before = torch.cuda.memory_allocated() if device == "cuda" else resident("VmRSS")
     liger_ops.reset_launch_counts()
     losses, seconds = [], []
-    for i, ids in enumerate(data, 1):
+    for ids in data:
+        print("ready", flush=True)
+        if not sys.stdin.readline():
+            raise SystemExit("demo: the other run ended")
         start = time.perf_counter()
         loss = forward(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -118,7 +122,7 @@ def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
-        progress(i, size.steps, f"{NAMES[run]}: step {i}, loss {losses[-1]:.3f}")
+        print(losses[-1], flush=True)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident("VmHWM")
     return {
         "run": run,
@@ -134,14 +138,36 @@ def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
 # ---- Both
 
 
-def run_apart(run: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own, for its memory to be its own."""
-    command = [sys.executable, "-m", "liger_ops.demo", "--run", run, "--device", arguments.device]
-    command += ["--model-size", arguments.model_size, *(["--compile"] if arguments.compile else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"demo: the run {NAMES[run]} ended with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+class Apart:
+    """A run in a process of its own, for its memory to be its own."""
+
+    def __init__(self, run: str, arguments: argparse.Namespace) -> None:
+        self.run = run
+        command = [sys.executable, "-m", "liger_ops.demo", "--run", run, "--device", arguments.device]
+        command += ["--model-size", arguments.model_size, *(["--compile"] if arguments.compile else [])]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def line(self) -> str:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"demo: the run {NAMES[self.run]} ended with exit code {self.process.wait()}")
+        return line
+
+    def step(self) -> float:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.line())
+
+
+def run_in_turns(steps: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    runs = [Apart(run, arguments) for run in NAMES]
+    for i in range(1, steps + 1):
+        # Both, before one of them goes on: the other may still be starting.
+        for run in runs:
+            run.line()
+        losses = " and ".join(f"{run.step():.3f}" for run in runs)
+        progress(i, steps, f"step {i}, losses {losses}")
+    return [json.loads(run.line()) for run in runs]
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -199,7 +225,7 @@ def main() -> None:
     title = f"liger_ops {liger_ops.__version__} on {name}, torch {torch.__version__}"
     shape = f"hidden size {size.hidden}, {size.layers} layers"
     print(f"{title}\n{size.steps} steps of {size.batch} x {size.length} bytes, {shape}", flush=True)
-    results = [run_apart(run, arguments) for run in NAMES]
+    results = run_in_turns(size.steps, arguments)
     print(f"\n{results[1]['report']}\n\n{table(results)}\n")
     print(f"largest difference of the loss curves: {largest_difference(results):.1e}")
     draw(results, title, arguments.out)

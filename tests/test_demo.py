@@ -1,5 +1,6 @@
 """`python -m liger_ops.demo`: two short trainings, a table and a picture."""
 
+import argparse
 import subprocess
 import sys
 
@@ -26,6 +27,13 @@ def test_it_ends_with_a_table_and_a_picture(tmp_path):
     assert difference < 1e-3
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     assert lines[-1] == f"picture: {picture}" and "step 8" in done.stderr
+
+
+def test_a_run_that_fails_ends_the_demo(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")
+    arguments = argparse.Namespace(device="cpu", model_size="tiny", compile=False)
+    with pytest.raises(SystemExit, match="the run transformers ended with exit code 1"):
+        demo.run_in_turns(8, arguments)
 
 
 def test_it_learns_from_the_packages_own_files():

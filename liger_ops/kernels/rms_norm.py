@@ -224,8 +224,8 @@ KERNELS = [
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
         # Best of a sweep on an H200 in bf16: 85-90 % of the copy bandwidth at 2**25 elements, 95-98 % at 2**27. Few rows
-        # wait for one another's loads no longer where more threads share them, us of 16 and 256 rows: 4096 columns 4.9 and
-        # 5.8 (6.0 and 6.7 otherwise), 8192 5.3 and 6.8 (6.9 and 8.4), 12288 6.3 and 8.1 (8.2 and 9.9).
+        # occupy too few threads to cover their loads, so they get more; us of 16 and 256 rows: 2560 columns 4.9 and 5.8
+        # (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9).
         configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),

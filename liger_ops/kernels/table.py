@@ -37,7 +37,6 @@ ACTIVATION_WEIGHT_DTYPES = (
 MIXED_WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, None)
 
 
-
 def is_rare(choices: Mapping[str, Any]) -> bool:
     """Parameters wider than the activations, or a loss with extras: these make do with fewer launch shapes."""
     return bool(choices.get("EXTRAS")) or choices.get("X", choices.get("W")) != choices.get("W", choices.get("X"))

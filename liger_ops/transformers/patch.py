@@ -263,6 +263,7 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 
 def adds_before_norms(module: nn.Module) -> bool:
+    # The source first: to find out what norms compute takes longer.
     norms = frozenset(name for name, child in module.named_children() if looks_like_norm(child))
     forward = inner_function(original_class(type(module)).forward)
     if not norms or rewrite.with_fused_sums(forward, norms) is None:

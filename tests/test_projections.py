@@ -9,9 +9,7 @@ from liger_ops import projections
 from liger_ops.projections import has_hooks, is_bare_linear, project
 
 
-@pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch):
-    monkeypatch.setattr(projections, "LARGE", 0)
+pytestmark = pytest.mark.usefixtures("as_large_models")
 
 
 def linears(device="cpu", dtype=torch.float32, bias=(True, False, True), sizes=(8, 4, 4)):

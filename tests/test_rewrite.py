@@ -14,9 +14,7 @@ from liger_ops import projections
 from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
 
 
-@pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch):
-    monkeypatch.setattr(projections, "LARGE", 0)
+pytestmark = pytest.mark.usefixtures("as_large_models")
 
 
 LINEARS, NORMS = frozenset({"q", "k", "v", "o", "gate", "up"}), frozenset({"norm", "last"})

@@ -16,17 +16,12 @@ from torch.nn import functional as TF
 from transformers import LlamaForCausalLM
 
 import liger_ops.transformers as lt
-from liger_ops import projections
 from liger_ops.transformers import apply_liger_kernel, probe, unpatch
 from liger_ops.transformers.deferred import DeferredLogits
 
 FUSED = "fused_linear_cross_entropy"
 
-
-@pytest.fixture(autouse=True)
-def as_large_models(monkeypatch):
-    """Small ones leave gradients that meet to autograd."""
-    monkeypatch.setattr(projections, "LARGE", 0)
+pytestmark = pytest.mark.usefixtures("as_large_models")
 
 
 def patched(name, **options):

@@ -16,9 +16,10 @@ from .swiglu import (
     FORWARD_ARGS,
     FORWARD_CONFIGS,
     PRODUCT,
+    load_tile,
     program_tile,
     sigmoid_and_slope,
-    tile_pointers,
+    store_tile,
 )
 from .table import Kernel
 
@@ -56,14 +57,14 @@ def gelu_weight_and_slope(x, flags):
 def geglu_fwd_kernel(
     out, gate, up,
     rows, n, inner_rows, out_outer, out_inner, gate_outer, gate_inner, up_outer, up_inner, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, start, mask = program_tile(rows, n, BLOCK_M, BLOCK_N)
-    g = tl.load(tile_pointers(gate, row, start, inner_rows, gate_outer, gate_inner, BLOCK_N), mask=mask, other=0.0)
-    u = tl.load(tile_pointers(up, row, start, inner_rows, up_outer, up_inner, BLOCK_N), mask=mask, other=0.0)
+    tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+    g = load_tile(gate, tile, inner_rows, gate_outer, gate_inner, ONE_ROW, BLOCK_N)
+    u = load_tile(up, tile, inner_rows, up_outer, up_inner, ONE_ROW, BLOCK_N)
     g = g.to(tl.float32)
     result = g * gelu_weight(g, flags) * u.to(tl.float32)
-    tl.store(tile_pointers(out, row, start, inner_rows, out_outer, out_inner, BLOCK_N), result, mask=mask)
+    store_tile(out, result, tile, inner_rows, out_outer, out_inner, ONE_ROW, BLOCK_N)
 
 
 @triton.jit
@@ -71,21 +72,21 @@ def geglu_bwd_kernel(
     dgate, dup, product, dout, gate, up,
     rows, n, inner_rows, dgate_outer, dgate_inner, dup_outer, dup_inner, dout_outer, dout_inner,
     gate_outer, gate_inner, up_outer, up_inner, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, start, mask = program_tile(rows, n, BLOCK_M, BLOCK_N)
-    g = tl.load(tile_pointers(gate, row, start, inner_rows, gate_outer, gate_inner, BLOCK_N), mask=mask, other=0.0)
-    u = tl.load(tile_pointers(up, row, start, inner_rows, up_outer, up_inner, BLOCK_N), mask=mask, other=0.0)
-    d = tl.load(tile_pointers(dout, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), mask=mask, other=0.0)
+    tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+    g = load_tile(gate, tile, inner_rows, gate_outer, gate_inner, ONE_ROW, BLOCK_N)
+    u = load_tile(up, tile, inner_rows, up_outer, up_inner, ONE_ROW, BLOCK_N)
+    d = load_tile(dout, tile, inner_rows, dout_outer, dout_inner, ONE_ROW, BLOCK_N)
     g = g.to(tl.float32)
     d = d.to(tl.float32)
     u = u.to(tl.float32)
     p, slope = gelu_weight_and_slope(g, flags)
     dg = d * u * (p + slope)
-    tl.store(tile_pointers(dgate, row, start, inner_rows, dgate_outer, dgate_inner, BLOCK_N), dg, mask=mask)
-    tl.store(tile_pointers(dup, row, start, inner_rows, dup_outer, dup_inner, BLOCK_N), d * g * p, mask=mask)
+    store_tile(dgate, dg, tile, inner_rows, dgate_outer, dgate_inner, ONE_ROW, BLOCK_N)
+    store_tile(dup, d * g * p, tile, inner_rows, dup_outer, dup_inner, ONE_ROW, BLOCK_N)
     if flags & PRODUCT:
-        tl.store(tile_pointers(product, row, start, inner_rows, dout_outer, dout_inner, BLOCK_N), g * p * u, mask=mask)
+        store_tile(product, g * p * u, tile, inner_rows, dout_outer, dout_inner, ONE_ROW, BLOCK_N)
 
 
 KERNELS = [

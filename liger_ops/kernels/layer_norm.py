@@ -11,6 +11,7 @@ import triton.language as tl
 from .rows import (
     block_rows,
     load_parameter,
+    load_parameter_tiles,
     load_per_row,
     load_tiles,
     row_mean,
@@ -31,7 +32,7 @@ NEEDS_DBIAS = tl.constexpr(16)
 def layer_norm_fwd_kernel(
     y, statistics, x, weight, bias,
     rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, eps, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = block_rows(tl.program_id(0), BLOCK_M)
     row_mask = row < rows
@@ -41,7 +42,10 @@ def layer_norm_fwd_kernel(
     squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     if TILES > 0:
-        xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
+        if EARLY:
+            weights = load_parameter_tiles(weight, n, flags & HAS_WEIGHT, 1.0, BLOCK_N, TILES)
+            biases = load_parameter_tiles(bias, n, flags & HAS_BIAS, 0.0, BLOCK_N, TILES)
+        xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES, EARLY)
         for t in tl.static_range(TILES):
             total += xs[t].to(tl.float32)
         mean = row_mean(total, n)
@@ -58,8 +62,12 @@ def layer_norm_fwd_kernel(
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = row_mask & (cols < n)[None, :]
-            w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :]
-            b = load_parameter(bias, cols, n, flags & HAS_BIAS, 0.0)[None, :]
+            if EARLY:
+                w = weights[t].to(tl.float32)[None, :]
+                b = biases[t].to(tl.float32)[None, :]
+            else:
+                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :]
+                b = load_parameter(bias, cols, n, flags & HAS_BIAS, 0.0)[None, :]
             normed = (xs[t].to(tl.float32) - mean - drift) * scale
             tl.store(y_row + cols[None, :], normed * w + b, mask=mask)
     else:
@@ -200,8 +208,8 @@ def layer_norm_bwd_kernel(
             tl.store(dbias_row + cols, tl.sum(dbiases[t], axis=0), mask=(cols < n) & dbias_wanted)
 
 
-def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, aligned=True, max_rows=None):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles)
+def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early)
     return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
 
 
@@ -222,25 +230,28 @@ KERNELS = [
         aligned=["y", "x", "weight", "bias", "n", "y_outer", "y_inner", "x_outer", "x_inner"],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
         # Best of the sweep that chose rms_norm's. Two sums a column leave backward one program on a multiprocessor from
-        # 8192 columns on, and its loads uncovered: 60-75 % of the copy bandwidth there, 85 % below. Few rows: see rms_norm.
+        # 8192 columns on, and its loads uncovered: 60-75 % of the copy bandwidth there, 85 % below. Few rows: see rms_norm;
+        # us of 1 and 128 rows with early parameters: 2048 columns 5.2 and 5.5 (5.9 and 5.9), 16384 6.6 and 8.5 (8.1 and 9.3).
         configs=fewer_when_mixed([
             forward_config(64, 64, 64, 1, 4, 8),
             forward_config(128, 32, 128, 1, 4, 8),
             forward_config(256, 16, 256, 1, 4, 8),
-            forward_config(512, 1, 512, 1, 2, max_rows=1024),
+            forward_config(512, 1, 512, 1, 2, early=1, max_rows=1024),
             forward_config(512, 8, 512, 1, 4, 6),
             forward_config(1024, 2, 1024, 1, 4, 16),
+            forward_config(2048, 1, 2048, 1, 4, early=1, max_rows=128),
             forward_config(2048, 1, 2048, 1, 4, 12),
-            forward_config(4096, 1, 4096, 1, 8, max_rows=256),
+            forward_config(4096, 1, 4096, 1, 8, early=1, max_rows=256),
             forward_config(2560, 1, 512, 5, 4, 12),
             forward_config(3072, 1, 1024, 3, 4, 10),
             forward_config(4096, 1, 4096, 1, 4, 8),
-            forward_config(8192, 1, 8192, 1, 16, max_rows=256),
+            forward_config(8192, 1, 8192, 1, 16, early=1, max_rows=256),
             forward_config(5120, 1, 1024, 5, 4),
             forward_config(6144, 1, 2048, 3, 4),
             forward_config(8192, 1, 4096, 2, 4, 4),
-            forward_config(12288, 1, 4096, 3, 16, max_rows=256),
+            forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
             forward_config(12288, 1, 4096, 3, 4, 4),
+            forward_config(16384, 1, 4096, 4, 16, early=1, max_rows=128),
             forward_config(16384, 1, 4096, 4, 8, 2),
             forward_config(32768, 1, 8192, 4, 32),
             forward_config(None, 1, 8192, 0, 16),

@@ -17,6 +17,7 @@ import triton.language as tl
 from .rows import (
     block_rows,
     load_parameter,
+    load_parameter_tiles,
     load_per_row,
     load_tiles,
     row_mean,
@@ -41,7 +42,7 @@ def round_if(value, condition, dtype: tl.constexpr):
 def rms_norm_fwd_kernel(
     y, s, rstd, x, residual, weight,
     rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, residual_outer, residual_inner, eps, offset, flags,
-    RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = block_rows(tl.program_id(0), BLOCK_M)
     row_mask = row < rows
@@ -53,7 +54,9 @@ def rms_norm_fwd_kernel(
         residual_row = residual + row_offset(row, inner_rows, residual_outer, residual_inner)
 
     if TILES > 0:
-        tiles = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
+        if EARLY:
+            weights = load_parameter_tiles(weight, n, flags & HAS_WEIGHT, 1.0, BLOCK_N, TILES)
+        tiles = load_tiles(x_row, row_mask, n, BLOCK_N, TILES, EARLY)
         if RESIDUAL:
             tiles = add_tiles(tiles, load_tiles(residual_row, row_mask, n, BLOCK_N, TILES), TILES)
         for t in tl.static_range(TILES):
@@ -63,7 +66,10 @@ def rms_norm_fwd_kernel(
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = row_mask & (cols < n)[None, :]
-            w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
+            if EARLY:
+                w = weights[t].to(tl.float32)[None, :] + offset
+            else:
+                w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
             if RESIDUAL:
                 tl.store(s + y_offset + cols[None, :], tiles[t], mask=mask)
             normed = round_if(tiles[t].to(tl.float32) * scale, flags & ROUND_FIRST, dtype)
@@ -197,8 +203,8 @@ def rms_norm_bwd_kernel(
             tl.store(partial_row + cols, tl.sum(sums[t], axis=0), mask=wanted)
 
 
-def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, aligned=True, max_rows=None):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles)
+def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early)
     return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
 
 
@@ -225,13 +231,15 @@ KERNELS = [
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
         # Best of a sweep on an H200 in bf16: 85-90 % of the copy bandwidth at 2**25 elements, 95-98 % at 2**27. Few rows
         # occupy too few threads to cover their loads, so they get more; us of 16 and 256 rows: 2560 columns 4.9 and 5.8
-        # (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9).
+        # (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9). With the weight asked
+        # for early, too: 16 rows of 11008 5.4 (6.6). Of many rows, early weights only slow the others' loads down.
         configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
             forward_config(256, 8, 256, 1, 4),
             forward_config(512, 4, 512, 1, 4),
             forward_config(1024, 2, 1024, 1, 4),
+            forward_config(2048, 1, 2048, 1, 4, early=1, max_rows=128),
             forward_config(2048, 1, 2048, 1, 4),
             forward_config(4096, 1, 4096, 1, 8, max_rows=256),
             forward_config(3072, 1, 1024, 3, 4),
@@ -240,7 +248,7 @@ KERNELS = [
             forward_config(5120, 1, 1024, 5, 4),
             forward_config(6144, 1, 2048, 3, 4),
             forward_config(8192, 1, 4096, 2, 8),
-            forward_config(12288, 1, 4096, 3, 16, max_rows=256),
+            forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
             forward_config(12288, 1, 4096, 3, 8),
             forward_config(16384, 1, 8192, 2, 16, max_rows=256),
             forward_config(14336, 1, 2048, 7, 8),

@@ -62,12 +62,23 @@ def load_parameter(pointer, cols, n, present, neutral: tl.constexpr):
 
 
 @triton.jit
-def load_tiles(pointer, row_mask, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
+def load_parameter_tiles(pointer, n, present, neutral: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
+    """A parameter of whole rows in its own dtype. Asked for ahead of rows that are loaded IN_ORDER, it arrives with them:
+    volatile loads stay where they are, others are put off to where they are used."""
+    tiles = ()
+    for t in tl.static_range(TILES):
+        cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
+        tiles = tiles + (tl.load(pointer + cols, mask=(cols < n) & (present != 0), other=neutral, volatile=True),)
+    return tiles
+
+
+@triton.jit
+def load_tiles(pointer, row_mask, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr, IN_ORDER: tl.constexpr = False):
     """Rows that start at `pointer` as a tuple of TILES tensors of (BLOCK_M, BLOCK_N), in the tensor's own dtype."""
     tiles = ()
     for t in tl.static_range(TILES):
         cols = (t * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-        tiles = tiles + (tl.load(pointer + cols, mask=row_mask & (cols < n), other=0.0),)
+        tiles = tiles + (tl.load(pointer + cols, mask=row_mask & (cols < n), other=0.0, volatile=IN_ORDER),)
     return tiles
 
 

@@ -75,6 +75,10 @@ def rope_kernel(
         inside = (cols < SPREAD * half)[None, :]
         section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
         angle = (batch * angle_batch + position * angle_position + section * angle_section + cols)[None, :]
+        # All that the first tile needs is asked for before any of it is waited for.
+        head = first_head + tl.arange(0, BLOCK_H)
+        x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
+        a, b = load_pairs(x, (head < heads)[:, None] & inside, half, INTERLEAVED)
         cos_a, cos_b = load_pairs(cos + angle, inside, half, INTERLEAVED)
         sin_a, sin_b = load_pairs(sin + angle, inside, half, INTERLEAVED)
         if INTERLEAVED:
@@ -85,9 +89,10 @@ def rope_kernel(
         for block in range(first_head, heads, head_step):
             head = block + tl.arange(0, BLOCK_H)
             mask = (head < heads)[:, None] & inside
-            x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
+            if block != first_head:
+                x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
+                a, b = load_pairs(x, mask, half, INTERLEAVED)
             y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED)[:, None] + cols[None, :]
-            a, b = load_pairs(x, mask, half, INTERLEAVED)
             store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, mask, half, INTERLEAVED)
 
     # Partial rotary: the columns up to width pass through.

@@ -18,6 +18,7 @@ ROWS = {
     "_fused_add_rms_norm_fwd": 2,
     "layer_norm": 1,
     "_layer_norm_fwd": 1,
+    "embedding": 1,
     "swiglu": 2,
     "swiglu_packed": 1,
     "swiglu_linear": 2,

@@ -20,6 +20,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_",
     "cross_entropy_with_metrics",
+    "embedding",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_cross_entropy_heads",
@@ -237,6 +238,19 @@ def geglu_linear(
     tensor([5.0472])
     """
     return torch.ops.liger.geglu_linear(gate, up, weight, bias, approximate)
+
+
+# ---- Embedding
+
+
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """:func:`torch.nn.functional.embedding`. input: (...) indices, weight: (classes, n) -> (..., n).
+
+    >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[3., 4.],
+            [1., 2.]])
+    """
+    return torch.ops.liger.embedding(input, weight, padding_idx)
 
 
 # ---- Losses

@@ -11,6 +11,7 @@ from .projections import is_bare_linear, project
 
 __all__ = [
     "CrossEntropyLoss",
+    "Embedding",
     "FusedAddRMSNorm",
     "FusedLinearCrossEntropyLoss",
     "GEGLUMLP",
@@ -91,6 +92,15 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(_rows(self, x), _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
+
+
+class Embedding(nn.Embedding):
+    """:class:`torch.nn.Embedding`. What has no operator (max_norm, scale_grad_by_freq, sparse) is left to PyTorch."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+            return super().forward(input)
+        return F.embedding(input, self.weight, self.padding_idx)
 
 
 class _GatedMLP(nn.Module):

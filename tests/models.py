@@ -57,6 +57,8 @@ ROWS = [
     Row("geglu", GATED),
     Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
     Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
+    Row("embedding", dict(input=TARGET), HEAD),
+    Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
     Row("cross_entropy", LOSS, {}, dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
     Row("cross_entropy", LOSS, {}, dict(reduction="none")),
     Row("cross_entropy_", LOSS),
@@ -90,7 +92,7 @@ def inputs_of(
 ) -> tuple[Tensor, ...]:
     def make(name: str, shape: tuple) -> Tensor:
         sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
-        if name == "target":
+        if shape == TARGET:
             return torch.randint(VOCABULARY, sizes, device=device)
         wanted = requires_grad and name not in ("cos", "sin", "freqs_cis")
         return torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32), requires_grad=wanted)

@@ -71,9 +71,10 @@ class ToLoss(torch.nn.Module):
         self.call, self.scale = Call(row), torch.nn.Parameter(torch.tensor(1.0))
 
     def forward(self, *inputs):
-        first = next(i for i, t in enumerate(inputs) if t.is_floating_point())
+        first = next((i for i, t in enumerate(inputs) if t.is_floating_point()), None)
         results = outputs(self.call(*(t * self.scale if i == first else t for i, t in enumerate(inputs))))
-        return sum(r.square().sum() for r in results if r.requires_grad)
+        loss = sum(r.square().sum() for r in results if r.requires_grad)
+        return loss * self.scale if first is None else loss
 
 
 @cases

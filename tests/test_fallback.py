@@ -117,6 +117,7 @@ def calls(device: str) -> Iterator[tuple]:
     """(name, function, inputs, gradients of its outputs): options, layouts, empties, frozen inputs."""
     yield from norm_calls(device)
     yield from gated_calls(device)
+    yield from embedding_calls(device)
     yield from loss_calls(device)
 
 
@@ -173,6 +174,16 @@ def gated_calls(device: str) -> Iterator[tuple]:
                 for w, b in ((weight, bias), (weight, None), (weight.detach(), bias), (weight.detach(), None)):
                     yield f"{name}, linear", bind(linear), [gate, up, w, b], [narrow]
                 yield f"{name}, linear, frozen", bind(linear), [gate.detach(), up.detach(), weight, None], [narrow]
+
+
+def embedding_calls(device: str) -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    for dtype, rows, n in itertools.product((torch.float32, torch.bfloat16), (6, 4000), (8, 5)):
+        weight, dout = (torch.randn(k, n, generator=generator).to(device, dtype) for k in (50, rows))
+        input = torch.randint(50, (rows,), generator=generator).to(device)
+        for padding_idx in (None, 3, -1):
+            op = lambda w, i=input, p=padding_idx: torch.ops.liger.embedding(i.to(w.device), w, p)  # noqa: E731
+            yield f"embedding {rows}, {n}, {dtype}, {padding_idx}", op, [weight.requires_grad_()], [dout]
 
 
 LOSS_OPTIONS = (
@@ -306,6 +317,7 @@ def examples(device: str) -> list[tuple]:
             (ops.swiglu_packed, (rows(4, 16),)),
             (ops.swiglu_linear, (rows(4, 16), rows(4, 16), rows(16, 16), randn(16))),
             (ops.geglu_linear, (rows(4, 16), rows(4, 16), rows(16, 16))),
+            (ops.embedding, (targets(4), rows(16, 8), 3)),
             (ops.cross_entropy, (rows(4, 16), targets(4))),
             (ops.cross_entropy_with_metrics, (rows(4, 16), targets(4))),
             (ops.fused_linear_cross_entropy, (rows(4, 16), rows(16, 16), targets(4), randn(16))),
@@ -332,7 +344,7 @@ def test_opcheck(copy, device):
 
 def check_compile(device: str) -> None:
     for op, inputs in examples(device):
-        if any(part in op.default.name() for part in ("cross_entropy", "linear", "packed")):
+        if any(part in op.default.name() for part in ("cross_entropy", "linear", "packed", "embedding")):
             continue
         outputs = 2 if op is torch.ops.liger.fused_add_rms_norm else 1
 
@@ -482,9 +494,10 @@ def check_refusals() -> None:
             op(*inputs)
     for op, inputs in examples("cpu"):
         out = op(*inputs)
-        grads = torch.autograd.grad((out if isinstance(out, tuple) else (out,))[0].sum(), inputs[0], create_graph=True)
+        learned = next(t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad)
+        grads = torch.autograd.grad((out if isinstance(out, tuple) else (out,))[0].sum(), learned, create_graph=True)
         with pytest.raises(RuntimeError):
-            torch.autograd.grad(grads[0].square().sum(), inputs[0])
+            torch.autograd.grad(grads[0].square().sum(), learned)
 
 
 def test_bad_input_is_refused(copy):

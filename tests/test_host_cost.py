@@ -51,6 +51,12 @@ OPS = {
         [HEADS],
         [torch.randn(ANGLES), torch.randn(ANGLES)],
     ),
+    "embedding": (
+        lambda w, indices: ops.embedding(indices, w),
+        lambda w, indices: F.embedding(indices, w),
+        [ROW],
+        [torch.arange(ROWS)],
+    ),
     "cross_entropy": (
         lambda x, target: ops.cross_entropy(x, target),
         lambda x, target: F.cross_entropy(x, target),

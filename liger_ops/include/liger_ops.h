@@ -93,6 +93,12 @@ inline at::Tensor geglu_linear(
   return op.call(gate, up, weight, bias, approximate);
 }
 
+inline at::Tensor embedding(
+    const at::Tensor& input, const at::Tensor& weight, std::optional<int64_t> padding_idx = std::nullopt) {
+  static const auto op = detail::find<decltype(embedding)>("liger::embedding");
+  return op.call(input, weight, padding_idx);
+}
+
 inline at::Tensor cross_entropy(
     const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight = std::nullopt,
     std::string_view reduction = "mean", int64_t ignore_index = -100, double label_smoothing = 0.0,

@@ -1,0 +1,60 @@
+"""embedding(input: (rows,) indices, weight: (classes, n)) -> (rows, n)"""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.op import Host, Op, Relative
+
+HOST_PASSES = ("no-grad", "grad", "fwd+bwd")
+
+
+def inputs(make, rows, classes, n):
+    return {"input": make.integers(classes, rows), "weight": make.normal(classes, n)}
+
+
+def traffic(size, rows, classes, n):
+    # Rows in and out; upstream rows in, every row of the gradient out.
+    return 2 * rows * n * size, (rows + classes) * n * size
+
+
+def formula(input, weight):
+    return F.embedding(input, weight)
+
+
+def aten():
+    return F.embedding
+
+
+def liger_kernel():
+    from liger_kernel.ops import LigerEmbeddingFunction
+
+    return lambda input, weight: LigerEmbeddingFunction.apply(weight, input)
+
+
+def ours():
+    import liger_ops  # noqa: F401
+
+    return torch.ops.liger.embedding.default
+
+
+OP = Op(
+    dims=("rows", "classes", "n"),
+    inputs=inputs,
+    formula=formula,
+    traffic=traffic,
+    providers={"torch": aten, "liger-kernel": liger_kernel, "ours": ours},
+    shapes={
+        "quick-cpu": [(16, 1000, 512), (2048, 32000, 512)],
+        "quick": [(16, 1000, 1024), (4096, 32000, 4096)],
+        # Llama 2 and 3 8B, Qwen2 7B and 0.5B.
+        "full": [
+            (rows, classes, n)
+            for rows in (16, 1024, 4096, 16384)
+            for classes, n in ((32000, 4096), (128256, 4096), (152064, 3584), (151936, 896))
+        ],
+    },
+    host={
+        "cuda": Host((16, 1000, 1024), "bfloat16", dict.fromkeys(HOST_PASSES, Relative(1.1, ("torch",)))),
+        "cpu": Host((4, 100, 64), "float32", dict.fromkeys(HOST_PASSES, Relative(1.1, ("torch",)))),
+    },
+)

@@ -111,11 +111,12 @@ def test_the_report_is_a_table_and_data():
     model, report = patched("llama")
     assert json.loads(json.dumps(report.as_dict()))["model_type"] == "llama"
     assert {(r.kind, r.replacement) for r in report.rows} == {
-        ("layer", "fused_add_rms_norm"), ("rope", "rope"), ("mlp", "swiglu"), ("norm", "rms_norm"), ("loss", FUSED),
+        ("layer", "fused_add_rms_norm"), ("rope", "rope"), ("mlp", "swiglu"), ("norm", "rms_norm"),
+        ("embedding", "embedding"), ("loss", FUSED),
     }  # fmt: skip
     lines = str(report).splitlines()
-    assert lines[0] == "liger_ops on llama" and len(lines) == 7
-    assert "LlamaRMSNorm" in str(report) and repr(report) == "<Report of llama: 12 replaced, 0 left alone>"
+    assert lines[0] == "liger_ops on llama" and len(lines) == 8
+    assert "LlamaRMSNorm" in str(report) and repr(report) == "<Report of llama: 13 replaced, 0 left alone>"
 
 
 def test_a_second_call_changes_nothing():

@@ -24,7 +24,9 @@ from .deferred import DeferredLogits, LogitsCall, LossCall
 from .probe import NotUnderstood
 from .report import Report, Row
 
-SWITCHES = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+SWITCHES = (
+    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "embedding", "cross_entropy", "fused_linear_cross_entropy"
+)  # fmt: skip
 
 
 class Patched:
@@ -252,6 +254,32 @@ def patch_rotary(module: nn.Module, switches: dict[str, bool]) -> str:
     return "rope"
 
 
+# ---- Embeddings
+
+
+def is_embedding(module: nn.Module) -> bool:
+    return original_class(type(module)).forward is nn.Embedding.forward
+
+
+def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
+    # A distributed or quantised weight is of another class.
+    if type(self.weight) in (nn.Parameter, Tensor) and self.weight.dtype in FLOATS:
+        return F.embedding(input, self.weight, self.padding_idx)
+    return original_class(type(self)).forward(self, input)
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def patch_embedding(module: nn.Embedding, switches: dict[str, bool]) -> str:
+    if not switches["embedding"]:
+        raise NotUnderstood("embedding is switched off")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise NotUnderstood("it has max_norm, scale_grad_by_freq or sparse gradients")
+    become(module, "embedding", "embedding", None, lambda cls: {"forward": embedding_forward})
+    return "embedding"
+
+
 # ---- Layers
 
 
@@ -396,6 +424,8 @@ def looks_like_mlp(module: nn.Module) -> bool:
 def kind_of(module: nn.Module) -> tuple[str, Callable[[nn.Module, dict], str]] | None:
     if rotary_methods(type(module)):
         return "rope", patch_rotary
+    if is_embedding(module):
+        return "embedding", patch_embedding
     if looks_like_norm(module):
         return "norm", patch_norm
     if hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True):
@@ -464,7 +494,8 @@ def apply_liger_kernel(
     this instance changes; :func:`unpatch` undoes it; a second call finds nothing left to do. Given a class, returns a
     subclass whose instances are patched when they are made.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, cross_entropy, fused_linear_cross_entropy, all on by default.
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, embedding, cross_entropy, fused_linear_cross_entropy, all on by
+    default.
     memory_budget: bytes that the fused loss may take for pieces of the logits.
 
     In training with labels the model returns no logits, unless its forward is called with ``skip_logits=False``.
@@ -473,8 +504,15 @@ def apply_liger_kernel(
     if isinstance(model_or_class, type):
         return patching_class(model_or_class, memory_budget, chosen)
     model = unwrapped(model_or_class)
-    rows = [row for path, module in model.named_modules() if (row := patch_module(path, module, chosen))]
-    rows.append(patch_head(model, chosen, memory_budget))
+    embeddings, others = [], []
+    for path, module in model.named_modules():
+        (embeddings if is_embedding(module) else others).append((path, module))
+    rows = [row for path, module in others if (row := patch_module(path, module, chosen))]
+    head = patch_head(model, chosen, memory_budget)
+    if head.replacement or any(row.replacement for row in rows):
+        # They alone would be no reason to call a model understood.
+        rows = [row for path, module in embeddings if (row := patch_module(path, module, chosen))] + rows
+    rows.append(head)
     report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
     if not report.replaced and any(chosen.values()):
         name = type(model).__name__

@@ -9,7 +9,7 @@ from typing import Iterable, NamedTuple
 class Row(NamedTuple):
     module: str  # its path in the model
     type: str  # the name of its class
-    kind: str  # "layer", "norm", "mlp", "experts", "rope" or "loss"
+    kind: str  # "layer", "norm", "mlp", "experts", "rope", "embedding" or "loss"
     replacement: str  # the operator that serves it now, or nothing
     reason: str  # why it was left alone
 

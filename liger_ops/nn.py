@@ -94,13 +94,25 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(_rows(self, x), _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
 
 
+def embedding_is_compiled() -> bool:
+    """Whether PyTorch's embedding is the better one. Inductor before torch 2.13 spells out all that the arguments of an
+    operator are made of where it meets it first: at the end of a deep model's backward that takes for ever."""
+    return torch.compiler.is_compiling()
+
+
 class Embedding(nn.Embedding):
-    """:class:`torch.nn.Embedding`. What has no operator (max_norm, scale_grad_by_freq, sparse) is left to PyTorch."""
+    """:class:`torch.nn.Embedding`. What has no operator (max_norm, scale_grad_by_freq, sparse) is left to PyTorch, and so
+    is what torch.compile compiles."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
-            return super().forward(input)
-        return F.embedding(input, self.weight, self.padding_idx)
+        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+        if not torch.jit.is_scripting():
+            plain = plain and not embedding_is_compiled()
+        if plain:
+            return F.embedding(input, self.weight, self.padding_idx)
+        return nn.functional.embedding(
+            input, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
 
 
 class _GatedMLP(nn.Module):

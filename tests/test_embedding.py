@@ -11,6 +11,7 @@ from support import (
     check_no_double_backward,
     check_reads_only,
     check_second_backward,
+    count_graphs,
     gradients,
     like,
     path_taken,
@@ -170,6 +171,20 @@ def test_the_module():
         torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
         a, b = (module.weight.grad for module in modules)
         assert torch.equal(*outs) and torch.equal(a.to_dense(), b.to_dense())
+
+
+def test_the_module_scripted():
+    module, input = liger_ops.nn.Embedding(10, 4), torch.arange(8)
+    scripted = torch.jit.script(module)
+    assert torch.equal(scripted(input), module(input)) and "liger::embedding" in str(scripted.inlined_graph)
+
+
+def test_the_module_compiled(device):
+    """PyTorch's own, see liger_ops.nn."""
+    backend, graphs = count_graphs()
+    module, input = liger_ops.nn.Embedding(10, 4, device=device), torch.arange(8, device=device)
+    assert torch.equal(torch.compile(module, backend=backend, fullgraph=True)(input), module(input))
+    assert not any("liger" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
 # ---- The kernel itself, on CPU tensors

@@ -31,6 +31,8 @@ def embedding_bwd_kernel(
             tl.store(out, row, mask=cols < columns)
         else:
             total = tl.zeros([BLOCK_N], tl.float32)
+            # What additions rounded away: a class may have thousands of rows.
+            lost = tl.zeros([BLOCK_N], tl.float32)
             last = mine
             while (last == mine) & (start < rows):
                 # Rows under way one by one, in their own dtype: a tile of them all would leave few programs resident.
@@ -41,7 +43,10 @@ def embedding_bwd_kernel(
                     row = tl.load(order + at, mask=same, other=0)
                     found = found + (tl.load(dout + row * dout_row + cols, mask=same & (cols < columns), other=0.0),)
                 for i in tl.static_range(BLOCK_M):
-                    total += found[i].to(tl.float32)
+                    addend = found[i].to(tl.float32) - lost
+                    larger = total + addend
+                    lost = (larger - total) - addend
+                    total = larger
                 start += BLOCK_M
                 last = tl.load(indices + start, mask=start < rows, other=-1)
             tl.store(out, total.to(dweight.dtype.element_ty), mask=cols < columns)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from ..nn import embedding_is_compiled
 from . import probe, rewrite
 from .deferred import DeferredLogits, LogitsCall, LossCall
 from .probe import NotUnderstood
@@ -261,14 +262,15 @@ def is_embedding(module: nn.Module) -> bool:
     return original_class(type(module)).forward is nn.Embedding.forward
 
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
     # A distributed or quantised weight is of another class.
-    if type(self.weight) in (nn.Parameter, Tensor) and self.weight.dtype in FLOATS:
+    understood = type(self.weight) in (nn.Parameter, Tensor) and self.weight.dtype in FLOATS
+    if understood and not embedding_is_compiled():
         return F.embedding(input, self.weight, self.padding_idx)
     return original_class(type(self)).forward(self, input)
-
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def patch_embedding(module: nn.Embedding, switches: dict[str, bool]) -> str:

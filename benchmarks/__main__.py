@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 import torch
 
-from benchmarks import compare, report, tune
+from benchmarks import compare, report, tune, warm
 from benchmarks.harness import COLD_START_RUNS, COVER, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
@@ -68,6 +68,7 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--warm", type=int, metavar="JOBS", help="processes that compile for torch.compile beforehand")
     args = parser.parse_args(argv)
     args.providers = args.providers or list(DEFAULT_PROVIDERS.get((args.suite, args.device), PROVIDERS))
     args.ops = args.ops or list(ops)
@@ -103,7 +104,11 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
     hosts = [name for name in args.ops if args.suite != "paper" and args.device in ops[name].host]
     cold = [name for name in args.ops if args.suite == "anchors" and ops[name].cold_start]
     cold_steps = sum(COLD_START_RUNS * sum(p in args.providers for p in ops[name].cold_start) for name in cold)
-    progress = Progress((len(planned) + len(hosts)) * (len(args.providers) + args.rounds) + cold_steps)
+    compiled = [case for case, _ in planned] if args.warm and warm.PROVIDER in args.providers else []
+    steps = (len(planned) + len(hosts)) * (len(args.providers) + args.rounds)
+    progress = Progress(steps + cold_steps + len(compiled))
+    if compiled:
+        warm.compile_ahead(compiled, args.device, args.warm, progress.tick)
 
     flushes = FLUSHES.get(args.suite, 1)
     clock = CudaClock(flushes) if args.device == "cuda" else CpuClock()

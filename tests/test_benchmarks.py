@@ -38,6 +38,24 @@ def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
     assert {p.name.rsplit("-", 1)[1] for p in tmp_path.glob("*.png")} == {"time.png", "memory.png"}
 
 
+WARM = """
+from torch._dynamo.utils import counters
+from benchmarks import warm
+from benchmarks.harness import Case, Problem
+from benchmarks.providers import discover, load
+op, ticks = discover()["swiglu"], []
+case = Case("swiglu", op, (4, 64), "float32")
+warm.compile_ahead([case], "cpu", 1, ticks.append)
+Problem(case, "cpu").results(load(op, warm.PROVIDER))
+print(ticks, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def test_what_is_compiled_ahead_is_found(tmp_path):
+    said = output_of(WARM, PYTHONPATH=str(ROOT), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert said.split()[-2:] == ["2", "0"] and "compiled swiglu 4×64" in said
+
+
 def result(path, **medians):
     machine = {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "quick", "providers": ["ours"], "rounds": 1}
     case = {"kind": "time", "unit": "us", "shape": [4, 8], "dtype": "float32", "pass": "full", "provider": "ours"}

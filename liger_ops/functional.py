@@ -246,6 +246,8 @@ def geglu_linear(
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """:func:`torch.nn.functional.embedding`. input: (...) indices, weight: (classes, n) -> (..., n).
 
+    For torch.compile PyTorch's own is the better one, which :class:`liger_ops.nn.Embedding` takes there.
+
     >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[3., 4.],
             [1., 2.]])

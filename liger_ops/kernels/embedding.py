@@ -45,7 +45,8 @@ def embedding_bwd_kernel(
                 for i in tl.static_range(BLOCK_M):
                     addend = found[i].to(tl.float32) - lost
                     larger = total + addend
-                    lost = (larger - total) - addend
+                    # inf - inf would make a NaN of an infinite sum.
+                    lost = tl.where(tl.abs(larger) == float("inf"), 0.0, (larger - total) - addend)
                     total = larger
                 start += BLOCK_M
                 last = tl.load(indices + start, mask=start < rows, other=-1)

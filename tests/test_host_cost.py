@@ -12,8 +12,9 @@ ROWS, N = 4, 64
 # A call of torch on Meta tensors may take half a millisecond.
 CALLS, BATCHES, ATTEMPTS = {"cpu": 100, "meta": 10}, 15, 3
 ALLOWED = 1.3
-# Python hands torch's own loss over with a parser made for it, ours with the general one, eight arguments of it.
-ALLOWED_OF = {"cross_entropy": 1.5}
+# Python hands torch's own loss over with a parser made for it, ours with the general one, eight arguments of it. That
+# parser is a third of what looking up four rows takes.
+ALLOWED_OF = {"cross_entropy": 1.5, "embedding": 1.5}
 
 
 def rotate(t, cos, sin):

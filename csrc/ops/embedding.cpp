@@ -105,7 +105,8 @@ struct EmbeddingBackward : core::BackwardNode<1> {  // input
 
 Tensor autograd(const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
   static const auto op = core::find_op<decltype(embedding)>("liger::embedding");
-  check(input, weight);
+  core::check_dense(kOp, "input", input);
+  core::check_dense(kOp, "weight", weight);
   core::check_no_forward_ad(kOp, weight);
   Tensor out;
   {

@@ -94,8 +94,8 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(_rows(self, x), _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
 
 
-def embedding_is_compiled() -> bool:
-    """Whether PyTorch's embedding is the better one. Inductor of torch 2.11 spells out all that the arguments of an
+def embedding_stays_torchs() -> bool:
+    """In what torch.compile compiles. Inductor of torch 2.11 spells out all that the arguments of an
     operator are made of where it meets it first: at the end of a model's backward that takes four times as long with
     every layer, half an hour with eight."""
     return torch.compiler.is_compiling()
@@ -108,7 +108,7 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
         if not torch.jit.is_scripting():
-            plain = plain and not embedding_is_compiled()
+            plain = plain and not embedding_stays_torchs()
         if plain:
             return F.embedding(input, self.weight, self.padding_idx)
         return nn.functional.embedding(

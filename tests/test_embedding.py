@@ -71,10 +71,12 @@ def test_our_kernel(n, dtype, classes):
     check(inputs, grads)
     counts = liger_ops.launch_counts()
     assert counts[served_by("cuda")] == 1 and sum(counts.values()) == 1, counts
-    # Each sum rounded once.
-    exact = gradients(F.embedding, [like(t, torch.float64) for t in inputs], grads)[1]
+    # A compensated sum is off by two roundings of all that was added up, however many rows there are; then it is rounded.
+    double = [like(t, torch.float64) for t in inputs]
+    exact, added = (gradients(F.embedding, double, g)[1] for g in (grads, [g.abs() for g in grads]))
     ours = gradients(embedding, [like(t) for t in inputs], grads)[1]
-    assert (ours.double() - exact).abs().max() <= exact.abs().max() * (torch.finfo(dtype).eps + 1e-6)
+    allowed = torch.finfo(dtype).eps * exact.abs() + torch.finfo(torch.float32).eps * added
+    assert ((ours.double() - exact).abs() <= allowed).all()
 
 
 def test_cpu_path():
@@ -109,8 +111,7 @@ def test_layouts(shape, device):
     check([input, weight], expanded)
 
 
-def test_nobody_else_sees_the_gradient(device):
-    """A gradient that other code holds, or that stands for many, is not written to."""
+def test_what_every_operator_promises(device):
     inputs, grads = make(MANY, 24, torch.float32, device)
     check_reads_only(embedding, inputs, grads)
     check_deterministic(embedding, inputs, grads)
@@ -216,4 +217,4 @@ def test_kernel_interpreted(rows, classes, columns, padding_idx, interpreted):
     expected.index_add_(0, got["input"], got["dout"].double())
     if padding_idx >= 0:
         expected[padding_idx] = 0
-    torch.testing.assert_close(got["dweight"].double(), expected, rtol=torch.finfo(torch.half).eps, atol=1e-4)
+    torch.testing.assert_close(got["dweight"].double(), expected, rtol=torch.finfo(torch.half).eps, atol=1e-6)

@@ -126,15 +126,24 @@ def test_a_second_call_changes_nothing():
     assert [type(m) for m in model.modules()] == classes
 
 
-@pytest.mark.parametrize("switch", ["rope", "rms_norm", "swiglu"])
+@pytest.mark.parametrize("switch", ["rope", "rms_norm", "swiglu", "embedding"])
 def test_switches(switch):
     model, ids = make("llama"), tokens()
     plain = step(model, ids)
     report = apply_liger_kernel(model, **{switch: False})
     assert {r.reason for r in report.left_alone} == {f"{switch} is switched off"}
     names = nodes(model(input_ids=ids, labels=ids).loss)
-    expected = {"rope": "rope", "rms_norm": "rms_norm", "swiglu": "swiglu_linear"}
+    expected = {"rope": "rope", "rms_norm": "rms_norm", "swiglu": "swiglu_linear", "embedding": "embedding"}
     assert expected.pop(switch) not in names and set(expected.values()) <= names
+    assert_same_step(step(model, ids), plain)
+
+
+def test_embeddings_without_an_operator_are_left_alone():
+    model, ids = make("llama"), tokens()
+    model.model.embed_tokens.scale_grad_by_freq = True
+    plain = step(model, ids)
+    (row,) = (r for r in apply_liger_kernel(model).left_alone if r.kind == "embedding")
+    assert "scale_grad_by_freq" in row.reason and "embedding" not in nodes(model(input_ids=ids, labels=ids).loss)
     assert_same_step(step(model, ids), plain)
 
 

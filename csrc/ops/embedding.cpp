@@ -59,7 +59,7 @@ Tensor bwd_aten(const Tensor& dout, const Tensor& input, c10::SymInt classes, in
 Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes, int64_t padding_idx) {
   using K = kernels::embedding_bwd;
   const int64_t rows = input.numel(), columns = dout_in.size(-1);
-  // ATen's kernel has been seen to read out of bounds for tensors without elements.
+  // Kernels, ATen's too, are for tensors with elements.
   if (dout_in.numel() == 0) return at::zeros_symint({std::move(classes), columns}, dout_in.options());
   if (rows <= kFew) return bwd_aten(dout_in, input, std::move(classes), padding_idx);
   LIGER_CHECK(

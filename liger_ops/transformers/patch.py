@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..nn import embedding_is_compiled
+from ..nn import embedding_stays_torchs
 from . import probe, rewrite
 from .deferred import DeferredLogits, LogitsCall, LossCall
 from .probe import NotUnderstood
@@ -268,7 +268,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
     # A distributed or quantised weight is of another class.
     understood = type(self.weight) in (nn.Parameter, Tensor) and self.weight.dtype in FLOATS
-    if understood and not embedding_is_compiled():
+    if understood and not embedding_stays_torchs():
         return F.embedding(input, self.weight, self.padding_idx)
     return original_class(type(self)).forward(self, input)
 

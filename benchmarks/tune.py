@@ -1,5 +1,7 @@
 """python -m benchmarks tune OP: sweep the launch shapes of an op's kernels on the GPU at hand, propose their tables' rows.
 
+With --as-is it sweeps nothing: it says what each kernel takes alone, without the others that its op launches.
+
 The op runs whole, forward and backward, with its operators registered from Python: every launch then passes through one
 function, which is replaced here by one that takes another config for one kernel. A candidate must leave the op's results
 right before it is timed, and its time is that kernel's alone, in the state that the op left the kernel's arguments in.
@@ -19,7 +21,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from benchmarks.harness import COVER, Case, Clock, CudaClock, Problem, WrongResult
+from benchmarks.harness import COVER, Case, Clock, CudaClock, Problem, WrongResult, measure_ceilings
 from benchmarks.op import Shape
 from benchmarks.providers import discover, load
 
@@ -232,6 +234,13 @@ def proposal(name: str, case: Case, found: Sequence[tuple[float, Any]], gpu: str
     return [*lines, f"  propose: {row(config)},  # {shape} {case.dtype}: {best:.1f} us (was {stock:.1f}), {gpu}"]
 
 
+def measurement(name: str, case: Case, time: float, copy_gb_s: float) -> str:
+    """A row of the table of --as-is. The op's bytes: what all of its kernels together must move."""
+    floor = sum(case.op.traffic(case.torch_dtype.itemsize, *case.shape)) / copy_gb_s / 1e3
+    shape = "×".join(map(str, case.shape))
+    return f"| {name} | {shape} | {case.dtype} | {floor:.1f} | {time:.1f} | {100 * floor / time:.1f} % |"
+
+
 def shape_of(text: str) -> Shape:
     return tuple(int(number) for number in text.replace("×", "x").split("x"))
 
@@ -243,6 +252,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="*", metavar="KERNEL", help="default: every one that the op launches")
     parser.add_argument("--shapes", nargs="*", type=shape_of, metavar="ROWSxN", help="default: the op's anchors")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--as-is", action="store_true", help="time the tables' rows alone")
     parser.add_argument("--top", type=int, default=4, help="how many candidates to list for each")
     args = parser.parse_args(argv)
     args.op_file = ops[args.op]
@@ -267,6 +277,10 @@ def main(argv: Sequence[str]) -> int:
     runtime.launch = tuner.launch
     call = load(args.op_file, "ours")
     gpu = torch.cuda.get_device_name()
+    if args.as_is:
+        ceiling = measure_ceilings(tuner.clock, False)["copy_gb_s"]
+        print(f"{gpu}, copy ceiling {ceiling:.0f} GB/s\n")
+        print("| kernel | shape | dtype | the op's bytes, µs | kernel, µs | of the ceiling |\n" + "|---" * 6 + "|", flush=True)
     for shape in args.shapes:
         case = Case(args.op, args.op_file, shape, args.dtype)
         problem = Problem(case, "cuda")
@@ -277,6 +291,10 @@ def main(argv: Sequence[str]) -> int:
 
         check()
         for name in args.kernels or list(tuner.launches):
+            if args.as_is:
+                launch = tuner.launches[name]
+                print(measurement(name, case, tuner.time(launch, launch.config), ceiling), flush=True)
+                continue
             found = tuner.climb(name, check, lambda line: print(line, file=sys.stderr))
             print("\n".join(proposal(name, case, found, gpu, args.top)), flush=True)
         problem.forget_truth()

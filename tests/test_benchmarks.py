@@ -1,6 +1,7 @@
 """`python -m benchmarks`: what it writes, compares and tunes."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -133,14 +134,16 @@ def check():
 
 said = []
 found = tuner.climb("column_sum", check, said.append)
-case = types.SimpleNamespace(shape=(rows, n), dtype="float32")
+op = types.SimpleNamespace(traffic=lambda size, rows, n: (2 * rows * n * size, 2 * n * size))
+case = types.SimpleNamespace(op=op, shape=(rows, n), dtype="float32", torch_dtype=torch.float32)
 fast = [(t if i else 1e9, c) for i, (t, c) in enumerate(found)]
 slow = [(t if i else 0.0, c) for i, (t, c) in enumerate(found)]
 print(json.dumps(dict(
     table=repr(found[0][1]) == repr(find("column_sum").configs[0]), configs=[tune.row(c) for _, c in found],
     checked=len(checked), said=said,
     proposed=tune.proposal("column_sum", case, fast, "a GPU", 3)[-1],
-    kept=tune.proposal("column_sum", case, slow, "a GPU", 3)[-1])))
+    kept=tune.proposal("column_sum", case, slow, "a GPU", 3)[-1],
+    alone=tune.measurement("column_sum", case, 20.0, 4.0))))
 """
 
 
@@ -167,6 +170,11 @@ def test_tuning_proposes_a_row_or_keeps_it(tuned):
     assert tuned["kept"].startswith("  keep it")
 
 
+def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(tuned):
+    moved = (2 * 40 * 96 + 2 * 96) * 4
+    assert tuned["alone"] == f"| column_sum | 40×96 | float32 | {moved / 4e3:.1f} | 20.0 | {moved / 4e3 / 20:.1%} |".replace("%", " %")
+
+
 def test_tuning_comes_before_the_library():
     """It registers the operators itself, from Python."""
     output_of("import sys, benchmarks.__main__ as m; m.discover(); assert 'liger_ops' not in sys.modules")
@@ -176,6 +184,8 @@ def test_tuning_comes_before_the_library():
 def test_tuning_on_a_gpu():
     page = run_benchmarks("tune", "rms_norm", "--shapes", "64x512", "--kernels", "rms_norm_fwd")
     assert page.startswith("rms_norm_fwd, 64x512 bfloat16, ") and ("keep it" in page or "propose: Config(" in page)
+    page = run_benchmarks("tune", "rms_norm", "--shapes", "64x512", "--kernels", "rms_norm_fwd", "--as-is")
+    assert re.search(r"\n\| rms_norm_fwd \| 64×512 \| bfloat16 \| [\d.]+ \| [\d.]+ \| [\d.]+ % \|\n", page)
 
 
 def launch_through_tune():

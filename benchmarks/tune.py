@@ -26,7 +26,7 @@ from benchmarks.op import Shape
 from benchmarks.providers import discover, load
 
 # What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone.
-FIXED = {"ALIGNED", "SKEWED", "PART", "ONE_ROW"}
+FIXED = {"ALIGNED", "SKEWED", "SHARE", "KEEP", "KEEPS_ALL", "ONE_ROW"}
 SWITCHES = {"PREFETCH", "EARLY"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8  # the second is what hosts of persistent programs allocate for
 SAMPLES, STEPS = 30, 6

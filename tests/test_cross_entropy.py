@@ -764,7 +764,10 @@ def test_overlapping_logits_cannot_be_overwritten():
 INTERPRETED = """
 import sys, types, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+sys.path.insert(0, "tests")
+import inline_ptx
 from liger_ops.kernels import find
+inline_ptx.install()
 BOTH = find("cross_entropy_fwd_bwd")
 HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT = (2**i for i in range(13))
 nan = float("nan")
@@ -781,19 +784,27 @@ def run(path, n, mean, extras, x="fp32"):
     options = (0.1, 1e-3, 20.0) if extras else (0.0, 1e-3, 1.0)
     flags = (HAS_WEIGHT | SMOOTH | CAP if extras else 0) | (MEAN if mean else ADD_Z) | Z | METRICS
 
+    counted = 2 if x == "fp32" else 1  # as both's configs do
+
+    def of_one_part(v):
+        like = v.choices == {"X": x, "EXTRAS": extras} and v.config.aligned == aligned
+        return like and v.config.constexprs["SHARE"] >= (n + 63) * counted
+
     def launch(name, grid, *args, shared_out=False, **choices):
         kernel, choices = find(name), choices or {"X": x, "EXTRAS": extras}
-        variant = kernel.pick(choices, n, aligned)
+        width = n * counted if name == BOTH.name else n
+        variant = kernel.pick(choices, width, aligned)
+        if 0 < variant.config.constexprs.get("SHARE", 0) < width:
+            variant = kernel.pick(choices, 2**40, False)
         if shared_out:
-            variants = (v for v in kernel.variants() if v.choices == choices and v.config.aligned == aligned)
-            variant = next(v for v in variants if v.config.constexprs["PART"])
+            variant = next(filter(of_one_part, kernel.variants()))
         grid = grid(variant.config.constexprs) if callable(grid) else grid
         # Blocks of few rows, so that few rows make several.
         small = {"BLOCK": 2} if name == "cross_entropy_sum" else {}
         kernel.function[(grid,)](*args, **variant.constexprs | small)
 
     def spans(c):
-        return rows * -(-(n + 7 * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
+        return rows * -(-(n + 63 * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
 
     def results(gradient):
         totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
@@ -817,7 +828,7 @@ def run(path, n, mean, extras, x="fp32"):
         shape = (rows, n, rows, 0, n)
         # With a loss for each row, as one of several programs of a row would.
         launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(),
-               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + 7) // 8) * 8, *shape[2:],
+               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + 63) // 64) * 64, *shape[2:],
                words, -100, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean and not extras))
         add(flags)
         launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
@@ -830,7 +841,7 @@ def run(path, n, mean, extras, x="fp32"):
         add(flags)
     first, second = results(two), results(one)
     # Programs take turns here, so that none can wait for another: rows of one part.
-    some = any(v.config.constexprs["PART"] and v.config.aligned == aligned for v in BOTH.variants())
+    some = any(map(of_one_part, BOTH.variants()))
     third = results(lambda *a: one(*a, x=shared, shared_out=True)) if some else second
     launch("cross_entropy_scale", spans, scaled, grad, n, rows, 0, n, 0 if mean else 1, X=x)
     logits, dx, both, scaled, shared = (t.float() for t in (logits, dx, both, scaled, shared))
@@ -846,6 +857,8 @@ INTERPRETED_CASES = [
     # 16-bit logits are held two in a word. (The interpreter has no constants of bf16.)
     (2560, True, 0, "fp16"),
     (5003, False, 0, "fp16"),
+    # More than a program keeps.
+    (16392, True, 0, "fp16"),
 ]
 
 

@@ -12,7 +12,7 @@ from stub_cuda import ARCHS, PACKS
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
-from liger_ops.aot.compile import MAX_SHARED_BYTES
+from liger_ops.aot.compile import MAX_SHARED_BYTES, reserved_shared
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 WIDEST = 16  # bytes of one access of a thread
@@ -116,15 +116,20 @@ def test_register_bounds_hold(arch):
 
 # Of a multiprocessor, the least of the family that a pack serves; a program takes what it asks for and a KB.
 SHARED_KB = {80: 100, 90: 227, 100: 227, 120: 100}
+SYSTEM_BYTES = 2048  # at most what the driver takes of every program's
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_shared_memory_leaves_room_for_the_programs_that_should_be_resident(arch):
-    shared = {e.name: e.shared for e in entries(f"sm_{arch}")}
+    found = {e.name: e for e in entries(f"sm_{arch}")}
     for variant in (v for name in KERNELS for v in variants(name)):
-        used = shared[variant.name]
+        own = reserved_shared(found[variant.name].binary)
+        used = found[variant.name].shared + own
         assert used <= MAX_SHARED_BYTES, variant.name
-        assert (used + 1024) * max(1, variant.config.programs_per_sm) <= SHARED_KB[arch] * 1024, variant.name
+        # How much a program keeps was measured where there is most memory; elsewhere two of them must do.
+        keeps = own > SYSTEM_BYTES
+        resident = min(variant.config.programs_per_sm, 2 if keeps and SHARED_KB[arch] < SHARED_KB[90] else 32)
+        assert (used + 1024) * max(1, resident) <= SHARED_KB[arch] * 1024, variant.name
 
 
 # ---- Memory accesses.
@@ -155,6 +160,9 @@ def accesses(ptx, pointers):
         access = re.match(r"(?:@!?%p\d+ )?(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[a-z](\d+)\s.*?\[\s*(%rd\d+)", line)
         if access:
             found.append((access[1], origin.get(access[4], set()), int(access[2] or 1) * int(access[3]) // 8))
+        copy = re.match(r"@\w+ cp\.async\.cg\.shared\.global \[%r\d+\], \[(%rd\d+)\], (\d+)", line)
+        if copy:
+            found.append(("ld", origin.get(copy[1], set()), int(copy[2])))
     return found
 
 

@@ -659,8 +659,15 @@ inline void sum_rows_cuda(const CudaCall& call, const Options& o, const RowsOut&
   launch<K>(call.op, call.device, variant, {1}, args);
 }
 
-/// Programs that one row may be shared out among; mirrors MOST_PARTS of the kernels.
+/// Programs that one row may be shared out among; mirrors MOST_PARTS of the kernels, as what follows does their namesakes.
 constexpr int64_t kMostParts = 128;
+constexpr int64_t kMostSkew = 63;
+
+/// Where rows of n columns end at the latest, whatever their skew.
+template <class Config>
+int64_t columns_end(const Config& config, int64_t n) {
+  return n + (config.SKEWED ? kMostSkew : 0);
+}
 
 /// The rows of `logits` are those of the call from `first` on; likewise below.
 inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out) {
@@ -672,7 +679,7 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
   // Rows that leave multiprocessors idle are shared out; with extras, for which no such variants are compiled, they are
   // not. A step: what a program reads at a time, of 16-bit logits; with fewer than two it would sooner be done than have
   // met the others.
-  const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = walk.n + (config.SKEWED ? 7 : 0);
+  const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = columns_end(config, walk.n);
   const int64_t processors = call.extras ? 0 : runtime::multiprocessors(call.device.index());
   const int64_t wanted =
       std::min({2 * processors / std::max<int64_t>(walk.rows, 1), columns / step, kMostParts, processors});
@@ -710,9 +717,7 @@ inline void backward_rows_cuda(
       call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale),
       float(o.softcap.value_or(1)), call.flags};
   auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras);
-  // The kernel's columns_end().
-  const int64_t columns = walk.n + (config.SKEWED ? 7 : 0);
-  launch<K>(call.op, call.device, variant, span_grid(config, walk.rows, columns), args);
+  launch<K>(call.op, call.device, variant, span_grid(config, walk.rows, columns_end(config, walk.n)), args);
   if (!out.is_same(dlogits)) dlogits.copy_(out);
 }
 
@@ -726,16 +731,18 @@ inline void forward_backward_rows_cuda(
   // What takes any width shares no row out.
   constexpr int64_t kAnyWidth = std::numeric_limits<int64_t>::max();
   const bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
-  const auto* config = &runtime::first_fit(K::configs, walk.n, aligned, call.extras);
-  // The kernel's columns_end().
-  const int64_t columns = walk.n + (config->SKEWED ? 7 : 0);
-  int64_t parts = config->PART ? (columns + config->PART - 1) / config->PART : 1;
+  // Configs count 16-bit logits.
+  const int64_t counted = x.element_size() / 2;
+  const auto* config = &runtime::first_fit(K::configs, walk.n * counted, aligned, call.extras);
+  int64_t part = config->SHARE / counted;
+  int64_t parts = part ? (columns_end(*config, walk.n) + part - 1) / part : 1;
   if (parts > std::min<int64_t>(kMostParts, runtime::multiprocessors(call.device.index()))) {
     config = &runtime::first_fit(K::configs, kAnyWidth, false, call.extras);
+    part = 0;
     parts = 1;
   }
   Tensor shares, arrived;
-  if (config->PART) {
+  if (part) {
     shares = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
     arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
   }

@@ -80,12 +80,13 @@ def compile_variant(variant: Variant, archs: list[int]) -> Binary:
 
     demand(metadata.name == variant.kernel.symbol, f"Triton named the kernel {metadata.name}")
     demand(not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
-    demand(metadata.shared <= MAX_SHARED_BYTES, f"needs {metadata.shared} bytes of shared memory, limit {MAX_SHARED_BYTES}")
     demand(ptx_parameters(ptx) == [size for *_, size in variant.kernel.layout], "PTX parameters differ from the table")
     cubins = {arch: compiled.asm["cubin"] if arch == capability else assemble(ptx, arch) for arch in archs}
     for arch, cubin in cubins.items():
         expected = [(offset, size) for _, _, offset, size in variant.kernel.layout]
         demand(cubin_parameters(cubin) == expected, f"sm_{arch} parameters {cubin_parameters(cubin)}, table {expected}")
+        shared = metadata.shared + reserved_shared(cubin)
+        demand(shared <= MAX_SHARED_BYTES, f"sm_{arch} needs {shared} bytes of shared memory, limit {MAX_SHARED_BYTES}")
     for blob in (ptx.encode(), *cubins.values()):
         demand(str(Path(__file__).parents[2]).encode() not in blob, "carries a build path")
     return Binary(ptx.encode(), cubins, metadata.num_warps, metadata.shared)
@@ -97,15 +98,20 @@ def ptx_parameters(ptx: str) -> list[int]:
     return [PTX_BYTES[t] for t in re.findall(r"\.param\s+\.(\w+)", head[1])] if head else []
 
 
-def cubin_parameters(cubin: bytes) -> list[tuple[int, int]]:
-    """(offset, size) of each kernel parameter, from the EIATTR_KPARAM_INFO records of the ELF's .nv.info section."""
+def cubin_sections(cubin: bytes) -> list[tuple[str, int, int]]:
+    """(name, offset, size) of an ELF file's sections."""
     table_offset, entry_size, count = struct.unpack_from("<40xQ10xHH", cubin)[0], *struct.unpack_from("<58xHH", cubin)
     sections = [struct.unpack_from("<II8x8xQQ", cubin, table_offset + i * entry_size) for i in range(count)]
-    names = sections[struct.unpack_from("<62xH", cubin)[0]]
+    names = sections[struct.unpack_from("<62xH", cubin)[0]][2]
+    text = lambda at: cubin[at : cubin.index(b"\0", at)].decode()  # noqa: E731
+    return [(text(names + name), offset, size) for name, _, offset, size in sections]
+
+
+def cubin_parameters(cubin: bytes) -> list[tuple[int, int]]:
+    """(offset, size) of each kernel parameter, from the EIATTR_KPARAM_INFO records of the ELF's .nv.info section."""
     found = []
-    for name, _, offset, size in sections:
-        end = cubin.index(b"\0", names[2] + name)
-        if not cubin[names[2] + name : end].startswith(b".nv.info."):
+    for name, offset, size in cubin_sections(cubin):
+        if not name.startswith(".nv.info."):
             continue
         at = offset
         while at < offset + size:
@@ -116,6 +122,11 @@ def cubin_parameters(cubin: bytes) -> list[tuple[int, int]]:
                 found.append((ordinal, parameter_offset, bits >> 18))
             at += 4 + (length if form == 4 else 0)
     return [(offset, size) for _, offset, size in sorted(found)]
+
+
+def reserved_shared(cubin: bytes) -> int:
+    """Bytes of shared memory that a kernel has of its own (kept.py), beside what its launch gives it."""
+    return sum(size for name, _, size in cubin_sections(cubin) if name.startswith(".nv.shared."))
 
 
 def assembler(arch: int) -> str:

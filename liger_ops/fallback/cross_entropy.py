@@ -16,7 +16,7 @@ from . import runtime
 HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SAVE_STATS = (1 << i for i in range(4))
 SAVE_Z_LOSS, SAVE_METRICS, ADD_Z_LOSS, MEAN = (1 << i for i in range(4, 8))
 FROM_PARTIAL, TO_PARTIAL, SAVE_TOTALS, HAS_GRAD, COUNT_ONLY = (1 << i for i in range(8, 13))
-MOST_PARTS = 128
+MOST_PARTS, MOST_SKEW = 128, 63
 
 OPTIONS = "str reduction{}, int ignore_index{}, float label_smoothing{}, float lse_square_scale{}, float? softcap{}"
 PUBLIC = "Tensor target, Tensor? weight=None, " + OPTIONS.format('="mean"', "=-100", "=0.0", "=0.0", "=None")
@@ -231,9 +231,12 @@ class Launches:
             return
         grad = None if grad is None else grad.float().contiguous()
 
+        counted = logits.element_size() // 2  # configs count 16-bit logits
+
         def parts_of(config) -> int:
             c = config.constexprs
-            return -(-(n + 7 * c["SKEWED"]) // c["PART"]) if c["PART"] else 1
+            part = c["SHARE"] // counted
+            return -(-(n + MOST_SKEW * c["SKEWED"]) // part) if part else 1
 
         most = max(map(parts_of, runtime.configs("cross_entropy_fwd_bwd")))
         # The programs of a row wait for one another: all must run at a time.
@@ -246,7 +249,7 @@ class Launches:
         )  # fmt: skip
         grid = lambda config: (rows * parts_of(config), 1, 1)  # noqa: E731
         # What takes any width shares no row out.
-        width = n if fits else sys.maxsize
+        width = n * counted if fits else sys.maxsize
         runtime.launch(self.op, "cross_entropy_fwd_bwd", choices, width, grid, args, self.device, may_be_aligned=fits)
 
 

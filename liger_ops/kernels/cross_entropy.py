@@ -12,16 +12,15 @@ small losses then keep all their digits however confident the prediction. `stats
 backward: the largest logit, the sum of exponentials relative to it, and 1 - p_y.
 
 Backward: a gradient depends on its logit and the row's statistics alone; programs share rows out in spans, and
-may write over what they read. fwd_bwd does both, row by row, and finds its second read in the L2 cache, but for the
-first HELD columns, which it keeps in registers.
+may write over what they read. fwd_bwd does both, row by row: it keeps the first KEPT columns, see kept.py, and finds
+the others in the L2 cache when it reads them again.
 
-Rows that are too long for the cache are shared out, PART columns a program: the fewer rows are under way, the more of
-each stays there. So are SHARED ones in forward, without extras, which are too few to occupy the device. The programs of a row meet
-after its first read, which asks that all of them run at a time: the host shares out no row among more programs than
-the device has multiprocessors.
+Rows that are longer than a program can keep are shared out, PART columns a program. So are SHARED ones in forward,
+without extras, which are too few to occupy the device. The programs of a row meet after its first read, which asks that
+all of them run at a time: the host shares out no row among more programs than the device has multiprocessors.
 
 SKEWED = 1 takes rows of any length that begin anywhere, as those of an odd vocabulary do. Columns are then counted
-from the last 16-byte boundary at or before the row, `skew` columns to its left: all whole tiles are as fast as those
+from the last 128-byte boundary at or before the row, `skew` columns to its left: all whole tiles are as fast as those
 of aligned rows.
 
 A row whose target is ignore_index is not read: loss and gradient are 0, the predicted class is -1. A target out of
@@ -32,6 +31,7 @@ range reads nothing out of bounds: its row's loss and gradient are NaN. Targets 
 import triton
 import triton.language as tl
 
+from .kept import await_kept, keep, read_kept, write_lanes
 from .rows import row_offset
 from .table import Config, Kernel
 
@@ -53,6 +53,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # A column that no row has.
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 MOST_PARTS = tl.constexpr(128)
+BOUNDARY = tl.constexpr(128)  # in bytes: what a warp writes from one on is whole cache lines
+MOST_SKEW = tl.constexpr(BOUNDARY.value // 2 - 1)
 LOG2E_TAIL = tl.constexpr(1.925963033500011e-08)  # of LOG2E, beyond fp32
 LN2 = tl.constexpr(0.6931471805599453)
 # Maximum of no logit: finite, because -inf - -inf is NaN.
@@ -82,6 +84,41 @@ def exp(x, dtype: tl.constexpr):
     power = x * LOG2E
     e = tl.exp2(power)
     return e + e * ((tl.fma(x, LOG2E, -power) + x * LOG2E_TAIL) * LN2)
+
+
+@triton.jit
+def exponent(x):
+    """x in powers of 2; finite for LOWEST."""
+    return tl.maximum(x * LOG2E, LOWEST)
+
+
+@triton.jit
+def exp_over(x, base, dtype: tl.constexpr):
+    """exp(x - base) for x <= base. Of 16-bit logits in one multiply-add, and relative to 2 ** exponent(base) instead:
+    rounded_off(base) is the factor between them."""
+    if dtype.primitive_bitwidth < 32:
+        e = tl.exp2(tl.fma(x, LOG2E, -exponent(base)))
+    else:
+        e = exp(x - base, dtype)
+    return e
+
+
+@triton.jit
+def rounded_off(base, dtype: tl.constexpr):
+    factor = tl.full(base.shape, 1.0, tl.float32)
+    if dtype.primitive_bitwidth < 32:
+        factor = tl.exp2(tl.where(base == LOWEST, 0.0, -tl.fma(base, LOG2E, -exponent(base))))
+    return factor
+
+
+@triton.jit
+def rebased(total, base, new_base, dtype: tl.constexpr):
+    """A sum of exp_over(x, base) as one of exp_over(x, new_base)."""
+    if dtype.primitive_bitwidth < 32:
+        total *= tl.exp2(exponent(base) - exponent(new_base))
+    else:
+        total *= tl.exp2((base - new_base) * LOG2E)
+    return total
 
 
 @triton.jit
@@ -118,8 +155,14 @@ def log1p(x):
 
 @triton.jit
 def skew_of(row):
-    """Elements between the last 16-byte boundary and a row."""
-    return ((row.to(tl.int64) % 16) // (row.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
+    """Elements between the last boundary and a row."""
+    return ((row.to(tl.int64) % BOUNDARY) // (row.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
+
+
+@triton.jit
+def is_level(out, skew):
+    """Whether a gradient's lanes begin at 16-byte boundaries where its logits' do, which have this skew."""
+    return (out - skew).to(tl.int64) % 16 == 0
 
 
 @triton.jit
@@ -128,11 +171,11 @@ def lane_columns(start, LANES: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def load_lanes(row, start, limit, wanted, LANES: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr):
+def load_lanes(row, start, skew, limit, wanted, LANES: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr):
     """A tile that a row may leave on either side. Lanes are loaded whole, for none straddles a 16-byte boundary:
     what is not of the row is for the caller to drop."""
     first = start + tl.arange(0, LANES)[:, None] * VEC
-    mask = tl.broadcast_to((first < limit) & wanted, [LANES, VEC])
+    mask = tl.broadcast_to((first < limit) & (first + VEC > skew) & wanted, [LANES, VEC])
     return tl.load(row + lane_columns(start, LANES, VEC), mask=mask, other=float("-inf"), eviction_policy=POLICY)
 
 
@@ -149,7 +192,7 @@ def scan_tiles(
         if WHOLE:
             raw = raw + (tl.load(row + lane_columns(start + t * TILE, LANES, VEC), eviction_policy=POLICY),)
         else:
-            raw = raw + (load_lanes(row, start + t * TILE, limit, True, LANES, VEC, POLICY),)
+            raw = raw + (load_lanes(row, start + t * TILE, skew, limit, True, LANES, VEC, POLICY),)
 
     xs = ()
     new_peak = peak
@@ -162,104 +205,87 @@ def scan_tiles(
         xs = xs + (x,)
     best = tl.where(new_peak > peak, start, best)
 
+    DTYPE: tl.constexpr = row.dtype.element_ty
     base = peak
     new_base = new_peak
     if EXTRAS:
         if flags & HAS_SOFTCAP:
             base, _ = softcapped(peak, softcap)
             new_base, _ = softcapped(new_peak, softcap)
-    total *= tl.exp2((base - new_base) * LOG2E)
+        total *= tl.exp2((base - new_base) * LOG2E)
+    else:
+        total = rebased(total, base, new_base, DTYPE)
     for t in tl.static_range(TILES):
         x = xs[t].to(tl.float32)
         if EXTRAS:
             at = lane_columns(start + t * TILE, LANES, VEC)
             inside = (at >= skew) & (at < limit)
-            keep = inside & (at != y)
+            counted = inside & (at != y)
             if flags & HAS_SOFTCAP:
                 x, _ = softcapped(x, softcap)
-                x = tl.where(keep, x, float("-inf"))
+                x = tl.where(counted, x, float("-inf"))
             w = load_weight(weight, at - skew, inside, flags)
-            tilt += tl.sum(tl.where(keep, w * (x - reference), 0.0), axis=1)
-        total += tl.sum(exp(x - new_base[:, None], row.dtype.element_ty), axis=1)
+            tilt += tl.sum(tl.where(counted, w * (x - reference), 0.0), axis=1)
+            total += tl.sum(exp(x - new_base[:, None], DTYPE), axis=1)
+        else:
+            total += tl.sum(exp_over(x, new_base[:, None], DTYPE), axis=1)
     return new_peak, total, tilt, best
 
 
 @triton.jit
-def hold(row, begin, limit, HELD: tl.constexpr, LANES: tl.constexpr):
-    """HELD columns of a row, in tiles of 32-bit words: the compiler would give every 16-bit number its own register."""
-    DTYPE: tl.constexpr = row.dtype.element_ty
-    PACKED: tl.constexpr = 32 // DTYPE.primitive_bitwidth
-    nothing = float("-inf")
-    if PACKED == 2:
-        row = row.to(tl.pointer_type(tl.int32))
-        # Twice the bits of -inf.
-        nothing = -8323200 if DTYPE == tl.bfloat16 else -67044352
-    held = ()
-    for t in tl.static_range(HELD // (4 * LANES * PACKED)):
-        words = begin // PACKED + t * 4 * LANES + tl.arange(0, LANES)[:, None] * 4
-        mask = tl.broadcast_to(words < (limit + PACKED - 1) // PACKED, [LANES, 4])
-        at = row + words + tl.arange(0, 4)[None, :]
-        held = held + (tl.load(at, mask=mask, other=nothing, eviction_policy="evict_first"),)
-    return held
-
-
-@triton.jit
-def widened(words, DTYPE: tl.constexpr):
-    """A held tile's numbers."""
-    if DTYPE.primitive_bitwidth == 32:
-        numbers = words
-    else:
-        if DTYPE == tl.bfloat16:
-            low = (words << 16).to(tl.float32, bitcast=True)
-            high = (words & -65536).to(tl.float32, bitcast=True)
-        else:
-            low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        numbers = tl.reshape(tl.join(low, high), [words.shape[0], 8])
-    return numbers
-
-
-@triton.jit
-def lane_statistics(held, begin, skew, limit, y, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
-    """(largest logit, sum of exponentials relative to it) of each lane. WHOLE: as in scan_tiles."""
-    LANES: tl.constexpr = held[0].shape[0]
+def scan_kept_tiles(
+    peak, total, kept, tile, start, skew, limit, y,
+    DTYPE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """scan_tiles of what is kept, without extras."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    new_peak = peak
+    xs = ()
+    for t in tl.static_range(TILES):
+        values = read_kept(kept, tile + t, DTYPE, LANES)
+        for i in tl.static_range(VEC):
+            x = values[i]
+            if not WHOLE:
+                at = start + (t * LANES + tl.arange(0, LANES)) * VEC + i
+                x = tl.where((at >= skew) & (at < limit) & (at != y), x, float("-inf"))
+            new_peak = tl.maximum(new_peak, x)
+            xs = xs + (x,)
+    total = rebased(total, peak, new_peak, DTYPE)
+    for i in tl.static_range(len(xs)):
+        total += exp_over(xs[i], new_peak, DTYPE)
+    return new_peak, total
+
+
+@triton.jit
+def scan_kept(
+    kept, begin, skew, limit, y,
+    DTYPE: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """(largest logit, sum of exponentials relative to it) of each lane in the KEPT columns from `begin` on."""
+    VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    SPAN: tl.constexpr = LANES * VEC * TILES
     peak = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    for t in tl.static_range(len(held)):
-        x = widened(held[t], DTYPE)
-        if not WHOLE:
-            at = lane_columns(begin + t * LANES * VEC, LANES, VEC)
-            x = tl.where((at >= skew) & (at < limit) & (at != y), x, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(x, axis=1))
-        total *= tl.exp2((peak - new_peak) * LOG2E)
-        total += tl.sum(exp(x - new_peak[:, None], DTYPE), axis=1)
-        peak = new_peak
+    for tile in range(0, KEPT // (LANES * VEC), TILES):
+        start = begin + tile * (LANES * VEC)
+        if (start >= skew) & (start + SPAN <= limit) & ((y < start) | (y >= start + SPAN)):
+            peak, total = scan_kept_tiles(peak, total, kept, tile, start, skew, limit, y, DTYPE, LANES, TILES, True)
+        elif start < limit:
+            peak, total = scan_kept_tiles(peak, total, kept, tile, start, skew, limit, y, DTYPE, LANES, TILES, False)
     return peak, total
 
 
 @triton.jit
-def scan_held(held, begin, skew, limit, y, DTYPE: tl.constexpr):
-    """lane_statistics of held columns from `begin` on."""
-    LANES: tl.constexpr = held[0].shape[0]
-    SPAN: tl.constexpr = len(held) * LANES * (128 // DTYPE.primitive_bitwidth)
-    if (begin >= skew) & (begin + SPAN <= limit) & ((y < begin) | (y >= begin + SPAN)):
-        peak, total = lane_statistics(held, begin, skew, limit, y, DTYPE, True)
-    else:
-        peak, total = lane_statistics(held, begin, skew, limit, y, DTYPE, False)
-    return peak, total
-
-
-@triton.jit
-def first_held(held, highest, begin, skew, limit, y, DTYPE: tl.constexpr):
-    """Where each lane has the value `highest` among what is held, if anywhere."""
-    LANES: tl.constexpr = held[0].shape[0]
+def first_kept(kept, highest, begin, skew, limit, y, DTYPE: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr):
+    """Where each lane has the value `highest` among what is kept, if anywhere."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     first = tl.full([LANES], NOWHERE, tl.int32)
-    for t in tl.static_range(len(held)):
-        at = lane_columns(begin + t * LANES * VEC, LANES, VEC)
-        found = (widened(held[t], DTYPE) == highest) & (at >= skew) & (at < limit) & (at != y)
-        first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
+    for tile in range(KEPT // (LANES * VEC)):
+        values = read_kept(kept, tile, DTYPE, LANES)
+        for i in tl.static_range(VEC):
+            at = begin + (tile * LANES + tl.arange(0, LANES)) * VEC + i
+            found = (values[i] == highest) & (at >= skew) & (at < limit) & (at != y)
+            first = tl.minimum(first, tl.where(found, at, NOWHERE))
     return first
 
 
@@ -302,13 +328,13 @@ def meet(shares, arrived, peak, total, tilt, first, parts, softcap, flags, EXTRA
 
 @triton.jit
 def scan_row(
-    row, held, begin, end, n, y, x_y, reference, weight, softcap, flags, shares, arrived, parts,
+    row, kept, begin, end, n, y, x_y, reference, weight, softcap, flags, shares, arrived, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
-    HELD: tl.constexpr, POLICY: tl.constexpr,
+    KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """One read of a row, or of the columns begin..end by one of its `parts`: (top, total, miss, nll, tilt, predicted).
 
-    `held` has the first HELD of the columns.
+    `kept` has the first KEPT of the columns; REST: there may be more.
 
     top: largest x, total: sum_j exp(x_j - top), miss: 1 - p_y, nll: lse - x_y,
     tilt: sum_j w_j * (x_j - reference) for j != y
@@ -323,40 +349,45 @@ def scan_row(
     y = (y + skew).to(tl.int32)
     tilt = tl.zeros([LANES], tl.float32)
     best = tl.zeros([LANES], tl.int32)
-    if HELD:
-        peak, lane_total = scan_held(held, begin, skew, limit, y, DTYPE)
+    if KEPT:
+        kept = await_kept(kept)
+        peak, lane_total = scan_kept(kept, begin, skew, limit, y, DTYPE, KEPT, LANES, TILES)
     else:
         peak = tl.full([LANES], LOWEST, tl.float32)
         lane_total = tl.zeros([LANES], tl.float32)
     # Extras need registers, and so much arithmetic that loads hide behind it.
     GROUP: tl.constexpr = 1 if EXTRAS else TILES
     SPAN: tl.constexpr = GROUP * LANES * VEC
-    for start in range(begin + HELD, end if PART else limit, SPAN):
-        whole = (start >= skew) & (start + SPAN <= limit) & ((y < start) | (y >= start + SPAN))
-        if EXTRAS or not whole:
-            peak, lane_total, tilt, best = scan_tiles(
-                peak, lane_total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
-                LANES, GROUP, EXTRAS, False, POLICY,
-            )  # fmt: skip
-        else:
-            peak, lane_total, tilt, best = scan_tiles(
-                peak, lane_total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
-                LANES, GROUP, EXTRAS, True, POLICY,
-            )  # fmt: skip
+    if REST:
+        for start in range(begin + KEPT, end if PART else limit, SPAN):
+            whole = (start >= skew) & (start + SPAN <= limit) & ((y < start) | (y >= start + SPAN))
+            if EXTRAS or not whole:
+                peak, lane_total, tilt, best = scan_tiles(
+                    peak, lane_total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
+                    LANES, GROUP, EXTRAS, False, POLICY,
+                )  # fmt: skip
+            else:
+                peak, lane_total, tilt, best = scan_tiles(
+                    peak, lane_total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
+                    LANES, GROUP, EXTRAS, True, POLICY,
+                )  # fmt: skip
+    if not EXTRAS:
+        lane_total *= rounded_off(peak, DTYPE)
 
     first = tl.full([LANES], NOWHERE, tl.int32)
     if flags & SAVE_METRICS:
         raw_others = tl.max(peak, axis=0)
-        if HELD:
-            first = first_held(held, raw_others, begin, skew, limit, y, DTYPE)
-        # Only lanes that hold the maximum look again, at the tiles where they first met it.
-        wanted = ((peak == raw_others) & (best >= begin + HELD))[:, None]
-        for t in tl.static_range(GROUP):
-            tile = best[:, None] + t * LANES * VEC
-            at = lane_columns(tile, LANES, VEC)
-            x = load_lanes(row, tile, limit, wanted, LANES, VEC, "").to(tl.float32)
-            found = wanted & (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
-            first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
+        if KEPT:
+            first = first_kept(kept, raw_others, begin, skew, limit, y, DTYPE, KEPT, LANES)
+        if REST:
+            # Only lanes that hold the maximum look again, at the tiles where they first met it.
+            wanted = ((peak == raw_others) & (best >= begin + KEPT))[:, None]
+            for t in tl.static_range(GROUP):
+                tile = best[:, None] + t * LANES * VEC
+                at = lane_columns(tile, LANES, VEC)
+                x = load_lanes(row, tile, skew, limit, wanted, LANES, VEC, "").to(tl.float32)
+                found = wanted & (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
+                first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
     raw_others, top_others, others, tilt, first = unite(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
     if PART:
         raw_others, top_others, others, tilt, first = meet(
@@ -409,10 +440,10 @@ def store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, row_
 
 @triton.jit
 def forward_row(
-    loss, z_loss, accuracy, predicted, row, x_row, held, begin, end, y, weight, weight_sum,
+    loss, z_loss, accuracy, predicted, row, x_row, kept, begin, end, y, weight, weight_sum,
     n, label_smoothing, lse_square_scale, softcap, flags, shares, arrived, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
-    HELD: tl.constexpr, POLICY: tl.constexpr,
+    KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """Losses and metrics of one row with a target; (top, total, miss) for its gradient."""
     valid = (y >= 0) & (y < n)
@@ -430,8 +461,8 @@ def forward_row(
     reference = tl.where(true == float("-inf"), 0.0, true)
     # An invalid y matches no column.
     top, total, miss, nll, tilt, best = scan_row(
-        x_row, held, begin, end, n, tl.where(valid, y, -64), x_y, reference, weight, softcap, flags, shares, arrived,
-        parts, LANES, TILES, SKEWED, PART, EXTRAS, HELD, POLICY,
+        x_row, kept, begin, end, n, tl.where(valid, y, -64), x_y, reference, weight, softcap, flags, shares, arrived,
+        parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, POLICY,
     )  # fmt: skip
     row_loss, row_z_loss = row_losses(
         top, total, nll, tilt, true, reference, w_y, sum_w, n, label_smoothing, lse_square_scale, flags, EXTRAS
@@ -463,9 +494,9 @@ def cross_entropy_fwd_kernel(
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, None, begin, end, y, weight, weight_sum, n,
+            loss, z_loss, accuracy, predicted, row, x_row, 0, begin, end, y, weight, weight_sum, n,
             label_smoothing, lse_square_scale, softcap, flags, shares + row * (parts * 4), arrived + row, parts,
-            LANES, TILES, SKEWED, SHARED, EXTRAS, 0, "",
+            LANES, TILES, SKEWED, SHARED, EXTRAS, 0, True, "",
         )  # fmt: skip
         save = (begin == 0) & ((flags & SAVE_STATS) != 0)
         tl.store(stats + row, top, mask=save)
@@ -490,7 +521,7 @@ def write_gradient(
         drop = tl.where(cols == y, drop_y, 0.0) + tilt * load_weight(weight, cols - skew, mask, flags)
         dx = (e * tl.where(cols == y, slope_y, slope) - drop) * chain
     else:
-        dx = exp(x - top, out.dtype.element_ty) * slope
+        dx = exp_over(x, top, out.dtype.element_ty) * slope
     dx = dx.to(out.dtype.element_ty)
     if WHOLE:
         tl.store(out + cols, dx, eviction_policy=POLICY)
@@ -541,9 +572,9 @@ def gradient_span(
     skew = 0
     level = True
     if SKEWED:
-        # A row that has another skew than its gradient goes element by element.
         skew = skew_of(x_row)
-        level = skew == skew_of(out)
+        # Otherwise a row goes element by element.
+        level = is_level(out, skew)
     y = (y + skew).to(tl.int32)
     limit = n + skew
     BLOCK: tl.constexpr = BLOCK_N // 4 if EXTRAS else BLOCK_N
@@ -556,7 +587,7 @@ def gradient_span(
             mask &= cols >= skew
         if SKEWED and (level & (start >= skew) & (start + BLOCK <= limit)):
             write_gradient(
-                tl.multiple_of(out - skew_of(out), 16), tl.multiple_of(x_row - skew, 16), cols, mask, skew,
+                tl.multiple_of(out - skew, 16), tl.multiple_of(x_row - skew, 16), cols, mask, skew,
                 y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags, EXTRAS, True, POLICY,
             )  # fmt: skip
         else:
@@ -567,25 +598,31 @@ def gradient_span(
 
 
 @triton.jit
-def gradient_held(out, held, begin, n, skew, top, slope, SKEWED: tl.constexpr):
-    """gradient_span of the columns that are held, from `begin` on, without extras. skew: of the logits."""
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    LANES: tl.constexpr = held[0].shape[0]
+def gradient_kept(
+    out, kept, begin, n, skew, top, slope,
+    DTYPE: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
+):  # fmt: skip
+    """gradient_span of the KEPT columns from `begin` on, without extras. skew: of the logits."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    limit = n + skew
     level = True
     if SKEWED:
-        level = skew == skew_of(out)
-    for t in tl.static_range(len(held)):
-        start = begin + t * LANES * VEC
-        at = lane_columns(start, LANES, VEC)
-        dx = (exp(widened(held[t], DTYPE) - top, DTYPE) * slope).to(DTYPE)
-        if SKEWED:
-            if level & (start >= skew) & (start + LANES * VEC <= n + skew):
-                tl.store(tl.multiple_of(out - skew_of(out), 16) + at, dx, eviction_policy="evict_first")
-            else:
-                tl.store(out - skew + at, dx, mask=(at >= skew) & (at < n + skew), eviction_policy="evict_first")
-        else:
-            tl.store(out + at, dx, mask=at < n, eviction_policy="evict_first")
+        level = is_level(out, skew)
+    for tile in range(0, KEPT // (LANES * VEC), TILES):
+        start = begin + tile * (LANES * VEC)
+        whole = level & (start >= skew) & (start + TILES * LANES * VEC <= limit)
+        for t in tl.static_range(TILES):
+            first = start + (t * LANES + tl.arange(0, LANES)) * VEC
+            values = read_kept(kept, tile + t, DTYPE, LANES)
+            dx = ()
+            for i in tl.static_range(VEC):
+                dx = dx + (exp_over(values[i], top, DTYPE) * slope,)
+            if whole:
+                write_lanes(out - skew + first, dx, DTYPE)
+            elif start < limit:
+                for i in tl.static_range(VEC):
+                    at = first + i
+                    tl.store(out - skew + at, dx[i].to(DTYPE), mask=(at >= skew) & (at < limit))
 
 
 @triton.jit
@@ -619,7 +656,7 @@ def zero_span(out, begin, end, n, BLOCK_N: tl.constexpr, SKEWED: tl.constexpr):
 @triton.jit
 def columns_end(n, SKEWED: tl.constexpr):
     """Where a row of n columns ends at the latest, whatever its skew."""
-    return n + 7 if SKEWED else n
+    return n + MOST_SKEW if SKEWED else n
 
 
 @triton.jit
@@ -667,8 +704,12 @@ def cross_entropy_fwd_bwd_kernel(
     rows, n, inner_rows, dlogits_outer, dlogits_inner, logits_outer, logits_inner, target_words, grad_stride,
     ignore_index, label_smoothing, lse_square_scale, softcap, flags,
     EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART: tl.constexpr, HELD_NARROW: tl.constexpr, HELD_WIDE: tl.constexpr,
+    SHARE: tl.constexpr, KEEP: tl.constexpr, KEEPS_ALL: tl.constexpr,
 ):  # fmt: skip
+    """SHARE, KEEP: PART and KEPT in 16-bit logits; one of 32 bits counts twice."""
+    PART: tl.constexpr = SHARE * 16 // logits.dtype.element_ty.primitive_bitwidth
+    KEPT: tl.constexpr = 0 if EXTRAS else KEEP * 16 // logits.dtype.element_ty.primitive_bitwidth
+    REST: tl.constexpr = EXTRAS or not KEEPS_ALL
     parts = 1
     row = tl.program_id(0)
     begin = 0
@@ -691,17 +732,15 @@ def cross_entropy_fwd_bwd_kernel(
         skew = 0
         if SKEWED:
             skew = skew_of(x_row)
-        HELD: tl.constexpr = HELD_WIDE if logits.dtype.element_ty.primitive_bitwidth == 32 else HELD_NARROW
-        KEPT: tl.constexpr = 0 if EXTRAS else HELD
-        held = None
+        kept = 0
         if KEPT:
-            held = hold(tl.multiple_of(x_row - skew, 16), begin, n + skew, KEPT, LANES)
+            kept = keep(tl.multiple_of(x_row - skew, 16), begin, skew, n + skew, KEPT, LANES)
         # Long rows stay in the cache by being few; a hint to keep them there only drives out others.
         FIRST_READ: tl.constexpr = "" if PART else "evict_last"
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, held, begin, end, y, weight, weight_sum,
+            loss, z_loss, accuracy, predicted, row, x_row, kept, begin, end, y, weight, weight_sum,
             n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4),
-            arrived + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, FIRST_READ,
+            arrived + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, FIRST_READ,
         )  # fmt: skip
         slope, slope_y, drop_y, tilt = gradient_terms(
             n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
@@ -709,12 +748,13 @@ def cross_entropy_fwd_bwd_kernel(
         )  # fmt: skip
         # No thread may write over a logit that another has yet to read.
         tl.debug_barrier()
-        gradient_span(
-            out, x_row, begin + KEPT, end, n, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
-            BLOCK_N, SKEWED, EXTRAS, True, "evict_first",
-        )  # fmt: skip
+        if REST:
+            gradient_span(
+                out, x_row, begin + KEPT, end, n, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
+                BLOCK_N, SKEWED, EXTRAS, True, "evict_first",
+            )  # fmt: skip
         if KEPT:
-            gradient_held(out, held, begin, n, skew, top, slope, SKEWED)
+            gradient_kept(out, kept, begin, n, skew, top, slope, logits.dtype.element_ty, KEPT, LANES, TILES, SKEWED)
         if not EXTRAS:
             write_true(out, begin, end, n, skew, y, x_y, top, slope_y, drop_y)
 
@@ -852,13 +892,28 @@ def scale_config(aligned):
     return Config(None, aligned, 8, constexprs=dict(BLOCK_N=8192, BLOCKS=4))
 
 
-def both_config(max_n, lanes, tiles, block_n, aligned=True, part=0, held=(0, 0), programs_per_sm=0, common_only=False):
-    """held: columns of 16-bit logits, and of 32-bit ones."""
-    vec = 8  # of 16-bit logits
-    assert not part or all((part - columns) % (lanes * vec * tiles) == 0 for columns in held)
-    constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned), BLOCK_N=block_n, PART=part)
-    constexprs |= dict(HELD_NARROW=held[0], HELD_WIDE=held[1])
+def both_config(
+    max_n, lanes, tiles, block_n, aligned=True, share=0, keep=0, keeps_all=False, programs_per_sm=0, common_only=False
+):
+    """max_n, share and keep count 16-bit logits; one of 32 bits counts twice."""
+    assert share % (lanes * tiles * 8) == keep % (lanes * tiles * 8) == 0
+    # No block of a part may reach into the next, which another program writes. Extras have a quarter of it; without
+    # them, what is shared out is kept.
+    assert share // 2 % (block_n // 4) == 0
+    constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned), BLOCK_N=block_n)
+    constexprs |= dict(SHARE=share, KEEP=keep, KEEPS_ALL=int(keeps_all))
     return Config(max_n, aligned, lanes // 32, programs_per_sm, constexprs, common_only)
+
+
+def whole_config(keep, lanes, tiles, aligned=True, programs_per_sm=0, common_only=True):
+    """For rows that are kept whole."""
+    most = keep if aligned else keep - MOST_SKEW.value
+    return both_config(most, lanes, tiles, 32 * lanes, aligned, 0, keep, True, programs_per_sm, common_only)
+
+
+def part_config(max_n, keep, lanes, tiles, aligned=True, programs_per_sm=0, common_only=False):
+    """For rows that are shared out, in parts that are kept."""
+    return both_config(max_n, lanes, tiles, 16 * lanes, aligned, keep, keep, True, programs_per_sm, common_only)
 
 
 AXES = {"dtype": [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}], "extras": [{"EXTRAS": 0}, {"EXTRAS": 1}]}
@@ -920,20 +975,27 @@ KERNELS = [
         },
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
-        # us on an H200, what the kernel reads and writes over 4.26 TB/s in brackets. 2**27 logits in bf16 (126): 1024
-        # columns 169, 2048 153, 4096 154, 8192 146, 16384 149; odd rows: 1003 289, 2003 202, 4003 192, 8003 177, 16003 177.
-        # 2**29 (502): 32000 columns 564 (593 where three programs are resident, for which fp32 takes 569), 65536 620,
-        # 128256 617, 262144 643; odd rows: 32003 673, 50257 705 (744 in parts, 869 with nothing held). fp32, 2**28 (502):
-        # 32000 628 (670 with nothing held), 128256 593 (685).
+        # us on an H200, what the kernel reads and writes over 4.26 TB/s in brackets; beside it what the same sweep found
+        # without columns kept. 2**27 logits in bf16 (126): 1024 columns 164 (166), 2048 143 (152), 4096 139 (150), 8192 139
+        # (143), 16384 140 (147); odd rows: 1003 249 (337), 2003 193 (230), 4003 155 (175), 8003 141 (177), 16003 146 (188).
+        # 2**29 (502): 32000 columns 535 (559), 65536 565 (624), 128256 573 (617), 262144 585 (637); odd rows: 32003 606
+        # (673), 50257 590 (731). fp32, 2**28 (502): 32000 555 (672), 50257 596, 128256 582 (721).
         configs=[
-            both_config(4096, 32, 2, 1024),
-            both_config(16384, 128, 4, 4096, held=(0, 4096), programs_per_sm=6, common_only=True),
-            both_config(49152, 256, 4, 8192, held=(0, 8192)),
-            both_config(None, 128, 4, 4096, part=12288, held=(0, 4096), programs_per_sm=6),
-            both_config(8192, 64, 2, 1024, aligned=False, held=(2048, 1024), common_only=True),
-            both_config(16384, 128, 4, 4096, aligned=False, held=(4096, 4096), programs_per_sm=5),
-            both_config(65536, 256, 4, 8192, aligned=False, held=(8192, 0), programs_per_sm=3, common_only=True),
-            both_config(MOST_PARTS.value * 16384, 128, 2, 2048, aligned=False, part=16384, held=(0, 4096), programs_per_sm=5),
+            whole_config(1024, 32, 2),
+            whole_config(2048, 32, 2),
+            whole_config(4096, 32, 2, common_only=False),
+            whole_config(8192, 64, 2),
+            whole_config(16384, 128, 2),
+            both_config(49152, 256, 4, 8192, keep=16384, programs_per_sm=4),
+            part_config(None, 22528, 128, 2, programs_per_sm=4, common_only=True),
+            # Extras keep nothing: they read again what is in the cache still, if each program takes little.
+            both_config(None, 128, 4, 4096, share=12288, programs_per_sm=6),
+            whole_config(1536, 32, 2, aligned=False),
+            whole_config(2560, 32, 2, aligned=False),
+            whole_config(4096, 64, 1, aligned=False),
+            whole_config(8192, 64, 1, aligned=False),
+            whole_config(16384, 128, 1, aligned=False, programs_per_sm=5, common_only=False),
+            part_config(MOST_PARTS.value * 16384, 17408, 128, 1, aligned=False, programs_per_sm=6),
             both_config(None, 256, 4, 8192, aligned=False),
         ],
     ),

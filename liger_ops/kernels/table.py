@@ -59,6 +59,12 @@ class Config:
         fits = (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and not (rare and self.common_only)
         return fits and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
 
+    def precedes(self, other: "Config", rare: bool) -> bool:
+        """Whether it takes all calls that the other would, where it comes first."""
+        wide = self.max_n is None or (other.max_n is not None and self.max_n >= other.max_n)
+        long = self.max_rows is None or (other.max_rows is not None and self.max_rows >= other.max_rows)
+        return wide and long and (other.aligned or not self.aligned) and not (rare and self.common_only)
+
 
 def fewer_when_mixed(configs: Sequence[Config]) -> list[Config]:
     """These configs, of which wider parameters use only some."""
@@ -143,12 +149,14 @@ class Kernel:
 
     @property
     def indices(self) -> int:
-        """How many variants are counted. Rare choices have none at common shapes."""
+        """How many variants are counted. Not all are there: rare choices have none at common shapes, and no call comes as
+        far as a config that another precedes."""
         return len(self.axis_points) * len(self.configs)
 
     def has_variant(self, index: int) -> bool:
         point, config = divmod(index, len(self.configs))
-        return not (self.configs[config].common_only and is_rare(self.axis_points[point]))
+        found, rare = self.configs[config], is_rare(self.axis_points[point])
+        return not (found.common_only and rare) and not any(c.precedes(found, rare) for c in self.configs[:config])
 
     def variant(self, index: int) -> Variant:
         point, config = divmod(index, len(self.configs))

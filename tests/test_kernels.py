@@ -12,7 +12,7 @@ from stub_cuda import ARCHS, PACKS
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
-from liger_ops.aot.compile import MAX_SHARED_BYTES, reserved_shared
+from liger_ops.aot.compile import MAX_SHARED_BYTES, cubin_sections, reserved_shared
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 WIDEST = 16  # bytes of one access of a thread
@@ -39,12 +39,9 @@ KERNELS = [k.name for k in tables.kernels()]
 
 def attributes(cubin):
     """EIATTR records of the ELF's .nv.info section: attribute -> value. Each first names the file's one kernel."""
-    table, entry, count, names = struct.unpack_from("<40xQ10xHHH", cubin)
-    sections = [struct.unpack_from("<II8x8xQQ", cubin, table + i * entry) for i in range(count)]
-    start = sections[names][2]
     found = {}
-    for name, _, offset, size in sections:
-        if cubin[start + name : cubin.index(b"\0", start + name)] != b".nv.info":
+    for name, offset, size in cubin_sections(cubin):
+        if name != ".nv.info":
             continue
         at = offset
         while at < offset + size:

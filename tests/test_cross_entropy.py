@@ -767,7 +767,9 @@ package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.m
 sys.path.insert(0, "tests")
 import inline_ptx
 from liger_ops.kernels import find
+from liger_ops.kernels.cross_entropy import MOST_SKEW
 inline_ptx.install()
+SKEW = MOST_SKEW.value
 BOTH = find("cross_entropy_fwd_bwd")
 HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT = (2**i for i in range(13))
 nan = float("nan")
@@ -788,7 +790,7 @@ def run(path, n, mean, extras, x="fp32"):
 
     def of_one_part(v):
         like = v.choices == {"X": x, "EXTRAS": extras} and v.config.aligned == aligned
-        return like and v.config.constexprs["SHARE"] >= (n + 63) * counted
+        return like and v.config.constexprs["SHARE"] >= (n + SKEW) * counted
 
     def launch(name, grid, *args, shared_out=False, **choices):
         kernel, choices = find(name), choices or {"X": x, "EXTRAS": extras}
@@ -804,7 +806,7 @@ def run(path, n, mean, extras, x="fp32"):
         kernel.function[(grid,)](*args, **variant.constexprs | small)
 
     def spans(c):
-        return rows * -(-(n + 63 * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
+        return rows * -(-(n + SKEW * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
 
     def results(gradient):
         totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
@@ -828,7 +830,7 @@ def run(path, n, mean, extras, x="fp32"):
         shape = (rows, n, rows, 0, n)
         # With a loss for each row, as one of several programs of a row would.
         launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(),
-               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + 63) // 64) * 64, *shape[2:],
+               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + SKEW) // 8) * 8, *shape[2:],
                words, -100, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean and not extras))
         add(flags)
         launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
@@ -854,7 +856,7 @@ INTERPRETED_CASES = [
     (60, True, 1),
     (60, False, 0),
     *((n, mean, int(mean == (n < 5000))) for n in (2560, 9000, 2001, 5003) for mean in (True, False)),
-    # 16-bit logits are held two in a word. (The interpreter has no constants of bf16.)
+    # 16-bit logits are kept two in a word. (The interpreter has no constants of bf16.)
     (2560, True, 0, "fp16"),
     (5003, False, 0, "fp16"),
     # More than a program keeps.

@@ -129,6 +129,15 @@ def test_shared_memory_leaves_room_for_the_programs_that_should_be_resident(arch
         assert (used + 1024) * max(1, resident) <= SHARED_KB[arch] * 1024, variant.name
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_of_losses_are_kept_in_shared_memory(arch):
+    found = {e.name: e.binary for e in entries(f"sm_{arch}")}
+    for variant in variants("cross_entropy_fwd_bwd"):
+        # In 16-bit logits, or half as many of 32 bits.
+        kept = 0 if variant.choices["EXTRAS"] else 2 * variant.constexprs["KEEP"]
+        assert kept <= reserved_shared(found[variant.name]) <= kept + SYSTEM_BYTES, variant.name
+
+
 # ---- Memory accesses.
 
 

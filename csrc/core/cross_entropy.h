@@ -659,7 +659,9 @@ inline void sum_rows_cuda(const CudaCall& call, const Options& o, const RowsOut&
   launch<K>(call.op, call.device, variant, {1}, args);
 }
 
-/// Programs that one row may be shared out among; mirrors MOST_PARTS of the kernels, as what follows does their namesakes.
+// MOST_PARTS, MOST_SKEW and columns_end of the kernels.
+
+/// Programs that one row may be shared out among.
 constexpr int64_t kMostParts = 128;
 constexpr int64_t kMostSkew = 63;
 

@@ -36,13 +36,25 @@ def is_bare_linear(module: nn.Module) -> bool:
     return not has_hooks(module)
 
 
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of two matrices, by whichever way is the faster."""
+    return torch.ops.liger._mm(a, b) if a.is_cuda else a @ b
+
+
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        return tuple(functional.linear(x, weight, bias) for weight, bias in zip(weights, biases))
+        rows = x.flatten(0, -2)
+        return tuple(
+            # A view would be a second owner of memory that backward means to reuse.
+            torch.ops.aten._unsafe_view(multiply(rows, weight.t()), (*x.shape[:-1], weight.shape[0]))
+            if bias is None
+            else functional.linear(x, weight, bias)
+            for weight, bias in zip(weights, biases)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -59,7 +71,7 @@ class _Projections(torch.autograd.Function):
             dx = dx.view(x.shape)
         for i, grad in arrived:
             if needed[2 + i]:
-                dweights[i] = grad.t() @ rows
+                dweights[i] = grad.t() @ rows if torch.is_grad_enabled() else multiply(grad.t(), rows)
             if needed[2 + count + i]:
                 dbiases[i] = grad.sum(0)
         return dx, None, *dweights, *dbiases

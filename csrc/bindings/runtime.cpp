@@ -6,8 +6,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "runtime/arch.h"
 #include "runtime/pack.h"
+#include "runtime/products.h"
 
 namespace py = pybind11;
 using namespace liger::runtime;
@@ -58,6 +61,19 @@ void launch_raw(
     error = launch(kernel, variant, device, reinterpret_cast<void*>(stream), {x, y, z}, packed.data());
   }
   if (!error.empty()) throw std::runtime_error(error);
+}
+
+// For a stub of cuBLAS. None without a plan, else whether it ran.
+std::optional<bool> multiply_at_made_up_addresses(
+    bool bf16, bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, int device, int64_t alignment,
+    double beta) {
+  auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+  auto plan = plan_product(
+      {bf16 ? DType::BF16 : DType::F16, transpose_a, transpose_b, m, n, k, transpose_a ? k : m, transpose_b ? n : k, m,
+       alignment},
+      device);
+  if (!plan) return std::nullopt;
+  return multiply(*plan, at(5), 2.0, at(256), at(512), beta, at(768), at(1024));
 }
 
 py::dict launch_counts(const std::string& name) {
@@ -130,6 +146,9 @@ PYBIND11_MODULE(_runtime, m) {
     if (!error.empty()) throw std::runtime_error(error);
     return names;
   });
+  m.def(
+      "multiply", multiply_at_made_up_addresses, py::arg("bf16"), py::arg("transpose_a"), py::arg("transpose_b"),
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256, py::arg("beta") = 0.0);
   m.def("set_hook", set_hook);
   m.def("set_compiler", set_compiler);
   m.def("pack_directory", pack_directory);

@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 
 #include "core/cross_entropy.h"
+#include "core/products.h"
 #include "kernels/fused_linear_cross_entropy.h"
 
 namespace liger::core::linear_cross_entropy {
@@ -398,10 +399,8 @@ struct Pass {
     Tensor out = buffer.narrow(0, 0, count).narrow(1, 0, weight.size(0)), part = x.narrow(0, first, count);
     if (bias.defined()) {
       at::addmm_out(out, bias, part, weight.t(), logits_scale, logits_scale);
-    } else if (logits_scale == 1) {
-      at::mm_out(out, part, weight.t());
     } else {
-      at::addmm_out(out, out, part, weight.t(), 0, logits_scale);
+      multiply(out, part, weight.t(), 0, logits_scale);
     }
     return out;
   }
@@ -410,12 +409,12 @@ struct Pass {
   void add(Tensor& dlogits, int64_t first) {
     const int64_t count = dlogits.size(0);
     if (into.input.defined()) {
-      into.input.narrow(0, first, count).addmm_(dlogits, weight, 0, logits_scale);
+      multiply(into.input.narrow(0, first, count), dlogits, weight, 0, logits_scale);
     }
     if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * shrink);
     if (!into.weight.defined()) return;
     if (taken.defined()) rows.take_targets(dlogits, first, taken);
-    into.weight.addmm_(dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink);
+    multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink);
   }
 
   void finish() {

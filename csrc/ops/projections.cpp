@@ -1,22 +1,36 @@
 // What liger_ops/projections.py cannot say to torch.compile, which would copy the sum ahead of every product.
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include "core/checks.h"
+#include "core/products.h"
 
 namespace liger::ops {
 namespace {
 
 constexpr const char* kOp = "_projections_grad";
 
-// grads: (rows, out) each, weights: (out, n) -> their products' sum, which every product but the first is added to.
-at::Tensor projections_grad(at::TensorList grads, at::TensorList weights) {
+void check(at::TensorList grads, at::TensorList weights) {
   LIGER_CHECK(
       !grads.empty() && grads.size() == weights.size(), kOp, "weights", "be as many as gradients, and at least one",
       weights.size(), " beside ", grads.size());
+}
+
+// grads: (rows, out) each, weights: (out, n) -> their products' sum, which every product but the first is added to.
+at::Tensor projections_grad(at::TensorList grads, at::TensorList weights) {
+  check(grads, weights);
   at::Tensor sum = at::mm(grads[0], weights[0]);
   for (size_t i = 1; i < grads.size(); ++i) sum.addmm_(grads[i], weights[i]);
+  return sum;
+}
+
+at::Tensor projections_grad_cuda(at::TensorList grads, at::TensorList weights) {
+  check(grads, weights);
+  c10::DeviceGuard guard(grads[0].device());
+  at::Tensor sum = at::empty({grads[0].size(0), weights[0].size(1)}, grads[0].options());
+  for (size_t i = 0; i < grads.size(); ++i) core::multiply(sum, grads[i], weights[i], i > 0);
   return sum;
 }
 
@@ -27,5 +41,6 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
 }
 
 TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { m.impl("_projections_grad", projections_grad); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { m.impl("_projections_grad", projections_grad_cuda); }
 
 }  // namespace liger::ops

@@ -47,6 +47,12 @@ def driver_folder() -> Path:
     return compile_cpp("driver/libcuda.so.1", source, flags=("-shared", "-fPIC", "-fvisibility=hidden")).parent
 
 
+@cache
+def cublas_folder() -> Path:
+    source = Path(__file__).parent / "stub_cublas_lt.cpp"
+    return compile_cpp("cublas/libcublasLt.so.13", source, flags=("-shared", "-fPIC", "-fvisibility=hidden")).parent
+
+
 def environment(**changes: Any) -> dict[str, str]:
     """The stub for a driver, the packs of this tree, and no folder that could cache compiled kernels."""
     no_cache = dict.fromkeys(["LIGER_OPS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"], "")

@@ -1,0 +1,132 @@
+#pragma once
+
+// Matrix products of tensors: those of half precision that are large, on CUDA, by runtime/products.h, others by ATen.
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include "core/autograd.h"
+#include "core/cuda.h"
+#include "runtime/products.h"
+
+namespace liger::core {
+
+namespace detail {
+
+/// A matrix as BLAS sees it, columns first: transposed if its own rows follow each other in memory.
+struct Operand {
+  bool transposed;
+  int64_t leading;
+
+  static std::optional<Operand> of(const at::Tensor& t, bool as_rows) {
+    // Rows of ours are BLAS's columns.
+    auto fits = [&](int64_t inner, int64_t outer) {
+      return t.stride(inner) == 1 && t.stride(outer) >= std::max<int64_t>(1, t.size(inner)) && t.stride(outer) % 8 == 0;
+    };
+    if (fits(1, 0)) return Operand{false, t.stride(0)};
+    if (!as_rows && fits(0, 1)) return Operand{true, t.stride(1)};
+    return std::nullopt;
+  }
+};
+
+struct Planned {
+  std::shared_ptr<const runtime::ProductPlan> plan;
+  void* stream = nullptr;
+
+  /// Null plan: ATen's way is the better one.
+  Planned(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+    // Row by row, out is BLAS's transpose of itself: b comes first.
+    auto first = Operand::of(b, false), second = Operand::of(a, false), into = Operand::of(out, true);
+    if (!first || !second || !into) return;
+    const auto addresses = uintptr_t(address(a)) | uintptr_t(address(b)) | uintptr_t(address(out));
+    const int64_t alignment = std::min<int64_t>(256, int64_t(addresses & -addresses));
+    const auto device = out.device().index();
+    if (alignment < 16 || !aoti_torch_get_current_cuda_stream) return;
+    if (aoti_torch_get_current_cuda_stream(device, &stream) != 0) return;
+    plan = runtime::plan_product(
+        {dtype_of(out), first->transposed, second->transposed, out.size(1), out.size(0), a.size(1), first->leading,
+         second->leading, into->leading, alignment},
+        device);
+  }
+
+  bool run(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) const {
+    const int64_t bytes = int64_t(runtime::workspace_bytes(*plan));
+    at::Tensor workspace;
+    if (bytes > 0) workspace = at::empty({bytes}, out.options().dtype(at::kByte));
+    return runtime::multiply(
+        *plan, stream, alpha, address(b), address(a), beta, out.mutable_data_ptr(),
+        workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+  }
+};
+
+inline void multiply_aten(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
+  if (beta == 0 && alpha == 1) {
+    at::mm_out(out, a, b);
+  } else {
+    at::addmm_out(out, out, a, b, beta, alpha);
+  }
+}
+
+/// Of a dimension that is contiguous in memory, kernels of full speed take whole 16 bytes.
+inline int64_t whole(int64_t size, bool contiguous) { return contiguous ? size / 8 * 8 : size; }
+
+}  // namespace detail
+
+/// out = beta * out + alpha * a @ b, on out's device, which is the current one.
+inline void multiply(at::Tensor out, at::Tensor a, at::Tensor b, double beta = 0, double alpha = 1) {
+  if (!out.is_cuda() || !at::isReducedFloatingType(out.scalar_type()) || out.numel() == 0) {
+    return detail::multiply_aten(out, a, b, beta, alpha);
+  }
+  if (out.stride(1) != 1 && out.stride(0) == 1) {
+    std::swap(a, b);
+    for (at::Tensor* t : {&out, &a, &b}) *t = t->t();
+  }
+  const int64_t rows = out.size(0), columns = out.size(1), depth = a.size(1);
+  const int64_t whole_rows = detail::whole(rows, a.stride(0) == 1), whole_columns = detail::whole(columns, true),
+                whole_depth = detail::whole(depth, a.stride(1) == 1 || b.stride(0) == 1);
+  at::Tensor most = out.narrow(0, 0, whole_rows).narrow(1, 0, whole_columns);
+  at::Tensor a_rows = a.narrow(0, 0, whole_rows), b_columns = b.narrow(1, 0, whole_columns);
+  at::Tensor a_most = a_rows.narrow(1, 0, whole_depth), b_most = b_columns.narrow(0, 0, whole_depth);
+  const detail::Planned planned(most, a_most, b_most);
+  if (!planned.plan) return detail::multiply_aten(out, a, b, beta, alpha);
+
+  // A vocabulary of 50257 classes costs cuBLAS several times what 50256 do: the odd one out goes alone. What is left of
+  // a sum comes first, so that it is rounded while it is small.
+  if (whole_depth < depth) {
+    const int64_t left = depth - whole_depth;
+    detail::multiply_aten(most, a_rows.narrow(1, whole_depth, left), b_columns.narrow(0, whole_depth, left), beta, alpha);
+  }
+  const double kept = whole_depth < depth ? 1 : beta;
+  if (!planned.run(most, a_most, b_most, kept, alpha)) detail::multiply_aten(most, a_most, b_most, kept, alpha);
+  if (whole_columns < columns) {
+    const int64_t left = columns - whole_columns;
+    at::Tensor part = out.narrow(0, 0, whole_rows).narrow(1, whole_columns, left);
+    detail::multiply_aten(part, a_rows, b.narrow(1, whole_columns, left), beta, alpha);
+  }
+  if (whole_rows < rows) {
+    at::Tensor part = out.narrow(0, whole_rows, rows - whole_rows);
+    detail::multiply_aten(part, a.narrow(0, whole_rows, rows - whole_rows), b, beta, alpha);
+  }
+}
+
+/// F.linear, on x's device, which is the current one.
+inline at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  if (!x.is_cuda() || (bias && bias->defined()) || x.dim() < 2) return at::linear(x, weight, bias);
+  auto sizes = x.sizes().vec();
+  sizes.back() = weight.size(0);
+  at::Tensor out = at::empty(sizes, x.options());
+  multiply(out.flatten(0, -2), x.flatten(0, -2), weight.t());
+  return out;
+}
+
+/// at::mm from above dispatch, where tensors may be a graph's.
+inline at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_cuda() || !at::isReducedFloatingType(a.scalar_type())) return at::mm(a, b);
+  static const auto op = find_op<at::Tensor(const at::Tensor&, const at::Tensor&)>("liger::_mm");
+  return op.call(a, b);
+}
+
+}  // namespace liger::core

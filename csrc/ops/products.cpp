@@ -1,0 +1,45 @@
+// at::mm with an algorithm chosen by core/products.h, for the layers above dispatch: graphs of torch.compile hold it as
+// it is.
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "core/checks.h"
+#include "core/products.h"
+
+namespace liger::ops {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "_mm";
+
+Tensor product(const Tensor& a, const Tensor& b) {
+  LIGER_CHECK(a.dim() == 2, kOp, "a", "be a matrix", a.sym_sizes());
+  core::check_same_device(kOp, "b", b, "a", a);
+  LIGER_CHECK(
+      b.dim() == 2 && b.sym_size(0) == a.sym_size(1), kOp, "b", c10::str("be a matrix of ", a.sym_size(1), " rows"),
+      b.sym_sizes());
+  LIGER_CHECK(b.scalar_type() == a.scalar_type(), kOp, "b", c10::str("have the dtype of a, ", a.scalar_type()), b.scalar_type());
+  return at::mm(a, b);
+}
+
+Tensor product_cuda(const Tensor& a, const Tensor& b) {
+  if (a.dim() != 2 || b.dim() != 2 || a.size(1) != b.size(0) || a.device() != b.device() || a.scalar_type() != b.scalar_type()) {
+    return product(a, b);  // which says what is wrong
+  }
+  c10::DeviceGuard guard(a.device());
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+  core::multiply(out, a, b);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) { m.def("_mm(Tensor a, Tensor b) -> Tensor", {at::Tag::pt2_compliant_tag}); }
+
+TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { m.impl("_mm", product); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { m.impl("_mm", product_cuda); }
+
+}  // namespace liger::ops

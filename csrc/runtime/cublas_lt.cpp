@@ -1,0 +1,49 @@
+#include "runtime/cublas_lt.h"
+
+#include <dlfcn.h>
+
+#include <initializer_list>
+#include <type_traits>
+
+namespace liger::runtime {
+namespace {
+
+struct Loaded {
+  CublasLt lt{};
+  bool complete = false;
+
+  Loaded() {
+    void* library = nullptr;
+    // Never a copy of our own: it would bring kernels for hundreds of megabytes.
+    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
+      if (!library) library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+    }
+    if (!library) return;
+    complete = true;
+    auto resolve = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      complete = complete && function;
+    };
+    resolve(lt.cublasLtCreate, "cublasLtCreate");
+    resolve(lt.cublasLtMatmulDescCreate, "cublasLtMatmulDescCreate");
+    resolve(lt.cublasLtMatmulDescDestroy, "cublasLtMatmulDescDestroy");
+    resolve(lt.cublasLtMatmulDescSetAttribute, "cublasLtMatmulDescSetAttribute");
+    resolve(lt.cublasLtMatrixLayoutCreate, "cublasLtMatrixLayoutCreate");
+    resolve(lt.cublasLtMatrixLayoutDestroy, "cublasLtMatrixLayoutDestroy");
+    resolve(lt.cublasLtMatmulPreferenceCreate, "cublasLtMatmulPreferenceCreate");
+    resolve(lt.cublasLtMatmulPreferenceDestroy, "cublasLtMatmulPreferenceDestroy");
+    resolve(lt.cublasLtMatmulPreferenceSetAttribute, "cublasLtMatmulPreferenceSetAttribute");
+    resolve(lt.cublasLtMatmulAlgoGetHeuristic, "cublasLtMatmulAlgoGetHeuristic");
+    resolve(lt.cublasLtMatmulAlgoConfigGetAttribute, "cublasLtMatmulAlgoConfigGetAttribute");
+    resolve(lt.cublasLtMatmul, "cublasLtMatmul");
+  }
+};
+
+}  // namespace
+
+const CublasLt* CublasLt::get() {
+  static const Loaded loaded;
+  return loaded.complete ? &loaded.lt : nullptr;
+}
+
+}  // namespace liger::runtime

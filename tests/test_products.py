@@ -1,0 +1,164 @@
+"""Matrix products: the same results whichever tile serves them, and the tile that the table has for their shape."""
+
+import pytest
+import stub_cuda
+import torch
+from support import assert_no_worse
+
+# Just enough multiplications for a tile of the table.
+ROWS, DEPTH, COLUMNS = 2048, 2048, 8192
+
+
+def operands(rows, depth, columns, dtype, device, transpose=(False, False)):
+    torch.manual_seed(0)
+    a = torch.randn(*((depth, rows) if transpose[0] else (rows, depth)), device=device).to(dtype)
+    b = torch.randn(*((columns, depth) if transpose[1] else (depth, columns)), device=device).to(dtype)
+    return a.t() if transpose[0] else a, b.t() if transpose[1] else b
+
+
+@pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_small_products(dtype, transpose, device):
+    a, b = operands(5, 7, 3, dtype, device, transpose)
+    assert torch.equal(torch.ops.liger._mm(a, b), a @ b)
+    assert torch.ops.liger._mm(a[:0], b).shape == (0, 3)
+    assert torch.equal(torch.ops.liger._mm(a[:, :0], b[:0]), torch.zeros(5, 3, dtype=dtype, device=device))
+
+
+def test_errors():
+    a = torch.randn(2, 3)
+    for b, message in [
+        (torch.randn(2, 3), "_mm: b must be a matrix of 3 rows"),
+        (torch.randn(3), "_mm: b must be a matrix of 3 rows"),
+        (torch.randn(3, 2).double(), "_mm: b must have the dtype of a"),
+        (torch.randn(3, 2, device="meta"), "_mm: b must be on"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.liger._mm(a, b)
+    with pytest.raises(RuntimeError, match="_mm: a must be a matrix"):
+        torch.ops.liger._mm(a[0], a)
+
+
+def test_opcheck(device):
+    torch.library.opcheck(torch.ops.liger._mm, operands(4, 8, 3, torch.float32, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows,depth,columns",
+    [(ROWS, DEPTH, COLUMNS), (4095, 2050, 8195), (2**11, 2**15 + 1, 2**9), (4096, 1024, 50257)],
+    ids=str,
+)
+@pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_products(rows, depth, columns, transpose, dtype):
+    """Also in extents of odd lengths, whose last rows, columns and terms are products of their own, in padded rows."""
+
+    def padded(t):
+        wide = t.new_full((t.shape[0], (t.shape[1] + 63) // 64 * 64), float("nan"))
+        return wide.narrow(1, 0, t.shape[1]).copy_(t)
+
+    a, b = operands(rows, depth, columns, dtype, "cuda", transpose)
+    a = padded(a.t()).t() if transpose[0] else padded(a)
+    b = padded(b.t()).t() if transpose[1] else padded(b)
+    some = slice(None, None, max(1, rows // 64))
+    exact = a[some].double() @ b.double()
+    assert_no_worse("product", torch.ops.liger._mm(a, b)[some], a[some] @ b, exact, scale=float(exact.abs().max()))
+
+
+@pytest.mark.gpu
+def test_products_are_the_same_in_every_run_and_in_a_graph():
+    a, b = operands(ROWS, DEPTH, COLUMNS, torch.bfloat16, "cuda", (True, False))
+    first = torch.ops.liger._mm(a, b)
+    assert all(torch.equal(first, torch.ops.liger._mm(a, b)) for _ in range(10))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.ops.liger._mm(a, b)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(first, captured)
+
+
+# ---- The table, over a stub of cuBLAS.
+
+
+def serve(products, loaded=True):
+    """Whether each was served, and what the stub was to run."""
+    if loaded:
+        from ctypes import CDLL, c_char_p
+
+        lt = CDLL("libcublasLt.so.13")  # as torch would
+    served = [runtime.multiply(**product) for product in products]
+    if not loaded:
+        return served
+    lt.stub_lt_record.restype = c_char_p
+    return served, json.loads(f"[{lt.stub_lt_record().decode().rstrip(',')}]"), lt.stub_lt_handles()
+
+
+def product(transpose_a, transpose_b, m, n, k, **options):
+    return dict(bf16=True, transpose_a=transpose_a, transpose_b=transpose_b, m=m, n=n, k=k) | options
+
+
+LOGITS = product(True, False, 128256, 4096, 4096)
+D_INPUT = product(False, False, 4096, 4096, 128256)
+D_WEIGHT = product(False, True, 4096, 128256, 1024)
+# 320x128, 256x128, 128x256, 176x128, 128x160 (in clusters of 2), 128x128 in two parts of the sum and whole
+PROPOSALS = "248:5:1:4;24:5:1:4;23:3:1:4;201:5:1:4;29:3:1:0;20:3:2:9999999;20:3:2:16;20:3:1:0"
+
+
+def run_stub(*products, loaded=True, **env):
+    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
+    return stub_cuda.run(serve, products, loaded, **{"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS} | env)
+
+
+def test_the_table_chooses_among_the_proposals():
+    (served, ran, handles), log = run_stub(LOGITS, D_INPUT, D_WEIGHT, LOGITS | {"beta": 1.0})
+    assert served == [True] * 4 and handles == 1 and not log
+    # 176x128 for logits, 128x128 with the sum whole for d input, 128x160 for d weight.
+    assert [r["place"] for r in ran] == [3, 7, 4, 3]
+    assert [r["workspace"] for r in ran] == [[1024, 4], [1024, 0], [1024, 0], [1024, 4]]
+    logits, d_input, d_weight, again = ran
+    assert logits["transposed"] == [1, 0] and d_input["transposed"] == [0, 0] and d_weight["transposed"] == [0, 1]
+    bf16 = 14
+    assert logits["a"] == [bf16, 4096, 128256, 4096] and logits["b"] == [bf16, 4096, 4096, 4096]
+    assert logits["c"] == [bf16, 128256, 4096, 128256]
+    assert d_weight["a"] == [bf16, 4096, 1024, 4096] and d_weight["b"] == [bf16, 128256, 1024, 128256]
+    assert again == logits | {"beta": 1} and logits["alpha"] == 2 and logits["beta"] == 0
+    assert logits["addresses"] == [256, 512, 768] and logits["stream"] == 5
+
+
+@pytest.mark.parametrize(
+    "what,product_,env",
+    [
+        ("a small product", LOGITS | {"m": 1024, "n": 1024}, {}),
+        ("another chip", LOGITS, {"STUB_CUDA_DEVICES": "8.0:108:Stub A100"}),
+        ("both transposed", LOGITS | {"transpose_b": True}, {}),
+        ("tiles without a measurement", LOGITS, {"STUB_LT_PROPOSALS": "248:5:1:4;24:3:1:4"}),
+        ("no proposal", LOGITS, {"STUB_LT_PROPOSALS": ""}),
+        ("sums in parts alone", D_INPUT, {"STUB_LT_PROPOSALS": "20:3:2:16"}),
+        ("switched off", LOGITS, {"LIGER_OPS_TILES": "0"}),
+        ("an unusable driver", LOGITS, {"STUB_CUDA_FAIL": "cuInit=100"}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_cublas_keeps_its_own_choice(what, product_, env):
+    (served, ran, _), log = run_stub(product_, **env)
+    assert served == [None] and ran == [] and not log
+
+
+def test_a_process_without_cublas():
+    assert run_stub(LOGITS, loaded=False).value == [None]
+
+
+def test_a_refused_product_is_said_once():
+    (served, _, _), log = run_stub(LOGITS, LOGITS, D_WEIGHT, STUB_LT_REFUSES="15")
+    assert served == [False] * 3
+    assert log == [
+        "cuBLAS refused a matrix product in a tile that it had proposed (status 15); its own choice runs instead"
+    ]
+
+
+def test_each_device_has_a_handle():
+    devices = "9.0:132:Stub H200;9.0:132:Stub H200"
+    (served, _, handles), _ = run_stub(LOGITS, LOGITS | {"device": 1}, LOGITS, STUB_CUDA_DEVICES=devices)
+    assert served == [True] * 3 and handles == 2

@@ -45,9 +45,11 @@ def read(_, values):
 
 
 def write(_, values):
-    to, *words = values
-    for address, *lane in zip(to, *words):
-        ctypes.memmove(int(address), np.array(lane, np.int32).tobytes(), LANE)
+    to, *words = values[:5]
+    wanted = values[5] if len(values) > 5 else np.ones_like(to)
+    for address, goes, *lane in zip(to, wanted, *words):
+        if goes:
+            ctypes.memmove(int(address), np.array(lane, np.int32).tobytes(), LANE)
     return [np.zeros(to.shape, np.int32)]
 
 

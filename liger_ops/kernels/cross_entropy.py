@@ -31,7 +31,7 @@ range reads nothing out of bounds: its row's loss and gradient are NaN. Targets 
 import triton
 import triton.language as tl
 
-from .kept import await_kept, keep, read_kept, write_lanes
+from .kept import await_kept, keep, lane_words, read_kept, write_lanes, write_some_lanes
 from .rows import row_offset
 from .table import Config, Kernel
 
@@ -618,11 +618,14 @@ def gradient_kept(
             for i in tl.static_range(VEC):
                 dx = dx + (exp_over(values[i], top, DTYPE) * slope,)
             if whole:
-                write_lanes(out - skew + first, dx, DTYPE)
+                write_lanes(out - skew + first, lane_words(dx, DTYPE))
             elif start < limit:
+                # Of a row's first and last tile all lanes but one are as good as others.
+                lanes = level & (first >= skew) & (first + VEC <= limit)
+                write_some_lanes(out - skew + first, lane_words(dx, DTYPE), lanes)
                 for i in tl.static_range(VEC):
                     at = first + i
-                    tl.store(out - skew + at, dx[i].to(DTYPE), mask=(at >= skew) & (at < limit))
+                    tl.store(out - skew + at, dx[i].to(DTYPE), mask=(at >= skew) & (at < limit) & (lanes == 0))
 
 
 @triton.jit

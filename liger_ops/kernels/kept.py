@@ -74,8 +74,8 @@ def read_kept(kept, tile, DTYPE: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def write_lanes(at, values, DTYPE: tl.constexpr):
-    """What read_kept returned, or is computed of it, to memory that is not read soon; `at`: where each lane goes."""
+def lane_words(values, DTYPE: tl.constexpr):
+    """What read_kept returned, or is computed of it, as the four words of every lane."""
     words = ()
     for i in tl.static_range(4):
         if DTYPE == tl.float32:
@@ -84,9 +84,29 @@ def write_lanes(at, values, DTYPE: tl.constexpr):
             words = words + (packed("cvt.rn.bf16x2.f32 $0, $2, $1;", values[2 * i], values[2 * i + 1]),)
         else:
             words = words + (packed("cvt.rn.f16x2.f32 $0, $2, $1;", values[2 * i], values[2 * i + 1]),)
+    return words
+
+
+@triton.jit
+def write_lanes(at, words):
+    """To memory that is not read soon; `at`: where each lane goes."""
     tl.inline_asm_elementwise(
         "st.global.L1::evict_first.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,r,r,r,r",
         [at.to(tl.int64), words[0], words[1], words[2], words[3]], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_some_lanes(at, words, wanted):
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $6, 0;
+        @wanted st.global.L1::evict_first.v4.b32 [$1], {$2, $3, $4, $5};
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r,r,r", [at.to(tl.int64), words[0], words[1], words[2], words[3], wanted.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

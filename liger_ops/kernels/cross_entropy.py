@@ -982,7 +982,7 @@ KERNELS = [
         # without columns kept. 2**27 logits in bf16 (126): 1024 columns 164 (166), 2048 143 (152), 4096 139 (150), 8192 139
         # (143), 16384 140 (147); odd rows: 1003 249 (337), 2003 193 (230), 4003 155 (175), 8003 141 (177), 16003 146 (188).
         # 2**29 (502): 32000 columns 535 (559), 65536 565 (624), 128256 573 (617), 262144 585 (637); odd rows: 32003 606
-        # (673), 50257 590 (731). fp32, 2**28 (502): 32000 555 (672), 50257 596, 128256 582 (721).
+        # (673), 50257 568 (731). fp32, 2**28 (502): 32000 555 (672), 128256 582 (721).
         configs=[
             whole_config(1024, 32, 2),
             whole_config(2048, 32, 2),
@@ -998,7 +998,7 @@ KERNELS = [
             whole_config(4096, 64, 1, aligned=False),
             whole_config(8192, 64, 1, aligned=False),
             whole_config(16384, 128, 1, aligned=False, programs_per_sm=5, common_only=False),
-            part_config(MOST_PARTS.value * 16384, 17408, 128, 1, aligned=False, programs_per_sm=6),
+            part_config(MOST_PARTS.value * 16384, 18432, 128, 2, aligned=False, programs_per_sm=5),
             both_config(None, 256, 4, 8192, aligned=False),
         ],
     ),

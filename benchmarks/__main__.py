@@ -1,4 +1,5 @@
-"""python -m benchmarks: time ours beside its peers; compare two results; redraw a report; tune launch shapes."""
+"""python -m benchmarks: time ours beside its peers; compare two results; redraw a report; tune launch shapes and the
+choice of tiles for matrix products."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, Sequence
 
 import torch
 
-from benchmarks import compare, report, tune, warm
+from benchmarks import compare, products, report, tune, warm
 from benchmarks.harness import COLD_START_RUNS, COVER, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
@@ -59,7 +60,8 @@ def names(text: str) -> list[str]:
 def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl', 'tune OP'.",
+        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl', 'tune OP', "
+        "'products'.",
     )
     parser.add_argument("--suite", choices=ROUNDS, default="quick")
     parser.add_argument("--ops", type=names, help=f"comma-separated; default: {','.join(ops)}")
@@ -146,6 +148,8 @@ def main(argv: Sequence[str]) -> int:
         return report.main(argv[1:])
     if argv[:1] == ["tune"]:
         return tune.main(argv[1:])
+    if argv[:1] == ["products"]:
+        return products.main(argv[1:])
     ops = discover()
     return run(parse(argv, ops), ops)
 

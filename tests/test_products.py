@@ -1,9 +1,16 @@
 """Matrix products: the same results whichever tile serves them, and the tile that the table has for their shape."""
 
+import ctypes
+import json
+
 import pytest
 import stub_cuda
 import torch
+from stub_cuda import ROOT
 from support import assert_no_worse
+
+from benchmarks import products
+from benchmarks.report import read
 
 # Just enough multiplications for a tile of the table.
 ROWS, DEPTH, COLUMNS = 2048, 2048, 8192
@@ -162,3 +169,63 @@ def test_each_device_has_a_handle():
     devices = "9.0:132:Stub H200;9.0:132:Stub H200"
     (served, _, handles), _ = run_stub(LOGITS, LOGITS | {"device": 1}, LOGITS, STUB_CUDA_DEVICES=devices)
     assert served == [True] * 3 and handles == 2
+
+
+# ---- The measurement behind the table.
+
+
+def test_the_table_fits_its_measurement():
+    rates = products.table()
+    assert len(rates) == 14 and all(500 < rate < 1000 for rate, _ in rates.values())
+    machine, *records = read(ROOT / "benchmarks" / "results" / "nvidia-h200-products.jsonl")
+    gains, missed = [], []
+    for record in records:
+        found = products.Product(record["role"], tuple(record["layer"]))
+        ms = record["ms"]
+        chosen = ms[products.choice(found, list(ms), rates, machine["multiprocessors"])]
+        gains.append(ms["torch"] / chosen - 1)
+        missed.append(chosen / min(ms.values()) - 1)
+    assert len(records) == 121 and min(gains) > -0.03
+    assert sum(gains) / len(gains) > 0.07 and sum(missed) / len(missed) < 0.005
+
+
+def test_rates_come_back_from_times_that_follow_from_them():
+    tile, layers = products.Tile.of("128x160/2x1"), [(1024, 4096, 32000), (512, 2048, 50304), (4096, 4096, 4096)]
+    records = []
+    for layer in layers:
+        found = products.Product("d weight", layer)
+        ms = products.expected_ms(found, tile, 700.0, 64, 132)
+        # On a chip without a wave too many, that is the work over the rate.
+        assert ms >= 2 * products.multiplications(found) / 700e9
+        records.append(dict(role=found.role, layer=layer, ms={"torch": 2 * ms, str(tile): ms, "128x160/2x1/4": 1.0}))
+    ((key, (rate, epilogue, error, count)),) = products.fit(records, 132).items()
+    assert key == ((False, True), tile) and rate == pytest.approx(700) and (epilogue, count) == (64, 3) and error < 1e-9
+
+
+def test_proposals_are_measured_in_turns(monkeypatch):
+    header = "CUBLASLT_MATMUL_TILE_128x160 = 29,\nCUBLASLT_MATMUL_TILE_320x128 = 248,\nCUBLASLT_CLUSTER_SHAPE_2x1x1 = 3,\n"
+    tiles, clusters = products.numbers_of(header, "MATMUL_TILE"), products.numbers_of(header, "CLUSTER_SHAPE")
+    assert tiles == {29: (128, 160), 248: (320, 128)} and clusters == {3: (2, 1)}
+    monkeypatch.setenv("STUB_LT_PROPOSALS", "248:3:1:4;29:3:1:0;29:3:1:4;29:3:4:99;23:3:1:0")
+    library = ctypes.CDLL(str(stub_cuda.cublas_folder() / "libcublasLt.so.13"))
+    library.stub_lt_record.restype = ctypes.c_char_p
+    cublas = products.Cublas(library, tiles, clusters)
+
+    def clock(way, calls):
+        for _ in range(calls):
+            way()
+        return lambda: 4.0
+
+    found = list(products.measure(cublas, [(8, 16, 32)], "cpu", clock))
+    assert [r["role"] for r in found] == list(products.ROLES)
+    for record in found:
+        # What the header does not name stays out, and so does a tile that was proposed before.
+        assert record["ms"] == dict.fromkeys(["torch", "320x128/2x1", "128x160/2x1", "128x160/2x1/4"], 4.0)
+    ran = json.loads(f"[{library.stub_lt_record().decode().rstrip(',')}]")
+    calls = 1 + products.ROUNDS * 2
+    assert len(ran) == 4 * 3 * calls and {r["place"] for r in ran} == {0, 1, 3}
+    shapes = [ran[i * 3 * calls][key][1:3] for i in range(4) for key in ("a", "b", "c")]
+    assert shapes[:3] == [[16, 32], [16, 8], [32, 8]]  # w, x, y, columns first
+    assert shapes[3:6] == [[16, 32], [32, 8], [16, 8]]  # w, dy, dx
+    assert shapes[6:9] == shapes[9:] == [[16, 8], [32, 8], [16, 32]]  # x, dy, dw
+    assert [ran[i * 3 * calls]["beta"] for i in range(4)] == [0, 0, 0, 1]

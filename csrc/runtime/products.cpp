@@ -26,10 +26,10 @@ struct Tile {
   int rate, epilogue;
 };
 
-// Fitted to 88 products on an H200 (bf16, cuBLAS 13.0, hidden 2048 to 8192 by 4096 to 256000, 512 to 16384 tokens), all
-// measured back to back at the power limit. Times that follow from these numbers are within 2.4 % of the measured ones;
-// what they choose is 0.4 % from the fastest on average, and faster than the first proposal by 6 % (logits and other
-// x @ w.T), 2 % (d input) and 11 to 15 % (d weight; 29 % for 1024 tokens added to it).
+// Fitted to 121 products on an H200 (benchmarks/results/nvidia-h200-products.md: bf16, cuBLAS 13, hidden 2048 to 8192 by
+// 4096 to 256000, 512 to 16384 tokens), measured back to back at the power limit. What these numbers choose is within
+// half a percent of the fastest proposal on average, and faster than the first by 6 % for x @ w.T, 2 % for d input, and 11
+// to 15 % for d weight (up to 38 % where few tokens are added to it). `python -m benchmarks products` measures and fits.
 constexpr Tile kTiles[] = {
     {true, false, 29, 3, 128, 160, 2, 1, 710, 64},
     {true, false, 201, 5, 176, 128, 1, 2, 710, 64},

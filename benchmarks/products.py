@@ -1,0 +1,365 @@
+"""python -m benchmarks products: what cuBLAS's proposals for large products of half precision take, and the rates of
+tiles that follow for the table in csrc/runtime/products.cpp.
+
+For linear layers x @ w.T of some shapes: the output, the gradient of x, and that of w, written and added to. Every
+proposal takes turns with the others and with torch, without a pause: the chip is at its power limit, as in training.
+With --fit FILE nothing is measured: rates are fitted to what FILE holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+
+from benchmarks.machine import describe, slug
+from benchmarks.report import grid, read, size
+
+TABLE = Path(__file__).parent.parent / "csrc" / "runtime" / "products.cpp"
+TORCH = "torch"
+PROPOSALS, WORKSPACE = 40, 32 << 20
+ROUNDS, SECONDS_A_TURN, TURNS_MOST = 4, 0.01, 8
+WARM_SECONDS = 2.0
+EPILOGUES = (0, 32, 64, 128, 200, 300)
+# (tokens, in, out): heads of language models by the chunk, and the layers of MLPs.
+LAYERS = [
+    *((t, 4096, 128256) for t in (512, 1024, 2048, 4096, 8192)),
+    *((t, 3584, 151936) for t in (768, 1024, 1280, 2048, 4096, 8192)),
+    *((t, 2048, 128256) for t in (512, 1024, 2048, 4096, 8192)),
+    *((t, 4096, 32000) for t in (1024, 4096, 8192)),
+    *((t, 3072, 256000) for t in (1024, 2048, 4096)),
+    *((t, 8192, 128256) for t in (1024, 2048, 4096)),
+    (16384, 4096, 4096), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 3584, 18944), (16384, 18944, 3584),
+    (8192, 3072, 24576), (8192, 24576, 3072),
+]  # fmt: skip
+ROLES = ("output", "d input", "d weight", "d weight +=")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What c is computed in, columns first, and by how many tiles of a cluster; parts: of the sum over k."""
+
+    rows: int
+    columns: int
+    cluster_rows: int
+    cluster_columns: int
+    parts: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Tile:
+        tile, cluster, *parts = text.split("/")
+        return cls(*map(int, tile.split("x")), *map(int, cluster.split("x")), *map(int, parts))
+
+    def __str__(self) -> str:
+        parts = f"/{self.parts}" if self.parts > 1 else ""
+        return f"{self.rows}x{self.columns}/{self.cluster_rows}x{self.cluster_columns}{parts}"
+
+    def waves(self, m: int, n: int, multiprocessors: int) -> int:
+        clusters = -(-m // (self.rows * self.cluster_rows)) * -(-n // (self.columns * self.cluster_columns))
+        return -(-clusters // max(1, multiprocessors // (self.cluster_rows * self.cluster_columns)))
+
+
+@dataclass(frozen=True)
+class Product:
+    """c (m x n) = op(a) op(b), columns first."""
+
+    role: str
+    layer: tuple[int, int, int]
+
+    @property
+    def transposed(self) -> tuple[bool, bool]:
+        return {"output": (True, False), "d input": (False, False)}.get(self.role, (False, True))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        tokens, inner, outer = self.layer
+        return {"output": (outer, tokens, inner), "d input": (inner, tokens, outer)}.get(self.role, (inner, outer, tokens))
+
+    def operands(self, x: torch.Tensor, w: torch.Tensor, d: torch.Tensor, out: Sequence[torch.Tensor]) -> Any:
+        """(a, b, c, beta, what torch does)"""
+        y, dx, dw = out
+        if self.role == "output":
+            return w, x, y, 0.0, lambda: torch.mm(x, w.t(), out=y)
+        if self.role == "d input":
+            return w, d, dx, 0.0, lambda: torch.mm(d, w, out=dx)
+        if self.role == "d weight":
+            return x, d, dw, 0.0, lambda: torch.mm(d.t(), x, out=dw)
+        return x, d, dw, 1.0, lambda: dw.addmm_(d.t(), x)
+
+
+# ---- cuBLAS
+
+
+class Algorithm(ctypes.Structure):
+    _fields_ = [("opaque", c_uint64 * 8)]
+
+
+class Heuristic(ctypes.Structure):
+    _fields_ = [
+        ("algorithm", Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float), ("reserved", c_int * 4),
+    ]  # fmt: skip
+
+
+COMPUTE_F32, F32, BF16 = 68, 0, 14
+TRANSPOSE_A, WORKSPACE_LIMIT = 3, 1
+TILE, PARTS, CLUSTER = 1, 2, 8
+
+
+@dataclass
+class Cublas:
+    """cuBLASLt in the copy that torch has loaded. tiles, clusters: (rows, columns) by their number in its header."""
+
+    library: ctypes.CDLL
+    tiles: dict[int, tuple[int, int]]
+    clusters: dict[int, tuple[int, int]]
+    handle: c_void_p = field(default_factory=c_void_p)
+
+    def __post_init__(self) -> None:
+        self.call("cublasLtCreate", byref(self.handle))
+
+    def call(self, name: str, *args: Any) -> None:
+        status = getattr(self.library, name)(*args)
+        if status:
+            raise RuntimeError(f"{name}: status {status}")
+
+    def describe(self, product: Product) -> tuple[c_void_p, list[c_void_p]]:
+        (m, n, k), transposed = product.sizes, product.transposed
+        operation, layouts = c_void_p(), []
+        self.call("cublasLtMatmulDescCreate", byref(operation), COMPUTE_F32, F32)
+        for i, flag in enumerate(transposed):
+            self.call("cublasLtMatmulDescSetAttribute", operation, TRANSPOSE_A + i, byref(c_int(flag)), c_size_t(4))
+        shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
+        for rows, columns in shapes:
+            layouts.append(c_void_p())
+            create = "cublasLtMatrixLayoutCreate"
+            self.call(create, byref(layouts[-1]), BF16, c_uint64(rows), c_uint64(columns), c_int64(rows))
+        return operation, layouts
+
+    def proposals(self, operation: c_void_p, layouts: Sequence[c_void_p]) -> list[Heuristic]:
+        preference, found, count = c_void_p(), (Heuristic * PROPOSALS)(), c_int()
+        self.call("cublasLtMatmulPreferenceCreate", byref(preference))
+        limit = byref(c_size_t(WORKSPACE))
+        self.call("cublasLtMatmulPreferenceSetAttribute", preference, WORKSPACE_LIMIT, limit, c_size_t(8))
+        for attribute in range(5, 9):
+            alignment = byref(c_uint32(256))
+            self.call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, alignment, c_size_t(4))
+        a, b, c = layouts
+        self.call(
+            "cublasLtMatmulAlgoGetHeuristic", self.handle, operation, a, b, c, c, preference, PROPOSALS, found, byref(count)
+        )
+        self.call("cublasLtMatmulPreferenceDestroy", preference)
+        return list(found)[: count.value]
+
+    def tile(self, algorithm: Algorithm) -> Tile | None:
+        """None where the header does not know it."""
+
+        def config(attribute: int, kind: Callable) -> int:
+            value, written = kind(), c_size_t()
+            name = "cublasLtMatmulAlgoConfigGetAttribute"
+            self.call(name, byref(algorithm), attribute, byref(value), c_size_t(ctypes.sizeof(kind)), byref(written))
+            return value.value
+
+        tile, cluster = self.tiles.get(config(TILE, c_int)), self.clusters.get(config(CLUSTER, c_uint16))
+        return Tile(*tile, *cluster, max(1, config(PARTS, c_int))) if tile and cluster else None
+
+    def runner(self, product: Product, proposal: Heuristic, described: Any, workspace: torch.Tensor) -> Callable:
+        operation, (a, b, c) = described
+        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+        one = c_float(1)
+
+        def run(at_a: torch.Tensor, at_b: torch.Tensor, at_c: torch.Tensor, beta: float) -> None:
+            into = c_void_p(at_c.data_ptr())
+            self.call(
+                "cublasLtMatmul", self.handle, operation, byref(one), c_void_p(at_a.data_ptr()), a,
+                c_void_p(at_b.data_ptr()), b, byref(c_float(beta)), into, c, into, c, byref(proposal.algorithm),
+                c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE), c_void_p(stream),
+            )  # fmt: skip
+
+        return run
+
+
+def numbers_of(header: str, kind: str) -> dict[int, tuple[int, int]]:
+    found = re.findall(rf"CUBLASLT_{kind}_(\d+)x(\d+)\w*\s*=\s*(\d+)", header)
+    return {int(number): (int(rows), int(columns)) for rows, columns, number in found}
+
+
+def load() -> Cublas:
+    torch.zeros(1, device="cuda") @ torch.zeros(1, device="cuda")
+    (path,) = {line.split()[-1] for line in open("/proc/self/maps") if "libcublasLt.so" in line}
+    header = next(iter(Path(path).parents[1].glob("include/cublasLt.h")), None)
+    if header is None:
+        raise SystemExit(f"products: no include/cublasLt.h beside {path}")
+    text = header.read_text()
+    return Cublas(ctypes.CDLL(path), numbers_of(text, "MATMUL_TILE"), numbers_of(text, "CLUSTER_SHAPE"))
+
+
+# ---- Measuring
+
+
+def in_turns(ways: dict[str, Callable[[], None]], clock: Callable[[Callable, int], Callable[[], float]]) -> dict[str, float]:
+    """Median milliseconds of each. clock(way, calls): has them run, and gives a function that says what one took."""
+    calls = {name: clock(way, 1) for name, way in ways.items()}
+    calls = {n: max(2, min(TURNS_MOST, int(SECONDS_A_TURN * 1e3 / max(time(), 1e-3)))) for n, time in calls.items()}
+    times = defaultdict(list)
+    for turn in range(ROUNDS):
+        # Nobody always follows the same neighbour.
+        names = list(ways) if turn % 2 else list(reversed(ways))
+        for name in names[turn:] + names[:turn]:
+            times[name].append(clock(ways[name], calls[name]))
+    return {name: statistics.median(time() for time in taken) for name, taken in times.items()}
+
+
+def cuda_clock(way: Callable[[], None], calls: int) -> Callable[[], float]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        way()
+    end.record()
+    return lambda: (end.synchronize(), start.elapsed_time(end) / calls)[1]
+
+
+def measure(
+    cublas: Cublas, layers: Sequence[tuple[int, int, int]], device: str, clock: Callable
+) -> Iterator[dict[str, Any]]:
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    for layer in layers:
+        tokens, inner, outer = layer
+        make = {"dtype": torch.bfloat16, "device": device}
+        x, w = torch.randn(tokens, inner, **make), torch.randn(outer, inner, **make) * inner**-0.5
+        d, out = torch.randn(tokens, outer, **make) / tokens, [torch.zeros_like(t) for t in (x, w)]
+        out.insert(0, torch.zeros_like(d))
+        for role in ROLES:
+            product = Product(role, layer)
+            a, b, c, beta, by_torch = product.operands(x, w, d, out)
+            described = cublas.describe(product)
+            ways: dict[str, Callable[[], None]] = {TORCH: by_torch}
+            for proposal in cublas.proposals(*described):
+                tile = cublas.tile(proposal.algorithm)
+                if tile is not None and str(tile) not in ways:
+                    run = cublas.runner(product, proposal, described, workspace)
+                    ways[str(tile)] = lambda run=run: run(a, b, c, beta)
+            yield {"kind": "product", **asdict(product), "ms": in_turns(ways, clock)}
+
+
+# ---- Fitting
+
+
+def multiplications(product: Product) -> int:
+    return math.prod(product.sizes)
+
+
+def expected_ms(product: Product, tile: Tile, rate: float, epilogue: int, multiprocessors: int) -> float:
+    """As csrc/runtime/products.cpp has it; rate in TFLOP/s."""
+    m, n, k = product.sizes
+    work = tile.waves(m, n, multiprocessors) * multiprocessors * tile.rows * tile.columns * (k + epilogue)
+    return 2 * work / rate / 1e9
+
+
+def fit(records: Sequence[dict[str, Any]], multiprocessors: int) -> dict[tuple, tuple[float, int, float, int]]:
+    """(transposed, tile) -> (rate, epilogue, mean error, measurements)"""
+    points = defaultdict(list)
+    for record in records:
+        product = Product(record["role"], tuple(record["layer"]))
+        for name, ms in record["ms"].items():
+            if name != TORCH and (tile := Tile.of(name)).parts == 1:
+                points[product.transposed, tile].append((product, ms))
+    found = {}
+    for (transposed, tile), measured in points.items():
+        for epilogue in EPILOGUES:
+            rates = [expected_ms(p, tile, 1.0, epilogue, multiprocessors) / ms for p, ms in measured]
+            rate = statistics.median(rates)
+            error = statistics.mean(abs(math.log(r / rate)) for r in rates)
+            if (transposed, tile) not in found or error < found[transposed, tile][2]:
+                found[transposed, tile] = (rate, epilogue, error, len(measured))
+    return found
+
+
+def table() -> dict[tuple, tuple[float, int]]:
+    """(transposed, tile) -> (rate, epilogue), as the library has them."""
+    rows = re.findall(r"^ +\{(true|false), (true|false), \d+, \d+, ([\d, ]+)\},$", TABLE.read_text(), re.MULTILINE)
+    out = {}
+    for a, b, numbers in rows:
+        *tile, rate, epilogue = map(int, numbers.split(", "))
+        out[(a == "true", b == "true"), Tile(*tile)] = rate, epilogue
+    return out
+
+
+def choice(product: Product, proposed: Sequence[str], rates: dict[tuple, tuple], multiprocessors: int) -> str:
+    """What the library would run."""
+    times = {}
+    for name in proposed:
+        if name != TORCH and (known := rates.get((product.transposed, Tile.of(name)))):
+            times[name] = expected_ms(product, Tile.of(name), *known[:2], multiprocessors)
+    return min(times, key=times.__getitem__) if times else TORCH
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    machine, *products = records
+    rates, rows, gains = table(), [], defaultdict(list)
+    for record in products:
+        product, ms = Product(record["role"], tuple(record["layer"])), record["ms"]
+        chosen = choice(product, list(ms), rates, machine["multiprocessors"])
+        best = min(ms, key=ms.__getitem__)
+        gains[product.role].append(ms[TORCH] / ms[chosen])
+        rows.append([
+            product.role, size(product.layer), f"{ms[TORCH]:.3f}", f"{ms[chosen]:.3f}", chosen,
+            f"{ms[TORCH] / ms[chosen]:.2f}", f"{ms[best]:.3f}", best, f"{2 * multiplications(product) / ms[chosen] / 1e9:.0f}",
+        ])  # fmt: skip
+    header = [
+        "product", "tokens×in×out", "torch, ms", "ours, ms", "tile/cluster", "faster by", "fastest, ms", "its tile", "TFLOP/s",
+    ]  # fmt: skip
+    summary = [[role, len(g), f"{statistics.mean(g):.3f}", f"{min(g):.3f}", f"{max(g):.3f}"] for role, g in gains.items()]
+    return "\n".join([
+        f"# {machine.get('gpu', 'stub')}: large matrix products in bf16", "",
+        ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "device")), "",
+        "Linear layers by cuBLAS in the tile that torch gets, in the one that the table of csrc/runtime/products.cpp expects to "
+        "be the fastest, and in the fastest of those proposed. Median of turns that follow each other without a pause.", "",
+        grid(["product", "measured", "faster by, mean", "least", "most"], [[str(c) for c in row] for row in summary]), "",
+        grid(header, rows), "",
+    ])  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks products", description=__doc__.split("\n\n")[0])
+    layer = lambda text: tuple(map(int, text.replace("×", "x").split("x")))  # noqa: E731
+    parser.add_argument("--layers", nargs="*", type=layer, default=LAYERS, metavar="TOKENSxINxOUT")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="what an earlier run wrote")
+    args = parser.parse_args(argv)
+    if args.fit is None and not torch.cuda.is_available():
+        parser.error("measuring needs a CUDA device, torch sees none (with --fit FILE nothing is measured)")
+    path = args.fit
+    if path is None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        path = args.out / f"{slug('cuda')}-products.jsonl"
+        args.out.mkdir(parents=True, exist_ok=True)
+        warm = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        for _ in range(int(WARM_SECONDS * 700)):
+            warm @ warm
+        del warm
+        with open(path, "w") as lines:
+            record = describe("cuda") | {"multiprocessors": properties.multi_processor_count}
+            print(json.dumps(record), file=lines)
+            for record in measure(load(), args.layers, "cuda", cuda_clock):
+                print(json.dumps(record), file=lines, flush=True)
+                best = min(record["ms"], key=record["ms"].__getitem__)
+                print(f"{record['role']} {size(record['layer'])}: torch {record['ms'][TORCH]:.3f} ms, {best} {record['ms'][best]:.3f}")
+    records = read(path)
+    text = page(records)
+    path.with_suffix(".md").write_text(text)
+    print(text)
+    found = fit(records[1:], records[0]["multiprocessors"])
+    print("transpose a, b · tile/cluster · TFLOP/s · epilogue · mean error · measurements")
+    for (transposed, tile), (rate, epilogue, error, count) in sorted(found.items(), key=lambda kv: (kv[0][0], -kv[1][0])):
+        print(f"{transposed} · {tile} · {rate:.0f} · {epilogue} · {error:.1%} · {count}")
+    return 0

@@ -105,8 +105,9 @@ def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
         from liger_ops.transformers import apply_liger_kernel
 
         report = str(apply_liger_kernel(model))
-    # Rates at which training is stable: an unstable one makes a gap of any rounding.
+    # A training that is stable: one that is not makes a gap of any rounding.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if size.hidden < 512 else 3e-4, eps=1e-6)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=max(1, size.steps // 10))
     forward = torch.compile(model) if compiled else model
     before = torch.cuda.memory_allocated() if device == "cuda" else resident("VmRSS")
     liger_ops.reset_launch_counts()
@@ -118,7 +119,9 @@ def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
         start = time.perf_counter()
         loss = forward(input_ids=ids, labels=ids).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        warmup.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)

@@ -165,6 +165,19 @@ def test_a_refused_product_is_said_once():
     ]
 
 
+def serve_in_a_capture(products):
+    served = serve(products)[0]
+    return served, [c["mode"] for c in calls("cuThreadExchangeStreamCaptureMode")], driver.capture_mode()
+
+
+def test_the_first_product_may_be_part_of_a_capture():
+    """What cuBLAS loads for it, it loads in relaxed mode, and the thread's own mode comes back."""
+    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
+    env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS}
+    run = stub_cuda.run(serve_in_a_capture, [LOGITS, LOGITS], needs=[serve], **env)
+    assert run.value == [[True, True], ["2", "0"] * 3, 0]
+
+
 def test_each_device_has_a_handle():
     devices = "9.0:132:Stub H200;9.0:132:Stub H200"
     (served, _, handles), _ = run_stub(LOGITS, LOGITS | {"device": 1}, LOGITS, STUB_CUDA_DEVICES=devices)

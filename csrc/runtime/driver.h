@@ -44,4 +44,21 @@ struct Driver {
   std::string describe(CuResult result) const;
 };
 
+/// Loading inside a CUDA graph capture is legal only in relaxed mode; the thread's mode is put back afterwards.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) {
+    relaxed_ = driver_.cuThreadExchangeStreamCaptureMode(&mode_) == kCuSuccess;
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() {
+    if (relaxed_) driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  }
+
+ private:
+  const Driver& driver_;
+  int mode_ = kCuCaptureModeRelaxed;
+  bool relaxed_;
+};
+
 }  // namespace liger::runtime

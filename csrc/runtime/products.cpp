@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "runtime/cublas_lt.h"
+#include "runtime/driver.h"
 #include "runtime/log.h"
 #include "runtime/runtime.h"
 
@@ -164,8 +165,7 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
   const DeviceInfo* info = device_info(device, error);
   if (!info || info->capability / 10 != kMeasuredFamily) return nullptr;
   const CublasLt* lt = CublasLt::get();
-  void* handle = lt ? handle_of(*lt, device) : nullptr;
-  if (!handle) return nullptr;
+  if (!lt) return nullptr;
 
   using Key = std::array<int64_t, 11>;
   static std::map<Key, std::shared_ptr<const ProductPlan>> plans;
@@ -176,8 +176,12 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
     std::lock_guard<std::mutex> lock(mutex);
     if (auto found = plans.find(key); found != plans.end()) return found->second;
   }
-  auto plan = std::make_shared<ProductPlan>(*lt, handle, p);
-  if (!plan->choose(p, info->multiprocessors)) plan = nullptr;
+  const RelaxedCapture relaxed(*Driver::get());
+  std::shared_ptr<ProductPlan> plan;
+  if (void* handle = handle_of(*lt, device)) {
+    plan = std::make_shared<ProductPlan>(*lt, handle, p);
+    if (!plan->choose(p, info->multiprocessors)) plan = nullptr;
+  }
   std::lock_guard<std::mutex> lock(mutex);
   // Sequences of ever new lengths must not fill memory.
   if (plans.size() >= kMostPlans) plans.clear();
@@ -190,6 +194,7 @@ bool multiply(
     const ProductPlan& plan, void* stream, double alpha, const void* a, const void* b, double beta, void* c,
     void* workspace) {
   const float one = float(alpha), kept = float(beta);
+  const RelaxedCapture relaxed(*Driver::get());  // the first product of its kind loads a kernel
   const LtStatus status = plan.lt.cublasLtMatmul(
       plan.handle, plan.operation, &one, a, plan.a, b, plan.b, &kept, c, plan.c, c, plan.c, &plan.algorithm, workspace,
       plan.workspace, stream);

@@ -149,22 +149,6 @@ HookHolder& hook_holder() {
   return holder;
 }
 
-// Loading inside a CUDA graph capture is legal only in relaxed mode; the thread's mode is put back afterwards.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const Driver& driver) : driver_(driver) {
-    relaxed_ = driver_.cuThreadExchangeStreamCaptureMode(&mode_) == kCuSuccess;
-  }
-  ~RelaxedCapture() {
-    if (relaxed_) driver_.cuThreadExchangeStreamCaptureMode(&mode_);
-  }
-
- private:
-  const Driver& driver_;
-  int mode_ = kCuCaptureModeRelaxed;
-  bool relaxed_;
-};
-
 class CurrentContext {
  public:
   CurrentContext(const Driver& driver, void* context) : result(driver.cuCtxPushCurrent(context)), driver_(driver) {}

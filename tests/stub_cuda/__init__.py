@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ROOT / "liger_ops" / "packs"
@@ -65,12 +65,13 @@ def environment(**changes: Any) -> dict[str, str]:
     return {k: str(v) for k, v in (no_cache | defaults | changes).items()}
 
 
-def run(function: Callable, *arguments: Any, **env: Any) -> Run:
-    """Calls a function of a test file, by its source, in a process that has the names of stub_cuda.client."""
+def run(function: Callable, *arguments: Any, needs: Sequence[Callable] = (), **env: Any) -> Run:
+    """Calls a function of a test file, by its source and that of others that it calls, in a process that has the names
+    of stub_cuda.client."""
     from support import run_python
 
     call = f"{function.__name__}(*json.loads({json.dumps(arguments)!r}))"
-    source = textwrap.dedent(inspect.getsource(function))
+    source = "\n".join(textwrap.dedent(inspect.getsource(f)) for f in (*needs, function))
     code = f"from stub_cuda.client import *\n{source}\nprint('\\n' + json.dumps({call}))"
     done = run_python(code, **environment(**env))
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"

@@ -53,8 +53,14 @@ def rule(op: Callable, rows: int, out_dims: tuple[int, ...] | None) -> Callable:
     return batched
 
 
+def multiply(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+    a, b = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((a, b), in_dims))
+    return a @ b, 0
+
+
 def register(library: torch.library.Library) -> None:
     for name, rows in ROWS.items():
         if hasattr(torch.ops.liger, name):
             op = getattr(torch.ops.liger, name).default
             torch.library.register_vmap(f"liger::{name}", rule(op, rows, OUT_DIMS.get(name)), lib=library)
+    torch.library.register_vmap("liger::_mm", multiply, lib=library)

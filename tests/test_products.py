@@ -50,6 +50,14 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.liger._mm, operands(4, 8, 3, torch.float32, device))
 
 
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 2), (1, 0)], ids=str)
+def test_vmap(in_dims, device):
+    a, b = torch.randn(3, 4, 5, device=device), torch.randn(3, 5, 6, device=device)
+    given = [t[0] if d is None else t.movedim(0, d) for t, d in zip((a, b), in_dims)]
+    expected = (a[0] if in_dims[0] is None else a) @ (b[0] if in_dims[1] is None else b)
+    torch.testing.assert_close(torch.func.vmap(torch.ops.liger._mm, in_dims)(*given), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "rows,depth,columns",

@@ -73,11 +73,16 @@ inline void multiply_aten(at::Tensor& out, const at::Tensor& a, const at::Tensor
 /// Of a dimension that is contiguous in memory, kernels of full speed take whole 16 bytes.
 inline int64_t whole(int64_t size, bool contiguous) { return contiguous ? size / 8 * 8 : size; }
 
+inline at::Tensor first(const at::Tensor& t, int64_t dim, int64_t size) {
+  return t.size(dim) == size ? t : t.narrow(dim, 0, size);
+}
+
 }  // namespace detail
 
 /// out = beta * out + alpha * a @ b, on out's device, which is the current one.
 inline void multiply(at::Tensor out, at::Tensor a, at::Tensor b, double beta = 0, double alpha = 1) {
-  if (!out.is_cuda() || !at::isReducedFloatingType(out.scalar_type()) || out.numel() == 0) {
+  const double multiplications = double(out.numel()) * double(a.size(1));
+  if (multiplications < runtime::kLeastMultiplications || !out.is_cuda() || !at::isReducedFloatingType(out.scalar_type())) {
     return detail::multiply_aten(out, a, b, beta, alpha);
   }
   if (out.stride(1) != 1 && out.stride(0) == 1) {
@@ -87,9 +92,9 @@ inline void multiply(at::Tensor out, at::Tensor a, at::Tensor b, double beta = 0
   const int64_t rows = out.size(0), columns = out.size(1), depth = a.size(1);
   const int64_t whole_rows = detail::whole(rows, a.stride(0) == 1), whole_columns = detail::whole(columns, true),
                 whole_depth = detail::whole(depth, a.stride(1) == 1 || b.stride(0) == 1);
-  at::Tensor most = out.narrow(0, 0, whole_rows).narrow(1, 0, whole_columns);
-  at::Tensor a_rows = a.narrow(0, 0, whole_rows), b_columns = b.narrow(1, 0, whole_columns);
-  at::Tensor a_most = a_rows.narrow(1, 0, whole_depth), b_most = b_columns.narrow(0, 0, whole_depth);
+  at::Tensor most = detail::first(detail::first(out, 0, whole_rows), 1, whole_columns);
+  at::Tensor a_rows = detail::first(a, 0, whole_rows), b_columns = detail::first(b, 1, whole_columns);
+  at::Tensor a_most = detail::first(a_rows, 1, whole_depth), b_most = detail::first(b_columns, 0, whole_depth);
   const detail::Planned planned(most, a_most, b_most);
   if (!planned.plan) return detail::multiply_aten(out, a, b, beta, alpha);
 

@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
-#include <tuple>
 
 #include "runtime/cublas_lt.h"
 #include "runtime/driver.h"
@@ -48,7 +46,6 @@ constexpr Tile kTiles[] = {
     {false, true, 23, 3, 128, 256, 2, 1, 702, 200},
 };
 constexpr int kMeasuredFamily = 9;  // major compute capability
-constexpr int64_t kLeastMultiplications = int64_t(1) << 35;  // what was measured takes longer than a launch matters
 constexpr int kProposals = 40;
 constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
 constexpr size_t kMostPlans = 1024;
@@ -160,7 +157,7 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
     return !value || std::strcmp(value, "0") != 0;
   }();
   if (!enabled || (p.dtype != DType::BF16 && p.dtype != DType::F16)) return nullptr;
-  if (double(p.m) * double(p.n) * double(p.k) < double(kLeastMultiplications)) return nullptr;
+  if (double(p.m) * double(p.n) * double(p.k) < kLeastMultiplications) return nullptr;
   std::string error;
   const DeviceInfo* info = device_info(device, error);
   if (!info || info->capability / 10 != kMeasuredFamily) return nullptr;

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine whose Python already has a CUDA torch.
 #   benchmarks/gpu.sh OUT [STEP ...]     default: build test anchors
-# Steps: build, test, jit (the tests with no packs), sanitize (the norms under compute-sanitizer), wheel (dist/*.whl in a
-# process without Triton and compiler), the suites anchors, quick, full and paper, rows (the kernel of the losses' rows
-# alone), products (cuBLAS's proposals), training, loss_curves.
+# Steps: build, unpack (instead of it: the libraries and packs of dist/*.whl), test, jit (the tests with no packs), sanitize
+# (the norms under compute-sanitizer), wheel (dist/*.whl in a process without Triton and compiler), the suites anchors, quick,
+# full and paper, rows (the kernel of the losses' rows alone), products (cuBLAS's proposals), training, loss_curves.
 # A failed step is reported and the next one runs. Options for the suites go in BENCH, e.g. BENCH="--ops rms_norm".
 # On an H200 with 16 cores: build 70 s, test 7 min (AOTInductor half of it), anchors of all ops 6 min, a model of training 2 min.
 set -uo pipefail
@@ -28,6 +28,12 @@ for step in "$@"; do
     start=$SECONDS
     case $step in
     build) make build PYTHON="$python" >"$log" 2>&1 ;;
+    unpack)
+        (
+            wheel=$(ls dist/*.whl | head -1)
+            "$python" -m zipfile -e "$wheel" "$out/wheel" && cp -r "$out"/wheel/liger_ops/{lib,packs} liger_ops/ && rm -r "$out/wheel"
+        ) >"$log" 2>&1
+        ;;
     test) "$python" -m pytest -m gpu -q -p no:cacheprovider tests >"$log" 2>&1 ;;
     jit)
         mkdir -p "$out/no-packs"
@@ -63,7 +69,7 @@ for step in "$@"; do
     case $step in
     test | jit | sanitize) grep -E '^(FAILED|ERROR)' "$log" | cut -c1-200 | head -30; tail -n 1 "$log" ;;
     wheel) tail -n 20 "$log" ;;
-    build) [ $status -eq 0 ] || tail -n 30 "$log" ;;
+    build | unpack) [ $status -eq 0 ] || tail -n 30 "$log" ;;
     *) if grep -q '^# ' "$log"; then tables+=("$log"); else tail -n 15 "$log"; fi ;;
     esac
 done

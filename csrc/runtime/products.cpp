@@ -27,8 +27,9 @@ struct Tile {
 
 // Fitted to 121 products on an H200 (benchmarks/results/nvidia-h200-products.md: bf16, cuBLAS 13, hidden 2048 to 8192 by
 // 4096 to 256000, 512 to 16384 tokens), measured back to back at the power limit. What these numbers choose is within
-// half a percent of the fastest proposal on average, and faster than the first by 6 % for x @ w.T, 2 % for d input, and 11
-// to 15 % for d weight (up to 38 % where few tokens are added to it). `python -m benchmarks products` measures and fits.
+// half a percent of the fastest proposal on average, and faster than what torch gets by 6 % for x @ w.T, 2 % for d input,
+// and 11 to 15 % for d weight (up to 38 % where few tokens are added to it). Between kernels that leave the chip time to
+// cool, as in a whole training step, less is left of that. `python -m benchmarks products` measures and fits.
 constexpr Tile kTiles[] = {
     {true, false, 29, 3, 128, 160, 2, 1, 710, 64},
     {true, false, 201, 5, 176, 128, 1, 2, 710, 64},

@@ -25,8 +25,10 @@ from benchmarks.harness import COVER, Case, Clock, CudaClock, Problem, WrongResu
 from benchmarks.op import Shape
 from benchmarks.providers import discover, load
 
-# What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone.
+# What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone. KEEP, what a program
+# keeps in shared memory, changes by tiles of its own.
 FIXED = {"ALIGNED", "SKEWED", "SHARE", "KEEP", "KEEPS_ALL", "ONE_ROW"}
+LANE_COLUMNS = 8  # of 16 bits
 SWITCHES = {"PREFETCH", "EARLY"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8  # the second is what hosts of persistent programs allocate for
 SAMPLES, STEPS = 30, 6
@@ -177,7 +179,7 @@ class Tuner:
         tried = set(times)
         for _ in range(STEPS):
             best, config = min(times.values(), key=lambda found: found[0])
-            new = [c for c in neighbours(config) if repr(c) not in tried]
+            new = [c for c in neighbours(config, least_share(launch.kernel)) if repr(c) not in tried]
             tried |= {repr(c) for c in new}
             refused = self.executor.compile([launch.variant(c) for c in new])
             for candidate, why in zip(new, refused):
@@ -196,8 +198,23 @@ class Tuner:
         return list(times.values())
 
 
-def neighbours(config: Any) -> Iterator[Any]:
-    """One number doubled or halved, or one doubled and another halved, or a switch turned."""
+def least_share(kernel: Any) -> int:
+    """The host has room for as many parts of a row as the table's smallest part makes."""
+    return min((c.constexprs["SHARE"] for c in kernel.configs if c.constexprs.get("SHARE")), default=0)
+
+
+def keeping(config: Any, more_tiles: int = 0) -> Any:
+    """With KEEP in whole tiles; SHARE goes with it where a program's part is what it keeps."""
+    c = config.constexprs
+    if not c.get("KEEP"):
+        return config
+    tile = c["LANES"] * c["TILES"] * LANE_COLUMNS
+    keep = (-(-c["KEEP"] // tile) + more_tiles) * tile
+    return replace(config, constexprs=c | {"KEEP": keep} | ({"SHARE": keep} if c["SHARE"] == c["KEEP"] else {}))
+
+
+def neighbours(config: Any, least_share: int = 0) -> Iterator[Any]:
+    """One number doubled or halved, or one doubled and another halved, or a switch turned, or a tile more or less kept."""
     numbers = {"num_warps": config.num_warps, "programs_per_sm": config.programs_per_sm, **config.constexprs}
     free = [k for k, v in numbers.items() if v > 0 and k not in FIXED | SWITCHES]
 
@@ -207,13 +224,20 @@ def neighbours(config: Any) -> Iterator[Any]:
         if not legal or new["num_warps"] > MOST_WARPS or new["programs_per_sm"] > MOST_PROGRAMS_PER_SM:
             return None
         warps, programs = new.pop("num_warps"), new.pop("programs_per_sm")
-        return replace(config, num_warps=warps, programs_per_sm=programs, constexprs=new)
+        return keeping(replace(config, num_warps=warps, programs_per_sm=programs, constexprs=new))
 
     changes = [{k: factor} for k in free for factor in (2, 0.5)]
     changes += [{a: 2, b: 0.5} for a in free for b in free if a != b]
-    yield from (found for change in changes if (found := scaled(change)) is not None)
-    for k in SWITCHES & numbers.keys():
-        yield replace(config, constexprs={**config.constexprs, k: 1 - config.constexprs[k]})
+    found = [found for change in changes if (found := scaled(change)) is not None]
+    found += [replace(config, constexprs={**config.constexprs, k: 1 - config.constexprs[k]}) for k in SWITCHES & numbers.keys()]
+    if config.constexprs.get("KEEP"):
+        found += [keeping(config, 1), keeping(config, -1)]
+        if config.programs_per_sm > 1:
+            found += [replace(keeping(config, by), programs_per_sm=config.programs_per_sm - by) for by in (1, -1)]
+    for candidate in found:
+        share, keep = (candidate.constexprs.get(k, 0) for k in ("SHARE", "KEEP"))
+        if (not share or share >= least_share) and (keep or not config.constexprs.get("KEEP")):
+            yield candidate
 
 
 def row(config: Any) -> str:

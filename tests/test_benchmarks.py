@@ -10,7 +10,7 @@ import stub_cuda
 from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
-from benchmarks import compare, report
+from benchmarks import compare, report, tune
 
 
 def run_benchmarks(*arguments):
@@ -173,6 +173,25 @@ def test_tuning_proposes_a_row_or_keeps_it(tuned):
 def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(tuned):
     moved = (2 * 40 * 96 + 2 * 96) * 4
     assert tuned["alone"] == f"| column_sum | 40×96 | float32 | {moved / 4e3:.1f} | 20.0 | {moved / 4e3 / 20:.1%} |".replace("%", " %")
+
+
+def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
+    from liger_ops.kernels import find
+    from liger_ops.kernels.cross_entropy import part_config
+
+    kernel = find("cross_entropy_fwd_bwd")
+    least = min(c.constexprs["SHARE"] for c in kernel.configs if c.constexprs["SHARE"])
+    assert tune.least_share(kernel) == least and tune.least_share(find("rms_norm_fwd")) == 0
+    start = part_config(None, 17408, 128, 1, aligned=False, programs_per_sm=6)
+    found = list(tune.neighbours(start, least))
+    kept = [(c.constexprs["KEEP"], c.constexprs["TILES"], c.programs_per_sm) for c in found]
+    # A tile more and less, two tiles at a time in the next multiple of theirs, and a program less for a tile more.
+    assert {(18432, 1, 6), (16384, 1, 6), (18432, 2, 6), (18432, 1, 5)} <= set(kept)
+    for config in found:
+        c = config.constexprs
+        assert c["SHARE"] == c["KEEP"] and c["KEEP"] % (c["LANES"] * c["TILES"] * 8) == 0
+    small = part_config(None, least, 128, 1, aligned=False, programs_per_sm=6)
+    assert all(c.constexprs["SHARE"] >= least for c in tune.neighbours(small, least))
 
 
 def test_tuning_comes_before_the_library():

@@ -1,12 +1,13 @@
 """Matrix products: the same results whichever tile serves them, and the tile that the table has for their shape."""
 
 import ctypes
+import itertools
 import json
 
 import pytest
 import stub_cuda
 import torch
-from stub_cuda import ROOT
+from stub_cuda import LIBRARIES, ROOT
 from support import assert_no_worse
 
 from benchmarks import products
@@ -92,6 +93,51 @@ def test_products_are_the_same_in_every_run_and_in_a_graph():
     captured.zero_()
     graph.replay()
     assert torch.equal(first, captured)
+
+
+# ---- Extents of which a part is planned.
+
+
+@pytest.fixture(scope="module")
+def multiply(tmp_path_factory):
+    from torch.utils.cpp_extension import load
+
+    load(
+        "multiply_on_cpu",
+        [str(ROOT / "tests" / "multiply_on_cpu.cpp")],
+        extra_include_paths=[str(ROOT / "csrc")],
+        extra_ldflags=[str(LIBRARIES / "libliger_runtime.so"), f"-Wl,-rpath,{LIBRARIES}"],
+        build_directory=str(tmp_path_factory.mktemp("multiply_on_cpu")),
+        is_python_module=False,
+    )
+    return torch.ops.liger_on_cpu.multiply
+
+
+@pytest.mark.parametrize("refuse", [False, True], ids=["", "refused"])
+@pytest.mark.parametrize("into", ["rows", "columns"])
+@pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+def test_parts_make_the_whole(multiply, transpose, into, refuse):
+    """Nothing beside the product is written or read: rows of every tensor are padded with NaN."""
+
+    def padded(t, transposed):
+        t = t.t() if transposed else t
+        wide = t.new_full((t.shape[0], -(-t.shape[1] // 64) * 64), float("nan"))
+        view = wide.narrow(1, 0, t.shape[1]).copy_(t)
+        return (view.t() if transposed else view), wide
+
+    torch.manual_seed(0)
+    planned = 0
+    for rows, depth, columns in itertools.product((1, 7, 8, 33), (1, 7, 8, 40), (1, 8, 17, 24)):
+        for beta, alpha in ((0, 1), (1, 1), (1, 0.5), (0, 2.0)):
+            a, b, before = (torch.randn(*shape).double() for shape in ((rows, depth), (depth, columns), (rows, columns)))
+            out, memory = padded(before if beta else torch.full_like(before, float("nan")), into == "columns")
+            runs = multiply(out, padded(a, transpose[0])[0], padded(b, transpose[1])[0], beta, alpha, refuse)
+            planned += runs
+            torch.testing.assert_close(out, alpha * (a @ b) + (beta * before if beta else 0))
+            assert memory[:, rows if into == "columns" else columns :].isnan().all()
+    # Where both would have to be read across their rows, the table has nothing.
+    both = (transpose == (True, True), transpose == (False, False))[into == "columns"]
+    assert (planned == 0) == both
 
 
 # ---- The table, over a stub of cuBLAS.

@@ -36,7 +36,8 @@ struct Planned {
   std::shared_ptr<const runtime::ProductPlan> plan;
   void* stream = nullptr;
 
-  /// Null plan: ATen's way is the better one.
+  /// False: ATen's way is the better one.
+  explicit operator bool() const { return bool(plan); }
   Planned(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
     // Row by row, out is BLAS's transpose of itself: b comes first.
     auto first = Operand::of(b, false), second = Operand::of(a, false), into = Operand::of(out, true);
@@ -77,43 +78,50 @@ inline at::Tensor first(const at::Tensor& t, int64_t dim, int64_t size) {
   return t.size(dim) == size ? t : t.narrow(dim, 0, size);
 }
 
-}  // namespace detail
-
-/// out = beta * out + alpha * a @ b, on out's device, which is the current one.
-inline void multiply(at::Tensor out, at::Tensor a, at::Tensor b, double beta = 0, double alpha = 1) {
-  const double multiplications = double(out.numel()) * double(a.size(1));
-  if (multiplications < runtime::kLeastMultiplications || !out.is_cuda() || !at::isReducedFloatingType(out.scalar_type())) {
-    return detail::multiply_aten(out, a, b, beta, alpha);
-  }
+/// multiply(), by whatever makes plans.
+template <class Planned>
+void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double alpha) {
   if (out.stride(1) != 1 && out.stride(0) == 1) {
     std::swap(a, b);
     for (at::Tensor* t : {&out, &a, &b}) *t = t->t();
   }
   const int64_t rows = out.size(0), columns = out.size(1), depth = a.size(1);
-  const int64_t whole_rows = detail::whole(rows, a.stride(0) == 1), whole_columns = detail::whole(columns, true),
-                whole_depth = detail::whole(depth, a.stride(1) == 1 || b.stride(0) == 1);
-  at::Tensor most = detail::first(detail::first(out, 0, whole_rows), 1, whole_columns);
-  at::Tensor a_rows = detail::first(a, 0, whole_rows), b_columns = detail::first(b, 1, whole_columns);
-  at::Tensor a_most = detail::first(a_rows, 1, whole_depth), b_most = detail::first(b_columns, 0, whole_depth);
-  const detail::Planned planned(most, a_most, b_most);
-  if (!planned.plan) return detail::multiply_aten(out, a, b, beta, alpha);
+  const int64_t whole_rows = whole(rows, a.stride(0) == 1), whole_columns = whole(columns, true),
+                whole_depth = whole(depth, a.stride(1) == 1 || b.stride(0) == 1);
+  at::Tensor most = first(first(out, 0, whole_rows), 1, whole_columns);
+  at::Tensor a_rows = first(a, 0, whole_rows), b_columns = first(b, 1, whole_columns);
+  at::Tensor a_most = first(a_rows, 1, whole_depth), b_most = first(b_columns, 0, whole_depth);
+  const Planned planned(most, a_most, b_most);
+  if (!planned) return multiply_aten(out, a, b, beta, alpha);
 
   // A vocabulary of 50257 classes costs cuBLAS several times what 50256 do: the odd one out goes alone. What is left of
   // a sum comes first, so that it is rounded while it is small.
   if (whole_depth < depth) {
     const int64_t left = depth - whole_depth;
-    detail::multiply_aten(most, a_rows.narrow(1, whole_depth, left), b_columns.narrow(0, whole_depth, left), beta, alpha);
+    multiply_aten(most, a_rows.narrow(1, whole_depth, left), b_columns.narrow(0, whole_depth, left), beta, alpha);
   }
   const double kept = whole_depth < depth ? 1 : beta;
-  if (!planned.run(most, a_most, b_most, kept, alpha)) detail::multiply_aten(most, a_most, b_most, kept, alpha);
+  if (!planned.run(most, a_most, b_most, kept, alpha)) multiply_aten(most, a_most, b_most, kept, alpha);
   if (whole_columns < columns) {
     const int64_t left = columns - whole_columns;
     at::Tensor part = out.narrow(0, 0, whole_rows).narrow(1, whole_columns, left);
-    detail::multiply_aten(part, a_rows, b.narrow(1, whole_columns, left), beta, alpha);
+    multiply_aten(part, a_rows, b.narrow(1, whole_columns, left), beta, alpha);
   }
   if (whole_rows < rows) {
     at::Tensor part = out.narrow(0, whole_rows, rows - whole_rows);
-    detail::multiply_aten(part, a.narrow(0, whole_rows, rows - whole_rows), b, beta, alpha);
+    multiply_aten(part, a.narrow(0, whole_rows, rows - whole_rows), b, beta, alpha);
+  }
+}
+
+}  // namespace detail
+
+/// out = beta * out + alpha * a @ b, on out's device, which is the current one.
+inline void multiply(at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1) {
+  const double multiplications = double(out.numel()) * double(a.size(1));
+  if (multiplications < runtime::kLeastMultiplications || !out.is_cuda() || !at::isReducedFloatingType(out.scalar_type())) {
+    detail::multiply_aten(out, a, b, beta, alpha);
+  } else {
+    detail::multiply_by<detail::Planned>(out, a, b, beta, alpha);
   }
 }
 

@@ -179,7 +179,7 @@ class Tuner:
         tried = set(times)
         for _ in range(STEPS):
             best, config = min(times.values(), key=lambda found: found[0])
-            new = [c for c in neighbours(config, least_share(launch.kernel)) if repr(c) not in tried]
+            new = [c for c in neighbours(config, smallest_share(launch.kernel)) if repr(c) not in tried]
             tried |= {repr(c) for c in new}
             refused = self.executor.compile([launch.variant(c) for c in new])
             for candidate, why in zip(new, refused):
@@ -198,7 +198,7 @@ class Tuner:
         return list(times.values())
 
 
-def least_share(kernel: Any) -> int:
+def smallest_share(kernel: Any) -> int:
     """The host has room for as many parts of a row as the table's smallest part makes."""
     return min((c.constexprs["SHARE"] for c in kernel.configs if c.constexprs.get("SHARE")), default=0)
 
@@ -214,7 +214,8 @@ def keeping(config: Any, more_tiles: int = 0) -> Any:
 
 
 def neighbours(config: Any, least_share: int = 0) -> Iterator[Any]:
-    """One number doubled or halved, or one doubled and another halved, or a switch turned, or a tile more or less kept."""
+    """One number doubled or halved, or one doubled and another halved, or a switch turned, or a tile more or less kept,
+    for a program less or more."""
     numbers = {"num_warps": config.num_warps, "programs_per_sm": config.programs_per_sm, **config.constexprs}
     free = [k for k, v in numbers.items() if v > 0 and k not in FIXED | SWITCHES]
 

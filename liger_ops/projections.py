@@ -38,7 +38,7 @@ def is_bare_linear(module: nn.Module) -> bool:
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of two matrices, by whichever way is the faster."""
-    return torch.ops.liger._mm(a, b) if a.is_cuda else a @ b
+    return torch.ops.liger._mm(a, b) if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) else a @ b
 
 
 class _Projections(torch.autograd.Function):

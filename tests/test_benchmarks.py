@@ -181,7 +181,7 @@ def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
 
     kernel = find("cross_entropy_fwd_bwd")
     least = min(c.constexprs["SHARE"] for c in kernel.configs if c.constexprs["SHARE"])
-    assert tune.least_share(kernel) == least and tune.least_share(find("rms_norm_fwd")) == 0
+    assert tune.smallest_share(kernel) == least and tune.smallest_share(find("rms_norm_fwd")) == 0
     start = part_config(None, 17408, 128, 1, aligned=False, programs_per_sm=6)
     found = list(tune.neighbours(start, least))
     kept = [(c.constexprs["KEEP"], c.constexprs["TILES"], c.programs_per_sm) for c in found]

@@ -10,11 +10,17 @@ import torch
 from stub_cuda import LIBRARIES, ROOT
 from support import assert_no_worse
 
+import liger_ops
 from benchmarks import products
 from benchmarks.report import read
+from liger_ops.projections import project
 
 # Just enough multiplications for a tile of the table.
 ROWS, DEPTH, COLUMNS = 2048, 2048, 8192
+
+
+def products_run():
+    return json.loads(torch.ops.liger._status())["products"]
 
 
 def operands(rows, depth, columns, dtype, device, transpose=(False, False)):
@@ -77,9 +83,26 @@ def test_large_products(rows, depth, columns, transpose, dtype):
     a, b = operands(rows, depth, columns, dtype, "cuda", transpose)
     a = padded(a.t()).t() if transpose[0] else padded(a)
     b = padded(b.t()).t() if transpose[1] else padded(b)
-    some = slice(None, None, max(1, rows // 64))
+    some = slice(None, None, rows // 64)
     exact = a[some].double() @ b.double()
-    assert_no_worse("product", torch.ops.liger._mm(a, b)[some], a[some] @ b, exact, scale=float(exact.abs().max()))
+    liger_ops.reset_launch_counts()
+    assert_no_worse("product", torch.ops.liger._mm(a, b)[some], a[some] @ b, exact)
+    assert products_run() == (torch.cuda.get_device_capability()[0] == 9)
+
+
+@pytest.mark.gpu
+def test_who_takes_them():
+    """The linear loss and projections of one input, forward and backward."""
+    measured = torch.cuda.get_device_capability()[0] == 9
+    x, weight = (torch.randn(n, DEPTH, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, COLUMNS))
+    target = torch.randint(COLUMNS, (4096,), device="cuda")
+    liger_ops.reset_launch_counts()
+    torch.ops.liger.fused_linear_cross_entropy(x, weight, target).backward()
+    assert products_run() == 3 * measured
+    linears = [torch.nn.Linear(DEPTH, COLUMNS, False, "cuda", torch.bfloat16) for _ in range(2)]
+    liger_ops.reset_launch_counts()
+    sum(y.sum() for y in project(linears, x)).backward()
+    assert products_run() == 2 * 3 * measured
 
 
 @pytest.mark.gpu
@@ -153,6 +176,7 @@ def serve(products, loaded=True):
     if not loaded:
         return served
     lt.stub_lt_record.restype = c_char_p
+    assert runtime.products_run() == sum(map(bool, served))
     return served, json.loads(f"[{lt.stub_lt_record().decode().rstrip(',')}]"), lt.stub_lt_handles()
 
 

@@ -149,6 +149,7 @@ PYBIND11_MODULE(_runtime, m) {
   m.def(
       "multiply", multiply_at_made_up_addresses, py::arg("bf16"), py::arg("transpose_a"), py::arg("transpose_b"),
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256, py::arg("beta") = 0.0);
+  m.def("products_run", products_run);
   m.def("set_hook", set_hook);
   m.def("set_compiler", set_compiler);
   m.def("pack_directory", pack_directory);

@@ -311,8 +311,7 @@ struct Gated {
     Activation activation = check_linear(gate, up, weight, bias, options...);
     Tensor product = empty_rows_like(gate);
     if constexpr (computes<Device>) Device::forward(activation, product, gate, up);
-    c10::DeviceGuard guard(gate.device());
-    return linear(product, weight, bias);
+    return at::linear(product, weight, bias);
   }
 
   template <class Device>
@@ -387,7 +386,7 @@ struct Gated {
       if (this->task_should_compute_output(3)) dbias = as_matrix(dout).sum(0);
       const bool wants_weight = this->task_should_compute_output(2);
       if (this->task_should_compute_output(0) || this->task_should_compute_output(1)) {
-        Tensor d = at::_unsafe_view_symint(mm(as_matrix(dout), weight), gate.sym_sizes());
+        Tensor d = at::matmul(dout, weight);
         const bool overwrite = may_overwrite_both(*this, gate, up);
         if (!wants_weight) {
           std::tie(dgate, dup) = gradients(activation, d, gate, up, overwrite);
@@ -406,7 +405,7 @@ struct Gated {
         static const auto op = find<decltype(Gated::template apply<Cpu>)>("", "");
         product = std::apply([&](auto... options) { return op.call(gate, up, options...); }, activation.options());
       }
-      if (wants_weight) dweight = mm(as_matrix(dout).t(), as_matrix(product));
+      if (wants_weight) dweight = at::mm(as_matrix(dout).t(), as_matrix(product));
       return {dgate, dup, dweight, dbias};
     }
 

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 
-#include "core/autograd.h"
 #include "core/cuda.h"
 #include "runtime/products.h"
 
@@ -38,6 +37,7 @@ struct Planned {
 
   /// False: ATen's way is the better one.
   explicit operator bool() const { return bool(plan); }
+
   Planned(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
     // Row by row, out is BLAS's transpose of itself: b comes first.
     auto first = Operand::of(b, false), second = Operand::of(a, false), into = Operand::of(out, true);
@@ -78,8 +78,8 @@ inline at::Tensor first(const at::Tensor& t, int64_t dim, int64_t size) {
   return t.size(dim) == size ? t : t.narrow(dim, 0, size);
 }
 
-/// multiply(), by whatever makes plans.
-template <class Planned>
+/// multiply(), with plans of whatever kind.
+template <class Plan>
 void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double alpha) {
   if (out.stride(1) != 1 && out.stride(0) == 1) {
     std::swap(a, b);
@@ -91,11 +91,11 @@ void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double
   at::Tensor most = first(first(out, 0, whole_rows), 1, whole_columns);
   at::Tensor a_rows = first(a, 0, whole_rows), b_columns = first(b, 1, whole_columns);
   at::Tensor a_most = first(a_rows, 1, whole_depth), b_most = first(b_columns, 0, whole_depth);
-  const Planned planned(most, a_most, b_most);
+  const Plan planned(most, a_most, b_most);
   if (!planned) return multiply_aten(out, a, b, beta, alpha);
 
-  // A vocabulary of 50257 classes costs cuBLAS several times what 50256 do: the odd one out goes alone. What is left of
-  // a sum comes first, so that it is rounded while it is small.
+  // In widths such as 50257 all of cuBLAS's kernels are slow, so what is over goes alone. What is over of a sum comes
+  // first: it is rounded while it is small.
   if (whole_depth < depth) {
     const int64_t left = depth - whole_depth;
     multiply_aten(most, a_rows.narrow(1, whole_depth, left), b_columns.narrow(0, whole_depth, left), beta, alpha);
@@ -123,23 +123,6 @@ inline void multiply(at::Tensor out, const at::Tensor& a, const at::Tensor& b, d
   } else {
     detail::multiply_by<detail::Planned>(out, a, b, beta, alpha);
   }
-}
-
-/// F.linear, on x's device, which is the current one.
-inline at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  if (!x.is_cuda() || (bias && bias->defined()) || x.dim() < 2) return at::linear(x, weight, bias);
-  auto sizes = x.sizes().vec();
-  sizes.back() = weight.size(0);
-  at::Tensor out = at::empty(sizes, x.options());
-  multiply(out.flatten(0, -2), x.flatten(0, -2), weight.t());
-  return out;
-}
-
-/// at::mm from above dispatch, where tensors may be a graph's.
-inline at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.is_cuda() || !at::isReducedFloatingType(a.scalar_type())) return at::mm(a, b);
-  static const auto op = find_op<at::Tensor(const at::Tensor&, const at::Tensor&)>("liger::_mm");
-  return op.call(a, b);
 }
 
 }  // namespace liger::core

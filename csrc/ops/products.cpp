@@ -15,20 +15,23 @@ using at::Tensor;
 
 constexpr const char* kOp = "_mm";
 
-Tensor product(const Tensor& a, const Tensor& b) {
+void check(const Tensor& a, const Tensor& b) {
   LIGER_CHECK(a.dim() == 2, kOp, "a", "be a matrix", a.sym_sizes());
   core::check_same_device(kOp, "b", b, "a", a);
   LIGER_CHECK(
       b.dim() == 2 && b.sym_size(0) == a.sym_size(1), kOp, "b", c10::str("be a matrix of ", a.sym_size(1), " rows"),
       b.sym_sizes());
-  LIGER_CHECK(b.scalar_type() == a.scalar_type(), kOp, "b", c10::str("have the dtype of a, ", a.scalar_type()), b.scalar_type());
+  LIGER_CHECK(
+      b.scalar_type() == a.scalar_type(), kOp, "b", c10::str("have the dtype of a, ", a.scalar_type()), b.scalar_type());
+}
+
+Tensor product(const Tensor& a, const Tensor& b) {
+  check(a, b);
   return at::mm(a, b);
 }
 
 Tensor product_cuda(const Tensor& a, const Tensor& b) {
-  if (a.dim() != 2 || b.dim() != 2 || a.size(1) != b.size(0) || a.device() != b.device() || a.scalar_type() != b.scalar_type()) {
-    return product(a, b);  // which says what is wrong
-  }
+  check(a, b);
   c10::DeviceGuard guard(a.device());
   Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
   core::multiply(out, a, b);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -50,6 +51,8 @@ constexpr int kMeasuredFamily = 9;  // major compute capability
 constexpr int kProposals = 40;
 constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
 constexpr size_t kMostPlans = 1024;
+
+std::atomic<uint64_t> run_count{0};
 
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -196,11 +199,18 @@ bool multiply(
   const LtStatus status = plan.lt.cublasLtMatmul(
       plan.handle, plan.operation, &one, a, plan.a, b, plan.b, &kept, c, plan.c, c, plan.c, &plan.algorithm, workspace,
       plan.workspace, stream);
-  if (status == kLtSuccess) return true;
+  if (status == kLtSuccess) {
+    run_count.fetch_add(1, std::memory_order_relaxed);
+    return true;
+  }
   log_once(
       "cuBLAS refused a matrix product in a tile that it had proposed (status " + std::to_string(status) +
       "); its own choice runs instead");
   return false;
 }
+
+uint64_t products_run() noexcept { return run_count.load(std::memory_order_relaxed); }
+
+void reset_products_run() noexcept { run_count.store(0, std::memory_order_relaxed); }
 
 }  // namespace liger::runtime

@@ -38,4 +38,8 @@ LIGER_RUNTIME_API bool multiply(
     const ProductPlan& plan, void* stream, double alpha, const void* a, const void* b, double beta, void* c,
     void* workspace);
 
+/// Products that multiply() ran: beside the launches of kernels, so that tests can tell which path ran.
+LIGER_RUNTIME_API uint64_t products_run() noexcept;
+LIGER_RUNTIME_API void reset_products_run() noexcept;
+
 }  // namespace liger::runtime

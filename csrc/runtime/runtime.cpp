@@ -20,6 +20,7 @@
 #include "runtime/jit_cache.h"
 #include "runtime/log.h"
 #include "runtime/pack.h"
+#include "runtime/products.h"
 
 namespace liger::runtime {
 namespace {
@@ -452,7 +453,8 @@ std::string status() {
   auto flag = [](bool value) { return value ? "true" : "false"; };
   std::string out = "{\"pack_directory\": " + quoted(pack_directory()) + ", \"jit_enabled\": " + flag(jit_enabled()) +
       ", \"jit_compiler\": " + flag(hook_holder().get() != nullptr) + ", \"jit_cache\": " + quoted(jit_cache_directory()) +
-      ", \"cpu_calls\": " + std::to_string(cpu_calls()) + ", \"devices\": [";
+      ", \"cpu_calls\": " + std::to_string(cpu_calls()) + ", \"products\": " + std::to_string(products_run()) +
+      ", \"devices\": [";
   for (int i = 0, count = device_count(); i < count; ++i) {
     const Device& device = device_at(i);
     out += std::string(i ? ", " : "") + "{\"index\": " + std::to_string(i) + ", \"name\": " +
@@ -493,6 +495,7 @@ uint64_t cpu_calls() noexcept { return cpu_count.load(std::memory_order_relaxed)
 
 void reset_counts() noexcept {
   cpu_count.store(0, std::memory_order_relaxed);
+  reset_products_run();
   for (Kernel* kernel : Kernel::all()) kernel->reset_counts();
 }
 

@@ -55,7 +55,8 @@ LIGER_RUNTIME_API std::string jit_cache_directory();
 /// $LIGER_OPS_PACK_DIR, or `packs` beside the folder that holds this library.
 LIGER_RUNTIME_API std::string pack_directory();
 
-/// JSON: folders, packs, JIT state, devices with the path each kernel takes there, and the launches of kernels by source.
+/// JSON: folders, packs, JIT state, devices with the path each kernel takes there, the launches of kernels by source, and
+/// the matrix products in tiles of our choice.
 LIGER_RUNTIME_API std::string status();
 
 /// Calls that ran on the CPU, counted beside the launches so that tests can tell which path ran.

@@ -311,12 +311,14 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         chosen = choice(product, list(ms), rates, machine["multiprocessors"])
         best = min(ms, key=ms.__getitem__)
         gains[product.role].append(ms[TORCH] / ms[chosen])
+        rate = 2 * multiplications(product) / ms[chosen] / 1e9
         rows.append([
             product.role, size(product.layer), f"{ms[TORCH]:.3f}", f"{ms[chosen]:.3f}", chosen,
-            f"{ms[TORCH] / ms[chosen]:.2f}", f"{ms[best]:.3f}", best, f"{2 * multiplications(product) / ms[chosen] / 1e9:.0f}",
+            f"{ms[TORCH] / ms[chosen]:.2f}", f"{ms[best]:.3f}", best, f"{rate:.0f}",
         ])  # fmt: skip
     header = [
-        "product", "tokens×in×out", "torch, ms", "ours, ms", "tile/cluster", "faster by", "fastest, ms", "its tile", "TFLOP/s",
+        "product", "tokens×in×out", "torch, ms", "ours, ms", "tile/cluster", "faster by", "fastest, ms", "its tile",
+        "TFLOP/s",
     ]  # fmt: skip
     summary = [[role, len(g), f"{statistics.mean(g):.3f}", f"{min(g):.3f}", f"{max(g):.3f}"] for role, g in gains.items()]
     return "\n".join([
@@ -353,7 +355,8 @@ def main(argv: Sequence[str]) -> int:
             for record in measure(load(), args.layers, "cuda", cuda_clock):
                 print(json.dumps(record), file=lines, flush=True)
                 best = min(record["ms"], key=record["ms"].__getitem__)
-                print(f"{record['role']} {size(record['layer'])}: torch {record['ms'][TORCH]:.3f} ms, {best} {record['ms'][best]:.3f}")
+                times = f"torch {record['ms'][TORCH]:.3f} ms, {best} {record['ms'][best]:.3f}"
+                print(f"{record['role']} {size(record['layer'])}: {times}")
     records = read(path)
     text = page(records)
     path.with_suffix(".md").write_text(text)

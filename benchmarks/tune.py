@@ -230,7 +230,8 @@ def neighbours(config: Any, least_share: int = 0) -> Iterator[Any]:
     changes = [{k: factor} for k in free for factor in (2, 0.5)]
     changes += [{a: 2, b: 0.5} for a in free for b in free if a != b]
     found = [found for change in changes if (found := scaled(change)) is not None]
-    found += [replace(config, constexprs={**config.constexprs, k: 1 - config.constexprs[k]}) for k in SWITCHES & numbers.keys()]
+    for k in SWITCHES & numbers.keys():
+        found.append(replace(config, constexprs={**config.constexprs, k: 1 - config.constexprs[k]}))
     if config.constexprs.get("KEEP"):
         found += [keeping(config, 1), keeping(config, -1)]
         if config.programs_per_sm > 1:

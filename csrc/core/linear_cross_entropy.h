@@ -127,7 +127,7 @@ inline Plan make_plan(
   const int64_t element = c10::elementSize(dtype), line = 128 / element;
   Plan plan;
   plan.row = (classes + line - 1) / line * line;
-  // Statistics and what programs of a row exchange; losses of all tokens, and their targets in order.
+  // Statistics and what programs of a row exchange; losses of all tokens, and what a sort of their targets takes.
   const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024;
   const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted) ? 40 : 0);
   // Enough for products that run at full speed; without gradients less will do.
@@ -208,6 +208,20 @@ inline Tensor as_long_rows(const Tensor& t) {
 
 // ---- Devices: the rows of one call
 
+/// Targets as classes, int32; -1 where there is none.
+inline Tensor classes_of(const Tensor& target, int64_t n, const Options& o) {
+  Tensor y = target.to(at::kLong);
+  return y.masked_fill((y < 0) | (y >= n) | (y == o.ignore_index), -1).to(at::kInt);
+}
+
+/// (classes in ascending order, the row that each belongs to), as order_targets of the kernels finds them.
+inline std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, int64_t n, const Options& o) {
+  // A statement of its own: what it takes is free again before the sort, which takes most.
+  Tensor unsorted = classes_of(target, n, o);
+  auto [classes, order] = unsorted.sort(/*stable=*/true, 0, false);
+  return {classes, order.to(at::kInt)};
+}
+
 struct Cpu {
   struct Rows {
     const char* op;
@@ -265,8 +279,8 @@ struct Cpu {
     }
     /// And adds what they contribute to d weight.
     void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& taken, double scale) const {
-      auto [classes, order] = target.sort();
-      const int64_t *y = classes.template const_data_ptr<int64_t>(), *row_of = order.template const_data_ptr<int64_t>();
+      auto [classes, order] = sort_targets(target, n, o);
+      const int32_t *y = classes.template const_data_ptr<int32_t>(), *row_of = order.template const_data_ptr<int32_t>();
       const float* factor = taken.const_data_ptr<float>();
       const int64_t rows = target.numel(), columns = dweight.size(1);
       Tensor x = x_in.contiguous();
@@ -277,7 +291,7 @@ struct Cpu {
           std::vector<float> sum(columns);
           for (int64_t start = begin; start < end; ++start) {
             // Whoever meets a class first adds all of its rows.
-            if (y[start] == o.ignore_index || (start > 0 && y[start - 1] == y[start])) continue;
+            if (y[start] < 0 || (start > 0 && y[start - 1] == y[start])) continue;
             std::fill(sum.begin(), sum.end(), 0.f);
             for (int64_t i = start; i < rows && y[i] == y[start]; ++i) {
               const auto* row = from + row_of[i] * columns;
@@ -297,6 +311,9 @@ struct Cpu {
 };
 
 struct Cuda {
+  // Tokens up to which comparing all pairs takes less time than a sort.
+  static constexpr int64_t kMostCompared = 32768;
+
   struct Rows {
     CudaCall call;
     Options o;
@@ -341,17 +358,29 @@ struct Cuda {
       auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(dlogits)));
       launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
     }
+    std::tuple<Tensor, Tensor> order_targets() const {
+      using K = kernels::fused_linear_cross_entropy_order_targets;
+      const int64_t rows = call.target.numel();
+      if (rows > kMostCompared) return sort_targets(call.target, call.n, o);
+      const auto& config = runtime::first_fit(K::configs, call.n, false);
+      auto numbers = call.target.options().dtype(at::kInt);
+      Tensor classes = at::empty({rows}, numbers), order = at::empty({rows}, numbers);
+      K::Args args{
+          address(call.target), address(classes), address(order), int32_t(rows), int32_t(call.n), o.ignore_index};
+      auto variant = runtime::variant_index<K>(config, call.target_words - 1);
+      launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
+      return {classes, order};
+    }
     void add_targets(Tensor& dweight, const Tensor& x, const Tensor& taken, double scale) const {
       using K = kernels::fused_linear_cross_entropy_add_targets;
-      auto [classes, order] = call.target.to(at::kLong).sort(/*stable=*/true, 0, false);
+      auto [classes, order] = order_targets();
       const int64_t rows = call.target.numel(), columns = dweight.size(1);
       bool aligned = dweight.stride(1) == 1 && ((columns | dweight.stride(0) | x.stride(0)) & 7) == 0 &&
           aligned16(address(dweight), address(x));
       const auto& config = runtime::first_fit(K::configs, columns, aligned);
       K::Args args{
           address(dweight), address(x), address(taken), address(classes), address(order), int32_t(rows),
-          int32_t(call.n), int32_t(columns), dweight.stride(0), dweight.stride(1), x.stride(0), o.ignore_index,
-          float(scale)};
+          int32_t(columns), dweight.stride(0), dweight.stride(1), x.stride(0), float(scale)};
       auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(dweight)));
       const int64_t blocks = (columns + config.BLOCK_N - 1) / config.BLOCK_N;
       launch<K>(call.op, call.device, variant, {uint32_t(rows * blocks)}, args);

@@ -31,6 +31,7 @@ PRIVATE = (
 )
 INPUT, WEIGHT, BIAS = 4, 8, 16  # bits of what is wanted
 HALVES = (torch.float16, torch.bfloat16)
+MOST_COMPARED = 32768  # see csrc/core/linear_cross_entropy.h
 
 
 class Call(NamedTuple):
@@ -200,6 +201,18 @@ class CpuRows:
         dweight[classes] = (dweight[classes].float() + scale * sums).to(dweight.dtype)
 
 
+def classes_of(target: Tensor, n: int, ignore_index: int) -> Tensor:
+    """Targets as classes, int32; -1 where there is none."""
+    y = target.long()
+    return y.masked_fill((y < 0) | (y >= n) | (y == ignore_index), -1).int()
+
+
+def sort_targets(target: Tensor, n: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(classes in ascending order, the row that each belongs to), as order_targets of the kernels finds them."""
+    classes, order = classes_of(target, n, ignore_index).sort(stable=True)
+    return classes, order.int()
+
+
 class CudaRows:
     def __init__(self, op: str, c: Call, metrics: bool) -> None:
         self.op, self.c = op, c
@@ -245,13 +258,23 @@ class CudaRows:
         grid = lambda config: (-(-len(dlogits) // config.constexprs["BLOCK"]), 1, 1)  # noqa: E731
         self.launch(f"{NAME}_take_targets", dlogits, self.call.n, grid, args)
 
+    def order_targets(self) -> tuple[Tensor, Tensor]:
+        rows, n, ignored = len(self.target), self.call.n, self.c.ignore_index
+        if rows > MOST_COMPARED:
+            return sort_targets(self.target, n, ignored)
+        classes, order = (torch.empty(rows, dtype=torch.int32, device=self.target.device) for _ in range(2))
+        args = dict(target=self.target, classes=classes, order=order, rows=rows, n=n, ignore_index=ignored)
+        grid = lambda config: (-(-rows // config.constexprs["BLOCK"]), 1, 1)  # noqa: E731
+        choices = {"WORDS": self.call.words}
+        runtime.launch(self.op, f"{NAME}_order_targets", choices, n, grid, args, self.target.device)
+        return classes, order
+
     def add_targets(self, dweight: Tensor, x: Tensor, taken: Tensor, scale: float) -> None:
-        classes, order = self.target.long().sort(stable=True)
+        classes, order = self.order_targets()
         rows, columns = len(classes), dweight.shape[1]
         args = dict(
-            dweight=dweight, x=x, taken=taken, classes=classes, order=order, rows=rows, n=self.call.n, columns=columns,
-            dweight_row=dweight.stride(0), dweight_column=dweight.stride(1), x_row=x.stride(0),
-            ignore_index=self.c.ignore_index, scale=scale,
+            dweight=dweight, x=x, taken=taken, classes=classes, order=order, rows=rows, columns=columns,
+            dweight_row=dweight.stride(0), dweight_column=dweight.stride(1), x_row=x.stride(0), scale=scale,
         )  # fmt: skip
         grid = lambda config: (rows * -(-columns // config.constexprs["BLOCK_N"]), 1, 1)  # noqa: E731
         choices = {"X": runtime.dtype_name(dweight)}

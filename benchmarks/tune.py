@@ -29,6 +29,7 @@ from benchmarks.providers import discover, load
 # keeps in shared memory, changes by tiles of its own.
 FIXED = {"ALIGNED", "SKEWED", "SHARE", "KEEP", "KEEPS_ALL", "ONE_ROW"}
 LANE_COLUMNS = 8  # of 16 bits
+CU_FUNCTION_DYNAMIC_SHARED = 8
 SWITCHES = {"PREFETCH", "EARLY"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8  # the second is what hosts of persistent programs allocate for
 SAMPLES, STEPS = 30, 6
@@ -108,6 +109,8 @@ class Driver:
 
     def compile(self, variants: Sequence[Any]) -> list[str | None]:
         """What is wrong with each, if anything."""
+        from liger_ops.aot.compile import PLAIN_SHARED_BYTES
+
         new = {self.key(v): v for v in variants if self.key(v) not in self.functions}
         tasks = {
             key: self.pool.submit(compile_one, v.kernel.name, v.index, v.config, self.capability)
@@ -119,6 +122,8 @@ class Driver:
                 module, function = ctypes.c_void_p(), ctypes.c_void_p()
                 self.call("cuModuleLoadData", ctypes.byref(module), binary.cubins[self.capability])
                 self.call("cuModuleGetFunction", ctypes.byref(function), module, new[key].kernel.symbol.encode())
+                if binary.shared > PLAIN_SHARED_BYTES:
+                    self.call("cuFuncSetAttribute", function, CU_FUNCTION_DYNAMIC_SHARED, binary.shared)
                 binary = (function, binary)
             self.functions[key] = binary
         found = [self.functions[self.key(v)] for v in variants]

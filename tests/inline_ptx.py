@@ -6,8 +6,9 @@ import re
 import numpy as np
 
 LANE = 16
-shared = np.zeros(48 * 1024, np.uint8)
+shared = np.zeros(99 * 1024, np.uint8)
 under_way: list[tuple[int, bytes]] = []
+groups: list[list[tuple[int, bytes]]] = []  # of copies that are waited for together
 
 
 class Results(list):
@@ -23,6 +24,13 @@ def reserve(asm, _):
     return [np.zeros(1, np.int32)]
 
 
+def reserve_ring(asm, _):
+    (size,) = re.findall(r"ring (\d+)", asm)
+    shared[: int(size)] = 0xFF
+    groups.clear()
+    return [np.zeros(1, np.int32)]
+
+
 def copy(_, values):
     to, source, wanted = values
     for slot, address, goes in zip(to.flat, source.flat, wanted.flat):
@@ -31,17 +39,65 @@ def copy(_, values):
     return [np.zeros(to.shape, np.int32)]
 
 
-def wait(_, values):
-    for slot, lane in under_way:
+def limit(asm):
+    """What the number of columns left is compared with."""
+    return int(re.findall(r"setp\.gt\.s32 there, \$\d, (\d+);", asm)[0])
+
+
+def offset(asm, operand):
+    return int(re.findall(rf"\[\${operand}\+(\d+)\]", asm)[0])
+
+
+def ask(asm, values):
+    slot, *rows, left = values
+    copies = re.findall(r"\[\$1\+(\d+)\], \[\$(\d)\+(\d+)\], 16, size", asm)
+    group = []
+    for (at, operand, row), source in zip(copies, rows):
+        for to, address, columns in zip(slot, source, left):
+            lane = ctypes.string_at(int(address) + int(row), LANE) if columns > limit(asm) else bytes(LANE)
+            group.append((int(to) + int(at), lane))
+    groups.append(group)
+    return [np.zeros(slot.shape, np.int32)]
+
+
+def arrive(copies):
+    for slot, lane in copies:
         shared[slot : slot + LANE] = np.frombuffer(lane, np.uint8)
-    under_way.clear()
+    copies.clear()
+
+
+def wait(_, values):
+    arrive(under_way)
     return [values[0]]
 
 
-def read(_, values):
+def wait_group(asm, values):
+    (pending,) = re.findall(r"wait_group (\d+)", asm)
+    while len(groups) > int(pending):
+        arrive(groups.pop(0))
+    return [values[0]]
+
+
+def read(asm, values):
     (slots,) = values
-    lanes = np.stack([shared[slot : slot + LANE].view(np.int32) for slot in slots])
+    at = offset(asm, 4) if "+" in asm else 0
+    lanes = np.stack([shared[slot + at : slot + at + LANE].view(np.int32) for slot in slots])
     return [np.ascontiguousarray(lanes[:, i]) for i in range(4)]
+
+
+def load(asm, values):
+    at, left = values
+    absent = re.findall(r"mov\.b32 \$0, (\d+);", asm)[0]
+    lanes = np.full((len(at), 4), int(absent), np.int32)
+    for lane, address, columns in zip(lanes, at, left):
+        if columns > limit(asm):
+            lane[:] = np.frombuffer(ctypes.string_at(int(address) + offset(asm, 4), LANE), np.int32)
+    return [np.ascontiguousarray(lanes[:, i]) for i in range(4)]
+
+
+def store(asm, values):
+    at, *words, left = values
+    return write(asm, [at + offset(asm, 1), *words, left > limit(asm)])
 
 
 def write(_, values):
@@ -60,6 +116,11 @@ def halves(_, values):
 
 INSTRUCTIONS = {
     ".shared .align": reserve,
+    "%dynamic_smem_size": reserve_ring,
+    "cp.async.commit_group": ask,
+    "cp.async.wait_group": wait_group,
+    "ld.global.v4.b32": load,
+    "@there st.global.v4.b32": store,
     "cp.async.cg.shared.global": copy,
     "cp.async.wait_all": wait,
     "ld.shared.v4.b32": read,
@@ -73,7 +134,7 @@ def install():
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_inline_asm(self, asm, constraints, values, types, is_pure, pack):
-        (run,) = (run for text, run in INSTRUCTIONS.items() if text in asm)
+        run = next(run for text, run in INSTRUCTIONS.items() if text in asm)
         return Results(TensorHandle(found, int32) for found in run(asm, [v.data for v in values]))
 
     InterpreterBuilder.create_inline_asm = create_inline_asm

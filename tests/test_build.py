@@ -18,7 +18,7 @@ from support import output_of
 import liger_ops.kernels as tables
 from liger_ops.aot import codegen, compile, pack
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
-from liger_ops.kernels.table import is_rare
+from liger_ops.kernels.table import is_rare, is_wide
 
 KERNEL = "column_sum"
 
@@ -138,11 +138,11 @@ CHOOSE = """
 using namespace liger;
 using runtime::DType;
 template <class K, class... Points>
-void choose(bool rare, Points... points) {{
+void choose(bool rare, bool wide, Points... points) {{
   for (bool aligned : {{true, false}}) {{
     for (long n : {{{widths}}}) {{
       for (long rows : {{{rows}}}) {{
-        const auto& config = runtime::first_fit(K::configs, n, aligned, rare, rows);
+        const auto& config = runtime::first_fit(K::configs, n, aligned, rare, rows, wide);
         std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, points...));
       }}
     }}
@@ -173,7 +173,7 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
         for bounds in zip(*((c.max_n, c.max_rows) for k in everything for c in k.configs))
     )
     calls = [
-        f"  choose<kernels::{k.name}>({', '.join([str(int(is_rare(point))), *points])});"
+        f"  choose<kernels::{k.name}>({', '.join([str(int(is_rare(point))), str(int(is_wide(point))), *points])});"
         for k in everything
         for point, points in zip(k.axis_points, point_expressions(k), strict=True)
     ]
@@ -257,10 +257,28 @@ def test_an_argument_of_another_type_changes_what_is_compiled():
     assert cubin_parameters(binary.cubins[90]) == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 4), (40, 8), (48, 8)]
 
 
-def test_shared_memory_beyond_the_default_stops_the_build(monkeypatch):
-    monkeypatch.setattr(compile, "MAX_SHARED_BYTES", 0)
-    with pytest.raises(BuildError, match=r"needs \d+ bytes of shared memory, limit 0"):
-        compile_variant(tables.find("rms_norm_fwd").variant(5), [90])
+def test_too_much_shared_memory_stops_the_build(monkeypatch):
+    wide = {"X": "bf16", "W": "bf16"}
+    ring, own = (tables.find(k).pick(wide, 16384, True) for k in ("layer_norm_bwd", "layer_norm_fwd"))
+    compile_variant(ring, [90])
+    monkeypatch.setattr(compile, "MAX_SHARED_BYTES", 64 * 1024)
+    with pytest.raises(BuildError, match=r"needs \d+ bytes of shared memory, limit 65536"):
+        compile_variant(ring, [90])
+    # What a kernel has of its own cannot be asked for.
+    monkeypatch.setattr(compile, "PLAIN_SHARED_BYTES", 1024)
+    monkeypatch.setattr(compile, "reserved_shared", lambda cubin: 2048)
+    with pytest.raises(BuildError, match=r"needs \d+ bytes of shared memory, limit 1024"):
+        compile_variant(own, [90])
+
+
+def test_a_lane_that_might_change_threads_stops_the_build(monkeypatch):
+    one = "#blocked = #ttg.blocked<{sizePerThread = [1]}>\nmodule {}"
+    assert compile.one_layout(one) and not compile.one_layout("#blocked1 = #ttg.blocked<{}>\n" + one)
+    assert not compile.one_layout(one + "ttg.convert_layout")
+    monkeypatch.setattr(compile, "one_layout", lambda ttgir: False)
+    compile_variant(tables.find(KERNEL).variant(0), [90])
+    with pytest.raises(BuildError, match="a lane of a streamed row might change threads"):
+        compile_variant(tables.find("layer_norm_bwd").pick({"X": "bf16", "W": "bf16"}, 4096, True), [90])
 
 
 def test_a_build_path_stops_the_build(monkeypatch):

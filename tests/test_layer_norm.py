@@ -289,44 +289,59 @@ def test_double_on_cuda_is_refused():
 
 INTERPRETED = """
 import sys, types, torch, numpy
+sys.path.insert(0, "tests")
+import inline_ptx
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
 
-def run(path, n, aligned, rows=5):
-    dtypes = {"X": "fp32", "W": "fp32"}
+inline_ptx.install()
+TYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+def run(path, n, aligned, of_rows="fp32", of_weight="fp32", weighted=True, rows=9):
+    dtypes = {"X": of_rows, "W": of_weight}
     forward, backward = (find(k).pick(dtypes, n, aligned) for k in ("layer_norm_fwd", "layer_norm_bwd"))
     torch.manual_seed(0)
-    x, w, b, dy = torch.randn(rows, n) + 3, torch.randn(n), torch.randn(n), torch.randn(rows, n)
+    x, dy = (t.to(TYPES[of_rows]) for t in (torch.randn(rows, n) + 3, torch.randn(rows, n)))
+    w, b = (torch.randn(n).to(TYPES[of_weight]) for _ in range(2))
+    given = 1 if weighted else 0
     nan = float("nan")
     y, dx, statistics = torch.full_like(x, nan), torch.full_like(x, nan), torch.full((2, rows), nan)
     forward.kernel.function[(-(-rows // forward.config.constexprs["BLOCK_M"]),)](
-        y, statistics, x, w, b, rows, n, rows, 0, n, 0, n, 1e-5, 1 | 2 | 4, **forward.constexprs)
+        y, statistics, x, w, b, rows, n, rows, 0, n, 0, n, 1e-5, given | 2 | 4, **forward.constexprs)
     out = dict(x=x, w=w, b=b, dy=dy, y=y)
     for name, flags in (("both", 8 | 16), ("dw", 8), ("db", 16), ("neither", 0)):
         partial = torch.full((2, 2, n), nan)
         backward.kernel.function[(2,)](
-            dx.fill_(nan), partial, dy, x, w, statistics, rows, n, rows, 0, n, 0, n, 0, n, 1 | flags, **backward.constexprs)
+            dx.fill_(nan), partial, dy, x, w, statistics, rows, n, rows, 0, n, 0, n, 0, n, given | flags, **backward.constexprs)
         out["dx_" + name] = dx.clone()
         out["parameters_" + name] = partial.sum(1)
     numpy.savez(path, **out)
 """
-# One tile, several, prefetched, the loop of the backward and that of both; aligned and not.
+# One tile, several, prefetched, the loop of the backward and that of both; aligned and not. Streamed: a row a slot, a
+# third and half of one.
 INTERPRETED_CASES = [
     *((n, True) for n in (40, 128, 2560, 4200, 17_000, 33_000)),
     *((n, False) for n in (60, 200, 4099)),
+    (4000, True, "fp16", "fp16"),
+    (12_288, True, "fp16", "fp16"),
+    (12_296, True, "fp16", "fp32"),
+    (12_296, True, "fp16", "fp16", False),
 ]
 
 
-@pytest.mark.parametrize("n,aligned", INTERPRETED_CASES)
-def test_kernels_interpreted(n, aligned, interpreted):
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_kernels_interpreted(case, interpreted):
     """The kernel bodies themselves, on CPU tensors, for every choice of parameter gradients."""
-    got = interpreted[n, aligned]
+    got = interpreted[case]
     x, w, b = (got[k].double().requires_grad_() for k in "xwb")
+    if case[-1] is False and len(case) > 2:
+        w = torch.ones_like(w).requires_grad_()
     y = reference(x, w, b)
     dx, dw, db = torch.autograd.grad(y, [x, w, b], got["dy"].double())
-    torch.testing.assert_close(got["y"].double(), y.detach(), rtol=2e-5, atol=2e-5)
+    rows = dict(rtol=2e-5, atol=2e-5) if got["y"].dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(got["y"].double(), y.detach(), **rows)
     for name in ("both", "dw", "db", "neither"):
-        torch.testing.assert_close(got[f"dx_{name}"].double(), dx, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(got[f"dx_{name}"].double(), dx, **rows)
         for parameter, ours, exact in zip(("dw", "db"), got[f"parameters_{name}"], (dw, db)):
             if name in (parameter, "both"):
                 torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=2e-5)

@@ -231,6 +231,27 @@ def test_argument_buffers_have_the_size_of_the_table(launched):
         assert len(args) // 2 == offset + size
 
 
+def launch_wide_rows():
+    kernel = next(k for k in tables().kernels() if k.name == "layer_norm_bwd")
+    narrow, wide = (kernel.pick({"X": "bf16", "W": "bf16"}, n, True) for n in (64, 16384))
+    refused = [refusal(kernel.name, variant=v.index) for v in (narrow, wide)]
+    return [wide.name, refused, calls("cuFuncSetAttribute")]
+
+
+def test_much_shared_memory_is_asked_for():
+    name, refused, asked = stub_cuda.run(launch_wide_rows).value
+    (entry,) = (e for e in pack.read(PACKS / "sm_90.pack")[2] if e.name == name)
+    assert entry.shared > 48 << 10 and refused == ["", ""]
+    assert asked == [{"attribute": "8", "value": str(entry.shared)}]
+
+
+def test_much_shared_memory_that_is_refused():
+    environment = {"STUB_CUDA_FAIL": "cuFuncSetAttribute=1"}
+    name, refused, _ = stub_cuda.run(launch_wide_rows, **environment).value
+    assert refused[0] == "" and f"launch of {name} " in refused[1]
+    assert "cuFuncSetAttribute: CUDA_ERROR_INVALID_VALUE (1)" in refused[1]
+
+
 TYPES = {"i32": ("i", -7), "i64": ("q", -(2**40)), "fp32": ("f", 0.1)}
 
 

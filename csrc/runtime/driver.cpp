@@ -34,6 +34,7 @@ struct Loaded {
     resolve(driver.cuCtxSetCurrent, "cuCtxSetCurrent");
     resolve(driver.cuModuleLoadData, "cuModuleLoadData");
     resolve(driver.cuModuleGetFunction, "cuModuleGetFunction");
+    resolve(driver.cuFuncSetAttribute, "cuFuncSetAttribute");
     resolve(driver.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     resolve(driver.cuLaunchKernel, "cuLaunchKernel");
     resolve(driver.cuGetErrorName, "cuGetErrorName");

@@ -15,6 +15,8 @@ constexpr int kCuAttributeMultiprocessors = 16;
 constexpr int kCuAttributeMajor = 75;
 constexpr int kCuAttributeMinor = 76;
 constexpr int kCuCaptureModeRelaxed = 2;
+constexpr int kCuFunctionDynamicShared = 8;
+constexpr unsigned kCuPlainShared = 48 << 10;  // what a launch may give a program that did not ask for more
 // Keys of cuLaunchKernel's `extra` list: the arguments come as one packed buffer.
 inline void* const kCuLaunchBuffer = reinterpret_cast<void*>(1);
 inline void* const kCuLaunchBufferSize = reinterpret_cast<void*>(2);
@@ -31,6 +33,7 @@ struct Driver {
   CuResult (*cuCtxSetCurrent)(void*);
   CuResult (*cuModuleLoadData)(void**, const void*);
   CuResult (*cuModuleGetFunction)(void**, void*, const char*);
+  CuResult (*cuFuncSetAttribute)(void*, int, int);
   CuResult (*cuThreadExchangeStreamCaptureMode)(int*);
   CuResult (*cuLaunchKernel)(
       void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);

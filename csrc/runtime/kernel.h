@@ -74,13 +74,15 @@ class LIGER_RUNTIME_API Kernel {
 /// Rows of a call, where no config of the kernel is for few of them.
 constexpr int64_t kManyRows = std::numeric_limits<int64_t>::max();
 
-/// First config that admits rows of n elements; tables end with one that admits everything. rare: see table.py.
+/// First config that admits rows of n elements; tables end with one that admits everything. rare, wide: see table.py.
 template <class Config, size_t N>
-constexpr const Config& first_fit(const Config (&configs)[N], int64_t n, bool aligned, bool rare = false, int64_t rows = kManyRows) {
+constexpr const Config& first_fit(
+    const Config (&configs)[N], int64_t n, bool aligned, bool rare = false, int64_t rows = kManyRows, bool wide = false) {
   for (size_t i = 0; i + 1 < N; ++i) {
     const Config& c = configs[i];
     const bool fits = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
-    if (fits && (aligned || !c.aligned) && !(rare && c.common_only)) return c;
+    const bool serves = !(rare && c.common_only) && !(wide && c.halves_only);
+    if (fits && serves && (aligned || !c.aligned)) return c;
   }
   return configs[N - 1];
 }

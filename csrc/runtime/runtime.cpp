@@ -179,6 +179,10 @@ const Function* load_binary(
     call = "cuModuleGetFunction: ";
     result = driver.cuModuleGetFunction(&handle, module, spec.symbol);
   }
+  if (result == kCuSuccess && binary.shared > kCuPlainShared) {
+    call = "cuFuncSetAttribute: ";
+    result = driver.cuFuncSetAttribute(handle, kCuFunctionDynamicShared, int(binary.shared));
+  }
   if (result != kCuSuccess) {
     error = call + driver.describe(result);
     return nullptr;

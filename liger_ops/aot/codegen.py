@@ -25,10 +25,12 @@ def config_table(kernel: Kernel) -> str:
     rows = []
     for c in kernel.configs:
         values = [-1 if bound is None else bound for bound in (c.max_n, c.max_rows)]
-        values += [str(c.aligned).lower(), str(c.common_only).lower(), c.num_warps, c.programs_per_sm]
+        values += [str(flag).lower() for flag in (c.aligned, c.common_only, c.halves_only)]
+        values += [c.num_warps, c.programs_per_sm]
         rows.append("      {" + ", ".join(map(str, values + [c.constexprs[n] for n in names])) + "},")
     fields = "".join(f" int {n};" for n in names)
-    struct = f"  struct Config {{ int64_t max_n, max_rows; bool aligned; bool common_only; int num_warps; int programs_per_sm;{fields} }};"
+    flags = "bool aligned, common_only, halves_only;"
+    struct = f"  struct Config {{ int64_t max_n, max_rows; {flags} int num_warps; int programs_per_sm;{fields} }};"
     return "\n".join([struct, "  static constexpr Config configs[] = {", *rows, "  };"])
 
 

@@ -60,8 +60,14 @@ def read_kept(kept, tile, DTYPE: tl.constexpr, LANES: tl.constexpr):
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [kept + (tile * LANES + tl.arange(0, LANES)) * 16],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
+    return unpack(words, DTYPE)
+
+
+@triton.jit
+def unpack(words, DTYPE: tl.constexpr):
+    """The columns that words hold, in fp32."""
     values = ()
-    for i in tl.static_range(4):
+    for i in tl.static_range(len(words)):
         if DTYPE == tl.float32:
             values = values + (words[i].to(tl.float32, bitcast=True),)
         elif DTYPE == tl.bfloat16:

@@ -8,6 +8,7 @@ Rows too wide for one rounding of the mean correct it by the mean of the centred
 import triton
 import triton.language as tl
 
+from .kept import lane_words, unpack
 from .rows import (
     block_rows,
     load_parameter,
@@ -18,6 +19,25 @@ from .rows import (
     row_offset,
     store_per_row,
     zero_tiles,
+)
+from .streamed import (
+    LANE_BYTES,
+    ask_again,
+    await_tiles,
+    columns_left,
+    fill_ring,
+    first_lane,
+    lane_columns,
+    load_lane,
+    make_ring,
+    pieces_ahead,
+    read_pair,
+    row_start,
+    slots_that_fit,
+    store_lane,
+    store_sums,
+    turn_ring,
+    zero_sums,
 )
 from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel, fewer_when_mixed
 
@@ -100,7 +120,122 @@ def layer_norm_fwd_kernel(
 
 
 @triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def backward_streamed(
+    dx, partial, dy, x, weight, statistics,
+    rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
+    LANES: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    W: tl.constexpr = weight.dtype.element_ty
+    VEC: tl.constexpr = lane_columns(DTYPE)
+    PER: tl.constexpr = TILES // PIECES
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    left = columns_left(n, True, LANES, VEC)
+    ring = make_ring(program, LANES, PER, SLOTS)
+    fill_ring(
+        ring, x, dy, program, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner,
+        LANES, VEC, PER, PIECES, SLOTS,
+    )  # fmt: skip
+    scales = statistics + rows.to(tl.int64)
+    next_mean = tl.load(statistics + program)
+    next_scale = tl.load(scales + program)
+    weight_at = first_lane(weight.to(tl.int64), LANES)
+    weight_left = columns_left(n, (flags & HAS_WEIGHT) != 0, LANES, VEC)
+    weights = ()
+    for t in tl.static_range(TILES):
+        weights = weights + (load_lane(weight_at, weight_left, t, W, LANES, VEC),)
+    dweights = zero_sums(LANES, TILES * VEC)
+    dbiases = zero_sums(LANES, TILES * VEC)
+
+    for row in tl.range(program, rows, programs):
+        xs_ahead, dys_ahead, columns_ahead = pieces_ahead(
+            x, dy, row, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner, PIECES, SLOTS
+        )
+        dx_start = row_start(dx, row, inner_rows, dx_outer, dx_inner)
+        scale = next_scale
+        shift = -next_mean * scale
+        following = row + programs
+        next_mean = tl.load(statistics + following, mask=following < rows, other=0.0)
+        next_scale = tl.load(scales + following, mask=following < rows, other=0.0)
+        dots = tl.zeros([LANES], tl.float32)
+        totals = tl.zeros([LANES], tl.float32)
+        new_dweights = ()
+        new_dbiases = ()
+        for t in tl.static_range(TILES):
+            await_tiles(row, SLOTS * PER - 1 - t)
+            values, grads = read_pair(ring, t, DTYPE, LANES, PER)
+            ws = unpack(weights[t], W)
+            for i in tl.static_range(VEC):
+                normed = tl.fma(values[i], scale, shift)
+                new_dweights = new_dweights + (tl.fma(grads[i], normed, dweights[t * VEC + i]),)
+                new_dbiases = new_dbiases + (dbiases[t * VEC + i] + grads[i],)
+                grad = grads[i] * ws[i]
+                dots = tl.fma(grad, normed, dots)
+                totals += grad
+        dweights = new_dweights
+        dbiases = new_dbiases
+        dot, total = tl.reduce((dots, totals), 0, add_pairs)
+        slope = -scale * (dot / n)
+        offset = -scale * (total / n)
+        if PREFETCH:
+            pair = read_pair(ring, 0, DTYPE, LANES, PER)
+        for t in tl.static_range(TILES):
+            if PREFETCH:
+                values, grads = pair
+                if t + 1 < TILES:
+                    pair = read_pair(ring, t + 1, DTYPE, LANES, PER)
+            else:
+                values, grads = read_pair(ring, t, DTYPE, LANES, PER)
+                ask_again(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
+            ws = unpack(weights[t], W)
+            out = ()
+            for i in tl.static_range(VEC):
+                normed = tl.fma(values[i], scale, shift)
+                out = out + (tl.fma(grads[i] * scale, ws[i], tl.fma(normed, slope, offset)),)
+            store_lane(first_lane(dx_start, LANES), left, lane_words(out, DTYPE), t, LANES, VEC)
+            if PREFETCH:
+                ask_again(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
+        ring = turn_ring(ring, PIECES, SLOTS)
+
+    shares = partial + program.to(tl.int64) * n
+    store_sums(shares, dweights, n, (flags & NEEDS_DWEIGHT) != 0, LANES, TILES, VEC)
+    shares += programs.to(tl.int64) * n
+    store_sums(shares, dbiases, n, (flags & NEEDS_DBIAS) != 0, LANES, TILES, VEC)
+
+
+@triton.jit
 def layer_norm_bwd_kernel(
+    dx, partial, dy, x, weight, statistics,
+    rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
+    PIECES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    # BLOCK_N columns of 16 bits, or half as many of 32, are a tile.
+    LANES: tl.constexpr = BLOCK_N // 8
+    LANE_TILES: tl.constexpr = TILES * x.dtype.element_ty.primitive_bitwidth // 16
+    FIT: tl.constexpr = slots_that_fit(SLOTS, PIECES, 2 * LANE_TILES * LANES * LANE_BYTES)
+    if FIT:
+        backward_streamed(
+            dx, partial, dy, x, weight, statistics,
+            rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
+            LANES, LANE_TILES, PIECES, FIT, PREFETCH,
+        )  # fmt: skip
+    else:
+        backward_held(
+            dx, partial, dy, x, weight, statistics,
+            rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
+            BLOCK_M, BLOCK_N, TILES, PREFETCH,
+        )  # fmt: skip
+
+
+@triton.jit
+def backward_held(
     dx, partial, dy, x, weight, statistics,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
@@ -213,9 +348,12 @@ def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0,
     return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
 
 
-def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, aligned=True):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch)
-    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs)
+def backward_config(
+    max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, aligned=True, pieces=0, slots=0,
+    halves_only=False,
+):  # fmt: skip
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch, PIECES=pieces, SLOTS=slots)
+    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, halves_only=halves_only)
 
 
 KERNELS = [
@@ -229,9 +367,8 @@ KERNELS = [
         },
         aligned=["y", "x", "weight", "bias", "n", "y_outer", "y_inner", "x_outer", "x_inner"],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
-        # Best of the sweep that chose rms_norm's. Two sums a column leave backward one program on a multiprocessor from
-        # 8192 columns on, and its loads uncovered: 60-75 % of the copy bandwidth there, 85 % below. Few rows: see rms_norm;
-        # us of 1 and 128 rows with early parameters: 2048 columns 5.2 and 5.5 (5.9 and 5.9), 16384 6.6 and 8.5 (8.1 and 9.3).
+        # Best of the sweep that chose rms_norm's. Few rows: see rms_norm; us of 1 and 128 rows with early parameters: 2048
+        # columns 5.2 and 5.5 (5.9 and 5.9), 16384 6.6 and 8.5 (8.1 and 9.3).
         configs=fewer_when_mixed([
             forward_config(64, 64, 64, 1, 4, 8),
             forward_config(128, 32, 128, 1, 4, 8),
@@ -273,20 +410,23 @@ KERNELS = [
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
+        # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
+        # many bytes: 193): 1024 columns 200 (242), 2048 197 (223), 2560 195 (236), 4096 195 (222), 5120 201 (248), 8192 199
+        # (214), 11008 219 (262), 16384 208 (295); 2**26 in fp32 (193): 4096 200 (211), 8192 200 (252), 12288 201 (263).
         configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 4, prefetch=1),
             backward_config(128, 32, 128, 1, 4, 3),
             backward_config(256, 16, 256, 1, 4, 3),
             backward_config(512, 8, 512, 1, 4, 3),
-            backward_config(1024, 2, 1024, 1, 4, 4, prefetch=1),
-            backward_config(2048, 1, 1024, 2, 4, 5),
-            backward_config(2560, 1, 512, 5, 4, 4),
-            backward_config(3072, 1, 1024, 3, 4, 4),
-            backward_config(4096, 1, 2048, 2, 4, 3),
-            backward_config(5120, 1, 1024, 5, 4, 2, prefetch=1),
-            backward_config(6144, 1, 2048, 3, 8, 2),
-            backward_config(8192, 1, 4096, 2, 16, 1, prefetch=1),
-            backward_config(12288, 1, 4096, 3, 16, 1),
+            backward_config(1024, 1, 1024, 1, 4, 6, pieces=1, slots=2),
+            backward_config(2048, 1, 1024, 2, 4, 4, pieces=1, slots=2),
+            backward_config(3072, 1, 1024, 3, 4, 3, pieces=1, slots=2),
+            backward_config(4096, 1, 1024, 4, 4, 2, pieces=1, slots=2),
+            backward_config(5120, 1, 1024, 5, 4, 2, pieces=1, slots=2),
+            backward_config(6144, 1, 2048, 3, 8, 2, pieces=3, slots=5),
+            backward_config(8192, 1, 4096, 2, 16, 1, pieces=2, slots=4),
+            backward_config(12288, 1, 4096, 3, 16, 1, pieces=3, slots=5),
+            backward_config(16384, 1, 4096, 4, 16, 1, prefetch=1, pieces=2, slots=3, halves_only=True),
             backward_config(14336, 1, 2048, 7, 8, 1),
             backward_config(16384, 1, 2048, 8, 8, 1),
             backward_config(None, 1, 16384, 0, 32, 1),

@@ -9,11 +9,13 @@ TILES = 0 is the loop for rows that no register file holds and for unaligned one
 
 Backward: programs are persistent, so that the weight's gradient is summed in registers over all rows of
 a program and leaves it once, as one fp32 row of a partial sum; column_sum adds those up in a fixed order.
+Rows pass through shared memory on their way (SLOTS > 0, see streamed.py) or are loaded as they are needed.
 """
 
 import triton
 import triton.language as tl
 
+from .kept import lane_words, unpack
 from .rows import (
     block_rows,
     load_parameter,
@@ -24,6 +26,25 @@ from .rows import (
     row_offset,
     store_per_row,
     zero_tiles,
+)
+from .streamed import (
+    LANE_BYTES,
+    ask_again,
+    await_tiles,
+    columns_left,
+    fill_ring,
+    first_lane,
+    lane_columns,
+    load_lane,
+    make_ring,
+    pieces_ahead,
+    read_pair,
+    row_start,
+    slots_that_fit,
+    store_lane,
+    store_sums,
+    turn_ring,
+    zero_sums,
 )
 from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel, fewer_when_mixed
 
@@ -106,7 +127,107 @@ def add_tiles(a, b, TILES: tl.constexpr):
 
 
 @triton.jit
+def backward_streamed(
+    dx, partial, dy, ds, x, weight, rstd,
+    rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
+    offset, flags,
+    RESIDUAL: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    W: tl.constexpr = weight.dtype.element_ty
+    VEC: tl.constexpr = lane_columns(DTYPE)
+    PER: tl.constexpr = TILES // PIECES
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    left = columns_left(n, True, LANES, VEC)
+    ring = make_ring(program, LANES, PER, SLOTS)
+    fill_ring(
+        ring, x, dy, program, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner,
+        LANES, VEC, PER, PIECES, SLOTS,
+    )  # fmt: skip
+    next_scale = tl.load(rstd + program)
+    weight_at = first_lane(weight.to(tl.int64), LANES)
+    weight_left = columns_left(n, (flags & HAS_WEIGHT) != 0, LANES, VEC)
+    weights = ()
+    for t in tl.static_range(TILES):
+        ws = unpack(load_lane(weight_at, weight_left, t, W, LANES, VEC), W)
+        for i in tl.static_range(VEC):
+            weights = weights + (ws[i] + offset,)
+    sums = zero_sums(LANES, TILES * VEC)
+
+    for row in tl.range(program, rows, programs):
+        xs_ahead, dys_ahead, columns_ahead = pieces_ahead(
+            x, dy, row, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner, PIECES, SLOTS
+        )
+        dx_start = row_start(dx, row, inner_rows, dx_outer, dx_inner)
+        scale = next_scale
+        next_scale = tl.load(rstd + row + programs, mask=row + programs < rows, other=0.0)
+        if RESIDUAL:
+            ds_at = first_lane(row_start(ds, row, inner_rows, ds_outer, ds_inner), LANES)
+            dss = ()
+            for t in tl.static_range(TILES):
+                dss = dss + (load_lane(ds_at, left, t, DTYPE, LANES, VEC),)
+        dots = tl.zeros([LANES], tl.float32)
+        new_sums = ()
+        for t in tl.static_range(TILES):
+            await_tiles(row, SLOTS * PER - 1 - t)
+            values, grads = read_pair(ring, t, DTYPE, LANES, PER)
+            normed = ()
+            for i in tl.static_range(VEC):
+                normed = normed + (values[i] * scale,)
+            rounded = unpack(lane_words(normed, DTYPE), DTYPE)
+            for i in tl.static_range(VEC):
+                share = grads[i] * tl.where((flags & ROUND_FIRST) != 0, rounded[i], normed[i])
+                new_sums = new_sums + (sums[t * VEC + i] + share,)
+                dots += grads[i] * weights[t * VEC + i] * normed[i]
+        sums = new_sums
+        slope = -scale * scale * (tl.sum(dots, axis=0) / n)
+        for t in tl.static_range(TILES):
+            values, grads = read_pair(ring, t, DTYPE, LANES, PER)
+            ask_again(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
+            if RESIDUAL:
+                residuals = unpack(dss[t], DTYPE)
+            out = ()
+            for i in tl.static_range(VEC):
+                value = grads[i] * weights[t * VEC + i] * scale + values[i] * slope
+                if RESIDUAL:
+                    value += residuals[i]
+                out = out + (value,)
+            store_lane(first_lane(dx_start, LANES), left, lane_words(out, DTYPE), t, LANES, VEC)
+        ring = turn_ring(ring, PIECES, SLOTS)
+
+    wanted = (flags & NEEDS_DWEIGHT) != 0
+    store_sums(partial + program.to(tl.int64) * n, sums, n, wanted, LANES, TILES, VEC)
+
+
+@triton.jit
 def rms_norm_bwd_kernel(
+    dx, partial, dy, ds, x, weight, rstd,
+    rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
+    offset, flags,
+    RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    # BLOCK_N columns of 16 bits, or half as many of 32, are a tile.
+    LANES: tl.constexpr = BLOCK_N // 8
+    LANE_TILES: tl.constexpr = TILES * x.dtype.element_ty.primitive_bitwidth // 16
+    FIT: tl.constexpr = slots_that_fit(SLOTS, PIECES, 2 * LANE_TILES * LANES * LANE_BYTES)
+    if FIT:
+        backward_streamed(
+            dx, partial, dy, ds, x, weight, rstd,
+            rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
+            offset, flags, RESIDUAL, LANES, LANE_TILES, PIECES, FIT,
+        )  # fmt: skip
+    else:
+        backward_held(
+            dx, partial, dy, ds, x, weight, rstd,
+            rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
+            offset, flags, RESIDUAL, BLOCK_M, BLOCK_N, TILES, PREFETCH, EARLY,
+        )  # fmt: skip
+
+
+@triton.jit
+def backward_held(
     dx, partial, dy, ds, x, weight, rstd,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
     offset, flags,
@@ -208,9 +329,13 @@ def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0,
     return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
 
 
-def backward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, early=1, aligned=True):
+def backward_config(
+    max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, early=1, aligned=True, pieces=0, slots=0,
+    halves_only=False,
+):  # fmt: skip
     constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch, EARLY=early)
-    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs)
+    constexprs |= dict(PIECES=pieces, SLOTS=slots)
+    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, halves_only=halves_only)
 
 
 KERNELS = [
@@ -275,22 +400,25 @@ KERNELS = [
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "ds_outer", "ds_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
-        # 16384 x 4096, bf16, with a residual on an H200: 137 us with ds early, 168 with the next rows instead. Where a thread
-        # has no registers for it, late is faster: 297 us against 315 at 8192 columns.
+        # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
+        # many bytes: 193): 4096 columns 198 (198), 5120 201 (208), 8192 196 (201), 11008 203 (233), 16384 204 (211); with a
+        # residual (258): 4096 253 (260), 6144 251 (297), 8192 259 (291), 14336 257 (293); 2**26 in fp32 (193): 2048 202
+        # (301), 4096 199 (311), 8192 199 (280), 12288 204 (278). Rows of 1024 to 3072 columns are as fast held.
         configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 6),
             backward_config(128, 16, 128, 1, 4, 6),
             backward_config(256, 8, 256, 1, 4, 5),
             backward_config(512, 4, 512, 1, 4, 5, prefetch=1),
             backward_config(1024, 2, 1024, 1, 4, 5),
-            backward_config(2048, 1, 1024, 2, 4, 6, prefetch=1),
+            backward_config(2048, 1, 2048, 1, 8, 4, pieces=1, slots=2),
             backward_config(2560, 1, 512, 5, 4, 5),
-            backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1),
-            backward_config(4096, 1, 2048, 2, 8, 3, prefetch=1),
-            backward_config(5120, 1, 1024, 5, 4, 3),
-            backward_config(6144, 1, 1024, 6, 4, 3),
-            backward_config(8192, 1, 8192, 1, 16, 2, early=0),
-            backward_config(12288, 1, 4096, 3, 32, 1, prefetch=1),
+            backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1, halves_only=True),
+            backward_config(4096, 1, 2048, 2, 8, 3, pieces=2, slots=3),
+            backward_config(5120, 1, 2048, 3, 8, 2, pieces=1, slots=2),
+            backward_config(6144, 1, 2048, 3, 8, 2, pieces=3, slots=5),
+            backward_config(8192, 1, 2048, 4, 8, 1, pieces=2, slots=6),
+            backward_config(12288, 1, 4096, 3, 16, 1, pieces=1, slots=2),
+            backward_config(16384, 1, 4096, 4, 16, 1, pieces=2, slots=3, halves_only=True),
             backward_config(16384, 1, 8192, 2, 32, 1, early=0),
             backward_config(None, 1, 16384, 0, 32, 1),
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),

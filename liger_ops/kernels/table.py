@@ -42,6 +42,10 @@ def is_rare(choices: Mapping[str, Any]) -> bool:
     return bool(choices.get("EXTRAS")) or choices.get("X", choices.get("W")) != choices.get("W", choices.get("X"))
 
 
+def is_wide(choices: Mapping[str, Any]) -> bool:
+    return choices.get("X") == "fp32"
+
+
 @dataclass(frozen=True)
 class Config:
     """One launch shape. A call takes the first config of its kernel that admits it."""
@@ -53,17 +57,21 @@ class Config:
     constexprs: Mapping[str, int] = field(default_factory=dict)
     common_only: bool = False  # rare choices pass it by, and no variant of theirs is compiled
     max_rows: int | None = None  # more rows pass it by; None: any number
+    halves_only: bool = False  # rows of 32 bits pass it by, and no variant of theirs is compiled
 
-    def admits(self, n: int, aligned: bool, rare: bool = False, rows: int | None = None) -> bool:
+    def serves(self, choices: Mapping[str, Any]) -> bool:
+        return not (self.common_only and is_rare(choices)) and not (self.halves_only and is_wide(choices))
+
+    def admits(self, n: int, aligned: bool, choices: Mapping[str, Any] = {}, rows: int | None = None) -> bool:
         """rows: None for many."""
-        fits = (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and not (rare and self.common_only)
+        fits = (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and self.serves(choices)
         return fits and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
 
-    def precedes(self, other: "Config", rare: bool) -> bool:
+    def precedes(self, other: "Config", choices: Mapping[str, Any]) -> bool:
         """Whether it takes all calls that the other would, where it comes first."""
         wide = self.max_n is None or (other.max_n is not None and self.max_n >= other.max_n)
         long = self.max_rows is None or (other.max_rows is not None and self.max_rows >= other.max_rows)
-        return wide and long and (other.aligned or not self.aligned) and not (rare and self.common_only)
+        return wide and long and (other.aligned or not self.aligned) and self.serves(choices)
 
 
 def fewer_when_mixed(configs: Sequence[Config]) -> list[Config]:
@@ -155,8 +163,8 @@ class Kernel:
 
     def has_variant(self, index: int) -> bool:
         point, config = divmod(index, len(self.configs))
-        found, rare = self.configs[config], is_rare(self.axis_points[point])
-        return not (found.common_only and rare) and not any(c.precedes(found, rare) for c in self.configs[:config])
+        found, choices = self.configs[config], self.axis_points[point]
+        return found.serves(choices) and not any(c.precedes(found, choices) for c in self.configs[:config])
 
     def variant(self, index: int) -> Variant:
         point, config = divmod(index, len(self.configs))
@@ -168,7 +176,7 @@ class Kernel:
     def pick(self, choices: Mapping[str, Any], n: int, aligned: bool, rows: int | None = None) -> Variant:
         """The rule that C++ follows too: first config that admits the call."""
         point = next(i for i, p in enumerate(self.axis_points) if all(p[k] == v for k, v in choices.items()))
-        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, is_rare(choices), rows))
+        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, choices, rows))
         return self.variant(point * len(self.configs) + config)
 
     @property
@@ -187,7 +195,7 @@ class Kernel:
         """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
         table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
         configs = [
-            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only, c.max_rows)
+            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only, c.max_rows, c.halves_only)
             for c in self.configs
         ]
         text = "\n".join(reachable_source(self.function)) + json.dumps([table, configs], sort_keys=True)
@@ -195,13 +203,13 @@ class Kernel:
 
 
 def reachable_source(function: Any, seen: set[str] | None = None) -> list[str]:
-    """Source of a jit function and of every jit function and constant it names, recursively."""
+    """Source of a jit function and of every other, constexpr function and constant that it names, recursively."""
     seen = set() if seen is None else seen
     seen.add(function.fn.__name__)
     out = [function.src]
     for name in sorted(function.fn.__code__.co_names):
         value = function.fn.__globals__.get(name)
-        if hasattr(value, "src") and hasattr(value, "arg_names"):
+        if hasattr(value, "src") and hasattr(value, "fn"):
             if value.fn.__name__ not in seen:
                 out += reachable_source(value, seen)
         elif hasattr(value, "value") and type(value).__name__ == "constexpr":

@@ -24,6 +24,7 @@
 
 namespace {
 
+constexpr int kDynamicShared = 8;
 constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kNotFound = 500;
 
 struct Device {
@@ -40,6 +41,7 @@ struct Module {
 struct Function {
   Module* module;
   std::string symbol;
+  int most_shared;
 };
 
 std::mutex mutex;
@@ -266,7 +268,15 @@ EXPORT int cuModuleGetFunction(void** function, void* module, const char* symbol
   if (int error = enter("cuModuleGetFunction", std::string("symbol=") + symbol)) return error;
   auto* loaded = static_cast<Module*>(module);
   if (loaded->image.find(symbol) == std::string::npos) return kNotFound;
-  *function = new Function{loaded, symbol};
+  *function = new Function{loaded, symbol, 48 << 10};
+  return 0;
+}
+
+EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {
+  const std::string facts = "attribute=" + std::to_string(attribute) + " value=" + std::to_string(value);
+  if (int error = enter("cuFuncSetAttribute", facts)) return error;
+  if (attribute != kDynamicShared) return kInvalidValue;
+  static_cast<Function*>(function)->most_shared = value;
   return 0;
 }
 
@@ -278,6 +288,7 @@ EXPORT int cuLaunchKernel(
     enter("cuLaunchKernel", "context=none");
     return kInvalidContext;
   }
+  if (int(shared) > function->most_shared) return kInvalidValue;
   if (!recording) return 0;
   // Keys of the list: 1 the packed buffer, 2 the address of its size, 0 the end.
   const void* buffer = nullptr;

@@ -1,0 +1,264 @@
+"""Pairs of rows that stream through a program's shared memory, the next on their way while one is worked on.
+
+Gradients of wide rows leave a program no registers to load ahead into, and a multiprocessor no room for a second program
+that would work meanwhile. So the rows arrive in a ring of slots in shared memory. A slot holds a piece of a row, PER tiles
+of LANES lanes of either tensor; a lane is 16 bytes, and every thread copies, reads and asks again for its own lanes alone.
+No barrier stands between these, which is right only while all tensors have one layout: the build makes sure.
+
+Offsets within a row and a slot are part of the instructions: a thread holds one address a tensor. Addresses are computed
+where a row begins. A branch, such as row_offset's, between the two looks at a row would let the compiler put off the
+first look's sums until after the second, with both rows in registers until then.
+"""
+
+import triton
+import triton.language as tl
+
+from .kept import unpack
+from .rows import row_offset
+
+LANE_BYTES = tl.constexpr(16)
+MOST_BYTES = tl.constexpr(96 * 1024)  # of a ring; what a program may have besides is for the compiler
+
+
+@triton.constexpr_function
+def ring_text(size):
+    # Behind what the compiler keeps there itself. aot/compile.py reads the comment.
+    return f"""{{ /* ring {size} */
+        .reg .u32 end;
+        mov.u32 end, %dynamic_smem_size;
+        mov.u32 $0, global_smem;
+        add.u32 $0, $0, end;
+        sub.u32 $0, $0, {size};
+        }}"""
+
+
+@triton.constexpr_function
+def ask_text(column, slot, row):
+    # Of a lane that is not there nothing is read; zeros arrive.
+    return f"""{{
+        .reg .pred there;
+        .reg .u32 size;
+        setp.gt.s32 there, $4, {column};
+        selp.u32 size, 16, 0, there;
+        cp.async.cg.shared.global [$1+{slot[0]}], [$2+{row}], 16, size;
+        cp.async.cg.shared.global [$1+{slot[1]}], [$3+{row}], 16, size;
+        cp.async.commit_group;
+        mov.u32 $0, 0;
+        }}"""
+
+
+@triton.constexpr_function
+def load_text(column, at, absent):
+    return f"""{{
+        .reg .pred there;
+        setp.gt.s32 there, $5, {column};
+        mov.b32 $0, {absent};
+        mov.b32 $1, {absent};
+        mov.b32 $2, {absent};
+        mov.b32 $3, {absent};
+        @there ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{at}];
+        }}"""
+
+
+@triton.constexpr_function
+def store_text(column, at):
+    return f"""{{
+        .reg .pred there;
+        setp.gt.s32 there, $6, {column};
+        @there st.global.v4.b32 [$1+{at}], {{$2, $3, $4, $5}};
+        mov.u32 $0, 0;
+        }}"""
+
+
+@triton.constexpr_function
+def wait_text(pending):
+    return f"cp.async.wait_group {pending}; mov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def read_text(at):
+    return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{at}];"
+
+
+@triton.constexpr_function
+def ones(dtype):
+    return {"bf16": 0x3F803F80, "fp16": 0x3C003C00, "fp32": 0x3F800000}[dtype.name]
+
+
+@triton.jit
+def row_start(tensor, row, inner_rows, outer, inner):
+    return (tensor + row_offset(row, inner_rows, outer, inner)).to(tl.int64)
+
+
+@triton.jit
+def first_lane(start, LANES: tl.constexpr):
+    """Where each lane of a row's first tile is."""
+    return start + tl.arange(0, LANES) * LANE_BYTES
+
+
+@triton.constexpr_function
+def lane_columns(dtype):
+    return 128 // dtype.primitive_bitwidth
+
+
+@triton.constexpr_function
+def slots_that_fit(slots, pieces, row_bytes):
+    """0 where not even one row would: it does not stream then."""
+    fit = min(slots, MOST_BYTES.value * pieces // row_bytes) if slots else 0
+    return fit if fit >= pieces else 0
+
+
+@triton.jit
+def columns_left(n, present, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Columns of a row from each lane's first on: a tile's lane is there if there are more than come before the tile."""
+    return tl.where(present, n, 0) - tl.arange(0, LANES) * VEC
+
+
+@triton.jit
+def make_ring(anchor, LANES: tl.constexpr, PER: tl.constexpr, SLOTS: tl.constexpr):
+    """Addresses of the slots."""
+    SLOT: tl.constexpr = 2 * PER * LANES * LANE_BYTES
+    start = tl.inline_asm_elementwise(ring_text(SLOTS * SLOT), "=r,r", [anchor], dtype=tl.int32, is_pure=True, pack=1)
+    ring = ()
+    for s in tl.static_range(SLOTS):
+        ring = ring + (start + s * SLOT,)
+    return ring
+
+
+@triton.jit
+def turn_ring(ring, PIECES: tl.constexpr, SLOTS: tl.constexpr):
+    """The ring as the next row finds it."""
+    turned = ()
+    for s in tl.static_range(SLOTS):
+        turned = turned + (ring[(s + PIECES) % SLOTS],)
+    return turned
+
+
+@triton.jit
+def ask(
+    slot, first, second, left, J: tl.constexpr, T: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """Asks for tile T of two rows, to be the slot's tile J."""
+    LANE: tl.constexpr = LANES * LANE_BYTES
+    tl.inline_asm_elementwise(
+        ask_text(T * LANES * VEC, (2 * J * LANE, (2 * J + 1) * LANE), T * LANE), "=r,r,l,l,r",
+        [slot + tl.arange(0, LANES) * LANE_BYTES, first, second, left], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def await_tiles(anchor, PENDING: tl.constexpr):
+    """Waits for all that was asked for but the last PENDING tiles."""
+    tl.inline_asm_elementwise(wait_text(PENDING), "=r,r", [anchor], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def read_pair(ring, T: tl.constexpr, DTYPE: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr):
+    """Tile T of either row, in fp32: as many tensors as a lane has columns."""
+    LANE: tl.constexpr = LANES * LANE_BYTES
+    J: tl.constexpr = T % PER
+    at = ring[T // PER] + tl.arange(0, LANES) * LANE_BYTES
+    types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+    first = tl.inline_asm_elementwise(read_text(2 * J * LANE), "=r,=r,=r,=r,r", [at], dtype=types, is_pure=False, pack=1)
+    second = tl.inline_asm_elementwise(
+        read_text((2 * J + 1) * LANE), "=r,=r,=r,=r,r", [at], dtype=types, is_pure=False, pack=1
+    )
+    return unpack(first, DTYPE), unpack(second, DTYPE)
+
+
+@triton.jit
+def load_words(at, left, COLUMN: tl.constexpr, BYTE: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        load_text(COLUMN, BYTE, ones(DTYPE)), "=&r,=&r,=&r,=&r,l,r", [at, left],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_lane(at, left, T: tl.constexpr, DTYPE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Tile T's words of a row, or of a parameter that may be wider; ones where there are none."""
+    COLUMN: tl.constexpr = T * LANES * VEC
+    if VEC * DTYPE.primitive_bitwidth == 128:
+        words = load_words(at, left, COLUMN, T * LANES * LANE_BYTES, DTYPE)
+    else:
+        # Twice as far apart: `at` is where a lane of the rows' own type would be.
+        at += tl.arange(0, LANES) * LANE_BYTES
+        words = load_words(at, left, COLUMN, 4 * COLUMN, DTYPE) + load_words(at, left, COLUMN, 4 * COLUMN + 16, DTYPE)
+    return words
+
+
+@triton.jit
+def store_lane(at, left, words, T: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    tl.inline_asm_elementwise(
+        store_text(T * LANES * VEC, T * LANES * LANE_BYTES), "=r,l,r,r,r,r,r", [at, words[0], words[1], words[2], words[3], left],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_sums(partial, sums, n, wanted, LANES: tl.constexpr, TILES: tl.constexpr, VEC: tl.constexpr):
+    """A row of fp32, from VEC tensors a tile."""
+    at = partial.to(tl.int64) + tl.arange(0, LANES) * (4 * VEC)
+    left = columns_left(n, wanted, LANES, VEC)
+    for t in tl.static_range(TILES):
+        for quarter in tl.static_range(VEC // 4):
+            words = ()
+            for i in tl.static_range(4):
+                words = words + (sums[t * VEC + quarter * 4 + i].to(tl.int32, bitcast=True),)
+            tl.inline_asm_elementwise(
+                store_text(t * LANES * VEC, 4 * t * LANES * VEC + 16 * quarter), "=r,l,r,r,r,r,r",
+                [at, words[0], words[1], words[2], words[3], left], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def zero_sums(LANES: tl.constexpr, COUNT: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (tl.zeros([LANES], tl.float32),)
+    return sums
+
+
+@triton.jit
+def fill_ring(
+    ring, x, dy, row, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner,
+    LANES: tl.constexpr, VEC: tl.constexpr, PER: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first pieces of a program whose first row is `row`."""
+    for s in tl.static_range(SLOTS):
+        at = row + programs * (s // PIECES)
+        first = first_lane(row_start(x, at, inner_rows, x_outer, x_inner), LANES)
+        second = first_lane(row_start(dy, at, inner_rows, dy_outer, dy_inner), LANES)
+        left = columns_left(n, at < rows, LANES, VEC)
+        for j in tl.static_range(PER):
+            ask(ring[s], first, second, left, j, s % PIECES * PER + j, LANES, VEC)
+
+
+@triton.jit
+def pieces_ahead(
+    x, dy, row, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner,
+    PIECES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """For each piece of a row, the rows from which its slot will be filled once it has been read, and their columns."""
+    xs = ()
+    dys = ()
+    columns = ()
+    for p in tl.static_range(PIECES):
+        at = row + programs * ((p + SLOTS) // PIECES)
+        xs = xs + (row_start(x, at, inner_rows, x_outer, x_inner),)
+        dys = dys + (row_start(dy, at, inner_rows, dy_outer, dy_inner),)
+        columns = columns + (tl.where(at < rows, n, 0),)
+    return xs, dys, columns
+
+
+@triton.jit
+def ask_again(
+    ring, xs_ahead, dys_ahead, columns_ahead, T: tl.constexpr,
+    LANES: tl.constexpr, VEC: tl.constexpr, PER: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Where tile T of a row was, what comes SLOTS pieces later."""
+    ask(
+        ring[T // PER], first_lane(xs_ahead[T // PER], LANES), first_lane(dys_ahead[T // PER], LANES),
+        columns_left(columns_ahead[T // PER], True, LANES, VEC),
+        T % PER, (T // PER + SLOTS) % PIECES * PER + T % PER, LANES, VEC,
+    )  # fmt: skip

@@ -46,6 +46,16 @@ def sizes_around_tiles(*kernels: str) -> list[int]:
     return sorted(sizes)
 
 
+def more_than_few_rows(*kernels: str) -> int:
+    """No config for few rows of these kernels admits so many."""
+    from liger_ops.kernels import find
+
+    return 1 + max(config.max_rows or 0 for name in kernels for config in find(name).configs)
+
+
+ROWS_AND_PARAMETERS = [(torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32)]
+
+
 def served_by(device: str) -> str:
     """The path that calls on `device` must take: packs, or JIT where a run points the pack folder elsewhere."""
     if device == "cpu":

@@ -6,6 +6,7 @@ from support import (
     CPU_DTYPES,
     LAYOUTS,
     OPCHECKS,
+    ROWS_AND_PARAMETERS,
     assert_no_worse,
     check_deterministic,
     check_export,
@@ -16,6 +17,7 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
+    more_than_few_rows,
     path_taken,
     sizes_around_tiles,
 )
@@ -50,11 +52,12 @@ def test_sizes(n, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", sizes_around_tiles("rms_norm_fwd"))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows(n, dtype):
+@pytest.mark.parametrize("n", sizes_around_tiles("rms_norm_fwd", "rms_norm_bwd"))
+@pytest.mark.parametrize("dtype,parameter_dtype", ROWS_AND_PARAMETERS, ids=str)
+def test_many_rows(n, dtype, parameter_dtype):
     """Few rows have launch shapes of their own."""
-    inputs, grads = make((300, n), dtype, "cuda")
+    rows = more_than_few_rows("rms_norm_fwd", "rms_norm_bwd")
+    inputs, grads = make((rows, n), dtype, "cuda", parameter_dtype)
     check_op(fused, reference, inputs, grads, "cuda")
 
 

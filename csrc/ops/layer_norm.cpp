@@ -313,7 +313,7 @@ Gradients backward_cuda(
   bool aligned =
       walk.aligned_strides() && core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
   const bool mixed = parameters != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit(K::configs, n, aligned, mixed, runtime::kManyRows, wide);
+  const auto& config = runtime::first_fit(K::configs, n, aligned, mixed, walk.rows, wide);
   int64_t programs =
       core::persistent_programs(x.device(), (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M, config.programs_per_sm);
   bool needs_parameters = needs_dweight || needs_dbias;

@@ -350,10 +350,17 @@ def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0,
 
 def backward_config(
     max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, aligned=True, pieces=0, slots=0,
-    halves_only=False,
+    halves_only=False, max_rows=None,
 ):  # fmt: skip
     constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch, PIECES=pieces, SLOTS=slots)
-    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, halves_only=halves_only)
+    return Config(
+        max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows, halves_only=halves_only
+    )
+
+
+def few_rows_config(max_n, max_rows, *shape, **options):
+    """Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough."""
+    return backward_config(max_n, *shape, halves_only=True, max_rows=max_rows, **options)
 
 
 KERNELS = [
@@ -389,7 +396,7 @@ KERNELS = [
             forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
             forward_config(12288, 1, 4096, 3, 4, 4),
             forward_config(16384, 1, 4096, 4, 16, early=1, max_rows=128),
-            forward_config(16384, 1, 4096, 4, 8, 2),
+            forward_config(16384, 1, 4096, 4, 16, 2),
             forward_config(32768, 1, 8192, 4, 32),
             forward_config(None, 1, 8192, 0, 16),
             forward_config(64, 32, 64, 1, 4, aligned=False),
@@ -418,14 +425,22 @@ KERNELS = [
             backward_config(128, 32, 128, 1, 4, 3),
             backward_config(256, 16, 256, 1, 4, 3),
             backward_config(512, 8, 512, 1, 4, 3),
+            few_rows_config(1024, 4096, 2, 1024, 1, 4, 4, prefetch=1),
             backward_config(1024, 1, 1024, 1, 4, 6, pieces=1, slots=2),
+            few_rows_config(2048, 1024, 1, 1024, 2, 4, 5),
             backward_config(2048, 1, 1024, 2, 4, 4, pieces=1, slots=2),
+            few_rows_config(3072, 512, 1, 1024, 3, 4, 4),
             backward_config(3072, 1, 1024, 3, 4, 3, pieces=1, slots=2),
+            few_rows_config(4096, 512, 1, 2048, 2, 4, 3),
             backward_config(4096, 1, 1024, 4, 4, 2, pieces=1, slots=2),
+            few_rows_config(5120, 1024, 1, 1024, 5, 4, 2, prefetch=1),
             backward_config(5120, 1, 1024, 5, 4, 2, pieces=1, slots=2),
             backward_config(6144, 1, 2048, 3, 8, 2, pieces=3, slots=5),
+            few_rows_config(8192, 1024, 1, 4096, 2, 16, 1, prefetch=1),
             backward_config(8192, 1, 4096, 2, 16, 1, pieces=2, slots=4),
+            few_rows_config(12288, 512, 1, 4096, 3, 16, 1),
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=3, slots=5),
+            few_rows_config(16384, 512, 1, 2048, 8, 8, 1),
             backward_config(16384, 1, 4096, 4, 16, 1, prefetch=1, pieces=2, slots=3, halves_only=True),
             backward_config(14336, 1, 2048, 7, 8, 1),
             backward_config(16384, 1, 2048, 8, 8, 1),

@@ -331,11 +331,18 @@ def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0,
 
 def backward_config(
     max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, early=1, aligned=True, pieces=0, slots=0,
-    halves_only=False,
+    halves_only=False, max_rows=None,
 ):  # fmt: skip
     constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch, EARLY=early)
     constexprs |= dict(PIECES=pieces, SLOTS=slots)
-    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, halves_only=halves_only)
+    return Config(
+        max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows, halves_only=halves_only
+    )
+
+
+def few_rows_config(max_n, max_rows, *shape, **options):
+    """Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough."""
+    return backward_config(max_n, *shape, halves_only=True, max_rows=max_rows, **options)
 
 
 KERNELS = [
@@ -413,11 +420,15 @@ KERNELS = [
             backward_config(2048, 1, 2048, 1, 8, 4, pieces=1, slots=2),
             backward_config(2560, 1, 512, 5, 4, 5),
             backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1, halves_only=True),
+            few_rows_config(4096, 4096, 1, 2048, 2, 8, 3, prefetch=1),
             backward_config(4096, 1, 2048, 2, 8, 3, pieces=2, slots=3),
             backward_config(5120, 1, 2048, 3, 8, 2, pieces=1, slots=2),
             backward_config(6144, 1, 2048, 3, 8, 2, pieces=3, slots=5),
+            few_rows_config(8192, 512, 1, 8192, 1, 16, 2, early=0),
             backward_config(8192, 1, 2048, 4, 8, 1, pieces=2, slots=6),
+            few_rows_config(12288, 512, 1, 4096, 3, 32, 1, prefetch=1),
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=1, slots=2),
+            few_rows_config(16384, 1024, 1, 8192, 2, 32, 1, early=0),
             backward_config(16384, 1, 4096, 4, 16, 1, pieces=2, slots=3, halves_only=True),
             backward_config(16384, 1, 8192, 2, 32, 1, early=0),
             backward_config(None, 1, 16384, 0, 32, 1),

@@ -242,7 +242,7 @@ def draw(records: Sequence[Record], stem: Path) -> tuple[list[Path], str]:
     plots += [draw_sweep(op, records, stem) for op in swept]
     times, memory = ([r for r in found if r["op"] not in swept] for found in (times, memory))
     grid_of_sizes = len({tuple(r["shape"]) for r in times}) > GRID_SHAPES
-    if grid_of_sizes and records[0].get("suite") != "paper":
+    if grid_of_sizes and records[0].get("suite") not in ("paper", "anchors"):
         plots.append(draw_heat_map(times, stem))
     elif times:
         lines = [("time", times, lambda r: r["median"] / r["floor"], "time over floor"),
@@ -363,6 +363,9 @@ def draw_heat_map(records: list[Record], stem: Path) -> Path:
     for row, (op, dtype) in zip(axes, groups):
         for axis, pass_name in zip(row, ("forward", "full")):
             here = [r for r in records if (r["op"], r["dtype"], r["pass"]) == (op, dtype, pass_name)]
+            if not here:  # an op may have one of the passes alone
+                axis.set_visible(False)
+                continue
             found = {place(r["shape"]): r for r in here}
             ys, xs = (sorted({at[i] for at in found}) for i in (0, 1))
             share = {at: 100 * r["floor"] / r["median"] for at, r in found.items()}

@@ -107,6 +107,22 @@ def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
     assert "|rms_norm|65536×4096|float32|forward|50|600|" in named
 
 
+def test_anchors_of_many_ops_are_drawn_as_lines_and_a_pass_may_be_missing(tmp_path):
+    times = {"median": 2.0, "q1": 2.0, "q3": 2.0, "samples": 3, "floor": 1.0, "unit": "us", "bytes": 1 << 30}
+    machine = {"kind": "machine", "device": "cpu", "cpu": "one", "providers": ["ours"], "rounds": 1}
+    cases = [("rms_norm", name) for name in ("forward", "full")] + [("cross_entropy_", "full")]
+    records = [
+        {"kind": kind, "op": op, "shape": [rows, 512], "dtype": "float32", "provider": "ours", "path": "cpu", "pass": name}
+        | times
+        for op, name in cases
+        for rows in range(1, 41)
+        for kind in ("time", "memory")
+    ]
+    for suite, plot in (("anchors", "time"), ("full", "bandwidth")):
+        report.write([machine | {"suite": suite}, *records], tmp_path / suite)
+        assert (tmp_path / f"{suite}-{plot}.png").stat().st_size > 10_000
+
+
 # ---- tune
 
 TUNED = """

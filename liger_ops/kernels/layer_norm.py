@@ -120,6 +120,16 @@ def layer_norm_fwd_kernel(
 
 
 @triton.jit
+def normalised(value, mean, scale, shift, dtype: tl.constexpr):
+    """shift: -mean * scale, whose rounding 16 bits do not show."""
+    if dtype == tl.float32:
+        normed = (value - mean) * scale
+    else:
+        normed = tl.fma(value, scale, shift)
+    return normed
+
+
+@triton.jit
 def add_pairs(a, b, c, d):
     return a + c, b + d
 
@@ -158,8 +168,9 @@ def backward_streamed(
             x, dy, row, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner, PIECES, SLOTS
         )
         dx_start = row_start(dx, row, inner_rows, dx_outer, dx_inner)
+        mean = next_mean
         scale = next_scale
-        shift = -next_mean * scale
+        shift = -mean * scale
         following = row + programs
         next_mean = tl.load(statistics + following, mask=following < rows, other=0.0)
         next_scale = tl.load(scales + following, mask=following < rows, other=0.0)
@@ -172,7 +183,7 @@ def backward_streamed(
             values, grads = read_pair(ring, t, DTYPE, LANES, PER)
             ws = unpack(weights[t], W)
             for i in tl.static_range(VEC):
-                normed = tl.fma(values[i], scale, shift)
+                normed = normalised(values[i], mean, scale, shift, DTYPE)
                 new_dweights = new_dweights + (tl.fma(grads[i], normed, dweights[t * VEC + i]),)
                 new_dbiases = new_dbiases + (dbiases[t * VEC + i] + grads[i],)
                 grad = grads[i] * ws[i]
@@ -196,7 +207,7 @@ def backward_streamed(
             ws = unpack(weights[t], W)
             out = ()
             for i in tl.static_range(VEC):
-                normed = tl.fma(values[i], scale, shift)
+                normed = normalised(values[i], mean, scale, shift, DTYPE)
                 out = out + (tl.fma(grads[i] * scale, ws[i], tl.fma(normed, slope, offset)),)
             store_lane(first_lane(dx_start, LANES), left, lane_words(out, DTYPE), t, LANES, VEC)
             if PREFETCH:

@@ -31,7 +31,7 @@ PRIVATE = (
 )
 INPUT, WEIGHT, BIAS = 4, 8, 16  # bits of what is wanted
 HALVES = (torch.float16, torch.bfloat16)
-MOST_COMPARED = 32768  # see csrc/core/linear_cross_entropy.h
+MOST_COMPARED = 16384  # see csrc/core/linear_cross_entropy.h
 
 
 class Call(NamedTuple):

@@ -9,6 +9,7 @@ LANE = 16
 shared = np.zeros(99 * 1024, np.uint8)
 under_way: list[tuple[int, bytes]] = []
 groups: list[list[tuple[int, bytes]]] = []  # of copies that are waited for together
+asked_ahead: list[tuple[int, int]] = []  # addresses, from and to, of what should be in the cache soon
 
 
 class Results(list):
@@ -114,7 +115,15 @@ def halves(_, values):
     return [(low | high << 16).view(np.int32)]
 
 
+def prefetch(_, values):
+    start, end = (int(v.item()) for v in values)
+    if start < end:
+        asked_ahead.append((start, end))
+    return [np.zeros(1, np.int32)]
+
+
 INSTRUCTIONS = {
+    "prefetch.global.L2": prefetch,
     ".shared .align": reserve,
     "%dynamic_smem_size": reserve_ring,
     "cp.async.commit_group": ask,

@@ -1,5 +1,6 @@
-"""The compiled kernels themselves: registers and spills, the width of memory accesses."""
+"""The compiled kernels themselves: registers and spills, the width of memory accesses; what they ask for ahead."""
 
+import json
 import math
 import re
 import struct
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from stub_cuda import ARCHS, PACKS
+from support import output_of
 
 import liger_ops.kernels as tables
 from liger_ops.aot import pack
@@ -223,3 +225,51 @@ def test_aligned_variants_move_sixteen_bytes_at_a_time(name):
         seen |= {source for _, source in widths}
         checked += 1
     assert checked and seen == set(pointers) - {None}
+
+
+# ---- What programs ask the L2 cache for, ahead of those that will read it.
+
+AHEAD = """
+import json, sys, types, torch
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+import triton.language as tl
+import inline_ptx
+from liger_ops.kernels import find, rows as shared
+inline_ptx.install()
+
+def asked(name, choices, n, rows, ahead, programs, arguments):
+    variant = find(name).pick(choices, n, n % 8 == 0)
+    program_bytes = ahead_bytes(variant)
+    shared.BYTES_AHEAD = tl.constexpr(ahead * program_bytes)
+    inline_ptx.asked_ahead.clear()
+    variant.kernel.function[(programs,)](*arguments, **variant.constexprs)
+    return list(inline_ptx.asked_ahead)
+
+def ahead_bytes(variant):
+    c = variant.constexprs
+    size = {"fp32": 4, "fp16": 2}[variant.choices["X"]]
+    return c["TILES"] * c["BLOCK_N"] * size * (1 + c.get("RESIDUAL", 0))
+
+def ranges(asks, base, stride):
+    return [[(start - base) // stride, (start - base) % stride, end - start] for start, end in asks]
+
+rows, n, out = 6, 1600, {}
+x, r, y, s, stats = *(torch.randn(rows, n) for _ in range(4)), torch.zeros(2, rows)
+w = torch.ones(n)
+W = {"X": "fp32", "W": "fp32"}
+for residual in (0, 1):
+    asks = asked("rms_norm_fwd", W | {"RESIDUAL": residual}, n, rows, 4, rows,
+                 (y, s, stats, x, r, w, rows, n, 0, 0, n, 0, n, 0, n, 1e-6, 0.0, 1))
+    out[f"rms_norm {residual}"] = ranges(asks[::1 + residual], x.data_ptr(), 4 * n)
+    out[f"residual {residual}"] = ranges(asks[1::2] if residual else [], r.data_ptr(), 4 * n)
+out["layer_norm"] = ranges(
+    asked("layer_norm_fwd", W, n, rows, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3)), x.data_ptr(), 4 * n)
+print(json.dumps(out))
+"""
+
+
+def test_programs_ask_for_what_later_ones_will_read():
+    found = json.loads(output_of(AHEAD, TRITON_INTERPRET="1").splitlines()[-1])
+    row = 4 * 1600
+    assert found["rms_norm 0"] == found["layer_norm"] == [[4, 0, row], [5, 0, row]]
+    assert found["rms_norm 1"] == found["residual 1"] == [[4, 0, row], [5, 0, row]]

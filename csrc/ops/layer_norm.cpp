@@ -278,7 +278,8 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out.y), core::address(x), core::address(weight), core::address(bias));
   const auto parameters = parameter_type(x, weight, bias);
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, parameters != x.scalar_type(), walk.rows);
+  const bool mixed = parameters != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, mixed, walk.rows, wide);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (bias.defined() ? kHasBias : 0) | (save ? kSaveStatistics : 0);
   const auto& [y_walk, x_walk] = walk.strides;
   K::Args args{

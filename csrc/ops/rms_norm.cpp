@@ -260,7 +260,8 @@ RmsNormForward rms_norm_forward_cuda(
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, weight_type != x.scalar_type(), walk.rows);
+  const bool mixed = weight_type != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
+  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, mixed, walk.rows, wide);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (rounds_first(casting_mode) ? kRoundFirst : 0) |
       (save_rstd ? kSaveRstd : 0);
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;

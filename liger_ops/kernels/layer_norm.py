@@ -15,6 +15,8 @@ from .rows import (
     load_parameter_tiles,
     load_per_row,
     load_tiles,
+    prefetch,
+    programs_ahead,
     row_mean,
     row_offset,
     store_per_row,
@@ -53,6 +55,7 @@ def layer_norm_fwd_kernel(
     y, statistics, x, weight, bias,
     rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, eps, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = block_rows(tl.program_id(0), BLOCK_M)
     row_mask = row < rows
@@ -66,6 +69,9 @@ def layer_norm_fwd_kernel(
             weights = load_parameter_tiles(weight, n, flags & HAS_WEIGHT, 1.0, BLOCK_N, TILES)
             biases = load_parameter_tiles(bias, n, flags & HAS_BIAS, 0.0, BLOCK_N, TILES)
         xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES, EARLY)
+        if AHEAD:
+            later = row + programs_ahead(TILES * BLOCK_N * x.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch(x + row_offset(later, inner_rows, x_outer, x_inner), 0, tl.where(later < rows, n, 0))
         for t in tl.static_range(TILES):
             total += xs[t].to(tl.float32)
         mean = row_mean(total, n)
@@ -354,9 +360,14 @@ def backward_held(
             tl.store(dbias_row + cols, tl.sum(dbiases[t], axis=0), mask=(cols < n) & dbias_wanted)
 
 
-def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early)
-    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
+def forward_config(
+    max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None, ahead=0,
+    plain_halves_only=False,
+):  # fmt: skip
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early, AHEAD=ahead)
+    return Config(
+        max_n, aligned, num_warps, programs_per_sm, constexprs, plain_halves_only, max_rows, plain_halves_only
+    )
 
 
 def backward_config(
@@ -385,30 +396,37 @@ KERNELS = [
         },
         aligned=["y", "x", "weight", "bias", "n", "y_outer", "y_inner", "x_outer", "x_inner"],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
-        # Best of the sweep that chose rms_norm's. Few rows: see rms_norm; us of 1 and 128 rows with early parameters: 2048
-        # columns 5.2 and 5.5 (5.9 and 5.9), 16384 6.6 and 8.5 (8.1 and 9.3).
+        # As rms_norm's; us of 2**27 elements in bf16: 1024 columns 133 (139 without rows ahead), 2048 133 (137), 4096 132
+        # (135), 8192 131 (135), 14336 135 (147), 16384 133 (139), 32768 148 (181); 2**26 in fp32: 4096 131 (137), 12288 132
+        # (134), 16384 133 (137). 11008 columns fit four warps, which leave no registers to ask ahead with: 135 (137).
+        # Few rows: see rms_norm; us of 1 and 128 rows with early parameters: 2048 columns 5.2 and 5.5 (5.9 and 5.9), 16384
+        # 6.6 and 8.5 (8.1 and 9.3).
         configs=fewer_when_mixed([
             forward_config(64, 64, 64, 1, 4, 8),
             forward_config(128, 32, 128, 1, 4, 8),
             forward_config(256, 16, 256, 1, 4, 8),
             forward_config(512, 1, 512, 1, 2, early=1, max_rows=1024),
             forward_config(512, 8, 512, 1, 4, 6),
-            forward_config(1024, 2, 1024, 1, 4, 16),
+            forward_config(1024, 1, 1024, 1, 2, 16, ahead=1),
             forward_config(2048, 1, 2048, 1, 4, early=1, max_rows=128),
-            forward_config(2048, 1, 2048, 1, 4, 12),
+            forward_config(2048, 1, 2048, 1, 4, ahead=1),
             forward_config(4096, 1, 4096, 1, 8, early=1, max_rows=256),
             forward_config(2560, 1, 512, 5, 4, 12),
-            forward_config(3072, 1, 1024, 3, 4, 10),
-            forward_config(4096, 1, 4096, 1, 4, 8),
+            forward_config(3072, 1, 1024, 3, 4, 10, ahead=1),
+            forward_config(4096, 1, 4096, 1, 4, 8, ahead=1, plain_halves_only=True),
+            forward_config(4096, 1, 4096, 1, 8, ahead=1),
             forward_config(8192, 1, 8192, 1, 16, early=1, max_rows=256),
-            forward_config(5120, 1, 1024, 5, 4),
-            forward_config(6144, 1, 2048, 3, 4),
-            forward_config(8192, 1, 4096, 2, 4, 4),
+            forward_config(5120, 1, 1024, 5, 4, ahead=1),
+            forward_config(6144, 1, 2048, 3, 4, ahead=1),
+            forward_config(8192, 1, 4096, 2, 4, 4, ahead=1),
             forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
-            forward_config(12288, 1, 4096, 3, 4, 4),
+            forward_config(11264, 1, 4096, 3, 4, 4, plain_halves_only=True),
+            forward_config(12288, 1, 4096, 3, 8, ahead=1),
             forward_config(16384, 1, 4096, 4, 16, early=1, max_rows=128),
-            forward_config(16384, 1, 4096, 4, 16, 2),
-            forward_config(32768, 1, 8192, 4, 32),
+            forward_config(14336, 1, 2048, 7, 8, 2, ahead=1, plain_halves_only=True),
+            forward_config(16384, 1, 4096, 4, 16, 2, ahead=1),
+            forward_config(32768, 1, 8192, 4, 16, 1, ahead=1, plain_halves_only=True),
+            forward_config(32768, 1, 8192, 4, 32, 1, ahead=1),
             forward_config(None, 1, 8192, 0, 16),
             forward_config(64, 32, 64, 1, 4, aligned=False),
             forward_config(512, 4, 512, 1, 4, aligned=False),

@@ -22,6 +22,8 @@ from .rows import (
     load_parameter_tiles,
     load_per_row,
     load_tiles,
+    prefetch,
+    programs_ahead,
     row_mean,
     row_offset,
     store_per_row,
@@ -64,6 +66,7 @@ def rms_norm_fwd_kernel(
     y, s, rstd, x, residual, weight,
     rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, residual_outer, residual_inner, eps, offset, flags,
     RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = block_rows(tl.program_id(0), BLOCK_M)
     row_mask = row < rows
@@ -80,6 +83,12 @@ def rms_norm_fwd_kernel(
         tiles = load_tiles(x_row, row_mask, n, BLOCK_N, TILES, EARLY)
         if RESIDUAL:
             tiles = add_tiles(tiles, load_tiles(residual_row, row_mask, n, BLOCK_N, TILES), TILES)
+        if AHEAD:
+            later = row + programs_ahead(TILES * BLOCK_N * dtype.primitive_bitwidth // 8 * (1 + RESIDUAL))
+            columns = tl.where(later < rows, n, 0)
+            prefetch(x + row_offset(later, inner_rows, x_outer, x_inner), 0, columns)
+            if RESIDUAL:
+                prefetch(residual + row_offset(later, inner_rows, residual_outer, residual_inner), 0, columns)
         for t in tl.static_range(TILES):
             value = tiles[t].to(tl.float32)
             squares += value * value
@@ -324,8 +333,10 @@ def backward_held(
             tl.store(partial_row + cols, tl.sum(sums[t], axis=0), mask=wanted)
 
 
-def forward_config(max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early)
+def forward_config(
+    max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None, ahead=0
+):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early, AHEAD=ahead)
     return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
 
 
@@ -361,10 +372,13 @@ KERNELS = [
             "y_outer", "y_inner", "x_outer", "x_inner", "residual_outer", "residual_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
-        # Best of a sweep on an H200 in bf16: 85-90 % of the copy bandwidth at 2**25 elements, 95-98 % at 2**27. Few rows
-        # occupy too few threads to cover their loads, so they get more; us of 16 and 256 rows: 2560 columns 4.9 and 5.8
-        # (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9). With the weight asked
-        # for early, too: 16 rows of 11008 5.4 (6.6). Of many rows, early weights only slow the others' loads down.
+        # us of 2**27 elements in bf16 on an H200 (a copy: 130), beside what the best shape took that asks for no rows ahead:
+        # 2048 columns 130 (131), 4096 129 (131), 8192 129 (134), 12288 131 (134), 16384 131 (134), 32768 133 (149); 2**26
+        # with a residual: 4096 132 (136), 16384 133 (134); 2**26 in fp32: 4096 130 (134), 16384 132 (134). To ask for them
+        # before a program's own row instead costs up to 10 %.
+        # Few rows occupy too few threads to cover their loads, so they get more; us of 16 and 256 rows: 2560 columns 4.9
+        # and 5.8 (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9). With the weight
+        # asked for early, too: 16 rows of 11008 5.4 (6.6). Of many rows, early weights only slow the others' loads down.
         configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
@@ -372,20 +386,20 @@ KERNELS = [
             forward_config(512, 4, 512, 1, 4),
             forward_config(1024, 2, 1024, 1, 4),
             forward_config(2048, 1, 2048, 1, 4, early=1, max_rows=128),
-            forward_config(2048, 1, 2048, 1, 4),
+            forward_config(2048, 1, 2048, 1, 4, ahead=1),
             forward_config(4096, 1, 4096, 1, 8, max_rows=256),
-            forward_config(3072, 1, 1024, 3, 4),
-            forward_config(4096, 1, 4096, 1, 4, 6),
+            forward_config(3072, 1, 1024, 3, 4, ahead=1),
+            forward_config(4096, 1, 4096, 1, 8, ahead=1),
             forward_config(8192, 1, 8192, 1, 16, max_rows=256),
-            forward_config(5120, 1, 1024, 5, 4),
-            forward_config(6144, 1, 2048, 3, 4),
-            forward_config(8192, 1, 4096, 2, 8),
+            forward_config(5120, 1, 1024, 5, 4, ahead=1),
+            forward_config(6144, 1, 2048, 3, 4, ahead=1),
+            forward_config(8192, 1, 4096, 2, 8, ahead=1),
             forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
-            forward_config(12288, 1, 4096, 3, 8),
+            forward_config(12288, 1, 4096, 3, 8, ahead=1),
             forward_config(16384, 1, 8192, 2, 16, max_rows=256),
-            forward_config(14336, 1, 2048, 7, 8),
-            forward_config(16384, 1, 4096, 4, 8, 2),
-            forward_config(32768, 1, 8192, 4, 32),
+            forward_config(14336, 1, 2048, 7, 8, ahead=1),
+            forward_config(16384, 1, 4096, 4, 16, 2, ahead=1),
+            forward_config(32768, 1, 8192, 4, 32, 1, ahead=1),
             forward_config(None, 1, 8192, 0, 16),
             forward_config(64, 32, 64, 1, 4, aligned=False),
             forward_config(512, 4, 512, 1, 4, aligned=False),

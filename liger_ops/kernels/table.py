@@ -76,7 +76,9 @@ class Config:
 
 def fewer_when_mixed(configs: Sequence[Config]) -> list[Config]:
     """These configs, of which wider parameters use only some."""
-    return [replace(c, common_only=c.max_n not in MIXED_WIDTHS or c.max_rows is not None) for c in configs]
+    return [
+        replace(c, common_only=c.common_only or c.max_n not in MIXED_WIDTHS or c.max_rows is not None) for c in configs
+    ]
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def asked(name, choices, n, rows, ahead, programs, arguments):
 def ahead_bytes(variant):
     c = variant.constexprs
     size = {"fp32": 4, "fp16": 2}[variant.choices["X"]]
-    return c["TILES"] * c["BLOCK_N"] * size * (1 + c.get("RESIDUAL", 0))
+    return 2 * c["KEEP"] if "KEEP" in c else c["TILES"] * c["BLOCK_N"] * size * (1 + c.get("RESIDUAL", 0))
 
 def ranges(asks, base, stride):
     return [[(start - base) // stride, (start - base) % stride, end - start] for start, end in asks]
@@ -264,6 +264,18 @@ for residual in (0, 1):
     out[f"residual {residual}"] = ranges(asks[1::2] if residual else [], r.data_ptr(), 4 * n)
 out["layer_norm"] = ranges(
     asked("layer_norm_fwd", W, n, rows, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3)), x.data_ptr(), 4 * n)
+
+target = torch.tensor([1, 2, -100, 3, -100, 4], dtype=torch.int32)
+zeros = torch.zeros(rows)
+def loss(n, programs, ahead, shares, arrived):
+    logits = torch.randn(rows, n)
+    asks = asked("cross_entropy_fwd_bwd", {"X": "fp32", "EXTRAS": 0}, 2 * n, rows, ahead, programs,
+                 (zeros, zeros, zeros, zeros.long(), logits, logits, target, zeros, zeros, w, w, shares, arrived,
+                  rows, n, 0, 0, n, 0, n, 1, 0, -100, 0.0, 0.0, 0.0, 0))
+    return ranges(asks, logits.data_ptr(), 4 * n)
+out["cross_entropy"] = loss(1000, rows, 2, zeros, zeros.int())
+# As if the other parts of each row had arrived: programs take turns here.
+out["parts"] = loss(30_000, 3 * rows, 4, torch.zeros(rows, 3, 4), torch.full((rows,), 9, dtype=torch.int32))
 print(json.dumps(out))
 """
 
@@ -273,3 +285,9 @@ def test_programs_ask_for_what_later_ones_will_read():
     row = 4 * 1600
     assert found["rms_norm 0"] == found["layer_norm"] == [[4, 0, row], [5, 0, row]]
     assert found["rms_norm 1"] == found["residual 1"] == [[4, 0, row], [5, 0, row]]
+    # Rows 2 and 4 have no target: their programs ask for nothing, and nobody for them.
+    assert found["cross_entropy"] == [[3, 0, 4000], [5, 0, 4000]]
+    # Three parts a row, the program of row 1's second asks for row 2's third, and so on, where these have targets.
+    part = 4 * 11264
+    later = [(at // 3, at % 3) for at in range(4, 18) if (at - 4) // 3 not in (2, 4) and at // 3 not in (2, 4)]
+    assert found["parts"] == [[at, i * part, min(part, 120_000 - i * part)] for at, i in later]

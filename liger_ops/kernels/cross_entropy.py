@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from .kept import await_kept, keep, lane_words, read_kept, write_lanes, write_some_lanes
-from .rows import row_offset
+from .rows import prefetch, programs_ahead, row_offset
 from .table import Config, Kernel
 
 HAS_WEIGHT = tl.constexpr(1)
@@ -713,6 +713,7 @@ def cross_entropy_fwd_bwd_kernel(
     PART: tl.constexpr = SHARE * 16 // logits.dtype.element_ty.primitive_bitwidth
     KEPT: tl.constexpr = 0 if EXTRAS else KEEP * 16 // logits.dtype.element_ty.primitive_bitwidth
     REST: tl.constexpr = EXTRAS or not KEEPS_ALL
+    ASKS_AHEAD: tl.constexpr = not REST
     parts = 1
     row = tl.program_id(0)
     begin = 0
@@ -724,6 +725,13 @@ def cross_entropy_fwd_bwd_kernel(
         end = tl.minimum(end, begin + PART)
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
     y = load_target(target, row, target_words, True)
+    if ASKS_AHEAD:
+        later = tl.program_id(0) + programs_ahead(2 * KEEP)
+        first = 0
+        if PART:
+            first = later % parts * PART
+            later //= parts
+        later_y = load_target(target, later, target_words, later < rows)
     if y == ignore_index:
         store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, begin == 0, flags)
         zero_span(out, begin, end, n, BLOCK_N, SKEWED)
@@ -738,6 +746,10 @@ def cross_entropy_fwd_bwd_kernel(
         kept = 0
         if KEPT:
             kept = keep(tl.multiple_of(x_row - skew, 16), begin, skew, n + skew, KEPT, LANES)
+        if ASKS_AHEAD:
+            wanted = (later < rows) & (later_y != ignore_index)
+            last = tl.where(wanted, tl.minimum(first + KEPT, n), first)
+            prefetch(logits + row_offset(later, inner_rows, logits_outer, logits_inner), first, last)
         # Long rows stay in the cache by being few; a hint to keep them there only drives out others.
         FIRST_READ: tl.constexpr = "" if PART else "evict_last"
         top, total, miss = forward_row(
@@ -978,11 +990,11 @@ KERNELS = [
         },
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
-        # us on an H200, what the kernel reads and writes over 4.26 TB/s in brackets; beside it what the same sweep found
-        # without columns kept. 2**27 logits in bf16 (126): 1024 columns 164 (166), 2048 143 (152), 4096 139 (150), 8192 139
-        # (143), 16384 140 (147); odd rows: 1003 249 (337), 2003 193 (230), 4003 155 (175), 8003 141 (177), 16003 146 (188).
-        # 2**29 (502): 32000 columns 535 (559), 65536 565 (624), 128256 573 (617), 262144 585 (637); odd rows: 32003 606
-        # (673), 50257 568 (731). fp32, 2**28 (502): 32000 555 (672), 128256 582 (721).
+        # us on an H200, what the kernel reads and writes over 4.255 TB/s in brackets; beside it what it took without rows
+        # asked for ahead. 2**28 logits in bf16 (252): 1024 columns 282 (308), 2048 260 (273), 4096 260 (267), 8192 259
+        # (268), 16384 260 (271); odd rows: 8003 261 (269), 16003 259 (269). 2**29 (505): 65536 columns 546 (563), 128256 564
+        # (570), 151936 568 (580), 262144 581 (592); odd rows: 50257 564 (564). 32000 columns, of which a program keeps but a
+        # part, are faster without: 533 (565). Without columns kept, an earlier sweep had 2 to 25 % more, odd rows up to 36.
         configs=[
             whole_config(1024, 32, 2),
             whole_config(2048, 32, 2),

@@ -5,7 +5,8 @@ A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) w
 and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a).
 
 One program takes one position of one batch entry: the angles are read once for all heads of q and k, which are
-walked in tiles of BLOCK_H. A tile is read whole before it is written, so that y may lie over x.
+walked in tiles of BLOCK_H. A tile is read whole before it is written, so that y may lie over x, and the next one is on its
+way by then.
 """
 
 import triton
@@ -88,12 +89,14 @@ def rope_kernel(
         sin_a, sin_b = tl.where(inverse, -sin_b, sin_a), tl.where(inverse, -sin_a, sin_b)
         for block in range(first_head, heads, head_step):
             head = block + tl.arange(0, BLOCK_H)
-            mask = (head < heads)[:, None] & inside
-            if block != first_head:
-                x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
-                a, b = load_pairs(x, mask, half, INTERLEAVED)
+            later = head + head_step
+            x = head_pointers(q, k, later, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
+            later_a, later_b = load_pairs(x, (later < heads)[:, None] & inside, half, INTERLEAVED)
             y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED)[:, None] + cols[None, :]
+            mask = (head < heads)[:, None] & inside
             store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, mask, half, INTERLEAVED)
+            a = later_a
+            b = later_b
 
     # Partial rotary: the columns up to width pass through.
     for first in range(2 * half, width, BLOCK_R):
@@ -130,11 +133,12 @@ KERNELS = [
             "angle_batch", "angle_position", "angle_section",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "interleaved": [{"INTERLEAVED": 0}, {"INTERLEAVED": 1}]},
-        # Widths are those of R. A thread of an aligned config holds 8 pairs.
+        # Widths are those of R. A thread of an aligned config holds 8 pairs. us on an H200 in bf16: 8192 positions of 40
+        # heads of 128 47.3, 16384 of 72 152; 8 heads at a time, none asked for ahead: 48.6 and 156.
         configs=[
             config(32, 32, 16, 2),
             config(64, 16, 32, 2),
-            config(128, 8, 64, 2),
+            config(128, 16, 64, 4),
             config(None, 4, 128, 2),
             config(64, 16, 32, 2, aligned=False),
             config(None, 8, 64, 2, aligned=False),

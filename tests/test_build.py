@@ -142,7 +142,7 @@ void choose(bool rare, bool wide, Points... points) {{
   for (bool aligned : {{true, false}}) {{
     for (long n : {{{widths}}}) {{
       for (long rows : {{{rows}}}) {{
-        const auto& config = runtime::first_fit(K::configs, n, aligned, rare, rows, wide);
+        const auto& config = runtime::first_fit<K>(n, aligned, rare, rows, wide);
         std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, points...));
       }}
     }}

@@ -636,7 +636,7 @@ runtime::Grid span_grid(const Config& config, int64_t rows, int64_t columns) {
 /// Losses and metrics of all rows -> the call's results; without losses: the totals of a mean alone.
 inline void sum_rows_cuda(const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out) {
   using K = kernels::cross_entropy_sum;
-  const auto& config = runtime::first_fit(K::configs, call.n, false);
+  const auto& config = runtime::first_fit<K>(call.n, false);
   const int64_t rows = call.target.numel(), blocks = (rows + config.BLOCK - 1) / config.BLOCK;
   // One program reads a few blocks faster than a second launch starts.
   const int64_t shares = blocks <= 16 ? 1 : std::min<int64_t>(1024, blocks);
@@ -676,7 +676,7 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
   using K = kernels::cross_entropy_fwd;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&logits});
   bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto& config = runtime::first_fit<K>(walk.n, aligned);
   const auto& from = walk.strides[0];
   // Rows that leave multiprocessors idle are shared out; with extras, for which no such variants are compiled, they are
   // not. A step: what a program reads at a time, of 16-bit logits; with fewer than two it would sooner be done than have
@@ -710,7 +710,7 @@ inline void backward_rows_cuda(
   Tensor out = dlogits;
   auto walk = walk_logical<2>(call.op, call.rows_of(logits), {&out, &logits});
   bool aligned = walk.aligned_strides() && aligned16(address(out), address(logits), address(call.weight));
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto& config = runtime::first_fit<K>(walk.n, aligned);
   const auto& [to, from] = walk.strides;
   K::Args args{
       address(out), address(logits), call.target_at(first), stats,
@@ -735,11 +735,11 @@ inline void forward_backward_rows_cuda(
   const bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
   // Configs count 16-bit logits.
   const int64_t counted = x.element_size() / 2;
-  const auto* config = &runtime::first_fit(K::configs, walk.n * counted, aligned, call.extras);
+  const auto* config = &runtime::first_fit<K>(walk.n * counted, aligned, call.extras);
   int64_t part = config->SHARE / counted;
   int64_t parts = part ? (columns_end(*config, walk.n) + part - 1) / part : 1;
   if (parts > std::min<int64_t>(kMostParts, runtime::multiprocessors(call.device.index()))) {
-    config = &runtime::first_fit(K::configs, kAnyWidth, false, call.extras);
+    config = &runtime::first_fit<K>(kAnyWidth, false, call.extras);
     part = 0;
     parts = 1;
   }
@@ -768,7 +768,7 @@ inline void describe_rows_cuda(
   using K = kernels::cross_entropy_describe;
   const int64_t rows = logits.size(0), stride = logits.stride(0);
   bool aligned = ((stride | call.n) & 7) == 0 && aligned16(address(logits));
-  const auto& config = runtime::first_fit(K::configs, call.n, aligned);
+  const auto& config = runtime::first_fit<K>(call.n, aligned);
   K::Args args{
       log_prob, entropy, address(logits), call.target_at(first), stats, int32_t(rows), int32_t(call.n), stride,
       call.target_words, o.ignore_index, float(o.softcap.value_or(1)), call.flags};
@@ -825,7 +825,7 @@ inline void scale_cuda(const char* op, Tensor& dlogits, const Tensor& grad) {
   Tensor x = dlogits;
   auto walk = walk_logical<1>(op, dlogits.numel() / dlogits.size(-1), {&x});
   bool aligned = walk.aligned_strides() && aligned16(address(x));
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned);
+  const auto& config = runtime::first_fit<K>(walk.n, aligned);
   const auto& at = walk.strides[0];
   K::Args args{
       address(x), address(upstream.values), int32_t(walk.n), walk.kernel_inner_rows(), at.outer, at.inner,

@@ -225,7 +225,7 @@ struct Gated {
       if (out.numel() == 0) return;
       auto walk = detail::walk_elements<3>(kOp, {&out, &gate, &up});
       bool aligned = walk.aligned_strides() && aligned16(address(out), address(gate), address(up));
-      const auto& config = runtime::first_fit(K::configs, walk.n, aligned, false, walk.rows);
+      const auto& config = runtime::first_fit<K>(walk.n, aligned, false, walk.rows);
       const auto& [o, g, u] = walk.strides;
       typename K::Args args{
           address(out), address(gate), address(up), int32_t(walk.rows), walk.n, walk.kernel_inner_rows(), o.outer, o.inner,
@@ -242,7 +242,7 @@ struct Gated {
       if (dout.numel() == 0) return;
       auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
       bool aligned = walk.aligned_strides() && aligned16(address(dout), address(dgate), address(dup), address(gate), address(up), address(product));
-      const auto& config = runtime::first_fit(K::configs, walk.n, aligned, false, walk.rows);
+      const auto& config = runtime::first_fit<K>(walk.n, aligned, false, walk.rows);
       const auto& [d, dg, du, g, u] = walk.strides;
       typename K::Args args{
           address(dgate), address(dup), address(product), address(dout), address(gate), address(up), int32_t(walk.rows), walk.n,

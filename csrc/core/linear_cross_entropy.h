@@ -351,7 +351,7 @@ struct Cuda {
 
     void take_targets(Tensor& dlogits, int64_t first, Tensor& taken) const {
       using K = kernels::fused_linear_cross_entropy_take_targets;
-      const auto& config = runtime::first_fit(K::configs, call.n, false);
+      const auto& config = runtime::first_fit<K>(call.n, false);
       const int64_t rows = dlogits.size(0);
       K::Args args{
           address(dlogits), call.target_at(first), taken.const_data_ptr<float>() + first, int32_t(rows),
@@ -363,7 +363,7 @@ struct Cuda {
       using K = kernels::fused_linear_cross_entropy_order_targets;
       const int64_t rows = call.target.numel();
       if (rows > kMostCompared) return sort_targets(call.target, call.n, o);
-      const auto& config = runtime::first_fit(K::configs, call.n, false);
+      const auto& config = runtime::first_fit<K>(call.n, false);
       auto numbers = call.target.options().dtype(at::kInt);
       Tensor classes = at::empty({rows}, numbers), order = at::empty({rows}, numbers);
       K::Args args{
@@ -378,7 +378,7 @@ struct Cuda {
       const int64_t rows = call.target.numel(), columns = dweight.size(1);
       bool aligned = dweight.stride(1) == 1 && ((columns | dweight.stride(0) | x.stride(0)) & 7) == 0 &&
           aligned16(address(dweight), address(x));
-      const auto& config = runtime::first_fit(K::configs, columns, aligned);
+      const auto& config = runtime::first_fit<K>(columns, aligned);
       K::Args args{
           address(dweight), address(x), address(taken), address(classes), address(order), int32_t(rows),
           int32_t(columns), dweight.stride(0), dweight.stride(1), x.stride(0), float(scale)};

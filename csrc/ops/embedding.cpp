@@ -72,7 +72,7 @@ Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes,
   // Half of a radix sort's passes: no weight has 2^31 rows.
   auto [indices, order] = input.reshape(-1).to(at::kInt).sort(/*stable=*/true, 0, false);
   const bool aligned = ((columns | dout.stride(0)) & 7) == 0 && core::aligned16(core::address(dweight), core::address(dout));
-  const auto& config = runtime::first_fit(K::configs, columns, aligned);
+  const auto& config = runtime::first_fit<K>(columns, aligned);
   K::Args args{
       core::address(dweight), core::address(dout), core::address(indices), core::address(order), int32_t(rows),
       int32_t(columns), dout.stride(0), int32_t(padding_idx)};

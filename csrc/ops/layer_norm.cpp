@@ -279,7 +279,7 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
       core::aligned16(core::address(out.y), core::address(x), core::address(weight), core::address(bias));
   const auto parameters = parameter_type(x, weight, bias);
   const bool mixed = parameters != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, mixed, walk.rows, wide);
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, mixed, walk.rows, wide);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (bias.defined() ? kHasBias : 0) | (save ? kSaveStatistics : 0);
   const auto& [y_walk, x_walk] = walk.strides;
   K::Args args{
@@ -314,7 +314,7 @@ Gradients backward_cuda(
   bool aligned =
       walk.aligned_strides() && core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
   const bool mixed = parameters != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit(K::configs, n, aligned, mixed, walk.rows, wide);
+  const auto& config = runtime::first_fit<K>(n, aligned, mixed, walk.rows, wide);
   int64_t programs =
       core::persistent_programs(x.device(), (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M, config.programs_per_sm);
   bool needs_parameters = needs_dweight || needs_dbias;

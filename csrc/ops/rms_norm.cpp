@@ -261,7 +261,7 @@ RmsNormForward rms_norm_forward_cuda(
       core::aligned16(core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
   const bool mixed = weight_type != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, mixed, walk.rows, wide);
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, mixed, walk.rows, wide);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (rounds_first(casting_mode) ? kRoundFirst : 0) |
       (save_rstd ? kSaveRstd : 0);
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
@@ -294,7 +294,7 @@ std::tuple<Tensor, Tensor> backward_cuda(
       core::aligned16(core::address(out), core::address(dy), core::address(ds), core::address(x), core::address(weight));
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
   const bool mixed = weight_type != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit(K::configs, walk.n, aligned, mixed, walk.rows, wide);
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, mixed, walk.rows, wide);
   int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
   Tensor partial = needs_dweight ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();

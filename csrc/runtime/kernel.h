@@ -74,17 +74,30 @@ class LIGER_RUNTIME_API Kernel {
 /// Rows of a call, where no config of the kernel is for few of them.
 constexpr int64_t kManyRows = std::numeric_limits<int64_t>::max();
 
-/// First config that admits rows of n elements; tables end with one that admits everything. rare, wide: see table.py.
-template <class Config, size_t N>
-constexpr const Config& first_fit(
-    const Config (&configs)[N], int64_t n, bool aligned, bool rare = false, int64_t rows = kManyRows, bool wide = false) {
-  for (size_t i = 0; i + 1 < N; ++i) {
-    const Config& c = configs[i];
-    const bool fits = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
+/// First of the kernel's configs that admits rows of n elements; tables end with one that admits everything. rare, wide: see
+/// table.py. What a call leaves untold, no config of the kernel may ask about: it could choose a variant that is not there.
+template <class K, class... Facts>
+constexpr const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
+  constexpr auto any = [](auto asks) {
+    for (const auto& c : K::configs) {
+      if (asks(c)) return true;
+    }
+    return false;
+  };
+  constexpr size_t kTold = sizeof...(Facts);
+  static_assert(kTold > 0 || !any([](const auto& c) { return c.common_only; }), "this kernel asks whether a call is rare");
+  static_assert(kTold > 1 || !any([](const auto& c) { return c.max_rows >= 0; }), "this kernel asks how many rows there are");
+  static_assert(kTold > 2 || !any([](const auto& c) { return c.halves_only; }), "this kernel asks whether rows are wide");
+  auto fits = [](const auto& c, int64_t n, bool aligned, bool rare = false, int64_t rows = kManyRows, bool wide = false) {
+    const bool large_enough = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
     const bool serves = !(rare && c.common_only) && !(wide && c.halves_only);
-    if (fits && serves && (aligned || !c.aligned)) return c;
+    return large_enough && serves && (aligned || !c.aligned);
+  };
+  constexpr size_t kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
+  for (size_t i = 0; i + 1 < kConfigs; ++i) {
+    if (fits(K::configs[i], n, aligned, facts...)) return K::configs[i];
   }
-  return configs[N - 1];
+  return K::configs[kConfigs - 1];
 }
 
 /// Index of a variant from its point on the kernel's axes (the last varies fastest) and its config.

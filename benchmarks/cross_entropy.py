@@ -29,6 +29,12 @@ def liger_kernel():
     return liger_cross_entropy
 
 
+def liger_sm90():
+    from liger_kernel.ops.cutedsl.ops.cross_entropy import LigerCrossEntropyFunction
+
+    return lambda logits, target: LigerCrossEntropyFunction.apply(logits, target, None)[0]
+
+
 def quack():
     from quack.cross_entropy import cross_entropy
 
@@ -46,7 +52,13 @@ OP = Op(
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"torch": aten, "liger-kernel": liger_kernel, "quack": quack, "ours": ours},
+    providers={
+        "torch": aten,
+        "liger-kernel": liger_kernel,
+        "liger-sm90": liger_sm90,
+        "quack": quack,
+        "ours": ours,
+    },
     shapes={
         "quick-cpu": [(16, 1000), (256, 32000)],
         "quick": [(16, 1024), (2048, 32000), (2048, 50257), (1024, 128256)],

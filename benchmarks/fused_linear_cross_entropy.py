@@ -115,11 +115,15 @@ def liger_kernel():
 
 
 def liger_sm90():
-    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
 
-    del LigerFusedScaledCrossEntropySM90Function  # only asked for here: elsewhere the other falls back to eager code
-    return lambda input, weight, target: LigerFusedLinearScaledCrossEntropyFunction.apply(input, weight, target).mean()
+    return liger_fused_linear_cross_entropy_sm90
+
+
+def quack():
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy
 
 
 def cut_cross_entropy():
@@ -191,6 +195,7 @@ OP = Op(
         "liger-kernel": liger_kernel,
         "liger-sm90": liger_sm90,
         "cut-cross-entropy": cut_cross_entropy,
+        "quack": quack,
         "ours": ours,
         "ours compact": ours_within(COMPACT),
         "ours 16 chunks": ours_in_16_chunks,

@@ -31,6 +31,12 @@ def liger_kernel():
     return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
 
+def liger_sm90():
+    from liger_kernel.ops.cutedsl.ops.rms_norm import LigerRMSNormFunction
+
+    return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
 def quack():
     from quack.rmsnorm import rmsnorm
 
@@ -49,7 +55,13 @@ OP = Op(
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"torch": aten, "liger-kernel": liger_kernel, "quack": quack, "ours": ours},
+    providers={
+        "torch": aten,
+        "liger-kernel": liger_kernel,
+        "liger-sm90": liger_sm90,
+        "quack": quack,
+        "ours": ours,
+    },
     shapes=SHAPES,
     anchors=(
         Anchor((32768, 4096), "bfloat16", {"forward": 133, "full": 345}),

@@ -37,6 +37,12 @@ def liger_kernel():
     return lambda q, k, cos, sin: LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin)
 
 
+def liger_sm90():
+    from liger_kernel.ops.cutedsl.ops.rope import LigerRopeCuteDSLFunction
+
+    return lambda q, k, cos, sin: LigerRopeCuteDSLFunction.apply(q.clone(), k.clone(), cos, sin)
+
+
 def ours():
     import liger_ops  # noqa: F401
 
@@ -48,7 +54,7 @@ OP = Op(
     inputs=inputs,
     formula=formula,
     traffic=traffic,
-    providers={"liger-kernel": liger_kernel, "ours": ours},
+    providers={"liger-kernel": liger_kernel, "liger-sm90": liger_sm90, "ours": ours},
     shapes={
         "quick-cpu": [(1, 16, 8, 2, 64), (1, 512, 16, 4, 128)],
         "quick": [(1, 128, 32, 8, 128), (4, 2048, 32, 8, 128), (1, 4096, 16, 16, 80)],

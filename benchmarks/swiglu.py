@@ -16,10 +16,16 @@ def liger_kernel():
     return LigerSiLUMulFunction.apply
 
 
+def liger_sm90():
+    from liger_kernel.ops.cutedsl.ops.swiglu import LigerSiLUMulCuteDSLFunction
+
+    return LigerSiLUMulCuteDSLFunction.apply
+
+
 def ours():
     import liger_ops  # noqa: F401
 
     return torch.ops.liger.swiglu.default
 
 
-OP = gated_op(formula, {"liger-kernel": liger_kernel, "ours": ours}, forward=170, full=465)
+OP = gated_op(formula, {"liger-kernel": liger_kernel, "liger-sm90": liger_sm90, "ours": ours}, forward=170, full=465)

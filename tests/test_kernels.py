@@ -237,15 +237,14 @@ import inline_ptx
 from liger_ops.kernels import find, rows as shared
 inline_ptx.install()
 
-def asked(name, choices, n, rows, ahead, programs, arguments):
+def asked(name, choices, n, ahead, programs, arguments):
     variant = find(name).pick(choices, n, n % 8 == 0)
-    program_bytes = ahead_bytes(variant)
-    shared.BYTES_AHEAD = tl.constexpr(ahead * program_bytes)
+    shared.BYTES_AHEAD = tl.constexpr(ahead * program_bytes(variant))
     inline_ptx.asked_ahead.clear()
     variant.kernel.function[(programs,)](*arguments, **variant.constexprs)
     return list(inline_ptx.asked_ahead)
 
-def ahead_bytes(variant):
+def program_bytes(variant):
     c = variant.constexprs
     size = {"fp32": 4, "fp16": 2}[variant.choices["X"]]
     return 2 * c["KEEP"] if "KEEP" in c else c["TILES"] * c["BLOCK_N"] * size * (1 + c.get("RESIDUAL", 0))
@@ -258,18 +257,18 @@ x, r, y, s, stats = *(torch.randn(rows, n) for _ in range(4)), torch.zeros(2, ro
 w = torch.ones(n)
 W = {"X": "fp32", "W": "fp32"}
 for residual in (0, 1):
-    asks = asked("rms_norm_fwd", W | {"RESIDUAL": residual}, n, rows, 4, rows,
+    asks = asked("rms_norm_fwd", W | {"RESIDUAL": residual}, n, 4, rows,
                  (y, s, stats, x, r, w, rows, n, 0, 0, n, 0, n, 0, n, 1e-6, 0.0, 1))
     out[f"rms_norm {residual}"] = ranges(asks[::1 + residual], x.data_ptr(), 4 * n)
     out[f"residual {residual}"] = ranges(asks[1::2] if residual else [], r.data_ptr(), 4 * n)
 out["layer_norm"] = ranges(
-    asked("layer_norm_fwd", W, n, rows, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3)), x.data_ptr(), 4 * n)
+    asked("layer_norm_fwd", W, n, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3)), x.data_ptr(), 4 * n)
 
 target = torch.tensor([1, 2, -100, 3, -100, 4], dtype=torch.int32)
 zeros = torch.zeros(rows)
 def loss(n, programs, ahead, shares, arrived):
     logits = torch.randn(rows, n)
-    asks = asked("cross_entropy_fwd_bwd", {"X": "fp32", "EXTRAS": 0}, 2 * n, rows, ahead, programs,
+    asks = asked("cross_entropy_fwd_bwd", {"X": "fp32", "EXTRAS": 0}, 2 * n, ahead, programs,
                  (zeros, zeros, zeros, zeros.long(), logits, logits, target, zeros, zeros, w, w, shares, arrived,
                   rows, n, 0, 0, n, 0, n, 1, 0, -100, 0.0, 0.0, 0.0, 0))
     return ranges(asks, logits.data_ptr(), 4 * n)

@@ -994,7 +994,7 @@ KERNELS = [
         # asked for ahead. 2**28 logits in bf16 (252): 1024 columns 282 (308), 2048 260 (273), 4096 260 (267), 8192 259
         # (268), 16384 260 (271); odd rows: 8003 261 (269), 16003 259 (269). 2**29 (505): 65536 columns 546 (563), 128256 564
         # (570), 151936 568 (580), 262144 581 (592); odd rows: 50257 564 (564). 32000 columns, of which a program keeps but a
-        # part, are faster without: 533 (565). Without columns kept, an earlier sweep had 2 to 25 % more, odd rows up to 36.
+        # part, are faster without: 533 (565). To keep no columns costs 1 to 24 % more, odd rows up to 35.
         configs=[
             whole_config(1024, 32, 2),
             whole_config(2048, 32, 2),

@@ -5,11 +5,14 @@ The variance is summed over centred values that stay in registers: no cancellati
 Rows too wide for one rounding of the mean correct it by the mean of the centred values (`drift`).
 """
 
+from functools import partial
+
 import triton
 import triton.language as tl
 
 from .kept import lane_words, unpack
 from .rows import (
+    PLAIN_HALVES,
     block_rows,
     load_parameter,
     load_parameter_tiles,
@@ -19,6 +22,7 @@ from .rows import (
     programs_ahead,
     row_mean,
     row_offset,
+    rows_config,
     store_per_row,
     zero_tiles,
 )
@@ -41,7 +45,7 @@ from .streamed import (
     turn_ring,
     zero_sums,
 )
-from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel, fewer_when_mixed
+from .table import ACTIVATION_WEIGHT_DTYPES, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 HAS_BIAS = tl.constexpr(2)
@@ -360,29 +364,10 @@ def backward_held(
             tl.store(dbias_row + cols, tl.sum(dbiases[t], axis=0), mask=(cols < n) & dbias_wanted)
 
 
-def forward_config(
-    max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None, ahead=0,
-    plain_halves_only=False,
-):  # fmt: skip
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early, AHEAD=ahead)
-    return Config(
-        max_n, aligned, num_warps, programs_per_sm, constexprs, plain_halves_only, max_rows, plain_halves_only
-    )
-
-
-def backward_config(
-    max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, aligned=True, pieces=0, slots=0,
-    halves_only=False, max_rows=None,
-):  # fmt: skip
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch, PIECES=pieces, SLOTS=slots)
-    return Config(
-        max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows, halves_only=halves_only
-    )
-
-
-def few_rows_config(max_n, max_rows, *shape, **options):
-    """Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough."""
-    return backward_config(max_n, *shape, halves_only=True, max_rows=max_rows, **options)
+forward_config = partial(rows_config, early=0, ahead=0)
+backward_config = partial(rows_config, prefetch=0, pieces=0, slots=0)
+# Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough.
+few_rows_config = partial(backward_config, halves_only=True)
 
 
 KERNELS = [
@@ -413,19 +398,19 @@ KERNELS = [
             forward_config(4096, 1, 4096, 1, 8, early=1, max_rows=256),
             forward_config(2560, 1, 512, 5, 4, 12),
             forward_config(3072, 1, 1024, 3, 4, 10, ahead=1),
-            forward_config(4096, 1, 4096, 1, 4, 8, ahead=1, plain_halves_only=True),
+            forward_config(4096, 1, 4096, 1, 4, 8, ahead=1, **PLAIN_HALVES),
             forward_config(4096, 1, 4096, 1, 8, ahead=1),
             forward_config(8192, 1, 8192, 1, 16, early=1, max_rows=256),
             forward_config(5120, 1, 1024, 5, 4, ahead=1),
             forward_config(6144, 1, 2048, 3, 4, ahead=1),
             forward_config(8192, 1, 4096, 2, 4, 4, ahead=1),
             forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
-            forward_config(11264, 1, 4096, 3, 4, 4, plain_halves_only=True),
+            forward_config(11264, 1, 4096, 3, 4, 4, **PLAIN_HALVES),
             forward_config(12288, 1, 4096, 3, 8, ahead=1),
             forward_config(16384, 1, 4096, 4, 16, early=1, max_rows=128),
-            forward_config(14336, 1, 2048, 7, 8, 2, ahead=1, plain_halves_only=True),
+            forward_config(14336, 1, 2048, 7, 8, 2, ahead=1, **PLAIN_HALVES),
             forward_config(16384, 1, 4096, 4, 16, 2, ahead=1),
-            forward_config(32768, 1, 8192, 4, 16, 1, ahead=1, plain_halves_only=True),
+            forward_config(32768, 1, 8192, 4, 16, 1, ahead=1, **PLAIN_HALVES),
             forward_config(32768, 1, 8192, 4, 32, 1, ahead=1),
             forward_config(None, 1, 8192, 0, 16),
             forward_config(64, 32, 64, 1, 4, aligned=False),
@@ -454,22 +439,22 @@ KERNELS = [
             backward_config(128, 32, 128, 1, 4, 3),
             backward_config(256, 16, 256, 1, 4, 3),
             backward_config(512, 8, 512, 1, 4, 3),
-            few_rows_config(1024, 4096, 2, 1024, 1, 4, 4, prefetch=1),
+            few_rows_config(1024, 2, 1024, 1, 4, 4, max_rows=4096, prefetch=1),
             backward_config(1024, 1, 1024, 1, 4, 6, pieces=1, slots=2),
-            few_rows_config(2048, 1024, 1, 1024, 2, 4, 5),
+            few_rows_config(2048, 1, 1024, 2, 4, 5, max_rows=1024),
             backward_config(2048, 1, 1024, 2, 4, 4, pieces=1, slots=2),
-            few_rows_config(3072, 512, 1, 1024, 3, 4, 4),
+            few_rows_config(3072, 1, 1024, 3, 4, 4, max_rows=512),
             backward_config(3072, 1, 1024, 3, 4, 3, pieces=1, slots=2),
-            few_rows_config(4096, 512, 1, 2048, 2, 4, 3),
+            few_rows_config(4096, 1, 2048, 2, 4, 3, max_rows=512),
             backward_config(4096, 1, 1024, 4, 4, 2, pieces=1, slots=2),
-            few_rows_config(5120, 1024, 1, 1024, 5, 4, 2, prefetch=1),
+            few_rows_config(5120, 1, 1024, 5, 4, 2, max_rows=1024, prefetch=1),
             backward_config(5120, 1, 1024, 5, 4, 2, pieces=1, slots=2),
             backward_config(6144, 1, 2048, 3, 8, 2, pieces=3, slots=5),
-            few_rows_config(8192, 1024, 1, 4096, 2, 16, 1, prefetch=1),
+            few_rows_config(8192, 1, 4096, 2, 16, 1, max_rows=1024, prefetch=1),
             backward_config(8192, 1, 4096, 2, 16, 1, pieces=2, slots=4),
-            few_rows_config(12288, 512, 1, 4096, 3, 16, 1),
+            few_rows_config(12288, 1, 4096, 3, 16, 1, max_rows=512),
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=3, slots=5),
-            few_rows_config(16384, 512, 1, 2048, 8, 8, 1),
+            few_rows_config(16384, 1, 2048, 8, 8, 1, max_rows=512),
             backward_config(16384, 1, 4096, 4, 16, 1, prefetch=1, pieces=2, slots=3, halves_only=True),
             backward_config(14336, 1, 2048, 7, 8, 1),
             backward_config(16384, 1, 2048, 8, 8, 1),

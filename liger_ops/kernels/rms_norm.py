@@ -6,11 +6,14 @@
 Forward: one program takes BLOCK_M rows whole, in TILES tiles of BLOCK_N columns held in registers.
 Tile counts that are not powers of two fit hidden sizes such as 2560, 5120 or 11008 without padding them.
 TILES = 0 is the loop for rows that no register file holds and for unaligned ones: it reads twice.
+With AHEAD, programs ask the L2 cache for the rows of later ones.
 
 Backward: programs are persistent, so that the weight's gradient is summed in registers over all rows of
 a program and leaves it once, as one fp32 row of a partial sum; column_sum adds those up in a fixed order.
 Rows pass through shared memory on their way (SLOTS > 0, see streamed.py) or are loaded as they are needed.
 """
+
+from functools import partial
 
 import triton
 import triton.language as tl
@@ -26,6 +29,7 @@ from .rows import (
     programs_ahead,
     row_mean,
     row_offset,
+    rows_config,
     store_per_row,
     zero_tiles,
 )
@@ -48,7 +52,7 @@ from .streamed import (
     turn_ring,
     zero_sums,
 )
-from .table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel, fewer_when_mixed
+from .table import ACTIVATION_WEIGHT_DTYPES, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": normalised rows are rounded before the weight
@@ -333,27 +337,10 @@ def backward_held(
             tl.store(partial_row + cols, tl.sum(sums[t], axis=0), mask=wanted)
 
 
-def forward_config(
-    max_n, block_m, block_n, tiles, num_warps, programs_per_sm=0, early=0, aligned=True, max_rows=None, ahead=0
-):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, EARLY=early, AHEAD=ahead)
-    return Config(max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows)
-
-
-def backward_config(
-    max_n, block_m, block_n, tiles, num_warps, programs_per_sm, prefetch=0, early=1, aligned=True, pieces=0, slots=0,
-    halves_only=False, max_rows=None,
-):  # fmt: skip
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, PREFETCH=prefetch, EARLY=early)
-    constexprs |= dict(PIECES=pieces, SLOTS=slots)
-    return Config(
-        max_n, aligned, num_warps, programs_per_sm, constexprs, max_rows=max_rows, halves_only=halves_only
-    )
-
-
-def few_rows_config(max_n, max_rows, *shape, **options):
-    """Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough."""
-    return backward_config(max_n, *shape, halves_only=True, max_rows=max_rows, **options)
+forward_config = partial(rows_config, early=0, ahead=0)
+backward_config = partial(rows_config, prefetch=0, early=1, pieces=0, slots=0)
+# Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough.
+few_rows_config = partial(backward_config, halves_only=True)
 
 
 KERNELS = [
@@ -434,15 +421,15 @@ KERNELS = [
             backward_config(2048, 1, 2048, 1, 8, 4, pieces=1, slots=2),
             backward_config(2560, 1, 512, 5, 4, 5),
             backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1, halves_only=True),
-            few_rows_config(4096, 4096, 1, 2048, 2, 8, 3, prefetch=1),
+            few_rows_config(4096, 1, 2048, 2, 8, 3, max_rows=4096, prefetch=1),
             backward_config(4096, 1, 2048, 2, 8, 3, pieces=2, slots=3),
             backward_config(5120, 1, 2048, 3, 8, 2, pieces=1, slots=2),
             backward_config(6144, 1, 2048, 3, 8, 2, pieces=3, slots=5),
-            few_rows_config(8192, 512, 1, 8192, 1, 16, 2, early=0),
+            few_rows_config(8192, 1, 8192, 1, 16, 2, max_rows=512, early=0),
             backward_config(8192, 1, 2048, 4, 8, 1, pieces=2, slots=6),
-            few_rows_config(12288, 512, 1, 4096, 3, 32, 1, prefetch=1),
+            few_rows_config(12288, 1, 4096, 3, 32, 1, max_rows=512, prefetch=1),
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=1, slots=2),
-            few_rows_config(16384, 1024, 1, 8192, 2, 32, 1, early=0),
+            few_rows_config(16384, 1, 8192, 2, 32, 1, max_rows=1024, early=0),
             backward_config(16384, 1, 4096, 4, 16, 1, pieces=2, slots=3, halves_only=True),
             backward_config(16384, 1, 8192, 2, 32, 1, early=0),
             backward_config(None, 1, 16384, 0, 32, 1),

@@ -386,7 +386,7 @@ package = types.ModuleType("liger_ops"); package.__path__ = [{package!r}]; sys.m
 from pathlib import Path
 from liger_ops.aot import build
 from liger_ops.kernels import find
-few = types.SimpleNamespace(variants=lambda: [find("column_sum").variant(i) for i in (0, 1)])
+few = types.SimpleNamespace(is_for=lambda arch: True, variants=lambda: [find("column_sum").variant(i) for i in (0, 1)])
 build.kernels = lambda: [few]
 for archs in ([80, 90], [90]):
     build.build_packs(Path({folder!r}), Path({folder!r}, "cache"), archs, 1)

@@ -16,8 +16,11 @@ struct Loaded {
       return;
     }
     bool complete = true;
-    auto resolve = [&](auto& function, const char* name) {
+    auto find = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+    };
+    auto resolve = [&](auto& function, const char* name) {
+      find(function, name);
       if (!function && complete) {
         complete = false;
         reason = std::string("the CUDA driver lacks ") + name;
@@ -37,6 +40,7 @@ struct Loaded {
     resolve(driver.cuFuncSetAttribute, "cuFuncSetAttribute");
     resolve(driver.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     resolve(driver.cuLaunchKernel, "cuLaunchKernel");
+    find(driver.cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
     resolve(driver.cuGetErrorName, "cuGetErrorName");
     resolve(driver.cuGetErrorString, "cuGetErrorString");
     if (!complete) return;

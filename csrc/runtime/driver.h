@@ -37,6 +37,9 @@ struct Driver {
   CuResult (*cuThreadExchangeStreamCaptureMode)(int*);
   CuResult (*cuLaunchKernel)(
       void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+  /// Null before CUDA 12.
+  CuResult (*cuTensorMapEncodeTiled)(
+      void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int);
   CuResult (*cuGetErrorName)(CuResult, const char**);
   CuResult (*cuGetErrorString)(CuResult, const char**);
 

@@ -29,6 +29,17 @@ struct KernelSpec {
   uint32_t args_bytes;
   const char* const* variant_names;  // null where the table has no variant
   const char* const* operators;  // that launch it, up to a null: these names, and longer ones such as <name>_packed
+  // Where arguments lie in their struct, if the driver has to put each in its place; null: they go as they lie.
+  const uint32_t* places;
+  uint32_t arguments;
+  // Compute capabilities that it is for, up to a 0; null: all. Where such a kernel is not, there is another way.
+  const int* archs;
+
+  bool is_for(int capability) const {
+    const int* at = archs;
+    while (at && *at && *at != capability) ++at;
+    return !at || *at;
+  }
 
   bool has_variant(uint32_t variant) const { return variant < variants && variant_names[variant]; }
 

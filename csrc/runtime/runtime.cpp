@@ -287,7 +287,12 @@ class Loader {
     const Device& device = device_at(index);
     const Driver* driver = Driver::get(&error);
     if (!device.error.empty()) error = device.error;
-    if (!driver || !device.error.empty() || !retain_context(*driver, device, error)) return nullptr;
+    if (!driver || !device.error.empty()) return nullptr;
+    if (!kernel.spec().is_for(device.info.capability)) {
+      error = "it is not for sm_" + std::to_string(device.info.capability);
+      return nullptr;
+    }
+    if (!retain_context(*driver, device, error)) return nullptr;
     const Key key{&kernel, variant, index};
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return !busy_.count(key); });
@@ -349,6 +354,8 @@ std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Gr
 
 }  // namespace
 
+constexpr size_t kMostPlaced = 16;
+
 std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};
   const Function* function = device >= 0 && device < kMaxDevices ? kernel.loaded(device, variant) : nullptr;
@@ -358,11 +365,17 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
     if (!function) return failed_launch(kernel, variant, device, grid, error);
   }
   size_t bytes = kernel.spec().args_bytes;
-  void* extra[] = {kCuLaunchBuffer, const_cast<void*>(args), kCuLaunchBufferSize, &bytes, nullptr};
+  void* packed[] = {kCuLaunchBuffer, const_cast<void*>(args), kCuLaunchBufferSize, &bytes, nullptr};
+  std::array<void*, kMostPlaced> placed;
+  const KernelSpec& spec = kernel.spec();
+  for (uint32_t i = 0; i < spec.arguments; ++i) {
+    placed[i] = static_cast<char*>(const_cast<void*>(args)) + spec.places[i];
+  }
   static const Driver* const driver = Driver::get();
   auto attempt = [&] {
     return driver->cuLaunchKernel(
-        function->handle, grid.x, grid.y, grid.z, function->threads, 1, 1, function->shared, stream, nullptr, extra);
+        function->handle, grid.x, grid.y, grid.z, function->threads, 1, 1, function->shared, stream,
+        spec.places ? placed.data() : nullptr, spec.places ? nullptr : packed);
   };
   CuResult result = attempt();
   if (__builtin_expect(result == kCuInvalidContext, 0)) {
@@ -376,6 +389,13 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
   }
   kernel.count(function->source);
   return {};
+}
+
+bool loads(Kernel& kernel, uint32_t variant, int device) {
+  if (device < 0 || device >= kMaxDevices) return false;
+  if (kernel.loaded(device, variant)) return true;
+  std::string error;
+  return loader().load(kernel, variant, device, true, error) != nullptr;
 }
 
 int multiprocessors(int device) { return device_at(device).info.multiprocessors; }
@@ -413,6 +433,7 @@ Preloaded preload(int device, const std::vector<std::string>& ops) {
   auto kernels = kernels_of(ops, out.error);
   if (!out.error.empty() || !device_info(device, out.error)) return out;
   for (Kernel* kernel : kernels) {
+    if (!kernel->spec().is_for(device_at(device).info.capability)) continue;
     for (uint32_t variant = 0; variant < kernel->spec().variants; ++variant) {
       if (!kernel->spec().has_variant(variant)) continue;
       std::string ignored;
@@ -467,7 +488,10 @@ std::string status() {
         ", \"multiprocessors\": " + std::to_string(device.info.multiprocessors) + ", \"paths\": {";
     const char* separator = "";
     for (const Kernel* kernel : Kernel::all()) {
-      out += separator + quoted(kernel->spec().name) + ": " + quoted(path_of(*kernel, device));
+      const std::string path = path_of(*kernel, device);
+      const bool dispensable = kernel->spec().archs;
+      if (dispensable && (path == "none" || !kernel->spec().is_for(device.info.capability))) continue;
+      out += separator + quoted(kernel->spec().name) + ": " + quoted(path);
       separator = ", ";
     }
     out += "}}";

@@ -26,6 +26,9 @@ struct DeviceInfo {
 LIGER_RUNTIME_API std::string launch(
     Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args);
 
+/// Loads a variant if need be; false if it cannot, which has been logged. For what is done another way without it.
+LIGER_RUNTIME_API bool loads(Kernel& kernel, uint32_t variant, int device);
+
 /// Number of multiprocessors; 0 if the device or the driver is unusable, which launch() will then explain.
 LIGER_RUNTIME_API int multiprocessors(int device);
 

@@ -58,7 +58,7 @@ class Progress:
 def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    variants = [v for k in kernels() for v in k.variants()]
+    variants = [v for k in kernels() if any(map(k.is_for, archs)) for v in k.variants()]
     progress = Progress(len(variants), "compiling kernels")
     entries: dict[int, list[pack.Entry]] = {arch: [] for arch in [*archs, 0]}
     # The compiler's front end leaves many small objects and few cycles among them.
@@ -67,9 +67,11 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
         for task in as_completed(tasks):
             v, binary = tasks[task], task.result()
             facts = (int(v.kernel.source_hash, 16), v.index, v.name, binary.num_warps, binary.shared)
-            for arch in archs:
-                entries[arch].append(pack.Entry(*facts, binary.cubins[arch], v.base))
-            entries[0].append(pack.Entry(*facts, binary.ptx, v.base))
+            for arch, cubin in binary.cubins.items():
+                entries[arch].append(pack.Entry(*facts, cubin, v.base))
+            # What is for some chips alone cannot be compiled by the driver for others.
+            if not v.kernel.archs:
+                entries[0].append(pack.Entry(*facts, binary.ptx, v.base))
             progress.advance()
     packs = [(folder / f"sm_{arch}.pack", pack.CUBIN, arch, entries[arch]) for arch in archs]
     packs.append((folder / "ptx.pack", pack.PTX, PTX_CAPABILITY, entries[0]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..kernels import Kernel, modules
 
-CPP_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float"}
+CPP_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float", "map": "runtime::TensorMap"}
 CPP_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
@@ -51,7 +51,8 @@ def axis_functions(kernel: Kernel) -> str:
 
 
 def header(kernels: list[Kernel]) -> str:
-    out = ["#pragma once", '#include "runtime/kernel.h"', "#include <cstddef>", "", "namespace liger::kernels {"]
+    includes = ['"runtime/kernel.h"', '"runtime/tensor_map.h"', "<cstddef>"]
+    out = ["#pragma once", *(f"#include {i}" for i in includes), "", "namespace liger::kernels {"]
     for kernel in kernels:
         out += [f"\nstruct {kernel.name} {{", args_struct(kernel), config_table(kernel), axis_functions(kernel)]
         out += ["  static LIGER_RUNTIME_API runtime::Kernel kernel;", "};"]
@@ -66,8 +67,18 @@ def definitions(stem: str, kernels: list[Kernel]) -> str:
         out.append(f"static const char* const {k.name}_names[] = {{{names}\n}};")
         operators = ", ".join([f'"{o}"' for o in (stem, *k.operators)] + ["nullptr"])
         out.append(f"static const char* const {k.name}_operators[] = {{{operators}}};")
-        fields = f'"{k.name}", "{k.symbol}", 0x{k.source_hash}ull, {k.indices}, sizeof({k.name}::Args), {k.name}_names'
-        fields += f", {k.name}_operators"
+        *_, (_, _, offset, size) = k.layout
+        fields = f'"{k.name}", "{k.symbol}", 0x{k.source_hash}ull, {k.indices}, {offset + size}, {k.name}_names'
+        places = "nullptr, 0"
+        if k.takes_maps:
+            offsets = ", ".join(str(offset) for _, _, offset, _ in k.layout)
+            out.append(f"static const uint32_t {k.name}_places[] = {{{offsets}}};")
+            places = f"{k.name}_places, {len(k.layout)}"
+        archs = "nullptr"
+        if k.archs:
+            archs = f"{k.name}_archs"
+            out.append(f"static const int {archs}[] = {{{', '.join(map(str, [*k.archs, 0]))}}};")
+        fields += f", {k.name}_operators, {places}, {archs}"
         out.append(f"runtime::Kernel {k.name}::kernel{{{{{fields}}}}};\n")
     return "\n".join([*out, "}  // namespace liger::kernels", ""])
 

@@ -2,7 +2,8 @@
 
 Triton lowers a variant once, for compute capability 8.0. Kernels without tl.dot lower to the same PTX for
 every capability, so each architecture costs one more assembly, not one more compilation; and the plain
-`sm_90` target that this yields serves its whole major family, where Triton's own `sm_90a` serves one chip.
+`sm_90` target that this yields serves its whole major family, where Triton's own `sm_90a` serves one chip. A kernel
+that writes PTX itself is for one chip, whose own instructions it is written for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from ..kernels import hopper
 from ..kernels.table import Kernel, Variant, reachable_source
 
 PTX_CAPABILITY = 80
@@ -28,7 +30,7 @@ PTX_CAPABILITY = 80
 PLAIN_SHARED_BYTES = 48 * 1024
 MAX_SHARED_BYTES = 99 * 1024
 
-PTX_BYTES = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
+PTX_BYTES = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "b8": 1}
 
 # Triton's settings belong to the process: two threads that change them for a while would each restore the other's.
 KNOBS_LOCK = threading.Lock()
@@ -52,8 +54,27 @@ def triton_version() -> str:
     return version("triton")
 
 
+def demand(variant: Variant, condition: bool, what: str) -> None:
+    if not condition:
+        raise BuildError(f"{variant.name}: {what}")
+
+
 def compile_variant(variant: Variant, archs: list[int]) -> Binary:
-    """archs: compute capabilities as major * 10 + minor."""
+    """archs: compute capabilities as major * 10 + minor, of which a kernel's own are taken."""
+    served = [arch for arch in archs if variant.kernel.is_for(arch)]
+    demand(variant, bool(served), "is for " + ", ".join(f"sm_{arch}" for arch in variant.kernel.archs) + " alone")
+    if isinstance(variant.kernel.function, hopper.Assembly):
+        ptx, shared = variant.kernel.function.write(variant.kernel.layout, variant.constexprs, variant.config.num_warps)
+        cubins = {arch: assemble(ptx, arch, f"sm_{arch}a") for arch in served}
+        binary = Binary(ptx.encode(), cubins, variant.config.num_warps, shared)
+        check(variant, binary, hopper.SHARED_BYTES)
+    else:
+        binary = compile_triton(variant, served)
+        check(variant, binary, MAX_SHARED_BYTES)
+    return binary
+
+
+def compile_triton(variant: Variant, archs: list[int]) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -78,31 +99,37 @@ def compile_variant(variant: Variant, archs: list[int]) -> Binary:
     ring = ring_bytes(ptx)
     # Behind what Triton keeps there, at a 16-byte boundary.
     shared = metadata.shared if not ring else -(-metadata.shared // 16) * 16 + ring
-
-    def demand(condition: bool, what: str) -> None:
-        if not condition:
-            raise BuildError(f"{variant.name}: {what}")
-
-    demand(metadata.name == variant.kernel.symbol, f"Triton named the kernel {metadata.name}")
-    demand(not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
-    demand(not ring or one_layout(compiled.asm["ttgir"]), "a lane of a streamed row might change threads")
-    demand(ptx_parameters(ptx) == [size for *_, size in variant.kernel.layout], "PTX parameters differ from the table")
-    cubins = {arch: compiled.asm["cubin"] if arch == capability else assemble(ptx, arch) for arch in archs}
-    for arch, cubin in cubins.items():
-        expected = [(offset, size) for _, _, offset, size in variant.kernel.layout]
-        demand(cubin_parameters(cubin) == expected, f"sm_{arch} parameters {cubin_parameters(cubin)}, table {expected}")
-        needed = shared + reserved_shared(cubin)
-        limit = MAX_SHARED_BYTES if shared > PLAIN_SHARED_BYTES else PLAIN_SHARED_BYTES
-        demand(needed <= limit, f"sm_{arch} needs {needed} bytes of shared memory, limit {limit}")
-    for blob in (ptx.encode(), *cubins.values()):
-        demand(str(Path(__file__).parents[2]).encode() not in blob, "carries a build path")
+    demand(variant, metadata.name == variant.kernel.symbol, f"Triton named the kernel {metadata.name}")
+    demand(variant, not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
+    demand(variant, not ring or one_layout(compiled.asm["ttgir"]), "a lane of a streamed row might change threads")
+    cubins = {arch: compiled.asm["cubin"] if arch == capability else assemble(ptx, arch, f"sm_{arch}") for arch in archs}
     return Binary(ptx.encode(), cubins, metadata.num_warps, shared)
+
+
+def check(variant: Variant, binary: Binary, most_shared: int) -> None:
+    """What C++ trusts."""
+    layout = variant.kernel.layout
+    sizes = ptx_parameters(binary.ptx.decode())
+    demand(variant, sizes == [size for *_, size in layout], "PTX parameters differ from the table")
+    for arch, cubin in binary.cubins.items():
+        expected, found = [(offset, size) for _, _, offset, size in layout], cubin_parameters(cubin)
+        if variant.kernel.takes_maps and found:
+            # ptxas moves all of them to where maps are at a boundary of the constant bank. The driver puts them there.
+            found = [(offset - found[0][0], size) for offset, size in found]
+        demand(variant, found == expected, f"sm_{arch} parameters {found}, table {expected}")
+        needed = binary.shared + reserved_shared(cubin)
+        limit = most_shared if binary.shared > PLAIN_SHARED_BYTES else PLAIN_SHARED_BYTES
+        demand(variant, needed <= limit, f"sm_{arch} needs {needed} bytes of shared memory, limit {limit}")
+    for blob in (binary.ptx, *binary.cubins.values()):
+        demand(variant, str(Path(__file__).parents[2]).encode() not in blob, "carries a build path")
 
 
 def ptx_parameters(ptx: str) -> list[int]:
     """Sizes of a PTX entry's parameters, in order."""
     head = re.search(r"\.entry\s+\w+\((.*?)\)", ptx, re.S)
-    return [PTX_BYTES[t] for t in re.findall(r"\.param\s+\.(\w+)", head[1])] if head else []
+    form = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\[]*(?:\[(\d+)\])?"
+    found = re.findall(form, head[1]) if head else []
+    return [PTX_BYTES[kind] * int(count or 1) for kind, count in found]
 
 
 def cubin_sections(cubin: bytes) -> list[tuple[str, int, int]]:
@@ -155,21 +182,21 @@ def assembler(arch: int) -> str:
     return os.environ.get("TRITON_PTXAS_PATH") or str(newer if arch >= 100 and newer.exists() else folder / "ptxas")
 
 
-def assemble(ptx: str, arch: int) -> bytes:
+def assemble(ptx: str, arch: int, target: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [assembler(arch), f"--gpu-name=sm_{arch}", "-O3", str(source), "-o", str(target)]
+        command = [assembler(arch), f"--gpu-name={target}", "-O3", str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise BuildError(f"ptxas for sm_{arch} failed: {done.stderr.strip()}")
-        return target.read_bytes()
+            raise BuildError(f"ptxas for {target} failed: {done.stderr.strip()}")
+        return cubin.read_bytes()
 
 
 @cache
 def compiler_facts() -> list[str]:
     """How variants are compiled and checked."""
-    steps = [inspect.getsource(step) for step in (compile_variant, ring_bytes, assembler, assemble)]
+    steps = [inspect.getsource(step) for step in (compile_variant, compile_triton, check, ring_bytes, assembler, assemble)]
     return [*steps, str(PTX_CAPABILITY), str((PLAIN_SHARED_BYTES, MAX_SHARED_BYTES)), os.environ.get("TRITON_PTXAS_PATH", "")]
 
 

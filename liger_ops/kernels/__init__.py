@@ -10,7 +10,7 @@ __all__ = ["Config", "Kernel", "Variant", "modules", "kernels", "find"]
 
 def modules() -> dict[str, list[Kernel]]:
     """Stem of every kernel file -> the kernels that it declares, in file order."""
-    shared = ("__init__", "kept", "rows", "streamed", "table")
+    shared = ("__init__", "hopper", "kept", "rows", "streamed", "table")
     stems = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
     return {s: list(import_module(f".{s}", __package__).KERNELS) for s in stems}
 

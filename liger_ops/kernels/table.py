@@ -13,9 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Iterator, Mapping, Sequence
 
-# Width in bytes of what a kernel argument of each type occupies in the parameter buffer.
-SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4}
+from .hopper import Assembly
+
+# Width in bytes of what a kernel argument of each type occupies in the parameter buffer. A map tells the copy engine of a
+# tensor; it starts at half its width, the others at their own.
+SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4, "map": 128}
 POINTER_BYTES = 8
+MOST_PLACED = 16
 
 # Pointers of an aligned config start on 16 bytes; its integers are multiples of 8, so that a row of
 # 2-byte elements keeps every 16-byte access aligned.
@@ -130,19 +134,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A @triton.jit function with the grid of variants it is compiled for."""
+    """A @triton.jit function, or an Assembly, with the grid of variants it is compiled for."""
 
     function: Any
-    args: Mapping[str, str]  # name -> "*X" (pointer, dtype of axis letter X), "*fp32", "i32", "i64", "fp32"
+    args: Mapping[str, str]  # name -> "*X" (pointer, dtype of axis letter X), "*fp32", "i32", "i64", "fp32", "map"
     aligned: Sequence[str]  # arguments that an aligned config assumes divisible
     axes: Mapping[str, Sequence[Mapping[str, Any]]]
     configs: Sequence[Config]
     operators: Sequence[str] = ()  # that launch it, beside those that begin with the name of its file
+    archs: Sequence[int] = ()  # compute capabilities that it is for; none: all
 
     def __post_init__(self) -> None:
         expected = [*self.args, *self.variant(0).constexprs]
         if sorted(self.function.arg_names) != sorted(expected) or self.function.arg_names[: len(self.args)] != [*self.args]:
             raise ValueError(f"{self.name}: the table declares {expected}, the kernel takes {self.function.arg_names}")
+        if self.takes_maps and len(self.args) > MOST_PLACED:
+            raise ValueError(f"{self.name}: a kernel of maps takes {MOST_PLACED} arguments at most")
 
     @property
     def symbol(self) -> str:
@@ -172,6 +179,9 @@ class Kernel:
         point, config = divmod(index, len(self.configs))
         return Variant(self, index, self.axis_points[point], self.configs[config])
 
+    def is_for(self, arch: int) -> bool:
+        return not self.archs or arch in self.archs
+
     def variants(self) -> Iterator[Variant]:
         return map(self.variant, filter(self.has_variant, range(self.indices)))
 
@@ -184,13 +194,19 @@ class Kernel:
     @property
     def layout(self) -> list[tuple[str, str, int, int]]:
         """(name, type, offset, bytes) of every parameter, with Triton's two hidden scratch pointers last."""
+        hidden = [] if isinstance(self.function, Assembly) else [("global_scratch", "*void"), ("profile_scratch", "*void")]
         out, offset = [], 0
-        for name, kind in [*self.args.items(), ("global_scratch", "*void"), ("profile_scratch", "*void")]:
+        for name, kind in [*self.args.items(), *hidden]:
             size = POINTER_BYTES if kind[0] == "*" else SCALAR_BYTES[kind]
-            offset = -(-offset // size) * size
+            boundary = size // 2 if kind == "map" else size
+            offset = -(-offset // boundary) * boundary
             out.append((name, kind, offset, size))
             offset += size
         return out
+
+    @property
+    def takes_maps(self) -> bool:
+        return "map" in self.args.values()
 
     @property
     def source_hash(self) -> str:
@@ -206,6 +222,8 @@ class Kernel:
 
 def reachable_source(function: Any, seen: set[str] | None = None) -> list[str]:
     """Source of a jit function and of every other, constexpr function and constant that it names, recursively."""
+    if isinstance(function, Assembly):
+        return [function.src]
     seen = set() if seen is None else seen
     seen.add(function.fn.__name__)
     out = [function.src]

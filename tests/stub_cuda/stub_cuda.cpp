@@ -148,6 +148,23 @@ uint64_t fnv(const std::string& bytes) {
   return hash;
 }
 
+// Arguments as they lie in the constant bank: each from where the launch says, where the image's KPARAM_INFO records say.
+std::string gather(const std::string& image, void** parameters) {
+  std::map<unsigned, std::pair<unsigned, unsigned>> places;  // offset, size
+  const std::string mark("\x04\x17\x0c\x00", 4);
+  for (size_t at = image.find(mark); at != std::string::npos; at = image.find(mark, at + 1)) {
+    const auto ordinal = field<uint16_t>(image.data(), at + 8), offset = field<uint16_t>(image.data(), at + 10);
+    places[ordinal] = {offset, field<uint32_t>(image.data(), at + 12) >> 18};
+  }
+  std::string out;
+  for (const auto& [ordinal, place] : places) {
+    const unsigned offset = place.first - places.begin()->second.first;
+    out.resize(offset + place.second);
+    std::memcpy(&out[offset], parameters[ordinal], place.second);
+  }
+  return out;
+}
+
 }  // namespace
 
 // ---- What tests call.
@@ -280,6 +297,19 @@ EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {
   return 0;
 }
 
+// A map is no more than what it was made of: address, sizes, stride, tile, swizzle.
+EXPORT int cuTensorMapEncodeTiled(
+    uint64_t* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
+    const uint32_t* tile, const uint32_t* every, int interleave, int swizzle, int promotion, int fill) {
+  if (int error = enter("cuTensorMapEncodeTiled")) return error;
+  const bool known = type == 9 && rank == 2 && every[0] == 1 && every[1] == 1 && !interleave && promotion == 3 && !fill;
+  const uint64_t start = reinterpret_cast<uintptr_t>(address);
+  if (!known || start % 16 || strides[0] % 16 || tile[0] * 2 != (swizzle == 3 ? 128 : 64)) return kInvalidValue;
+  const uint64_t facts[16] = {start, sizes[0], sizes[1], strides[0], tile[0], tile[1], uint64_t(swizzle)};
+  std::memcpy(map, facts, sizeof facts);
+  return 0;
+}
+
 EXPORT int cuLaunchKernel(
     void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
     unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
@@ -296,6 +326,12 @@ EXPORT int cuLaunchKernel(
   for (; !parameters && extra && *extra; extra += 2) {
     if (*extra == reinterpret_cast<void*>(1)) buffer = extra[1];
     if (*extra == reinterpret_cast<void*>(2)) bytes = *static_cast<size_t*>(extra[1]);
+  }
+  std::string gathered;
+  if (parameters) {
+    gathered = gather(function->module->image, parameters);
+    buffer = gathered.data();
+    bytes = gathered.size();
   }
   std::ostringstream facts;
   facts << "symbol=" << function->symbol << " module=" << function->module->device << " device=" << stack.back()->device

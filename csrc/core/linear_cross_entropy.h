@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 
 #include "core/cross_entropy.h"
+#include "core/exponentials.h"
 #include "core/products.h"
 #include "kernels/fused_linear_cross_entropy.h"
 
@@ -423,10 +424,13 @@ struct Pass {
 
   Tensor buffer() const { return at::empty({std::min(plan.chunk, x.size(0)), plan.row}, x.options()); }
 
-  /// Logits of the tokens from `first` on, in the buffer's rows.
+  /// Where the logits of the tokens from `first` on go, in the buffer's rows.
+  Tensor rows_of(const Tensor& buffer, int64_t first) const {
+    return buffer.narrow(0, 0, std::min(plan.chunk, x.size(0) - first)).narrow(1, 0, weight.size(0));
+  }
+
   Tensor logits(const Tensor& buffer, int64_t first) const {
-    const int64_t count = std::min(plan.chunk, x.size(0) - first);
-    Tensor out = buffer.narrow(0, 0, count).narrow(1, 0, weight.size(0)), part = x.narrow(0, first, count);
+    Tensor out = rows_of(buffer, first), part = x.narrow(0, first, out.size(0));
     if (bias.defined()) {
       at::addmm_out(out, bias, part, weight.t(), logits_scale, logits_scale);
     } else {
@@ -447,6 +451,17 @@ struct Pass {
     multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink);
   }
 
+  /// A chunk without its logits. Until they are made, d input's rows hold sums, then the weighed tokens.
+  void add_exponentials(
+      const Exponentials& by, const Tensor& buffer, int64_t first, void* loss, const Tensor& totals,
+      const Tensor& grad) {
+    Tensor e = rows_of(buffer, first), dx = into.input.narrow(0, first, e.size(0));
+    by.make(e, dx, first, loss, totals, grad, taken, into.weight.defined());
+    if (into.weight.defined()) multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink);
+    multiply(dx, e, weight, 0, logits_scale);
+    by.rescale(dx, first, taken);
+  }
+
   void finish() {
     if (taken.defined()) rows.add_targets(into.weight, x, taken, logits_scale * shrink);
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
@@ -462,6 +477,13 @@ inline Tensor as_rows(const Tensor& input) {
 inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
   if (!s.token_weight || !s.token_weight->defined()) return Tensor();
   return s.token_weight->reshape(-1).to(compute_type(input)).contiguous();
+}
+
+/// Whether logits are for nothing but the loss and its gradients. That of input lends its rows to what comes before it.
+inline bool is_plain(const Settings& s, const Tensor& bias, const Tensor& ce_weight, const Wanted& wanted) {
+  const bool extras = bias.defined() || ce_weight.defined() || s.o.label_smoothing != 0 || s.o.lse_square_scale != 0 ||
+      s.o.softcap || wanted.metrics || wanted.log_probs;
+  return s.o.reduced() && wanted.input && !extras && s.logits_scale > 0;
 }
 
 template <class Device>
@@ -500,6 +522,11 @@ Forward forward(
     }
   }
   Tensor buffer = pass.buffer(), scratch_stats;
+  std::optional<Exponentials> exponentials;
+  if (is_plain(s, bias, ce_weight, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, !s.memory_budget)) {
+    exponentials.emplace(
+        op, pass.x, weight, target.reshape(-1), o.ignore_index, s.logits_scale, o.mean(), buffer.size(0));
+  }
   const bool describe = wanted.log_probs;
   if (describe && !rows.out.stats) {
     scratch_stats = at::empty({3, buffer.size(0)}, out.rows.loss.options());
@@ -508,10 +535,16 @@ Forward forward(
     return static_cast<char*>(t.mutable_data_ptr()) + first * int64_t(element);
   };
   for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
-    Tensor logits = pass.logits(buffer, first);
     RowsOut part = rows.out.from(first, element);
+    Tensor weights;
+    if (token_weight.defined()) weights = token_weight.narrow(0, first, std::min(pass.plan.chunk, tokens - first));
+    if (exponentials) {
+      pass.add_exponentials(*exponentials, buffer, first, part.loss, totals, weights);
+      continue;
+    }
+    Tensor logits = pass.logits(buffer, first);
     if (scratch_stats.defined()) part.stats = static_cast<char*>(scratch_stats.mutable_data_ptr());
-    Upstream upstream(token_weight.defined() ? token_weight.narrow(0, first, logits.size(0)) : Tensor());
+    Upstream upstream(weights);
     if (now && !describe) {
       pass.rows.forward_backward(logits, first, part, totals, upstream);
     } else {

@@ -252,6 +252,8 @@ def test_much_shared_memory_that_is_refused():
     assert "cuFuncSetAttribute: CUDA_ERROR_INVALID_VALUE (1)" in refused[1]
 
 
+# Of one chip alone, with tensor maps among its arguments, so that the driver puts each in its place.
+PLACED = "fused_linear_cross_entropy_exp_logits"
 TYPES = {"i32": ("i", -7), "i64": ("q", -(2**40)), "fp32": ("f", 0.1), "map": ("128s", bytes(range(128)))}
 
 
@@ -275,6 +277,46 @@ def test_values_lie_at_the_offsets_of_the_cubin(name):
     assert start == 0 or kernel.takes_maps
     for (code, value), (offset, size) in zip(values, places, strict=True):
         assert received[offset - start : offset - start + size] == struct.pack("<" + code, value)
+
+
+def launch_on_each(kernel):
+    import ctypes
+
+    library = ctypes.CDLL(str(Path(sys.path[0]) / "libliger_runtime.so"))
+    library.liger_status.restype = ctypes.c_char_p
+    refusals = [refusal(kernel, device=i, args=bytes(runtime.args_bytes(kernel))) for i in range(runtime.device_count())]
+    preloaded = [runtime.preload(i, ["fused_linear_cross_entropy"]) for i in range(len(refusals))]
+    paths = [kernel in device["paths"] for device in json.loads(library.liger_status().decode())["devices"]]
+    loads = [call["device"] for call in calls("cuModuleLoadData")]
+    launches = [call for call in calls("cuLaunchKernel") if call.get("context") != "none"]
+    return [refusals, preloaded, paths, launches, loads]
+
+
+def test_a_kernel_of_one_chip_stays_on_it():
+    """Elsewhere nothing loads it, asks for it or lists it."""
+    devices = "8.0:108:Stub A100;9.0:132:Stub H200;10.0:148:Stub B200"
+    refusals, preloaded, paths, launches, loads = stub_cuda.run(launch_on_each, PLACED, STUB_CUDA_DEVICES=devices).value
+    assert refusals[1] == "" and [x["device"] for x in launches] == ["1"] and launches[0]["threads"] == "384,1,1"
+    for refused, arch in ((refusals[0], "sm_80"), (refusals[2], "sm_100")):
+        assert f"it is not for {arch}" in refused
+    assert paths == [False, True, False]
+    loaded, missing = zip(*preloaded)
+    assert missing == (0, 0, 0) and loaded[0] == loaded[2] == loaded[1] - 1 and len(loads) == sum(loaded)
+
+
+def test_what_the_driver_is_told_of_a_matrix():
+    flags = (f"-I{ROOT / 'csrc'}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
+    program = compile_cpp("tensor_map", ROOT / "tests/stub_cuda/tensor_map.cpp", flags=flags)
+
+    def lines(**env):
+        done = subprocess.run([program], capture_output=True, text=True, env=stub_cuda.environment(**env), check=True)
+        return done.stdout.splitlines()
+
+    # Address, columns, rows, bytes a row, the tile, how it is swizzled; an odd address and an odd row are refused.
+    mapped = ["1 1000 300 2048 64 128 3", "1 1000 300 2048 32 96 2"]
+    assert lines() == ["1", *mapped, "refused", "refused"]
+    assert lines(STUB_CUDA_FAIL="cuTensorMapEncodeTiled=1") == ["1"] + 4 * ["refused"]
+    assert lines(STUB_CUDA_FAIL="cuInit=100") == ["0"] + 4 * ["refused"]
 
 
 def launch_nothing():
@@ -344,10 +386,11 @@ def test_sixteen_threads_on_each_of_four_devices_load_a_kernel_once():
     assert sorted(c["device"] for c in contexts) == ["0", "1", "2", "3"]
 
 
-def test_launches_after_the_first_allocate_nothing_and_lock_nothing():
+@pytest.mark.parametrize("kernel", ["rms_norm_fwd", PLACED])
+def test_launches_after_the_first_allocate_nothing_and_lock_nothing(kernel):
     flags = (f"-I{ROOT / 'csrc'}", "-rdynamic", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}", "-ldl")
     program = compile_cpp("hot_path", ROOT / "tests/stub_cuda/hot_path.cpp", flags=flags)
-    done = subprocess.run([program, "rms_norm_fwd"], capture_output=True, text=True, env=stub_cuda.environment())
+    done = subprocess.run([program, kernel], capture_output=True, text=True, env=stub_cuda.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     first_allocations, first_locks, allocations, locks = map(int, done.stdout.split())
     assert first_allocations > 0 and first_locks > 0, "the counters do not count"

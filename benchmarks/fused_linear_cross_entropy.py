@@ -10,6 +10,7 @@ from benchmarks.op import Anchor, Op, Relative
 MIB = 1 << 20
 CPU_SHAPE = (512, 1024, 32000)
 CHECKED_LOGITS = 1 << 30  # fp64 code keeps several of these
+CHECKED_TOKENS = 128  # some peers take multiples of this
 GRADIENTS_WANTED = 4 | 8  # input, weight
 # Wide vocabularies and long batches cost seconds a call: the sweep asks those whose memory it can compare.
 SWEPT = ("three GEMMs", "liger-kernel", "ours", "ours compact", "ours 64 MiB")
@@ -40,7 +41,7 @@ def gradients(size, tokens, hidden, classes):
 
 
 def checked(tokens, hidden, classes):
-    return min(tokens, CHECKED_LOGITS // classes), hidden, classes
+    return min(tokens, CHECKED_LOGITS // classes // CHECKED_TOKENS * CHECKED_TOKENS), hidden, classes
 
 
 def formula(input, weight, target):

@@ -68,3 +68,11 @@ def poisoned_memory():
 def own_cache(tmp_path_factory):
     """Tests neither read nor fill the user's kernel cache."""
     os.environ.setdefault("LIGER_OPS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def modest_memory():
+    """Processes that share a GPU leave to each other what a large test took."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()

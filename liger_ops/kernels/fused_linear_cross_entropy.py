@@ -142,7 +142,8 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     are done for all classes before the next. PUT_N: columns that are written out as a block of their own.
     """
     # Two halves of 64 rows to a warpgroup; rows of a stage that products read as they are swizzled.
-    assert (TILE_M, TILE_K * 2, PUT_N * 2) == (128, hopper.ROW_BYTES, 64) and CLUSTER * TILE_M == ROWS_TO_A_FLAG.value
+    assert (TILE_M, TILE_K * 2, PUT_N * 2) == (128, hopper.ROW_BYTES, 64) and STAGES & (STAGES - 1) == 0
+    assert CLUSTER * TILE_M == ROWS_TO_A_FLAG.value
     is_again, nothing_to_do = a.test("ne.u32", again, 0), a.mark("nothing_to_do")
     any_raised = a.integer("mov.u32", 1)
     a(f"ld.global.u32 {any_raised}, [{raised}]", is_again)
@@ -282,8 +283,7 @@ def fused_linear_cross_entropy_exp_logits_kernel(
         exponent.append(a.real("neg.f32", a.real("mul.f32", lowered, PTX_LOG2E)))
         true_column.append(a.integer("sub.u32", of_class, first_column))
 
-    my_bar = a.integer("mad.lo.u32", me, 8, products_turn)
-    a.wait(my_bar, my_parity)
+    a.wait(a.integer("mad.lo.u32", me, 8, products_turn), my_parity)
     sums_of = [[a.real("mov.f32", "0f00000000") for _ in range(TILE_N // 2)] for _ in range(2)]
     k, loop_k = a.integer("mov.u32", 0), a.mark("multiply")
     a.set(loop_k)
@@ -573,7 +573,8 @@ KERNELS = [
         args={
             "loss": "*fp32", "factor": "*fp32", "taken": "*fp32", "weighed": "*X", "e": "*bf16", "x": "*X",
             "sums": "*fp32", "base": "*fp32", "classes": "*i32", "highest": "*i32", "grad": "*fp32", "totals": "*fp32",
-            "columns": "i32", "tiles": "i32", "sums_row": "i32", "e_row": "i64", "x_row": "i64", "grad_stride": "i64", "flags": "i32",
+            "columns": "i32", "tiles": "i32", "sums_row": "i32", "e_row": "i64", "x_row": "i64", "grad_stride": "i64",
+            "flags": "i32",
         },
         aligned=["weighed", "x", "columns", "x_row"],
         axes=BFLOAT,

@@ -66,10 +66,10 @@ class Assembler:
         self.used[kind] += 1
         return f"%{PREFIXES[kind]}{self.used[kind]}"
 
-    def make(self, kind: str, operation: str, *operands: Any, when: str = "") -> str:
+    def make(self, kind: str, operation: str, *operands: Any) -> str:
         """A new register with what an operation yields."""
         out = self.new(kind)
-        self(f"{operation} {out}, {', '.join(map(str, operands))}", when)
+        self(f"{operation} {out}, {', '.join(map(str, operands))}")
         return out
 
     def integer(self, operation: str, *operands: Any) -> str:

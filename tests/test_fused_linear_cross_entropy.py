@@ -1,6 +1,8 @@
 import json
 import math
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from support import (
     gradients,
     interpret,
     like,
+    output_of,
     path_taken,
 )
 
@@ -725,6 +728,36 @@ def test_exponentials_are_made_where_the_input_wants_a_gradient(wanted):
         loss.backward()
         error = torch.linalg.vector_norm((weight.grad if wanted == "weight" else x.grad) - expected)
         assert error <= 0.01 * torch.linalg.vector_norm(expected)
+
+
+LARGE_LOSS = """
+import json, torch, liger_ops
+x, weight, target = torch.load({path!r})
+x.requires_grad_(), weight.requires_grad_()
+loss = torch.ops.liger.fused_linear_cross_entropy(x, weight, target)
+loss.backward()
+launches = json.loads(torch.ops.liger._status())["kernels"]["fused_linear_cross_entropy_exp_logits"]["launches"]
+torch.save([loss.detach(), x.grad, weight.grad], {path!r} + ".out")
+print(sum(launches))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["switched off", "not in the pack"])
+def test_without_exponentials(case, tmp_path):
+    """The same loss in another way: on demand, and where the kernel is missing."""
+    inputs = make(2048, 512, 49152, torch.bfloat16, "cuda")[:3]
+    path = str(tmp_path / "inputs.pt")
+    torch.save([t.detach() for t in inputs], path)
+    env = {"LIGER_OPS_EXPONENTIALS": "0"}
+    if case == "not in the pack":
+        env = {"LIGER_OPS_PACK_DIR": str(tmp_path / "packs"), "LIGER_OPS_JIT": "0"}
+        (tmp_path / "packs").mkdir()
+        shutil.copy(Path(liger_ops.__file__).parent / "packs" / "ptx.pack", tmp_path / "packs")
+    assert int(output_of(LARGE_LOSS.format(path=path), **env)) == 0
+    expected = gradients(flce, inputs, [torch.ones((), device="cuda")])
+    for there, here in zip(torch.load(path + ".out"), expected):
+        assert torch.linalg.vector_norm(there - here) <= 0.01 * torch.linalg.vector_norm(here)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <string>
 
 #include "core/cross_entropy.h"
@@ -148,16 +149,17 @@ class Exponentials {
     }
   }
 
-  /// Whether a device has the kernel, asked once: where it does not load there is another way.
+  /// Whether a device has the kernel, asked once: where it does not load, or is not wanted, there is another way.
   static bool present(int device) {
     static std::array<std::atomic<int>, runtime::kMaxDevices> known{};  // 0: not asked
     if (device < 0 || device >= runtime::kMaxDevices) return false;
     int answer = known[device].load(std::memory_order_relaxed);
     if (answer == 0) {
       std::string error;
+      const char* wanted = std::getenv("LIGER_OPS_EXPONENTIALS");
       const auto* info = runtime::device_info(device, error);
-      const bool can = info && Product::kernel.spec().is_for(info->capability) && runtime::maps_tiles() &&
-          runtime::loads(Product::kernel, 0, device);
+      const bool can = !(wanted && std::string(wanted) == "0") && info && Product::kernel.spec().is_for(info->capability) &&
+          runtime::maps_tiles() && runtime::loads(Product::kernel, 0, device);
       answer = can ? 1 : -1;
       known[device].store(answer, std::memory_order_relaxed);
     }

@@ -300,13 +300,6 @@ def test_a_kernel_of_one_chip_is_compiled_for_it_alone():
         compile_variant(variant, [80, 100])
 
 
-def test_a_kernel_of_maps_takes_as_many_arguments_as_a_launch_can_place(monkeypatch):
-    kernel = tables.find("fused_linear_cross_entropy_exp_logits")
-    monkeypatch.setattr(tables.table, "MOST_PLACED", len(kernel.args) - 1)
-    with pytest.raises(ValueError, match="a kernel of maps takes 14 arguments at most"):
-        dataclasses.replace(kernel)
-
-
 @pytest.mark.parametrize("path", sorted(PACKS.glob("*.pack")), ids=lambda p: p.stem)
 def test_no_pack_tells_where_it_was_built(path):
     places = [

@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "core/cross_entropy.h"
@@ -156,10 +157,11 @@ class Exponentials {
     int answer = known[device].load(std::memory_order_relaxed);
     if (answer == 0) {
       std::string error;
-      const char* wanted = std::getenv("LIGER_OPS_EXPONENTIALS");
+      const char* value = std::getenv("LIGER_OPS_EXPONENTIALS");
+      const bool wanted = !value || std::strcmp(value, "0") != 0;
       const auto* info = runtime::device_info(device, error);
-      const bool can = !(wanted && std::string(wanted) == "0") && info && Product::kernel.spec().is_for(info->capability) &&
-          runtime::maps_tiles() && runtime::loads(Product::kernel, 0, device);
+      const bool can = wanted && info && Product::kernel.spec().is_for(info->capability) && runtime::maps_tiles() &&
+          runtime::loads(Product::kernel, 0, device);
       answer = can ? 1 : -1;
       known[device].store(answer, std::memory_order_relaxed);
     }

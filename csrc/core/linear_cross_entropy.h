@@ -3,8 +3,9 @@
 // The loop over chunks of tokens below fused_linear_cross_entropy, on CPU and CUDA.
 //
 // M tokens, H hidden, V classes. A chunk of T tokens costs three matrix products (logits, d input, d weight) around the
-// rows of cross_entropy, all in one buffer of T x V logits that its gradient overwrites. What T decides: small chunks
-// are slow products that read and write d weight once each; large ones are memory.
+// rows of cross_entropy, all in one buffer of T x V logits that its gradient overwrites; some need no such rows, see
+// exponentials.h. What T decides: small chunks are slow products that read and write d weight once each; large ones are
+// memory.
 
 #include <ATen/ATen.h>
 

@@ -21,6 +21,9 @@ enum class Source : int { Pack, Cache, Hook, Ptx };
 constexpr int kSources = 4;
 constexpr int kMaxDevices = 64;
 
+/// Arguments that the driver puts in their places one by one, at most.
+constexpr size_t kMostPlaced = 16;
+
 struct KernelSpec {
   const char* name;
   const char* symbol;

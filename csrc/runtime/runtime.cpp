@@ -354,8 +354,6 @@ std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Gr
 
 }  // namespace
 
-constexpr size_t kMostPlaced = 16;
-
 std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};
   const Function* function = device >= 0 && device < kMaxDevices ? kernel.loaded(device, variant) : nullptr;

@@ -67,12 +67,14 @@ def definitions(stem: str, kernels: list[Kernel]) -> str:
         out.append(f"static const char* const {k.name}_names[] = {{{names}\n}};")
         operators = ", ".join([f'"{o}"' for o in (stem, *k.operators)] + ["nullptr"])
         out.append(f"static const char* const {k.name}_operators[] = {{{operators}}};")
+        # Where the last argument ends; a struct of maps goes on to their boundary.
         *_, (_, _, offset, size) = k.layout
         fields = f'"{k.name}", "{k.symbol}", 0x{k.source_hash}ull, {k.indices}, {offset + size}, {k.name}_names'
         places = "nullptr, 0"
         if k.takes_maps:
             offsets = ", ".join(str(offset) for _, _, offset, _ in k.layout)
             out.append(f"static const uint32_t {k.name}_places[] = {{{offsets}}};")
+            out.append(f"static_assert({len(k.layout)} <= runtime::kMostPlaced);")
             places = f"{k.name}_places, {len(k.layout)}"
         archs = "nullptr"
         if k.archs:

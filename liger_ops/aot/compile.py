@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..kernels import hopper
-from ..kernels.table import Kernel, Variant, reachable_source
+from ..kernels.table import Kernel, Variant
 
 PTX_CAPABILITY = 80
 # A launch may give a program this much. More has to be asked for, which the runtime does for what the launch gives, and of
@@ -202,7 +202,7 @@ def compiler_facts() -> list[str]:
 
 def code_key(kernel: Kernel, variant: Variant, archs: list[int]) -> str:
     """What a compiled variant depends on: names the build's cache files."""
-    facts = [*reachable_source(kernel.function), str(kernel.args), str(variant.signature), str(variant.constexprs)]
+    facts = [*kernel.sources, str(kernel.args), str(variant.signature), str(variant.constexprs)]
     facts += compiler_facts()
     facts += [str(variant.divisibility), str(variant.config.num_warps), str(variant.max_registers), str(sorted(archs)), triton_version()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

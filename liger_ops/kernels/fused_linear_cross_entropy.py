@@ -128,7 +128,6 @@ ROWS_TO_A_FLAG = tl.constexpr(256)
 TAKES, WEIGHS = tl.constexpr(1 << 16), tl.constexpr(1 << 17)
 
 PTX_LOG2E, PTX_LARGE = "0f3FB8AA3B", "0f5F800000"  # 2^64
-CLUSTER = 2  # row tiles that share a tile of w
 
 
 def fused_linear_cross_entropy_exp_logits_kernel(
@@ -141,9 +140,10 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     its exponentials out, so the tensor cores never wait for these. A third fetches. `group`: pairs of row tiles that
     are done for all classes before the next. PUT_N: columns that are written out as a block of their own.
     """
-    # Two halves of 64 rows to a warpgroup; rows of a stage that products read as they are swizzled.
+    # Two halves of 64 rows to a warpgroup; rows of a stage that products read as they are swizzled. Programs of a
+    # cluster take row tiles that follow each other, and share tiles of w.
     assert (TILE_M, TILE_K * 2, PUT_N * 2) == (128, hopper.ROW_BYTES, 64) and STAGES & (STAGES - 1) == 0
-    assert CLUSTER * TILE_M == ROWS_TO_A_FLAG.value
+    assert hopper.CLUSTER * TILE_M == ROWS_TO_A_FLAG.value
     is_again, nothing_to_do = a.test("ne.u32", again, 0), a.mark("nothing_to_do")
     any_raised = a.integer("mov.u32", 1)
     a(f"ld.global.u32 {any_raised}, [{raised}]", is_again)
@@ -169,7 +169,7 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     for stage in range(STAGES):
         a.barrier(f"{full}+{8 * stage}", 1, leads)
         # A warpgroup's warps, in both programs.
-        a.barrier(f"{empty}+{8 * stage}", 4 * CLUSTER, leads)
+        a.barrier(f"{empty}+{8 * stage}", 4 * hopper.CLUSTER, leads)
     for turn in range(2):
         a.barrier(f"{products_turn}+{8 * turn}", 4, leads)
         a.barrier(f"{writers_turn}+{8 * turn}", 4, leads)
@@ -200,7 +200,7 @@ def fused_linear_cross_entropy_exp_logits_kernel(
         a(f"mov.u32 {skipped}, 1")
         a(f"ld.global.u32 {skipped}, [{flag}+4]", is_again)
         a(f"bra {skip}", a.test("eq.u32", skipped, 0))
-        return a.integer("mad.lo.u32", pair, CLUSTER, rank), tile_n
+        return a.integer("mad.lo.u32", pair, hopper.CLUSTER, rank), tile_n
 
     def next_tile(loop):
         a(f"add.u32 {tile}, {tile}, {clusters}")
@@ -219,7 +219,7 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     tile_m, tile_n = locate(fetched)
     row = a.integer("mul.lo.u32", tile_m, TILE_M)
     # Each program fetches half of a tile of w, for both.
-    half = a.integer("mul.lo.u32", rank, TILE_N // CLUSTER)
+    half = a.integer("mul.lo.u32", rank, TILE_N // hopper.CLUSTER)
     w_row = a.integer("mad.lo.u32", tile_n, TILE_N, half)
     half_at = a.integer("mad.lo.u32", half, hopper.ROW_BYTES, product_bytes)
     k = a.integer("mov.u32", 0)
@@ -230,7 +230,7 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     a.expect(ready, stage_bytes)
     to = a.integer("mad.lo.u32", stage, stage_bytes, stages)
     a.fetch(to, x, ready, k, row)
-    a.fetch(a.integer("add.u32", to, half_at), weight, ready, k, w_row, programs=3)
+    a.fetch(a.integer("add.u32", to, half_at), weight, ready, k, w_row, for_all=True)
     a(f"add.u32 {stage}, {stage}, 1")
     wraps = a.test("eq.u32", stage, STAGES)
     a(f"mov.u32 {stage}, 0", wraps)
@@ -249,7 +249,7 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     me = a.integer("sub.u32", role, 1)
     other = a.integer("xor.b32", me, 1)
     first_lane = a.test("eq.u32", lane, 0)
-    one_of_two = a.test("lt.u32", lane, CLUSTER)
+    one_of_two = a.test("lt.u32", lane, hopper.CLUSTER)
     factor = a.real("mul.f32", scale, PTX_LOG2E)
     step, turn = a.integer("mov.u32", 0), a.integer("mov.u32", 0)
     # The first of the two need not wait for its first turn.
@@ -505,6 +505,7 @@ BFLOAT = {"dtype": [{"X": "bf16"}]}
 
 
 def row_configs(**constexprs):
+    # Tensor maps want what an aligned one wants; every table ends with one that takes anything.
     return [Config(None, aligned, 4, constexprs=constexprs | dict(BLOCK_N=1024)) for aligned in (True, False)]
 
 

@@ -8,13 +8,13 @@ function of an Assembler and of its arguments' names there; it stands in a table
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
 ARCH = 90
 WARP, WARPGROUP = 32, 128
+CLUSTER = 2  # programs that run at one time and reach each other's memory
 # What a program may have of a multiprocessor's memory.
 SHARED_BYTES = 227 * 1024
 # A row of a tile of 16-bit numbers that the copy engine swizzles; eight rows make up a block that products read.
@@ -33,11 +33,6 @@ class Assembly:
     @property
     def arg_names(self) -> list[str]:
         return list(inspect.signature(self.fn).parameters)[1:]
-
-    @property
-    def src(self) -> str:
-        """Whatever its PTX could depend on."""
-        return "".join(inspect.getsource(sys.modules[m]) for m in (self.fn.__module__, __name__))
 
     def write(
         self, layout: list[tuple[str, str, int, int]], constants: Mapping[str, Any], warps: int
@@ -110,11 +105,12 @@ class Assembler:
             ".version 8.0", f".target sm_{ARCH}a", ".address_size 64",
             ".extern .shared .align 16 .b8 memory[];",
             f".visible .entry {self.symbol}(\n{parameters}\n)",
-            f".reqntid {self.threads}, 1, 1", ".minnctapersm 1", ".explicitcluster", ".reqnctapercluster 2, 1, 1",
+            f".reqntid {self.threads}, 1, 1", ".minnctapersm 1", ".explicitcluster",
+            f".reqnctapercluster {CLUSTER}, 1, 1",
         ]  # fmt: skip
         return "\n".join([*head, "{", *registers, *self.lines, "\tret;", "}", ""])
 
-    # ---- Who is asking
+    # ---- A program, its memory and its cluster
 
     def special(self, name: str) -> str:
         return self.integer("mov.u32", f"%{name}")
@@ -162,12 +158,12 @@ class Assembler:
 
     # ---- The copy engine
 
-    def fetch(self, to: str, tensor_map: str, barrier: str, column: str, row: str, programs: int = 0) -> None:
-        """A tile into shared memory, of all programs of the cluster whose bit is set, at the same address in each."""
+    def fetch(self, to: str, tensor_map: str, barrier: str, column: str, row: str, for_all: bool = False) -> None:
+        """A tile into shared memory; for_all: into that of each program of the cluster, at the same address."""
         form = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         where = f"[{to}], [{tensor_map}, {{{column}, {row}}}], [{barrier}]"
-        if programs:
-            self(f"{form}.multicast::cluster {where}, {self.make('b16', 'mov.b16', programs)}")
+        if for_all:
+            self(f"{form}.multicast::cluster {where}, {self.make('b16', 'mov.b16', (1 << CLUSTER) - 1)}")
         else:
             self(f"{form} {where}")
 

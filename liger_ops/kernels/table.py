@@ -19,7 +19,6 @@ from .hopper import Assembly
 # tensor; it starts at half its width, the others at their own.
 SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4, "map": 128}
 POINTER_BYTES = 8
-MOST_PLACED = 16
 
 # Pointers of an aligned config start on 16 bytes; its integers are multiples of 8, so that a row of
 # 2-byte elements keeps every 16-byte access aligned.
@@ -148,8 +147,6 @@ class Kernel:
         expected = [*self.args, *self.variant(0).constexprs]
         if sorted(self.function.arg_names) != sorted(expected) or self.function.arg_names[: len(self.args)] != [*self.args]:
             raise ValueError(f"{self.name}: the table declares {expected}, the kernel takes {self.function.arg_names}")
-        if self.takes_maps and len(self.args) > MOST_PLACED:
-            raise ValueError(f"{self.name}: a kernel of maps takes {MOST_PLACED} arguments at most")
 
     @property
     def symbol(self) -> str:
@@ -209,6 +206,13 @@ class Kernel:
         return "map" in self.args.values()
 
     @property
+    def sources(self) -> list[str]:
+        """What its code is made of."""
+        if isinstance(self.function, Assembly):
+            return [self.function.write(self.layout, v.constexprs, v.config.num_warps)[0] for v in self.variants()]
+        return reachable_source(self.function)
+
+    @property
     def source_hash(self) -> str:
         """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
         table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
@@ -216,14 +220,12 @@ class Kernel:
             (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only, c.max_rows, c.halves_only)
             for c in self.configs
         ]
-        text = "\n".join(reachable_source(self.function)) + json.dumps([table, configs], sort_keys=True)
+        text = "\n".join(self.sources) + json.dumps([table, configs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def reachable_source(function: Any, seen: set[str] | None = None) -> list[str]:
     """Source of a jit function and of every other, constexpr function and constant that it names, recursively."""
-    if isinstance(function, Assembly):
-        return [function.src]
     seen = set() if seen is None else seen
     seen.add(function.fn.__name__)
     out = [function.src]

@@ -246,7 +246,8 @@ void rotate_cuda(const char* op, const Call& call) {
   const bool aligned = (multiples & 7) == 0 && q.aligned() && k.aligned() && out_q.aligned() && out_k.aligned() &&
       core::aligned16(core::address(call.out_q), core::address(call.out_k), core::address(call.q), core::address(call.k),
                       core::address(angles.cos), core::address(angles.sin));
-  const auto& config = runtime::first_fit<K>(rotated, aligned);
+  const bool wide = call.q.scalar_type() == at::kFloat;
+  const auto& config = runtime::first_fit<K>(rotated, aligned, false, rows, wide);
   const int32_t flags = (call.inverse ? kInverse : 0) | (angles.is_complex ? kComplex : 0);
   K::Args args{
       core::address(call.out_q), core::address(call.out_k), core::address(call.q), core::address(call.k), core::address(angles.cos),

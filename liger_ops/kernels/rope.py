@@ -109,8 +109,9 @@ def rope_kernel(
             tl.store(y, tl.load(x, mask=mask, other=0.0), mask=mask)
 
 
-def config(max_n, block_h, block_r, num_warps, aligned=True):
-    return Config(max_n, aligned, num_warps, constexprs=dict(BLOCK_H=block_h, BLOCK_R=block_r, ALIGNED=int(aligned)))
+def config(max_n, block_h, block_r, num_warps, aligned=True, **more):
+    constexprs = dict(BLOCK_H=block_h, BLOCK_R=block_r, ALIGNED=int(aligned))
+    return Config(max_n, aligned, num_warps, constexprs=constexprs, **more)
 
 
 KERNELS = [
@@ -133,11 +134,13 @@ KERNELS = [
             "angle_batch", "angle_position", "angle_section",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "interleaved": [{"INTERLEAVED": 0}, {"INTERLEAVED": 1}]},
-        # Widths are those of R. A thread of an aligned config holds 8 pairs. us on an H200 in bf16: 8192 positions of 40
-        # heads of 128 47.3, 16384 of 72 152; 8 heads at a time, none asked for ahead: 48.6 and 156.
+        # Widths are those of R. A thread of an aligned config holds 8 pairs. us on an H200 in bf16, where a copy took 47.1 and
+        # 149.5: 8192 positions of 40 heads of 128 47.0, 16384 of 72 151.8; where the compiler has its will, 69 registers leave
+        # room for 7 programs at a time instead of 8: 48.2 and 153.3.
         configs=[
             config(32, 32, 16, 2),
             config(64, 16, 32, 2),
+            config(128, 16, 64, 4, programs_per_sm=8, halves_only=True),
             config(128, 16, 64, 4),
             config(None, 4, 128, 2),
             config(64, 16, 32, 2, aligned=False),

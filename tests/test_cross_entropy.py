@@ -771,7 +771,7 @@ from liger_ops.kernels.cross_entropy import MOST_SKEW
 inline_ptx.install()
 SKEW = MOST_SKEW.value
 BOTH = find("cross_entropy_fwd_bwd")
-HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT = (2**i for i in range(13))
+HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT, KNOWN = (2**i for i in range(14))
 nan = float("nan")
 
 def run(path, n, mean, extras, x="fp32"):
@@ -812,10 +812,10 @@ def run(path, n, mean, extras, x="fp32"):
         totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
         loss, z, accuracy, predicted = *(torch.full((rows,), nan) for _ in range(3)), torch.full((rows,), -7)
         partial = torch.full((2, 5), nan)
-        def add(flags):
+        def add(flags, known=0):
             head = (*outs, totals, partial, loss, z, accuracy, packed, w)
-            launch("cross_entropy_sum", 2, *head, rows, n, words, -100, flags | TO, W="fp32")
-            launch("cross_entropy_sum", 1, *head, 2, n, words, -100, flags | FROM | TOTALS, W="fp32")
+            launch("cross_entropy_sum", 2, *head, rows, n, -100, flags | known | TO, WORDS=words)
+            launch("cross_entropy_sum", 1, *head, 2, n, -100, flags | FROM | (known or TOTALS), WORDS=words)
         gradient(loss, z, accuracy, predicted, totals, add)
         if mean:
             loss, z, accuracy = outs
@@ -840,7 +840,7 @@ def run(path, n, mean, extras, x="fp32"):
         launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
                torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
                0 if mean else 1, -100, *options, flags | GRAD, shared_out=shared_out)
-        add(flags)
+        add(flags, KNOWN)
     first, second = results(two), results(one)
     # Programs take turns here, so that none can wait for another: rows of one part.
     some = any(map(of_one_part, BOTH.variants()))

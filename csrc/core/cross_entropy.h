@@ -40,6 +40,7 @@ enum Flags : int32_t {
   kSaveTotals = 1024,
   kHasGrad = 2048,
   kCountOnly = 4096,
+  kHasTotals = 8192,
 };
 
 enum class Reduction { None, Mean, Sum };
@@ -633,30 +634,39 @@ runtime::Grid span_grid(const Config& config, int64_t rows, int64_t columns) {
   return {uint32_t(rows * ((columns + span - 1) / span))};
 }
 
-/// Losses and metrics of all rows -> the call's results; without losses: the totals of a mean alone.
-inline void sum_rows_cuda(const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out) {
+/// Losses and metrics of all rows -> the call's results; without losses: the totals of a mean alone. known: these, from
+/// before.
+inline void sum_rows_cuda(
+    const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known = {}) {
   using K = kernels::cross_entropy_sum;
-  const auto& config = runtime::first_fit<K>(call.n, false);
-  const int64_t rows = call.target.numel(), blocks = (rows + config.BLOCK - 1) / config.BLOCK;
+  const int64_t rows = call.target.numel();
+  const auto& config = runtime::first_fit<K>(call.n, false, false, rows);
+  const int64_t blocks = (rows + config.BLOCK - 1) / config.BLOCK;
   // One program reads a few blocks faster than a second launch starts.
-  const int64_t shares = blocks <= 16 ? 1 : std::min<int64_t>(1024, blocks);
+  const int64_t shares = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
   auto floats = call.target.options().dtype(at::kFloat);
   Tensor partial = shares > 1 ? at::empty({shares, 5}, floats) : Tensor();
+  const bool counts = !known.defined() && (o.mean() || out.totals.defined());
   int32_t flags = (call.flags & (kHasWeight | kMean)) | (rows_of.z_loss ? kSaveZLoss : 0) |
-      (out.accuracy.defined() ? kSaveZLoss | kSaveMetrics : 0) | (out.totals.defined() ? kSaveTotals : 0) |
-      (out.loss.defined() ? 0 : kCountOnly);
+      (out.accuracy.defined() ? kSaveZLoss | kSaveMetrics : 0) | (out.loss.defined() ? 0 : kCountOnly) |
+      (!counts ? kHasTotals : out.totals.defined() ? kSaveTotals : 0);
   K::Args args{
-      address(out.loss), address(out.z_loss), address(out.accuracy), address(out.totals),
-      address(partial), rows_of.loss, rows_of.z_loss, rows_of.accuracy, address(call.target),
-      address(call.weight), int32_t(rows), int32_t(call.n), call.target_words, o.ignore_index, flags};
-  auto variant = runtime::variant_index<K>(config, K::dtype(runtime::DType::F32));
+      address(out.loss), address(out.z_loss), address(out.accuracy), address(known.defined() ? known : out.totals),
+      address(partial), rows_of.loss, rows_of.z_loss, rows_of.accuracy, address(call.target), address(call.weight),
+      int32_t(rows), int32_t(call.n), o.ignore_index, flags};
+  auto launch_on = [&](int64_t rows_read, int64_t programs, int32_t more) {
+    const auto& fits = runtime::first_fit<K>(call.n, false, false, rows_read);
+    args.rows = int32_t(rows_read);
+    args.flags = flags | more;
+    launch<K>(
+        call.op, call.device, runtime::variant_index<K>(fits, call.target_words - 1), {uint32_t(programs)}, args);
+  };
   if (shares > 1) {
-    args.flags = flags | kToPartial;
-    launch<K>(call.op, call.device, variant, {uint32_t(shares)}, args);
-    args.flags = flags | kFromPartial;
-    args.rows = int32_t(shares);
+    launch_on(rows, shares, kToPartial);
+    launch_on(shares, 1, kFromPartial);
+  } else {
+    launch_on(rows, 1, 0);
   }
-  launch<K>(call.op, call.device, variant, {1}, args);
 }
 
 // MOST_PARTS, MOST_SKEW and columns_end of the kernels.
@@ -804,8 +814,8 @@ inline Results forward_backward_cuda(
   Results out = empty_results(logits, target, o, {});
   RowBuffers rows(out, target.numel(), o, {});
   CudaCall call(op, logits.size(-1), target, weight, o);
+  Results counted;
   if (target.numel() > 0) {
-    Results counted;
     if (o.mean()) {
       // The gradient needs the divisors before any row is read.
       counted.totals = at::empty({2}, out.loss.options());
@@ -813,7 +823,7 @@ inline Results forward_backward_cuda(
     }
     forward_backward_rows_cuda(call, o, logits, 0, rows.out, counted.totals, Upstream(Tensor()));
   }
-  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out);
+  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out, counted.totals);
   return out;
 }
 

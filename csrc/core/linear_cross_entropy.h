@@ -260,7 +260,7 @@ struct Cpu {
     void describe(const Tensor& logits, int64_t first, const char* stats, char* log_prob, char* entropy) const {
       describe_rows_cpu(op, logits, part(first, logits), stats, o, log_prob, entropy);
     }
-    void sum(const RowBuffers& rows, const Results& out) const {
+    void sum(const RowBuffers& rows, const Results& out, const Tensor&) const {
       sum_rows_cpu(rows, count_targets(target, weight, o), o, out);
     }
 
@@ -349,7 +349,9 @@ struct Cuda {
     void describe(const Tensor& logits, int64_t first, const char* stats, char* log_prob, char* entropy) const {
       describe_rows_cuda(call, o, logits, first, stats, log_prob, entropy);
     }
-    void sum(const RowBuffers& rows, const Results& out) const { sum_rows_cuda(call, o, rows.out, out); }
+    void sum(const RowBuffers& rows, const Results& out, const Tensor& totals) const {
+      sum_rows_cuda(call, o, rows.out, out, totals);
+    }
 
     void take_targets(Tensor& dlogits, int64_t first, Tensor& taken) const {
       using K = kernels::fused_linear_cross_entropy_take_targets;
@@ -505,6 +507,7 @@ Forward forward(
     if (!totals.defined()) totals = at::empty({2}, out.rows.loss.options());
     pass.rows.count(totals);
   }
+  const Tensor counted = totals;
   if (out.late.defined()) {
     int64_t halvings = 0;
     while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
@@ -567,7 +570,7 @@ Forward forward(
       if (out.rows.z_loss.defined()) out.rows.z_loss.mul_(each);
     }
   }
-  if (o.reduced()) pass.rows.sum(rows, out.rows);
+  if (o.reduced()) pass.rows.sum(rows, out.rows, counted);
   return out;
 }
 

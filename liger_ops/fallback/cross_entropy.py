@@ -174,17 +174,17 @@ class Launches:
         flags = self.flags if found.loss is not None else self.flags & ~(SAVE_Z_LOSS | SAVE_METRICS) | COUNT_ONLY
         rows = len(self.target)
         outs, totals = [torch.empty((), device=self.device) for _ in range(3)], torch.empty(2, device=self.device)
-        shares = 1 if rows <= 65536 else min(1024, -(-rows // 4096))
+        shares = 1 if rows <= 32768 else min(1024, -(-rows // 4096))
         partial = torch.empty(shares, 5, device=self.device)
 
         def launch(rows: int, programs: int, flags: int) -> None:
             args = dict(
                 loss_out=outs[0], z_loss_out=outs[1], accuracy_out=outs[2], totals=totals, partial=partial,
                 loss=found.loss, z_loss=found.z_loss, accuracy=found.accuracy, target=self.target, weight=self.weight,
-                rows=rows, n=self.n, target_words=self.words, ignore_index=self.o.ignore_index, flags=flags,
+                rows=rows, n=self.n, ignore_index=self.o.ignore_index, flags=flags,
             )  # fmt: skip
             grid = lambda _: (programs, 1, 1)  # noqa: E731
-            runtime.launch(self.op, "cross_entropy_sum", {"W": "fp32"}, self.n, grid, args, self.device)
+            runtime.launch(self.op, "cross_entropy_sum", {"WORDS": self.words}, self.n, grid, args, self.device)
 
         if shares > 1:
             launch(rows, shares, flags | TO_PARTIAL)

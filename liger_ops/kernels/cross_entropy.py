@@ -48,6 +48,7 @@ TO_PARTIAL = tl.constexpr(512)
 SAVE_TOTALS = tl.constexpr(1024)
 HAS_GRAD = tl.constexpr(2048)
 COUNT_ONLY = tl.constexpr(4096)
+HAS_TOTALS = tl.constexpr(8192)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A column that no row has.
@@ -832,12 +833,13 @@ def add_five(a, b, c, d, e, f, g, h, i, j):
 @triton.jit
 def cross_entropy_sum_kernel(
     loss_out, z_loss_out, accuracy_out, totals, partial, loss, z_loss, accuracy, target, weight,
-    rows, n, target_words, ignore_index, flags,
-    BLOCK: tl.constexpr,
+    rows, n, ignore_index, flags,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Losses and metrics of all rows, added up in a fixed order; what lanes have added few of in fp32 meets in fp64.
 
-    One program does it all; for very many rows, programs leave `partial` sums of 5 numbers for one that follows.
+    One program does it all; for very many rows, programs leave `partial` sums of 5 numbers for one that follows. A
+    target is WORDS int32 words.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -846,6 +848,8 @@ def cross_entropy_sum_kernel(
     sum_right = tl.zeros([BLOCK], tl.float32)
     sum_weight = tl.zeros([BLOCK], tl.float32)
     count = tl.zeros([BLOCK], tl.float32)
+    counts = (flags & HAS_TOTALS) == 0
+    ignored_low, ignored_high = ignore_index.to(tl.int32), (ignore_index >> 32).to(tl.int32)
     for block in range(program, tl.cdiv(rows, BLOCK), programs):
         row = block * BLOCK + tl.arange(0, BLOCK)
         inside = row < rows
@@ -861,11 +865,17 @@ def cross_entropy_sum_kernel(
             sum_loss += tl.load(loss + row, mask=inside & ((flags & COUNT_ONLY) == 0), other=0.0)
             sum_z += tl.load(z_loss + row, mask=inside & ((flags & SAVE_Z_LOSS) != 0), other=0.0)
             sum_right += tl.load(accuracy + row, mask=inside & ((flags & SAVE_METRICS) != 0), other=0.0)
-            y = load_target(target, row, target_words, inside)
-            counted = inside & (y != ignore_index)
-            w = load_weight(weight, y, counted & (y >= 0) & (y < n), flags)
-            sum_weight += tl.where(counted, w, 0.0)
+            # Word by word: in 64 bits it takes as long to compare thousands of targets as to fetch them.
+            low = tl.load(target + row.to(tl.int64) * WORDS, mask=inside & counts, other=0)
+            high = low >> 31
+            if WORDS == 2:
+                high = tl.load(target + row.to(tl.int64) * WORDS + 1, mask=inside & counts, other=0)
+            counted = inside & counts & ((low != ignored_low) | (high != ignored_high))
             count += tl.where(counted, 1.0, 0.0)
+            if flags & HAS_WEIGHT:
+                is_class = (high == 0) & (low >= 0) & (low < n)
+                w = tl.load(weight + low, mask=counted & is_class, other=1.0)
+                sum_weight += tl.where(counted, w, 0.0)
 
     all_loss, all_z, all_right, all_weight, all_count = tl.reduce(
         (
@@ -873,6 +883,8 @@ def cross_entropy_sum_kernel(
             count.to(tl.float64),
         ), 0, add_five,
     )  # fmt: skip
+    if (flags & HAS_WEIGHT) == 0:
+        all_weight = all_count
     if flags & TO_PARTIAL:
         at = partial + program.to(tl.int64) * 5
         tl.store(at, all_loss)
@@ -884,6 +896,9 @@ def cross_entropy_sum_kernel(
         tl.store(totals, all_weight, mask=(flags & SAVE_TOTALS) != 0)
         tl.store(totals + 1, all_count, mask=(flags & SAVE_TOTALS) != 0)
         if flags & MEAN:
+            if flags & HAS_TOTALS:
+                all_weight = tl.load(totals).to(tl.float64)
+                all_count = tl.load(totals + 1).to(tl.float64)
             # 0 / 0 without any target: NaN, as in PyTorch.
             all_loss /= all_weight
             all_z /= all_count
@@ -1045,11 +1060,14 @@ KERNELS = [
         operators=["fused_linear_cross_entropy"],
         args={
             "loss_out": "*fp32", "z_loss_out": "*fp32", "accuracy_out": "*fp32", "totals": "*fp32", "partial": "*fp32",
-            "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "target": "*i32", "weight": "*W",
-            "rows": "i32", "n": "i32", "target_words": "i32", "ignore_index": "i64", "flags": "i32",
+            "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "target": "*i32", "weight": "*fp32",
+            "rows": "i32", "n": "i32", "ignore_index": "i64", "flags": "i32",
         },
         aligned=[],
-        axes={"dtype": [{"W": "fp32"}]},
-        configs=[Config(None, False, 16, constexprs=dict(BLOCK=4096))],
+        axes={"words": [{"WORDS": 1}, {"WORDS": 2}]},
+        configs=[
+            Config(None, False, 4, constexprs=dict(BLOCK=1024), max_rows=1024),
+            Config(None, False, 32, constexprs=dict(BLOCK=4096)),
+        ],
     ),
 ]  # fmt: skip

@@ -85,23 +85,26 @@ def fused_linear_cross_entropy_add_targets_kernel(
     cols = (tl.program_id(0) - start * blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mine = tl.load(classes + start)
     before = tl.load(classes + start - 1, mask=start > 0, other=-1)
+    first = tl.load(order + start)
     if (mine != before) & (mine >= 0):
         out = dweight + mine * dweight_row + cols.to(tl.int64) * (1 if UNIT else dweight_column)
         # On its way while the sum is made.
         so_far = tl.load(out, mask=cols < columns, other=0.0)
-        total = tl.zeros([BLOCK_N], tl.float32)
-        last = mine
-        while (last == mine) & (start < rows):
-            at = start + tl.arange(0, BLOCK_M)
-            same = tl.load(classes + at, mask=at < rows, other=-1) == mine
-            # Not only where it is the same class: to know that first would be one more wait.
-            row = tl.load(order + at, mask=at < rows, other=0)
+        # Most classes are those of one row. Of others, what names a block of rows is asked for a block ahead.
+        total = tl.load(x + first * x_row + cols, mask=cols < columns, other=0.0).to(tl.float32) * tl.load(taken + first)
+        at = start + 1 + tl.arange(0, BLOCK_M)
+        same = tl.load(classes + at, mask=at < rows, other=-1) == mine
+        row = tl.load(order + at, mask=at < rows, other=0)
+        start += 1
+        while tl.load(classes + start, mask=start < rows, other=-1) == mine:
             factor = tl.load(taken + row, mask=same, other=0.0)
             inside = same[:, None] & (cols < columns)[None, :]
-            tile = tl.load(x + row[:, None] * x_row + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-            total += tl.sum(tile * factor[:, None], axis=0)
+            tile = tl.load(x + row[:, None] * x_row + cols[None, :], mask=inside, other=0.0)
+            at += BLOCK_M
+            same = tl.load(classes + at, mask=at < rows, other=-1) == mine
+            row = tl.load(order + at, mask=at < rows, other=0)
             start += BLOCK_M
-            last = tl.load(classes + start, mask=start < rows, other=-1)
+            total += tl.sum(tile.to(tl.float32) * factor[:, None], axis=0)
         total = so_far.to(tl.float32) + scale * total
         tl.store(out, total.to(dweight.dtype.element_ty), mask=cols < columns)
 
@@ -544,6 +547,8 @@ KERNELS = [
         },
         aligned=["dweight", "x", "columns", "dweight_row", "x_row"],
         axes=HALVES,
+        # us on an H200 for 16384 tokens of 4096 columns in bf16: 151 where hardly two are of a class, 203 where classes are as
+        # frequent as words (131 and 278 with blocks of 4 rows, 116 and 397 with blocks of 2).
         configs=[add_config(aligned=True, block_n=1024), add_config(aligned=False, block_n=256)],
     ),
     Kernel(

@@ -289,7 +289,7 @@ def table() -> dict[tuple, tuple[float, int]]:
     rows = re.findall(r"^ +\{(true|false), (true|false), \d+, \d+, ([\d, ]+)\},$", TABLE.read_text(), re.MULTILINE)
     out = {}
     for a, b, numbers in rows:
-        *tile, rate, epilogue = map(int, numbers.split(", "))
+        *tile, rate, epilogue, _ = map(int, numbers.split(", "))
         out[(a == "true", b == "true"), Tile(*tile)] = rate, epilogue
     return out
 

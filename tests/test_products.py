@@ -240,6 +240,13 @@ def test_cublas_keeps_its_own_choice(what, product_, env):
     assert served == [None] and ran == [] and not log
 
 
+def test_where_products_are_sustained_d_input_has_larger_tiles():
+    products = [p | {"sustained": sustained} for p in (LOGITS, D_INPUT, D_WEIGHT) for sustained in (True, False)]
+    (served, ran, _), _ = run_stub(*products)
+    assert served == [True] * 6
+    assert [r["place"] for r in ran] == [3, 3, 2, 7, 4, 4]
+
+
 def test_a_process_without_cublas():
     assert run_stub(LOGITS, loaded=False).value == [None]
 

@@ -66,11 +66,11 @@ void launch_raw(
 // For a stub of cuBLAS. None without a plan, else whether it ran.
 std::optional<bool> multiply_at_made_up_addresses(
     bool bf16, bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, int device, int64_t alignment,
-    double beta) {
+    double beta, bool sustained) {
   auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   auto plan = plan_product(
       {bf16 ? DType::BF16 : DType::F16, transpose_a, transpose_b, m, n, k, transpose_a ? k : m, transpose_b ? n : k, m,
-       alignment},
+       alignment, sustained},
       device);
   if (!plan) return std::nullopt;
   return multiply(*plan, at(5), 2.0, at(256), at(512), beta, at(768), at(1024));
@@ -148,7 +148,8 @@ PYBIND11_MODULE(_runtime, m) {
   });
   m.def(
       "multiply", multiply_at_made_up_addresses, py::arg("bf16"), py::arg("transpose_a"), py::arg("transpose_b"),
-      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256, py::arg("beta") = 0.0);
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256, py::arg("beta") = 0.0,
+      py::arg("sustained") = false);
   m.def("products_run", products_run);
   m.def("set_hook", set_hook);
   m.def("set_compiler", set_compiler);

@@ -398,10 +398,14 @@ struct Cuda {
 /// A call's way through the chunks.
 template <class Rows>
 struct Pass {
+  // Multiplications of a call that takes some 50 ms on an H200.
+  static constexpr double kSustained = double(int64_t(1) << 44);
+
   Rows rows;
   const Tensor x, weight, bias;  // x: (M, H)
   const double logits_scale;
   Plan plan;
+  const bool sustained;
   Gradients into;
   double shrink = 1;  // of d weight and d bias
   Tensor bias_sum, taken;
@@ -415,6 +419,7 @@ struct Pass {
         bias(bias_in),
         logits_scale(s.logits_scale),
         plan(make_plan(op, x_in.size(0), weight_in.size(0), x_in.scalar_type(), wanted, s.memory_budget)),
+        sustained(3.0 * double(x_in.numel()) * double(weight_in.size(0)) >= kSustained),
         into(gradients) {
     auto floats = x.options().dtype(compute_type(x));
     if (into.input.defined()) into.input = into.input.view({x.size(0), x.size(1)});
@@ -437,7 +442,7 @@ struct Pass {
     if (bias.defined()) {
       at::addmm_out(out, bias, part, weight.t(), logits_scale, logits_scale);
     } else {
-      multiply(out, part, weight.t(), 0, logits_scale);
+      multiply(out, part, weight.t(), 0, logits_scale, sustained);
     }
     return out;
   }
@@ -446,12 +451,12 @@ struct Pass {
   void add(Tensor& dlogits, int64_t first) {
     const int64_t count = dlogits.size(0);
     if (into.input.defined()) {
-      multiply(into.input.narrow(0, first, count), dlogits, weight, 0, logits_scale);
+      multiply(into.input.narrow(0, first, count), dlogits, weight, 0, logits_scale, sustained);
     }
     if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * shrink);
     if (!into.weight.defined()) return;
     if (taken.defined()) rows.take_targets(dlogits, first, taken);
-    multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink);
+    multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
   }
 
   /// A chunk without its logits. Until they are made, d input's rows hold sums, then the weighed tokens.
@@ -460,8 +465,8 @@ struct Pass {
       const Tensor& grad) {
     Tensor e = rows_of(buffer, first), dx = into.input.narrow(0, first, e.size(0));
     by.make(e, dx, first, loss, totals, grad, taken, into.weight.defined());
-    if (into.weight.defined()) multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink);
-    multiply(dx, e, weight, 0, logits_scale);
+    if (into.weight.defined()) multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
+    multiply(dx, e, weight, 0, logits_scale, sustained);
     by.rescale(dx, first, taken);
   }
 

@@ -38,7 +38,7 @@ struct Planned {
   /// False: ATen's way is the better one.
   explicit operator bool() const { return bool(plan); }
 
-  Planned(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  Planned(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool sustained) {
     // Row by row, out is BLAS's transpose of itself: b comes first.
     auto first = Operand::of(b, false), second = Operand::of(a, false), into = Operand::of(out, true);
     if (!first || !second || !into) return;
@@ -49,7 +49,7 @@ struct Planned {
     if (aoti_torch_get_current_cuda_stream(device, &stream) != 0) return;
     plan = runtime::plan_product(
         {dtype_of(out), first->transposed, second->transposed, out.size(1), out.size(0), a.size(1), first->leading,
-         second->leading, into->leading, alignment},
+         second->leading, into->leading, alignment, sustained},
         device);
   }
 
@@ -78,9 +78,9 @@ inline at::Tensor first(const at::Tensor& t, int64_t dim, int64_t size) {
   return t.size(dim) == size ? t : t.narrow(dim, 0, size);
 }
 
-/// multiply(), with plans of whatever kind.
-template <class Plan>
-void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double alpha) {
+/// multiply(), with plans of whatever kind, for which these facts are.
+template <class Plan, class... Facts>
+void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double alpha, Facts... facts) {
   if (out.stride(1) != 1 && out.stride(0) == 1) {
     std::swap(a, b);
     for (at::Tensor* t : {&out, &a, &b}) *t = t->t();
@@ -91,7 +91,7 @@ void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double
   at::Tensor most = first(first(out, 0, whole_rows), 1, whole_columns);
   at::Tensor a_rows = first(a, 0, whole_rows), b_columns = first(b, 1, whole_columns);
   at::Tensor a_most = first(a_rows, 1, whole_depth), b_most = first(b_columns, 0, whole_depth);
-  const Plan planned(most, a_most, b_most);
+  const Plan planned(most, a_most, b_most, facts...);
   if (!planned) return multiply_aten(out, a, b, beta, alpha);
 
   // In widths such as 50257 all of cuBLAS's kernels are slow, so what is over goes alone. What is over of a sum comes
@@ -115,13 +115,14 @@ void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double
 
 }  // namespace detail
 
-/// out = beta * out + alpha * a @ b, on out's device, which is the current one.
-inline void multiply(at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1) {
+/// out = beta * out + alpha * a @ b, on out's device, which is the current one. sustained: see runtime::Product.
+inline void multiply(
+    at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1, bool sustained = false) {
   const double multiplications = double(out.numel()) * double(a.size(1));
   if (multiplications < runtime::kLeastMultiplications || !out.is_cuda() || !at::isReducedFloatingType(out.scalar_type())) {
     detail::multiply_aten(out, a, b, beta, alpha);
   } else {
-    detail::multiply_by<detail::Planned>(out, a, b, beta, alpha);
+    detail::multiply_by<detail::Planned>(out, a, b, beta, alpha, sustained);
   }
 }
 

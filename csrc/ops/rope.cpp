@@ -246,8 +246,7 @@ void rotate_cuda(const char* op, const Call& call) {
   const bool aligned = (multiples & 7) == 0 && q.aligned() && k.aligned() && out_q.aligned() && out_k.aligned() &&
       core::aligned16(core::address(call.out_q), core::address(call.out_k), core::address(call.q), core::address(call.k),
                       core::address(angles.cos), core::address(angles.sin));
-  const bool wide = call.q.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit<K>(rotated, aligned, false, rows, wide);
+  const auto& config = runtime::first_fit<K>(rotated, aligned);
   const int32_t flags = (call.inverse ? kInverse : 0) | (angles.is_complex ? kComplex : 0);
   K::Args args{
       core::address(call.out_q), core::address(call.out_k), core::address(call.q), core::address(call.k), core::address(angles.cos),
@@ -258,7 +257,8 @@ void rotate_cuda(const char* op, const Call& call) {
   // Few positions (decoding, short prompts) share their heads among programs, or most of the chip would idle.
   constexpr int64_t kProgramsPerMultiprocessor = 8;
   int64_t wanted = kProgramsPerMultiprocessor * std::max(runtime::multiprocessors(call.q.device().index()), 1);
-  int64_t blocks = (heads + config.BLOCK_H - 1) / config.BLOCK_H;
+  int64_t pieces = heads * std::max(angles.half, width - rotated) / config.PIECE;
+  int64_t blocks = std::max<int64_t>(1, (pieces + config.PIECES - 1) / config.PIECES);
   int64_t groups = std::clamp<int64_t>(wanted / rows, 1, blocks);
   auto variant = runtime::variant_index<K>(
       config, K::dtype(core::dtype_of(call.q), core::dtype_of(angles.cos)), call.interleaved ? 1 : 0);

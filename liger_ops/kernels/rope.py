@@ -4,9 +4,9 @@ A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) w
     y_a = x_a * cos_a - x_b * sin_a        y_b = x_b * cos_b + x_a * sin_b
 and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a).
 
-One program takes one position of one batch entry: the angles are read once for all heads of q and k, which are
-walked in tiles of BLOCK_H. A tile is read whole before it is written, so that y may lie over x, and the next one is on its
-way by then.
+One program takes one position of one batch entry, or shares its heads with others. The rotated columns of all heads of q
+and k are a row of pieces, PIECE pairs each: a thread takes one at a time, whatever R is, and reads its angles for itself,
+from the cache but for the first time. A piece is read whole before it is written, so that y may lie over x.
 """
 
 import triton
@@ -40,13 +40,25 @@ def store_pairs(pointers, a, b, mask, half, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def head_pointers(q, k, head, q_heads, q_stride, k_stride, ALIGNED: tl.constexpr):
+def load_angles(cos, sin, at, mask, half, flags, INTERLEAVED: tl.constexpr):
+    cos_a, cos_b = load_pairs(cos + at, mask, half, INTERLEAVED)
+    sin_a, sin_b = load_pairs(sin + at, mask, half, INTERLEAVED)
+    if INTERLEAVED:
+        is_complex = (flags & COMPLEX) != 0
+        cos_b, sin_a = tl.where(is_complex, sin_a, cos_b), tl.where(is_complex, cos_b, sin_a)
+    inverse = (flags & INVERSE) != 0
+    sin_a, sin_b = tl.where(inverse, -sin_b, sin_a), tl.where(inverse, -sin_a, sin_b)
+    return cos_a, cos_b, sin_a, sin_b
+
+
+@triton.jit
+def head_pointers(q, k, head, q_heads, q_stride, k_stride, PIECE: tl.constexpr):
     """Starts of heads numbered through q and on through k."""
     starts = tl.where(head < q_heads, q + head.to(tl.int64) * q_stride, k + (head - q_heads).to(tl.int64) * k_stride)
-    if ALIGNED:
+    if PIECE > 1:
         # Both sides are aligned; not every compiler sees through the choice.
         starts = tl.multiple_of(starts, 16)
-    return starts
+    return starts[:, None]
 
 
 @triton.jit
@@ -56,7 +68,7 @@ def rope_kernel(
     out_q_batch, out_q_head, out_q_position, out_k_batch, out_k_head, out_k_position,
     q_batch, q_head, q_position, k_batch, k_head, k_position,
     angle_batch, angle_position, angle_section, flags,
-    INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     # 64-bit before the products: a tensor may hold more than 2**31 elements.
     program = tl.program_id(0).to(tl.int64)
@@ -66,52 +78,42 @@ def rope_kernel(
     k += batch * k_batch + position * k_position
     out_q += batch * out_q_batch + position * out_q_position
     out_k += batch * out_k_batch + position * out_k_position
+    cos += batch * angle_batch + position * angle_position
+    sin += batch * angle_batch + position * angle_position
     heads = q_heads + k_heads
-    first_head = tl.program_id(1) * BLOCK_H
-    head_step = tl.num_programs(1) * BLOCK_H
+    start = tl.program_id(1) * PIECES
+    step = tl.num_programs(1) * PIECES
     SPREAD: tl.constexpr = 2 if INTERLEAVED else 1
 
-    for first in range(0, half, BLOCK_R):
-        cols = SPREAD * first + tl.arange(0, SPREAD * BLOCK_R)
-        inside = (cols < SPREAD * half)[None, :]
+    in_head = half // PIECE
+    for block in range(start, heads * in_head, step):
+        piece = block + tl.arange(0, PIECES)
+        inside = (piece < heads * in_head)[:, None]
+        head = piece // in_head
+        first = SPREAD * PIECE * (piece - head * in_head)
+        cols = first[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
+        a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, PIECE) + cols, inside, half, INTERLEAVED)
+        # Sections of aligned angles begin where pieces do.
         section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
-        angle = (batch * angle_batch + position * angle_position + section * angle_section + cols)[None, :]
-        # All that the first tile needs is asked for before any of it is waited for.
-        head = first_head + tl.arange(0, BLOCK_H)
-        x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
-        a, b = load_pairs(x, (head < heads)[:, None] & inside, half, INTERLEAVED)
-        cos_a, cos_b = load_pairs(cos + angle, inside, half, INTERLEAVED)
-        sin_a, sin_b = load_pairs(sin + angle, inside, half, INTERLEAVED)
-        if INTERLEAVED:
-            is_complex = (flags & COMPLEX) != 0
-            cos_b, sin_a = tl.where(is_complex, sin_a, cos_b), tl.where(is_complex, cos_b, sin_a)
-        inverse = (flags & INVERSE) != 0
-        sin_a, sin_b = tl.where(inverse, -sin_b, sin_a), tl.where(inverse, -sin_a, sin_b)
-        for block in range(first_head, heads, head_step):
-            head = block + tl.arange(0, BLOCK_H)
-            later = head + head_step
-            x = head_pointers(q, k, later, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
-            later_a, later_b = load_pairs(x, (later < heads)[:, None] & inside, half, INTERLEAVED)
-            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED)[:, None] + cols[None, :]
-            mask = (head < heads)[:, None] & inside
-            store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, mask, half, INTERLEAVED)
-            a = later_a
-            b = later_b
+        at = section * angle_section + cols
+        cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
+        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, PIECE) + cols
+        store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, half, INTERLEAVED)
 
     # Partial rotary: the columns up to width pass through.
-    for first in range(2 * half, width, BLOCK_R):
-        cols = first + tl.arange(0, BLOCK_R)
-        for block in range(first_head, heads, head_step):
-            head = block + tl.arange(0, BLOCK_H)
-            mask = (head < heads)[:, None] & (cols < width)[None, :]
-            x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED)[:, None] + cols[None, :]
-            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED)[:, None] + cols[None, :]
-            tl.store(y, tl.load(x, mask=mask, other=0.0), mask=mask)
+    in_rest = (width - 2 * half) // PIECE
+    for block in range(start, heads * in_rest, step):
+        piece = block + tl.arange(0, PIECES)
+        inside = (piece < heads * in_rest)[:, None]
+        head = piece // in_rest
+        cols = (2 * half + PIECE * (piece - head * in_rest))[:, None] + tl.arange(0, PIECE)[None, :]
+        x = head_pointers(q, k, head, q_heads, q_head, k_head, PIECE) + cols
+        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, PIECE) + cols
+        tl.store(y, tl.load(x, mask=inside, other=0.0), mask=inside)
 
 
-def config(max_n, block_h, block_r, num_warps, aligned=True, **more):
-    constexprs = dict(BLOCK_H=block_h, BLOCK_R=block_r, ALIGNED=int(aligned))
-    return Config(max_n, aligned, num_warps, constexprs=constexprs, **more)
+def config(max_n, pieces, num_warps, aligned=True):
+    return Config(max_n, aligned, num_warps, constexprs=dict(PIECE=8 if aligned else 1, PIECES=pieces))
 
 
 KERNELS = [
@@ -134,17 +136,13 @@ KERNELS = [
             "angle_batch", "angle_position", "angle_section",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "interleaved": [{"INTERLEAVED": 0}, {"INTERLEAVED": 1}]},
-        # Widths are those of R. A thread of an aligned config holds 8 pairs. us on an H200 in bf16, where a copy took 47.1 and
-        # 149.5: 8192 positions of 40 heads of 128 47.0, 16384 of 72 151.8; where the compiler has its will, 69 registers leave
-        # room for 7 programs at a time instead of 8: 48.2 and 153.3.
+        # Widths are those of R. us on an H200 in bf16, beside tiles of 16 heads by a power of two of columns, whose angles stay
+        # in registers: 8192 positions of 40 heads of 128 48.8 (49.5), 16384 of 72 160.5 (160.9), 8192 of 32 of 256 74.1
+        # (74.5); of 64 of 80 53.4 (59.4), of 64 of 96 59.9 (65.8).
         configs=[
-            config(32, 32, 16, 2),
-            config(64, 16, 32, 2),
-            config(128, 16, 64, 4, programs_per_sm=8, halves_only=True),
-            config(128, 16, 64, 4),
-            config(None, 4, 128, 2),
-            config(64, 16, 32, 2, aligned=False),
-            config(None, 8, 64, 2, aligned=False),
+            config(64, 64, 2),
+            config(None, 128, 4),
+            config(None, 512, 4, aligned=False),
         ],
     ),
 ]  # fmt: skip

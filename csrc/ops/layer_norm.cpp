@@ -22,7 +22,14 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr const char* kOp = "layer_norm";
 
 // Mirrors the constants of liger_ops/kernels/layer_norm.py.
-enum Flags : int32_t { kHasWeight = 1, kHasBias = 2, kSaveStatistics = 4, kNeedsDweight = 8, kNeedsDbias = 16 };
+enum Flags : int32_t {
+  kHasWeight = 1,
+  kHasBias = 2,
+  kSaveStatistics = 4,
+  kNeedsDweight = 8,
+  kNeedsDbias = 16,
+  kFinal = 32,
+};
 
 Tensor contiguous_or_undefined(const OptionalTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
 
@@ -315,21 +322,22 @@ Gradients backward_cuda(
       walk.aligned_strides() && core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
   const bool mixed = parameters != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
   const auto& config = runtime::first_fit<K>(n, aligned, mixed, walk.rows, wide);
-  int64_t programs =
-      core::persistent_programs(x.device(), (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M, config.programs_per_sm);
-  bool needs_parameters = needs_dweight || needs_dbias;
-  Tensor partial = needs_parameters ? at::empty({2, programs, n}, x.options().dtype(at::kFloat)) : Tensor();
-  int32_t flags = (weight.defined() ? kHasWeight : 0) | (needs_dweight ? kNeedsDweight : 0) | (needs_dbias ? kNeedsDbias : 0);
+  int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
+  int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
+  const bool final = blocks == 1, adds_up = (needs_dweight || needs_dbias) && !final;
+  Tensor partial = adds_up ? at::empty({2, programs, n}, x.options().dtype(at::kFloat)) : Tensor();
+  int32_t flags = (weight.defined() ? kHasWeight : 0) | (needs_dweight ? kNeedsDweight : 0) | (needs_dbias ? kNeedsDbias : 0) |
+      (final ? kFinal : 0);
   const auto& [dx_walk, dy_walk, x_walk] = walk.strides;
   K::Args args{
-      core::address(written), core::address(partial), core::address(dy), core::address(x), core::address(weight),
-      core::address(statistics), int32_t(walk.rows), int32_t(n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
+      core::address(written), core::address(out.dweight), core::address(out.dbias), core::address(partial), core::address(dy),
+      core::address(x), core::address(weight), core::address(statistics), int32_t(walk.rows), int32_t(n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, x_walk.outer, x_walk.inner, flags};
   auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameters));
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), {uint32_t(programs)}, args);
-  if (needs_dweight && needs_dbias) {
+  if (adds_up && needs_dweight && needs_dbias) {
     core::column_sum(op, partial, out.dweight, out.dbias);
-  } else if (needs_parameters) {
+  } else if (adds_up) {
     core::column_sum(op, partial.narrow(0, needs_dweight ? 0 : 1, 1), needs_dweight ? out.dweight : out.dbias);
   }
   return out;

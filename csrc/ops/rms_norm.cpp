@@ -23,7 +23,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // Mirrors the constants of liger_ops/kernels/rms_norm.py.
-enum Flags : int32_t { kHasWeight = 1, kRoundFirst = 2, kSaveRstd = 8, kNeedsDweight = 16 };
+enum Flags : int32_t { kHasWeight = 1, kRoundFirst = 2, kSaveRstd = 8, kNeedsDweight = 16, kFinal = 32 };
 
 bool rounds_first(std::string_view casting_mode) { return casting_mode == "llama"; }
 
@@ -297,18 +297,19 @@ std::tuple<Tensor, Tensor> backward_cuda(
   const auto& config = runtime::first_fit<K>(walk.n, aligned, mixed, walk.rows, wide);
   int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
-  Tensor partial = needs_dweight ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();
+  const bool final = blocks == 1, adds_up = needs_dweight && !final;
+  Tensor partial = adds_up ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (weight.defined() && rounds_first(casting_mode) ? kRoundFirst : 0) |
-      (needs_dweight ? kNeedsDweight : 0);
+      (needs_dweight ? kNeedsDweight : 0) | (final ? kFinal : 0);
   const auto& [dx_walk, dy_walk, ds_walk, x_walk] = walk.strides;
   K::Args args{
-      core::address(out), core::address(partial), core::address(dy), core::address(ds), core::address(x), core::address(weight),
-      core::address(rstd), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
+      core::address(out), core::address(dweight), core::address(partial), core::address(dy), core::address(ds), core::address(x),
+      core::address(weight), core::address(rstd), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
       weight.defined() ? float(offset) : 0.f, flags};
   auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(weight_type));
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes, ds.defined()), {uint32_t(programs)}, args);
-  if (needs_dweight) core::column_sum(op, partial, dweight);
+  if (adds_up) core::column_sum(op, partial, dweight);
   return {dx, dweight};
 }
 

@@ -109,7 +109,8 @@ def backward(
         return programs, 1, 1
 
     args = dict(
-        dx=dx, partial=partial, dy=dy, x=x, weight=weight, statistics=statistics, rows=rows, n=n, inner_rows=rows,
+        dx=dx, dweight=dweight, dbias=dbias, partial=partial, dy=dy, x=x, weight=weight, statistics=statistics,
+        rows=rows, n=n, inner_rows=rows,
         dx_outer=0, dx_inner=n, dy_outer=0, dy_inner=n, x_outer=0, x_inner=n,
         flags=present(weight, None) | (NEEDS_DWEIGHT if needs_dweight else 0) | (NEEDS_DBIAS if needs_dbias else 0),
     )  # fmt: skip

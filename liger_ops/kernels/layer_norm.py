@@ -24,6 +24,7 @@ from .rows import (
     row_offset,
     rows_config,
     store_per_row,
+    store_share,
     zero_tiles,
 )
 from .streamed import (
@@ -40,6 +41,7 @@ from .streamed import (
     read_pair,
     row_start,
     slots_that_fit,
+    store_gradient,
     store_lane,
     store_sums,
     turn_ring,
@@ -52,6 +54,7 @@ HAS_BIAS = tl.constexpr(2)
 SAVE_STATISTICS = tl.constexpr(4)
 NEEDS_DWEIGHT = tl.constexpr(8)
 NEEDS_DBIAS = tl.constexpr(16)
+FINAL = tl.constexpr(32)
 
 
 @triton.jit
@@ -146,7 +149,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def backward_streamed(
-    dx, partial, dy, x, weight, statistics,
+    dx, dweight, dbias, partial, dy, x, weight, statistics,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
     LANES: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -224,15 +227,21 @@ def backward_streamed(
                 ask_again(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
         ring = turn_ring(ring, PIECES, SLOTS)
 
-    shares = partial + program.to(tl.int64) * n
-    store_sums(shares, dweights, n, (flags & NEEDS_DWEIGHT) != 0, LANES, TILES, VEC)
-    shares += programs.to(tl.int64) * n
-    store_sums(shares, dbiases, n, (flags & NEEDS_DBIAS) != 0, LANES, TILES, VEC)
+    dweight_wanted = (flags & NEEDS_DWEIGHT) != 0
+    dbias_wanted = (flags & NEEDS_DBIAS) != 0
+    if flags & FINAL:
+        store_gradient(dweight, dweights, n, dweight_wanted, LANES, TILES, VEC)
+        store_gradient(dbias, dbiases, n, dbias_wanted, LANES, TILES, VEC)
+    else:
+        shares = partial + program.to(tl.int64) * n
+        store_sums(shares, dweights, n, dweight_wanted, LANES, TILES, VEC)
+        shares += programs.to(tl.int64) * n
+        store_sums(shares, dbiases, n, dbias_wanted, LANES, TILES, VEC)
 
 
 @triton.jit
 def layer_norm_bwd_kernel(
-    dx, partial, dy, x, weight, statistics,
+    dx, dweight, dbias, partial, dy, x, weight, statistics,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
     PIECES: tl.constexpr, SLOTS: tl.constexpr,
@@ -243,13 +252,13 @@ def layer_norm_bwd_kernel(
     FIT: tl.constexpr = slots_that_fit(SLOTS, PIECES, 2 * LANE_TILES * LANES * LANE_BYTES)
     if FIT:
         backward_streamed(
-            dx, partial, dy, x, weight, statistics,
+            dx, dweight, dbias, partial, dy, x, weight, statistics,
             rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
             LANES, LANE_TILES, PIECES, FIT, PREFETCH,
         )  # fmt: skip
     else:
         backward_held(
-            dx, partial, dy, x, weight, statistics,
+            dx, dweight, dbias, partial, dy, x, weight, statistics,
             rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
             BLOCK_M, BLOCK_N, TILES, PREFETCH,
         )  # fmt: skip
@@ -257,7 +266,7 @@ def layer_norm_bwd_kernel(
 
 @triton.jit
 def backward_held(
-    dx, partial, dy, x, weight, statistics,
+    dx, dweight, dbias, partial, dy, x, weight, statistics,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, flags,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -351,17 +360,21 @@ def backward_held(
                 tl.store(dx_row + cols[None, :], out, mask=mask)
                 first = block == program
                 before = tl.load(dweight_row + cols, mask=(cols < n) & dweight_wanted & (first == 0), other=0.0)
-                tl.store(dweight_row + cols, before + tl.sum(grad * normed, axis=0), mask=(cols < n) & dweight_wanted)
+                share = before + tl.sum(grad * normed, axis=0)
+                store_share(dweight, dweight_row, cols, share, (cols < n) & dweight_wanted, flags & FINAL)
                 before = tl.load(dbias_row + cols, mask=(cols < n) & dbias_wanted & (first == 0), other=0.0)
-                tl.store(dbias_row + cols, before + tl.sum(grad, axis=0), mask=(cols < n) & dbias_wanted)
+                share = before + tl.sum(grad, axis=0)
+                store_share(dbias, dbias_row, cols, share, (cols < n) & dbias_wanted, flags & FINAL)
             # Rows of this program meet in its partial rows: no lane may run ahead of another's update.
             tl.debug_barrier()
 
     if TILES > 0:
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
-            tl.store(dweight_row + cols, tl.sum(dweights[t], axis=0), mask=(cols < n) & dweight_wanted)
-            tl.store(dbias_row + cols, tl.sum(dbiases[t], axis=0), mask=(cols < n) & dbias_wanted)
+            share = tl.sum(dweights[t], axis=0)
+            store_share(dweight, dweight_row, cols, share, (cols < n) & dweight_wanted, flags & FINAL)
+            share = tl.sum(dbiases[t], axis=0)
+            store_share(dbias, dbias_row, cols, share, (cols < n) & dbias_wanted, flags & FINAL)
 
 
 forward_config = partial(rows_config, early=0, ahead=0)
@@ -421,13 +434,13 @@ KERNELS = [
     Kernel(
         function=layer_norm_bwd_kernel,
         args={
-            "dx": "*X", "partial": "*fp32", "dy": "*X", "x": "*X", "weight": "*W", "statistics": "*fp32",
+            "dx": "*X", "dweight": "*W", "dbias": "*W", "partial": "*fp32", "dy": "*X", "x": "*X", "weight": "*W", "statistics": "*fp32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
             "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
             "flags": "i32",
         },
         aligned=[
-            "dx", "partial", "dy", "x", "weight", "n",
+            "dx", "dweight", "dbias", "partial", "dy", "x", "weight", "n",
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},

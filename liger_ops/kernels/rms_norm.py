@@ -9,7 +9,8 @@ TILES = 0 is the loop for rows that no register file holds and for unaligned one
 With AHEAD, programs ask the L2 cache for the rows of later ones.
 
 Backward: programs are persistent, so that the weight's gradient is summed in registers over all rows of
-a program and leaves it once, as one fp32 row of a partial sum; column_sum adds those up in a fixed order.
+a program and leaves it once, as one fp32 row of a partial sum; column_sum adds those up in a fixed order. What an only
+program leaves is FINAL: the gradient itself.
 Rows pass through shared memory on their way (SLOTS > 0, see streamed.py) or are loaded as they are needed.
 """
 
@@ -31,6 +32,7 @@ from .rows import (
     row_offset,
     rows_config,
     store_per_row,
+    store_share,
     zero_tiles,
 )
 from .streamed import (
@@ -47,6 +49,7 @@ from .streamed import (
     read_pair,
     row_start,
     slots_that_fit,
+    store_gradient,
     store_lane,
     store_sums,
     turn_ring,
@@ -58,6 +61,7 @@ HAS_WEIGHT = tl.constexpr(1)
 ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": normalised rows are rounded before the weight
 SAVE_RSTD = tl.constexpr(8)
 NEEDS_DWEIGHT = tl.constexpr(16)
+FINAL = tl.constexpr(32)
 
 
 @triton.jit
@@ -141,7 +145,7 @@ def add_tiles(a, b, TILES: tl.constexpr):
 
 @triton.jit
 def backward_streamed(
-    dx, partial, dy, ds, x, weight, rstd,
+    dx, dweight, partial, dy, ds, x, weight, rstd,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
     offset, flags,
     RESIDUAL: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
@@ -210,12 +214,15 @@ def backward_streamed(
         ring = turn_ring(ring, PIECES, SLOTS)
 
     wanted = (flags & NEEDS_DWEIGHT) != 0
-    store_sums(partial + program.to(tl.int64) * n, sums, n, wanted, LANES, TILES, VEC)
+    if flags & FINAL:
+        store_gradient(dweight, sums, n, wanted, LANES, TILES, VEC)
+    else:
+        store_sums(partial + program.to(tl.int64) * n, sums, n, wanted, LANES, TILES, VEC)
 
 
 @triton.jit
 def rms_norm_bwd_kernel(
-    dx, partial, dy, ds, x, weight, rstd,
+    dx, dweight, partial, dy, ds, x, weight, rstd,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
     offset, flags,
     RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
@@ -227,13 +234,13 @@ def rms_norm_bwd_kernel(
     FIT: tl.constexpr = slots_that_fit(SLOTS, PIECES, 2 * LANE_TILES * LANES * LANE_BYTES)
     if FIT:
         backward_streamed(
-            dx, partial, dy, ds, x, weight, rstd,
+            dx, dweight, partial, dy, ds, x, weight, rstd,
             rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
             offset, flags, RESIDUAL, LANES, LANE_TILES, PIECES, FIT,
         )  # fmt: skip
     else:
         backward_held(
-            dx, partial, dy, ds, x, weight, rstd,
+            dx, dweight, partial, dy, ds, x, weight, rstd,
             rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
             offset, flags, RESIDUAL, BLOCK_M, BLOCK_N, TILES, PREFETCH, EARLY,
         )  # fmt: skip
@@ -241,7 +248,7 @@ def rms_norm_bwd_kernel(
 
 @triton.jit
 def backward_held(
-    dx, partial, dy, ds, x, weight, rstd,
+    dx, dweight, partial, dy, ds, x, weight, rstd,
     rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, ds_outer, ds_inner, x_outer, x_inner,
     offset, flags,
     RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
@@ -326,7 +333,7 @@ def backward_held(
                 share = tl.sum(grad * round_if(normed, flags & ROUND_FIRST, dtype), axis=0)
                 wanted = (cols < n) & ((flags & NEEDS_DWEIGHT) != 0)
                 before = tl.load(partial_row + cols, mask=wanted & (block != program), other=0.0)
-                tl.store(partial_row + cols, before + share, mask=wanted)
+                store_share(dweight, partial_row, cols, before + share, wanted, flags & FINAL)
             # Rows of this program meet in its partial row: no lane may run ahead of another's update.
             tl.debug_barrier()
 
@@ -334,7 +341,7 @@ def backward_held(
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
             wanted = (cols < n) & ((flags & NEEDS_DWEIGHT) != 0)
-            tl.store(partial_row + cols, tl.sum(sums[t], axis=0), mask=wanted)
+            store_share(dweight, partial_row, cols, tl.sum(sums[t], axis=0), wanted, flags & FINAL)
 
 
 forward_config = partial(rows_config, early=0, ahead=0)
@@ -397,14 +404,14 @@ KERNELS = [
         function=rms_norm_bwd_kernel,
         operators=["fused_add_rms_norm"],
         args={
-            "dx": "*X", "partial": "*fp32", "dy": "*X", "ds": "*X", "x": "*X", "weight": "*W", "rstd": "*fp32",
+            "dx": "*X", "dweight": "*W", "partial": "*fp32", "dy": "*X", "ds": "*X", "x": "*X", "weight": "*W", "rstd": "*fp32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
             "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64",
             "ds_outer": "i64", "ds_inner": "i64", "x_outer": "i64", "x_inner": "i64",
             "offset": "fp32", "flags": "i32",
         },
         aligned=[
-            "dx", "partial", "dy", "ds", "x", "weight", "n",
+            "dx", "dweight", "partial", "dy", "ds", "x", "weight", "n",
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "ds_outer", "ds_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},

@@ -75,6 +75,15 @@ def store_per_row(pointer, row, value, mask, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def store_share(out, partial, cols, share, mask, final):
+    """What one program contributes to a parameter's gradient; final: nobody else does."""
+    if final:
+        tl.store(out + cols, share, mask=mask)
+    else:
+        tl.store(partial + cols, share, mask=mask)
+
+
+@triton.jit
 def load_parameter(pointer, cols, n, present, neutral: tl.constexpr):
     """A per-column parameter in fp32; an absent one costs no traffic and reads as `neutral`."""
     return tl.load(pointer + cols, mask=(cols < n) & (present != 0), other=neutral).to(tl.float32)

@@ -13,7 +13,7 @@ first look's sums until after the second, with both rows in registers until then
 import triton
 import triton.language as tl
 
-from .kept import unpack
+from .kept import lane_words, unpack
 from .rows import row_offset
 
 LANE_BYTES = tl.constexpr(16)
@@ -209,6 +209,21 @@ def store_sums(partial, sums, n, wanted, LANES: tl.constexpr, TILES: tl.constexp
                 store_text(t * LANES * VEC, 4 * t * LANES * VEC + 16 * quarter), "=r,l,r,r,r,r,r",
                 [at, words[0], words[1], words[2], words[3], left], dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
+
+
+@triton.jit
+def store_gradient(out, sums, n, wanted, LANES: tl.constexpr, TILES: tl.constexpr, VEC: tl.constexpr):
+    """As store_sums, a row in the dtype of `out`."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    if DTYPE == tl.float32:
+        store_sums(out, sums, n, wanted, LANES, TILES, VEC)
+    else:
+        left = columns_left(n, wanted, LANES, VEC)
+        for t in tl.static_range(TILES):
+            values = ()
+            for i in tl.static_range(VEC):
+                values = values + (sums[t * VEC + i],)
+            store_lane(first_lane(out.to(tl.int64), LANES), left, lane_words(values, DTYPE), t, LANES, VEC)
 
 
 @triton.jit

@@ -716,12 +716,12 @@ def test_exponentials_of_rows_that_have_none():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", ["input", "weight", "nothing"])
-def test_exponentials_are_made_where_the_input_wants_a_gradient(wanted):
+def test_exponentials_are_made_where_the_input_wants_a_gradient_or_nothing_does(wanted):
     x, weight, target, _ = make(2048, 512, 65536, torch.bfloat16, "cuda")
     x.requires_grad_(wanted == "input"), weight.requires_grad_(wanted == "weight")
     liger_ops.reset_launch_counts()
     loss = flce(x, weight, target)
-    assert exponentials_made() == 2 * (wanted == "input" and has_exponentials())
+    assert exponentials_made() == 2 * (wanted != "weight" and has_exponentials())
     if wanted != "nothing":
         whole = [t.detach().requires_grad_() for t in (x, weight)]
         expected = torch.autograd.grad(flce(*whole, target), whole)[wanted == "weight"]
@@ -729,6 +729,27 @@ def test_exponentials_are_made_where_the_input_wants_a_gradient(wanted):
         error = torch.linalg.vector_norm((weight.grad if wanted == "weight" else x.grad) - expected)
         # One of the two may have rounded logits.
         assert error <= torch.finfo(torch.bfloat16).eps * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("hidden, chunks", [(512, 1), (520, 3), (2048, None)])
+def test_exponentials_of_a_loss_alone(hidden, chunks, reduction):
+    """In the memory of the plan, which is that of the pass over logits and a hundredth."""
+    x, weight, target, _ = inputs = make(1500, hidden, 65600, torch.bfloat16, "cuda")
+    x.requires_grad_(False), weight.requires_grad_(False)
+    budget = budget_for(chunks, inputs, 0) if chunks else None
+    _, made, workspace, _ = plan(len(x), hidden, len(weight), x.dtype, 0, budget)
+    options = dict(reduction=reduction, logits_scale=0.7, token_weight=torch.rand(len(x), device="cuda"))
+    liger_ops.reset_launch_counts()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = flce(x, weight, target, memory_budget=budget, **options)
+    assert exponentials_made() == 2 * made * has_exponentials()
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * workspace + (1 << 20)
+    expected = reference(x.double(), weight.double(), target, **options)
+    bound = torch.finfo(torch.float32).eps * float((x.abs().double() @ weight.abs().double().T).max())
+    assert (loss - expected).abs().max() <= bound * (len(x) if reduction == "sum" else 1)
 
 
 LARGE_LOSS = """
@@ -947,6 +968,10 @@ def run(path, rows, n, columns, words, takes, arrives, large):
 
     launch("true_logits", base, classes, highest, raised, x, weight, packed, n, columns, columns, columns, words, -100, scale)
     exponentials(e, sums, x, weight, base, classes, highest, raised, scale)
+    # A loss without gradients: sums have memory of their own.
+    alone = torch.full((rows,), float("nan"))
+    launch("weigh", alone, factor, taken, torch.empty(1), e.clone(), x, sums.clone(), base, classes, highest, grad, totals, columns,
+           tiles, tiles, e.stride(0), columns, 1, 0)
     flags = MEAN | HAS_GRAD * arrives | TAKES * takes | WEIGHS
     launch("weigh", lost, factor, taken, weighed, e, x, sums, base, classes, highest, grad, totals, columns, tiles,
            sums.stride(0), e.stride(0), columns, 1, flags)
@@ -956,7 +981,7 @@ def run(path, rows, n, columns, words, takes, arrives, large):
         known = (classes >= 0).nonzero().flatten()
         dweight.index_add_(0, classes[known].long(), scale * taken[known, None] * x[known])
     launch("rescale", dx, factor, taken, classes, weight, columns, columns, scale, flags)
-    numpy.savez(path, loss=lost, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad, classes=classes,
+    numpy.savez(path, loss=lost, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad, classes=classes,
                 rescued=highest != UNKNOWN)
 """
 EXPONENTIALS_CASES = [
@@ -985,7 +1010,7 @@ def test_exponentials_interpreted(case, exponentials_interpreted):
     arriving = got["grad"].double() if arrives else torch.ones(len(x), dtype=torch.float64)
     loss = F.cross_entropy(0.75 * x @ weight.T, target, reduction="none")
     (loss * arriving / 7).sum().backward()
-    assert got["loss"][bad].isnan().all()
+    assert got["loss"][bad].isnan().all() and torch.equal(got["loss"][~bad], got["alone"][~bad])
     # Losses have the absolute error of the logits, and exponentials have it relative to them. Logits are sums in fp32,
     # which round by as much as their terms are large.
     with torch.no_grad():

@@ -46,9 +46,10 @@ class Exponentials {
     return pays && has_room && fits(x) && fits(weight) && present(x.device().index());
   }
 
+  /// has_rows: make() gets rows that sums may lie in.
   Exponentials(
       const char* op, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target, int64_t ignore_index,
-      double logits_scale, bool mean, int64_t rows)
+      double logits_scale, bool mean, int64_t rows, bool has_rows)
       : op_(op),
         x_(x),
         weight_(weight),
@@ -57,7 +58,7 @@ class Exponentials {
         scale_(logits_scale),
         mean_(mean) {
     auto floats = x.options().dtype(at::kFloat);
-    if (!sums_fit(x.size(1), weight.size(0))) sums_ = at::empty({rows, tiles(weight.size(0))}, floats);
+    if (!has_rows || !sums_fit(x.size(1), weight.size(0))) sums_ = at::empty({rows, tiles(weight.size(0))}, floats);
     facts_ = at::empty({4, rows}, floats);
     raised_ = at::empty({1 + up(rows, kPairRows)}, x.options().dtype(at::kInt));
   }

@@ -130,7 +130,9 @@ inline Plan make_plan(
   Plan plan;
   plan.row = (classes + line - 1) / line * line;
   // Statistics and what programs of a row exchange; losses of all tokens, and what a sort of their targets takes.
-  const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024;
+  // Without gradients, sums of exponentials (core/exponentials.h) have nobody's rows to lie in: 4 bytes for 192 classes.
+  const int64_t sums = dtype == at::kBFloat16 && !wanted.any_gradient() ? (classes + 47) / 48 : 0;
+  const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;
   const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted) ? 40 : 0);
   // Enough for products that run at full speed; without gradients less will do.
   const int64_t usual = (wanted.any_gradient() ? 1280 : 320) * kMiB + tokens * per_token;
@@ -459,11 +461,13 @@ struct Pass {
     multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
   }
 
-  /// A chunk without its logits. Until they are made, d input's rows hold sums, then the weighed tokens.
+  /// A chunk without its logits. Until it is made, d input lends its rows to sums, then to the weighed tokens.
   void add_exponentials(
       const Exponentials& by, const Tensor& buffer, int64_t first, void* loss, const Tensor& totals,
       const Tensor& grad) {
-    Tensor e = rows_of(buffer, first), dx = into.input.narrow(0, first, e.size(0));
+    Tensor e = rows_of(buffer, first);
+    if (!into.input.defined()) return by.make(e, {}, first, loss, {}, {}, {}, false);
+    Tensor dx = into.input.narrow(0, first, e.size(0));
     by.make(e, dx, first, loss, totals, grad, taken, into.weight.defined());
     if (into.weight.defined()) multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
     multiply(dx, e, weight, 0, logits_scale, sustained);
@@ -487,11 +491,13 @@ inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
   return s.token_weight->reshape(-1).to(compute_type(input)).contiguous();
 }
 
-/// Whether logits are for nothing but the loss and its gradients. That of input lends its rows to what comes before it.
+/// Whether logits are for nothing but the loss and, if any, its gradients, of which that of input is one: it lends its rows
+/// to what comes before it.
 inline bool is_plain(const Settings& s, const Tensor& bias, const Tensor& ce_weight, const Wanted& wanted) {
   const bool extras = bias.defined() || ce_weight.defined() || s.o.label_smoothing != 0 || s.o.lse_square_scale != 0 ||
       s.o.softcap || wanted.metrics || wanted.log_probs;
-  return s.o.reduced() && wanted.input && !extras && s.logits_scale > 0;
+  const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;
+  return made_now && !extras && s.logits_scale > 0;
 }
 
 template <class Device>
@@ -532,9 +538,11 @@ Forward forward(
   }
   Tensor buffer = pass.buffer(), scratch_stats;
   std::optional<Exponentials> exponentials;
-  if (is_plain(s, bias, ce_weight, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, !s.memory_budget)) {
+  // The plan has room for sums where there are no gradients.
+  const bool has_room = !s.memory_budget || !now;
+  if (is_plain(s, bias, ce_weight, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
     exponentials.emplace(
-        op, pass.x, weight, target.reshape(-1), o.ignore_index, s.logits_scale, o.mean(), buffer.size(0));
+        op, pass.x, weight, target.reshape(-1), o.ignore_index, s.logits_scale, o.mean() && now, buffer.size(0), now);
   }
   const bool describe = wanted.log_probs;
   if (describe && !rows.out.stats) {

@@ -118,10 +118,12 @@ def make_plan(op: str, tokens: int, classes: int, dtype: torch.dtype, wanted: in
     """That of csrc/core/linear_cross_entropy.h."""
     tile, line = 128, 128 // dtype.itemsize
     row = -(-classes // line) * line
-    per_row = row * dtype.itemsize + 16 + -(-classes // 1024)
+    gradients = wanted & (INPUT | WEIGHT | BIAS)
+    sums = 0 if gradients or dtype != torch.bfloat16 else -(-classes // 48)
+    per_row = row * dtype.itemsize + 16 + -(-classes // 1024) + sums
     per_token = 16 + (40 if takes_targets(dtype, 2, wanted) else 0)
     if budget is None:
-        usual = (1280 if wanted & (INPUT | WEIGHT | BIAS) else 320) << 20
+        usual = (1280 if gradients else 320) << 20
         budget = max(usual, per_row * tile) + tokens * per_token
     least = tokens * per_token + per_row
     if tokens and budget < least:

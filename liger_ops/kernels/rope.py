@@ -5,8 +5,9 @@ A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) w
 and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a).
 
 One program takes one position of one batch entry, or shares its heads with others. The rotated columns of all heads of q
-and k are a row of pieces, PIECE pairs each: a thread takes one at a time, whatever R is, and reads its angles for itself,
-from the cache but for the first time. A piece is read whole before it is written, so that y may lie over x.
+and k are a row of pieces, PIECE pairs each. Where they are aligned, a thread takes a piece at a time, whatever R is; where not,
+the threads of half a warp do. Each piece has its angles read for itself, from the cache but for the first time, and is
+read whole before it is written, so that y may lie over x.
 """
 
 import triton
@@ -52,10 +53,10 @@ def load_angles(cos, sin, at, mask, half, flags, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def head_pointers(q, k, head, q_heads, q_stride, k_stride, PIECE: tl.constexpr):
+def head_pointers(q, k, head, q_heads, q_stride, k_stride, ALIGNED: tl.constexpr):
     """Starts of heads numbered through q and on through k."""
     starts = tl.where(head < q_heads, q + head.to(tl.int64) * q_stride, k + (head - q_heads).to(tl.int64) * k_stride)
-    if PIECE > 1:
+    if ALIGNED:
         # Both sides are aligned; not every compiler sees through the choice.
         starts = tl.multiple_of(starts, 16)
     return starts[:, None]
@@ -68,7 +69,7 @@ def rope_kernel(
     out_q_batch, out_q_head, out_q_position, out_k_batch, out_k_head, out_k_position,
     q_batch, q_head, q_position, k_batch, k_head, k_position,
     angle_batch, angle_position, angle_section, flags,
-    INTERLEAVED: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     # 64-bit before the products: a tensor may hold more than 2**31 elements.
     program = tl.program_id(0).to(tl.int64)
@@ -85,35 +86,38 @@ def rope_kernel(
     step = tl.num_programs(1) * PIECES
     SPREAD: tl.constexpr = 2 if INTERLEAVED else 1
 
-    in_head = half // PIECE
+    in_head = tl.cdiv(half, PIECE)
     for block in range(start, heads * in_head, step):
         piece = block + tl.arange(0, PIECES)
-        inside = (piece < heads * in_head)[:, None]
         head = piece // in_head
-        first = SPREAD * PIECE * (piece - head * in_head)
-        cols = first[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
-        a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, PIECE) + cols, inside, half, INTERLEAVED)
+        cols = (SPREAD * PIECE * (piece - head * in_head))[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
+        inside = (piece < heads * in_head)[:, None]
+        if not ALIGNED:
+            inside &= cols < SPREAD * half
+        a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED) + cols, inside, half, INTERLEAVED)
         # Sections of aligned angles begin where pieces do.
         section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
         at = section * angle_section + cols
         cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
-        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, PIECE) + cols
+        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED) + cols
         store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, half, INTERLEAVED)
 
     # Partial rotary: the columns up to width pass through.
-    in_rest = (width - 2 * half) // PIECE
+    in_rest = tl.cdiv(width - 2 * half, PIECE)
     for block in range(start, heads * in_rest, step):
         piece = block + tl.arange(0, PIECES)
-        inside = (piece < heads * in_rest)[:, None]
         head = piece // in_rest
         cols = (2 * half + PIECE * (piece - head * in_rest))[:, None] + tl.arange(0, PIECE)[None, :]
-        x = head_pointers(q, k, head, q_heads, q_head, k_head, PIECE) + cols
-        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, PIECE) + cols
+        inside = (piece < heads * in_rest)[:, None]
+        if not ALIGNED:
+            inside &= cols < width
+        x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED) + cols
+        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED) + cols
         tl.store(y, tl.load(x, mask=inside, other=0.0), mask=inside)
 
 
-def config(max_n, pieces, num_warps, aligned=True):
-    return Config(max_n, aligned, num_warps, constexprs=dict(PIECE=8 if aligned else 1, PIECES=pieces))
+def config(max_n, piece, pieces, num_warps, aligned=True):
+    return Config(max_n, aligned, num_warps, constexprs=dict(PIECE=piece, PIECES=pieces, ALIGNED=int(aligned)))
 
 
 KERNELS = [
@@ -140,9 +144,9 @@ KERNELS = [
         # in registers: 8192 positions of 40 heads of 128 48.8 (49.5), 16384 of 72 160.5 (160.9), 8192 of 32 of 256 74.1
         # (74.5); of 64 of 80 53.4 (59.4), of 64 of 96 59.9 (65.8).
         configs=[
-            config(64, 64, 2),
-            config(None, 128, 4),
-            config(None, 512, 4, aligned=False),
+            config(64, 8, 64, 2),
+            config(None, 8, 128, 4),
+            config(None, 16, 32, 4, aligned=False),
         ],
     ),
 ]  # fmt: skip

@@ -22,14 +22,7 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr const char* kOp = "layer_norm";
 
 // Mirrors the constants of liger_ops/kernels/layer_norm.py.
-enum Flags : int32_t {
-  kHasWeight = 1,
-  kHasBias = 2,
-  kSaveStatistics = 4,
-  kNeedsDweight = 8,
-  kNeedsDbias = 16,
-  kFinal = 32,
-};
+enum Flags : int32_t { kHasWeight = 1, kHasBias = 2, kSaveStatistics = 4, kNeedsDweight = 8, kNeedsDbias = 16, kFinal = 32 };
 
 Tensor contiguous_or_undefined(const OptionalTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
 

@@ -970,8 +970,8 @@ def run(path, rows, n, columns, words, takes, arrives, large):
     exponentials(e, sums, x, weight, base, classes, highest, raised, scale)
     # A loss without gradients: sums have memory of their own.
     alone = torch.full((rows,), float("nan"))
-    launch("weigh", alone, factor, taken, torch.empty(1), e.clone(), x, sums.clone(), base, classes, highest, grad, totals, columns,
-           tiles, tiles, e.stride(0), columns, 1, 0)
+    launch("weigh", alone, factor, taken, torch.empty(1), e.clone(), x, sums.clone(), base, classes, highest, grad, totals,
+           columns, tiles, tiles, e.stride(0), columns, 1, 0)
     flags = MEAN | HAS_GRAD * arrives | TAKES * takes | WEIGHS
     launch("weigh", lost, factor, taken, weighed, e, x, sums, base, classes, highest, grad, totals, columns, tiles,
            sums.stride(0), e.stride(0), columns, 1, flags)
@@ -981,8 +981,8 @@ def run(path, rows, n, columns, words, takes, arrives, large):
         known = (classes >= 0).nonzero().flatten()
         dweight.index_add_(0, classes[known].long(), scale * taken[known, None] * x[known])
     launch("rescale", dx, factor, taken, classes, weight, columns, columns, scale, flags)
-    numpy.savez(path, loss=lost, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad, classes=classes,
-                rescued=highest != UNKNOWN)
+    numpy.savez(path, loss=lost, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad,
+                classes=classes, rescued=highest != UNKNOWN)
 """
 EXPONENTIALS_CASES = [
     (*sizes, words, takes, arrives, large)

@@ -313,7 +313,8 @@ def run(path, n, aligned, of_rows="fp32", of_weight="fp32", weighted=True, rows=
         y, statistics, x, w, b, rows, n, rows, 0, n, 0, n, 1e-5, given | 2 | 4, **forward.constexprs)
     out = dict(x=x, w=w, b=b, dy=dy, y=y)
     few, final = min(rows, backward.constexprs["BLOCK_M"]), 32
-    for name, flags in (("both", 8 | 16), ("dw", 8), ("db", 16), ("neither", 0), ("both_final", 8 | 16 | final), ("db_final", 16 | final)):
+    wanted = {"both": 8 | 16, "dw": 8, "db": 16, "neither": 0, "both_final": 8 | 16 | final, "db_final": 16 | final}
+    for name, flags in wanted.items():
         programs, count = (1, few) if flags & final else (2, rows)
         partial, outs = torch.full((2, 2, n), nan), torch.full((2, n), nan, dtype=w.dtype)
         backward.kernel.function[(programs,)](

@@ -290,8 +290,8 @@ def run(path, n, aligned, of_rows="fp32", of_weight="fp32", rows=9):
     for name, programs, count, final in (("", 2, rows, 0), ("_final", 1, few, 32)):
         dw, partial = torch.full_like(w, float("nan")), torch.full((2, n), float("nan"))
         backward.kernel.function[(programs,)](
-            dx.fill_(float("nan")), dw, partial, dy, ds, s, w, rstd, count, n, count, 0, n, 0, n, 0, n, 0, n, 0.5, 1 | 16 | final,
-            **backward.constexprs)
+            dx.fill_(float("nan")), dw, partial, dy, ds, s, w, rstd, count, n, count, 0, n, 0, n, 0, n, 0, n, 0.5,
+            1 | 16 | final, **backward.constexprs)
         assert (partial if final else dw).isnan().all()
         got |= {"dx" + name: dx[:count].clone(), "dw" + name: dw if final else partial.sum(0)}
     numpy.savez(path, x=x, r=r, w=w, dy=dy, ds=ds, y=y, s=s, **got)

@@ -324,7 +324,8 @@ Gradients backward_cuda(
   const auto& [dx_walk, dy_walk, x_walk] = walk.strides;
   K::Args args{
       core::address(written), core::address(out.dweight), core::address(out.dbias), core::address(partial), core::address(dy),
-      core::address(x), core::address(weight), core::address(statistics), int32_t(walk.rows), int32_t(n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
+      core::address(x), core::address(weight), core::address(statistics), int32_t(walk.rows), int32_t(n),
+      walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, x_walk.outer, x_walk.inner, flags};
   auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameters));
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), {uint32_t(programs)}, args);

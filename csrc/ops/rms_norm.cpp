@@ -304,7 +304,8 @@ std::tuple<Tensor, Tensor> backward_cuda(
   const auto& [dx_walk, dy_walk, ds_walk, x_walk] = walk.strides;
   K::Args args{
       core::address(out), core::address(dweight), core::address(partial), core::address(dy), core::address(ds), core::address(x),
-      core::address(weight), core::address(rstd), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
+      core::address(weight), core::address(rstd), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(),
+      dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
       weight.defined() ? float(offset) : 0.f, flags};
   auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(weight_type));

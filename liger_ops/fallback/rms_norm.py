@@ -95,7 +95,8 @@ def backward(
         # Rows of the partial sum that no program fills stay zero.
         partial = torch.zeros((1, min(rows, most), n), dtype=c, device=s.device) if needs_dweight else None
         args = dict(
-            dx=dx, dweight=dweight, partial=partial, dy=dy, ds=ds, x=s, weight=weight, rstd=rstd, rows=rows, n=n, inner_rows=rows,
+            dx=dx, dweight=dweight, partial=partial, dy=dy, ds=ds, x=s, weight=weight, rstd=rstd,
+            rows=rows, n=n, inner_rows=rows,
             dx_outer=0, dx_inner=n, dy_outer=0, dy_inner=n, ds_outer=0, ds_inner=n, x_outer=0, x_inner=n,
             offset=offset if weight is not None else 0.0,
             flags=flags(weight, mode, NEEDS_DWEIGHT if needs_dweight else 0),

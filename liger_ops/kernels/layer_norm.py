@@ -434,8 +434,8 @@ KERNELS = [
     Kernel(
         function=layer_norm_bwd_kernel,
         args={
-            "dx": "*X", "dweight": "*W", "dbias": "*W", "partial": "*fp32", "dy": "*X", "x": "*X", "weight": "*W", "statistics": "*fp32",
-            "rows": "i32", "n": "i32", "inner_rows": "i32",
+            "dx": "*X", "dweight": "*W", "dbias": "*W", "partial": "*fp32", "dy": "*X", "x": "*X", "weight": "*W",
+            "statistics": "*fp32", "rows": "i32", "n": "i32", "inner_rows": "i32",
             "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
             "flags": "i32",
         },

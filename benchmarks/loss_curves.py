@@ -156,12 +156,12 @@ def ours_in_chunks(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
     return torch.ops.liger.fused_linear_cross_entropy(hidden, head, target, memory_budget=budget)
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, highest: float) -> float:
     warm = min(1.0, (step + 1) / max(1, steps // 10))
-    return 3e-3 * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return highest * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def train(s: Size, loss_of: Loss, steps: int, seed: int, device: str) -> list[float]:
+def train(s: Size, loss_of: Loss, steps: int, seed: int, device: str, rate: float = 3e-3) -> list[float]:
     torch.manual_seed(seed)
     model = Llama(s).to(device, torch.bfloat16)
     chain = Chain(s, seed, device)
@@ -170,7 +170,7 @@ def train(s: Size, loss_of: Loss, steps: int, seed: int, device: str) -> list[fl
     for step in range(steps):
         tokens, target = chain.batch()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
+            group["lr"] = learning_rate(step, steps, rate)
         loss = loss_of(model(tokens), model.head.weight, target)
         loss.backward()
         optimizer.step()
@@ -215,6 +215,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--orders", type=int, default=2, help="eager runs with classes in another order, 1 or more")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args()
@@ -225,11 +226,11 @@ def main() -> int:
 
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"{slug(args.device)}-loss-curves"
-    record: dict[str, Any] = describe(args.device) | {"steps": args.steps, "seed": args.seed, **vars(size)}
+    record: dict[str, Any] = describe(args.device) | {"steps": args.steps, "seed": args.seed, "rate": args.rate, **vars(size)}
     curves: dict[str, list[float]] = {}
     away: dict[str, dict[str, float]] = {}
     for name, loss in losses.items():
-        curves[name] = train(size, loss, args.steps, args.seed, args.device)
+        curves[name] = train(size, loss, args.steps, args.seed, args.device, args.rate)
         away[name] = distance(curves[name], curves["eager"])
         far = away[name]
         print(f"{name:16} first {curves[name][0]:.4f}, last {curves[name][-1]:.4f}; from eager: "

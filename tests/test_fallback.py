@@ -4,6 +4,7 @@ The copy of the package that lacks the library runs in processes of its own, whi
 """
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -55,6 +56,21 @@ x = torch.ones(2, 4, requires_grad=True)
 torch.ops.liger.rms_norm(x).sum().backward()
 assert liger_ops.launch_counts()["cpu"] == 2 and hasattr(torch.ops.liger, "_rms_norm_grad")
 """
+
+
+PLANS = """
+import itertools, json, torch, liger_ops
+sizes = [(1, 100), (999, 50257), (4096, 128256), (16384, 151936)]
+dtypes, budgets = (torch.float32, torch.float16, torch.bfloat16), (None, 2 << 30, 256 << 20)
+print(json.dumps([
+    torch.ops.liger._fused_linear_cross_entropy_plan(tokens, 64, classes, dtype, wanted, budget)
+    for (tokens, classes), dtype, wanted, budget in itertools.product(sizes, dtypes, (0, 4, 8, 12, 28), budgets)
+]))
+"""
+
+
+def test_both_plan_the_linear_loss_alike():
+    assert json.loads(output_of(PLANS, LIGER_OPS_LIBRARY="0")) == json.loads(output_of(PLANS))
 
 
 def test_a_library_that_fits_can_be_declined():

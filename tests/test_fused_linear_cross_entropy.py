@@ -746,7 +746,7 @@ def test_exponentials_of_a_loss_alone(hidden, chunks, reduction):
     before = torch.cuda.memory_allocated()
     loss = flce(x, weight, target, memory_budget=budget, **options)
     assert exponentials_made() == 2 * made * has_exponentials()
-    assert torch.cuda.max_memory_allocated() - before <= 1.05 * workspace + (1 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * workspace
     expected = reference(x.double(), weight.double(), target, **options)
     bound = torch.finfo(torch.float32).eps * float((x.abs().double() @ weight.abs().double().T).max())
     assert (loss - expected).abs().max() <= bound * (len(x) if reduction == "sum" else 1)

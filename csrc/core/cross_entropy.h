@@ -640,8 +640,8 @@ inline void sum_rows_cuda(
     const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known = {}) {
   using K = kernels::cross_entropy_sum;
   const int64_t rows = call.target.numel();
-  const auto& config = runtime::first_fit<K>(call.n, false, false, rows);
-  const int64_t blocks = (rows + config.BLOCK - 1) / config.BLOCK;
+  auto config_for = [&](int64_t count) -> const K::Config& { return runtime::first_fit<K>(call.n, false, false, count); };
+  const int64_t block = config_for(rows).BLOCK, blocks = (rows + block - 1) / block;
   // One program reads a few blocks faster than a second launch starts.
   const int64_t shares = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
   auto floats = call.target.options().dtype(at::kFloat);
@@ -655,11 +655,10 @@ inline void sum_rows_cuda(
       address(partial), rows_of.loss, rows_of.z_loss, rows_of.accuracy, address(call.target), address(call.weight),
       int32_t(rows), int32_t(call.n), o.ignore_index, flags};
   auto launch_on = [&](int64_t rows_read, int64_t programs, int32_t more) {
-    const auto& fits = runtime::first_fit<K>(call.n, false, false, rows_read);
     args.rows = int32_t(rows_read);
     args.flags = flags | more;
-    launch<K>(
-        call.op, call.device, runtime::variant_index<K>(fits, call.target_words - 1), {uint32_t(programs)}, args);
+    auto variant = runtime::variant_index<K>(config_for(rows_read), call.target_words - 1);
+    launch<K>(call.op, call.device, variant, {uint32_t(programs)}, args);
   };
   if (shares > 1) {
     launch_on(rows, shares, kToPartial);

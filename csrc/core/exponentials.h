@@ -46,6 +46,9 @@ class Exponentials {
     return pays && has_room && fits(x) && fits(weight) && present(x.device().index());
   }
 
+  /// Of a token.
+  static constexpr int64_t bytes_of_sums(int64_t classes) { return 4 * tiles(classes); }
+
   /// has_rows: make() gets rows that sums may lie in.
   Exponentials(
       const char* op, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target, int64_t ignore_index,
@@ -109,7 +112,7 @@ class Exponentials {
   static constexpr int64_t tiles(int64_t classes) { return up(classes, kConfig.TILE_N); }
 
   /// Sums of a row, in fp32, into a row of bf16.
-  static constexpr bool sums_fit(int64_t columns, int64_t classes) { return 2 * tiles(classes) <= columns; }
+  static constexpr bool sums_fit(int64_t columns, int64_t classes) { return bytes_of_sums(classes) <= 2 * columns; }
 
   enum Fact { kBase, kClass, kHighest, kFactor };
 

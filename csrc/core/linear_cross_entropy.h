@@ -130,8 +130,9 @@ inline Plan make_plan(
   Plan plan;
   plan.row = (classes + line - 1) / line * line;
   // Statistics and what programs of a row exchange; losses of all tokens, and what a sort of their targets takes.
-  // Without gradients, sums of exponentials (core/exponentials.h) have nobody's rows to lie in: 4 bytes for 192 classes.
-  const int64_t sums = dtype == at::kBFloat16 && !wanted.any_gradient() ? (classes + 47) / 48 : 0;
+  // Without gradients, sums of exponentials have nobody's rows to lie in.
+  const bool has_sums = dtype == at::kBFloat16 && !wanted.any_gradient();
+  const int64_t sums = has_sums ? Exponentials::bytes_of_sums(classes) : 0;
   const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;
   const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted) ? 40 : 0);
   // Enough for products that run at full speed; without gradients less will do.

@@ -32,6 +32,7 @@ PRIVATE = (
 INPUT, WEIGHT, BIAS = 4, 8, 16  # bits of what is wanted
 HALVES = (torch.float16, torch.bfloat16)
 MOST_COMPARED = 16384  # see csrc/core/linear_cross_entropy.h
+CLASSES_OF_A_SUM = 192  # TILE_N of the kernel that makes exponentials
 
 
 class Call(NamedTuple):
@@ -116,21 +117,21 @@ def takes_targets(dtype: torch.dtype, chunks: int, wanted: int) -> bool:
 
 def make_plan(op: str, tokens: int, classes: int, dtype: torch.dtype, wanted: int, budget: int | None) -> Plan:
     """That of csrc/core/linear_cross_entropy.h."""
-    tile, line = 128, 128 // dtype.itemsize
+    whole_tile, line = 256, 128 // dtype.itemsize
     row = -(-classes // line) * line
     gradients = wanted & (INPUT | WEIGHT | BIAS)
-    sums = 0 if gradients or dtype != torch.bfloat16 else -(-classes // 48)
+    sums = 0 if gradients or dtype != torch.bfloat16 else 4 * -(-classes // CLASSES_OF_A_SUM)
     per_row = row * dtype.itemsize + 16 + -(-classes // 1024) + sums
     per_token = 16 + (40 if takes_targets(dtype, 2, wanted) else 0)
     if budget is None:
         usual = (1280 if gradients else 320) << 20
-        budget = max(usual, per_row * tile) + tokens * per_token
+        budget = max(usual, per_row * whole_tile // 2) + tokens * per_token
     least = tokens * per_token + per_row
     if tokens and budget < least:
         rule = f"be at least {least} bytes for the logits of one of {tokens} tokens"
         raise RuntimeError(f"{op}: memory_budget must {rule} (got {budget})")
     most = min((budget - tokens * per_token) // per_row, 8192)
-    tile = tile // 2 if most < 8 * tile else tile
+    tile = whole_tile // 4 if most < 2 * whole_tile else whole_tile
     most = most // tile * tile if most > tile else most
     chunk, chunks = 1, 0
     if tokens:

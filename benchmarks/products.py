@@ -289,8 +289,8 @@ def table() -> dict[tuple, tuple[float, int]]:
     rows = re.findall(r"^ +\{(true|false), (true|false), \d+, \d+, ([\d, ]+)\},$", TABLE.read_text(), re.MULTILINE)
     out = {}
     for a, b, numbers in rows:
-        *tile, rate, epilogue, _ = map(int, numbers.split(", "))
-        out[(a == "true", b == "true"), Tile(*tile)] = rate, epilogue
+        rows, columns, cluster_rows, cluster_columns, rate, epilogue, *_ = map(int, numbers.split(", "))
+        out[(a == "true", b == "true"), Tile(rows, columns, cluster_rows, cluster_columns)] = rate, epilogue
     return out
 
 

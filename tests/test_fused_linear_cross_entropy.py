@@ -660,15 +660,23 @@ def test_a_budget_is_kept_where_sums_have_no_room():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", ["sum", "tokens", "scale", "int32", "all ignored", "leading dimensions", "part of wider rows", "confident"]
-)
+    "case",
+    [
+        "sum", "tokens", "classes", "z-loss", "classes, tokens and z-loss", "scale", "int32", "all ignored",
+        "leading dimensions", "part of wider rows", "confident",
+    ],
+)  # fmt: skip
 def test_exponentials_of_all_kinds(case):
     x, weight, target, _ = make((4, 500), 512, 49152, torch.bfloat16, "cuda")
     options = {}
     if case == "sum":
         options["reduction"] = "sum"
-    if case == "tokens":
+    if "tokens" in case:
         options["token_weight"] = torch.rand(target.shape, device="cuda")
+    if "classes" in case:
+        options["ce_weight"] = torch.rand(len(weight), device="cuda")
+    if "z-loss" in case:
+        options["lse_square_scale"] = 1e-3
     if case == "scale":
         options["logits_scale"] = 0.3
     if case == "int32":
@@ -740,7 +748,7 @@ def test_exponentials_of_a_loss_alone(hidden, chunks, reduction):
     x.requires_grad_(False), weight.requires_grad_(False)
     budget = budget_for(chunks, inputs, 0) if chunks else None
     _, made, workspace, _ = plan(len(x), hidden, len(weight), x.dtype, 0, budget)
-    options = dict(reduction=reduction, logits_scale=0.7, token_weight=torch.rand(len(x), device="cuda"))
+    options = dict(reduction=reduction, logits_scale=0.7, token_weight=torch.rand(len(x), device="cuda"), lse_square_scale=1e-3)
     liger_ops.reset_launch_counts()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -910,9 +918,10 @@ import types, sys, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import cross_entropy, find, fused_linear_cross_entropy as kernels
 UNKNOWN, TILE = kernels.UNKNOWN.value, find("fused_linear_cross_entropy_exp_logits").configs[0].constexprs["TILE_N"]
-MEAN, HAS_GRAD, TAKES, WEIGHS = (
-    flag.value for flag in (cross_entropy.MEAN, cross_entropy.HAS_GRAD, kernels.TAKES, kernels.WEIGHS)
+MEAN, HAS_GRAD, HAS_WEIGHT, SAVE_Z_LOSS, ADD_Z_LOSS = (
+    getattr(cross_entropy, name).value for name in ("MEAN", "HAS_GRAD", "HAS_WEIGHT", "SAVE_Z_LOSS", "ADD_Z_LOSS")
 )
+TAKES, WEIGHS = kernels.TAKES.value, kernels.WEIGHS.value
 
 def in_order(numbers):
     bits = numbers.view(torch.int32)
@@ -943,7 +952,7 @@ def exponentials(e, sums, x, weight, base, classes, highest, raised, scale):
             raised[1 + blocks[over]] = 1
             raised[0] |= int(over.any())
 
-def run(path, rows, n, columns, words, takes, arrives, large):
+def run(path, rows, n, columns, words, takes, arrives, extras, large):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, columns), torch.randn(n, columns) * columns**-0.5
     target = torch.randint(n, (rows,))
@@ -952,8 +961,9 @@ def run(path, rows, n, columns, words, takes, arrives, large):
         x[rows // 2 :] *= 300
         x[rows // 2 + 1] = 300 * weight[target[rows // 2 + 1]]
     packed = target.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
-    grad, totals, scale = torch.rand(rows) + 0.5, torch.tensor([7.0, 7.0]), 0.75
-    lost, taken = torch.full((2, rows), float("nan"))
+    grad, totals, scale = torch.rand(rows) + 0.5, torch.tensor([7.0, 5.0]), 0.75
+    class_weight, z_scale = torch.rand(n), 1e-3 * extras
+    lost, z_loss, taken = torch.full((3, rows), float("nan"))
     base, factor = torch.full((2, rows), float("nan"))
     classes, highest = torch.full((2, rows), 5, dtype=torch.int32)
     raised = torch.full((1 + -(-rows // 256),), 9, dtype=torch.int32)
@@ -969,25 +979,26 @@ def run(path, rows, n, columns, words, takes, arrives, large):
     launch("true_logits", base, classes, highest, raised, x, weight, packed, n, columns, columns, columns, words, -100, scale)
     exponentials(e, sums, x, weight, base, classes, highest, raised, scale)
     # A loss without gradients: sums have memory of their own.
-    alone = torch.full((rows,), float("nan"))
-    launch("weigh", alone, factor, taken, torch.empty(1), e.clone(), x, sums.clone(), base, classes, highest, grad, totals,
-           columns, tiles, tiles, e.stride(0), columns, 1, 0)
-    flags = MEAN | HAS_GRAD * arrives | TAKES * takes | WEIGHS
-    launch("weigh", lost, factor, taken, weighed, e, x, sums, base, classes, highest, grad, totals, columns, tiles,
-           sums.stride(0), e.stride(0), columns, 1, flags)
+    alone, nothing = torch.full((rows,), float("nan")), torch.empty(1)
+    launch("weigh", alone, nothing, factor, taken, nothing, e.clone(), x, sums.clone(), base, classes, highest,
+           class_weight, grad, totals, columns, tiles, tiles, e.stride(0), columns, 1, z_scale, HAS_WEIGHT * extras | ADD_Z_LOSS)
+    flags = MEAN | HAS_GRAD * arrives | TAKES * takes | WEIGHS | HAS_WEIGHT * extras | SAVE_Z_LOSS
+    launch("weigh", lost, z_loss, factor, taken, weighed, e, x, sums, base, classes, highest, class_weight, grad, totals, columns,
+           tiles, sums.stride(0), e.stride(0), columns, 1, z_scale, flags)
     dweight = scale * e[:, :n].T @ weighed
     dx = scale * e[:, :n] @ weight
     if takes:
         known = (classes >= 0).nonzero().flatten()
         dweight.index_add_(0, classes[known].long(), scale * taken[known, None] * x[known])
     launch("rescale", dx, factor, taken, classes, weight, columns, columns, scale, flags)
-    numpy.savez(path, loss=lost, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad,
-                classes=classes, rescued=highest != UNKNOWN)
+    numpy.savez(path, loss=lost, z_loss=z_loss, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad,
+                classes=classes, class_weight=class_weight, rescued=highest != UNKNOWN)
 """
 EXPONENTIALS_CASES = [
-    (*sizes, words, takes, arrives, large)
+    (*sizes, words, takes, arrives, extras, large)
     for sizes in ((33, 500, 24), (300, 192, 1031))
     for words, takes, arrives in ((1, False, True), (2, True, False), (2, False, False), (1, True, True))
+    for extras in (False, True)
     for large in (False, True)
 ]
 
@@ -1000,7 +1011,7 @@ def exponentials_interpreted(tmp_path_factory):
 @pytest.mark.parametrize("case", EXPONENTIALS_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_exponentials_interpreted(case, exponentials_interpreted):
     """Losses and gradients from exponentials and their sums, by the kernels around the product that makes these."""
-    *_, arrives, large = case
+    *_, arrives, extras, large = case
     got = exponentials_interpreted[case]
     x, weight = (got[name].double().requires_grad_() for name in ("x", "weight"))
     target, bad = got["target"].clone(), got["target"] >= len(weight)
@@ -1008,14 +1019,18 @@ def test_exponentials_interpreted(case, exponentials_interpreted):
     assert got["rescued"].any() == large and not got["rescued"].all()
     target[bad] = -100
     arriving = got["grad"].double() if arrives else torch.ones(len(x), dtype=torch.float64)
-    loss = F.cross_entropy(0.75 * x @ weight.T, target, reduction="none")
-    (loss * arriving / 7).sum().backward()
-    assert got["loss"][bad].isnan().all() and torch.equal(got["loss"][~bad], got["alone"][~bad])
+    logits, of_class = 0.75 * x @ weight.T, got["class_weight"].double() if extras else None
+    loss = F.cross_entropy(logits, target, of_class, reduction="none")
+    z_loss = torch.where(target == -100, 0, 1e-3 * extras * logits.logsumexp(1) ** 2)
+    (loss * arriving / 7 + z_loss * arriving / 5).sum().backward()
     # Losses have the absolute error of the logits, and exponentials have it relative to them. Logits are sums in fp32,
     # which round by as much as their terms are large.
     with torch.no_grad():
         allowed = torch.finfo(torch.float32).eps * float((x.abs() @ weight.abs().T).max())
-    assert (got["loss"].double() - loss.detach())[~bad].abs().max() <= allowed
+        steepest = 1 + 2e-3 * float(logits.logsumexp(1).abs().max())
+    for name, truth in (("loss", loss), ("z_loss", z_loss), ("alone", loss + z_loss)):
+        assert got[name][bad].isnan().all()
+        assert (got[name].double() - truth.detach())[~bad].abs().max() <= allowed * steepest, name
     for mine, truth in ((got["dx"], x.grad), (got["dweight"], weight.grad)):
         assert torch.linalg.vector_norm(mine.double() - truth) <= allowed * torch.linalg.vector_norm(truth)
 

@@ -2,7 +2,8 @@
 
 // A chunk of fused_linear_cross_entropy whose logits nobody reads: its first product hands out exponentials and their
 // sums, from which losses and gradients follow by a factor a row. What that takes, and why it is right:
-// liger_ops/kernels/fused_linear_cross_entropy.py. Compute capability 9.0 and bf16, losses without extras.
+// liger_ops/kernels/fused_linear_cross_entropy.py. Compute capability 9.0 and bf16, losses
+// without smoothing, softcap, bias and metrics.
 
 #include <ATen/ATen.h>
 
@@ -49,29 +50,30 @@ class Exponentials {
   /// Of a token.
   static constexpr int64_t bytes_of_sums(int64_t classes) { return 4 * tiles(classes); }
 
-  /// has_rows: make() gets rows that sums may lie in.
+  /// rows: of the largest chunk. gradients: whether there are any; make() then gets rows that sums may lie in.
   Exponentials(
-      const char* op, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target, int64_t ignore_index,
-      double logits_scale, bool mean, int64_t rows, bool has_rows)
+      const char* op, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
+      const at::Tensor& class_weight, const cross_entropy::Options& o, double logits_scale, int64_t rows, bool gradients)
       : op_(op),
         x_(x),
         weight_(weight),
         target_(target.contiguous()),
-        ignore_index_(ignore_index),
+        class_weight_(class_weight.defined() ? class_weight.to(at::kFloat).contiguous() : class_weight),
+        o_(o),
         scale_(logits_scale),
-        mean_(mean) {
+        mean_(o.mean() && gradients) {
     auto floats = x.options().dtype(at::kFloat);
-    if (!has_rows || !sums_fit(x.size(1), weight.size(0))) sums_ = at::empty({rows, tiles(weight.size(0))}, floats);
+    if (!gradients || !sums_fit(x.size(1), weight.size(0))) sums_ = at::empty({rows, tiles(weight.size(0))}, floats);
     facts_ = at::empty({4, rows}, floats);
     raised_ = at::empty({1 + up(rows, kPairRows)}, x.options().dtype(at::kInt));
   }
 
-  /// Into e (rows x classes) the exponentials of the tokens from `first` on; into `loss` their losses; their factors.
-  /// The gradients of true logits go into `taken`, or into e where that is undefined; x times the factors, where it is
+  /// Into e (rows x classes) the exponentials of the tokens from `first` on; into `out` their losses; their factors. The
+  /// gradients of true logits go into `taken`, or into e where that is undefined; x times the factors, where it is
   /// wanted, into `weighed` (as x, contiguous), which is spent in any case.
   void make(
-      at::Tensor& e, const at::Tensor& weighed, int64_t first, void* loss, const at::Tensor& totals,
-      const at::Tensor& grad, const at::Tensor& taken, bool wants_weighed) const {
+      at::Tensor& e, const at::Tensor& weighed, int64_t first, const cross_entropy::RowsOut& out,
+      const at::Tensor& totals, const at::Tensor& grad, const at::Tensor& taken, bool wants_weighed) const {
     const int64_t rows = e.size(0), classes = e.size(1), columns = x_.size(1);
     const at::Tensor x = x_.narrow(0, first, rows);
     {
@@ -79,7 +81,7 @@ class Exponentials {
       K::Args args{
           fact(kBase), fact(kClass), fact(kHighest), address(raised_), address(x), address(weight_),
           static_cast<const char*>(address(target_)) + first * int64_t(target_.element_size()), int32_t(classes),
-          int32_t(columns), x.stride(0), weight_.stride(0), target_.scalar_type() == at::kLong ? 2 : 1, ignore_index_,
+          int32_t(columns), x.stride(0), weight_.stride(0), target_.scalar_type() == at::kLong ? 2 : 1, o_.ignore_index,
           float(scale_)};
       start<K>(x, rows, args);
     }
@@ -90,11 +92,13 @@ class Exponentials {
     {
       using K = kernels::fused_linear_cross_entropy_weigh;
       const int32_t flags = (mean_ ? cross_entropy::kMean : 0) | (grad.defined() ? cross_entropy::kHasGrad : 0) |
-          (taken.defined() ? kTakes : 0) | (wants_weighed ? kWeighs : 0);
+          (class_weight_.defined() ? cross_entropy::kHasWeight : 0) | (out.z_loss ? cross_entropy::kSaveZLoss : 0) |
+          (o_.reduced() ? 0 : cross_entropy::kAddZLoss) | (taken.defined() ? kTakes : 0) | (wants_weighed ? kWeighs : 0);
       K::Args args{
-          loss, fact(kFactor), taken.defined() ? taken.const_data_ptr<float>() + first : nullptr, address(weighed),
-          address(e), address(x), sums, fact(kBase), fact(kClass), fact(kHighest), address(grad), address(totals),
-          int32_t(columns), int32_t(tiles(classes)), sums_row, e.stride(0), x.stride(0), 1, flags};
+          out.loss, out.z_loss, fact(kFactor), taken.defined() ? taken.const_data_ptr<float>() + first : nullptr,
+          address(weighed), address(e), address(x), sums, fact(kBase), fact(kClass), fact(kHighest),
+          address(class_weight_), address(grad), address(totals), int32_t(columns), int32_t(tiles(classes)), sums_row,
+          e.stride(0), x.stride(0), 1, float(o_.lse_square_scale), flags};
       start<K>(x, rows, args);
     }
   }
@@ -173,8 +177,8 @@ class Exponentials {
   }
 
   const char* op_;
-  const at::Tensor x_, weight_, target_;
-  const int64_t ignore_index_;
+  const at::Tensor x_, weight_, target_, class_weight_;
+  const cross_entropy::Options o_;
   const double scale_;
   const bool mean_;
   at::Tensor sums_, facts_, raised_;  // sums_: undefined where they fit elsewhere

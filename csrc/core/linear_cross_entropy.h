@@ -464,12 +464,12 @@ struct Pass {
 
   /// A chunk without its logits. Until it is made, d input lends its rows to sums, then to the weighed tokens.
   void add_exponentials(
-      const Exponentials& by, const Tensor& buffer, int64_t first, void* loss, const Tensor& totals,
+      const Exponentials& by, const Tensor& buffer, int64_t first, const RowsOut& out, const Tensor& totals,
       const Tensor& grad) {
     Tensor e = rows_of(buffer, first);
-    if (!into.input.defined()) return by.make(e, {}, first, loss, {}, {}, {}, false);
+    if (!into.input.defined()) return by.make(e, {}, first, out, {}, {}, {}, false);
     Tensor dx = into.input.narrow(0, first, e.size(0));
-    by.make(e, dx, first, loss, totals, grad, taken, into.weight.defined());
+    by.make(e, dx, first, out, totals, grad, taken, into.weight.defined());
     if (into.weight.defined()) multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
     multiply(dx, e, weight, 0, logits_scale, sustained);
     by.rescale(dx, first, taken);
@@ -494,9 +494,8 @@ inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
 
 /// Whether logits are for nothing but the loss and, if any, its gradients, of which that of input is one: it lends its rows
 /// to what comes before it.
-inline bool is_plain(const Settings& s, const Tensor& bias, const Tensor& ce_weight, const Wanted& wanted) {
-  const bool extras = bias.defined() || ce_weight.defined() || s.o.label_smoothing != 0 || s.o.lse_square_scale != 0 ||
-      s.o.softcap || wanted.metrics || wanted.log_probs;
+inline bool is_plain(const Settings& s, const Tensor& bias, const Wanted& wanted) {
+  const bool extras = bias.defined() || s.o.label_smoothing != 0 || s.o.softcap || wanted.metrics || wanted.log_probs;
   const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;
   return made_now && !extras && s.logits_scale > 0;
 }
@@ -541,9 +540,9 @@ Forward forward(
   std::optional<Exponentials> exponentials;
   // The plan has room for sums where there are no gradients.
   const bool has_room = !s.memory_budget || !now;
-  if (is_plain(s, bias, ce_weight, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
+  if (is_plain(s, bias, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
     exponentials.emplace(
-        op, pass.x, weight, target.reshape(-1), o.ignore_index, s.logits_scale, o.mean() && now, buffer.size(0), now);
+        op, pass.x, weight, target.reshape(-1), ce_weight, o, s.logits_scale, buffer.size(0), now);
   }
   const bool describe = wanted.log_probs;
   if (describe && !rows.out.stats) {
@@ -557,7 +556,7 @@ Forward forward(
     Tensor weights;
     if (token_weight.defined()) weights = token_weight.narrow(0, first, std::min(pass.plan.chunk, tokens - first));
     if (exponentials) {
-      pass.add_exponentials(*exponentials, buffer, first, part.loss, totals, weights);
+      pass.add_exponentials(*exponentials, buffer, first, part, totals, weights);
       continue;
     }
     Tensor logits = pass.logits(buffer, first);

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import hopper
-from .cross_entropy import HAS_GRAD, LOG2E, arriving, load_target, log1p
+from .cross_entropy import ADD_Z_LOSS, HAS_GRAD, LOG2E, SAVE_Z_LOSS, arriving, load_target, load_weight, log1p
 from .table import Config, Kernel
 
 
@@ -119,6 +119,9 @@ def fused_linear_cross_entropy_add_targets_kernel(
 # product x @ w.T hands out E, in bf16, where logits would be, each rounded once and from fp32; E_y is left out, and
 # sums are by row and tile. x_y is a dot product of its own (`true_logits`). Then rows' losses and factors
 # v = g / (1 + s) are known (`weigh`), and d w = E.T @ (v x), d x = v (E @ w) (`rescale`).
+#
+# Where gradients a of the loss (its class's weight in them) and c of its logsumexp (by the z-loss) arrive, v is
+# (a + c) / (1 + s), and the true class's part -s becomes (c - a s) / (a + c).
 #
 # Where a token's loss would be more than some 44, E might leave the range of numbers. Tiles that meet such a row find
 # the row's greatest logit (`highest`), and a second launch makes the tiles of such rows again with that in x_y's place.
@@ -443,12 +446,12 @@ def fused_linear_cross_entropy_true_logits_kernel(
 
 @triton.jit
 def fused_linear_cross_entropy_weigh_kernel(
-    loss, factor, taken, weighed, e, x, sums, base, classes, highest, grad, totals,
-    columns, tiles, sums_row, e_row, x_row, grad_stride, flags,
+    loss, z_loss, factor, taken, weighed, e, x, sums, base, classes, highest, class_weight, grad, totals,
+    columns, tiles, sums_row, e_row, x_row, grad_stride, lse_square_scale, flags,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """loss, factor (g / (1 + s)) and weighed (factor * x) of every row, and the gradient of its true logit, but for
-    that factor: -s, into e or, with it, into `taken`. A row's sums may lie where its weighed x goes."""
+    """losses, factor (v) and weighed (v x) of every row, and the gradient of its true logit: but for that factor into e
+    or, with it, into `taken`. A row's sums may lie where its weighed x goes."""
     row = tl.program_id(0)
     at_row = row.to(tl.int64)
     y = tl.load(classes + row)
@@ -461,17 +464,29 @@ def fused_linear_cross_entropy_weigh_kernel(
     others = tl.sum(partial)
     rescued = order != UNKNOWN
     top = tl.where(rescued, number_in_order(order), x_y)
-    total = others + tl.where(rescued, tl.exp2((x_y - top) * LOG2E), 1.0)
-    arrives, _ = arriving(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
+    true = tl.where(rescued, tl.exp2((x_y - top) * LOG2E), 1.0)
+    total = others + true
     known = y >= 0
-    f = tl.where(known, arrives / total, 0.0)
-    here = tl.where(rescued, top - x_y + tl.log(total), log1p(others))
-    tl.store(loss + row, tl.where(known, here, tl.where(y == BAD_CLASS, float("nan"), 0.0)))
+    w_y = load_weight(class_weight, y, known, flags)
+    nll = tl.where(rescued, top - x_y + tl.log(total), log1p(others))
+    lse = x_y + nll
+    row_z_loss = lse_square_scale * lse * lse
+    row_loss = w_y * nll + tl.where((flags & ADD_Z_LOSS) != 0, row_z_loss, 0.0)
+    absent = tl.where(y == BAD_CLASS, float("nan"), 0.0)
+    tl.store(loss + row, tl.where(known, row_loss, absent))
+    tl.store(z_loss + row, tl.where(known, row_z_loss, absent), mask=(flags & SAVE_Z_LOSS) != 0)
+
+    by_weight, by_count = arriving(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
+    pull = by_weight * w_y
+    spill = by_count * 2 * lse_square_scale * lse
+    slope = pull + spill
+    f = tl.where(known, slope / total, 0.0)
+    own = spill * true - pull * others
     tl.store(factor + row, f)
     if flags & TAKES:
-        tl.store(taken + row, tl.where(known, -f * others, 0.0))
+        tl.store(taken + row, tl.where(known, own / total, 0.0))
     else:
-        tl.store(e + at_row * e_row + y, (-others).to(e.dtype.element_ty), mask=known)
+        tl.store(e + at_row * e_row + y, tl.where(slope == 0, 0.0, own / slope).to(e.dtype.element_ty), mask=known)
     if flags & WEIGHS:
         for start in range(0, columns, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
@@ -577,10 +592,10 @@ KERNELS = [
     Kernel(
         function=fused_linear_cross_entropy_weigh_kernel,
         args={
-            "loss": "*fp32", "factor": "*fp32", "taken": "*fp32", "weighed": "*X", "e": "*bf16", "x": "*X",
-            "sums": "*fp32", "base": "*fp32", "classes": "*i32", "highest": "*i32", "grad": "*fp32", "totals": "*fp32",
-            "columns": "i32", "tiles": "i32", "sums_row": "i32", "e_row": "i64", "x_row": "i64", "grad_stride": "i64",
-            "flags": "i32",
+            "loss": "*fp32", "z_loss": "*fp32", "factor": "*fp32", "taken": "*fp32", "weighed": "*X", "e": "*bf16", "x": "*X",
+            "sums": "*fp32", "base": "*fp32", "classes": "*i32", "highest": "*i32", "class_weight": "*fp32",
+            "grad": "*fp32", "totals": "*fp32", "columns": "i32", "tiles": "i32", "sums_row": "i32", "e_row": "i64",
+            "x_row": "i64", "grad_stride": "i64", "lse_square_scale": "fp32", "flags": "i32",
         },
         aligned=["weighed", "x", "columns", "x_row"],
         axes=BFLOAT,

@@ -257,7 +257,7 @@ void rotate_cuda(const char* op, const Call& call) {
   // Few positions (decoding, short prompts) share their heads among programs, or most of the chip would idle.
   constexpr int64_t kProgramsPerMultiprocessor = 8;
   int64_t wanted = kProgramsPerMultiprocessor * std::max(runtime::multiprocessors(call.q.device().index()), 1);
-  int64_t pieces = heads * ((std::max(angles.half, width - rotated) + config.PIECE - 1) / config.PIECE);
+  int64_t pieces = heads * (config.ALIGNED ? std::max(angles.half, width - rotated) / config.PIECE : 1);
   int64_t blocks = std::max<int64_t>(1, (pieces + config.PIECES - 1) / config.PIECES);
   int64_t groups = std::clamp<int64_t>(wanted / rows, 1, blocks);
   auto variant = runtime::variant_index<K>(

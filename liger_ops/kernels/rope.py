@@ -4,10 +4,11 @@ A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) w
     y_a = x_a * cos_a - x_b * sin_a        y_b = x_b * cos_b + x_a * sin_b
 and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a).
 
-One program takes one position of one batch entry, or shares its heads with others. The rotated columns of all heads of q
-and k are a row of pieces, PIECE pairs each. Where they are aligned, a thread takes a piece at a time, whatever R is; where not,
-the threads of half a warp do. Each piece has its angles read for itself, from the cache but for the first time, and is
-read whole before it is written, so that y may lie over x.
+One program takes one position of one batch entry, or shares its heads with others. Where all is aligned, the rotated columns
+of all heads of q and k are a row of pieces, PIECE pairs each: a thread takes a piece at a time, whatever R is, and reads its
+angles for itself, from the cache but for the first time. Where not, threads take single pairs: those of PIECES heads, PIECE
+at a time, share their angles, and all columns of a head share its address. In both, pairs are read whole before they
+are written, so that y may lie over x.
 """
 
 import triton
@@ -20,30 +21,30 @@ COMPLEX = tl.constexpr(2)  # cos and sin are one table of (cos, sin) pairs, whic
 
 
 @triton.jit
-def load_pairs(pointers, mask, half, INTERLEAVED: tl.constexpr):
-    """pointers: (rows, columns) of the pairs' first members, or of both members where they are neighbours."""
-    if INTERLEAVED:
+def load_pairs(pointers, mask, apart, TOGETHER: tl.constexpr):
+    """pointers: (rows, columns) of the pairs' first members, or of both members where TOGETHER."""
+    if TOGETHER:
         both = tl.load(pointers, mask=mask, other=0.0)
         a, b = tl.split(tl.reshape(both, [both.shape[0], both.shape[1] // 2, 2]))
     else:
         a = tl.load(pointers, mask=mask, other=0.0)
-        b = tl.load(pointers + half, mask=mask, other=0.0)
+        b = tl.load(pointers + apart, mask=mask, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def store_pairs(pointers, a, b, mask, half, INTERLEAVED: tl.constexpr):
-    if INTERLEAVED:
+def store_pairs(pointers, a, b, mask, apart, TOGETHER: tl.constexpr):
+    if TOGETHER:
         tl.store(pointers, tl.interleave(a, b), mask=mask)
     else:
         tl.store(pointers, a, mask=mask)
-        tl.store(pointers + half, b, mask=mask)
+        tl.store(pointers + apart, b, mask=mask)
 
 
 @triton.jit
-def load_angles(cos, sin, at, mask, half, flags, INTERLEAVED: tl.constexpr):
-    cos_a, cos_b = load_pairs(cos + at, mask, half, INTERLEAVED)
-    sin_a, sin_b = load_pairs(sin + at, mask, half, INTERLEAVED)
+def load_angles(cos, sin, at, mask, apart, flags, INTERLEAVED: tl.constexpr, TOGETHER: tl.constexpr):
+    cos_a, cos_b = load_pairs(cos + at, mask, apart, TOGETHER)
+    sin_a, sin_b = load_pairs(sin + at, mask, apart, TOGETHER)
     if INTERLEAVED:
         is_complex = (flags & COMPLEX) != 0
         cos_b, sin_a = tl.where(is_complex, sin_a, cos_b), tl.where(is_complex, cos_b, sin_a)
@@ -53,13 +54,11 @@ def load_angles(cos, sin, at, mask, half, flags, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def head_pointers(q, k, head, q_heads, q_stride, k_stride, ALIGNED: tl.constexpr):
+def head_pointers(q, k, head, q_heads, q_stride, k_stride, MULTIPLE: tl.constexpr):
     """Starts of heads numbered through q and on through k."""
     starts = tl.where(head < q_heads, q + head.to(tl.int64) * q_stride, k + (head - q_heads).to(tl.int64) * k_stride)
-    if ALIGNED:
-        # Both sides are aligned; not every compiler sees through the choice.
-        starts = tl.multiple_of(starts, 16)
-    return starts[:, None]
+    # Both sides are aligned; not every compiler sees through the choice.
+    return tl.multiple_of(starts, MULTIPLE)[:, None]
 
 
 @triton.jit
@@ -85,35 +84,54 @@ def rope_kernel(
     start = tl.program_id(1) * PIECES
     step = tl.num_programs(1) * PIECES
     SPREAD: tl.constexpr = 2 if INTERLEAVED else 1
+    # Neighbours in one load, where a thread has enough of them for a vector.
+    TOGETHER: tl.constexpr = INTERLEAVED and ALIGNED
+    apart = 1 if INTERLEAVED else half
 
-    in_head = tl.cdiv(half, PIECE)
-    for block in range(start, heads * in_head, step):
-        piece = block + tl.arange(0, PIECES)
-        head = piece // in_head
-        cols = (SPREAD * PIECE * (piece - head * in_head))[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
-        inside = (piece < heads * in_head)[:, None]
-        if not ALIGNED:
-            inside &= cols < SPREAD * half
-        a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED) + cols, inside, half, INTERLEAVED)
-        # Sections of aligned angles begin where pieces do.
-        section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
-        at = section * angle_section + cols
-        cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
-        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED) + cols
-        store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, half, INTERLEAVED)
+    if ALIGNED:
+        in_head = half // PIECE
+        for block in range(start, heads * in_head, step):
+            piece = block + tl.arange(0, PIECES)
+            inside = (piece < heads * in_head)[:, None]
+            head = piece // in_head
+            cols = (SPREAD * PIECE * (piece - head * in_head))[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
+            a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols, inside, apart, TOGETHER)
+            # Sections of aligned angles begin where pieces do.
+            section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
+            at = section * angle_section + cols
+            cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, apart, flags, INTERLEAVED, TOGETHER)
+            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
+            store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, apart, TOGETHER)
 
-    # Partial rotary: the columns up to width pass through.
-    in_rest = tl.cdiv(width - 2 * half, PIECE)
-    for block in range(start, heads * in_rest, step):
-        piece = block + tl.arange(0, PIECES)
-        head = piece // in_rest
-        cols = (2 * half + PIECE * (piece - head * in_rest))[:, None] + tl.arange(0, PIECE)[None, :]
-        inside = (piece < heads * in_rest)[:, None]
-        if not ALIGNED:
-            inside &= cols < width
-        x = head_pointers(q, k, head, q_heads, q_head, k_head, ALIGNED) + cols
-        y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, ALIGNED) + cols
-        tl.store(y, tl.load(x, mask=inside, other=0.0), mask=inside)
+        # Partial rotary: the columns up to width pass through.
+        in_rest = (width - 2 * half) // PIECE
+        for block in range(start, heads * in_rest, step):
+            piece = block + tl.arange(0, PIECES)
+            inside = (piece < heads * in_rest)[:, None]
+            head = piece // in_rest
+            cols = (2 * half + PIECE * (piece - head * in_rest))[:, None] + tl.arange(0, PIECE)[None, :]
+            x = head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols
+            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
+            tl.store(y, tl.load(x, mask=inside, other=0.0), mask=inside)
+    else:
+        for block in range(start, heads, step):
+            head = block + tl.arange(0, PIECES)
+            exists = (head < heads)[:, None]
+            x = head_pointers(q, k, head, q_heads, q_head, k_head, 1)
+            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 1)
+            for first in range(0, half, PIECE):
+                pair = (first + tl.arange(0, PIECE))[None, :]
+                inside = pair < half
+                section = (pair >= section_1).to(tl.int64) + (pair >= section_2).to(tl.int64)
+                at = section * angle_section + SPREAD * pair
+                cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, apart, flags, INTERLEAVED, TOGETHER)
+                a, b = load_pairs(x + SPREAD * pair, exists & inside, apart, TOGETHER)
+                ya, yb = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+                store_pairs(y + SPREAD * pair, ya, yb, exists & inside, apart, TOGETHER)
+            for first in range(2 * half, width, PIECE):
+                cols = (first + tl.arange(0, PIECE))[None, :]
+                inside = exists & (cols < width)
+                tl.store(y + cols, tl.load(x + cols, mask=inside, other=0.0), mask=inside)
 
 
 def config(max_n, piece, pieces, num_warps, aligned=True):
@@ -146,7 +164,7 @@ KERNELS = [
         configs=[
             config(64, 8, 64, 2),
             config(None, 8, 128, 4),
-            config(None, 16, 32, 4, aligned=False),
+            config(None, 16, 16, 2, aligned=False),
         ],
     ),
 ]  # fmt: skip

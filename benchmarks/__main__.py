@@ -13,7 +13,7 @@ from typing import Any, Sequence
 import torch
 
 from benchmarks import compare, products, report, tune, warm
-from benchmarks.harness import COLD_START_RUNS, COVER, Case, CpuClock, CudaClock, Runner
+from benchmarks.harness import COLD_START_RUNS, COVER, HOST_TURNS, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
 from benchmarks.providers import DEFAULT_PROVIDERS, PROVIDERS, discover
@@ -107,7 +107,8 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
     cold = [name for name in args.ops if args.suite == "anchors" and ops[name].cold_start]
     cold_steps = sum(COLD_START_RUNS * sum(p in args.providers for p in ops[name].cold_start) for name in cold)
     compiled = [case for case, _ in planned] if args.warm and warm.PROVIDER in args.providers else []
-    steps = (len(planned) + len(hosts)) * (len(args.providers) + args.rounds)
+    steps = len(planned) * (len(args.providers) + args.rounds)
+    steps += len(hosts) * (len(args.providers) + HOST_TURNS * args.rounds)
     progress = Progress(steps + cold_steps + len(compiled))
     if compiled:
         warm.compile_ahead(compiled, args.device, args.warm, progress.tick)

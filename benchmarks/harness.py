@@ -26,7 +26,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from benchmarks.op import Absent, Anchor, Bar, Make, OfFloor, Op, Relative, Shape
+from benchmarks.op import Absent, Anchor, Bar, Make, Op, Relative, Shape
 from benchmarks.providers import PathWitness, concerns, is_ours, load, reason
 
 HOST_PASSES = ("no-grad", "grad", "fwd+bwd")
@@ -34,6 +34,8 @@ WARMUP_CALLS = 3
 MIN_SAMPLES, MAX_SAMPLES = 3, 20  # by provider, pass and round
 FLUSH_BYTES = 256 << 20
 COLD_START_RUNS = 3
+# In a round. Hosts change their pace within seconds: a provider's batches spread over the others'.
+HOST_TURNS = 4
 MIB = 1 << 20
 
 Record = dict[str, Any]
@@ -387,8 +389,6 @@ def judge(
         if isinstance(bar, Relative):
             peers = [here[p]["median"] for p in bar.providers if p in here]
             limit = bar.factor * min(peers) if peers else None
-        elif isinstance(bar, OfFloor):
-            limit = ours["floor"] / bar.share if ours else None
         else:
             limit = float(bar)
         if ours is None:
@@ -551,8 +551,8 @@ class Runner:
         problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness],
     ) -> None:  # fmt: skip
         costs: dict[tuple[str, str], list[float]] = {}
-        for turn in range(self.rounds):
-            self.tick(f"{case.name}: host cost, round {turn + 1}")
+        for turn in range(HOST_TURNS * self.rounds):
+            self.tick(f"{case.name}: host cost, turn {turn + 1}")
             for provider in self.order(list(subjects), turn):
                 with self.guard(case, "host", provider, subjects), no_collection():
                     problem.restore()
@@ -560,8 +560,8 @@ class Runner:
                         step = subjects[provider].host_step(pass_name)
                         with torch.set_grad_enabled(pass_name != "no-grad"):
                             self.host_batch(step, 10)
-                            costs.setdefault((provider, pass_name), []).extend(
-                                self.host_batch(step, self.clock.host_batch) for _ in range(4)
+                            costs.setdefault((provider, pass_name), []).append(
+                                self.host_batch(step, self.clock.host_batch)
                             )
         paths = self.paths(case, "host", subjects, witnesses)
         records = [

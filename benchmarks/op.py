@@ -25,17 +25,7 @@ class Relative:
         return f"{self.factor:g} × {' or '.join(self.providers)}"
 
 
-@dataclass(frozen=True)
-class OfFloor:
-    """A bar taken from the same run: the pass reaches this share of what its floor would allow."""
-
-    share: float
-
-    def __str__(self) -> str:
-        return f"{100 * self.share:g} % of the ceiling"
-
-
-Bar = float | Relative | OfFloor
+Bar = float | Relative
 
 NO_SLOWER_THAN_EAGER = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch", "hf")))
 
@@ -92,6 +82,8 @@ class Op:
     # Providers timed from import to first finished step, and the bar for ours in seconds by device.
     cold_start: tuple[str, ...] = ()
     cold_start_must: Mapping[str, float] = field(default_factory=dict)
+    # Kernels that alone must move the op's bytes at this share of the copy ceiling: `tune --as-is` measures and judges.
+    kernels_must: Mapping[str, float] = field(default_factory=dict)
 
 
 class Make:

@@ -33,6 +33,7 @@ CU_FUNCTION_DYNAMIC_SHARED = 8
 SWITCHES = {"PREFETCH", "EARLY"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8  # the second is what hosts of persistent programs allocate for
 SAMPLES, STEPS = 30, 6
+COLUMNS = ("kernel", "shape", "dtype", "the op's bytes, µs", "kernel, µs", "of the ceiling", "must be")  # of --as-is
 FASTER = 0.98  # a smaller gain is no reason to change a row
 
 
@@ -265,11 +266,16 @@ def proposal(name: str, case: Case, found: Sequence[tuple[float, Any]], gpu: str
     return [*lines, f"  propose: {row(config)},  # {shape} {case.dtype}: {best:.1f} us (was {stock:.1f}), {gpu}"]
 
 
-def measurement(name: str, case: Case, time: float, copy_gb_s: float) -> str:
-    """A row of the table of --as-is. The op's bytes: what all of its kernels together must move."""
+def measurement(name: str, case: Case, time: float, copy_gb_s: float) -> tuple[str, bool]:
+    """A row of the table of --as-is, and whether it is as it must be. The op's bytes: what all of its kernels together must
+    move."""
     floor = sum(case.op.traffic(case.torch_dtype.itemsize, *case.shape)) / copy_gb_s / 1e3
+    least = case.op.kernels_must.get(name)
+    passes = least is None or floor >= least * time
+    verdict = "" if least is None else f"≥ {100 * least:g} %: {'pass' if passes else 'FAIL'}"
     shape = "×".join(map(str, case.shape))
-    return f"| {name} | {shape} | {case.dtype} | {floor:.1f} | {time:.1f} | {100 * floor / time:.1f} % |"
+    cells = name, shape, case.dtype, f"{floor:.1f}", f"{time:.1f}", f"{100 * floor / time:.1f} %", verdict
+    return f"| {' | '.join(cells)} |", passes
 
 
 def shape_of(text: str) -> Shape:
@@ -311,7 +317,8 @@ def main(argv: Sequence[str]) -> int:
     if args.as_is:
         ceiling = measure_ceilings(tuner.clock, False)["copy_gb_s"]
         print(f"{gpu}, copy ceiling {ceiling:.0f} GB/s\n")
-        print("| kernel | shape | dtype | the op's bytes, µs | kernel, µs | of the ceiling |\n" + "|---" * 6 + "|", flush=True)
+        print(f"| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    failed = False
     for shape in args.shapes:
         case = Case(args.op, args.op_file, shape, args.dtype)
         problem = Problem(case, "cuda")
@@ -324,10 +331,12 @@ def main(argv: Sequence[str]) -> int:
         for name in args.kernels or list(tuner.launches):
             if args.as_is:
                 launch = tuner.launches[name]
-                print(measurement(name, case, tuner.time(launch, launch.config), ceiling), flush=True)
+                line, passes = measurement(name, case, tuner.time(launch, launch.config), ceiling)
+                print(line, flush=True)
+                failed |= not passes
                 continue
             found = tuner.climb(name, check, lambda line: print(line, file=sys.stderr))
             print("\n".join(proposal(name, case, found, gpu, args.top)), flush=True)
         problem.forget_truth()
         tuner.launches.clear()
-    return 0
+    return int(failed)

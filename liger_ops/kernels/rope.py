@@ -21,30 +21,30 @@ COMPLEX = tl.constexpr(2)  # cos and sin are one table of (cos, sin) pairs, whic
 
 
 @triton.jit
-def load_pairs(pointers, mask, apart, TOGETHER: tl.constexpr):
-    """pointers: (rows, columns) of the pairs' first members, or of both members where TOGETHER."""
-    if TOGETHER:
+def load_pairs(pointers, mask, half, INTERLEAVED: tl.constexpr):
+    """pointers: (rows, columns) of the pairs' first members, or of both members where they are neighbours."""
+    if INTERLEAVED:
         both = tl.load(pointers, mask=mask, other=0.0)
         a, b = tl.split(tl.reshape(both, [both.shape[0], both.shape[1] // 2, 2]))
     else:
         a = tl.load(pointers, mask=mask, other=0.0)
-        b = tl.load(pointers + apart, mask=mask, other=0.0)
+        b = tl.load(pointers + half, mask=mask, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def store_pairs(pointers, a, b, mask, apart, TOGETHER: tl.constexpr):
-    if TOGETHER:
+def store_pairs(pointers, a, b, mask, half, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
         tl.store(pointers, tl.interleave(a, b), mask=mask)
     else:
         tl.store(pointers, a, mask=mask)
-        tl.store(pointers + apart, b, mask=mask)
+        tl.store(pointers + half, b, mask=mask)
 
 
 @triton.jit
-def load_angles(cos, sin, at, mask, apart, flags, INTERLEAVED: tl.constexpr, TOGETHER: tl.constexpr):
-    cos_a, cos_b = load_pairs(cos + at, mask, apart, TOGETHER)
-    sin_a, sin_b = load_pairs(sin + at, mask, apart, TOGETHER)
+def load_angles(cos, sin, at, mask, half, flags, INTERLEAVED: tl.constexpr):
+    cos_a, cos_b = load_pairs(cos + at, mask, half, INTERLEAVED)
+    sin_a, sin_b = load_pairs(sin + at, mask, half, INTERLEAVED)
     if INTERLEAVED:
         is_complex = (flags & COMPLEX) != 0
         cos_b, sin_a = tl.where(is_complex, sin_a, cos_b), tl.where(is_complex, cos_b, sin_a)
@@ -84,9 +84,6 @@ def rope_kernel(
     start = tl.program_id(1) * PIECES
     step = tl.num_programs(1) * PIECES
     SPREAD: tl.constexpr = 2 if INTERLEAVED else 1
-    # Neighbours in one load, where a thread has enough of them for a vector.
-    TOGETHER: tl.constexpr = INTERLEAVED and ALIGNED
-    apart = 1 if INTERLEAVED else half
 
     if ALIGNED:
         in_head = half // PIECE
@@ -95,13 +92,13 @@ def rope_kernel(
             inside = (piece < heads * in_head)[:, None]
             head = piece // in_head
             cols = (SPREAD * PIECE * (piece - head * in_head))[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
-            a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols, inside, apart, TOGETHER)
+            a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols, inside, half, INTERLEAVED)
             # Sections of aligned angles begin where pieces do.
             section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
             at = section * angle_section + cols
-            cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, apart, flags, INTERLEAVED, TOGETHER)
+            cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
             y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
-            store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, apart, TOGETHER)
+            store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, half, INTERLEAVED)
 
         # Partial rotary: the columns up to width pass through.
         in_rest = (width - 2 * half) // PIECE
@@ -120,14 +117,14 @@ def rope_kernel(
             x = head_pointers(q, k, head, q_heads, q_head, k_head, 1)
             y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 1)
             for first in range(0, half, PIECE):
-                pair = (first + tl.arange(0, PIECE))[None, :]
-                inside = pair < half
-                section = (pair >= section_1).to(tl.int64) + (pair >= section_2).to(tl.int64)
-                at = section * angle_section + SPREAD * pair
-                cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, apart, flags, INTERLEAVED, TOGETHER)
-                a, b = load_pairs(x + SPREAD * pair, exists & inside, apart, TOGETHER)
+                cols = (SPREAD * first + tl.arange(0, SPREAD * PIECE))[None, :]
+                inside = cols < SPREAD * half
+                section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
+                at = section * angle_section + cols
+                cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
+                a, b = load_pairs(x + cols, exists & inside, half, INTERLEAVED)
                 ya, yb = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-                store_pairs(y + SPREAD * pair, ya, yb, exists & inside, apart, TOGETHER)
+                store_pairs(y + cols, ya, yb, exists & inside, half, INTERLEAVED)
             for first in range(2 * half, width, PIECE):
                 cols = (first + tl.arange(0, PIECE))[None, :]
                 inside = exists & (cols < width)
@@ -160,11 +157,12 @@ KERNELS = [
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "interleaved": [{"INTERLEAVED": 0}, {"INTERLEAVED": 1}]},
         # Widths are those of R. us on an H200 in bf16, beside tiles of 16 heads by a power of two of columns, whose angles stay
         # in registers: 8192 positions of 40 heads of 128 48.8 (49.5), 16384 of 72 160.5 (160.9), 8192 of 32 of 256 74.1
-        # (74.5); of 64 of 80 53.4 (59.4), of 64 of 96 59.9 (65.8).
+        # (74.5); of 64 of 80 53.4 (59.4), of 64 of 96 59.9 (65.8). Unaligned: 8192 of 40 of 72, 100 and 126 105, 59 and 74,
+        # interleaved 76, 82 and 88; a warp that takes 8 heads at a time needs 123, 70 and 87, interleaved 70, 76 and 85.
         configs=[
             config(64, 8, 64, 2),
             config(None, 8, 128, 4),
-            config(None, 16, 16, 2, aligned=False),
+            config(None, 32, 4, 1, aligned=False),
         ],
     ),
 ]  # fmt: skip

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, head, targets)
 CHUNKS = 16
 SUCCESSORS = 4  # of every class in the chain
-RATE = 1e-3  # no training jumps at it: after a jump every run lands elsewhere
+RATE = 1e-3
 END = 20  # steps whose mean is where a training ends
 
 

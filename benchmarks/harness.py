@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -363,6 +362,16 @@ class Subject:
         return lambda: call(*tensors)
 
 
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """The order of one round. Over as many rounds as there are names, twice as many where that is odd, each comes right
+    after every other equally often: nobody gains from what a neighbour left of the chip's power, clock or cache."""
+    # Williams' square: neighbours of the first row lie at every distance once, and each later row is one further.
+    count = len(names)
+    first = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
+    ordered = [names[(place + turn) % count] for place in first]
+    return ordered[::-1] if count % 2 and turn // count % 2 else ordered
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     gc.disable()
@@ -480,10 +489,6 @@ class Runner:
             why = error.record if wrong else {"reason": reason(error)}
             self.emit({"kind": "absent", "of": kind, **case.key, "provider": name, "state": state, **why})
 
-    def order(self, names: Sequence[str], turn: int) -> list[str]:
-        """Of one round. Nobody always follows the same neighbour's heat or cache."""
-        return random.Random(turn).sample(names, len(names))
-
     def time(self, case: Case, anchors: Sequence[Anchor]) -> None:
         with self.guard(case, "time", "every provider"):
             self.time_subjects(case, anchors, *self.prepare(case, "time"))
@@ -511,7 +516,7 @@ class Runner:
                         peaks[name, pass_name] = self.clock.peak_bytes(prepare, call)
         for turn in range(self.rounds):
             self.tick(f"{case.name} {'×'.join(map(str, case.shape))} {case.dtype}: round {turn + 1}")
-            for name in self.order(list(subjects), turn):
+            for name in in_turn(list(subjects), turn):
                 with self.guard(case, "time", name, subjects), no_collection():
                     for pass_name in passes:
                         problem.restore()
@@ -553,7 +558,7 @@ class Runner:
         costs: dict[tuple[str, str], list[float]] = {}
         for turn in range(HOST_TURNS * self.rounds):
             self.tick(f"{case.name}: host cost, turn {turn + 1}")
-            for provider in self.order(list(subjects), turn):
+            for provider in in_turn(list(subjects), turn):
                 with self.guard(case, "host", provider, subjects), no_collection():
                     problem.restore()
                     for pass_name in HOST_PASSES:

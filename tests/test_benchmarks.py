@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import stub_cuda
@@ -11,6 +12,7 @@ from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
 from benchmarks import compare, report, tune
+from benchmarks.harness import in_turn
 
 
 def run_benchmarks(*arguments):
@@ -64,6 +66,16 @@ def result(path, **medians):
     records = [machine, *({**case, "op": op, **spread(median)} for op, median in medians.items())]
     path.write_text("\n".join(map(json.dumps, records)))
     return str(path)
+
+
+@pytest.mark.parametrize("count", range(1, 14))
+def test_every_provider_follows_every_other_equally_often(count):
+    names = [str(i) for i in range(count)]
+    rounds = count if count % 2 == 0 else 2 * count
+    turns = [in_turn(names, turn) for turn in range(rounds)]
+    assert all(sorted(turn) == sorted(names) for turn in turns)
+    follows = Counter(pair for turn in turns for pair in zip(turn, turn[1:]))
+    assert follows == {(a, b): rounds // count for a in names for b in names if a != b}
 
 
 def test_compare_flags_what_left_its_spread(tmp_path, capsys):

@@ -200,9 +200,12 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), layout="constrained", sharex=True)
     first = curves["eager"]
+    eager_colours = iter(plt.get_cmap("winter")([i / len(curves) for i in range(len(curves))]))
     for name, losses in curves.items():
-        is_ours = name.startswith("ours")
-        style = {"color": ("#d03030", "#f0b830")["chunks" in name], "lw": 1.6} if is_ours else {"lw": 1.0}
+        if name.startswith("ours"):
+            style = {"color": ("#d03030", "#f0b830")["chunks" in name], "lw": 1.6}
+        else:
+            style = {"color": next(eager_colours), "lw": 1.0}
         top.plot(losses, label=name, **style)
         if name != "eager":
             bottom.plot([abs(x - y) for x, y in zip(losses, first)], label=name, **style)

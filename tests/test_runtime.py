@@ -569,6 +569,23 @@ def test_a_failure_that_passes_does_not_stay(failing):
     assert first and not second
 
 
+def modules_after_a_failure():
+    fail_then_recover()
+    return [len(calls(name)) for name in ("cuModuleLoadData", "cuModuleUnload")]
+
+
+def test_a_module_without_its_kernel_is_given_back():
+    """Every further launch loads it again. What was loaded last is kept, and no module where none was made."""
+    loaded, unloaded = stub_cuda.run(
+        modules_after_a_failure, needs=[fail_then_recover], STUB_CUDA_FAIL="cuModuleGetFunction=500"
+    ).value
+    assert unloaded == loaded - 1 > 0
+    _, unloaded = stub_cuda.run(
+        modules_after_a_failure, needs=[fail_then_recover], STUB_CUDA_FAIL="cuModuleLoadData=2"
+    ).value
+    assert unloaded == 0
+
+
 @pytest.mark.parametrize("failing", ["cuCtxPopCurrent=201", "cuThreadExchangeStreamCaptureMode=1"])
 def test_calls_that_a_launch_can_do_without(failing):
     (message, _), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)

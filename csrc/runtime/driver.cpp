@@ -36,6 +36,7 @@ struct Loaded {
     resolve(driver.cuCtxPopCurrent, "cuCtxPopCurrent_v2");
     resolve(driver.cuCtxSetCurrent, "cuCtxSetCurrent");
     resolve(driver.cuModuleLoadData, "cuModuleLoadData");
+    resolve(driver.cuModuleUnload, "cuModuleUnload");
     resolve(driver.cuModuleGetFunction, "cuModuleGetFunction");
     resolve(driver.cuFuncSetAttribute, "cuFuncSetAttribute");
     resolve(driver.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");

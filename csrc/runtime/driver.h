@@ -32,6 +32,7 @@ struct Driver {
   CuResult (*cuCtxPopCurrent)(void**);
   CuResult (*cuCtxSetCurrent)(void*);
   CuResult (*cuModuleLoadData)(void**, const void*);
+  CuResult (*cuModuleUnload)(void*);
   CuResult (*cuModuleGetFunction)(void**, void*, const char*);
   CuResult (*cuFuncSetAttribute)(void*, int, int);
   CuResult (*cuThreadExchangeStreamCaptureMode)(int*);

@@ -185,6 +185,8 @@ const Function* load_binary(
   }
   if (result != kCuSuccess) {
     error = call + driver.describe(result);
+    // The next launch tries again.
+    if (module) driver.cuModuleUnload(module);
     return nullptr;
   }
   return new Function{handle, binary.num_warps * 32, binary.shared, source};

@@ -281,6 +281,12 @@ EXPORT int cuModuleLoadData(void** module, const void* data) {
   return 0;
 }
 
+EXPORT int cuModuleUnload(void* module) {
+  if (int error = enter("cuModuleUnload")) return error;
+  delete static_cast<Module*>(module);
+  return 0;
+}
+
 EXPORT int cuModuleGetFunction(void** function, void* module, const char* symbol) {
   if (int error = enter("cuModuleGetFunction", std::string("symbol=") + symbol)) return error;
   auto* loaded = static_cast<Module*>(module);

@@ -85,16 +85,17 @@ def weighted(module):
 
 
 @batched_cases
-def test_gradients_by_example(row, device):
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_gradients_by_example(row, in_dim, device):
     module = Call(row).to(device)
     parameters = {k: v.detach() for k, v in module.named_parameters()}
-    together, alone = batch_of(row, device)
+    together, alone = batch_of(row, device, in_dim)
     differentiable = tuple(i + 1 for i, t in enumerate(together) if t.is_floating_point())[:1]
     gradient = grad(weighted(module), argnums=(0, *differentiable))
     with warnings.catch_warnings():
         # That backward runs once an example.
         warnings.filterwarnings("ignore", "There is a performance drop")
-        of_parameters, *of_input = vmap(gradient, in_dims=(None, *[0] * len(together)))(parameters, *together)
+        of_parameters, *of_input = vmap(gradient, in_dims=(None, *[in_dim] * len(together)))(parameters, *together)
     one_by_one = [gradient(parameters, *inputs) for inputs in alone]
     for i, ours in enumerate(of_input, 1):
         close(ours, torch.stack([gradients[i] for gradients in one_by_one]))

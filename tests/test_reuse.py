@@ -347,6 +347,20 @@ def test_saved_tensor_hooks(how, norm, device):
     assert all(torch.equal(t, before) for t, before in packed)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saved_tensors_may_come_back_in_another_layout(layout, norm, device):
+    """A hook owes a tensor's values. Rows are numbered as they lie, and x may lie otherwise than its statistics."""
+    x, w = make(device, (3, 2, 5, 64))
+    x = LAYOUTS[layout](x.detach()).requires_grad_()
+    upstream = torch.randn(x.shape, device=device)
+    expected = torch.autograd.grad(norm(x, w), [x, w], upstream)
+    for unpack in (Tensor.contiguous, lambda t: t.transpose(0, -1).contiguous().transpose(0, -1)):
+        with saved_tensors_hooks(lambda t: t, unpack):
+            y = norm(x, w)
+        for ours, theirs in zip(torch.autograd.grad(y, [x, w], upstream), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 # ---- Watched: tracers and modes see functional ops only
 
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Argument checks in one voice: "<op>: <argument> must <rule> (got <value>)".
+// Argument checks in one voice: "<op>: <argument> must <rule> (got <value>)"; what all ops read from their arguments.
 
 #include <ATen/ATen.h>
 
@@ -8,6 +8,13 @@
   TORCH_CHECK(condition, op, ": ", argument, " must ", rule, " (got ", __VA_ARGS__, ")")
 
 namespace liger::core {
+
+inline at::Tensor value_or_undefined(const std::optional<at::Tensor>& t) { return t ? *t : at::Tensor(); }
+
+/// What sums and statistics of x are kept in.
+inline at::ScalarType compute_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 /// For the autograd entry: sparse and quantized tensors have no backend implementation that could complain better.
 inline void check_dense(const char* op, const char* name, const at::Tensor& t) {

@@ -70,12 +70,6 @@ struct Wanted {
   bool metrics = false, stats = false;
 };
 
-inline Tensor value_or_undefined(const OptionalTensor& t) { return t ? *t : Tensor(); }
-
-inline at::ScalarType compute_type(const Tensor& logits) {
-  return logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 inline Options parse(
     const char* op, c10::string_view reduction, int64_t ignore_index, double label_smoothing, double lse_square_scale,
     std::optional<double> softcap) {

@@ -5,7 +5,9 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
+#include <algorithm>
 #include <array>
+#include <optional>
 
 #include "core/checks.h"
 
@@ -17,11 +19,47 @@ inline at::Tensor empty_rows_like(const at::Tensor& x) {
   return unit ? at::empty_like(x) : at::empty_like(x, x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
+/// (rows, columns) of what has any leading dimensions, or none: one row. A copy where rows do not follow each other.
+inline at::Tensor as_matrix(const at::Tensor& t) {
+  auto sizes = t.sym_sizes();
+  return t.reshape_symint({c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()});
+}
+
 /// Whether t, which is plain, lies as empty_rows_like(x) does.
 inline bool has_strides_of_rows_like(const at::Tensor& t, const at::Tensor& x) {
   if (x.strides().back() != 1) return t.is_contiguous();
   if (x.is_non_overlapping_and_dense()) return t.strides() == x.strides();
   return t.strides() == at::IntArrayRef(at::infer_dense_strides(x.sizes(), x.strides()));
+}
+
+/// A number for every row of y, which lies as empty_rows_like makes it, in the order that walk_rows gives rows: that of
+/// memory. planes: so many of them, one after the other. Works on symbolic sizes.
+inline at::Tensor empty_per_row(const at::Tensor& y, at::ScalarType dtype, std::optional<int64_t> planes = std::nullopt) {
+  const int64_t levels = y.dim() - 1;
+  const auto n = y.sym_sizes().back();
+  at::SymDimVector sizes, strides;
+  if (planes) {
+    sizes.push_back(*planes);
+    strides.push_back(c10::multiply_integers(y.sym_sizes().slice(0, levels)));
+  }
+  for (int64_t d = 0; d < levels; ++d) {
+    sizes.push_back(y.sym_sizes()[d]);
+    strides.push_back(y.sym_strides()[d] / (n == 0 ? c10::SymInt(1) : n));
+  }
+  return at::empty_strided_symint(sizes, strides, y.options().dtype(dtype));
+}
+
+/// Such numbers, in the order of lead's rows: saved-tensor hooks and vmap may have laid out either anew.
+inline at::Tensor per_row(const at::Tensor& numbers, const at::Tensor& lead) {
+  const int64_t rows = lead.dim() - 1, planes = numbers.dim() - rows, n = lead.size(-1);
+  bool alike = planes == 0 || numbers.stride(0) == numbers.numel() / std::max<int64_t>(1, numbers.size(0));
+  for (int64_t d = 0; alike && d < rows; ++d) {
+    alike = lead.size(d) == 1 || numbers.stride(d + planes) * n == lead.stride(d);
+  }
+  if (alike || lead.numel() == 0) return numbers;
+  std::optional<int64_t> count;
+  if (planes) count = numbers.size(0);
+  return empty_per_row(lead, numbers.scalar_type(), count).copy_(numbers);
 }
 
 struct RowStrides {

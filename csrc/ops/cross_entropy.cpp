@@ -19,6 +19,7 @@ namespace liger::ops {
 namespace {
 
 using namespace core::cross_entropy;
+using core::value_or_undefined;
 
 // ---- The dispatched ops
 

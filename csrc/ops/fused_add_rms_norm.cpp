@@ -14,6 +14,7 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using core::value_or_undefined;
 
 constexpr const char* kOp = "fused_add_rms_norm";
 
@@ -22,7 +23,7 @@ template <auto forward>
 std::tuple<Tensor, Tensor, Tensor> fwd(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   check_rms_norm(kOp, x, residual, value_or_undefined(weight), eps, mode);
-  auto out = forward(x, residual, value_or_undefined(weight), eps, offset, mode, true);
+  auto out = forward(kOp, x, residual, value_or_undefined(weight), eps, offset, mode, true);
   return {out.y, out.s, out.rstd};
 }
 
@@ -30,22 +31,8 @@ template <auto forward>
 std::tuple<Tensor, Tensor> fused(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   check_rms_norm(kOp, x, residual, value_or_undefined(weight), eps, mode);
-  auto out = forward(x, residual, value_or_undefined(weight), eps, offset, mode, false);
+  auto out = forward(kOp, x, residual, value_or_undefined(weight), eps, offset, mode, false);
   return {out.y, out.s};
-}
-
-RmsNormForward forward_cuda(
-    const Tensor& x, Tensor residual, const Tensor& weight, double eps, double offset, std::string_view mode, bool save_rstd) {
-  return rms_norm_forward_cuda(kOp, x, std::move(residual), weight, eps, offset, mode, save_rstd);
-}
-
-RmsNormForward forward_meta(
-    const Tensor& x, Tensor, const Tensor&, double, double, std::string_view, bool save_rstd) {
-  auto rstd_type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  auto sizes = x.sym_sizes();
-  Tensor y = core::empty_rows_like(x);
-  Tensor rstd = save_rstd ? at::empty_symint(sizes.slice(0, sizes.size() - 1), x.options().dtype(rstd_type)) : Tensor();
-  return {y, at::empty_like(y), rstd};
 }
 
 struct FusedAddRmsNormBackward : core::BackwardNode<3> {  // s, weight, rstd
@@ -73,7 +60,7 @@ std::tuple<Tensor, Tensor> fused_autograd(
   core::check_dense(kOp, "weight", weight);
   core::check_no_forward_ad(kOp, x, residual, weight);
   if (!torch::autograd::compute_requires_grad(x, residual, weight)) {
-    static const auto op = core::find_op<decltype(fused<forward_meta>)>("liger::fused_add_rms_norm");
+    static const auto op = core::find_op<decltype(fused<rms_norm_forward_meta>)>("liger::fused_add_rms_norm");
     at::AutoDispatchBelowADInplaceOrView below;
     return op.call(x, residual, weight, eps, offset, mode);
   }
@@ -83,7 +70,7 @@ std::tuple<Tensor, Tensor> fused_autograd(
   node->casting_mode = mode;
   Tensor y, s, rstd;
   {
-    static const auto op = core::find_op<decltype(fwd<forward_meta>)>("liger::_fused_add_rms_norm_fwd");
+    static const auto op = core::find_op<decltype(fwd<rms_norm_forward_meta>)>("liger::_fused_add_rms_norm_fwd");
     at::AutoDispatchBelowADInplaceOrView below;
     std::tie(y, s, rstd) = op.call(x, residual, weight, eps, offset, mode);
   }
@@ -97,7 +84,7 @@ std::tuple<Tensor, Tensor> fused_autograd(
 
 std::tuple<Tensor, Tensor> fused_autocast(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  static const auto op = core::find_op<decltype(fused<forward_meta>)>("liger::fused_add_rms_norm");
+  static const auto op = core::find_op<decltype(fused<rms_norm_forward_meta>)>("liger::fused_add_rms_norm");
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   if (!core::torch_autocasts_to_float("rms_norm")) return op.call(x, residual, weight, eps, offset, mode);
   return op.call(
@@ -123,13 +110,13 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(liger, CUDA, m) {
-  m.impl("fused_add_rms_norm", fused<forward_cuda>);
-  m.impl("_fused_add_rms_norm_fwd", fwd<forward_cuda>);
+  m.impl("fused_add_rms_norm", fused<rms_norm_forward_cuda>);
+  m.impl("_fused_add_rms_norm_fwd", fwd<rms_norm_forward_cuda>);
 }
 
 TORCH_LIBRARY_IMPL(liger, Meta, m) {
-  m.impl("fused_add_rms_norm", fused<forward_meta>);
-  m.impl("_fused_add_rms_norm_fwd", fwd<forward_meta>);
+  m.impl("fused_add_rms_norm", fused<rms_norm_forward_meta>);
+  m.impl("_fused_add_rms_norm_fwd", fwd<rms_norm_forward_meta>);
 }
 
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("fused_add_rms_norm", fused_autograd); }

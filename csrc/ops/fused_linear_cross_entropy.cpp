@@ -27,6 +27,7 @@ namespace liger::ops {
 namespace {
 
 using namespace core::cross_entropy;
+using core::value_or_undefined;
 namespace linear = core::linear_cross_entropy;
 using linear::Forward;
 using linear::Gradients;

@@ -27,14 +27,7 @@ enum Flags : int32_t { kHasWeight = 1, kHasBias = 2, kSaveStatistics = 4, kNeeds
 Tensor contiguous_or_undefined(const OptionalTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
 
 // Means, then reciprocal standard deviations: (2, ...rows of x).
-at::SymDimVector statistics_sizes(const Tensor& x) {
-  at::SymDimVector sizes{2};
-  auto rows = x.sym_sizes().slice(0, x.dim() - 1);
-  sizes.insert(sizes.end(), rows.begin(), rows.end());
-  return sizes;
-}
-
-at::ScalarType statistics_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+Tensor empty_statistics(const Tensor& y) { return core::empty_per_row(y, core::compute_type(y), 2); }
 
 at::ScalarType parameter_type(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   return weight.defined() ? weight.scalar_type() : bias.defined() ? bias.scalar_type() : x.scalar_type();
@@ -217,7 +210,7 @@ Forward forward_cpu(const Tensor& x_in, const OptionalTensor& weight_in, const O
   runtime::count_cpu_call();
   Tensor x = x_in, weight = contiguous_or_undefined(weight_in), bias = contiguous_or_undefined(bias_in);
   Forward out{core::empty_rows_like(x), {}};
-  if (save) out.statistics = at::empty_symint(statistics_sizes(x), x.options().dtype(statistics_type(x)));
+  if (save) out.statistics = empty_statistics(out.y);
   if (x.numel() == 0) return out;
   auto walk = core::walk_rows<2>(kOp, {&out.y, &x});
   core::dispatch_activation_parameter(x.scalar_type(), parameter_type(x, weight, bias), [&](auto t, auto w) {
@@ -236,10 +229,10 @@ Forward forward_cpu(const Tensor& x_in, const OptionalTensor& weight_in, const O
 }
 
 Gradients backward_cpu(
-    Tensor dy, Tensor x, const OptionalTensor& weight_in, const Tensor& statistics, Tensor dx, bool needs_dweight, bool needs_dbias,
-    at::ScalarType parameters) {
+    Tensor dy, Tensor x, const OptionalTensor& weight_in, const Tensor& statistics_in, Tensor dx, bool needs_dweight,
+    bool needs_dbias, at::ScalarType parameters) {
   runtime::count_cpu_call();
-  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
+  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, lead);
   auto walk = core::walk_rows<3>(kOp, {&lead, &dy, &x});
   bool needs_parameters = needs_dweight || needs_dbias;
   int64_t ranges = needs_parameters ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
@@ -272,7 +265,7 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
   c10::DeviceGuard guard(x_in.device());
   Tensor x = x_in, weight = contiguous_or_undefined(weight_in), bias = contiguous_or_undefined(bias_in);
   Forward out{core::empty_rows_like(x), {}};
-  if (save) out.statistics = at::empty_symint(statistics_sizes(x), x.options().dtype(at::kFloat));
+  if (save) out.statistics = empty_statistics(out.y);
   if (x.numel() == 0) return out;
   auto walk = core::walk_rows<2>(kOp, {&out.y, &x});
   bool aligned = walk.aligned_strides() &&
@@ -293,8 +286,8 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
 }
 
 Gradients backward_cuda(
-    Tensor dy, Tensor x, const OptionalTensor& weight_in, const Tensor& statistics, Tensor dx, bool needs_dweight, bool needs_dbias,
-    at::ScalarType parameters) {
+    Tensor dy, Tensor x, const OptionalTensor& weight_in, const Tensor& statistics_in, Tensor dx, bool needs_dweight,
+    bool needs_dbias, at::ScalarType parameters) {
   using K = kernels::layer_norm_bwd;
   const char* op = "layer_norm backward";
   c10::DeviceGuard guard(x.device());
@@ -309,7 +302,7 @@ Gradients backward_cuda(
     return out;
   }
   // A gradient that nobody asked for goes to a buffer that is dropped: only frozen inputs pay for it.
-  Tensor written = dx.defined() ? dx : core::empty_rows_like(x);
+  Tensor written = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, written);
   auto walk = core::walk_rows<3>(op, {&written, &dy, &x});
   bool aligned =
       walk.aligned_strides() && core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
@@ -341,8 +334,9 @@ Gradients backward_cuda(
 
 Forward forward_meta(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool save) {
   check(x, weight, bias, eps);
-  Tensor statistics = save ? at::empty_symint(statistics_sizes(x), x.options().dtype(statistics_type(x))) : Tensor();
-  return {core::empty_rows_like(x), statistics};
+  Forward out{core::empty_rows_like(x), {}};
+  if (save) out.statistics = empty_statistics(out.y);
+  return out;
 }
 
 Gradients backward_meta(

@@ -21,13 +21,14 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using core::value_or_undefined;
+
+constexpr const char* kOp = "rms_norm";
 
 // Mirrors the constants of liger_ops/kernels/rms_norm.py.
 enum Flags : int32_t { kHasWeight = 1, kRoundFirst = 2, kSaveRstd = 8, kNeedsDweight = 16, kFinal = 32 };
 
 bool rounds_first(std::string_view casting_mode) { return casting_mode == "llama"; }
-
-std::vector<int64_t> row_sizes(const Tensor& x) { return x.sizes().slice(0, x.dim() - 1).vec(); }
 
 }  // namespace
 
@@ -189,16 +190,16 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* s
 }  // namespace
 
 RmsNormForward rms_norm_forward_cpu(
-    const Tensor& x_in, Tensor residual, const Tensor& weight_in, double eps, double offset, std::string_view casting_mode,
+    const char* op, const Tensor& x_in, Tensor residual, const Tensor& weight_in, double eps, double offset, std::string_view casting_mode,
     bool save_rstd) {
   Tensor x = x_in, weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
   runtime::count_cpu_call();
   RmsNormForward out;
   out.y = core::empty_rows_like(x);
   if (residual.defined()) out.s = at::empty_like(out.y);
-  if (save_rstd) out.rstd = at::empty(row_sizes(x), x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  if (save_rstd) out.rstd = core::empty_per_row(out.y, core::compute_type(x));
   if (x.numel() == 0) return out;
-  auto walk = core::walk_rows<4>("rms_norm", {&out.y, &out.s, &x, &residual});
+  auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
   auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
   core::dispatch_activation_parameter(x.scalar_type(), weight_type, [&](auto t, auto w) {
     using T = decltype(t);
@@ -217,12 +218,12 @@ RmsNormForward rms_norm_forward_cpu(
 namespace {
 
 std::tuple<Tensor, Tensor> backward_cpu(
-    Tensor dy, Tensor ds, Tensor x, const Tensor& weight_in, const Tensor& rstd, double offset, std::string_view casting_mode,
-    Tensor dx, bool needs_dweight) {
+    Tensor dy, Tensor ds, Tensor x, const Tensor& weight_in, const Tensor& rstd_in, double offset,
+    std::string_view casting_mode, Tensor dx, bool needs_dweight) {
   runtime::count_cpu_call();
   Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
-  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
-  auto walk = core::walk_rows<4>("rms_norm", {&lead, &dy, &ds, &x});
+  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, lead);
+  auto walk = core::walk_rows<4>(kOp, {&lead, &dy, &ds, &x});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
   core::ColumnShares dweight(needs_dweight, ranges, walk.n, rstd.options());
   if (x.numel() > 0) {
@@ -246,15 +247,15 @@ std::tuple<Tensor, Tensor> backward_cpu(
 // ---- CUDA
 
 RmsNormForward rms_norm_forward_cuda(
-    const char* op, Tensor x, Tensor residual, const Tensor& weight_in, double eps, double offset, std::string_view casting_mode,
-    bool save_rstd) {
+    const char* op, const Tensor& x_in, Tensor residual, const Tensor& weight_in, double eps, double offset,
+    std::string_view casting_mode, bool save_rstd) {
   using K = kernels::rms_norm_fwd;
-  c10::DeviceGuard guard(x.device());
-  Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+  c10::DeviceGuard guard(x_in.device());
+  Tensor x = x_in, weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
   RmsNormForward out;
   out.y = core::empty_rows_like(x);
   if (residual.defined()) out.s = at::empty_like(out.y);
-  if (save_rstd) out.rstd = at::empty(row_sizes(x), x.options().dtype(at::kFloat));
+  if (save_rstd) out.rstd = core::empty_per_row(out.y, at::kFloat);
   if (x.numel() == 0) return out;
   auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
   bool aligned = walk.aligned_strides() &&
@@ -279,8 +280,8 @@ RmsNormForward rms_norm_forward_cuda(
 namespace {
 
 std::tuple<Tensor, Tensor> backward_cuda(
-    Tensor dy, Tensor ds, Tensor x, const Tensor& weight_in, const Tensor& rstd, double offset, std::string_view casting_mode,
-    Tensor dx, bool needs_dweight) {
+    Tensor dy, Tensor ds, Tensor x, const Tensor& weight_in, const Tensor& rstd_in, double offset,
+    std::string_view casting_mode, Tensor dx, bool needs_dweight) {
   using K = kernels::rms_norm_bwd;
   const char* op = "rms_norm backward";
   c10::DeviceGuard guard(x.device());
@@ -288,7 +289,7 @@ std::tuple<Tensor, Tensor> backward_cuda(
   Tensor dweight = needs_dweight ? at::empty_like(weight) : Tensor();
   if (x.numel() == 0) return {dx, needs_dweight ? dweight.zero_() : dweight};
   // A gradient that nobody asked for goes to a buffer that is dropped: only frozen inputs pay for it.
-  Tensor out = dx.defined() ? dx : core::empty_rows_like(x);
+  Tensor out = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, out);
   auto walk = core::walk_rows<4>(op, {&out, &dy, &ds, &x});
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out), core::address(dy), core::address(ds), core::address(x), core::address(weight));
@@ -314,25 +315,28 @@ std::tuple<Tensor, Tensor> backward_cuda(
   return {dx, dweight};
 }
 
+}  // namespace
+
+// ---- Meta
+
+RmsNormForward rms_norm_forward_meta(
+    const char*, const Tensor& x, Tensor residual, const Tensor&, double, double, std::string_view, bool save_rstd) {
+  RmsNormForward out;
+  out.y = core::empty_rows_like(x);
+  if (residual.defined()) out.s = at::empty_like(out.y);
+  if (save_rstd) out.rstd = core::empty_per_row(out.y, core::compute_type(x));
+  return out;
+}
+
+namespace {
+
 // ---- The dispatched halves: forward that saves, backward, backward into the gradient's own buffer
 
-std::tuple<Tensor, Tensor> fwd_cpu(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
-  auto out = rms_norm_forward_cpu(x, {}, value_or_undefined(weight), eps, offset, mode, true);
+template <auto forward>
+std::tuple<Tensor, Tensor> fwd(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm(kOp, x, {}, value_or_undefined(weight), eps, mode);
+  auto out = forward(kOp, x, {}, value_or_undefined(weight), eps, offset, mode, true);
   return {out.y, out.rstd};
-}
-
-std::tuple<Tensor, Tensor> fwd_cuda(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
-  auto out = rms_norm_forward_cuda("rms_norm", x, {}, value_or_undefined(weight), eps, offset, mode, true);
-  return {out.y, out.rstd};
-}
-
-std::tuple<Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& weight, double eps, double, c10::string_view mode) {
-  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
-  auto rstd_type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  auto sizes = x.sym_sizes();
-  return {core::empty_rows_like(x), at::empty_symint(sizes.slice(0, sizes.size() - 1), x.options().dtype(rstd_type))};
 }
 
 template <auto backward>
@@ -381,25 +385,17 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
 
 namespace {
 
-Tensor rms_norm_cpu(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
-  return rms_norm_forward_cpu(x, {}, value_or_undefined(weight), eps, offset, mode, false).y;
-}
-
-Tensor rms_norm_cuda(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  check_rms_norm("rms_norm", x, {}, value_or_undefined(weight), eps, mode);
-  return rms_norm_forward_cuda("rms_norm", x, {}, value_or_undefined(weight), eps, offset, mode, false).y;
-}
-
-Tensor rms_norm_meta(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  return std::get<0>(fwd_meta(x, weight, eps, offset, mode));
+template <auto forward>
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+  check_rms_norm(kOp, x, {}, value_or_undefined(weight), eps, mode);
+  return forward(kOp, x, {}, value_or_undefined(weight), eps, offset, mode, false).y;
 }
 
 struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
   double offset;
   std::string casting_mode;
 
-  std::string name() const override { return "rms_norm"; }
+  std::string name() const override { return kOp; }
 
   core::variable_list backward(core::variable_list&& grads) override {
     Tensor dy = std::move(grads[0]);
@@ -413,11 +409,11 @@ struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
 };
 
 Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  core::check_dense("rms_norm", "x", x);
-  core::check_dense("rms_norm", "weight", weight);
-  core::check_no_forward_ad("rms_norm", x, weight);
+  core::check_dense(kOp, "x", x);
+  core::check_dense(kOp, "weight", weight);
+  core::check_no_forward_ad(kOp, x, weight);
   if (!torch::autograd::compute_requires_grad(x, weight)) {
-    static const auto op = core::find_op<decltype(rms_norm_cpu)>("liger::rms_norm");
+    static const auto op = core::find_op<decltype(rms_norm<rms_norm_forward_meta>)>("liger::rms_norm");
     at::AutoDispatchBelowADInplaceOrView below;
     return op.call(x, weight, eps, offset, mode);
   }
@@ -427,7 +423,7 @@ Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double e
   node->casting_mode = mode;
   Tensor y, rstd;
   {
-    static const auto op = core::find_op<decltype(fwd_cpu)>("liger::_rms_norm_fwd");
+    static const auto op = core::find_op<decltype(fwd<rms_norm_forward_meta>)>("liger::_rms_norm_fwd");
     at::AutoDispatchBelowADInplaceOrView below;
     std::tie(y, rstd) = op.call(x, weight, eps, offset, mode);
   }
@@ -438,7 +434,7 @@ Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double e
 
 // PyTorch's policy for its own norms on CUDA: float32 in and out, since the release that says so.
 Tensor rms_norm_autocast(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  static const auto op = core::find_op<decltype(rms_norm_cpu)>("liger::rms_norm");
+  static const auto op = core::find_op<decltype(rms_norm<rms_norm_forward_meta>)>("liger::rms_norm");
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   if (!core::torch_autocasts_to_float("rms_norm")) return op.call(x, weight, eps, offset, mode);
   return op.call(core::autocast_float(x), core::autocast_float(weight), eps, offset, mode);
@@ -464,22 +460,22 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) {
-  m.impl("rms_norm", rms_norm_cpu);
-  m.impl("_rms_norm_fwd", fwd_cpu);
+  m.impl("rms_norm", rms_norm<rms_norm_forward_cpu>);
+  m.impl("_rms_norm_fwd", fwd<rms_norm_forward_cpu>);
   m.impl("_rms_norm_bwd", bwd<backward_cpu>);
   m.impl("_rms_norm_bwd_", bwd_<backward_cpu>);
 }
 
 TORCH_LIBRARY_IMPL(liger, CUDA, m) {
-  m.impl("rms_norm", rms_norm_cuda);
-  m.impl("_rms_norm_fwd", fwd_cuda);
+  m.impl("rms_norm", rms_norm<rms_norm_forward_cuda>);
+  m.impl("_rms_norm_fwd", fwd<rms_norm_forward_cuda>);
   m.impl("_rms_norm_bwd", bwd<backward_cuda>);
   m.impl("_rms_norm_bwd_", bwd_<backward_cuda>);
 }
 
 TORCH_LIBRARY_IMPL(liger, Meta, m) {
-  m.impl("rms_norm", rms_norm_meta);
-  m.impl("_rms_norm_fwd", fwd_meta);
+  m.impl("rms_norm", rms_norm<rms_norm_forward_meta>);
+  m.impl("_rms_norm_fwd", fwd<rms_norm_forward_meta>);
   m.impl("_rms_norm_bwd", bwd_meta);
   m.impl("_rms_norm_bwd_", bwd_meta_);
 }

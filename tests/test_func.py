@@ -103,6 +103,24 @@ def test_gradients_by_example(row, in_dim, device):
         close(of_parameters[name], torch.stack([gradients[0][name] for gradients in one_by_one]))
 
 
+@cases
+def test_batched_gradients(row, device):
+    """As jacobian(vectorize=True) asks for them: gradients hide a dimension, and tensors that look free are not."""
+    module = Call(row).to(device)
+    inputs = inputs_of(row, 2, 5, device, requires_grad=True)
+    wanted = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+
+    def results():
+        return [y for y in outputs(module(*(t * 1 if t.requires_grad else t for t in inputs))) if y.requires_grad]
+
+    upstream = [torch.randn(EXAMPLES, *y.shape, device=device) for y in results()]
+    alone = [torch.autograd.grad(results(), wanted, one) for one in zip(*upstream)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        ours = torch.autograd.grad(results(), wanted, upstream, is_grads_batched=True)
+    close(ours, stacked(alone))
+
+
 def test_jacobian(device):
     x, w = torch.randn(3, 8, device=device), torch.randn(8, device=device)
     ours = jacrev(lambda x: torch.ops.liger.rms_norm(x, w))(x)

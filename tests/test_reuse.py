@@ -240,6 +240,37 @@ def test_a_gradient_kept_as_an_array_is_left_alone(norm):
     assert np.array_equal(held, dense_like(make("cpu")[0])().numpy())
 
 
+# Memory that torch has on loan: whoever lent it reads it again, and no count of references says so.
+LENT = {
+    "NumPy": lambda t: torch.from_numpy(t.numpy()),
+    "DLPack": lambda t: torch.from_dlpack(t.numpy()),
+    "a buffer": lambda t: torch.frombuffer(t.numpy(), dtype=t.dtype).view(t.shape),
+}
+
+
+@pytest.mark.parametrize("lender", LENT)
+def test_a_gradient_in_memory_on_loan_is_left_alone(lender, norm):
+    owned = []
+
+    def lend(y):
+        owned.append(dense_like(y)())
+        return LENT[lender](owned[-1])
+
+    x, w = make("cpu")
+    loss = Produce.apply(norm(x, w), lambda: lend(x.detach()))
+    assert not writes_in_place(loss.backward)
+    assert torch.equal(owned[0], dense_like(x.detach())())
+
+
+@pytest.mark.parametrize("lender", LENT)
+def test_an_input_in_memory_on_loan_is_left_alone(lender):
+    up = torch.randn(6, 160)
+    before = up.clone()
+    gate = torch.randn(6, 160, requires_grad=True)
+    torch.ops.liger.swiglu(gate * 2, LENT[lender](up)).sum().backward()
+    assert torch.equal(up, before)
+
+
 def by(make_gradient):
     """A loss whose gradient is `make_gradient(y)`."""
     return lambda y: Produce.apply(y, lambda: make_gradient(y))

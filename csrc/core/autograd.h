@@ -74,23 +74,25 @@ inline std::optional<at::Tensor> autocast_float(const std::optional<at::Tensor>&
 inline bool is_plain(const at::Tensor& t) {
   constexpr c10::DispatchKeySet watchers(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
-       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-       c10::DispatchKey::ZeroTensor});
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched, c10::DispatchKey::Conjugate,
+       c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
   return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(watchers) &&
       !c10::impl::dispatch_mode_enabled() && !t.is_inference() &&
-      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::VmapMode);
 }
 
 /// True if `t` is the last trace of its memory, so that overwriting it can be noticed by nobody: one reference to
 /// the tensor besides its own Python object, that object known to nobody else, one reference to the storage, and
-/// a tensor that covers it. Facts about torch's internals, pinned by tests/test_reuse.py.
+/// a tensor that covers it. The storage is torch's own: what it borrows, of NumPy, DLPack, files or other processes, it
+/// cannot resize. Facts about torch's internals, pinned by tests/test_reuse.py.
 inline bool is_sole_owner(const at::Tensor& t) {
   if (!t.defined() || !is_plain(t) || t.is_view() || !t.is_non_overlapping_and_dense()) return false;
   auto* slot = t.unsafeGetTensorImpl()->pyobj_slot();
   bool has_object = slot->load_pyobj() != nullptr;
   if (has_object && !slot->has_unique_reference()) return false;
   // The Python object, where there is one, holds the second reference.
-  return t.use_count() == (has_object ? 2 : 1) && t.storage().use_count() == 1;
+  return t.use_count() == (has_object ? 2 : 1) && t.storage().use_count() == 1 && t.storage().resizable();
 }
 
 /// Base of all backward nodes: N saved tensors, and a `backward` that never sees a graph being built.

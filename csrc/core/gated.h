@@ -408,9 +408,6 @@ struct Gated {
       if (wants_weight) dweight = at::mm(as_matrix(dout).t(), as_matrix(product));
       return {dgate, dup, dweight, dbias};
     }
-
-   private:
-    static Tensor as_matrix(const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); }
   };
 
   struct PackedNode : BackwardNode<1> {  // gate_up

@@ -17,6 +17,7 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
+    equal,
     more_than_few_rows,
     path_taken,
     sizes_around_tiles,
@@ -264,6 +265,18 @@ def test_script(device, tmp_path):
     shapes = [(4, 32), (2, 3, 32)]
     calls = [[torch.randn(shape, device=device, requires_grad=True) for _ in range(2)] for shape in shapes]
     check_script(Module().to(device), calls, tmp_path / "module.pt")
+
+
+def test_a_gradient_of_the_sum_alone_is_handed_on(device):
+    """Nothing is computed of it: it stays the caller's, and has whatever derivatives it had."""
+    x, residual, other = (torch.randn(4, 64, device=device, requires_grad=True) for _ in range(3))
+    s, given = fused(x, residual)[1], torch.ones(4, 64, device=device)
+    s.backward(given, create_graph=True)
+    assert not given.requires_grad
+    s = fused(x, residual)[1]
+    of_x, of_other = torch.autograd.grad((s + other).square().sum(), [x, other], create_graph=True)
+    second = torch.autograd.grad(of_x.sum() + of_other.sum(), [x, other])
+    assert all(torch.equal(t, torch.full_like(t, 4)) for t in second)
 
 
 def test_meta():

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <array>
 
 #include "core/rows.h"
@@ -120,6 +121,7 @@ class BackwardNode : public torch::autograd::Node {
     keep_ = create_graph || torch::autograd::get_current_graph_task_keep_graph();
     // Before autograd steps aside: a hook may run forward code, as checkpointing does.
     for (size_t i = 0; i < N; ++i) unpacked_[i] = saved[i].unpack(getptr());
+    const variable_list given = create_graph ? grads : variable_list();
     variable_list out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -130,7 +132,9 @@ class BackwardNode : public torch::autograd::Node {
       auto error = make_node<torch::autograd::Error>(
           name() + ": double backward is not supported", torch::autograd::edge_list(edges));
       for (auto& grad : out) {
-        if (grad.defined()) torch::autograd::set_history(grad, error);
+        // A gradient that was handed on as it came has the caller's history.
+        const bool is_given = std::any_of(given.begin(), given.end(), [&](const auto& g) { return g.is_same(grad); });
+        if (grad.defined() && !is_given) torch::autograd::set_history(grad, error);
       }
     }
     return out;

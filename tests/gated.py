@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support import CPU_DTYPES, OPCHECKS, assert_no_worse, check_op, count_graphs, output_of, path_taken
+from support import CPU_DTYPES, OPCHECKS, assert_no_worse, check_op, count_graphs, equal, output_of, path_taken
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -445,10 +445,18 @@ class GatedTests:
         gradients = torch.autograd.grad(out, [gate, up, weight, bias], grad.bfloat16())
         assert all(g.dtype == torch.float32 for g in gradients)
 
-    @pytest.mark.gpu
-    def test_autocast_promotes_as_a_product_does(self):
-        gate, up, _ = make((4, 64), torch.bfloat16, "cuda")
-        with torch.autocast("cuda", torch.bfloat16):
+    def test_backward_may_run_inside_autocast(self, device):
+        gate, up, _ = make((4, 64), torch.float32, device)
+        weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
+        wanted = [gate, up, weight, bias]
+        out = self.linear(*wanted)
+        expected = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+        with torch.autocast(device, torch.bfloat16):
+            assert equal(torch.autograd.grad(out, wanted, grad), expected)
+
+    def test_autocast_promotes_as_a_product_does(self, device):
+        gate, up, _ = make((4, 64), torch.bfloat16, device)
+        with torch.autocast(device, torch.bfloat16):
             assert self.op(gate, up).dtype == self.packed(gate).dtype == torch.bfloat16
             for pair in ((gate, up.float()), (gate.float(), up)):
                 assert self.op(*pair).dtype == self.reference(*pair).dtype == torch.float32

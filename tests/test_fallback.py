@@ -386,8 +386,16 @@ def test_compile_makes_one_graph_for_all_sizes(copy, device):
 
 
 def autocast_calls(device: str) -> Iterator[tuple]:
-    """On CPU only what ends in a matrix product has a rule."""
-    return (call for call in calls(device) if device == "cuda" or "linear" in call[0])
+    """Those and operands of two dtypes, which autocast promotes."""
+    ops = torch.ops.liger
+    full = torch.ones(2, 3, 4, 16, device=device)
+    half, angles = full.bfloat16(), full[0, 0]
+    for a, b in ((half, full), (full, half)):
+        for op, rest in {
+            ops.swiglu: [], ops.geglu: [], ops.rope: [angles, angles], ops.fused_add_rms_norm: [half[0, 0, 0]]
+        }.items():  # fmt: skip
+            yield f"{op}, {a.dtype}, {b.dtype}", op, [a, b, *rest]
+    yield from calls(device)
 
 
 def write_autocast_results(path: str, device: str) -> None:

@@ -279,6 +279,15 @@ def test_a_gradient_of_the_sum_alone_is_handed_on(device):
     assert all(torch.equal(t, torch.full_like(t, 4)) for t in second)
 
 
+def test_autocast_on_cpu_adds_in_the_wider_type():
+    x, residual, weight = torch.randn(4, 64).bfloat16(), torch.randn(4, 64), torch.randn(64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, s = fused(x, residual, weight)
+        assert s.dtype == (x + residual).dtype == y.dtype == torch.float32
+        assert all(t.dtype == torch.bfloat16 for t in fused(x, x, weight))
+    assert equal([y, s], fused(x.float(), residual, weight.float()))
+
+
 def test_meta():
     x = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16).transpose(0, 1)
     for out in fused(x, torch.empty(3, 5, 64, device="meta", dtype=torch.bfloat16), torch.empty(64, device="meta")):

@@ -115,6 +115,19 @@ def test_autocast_and_inference_go_their_usual_way():
         assert not any(y.requires_grad for y in project(modules, x))
 
 
+def test_backward_may_run_inside_autocast():
+    modules, x = linears(), input_of(5)
+    wanted = [x, *modules.parameters()]
+    outputs = project(modules, x)
+    expected = gradients(outputs, wanted, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(outputs, wanted)
+        product = torch.ops.liger._mm(x, x.t())
+    for ours, theirs in zip(inside, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-7 * float(theirs.abs().max()))  # bf16, as in a linear layer
+    assert product.dtype == torch.float32
+
+
 def test_function_transforms_differentiate_every_projection():
     modules, x = linears(), input_of(4, requires_grad=False)
     per_row = torch.vmap(torch.func.grad(lambda row: sum(y.sum() for y in project(modules, row[None]))))(x)

@@ -125,6 +125,8 @@ class BackwardNode : public torch::autograd::Node {
     variable_list out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
+      // What forward code outside autocast computed, its backward computes inside it.
+      c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       out = backward(std::move(grads));
     }
     unpacked_ = {};

@@ -503,9 +503,10 @@ struct Gated {
   }
 
   // Products promote their operands under autocast as they do without; this op asks for one dtype.
+  template <c10::DeviceType kDevice>
   static Tensor autocast(const Tensor& gate, const Tensor& up, Options... options) {
     static const auto op = find<decltype(apply<Cpu>)>("", "");
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
     auto wider = at::promote_types(gate.scalar_type(), up.scalar_type());
     return op.call(gate.to(wider), up.to(wider), options...);
   }
@@ -532,11 +533,11 @@ struct Gated {
     m.impl(kLinearOp, autograd_linear);
   }
 
-  static void implement_autocast_cuda(torch::Library& m) {
-    m.impl(kOp, autocast);
-    m.impl(kLinearOp, autocast_linear<c10::DeviceType::CUDA>);
+  template <c10::DeviceType kDevice>
+  static void implement_autocast(torch::Library& m) {
+    m.impl(kOp, autocast<kDevice>);
+    m.impl(kLinearOp, autocast_linear<kDevice>);
   }
-  static void implement_autocast_cpu(torch::Library& m) { m.impl(kLinearOp, autocast_linear<c10::DeviceType::CPU>); }
 
  private:
   template <class Device>

@@ -82,13 +82,20 @@ std::tuple<Tensor, Tensor> fused_autograd(
   return {y, s};
 }
 
+// The sum is in the wider dtype, as it is without autocast, and the norm as torch's own.
+template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> fused_autocast(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   static const auto op = core::find_op<decltype(fused<rms_norm_forward_meta>)>("liger::fused_add_rms_norm");
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  if (!core::torch_autocasts_to_float("rms_norm")) return op.call(x, residual, weight, eps, offset, mode);
-  return op.call(
-      core::autocast_float(x), core::autocast_float(residual), core::autocast_float(weight), eps, offset, mode);
+  c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  if (kDevice == c10::DeviceType::CUDA && core::torch_autocasts_to_float("rms_norm")) {
+    return op.call(
+        core::autocast_float(x), core::autocast_float(residual), core::autocast_float(weight), eps, offset, mode);
+  }
+  const auto wider = at::promote_types(x.scalar_type(), residual.scalar_type());
+  OptionalTensor parameter = weight;
+  if (weight && weight->defined() && weight->scalar_type() != at::kFloat) parameter = weight->to(wider);
+  return op.call(x.to(wider), residual.to(wider), parameter, eps, offset, mode);
 }
 
 }  // namespace
@@ -121,6 +128,7 @@ TORCH_LIBRARY_IMPL(liger, Meta, m) {
 
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("fused_add_rms_norm", fused_autograd); }
 
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("fused_add_rms_norm", fused_autocast); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("fused_add_rms_norm", fused_autocast<c10::DeviceType::CUDA>); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("fused_add_rms_norm", fused_autocast<c10::DeviceType::CPU>); }
 
 }  // namespace liger::ops

@@ -93,7 +93,7 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Geglu::implement<Geglu::Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Geglu::implement<Geglu::Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Geglu::implement<Geglu::Meta>(m); }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { Geglu::implement_autograd(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Geglu::implement_autocast_cuda(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Geglu::implement_autocast_cpu(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Geglu::implement_autocast<c10::DeviceType::CUDA>(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Geglu::implement_autocast<c10::DeviceType::CPU>(m); }
 
 }  // namespace liger::ops

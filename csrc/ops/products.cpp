@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include "core/checks.h"
@@ -27,6 +28,7 @@ void check(const Tensor& a, const Tensor& b) {
 
 Tensor product(const Tensor& a, const Tensor& b) {
   check(a, b);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return at::mm(a, b);
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include "core/checks.h"
@@ -21,6 +22,7 @@ void check(at::TensorList grads, at::TensorList weights) {
 // grads: (rows, out) each, weights: (out, n) -> their products' sum, which every product but the first is added to.
 at::Tensor projections_grad(at::TensorList grads, at::TensorList weights) {
   check(grads, weights);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::Tensor sum = at::mm(grads[0], weights[0]);
   for (size_t i = 1; i < grads.size(); ++i) sum.addmm_(grads[i], weights[i]);
   return sum;

@@ -404,10 +404,11 @@ std::tuple<Tensor, Tensor> rope_freqs_cis_autograd(const Tensor& q, const Tensor
 
 // Products promote their operands under autocast as they do without; this op asks for one dtype, and for angles in it
 // or in float32.
+template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> rope_autocast(
     const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, Sections sections) {
   static const auto op = core::find_op<decltype(rope<rotate_cpu>)>("liger::rope");
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   auto wider = at::promote_types(q.scalar_type(), k.scalar_type());
   auto angle = [&](const Tensor& t) { return t.scalar_type() == wider ? t : t.to(at::kFloat); };
   return op.call(q.to(wider), k.to(wider), angle(cos), angle(sin), interleaved, sections);
@@ -446,6 +447,7 @@ TORCH_LIBRARY_IMPL(liger, Autograd, m) {
   m.impl("rope_freqs_cis", rope_freqs_cis_autograd);
 }
 
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("rope", rope_autocast); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("rope", rope_autocast<c10::DeviceType::CUDA>); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("rope", rope_autocast<c10::DeviceType::CPU>); }
 
 }  // namespace liger::ops

@@ -64,7 +64,7 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Swiglu::implement<Swiglu::Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Swiglu::implement<Swiglu::Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Swiglu::implement<Swiglu::Meta>(m); }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { Swiglu::implement_autograd(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Swiglu::implement_autocast_cuda(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Swiglu::implement_autocast_cpu(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Swiglu::implement_autocast<c10::DeviceType::CUDA>(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Swiglu::implement_autocast<c10::DeviceType::CPU>(m); }
 
 }  // namespace liger::ops

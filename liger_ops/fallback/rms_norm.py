@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import runtime
+from . import autocast, runtime
 from .swiglu import compute_dtype, demand, empty_contiguous
 
 HAS_WEIGHT, ROUND_FIRST, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 8, 16
@@ -159,7 +159,16 @@ def register() -> None:
 
     fused.register_autograd(fused_backward, setup_context=save_fused)
 
+    def added(dtype, x, residual, weight=None, *options):
+        x, residual = autocast.as_product(dtype, x, residual)
+        if weight is not None and weight.dtype != torch.float32:
+            weight = weight.to(x.dtype)
+        return x, residual, weight, *options
+
     # PyTorch's policy for its own rms_norm: float32 from the release on that registers it.
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
         plain.register_autocast("cuda", torch.float32)
         fused.register_autocast("cuda", torch.float32)
+        autocast.implement("fused_add_rms_norm", ["cpu"], added)
+    else:
+        autocast.implement("fused_add_rms_norm", ["cpu", "cuda"], added)

@@ -145,7 +145,7 @@ def register() -> None:
         wider = torch.promote_types(q.dtype, k.dtype)
         return q.to(wider), k.to(wider), *(t if t.dtype == wider else t.float() for t in angles)
 
-    autocast.implement("rope", ["cuda"], promoted)
+    autocast.implement("rope", ["cpu", "cuda"], promoted)
 
     def real(freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(t.repeat_interleave(2, -1) for t in torch.view_as_real(freqs_cis.resolve_conj()).unbind(-1))

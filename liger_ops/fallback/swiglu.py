@@ -156,7 +156,7 @@ def register_gated(
     )
     projected.register_fake(lambda gate, up, weight, bias=None, *_, **__: F.linear(empty_contiguous(gate), weight, bias))
     projected.register_autograd(linear_backward, setup_context=save_linear)
-    autocast.implement(op, ["cuda"], autocast.as_product)
+    autocast.implement(op, ["cpu", "cuda"], autocast.as_product)
     autocast.implement(f"{op}_linear", ["cpu", "cuda"], autocast.as_linear)
 
 

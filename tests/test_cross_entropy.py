@@ -477,6 +477,16 @@ def test_logits_become_their_gradient(reduction, device):
     torch.testing.assert_close(grad, expected)
 
 
+def test_inference_mode_notes_that_logits_are_overwritten(device):
+    leaf, target, _ = make((5, 48), torch.float32, device)
+    logits = leaf * 1
+    square = (logits * logits).sum()
+    with torch.inference_mode():
+        cross_entropy_(logits, target)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(square, leaf)
+
+
 def test_overwritten_logits_have_no_gradient(device):
     leaf, target, _ = make((5, 48), torch.float32, device)
     logits = leaf * 1

@@ -198,18 +198,24 @@ struct Ops {
     return op.call(logits, target, weight, options...);
   }
 
-  static Tensor autograd_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+  // Where inference mode has left autograd out, tensors that others saved before it still must know.
+  static Tensor versioned_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
     static const auto op = core::find_op<decltype(cross_entropy_<Cpu>)>("liger::cross_entropy_");
-    check_differentiable("cross_entropy_", logits, target, weight);
-    bool differentiable = torch::autograd::compute_requires_grad(logits);
-    torch::autograd::check_inplace(logits, differentiable);
-    auto edges = differentiable ? torch::autograd::collect_next_edges(logits) : torch::autograd::edge_list();
     Tensor loss;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       loss = op.call(logits, target, weight, options...);
     }
     torch::autograd::increment_version(logits);
+    return loss;
+  }
+
+  static Tensor autograd_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    check_differentiable("cross_entropy_", logits, target, weight);
+    bool differentiable = torch::autograd::compute_requires_grad(logits);
+    torch::autograd::check_inplace(logits, differentiable);
+    auto edges = differentiable ? torch::autograd::collect_next_edges(logits) : torch::autograd::edge_list();
+    Tensor loss = versioned_(logits, target, weight, options...);
     if (!differentiable) return loss;
     auto node = core::make_node<InplaceBackwardNode>();
     node->set_next_edges(torch::autograd::edge_list(edges));
@@ -287,5 +293,7 @@ TORCH_LIBRARY_IMPL(liger, Autograd, m) {
   m.impl("cross_entropy_with_metrics", CrossEntropy::autograd_with_metrics);
   m.impl("cross_entropy_", CrossEntropy::autograd_);
 }
+
+TORCH_LIBRARY_IMPL(liger, ADInplaceOrView, m) { m.impl("cross_entropy_", CrossEntropy::versioned_); }
 
 }  // namespace liger::ops

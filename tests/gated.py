@@ -513,6 +513,7 @@ class GatedTests:
         "sparse": (lambda w: w.to_sparse(), None, "weight must be a dense, unquantized tensor"),
         "length of bias": (lambda w: w, torch.ones(4), r"bias must have shape \[3\], one value a feature"),
         "dtype of bias": (lambda w: w, torch.ones(3).half(), "bias must have the dtype of gate, Float"),
+        "sparse bias": (lambda w: w, torch.ones(3).to_sparse(), "bias must be a dense, unquantized tensor"),
     }
 
     @pytest.mark.parametrize("case", LINEAR_ERRORS)

@@ -746,6 +746,7 @@ ERRORS = {
     "weight of two dimensions": ((ONES, ZEROS, torch.ones(1, 8)), {}, r"weight must have shape \[8\]"),
     "narrow weight": ((ONES, ZEROS, torch.ones(8).half()), {}, "weight must be float32 or have the dtype of logits"),
     "weight elsewhere": ((ONES, ZEROS, torch.ones(8, device="meta")), {}, "weight must be on cpu like logits"),
+    "sparse weight": ((ONES, ZEROS, torch.ones(8).to_sparse()), {}, "weight must be a dense, unquantized tensor"),
     "learned weight": ((ONES, ZEROS, torch.ones(8, requires_grad=True)), {}, "weight must not require a gradient"),
     "unknown reduction": ((ONES, ZEROS), dict(reduction="avg"), "reduction must be 'mean', 'sum' or 'none'"),
     "too much smoothing": ((ONES, ZEROS), dict(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),

@@ -416,12 +416,23 @@ def test_double_backward_is_refused(device):
     check_no_double_backward("fused_linear_cross_entropy", flce, inputs, [torch.tensor(2.0, device=device)])
 
 
-def test_forward_mode_is_refused():
-    x, weight, target, _ = make(5, 8, 10, torch.float32, "cpu")
+@pytest.mark.parametrize("name", ["input", "weight", "bias", "ce_weight", "token_weight"])
+def test_forward_mode_is_refused(name):
+    x, weight, target, bias = (t if t is None else t.detach() for t in make(5, 8, 10, torch.float32, "cpu", bias=True))
+    arguments = dict(input=x, weight=weight, bias=bias, ce_weight=torch.ones(10), token_weight=torch.ones(5))
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        arguments[name] = torch.autograd.forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
         with pytest.raises(RuntimeError, match="forward-mode automatic differentiation is not supported"):
-            flce(dual, weight, target)
+            flce(target=target, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), ()])
+def test_no_hidden_columns(shape, device):
+    """Logits of nothing are all alike."""
+    x, weight = (torch.zeros(*s, 0, device=device, requires_grad=True) for s in (shape, (5,)))
+    loss = flce(x, weight, torch.zeros(shape, dtype=torch.long, device=device))
+    torch.testing.assert_close(loss, torch.tensor(math.log(5.0), device=device))
+    assert [g.shape for g in torch.autograd.grad(loss, [x, weight])] == [x.shape, weight.shape]
 
 
 def test_checkpoint(device):

@@ -486,6 +486,8 @@ ERRORS = {
     "k of another head size": (dict(k=torch.ones(2, 2, 5, 8)), "k must have the batch, sequence and head size of q"),
     "k elsewhere": (dict(k=torch.ones(2, 2, 5, 16, device="meta")), "k must be on cpu like q"),
     "sparse q": (dict(q=torch.eye(4).to_sparse()), "q must be a dense, unquantized tensor"),
+    "sparse cos": (dict(cos=torch.ones(1, 5, 16).to_sparse()), "cos must be a dense, unquantized tensor"),
+    "sparse sin": (dict(sin=torch.ones(1, 5, 16).to_sparse()), "sin must be a dense, unquantized tensor"),
     "cos of one dimension": (
         dict(cos=torch.ones(16)),
         r"cos must have shape \(sequence, R\) or \(1 or batch, sequence, R\)",

@@ -133,7 +133,7 @@ struct Gated {
   static Activation check(const Tensor& gate, const Tensor& up, Options... options) {
     check_activation(kOp, "gate", gate);
     check_same(kOp, "up", up, "gate", gate);
-    return Activation(options...);
+    return Activation(kOp, options...);
   }
 
   static Activation check_linear(
@@ -158,13 +158,13 @@ struct Gated {
           bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kLinearOp, "bias",
           c10::str("have shape [", weight.sym_size(0), "], one value a feature"), bias->sym_sizes());
     }
-    return Activation(options...);
+    return Activation(kLinearOp, options...);
   }
 
   static Activation check_packed(const Tensor& gate_up, Options... options) {
     check_activation(kPackedOp, "gate_up", gate_up);
     LIGER_CHECK(gate_up.sym_size(-1) % 2 == 0, kPackedOp, "gate_up", "have an even last dimension", gate_up.sym_size(-1));
-    return Activation(options...);
+    return Activation(kPackedOp, options...);
   }
 
   // ---- CPU. out is dense, with unit stride in the last dimension; so are the gradients of an unpacked call. product is
@@ -441,7 +441,7 @@ struct Gated {
       out = op.call(gate, up, options...);
     }
     if (torch::autograd::compute_requires_grad(gate, up)) {
-      auto node = make_node<Node>(Activation(options...));
+      auto node = make_node<Node>(Activation(kOp, options...));
       node->set_next_edges(torch::autograd::collect_next_edges(gate, up));
       node->saved = {SavedVariable(gate, false), SavedVariable(up, false)};
       torch::autograd::set_history(out, node);
@@ -459,7 +459,7 @@ struct Gated {
       out = op.call(gate_up, options...);
     }
     if (torch::autograd::compute_requires_grad(gate_up)) {
-      auto node = make_node<PackedNode>(Activation(options...));
+      auto node = make_node<PackedNode>(Activation(kPackedOp, options...));
       node->set_next_edges(torch::autograd::collect_next_edges(gate_up));
       node->saved = {SavedVariable(gate_up, false)};
       torch::autograd::set_history(out, node);
@@ -473,6 +473,7 @@ struct Gated {
     check_dense(kLinearOp, "gate", gate);
     check_dense(kLinearOp, "up", up);
     check_dense(kLinearOp, "weight", weight);
+    check_dense(kLinearOp, "bias", bias);
     const Tensor bias_or_none = bias.value_or(Tensor());
     check_no_forward_ad(kLinearOp, gate, up, weight, bias_or_none);
     Tensor out;
@@ -481,7 +482,7 @@ struct Gated {
       out = op.call(gate, up, weight, bias, options...);
     }
     if (torch::autograd::compute_requires_grad(gate, up, weight, bias_or_none)) {
-      auto node = make_node<LinearNode>(Activation(options...));
+      auto node = make_node<LinearNode>(Activation(kLinearOp, options...));
       node->set_next_edges(torch::autograd::collect_next_edges(gate, up, weight, bias_or_none));
       node->saved = {SavedVariable(gate, false), SavedVariable(up, false), SavedVariable(weight, false)};
       torch::autograd::set_history(out, node);

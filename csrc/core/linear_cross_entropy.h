@@ -483,7 +483,7 @@ struct Pass {
 
 /// Tokens in rows of unit stride, as matrix products and our kernels take them.
 inline Tensor as_rows(const Tensor& input) {
-  Tensor x = input.reshape({-1, input.size(-1)});
+  Tensor x = as_matrix(input);
   return x.stride(1) == 1 || x.size(1) == 1 ? x : x.contiguous();
 }
 
@@ -494,7 +494,7 @@ inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
 
 /// Whether logits are for nothing but the loss and, if any, its gradients, of which that of input is one: it lends its rows
 /// to what comes before it.
-inline bool is_plain(const Settings& s, const Tensor& bias, const Wanted& wanted) {
+inline bool is_loss_alone(const Settings& s, const Tensor& bias, const Wanted& wanted) {
   const bool extras = bias.defined() || s.o.label_smoothing != 0 || s.o.softcap || wanted.metrics || wanted.log_probs;
   const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;
   return made_now && !extras && s.logits_scale > 0;
@@ -540,7 +540,7 @@ Forward forward(
   std::optional<Exponentials> exponentials;
   // The plan has room for sums where there are no gradients.
   const bool has_room = !s.memory_budget || !now;
-  if (is_plain(s, bias, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
+  if (is_loss_alone(s, bias, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
     exponentials.emplace(
         op, pass.x, weight, target.reshape(-1), ce_weight, o, s.logits_scale, buffer.size(0), now);
   }

@@ -151,6 +151,7 @@ struct Ops {
       const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
     core::check_dense(op, "logits", logits);
     core::check_dense(op, "target", target);
+    core::check_dense(op, "weight", weight);
     core::check_no_forward_ad(op, logits, weight);
     bool learned = torch::autograd::compute_requires_grad(weight);
     LIGER_CHECK(!learned, op, "weight", "not require a gradient", "one that does");

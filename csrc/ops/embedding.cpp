@@ -37,7 +37,7 @@ int64_t padding_of(const Tensor& weight, std::optional<int64_t> padding_idx) {
   if (!padding_idx) return kNoPadding;
   const auto classes = weight.sym_size(0);
   LIGER_CHECK(
-      *padding_idx < classes && -*padding_idx <= classes, kOp, "padding_idx",
+      *padding_idx < classes && *padding_idx >= -classes, kOp, "padding_idx",
       c10::str("lie in [-", classes, ", ", classes, ")"), *padding_idx);
   return *padding_idx < 0 ? (classes + *padding_idx).guard_int(__FILE__, __LINE__) : *padding_idx;
 }

@@ -155,8 +155,8 @@ struct Ops {
     core::check_dense(op, "input", input);
     core::check_dense(op, "weight", weight);
     core::check_dense(op, "target", target);
-    core::check_no_forward_ad(op, input, weight, bias);
     Settings s = linear::check(op, input, weight, target, bias, ce_weight, options...);
+    core::check_no_forward_ad(op, input, weight, bias, ce_weight, s.token_weight);
     auto check_constant = [&](const char* name, const OptionalTensor& t) {
       bool learned = torch::autograd::compute_requires_grad(t);
       LIGER_CHECK(!learned, op, name, "not require a gradient", "one that does");

@@ -49,8 +49,8 @@ struct Gelu {
   using Forward = kernels::geglu_fwd;
   using Backward = kernels::geglu_bwd;
 
-  explicit Gelu(c10::string_view approximate) : tanh(approximate == "tanh") {
-    LIGER_CHECK(tanh || approximate == "none", kOp, "approximate", "be 'tanh' or 'none'", "'", approximate, "'");
+  Gelu(const char* op, c10::string_view approximate) : tanh(approximate == "tanh") {
+    LIGER_CHECK(tanh || approximate == "none", op, "approximate", "be 'tanh' or 'none'", "'", approximate, "'");
   }
 
   bool tanh;

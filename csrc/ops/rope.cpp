@@ -365,6 +365,8 @@ std::tuple<Tensor, Tensor> differentiable(
     const Sections& sections, const Forward& forward) {
   core::check_dense(op, "q", q);
   core::check_dense(op, "k", k);
+  core::check_dense(op, sin ? "cos" : "freqs_cis", cos);
+  core::check_dense(op, "sin", sin);
   core::check_no_forward_ad(op, q, k, cos, sin);
   LIGER_CHECK(
       !torch::autograd::compute_requires_grad(cos, sin), op, (sin ? "cos and sin" : "freqs_cis"), "require no gradient",

@@ -17,6 +17,8 @@ struct Silu {
   using Forward = kernels::swiglu_fwd;
   using Backward = kernels::swiglu_bwd;
 
+  explicit Silu(const char*) {}
+
   template <class C>
   static C value(C x) {
     return x * core::vector_sigmoid(x);
@@ -32,7 +34,7 @@ struct Silu {
 
   template <class F>
   void with_math(const F& f) const {
-    f(Silu{});
+    f(*this);
   }
 
   template <class Args>

@@ -422,6 +422,10 @@ def test_a_failing_forward_leaves_the_head_usable():
     ],
 )
 def test_deferred_logits_are_logits(use):
+    assert_same_of_deferred(use)
+
+
+def assert_same_of_deferred(use):
     head, target = nn.Linear(6, 10), tokens(2, 5, vocabulary=10)
     results = []
     for deferred in (False, True):
@@ -438,6 +442,37 @@ def test_deferred_logits_are_logits(use):
         results.append((loss, *torch.autograd.grad(loss, (hidden, head.weight, head.bias))))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
+
+
+def loss_of(x, target, *written):
+    """What was written to x, whoever returned it, is in the loss."""
+    return TF.cross_entropy(x.view(-1, 10), target.flatten())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, t: loss_of(x, t, x.mul_(3)),
+        lambda x, t: loss_of(x, t, torch.clamp_(x, -0.1, 0.1)),
+        lambda x, t: loss_of(x.float(), t, x.tanh_()),
+        lambda x, t: loss_of(x, t, x.float().mul_(3)),
+        lambda x, t: loss_of(x, t, x.contiguous().mul_(3)),
+        lambda x, t: loss_of(x, t, x.view(-1, 10).masked_fill_(t.view(-1, 1) > 4, -3.0)),
+        lambda x, t: loss_of(x, t, x[:, 1:][0].reshape(2, 2, 10)[-1].zero_()),
+        lambda x, t: loss_of(x[1:], t[1:], x.mul_(3)),
+        lambda x, t: loss_of(x.transpose_(0, 1).contiguous(), t.t()) * len(x) * x.shape[0] * x.dim(),
+        # copies stay what they are
+        lambda x, t: loss_of(x * 2, t, x.zero_()),
+        lambda x, t: loss_of(x.view(-1, 10)[t.view(-1) > 0], t, x.zero_()),
+        lambda x, t: loss_of(x[:, :-1].contiguous(), t[:, 1:], x.zero_()),
+        lambda x, t: loss_of(x, t, x[:, :-1].reshape(-1, 10).zero_()),
+        # and gradients what they were
+        lambda x, t: loss_of(x, t, x.register_hook(lambda gradient: 2 * gradient)),
+        lambda x, t: loss_of(x, t, torch.no_grad()(lambda: x.argmax(-1))()),
+    ],
+)
+def test_what_is_written_to_deferred_logits_is_kept(use):
+    assert_same_of_deferred(use)
 
 
 def test_hooks_on_the_head_see_logits():

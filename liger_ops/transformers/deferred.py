@@ -2,13 +2,14 @@
 
 In training, a patched head returns a DeferredLogits: it remembers the hidden states and what the model does to the
 logits on the way to its loss: casts, shapes, slices of positions, scaling, a softcap. When `cross_entropy` meets it,
-the loss comes from the fused operator. Anything else that a model does with it makes the logits and goes on with those,
-so a model that is not understood is only slower, never wrong.
+the loss comes from the fused operator. Anything else that a model does with it makes the logits, and all that follows
+goes on with those, so a model that is not understood is only slower, never wrong.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,25 @@ class LogitsCall:
         return functional.linear(input, weight, bias)
 
 
+def through_logits(name: str) -> Callable:
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.logits(), name)(*made(args), **made(kwargs))
+
+    method.__name__ = name
+    return method
+
+
+def until_made(method: Callable) -> Callable:
+    """The method as long as there are no logits. Those that are there may have been written to."""
+    afterwards = through_logits(method.__name__)
+
+    @functools.wraps(method)
+    def either(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return (afterwards if self.is_made() else method)(self, *args, **kwargs)
+
+    return either
+
+
 class DeferredLogits:
     """``scale * x``, or ``cap * tanh(scale * x)``, where x is ``head(hidden)``, or `hidden` itself with no head.
 
@@ -68,6 +88,9 @@ class DeferredLogits:
         self.dtype = dtype
         self.scale = scale
         self.cap = cap
+        self.requires_grad = torch.is_grad_enabled()
+        self.base: DeferredLogits | None = None  # whose memory these logits lie in, if they are a view
+        self.seen: Callable[[Tensor], Tensor] | None = None  # and how
         self.made: Tensor | None = None
 
     def like(self, hidden: Tensor | None = None, dtype: torch.dtype | None = None) -> DeferredLogits:
@@ -75,23 +98,36 @@ class DeferredLogits:
             self.head, self.hidden if hidden is None else hidden, dtype or self.dtype, self.scale, self.cap
         )
 
+    def view_of(self, hidden: Tensor, seen: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        out = self.like(hidden)
+        out.base, out.seen = self, seen
+        return out
+
+    def is_made(self) -> bool:
+        return self.made is not None or (self.base is not None and self.base.is_made())
+
     def logits(self) -> Tensor:
         if self.made is None:
-            y = self.hidden if self.head is None else self.head(self.hidden, LogitsCall)
-            if self.dtype != y.dtype:
-                y = y.to(self.dtype)
-            if self.scale != 1.0:
-                y = y * self.scale
-            if self.cap is not None:
-                y = torch.tanh(y) * self.cap
-            self.made = y
+            # Whoever asks first may do so where nothing is differentiated.
+            with torch.set_grad_enabled(self.requires_grad):
+                self.made = self.computed() if self.base is None else self.seen(self.base.logits())
         return self.made
+
+    def computed(self) -> Tensor:
+        y = self.hidden if self.head is None else self.head(self.hidden, LogitsCall)
+        if self.dtype != y.dtype:
+            y = y.to(self.dtype)
+        if self.scale != 1.0:
+            y = y * self.scale
+        if self.cap is not None:
+            y = torch.tanh(y) * self.cap
+        return y
 
     # ---- What a model asks of its logits
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
+        return torch.Size((*self.hidden.shape[:-1], self.vocabulary)) if self.made is None else self.made.shape
 
     @property
     def device(self) -> torch.device:
@@ -99,47 +135,53 @@ class DeferredLogits:
 
     @property
     def ndim(self) -> int:
-        return self.hidden.dim()
-
-    @property
-    def requires_grad(self) -> bool:
-        return torch.is_grad_enabled()
+        return len(self.shape)
 
     def dim(self) -> int:
-        return self.hidden.dim()
+        return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     # ---- What it does to them
 
+    @until_made
     def float(self) -> DeferredLogits:
-        return self.like(dtype=torch.float32)
+        return self.to(torch.float32)
 
+    @until_made
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
             if isinstance(args[0], torch.dtype):
-                return self.like(dtype=args[0])
+                return self if args[0] == self.dtype else self.like(dtype=args[0])
             if isinstance(args[0], torch.device) and args[0] == self.device:
                 return self
         return self.logits().to(*args, **kwargs)
 
+    @until_made
     def contiguous(self) -> DeferredLogits:
-        return self
+        return self if self.hidden.is_contiguous() else self.like(self.hidden.contiguous())
 
+    @until_made
     def view(self, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(sizes) > 1 and sizes[-1] == self.vocabulary:
-            return self.like(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+            hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
+            return self.view_of(hidden, lambda logits: logits.reshape(sizes))
         return self.logits().reshape(*sizes)
 
-    reshape = view
+    @until_made
+    def reshape(self, *shape: Any) -> Any:
+        return self.contiguous().view(*shape)
 
+    @until_made
     def __getitem__(self, index: Any) -> Any:
         entries = index if isinstance(index, tuple) else (index,)
-        if leaves_last_dimension(entries, self.dim()):
-            return self.like(self.hidden[index])
-        return self.logits()[index]
+        if not leaves_last_dimension(entries, self.dim()):
+            return self.logits()[index]
+        if all(isinstance(entry, (int, slice, type(None), type(Ellipsis))) for entry in entries):
+            return self.view_of(self.hidden[index], lambda logits: logits[index])
+        return self.like(self.hidden[index])
 
     def scaled(self, factor: float) -> DeferredLogits:
         out = self.like()
@@ -149,14 +191,17 @@ class DeferredLogits:
             out.cap = out.cap * factor
         return out
 
+    @until_made
     def __mul__(self, other: Any) -> Any:
         return self.scaled(other) if isinstance(other, (int, float)) else self.logits() * other
 
     __rmul__ = __mul__
 
+    @until_made
     def __truediv__(self, other: Any) -> Any:
         return self.scaled(1.0 / other) if isinstance(other, (int, float)) and other else self.logits() / other
 
+    @until_made
     def tanh(self) -> Any:
         if self.cap is not None:
             return self.logits().tanh()
@@ -197,7 +242,7 @@ class DeferredLogits:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, DeferredLogits):
+        if isinstance(first, DeferredLogits) and not first.is_made():
             if func is functional.cross_entropy:
                 options = {k: v for k, v in kwargs.items() if k != "input"}
                 return first.cross_entropy(*args[1:], **options)
@@ -231,14 +276,6 @@ def dimensions_of(entry: Any) -> int:
     if entry is None:
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
-
-
-def through_logits(name: str) -> Any:
-    def method(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self.logits(), name)(*made(args))
-
-    method.__name__ = name
-    return method
 
 
 # Operators are looked up on the class, where __getattr__ is not asked.

@@ -401,7 +401,7 @@ def finished(out: Any) -> Any:
     def value(item: Any) -> Any:
         if not isinstance(item, DeferredLogits):
             return item
-        return item.logits() if item.head is None or item.made is not None else None
+        return item.logits() if item.head is None or item.is_made() else None
 
     if isinstance(out, tuple):
         return tuple(value(item) for item in out if not isinstance(item, DeferredLogits) or value(item) is not None)

@@ -418,6 +418,13 @@ def test_a_failing_forward_leaves_the_head_usable():
         lambda x, t: TF.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, 10), t.view(-1)),
         lambda x, t: TF.cross_entropy(x.view(-1, 10), TF.one_hot(t.view(-1), 10).float()),
         lambda x, t: torch.logsumexp(x, -1).sum() + x.sum() + (1 - x).mean() + len(x) + x[..., 3].sum() + x[0].sum(),
+        lambda x, t: (abs(-x) + x % 2 + 2**x + (+x) ** 2).sum() + (torch.eye(5) @ x @ x.mT).sum(),
+        lambda x, t: x.sum() * ((x == x // 2).sum() + (x != 3 % x).sum() + (3 // x > 1).sum() + len({x, x})),
+        lambda x, t: x.sum() * (~(x > 0) & (x < 1) | (x > 2)).sum() + x.sum() * (3.0 in x),
+        lambda x, t: x.sum() * bool(x.sum() > 0) + x.sum() * int(x[0, 0, 0] * 99) + x.sum() * float(x[0, 0, 1]),
+        lambda x, t: x.contiguous(memory_format=torch.contiguous_format).mean() + x.reshape(shape=(-1, 10)).mean(),
+        lambda x, t: x.view(-1)[0] * x.view(torch.int32).sum(),
+        lambda x, t: x.view([-1, 10])[0].sum() + x.view(t.shape + (10,)).mean(),
         lambda x, t: torch.cat([x, x]).mean() + TF.log_softmax(x.to(x.device, torch.float64), -1)[0].sum(),
     ],
 )
@@ -444,6 +451,14 @@ def assert_same_of_deferred(use):
         torch.testing.assert_close(a, b)
 
 
+def added_to(x, y):
+    x += y
+
+
+def assigned_to(x, index, y):
+    x[index] = y
+
+
 def loss_of(x, target, *written):
     """What was written to x, whoever returned it, is in the loss."""
     return TF.cross_entropy(x.view(-1, 10), target.flatten())
@@ -456,6 +471,9 @@ def loss_of(x, target, *written):
         lambda x, t: loss_of(x, t, torch.clamp_(x, -0.1, 0.1)),
         lambda x, t: loss_of(x.float(), t, x.tanh_()),
         lambda x, t: loss_of(x, t, x.float().mul_(3)),
+        lambda x, t: loss_of(x, t, added_to(x, torch.arange(10))),
+        lambda x, t: loss_of(x, t, assigned_to(x, (slice(None), slice(None), [3, 5]), torch.finfo(x.dtype).min)),
+        lambda x, t: loss_of(x, t, assigned_to(x, x > 0.5, 0.5)),
         lambda x, t: loss_of(x, t, x.contiguous().mul_(3)),
         lambda x, t: loss_of(x, t, x.view(-1, 10).masked_fill_(t.view(-1, 1) > 4, -3.0)),
         lambda x, t: loss_of(x, t, x[:, 1:][0].reshape(2, 2, 10)[-1].zero_()),

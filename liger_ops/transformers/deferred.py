@@ -159,20 +159,22 @@ class DeferredLogits:
         return self.logits().to(*args, **kwargs)
 
     @until_made
-    def contiguous(self) -> DeferredLogits:
+    def contiguous(self, **options: Any) -> Any:
+        if options:
+            return self.logits().contiguous(**options)
         return self if self.hidden.is_contiguous() else self.like(self.hidden.contiguous())
 
     @until_made
-    def view(self, *shape: Any) -> Any:
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if len(sizes) > 1 and sizes[-1] == self.vocabulary:
-            hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
-            return self.view_of(hidden, lambda logits: logits.reshape(sizes))
-        return self.logits().reshape(*sizes)
+    def view(self, *shape: Any, **options: Any) -> Any:
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if options or len(sizes) < 2 or sizes[-1] != self.vocabulary:
+            return self.logits().view(*shape, **options)
+        hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
+        return self.view_of(hidden, lambda logits: logits.reshape(sizes))
 
     @until_made
-    def reshape(self, *shape: Any) -> Any:
-        return self.contiguous().view(*shape)
+    def reshape(self, *shape: Any, **options: Any) -> Any:
+        return self.logits().reshape(**options) if options else self.contiguous().view(*shape)
 
     @until_made
     def __getitem__(self, index: Any) -> Any:
@@ -279,5 +281,8 @@ def dimensions_of(entry: Any) -> int:
 
 
 # Operators are looked up on the class, where __getattr__ is not asked.
-for _name in "add radd sub rsub rtruediv pow neg matmul lt le gt ge len iter".split():
-    setattr(DeferredLogits, f"__{_name}__", through_logits(f"__{_name}__"))
+BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
+OTHERS = "neg pos abs invert eq ne lt le gt ge len iter contains setitem bool int float".split()
+for _name in {*OTHERS, *BINARY, *(side + n for side in "ri" for n in BINARY)} - {"imatmul"}:
+    if f"__{_name}__" not in vars(DeferredLogits):
+        setattr(DeferredLogits, f"__{_name}__", through_logits(f"__{_name}__"))

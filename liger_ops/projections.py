@@ -8,6 +8,7 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as every_module
 
 # Elements from which a pass over a tensor takes longer than a function of Python's.
 LARGE = 1 << 22
@@ -23,9 +24,17 @@ def saves_passes(x: Tensor) -> bool:
     return x.numel() >= LARGE and not torch._C._are_functorch_transforms_active()
 
 
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Its own and those of every module."""
+    return (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        every_module._global_forward_hooks, every_module._global_forward_pre_hooks,
+        every_module._global_backward_hooks, every_module._global_backward_pre_hooks,
+    )  # fmt: skip
+
+
 def has_hooks(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    return any(hooks_of(module))
 
 
 def is_bare_linear(module: nn.Module) -> bool:

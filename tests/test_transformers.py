@@ -501,6 +501,35 @@ def test_hooks_on_the_head_see_logits():
     assert seen == [torch.Tensor] and FUSED not in nodes(loss)
 
 
+@pytest.mark.parametrize("hook", [lambda m, inputs: (2 * inputs[0],), lambda m, inputs: (2 * inputs[0], *inputs[1:])])
+def test_hooks_before_the_head_change_its_input_once(hook):
+    model, ids = make("llama"), tokens()
+    handle = model.lm_head.register_forward_pre_hook(hook)
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    assert_same_step(step(model, ids), plain)
+    handle.remove()
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
+
+
+def test_hooks_on_every_module_see_what_they_saw():
+    model, ids = make("llama"), tokens()
+    seen: list = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, out: seen.append((out.shape, type(out))) if probe.is_linear(module) else None
+    )
+    try:
+        plain = step(model, ids)
+        before = list(seen)
+        apply_liger_kernel(model)
+        seen.clear()
+        assert_same_step(step(model, ids), plain)
+    finally:
+        handle.remove()
+    assert sorted(map(str, seen)) == sorted(map(str, before)) and len(seen) == 15
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
+
+
 # ---- Training loops
 
 

@@ -11,6 +11,7 @@ import builtins
 import copy
 import functools
 import inspect
+import itertools
 import types
 import warnings
 from typing import Any, Callable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..nn import embedding_stays_torchs
+from ..projections import hooks_of
 from . import probe, rewrite
 from .deferred import DeferredLogits, LogitsCall, LossCall
 from .probe import NotUnderstood
@@ -329,9 +331,9 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def watched(head: nn.Module) -> bool:
-    """Whether hooks expect tensors from the head. Those of FSDP do not mind."""
-    hooks = [*head._forward_hooks.values(), *head._backward_hooks.values(), *head._backward_pre_hooks.values()]
-    return any(not getattr(inner_function(h), "__module__", "").startswith("torch.distributed") for h in hooks)
+    """Whether hooks expect tensors of the head, in or out. Those of FSDP do not mind."""
+    hooks = itertools.chain.from_iterable(found.values() for found in hooks_of(head))
+    return any(not getattr(inner_function(h), "__module__", "").startswith("torch.distributed.fsdp") for h in hooks)
 
 
 def head_forward(self: nn.Linear, input: Tensor, liger_call: LossCall | type[LogitsCall] | None = None) -> Any:

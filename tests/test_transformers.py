@@ -126,6 +126,37 @@ def test_a_second_call_changes_nothing():
     assert [type(m) for m in model.modules()] == classes
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_head_of_another_size_is_patched_too(again):
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model, swiglu=False)
+    model.resize_token_embeddings(72, mean_resizing=False)
+    assert type(model.lm_head) is nn.Linear
+    if again:
+        report = apply_liger_kernel(model, swiglu=False)
+        assert report.rows[-1].replacement == FUSED and type(model.lm_head) is not nn.Linear
+        assert {row.reason for row in report.left_alone} == {"swiglu is switched off"}
+    ours = step(model, ids)
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
+    unpatch(model)
+    assert type(model.lm_head) is nn.Linear
+    assert_same_step(ours, step(model, ids))
+
+
+def test_the_report_tells_when_a_head_was_replaced():
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model)
+    linear, model.lm_head = model.lm_head, nn.Sequential(model.lm_head)
+    assert apply_liger_kernel(model).rows[-1].reason == "its head is a Sequential"
+    assert FUSED not in nodes(model(input_ids=ids, labels=ids).loss)
+    model.lm_head = linear
+    assert apply_liger_kernel(model).rows[-1].replacement == FUSED
+    model.lm_head = nn.Linear(32, 64)
+    model.lm_head.forward = lambda x: TF.linear(2 * x, model.lm_head.weight)
+    assert FUSED not in nodes(model(input_ids=ids, labels=ids).loss)
+    assert apply_liger_kernel(model).rows[-1].reason == "its head's forward was replaced"
+
+
 @pytest.mark.parametrize("switch", ["rope", "rms_norm", "swiglu", "embedding"])
 def test_switches(switch):
     model, ids = make("llama"), tokens()

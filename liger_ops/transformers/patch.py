@@ -356,34 +356,51 @@ def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int |
     parameters = list(inspect.signature(original).parameters)
     if "labels" not in parameters:
         raise NotUnderstood("its forward takes no labels")
+    take_head(model, memory_budget)
+    fuses = switches["fused_linear_cross_entropy"]
+    op = "fused_linear_cross_entropy" if fuses else "cross_entropy"
+
+    def members(cls: type) -> dict[str, Any]:
+        return {"forward": model_forward(cls, parameters.index("labels") - 1, fuses, memory_budget)}
+
+    become(model, "loss", op, (fuses, memory_budget), members)
+    return op
+
+
+def take_head(model: nn.Module, memory_budget: int | None) -> None:
+    """Patches the model's head, unless it is."""
     head = head_of(model)
     if head is None:
         raise NotUnderstood("has no output embedding")
-    if not isinstance(head, Patched):
-        if type(head) is not nn.Linear and not is_fully_sharded(head):
-            wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
-            raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
-        if has_own_forward(head):
-            raise NotUnderstood("its head's forward was replaced")
-        members = {"forward": head_forward, "liger_memory_budget": memory_budget}
-        become(head, "head", "", memory_budget, lambda cls: members)
-        # On the instance from the start: torch.compile guards on where it lies.
-        head.liger_mode = ""
-    fuses = switches["fused_linear_cross_entropy"]
-    op = "fused_linear_cross_entropy" if fuses else "cross_entropy"
-    become(model, "loss", op, fuses, lambda cls: {"forward": model_forward(cls, parameters.index("labels") - 1, fuses)})
-    return op
+    if isinstance(head, Patched):
+        return
+    if type(head) is not nn.Linear and not is_fully_sharded(head):
+        wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
+        raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
+    if has_own_forward(head):
+        raise NotUnderstood("its head's forward was replaced")
+    members = {"forward": head_forward, "liger_memory_budget": memory_budget}
+    become(head, "head", "", memory_budget, lambda cls: members)
+    # On the instance from the start: torch.compile guards on where it lies.
+    head.liger_mode = ""
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
     return type(module).__name__ == "FSDPLinear" and nn.Linear in type(module).__bases__
 
 
-def model_forward(cls: type, labels_at: int, fuses: bool) -> Callable:
+def is_new(head: nn.Module | None) -> bool:
+    return type(head) is nn.Linear and not has_own_forward(head)
+
+
+def model_forward(cls: type, labels_at: int, fuses: bool, memory_budget: int | None) -> Callable:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         labels = kwargs.get("labels", args[labels_at] if len(args) > labels_at else None)
         head = head_of(self)
+        # resize_token_embeddings puts in another. Who wrapped this forward still calls it once the model is unpatched.
+        if is_new(head) and isinstance(self, Patched) and not torch.compiler.is_compiling():
+            take_head(self, memory_budget)
         if labels is None or not isinstance(head, Patched) or head.liger_mode:
             return cls.forward(self, *args, **kwargs)
         skip = self.training if skip_logits is None else skip_logits
@@ -458,9 +475,10 @@ def patch_module(path: str, module: nn.Module, switches: dict[str, bool]) -> Row
 
 
 def patch_head(model: nn.Module, switches: dict[str, bool], memory_budget: int | None) -> Row:
-    if isinstance(model, Patched):
-        return Row("", type(model).__name__, "loss", type(model).liger_row[1], "")
     try:
+        if isinstance(model, Patched):
+            take_head(model, memory_budget)
+            return Row("", type(model).__name__, "loss", type(model).liger_row[1], "")
         if has_own_forward(model):
             raise NotUnderstood("its forward was replaced")
         return Row("", type(model).__name__, "loss", patch_loss(model, switches, memory_budget), "")

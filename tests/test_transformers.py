@@ -338,9 +338,11 @@ TORCH_NORMS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("norm", TORCH_NORMS, ids=str)
-def test_norms_of_torch(norm):
-    x = torch.randn(3, 16)
+def test_norms_of_torch(norm, dtype):
+    # So small that epsilon counts, whichever it is by default.
+    norm, x = copy.deepcopy(norm).to(dtype), (1e-3 * torch.randn(3, 16)).to(dtype)
     expected = norm(x)
     assert apply_liger_kernel(norm).rows[0].replacement
     assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm))

@@ -71,7 +71,8 @@ class Norm:
 
 def epsilon_of(module: nn.Module, attribute: str, x: Tensor) -> float:
     value = getattr(module, attribute)
-    return torch.finfo(x.dtype).eps if value is None else value
+    # torch's norms compute in fp32 at least.
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if value is None else value
 
 
 def norm_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, norm: Norm) -> Tensor:

@@ -1,11 +1,14 @@
 """liger_ops.transformers: models of many architectures train as they did, whatever wraps them."""
 
+import collections
 import copy
+import dataclasses
 import gc
 import io
 import json
 import warnings
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from support import count_graphs, output_of
 from torch import nn
 from torch.nn import functional as TF
 from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 import liger_ops.transformers as lt
 from liger_ops.transformers import apply_liger_kernel, probe, unpatch
@@ -419,6 +423,59 @@ def test_logits_on_request():
     torch.testing.assert_close(model(input_ids=ids, labels=ids, return_dict=False)[1], logits, rtol=1e-4, atol=1e-5)
     model.train()
     assert model(input_ids=ids, labels=ids, return_dict=False)[0].dim() == 0
+
+
+class Pair(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    vocabulary: int = dataclasses.field(default=64, init=False)
+
+
+@pytest.mark.parametrize(
+    "output, logits_of",
+    [
+        (lambda loss, logits: loss, None),
+        (lambda loss, logits: [loss, logits], lambda out: out[1]),
+        (lambda loss, logits: (loss, (logits,)), lambda out: out[1][0]),
+        (lambda loss, logits: (loss, [Pair(loss, logits)]), lambda out: out[1][0].logits),
+        (Pair, lambda out: out.logits),
+        (Output, lambda out: out.logits),
+        (lambda loss, logits: (loss, Output(loss, logits)), lambda out: out[1].logits),
+        (lambda loss, logits: {"loss": loss, "logits": logits}, lambda out: out["logits"]),
+        (lambda loss, logits: {0: loss, "more": collections.OrderedDict({1: logits})}, lambda out: out["more"][1]),
+        (lambda loss, logits: CausalLMOutput(loss, hidden_states=(CausalLMOutput(loss, logits),)),
+         lambda out: out.hidden_states[0].logits),
+    ],
+)  # fmt: skip
+def test_logits_are_found_in_any_output(output, logits_of):
+    losses = []
+
+    class Model(LlamaForCausalLM):
+        def forward(self, input_ids, labels):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            losses.append(self.loss_function(logits, labels, 64))
+            return output(losses[-1], logits)
+
+    model, ids = make("llama"), tokens()
+    model.__class__ = Model
+    plain = model(ids, ids)
+    apply_liger_kernel(model)
+    for skip in (True, False):
+        ours = model(ids, ids, skip_logits=skip)
+        assert type(ours) is type(plain) and (FUSED in nodes(losses[-1])) == skip
+        torch.testing.assert_close(losses[-1], losses[0])
+        if logits_of is None:
+            assert ours is losses[-1]
+        elif skip:
+            assert logits_of(ours) is None
+        else:
+            torch.testing.assert_close(logits_of(ours), logits_of(plain), rtol=1e-4, atol=1e-5)
 
 
 def test_the_head_on_its_own_gives_logits():

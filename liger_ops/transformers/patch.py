@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import builtins
 import copy
+import dataclasses
 import functools
 import inspect
 import itertools
 import types
 import warnings
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -416,17 +417,49 @@ def model_forward(cls: type, labels_at: int, fuses: bool, memory_budget: int | N
 
 def finished(out: Any) -> Any:
     """A model's output with logits, or without those that were never made."""
+    if isinstance(out, tuple) and not hasattr(out, "_fields"):
+        out = tuple(item for item in out if not never_made(item))
+    return settled(out)
 
-    def value(item: Any) -> Any:
-        if not isinstance(item, DeferredLogits):
-            return item
-        return item.logits() if item.head is None or item.is_made() else None
 
-    if isinstance(out, tuple):
-        return tuple(value(item) for item in out if not isinstance(item, DeferredLogits) or value(item) is not None)
-    if any(isinstance(item, DeferredLogits) for item in out.values()):
-        return type(out)(**{k: value(item) for k, item in out.items()})
-    return out
+def never_made(item: Any) -> bool:
+    return isinstance(item, DeferredLogits) and item.head is not None and not item.is_made()
+
+
+def settled(item: Any) -> Any:
+    """The same with what deferred logits have become, or None, in their place."""
+    if isinstance(item, DeferredLogits):
+        return None if never_made(item) else item.logits()
+    if not any(map(holds_deferred, parts(item))):
+        return item
+    if isinstance(item, Mapping):
+        values = {key: settled(value) for key, value in item.items()}
+        if dataclasses.is_dataclass(item):
+            return type(item)(**values)
+        out = copy.copy(item)
+        out.update(values)
+        return out
+    if isinstance(item, (tuple, list)):
+        values = map(settled, item)
+        return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
+    return dataclasses.replace(item, **{name: settled(value) for name, value in fields_of(item).items()})
+
+
+def holds_deferred(item: Any) -> bool:
+    return isinstance(item, DeferredLogits) or any(map(holds_deferred, parts(item)))
+
+
+def parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, Mapping):
+        return item.values()
+    return item if isinstance(item, (tuple, list)) else fields_of(item).values()
+
+
+def fields_of(item: Any) -> dict[str, Any]:
+    """What a dataclass is made from."""
+    if not dataclasses.is_dataclass(item) or isinstance(item, type):
+        return {}
+    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.init}
 
 
 # ---- A model

@@ -322,6 +322,23 @@ def test_dropout_and_replaced_forwards_are_respected():
     assert [r.reason for r in rows[:2]] == ["has dropout", "its forward was replaced"]
 
 
+class Scale(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_an_activation_that_learns_is_left_alone():
+    learnt, kept = Scale(nn.Parameter(torch.ones(()))), Scale(nn.Buffer(torch.ones(())))
+    with pytest.warns(RuntimeWarning, match="left as it is"):
+        rows = apply_liger_kernel(nn.Sequential(LlamaMLP(learnt), LlamaMLP(kept), LlamaMLP(Scale(2)))).rows
+    reasons = ["has parameters of its own", "has parameters of its own", "computes something else"]
+    assert [row.reason for row in rows[:3]] == reasons
+
+
 def test_epsilon_is_read_where_the_model_keeps_it():
     norm = LlamaRMSNorm(lambda y: y, epsilon=1e-2)
     x = 0.01 * torch.randn(3, 16)

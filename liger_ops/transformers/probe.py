@@ -173,9 +173,10 @@ def identify_mlp(module: nn.Module) -> MLP:
     cls = original_class(type(module))
     if not only_tensor_argument(cls.forward):
         raise NotUnderstood("takes more than one tensor")
-    if list(module.parameters(recurse=False)):
-        raise NotUnderstood("has parameters of its own")
     linears = {n: m for n, m in module.named_children() if is_linear(m)}
+    others = [m for m in module.children() if not is_linear(m)]
+    if list(module.parameters(recurse=False)) or any([*m.parameters(), *m.buffers()] for m in others):
+        raise NotUnderstood("has parameters of its own")
     if len(linears) not in (2, 3):
         raise NotUnderstood(f"has {len(linears)} projections")
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):

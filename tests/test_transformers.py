@@ -855,6 +855,57 @@ def test_fully_sharded_models(tmp_path):
     assert output_of(code).endswith("done\n")
 
 
+DISTRIBUTED = """
+import gc, sys, torch, torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import parallel as tp
+from language_models import make, nodes, step, tokens
+from liger_ops import projections
+from liger_ops.transformers import apply_liger_kernel, rewrite
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+mesh = dist.init_device_mesh("cpu", (1,))
+ids = tokens()
+first = "model.layers.0."
+whole = tp.ColwiseParallel(use_local_output=False)
+head = tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+plans = {
+    "norm": ("llama", {"model.norm": tp.SequenceParallel(), "lm_head": head}),
+    "gates": ("llama", {first + "mlp.gate_proj": whole, first + "mlp.up_proj": whole,
+                        first + "mlp.down_proj": tp.RowwiseParallel()}),
+    "packed gates": ("phi3", {first + "mlp.gate_up_proj": whole, first + "mlp.down_proj": tp.RowwiseParallel()}),
+}
+for case, (name, plan) in plans.items():
+    plain = step(make(name), ids)
+    model = make(name)
+    apply_liger_kernel(model)
+    tp.parallelize_module(model, mesh, plan)
+    loss, gradients = step(model, ids)
+    torch.testing.assert_close(loss, plain[0], msg=case)
+    for key, gradient in gradients.items():
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(gradient, plain[1][key], rtol=1e-4, atol=1e-5)
+    assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
+
+# Norms that layers add to, or keep the input of, without a hook that tells them apart.
+projections.LARGE = 0
+norm = distribute_module(model.model.norm, mesh)
+x = distribute_tensor(torch.randn(3, 32, requires_grad=True), mesh)
+expected = norm(x + x).full_tensor()
+torch.testing.assert_close(rewrite.add_norm(norm, x, x)[0].full_tensor(), expected)
+torch.testing.assert_close(rewrite.keep_norm(norm, x + x)[0].full_tensor(), expected)
+del model, loss, gradients, gradient, mesh, norm, x, expected, whole, head, plans, plan
+dist.destroy_process_group()
+gc.collect()
+print("done")
+"""
+
+
+def test_distributed_norms_and_gates(tmp_path):
+    code = f"import sys; sys.argv = ['', {str(tmp_path / 'store')!r}]\n" + DISTRIBUTED
+    assert output_of(code).endswith("done\n")
+
+
 def test_a_patched_model_can_be_freed():
     model, _ = patched("llama")
     model(input_ids=tokens(), labels=tokens()).loss.backward()

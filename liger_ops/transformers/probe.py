@@ -14,6 +14,7 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .. import functional as F
 from ..projections import is_bare_linear, project
@@ -50,6 +51,11 @@ def twin(module: nn.Module, **replaced: Any) -> nn.Module:
 
 def original_class(cls: type) -> type:
     return getattr(cls, "liger_original", cls)
+
+
+def is_distributed(tensor: Tensor | None) -> bool:
+    """Whether this is a DTensor, whose class takes long to import. No operator knows how to shard."""
+    return hasattr(tensor, "device_mesh")
 
 
 def only_tensor_argument(function: Callable) -> bool:
@@ -158,6 +164,14 @@ PACKED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# For what no operator takes.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": functional.silu,
+    "geglu": lambda gate: functional.gelu(gate, approximate="tanh"),
+    "geglu exact": functional.gelu,
+}
+
+
 @dataclass(frozen=True)
 class MLP:
     gate: str  # of GATES
@@ -216,12 +230,15 @@ def identify_mlp(module: nn.Module) -> MLP:
 
 
 def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
+    activation = ACTIVATIONS[mlp.gate]
     if len(mlp.projections) == 3:
         gate, up, down = mlp.projections
         product, product_linear = GATES[mlp.gate], LINEAR[mlp.gate]
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             (gated, by), last = project((getattr(self, gate), getattr(self, up)), x), getattr(self, down)
+            if is_distributed(gated):
+                return last(activation(gated) * by)
             if is_bare_linear(last):
                 return product_linear(gated, by, last.weight, last.bias)
             return last(product(gated, by))
@@ -231,7 +248,11 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     packed = PACKED[mlp.gate]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return getattr(self, down)(packed(getattr(self, gate_up)(x)))
+        both, last = getattr(self, gate_up)(x), getattr(self, down)
+        if is_distributed(both):
+            gated, by = both.chunk(2, -1)
+            return last(activation(gated) * by)
+        return last(packed(both))
 
     return forward
 

@@ -38,6 +38,8 @@ def bare_rms_norm(norm: nn.Module, x: Tensor) -> probe.Norm | None:
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
         return None
+    if probe.is_distributed(x) or probe.is_distributed(norm.weight):
+        return None
     return found if norm.weight is None or norm.weight.dtype == x.dtype else None
 
 

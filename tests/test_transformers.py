@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as TF
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama import modeling_llama
 
 import liger_ops.transformers as lt
 from liger_ops.transformers import apply_liger_kernel, probe, unpatch
@@ -209,6 +210,40 @@ def test_two_models_in_one_process():
     assert not names & {"rope", "rms_norm", "swiglu_linear", FUSED, "cross_entropy"}
     assert type(other) is LlamaForCausalLM and nn.functional.cross_entropy is TF.cross_entropy
     assert_same_step(step(one, ids), step(other, ids))
+
+
+def uncalled(self, hidden_states, *args, **kwargs):
+    return torch.zeros_like(hidden_states)
+
+
+def turned(q, k, cos, sin, unsqueeze_dim=1):
+    return apply_rotary_whole(q, k, cos, -sin, unsqueeze_dim)
+
+
+def labelled(self, labels=None, input_ids=None):
+    return CausalLMOutput(loss=self.lm_head(self.model(input_ids).last_hidden_state).float().sum() * labels.sum())
+
+
+@pytest.mark.parametrize(
+    "owner, name, value",
+    [
+        (modeling_llama.LlamaAttention, "forward", lambda *args, **kwargs: (uncalled(*args, **kwargs), None)),
+        (modeling_llama.LlamaDecoderLayer, "forward", uncalled),
+        (modeling_llama, "apply_rotary_pos_emb", turned),
+        (modeling_llama, "eager_attention_forward", lambda module, q, *_, **__: (q.transpose(1, 2), None)),
+        (LlamaForCausalLM, "forward", labelled),
+    ],
+    ids=["attention", "layer", "rotary", "function", "model"],
+)
+def test_what_someone_changed_is_changed_in_later_models(owner, name, value, monkeypatch):
+    ids, first, plain, later = tokens(), *(make("llama") for _ in range(3))
+    apply_liger_kernel(first)
+    before = step(first, ids)
+    monkeypatch.setattr(owner, name, value)
+    wanted = step(plain, ids)
+    apply_liger_kernel(later)
+    assert_same_step(step(later, ids), wanted)
+    assert not torch.equal(before[0], wanted[0])
 
 
 def test_a_class_makes_patched_models_and_stays_what_it_is():

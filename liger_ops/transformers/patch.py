@@ -183,7 +183,6 @@ def is_rotary(name: str, value: Any) -> bool:
     return callable(value) and name.startswith("apply_rot") and inspect.isfunction(inner_function(value))
 
 
-@functools.lru_cache(None)
 def rotary_methods(cls: type) -> dict[str, dict[str, Any]]:
     """Methods that rotate, and the functions of their module that they do it with."""
     found = {}
@@ -230,6 +229,13 @@ def rebound(function: Any, replaced: dict[str, Callable], code: types.CodeType |
     return copy
 
 
+def copied(function: Any) -> tuple:
+    """What a rebound function is a copy of: another may stand in its place by the time of the next model."""
+    inner = inner_function(function)
+    known = inner.__globals__
+    return function, *(id(known[name]) for name in sorted(names_in(inner.__code__)) if name in known)
+
+
 def names_in(code: types.CodeType) -> set[str]:
     names = set(code.co_names)
     for constant in code.co_consts:
@@ -256,7 +262,8 @@ def patch_rotary(module: nn.Module, switches: dict[str, bool]) -> str:
         return bound
 
     linears = rewrite.projections_of(module)
-    become(module, "rope", "rope", linears, members)
+    key = linears, tuple(copied(getattr(type(module), method)) for method in methods)
+    become(module, "rope", "rope", key, members)
     return "rope"
 
 
@@ -319,7 +326,7 @@ def patch_layer(module: nn.Module, switches: dict[str, bool]) -> str:
         code = rewrite.with_fused_sums(inner_function(cls.forward), norms)
         return {"forward": rebound(cls.forward, rewrite.HELPERS, code)}
 
-    become(module, "layer", "fused_add_rms_norm", norms, members)
+    become(module, "layer", "fused_add_rms_norm", (norms, copied(type(module).forward)), members)
     return "fused_add_rms_norm"
 
 
@@ -366,7 +373,7 @@ def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int |
     def members(cls: type) -> dict[str, Any]:
         return {"forward": model_forward(cls, parameters.index("labels") - 1, fuses, memory_budget)}
 
-    become(model, "loss", op, (fuses, memory_budget), members)
+    become(model, "loss", op, (original, fuses, memory_budget), members)
     return op
 
 

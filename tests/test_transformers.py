@@ -197,6 +197,15 @@ def test_the_loss_alone():
     assert report.left_alone[-1].reason == "both losses are switched off"
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_loss_switched_off_is_not_called(kept):
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model, cross_entropy=kept)
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
+    assert ("cross_entropy" in nodes(model(input_ids=ids, labels=ids, skip_logits=False).loss)) == kept
+    assert ("cross_entropy" in nodes(model.eval()(input_ids=ids, labels=ids).loss)) == kept
+
+
 def test_an_unknown_switch_is_named():
     with pytest.raises(TypeError, match=r"switches must be of rope, .* \(got flash\)"):
         apply_liger_kernel(make("llama"), flash=True)

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import types
 import warnings
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -346,17 +346,24 @@ def watched(head: nn.Module) -> bool:
     return any(not getattr(inner_function(h), "__module__", "").startswith("torch.distributed.fsdp") for h in hooks)
 
 
+class Mode(NamedTuple):
+    """What the head does in a call of its model with labels."""
+
+    fuses: bool  # puts logits off
+    keeps: bool  # or else hands on those that are there, to another loss
+
+
 def head_forward(self: nn.Linear, input: Tensor, liger_call: LossCall | type[LogitsCall] | None = None) -> Any:
     if liger_call is not None:
         return liger_call.run(input, self.weight, self.bias, self.liger_memory_budget)
-    mode = "" if watched(self) else self.liger_mode
+    mode = None if watched(self) else self.liger_mode
     # A distributed or quantised weight is of another class.
-    if mode == "fused" and type(self.weight) in (nn.Parameter, Tensor):
+    if mode is not None and mode.fuses and type(self.weight) in (nn.Parameter, Tensor):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         return DeferredLogits(self, input, dtype)
     logits = nn.functional.linear(input, self.weight, self.bias)
-    return DeferredLogits(None, logits, logits.dtype) if mode else logits
+    return DeferredLogits(None, logits, logits.dtype) if mode is not None and mode.keeps else logits
 
 
 def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int | None) -> str:
@@ -367,13 +374,13 @@ def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int |
     if "labels" not in parameters:
         raise NotUnderstood("its forward takes no labels")
     take_head(model, memory_budget)
-    fuses = switches["fused_linear_cross_entropy"]
-    op = "fused_linear_cross_entropy" if fuses else "cross_entropy"
+    mode = Mode(switches["fused_linear_cross_entropy"], switches["cross_entropy"])
+    op = "fused_linear_cross_entropy" if mode.fuses else "cross_entropy"
 
     def members(cls: type) -> dict[str, Any]:
-        return {"forward": model_forward(cls, parameters.index("labels") - 1, fuses, memory_budget)}
+        return {"forward": model_forward(cls, parameters.index("labels") - 1, mode, memory_budget)}
 
-    become(model, "loss", op, (original, fuses, memory_budget), members)
+    become(model, "loss", op, (original, mode, memory_budget), members)
     return op
 
 
@@ -392,7 +399,7 @@ def take_head(model: nn.Module, memory_budget: int | None) -> None:
     members = {"forward": head_forward, "liger_memory_budget": memory_budget}
     become(head, "head", "", memory_budget, lambda cls: members)
     # On the instance from the start: torch.compile guards on where it lies.
-    head.liger_mode = ""
+    head.liger_mode = None
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -403,7 +410,7 @@ def is_new(head: nn.Module | None) -> bool:
     return type(head) is nn.Linear and not has_own_forward(head)
 
 
-def model_forward(cls: type, labels_at: int, fuses: bool, memory_budget: int | None) -> Callable:
+def model_forward(cls: type, labels_at: int, mode: Mode, memory_budget: int | None) -> Callable:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         labels = kwargs.get("labels", args[labels_at] if len(args) > labels_at else None)
@@ -411,14 +418,14 @@ def model_forward(cls: type, labels_at: int, fuses: bool, memory_budget: int | N
         # resize_token_embeddings puts in another. Who wrapped this forward still calls it once the model is unpatched.
         if is_new(head) and isinstance(self, Patched) and not torch.compiler.is_compiling():
             take_head(self, memory_budget)
-        if labels is None or not isinstance(head, Patched) or head.liger_mode:
+        if labels is None or not isinstance(head, Patched) or head.liger_mode is not None:
             return cls.forward(self, *args, **kwargs)
         skip = self.training if skip_logits is None else skip_logits
-        head.liger_mode = "fused" if skip and fuses else "kept"
+        head.liger_mode = Mode(skip and mode.fuses, mode.keeps)
         try:
             out = cls.forward(self, *args, **kwargs)
         finally:
-            head.liger_mode = ""
+            head.liger_mode = None
         return finished(out)
 
     return forward

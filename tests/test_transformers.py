@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import gc
+import inspect
 import io
 import json
 import warnings
@@ -412,6 +413,17 @@ def test_norms_of_torch(norm, dtype):
     assert apply_liger_kernel(norm).rows[0].replacement
     assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm))
     torch.testing.assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_patched_modules_take_keywords(name):
+    model, x = make(name), torch.randn(2, 3, 32)
+    modules = [model.model.norm, model.model.layers[0].mlp, model.lm_head]
+    keywords = [{next(iter(inspect.signature(module.forward).parameters)): x} for module in modules]
+    plain = [module(**keyword) for module, keyword in zip(modules, keywords)]
+    apply_liger_kernel(model)
+    for module, keyword, expected in zip(modules, keywords, plain):
+        torch.testing.assert_close(module(**keyword), expected)
 
 
 # ---- Rotary functions

@@ -100,6 +100,15 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
 
 
+def by_any_name(function: Callable[[nn.Module, Tensor], Tensor]) -> Callable:
+    """The function for classes that differ in what they call its tensor."""
+
+    def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+        return function(self, *args, *named.values())
+
+    return forward
+
+
 # ---- Norms
 
 
@@ -125,7 +134,7 @@ def patch_norm(module: nn.Module, switches: dict[str, bool]) -> str:
             y = F.layer_norm(x, weight, self.bias, eps)
         return y if y.dtype == dtype else y.to(dtype)
 
-    members = {"forward": forward, "liger_norm": norm}
+    members = {"forward": by_any_name(forward), "liger_norm": norm}
     for name in ("weight", "bias"):
         if not hasattr(module, name):
             members[name] = None
@@ -145,7 +154,7 @@ def patch_mlp(module: nn.Module, switches: dict[str, bool]) -> str:
     gate = switch_of(mlp.gate)
     if not switches[gate]:
         raise NotUnderstood(f"{gate} is switched off")
-    become(module, "mlp", gate, mlp, lambda cls: {"forward": probe.mlp_forward(mlp)})
+    become(module, "mlp", gate, mlp, lambda cls: {"forward": by_any_name(probe.mlp_forward(mlp))})
     return gate
 
 

@@ -281,6 +281,13 @@ def test_saved_and_loaded(tmp_path):
     assert "rope" not in nodes(fresh(input_ids=ids, labels=ids).loss)
 
 
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def test_copies_stay_patched_and_pickles_do_not():
     model, ids = make("llama", tie_word_embeddings=True), tokens()
     apply_liger_kernel(model)
@@ -288,12 +295,23 @@ def test_copies_stay_patched_and_pickles_do_not():
     assert twin.lm_head.weight is twin.model.embed_tokens.weight is not model.lm_head.weight
     loss = twin(input_ids=ids, labels=ids).loss
     assert FUSED in nodes(loss)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = pickled(model)
     assert type(loaded) is LlamaForCausalLM
     torch.testing.assert_close(loaded(input_ids=ids, labels=ids).loss, loss)
+
+
+def test_models_of_a_class_that_patches_are_pickled_as_the_class_that_it_was():
+    config, ids = make("llama").config, tokens()
+    for cls in (apply_liger_kernel(LlamaForCausalLM), apply_liger_kernel(apply_liger_kernel(LlamaForCausalLM))):
+        model = cls(config)
+        loss = model(input_ids=ids, labels=ids).loss
+        assert FUSED in nodes(copy.deepcopy(model)(input_ids=ids, labels=ids).loss)
+        unpatched = copy.deepcopy(model)
+        unpatch(unpatched)
+        assert type(copy.deepcopy(unpatched)) is cls
+        for loaded in (pickled(model), pickled(unpatched)):
+            assert type(loaded) is LlamaForCausalLM
+            torch.testing.assert_close(loaded(input_ids=ids, labels=ids).loss, loss)
 
 
 def test_names_of_models():

@@ -40,14 +40,21 @@ class Patched:
     liger_row: tuple[str, str]  # kind and replacement, of a Row
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """Pickled as what it was: the subclass exists in this process alone."""
-        return bare, (original_class(type(self)),), {k: v for k, v in self.__dict__.items() if k != "liger_mode"}
+        return reduced(self, protocol)
 
     def __deepcopy__(self, memo: dict) -> Any:
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
+
+
+def reduced(module: nn.Module, protocol: int) -> Any:
+    """Pickled as what it was: the subclass exists in this process alone."""
+    cls = original_class(type(module))
+    while "liger_base" in vars(cls):
+        cls = cls.liger_base
+    return bare, (cls,), {k: v for k, v in module.__dict__.items() if k != "liger_mode"}
 
 
 def bare(cls: type) -> Any:
@@ -605,8 +612,16 @@ def patching_class(cls: type[nn.Module], memory_budget: int | None, switches: di
         cls.__init__(self, *args, **kwargs)
         apply_liger_kernel(self, memory_budget=memory_budget, **switches)
 
-    members = {"__init__": functools.wraps(cls.__init__)(__init__), "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
+    members = {
+        "__init__": functools.wraps(cls.__init__)(__init__),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": reduced,
+        "__deepcopy__": Patched.__deepcopy__,
+        "liger_base": cls,
+    }
+    return type(cls.__name__, (cls,), members)
 
 
 def unpatch(model: nn.Module) -> int:

@@ -883,6 +883,30 @@ def test_models_placed_by_accelerate():
     assert_same_step(step(model, ids), plain, tolerance=0.0)
 
 
+@pytest.fixture
+def accelerator():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    # The process has one state, which a Trainer may have set.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_wraps_and_unwraps_the_patched_forward(accelerator):
+    model, ids = make("llama"), tokens()
+    expected = list(inspect.signature(model.forward).parameters)
+    report = apply_liger_kernel(model)
+    assert list(inspect.signature(model.forward).parameters) == expected
+    model = accelerator.prepare(model)
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss) and apply_liger_kernel(model).rows == report.rows
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss) and apply_liger_kernel(model).rows == report.rows
+    model.forward = lambda **inputs: None
+    assert apply_liger_kernel(model).rows[-1].reason == "its forward was replaced"
+
+
 SHARDED = """
 import gc, sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard

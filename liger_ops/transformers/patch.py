@@ -184,6 +184,11 @@ def inner_function(function: Any) -> Any:
     return function
 
 
+def calls(wrapper: Any, function: types.FunctionType) -> bool:
+    """Whether this is the function, as decorators and methods have it."""
+    return getattr(inner_function(wrapper), "__func__", inner_function(wrapper)) is function
+
+
 def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
     seen = set()
     for base in cls.__mro__:
@@ -444,6 +449,9 @@ def model_forward(cls: type, labels_at: int, mode: Mode, memory_budget: int | No
             head.liger_mode = None
         return finished(out)
 
+    # Who unwraps functions stops here.
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(cls.forward)
     return forward
 
 
@@ -541,11 +549,11 @@ def patch_module(path: str, module: nn.Module, switches: dict[str, bool]) -> Row
 
 def patch_head(model: nn.Module, switches: dict[str, bool], memory_budget: int | None) -> Row:
     try:
+        if has_own_forward(model) and not (isinstance(model, Patched) and calls(model.forward, type(model).forward)):
+            raise NotUnderstood("its forward was replaced")
         if isinstance(model, Patched):
             take_head(model, memory_budget)
             return Row("", type(model).__name__, "loss", type(model).liger_row[1], "")
-        if has_own_forward(model):
-            raise NotUnderstood("its forward was replaced")
         return Row("", type(model).__name__, "loss", patch_loss(model, switches, memory_budget), "")
     except NotUnderstood as reason:
         return Row("", type(model).__name__, "loss", "", str(reason))

@@ -7,6 +7,7 @@ import gc
 import inspect
 import io
 import json
+import threading
 import warnings
 import weakref
 from typing import NamedTuple
@@ -712,6 +713,33 @@ def test_hooks_on_every_module_see_what_they_saw():
 
 
 # ---- Training loops
+
+
+def test_another_thread_gets_logits():
+    model, ids = make("llama"), tokens()
+    expected = model(input_ids=ids, labels=ids)
+    apply_liger_kernel(model)
+    inside, others_done, losses = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        if threading.current_thread() is trainer:
+            inside.set()
+            others_done.wait(60)
+
+    model.model.layers[0].register_forward_hook(wait)
+    trainer = threading.Thread(target=lambda: losses.append(model(input_ids=ids, labels=ids).loss))
+    trainer.start()
+    assert inside.wait(60)
+    try:
+        outputs = [model(input_ids=ids), model(input_ids=ids, labels=ids)]
+    finally:
+        others_done.set()
+        trainer.join()
+    for out in outputs:
+        torch.testing.assert_close(out.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    for loss in (outputs[1].loss, *losses):
+        torch.testing.assert_close(loss, expected.loss)
+    assert FUSED in nodes(losses[0])
 
 
 def test_a_number_of_items_divides_the_sum():

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import threading
 import types
 import warnings
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
@@ -372,19 +373,26 @@ class Mode(NamedTuple):
 
     fuses: bool  # puts logits off
     keeps: bool  # or else hands on those that are there, to another loss
+    thread: int = 0  # whose call that is
+
+    def is_mine(self) -> bool:
+        # What is compiled neither asks for threads nor runs in two.
+        return torch.compiler.is_compiling() or self.thread in (0, threading.get_ident())
 
 
 def head_forward(self: nn.Linear, input: Tensor, liger_call: LossCall | type[LogitsCall] | None = None) -> Any:
     if liger_call is not None:
         return liger_call.run(input, self.weight, self.bias, self.liger_memory_budget)
-    mode = None if watched(self) else self.liger_mode
+    mode = self.liger_mode
+    if mode is None or watched(self) or not mode.is_mine():
+        return nn.functional.linear(input, self.weight, self.bias)
     # A distributed or quantised weight is of another class.
-    if mode is not None and mode.fuses and type(self.weight) in (nn.Parameter, Tensor):
+    if mode.fuses and type(self.weight) in (nn.Parameter, Tensor):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         return DeferredLogits(self, input, dtype)
     logits = nn.functional.linear(input, self.weight, self.bias)
-    return DeferredLogits(None, logits, logits.dtype) if mode is not None and mode.keeps else logits
+    return DeferredLogits(None, logits, logits.dtype) if mode.keeps else logits
 
 
 def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int | None) -> str:
@@ -442,7 +450,8 @@ def model_forward(cls: type, labels_at: int, mode: Mode, memory_budget: int | No
         if labels is None or not isinstance(head, Patched) or head.liger_mode is not None:
             return cls.forward(self, *args, **kwargs)
         skip = self.training if skip_logits is None else skip_logits
-        head.liger_mode = Mode(skip and mode.fuses, mode.keeps)
+        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        head.liger_mode = Mode(skip and mode.fuses, mode.keeps, thread)
         try:
             out = cls.forward(self, *args, **kwargs)
         finally:

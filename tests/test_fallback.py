@@ -516,16 +516,36 @@ def check_refusals() -> None:
         name = op.default.name().removeprefix("liger::")
         with pytest.raises(RuntimeError, match=rf"{name}: \w+ must .* \(got "):
             op(*inputs)
-    for op, inputs in examples("cpu"):
-        out = op(*inputs)
-        learned = next(t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad)
-        grads = torch.autograd.grad((out if isinstance(out, tuple) else (out,))[0].sum(), learned, create_graph=True)
-        with pytest.raises(RuntimeError):
-            torch.autograd.grad(grads[0].square().sum(), learned)
 
 
 def test_bad_input_is_refused(copy):
     call(copy, "check_refusals")
+
+
+def check_no_double_backward() -> None:
+    ops, targets = torch.ops.liger, torch.arange(4)
+    logits, q = (torch.randn(shape, requires_grad=True) for shape in ((4, 16), (1, 2, 4, 16)))
+    angles, turns = torch.randn(4, 16), torch.randn(4, 8, dtype=torch.complex64)
+    name_of = lambda op: op.default.name().removeprefix("liger::").split("_with_")[0]  # noqa: E731
+    calls = [(name_of(op), op, inputs) for op, inputs in examples("cpu")]
+    calls += [
+        ("cross_entropy_", lambda logits: ops.cross_entropy_(logits * 1.0, targets), (logits,)),
+        ("rope", ops.rope, (q, q, angles, angles)),
+        ("rope_freqs_cis", ops.rope_freqs_cis, (q, q, turns)),
+    ]
+    for name, function, inputs in calls:
+        out = function(*inputs)
+        out = out[0] if isinstance(out, tuple) else out
+        # The gradient of a linear operator depends on what arrives alone.
+        out = out.square() if name in ("embedding", "rope", "rope_freqs_cis") else out
+        learned = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        for gradient in torch.autograd.grad(out.sum(), learned, create_graph=True):
+            with pytest.raises(RuntimeError, match=f"^{name}: double backward is not supported"):
+                torch.autograd.grad(gradient.sum(), learned[0], retain_graph=True)
+
+
+def test_double_backward_is_refused(copy):
+    call(copy, "check_no_double_backward")
 
 
 def check_a_model() -> None:

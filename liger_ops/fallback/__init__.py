@@ -13,7 +13,7 @@ import torch
 
 from . import runtime
 
-HELPERS = {"__init__", "autocast", "runtime"}
+HELPERS = {"__init__", "autocast", "autograd", "runtime"}
 
 
 def modules() -> list:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import runtime
+from .autograd import once_differentiable
 
 # The kernels' flags.
 HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SAVE_STATS = (1 << i for i in range(4))
@@ -322,16 +323,16 @@ class Loss(torch.autograd.Function):
     """Of logits whose gradient is known already, but for what arrives for the loss."""
 
     @staticmethod
-    def forward(ctx, logits, dlogits, loss):
+    def forward(ctx, dlogits, loss):
         ctx.save_for_backward(dlogits)
         return loss.view_as(loss)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        (dlogits,) = ctx.saved_tensors
+    @once_differentiable("cross_entropy_")
+    def backward(ctx, saved, grad):
+        (dlogits,) = saved
         scaled = dlogits.to(grad.dtype) * (grad[..., None] if grad.dim() else grad)
-        return scaled.to(dlogits.dtype), None, None
+        return scaled.to(dlogits.dtype), None
 
 
 class Overwritten(torch.autograd.Function):
@@ -346,12 +347,13 @@ class Overwritten(torch.autograd.Function):
 
 
 def overwrite_autograd(logits: Tensor, *args, **named) -> Tensor:
+    # The copy, which becomes the gradient, leads autograd back to the logits.
+    dlogits = logits.clone() if logits.requires_grad else logits
     with torch._C._AutoDispatchBelowAutograd():
-        dlogits = logits.clone() if logits.requires_grad else logits
         loss = torch.ops.liger.cross_entropy_(dlogits, *args, **named)
     if dlogits is logits:
         return loss
-    loss = Loss.apply(logits, dlogits, loss)
+    loss = Loss.apply(dlogits, loss)
     Overwritten.apply(logits, dlogits)
     return loss
 
@@ -368,8 +370,9 @@ def register() -> None:
         if isinstance(output, tuple):
             ctx.mark_non_differentiable(*output[1:])
 
-    def backward(ctx, grad, *_):
-        dlogits = torch.ops.liger._cross_entropy_grad(grad, *ctx.saved_tensors, *ctx.options)
+    @once_differentiable("cross_entropy")
+    def backward(ctx, saved, grad, *_):
+        dlogits = torch.ops.liger._cross_entropy_grad(grad, *saved, *ctx.options)
         return dlogits, None, None, *(None for _ in ctx.options)
 
     def cross_entropy(logits, target, weight=None, *options, **named):

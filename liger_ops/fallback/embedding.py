@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import runtime
+from .autograd import once_differentiable
 from .swiglu import demand
 
 FEW = 3072
@@ -78,8 +79,9 @@ def register() -> None:
         ctx.padding_idx = check(input, weight, padding[0] if padding else None)
         ctx.options = len(padding)
 
-    def gradient(ctx, dout):
-        (input,) = ctx.saved_tensors
+    @once_differentiable("embedding")
+    def gradient(ctx, saved, dout):
+        (input,) = saved
         dweight = torch.ops.liger._embedding_grad(dout, input, ctx.classes, ctx.padding_idx)
         return None, dweight, *(None for _ in range(ctx.options))
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import autocast, runtime
+from .autograd import once_differentiable
 from .cross_entropy import HAS_SOFTCAP, Launches, Options, Results, Rows, compute_dtype
 
 NAME = "fused_linear_cross_entropy"
@@ -415,10 +416,10 @@ class Autograd(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, *_):
+    @once_differentiable(NAME)
+    def backward(ctx, saved, grad, *_):
         arguments = list(ctx.others)
-        for i, t in zip(ctx.at, ctx.saved_tensors):
+        for i, t in zip(ctx.at, saved):
             arguments[i] = t
         needed = ctx.needs_input_grad[1:4]
         wanted = sum(bit for bit, need in zip((INPUT, WEIGHT, BIAS), needed) if need)

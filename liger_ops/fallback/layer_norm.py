@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import runtime
+from .autograd import once_differentiable
 from .swiglu import compute_dtype, demand, empty_contiguous
 
 HAS_WEIGHT, HAS_BIAS, NEEDS_DWEIGHT, NEEDS_DBIAS = 1, 2, 8, 16
@@ -146,8 +147,9 @@ def register() -> None:
         ctx.needs = [p is not None and p.requires_grad for p in (weight, bias)]
         ctx.save_for_backward(x, weight, bias)
 
-    def differentiate(ctx, dy):
-        dx, *parameters = torch.ops.liger._layer_norm_grad(dy, *ctx.saved_tensors, ctx.eps, *ctx.needs)
+    @once_differentiable("layer_norm")
+    def differentiate(ctx, saved, dy):
+        dx, *parameters = torch.ops.liger._layer_norm_grad(dy, *saved, ctx.eps, *ctx.needs)
         return dx, *(grad if needed else None for grad, needed in zip(parameters, ctx.needs)), None
 
     op.register_autograd(differentiate, setup_context=save)

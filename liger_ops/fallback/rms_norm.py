@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import autocast, runtime
+from .autograd import once_differentiable
 from .swiglu import compute_dtype, demand, empty_contiguous
 
 HAS_WEIGHT, ROUND_FIRST, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 8, 16
@@ -134,8 +135,9 @@ def register() -> None:
         ctx.needs_dweight = weight is not None and weight.requires_grad
         ctx.save_for_backward(x, weight)
 
-    def plain_backward(ctx, dy):
-        x, weight = ctx.saved_tensors
+    @once_differentiable("rms_norm")
+    def plain_backward(ctx, saved, dy):
+        x, weight = saved
         dx, dweight = torch.ops.liger._rms_norm_grad(dy, None, x, weight, *ctx.options, ctx.needs_dweight)
         return dx, dweight if ctx.needs_dweight else None, None, None, None
 
@@ -152,8 +154,9 @@ def register() -> None:
         ctx.needs_dweight = weight is not None and weight.requires_grad
         ctx.save_for_backward(output[1], weight)
 
-    def fused_backward(ctx, dy, ds):
-        s, weight = ctx.saved_tensors
+    @once_differentiable("fused_add_rms_norm")
+    def fused_backward(ctx, saved, dy, ds):
+        s, weight = saved
         dx, dweight = torch.ops.liger._rms_norm_grad(dy, ds, s, weight, *ctx.options, ctx.needs_dweight)
         return dx, dx.clone(), dweight if ctx.needs_dweight else None, None, None, None
 

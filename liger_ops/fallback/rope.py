@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import autocast, runtime
+from .autograd import once_differentiable
 from .swiglu import compute_dtype, demand, empty_contiguous
 
 INVERSE = 1
@@ -136,8 +137,9 @@ def register() -> None:
         ctx.save_for_backward(*inputs[2:])
         ctx.options = keyword_only_inputs["interleaved"], keyword_only_inputs["mrope_section"]
 
-    def backward(ctx, dq, dk):
-        return *torch.ops.liger._rope_grad(dq, dk, *ctx.saved_tensors, *ctx.options), None, None
+    @once_differentiable("rope")
+    def backward(ctx, saved, dq, dk):
+        return *torch.ops.liger._rope_grad(dq, dk, *saved, *ctx.options), None, None
 
     plain.register_autograd(backward, setup_context=save)
 
@@ -167,7 +169,8 @@ def register() -> None:
         demand(not inputs[2].requires_grad, "rope_freqs_cis", "freqs_cis", "require no gradient", "requires_grad=True")
         ctx.save_for_backward(inputs[2])
 
-    def complex_backward(ctx, dq, dk):
-        return *torch.ops.liger._rope_grad(dq, dk, *real(*ctx.saved_tensors), True, None), None
+    @once_differentiable("rope_freqs_cis")
+    def complex_backward(ctx, saved, dq, dk):
+        return *torch.ops.liger._rope_grad(dq, dk, *real(*saved), True, None), None
 
     complex_rope.register_autograd(complex_backward, setup_context=save_complex)

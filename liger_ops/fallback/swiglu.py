@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import autocast, runtime
+from .autograd import once_differentiable
 
 # act(x), and act'(x), of fp32 or fp64 values.
 Activation = Callable[..., Tensor]
@@ -113,14 +114,16 @@ def register_gated(
         ctx.options = inputs[len(tensors) :]
         ctx.save_for_backward(*tensors)
 
-    def plain_backward(ctx, dout):
+    @once_differentiable(op)
+    def plain_backward(ctx, saved, dout):
         return (
-            *getattr(torch.ops.liger, f"_{op}_grad")(dout, *ctx.saved_tensors, *ctx.options),
+            *getattr(torch.ops.liger, f"_{op}_grad")(dout, *saved, *ctx.options),
             *(None for _ in ctx.options),
         )
 
-    def packed_backward(ctx, dout):
-        gate, up = ctx.saved_tensors[0].chunk(2, -1)
+    @once_differentiable(f"{op}_packed")
+    def packed_backward(ctx, saved, dout):
+        gate, up = saved[0].chunk(2, -1)
         grads = getattr(torch.ops.liger, f"_{op}_grad")(dout, gate, up, *ctx.options)
         return torch.cat(grads, -1), *(None for _ in ctx.options)
 
@@ -128,8 +131,9 @@ def register_gated(
         ctx.options = inputs[4:]
         ctx.save_for_backward(*inputs[:3])
 
-    def linear_backward(ctx, dout):
-        gate, up, weight = ctx.saved_tensors
+    @once_differentiable(f"{op}_linear")
+    def linear_backward(ctx, saved, dout):
+        gate, up, weight = saved
         # A bias that is left out is not counted.
         wants_gate, wants_up, wants_weight, wants_bias = (*ctx.needs_input_grad, False)[:4]
         dgate = dup = dweight = None

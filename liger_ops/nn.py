@@ -67,7 +67,8 @@ class RMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def epsilon(self, x: Tensor) -> float:
-        return torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        # What torch takes, which computes in fp32 at least.
+        return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.rms_norm(_rows(self, x), _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode)

@@ -67,6 +67,12 @@ def test_a_norm_names_the_shape_it_wants():
         ours.RMSNorm([3, 8])(torch.zeros(8, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_without_eps_rms_norm_takes_torchs(dtype):
+    x = torch.randn(5, 24, dtype=torch.float64).mul(1e-7 if dtype == torch.float64 else 1e-3).to(dtype)
+    torch.testing.assert_close(ours.RMSNorm(24, dtype=dtype)(x), nn.functional.rms_norm(x, (24,)))
+
+
 def test_offset_starts_at_the_identity():
     x = torch.randn(4, 16)
     shifted, plain = ours.RMSNorm(16, offset=1.0), ours.RMSNorm(16)

@@ -26,13 +26,10 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
     return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
 
 
-def _rows(module: nn.Module, x: Tensor) -> Tensor:
+def _rows(name: str, x: Tensor, shape: list[int]) -> Tensor:
     """x with the normalised dimensions as one, for the operators normalise the last."""
-    shape = tuple(module.normalized_shape)
-    if tuple(x.shape[-len(shape) :]) != shape:
-        raise ValueError(
-            f"{type(module).__name__}: input must have shape (..., {str(shape)[1:-1]}) (got {tuple(x.shape)})"
-        )
+    if list(x.shape[-len(shape) :]) != list(shape):
+        raise ValueError(f"{name}: input must have shape [..., {str(list(shape))[1:]} (got {list(x.shape)})")
     return x if len(shape) == 1 else x.flatten(-len(shape))
 
 
@@ -42,8 +39,6 @@ class RMSNorm(nn.RMSNorm):
     >>> RMSNorm(8, eps=1e-6)
     RMSNorm((8,), eps=1e-06, elementwise_affine=True)
     """
-
-    offset = 0.0
 
     def __init__(
         self,
@@ -56,23 +51,24 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         casting_mode: str = "gemma",
     ) -> None:
+        # First of all, for it says what the weight starts as.
+        self.offset = offset
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         self.casting_mode = casting_mode
-        if offset != 0.0:
-            self.offset = offset
-            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def epsilon(self, x: Tensor) -> float:
-        # What torch takes, which computes in fp32 at least.
-        return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        if self.eps is not None:
+            return self.eps
+        # What torch takes, which computes in fp32 at least; TorchScript knows no torch.finfo.
+        return 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(_rows(self, x), _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode)
-        return y.view(x.shape)
+        rows = _rows("RMSNorm", x, self.normalized_shape)
+        return F.rms_norm(rows, _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode).view(x.shape)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
@@ -82,9 +78,9 @@ class FusedAddRMSNorm(RMSNorm):
     """``forward(x, residual) -> (norm(x + residual), x + residual)``, with the parameters of :class:`RMSNorm`."""
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        y, s = F.fused_add_rms_norm(
-            _rows(self, x), _rows(self, residual), _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode
-        )
+        name, shape = "FusedAddRMSNorm", self.normalized_shape
+        rows, residual = _rows(name, x, shape), _rows(name, residual, shape)
+        y, s = F.fused_add_rms_norm(rows, residual, _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode)
         return y.view(x.shape), s.view(x.shape)
 
 
@@ -92,7 +88,8 @@ class LayerNorm(nn.LayerNorm):
     """:class:`torch.nn.LayerNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(_rows(self, x), _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
+        rows = _rows("LayerNorm", x, self.normalized_shape)
+        return F.layer_norm(rows, _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
 
 
 def embedding_stays_torchs() -> bool:
@@ -211,7 +208,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                     "CrossEntropyLoss: target must hold class indices where lse_square_scale or softcap is given "
                     "(got probabilities)"
                 )
-            return super().forward(input, target)
+            return nn.functional.cross_entropy(
+                input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+                label_smoothing=self.label_smoothing,
+            )  # fmt: skip
         logits = input.movedim(1, -1) if input.dim() > 2 else input
         return F.cross_entropy(
             logits, target, self.weight, self.reduction, self.ignore_index, self.label_smoothing, self.lse_square_scale,
@@ -261,7 +261,8 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         bias: Tensor | None = None,
         token_weight: Tensor | None = None,
     ) -> Tensor:
-        return F.fused_linear_cross_entropy(
+        # Not by way of the function, whose defaults of keywords TorchScript does not take.
+        return torch.ops.liger.fused_linear_cross_entropy(
             input, weight, target, bias, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
             self.lse_square_scale, self.softcap, logits_scale=self.logits_scale, token_weight=token_weight,
             memory_budget=self.memory_budget,

@@ -25,7 +25,8 @@ ready := .venv/ready
 models := .venv/models
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
-	.venv/bin/python -m pip install -q --no-compile "$(TORCH)" "$(TRITON)" setuptools wheel pybind11 ninja cmake "numpy<2.4"
+	.venv/bin/python -m pip install -q --no-compile "$(TORCH)" "$(TRITON)" "setuptools>=77" wheel pybind11 ninja cmake \
+	  "numpy<2.4"
 	touch $@
 # The build does not wait for these.
 .venv/models: .venv/ready

@@ -1,5 +1,6 @@
 """What a release is made of: libraries for older systems and other torches, a wheel, an sdist, one version."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -150,6 +151,15 @@ def test_the_sdist_holds_what_a_build_needs(tmp_path, monkeypatch):
     )
     assert {name for name in tracked if name.startswith(folders)} <= names
     assert not [name for name in names if name.endswith((".so", ".pack", ".pyc"))]
+
+
+def test_whoever_installs_setuptools_asks_for_one_that_reads_pyproject():
+    """A license expression is an error before 77; without build isolation pip does not look at `requires`."""
+    (least,) = re.findall(r'requires = \["setuptools>=(\d+)"\]', (ROOT / "pyproject.toml").read_text())
+    assert int(least) >= 77
+    for path in ("README.md", "Makefile"):
+        commands = [c for c in (ROOT / path).read_text().splitlines() if "pip install" in c and "setuptools" in c]
+        assert commands and all(f'"setuptools>={least}"' in c for c in commands), path
 
 
 def test_the_version_is_in_one_place():

@@ -144,7 +144,7 @@ def norm_calls(device: str) -> Iterator[tuple]:
         return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_(requires_grad)
 
     dtypes = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
-    for (dtype, parameter_dtype), shape, n in itertools.product(dtypes, [(2, 3), (0,)], [64, 131, 2560, 40_000]):
+    for (dtype, parameter_dtype), shape, n in itertools.product(dtypes, [(2, 3), (0,)], [0, 64, 131, 2560, 40_000]):
         x, residual, dy, ds = (randn((*shape, n), dtype) for _ in range(4))
         dy, ds = dy.detach(), ds.detach()
         w, b = (randn(n, parameter_dtype) for _ in range(2))
@@ -177,7 +177,7 @@ def gated_calls(device: str) -> Iterator[tuple]:
     def randn(*shape):
         return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
-    for dtype, shape in itertools.product((torch.float32, torch.bfloat16), [(2, 3, 64), (5, 131), (0, 8)]):
+    for dtype, shape in itertools.product((torch.float32, torch.bfloat16), [(2, 3, 64), (5, 131), (0, 8), (5, 0)]):
         n = shape[-1]
         gate, up, packed, weight, bias = randn(*shape), randn(*shape), randn(*shape[:-1], 2 * n), randn(24, n), randn(24)
         grad, narrow = randn(*shape).detach(), randn(*shape[:-1], 24).detach()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import autocast, runtime
 from .autograd import once_differentiable
-from .swiglu import compute_dtype, demand, empty_contiguous
+from .swiglu import as_rows, compute_dtype, demand, empty_contiguous
 
 HAS_WEIGHT, ROUND_FIRST, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 8, 16
 OPTIONS = "Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\""
@@ -85,7 +85,7 @@ def backward(
         dx = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd[..., None]
         dx = (dx if ds is None else dx + ds.to(c)).to(s.dtype).contiguous()
         kept = normed.to(s.dtype).to(c) if mode == "llama" else normed
-        return dx, (dy.to(c) * kept).reshape(-1, n).sum(0).to(weight.dtype) if needs_dweight else s.new_empty(0)
+        return dx, as_rows(dy.to(c) * kept).sum(0).to(weight.dtype) if needs_dweight else s.new_empty(0)
     s, dy = s.contiguous(), dy.contiguous()
     ds = None if ds is None else ds.contiguous()
     weight = None if weight is None else weight.contiguous()

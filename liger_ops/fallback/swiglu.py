@@ -37,6 +37,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """(rows, columns). Of no columns at all reshape could not tell the rows."""
+    return torch.atleast_2d(t).flatten(0, -2)
+
+
 def empty_contiguous(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -137,12 +142,11 @@ def register_gated(
         # A bias that is left out is not counted.
         wants_gate, wants_up, wants_weight, wants_bias = (*ctx.needs_input_grad, False)[:4]
         dgate = dup = dweight = None
-        rows = dout.reshape(-1, dout.shape[-1])
+        rows = as_rows(dout)
         if wants_gate or wants_up:
             dgate, dup = getattr(torch.ops.liger, f"_{op}_grad")(dout @ weight, gate, up, *ctx.options)
         if wants_weight:
-            product = getattr(torch.ops.liger, op)(gate, up, *ctx.options)
-            dweight = rows.t() @ product.reshape(-1, product.shape[-1])
+            dweight = rows.t() @ as_rows(getattr(torch.ops.liger, op)(gate, up, *ctx.options))
         dbias = rows.sum(0) if wants_bias else None
         return dgate, dup, dweight, dbias, *(None for _ in ctx.options)
 

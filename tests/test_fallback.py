@@ -501,6 +501,7 @@ def test_losses_refuse_what_the_library_refuses(copy, tmp_path):
 
 def check_refusals() -> None:
     ones, ops = torch.ones, torch.ops.liger
+    heads = ones(1, 2, 4, 8).double()
     for op, inputs in (
         (ops.rms_norm, (ones(2, 8, dtype=torch.long),)),
         (ops.rms_norm, (ones(2, 8), ones(7))),
@@ -512,6 +513,12 @@ def check_refusals() -> None:
         (ops.layer_norm, (ones(2, 8), ones(8).half())),
         (ops.layer_norm, (ones(2, 8).half(), ones(8).half(), ones(8))),
         (ops.layer_norm, (ones(2, 8), None, None, float("inf"))),
+        (ops.rms_norm, (ones(2, 8).double(), ones(8))),
+        (ops.fused_add_rms_norm, (ones(2, 8).double(), ones(2, 8).double(), ones(8))),
+        (ops.layer_norm, (ones(2, 8).double(), None, ones(8))),
+        (ops.rope, (heads, heads, ones(4, 8), ones(4, 8))),
+        (ops.rope_freqs_cis, (heads, heads, ones(4, 4, dtype=torch.complex64))),
+        (ops.cross_entropy, (ones(2, 8).double(), ones(2).long(), ones(8))),
     ):
         name = op.default.name().removeprefix("liger::")
         with pytest.raises(RuntimeError, match=rf"{name}: \w+ must .* \(got "):

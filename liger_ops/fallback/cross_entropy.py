@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import runtime
 from .autograd import once_differentiable
+from .swiglu import demand_dtype
 
 # The kernels' flags.
 HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, SAVE_STATS = (1 << i for i in range(4))
@@ -44,9 +45,9 @@ def check(op: str, logits: Tensor, target: Tensor, weight: Tensor | None, o: Opt
     demand(target.shape == logits.shape[:-1], "target", f"have shape {list(logits.shape[:-1])}", target.shape)
     demand(target.device == logits.device, "target", f"be on {logits.device} like logits", target.device)
     if weight is not None:
-        fits = weight.shape == logits.shape[-1:] and weight.dtype in (logits.dtype, torch.float32)
-        fits = fits and weight.device == logits.device
-        demand(fits, "weight", "have one value a class, in float32 or the logits' dtype", (weight.shape, weight.dtype))
+        demand_dtype(op, "weight", weight, "logits", logits)
+        fits = weight.shape == logits.shape[-1:] and weight.device == logits.device
+        demand(fits, "weight", "have one value a class, on the device of logits", (weight.shape, weight.device))
         demand(not weight.requires_grad, "weight", "not require a gradient", "one that does")
     demand(o.reduction in ("mean", "sum", "none"), "reduction", "be 'mean', 'sum' or 'none'", repr(o.reduction))
     demand(0 <= o.label_smoothing <= 1, "label_smoothing", "be between 0 and 1", o.label_smoothing)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import runtime
 from .autograd import once_differentiable
-from .swiglu import compute_dtype, demand, empty_contiguous
+from .swiglu import compute_dtype, demand, demand_dtype, empty_contiguous
 
 HAS_WEIGHT, HAS_BIAS, NEEDS_DWEIGHT, NEEDS_DBIAS = 1, 2, 8, 16
 SCHEMA = "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor"
@@ -23,9 +23,11 @@ def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     dense = x.dtype in allowed and x.dim() >= 1
     demand(dense, "layer_norm", "x", "be a floating-point tensor of at least one dimension", (x.dtype, x.shape))
     for name, p in (("weight", weight), ("bias", bias)):
-        fits = p is None or (p.shape == x.shape[-1:] and p.dtype in (x.dtype, torch.float32) and p.device == x.device)
-        got = None if p is None else (p.shape, p.dtype, p.device)
-        demand(fits, "layer_norm", name, "have one value per column of x, in float32 or x's dtype", got)
+        if p is None:
+            continue
+        demand_dtype("layer_norm", name, p, "x", x)
+        fits = p.shape == x.shape[-1:] and p.device == x.device
+        demand(fits, "layer_norm", name, "have one value per column of x, on its device", (p.shape, p.device))
     if weight is not None and bias is not None:
         demand(
             bias.dtype == weight.dtype, "layer_norm", "bias", f"have the dtype of weight, {weight.dtype}", bias.dtype

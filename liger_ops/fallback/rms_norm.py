@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import autocast, runtime
 from .autograd import once_differentiable
-from .swiglu import as_rows, compute_dtype, demand, empty_contiguous
+from .swiglu import as_rows, compute_dtype, demand, demand_dtype, empty_contiguous
 
 HAS_WEIGHT, ROUND_FIRST, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 8, 16
 OPTIONS = "Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\""
@@ -27,8 +27,9 @@ def check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, ep
         same = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
         demand(same, op, "residual", "match x in shape, dtype and device", (residual.shape, residual.dtype, residual.device))
     if weight is not None:
-        fits = weight.shape == x.shape[-1:] and weight.dtype in (x.dtype, torch.float32) and weight.device == x.device
-        demand(fits, op, "weight", "have one value per column of x, in float32 or x's dtype", (weight.shape, weight.dtype, weight.device))
+        demand_dtype(op, "weight", weight, "x", x)
+        fits = weight.shape == x.shape[-1:] and weight.device == x.device
+        demand(fits, op, "weight", "have one value per column of x, on its device", (weight.shape, weight.device))
     demand(0 <= eps < float("inf"), op, "eps", "be finite and not negative", eps)
     demand(casting_mode in ("llama", "gemma", "none"), op, "casting_mode", "be 'llama', 'gemma' or 'none'", casting_mode)
 

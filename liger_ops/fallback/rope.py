@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import autocast, runtime
 from .autograd import once_differentiable
-from .swiglu import compute_dtype, demand, empty_contiguous
+from .swiglu import compute_dtype, demand, demand_dtype, empty_contiguous
 
 INVERSE = 1
 OPTIONS = "bool interleaved=False, int[]? mrope_section=None"
@@ -30,13 +30,8 @@ def check(
     like = k.dim() == 4 and k.shape[0] == q.shape[0] and k.shape[2:] == q.shape[2:]
     like = like and k.dtype == q.dtype and k.device == q.device
     demand(like, op, "k", "match q in all but the number of heads", (k.shape, k.dtype, k.device))
-    demand(
-        cos.dtype in (q.dtype, torch.float32) and cos.device == q.device,
-        op,
-        angles,
-        "be float32 or match q",
-        (cos.dtype, cos.device),
-    )
+    demand_dtype(op, angles, cos, "q", q)
+    demand(cos.device == q.device, op, angles, f"be on {q.device} like q", cos.device)
     demand(sin.shape == cos.shape and sin.dtype == cos.dtype, op, "sin", "match cos", (sin.shape, sin.dtype))
     dims = cos.dim() - (sections is not None)
     fits = dims in (2, 3) and cos.shape[-2] == q.shape[2] and cos.shape[-1] % 2 == 0 and cos.shape[-1] <= q.shape[3]

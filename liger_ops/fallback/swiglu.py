@@ -20,6 +20,12 @@ def demand(condition: bool, op: str, argument: str, rule: str, got: object) -> N
         raise RuntimeError(f"{op}: {argument} must {rule} (got {got})")
 
 
+def demand_dtype(op: str, argument: str, parameter: Tensor, owner: str, x: Tensor) -> None:
+    """fp32 beside halves, never beside fp64."""
+    fits = parameter.dtype == x.dtype or (parameter.dtype == torch.float32 and x.dtype != torch.float64)
+    demand(fits, op, argument, f"be float32 or have the dtype of {owner}, {x.dtype}", parameter.dtype)
+
+
 def check(op: str, argument: str, gate: Tensor, up: Tensor | None = None) -> None:
     allowed = [torch.float32, torch.float16, torch.bfloat16] + ([] if gate.is_cuda else [torch.float64])
     demand(

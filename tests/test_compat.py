@@ -1,5 +1,7 @@
 """liger_ops.compat: code written for liger_kernel runs over liger_ops."""
 
+import warnings
+
 import pytest
 import torch
 from language_models import SIZES, make, nodes, step, tokens
@@ -167,6 +169,21 @@ def test_models_made_afterwards(door):
     assert "rms_norm" not in nodes(make("llama")(input_ids=ids, labels=ids).loss)
     model = AutoLigerKernelForCausalLM.from_config(make("mistral").config, rope=False)
     assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
+
+
+def test_a_loss_alone_warns_of_nothing(door):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False)
+    ids = tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model = make("llama")
+    assert "fused_linear_cross_entropy" in nodes(model(input_ids=ids, labels=ids).loss)
+    apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)
+    with pytest.warns(RuntimeWarning, match="LlamaForCausalLM is left as it is") as caught:
+        make("llama")
+    assert len(caught) == 1
 
 
 TRAINER = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from typing import Any, Callable
 
 from torch import nn
@@ -29,8 +31,13 @@ def for_models_to_come(types: tuple[str, ...], switches: dict[str, bool]) -> Non
     def post_init(self: Any) -> None:
         original(self)
         chosen = _pending.get(getattr(self.config, "model_type", None))
-        # The base model inside a model comes first, and has no loss; its own modules are found patched by the second.
-        if chosen is not None:
+        if chosen is None:
+            return
+        with warnings.catch_warnings():
+            # The base model inside a model comes first, and has no loss; its own modules are found patched by the
+            # second, which knows better whether anything was left.
+            if "labels" not in inspect.signature(type(self).forward).parameters:
+                warnings.filterwarnings("ignore", "liger_ops: .* is left as it is", RuntimeWarning)
             apply_liger_kernel(self, **chosen)
 
     PreTrainedModel.post_init = post_init

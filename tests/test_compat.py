@@ -171,6 +171,17 @@ def test_models_made_afterwards(door):
     assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
 
 
+def test_a_keyword_that_nobody_knows_is_named(door):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_nemotron
+
+    with pytest.raises(TypeError, match=r"apply_liger_kernel_to_llama\(\) .* 'rms_nrom'"):
+        apply_liger_kernel_to_llama(rms_nrom=False)
+    apply_liger_kernel_to_nemotron(relu_squared=False)
+    apply_liger_kernel_to_llama(embedding=False, memory_budget=1 << 20)
+    model = make("llama")
+    assert type(model.model.embed_tokens) is nn.Embedding and model.lm_head.liger_memory_budget == 1 << 20
+
+
 def test_a_loss_alone_warns_of_nothing(door):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 

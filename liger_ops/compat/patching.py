@@ -12,17 +12,17 @@ from torch import nn
 from ..transformers import SWITCHES, apply_liger_kernel
 from ..transformers.models import MODELS
 
-# Switches of the model types whose instances are patched as they are made.
-_pending: dict[str, dict[str, bool]] = {}
+# What apply_liger_kernel is told of the model types whose instances are patched as they are made.
+_pending: dict[str, dict[str, Any]] = {}
 _post_init: Any = None
 
 
-def for_models_to_come(types: tuple[str, ...], switches: dict[str, bool]) -> None:
+def for_models_to_come(types: tuple[str, ...], options: dict[str, Any]) -> None:
     """Without a model, the package patches transformers itself; here, models of these types when they are made."""
     global _post_init
     from transformers import PreTrainedModel
 
-    _pending.update(dict.fromkeys(types, switches))
+    _pending.update(dict.fromkeys(types, options))
     if _post_init is not None:
         return
     original = _post_init = PreTrainedModel.post_init
@@ -63,18 +63,23 @@ def applier(name: str, types: tuple[str, ...]) -> Callable[..., None]:
         model: nn.Module | None = None,
         layer_norm: bool = True,
         geglu: bool = True,
-        **others: bool,
+        relu_squared: bool = True,
+        *,
+        embedding: bool = True,
+        memory_budget: int | None = None,
     ) -> None:
+        """The package's arguments, of which relu_squared has no operator here, and two of apply_liger_kernel's own."""
         if cross_entropy and fused_linear_cross_entropy:
             raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True.")
-        switches = dict(
+        options = dict(
             rope=rope, cross_entropy=cross_entropy, fused_linear_cross_entropy=fused_linear_cross_entropy,
-            rms_norm=rms_norm, swiglu=swiglu, layer_norm=layer_norm, geglu=geglu,
+            rms_norm=rms_norm, swiglu=swiglu, layer_norm=layer_norm, geglu=geglu, embedding=embedding,
+            memory_budget=memory_budget,
         )  # fmt: skip
         if model is None:
-            for_models_to_come(types, switches)
+            for_models_to_come(types, options)
         else:
-            apply_liger_kernel(model, **switches)
+            apply_liger_kernel(model, **options)
 
     apply.__name__ = apply.__qualname__ = name
     return apply

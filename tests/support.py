@@ -126,6 +126,19 @@ def check_op(
         assert_no_worse(f"result {i}", *results, scale=scale if i >= outputs else 0.0)
 
 
+def record_calls(monkeypatch: pytest.MonkeyPatch, name: str, result: Any) -> list[dict[str, Any]]:
+    """The arguments by name of every call that reaches this operator from now on; it returns `result` for each of its
+    outputs instead of running."""
+    schema, calls = getattr(torch.ops.liger, name).default._schema, []
+
+    def recorder(*arguments: Any, **options: Any) -> Any:
+        calls.append(dict(zip((a.name for a in schema.arguments), arguments)) | options)
+        return result if len(schema.returns) == 1 else (result,) * len(schema.returns)
+
+    monkeypatch.setattr(torch.ops.liger, name, recorder)
+    return calls
+
+
 def wanted_of(inputs: Iterable[Tensor | None]) -> list[Tensor]:
     return [t for t in inputs if t is not None and t.requires_grad]
 

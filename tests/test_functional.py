@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from support import record_calls
 
 from liger_ops import functional, nn
 
@@ -35,6 +36,29 @@ def test_arguments_and_defaults_are_the_operators(name):
         assert a.has_default_value() == (p.default is not p.empty)
         if a.has_default_value():
             assert a.default_value == p.default
+
+
+def arguments_of(function):
+    """A value for each, unlike any other."""
+    return {p: [object()] if p == "mrope_section" else object() for p in inspect.signature(function).parameters}
+
+
+@pytest.mark.parametrize("name", [n for n in functional.__all__ if hasattr(torch.ops.liger, n)])
+def test_arguments_reach_the_operator(name, monkeypatch):
+    function, calls = getattr(functional, name), record_calls(monkeypatch, name, None)
+    given = arguments_of(function)
+    function(**given)
+    assert calls == [given]
+
+
+def test_arguments_reach_every_head(monkeypatch):
+    calls = record_calls(monkeypatch, "fused_linear_cross_entropy", torch.zeros(()))
+    given = arguments_of(functional.fused_linear_cross_entropy_heads)
+    weights, targets = ([object(), object()] for _ in range(2))
+    functional.fused_linear_cross_entropy_heads(**given | dict(weights=weights, targets=targets))
+    shared = {k: v for k, v in given.items() if k not in ("weights", "targets")}
+    shared |= dict(bias=None, ce_weight=None, token_weight=None, logits_scale=1.0)
+    assert calls == [shared | dict(weight=w, target=t) for w, t in zip(weights, targets)]
 
 
 def test_every_operator_has_a_function():

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from support import assert_no_worse, count_graphs
+from support import assert_no_worse, count_graphs, record_calls
 from torch import nn
 
 import liger_ops.nn as ours
@@ -63,6 +63,36 @@ def test_constructors_begin_as_their_counterparts(cls, counterpart):
     assert all(p.kind is p.KEYWORD_ONLY for p in mine[len(theirs) :])
 
 
+X, TARGET, PER_CLASS, PER_TOKEN = torch.ones(6, 16), torch.zeros(6, dtype=torch.long), torch.ones(16), torch.ones(6)
+OF_NORMS = dict(eps=0.5, offset=1.0, casting_mode="none")
+OF_LOSSES = dict(reduction="sum", ignore_index=3, label_smoothing=0.1, lse_square_scale=0.2, softcap=0.5)
+OF_LINEAR_LOSSES = dict(OF_LOSSES, ce_weight=PER_CLASS, logits_scale=0.5, memory_budget=1 << 20)
+
+# The module over an operator, its sizes and options, and what it is called with.
+MODULES = {
+    "rms_norm": (ours.RMSNorm, [16], OF_NORMS, dict(x=X)),
+    "fused_add_rms_norm": (ours.FusedAddRMSNorm, [16], OF_NORMS, dict(x=X, residual=X + 1)),
+    "layer_norm": (ours.LayerNorm, [16], dict(eps=0.5), dict(x=X)),
+    "embedding": (ours.Embedding, [7, 16], dict(padding_idx=3), dict(input=TARGET)),
+    "cross_entropy": (ours.CrossEntropyLoss, [], dict(OF_LOSSES, weight=PER_CLASS), dict(logits=X, target=TARGET)),
+    "fused_linear_cross_entropy": (
+        ours.FusedLinearCrossEntropyLoss,
+        [],
+        OF_LINEAR_LOSSES,
+        dict(input=X, weight=X + 1, target=TARGET, bias=PER_CLASS + 1, token_weight=PER_TOKEN),
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", MODULES)
+def test_options_reach_the_operator(operator, monkeypatch):
+    cls, sizes, options, inputs = MODULES[operator]
+    module, calls = cls(*sizes, **options), record_calls(monkeypatch, operator, X)
+    module(*inputs.values())
+    # The very tensors, not their likes.
+    assert calls == [inputs | dict(module.named_parameters()) | options]
+
+
 def test_a_norm_names_the_shape_it_wants():
     with pytest.raises(ValueError, match=r"RMSNorm: input must have shape \[\.\.\., 3, 8\] \(got \[8, 3\]\)"):
         ours.RMSNorm([3, 8])(torch.zeros(8, 3))
@@ -103,6 +133,8 @@ class Reference(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+# A projection with a hook is called as a module, not read past.
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     "cls, options, activation",
@@ -112,8 +144,10 @@ class Reference(nn.Module):
         (ours.GEGLUMLP, {"approximate": "none"}, nn.GELU()),
     ],
 )
-def test_gated_mlps(cls, options, activation, bias, device):
+def test_gated_mlps(cls, options, activation, bias, hooked, device):
     mlp = cls(16, 40, bias, device=device, **options)
+    if hooked:
+        mlp.down_proj.register_forward_hook(lambda *_: None)
     theirs = Reference(mlp, activation)
     assert list(mlp.state_dict()) == list(theirs.state_dict())
     agree(mlp, theirs, torch.randn(3, 5, 16, device=device))

@@ -490,13 +490,20 @@ class Runner:
             self.emit({"kind": "absent", "of": kind, **case.key, "provider": name, "state": state, **why})
 
     def time(self, case: Case, anchors: Sequence[Anchor]) -> None:
+        times: list[Record] = []
+        memory: list[Record] = []
         with self.guard(case, "time", "every provider"):
-            self.time_subjects(case, anchors, *self.prepare(case, "time"))
+            times, memory = self.time_subjects(case, *self.prepare(case, "time"))
+        bars = []
+        for anchor in anchors:
+            bars += judge("time", case, times, anchor.must, anchor.provider)
+            bars += judge("memory", case, memory, anchor.must_mib, anchor.provider)
+        for record in (*times, *memory, *bars):
+            self.emit(record)
 
     def time_subjects(
-        self, case: Case, anchors: Sequence[Anchor],
-        problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness],
-    ) -> None:  # fmt: skip
+        self, case: Case, problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness]
+    ) -> tuple[list[Record], list[Record]]:
         passes = case.op.passes
         times: dict[tuple[str, str], list[float]] = {}
         peaks: dict[tuple[str, str], int] = {}
@@ -538,23 +545,20 @@ class Runner:
                                 "floor": floors[pass_name], "bytes": moved.get(pass_name)})  # fmt: skip
                 memory.append({"kind": "memory", "unit": "MiB", **key, **summary([peaks[name, pass_name] / MIB]),
                                **least.get(pass_name, {})})  # fmt: skip
-        bars = []
-        for anchor in anchors:
-            bars += judge("time", case, records, anchor.must, anchor.provider)
-            bars += judge("memory", case, memory, anchor.must_mib, anchor.provider)
-        for record in (*records, *memory, *bars):
-            self.emit(record)
+        return records, memory
 
     def host(self, name: str, op: Op, must: bool) -> None:
         spec = op.host[self.clock.device]
         case = Case(name, op, spec.shape, spec.dtype)
+        records: list[Record] = []
         with self.guard(case, "host", "every provider"):
-            self.host_subjects(case, spec.must if must else {}, *self.prepare(case, "host"))
+            records = self.host_subjects(case, *self.prepare(case, "host"))
+        for record in (*records, *judge("host", case, records, spec.must if must else {})):
+            self.emit(record)
 
     def host_subjects(
-        self, case: Case, must: Mapping[str, Bar],
-        problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness],
-    ) -> None:  # fmt: skip
+        self, case: Case, problem: Problem, subjects: dict[str, Subject], witnesses: dict[str, PathWitness]
+    ) -> list[Record]:
         costs: dict[tuple[str, str], list[float]] = {}
         for turn in range(HOST_TURNS * self.rounds):
             self.tick(f"{case.name}: host cost, turn {turn + 1}")
@@ -569,13 +573,11 @@ class Runner:
                                 self.host_batch(step, self.clock.host_batch)
                             )
         paths = self.paths(case, "host", subjects, witnesses)
-        records = [
+        return [
             {"kind": "host", "unit": "us", **case.key, "provider": provider, "pass": pass_name, "path": paths[provider],
              **summary(costs[provider, pass_name])}
             for provider in subjects for pass_name in HOST_PASSES
         ]  # fmt: skip
-        for record in (*records, *judge("host", case, records, must)):
-            self.emit(record)
 
     def host_batch(self, step: Callable[[], Any], count: int) -> float:
         """Microseconds to enqueue one call."""

@@ -5,14 +5,17 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import stub_cuda
 from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
-from benchmarks import compare, report, tune
+from benchmarks import __main__ as main
+from benchmarks import compare, harness, report, swiglu, tune
 from benchmarks.harness import in_turn
+from benchmarks.op import Anchor, Host
 
 
 def run_benchmarks(*arguments):
@@ -39,6 +42,38 @@ def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
     assert "liger-kernel" in missing or any(r["provider"] == "liger-kernel" for r in times)
     assert page == lines.with_suffix(".md").read_text() + "\n" and "Peak memory" in page
     assert {p.name.rsplit("-", 1)[1] for p in tmp_path.glob("*.png")} == {"time.png", "memory.png"}
+
+
+def boom(*_):
+    raise RuntimeError("boom")
+
+
+SMALL = replace(
+    swiglu.OP,
+    shapes={"quick-cpu": [(4, 64)]},
+    anchors=(Anchor((4, 64), "float32", {"forward": 1e9}, {"full": 1e9}, device="cpu"),),
+    host={"cpu": Host((4, 64), "float32", {"grad": 1e9})},
+)
+BROKEN = {
+    "nothing": (SMALL, 0),
+    "a peer": (replace(SMALL, providers=dict(SMALL.providers, quack=lambda: boom)), 0),
+    "ours": (replace(SMALL, providers=dict(SMALL.providers, ours=lambda: boom)), 1),
+    "every provider": (replace(SMALL, formula=boom), 1),
+}
+
+
+@pytest.mark.parametrize("suite", ["quick", "anchors"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness.CpuClock, "ceiling_bytes", 1 << 20)
+    monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
+    op, expected = BROKEN[broken]
+    asked = ["--suite", suite, "--device", "cpu", "--rounds", "1", "--providers", "hf,quack,ours", "--out", str(tmp_path)]
+    assert main.run(main.parse(asked, {"swiglu": op}), {"swiglu": op}) == expected
+    (lines,) = tmp_path.glob("*.jsonl")
+    bars = [r for r in map(json.loads, lines.read_text().splitlines()) if r["kind"] == "bar"]
+    judged = {} if suite == "quick" else dict.fromkeys(("time", "memory", "host"), "NOT MEASURED" if expected else "pass")
+    assert {bar["of"]: bar["verdict"] for bar in bars} == judged
 
 
 WARM = """

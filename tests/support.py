@@ -94,6 +94,12 @@ def assert_no_worse(
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
+def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
+    """Spacing of the type's smallest numbers, relative to the oracle's largest: in fp16 it is felt up to 6e-5."""
+    limits = torch.finfo(dtype)
+    return limits.tiny * limits.eps / max(float(oracle.abs().max()), limits.tiny) if oracle.numel() else 0.0
+
+
 def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> list[Tensor]:
     """Outputs, then the gradients of every input that requires one."""
     out = function(*inputs)

@@ -392,8 +392,13 @@ def write(records: Sequence[Record], stem: Path) -> str:
 
 
 def read(path: Path) -> list[Record]:
-    with open(path) as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} must be a file of records ({error})") from None
+    if not records or records[0].get("kind") != "machine":
+        raise SystemExit(f"{path} must begin with the record of a machine")
+    return records
 
 
 def main(argv: Sequence[str]) -> int:

@@ -125,6 +125,25 @@ def test_compare_flags_what_left_its_spread(tmp_path, capsys):
     assert "No longer measured" in capsys.readouterr().out
 
 
+def test_compare_refuses_to_compare_nothing(tmp_path, capsys):
+    before, nothing = result(tmp_path / "a", same=10), result(tmp_path / "b")
+    for arguments in ([before, before, "--provider", "our"], [nothing, before]):
+        with pytest.raises(SystemExit, match="2"):
+            compare.main(arguments)
+        assert "error: --provider must be among what" in capsys.readouterr().err
+    assert compare.main([before, nothing]) == 1
+
+
+@pytest.mark.parametrize("text", [None, "", "no record", '{"kind": "time"}'])
+@pytest.mark.parametrize("command", ["report {0}", "compare {0} {0}", "products --fit {0}"])
+def test_files_without_records_are_named(command, text, tmp_path):
+    path = tmp_path / "run.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match="must be a file of records|must begin with the record of a machine"):
+        main.main(command.format(path).split())
+
+
 def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
     providers = {"torch": 2.2, "ours": 2.0, "ours linear": 1.0}
     records = [{"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": [*providers], "rounds": 1}]

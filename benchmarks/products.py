@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
+from benchmarks.harness import in_turn
 from benchmarks.machine import describe, slug
 from benchmarks.report import grid, read, size
 
@@ -208,13 +209,13 @@ def load() -> Cublas:
 
 def in_turns(ways: dict[str, Callable[[], None]], clock: Callable[[Callable, int], Callable[[], float]]) -> dict[str, float]:
     """Median milliseconds of each. clock(way, calls): has them run, and gives a function that says what one took."""
+    for way in ways.values():
+        way()  # a first call loads its kernel
     calls = {name: clock(way, 1) for name, way in ways.items()}
     calls = {n: max(2, min(TURNS_MOST, int(SECONDS_A_TURN * 1e3 / max(time(), 1e-3)))) for n, time in calls.items()}
     times = defaultdict(list)
     for turn in range(ROUNDS):
-        # Nobody always follows the same neighbour.
-        names = list(ways) if turn % 2 else list(reversed(ways))
-        for name in names[turn:] + names[:turn]:
+        for name in in_turn(list(ways), turn):
             times[name].append(clock(ways[name], calls[name]))
     return {name: statistics.median(time() for time in taken) for name, taken in times.items()}
 

@@ -3,6 +3,8 @@
 import ctypes
 import itertools
 import json
+from collections import Counter
+from functools import partial
 
 import pytest
 import stub_cuda
@@ -309,6 +311,20 @@ def test_rates_come_back_from_times_that_follow_from_them():
     assert key == ((False, True), tile) and rate == pytest.approx(700) and (epilogue, count) == (64, 3) and error < 1e-9
 
 
+def test_nobody_follows_the_same_neighbour_twice():
+    order, names = [], "abcd"
+
+    def clock(way, calls):
+        way()
+        return lambda: 4.0
+
+    products.in_turns({name: partial(order.append, name) for name in names}, clock)
+    # Once to load it, once to see how long it takes.
+    rounds = [order[i : i + len(names)] for i in range(2 * len(names), len(order), len(names))]
+    follows = Counter(pair for turn in rounds for pair in zip(turn, turn[1:]))
+    assert len(rounds) == products.ROUNDS and set(follows.values()) == {1}
+
+
 def test_proposals_are_measured_in_turns(monkeypatch):
     header = "CUBLASLT_MATMUL_TILE_128x160 = 29,\nCUBLASLT_MATMUL_TILE_320x128 = 248,\nCUBLASLT_CLUSTER_SHAPE_2x1x1 = 3,\n"
     tiles, clusters = products.numbers_of(header, "MATMUL_TILE"), products.numbers_of(header, "CLUSTER_SHAPE")
@@ -329,7 +345,7 @@ def test_proposals_are_measured_in_turns(monkeypatch):
         # What the header does not name stays out, and so does a tile that was proposed before.
         assert record["ms"] == dict.fromkeys(["torch", "320x128/2x1", "128x160/2x1", "128x160/2x1/4"], 4.0)
     ran = json.loads(f"[{library.stub_lt_record().decode().rstrip(',')}]")
-    calls = 1 + products.ROUNDS * 2
+    calls = 2 + products.ROUNDS * 2
     assert len(ran) == 4 * 3 * calls and {r["place"] for r in ran} == {0, 1, 3}
     shapes = [ran[i * 3 * calls][key][1:3] for i in range(4) for key in ("a", "b", "c")]
     assert shapes[:3] == [[16, 32], [16, 8], [32, 8]]  # w, x, y, columns first

@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 from language_models import SIZES, make, nodes, step, tokens
-from support import output_of, run_python
+from support import equal, output_of, run_python
 from torch import nn
 from torch.nn import functional as TF
 
 import liger_ops.compat as compat
+from liger_ops import functional as F
 
 
 @pytest.fixture
@@ -138,6 +139,77 @@ def test_functions_and_classes(door):
     )
     single = TF.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(scaled, single * (-single).exp())
+
+
+def test_arguments_of_norms_and_rotations(door):
+    from liger_kernel.transformers import LigerFusedAddRMSNorm, LigerLayerNorm, LigerRMSNorm
+    from liger_kernel.transformers import functional as theirs
+
+    x, residual, weight, bias = torch.randn(7, 32), torch.randn(7, 32), torch.randn(32), torch.randn(32)
+    x, residual, weight, bias = (t.bfloat16() for t in (x, residual, weight, bias))
+    # "gemma" rounds bf16 elsewhere than "llama", which is the default.
+    options = (1e-2, 1.0, "gemma")
+
+    def filled(module):
+        for p, value in zip(module.parameters(), (weight, bias)):
+            p.data = value
+        return module
+
+    norm, both = F.rms_norm(x, weight, *options), F.fused_add_rms_norm(x, residual, weight, *options)
+    for found in (theirs.liger_rms_norm(x, weight, *options), filled(LigerRMSNorm(32, *options))(x)):
+        assert torch.equal(found, norm)
+    for found in (
+        theirs.liger_fused_add_rms_norm(x, residual, weight, *options),
+        filled(LigerFusedAddRMSNorm(32, *options))(x, residual),
+    ):
+        assert equal(found, both)
+    for found in (theirs.liger_layer_norm(x, weight, bias, 1e-2), filled(LigerLayerNorm(32, 1e-2, bias=True))(x)):
+        assert torch.equal(found, F.layer_norm(x, weight, bias, 1e-2))
+    assert torch.equal(theirs.liger_geglu(x, residual), F.geglu(x, residual, "tanh"))
+
+    q, k, angles = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16), torch.randn(3, 2, 7, 8).repeat(1, 1, 1, 2)
+    turned = F.rope(q, k, angles.cos(), angles.sin(), mrope_section=[2, 3, 3])
+    assert equal(theirs.liger_qwen2vl_mrope(q, k, angles.cos(), angles.sin(), [2, 3, 3]), turned)
+
+
+def test_arguments_of_llama4s_rotation(door):
+    from liger_kernel.ops import LigerLlama4RopeFunction
+
+    q, k, freqs_cis = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16), torch.polar(torch.ones(7, 8), torch.randn(7, 8))
+    turned = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
+    assert equal(LigerLlama4RopeFunction.apply(q, k, freqs_cis), [t.transpose(1, 2) for t in turned])
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("scaling", [False, True])
+def test_arguments_of_losses(scaling, metrics, door):
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers import functional as theirs
+
+    x, head, bias, per_class = torch.randn(14, 32), torch.randn(11, 32), torch.randn(11), torch.rand(11) + 0.5
+    target, logits = torch.randint(11, (14,)), torch.randn(14, 11)
+    # No class: where it counts, it is refused.
+    target[::3] = -1
+    options = dict(ignore_index=-1, lse_square_scale=0.1, label_smoothing=0.2, reduction="sum", softcap=5.0)
+    asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), metrics)
+
+    def agree(found, expected):
+        found = (found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens) if metrics else (found,)
+        assert equal(found, expected if metrics else expected[:1])
+
+    expected = F.cross_entropy_with_metrics(logits, target, per_class, **options)
+    agree(LigerCrossEntropyLoss(per_class, **options, **asked)(logits, target), expected)
+    agree(theirs.liger_cross_entropy(logits, target, per_class, **options, **asked), expected)
+
+    likely = None
+    if scaling:
+        likely = F.fused_linear_cross_entropy_with_log_probs(
+            x, head, target, bias, reduction="none", ignore_index=-1, softcap=5.0
+        ).log_probs.exp()
+    expected = F.fused_linear_cross_entropy_with_metrics(x, head, target, bias, per_class, **options, token_weight=likely)
+    asked["use_token_scaling"] = scaling
+    agree(LigerFusedLinearCrossEntropyLoss(per_class, **options, **asked)(head, x, target, bias), expected)
+    agree(theirs.liger_fused_linear_cross_entropy(x, head, target, bias, per_class, **options, **asked), expected)
 
 
 def test_an_instance(door):

@@ -13,6 +13,7 @@ from typing import Any, Sequence
 import torch
 
 from benchmarks import compare, products, report, tune, warm
+from benchmarks.arguments import positive
 from benchmarks.harness import COLD_START_RUNS, COVER, HOST_TURNS, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
@@ -21,7 +22,7 @@ from benchmarks.providers import DEFAULT_PROVIDERS, PROVIDERS, discover, is_ours
 RESULTS = Path(__file__).parent / "results"
 ROUNDS = {"quick": 5, "full": 5, "paper": 5, "anchors": 9}
 FLUSHES = {"full": COVER, "paper": COVER}
-KNOWN_DTYPES = ("float32", "float16", "bfloat16", "float64")
+KNOWN_DTYPES = ("float32", "float16", "bfloat16")  # fp64 is what results are checked against
 DTYPES = {
     "quick": ("bfloat16",),
     "quick-cpu": ("float32",),
@@ -69,8 +70,8 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser.add_argument("--dtypes", type=names, help="comma-separated; default: the suite's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--warm", type=int, metavar="JOBS", help="processes that compile for torch.compile beforehand")
+    parser.add_argument("--rounds", type=positive)
+    parser.add_argument("--warm", type=positive, metavar="JOBS", help="processes that compile for torch.compile beforehand")
     args = parser.parse_args(argv)
     args.providers = args.providers or list(DEFAULT_PROVIDERS.get((args.suite, args.device), PROVIDERS))
     args.ops = args.ops or list(ops)

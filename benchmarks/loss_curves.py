@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.arguments import positive
 from benchmarks.fused_linear_cross_entropy import budget_for_chunks
 from benchmarks.machine import describe, slug
 
@@ -224,10 +225,10 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
-    parser.add_argument("--orders", type=int, default=2, help="eager runs with classes in another order, 1 or more")
+    parser.add_argument("--orders", type=positive, default=2, help="eager runs with classes in another order, 1 or more")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args()
     size = SIZES[args.device]

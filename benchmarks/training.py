@@ -24,6 +24,7 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
+from benchmarks.arguments import positive
 from benchmarks.machine import describe
 from benchmarks.report import grid
 
@@ -291,16 +292,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama", "qwen2", "gemma", "mistral"])
     parser.add_argument("--providers", default=DEFAULT_PROVIDERS, help=f"of {','.join(PROVIDERS)}")
-    parser.add_argument("--batches", nargs="+", type=int, help="default: 8, and 4 for Gemma")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--length", type=int)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batches", nargs="+", type=positive, help="default: 8, and 4 for Gemma")
+    parser.add_argument("--layers", type=positive)
+    parser.add_argument("--length", type=positive)
+    parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds that one run may take")
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds that one run may take")
     parser.add_argument("--out", type=Path, default=Path("training"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    for name, kind in (("--model", str), ("--provider", str), ("--batch", int)):
+    for name, kind in (("--model", str), ("--provider", str), ("--batch", positive)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or (2 if arguments.tiny else 8)

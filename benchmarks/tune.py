@@ -21,6 +21,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from benchmarks.arguments import positive
 from benchmarks.harness import COVER, Case, Clock, CudaClock, Problem, WrongResult, measure_ceilings
 from benchmarks.op import Shape
 from benchmarks.providers import discover, load
@@ -290,7 +291,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="*", type=shape_of, metavar="ROWSxN", help="default: the op's anchors")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--as-is", action="store_true", help="time the tables' rows alone")
-    parser.add_argument("--top", type=int, default=4, help="how many candidates to list for each")
+    parser.add_argument("--top", type=positive, default=4, help="how many candidates to list for each")
     args = parser.parse_args(argv)
     args.op_file = ops[args.op]
     anchors = (a.shape for a in args.op_file.anchors if a.device == "cuda" and a.dtype == args.dtype)

@@ -13,7 +13,7 @@ from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
 from benchmarks import __main__ as main
-from benchmarks import compare, harness, report, swiglu, tune
+from benchmarks import compare, harness, loss_curves, report, swiglu, training, tune
 from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
 
@@ -142,6 +142,24 @@ def test_files_without_records_are_named(command, text, tmp_path):
         path.write_text(text)
     with pytest.raises(SystemExit, match="must be a file of records|must begin with the record of a machine"):
         main.main(command.format(path).split())
+
+
+REFUSED = [
+    (main.main, "--rounds 0"), (main.main, "--rounds -1"), (main.main, "--warm 0"),
+    # What results are checked against.
+    (main.main, "--dtypes float64"),
+    (main.main, "tune swiglu --top 0"),
+    (loss_curves.main, "--orders 0"), (loss_curves.main, "--steps 0"),
+    (training.main, "--steps 0"), (training.main, "--batches 8 0"), (training.main, "--length -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command, arguments", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_numbers_that_mean_nothing_are_refused(command, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        command(*[arguments.split()] if command is main.main else [])
+    assert re.search(r"error: .*must be (1 or more|among)", capsys.readouterr().err)
 
 
 def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):

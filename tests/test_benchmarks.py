@@ -94,9 +94,9 @@ def test_what_is_compiled_ahead_is_found(tmp_path):
     assert said.split()[-2:] == ["2", "0"] and "compiled swiglu 4×64" in said
 
 
-def result(path, **medians):
+def result(path, kind="time", **medians):
     machine = {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "quick", "providers": ["ours"], "rounds": 1}
-    case = {"kind": "time", "unit": "us", "shape": [4, 8], "dtype": "float32", "pass": "full", "provider": "ours"}
+    case = {"kind": kind, "unit": "us", "shape": [4, 8], "dtype": "float32", "pass": "full", "provider": "ours"}
     spread = lambda m: {"median": m, "q1": m - 1, "q3": m + 1, "samples": 5}  # noqa: E731
     records = [machine, *({**case, "op": op, **spread(median)} for op, median in medians.items())]
     path.write_text("\n".join(map(json.dumps, records)))
@@ -123,6 +123,15 @@ def test_compare_flags_what_left_its_spread(tmp_path, capsys):
     assert compare.main([before, before]) == 0
     assert compare.main([before, result(tmp_path / "c", same=10, near=10, slower=10)]) == 1
     assert "No longer measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind, drift", [("time", 1.05), ("memory", 1.05), ("host", 1.1), ("cold start", 1.1)])
+def test_compare_forgives_what_runs_drift(kind, drift, tmp_path, capsys):
+    before = result(tmp_path / "a", kind, within=1000, beyond=1000)
+    after = result(tmp_path / "b", kind, within=1000 * (drift - 0.01), beyond=1000 * (drift + 0.01))
+    assert [compare.main(pair) for pair in ([before, after], [after, before])] == [1, 0]
+    words = [line.split("|")[2:3] + line.split("|")[-2:-1] for line in capsys.readouterr().out.splitlines() if "4×8" in line]
+    assert [[word.strip() for word in pair] for pair in words] == [["beyond", "REGRESSION"], ["beyond", "better"]]
 
 
 def test_compare_refuses_to_compare_nothing(tmp_path, capsys):

@@ -71,7 +71,7 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--rounds", type=positive)
-    parser.add_argument("--warm", type=positive, metavar="JOBS", help="processes that compile for torch.compile beforehand")
+    parser.add_argument("--warm", type=positive, metavar="JOBS", help="processes that compile beforehand")
     args = parser.parse_args(argv)
     args.providers = args.providers or list(DEFAULT_PROVIDERS.get((args.suite, args.device), PROVIDERS))
     args.ops = args.ops or list(ops)

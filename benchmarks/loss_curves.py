@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
-    parser.add_argument("--orders", type=positive, default=2, help="eager runs with classes in another order, 1 or more")
+    parser.add_argument("--orders", type=positive, default=2, help="eager runs with classes in another order")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args()
     size = SIZES[args.device]

@@ -68,11 +68,12 @@ def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, mo
     monkeypatch.setattr(harness.CpuClock, "ceiling_bytes", 1 << 20)
     monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
     op, expected = BROKEN[broken]
-    asked = ["--suite", suite, "--device", "cpu", "--rounds", "1", "--providers", "hf,quack,ours", "--out", str(tmp_path)]
+    asked = f"--suite {suite} --device cpu --rounds 1 --providers hf,quack,ours --out {tmp_path}".split()
     assert main.run(main.parse(asked, {"swiglu": op}), {"swiglu": op}) == expected
     (lines,) = tmp_path.glob("*.jsonl")
     bars = [r for r in map(json.loads, lines.read_text().splitlines()) if r["kind"] == "bar"]
-    judged = {} if suite == "quick" else dict.fromkeys(("time", "memory", "host"), "NOT MEASURED" if expected else "pass")
+    verdict = "NOT MEASURED" if expected else "pass"
+    judged = {} if suite == "quick" else dict.fromkeys(("time", "memory", "host"), verdict)
     assert {bar["of"]: bar["verdict"] for bar in bars} == judged
 
 
@@ -130,8 +131,8 @@ def test_compare_forgives_what_runs_drift(kind, drift, tmp_path, capsys):
     before = result(tmp_path / "a", kind, within=1000, beyond=1000)
     after = result(tmp_path / "b", kind, within=1000 * (drift - 0.01), beyond=1000 * (drift + 0.01))
     assert [compare.main(pair) for pair in ([before, after], [after, before])] == [1, 0]
-    words = [line.split("|")[2:3] + line.split("|")[-2:-1] for line in capsys.readouterr().out.splitlines() if "4×8" in line]
-    assert [[word.strip() for word in pair] for pair in words] == [["beyond", "REGRESSION"], ["beyond", "better"]]
+    rows = [line.replace(" ", "").split("|") for line in capsys.readouterr().out.splitlines() if "4×8" in line]
+    assert [[row[2], row[-2]] for row in rows] == [["beyond", "REGRESSION"], ["beyond", "better"]]
 
 
 def test_compare_refuses_to_compare_nothing(tmp_path, capsys):

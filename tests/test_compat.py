@@ -175,7 +175,8 @@ def test_arguments_of_norms_and_rotations(door):
 def test_arguments_of_llama4s_rotation(door):
     from liger_kernel.ops import LigerLlama4RopeFunction
 
-    q, k, freqs_cis = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16), torch.polar(torch.ones(7, 8), torch.randn(7, 8))
+    q, k = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16)
+    freqs_cis = torch.polar(torch.ones(7, 8), torch.randn(7, 8))
     turned = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
     assert equal(LigerLlama4RopeFunction.apply(q, k, freqs_cis), [t.transpose(1, 2) for t in turned])
 
@@ -201,15 +202,16 @@ def test_arguments_of_losses(scaling, metrics, door):
     agree(LigerCrossEntropyLoss(per_class, **options, **asked)(logits, target), expected)
     agree(theirs.liger_cross_entropy(logits, target, per_class, **options, **asked), expected)
 
-    likely = None
+    weights = None
     if scaling:
-        likely = F.fused_linear_cross_entropy_with_log_probs(
+        weights = F.fused_linear_cross_entropy_with_log_probs(
             x, head, target, bias, reduction="none", ignore_index=-1, softcap=5.0
         ).log_probs.exp()
-    expected = F.fused_linear_cross_entropy_with_metrics(x, head, target, bias, per_class, **options, token_weight=likely)
+    arguments = (x, head, target, bias, per_class)
+    expected = F.fused_linear_cross_entropy_with_metrics(*arguments, **options, token_weight=weights)
     asked["use_token_scaling"] = scaling
     agree(LigerFusedLinearCrossEntropyLoss(per_class, **options, **asked)(head, x, target, bias), expected)
-    agree(theirs.liger_fused_linear_cross_entropy(x, head, target, bias, per_class, **options, **asked), expected)
+    agree(theirs.liger_fused_linear_cross_entropy(*arguments, **options, **asked), expected)
 
 
 def test_an_instance(door):

@@ -106,8 +106,8 @@ def check(inputs, device, op=cross_entropy, **options):
 
 
 def check_other_classes(target, *gradients):
-    """Zeros would pass for the gradient of all classes but the true one, which is nearly 1, and within these for that of
-    the rare ones. What fp32 computes is exact to 16 bits, so that one rounding is all that may differ."""
+    """Zeros would pass for the gradient of all classes but the true one, which is nearly 1, and within these for that
+    of the rare ones. What fp32 computes is exact to 16 bits, so that one rounding is all that may differ."""
     size = gradients[-1].abs()
     others = torch.ones_like(size, dtype=torch.bool)
     others.scatter_(-1, target.long().clamp(0, size.shape[-1] - 1)[..., None], False)

@@ -110,7 +110,8 @@ def check(inputs, device, grad=None, **options):
     exact = [like(t, torch.float64) for t in inputs]
     oracle = gradients(partial(reference, **doubled), exact, [upstream])
     assert_no_worse("loss", ours[0], eager[0], oracle[0], noise=noise_of(exact, inputs[0].dtype, doubled))
-    wanted = [name for name, t in zip(("input", "weight", "target", "bias"), inputs) if t is not None and t.requires_grad]
+    named = zip(("input", "weight", "target", "bias"), inputs)
+    wanted = [name for name, t in named if t is not None and t.requires_grad]
     for name, mine, theirs, truth in zip(wanted, ours[1:], eager[1:], oracle[1:], strict=True):
         # The largest of many errors is a matter of luck too, within what they are on average.
         assert_no_worse(name, mine, theirs, truth, noise=3 * usual_error(theirs, truth))
@@ -133,8 +134,8 @@ def chunks_of(inputs, wanted, budget) -> int:
 
 
 def check_untargeted(name, inputs, ours, eager, oracle, chunks):
-    """Beside classes that are somebody's target, zeros would pass for the gradient of the others. Their rows are rounded
-    once a chunk."""
+    """Beside classes that are somebody's target, zeros would pass for the gradient of the others. Their rows are
+    rounded once a chunk."""
     target = inputs[2].flatten().long()
     known = target[(target >= 0) & (target < len(inputs[1]))]
     untargeted = torch.ones(len(oracle), dtype=torch.bool, device=oracle.device).index_fill(0, known, False)

@@ -143,10 +143,10 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
 
 
 def failed(record: dict[str, Any]) -> bool:
-    """Peers may crash: that is said, and theirs."""
-    if record.get("state") == "crashed":
+    """Peers may crash or be wrong: that is said, and theirs."""
+    if record.get("state") in ("crashed", "wrong"):
         return record["provider"] == "every provider" or is_ours(record["provider"])
-    return record.get("verdict") in ("FAIL", "NOT MEASURED") or record.get("state") == "wrong"
+    return record.get("verdict") in ("FAIL", "NOT MEASURED")
 
 
 def main(argv: Sequence[str]) -> int:

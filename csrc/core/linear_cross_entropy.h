@@ -437,7 +437,10 @@ struct Pass {
 
   /// Where the logits of the tokens from `first` on go, in the buffer's rows.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
-    return buffer.narrow(0, 0, std::min(plan.chunk, x.size(0) - first)).narrow(1, 0, weight.size(0));
+    const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
+    // As eager code has them: on CUDA a bias is then part of the product, not what it is added to.
+    if (bias.defined() && classes % 8 == 0) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
+    return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
   }
 
   Tensor logits(const Tensor& buffer, int64_t first) const {

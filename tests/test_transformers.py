@@ -7,6 +7,7 @@ import gc
 import inspect
 import io
 import json
+import textwrap
 import threading
 import warnings
 import weakref
@@ -935,17 +936,40 @@ def test_accelerate_wraps_and_unwraps_the_patched_forward(accelerator):
     assert apply_liger_kernel(model).rows[-1].reason == "its forward was replaced"
 
 
-SHARDED = """
-import gc, sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+GROUP = """
+import gc, torch, torch.distributed as dist
 from language_models import make, nodes, step, tokens
 from liger_ops import projections
-from liger_ops.transformers import apply_liger_kernel, unpatch
+from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
+
+def assert_same(ours, plain):
+    torch.testing.assert_close(ours[0], plain[0])
+    for name, gradient in ours[1].items():
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(whole, plain[1][name], rtol=1e-4, atol=1e-5)
+
+def run(mesh, ids):
+BODY
+
+dist.init_process_group("gloo", init_method="file://STORE", rank=0, world_size=1)
+run(dist.init_device_mesh("cpu", (1,)), tokens())
+# The group's threads end with it, and it with the last model; none of them may want an interpreter that is gone.
+dist.destroy_process_group()
+gc.collect()
+print("done")
+"""
+
+
+def check_in_group(body, tmp_path):
+    """Runs it in the only process of a group, where `mesh` and `ids` are known."""
+    code = GROUP.replace("STORE", str(tmp_path / "store")).replace("BODY", textwrap.indent(body, "    "))
+    assert output_of(code).endswith("done\n")
+
+
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
 
 projections.LARGE = 0
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-mesh = dist.init_device_mesh("cpu", (1,))
-ids = tokens()
 plain = step(make("llama"), ids)
 for own_head in (False, True):
     for patch_first in (True, False):
@@ -962,36 +986,20 @@ for own_head in (False, True):
         loss = model(input_ids=ids, labels=ids).loss
         expected = {"fused_linear_cross_entropy", "rope", "swiglu_linear", "fused_add_rms_norm"}
         assert expected | {"_ProjectionsBackward", "_NormBesideInputBackward"} <= nodes(loss), nodes(loss)
-        loss, gradients = step(model, ids)
-        torch.testing.assert_close(loss, plain[0])
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient.full_tensor(), plain[1][name], rtol=1e-4, atol=1e-5)
+        assert_same(step(model, ids), plain)
         unpatch(model)
         assert "fused_linear_cross_entropy" not in nodes(model(input_ids=ids, labels=ids).loss)
-# The group's threads end with it, and it with the last model; none of them may want an interpreter that is gone.
-del model, layer, loss, gradients, gradient, mesh
-dist.destroy_process_group()
-gc.collect()
-print("done")
 """
 
 
 def test_fully_sharded_models(tmp_path):
-    code = f"import sys; sys.argv = ['', {str(tmp_path / 'store')!r}]\n" + SHARDED
-    assert output_of(code).endswith("done\n")
+    check_in_group(SHARDED, tmp_path)
 
 
 DISTRIBUTED = """
-import gc, sys, torch, torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as tp
-from language_models import make, nodes, step, tokens
-from liger_ops import projections
-from liger_ops.transformers import apply_liger_kernel, rewrite
 
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-mesh = dist.init_device_mesh("cpu", (1,))
-ids = tokens()
 first = "model.layers.0."
 whole = tp.ColwiseParallel(use_local_output=False)
 head = tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
@@ -1001,16 +1009,12 @@ plans = {
                         first + "mlp.down_proj": tp.RowwiseParallel()}),
     "packed gates": ("phi3", {first + "mlp.gate_up_proj": whole, first + "mlp.down_proj": tp.RowwiseParallel()}),
 }
-for case, (name, plan) in plans.items():
+for name, plan in plans.values():
     plain = step(make(name), ids)
     model = make(name)
     apply_liger_kernel(model)
     tp.parallelize_module(model, mesh, plan)
-    loss, gradients = step(model, ids)
-    torch.testing.assert_close(loss, plain[0], msg=case)
-    for key, gradient in gradients.items():
-        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        torch.testing.assert_close(gradient, plain[1][key], rtol=1e-4, atol=1e-5)
+    assert_same(step(model, ids), plain)
     assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
 
 # Norms that layers add to, or keep the input of, without a hook that tells them apart.
@@ -1020,16 +1024,11 @@ x = distribute_tensor(torch.randn(3, 32, requires_grad=True), mesh)
 expected = norm(x + x).full_tensor()
 torch.testing.assert_close(rewrite.add_norm(norm, x, x)[0].full_tensor(), expected)
 torch.testing.assert_close(rewrite.keep_norm(norm, x + x)[0].full_tensor(), expected)
-del model, loss, gradients, gradient, mesh, norm, x, expected, whole, head, plans, plan
-dist.destroy_process_group()
-gc.collect()
-print("done")
 """
 
 
 def test_distributed_norms_and_gates(tmp_path):
-    code = f"import sys; sys.argv = ['', {str(tmp_path / 'store')!r}]\n" + DISTRIBUTED
-    assert output_of(code).endswith("done\n")
+    check_in_group(DISTRIBUTED, tmp_path)
 
 
 def test_a_patched_model_can_be_freed():

@@ -114,7 +114,11 @@ def check(inputs, device, grad=None, **options):
     wanted = [name for name, t in named if t is not None and t.requires_grad]
     for name, mine, theirs, truth in zip(wanted, ours[1:], eager[1:], oracle[1:], strict=True):
         # The largest of many errors is a matter of luck too, within what they are on average.
-        assert_no_worse(name, mine, theirs, truth, noise=3 * usual_error(theirs, truth))
+        noise = 3 * usual_error(theirs, truth)
+        if device == "cuda" and mine.dtype == torch.float32:
+            # Kernels' exponentials and quotients are within 2 ulp, eager's within 1, and a whole row is multiplied by some.
+            noise += torch.finfo(torch.float32).eps
+        assert_no_worse(name, mine, theirs, truth, noise=noise)
         if name != "input" and mine.dtype in HALF_TYPES:
             check_untargeted(name, inputs, mine, theirs, truth, chunks_of(inputs, wanted, options.get("memory_budget")))
     return ours
@@ -237,11 +241,9 @@ def test_one_token_without_leading_dimension(device):
 @pytest.mark.parametrize("chunks", [2, 4, 16])
 @pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_as_accurate_as_one_product(bias, confident, chunks, dtype, device, request):
-    """However many chunks it is the sum of. Also where most is predicted well and little gradient is left."""
-    if bias and confident and device == "cuda":
-        seen = "3 to 6 times eager's error on an H200 while rows of logits had gaps; since then not run there"
-        request.applymarker(pytest.mark.xfail(reason=seen))
+def test_gradients_are_as_accurate_as_one_product(bias, confident, chunks, dtype, device):
+    """However many chunks it is the sum of. Also where most is predicted well and little gradient is left: it tells
+    logits that were rounded before their bias was added from those that were rounded once."""
     x, weight, target, _ = inputs = make(2048, 64, 2000, dtype, device, bias=bias, ignored=0.0)
     wanted = INPUT | WEIGHT | (BIAS if bias else 0)
     if confident:

@@ -438,7 +438,8 @@ struct Pass {
   /// Where the logits of the tokens from `first` on go, in the buffer's rows.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
     const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
-    // As eager code has them: on CUDA a bias is then part of the product, not what it is added to.
+    // As eager code has them: on CUDA a bias is then part of the product, rather than added to what was rounded (which
+    // ATen does to rows with gaps, of these lengths only).
     if (bias.defined() && classes % 8 == 0) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
     return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
   }

@@ -18,24 +18,42 @@ from .swiglu import (
     PRODUCT,
     load_tile,
     program_tile,
-    sigmoid_and_slope,
     store_tile,
 )
 from .table import Kernel
 
 TANH = tl.constexpr(1)
 
-SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+TWO_Z = tl.constexpr(1.5957691216057308)  # of small x: 2 * sqrt(2 / pi)
+CUBIC = tl.constexpr(0.044715)
+LOG2E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
-CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def reciprocal(y):
+    """1 / y for y from 1 to 2. A division minds the ends of fp32's range, in more instructions than all of this."""
+    r = tl.rsqrt(y)
+    r *= r
+    return r * tl.fma(-y, r, 2.0)
+
+
+@triton.jit
+def tanh_weight_and_slope(x):
+    """sigmoid(2 z) and its derivative by 2 z."""
+    power = x * tl.fma(x * x, TWO_Z * CUBIC * LOG2E, TWO_Z * LOG2E)
+    e = tl.exp2(-tl.abs(power))
+    r = reciprocal(1.0 + e)
+    tail = e * r
+    return tl.where(x < 0, tail, r), tail * r
 
 
 @triton.jit
 def gelu_weight(x, flags):
     """p(x)"""
     if flags & TANH:
-        p = tl.sigmoid(2.0 * SQRT_2_OVER_PI * x * (1.0 + CUBIC * x * x))
+        p, _ = tanh_weight_and_slope(x)
     else:
         p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
     return p
@@ -45,8 +63,8 @@ def gelu_weight(x, flags):
 def gelu_weight_and_slope(x, flags):
     """p(x) and x * p'(x)"""
     if flags & TANH:
-        p, slope = sigmoid_and_slope(2.0 * SQRT_2_OVER_PI * x * (1.0 + CUBIC * x * x))
-        slope = slope * 2.0 * SQRT_2_OVER_PI * x * (1.0 + 3.0 * CUBIC * x * x)
+        p, slope = tanh_weight_and_slope(x)
+        slope = slope * x * tl.fma(x * x, 3.0 * TWO_Z * CUBIC, TWO_Z)
     else:
         p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
         slope = x * SQRT_1_OVER_2PI * tl.exp(-0.5 * x * x)

@@ -31,7 +31,7 @@ from benchmarks.providers import discover, load
 FIXED = {"ALIGNED", "SKEWED", "SHARE", "KEEP", "KEEPS_ALL", "ONE_ROW"}
 LANE_COLUMNS = 8  # of 16 bits
 CU_FUNCTION_DYNAMIC_SHARED = 8
-SWITCHES = {"PREFETCH", "EARLY"}
+SWITCHES = {"PREFETCH", "EARLY", "AHEAD"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8  # the second is what hosts of persistent programs allocate for
 SAMPLES, STEPS = 30, 6
 COLUMNS = ("kernel", "shape", "dtype", "the op's bytes, µs", "kernel, µs", "of the ceiling", "must be")  # of --as-is

@@ -308,6 +308,15 @@ def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
     assert all(c.constexprs["SHARE"] >= least for c in tune.neighbours(small, least))
 
 
+def test_tuning_turns_switches_on_and_off():
+    from liger_ops.kernels import find
+
+    for config in find("rms_norm_fwd").configs:
+        for name in ("EARLY", "AHEAD"):
+            found = {c.constexprs[name] for c in tune.neighbours(config)}
+            assert found == {0, 1}, (name, config)
+
+
 def test_tuning_comes_before_the_library():
     """It registers the operators itself, from Python."""
     output_of("import sys, benchmarks.__main__ as m; m.discover(); assert 'liger_ops' not in sys.modules")

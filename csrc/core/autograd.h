@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
 #include <array>
@@ -96,11 +97,49 @@ inline bool is_sole_owner(const at::Tensor& t) {
   return t.use_count() == (has_object ? 2 : 1) && t.storage().use_count() == 1 && t.storage().resizable();
 }
 
+// What compiled autograd tells one node's work from another's by.
+
+using torch::dynamo::autograd::CompiledNodeArgs;
+
+inline void distinguish(CompiledNodeArgs& args, std::string_view value) { args.collect(std::string(value)); }
+inline void distinguish(CompiledNodeArgs& args, const char* value) { distinguish(args, std::string_view(value)); }
+inline void distinguish(CompiledNodeArgs& args, const std::string& value) { args.collect(value); }
+inline void distinguish(CompiledNodeArgs& args, const c10::SymInt& value) {
+  args.collect(value.guard_int(__FILE__, __LINE__));
+}
+template <class... T>
+void distinguish(CompiledNodeArgs& args, const std::tuple<T...>& values);
+template <class T>
+auto distinguish(CompiledNodeArgs& args, const T& value) -> decltype(args.collect(value)) {
+  args.collect(value);
+}
+template <class T>
+auto distinguish(CompiledNodeArgs& args, const T& value) -> decltype(distinguish(args, value.options())) {
+  distinguish(args, value.options());
+}
+template <class T, class = std::enable_if_t<std::is_enum_v<T> && !std::is_same_v<T, at::ScalarType>>>
+void distinguish(CompiledNodeArgs& args, T value) {
+  args.collect(static_cast<int64_t>(value));
+}
+template <class T>
+void distinguish(CompiledNodeArgs& args, const std::vector<T>& values) {
+  args.collect_size(values.size());
+  for (const auto& value : values) distinguish(args, value);
+}
+template <class... T>
+void distinguish(CompiledNodeArgs& args, const std::tuple<T...>& values) {
+  std::apply([&](const auto&... each) { (distinguish(args, each), ...); }, values);
+}
+
 /// Base of all backward nodes: N saved tensors, and a `backward` that never sees a graph being built.
-template <size_t N>
+///
+/// Self::state() ties what else `backward` depends on: compiled autograd runs it in a node of its own making.
+template <class Self, size_t N>
 class BackwardNode : public torch::autograd::Node {
  public:
   std::array<SavedVariable, N> saved;
+
+  std::tuple<> state() { return {}; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -122,13 +161,7 @@ class BackwardNode : public torch::autograd::Node {
     // Before autograd steps aside: a hook may run forward code, as checkpointing does.
     for (size_t i = 0; i < N; ++i) unpacked_[i] = saved[i].unpack(getptr());
     const variable_list given = create_graph ? grads : variable_list();
-    variable_list out;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      // What forward code outside autocast computed, its backward computes inside it.
-      c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-      out = backward(std::move(grads));
-    }
+    variable_list out = run(std::move(grads));
     unpacked_ = {};
     if (create_graph) {
       auto error = make_node<torch::autograd::Error>(
@@ -142,6 +175,42 @@ class BackwardNode : public torch::autograd::Node {
     return out;
   }
 
+  void compiled_args(CompiledNodeArgs& args) const override {
+    args.collect(c10::ArrayRef<SavedVariable>(saved), true);
+    distinguish(args, const_cast<BackwardNode*>(this)->self().state());
+    for (size_t i = 0; i < next_edges().size(); ++i) args.collect(needs(i));
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    namespace compiled = torch::dynamo::autograd;
+    std::vector<at::IValue> tensors;
+    for (auto& variable : saved) {
+      swap.before(variable);
+      tensors.emplace_back(variable.unpack(getptr()));
+    }
+    std::vector<bool> needs_input(next_edges().size());
+    for (size_t i = 0; i < needs_input.size(); ++i) needs_input[i] = needs(i);
+    auto copied = [](const auto&... values) { return std::make_tuple(values...); };
+    auto again = [state = std::apply(copied, self().state()), needs_input](
+                     const variable_list& grads, const std::vector<at::IValue>& tensors) {
+      auto node = make_node<Self>();
+      node->state() = state;
+      for (size_t i = 0; i < N; ++i) node->unpacked_[i] = tensors[i].toTensor();
+      node->needs_ = &needs_input;
+      return node->run(variable_list(grads));
+    };
+    const auto& python = compiled::getPyCompilerInterface();
+    const std::string bound = python->bind_function(
+        swap.get_py_compiler(), name(), std::move(again), std::vector<at::TypePtr>(N, at::TensorType::get()),
+        /*is_custom_function=*/true, /*is_traceable=*/true);
+    using Outputs = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>;
+    auto out = python->call_function(
+        swap.get_py_compiler(), "apply_functional", bound, grads, tensors,
+        Outputs::pack(compiled::get_input_metadata(next_edges())));
+    for (auto& variable : saved) swap.after(variable);
+    return out;
+  }
+
   /// Whether this gradient's buffer may be overwritten by what empty_rows_like(x) would hold otherwise.
   bool may_overwrite(const at::Tensor& grad, const at::Tensor& x) const {
     return !keep_ && is_sole_owner(grad) && grad.scalar_type() == x.scalar_type() && has_strides_of_rows_like(grad, x);
@@ -150,6 +219,9 @@ class BackwardNode : public torch::autograd::Node {
  protected:
   virtual variable_list backward(variable_list&& grads) = 0;
 
+  bool needs(size_t output) const { return needs_ ? (*needs_)[output] : task_should_compute_output(output); }
+  bool keeps_graph() const { return keep_; }
+
   /// The saved tensor; where the graph is done with it, the node's own reference goes.
   at::Tensor take(size_t i) {
     if (!keep_) saved[i].reset_data();
@@ -157,7 +229,17 @@ class BackwardNode : public torch::autograd::Node {
   }
 
  private:
+  Self& self() { return static_cast<Self&>(*this); }
+
+  variable_list run(variable_list&& grads) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    // What forward code outside autocast computed, its backward computes inside it.
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return backward(std::move(grads));
+  }
+
   bool keep_ = true;
+  const std::vector<bool>* needs_ = nullptr;  // of compiled autograd, which knows no graph task
   std::array<at::Tensor, N> unpacked_;
 };
 

@@ -52,6 +52,7 @@ struct Options {
   double label_smoothing, lse_square_scale;
   std::optional<double> softcap;
 
+  auto tie() { return std::tie(reduction, ignore_index, label_smoothing, lse_square_scale, softcap); }
   bool mean() const { return reduction == Reduction::Mean; }
   bool reduced() const { return reduction != Reduction::None; }
   const char* reduction_name() const { return mean() ? "mean" : reduced() ? "sum" : "none"; }

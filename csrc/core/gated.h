@@ -341,8 +341,8 @@ struct Gated {
 
   // ---- Autograd
 
-  template <size_t N>
-  static bool may_overwrite_both(const BackwardNode<N>& node, const Tensor& gate, const Tensor& up) {
+  template <class AnyNode>
+  static bool may_overwrite_both(const AnyNode& node, const Tensor& gate, const Tensor& up) {
     return node.may_overwrite(gate, up) && node.may_overwrite(up, gate) && gate.stride(-1) == 1;
   }
 
@@ -358,10 +358,10 @@ struct Gated {
     return std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
   }
 
-  struct Node : BackwardNode<2> {  // gate, up
-    explicit Node(Activation activation) : activation(std::move(activation)) {}
+  struct Node : BackwardNode<Node, 2> {  // gate, up
     Activation activation;
 
+    auto state() { return std::tie(activation); }
     std::string name() const override { return kOp; }
 
     variable_list backward(variable_list&& grads) override {
@@ -373,19 +373,19 @@ struct Gated {
     }
   };
 
-  struct LinearNode : BackwardNode<3> {  // gate, up, weight; with the edge of bias as a fourth
-    explicit LinearNode(Activation activation) : activation(std::move(activation)) {}
+  struct LinearNode : BackwardNode<LinearNode, 3> {  // gate, up, weight; with the edge of bias as a fourth
     Activation activation;
 
+    auto state() { return std::tie(activation); }
     std::string name() const override { return kLinearOp; }
 
     variable_list backward(variable_list&& grads) override {
       Tensor dout = std::move(grads[0]);
       if (!dout.defined()) return variable_list(4);
       Tensor gate = this->take(0), up = this->take(1), weight = this->take(2), dgate, dup, product, dweight, dbias;
-      if (this->task_should_compute_output(3)) dbias = as_matrix(dout).sum(0);
-      const bool wants_weight = this->task_should_compute_output(2);
-      if (this->task_should_compute_output(0) || this->task_should_compute_output(1)) {
+      if (this->needs(3)) dbias = as_matrix(dout).sum(0);
+      const bool wants_weight = this->needs(2);
+      if (this->needs(0) || this->needs(1)) {
         Tensor d = at::matmul(dout, weight);
         const bool overwrite = may_overwrite_both(*this, gate, up);
         if (!wants_weight) {
@@ -410,10 +410,10 @@ struct Gated {
     }
   };
 
-  struct PackedNode : BackwardNode<1> {  // gate_up
-    explicit PackedNode(Activation activation) : activation(std::move(activation)) {}
+  struct PackedNode : BackwardNode<PackedNode, 1> {  // gate_up
     Activation activation;
 
+    auto state() { return std::tie(activation); }
     std::string name() const override { return kPackedOp; }
 
     variable_list backward(variable_list&& grads) override {
@@ -441,7 +441,8 @@ struct Gated {
       out = op.call(gate, up, options...);
     }
     if (torch::autograd::compute_requires_grad(gate, up)) {
-      auto node = make_node<Node>(Activation(kOp, options...));
+      auto node = make_node<Node>();
+      node->activation = Activation(kOp, options...);
       node->set_next_edges(torch::autograd::collect_next_edges(gate, up));
       node->saved = {SavedVariable(gate, false), SavedVariable(up, false)};
       torch::autograd::set_history(out, node);
@@ -459,7 +460,8 @@ struct Gated {
       out = op.call(gate_up, options...);
     }
     if (torch::autograd::compute_requires_grad(gate_up)) {
-      auto node = make_node<PackedNode>(Activation(kPackedOp, options...));
+      auto node = make_node<PackedNode>();
+      node->activation = Activation(kPackedOp, options...);
       node->set_next_edges(torch::autograd::collect_next_edges(gate_up));
       node->saved = {SavedVariable(gate_up, false)};
       torch::autograd::set_history(out, node);
@@ -482,7 +484,8 @@ struct Gated {
       out = op.call(gate, up, weight, bias, options...);
     }
     if (torch::autograd::compute_requires_grad(gate, up, weight, bias_or_none)) {
-      auto node = make_node<LinearNode>(Activation(kLinearOp, options...));
+      auto node = make_node<LinearNode>();
+      node->activation = Activation(kLinearOp, options...);
       node->set_next_edges(torch::autograd::collect_next_edges(gate, up, weight, bias_or_none));
       node->saved = {SavedVariable(gate, false), SavedVariable(up, false), SavedVariable(weight, false)};
       torch::autograd::set_history(out, node);

@@ -51,14 +51,16 @@ struct Meta {
   static void scale(const char*, Tensor&, const Tensor&) {}
 };
 
-struct BackwardNode : core::BackwardNode<5> {  // logits, target, weight, stats, totals
+struct BackwardNode : core::BackwardNode<BackwardNode, 5> {  // logits, target, weight, stats, totals
   Options o;
+
+  auto state() { return o.tie(); }
 
   std::string name() const override { return "cross_entropy"; }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
-struct InplaceBackwardNode : core::BackwardNode<1> {  // d loss / d logits
+struct InplaceBackwardNode : core::BackwardNode<InplaceBackwardNode, 1> {  // d loss / d logits
   std::string name() const override { return "cross_entropy_"; }
   core::variable_list backward(core::variable_list&& grads) override;
 };
@@ -252,7 +254,7 @@ core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
   if (!grad.defined()) return {Tensor()};
   Tensor dlogits = take(0);
-  if (core::is_plain(dlogits) && !torch::autograd::get_current_graph_task_keep_graph()) {
+  if (core::is_plain(dlogits) && !keeps_graph()) {
     static const auto op = core::find_op<decltype(CrossEntropy::scale_<Cpu>)>("liger::_cross_entropy_scale_");
     op.call(dlogits, grad);
     return {dlogits.detach()};

@@ -90,10 +90,11 @@ Tensor bwd_meta(const Tensor& dout, const Tensor&, c10::SymInt classes, int64_t)
 
 // ---- Autograd
 
-struct EmbeddingBackward : core::BackwardNode<1> {  // input
+struct EmbeddingBackward : core::BackwardNode<EmbeddingBackward, 1> {  // input
   c10::SymInt classes;
   int64_t padding_idx = kNoPadding;
 
+  auto state() { return std::tie(classes, padding_idx); }
   std::string name() const override { return kOp; }
 
   core::variable_list backward(core::variable_list&& grads) override {

@@ -35,10 +35,11 @@ std::tuple<Tensor, Tensor> fused(
   return {out.y, out.s};
 }
 
-struct FusedAddRmsNormBackward : core::BackwardNode<3> {  // s, weight, rstd
+struct FusedAddRmsNormBackward : core::BackwardNode<FusedAddRmsNormBackward, 3> {  // s, weight, rstd
   double offset;
   std::string casting_mode;
 
+  auto state() { return std::tie(offset, casting_mode); }
   std::string name() const override { return kOp; }
 
   core::variable_list backward(core::variable_list&& grads) override {
@@ -46,9 +47,9 @@ struct FusedAddRmsNormBackward : core::BackwardNode<3> {  // s, weight, rstd
     Tensor s = take(0), weight = take(1), rstd = take(2);
     if (!dy.defined()) return {ds, ds, Tensor()};
     bool overwrite = may_overwrite(dy, s);
-    bool needs_dx = task_should_compute_output(0) || task_should_compute_output(1);
+    bool needs_dx = needs(0) || needs(1);
     auto [dx, dweight] = rms_norm_backward(
-        dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, task_should_compute_output(2), overwrite);
+        dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, needs(2), overwrite);
     return {dx, dx, dweight};
   }
 };

@@ -55,14 +55,17 @@ struct Meta {
   }
 };
 
-struct ReducedBackwardNode : core::BackwardNode<4> {  // d loss / d (input, weight, bias), late
+struct ReducedBackwardNode : core::BackwardNode<ReducedBackwardNode, 4> {  // d loss / d (input, weight, bias), late
   std::string name() const override { return "fused_linear_cross_entropy"; }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
-struct BackwardNode : core::BackwardNode<8> {  // input, weight, target, bias, ce_weight, token_weight, stats, totals
+// input, weight, target, bias, ce_weight, token_weight, stats, totals
+struct BackwardNode : core::BackwardNode<BackwardNode, 8> {
   Settings s;
-  Wanted wanted;
+  int64_t wanted;
+
+  auto state() { return std::tuple_cat(s.o.tie(), std::tie(s.logits_scale, s.memory_budget, wanted)); }
 
   std::string name() const override { return "fused_linear_cross_entropy"; }
   core::variable_list backward(core::variable_list&& grads) override;
@@ -190,7 +193,7 @@ struct Ops {
                      save(out.rows.stats), save(out.rows.totals)};
       node->s = s;
       node->s.token_weight = std::nullopt;
-      node->wanted = wanted;
+      node->wanted = wanted.bits();
       torch::autograd::set_history(out.rows.loss, node);
     }
     // The node alone holds them: backward may then write over them.
@@ -331,7 +334,7 @@ core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   auto [dinput, dweight, dbias] = op.call(
       grad, input, weight, target, bias, ce_weight, stats, totals, s.o.reduction_name(), s.o.ignore_index,
       s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget,
-      wanted.bits());
+      wanted);
   return {dinput, dweight, dbias};
 }
 

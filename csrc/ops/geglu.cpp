@@ -49,11 +49,12 @@ struct Gelu {
   using Forward = kernels::geglu_fwd;
   using Backward = kernels::geglu_bwd;
 
+  Gelu() = default;
   Gelu(const char* op, c10::string_view approximate) : tanh(approximate == "tanh") {
     LIGER_CHECK(tanh || approximate == "none", op, "approximate", "be 'tanh' or 'none'", "'", approximate, "'");
   }
 
-  bool tanh;
+  bool tanh = true;
 
   std::tuple<c10::string_view> options() const { return {tanh ? "tanh" : "none"}; }
 

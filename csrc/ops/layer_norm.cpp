@@ -380,17 +380,18 @@ std::tuple<Tensor, Tensor> bwd_(
 
 // ---- Autograd and autocast
 
-struct LayerNormBackward : core::BackwardNode<3> {  // x, weight, statistics
+struct LayerNormBackward : core::BackwardNode<LayerNormBackward, 3> {  // x, weight, statistics
   at::ScalarType parameters;
 
+  auto state() { return std::tie(parameters); }
   std::string name() const override { return kOp; }
 
   core::variable_list backward(core::variable_list&& grads) override {
     Tensor dy = std::move(grads[0]);
     if (!dy.defined()) return {Tensor(), Tensor(), Tensor()};
     Tensor x = take(0), weight = take(1), statistics = take(2);
-    bool needs_dx = task_should_compute_output(0);
-    bool needs_dweight = task_should_compute_output(1), needs_dbias = task_should_compute_output(2);
+    bool needs_dx = needs(0);
+    bool needs_dweight = needs(1), needs_dbias = needs(2);
     if (needs_dx && may_overwrite(dy, x)) {
       static const auto op = core::find_op<decltype(bwd_<backward_meta>)>("liger::_layer_norm_bwd_");
       auto [dweight, dbias] = op.call(dy, x, weight, statistics, needs_dweight, needs_dbias, parameters);

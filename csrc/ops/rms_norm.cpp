@@ -391,10 +391,11 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, doubl
   return forward(kOp, x, {}, value_or_undefined(weight), eps, offset, mode, false).y;
 }
 
-struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
+struct RmsNormBackward : core::BackwardNode<RmsNormBackward, 3> {  // x, weight, rstd
   double offset;
   std::string casting_mode;
 
+  auto state() { return std::tie(offset, casting_mode); }
   std::string name() const override { return kOp; }
 
   core::variable_list backward(core::variable_list&& grads) override {
@@ -403,7 +404,7 @@ struct RmsNormBackward : core::BackwardNode<3> {  // x, weight, rstd
     Tensor x = take(0), weight = take(1), rstd = take(2);
     bool overwrite = may_overwrite(dy, x);
     auto [dx, dweight] = rms_norm_backward(
-        dy, {}, x, weight, rstd, offset, casting_mode, task_should_compute_output(0), task_should_compute_output(1), overwrite);
+        dy, {}, x, weight, rstd, offset, casting_mode, needs(0), needs(1), overwrite);
     return {dx, dweight};
   }
 };

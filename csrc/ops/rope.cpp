@@ -328,17 +328,18 @@ constexpr Rotate kMeta = nullptr;
 
 // ---- Autograd
 
-struct RopeBackward : core::BackwardNode<2> {  // cos, sin
+struct RopeBackward : core::BackwardNode<RopeBackward, 2> {  // cos, sin
   bool interleaved = false;
   std::vector<int64_t> sections;  // empty: none
   std::vector<c10::SymInt> q_strides, k_strides;
   const char* op = kOp;
 
+  auto state() { return std::tie(interleaved, sections, q_strides, k_strides, op); }
   std::string name() const override { return op; }
 
   core::variable_list backward(core::variable_list&& grads) override {
     Tensor dq = std::move(grads[0]), dk = std::move(grads[1]);
-    bool needs_q = dq.defined() && task_should_compute_output(0), needs_k = dk.defined() && task_should_compute_output(1);
+    bool needs_q = dq.defined() && needs(0), needs_k = dk.defined() && needs(1);
     if (!needs_q && !needs_k) return {Tensor(), Tensor()};
     Tensor cos = take(0), sin_or_none = take(1);
     OptionalTensor sin = sin_or_none.defined() ? OptionalTensor(sin_or_none) : std::nullopt;

@@ -17,7 +17,7 @@ struct Silu {
   using Forward = kernels::swiglu_fwd;
   using Backward = kernels::swiglu_bwd;
 
-  explicit Silu(const char*) {}
+  explicit Silu(const char* = kOp) {}
 
   template <class C>
   static C value(C x) {

@@ -1,0 +1,200 @@
+"""Compiled autograd: what ran eagerly gets a backward that is traced, and compiled once for all calls alike."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import NAMES, ROWS, Call, inputs_of, outputs
+from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@contextmanager
+def compiled(backend=None):
+    """Yields a list that will hold the names of the operators that each traced backward calls."""
+    traced = []
+
+    def record(graph, inputs):
+        traced.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiler = torch.compile(backend=backend or aot_autograd(fw_compiler=record), fullgraph=True)
+    with compiled_autograd._enable(compiler):
+        yield traced
+
+
+def captures() -> int:
+    return counters["compiled_autograd"]["captures"]
+
+
+def ours(names) -> list[str]:
+    return [name.split(".")[1] for name in names if name.startswith("liger.")]
+
+
+def backward(module, inputs):
+    """Gradients of what wants them, by .backward(): the only way that takes accumulated gradients along."""
+    leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+    for leaf in leaves:
+        leaf.grad = None
+    results = [r for r in outputs(module(*inputs)) if r.requires_grad]
+    sum((r * r).sum() for r in results).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def close(mine, theirs) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+def test_gradients_of_every_operator(row, device):
+    module, inputs = Call(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
+    wanted = backward(module, inputs)
+    with compiled() as traced:
+        close(backward(module, inputs), wanted)
+    assert captures() == 1
+    # Reduced linear losses have their gradients already.
+    assert ours(traced[0]) or row.op.startswith("fused_linear_cross_entropy")
+
+
+def test_inductor(device):
+    for row in (ROWS[0], ROWS[3]):
+        module, inputs = Call(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
+        wanted = backward(module, inputs)
+        with compiled("inductor"):
+            close(backward(module, inputs), wanted)
+
+
+def test_calls_alike_share_what_was_compiled(device):
+    def chain(x, weight, offset):
+        return torch.ops.liger.rms_norm(torch.ops.liger.rms_norm(x, weight, 1e-6, offset), weight, 1e-6, offset)
+
+    def gradients(offset):
+        torch.manual_seed(round(10 * offset))
+        x, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((3, 16), (16,)))
+        chain(x, weight, offset).square().sum().backward()
+        return x.grad, weight.grad
+
+    offsets = [0.0, 0.5, 0.0, 0.5, 1.0, 0.5]
+    wanted = [gradients(offset) for offset in offsets]
+    with compiled():
+        for offset, expected in zip(offsets, wanted):
+            close(gradients(offset), expected)
+    assert captures() == len(set(offsets))
+
+
+def test_sizes_that_change(device):
+    def gradients(rows):
+        torch.manual_seed(rows)
+        x, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((rows, 16), (16,)))
+        torch.ops.liger.rms_norm(x, weight).square().sum().backward()
+        return x.grad, weight.grad
+
+    sizes = [3, 5, 9, 4]
+    wanted = [gradients(rows) for rows in sizes]
+    with compiled():
+        for rows, expected in zip(sizes, wanted):
+            close(gradients(rows), expected)
+    assert captures() <= 2
+
+
+def test_parameters_that_are_not_there(device):
+    def gradients():
+        torch.manual_seed(0)
+        x = torch.randn(3, 16, device=device, requires_grad=True)
+        y = torch.ops.liger.layer_norm(torch.ops.liger.rms_norm(x), None, torch.ones(16, device=device))
+        (y.square().sum() + y.sum()).backward()
+        return [x.grad]
+
+    wanted = gradients()
+    with compiled():
+        close(gradients(), wanted)
+
+
+def test_gradients_that_nobody_wants(device):
+    def gradients(*names):
+        torch.manual_seed(0)
+        leaves = {k: torch.randn(s, device=device) for k, s in (("x", (3, 16)), ("weight", (16,)), ("bias", (16,)))}
+        for name in names:
+            leaves[name].requires_grad_()
+        torch.ops.liger.layer_norm(**leaves).square().sum().backward()
+        return [leaves[name].grad for name in names]
+
+    subsets = [("x",), ("weight",), ("bias",), ("x", "bias"), ("x", "weight", "bias")]
+    wanted = [gradients(*names) for names in subsets]
+    with compiled():
+        for names, expected in zip(subsets, wanted):
+            close(gradients(*names), expected)
+    assert captures() == len(subsets)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_results_that_nobody_uses(used, device):
+    def gradients():
+        torch.manual_seed(0)
+        x, residual, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((3, 16), (3, 16), (16,)))
+        torch.ops.liger.fused_add_rms_norm(x, residual, weight)[used].square().sum().backward()
+        return [t.grad for t in (x, residual) if t.grad is not None]
+
+    wanted = gradients()
+    with compiled():
+        close(gradients(), wanted)
+
+
+def test_saved_tensors_that_hooks_put_away(device):
+    def gradients():
+        torch.manual_seed(0)
+        gate, up = (torch.randn(3, 16, device=device, requires_grad=True) for _ in range(2))
+        with saved_tensors_hooks(torch.Tensor.double, torch.Tensor.float):
+            out = torch.ops.liger.swiglu(gate, up)
+        out.square().sum().backward()
+        return gate.grad, up.grad
+
+    wanted = gradients()
+    with compiled():
+        close(gradients(), wanted)
+
+
+def test_a_graph_that_is_walked_twice(device):
+    def gradients():
+        torch.manual_seed(0)
+        x, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((6, 16), (20, 16)))
+        target = torch.arange(6, device=device)
+        loss = torch.ops.liger.fused_linear_cross_entropy(x, weight, target)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return x.grad, weight.grad
+
+    wanted = gradients()
+    with compiled():
+        close(gradients(), wanted)
+
+
+def test_a_step_whose_forward_breaks_off(device):
+    """As models meet it: parts of the forward are compiled, others ran eagerly, one backward goes through all."""
+    torch.manual_seed(0)
+    norm, head = torch.ones(16, device=device, requires_grad=True), torch.randn(20, 16, device=device, requires_grad=True)
+    x, target = torch.randn(6, 16, device=device, requires_grad=True), torch.arange(6, device=device)
+
+    def step():
+        hidden = torch.ops.liger.rms_norm(x, norm)
+        torch._dynamo.graph_break()
+        loss = torch.compiler.disable(torch.ops.liger.fused_linear_cross_entropy)(hidden * 2, head, target)
+        loss.backward()
+
+    def gradients(step):
+        for leaf in (x, norm, head):
+            leaf.grad = None
+        step()
+        return x.grad, norm.grad, head.grad
+
+    wanted = gradients(step)
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        close(gradients(torch.compile(step, backend="aot_eager")), wanted)
+    assert captures() == 1

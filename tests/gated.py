@@ -9,7 +9,23 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support import CPU_DTYPES, OPCHECKS, assert_no_worse, check_op, count_graphs, equal, output_of, path_taken
+from support import (
+    CPU_DTYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_export,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_op,
+    check_reads_only,
+    check_script,
+    check_second_backward,
+    equal,
+    output_of,
+    path_taken,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -197,15 +213,13 @@ class GatedTests:
             for pair in zip(torch.autograd.grad(out, learned, grad), torch.autograd.grad(expected, learned, grad)):
                 torch.testing.assert_close(*pair)
 
-    def test_linear_runs_are_bitwise_equal_and_graphs_are_kept_on_demand(self, device):
+    def test_linear_reads_only_repeats_itself_and_keeps_graphs_on_demand(self, device):
         gate, up, _ = make((30, 1000), torch.bfloat16, device)
         weight, bias, grad = parameters_of_linear(1000, (30,), torch.bfloat16, device)
-        out = self.linear(gate * 1.0, up * 1.0, weight, bias)
-        learned = [gate, up, weight, bias]
-        first, second = (torch.autograd.grad(out, learned, grad, retain_graph=keep) for keep in (True, False))
-        assert all(torch.equal(a, b) for a, b in zip(first, second))
-        with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(out, learned, grad)
+        inputs = [gate, up, weight, bias]
+        check_reads_only(self.linear, inputs, [grad])
+        check_deterministic(self.linear, inputs, [grad])
+        check_second_backward(lambda g, u, w, b: self.linear(g * 1.0, u * 1.0, w, b), inputs, [grad])
 
     def test_halves_are_read_where_they_lie_and_packed_is_the_same(self, device):
         for n in (24, 96, 200, 1000, 2048, 3000, 8200):
@@ -249,13 +263,8 @@ class GatedTests:
 
     def test_inputs_are_not_written(self, device):
         gate, up, grad = make((4, 256), torch.float32, device)
-        gate_up = torch.cat([gate, up], -1).detach().requires_grad_()
-        inputs = (gate, up, grad, gate_up)
-        before = [t.detach().clone() for t in inputs]
-        torch.autograd.grad(self.op(gate, up), [gate, up], grad)
-        torch.autograd.grad(self.packed(gate_up), gate_up, grad)
-        assert all(torch.equal(a, b) for a, b in zip(inputs, before))
-        assert all(t._version == 0 for t in inputs)
+        check_reads_only(self.op, [gate, up], [grad])
+        check_reads_only(self.packed, [torch.cat([gate, up], -1).detach().requires_grad_()], [grad])
 
     @pytest.mark.parametrize("held", [False, True])
     def test_backward_writes_over_inputs_that_nobody_holds(self, held, device):
@@ -298,28 +307,21 @@ class GatedTests:
 
     def test_runs_are_bitwise_equal(self, device):
         gate, up, grad = make((300, 1000), torch.bfloat16, device)
-        first, second = (torch.autograd.grad(self.op(gate, up), [gate, up], grad) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second))
+        check_deterministic(self.op, [gate, up], [grad])
 
     def test_retain_graph_and_second_backward(self, device):
         gate, up, grad = make((4, 64), torch.float32, device)
-        out = self.op(gate * 1.0, up * 1.0)
-        first = torch.autograd.grad(out, [gate, up], grad, retain_graph=True)
-        second = torch.autograd.grad(out, [gate, up], grad)
-        assert all(torch.equal(a, b) for a, b in zip(first, second))
-        with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(out, [gate, up], grad)
+        check_second_backward(lambda g, u: self.op(g * 1.0, u * 1.0), [gate, up], [grad])
 
     def test_double_backward_is_refused(self, device):
         gate, up, grad = make((4, 64), torch.float32, device)
-        for name, out in (
-            (self.stem, self.op(gate, up)),
-            (f"{self.stem}_packed", self.packed(torch.cat([gate, up], -1))),
-            (f"{self.stem}_linear", self.linear(gate, up, torch.eye(64, device=device))),
+        eye = torch.eye(64, device=device)
+        for name, op in (
+            (self.stem, self.op),
+            (f"{self.stem}_packed", lambda *halves: self.packed(torch.cat(halves, -1))),
+            (f"{self.stem}_linear", lambda *halves: self.linear(*halves, eye)),
         ):
-            for g in torch.autograd.grad(out, [gate, up], grad, create_graph=True):
-                with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
-                    torch.autograd.grad(g.sum(), gate, retain_graph=True)
+            check_no_double_backward(name, op, [gate, up], [grad])
 
     def test_forward_mode_is_refused(self, device):
         with torch.autograd.forward_ad.dual_level():
@@ -374,53 +376,25 @@ class GatedTests:
         def mlp(gate, up):
             return self.op(gate, up) * 2 + self.packed(torch.cat([gate, up], -1))
 
-        backend, graphs = count_graphs()
-        compiled = torch.compile(mlp, backend=backend, fullgraph=True, dynamic=True)
-        for rows, n in [(4, 64), (6, 128), (10, 250)]:
-            gate, up, grad = make((rows, n), torch.float32, device)
-            out, expected = compiled(gate, up), mlp(gate, up)
-            assert torch.equal(out, expected)
-            pairs = zip(torch.autograd.grad(out, [gate, up], grad), torch.autograd.grad(expected, [gate, up], grad))
-            assert all(torch.equal(a, b) for a, b in pairs)
-        assert len(graphs) == 1
+        calls = [make((rows, n), torch.float32, device) for rows, n in [(4, 64), (6, 128), (10, 250)]]
+        check_one_graph(mlp, [([gate, up], [grad]) for gate, up, grad in calls])
 
     def test_inductor(self, device):
         def mlp(x, weight):
             inner = x @ weight
             return self.op(*halves(inner)).relu() + self.packed(inner) + self.linear(*halves(inner), weight[:, 32:].t())
 
-        compiled = torch.compile(mlp, fullgraph=True, dynamic=True)
         x, weight = (torch.randn(32, n, device=device, requires_grad=True) for n in (32, 64))
-        out, expected = compiled(x, weight), mlp(x, weight)
-        torch.testing.assert_close(out, expected)
-        grad = torch.randn_like(out)
-        pairs = zip(torch.autograd.grad(out, [x, weight], grad), torch.autograd.grad(expected, [x, weight], grad))
-        for ours, theirs in pairs:
-            torch.testing.assert_close(ours, theirs)
+        check_inductor(mlp, [x, weight], [torch.randn(32, 32, device=device)])
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_export_keeps_the_op_and_the_batch_dynamic(self, strict, device):
-        module = self.module()
-        batch = torch.export.Dim("batch", min=2, max=1024)
-        example = (torch.randn(4, 32, device=device), torch.randn(4, 32, device=device))
-        exported = torch.export.export(module, example, dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
-        for program in (exported, exported.run_decompositions()):
-            targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-            assert targets == [self.op.default]
-            inputs = torch.randn(2, 9, 32, device=device)
-            assert torch.equal(program.module()(*inputs), module(*inputs))
+        inputs, others = (torch.randn(2, rows, 32, device=device) for rows in (4, 9))
+        check_export(self.op, self.module(), inputs, others, strict)
 
     def test_script(self, device, tmp_path):
-        module = self.module()
-        scripted = torch.jit.script(module)
-        scripted.save(str(tmp_path / "module.pt"))
-        loaded = torch.jit.load(str(tmp_path / "module.pt"))
-        for shape in [(4, 32), (2, 3, 32)]:
-            gate, up, grad = make(shape, torch.float32, device)
-            outs = [m(gate, up) for m in (loaded, module)]
-            assert torch.equal(*outs)
-            ours, theirs = (torch.autograd.grad(o, [gate, up], grad) for o in outs)
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        calls = [make(shape, torch.float32, device)[:2] for shape in [(4, 32), (2, 3, 32)]]
+        check_script(self.module(), calls, tmp_path / "module.pt")
 
     @staticmethod
     def module() -> torch.nn.Module:

@@ -217,7 +217,8 @@ def check_script(module: torch.nn.Module, calls: Iterable[Sequence[Tensor]], pat
     torch.jit.script(module).save(str(path))
     loaded = torch.jit.load(str(path))
     for inputs in calls:
-        grads_out = [torch.ones_like(inputs[0])] * (2 if isinstance(module(*inputs), tuple) else 1)
+        out = module(*inputs)
+        grads_out = [torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
         assert equal(gradients(loaded, inputs, grads_out), gradients(module, inputs, grads_out))
 
 

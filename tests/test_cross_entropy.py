@@ -12,8 +12,15 @@ from support import (
     HALF_TYPES,
     OPCHECKS,
     assert_no_worse,
+    check_deterministic,
+    check_export,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_reads_only,
+    check_script,
+    check_second_backward,
     coarseness,
-    count_graphs,
     gradients,
     like,
     path_taken,
@@ -370,11 +377,7 @@ def test_overwriting_leaves_the_rest_of_a_buffer(layout, device):
 
 
 def test_inputs_are_not_written(device):
-    logits, target, weight = make((4, 256), torch.float32, device, torch.float32)
-    inputs = (logits, target, weight)
-    before = [(t.detach().clone(), t._version) for t in inputs]
-    torch.autograd.grad(cross_entropy(*inputs), logits)
-    assert all(torch.equal(t, values) and t._version == version for t, (values, version) in zip(inputs, before))
+    check_reads_only(cross_entropy, make((4, 256), torch.float32, device, torch.float32), [torch.ones((), device=device)])
 
 
 class Keep:
@@ -426,13 +429,8 @@ def test_only_logits_that_nobody_sees_are_written(way, op, device):
 
 
 def test_retained_graph_keeps_the_logits(device):
-    leaf, target, _ = make((4, 64), torch.float32, device)
-    loss = cross_entropy(leaf * 1, target)
-    first = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
-    second = torch.autograd.grad(loss, leaf)[0]
-    assert torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, leaf)
+    inputs = make((4, 64), torch.float32, device)
+    check_second_backward(lambda x, *rest: cross_entropy(x * 1, *rest), inputs, [torch.ones((), device=device)])
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -463,11 +461,9 @@ def test_checkpoint(device):
 
 
 def test_double_backward_is_refused(device):
-    for op, name in ((cross_entropy, "cross_entropy"), (overwriting, "cross_entropy_")):
-        logits, target, _ = make((4, 64), torch.float32, device)
-        (grad,) = torch.autograd.grad(op(logits, target), logits, create_graph=True)
-        with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
-            torch.autograd.grad(grad.sum(), logits)
+    inputs, grads = make((4, 64), torch.float32, device), [torch.ones((), device=device)]
+    check_no_double_backward("cross_entropy", cross_entropy, inputs, grads)
+    check_no_double_backward("cross_entropy_", overwriting, inputs, grads)
 
 
 def test_forward_mode_is_refused(device):
@@ -478,11 +474,9 @@ def test_forward_mode_is_refused(device):
 
 
 def test_runs_are_bitwise_equal(device):
-    logits, target, weight = make((1000, 2000), torch.bfloat16, device, torch.float32)
+    inputs = make((1000, 2000), torch.bfloat16, device, torch.float32)
     for op in (cross_entropy, overwriting):
-        losses = [op(logits, target, weight, label_smoothing=0.1) for _ in range(2)]
-        grads = [torch.autograd.grad(loss, logits)[0] for loss in losses]
-        assert torch.equal(*losses) and torch.equal(*grads)
+        check_deterministic(partial(op, label_smoothing=0.1), inputs, [torch.ones((), device=device)])
 
 
 # ---- The overwriting form
@@ -597,24 +591,15 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_compile_makes_one_graph_for_all_sizes(form, device):
-    backend, graphs = count_graphs()
-    compiled = torch.compile(FORMS[form], backend=backend, fullgraph=True, dynamic=True)
-    for shape in [(4, 64), (6, 128), (10, 256)]:
-        inputs = make(shape, torch.float32, device, torch.float32)
-        loss, expected = compiled(*inputs), FORMS[form](*inputs)
-        assert torch.equal(loss, expected)
-        assert torch.equal(*(torch.autograd.grad(t, inputs[0])[0] for t in (loss, expected)))
-    assert len(graphs) == 1
+    calls = [make(shape, torch.float32, device, torch.float32) for shape in [(4, 64), (6, 128), (10, 256)]]
+    check_one_graph(FORMS[form], [(inputs, [torch.ones((), device=device)]) for inputs in calls])
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_inductor(form, device):
-    compiled = torch.compile(FORMS[form], fullgraph=True, dynamic=True)
     inputs = make((4, 64), torch.float32, device, torch.float32)
     before = inputs[0].detach().clone()
-    loss, expected = compiled(*inputs), FORMS[form](*inputs)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(t, inputs[0])[0] for t in (loss, expected)))
+    check_inductor(FORMS[form], inputs, [torch.ones((), device=device)])
     assert torch.equal(inputs[0], before)
 
 
@@ -625,26 +610,13 @@ class Module(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
-    module, inputs = Module(), make((4, 32), torch.float32, device)[:2]
-    batch = torch.export.Dim("batch", min=2, max=1024)
-    inputs = (inputs[0].detach(), inputs[1])
-    exported = torch.export.export(module, inputs, dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
-    for program in (exported, exported.run_decompositions()):
-        targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-        assert targets == [cross_entropy.default]
-        other = make((9, 32), torch.float32, device)[:2]
-        assert torch.equal(program.module()(*other), module(*other))
+    inputs, others = ([t.detach() for t in make((rows, 32), torch.float32, device)[:2]] for rows in (4, 9))
+    check_export(cross_entropy, Module(), inputs, others, strict)
 
 
 def test_script(device, tmp_path):
-    module = Module()
-    torch.jit.script(module).save(str(tmp_path / "module.pt"))
-    loaded = torch.jit.load(str(tmp_path / "module.pt"))
-    for shape in [(4, 32), (2, 3, 40)]:
-        logits, target, _ = make(shape, torch.float32, device)
-        losses = [m(logits, target) for m in (loaded, module)]
-        assert torch.equal(*losses)
-        assert torch.equal(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
+    calls = [make(shape, torch.float32, device)[:2] for shape in [(4, 32), (2, 3, 40)]]
+    check_script(Module(), calls, tmp_path / "module.pt")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -5,7 +5,22 @@ import operator
 import numpy as np
 import pytest
 import torch
-from support import CPU_DTYPES, HALF_TYPES, OPCHECKS, assert_no_worse, check_op, count_graphs, output_of, path_taken
+from support import (
+    CPU_DTYPES,
+    HALF_TYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_op,
+    check_reads_only,
+    check_script,
+    check_second_backward,
+    output_of,
+    path_taken,
+)
 from torch import Tensor
 
 rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis
@@ -251,12 +266,8 @@ def test_one_result_may_be_unused(used, device):
 
 
 def test_inputs_are_not_written(device):
-    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
-    inputs = (q, k, cos, sin, *grads)
-    before = [t.detach().clone() for t in inputs]
-    torch.autograd.grad(rope(q, k, cos, sin), [q, k], grads)
-    assert all(torch.equal(a, b) for a, b in zip(inputs, before))
-    assert all(t._version == 0 for t in inputs)
+    *inputs, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    check_reads_only(rope, inputs, grads)
 
 
 class Probe(torch.autograd.Function):
@@ -301,30 +312,19 @@ def test_a_gradient_that_somebody_holds_is_kept(device):
 
 
 def test_runs_are_bitwise_equal(device):
-    q, k, cos, sin, grads = make(2, 8, 2, 100, 64, torch.bfloat16, device)
-    first, second = (torch.autograd.grad(rope(q, k, cos, sin), [q, k], grads) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    *inputs, grads = make(2, 8, 2, 100, 64, torch.bfloat16, device)
+    check_deterministic(rope, inputs, grads)
 
 
 def test_retain_graph_and_second_backward(device):
-    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
-    outs = rope(q, k, cos, sin)
-    first = torch.autograd.grad(outs, [q, k], grads, retain_graph=True)
-    second = torch.autograd.grad(outs, [q, k], grads)
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(outs, [q, k], grads)
+    *inputs, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    check_second_backward(rope, inputs, grads)
 
 
 def test_double_backward_is_refused(device):
     q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
-    for name, outs in (
-        ("rope", rope(q, k, cos, sin)),
-        ("rope_freqs_cis", rope_freqs_cis(q, k, torch.complex(cos, sin)[..., :16])),
-    ):
-        for g in torch.autograd.grad(outs, [q, k], grads, create_graph=True):
-            with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
-                torch.autograd.grad(g.sum(), q, retain_graph=True)
+    check_no_double_backward("rope", rope, [q, k, cos, sin], grads)
+    check_no_double_backward("rope_freqs_cis", rope_freqs_cis, [q, k, torch.complex(cos, sin)[..., :16]], grads)
 
 
 def test_forward_mode_is_refused(device):
@@ -382,27 +382,17 @@ def attention_input(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((q, k), 1).transpose(1, 2).flatten(-2)
 
 
+def projected(batch, sequence, device):
+    x, grad = (torch.randn(batch, sequence, 96, device=device) for _ in range(2))
+    return [x.requires_grad_(), *angles(1, sequence, 16, device=device)], [grad]
+
+
 def test_compile_makes_one_graph_for_all_sizes(device):
-    backend, graphs = count_graphs()
-    compiled = torch.compile(attention_input, backend=backend, fullgraph=True, dynamic=True)
-    for batch, sequence in [(2, 7), (3, 12), (5, 33)]:
-        x = torch.randn(batch, sequence, 96, device=device, requires_grad=True)
-        cos, sin = angles(1, sequence, 16, device=device)
-        out, expected = compiled(x, cos, sin), attention_input(x, cos, sin)
-        assert torch.equal(out, expected)
-        grad = torch.randn_like(out)
-        assert torch.equal(torch.autograd.grad(out, x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
-    assert len(graphs) == 1
+    check_one_graph(attention_input, [projected(*sizes, device) for sizes in [(2, 7), (3, 12), (5, 33)]])
 
 
 def test_inductor(device):
-    compiled = torch.compile(lambda x, c, s: attention_input(x + 1, c, s).relu(), fullgraph=True, dynamic=True)
-    x = torch.randn(2, 7, 96, device=device, requires_grad=True)
-    cos, sin = angles(1, 7, 16, device=device)
-    out, expected = compiled(x, cos, sin), attention_input(x + 1, cos, sin).relu()
-    torch.testing.assert_close(out, expected)
-    grad = torch.randn_like(out)
-    torch.testing.assert_close(torch.autograd.grad(out, x, grad), torch.autograd.grad(expected, x, grad))
+    check_inductor(lambda x, c, s: attention_input(x + 1, c, s).relu(), *projected(2, 7, device))
 
 
 class Module(torch.nn.Module):
@@ -424,15 +414,8 @@ def test_export_keeps_the_op_and_the_sizes_dynamic(strict, device):
 
 
 def test_script(device, tmp_path):
-    scripted = torch.jit.script(Module())
-    scripted.save(str(tmp_path / "module.pt"))
-    loaded = torch.jit.load(str(tmp_path / "module.pt"))
-    for batch, sequence in [(1, 5), (2, 9)]:
-        q, k, cos, sin, grads = make(batch, 4, 2, sequence, 16, torch.float32, device)
-        ours, theirs = (m(q, k, cos, sin) for m in (loaded, Module()))
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
-        pairs = zip(*(torch.autograd.grad(o, [q, k], grads) for o in (ours, theirs)))
-        assert all(torch.equal(a, b) for a, b in pairs)
+    calls = [make(*sizes, 16, torch.float32, device)[:4] for sizes in [(1, 4, 2, 5), (2, 4, 2, 9)]]
+    check_script(Module(), calls, tmp_path / "module.pt")
 
 
 def test_meta():

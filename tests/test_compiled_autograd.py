@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @contextmanager
 def compiled(backend=None):
-    """Yields a list that will hold the names of the operators that each traced backward calls."""
+    """Yields a list that will hold the names of the operators that each traced backward calls; fails if none was."""
     traced = []
 
     def record(graph, inputs):
@@ -25,6 +25,7 @@ def compiled(backend=None):
     compiler = torch.compile(backend=backend or aot_autograd(fw_compiler=record), fullgraph=True)
     with compiled_autograd._enable(compiler):
         yield traced
+    assert captures()
 
 
 def captures() -> int:

@@ -1,6 +1,7 @@
 #pragma once
 
-// What every op's backward node needs: saved tensors, blocked double backward, and the one rule for reusing buffers.
+// What every op's backward node needs: saved tensors, blocked double backward, the one rule for
+// reusing buffers, and compiled autograd.
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from .kept import await_kept, keep, lane_words, read_kept, write_lanes, write_some_lanes
-from .rows import prefetch, programs_ahead, row_offset
+from .rows import LOG2E, prefetch, programs_ahead, row_offset
 from .table import Config, Kernel
 
 HAS_WEIGHT = tl.constexpr(1)
@@ -50,7 +50,6 @@ HAS_GRAD = tl.constexpr(2048)
 COUNT_ONLY = tl.constexpr(4096)
 HAS_TOTALS = tl.constexpr(8192)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 # A column that no row has.
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 MOST_PARTS = tl.constexpr(128)

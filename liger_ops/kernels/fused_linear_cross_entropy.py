@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from . import hopper
-from .cross_entropy import ADD_Z_LOSS, HAS_GRAD, LOG2E, SAVE_Z_LOSS, arriving, load_target, load_weight, log1p
+from .cross_entropy import ADD_Z_LOSS, HAS_GRAD, SAVE_Z_LOSS, arriving, load_target, load_weight, log1p
+from .rows import LOG2E
 from .table import Config, Kernel
 
 

@@ -7,6 +7,7 @@ z = sqrt(2 / pi) * (x + 0.044715 x^3) ("tanh"): 0.5 * (1 + tanh(z)) is that sigm
 import triton
 import triton.language as tl
 
+from .rows import LOG2E
 from .swiglu import (
     BACKWARD_ALIGNED,
     BACKWARD_ARGS,
@@ -26,7 +27,6 @@ TANH = tl.constexpr(1)
 
 TWO_Z = tl.constexpr(1.5957691216057308)  # of small x: 2 * sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
-LOG2E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 
@@ -41,7 +41,7 @@ def reciprocal(y):
 
 @triton.jit
 def tanh_weight_and_slope(x):
-    """sigmoid(2 z) and its derivative by 2 z."""
+    """sigmoid(2 z) and its derivative by 2 z. Powers of two below fp32's normal numbers are 0: of x below -10."""
     power = x * tl.fma(x * x, TWO_Z * CUBIC * LOG2E, TWO_Z * LOG2E)
     e = tl.exp2(-tl.abs(power))
     r = reciprocal(1.0 + e)

@@ -16,6 +16,8 @@ import triton.language as tl
 
 from .table import Config
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 # For rows of 16 bits whose parameters are of their own type.
 PLAIN_HALVES = dict(common_only=True, halves_only=True)
 

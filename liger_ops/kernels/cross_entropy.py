@@ -405,7 +405,7 @@ def scan_row(
     predicted = tl.where((x_y > raw_others) | ((x_y == raw_others) & (y < first)), y, first)
     # A row of -inf or NaN alone.
     predicted = tl.where(predicted == NOWHERE, 0, predicted - skew)
-    return top, total, others / total, nll, tilt, predicted
+    return top, total, tl.div_rn(others, total), nll, tilt, predicted
 
 
 @triton.jit
@@ -536,7 +536,8 @@ def arriving(grad, totals, row, stride, flags, known):
     mean = (flags & MEAN) != 0
     by_weight = tl.load(totals, mask=mean, other=1.0)
     by_count = tl.load(totals + 1, mask=mean, other=1.0)
-    return tl.where(mean, grad / by_weight, grad), tl.where(mean, grad / by_count, grad)
+    # What a whole row is multiplied by is rounded once: a fast division is off by up to 2 ulp.
+    return tl.where(mean, tl.div_rn(grad, by_weight), grad), tl.where(mean, tl.div_rn(grad, by_count), grad)
 
 
 @triton.jit
@@ -560,7 +561,7 @@ def gradient_terms(
             tilt = grad * label_smoothing / n
             mean_weight = tl.load(weight_sum, mask=(flags & HAS_WEIGHT) != 0, other=n.to(tl.float32)) / n
             spill += grad * label_smoothing * mean_weight
-    return (pull + spill) / total, spill / total, pull * miss, tilt
+    return tl.div_rn(pull + spill, total), tl.div_rn(spill, total), pull * miss, tilt
 
 
 @triton.jit

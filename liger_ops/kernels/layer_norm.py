@@ -447,6 +447,7 @@ KERNELS = [
         # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
         # many bytes: 193): 1024 columns 200 (242), 2048 197 (223), 2560 195 (236), 4096 195 (222), 5120 201 (248), 8192 199
         # (214), 11008 219 (262), 16384 208 (295); 2**26 in fp32 (193): 4096 200 (211), 8192 200 (252), 12288 201 (263).
+        # 2**28 of 16384 columns, which only registers hold: 1096 in tiles of 1024, 1125 in tiles of 2048.
         configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 4, prefetch=1),
             backward_config(128, 32, 128, 1, 4, 3),
@@ -470,7 +471,7 @@ KERNELS = [
             few_rows_config(16384, 1, 2048, 8, 8, 1, max_rows=512),
             backward_config(16384, 1, 4096, 4, 16, 1, prefetch=1, pieces=2, slots=3, halves_only=True),
             backward_config(14336, 1, 2048, 7, 8, 1),
-            backward_config(16384, 1, 2048, 8, 8, 1),
+            backward_config(16384, 1, 1024, 16, 8, 1),
             backward_config(None, 1, 16384, 0, 32, 1),
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),
             backward_config(512, 4, 512, 1, 4, 4, aligned=False),

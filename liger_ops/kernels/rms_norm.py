@@ -86,9 +86,11 @@ def rms_norm_fwd_kernel(
         residual_row = residual + row_offset(row, inner_rows, residual_outer, residual_inner)
 
     if TILES > 0:
-        if EARLY:
+        # Of 32 bits, registers do for the weight beside one row, not two.
+        HELD: tl.constexpr = EARLY and not (RESIDUAL and dtype.primitive_bitwidth == 32)
+        if HELD:
             weights = load_parameter_tiles(weight, n, flags & HAS_WEIGHT, 1.0, BLOCK_N, TILES)
-        tiles = load_tiles(x_row, row_mask, n, BLOCK_N, TILES, EARLY)
+        tiles = load_tiles(x_row, row_mask, n, BLOCK_N, TILES, HELD)
         if RESIDUAL:
             tiles = add_tiles(tiles, load_tiles(residual_row, row_mask, n, BLOCK_N, TILES), TILES)
         if AHEAD:
@@ -104,7 +106,7 @@ def rms_norm_fwd_kernel(
         for t in tl.static_range(TILES):
             cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = row_mask & (cols < n)[None, :]
-            if EARLY:
+            if HELD:
                 w = weights[t].to(tl.float32)[None, :] + offset
             else:
                 w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
@@ -373,6 +375,10 @@ KERNELS = [
         # Few rows occupy too few threads to cover their loads, so they get more; us of 16 and 256 rows: 2560 columns 4.9
         # and 5.8 (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9). With the weight
         # asked for early, too: 16 rows of 11008 5.4 (6.6). Of many rows, early weights only slow the others' loads down.
+        # Of 32 bits they pay sooner; us of 16 and 256 rows: 4096 columns 5.2 and 7.3 (6.6 and 8.2), 8192 5.4 and 9.4 (7.0 and
+        # 10.2), 16384 6.8 of 16 (7.2), while 256 took 15.3 (13.7): the weight's registers leave room for one program for two.
+        # Beside a residual there are no registers for it, and to ask the L2 for it does not pay: 16384 columns 9.0 and 25.0
+        # (8.6 and 24.2).
         configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
@@ -381,15 +387,19 @@ KERNELS = [
             forward_config(1024, 2, 1024, 1, 4),
             forward_config(2048, 1, 2048, 1, 4, early=1, max_rows=128),
             forward_config(2048, 1, 2048, 1, 4, ahead=1),
-            forward_config(4096, 1, 4096, 1, 8, max_rows=256),
+            forward_config(4096, 1, 4096, 1, 8, max_rows=256, halves_only=True),
+            forward_config(4096, 1, 4096, 1, 8, early=1, max_rows=256),
             forward_config(3072, 1, 1024, 3, 4, ahead=1),
             forward_config(4096, 1, 4096, 1, 8, ahead=1),
-            forward_config(8192, 1, 8192, 1, 16, max_rows=256),
+            forward_config(8192, 1, 8192, 1, 16, max_rows=256, halves_only=True),
+            forward_config(8192, 1, 8192, 1, 16, early=1, max_rows=256),
             forward_config(5120, 1, 1024, 5, 4, ahead=1),
             forward_config(6144, 1, 2048, 3, 4, ahead=1),
             forward_config(8192, 1, 4096, 2, 8, ahead=1),
             forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
             forward_config(12288, 1, 4096, 3, 8, ahead=1),
+            forward_config(16384, 1, 8192, 2, 16, max_rows=256, halves_only=True),
+            forward_config(16384, 1, 8192, 2, 16, early=1, max_rows=128),
             forward_config(16384, 1, 8192, 2, 16, max_rows=256),
             forward_config(14336, 1, 2048, 7, 8, ahead=1),
             forward_config(16384, 1, 4096, 4, 16, 2, ahead=1),

@@ -78,8 +78,8 @@ class PathWitness:
 
 
 def reason(error: BaseException) -> str:
-    """One line for a report that is committed: no paths of the machine."""
+    """One line for a report that is committed: no paths of the machine, no colours of a terminal."""
     if isinstance(error, Absent):
         return str(error)
-    lines = str(error).strip().splitlines() or [""]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines() or [""]
     return re.sub(r"(/[\w.+-]+){2,}", "…", f"crashed: {type(error).__name__}: {lines[0]}")[:200]

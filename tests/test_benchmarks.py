@@ -45,7 +45,7 @@ def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
 
 
 def boom(*_):
-    raise RuntimeError("boom")
+    raise RuntimeError("\x1b[91m\x1b[1mboom\x1b[0m in /some/where/file.py\nand more")
 
 
 SMALL = replace(
@@ -71,7 +71,10 @@ def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, mo
     asked = f"--suite {suite} --device cpu --rounds 1 --providers hf,quack,ours --out {tmp_path}".split()
     assert main.run(main.parse(asked, {"swiglu": op}), {"swiglu": op}) == expected
     (lines,) = tmp_path.glob("*.jsonl")
-    bars = [r for r in map(json.loads, lines.read_text().splitlines()) if r["kind"] == "bar"]
+    records = list(map(json.loads, lines.read_text().splitlines()))
+    crashes = {r["reason"] for r in records if r["kind"] == "absent" and r["state"] == "crashed"}
+    assert crashes == (set() if broken == "nothing" else {"crashed: RuntimeError: boom in …"})
+    bars = [r for r in records if r["kind"] == "bar"]
     verdict = "NOT MEASURED" if expected else "pass"
     judged = {} if suite == "quick" else dict.fromkeys(("time", "memory", "host"), verdict)
     assert {bar["of"]: bar["verdict"] for bar in bars} == judged

@@ -18,7 +18,6 @@ from support import output_of
 import liger_ops.kernels as tables
 from liger_ops.aot import codegen, compile, pack
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
-from liger_ops.kernels.table import is_rare, is_wide
 
 KERNEL = "column_sum"
 
@@ -138,12 +137,13 @@ CHOOSE = """
 using namespace liger;
 using runtime::DType;
 template <class K, class... Points>
-void choose(bool rare, bool wide, Points... points) {{
+void choose(Points... points) {{
+  const auto point = runtime::point_of<K>(points...);
   for (bool aligned : {{true, false}}) {{
     for (long n : {{{widths}}}) {{
       for (long rows : {{{rows}}}) {{
-        const auto& config = runtime::first_fit<K>(n, aligned, rare, rows, wide);
-        std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, points...));
+        const auto& config = runtime::first_fit<K>(n, aligned, point, rows);
+        std::printf("%s %u\\n", K::kernel.spec().name, runtime::variant_index<K>(config, point));
       }}
     }}
   }}
@@ -173,9 +173,9 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
         for bounds in zip(*((c.max_n, c.max_rows) for k in everything for c in k.configs))
     )
     calls = [
-        f"  choose<kernels::{k.name}>({', '.join([str(int(is_rare(point))), str(int(is_wide(point))), *points])});"
+        f"  choose<kernels::{k.name}>({', '.join(points)});"
         for k in everything
-        for point, points in zip(k.axis_points, point_expressions(k), strict=True)
+        for points in point_expressions(k)
     ]
     headers = "\n".join(f'#include "kernels/{stem}.h"' for stem in tables.modules())
     (tmp_path / "choose.cpp").write_text(

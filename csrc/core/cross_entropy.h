@@ -635,7 +635,8 @@ inline void sum_rows_cuda(
     const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known = {}) {
   using K = kernels::cross_entropy_sum;
   const int64_t rows = call.target.numel();
-  auto config_for = [&](int64_t count) -> const K::Config& { return runtime::first_fit<K>(call.n, false, false, count); };
+  const auto point = runtime::point_of<K>(call.target_words - 1);
+  auto config_for = [&](int64_t count) -> const K::Config& { return runtime::first_fit<K>(call.n, false, point, count); };
   const int64_t block = config_for(rows).BLOCK, blocks = (rows + block - 1) / block;
   // One program reads a few blocks faster than a second launch starts.
   const int64_t shares = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
@@ -652,7 +653,7 @@ inline void sum_rows_cuda(
   auto launch_on = [&](int64_t rows_read, int64_t programs, int32_t more) {
     args.rows = int32_t(rows_read);
     args.flags = flags | more;
-    auto variant = runtime::variant_index<K>(config_for(rows_read), call.target_words - 1);
+    auto variant = runtime::variant_index<K>(config_for(rows_read), point);
     launch<K>(call.op, call.device, variant, {uint32_t(programs)}, args);
   };
   if (shares > 1) {
@@ -702,7 +703,7 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
       address(arrived), int32_t(walk.rows), int32_t(walk.n), int32_t(part), walk.kernel_inner_rows(), from.outer,
       from.inner, call.target_words, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
       call.flags_for(out, o)};
-  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras ? 2 : parts > 1);
+  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits)), call.extras ? 2 : parts > 1));
   launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
 }
 
@@ -722,7 +723,7 @@ inline void backward_rows_cuda(
       int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), to.outer, to.inner, from.outer, from.inner,
       call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale),
       float(o.softcap.value_or(1)), call.flags};
-  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)), call.extras);
+  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits)), call.extras));
   launch<K>(call.op, call.device, variant, span_grid(config, walk.rows, columns_end(config, walk.n)), args);
   if (!out.is_same(dlogits)) dlogits.copy_(out);
 }
@@ -739,11 +740,12 @@ inline void forward_backward_rows_cuda(
   const bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
   // Configs count 16-bit logits.
   const int64_t counted = x.element_size() / 2;
-  const auto* config = &runtime::first_fit<K>(walk.n * counted, aligned, call.extras);
+  const auto point = runtime::point_of<K>(K::dtype(dtype_of(x)), call.extras);
+  const auto* config = &runtime::first_fit<K>(walk.n * counted, aligned, point);
   int64_t part = config->SHARE / counted;
   int64_t parts = part ? (columns_end(*config, walk.n) + part - 1) / part : 1;
   if (parts > std::min<int64_t>(kMostParts, runtime::multiprocessors(call.device.index()))) {
-    config = &runtime::first_fit<K>(kAnyWidth, false, call.extras);
+    config = &runtime::first_fit<K>(kAnyWidth, false, point);
     part = 0;
     parts = 1;
   }
@@ -760,7 +762,7 @@ inline void forward_backward_rows_cuda(
       at.inner, call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing),
       float(o.lse_square_scale), float(o.softcap.value_or(1)),
       call.flags_for(out, o) | (upstream.values.defined() ? kHasGrad : 0)};
-  auto variant = runtime::variant_index<K>(*config, K::dtype(dtype_of(x)), call.extras);
+  auto variant = runtime::variant_index<K>(*config, point);
   launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
   if (!x.is_same(logits)) logits.copy_(x);
 }
@@ -776,7 +778,7 @@ inline void describe_rows_cuda(
   K::Args args{
       log_prob, entropy, address(logits), call.target_at(first), stats, int32_t(rows), int32_t(call.n), stride,
       call.target_words, o.ignore_index, float(o.softcap.value_or(1)), call.flags};
-  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(logits)));
+  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits))));
   launch<K>(call.op, call.device, variant, {uint32_t(rows)}, args);
 }
 
@@ -834,7 +836,7 @@ inline void scale_cuda(const char* op, Tensor& dlogits, const Tensor& grad) {
   K::Args args{
       address(x), address(upstream.values), int32_t(walk.n), walk.kernel_inner_rows(), at.outer, at.inner,
       upstream.stride};
-  auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(x)));
+  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(x))));
   launch<K>(op, dlogits.device(), variant, span_grid(config, walk.rows, walk.n), args);
   if (!x.is_same(dlogits)) dlogits.copy_(x);
 }

@@ -126,7 +126,7 @@ class Exponentials {
   template <class K>
   void start(const at::Tensor& like, int64_t rows, const typename K::Args& args) const {
     const auto& config = runtime::first_fit<K>(like.size(1), true);
-    auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(like)));
+    auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(like))));
     launch<K>(op_, like.device(), variant, {uint32_t(rows)}, args);
   }
 

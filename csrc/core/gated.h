@@ -225,13 +225,14 @@ struct Gated {
       if (out.numel() == 0) return;
       auto walk = detail::walk_elements<3>(kOp, {&out, &gate, &up});
       bool aligned = walk.aligned_strides() && aligned16(address(out), address(gate), address(up));
-      const auto& config = runtime::first_fit<K>(walk.n, aligned, false, walk.rows);
+      const auto point = runtime::point_of<K>(K::dtype(dtype_of(gate)));
+      const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
       const auto& [o, g, u] = walk.strides;
       typename K::Args args{
           address(out), address(gate), address(up), int32_t(walk.rows), walk.n, walk.kernel_inner_rows(), o.outer, o.inner,
           g.outer, g.inner, u.outer, u.inner};
       activation.set(args);
-      auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(gate)));
+      auto variant = runtime::variant_index<K>(config, point);
       launch<K>(kOp, gate.device(), variant, detail::tile_grid(config, walk), args);
     }
 
@@ -242,14 +243,15 @@ struct Gated {
       if (dout.numel() == 0) return;
       auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
       bool aligned = walk.aligned_strides() && aligned16(address(dout), address(dgate), address(dup), address(gate), address(up), address(product));
-      const auto& config = runtime::first_fit<K>(walk.n, aligned, false, walk.rows);
+      const auto point = runtime::point_of<K>(K::dtype(dtype_of(gate)));
+      const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
       const auto& [d, dg, du, g, u] = walk.strides;
       typename K::Args args{
           address(dgate), address(dup), address(product), address(dout), address(gate), address(up), int32_t(walk.rows), walk.n,
           walk.kernel_inner_rows(), dg.outer, dg.inner, du.outer, du.inner, d.outer, d.inner, g.outer, g.inner, u.outer, u.inner};
       activation.set(args);
       if (product.defined()) args.flags |= kWithProduct;
-      auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(gate)));
+      auto variant = runtime::variant_index<K>(config, point);
       launch<K>(kOp, gate.device(), variant, detail::tile_grid(config, walk), args);
     }
   };

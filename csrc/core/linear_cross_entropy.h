@@ -363,7 +363,7 @@ struct Cuda {
       K::Args args{
           address(dlogits), call.target_at(first), taken.const_data_ptr<float>() + first, int32_t(rows),
           int32_t(call.n), dlogits.stride(0), call.target_words, o.ignore_index};
-      auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(dlogits)));
+      auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(dlogits))));
       launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
     }
     std::tuple<Tensor, Tensor> order_targets() const {
@@ -375,7 +375,7 @@ struct Cuda {
       Tensor classes = at::empty({rows}, numbers), order = at::empty({rows}, numbers);
       K::Args args{
           address(call.target), address(classes), address(order), int32_t(rows), int32_t(call.n), o.ignore_index};
-      auto variant = runtime::variant_index<K>(config, call.target_words - 1);
+      auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(call.target_words - 1));
       launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
       return {classes, order};
     }
@@ -389,7 +389,7 @@ struct Cuda {
       K::Args args{
           address(dweight), address(x), address(taken), address(classes), address(order), int32_t(rows),
           int32_t(columns), dweight.stride(0), dweight.stride(1), x.stride(0), float(scale)};
-      auto variant = runtime::variant_index<K>(config, K::dtype(dtype_of(dweight)));
+      auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(dweight))));
       const int64_t blocks = (columns + config.BLOCK_N - 1) / config.BLOCK_N;
       launch<K>(call.op, call.device, variant, {uint32_t(rows * blocks)}, args);
     }

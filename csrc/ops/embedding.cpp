@@ -79,8 +79,8 @@ Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes,
   const int64_t programs = rows * ((columns + config.BLOCK_N - 1) / config.BLOCK_N);
   LIGER_CHECK(
       programs <= std::numeric_limits<int32_t>::max(), kOp, "input", "have fewer indices for weights this wide", rows);
-  core::launch<K>(
-      kOp, dout.device(), runtime::variant_index<K>(config, K::dtype(core::dtype_of(dout))), {uint32_t(programs)}, args);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(dout)));
+  core::launch<K>(kOp, dout.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   return dweight;
 }
 

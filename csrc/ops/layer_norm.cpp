@@ -271,8 +271,8 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out.y), core::address(x), core::address(weight), core::address(bias));
   const auto parameters = parameter_type(x, weight, bias);
-  const bool mixed = parameters != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit<K>(walk.n, aligned, mixed, walk.rows, wide);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(parameters)));
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (bias.defined() ? kHasBias : 0) | (save ? kSaveStatistics : 0);
   const auto& [y_walk, x_walk] = walk.strides;
   K::Args args{
@@ -280,8 +280,7 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
       int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), y_walk.outer, y_walk.inner, x_walk.outer, x_walk.inner,
       float(eps), flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
-  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameters));
-  core::launch<K>(kOp, x.device(), runtime::variant_index<K>(config, dtypes), grid, args);
+  core::launch<K>(kOp, x.device(), runtime::variant_index<K>(config, point), grid, args);
   return out;
 }
 
@@ -306,8 +305,8 @@ Gradients backward_cuda(
   auto walk = core::walk_rows<3>(op, {&written, &dy, &x});
   bool aligned =
       walk.aligned_strides() && core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
-  const bool mixed = parameters != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit<K>(n, aligned, mixed, walk.rows, wide);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(parameters)));
+  const auto& config = runtime::first_fit<K>(n, aligned, point, walk.rows);
   int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
   const bool final = blocks == 1, adds_up = (needs_dweight || needs_dbias) && !final;
@@ -320,8 +319,7 @@ Gradients backward_cuda(
       core::address(x), core::address(weight), core::address(statistics), int32_t(walk.rows), int32_t(n),
       walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, x_walk.outer, x_walk.inner, flags};
-  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(parameters));
-  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes), {uint32_t(programs)}, args);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   if (adds_up && needs_dweight && needs_dbias) {
     core::column_sum(op, partial, out.dweight, out.dbias);
   } else if (adds_up) {

@@ -261,8 +261,8 @@ RmsNormForward rms_norm_forward_cuda(
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
-  const bool mixed = weight_type != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit<K>(walk.n, aligned, mixed, walk.rows, wide);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(weight_type)), residual.defined());
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (rounds_first(casting_mode) ? kRoundFirst : 0) |
       (save_rstd ? kSaveRstd : 0);
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
@@ -272,8 +272,7 @@ RmsNormForward rms_norm_forward_cuda(
       x_walk.outer, x_walk.inner, residual_walk.outer, residual_walk.inner, float(eps), weight.defined() ? float(offset) : 0.f,
       flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
-  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(weight_type));
-  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes, residual.defined()), grid, args);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), grid, args);
   return out;
 }
 
@@ -294,8 +293,8 @@ std::tuple<Tensor, Tensor> backward_cuda(
   bool aligned = walk.aligned_strides() &&
       core::aligned16(core::address(out), core::address(dy), core::address(ds), core::address(x), core::address(weight));
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
-  const bool mixed = weight_type != x.scalar_type(), wide = x.scalar_type() == at::kFloat;
-  const auto& config = runtime::first_fit<K>(walk.n, aligned, mixed, walk.rows, wide);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(weight_type)), ds.defined());
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
   int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
   const bool final = blocks == 1, adds_up = needs_dweight && !final;
@@ -309,8 +308,7 @@ std::tuple<Tensor, Tensor> backward_cuda(
       dx_walk.outer, dx_walk.inner,
       dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
       weight.defined() ? float(offset) : 0.f, flags};
-  auto dtypes = K::dtype(core::dtype_of(x), core::dtype_of(weight_type));
-  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, dtypes, ds.defined()), {uint32_t(programs)}, args);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   if (adds_up) core::column_sum(op, partial, dweight);
   return {dx, dweight};
 }

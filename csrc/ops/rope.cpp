@@ -260,9 +260,9 @@ void rotate_cuda(const char* op, const Call& call) {
   int64_t pieces = heads * (config.ALIGNED ? std::max(angles.half, width - rotated) / config.PIECE : 1);
   int64_t blocks = std::max<int64_t>(1, (pieces + config.PIECES - 1) / config.PIECES);
   int64_t groups = std::clamp<int64_t>(wanted / rows, 1, blocks);
-  auto variant = runtime::variant_index<K>(
-      config, K::dtype(core::dtype_of(call.q), core::dtype_of(angles.cos)), call.interleaved ? 1 : 0);
-  core::launch<K>(op, call.q.device(), variant, {uint32_t(rows), uint32_t(groups)}, args);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(call.q), core::dtype_of(angles.cos)), call.interleaved);
+  core::launch<K>(
+      op, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(rows), uint32_t(groups)}, args);
 }
 
 // ---- The dispatched ops: rotation by the angles or back, into new tensors or in place

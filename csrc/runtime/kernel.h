@@ -88,8 +88,24 @@ class LIGER_RUNTIME_API Kernel {
 /// Rows of a call, where no config of the kernel is for few of them.
 constexpr int64_t kManyRows = std::numeric_limits<int64_t>::max();
 
-/// First of the kernel's configs that admits rows of n elements; tables end with one that admits everything. rare, wide: see
-/// table.py. What a call leaves untold, no config of the kernel may ask about: it could choose a variant that is not there.
+/// A place on a kernel's axes, of which the last varies fastest.
+struct Point {
+  uint32_t index;
+};
+
+template <class K, class... Choices>
+constexpr Point point_of(Choices... choices) {
+  constexpr size_t kAxes = sizeof(K::axes) / sizeof(int);
+  static_assert(sizeof...(Choices) == kAxes, "one choice per axis");
+  const int chosen[] = {int(choices)...};
+  uint32_t index = 0;
+  for (size_t i = 0; i < kAxes; ++i) index = index * K::axes[i] + chosen[i];
+  return {index};
+}
+
+/// First of the kernel's configs that admits rows of n elements; tables end with one that admits everything. Facts: the
+/// call's Point, and how many rows it has. What a call leaves untold, no config of the kernel may ask about: it could choose
+/// a variant that is not there.
 template <class K, class... Facts>
 constexpr const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
   constexpr auto any = [](auto asks) {
@@ -98,31 +114,24 @@ constexpr const typename K::Config& first_fit(int64_t n, bool aligned, Facts... 
     }
     return false;
   };
-  constexpr size_t kTold = sizeof...(Facts);
-  static_assert(kTold > 0 || !any([](const auto& c) { return c.common_only; }), "this kernel asks whether a call is rare");
+  constexpr size_t kTold = sizeof...(Facts), kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
+  // The last config serves every point.
+  constexpr uint64_t kAll = K::configs[kConfigs - 1].points;
+  static_assert(kTold > 0 || !any([](const auto& c) { return c.points != kAll; }), "this kernel asks for a call's point");
   static_assert(kTold > 1 || !any([](const auto& c) { return c.max_rows >= 0; }), "this kernel asks how many rows there are");
-  static_assert(kTold > 2 || !any([](const auto& c) { return c.halves_only; }), "this kernel asks whether rows are wide");
-  auto fits = [](const auto& c, int64_t n, bool aligned, bool rare = false, int64_t rows = kManyRows, bool wide = false) {
+  auto fits = [](const auto& c, int64_t n, bool aligned, Point point = {0}, int64_t rows = kManyRows) {
     const bool large_enough = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
-    const bool serves = !(rare && c.common_only) && !(wide && c.halves_only);
-    return large_enough && serves && (aligned || !c.aligned);
+    return large_enough && (c.points >> point.index & 1) && (aligned || !c.aligned);
   };
-  constexpr size_t kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
   for (size_t i = 0; i + 1 < kConfigs; ++i) {
     if (fits(K::configs[i], n, aligned, facts...)) return K::configs[i];
   }
   return K::configs[kConfigs - 1];
 }
 
-/// Index of a variant from its point on the kernel's axes (the last varies fastest) and its config.
-template <class K, class... Points>
-constexpr uint32_t variant_index(const typename K::Config& config, Points... points) {
-  constexpr size_t kAxes = sizeof(K::axes) / sizeof(int);
-  static_assert(sizeof...(Points) == kAxes, "one point per axis");
-  const int chosen[] = {int(points)...};
-  uint32_t index = 0;
-  for (size_t i = 0; i < kAxes; ++i) index = index * K::axes[i] + chosen[i];
-  return index * uint32_t(sizeof(K::configs) / sizeof(K::configs[0])) + uint32_t(&config - K::configs);
+template <class K>
+constexpr uint32_t variant_index(const typename K::Config& config, Point point) {
+  return point.index * uint32_t(sizeof(K::configs) / sizeof(K::configs[0])) + uint32_t(&config - K::configs);
 }
 
 }  // namespace liger::runtime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..kernels import Kernel, modules
+from ..kernels import Config, Kernel, modules
 
 CPP_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float", "map": "runtime::TensorMap"}
 CPP_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -20,17 +20,23 @@ def args_struct(kernel: Kernel) -> str:
     return "\n".join(["  struct Args {", *fields, "  };", *checks])
 
 
+def points_served(kernel: Kernel, config: Config) -> str:
+    """A bit for each point of the kernel's axes."""
+    if len(kernel.axis_points) > 64:
+        raise ValueError(f"{kernel.name}: {len(kernel.axis_points)} points on its axes, 64 at most")
+    return hex(sum(config.serves(choices) << i for i, choices in enumerate(kernel.axis_points)))
+
+
 def config_table(kernel: Kernel) -> str:
     names = list(kernel.configs[0].constexprs)
     rows = []
     for c in kernel.configs:
         values = [-1 if bound is None else bound for bound in (c.max_n, c.max_rows)]
-        values += [str(flag).lower() for flag in (c.aligned, c.common_only, c.halves_only)]
-        values += [c.num_warps, c.programs_per_sm]
+        values += [points_served(kernel, c), str(c.aligned).lower(), c.num_warps, c.programs_per_sm]
         rows.append("      {" + ", ".join(map(str, values + [c.constexprs[n] for n in names])) + "},")
     fields = "".join(f" int {n};" for n in names)
-    flags = "bool aligned, common_only, halves_only;"
-    struct = f"  struct Config {{ int64_t max_n, max_rows; {flags} int num_warps; int programs_per_sm;{fields} }};"
+    facts = "int64_t max_n, max_rows; uint64_t points; bool aligned;"
+    struct = f"  struct Config {{ {facts} int num_warps; int programs_per_sm;{fields} }};"
     return "\n".join([struct, "  static constexpr Config configs[] = {", *rows, "  };"])
 
 

@@ -47,7 +47,7 @@ from .streamed import (
     turn_ring,
     zero_sums,
 )
-from .table import ACTIVATION_WEIGHT_DTYPES, Kernel, fewer_when_mixed
+from .table import ACTIVATION_WEIGHT_DTYPES, HALVES, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 HAS_BIAS = tl.constexpr(2)
@@ -380,7 +380,7 @@ def backward_held(
 forward_config = partial(rows_config, early=0, ahead=0)
 backward_config = partial(rows_config, prefetch=0, pieces=0, slots=0)
 # Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough.
-few_rows_config = partial(backward_config, halves_only=True)
+few_rows_config = partial(backward_config, only=HALVES)
 
 
 KERNELS = [
@@ -469,7 +469,7 @@ KERNELS = [
             few_rows_config(12288, 1, 4096, 3, 16, 1, max_rows=512),
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=3, slots=5),
             few_rows_config(16384, 1, 2048, 8, 8, 1, max_rows=512),
-            backward_config(16384, 1, 4096, 4, 16, 1, prefetch=1, pieces=2, slots=3, halves_only=True),
+            backward_config(16384, 1, 4096, 4, 16, 1, prefetch=1, pieces=2, slots=3, only=HALVES),
             backward_config(14336, 1, 2048, 7, 8, 1),
             backward_config(16384, 1, 1024, 16, 8, 1),
             backward_config(None, 1, 16384, 0, 32, 1),

@@ -55,7 +55,7 @@ from .streamed import (
     turn_ring,
     zero_sums,
 )
-from .table import ACTIVATION_WEIGHT_DTYPES, Kernel, fewer_when_mixed
+from .table import ACTIVATION_WEIGHT_DTYPES, HALVES, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": normalised rows are rounded before the weight
@@ -349,7 +349,7 @@ def backward_held(
 forward_config = partial(rows_config, early=0, ahead=0)
 backward_config = partial(rows_config, prefetch=0, early=1, pieces=0, slots=0)
 # Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough.
-few_rows_config = partial(backward_config, halves_only=True)
+few_rows_config = partial(backward_config, only=HALVES)
 
 
 KERNELS = [
@@ -387,18 +387,18 @@ KERNELS = [
             forward_config(1024, 2, 1024, 1, 4),
             forward_config(2048, 1, 2048, 1, 4, early=1, max_rows=128),
             forward_config(2048, 1, 2048, 1, 4, ahead=1),
-            forward_config(4096, 1, 4096, 1, 8, max_rows=256, halves_only=True),
+            forward_config(4096, 1, 4096, 1, 8, max_rows=256, only=HALVES),
             forward_config(4096, 1, 4096, 1, 8, early=1, max_rows=256),
             forward_config(3072, 1, 1024, 3, 4, ahead=1),
             forward_config(4096, 1, 4096, 1, 8, ahead=1),
-            forward_config(8192, 1, 8192, 1, 16, max_rows=256, halves_only=True),
+            forward_config(8192, 1, 8192, 1, 16, max_rows=256, only=HALVES),
             forward_config(8192, 1, 8192, 1, 16, early=1, max_rows=256),
             forward_config(5120, 1, 1024, 5, 4, ahead=1),
             forward_config(6144, 1, 2048, 3, 4, ahead=1),
             forward_config(8192, 1, 4096, 2, 8, ahead=1),
             forward_config(12288, 1, 4096, 3, 16, early=1, max_rows=256),
             forward_config(12288, 1, 4096, 3, 8, ahead=1),
-            forward_config(16384, 1, 8192, 2, 16, max_rows=256, halves_only=True),
+            forward_config(16384, 1, 8192, 2, 16, max_rows=256, only=HALVES),
             forward_config(16384, 1, 8192, 2, 16, early=1, max_rows=128),
             forward_config(16384, 1, 8192, 2, 16, max_rows=256),
             forward_config(14336, 1, 2048, 7, 8, ahead=1),
@@ -437,7 +437,7 @@ KERNELS = [
             backward_config(1024, 2, 1024, 1, 4, 5),
             backward_config(2048, 1, 2048, 1, 8, 4, pieces=1, slots=2),
             backward_config(2560, 1, 512, 5, 4, 5),
-            backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1, halves_only=True),
+            backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1, only=HALVES),
             few_rows_config(4096, 1, 2048, 2, 8, 3, max_rows=4096, prefetch=1),
             backward_config(4096, 1, 2048, 2, 8, 3, pieces=2, slots=3),
             backward_config(5120, 1, 2048, 3, 8, 2, pieces=1, slots=2),
@@ -447,7 +447,7 @@ KERNELS = [
             few_rows_config(12288, 1, 4096, 3, 32, 1, max_rows=512, prefetch=1),
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=1, slots=2),
             few_rows_config(16384, 1, 8192, 2, 32, 1, max_rows=1024, early=0),
-            backward_config(16384, 1, 4096, 4, 16, 1, pieces=2, slots=3, halves_only=True),
+            backward_config(16384, 1, 4096, 4, 16, 1, pieces=2, slots=3, only=HALVES),
             backward_config(16384, 1, 8192, 2, 32, 1, early=0),
             backward_config(None, 1, 16384, 0, 32, 1),
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),

@@ -9,29 +9,29 @@ A program's rows are a scalar where it has one row, else a column (BLOCK_M, 1): 
 (1, BLOCK_N) columns. The scalar keeps row addresses in uniform registers, which wide rows cannot spare.
 """
 
-from typing import Any
+from typing import Any, Mapping, Sequence
 
 import triton
 import triton.language as tl
 
-from .table import Config
+from .table import HALVES, Config
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # For rows of 16 bits whose parameters are of their own type.
-PLAIN_HALVES = dict(common_only=True, halves_only=True)
+PLAIN_HALVES = dict(common_only=True, only=HALVES)
 
 
 def rows_config(
     max_n: int | None, block_m: int, block_n: int, tiles: int, num_warps: int, programs_per_sm: int = 0, *,
-    aligned: bool = True, max_rows: int | None = None, common_only: bool = False, halves_only: bool = False, **options: Any,
+    aligned: bool = True, max_rows: int | None = None, common_only: bool = False,
+    only: Mapping[str, Sequence[Any]] = {}, **options: Any,
 ) -> Config:  # fmt: skip
     """Of programs that take BLOCK_M rows in TILES tiles of BLOCK_N columns; `options`: a kernel's other constexprs."""
     constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles) | {k.upper(): v for k, v in options.items()}
     return Config(
-        max_n, aligned, num_warps, programs_per_sm, constexprs, common_only=common_only, max_rows=max_rows,
-        halves_only=halves_only,
-    )  # fmt: skip
+        max_n, aligned, num_warps, programs_per_sm, constexprs, common_only=common_only, max_rows=max_rows, only=only
+    )
 
 
 @triton.jit

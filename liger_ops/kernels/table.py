@@ -36,6 +36,8 @@ ACTIVATION_WEIGHT_DTYPES = (
     {"X": "fp16", "W": "fp32"},
     {"X": "fp32", "W": "fp32"},
 )
+# What a config is for that rows of 32 bits pass by.
+HALVES = {"X": ("fp16", "bf16")}
 # Launch shapes for such parameters, by the columns they are for.
 MIXED_WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, None)
 
@@ -43,10 +45,6 @@ MIXED_WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, None)
 def is_rare(choices: Mapping[str, Any]) -> bool:
     """Parameters wider than the activations, or a loss with extras: these make do with fewer launch shapes."""
     return bool(choices.get("EXTRAS")) or choices.get("X", choices.get("W")) != choices.get("W", choices.get("X"))
-
-
-def is_wide(choices: Mapping[str, Any]) -> bool:
-    return choices.get("X") == "fp32"
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,13 @@ class Config:
     constexprs: Mapping[str, int] = field(default_factory=dict)
     common_only: bool = False  # rare choices pass it by, and no variant of theirs is compiled
     max_rows: int | None = None  # more rows pass it by; None: any number
-    halves_only: bool = False  # rows of 32 bits pass it by, and no variant of theirs is compiled
+    # Axis letter or option -> the choices that it is for; others pass it by, and no variant of theirs is compiled.
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def serves(self, choices: Mapping[str, Any]) -> bool:
-        return not (self.common_only and is_rare(choices)) and not (self.halves_only and is_wide(choices))
+        return not (self.common_only and is_rare(choices)) and all(choices[k] in v for k, v in self.only.items())
 
-    def admits(self, n: int, aligned: bool, choices: Mapping[str, Any] = {}, rows: int | None = None) -> bool:
+    def admits(self, n: int, aligned: bool, choices: Mapping[str, Any], rows: int | None = None) -> bool:
         """rows: None for many."""
         fits = (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and self.serves(choices)
         return fits and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
@@ -185,7 +184,7 @@ class Kernel:
     def pick(self, choices: Mapping[str, Any], n: int, aligned: bool, rows: int | None = None) -> Variant:
         """The rule that C++ follows too: first config that admits the call."""
         point = next(i for i, p in enumerate(self.axis_points) if all(p[k] == v for k, v in choices.items()))
-        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, choices, rows))
+        config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, self.axis_points[point], rows))
         return self.variant(point * len(self.configs) + config)
 
     @property
@@ -217,7 +216,7 @@ class Kernel:
         """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
         table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
         configs = [
-            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only, c.max_rows, c.halves_only)
+            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only, c.max_rows, dict(c.only))
             for c in self.configs
         ]
         text = "\n".join(self.sources) + json.dumps([table, configs], sort_keys=True)

@@ -371,7 +371,8 @@ KERNELS = [
         # us of 2**27 elements in bf16 on an H200 (a copy: 130), beside what the best shape took that asks for no rows ahead:
         # 2048 columns 130 (131), 4096 129 (131), 8192 129 (134), 12288 131 (134), 16384 131 (134), 32768 133 (149); 2**26
         # with a residual: 4096 132 (136), 16384 133 (134); 2**26 in fp32: 4096 130 (134), 16384 132 (134). To ask for them
-        # before a program's own row instead costs up to 10 %.
+        # before a program's own row instead costs up to 10 %. Two rows of 16384 columns in fp32 take more registers than two
+        # programs have: 2**28 elements with a residual took 1016 us of one program at a time, 1156 of two.
         # Few rows occupy too few threads to cover their loads, so they get more; us of 16 and 256 rows: 2560 columns 4.9
         # and 5.8 (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9). With the weight
         # asked for early, too: 16 rows of 11008 5.4 (6.6). Of many rows, early weights only slow the others' loads down.
@@ -402,6 +403,7 @@ KERNELS = [
             forward_config(16384, 1, 8192, 2, 16, early=1, max_rows=128),
             forward_config(16384, 1, 8192, 2, 16, max_rows=256),
             forward_config(14336, 1, 2048, 7, 8, ahead=1),
+            forward_config(16384, 1, 4096, 4, 16, 1, ahead=1, only={"X": ("fp32",), "RESIDUAL": (1,)}),
             forward_config(16384, 1, 4096, 4, 16, 2, ahead=1),
             forward_config(32768, 1, 8192, 4, 32, 1, ahead=1),
             forward_config(None, 1, 8192, 0, 16),

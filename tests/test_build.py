@@ -123,6 +123,16 @@ def test_generation_is_stable_and_leaves_unchanged_files_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
+def test_every_config_is_for_some_call(name):
+    kernel = tables.find(name)
+    assert {v.index % len(kernel.configs) for v in kernel.variants()} == {*range(len(kernel.configs))}
+    for config in kernel.configs:
+        for letter, choices in config.only.items():
+            assert {*choices} <= {point[letter] for point in kernel.axis_points}
+    assert all(map(kernel.configs[-1].serves, kernel.axis_points))
+
+
+@pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
 def test_every_argument_has_its_offset_asserted(name):
     kernel = tables.find(name)
     text = codegen.args_struct(kernel)

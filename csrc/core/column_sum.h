@@ -14,7 +14,8 @@ inline void column_sum(const char* op, const at::Tensor& partial, const at::Tens
   const auto& config = runtime::first_fit<K>(n, aligned);
   K::Args args{address(out0), address(out1), address(partial), int32_t(rows), int32_t(n)};
   runtime::Grid grid{uint32_t((n + config.BLOCK_N - 1) / config.BLOCK_N), uint32_t(partial.size(0))};
-  launch<K>(op, out0.device(), runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(out0)))), grid, args);
+  const auto point = runtime::point_of<K>(K::dtype(dtype_of(out0)));
+  launch<K>(op, out0.device(), runtime::variant_index<K>(config, point), grid, args);
 }
 
 }  // namespace liger::core

@@ -703,8 +703,8 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
       address(arrived), int32_t(walk.rows), int32_t(walk.n), int32_t(part), walk.kernel_inner_rows(), from.outer,
       from.inner, call.target_words, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
       call.flags_for(out, o)};
-  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits)), call.extras ? 2 : parts > 1));
-  launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
+  const auto point = runtime::point_of<K>(K::dtype(dtype_of(logits)), call.extras ? 2 : parts > 1);
+  launch<K>(call.op, call.device, runtime::variant_index<K>(config, point), {uint32_t(walk.rows * parts)}, args);
 }
 
 /// dlogits may be logits. totals: undefined unless the loss is a mean.

@@ -36,10 +36,10 @@ ACTIVATION_WEIGHT_DTYPES = (
     {"X": "fp16", "W": "fp32"},
     {"X": "fp32", "W": "fp32"},
 )
-# What a config is for that rows of 32 bits pass by.
-HALVES = {"X": ("fp16", "bf16")}
 # Launch shapes for such parameters, by the columns they are for.
 MIXED_WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, None)
+# What a config is for that rows of 32 bits pass by.
+HALVES = {"X": ("fp16", "bf16")}
 
 
 def is_rare(choices: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Sequence
 import torch
 
 from benchmarks import compare, products, report, tune, warm
-from benchmarks.arguments import positive
+from benchmarks.arguments import positive, shape_of
 from benchmarks.harness import COLD_START_RUNS, COVER, HOST_TURNS, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
@@ -61,13 +61,14 @@ def names(text: str) -> list[str]:
 def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl', 'tune OP', "
-        "'products'.",
+        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl --add B.jsonl', "
+        "'tune OP', 'products'.",
     )
     parser.add_argument("--suite", choices=ROUNDS, default="quick")
     parser.add_argument("--ops", type=names, help=f"comma-separated; default: {','.join(ops)}")
     parser.add_argument("--providers", type=names, help=f"comma-separated; known: {','.join(PROVIDERS)}")
     parser.add_argument("--dtypes", type=names, help="comma-separated; default: the suite's")
+    parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="ROWSxN", help="of the suite's, these alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--rounds", type=positive)
@@ -106,6 +107,12 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
     planned = cases(args, ops)
     hosts = [name for name in args.ops if args.suite != "paper" and args.device in ops[name].host]
     cold = [name for name in args.ops if args.suite == "anchors" and ops[name].cold_start]
+    if args.shapes:
+        known = {case.shape for case, _ in planned}
+        if unknown := [report.size(shape) for shape in args.shapes if shape not in known]:
+            raise SystemExit(f"--shapes must be among the suite's (got {', '.join(unknown)})")
+        planned = [(case, anchors) for case, anchors in planned if case.shape in args.shapes]
+        hosts = cold = []
     cold_steps = sum(COLD_START_RUNS * sum(p in args.providers for p in ops[name].cold_start) for name in cold)
     compiled = [case for case, _ in planned] if args.warm and warm.PROVIDER in args.providers else []
     steps = len(planned) * (len(args.providers) + args.rounds)

@@ -8,3 +8,7 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more (got {number})")
     return number
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.replace("×", "x").split("x"))

@@ -25,6 +25,7 @@ GRID_SHAPES = 16  # more shapes than this are drawn as a heat map
 MOST_ROWS = 200  # of a table that somebody reads
 # Above so many bytes, caches and launches do not decide, and a kernel should reach this share of the copy ceiling.
 GRID_BYTES, GRID_SHARE = 64 << 20, 0.9
+BY_HAND = "<!-- by hand from here on -->"
 LEGEND = (
     "Median (quartiles). × is time over the floor: the fewest bytes the pass can move, at the copy ceiling measured in "
     "the same run, or the operations of its matrix products at that of a large one, if longer; where three GEMMs were "
@@ -384,11 +385,25 @@ def draw_heat_map(records: list[Record], stem: Path) -> Path:
 
 
 def write(records: Sequence[Record], stem: Path) -> str:
-    """Writes STEM.md and the plots beside it; returns the page."""
+    """Writes STEM.md, above what is written there by hand, and the plots beside it; returns the page."""
     plots, note = draw(records, stem)
     page = markdown(records, plots, note)
-    stem.with_name(f"{stem.name}.md").write_text(page)
+    path = stem.with_name(f"{stem.name}.md")
+    _, mark, words = path.read_text().partition(BY_HAND) if path.exists() else ("", "", "")
+    path.write_text(page + (f"\n{mark}{words}" if mark else ""))
     return page
+
+
+def added(records: Sequence[Record], more: Sequence[Record]) -> list[Record]:
+    """Another run's cases among these, in the place of what was there of them. Records keep the floors of their own run."""
+
+    def case(r: Record) -> tuple | None:
+        on_host = r.get("of", r["kind"]) in ("host", "cold start")
+        return (r["op"], size(r["shape"]), r["dtype"]) if "op" in r and not on_host else None
+
+    new = {case(r) for r in more} - {None}
+    machine = records[0] | {"providers": list(dict.fromkeys([*records[0]["providers"], *more[0]["providers"]]))}
+    return [machine, *(r for r in records[1:] if case(r) not in new), *(r for r in more if case(r) in new)]
 
 
 def read(path: Path) -> list[Record]:
@@ -405,6 +420,13 @@ def main(argv: Sequence[str]) -> int:
     description = "Redraw the page and the plots of a result."
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=description)
     parser.add_argument("result", type=Path)
-    path = parser.parse_args(argv).result
-    print(write(read(path), path.with_suffix("")))
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="RESULT",
+                        help="runs whose cases the first result is to hold as well, in the place of its own")  # fmt: skip
+    args = parser.parse_args(argv)
+    records = read(args.result)
+    for more in map(read, args.add):
+        records = added(records, more)
+    if args.add:
+        args.result.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    print(write(records, args.result.with_suffix("")))
     return 0

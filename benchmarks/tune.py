@@ -21,9 +21,8 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from benchmarks.arguments import positive
+from benchmarks.arguments import positive, shape_of
 from benchmarks.harness import COVER, Case, Clock, CudaClock, Problem, WrongResult, measure_ceilings
-from benchmarks.op import Shape
 from benchmarks.providers import discover, load
 
 # What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone. KEEP, what a program
@@ -277,10 +276,6 @@ def measurement(name: str, case: Case, time: float, copy_gb_s: float) -> tuple[s
     shape = "×".join(map(str, case.shape))
     cells = name, shape, case.dtype, f"{floor:.1f}", f"{time:.1f}", f"{100 * floor / time:.1f} %", verdict
     return f"| {' | '.join(cells)} |", passes
-
-
-def shape_of(text: str) -> Shape:
-    return tuple(int(number) for number in text.replace("×", "x").split("x"))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -80,6 +80,20 @@ def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, mo
     assert {bar["of"]: bar["verdict"] for bar in bars} == judged
 
 
+def test_some_shapes_of_a_suite_run_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness.CpuClock, "ceiling_bytes", 1 << 20)
+    monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
+    ops = {"swiglu": replace(SMALL, shapes={"quick-cpu": [(2, 64), (4, 64), (8, 64)]})}
+    asked = f"--suite quick --device cpu --rounds 1 --providers ours --out {tmp_path} --shapes".split()
+    assert main.run(main.parse([*asked, "8x64", "2x64"], ops), ops) == 0
+    (lines,) = tmp_path.glob("*.jsonl")
+    assert {(r["kind"], *r["shape"]) for r in report.read(lines) if "op" in r} == {
+        (kind, rows, 64) for kind in ("time", "memory") for rows in (2, 8)
+    }
+    with pytest.raises(SystemExit, match=r"--shapes must be among the suite's \(got 8×65\)"):
+        main.run(main.parse([*asked, "8x64", "8x65"], ops), ops)
+
+
 WARM = """
 from torch._dynamo.utils import counters
 from benchmarks import warm
@@ -218,6 +232,43 @@ def test_anchors_of_many_ops_are_drawn_as_lines_and_a_pass_may_be_missing(tmp_pa
     for suite, plot in (("anchors", "time"), ("full", "bandwidth")):
         report.write([machine | {"suite": suite}, *records], tmp_path / suite)
         assert (tmp_path / f"{suite}-{plot}.png").stat().st_size > 10_000
+
+
+def run_of(path, median, shapes, providers=("ours",)):
+    times = {"q1": median, "q3": median, "samples": 3, "floor": 1.0, "unit": "us", "path": "cpu", "median": median}
+    common = {"op": "swiglu", "dtype": "float32", "provider": "ours"} | times
+    records = [
+        {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "rounds": 1, "providers": [*providers]},
+        {"kind": "ceiling", "copy_gb_s": median},
+        *({"kind": kind, "shape": shape, "pass": "forward", **common} for shape in shapes for kind in ("time", "memory")),
+        {"kind": "host", "shape": [1, 8], "pass": "grad", **common},
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def test_report_adds_a_runs_cases_to_anothers(tmp_path):
+    old = run_of(tmp_path / "old.jsonl", 2.0, [[1, 8], [2, 8]])
+    new = run_of(tmp_path / "new.jsonl", 3.0, [[2, 8], [3, 8]], ["torch", "ours"])
+    main.main(["report", str(old), "--add", str(new)])
+    found = report.read(old)
+    assert found[0]["providers"] == ["ours", "torch"]
+    medians = {(r["kind"], *r["shape"]): r["median"] for r in found if "op" in r}
+    expected = {(kind, rows, 8): median for kind in ("time", "memory") for rows, median in ((1, 2.0), (2, 3.0), (3, 3.0))}
+    assert medians == expected | {("host", 1, 8): 2.0}
+    assert len(found) == 2 + len(medians)
+    assert len(report.read(new)) == 7
+
+
+def test_what_is_written_by_hand_outlives_a_new_page(tmp_path):
+    result, page = run_of(tmp_path / "run.jsonl", 2.0, [[1, 8]]), tmp_path / "run.md"
+    main.main(["report", str(result)])
+    plain = page.read_text()
+    words = f"{report.BY_HAND}\n\n## Why\n"
+    page.write_text(f"Another run's page.\n\n{words}")
+    for _ in range(2):
+        main.main(["report", str(result)])
+        assert page.read_text() == f"{plain}\n{words}"
 
 
 # ---- tune

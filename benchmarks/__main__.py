@@ -80,6 +80,9 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     for option, known in (("ops", ops), ("providers", PROVIDERS), ("dtypes", KNOWN_DTYPES)):
         if unknown := [name for name in getattr(args, option) or () if name not in known]:
             parser.error(f"--{option} must be among {', '.join(known)} (got {', '.join(unknown)})")
+    shapes = {case.shape for case, _ in cases(args, ops)}
+    if unknown := [report.size(shape) for shape in args.shapes or () if shape not in shapes]:
+        parser.error(f"--shapes must be among {', '.join(map(report.size, sorted(shapes)))} (got {', '.join(unknown)})")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device must be cpu where torch sees no CUDA device (got cuda)")
     return args
@@ -108,9 +111,6 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
     hosts = [name for name in args.ops if args.suite != "paper" and args.device in ops[name].host]
     cold = [name for name in args.ops if args.suite == "anchors" and ops[name].cold_start]
     if args.shapes:
-        known = {case.shape for case, _ in planned}
-        if unknown := [report.size(shape) for shape in args.shapes if shape not in known]:
-            raise SystemExit(f"--shapes must be among the suite's (got {', '.join(unknown)})")
         planned = [(case, anchors) for case, anchors in planned if case.shape in args.shapes]
         hosts = cold = []
     cold_steps = sum(COLD_START_RUNS * sum(p in args.providers for p in ops[name].cold_start) for name in cold)

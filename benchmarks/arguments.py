@@ -11,4 +11,7 @@ def positive(text: str) -> int:
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.replace("×", "x").split("x"))
+    parts = text.replace("×", "x").split("x")
+    if not all(map(str.isdecimal, parts)):
+        raise argparse.ArgumentTypeError(f"must be 1 or more sizes, as 16x1024 (got {text})")
+    return tuple(map(positive, parts))

@@ -446,7 +446,9 @@ KERNELS = [
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
         # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
         # many bytes: 193): 1024 columns 200 (242), 2048 197 (223), 2560 195 (236), 4096 195 (222), 5120 201 (248), 8192 199
-        # (214), 11008 219 (262), 16384 208 (295); 2**26 in fp32 (193): 4096 200 (211), 8192 200 (252), 12288 201 (263).
+        # (214), 16384 208 (295); 2**26 in fp32 (193): 4096 200 (211), 8192 200 (252), 12288 201 (263). 16384 rows in bf16
+        # of eight warps, which have registers to read a tile ahead: 11008 columns 302, 12288 321; of sixteen 342 and 363.
+        # In fp32, whose tiles are half as large, 530 and 522 of 11008.
         # 2**28 of 16384 columns, which only registers hold: 1096 in tiles of 1024, 1125 in tiles of 2048.
         configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 4, prefetch=1),
@@ -467,6 +469,7 @@ KERNELS = [
             few_rows_config(8192, 1, 4096, 2, 16, 1, max_rows=1024, prefetch=1),
             backward_config(8192, 1, 4096, 2, 16, 1, pieces=2, slots=4),
             few_rows_config(12288, 1, 4096, 3, 16, 1, max_rows=512),
+            backward_config(12288, 1, 2048, 6, 8, 1, prefetch=1, pieces=3, slots=5, **PLAIN_HALVES),
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=3, slots=5),
             few_rows_config(16384, 1, 2048, 8, 8, 1, max_rows=512),
             backward_config(16384, 1, 4096, 4, 16, 1, prefetch=1, pieces=2, slots=3, only=HALVES),

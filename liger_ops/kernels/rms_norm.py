@@ -430,7 +430,10 @@ KERNELS = [
         # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
         # many bytes: 193): 4096 columns 198 (198), 5120 201 (208), 8192 196 (201), 11008 203 (233), 16384 204 (211); with a
         # residual (258): 4096 253 (260), 6144 251 (297), 8192 259 (291), 14336 257 (293); 2**26 in fp32 (193): 2048 202
-        # (301), 4096 199 (311), 8192 199 (280), 12288 204 (278). Rows of 1024 to 3072 columns are as fast held.
+        # (301), 4096 199 (311), 8192 199 (280), 12288 204 (278). Rows of 1024 to 3072 columns are as fast held, but for 2560
+        # in bf16 and, with a residual, in fp32: 16384 of them 75 (83) and 172 (181), 4096 26 (29) and 51 (57).
+        # No ring holds 16384 columns in fp32. Eight warps have registers to load all of a row at once: 1024 rows 61, of 32
+        # warps 73; 4096 rows 201 and 247; with a residual too few: 326 and 274.
         configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 6),
             backward_config(128, 16, 128, 1, 4, 6),
@@ -438,6 +441,8 @@ KERNELS = [
             backward_config(512, 4, 512, 1, 4, 5, prefetch=1),
             backward_config(1024, 2, 1024, 1, 4, 5),
             backward_config(2048, 1, 2048, 1, 8, 4, pieces=1, slots=2),
+            backward_config(2560, 1, 1024, 3, 4, 3, pieces=1, slots=2, only={"X": ("bf16",), "RESIDUAL": (0,)}),
+            backward_config(2560, 1, 1024, 3, 4, 3, pieces=1, slots=2, only={"X": ("fp32",), "RESIDUAL": (1,)}),
             backward_config(2560, 1, 512, 5, 4, 5),
             backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1, only=HALVES),
             few_rows_config(4096, 1, 2048, 2, 8, 3, max_rows=4096, prefetch=1),
@@ -450,6 +455,7 @@ KERNELS = [
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=1, slots=2),
             few_rows_config(16384, 1, 8192, 2, 32, 1, max_rows=1024, early=0),
             backward_config(16384, 1, 4096, 4, 16, 1, pieces=2, slots=3, only=HALVES),
+            backward_config(16384, 1, 2048, 8, 8, 1, only={"X": ("fp32",), "RESIDUAL": (0,)}),
             backward_config(16384, 1, 8192, 2, 32, 1, early=0),
             backward_config(None, 1, 16384, 0, 32, 1),
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),

@@ -430,8 +430,9 @@ KERNELS = [
         # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
         # many bytes: 193): 4096 columns 198 (198), 5120 201 (208), 8192 196 (201), 11008 203 (233), 16384 204 (211); with a
         # residual (258): 4096 253 (260), 6144 251 (297), 8192 259 (291), 14336 257 (293); 2**26 in fp32 (193): 2048 202
-        # (301), 4096 199 (311), 8192 199 (280), 12288 204 (278). Rows of 1024 to 3072 columns are as fast held, but for 2560
-        # in bf16 and, with a residual, in fp32: 16384 of them 75 (83) and 172 (181), 4096 26 (29) and 51 (57).
+        # (301), 4096 199 (311), 8192 199 (280), 12288 204 (278). In 16 bits rows of 1024 to 3072 columns are as fast held, but
+        # for 2560 in bf16: 16384 of them 75 (83), 4096 26 (29). In fp32 these are for a residual alone: 172 (181) and 51 (57),
+        # without one 137 (128) and 41 (40).
         # No ring holds 16384 columns in fp32. Eight warps have registers to load all of a row at once: 1024 rows 61, of 32
         # warps 73; 4096 rows 201 and 247; with a residual too few: 326 and 274.
         configs=fewer_when_mixed([

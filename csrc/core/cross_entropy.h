@@ -681,7 +681,9 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
   using K = kernels::cross_entropy_fwd;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&logits});
   bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
-  const auto& config = runtime::first_fit<K>(walk.n, aligned);
+  // Shared or not, rows of one dtype have one config.
+  auto point_of = [&](int form) { return runtime::point_of<K>(K::dtype(dtype_of(logits)), form); };
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, point_of(call.extras ? 2 : 0));
   const auto& from = walk.strides[0];
   // Rows that leave multiprocessors idle are shared out; with extras, for which no such variants are compiled, they are
   // not. A step: what a program reads at a time, of 16-bit logits; with fewer than two it would sooner be done than have
@@ -703,7 +705,7 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
       address(arrived), int32_t(walk.rows), int32_t(walk.n), int32_t(part), walk.kernel_inner_rows(), from.outer,
       from.inner, call.target_words, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
       call.flags_for(out, o)};
-  const auto point = runtime::point_of<K>(K::dtype(dtype_of(logits)), call.extras ? 2 : parts > 1);
+  const auto point = point_of(call.extras ? 2 : parts > 1);
   launch<K>(call.op, call.device, runtime::variant_index<K>(config, point), {uint32_t(walk.rows * parts)}, args);
 }
 

@@ -33,7 +33,7 @@ import triton.language as tl
 
 from .kept import await_kept, keep, lane_words, read_kept, write_lanes, write_some_lanes
 from .rows import LOG2E, prefetch, programs_ahead, row_offset
-from .table import Config, Kernel
+from .table import FLOATS, HALVES, Config, Kernel
 
 HAS_WEIGHT = tl.constexpr(1)
 HAS_SMOOTHING = tl.constexpr(2)
@@ -908,9 +908,9 @@ def cross_entropy_sum_kernel(
         tl.store(accuracy_out, all_right, mask=(flags & SAVE_METRICS) != 0)
 
 
-def forward_config(max_n, lanes, tiles, aligned=True):
+def forward_config(max_n, lanes, tiles, programs_per_sm=0, aligned=True, only={}):
     constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned))
-    return Config(max_n, aligned, lanes // 32, constexprs=constexprs)
+    return Config(max_n, aligned, lanes // 32, programs_per_sm, constexprs, only=only)
 
 
 def backward_config(max_n, block_n, blocks, num_warps, aligned=True):
@@ -962,12 +962,18 @@ KERNELS = [
         },
         aligned=["logits", "weight", "n", "part", "logits_outer", "logits_inner"],
         axes={"dtype": AXES["dtype"], "form": [{"EXTRAS": e, "SHARED": s} for e, s in ((0, 0), (0, 1), (1, 0))]},
-        # Best of a sweep on an H200 (bf16, 2**28 logits and more); fp32 and the extras follow.
+        # Best of a sweep on an H200 (bf16, 2**28 logits and more); the extras follow. Long rows of fp32 take so few registers
+        # that six programs would fit on a multiprocessor: 1024 rows would be a round and a third of those, and are nearly two
+        # full rounds of four. us of four (of six): 1024 rows of 163840 columns 166 (189), of 262144 253 (288), 2048 of 151936
+        # 293 (297), 4096 of 128256 483 (481). Odd rows of 16 bits in two tiles (in four): 1024 of 50257 41 (48), 8192 217
+        # (228); of fp32 66 (63).
         configs=[
             forward_config(1024, 32, 4),
             forward_config(65536, 128, 4),
+            forward_config(None, 256, 4, 4, only=FLOATS | {"EXTRAS": (0,)}),
             forward_config(None, 256, 4),
             forward_config(1024, 32, 4, aligned=False),
+            forward_config(None, 128, 2, aligned=False, only=HALVES),
             forward_config(None, 128, 4, aligned=False),
         ],
     ),

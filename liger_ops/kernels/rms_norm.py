@@ -55,7 +55,7 @@ from .streamed import (
     turn_ring,
     zero_sums,
 )
-from .table import ACTIVATION_WEIGHT_DTYPES, HALVES, Kernel, fewer_when_mixed
+from .table import ACTIVATION_WEIGHT_DTYPES, FLOATS, HALVES, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": normalised rows are rounded before the weight
@@ -380,11 +380,14 @@ KERNELS = [
         # 10.2), 16384 6.8 of 16 (7.2), while 256 took 15.3 (13.7): the weight's registers leave room for one program for two.
         # Beside a residual there are no registers for it, and to ask the L2 for it does not pay: 16384 columns 9.0 and 25.0
         # (8.6 and 24.2).
+        # In fp32 beside the row for 16 bits: 16384 rows of 1024 columns 36.5 (39.1); 1024 of 5120 16.1 (17.6), with a
+        # residual 26.3 (28.4), 16384 of them as fast.
         configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
             forward_config(256, 8, 256, 1, 4),
             forward_config(512, 4, 512, 1, 4),
+            forward_config(1024, 1, 1024, 1, 2, ahead=1, only=FLOATS),
             forward_config(1024, 2, 1024, 1, 4),
             forward_config(2048, 1, 2048, 1, 4, early=1, max_rows=128),
             forward_config(2048, 1, 2048, 1, 4, ahead=1),
@@ -394,6 +397,7 @@ KERNELS = [
             forward_config(4096, 1, 4096, 1, 8, ahead=1),
             forward_config(8192, 1, 8192, 1, 16, max_rows=256, only=HALVES),
             forward_config(8192, 1, 8192, 1, 16, early=1, max_rows=256),
+            forward_config(5120, 1, 4096, 2, 8, ahead=1, only=FLOATS),
             forward_config(5120, 1, 1024, 5, 4, ahead=1),
             forward_config(6144, 1, 2048, 3, 4, ahead=1),
             forward_config(8192, 1, 4096, 2, 8, ahead=1),
@@ -403,7 +407,7 @@ KERNELS = [
             forward_config(16384, 1, 8192, 2, 16, early=1, max_rows=128),
             forward_config(16384, 1, 8192, 2, 16, max_rows=256),
             forward_config(14336, 1, 2048, 7, 8, ahead=1),
-            forward_config(16384, 1, 4096, 4, 16, 1, ahead=1, only={"X": ("fp32",), "RESIDUAL": (1,)}),
+            forward_config(16384, 1, 4096, 4, 16, 1, ahead=1, only=FLOATS | {"RESIDUAL": (1,)}),
             forward_config(16384, 1, 4096, 4, 16, 2, ahead=1),
             forward_config(32768, 1, 8192, 4, 32, 1, ahead=1),
             forward_config(None, 1, 8192, 0, 16),
@@ -432,7 +436,8 @@ KERNELS = [
         # residual (258): 4096 253 (260), 6144 251 (297), 8192 259 (291), 14336 257 (293); 2**26 in fp32 (193): 2048 202
         # (301), 4096 199 (311), 8192 199 (280), 12288 204 (278). In 16 bits rows of 1024 to 3072 columns are as fast held, but
         # for 2560 in bf16: 16384 of them 75 (83), 4096 26 (29). In fp32 these are for a residual alone: 172 (181) and 51 (57),
-        # without one 137 (128) and 41 (40).
+        # without one 137 (128) and 41 (40). In fp32 rows of 5120 columns
+        # come in three pieces: after an addition 320 (in one 339).
         # No ring holds 16384 columns in fp32. Eight warps have registers to load all of a row at once: 1024 rows 61, of 32
         # warps 73; 4096 rows 201 and 247; with a residual too few: 326 and 274.
         configs=fewer_when_mixed([
@@ -443,12 +448,12 @@ KERNELS = [
             backward_config(1024, 2, 1024, 1, 4, 5),
             backward_config(2048, 1, 2048, 1, 8, 4, pieces=1, slots=2),
             backward_config(2560, 1, 1024, 3, 4, 3, pieces=1, slots=2, only={"X": ("bf16",), "RESIDUAL": (0,)}),
-            backward_config(2560, 1, 1024, 3, 4, 3, pieces=1, slots=2, only={"X": ("fp32",), "RESIDUAL": (1,)}),
+            backward_config(2560, 1, 1024, 3, 4, 3, pieces=1, slots=2, only=FLOATS | {"RESIDUAL": (1,)}),
             backward_config(2560, 1, 512, 5, 4, 5),
             backward_config(3072, 1, 1024, 3, 8, 4, prefetch=1, only=HALVES),
             few_rows_config(4096, 1, 2048, 2, 8, 3, max_rows=4096, prefetch=1),
             backward_config(4096, 1, 2048, 2, 8, 3, pieces=2, slots=3),
-            backward_config(5120, 1, 2048, 3, 8, 2, pieces=1, slots=2),
+            backward_config(5120, 1, 2048, 3, 8, 2, pieces=1, slots=2, only=HALVES),
             backward_config(6144, 1, 2048, 3, 8, 2, pieces=3, slots=5),
             few_rows_config(8192, 1, 8192, 1, 16, 2, max_rows=512, early=0),
             backward_config(8192, 1, 2048, 4, 8, 1, pieces=2, slots=6),
@@ -456,7 +461,7 @@ KERNELS = [
             backward_config(12288, 1, 4096, 3, 16, 1, pieces=1, slots=2),
             few_rows_config(16384, 1, 8192, 2, 32, 1, max_rows=1024, early=0),
             backward_config(16384, 1, 4096, 4, 16, 1, pieces=2, slots=3, only=HALVES),
-            backward_config(16384, 1, 2048, 8, 8, 1, only={"X": ("fp32",), "RESIDUAL": (0,)}),
+            backward_config(16384, 1, 2048, 8, 8, 1, only=FLOATS | {"RESIDUAL": (0,)}),
             backward_config(16384, 1, 8192, 2, 32, 1, early=0),
             backward_config(None, 1, 16384, 0, 32, 1),
             backward_config(64, 16, 64, 1, 4, 4, aligned=False),

@@ -38,8 +38,9 @@ ACTIVATION_WEIGHT_DTYPES = (
 )
 # Launch shapes for such parameters, by the columns they are for.
 MIXED_WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, None)
-# What a config is for that rows of 32 bits pass by.
+# What a config is for that rows of 32 bits pass by, and what one is for that those of 16 do.
 HALVES = {"X": ("fp16", "bf16")}
+FLOATS = {"X": ("fp32",)}
 
 
 def is_rare(choices: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from support import output_of
 import liger_ops.kernels as tables
 from liger_ops.aot import codegen, compile, pack
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
+from liger_ops.kernels.rows import rows_config
 
 KERNEL = "column_sum"
 
@@ -289,6 +290,13 @@ def test_a_lane_that_might_change_threads_stops_the_build(monkeypatch):
     compile_variant(tables.find(KERNEL).variant(0), [90])
     with pytest.raises(BuildError, match="a lane of a streamed row might change threads"):
         compile_variant(tables.find("layer_norm_bwd").pick({"X": "bf16", "W": "bf16"}, 4096, True), [90])
+
+
+def test_a_lane_of_a_streamed_row_has_one_thread():
+    assert rows_config(5120, 1, 2048, 3, 8, pieces=3, slots=5).constexprs["SLOTS"] == 5
+    with pytest.raises(AssertionError, match="128 lanes of a streamed row for 256 threads"):
+        rows_config(5120, 1, 1024, 5, 8, pieces=5, slots=11)
+    assert rows_config(5120, 1, 1024, 5, 8, pieces=0, slots=0).num_warps == 8
 
 
 def test_a_build_path_stops_the_build(monkeypatch):

@@ -96,8 +96,8 @@ def assert_no_worse(
 
 def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
     """Spacing of the type's smallest numbers, relative to the oracle's largest: in fp16 it is felt up to 6e-5."""
-    limits = torch.finfo(dtype)
-    return limits.tiny * limits.eps / max(float(oracle.abs().max()), limits.tiny) if oracle.numel() else 0.0
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    return smallest / max(float(oracle.abs().max()), smallest) if oracle.numel() else 0.0
 
 
 def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> list[Tensor]:

@@ -138,8 +138,9 @@ def test_sizes(n, dtype, op, device):
 
 @pytest.mark.parametrize("op", [cross_entropy, overwriting])
 @pytest.mark.parametrize("n", [128256, 151936, 163840, 262144])
-def test_vocabularies(n, op, device):
-    check(make((3, n), torch.bfloat16, device, ignored=0), device, op)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_vocabularies(n, dtype, op, device):
+    check(make((3, n), dtype, device, ignored=0), device, op)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -667,6 +668,15 @@ def test_a_target_out_of_range_makes_its_row_nan(n, target_dtype, weighted):
 def test_many_rows(rows, op):
     """So many that one program no longer adds up their losses."""
     check(make((rows, 40), torch.float32, "cuda", torch.float32), "cuda", op, lse_square_scale=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [32000, 50257, 128256])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_rows_that_are_not_shared_out(n, dtype):
+    """One more than the device has multiprocessors: each is a program's own."""
+    rows = torch.cuda.get_device_properties("cuda").multi_processor_count + 1
+    check(make((rows, n), dtype, "cuda"), "cuda")
 
 
 @pytest.mark.gpu

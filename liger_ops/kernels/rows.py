@@ -29,7 +29,7 @@ def rows_config(
 ) -> Config:  # fmt: skip
     """Of programs that take BLOCK_M rows in TILES tiles of BLOCK_N columns; `options`: a kernel's other constexprs."""
     constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles) | {k.upper(): v for k, v in options.items()}
-    # A lane of a streamed row that two threads had would be asked for by one while the other reads it.
+    # Of two threads that had a lane of a streamed row, one might ask for the next row's while the other still reads it.
     lanes, threads = block_n // 8, 32 * num_warps
     assert not options.get("slots") or lanes >= threads, f"{lanes} lanes of a streamed row for {threads} threads"
     return Config(

@@ -2,8 +2,9 @@
 tiles that follow for the table in csrc/runtime/products.cpp.
 
 For linear layers x @ w.T of some shapes: the output, the gradient of x, and that of w, written and added to. Every
-proposal takes turns with the others and with torch, without a pause: the chip is at its power limit, as in training.
-With --fit FILE nothing is measured: rates are fitted to what FILE holds.
+proposal takes turns with the others and with torch, without a pause: the chip is at its power limit, as in training. Turns
+are short, so that all run at the same clock; with --sustained they are long enough for it to settle at what the power of
+one product allows. With --fit FILE nothing is measured: rates are fitted to what FILE holds.
 """
 
 from __future__ import annotations
@@ -29,9 +30,21 @@ from benchmarks.report import grid, read, size
 TABLE = Path(__file__).parent.parent / "csrc" / "runtime" / "products.cpp"
 TORCH = "torch"
 PROPOSALS, WORKSPACE = 40, 32 << 20
-ROUNDS, SECONDS_A_TURN, TURNS_MOST = 4, 0.01, 8
 WARM_SECONDS = 2.0
 EPILOGUES = (0, 32, 64, 128, 200, 300)
+
+
+@dataclass(frozen=True)
+class Turns:
+    rounds: int
+    seconds: float
+    most: int  # calls a turn
+    settling: float  # seconds at the beginning that do not count
+    contenders: int  # as many as are the fastest at first sight
+
+
+SHORT = Turns(rounds=4, seconds=0.01, most=8, settling=0.0, contenders=PROPOSALS)
+SUSTAINED = Turns(rounds=2, seconds=0.1, most=10000, settling=0.1, contenders=10)
 # (tokens, in, out): heads of language models by the chunk, and the layers of MLPs.
 LAYERS = [
     *((t, 4096, 128256) for t in (512, 1024, 2048, 4096, 8192)),
@@ -43,7 +56,22 @@ LAYERS = [
     (16384, 4096, 4096), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 3584, 18944), (16384, 18944, 3584),
     (8192, 3072, 24576), (8192, 24576, 3072),
 ]  # fmt: skip
+SUSTAINED_LAYERS = [
+    (16384, 4096, 4096), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 3584, 18944), (16384, 18944, 3584),
+    (8192, 3072, 24576), (8192, 24576, 3072), (4096, 4096, 128256),
+]  # fmt: skip
+# The gradient of a head is summed over chunks of tokens.
+HEAD = 32000
 ROLES = ("output", "d input", "d weight", "d weight +=")
+# Tiles that cuBLAS has and does not propose: kernels of the same make as one that it proposes, in another size.
+RELATIVES = {
+    "256x128/1x2": [(256, n) for n in range(136, 200, 8)],
+    "128x256/2x1": [(n, 256) for n in range(136, 200, 8)],
+}
+# How much of a wave's idle part is lost, as csrc/runtime/products.cpp has it.
+IDLE_LOST = {False: 1.0, True: 0.5}
+# Sustained, too few products were measured to tell tiles' epilogues apart. Tiles below this size have one that overlaps.
+OVERLAPS_BELOW = 128 * 192
 
 
 @dataclass(frozen=True)
@@ -65,9 +93,9 @@ class Tile:
         parts = f"/{self.parts}" if self.parts > 1 else ""
         return f"{self.rows}x{self.columns}/{self.cluster_rows}x{self.cluster_columns}{parts}"
 
-    def waves(self, m: int, n: int, multiprocessors: int) -> int:
+    def waves(self, m: int, n: int, multiprocessors: int) -> float:
         clusters = -(-m // (self.rows * self.cluster_rows)) * -(-n // (self.columns * self.cluster_columns))
-        return -(-clusters // max(1, multiprocessors // (self.cluster_rows * self.cluster_columns)))
+        return clusters / max(1, multiprocessors // (self.cluster_rows * self.cluster_columns))
 
 
 @dataclass(frozen=True)
@@ -161,6 +189,21 @@ class Cublas:
         self.call("cublasLtMatmulPreferenceDestroy", preference)
         return list(found)[: count.value]
 
+    def relatives(self, proposal: Heuristic, operation: c_void_p, layouts: Sequence[c_void_p]) -> Iterator[Heuristic]:
+        a, b, c = layouts
+        for sizes in RELATIVES.get(str(self.tile(proposal.algorithm)), []):
+            for number in (n for n, known in self.tiles.items() if known == sizes):
+                found = Heuristic()
+                algorithm = Algorithm.from_buffer_copy(proposal.algorithm)
+                tile = byref(c_int(number))
+                self.call("cublasLtMatmulAlgoConfigSetAttribute", byref(algorithm), TILE, tile, c_size_t(4))
+                status = self.library.cublasLtMatmulAlgoCheck(
+                    self.handle, operation, a, b, c, c, byref(algorithm), byref(found)
+                )
+                if status == 0 and found.state == 0 and found.workspace <= WORKSPACE:
+                    found.algorithm = algorithm
+                    yield found
+
     def tile(self, algorithm: Algorithm) -> Tile | None:
         """None where the header does not know it."""
 
@@ -207,16 +250,22 @@ def load() -> Cublas:
 # ---- Measuring
 
 
-def in_turns(ways: dict[str, Callable[[], None]], clock: Callable[[Callable, int], Callable[[], float]]) -> dict[str, float]:
+def in_turns(
+    ways: dict[str, Callable[[], None]], clock: Callable[[Callable, int], Callable[[], float]], turns: Turns = SHORT
+) -> dict[str, float]:
     """Median milliseconds of each. clock(way, calls): has them run, and gives a function that says what one took."""
     for way in ways.values():
         way()  # a first call loads its kernel
-    calls = {name: clock(way, 1) for name, way in ways.items()}
-    calls = {n: max(2, min(TURNS_MOST, int(SECONDS_A_TURN * 1e3 / max(time(), 1e-3)))) for n, time in calls.items()}
+    looks = {name: clock(way, 1) for name, way in ways.items()}
+    first = {name: max(look(), 1e-3) for name, look in looks.items()}
+    names = sorted(first, key=lambda name: (name != TORCH, first[name]))[: turns.contenders + 1]
     times = defaultdict(list)
-    for turn in range(ROUNDS):
-        for name in in_turn(list(ways), turn):
-            times[name].append(clock(ways[name], calls[name]))
+    for turn in range(turns.rounds):
+        for name in in_turn(names, turn):
+            for _ in range(int(turns.settling * 1e3 / first[name])):
+                ways[name]()
+            calls = max(2, min(turns.most, int(turns.seconds * 1e3 / first[name])))
+            times[name].append(clock(ways[name], calls))
     return {name: statistics.median(time() for time in taken) for name, taken in times.items()}
 
 
@@ -230,7 +279,7 @@ def cuda_clock(way: Callable[[], None], calls: int) -> Callable[[], float]:
 
 
 def measure(
-    cublas: Cublas, layers: Sequence[tuple[int, int, int]], device: str, clock: Callable
+    cublas: Cublas, layers: Sequence[tuple[int, int, int]], device: str, clock: Callable, turns: Turns = SHORT
 ) -> Iterator[dict[str, Any]]:
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
     for layer in layers:
@@ -239,17 +288,19 @@ def measure(
         x, w = torch.randn(tokens, inner, **make), torch.randn(outer, inner, **make) * inner**-0.5
         d, out = torch.randn(tokens, outer, **make) / tokens, [torch.zeros_like(t) for t in (x, w)]
         out.insert(0, torch.zeros_like(d))
-        for role in ROLES:
+        for role in ROLES if turns is SHORT or outer >= HEAD else ROLES[:3]:
             product = Product(role, layer)
             a, b, c, beta, by_torch = product.operands(x, w, d, out)
             described = cublas.describe(product)
             ways: dict[str, Callable[[], None]] = {TORCH: by_torch}
-            for proposal in cublas.proposals(*described):
+            proposals = cublas.proposals(*described)
+            relatives = [r for p in proposals for r in cublas.relatives(p, *described)]
+            for proposal in proposals + relatives:
                 tile = cublas.tile(proposal.algorithm)
                 if tile is not None and str(tile) not in ways:
                     run = cublas.runner(product, proposal, described, workspace)
                     ways[str(tile)] = lambda run=run: run(a, b, c, beta)
-            yield {"kind": "product", **asdict(product), "ms": in_turns(ways, clock)}
+            yield {"kind": "product", **asdict(product), "ms": in_turns(ways, clock, turns)}
 
 
 # ---- Fitting
@@ -259,14 +310,18 @@ def multiplications(product: Product) -> int:
     return math.prod(product.sizes)
 
 
-def expected_ms(product: Product, tile: Tile, rate: float, epilogue: int, multiprocessors: int) -> float:
+def expected_ms(
+    product: Product, tile: Tile, rate: float, epilogue: int, multiprocessors: int, sustained: bool = False
+) -> float:
     """As csrc/runtime/products.cpp has it; rate in TFLOP/s."""
     m, n, k = product.sizes
-    work = tile.waves(m, n, multiprocessors) * multiprocessors * tile.rows * tile.columns * (k + epilogue)
+    waves = tile.waves(m, n, multiprocessors)
+    waves += IDLE_LOST[sustained] * (math.ceil(waves) - waves)
+    work = waves * multiprocessors * tile.rows * tile.columns * (k + epilogue)
     return 2 * work / rate / 1e9
 
 
-def fit(records: Sequence[dict[str, Any]], multiprocessors: int) -> dict[tuple, tuple[float, int, float, int]]:
+def fit(records: Sequence[dict[str, Any]], multiprocessors: int, sustained: bool = False) -> dict[tuple, tuple[float, int, float, int]]:
     """(transposed, tile) -> (rate, epilogue, mean error, measurements)"""
     points = defaultdict(list)
     for record in records:
@@ -276,8 +331,8 @@ def fit(records: Sequence[dict[str, Any]], multiprocessors: int) -> dict[tuple, 
                 points[product.transposed, tile].append((product, ms))
     found = {}
     for (transposed, tile), measured in points.items():
-        for epilogue in EPILOGUES:
-            rates = [expected_ms(p, tile, 1.0, epilogue, multiprocessors) / ms for p, ms in measured]
+        for epilogue in (0 if tile.rows * tile.columns < OVERLAPS_BELOW else 160,) if sustained else EPILOGUES:
+            rates = [expected_ms(p, tile, 1.0, epilogue, multiprocessors, sustained) / ms for p, ms in measured]
             rate = statistics.median(rates)
             error = statistics.mean(abs(math.log(r / rate)) for r in rates)
             if (transposed, tile) not in found or error < found[transposed, tile][2]:
@@ -285,31 +340,36 @@ def fit(records: Sequence[dict[str, Any]], multiprocessors: int) -> dict[tuple, 
     return found
 
 
-def table() -> dict[tuple, tuple[float, int]]:
+def table(sustained: bool = False) -> dict[tuple, tuple[int, int]]:
     """(transposed, tile) -> (rate, epilogue), as the library has them."""
     rows = re.findall(r"^ +\{(true|false), (true|false), \d+, \d+, ([\d, ]+)\},$", TABLE.read_text(), re.MULTILINE)
     out = {}
     for a, b, numbers in rows:
-        rows, columns, cluster_rows, cluster_columns, rate, epilogue, *_ = map(int, numbers.split(", "))
-        out[(a == "true", b == "true"), Tile(rows, columns, cluster_rows, cluster_columns)] = rate, epilogue
+        *tile, rate, epilogue, sustained_rate, sustained_epilogue = list(map(int, numbers.split(", ")))[:8]
+        known = (sustained_rate, sustained_epilogue) if sustained else (rate, epilogue)
+        if known[0]:
+            out[(a == "true", b == "true"), Tile(*tile)] = known
     return out
 
 
-def choice(product: Product, proposed: Sequence[str], rates: dict[tuple, tuple], multiprocessors: int) -> str:
+def choice(
+    product: Product, proposed: Sequence[str], rates: dict[tuple, tuple], multiprocessors: int, sustained: bool = False
+) -> str:
     """What the library would run."""
     times = {}
     for name in proposed:
         if name != TORCH and (known := rates.get((product.transposed, Tile.of(name)))):
-            times[name] = expected_ms(product, Tile.of(name), *known[:2], multiprocessors)
+            times[name] = expected_ms(product, Tile.of(name), *known, multiprocessors, sustained)
     return min(times, key=times.__getitem__) if times else TORCH
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
     machine, *products = records
-    rates, rows, gains = table(), [], defaultdict(list)
+    sustained = machine.get("sustained", False)
+    rates, rows, gains = table(sustained), [], defaultdict(list)
     for record in products:
         product, ms = Product(record["role"], tuple(record["layer"])), record["ms"]
-        chosen = choice(product, list(ms), rates, machine["multiprocessors"])
+        chosen = choice(product, list(ms), rates, machine["multiprocessors"], sustained)
         best = min(ms, key=ms.__getitem__)
         gains[product.role].append(ms[TORCH] / ms[chosen])
         rate = 2 * multiplications(product) / ms[chosen] / 1e9
@@ -323,10 +383,11 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     ]  # fmt: skip
     summary = [[role, len(g), f"{statistics.mean(g):.3f}", f"{min(g):.3f}", f"{max(g):.3f}"] for role, g in gains.items()]
     return "\n".join([
-        f"# {machine.get('gpu', 'stub')}: large matrix products in bf16", "",
+        f"# {machine.get('gpu', 'stub')}: large matrix products in bf16{', sustained' * sustained}", "",
         ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "device")), "",
         "Linear layers by cuBLAS in the tile that torch gets, in the one that the table of csrc/runtime/products.cpp expects to "
-        "be the fastest, and in the fastest of those proposed. Median of turns that follow each other without a pause.", "",
+        "be the fastest, and in the fastest of those proposed. Median of turns that follow each other without a pause"
+        + (f", each of {SUSTAINED.seconds} s after {SUSTAINED.settling} s for the clock to settle." if sustained else "."), "",
         grid(["product", "measured", "faster by, mean", "least", "most"], [[str(c) for c in row] for row in summary]), "",
         grid(header, rows), "",
     ])  # fmt: skip
@@ -335,7 +396,8 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks products", description=__doc__.split("\n\n")[0])
     layer = lambda text: tuple(map(int, text.replace("×", "x").split("x")))  # noqa: E731
-    parser.add_argument("--layers", nargs="*", type=layer, default=LAYERS, metavar="TOKENSxINxOUT")
+    parser.add_argument("--layers", nargs="*", type=layer, metavar="TOKENSxINxOUT")
+    parser.add_argument("--sustained", action="store_true", help="long turns, for layers of models")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="what an earlier run wrote")
     args = parser.parse_args(argv)
@@ -344,7 +406,7 @@ def main(argv: Sequence[str]) -> int:
     path = args.fit
     if path is None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        path = args.out / f"{slug('cuda')}-products.jsonl"
+        path = args.out / f"{slug('cuda')}-products{'-sustained' * args.sustained}.jsonl"
         args.out.mkdir(parents=True, exist_ok=True)
         warm = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
         for _ in range(int(WARM_SECONDS * 700)):
@@ -352,8 +414,10 @@ def main(argv: Sequence[str]) -> int:
         del warm
         with open(path, "w") as lines:
             record = describe("cuda") | {"multiprocessors": properties.multi_processor_count}
+            record |= {"sustained": True} if args.sustained else {}
+            layers, turns = (SUSTAINED_LAYERS, SUSTAINED) if args.sustained else (LAYERS, SHORT)
             print(json.dumps(record), file=lines)
-            for record in measure(load(), args.layers, "cuda", cuda_clock):
+            for record in measure(load(), args.layers or layers, "cuda", cuda_clock, turns):
                 print(json.dumps(record), file=lines, flush=True)
                 best = min(record["ms"], key=record["ms"].__getitem__)
                 times = f"torch {record['ms'][TORCH]:.3f} ms, {best} {record['ms'][best]:.3f}"
@@ -362,7 +426,7 @@ def main(argv: Sequence[str]) -> int:
     text = page(records)
     path.with_suffix(".md").write_text(text)
     print(text)
-    found = fit(records[1:], records[0]["multiprocessors"])
+    found = fit(records[1:], records[0]["multiprocessors"], records[0].get("sustained", False))
     print("transpose a, b · tile/cluster · TFLOP/s · epilogue · mean error · measurements")
     for (transposed, tile), (rate, epilogue, error, count) in sorted(found.items(), key=lambda kv: (kv[0][0], -kv[1][0])):
         print(f"{transposed} · {tile} · {rate:.0f} · {epilogue} · {error:.1%} · {count}")

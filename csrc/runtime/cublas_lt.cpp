@@ -35,6 +35,8 @@ struct Loaded {
     resolve(lt.cublasLtMatmulPreferenceSetAttribute, "cublasLtMatmulPreferenceSetAttribute");
     resolve(lt.cublasLtMatmulAlgoGetHeuristic, "cublasLtMatmulAlgoGetHeuristic");
     resolve(lt.cublasLtMatmulAlgoConfigGetAttribute, "cublasLtMatmulAlgoConfigGetAttribute");
+    resolve(lt.cublasLtMatmulAlgoConfigSetAttribute, "cublasLtMatmulAlgoConfigSetAttribute");
+    resolve(lt.cublasLtMatmulAlgoCheck, "cublasLtMatmulAlgoCheck");
     resolve(lt.cublasLtMatmul, "cublasLtMatmul");
   }
 };

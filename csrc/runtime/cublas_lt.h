@@ -40,6 +40,8 @@ struct CublasLt {
   LtStatus (*cublasLtMatmulPreferenceSetAttribute)(void*, int, const void*, size_t);
   LtStatus (*cublasLtMatmulAlgoGetHeuristic)(void*, void*, void*, void*, void*, void*, void*, int, LtHeuristic*, int*);
   LtStatus (*cublasLtMatmulAlgoConfigGetAttribute)(const LtAlgorithm*, int, void*, size_t, size_t*);
+  LtStatus (*cublasLtMatmulAlgoConfigSetAttribute)(LtAlgorithm*, int, const void*, size_t);
+  LtStatus (*cublasLtMatmulAlgoCheck)(void*, void*, void*, void*, void*, void*, const LtAlgorithm*, LtHeuristic*);
   LtStatus (*cublasLtMatmul)(
       void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*, void*, void*,
       const LtAlgorithm*, void*, size_t, void*);

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
 
 #include "runtime/cublas_lt.h"
 #include "runtime/driver.h"
@@ -18,42 +20,66 @@ namespace liger::runtime {
 namespace {
 
 // What cuBLAS calls a tile and a cluster, how many rows and columns of c they are, and what they reach: TFLOP/s once
-// the chip is full and k long, and the steps of k in whose time a tile is written out, few where that overlaps. Last, what
-// they reach where products are sustained, if that is more.
+// the chip is full and k long, and the steps of k in whose time a tile is written out, few where that overlaps; then both
+// where products are sustained. A rate of 0: not measured, or never the fastest. Last, of a tile that cuBLAS does not
+// propose, the one of the same make that it does.
 struct Tile {
   bool transpose_a, transpose_b;
   int tile, cluster;
   int rows, columns, cluster_rows, cluster_columns;
-  int rate, epilogue, sustained_rate = 0;
+  int rate, epilogue, sustained_rate, sustained_epilogue;
+  int like = 0;
 };
 
 // Fitted to 121 products on an H200 (benchmarks/results/nvidia-h200-products.md: bf16, cuBLAS 13, hidden 2048 to 8192 by
-// 4096 to 256000, 512 to 16384 tokens), measured back to back at the power limit. What these numbers choose is within
-// half a percent of the fastest proposal on average, and faster than what torch gets by 6 % for x @ w.T, 2 % for d input,
-// and 11 to 15 % for d weight (up to 38 % where few tokens are added to it). Between kernels that leave the chip time to
-// cool, as in a whole training step, less is left of that. `python -m benchmarks products` measures and fits.
+// 4096 to 256000, 512 to 16384 tokens), measured in turns of ten milliseconds at the power limit. What these numbers choose
+// is within half a percent of the fastest proposal on average, and faster than what torch gets by 6 % for x @ w.T, 2 % for d
+// input, and 11 to 15 % for d weight (up to 38 % where few tokens are added to it).
 //
-// Sustained: of d input, tiles that read less for each multiplication gain on those that write while they multiply. The
-// linear loss of 16384 x 4096 x 128256 took 75.2 ms with 128x256, 75.9 with 256x128, 76.2 with 128x128. Those of
-// 8192 x 2048 and 4096 x 4096 by 128256 took 1 % less with either of the larger ones where calls followed others' (means of
-// 19.4 ms instead of 19.65, 19.4 instead of 19.5), 2 % where they followed their own (19.5 instead of 19.8 for both).
-// Their rates say by how much d input alone, a third of it, gained. For other products no tile did better than before.
+// Sustained: after a tenth of a second of one product alone (nvidia-h200-products-sustained.md, 25 products, most of them
+// layers of 7B models), the chip's clock is at what its power allows, 1.4 GHz of 2. Then those tiles are the fastest that
+// read least for each multiplication, and cuBLAS has larger ones than it proposes. In a whole training step the clock is
+// higher, and at k of 4096 tiles that write while they multiply are 3 to 5 % faster beside the others than that measurement
+// has them (that page's last table). So their rates are 2 % above it, and the epilogues of the others 320 instead of 160.
+// `python -m benchmarks products` and `products --sustained` measure and fit.
 constexpr Tile kTiles[] = {
-    {true, false, 29, 3, 128, 160, 2, 1, 710, 64},
-    {true, false, 201, 5, 176, 128, 1, 2, 710, 64},
-    {true, false, 197, 5, 168, 128, 1, 2, 707, 64},
-    {true, false, 184, 5, 144, 128, 1, 2, 697, 64},
-    {true, false, 24, 5, 256, 128, 1, 2, 704, 200},
-    {true, false, 23, 3, 128, 256, 2, 1, 704, 200},
-    {false, false, 20, 3, 128, 128, 2, 1, 730, 64},
-    {false, false, 29, 3, 128, 160, 2, 1, 710, 64},
-    {false, false, 24, 5, 256, 128, 1, 2, 715, 200, 740},
-    {false, false, 23, 3, 128, 256, 2, 1, 714, 200, 760},
-    {false, true, 29, 3, 128, 160, 2, 1, 724, 64},
-    {false, true, 20, 5, 128, 128, 1, 2, 715, 64},
-    {false, true, 24, 5, 256, 128, 1, 2, 705, 200},
-    {false, true, 23, 3, 128, 256, 2, 1, 702, 200},
+    {true, false, 29, 3, 128, 160, 2, 1, 710, 64, 690, 0},
+    {true, false, 201, 5, 176, 128, 1, 2, 710, 64, 704, 0},
+    {true, false, 197, 5, 168, 128, 1, 2, 707, 64, 699, 0},
+    {true, false, 184, 5, 144, 128, 1, 2, 697, 64, 0, 0},
+    {true, false, 24, 5, 256, 128, 1, 2, 704, 200, 706, 320},
+    {true, false, 23, 3, 128, 256, 2, 1, 704, 200, 705, 320},
+    {true, false, 500, 5, 256, 144, 1, 2, 0, 0, 721, 320, 24},
+    {true, false, 501, 5, 256, 152, 1, 2, 0, 0, 715, 320, 24},
+    {true, false, 502, 5, 256, 160, 1, 2, 0, 0, 720, 320, 24},
+    {true, false, 503, 5, 256, 168, 1, 2, 0, 0, 714, 320, 24},
+    {true, false, 504, 5, 256, 176, 1, 2, 0, 0, 723, 320, 24},
+    {true, false, 195, 3, 160, 256, 2, 1, 0, 0, 714, 320, 23},
+    {true, false, 203, 3, 176, 256, 2, 1, 0, 0, 725, 320, 23},
+    {false, false, 20, 3, 128, 128, 2, 1, 730, 64, 673, 0},
+    {false, false, 29, 3, 128, 160, 2, 1, 710, 64, 690, 0},
+    {false, false, 24, 5, 256, 128, 1, 2, 715, 200, 705, 320},
+    {false, false, 23, 3, 128, 256, 2, 1, 714, 200, 698, 320},
+    {false, false, 500, 5, 256, 144, 1, 2, 0, 0, 714, 320, 24},
+    {false, false, 501, 5, 256, 152, 1, 2, 0, 0, 709, 320, 24},
+    {false, false, 502, 5, 256, 160, 1, 2, 0, 0, 717, 320, 24},
+    {false, false, 503, 5, 256, 168, 1, 2, 0, 0, 715, 320, 24},
+    {false, false, 504, 5, 256, 176, 1, 2, 0, 0, 719, 320, 24},
+    {false, false, 195, 3, 160, 256, 2, 1, 0, 0, 706, 320, 23},
+    {false, false, 203, 3, 176, 256, 2, 1, 0, 0, 707, 320, 23},
+    {false, true, 29, 3, 128, 160, 2, 1, 724, 64, 674, 0},
+    {false, true, 20, 5, 128, 128, 1, 2, 715, 64, 671, 0},
+    {false, true, 24, 5, 256, 128, 1, 2, 705, 200, 698, 320},
+    {false, true, 23, 3, 128, 256, 2, 1, 702, 200, 698, 320},
+    {false, true, 500, 5, 256, 144, 1, 2, 0, 0, 699, 320, 24},
+    {false, true, 502, 5, 256, 160, 1, 2, 0, 0, 704, 320, 24},
+    {false, true, 504, 5, 256, 176, 1, 2, 0, 0, 712, 320, 24},
+    {false, true, 186, 3, 144, 256, 2, 1, 0, 0, 700, 320, 23},
+    {false, true, 195, 3, 160, 256, 2, 1, 0, 0, 703, 320, 23},
+    {false, true, 203, 3, 176, 256, 2, 1, 0, 0, 705, 320, 23},
 };
+// How much of a wave's idle part is lost. Sustained, multiprocessors without a tile leave their power to the others.
+constexpr double kIdleLost = 1, kIdleLostSustained = 0.5;
 constexpr int kMeasuredFamily = 9;  // major compute capability
 constexpr int kProposals = 40;
 constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
@@ -63,12 +89,15 @@ std::atomic<uint64_t> run_count{0};
 
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Relative to each other.
+/// Relative to each other; 0 if not known.
 double expected_time(const Tile& t, const Product& p, int multiprocessors) {
+  const auto [rate, epilogue, lost] = p.sustained ? std::tuple(t.sustained_rate, t.sustained_epilogue, kIdleLostSustained)
+                                                  : std::tuple(t.rate, t.epilogue, kIdleLost);
+  if (rate == 0) return 0;
   const int cluster = t.cluster_rows * t.cluster_columns;
   const int64_t clusters = up(p.m, t.rows * t.cluster_rows) * up(p.n, t.columns * t.cluster_columns);
-  const int64_t waves = up(clusters, std::max(1, multiprocessors / cluster));
-  return double(waves * t.rows * t.columns) * double(p.k + t.epilogue) / (p.sustained ? std::max(t.rate, t.sustained_rate) : t.rate);
+  const double waves = double(clusters) / std::max(1, multiprocessors / cluster);
+  return (waves + lost * (std::ceil(waves) - waves)) * double(t.rows * t.columns) * double(p.k + epilogue) / rate;
 }
 
 template <class T>
@@ -112,7 +141,7 @@ class ProductPlan {
     }
   }
 
-  /// Whether one of the proposals has a tile of the table.
+  /// Whether there is a tile of the table.
   bool choose(const Product& p, int multiprocessors) {
     std::array<LtHeuristic, kProposals> proposals{};
     int found = 0;
@@ -133,25 +162,39 @@ class ProductPlan {
     lt.cublasLtMatmulPreferenceDestroy(preference);
     if (status) return false;
     double least = 0;
-    for (int i = 0; i < found; ++i) {
-      const LtHeuristic& proposal = proposals[i];
-      if (proposal.state || proposal.workspace > kMostWorkspace) continue;
-      if (config<int>(lt, proposal.algorithm, kLtConfigSplitK) > 1) continue;
-      const int tile = config<int>(lt, proposal.algorithm, kLtConfigTile);
-      const int cluster = config<uint16_t>(lt, proposal.algorithm, kLtConfigCluster);
-      for (const Tile& t : kTiles) {
-        if (t.transpose_a != p.transpose_a || t.transpose_b != p.transpose_b || t.tile != tile || t.cluster != cluster) {
-          continue;
-        }
-        const double time = expected_time(t, p, multiprocessors);
-        if (least == 0 || time < least) {
-          least = time;
-          algorithm = proposal.algorithm;
-          workspace = proposal.workspace;
-        }
-      }
+    for (const Tile& t : kTiles) {
+      if (t.transpose_a != p.transpose_a || t.transpose_b != p.transpose_b) continue;
+      const double time = expected_time(t, p, multiprocessors);
+      if (time == 0 || (least > 0 && time >= least)) continue;
+      const int proposed = t.like ? t.like : t.tile;
+      auto end = proposals.begin() + found;
+      auto fits = [&](const LtHeuristic& proposal) {
+        return !proposal.state && proposal.workspace <= kMostWorkspace &&
+            config<int>(lt, proposal.algorithm, kLtConfigSplitK) <= 1 &&
+            config<int>(lt, proposal.algorithm, kLtConfigTile) == proposed &&
+            config<uint16_t>(lt, proposal.algorithm, kLtConfigCluster) == t.cluster;
+      };
+      auto proposal = std::find_if(proposals.begin(), end, fits);
+      if (proposal == end) continue;
+      LtHeuristic chosen = *proposal;
+      if (t.like && !resize(chosen, t.tile)) continue;
+      least = time;
+      algorithm = chosen.algorithm;
+      workspace = chosen.workspace;
     }
     return least > 0;
+  }
+
+  /// Makes a proposal one of the same make in another tile. False, and nothing has changed, if cuBLAS has none.
+  bool resize(LtHeuristic& proposal, int tile) const {
+    LtAlgorithm resized = proposal.algorithm;
+    LtHeuristic checked{};
+    if (lt.cublasLtMatmulAlgoConfigSetAttribute(&resized, kLtConfigTile, &tile, sizeof tile)) return false;
+    if (lt.cublasLtMatmulAlgoCheck(handle, operation, a, b, c, c, &resized, &checked)) return false;
+    if (checked.state || checked.workspace > kMostWorkspace) return false;
+    proposal.algorithm = resized;
+    proposal.workspace = checked.workspace;
+    return true;
   }
 
   const CublasLt& lt;

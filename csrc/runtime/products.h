@@ -19,7 +19,7 @@ struct Product {
   bool transpose_a, transpose_b;
   int64_t m, n, k, lda, ldb, ldc;
   int64_t alignment;  // bytes that divide every address, at most 256
-  bool sustained = false;  // one of those that keep the chip busy for ten ms and more
+  bool sustained = false;  // one of many that keep the chip busy, for ten ms and more: a training's layers, a long loss
 };
 
 /// Products of fewer multiplications are cuBLAS's own choice: those that were measured take longer than a launch matters.

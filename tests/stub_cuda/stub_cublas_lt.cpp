@@ -2,6 +2,7 @@
 // product; what would run is recorded.
 //
 //   STUB_LT_PROPOSALS  "tile:cluster:parts of the sum:workspace;..."
+//   STUB_LT_TILES      "tile:workspace;...": what a proposal may be given for a tile, beside its own
 //   STUB_LT_REFUSES    the status of every product that is to run
 //
 // Tests read the record through stub_lt_record(): a JSON object a product, each with a comma behind it.
@@ -133,6 +134,23 @@ EXPORT int cublasLtMatmulAlgoConfigGetAttribute(
   return 0;
 }
 
+EXPORT int cublasLtMatmulAlgoConfigSetAttribute(Algorithm* algorithm, int attribute, const void* value, size_t bytes) {
+  if (attribute != 1 || bytes != 4) return 7;
+  algorithm->tile = as<int>(value);
+  return 0;
+}
+
+EXPORT int cublasLtMatmulAlgoCheck(
+    void*, void*, void*, void*, void*, void*, const Algorithm* algorithm, Heuristic* out) {
+  const char* text = std::getenv("STUB_LT_TILES");
+  std::stringstream tiles(text ? text : "");
+  for (std::string one; std::getline(tiles, one, ';');) {
+    int tile = 0;
+    if (std::sscanf(one.c_str(), "%d:%zu", &tile, &out->workspace) == 2 && tile == algorithm->tile) return out->state = 0;
+  }
+  return 15;
+}
+
 EXPORT int cublasLtMatmul(
     void*, void* op, const void* alpha, const void* a, void* a_layout, const void* b, void* b_layout, const void* beta,
     const void* c, void* c_layout, void* d, void* d_layout, const Algorithm* algorithm, void* workspace, size_t bytes,
@@ -147,7 +165,8 @@ EXPORT int cublasLtMatmul(
     return out.str();
   };
   std::ostringstream out;
-  out << "{\"place\": " << algorithm->place << ", \"alpha\": " << as<float>(alpha) << ", \"beta\": " << as<float>(beta)
+  out << "{\"place\": " << algorithm->place << ", \"tile\": " << algorithm->tile << ", \"alpha\": " << as<float>(alpha)
+      << ", \"beta\": " << as<float>(beta)
       << ", \"transposed\": [" << operation->transposed[0] << ", " << operation->transposed[1] << "], \"a\": "
       << layout(a_layout) << ", \"b\": " << layout(b_layout) << ", \"c\": " << layout(c_layout) << ", \"addresses\": ["
       << uintptr_t(a) << ", " << uintptr_t(b) << ", " << uintptr_t(d) << "], \"workspace\": [" << uintptr_t(workspace) << ", "

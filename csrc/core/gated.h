@@ -21,6 +21,7 @@
 #include "core/cpu.h"
 #include "core/cpu_math.h"
 #include "core/cuda.h"
+#include "core/products.h"
 #include "core/rows.h"
 
 namespace liger::core {
@@ -101,6 +102,13 @@ void parallel_spans(const Rows<N>& walk, const F& f) {
       f(row, first, std::min(kSpan, walk.n - first));
     }
   });
+}
+
+/// at::mm, where torch.compile may be watching.
+inline at::Tensor matrix_product(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_cuda() || !at::isReducedFloatingType(a.scalar_type())) return at::mm(a, b);
+  static const auto op = find_op<at::Tensor(const at::Tensor&, const at::Tensor&)>("liger::_mm");
+  return op.call(a, b);
 }
 
 template <class Config, size_t N>
@@ -313,6 +321,16 @@ struct Gated {
     Activation activation = check_linear(gate, up, weight, bias, options...);
     Tensor product = empty_rows_like(gate);
     if constexpr (computes<Device>) Device::forward(activation, product, gate, up);
+    if constexpr (std::is_same_v<Device, Cuda>) {
+      if (!bias || !bias->defined()) {
+        c10::DeviceGuard guard(product.device());
+        at::DimVector sizes(product.sizes());
+        sizes.back() = weight.size(0);
+        Tensor out = at::empty(sizes, product.options());
+        multiply(as_matrix(out), as_matrix(product), weight.t(), 0, 1, /*sustained=*/true);
+        return out;
+      }
+    }
     return at::linear(product, weight, bias);
   }
 
@@ -388,7 +406,9 @@ struct Gated {
       if (this->needs(3)) dbias = as_matrix(dout).sum(0);
       const bool wants_weight = this->needs(2);
       if (this->needs(0) || this->needs(1)) {
-        Tensor d = at::matmul(dout, weight);
+        at::SymDimVector sizes(gate.sym_sizes().begin(), gate.sym_sizes().end());
+        // A view would be a second owner.
+        Tensor d = at::_unsafe_view_symint(detail::matrix_product(as_matrix(dout), weight), sizes);
         const bool overwrite = may_overwrite_both(*this, gate, up);
         if (!wants_weight) {
           std::tie(dgate, dup) = gradients(activation, d, gate, up, overwrite);
@@ -407,7 +427,7 @@ struct Gated {
         static const auto op = find<decltype(Gated::template apply<Cpu>)>("", "");
         product = std::apply([&](auto... options) { return op.call(gate, up, options...); }, activation.options());
       }
-      if (wants_weight) dweight = at::mm(as_matrix(dout).t(), as_matrix(product));
+      if (wants_weight) dweight = detail::matrix_product(as_matrix(dout).t(), as_matrix(product));
       return {dgate, dup, dweight, dbias};
     }
   };

@@ -1,5 +1,5 @@
-// at::mm with an algorithm chosen by core/products.h, for the layers above dispatch: graphs of torch.compile hold it as
-// it is.
+// at::mm with an algorithm chosen by core/products.h, for layers and what is above dispatch: graphs of torch.compile hold
+// it as it is.
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -36,7 +36,7 @@ Tensor product_cuda(const Tensor& a, const Tensor& b) {
   check(a, b);
   c10::DeviceGuard guard(a.device());
   Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-  core::multiply(out, a, b);
+  core::multiply(out, a, b, 0, 1, /*sustained=*/true);
   return out;
 }
 

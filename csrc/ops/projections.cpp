@@ -32,7 +32,7 @@ at::Tensor projections_grad_cuda(at::TensorList grads, at::TensorList weights) {
   check(grads, weights);
   c10::DeviceGuard guard(grads[0].device());
   at::Tensor sum = at::empty({grads[0].size(0), weights[0].size(1)}, grads[0].options());
-  for (size_t i = 0; i < grads.size(); ++i) core::multiply(sum, grads[i], weights[i], i > 0);
+  for (size_t i = 0; i < grads.size(); ++i) core::multiply(sum, grads[i], weights[i], i > 0, 1, /*sustained=*/true);
   return sum;
 }
 

@@ -61,32 +61,73 @@ def test_projections_of_one_input_are_called_together():
     ]
 
 
+def test_a_projection_may_be_alone():
+    """Also of what takes its input's name."""
+    body = """
+        q = self.q(x)
+        k = self.k(q)
+        x = self.o(k.sum())
+        k = self.o(k)
+        return k
+    """
+    assert after(rewrite.share_projections, body, LINEARS).splitlines() == [
+        "liger_q, = liger_project((self.q,), x)",
+        "q = liger_q",
+        "liger_k, = liger_project((self.k,), q)",
+        "k = liger_k",
+        "x = self.o(k.sum())",
+        "liger_o, = liger_project((self.o,), k)",
+        "k = liger_o",
+        "return k",
+    ]
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        "q = self.q(x)\nreturn q",
-        "q = self.q(x)\nk = self.k(q)\nreturn k",
         "q = self.q(x)\nx = x + 1\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nfor x in q:\n    pass\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nk = self.q(x)\nreturn q + k",
         "q = self.q(x, 1)\nk = self.k(x, 1)\nreturn q + k",
-        "q = self.q(x)\nk = self.k(x) if residual is None else residual\nreturn q + k",
-        "q = self.q(x)\nk = residual or self.k(x)\nreturn q + k",
-        "q = self.q(x)\nk = [self.k(x) for _ in range(2)]\nreturn q + k[0]",
-        "q = self.q(x)\nk = lambda: self.k(x)\nreturn q + k()",
-        "q = self.other(x)\nk = self.k(x)\nreturn q + k",
+        "q = self.other(x)\nreturn q",
         "q = other.q(x)\nk = other.k(x)\nreturn q + k",
-        "if residual is None:\n    q = self.q(x)\nelse:\n    q = self.k(x)\nreturn q",
         "q = self.q(x)\ndel x\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nx += 1\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nx.mul_(2)\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\ny = x.mul_(2)\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\n(x := q)\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nif residual is None:\n    return q\nk = self.k(x)\nreturn q + k",
+        "q = x.mul_(2) + self.q(x)\nreturn q",
+        "q = (x := residual) + self.q(x)\nreturn q",
+        "q = [self.q(x) for _ in range(2)]\nreturn q[0]",
+        "q = residual or self.q(x)\nreturn q",
+        "q = lambda: self.q(x)\nreturn q()",
     ],
 )
-def test_what_is_not_two_projections_of_one_value_stays(body):
+def test_what_may_be_of_another_value_stays(body):
     assert after(rewrite.share_projections, body, LINEARS) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "q = self.q(x)\nk = self.k(x) if residual is None else residual\nreturn q + k",
+        "q = self.q(x)\nk = residual or self.k(x)\nreturn q + k",
+        "q = self.q(x)\nk = [self.k(x) for _ in range(2)]\nreturn q + k[0]",
+        "q = self.q(x)\nk = lambda: self.k(x)\nreturn q + k()",
+        "q = self.q(x)\nk = self.other(x)\nreturn q + k",
+    ],
+)
+def test_a_call_that_may_not_happen_stays_where_it_is(body):
+    """Beside another that takes no part of it along."""
+    first, *rest = after(rewrite.share_projections, body, LINEARS).splitlines()
+    assert first == "liger_q, = liger_project((self.q,), x)"
+    assert rest == ast.unparse(ast.parse(body.replace("self.q(x)", "liger_q"))).splitlines()
+
+
+def test_branches_stay_apart():
+    body = "if residual is None:\n    q = self.q(x)\nelse:\n    q = self.k(x)\nreturn q"
+    assert after(rewrite.share_projections, body, LINEARS).count("liger_project((self.") == 2
 
 
 def test_sums_go_into_the_norms_that_read_them():

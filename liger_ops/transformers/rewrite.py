@@ -1,6 +1,6 @@
 """What a model's source says in two statements and operators do in one, found in the source of its forwards.
 
-    q = self.q_proj(x) ...                 projections of one input
+    q = self.q_proj(x) ...                 projections of one input, or one alone
     k = self.k_proj(x) ...
     v = self.v_proj(x) ...
 
@@ -101,16 +101,19 @@ def child_called(node: ast.AST) -> tuple[str, str] | None:
     return None
 
 
-def may_change(statement: ast.stmt, name: str) -> bool:
-    """Whether a name may hold something else after the statement, or the next one may not be reached."""
-    if not isinstance(statement, ast.Assign):
-        return True
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
+def writes(node: ast.AST, name: str) -> bool:
+    """Whether a name may hold something else, or its tensor other numbers, after what is below the node."""
+    for below in ast.walk(node):
+        if isinstance(below, ast.Name) and below.id == name and not isinstance(below.ctx, ast.Load):
             return True
-        if isinstance(node, ast.Attribute) and is_name(node.value, name) and node.attr.endswith("_"):
+        if isinstance(below, ast.Attribute) and is_name(below.value, name) and below.attr.endswith("_"):
             return True
     return False
+
+
+def may_change(statement: ast.stmt, name: str) -> bool:
+    """Whether that holds for a statement, or the next one may not be reached."""
+    return not isinstance(statement, ast.Assign) or writes(statement, name)
 
 
 def always_evaluated(node: ast.AST) -> Iterator[ast.AST]:
@@ -140,7 +143,7 @@ def expression(text: str) -> ast.expr:
 
 
 def share_projections(block: list[ast.stmt], linears: frozenset[str], _: ast.FunctionDef) -> bool:
-    """Makes one call of some calls of `linears` with one name, between which the name keeps its value."""
+    """Makes one call of all calls of `linears` with one name, between which the name keeps its value."""
     calls: dict[str, list[tuple[int, ast.Call, str]]] = {}
     for position, statement in enumerate(block):
         if not isinstance(statement, ast.Assign):
@@ -152,9 +155,9 @@ def share_projections(block: list[ast.stmt], linears: frozenset[str], _: ast.Fun
     for argument, found in calls.items():
         first, last = found[0][0], found[-1][0]
         names = [child for _, _, child in found]
-        if len(set(names)) < 2 or len(set(names)) < len(names):
+        if len(set(names)) < len(names):
             continue
-        if any(may_change(statement, argument) for statement in block[first:last]):
+        if any(may_change(statement, argument) for statement in block[first:last]) or writes(block[last].value, argument):
             continue
         outputs = [f"liger_{child}" for child in names]
         for (_, node, _), output in zip(found, outputs):

@@ -5,13 +5,15 @@
 
 Some layers of each model's shape, random weights, bf16, causal SDPA, fused AdamW. Every run has a process of its own, so that
 one that fails does not end the others; what it measured is written at once. The losses of the first steps are compared
-with those of the unpatched model. Writes training.jsonl, training.md and training.png.
+with those of the unpatched model. Writes training.jsonl, training.md and training.png. With --kernels, the page also says
+what each kernel of a step takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import statistics
@@ -20,7 +22,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 
@@ -38,6 +40,8 @@ PROVIDERS = {
 }
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
 COMPARED_STEPS = 4
+PROFILED_STEPS = 3
+LEAST_SHARE = 1e-3  # of the time of all kernels, of one that the page names
 
 
 class Shape(NamedTuple):
@@ -144,6 +148,27 @@ def elapsed(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
 
 
+def by_name(kernels: Iterable[tuple[str, float]], steps: int) -> list[tuple[str, float, float]]:
+    """(name, calls, ms) a step, the longest first, of (name, us) of all calls of some steps."""
+    found: dict[str, list[float]] = {}
+    for name, us in kernels:
+        found.setdefault(name, []).append(us)
+    rows = [(name, len(us) / steps, sum(us) / steps / 1e3) for name, us in found.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def kernels_of(step: Callable[[int], Any]) -> list[tuple[str, float, float]]:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for i in range(PROFILED_STEPS):
+            step(i)
+        torch.cuda.synchronize()
+    events = (e for e in profiler.events() if e.device_type == DeviceType.CUDA)
+    return by_name(((e.name, e.time_range.elapsed_us()) for e in events), PROFILED_STEPS)
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = tiny(MODELS[arguments.model]) if arguments.tiny else MODELS[arguments.model]
     batch, device = arguments.batch or shape.batch, arguments.device
@@ -190,38 +215,56 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "first_step_seconds": first,
         "peak_gib": (torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak()) / 2**30,
         "losses": [float(loss) for loss in losses],
+        **({"kernels": kernels_of(step)} if arguments.kernels else {}),
     }
 
 
 # ---- All of them
 
 
-def run_apart(model: str, provider: str, batch: int | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.training", "--worker", "--model", model, "--provider", provider]
-    command += ["--layers", arguments.layers, "--length", arguments.length, "--steps", arguments.steps]
-    command += [
-        "--device",
-        arguments.device,
-        *(["--batch", batch] if batch else []),
-        *(["--tiny"] if arguments.tiny else []),
-    ]
-    shape = tiny(MODELS[model]) if arguments.tiny else MODELS[model]
-    record: dict[str, Any] = {
-        "kind": "training", "model": model, "provider": provider, "batch": batch or shape.batch,
-        "length": arguments.length, "layers": arguments.layers,
-    }  # fmt: skip
-    # Fragments that no block fits into would count against whoever frees most.
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    try:
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=arguments.timeout, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return {**record, "error": f"no result in {arguments.timeout} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {**record, "error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
-    return {**record, **json.loads(lines[-1])}
+class Run:
+    """One model with one provider, in a process that starts, and waits for its turn."""
+
+    def __init__(self, model: str, batch: int | None, provider: str, arguments: argparse.Namespace) -> None:
+        command = [sys.executable, "-m", "benchmarks.training", "--worker", "--model", model, "--provider", provider]
+        for name in ("layers", "length", "steps", "device"):
+            command += [f"--{name}", str(getattr(arguments, name))]
+        command += [*(["--batch", str(batch)] if batch else []), *(["--tiny"] if arguments.tiny else [])]
+        command += ["--kernels"] if arguments.kernels else []
+        shape = tiny(MODELS[model]) if arguments.tiny else MODELS[model]
+        self.timeout = arguments.timeout
+        self.record: dict[str, Any] = {
+            "kind": "training", "model": model, "provider": provider, "batch": batch or shape.batch,
+            "length": arguments.length, "layers": arguments.layers,
+        }  # fmt: skip
+        # Fragments that no block fits into would count against whoever frees most.
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+    def measured(self) -> dict[str, Any]:
+        try:
+            out, errors = self.process.communicate("go\n", timeout=self.timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+            return {**self.record, "error": f"no result in {self.timeout} s"}
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        if self.process.returncode or not lines:
+            last = (errors.strip().splitlines() or [f"exit code {self.process.returncode}"])[-1]
+            return {**self.record, "error": last[:300]}
+        return {**self.record, **json.loads(lines[-1])}
+
+
+def load(arguments: argparse.Namespace) -> None:
+    """What takes seconds and no GPU, ahead of a worker's turn."""
+    kind = MODELS[arguments.model].model_type
+    modules = ["transformers", f"transformers.models.{kind}.modeling_{kind}"]
+    provider, _, compiled = arguments.provider.partition("-")
+    modules += {"liger": ["liger_kernel.transformers"], "ours": ["liger_ops.transformers"]}.get(provider, [])
+    modules += ["torch._inductor.compile_fx"] if "compile" in (provider, compiled) else []
+    for module in modules:
+        importlib.import_module(module)
 
 
 def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
@@ -250,7 +293,21 @@ def markdown(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     header = ["model", "batch", "provider", "tok/s", "peak GiB", "first step s", "largest loss difference from HF"]
     return (
         f"# Whole training steps\n\n{shape['layers']} layers of each model's shape, sequences of {shape['length']}. "
-        f"{facts}.\n\n" + grid(header, [summary(r, records) for r in records]) + "\n"
+        f"{facts}.\n\n" + grid(header, [summary(r, records) for r in records]) + "\n" + "".join(map(kernel_table, records))
+    )
+
+
+def kernel_table(record: dict[str, Any]) -> str:
+    kernels = record.get("kernels")
+    if not kernels:
+        return ""
+    total = sum(ms for _, _, ms in kernels)
+    rows = [[name[:100], f"{n:.0f}", f"{ms:.2f}"] for name, n, ms in kernels if ms >= LEAST_SHARE * total]
+    title = f"{record['model']}, batch {record['batch']}, {PROVIDERS[record['provider']]}"
+    return (
+        f"\n## {title}: kernels of a step, {total:.1f} ms\n\nThose of at least {LEAST_SHARE:.1%}.\n\n"
+        + grid(["kernel", "calls", "ms"], rows)
+        + "\n"
     )
 
 
@@ -297,6 +354,7 @@ def main() -> None:
     parser.add_argument("--length", type=positive)
     parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--kernels", action="store_true", help="profile some steps more, on a GPU")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--timeout", type=positive, default=300, help="seconds that one run may take")
     parser.add_argument("--out", type=Path, default=Path("training"))
@@ -304,10 +362,14 @@ def main() -> None:
     for name, kind in (("--model", str), ("--provider", str), ("--batch", positive)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.kernels and arguments.device != "cuda":
+        parser.error("--kernels needs a GPU")
     arguments.layers = arguments.layers or (2 if arguments.tiny else 8)
     arguments.length = arguments.length or (64 if arguments.tiny else 2048)
     if arguments.worker:
-        print(json.dumps(measure(arguments)))
+        load(arguments)
+        if sys.stdin.readline():
+            print(json.dumps(measure(arguments)))
         return
     providers = arguments.providers.split(",")
     unknown = [p for p in providers if p not in PROVIDERS]
@@ -319,8 +381,12 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     with open(arguments.out / "training.jsonl", "w") as log:
         print(json.dumps(machine), file=log, flush=True)
-        for done, (model, batch, provider) in enumerate(jobs, 1):
-            records.append(run_apart(model, provider, batch, arguments))
+        early = arguments.device == "cuda"  # on a CPU it would take the time that is measured
+        waiting = None
+        for done, job in enumerate(jobs, 1):
+            run = waiting or Run(*job, arguments)
+            waiting = Run(*jobs[done], arguments) if early and done < len(jobs) else None
+            records.append(run.measured())
             print(json.dumps(records[-1]), file=log, flush=True)
             print(f"[{done}/{len(jobs)}] " + "  ".join(summary(records[-1], records)), file=sys.stderr, flush=True)
     text = markdown(machine, records)

@@ -411,3 +411,21 @@ def test_tuning_launches_as_the_runtime_does():
     expected = b"".join(p.to_bytes(8, "little") for p in pointers)
     expected += b"".join(i.to_bytes(4, "little") for i in (3, 64)) + bytes(16)
     assert launched["args"] == expected.hex()
+
+
+def test_a_steps_kernels_are_added_up_by_name():
+    ran = [("product", 2000.0), ("add", 0.5), ("product", 4000.0), ("norm", 30.0)] * 3
+    kernels = training.by_name(ran, 3)
+    assert kernels == [("product", 2, 6.0), ("norm", 1, 0.03), ("add", 1, 0.0005)]
+    record = {"model": "llama", "batch": 8, "provider": "ours", "kernels": kernels}
+    text = training.kernel_table(record)
+    assert "llama, batch 8, ours: kernels of a step, 6.0 ms" in text
+    assert "| product | 2     | 6.00 |" in text and "norm" in text and "add" not in text
+    assert training.kernel_table(record | {"kernels": None}) == ""
+
+
+def test_kernels_are_those_of_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["training", "--kernels", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        training.main()
+    assert "--kernels needs a GPU" in capsys.readouterr().err

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.harness import in_turn
 from benchmarks.machine import describe, slug
-from benchmarks.report import grid, read, size
+from benchmarks.report import grid, read, size, write_above
 
 TABLE = Path(__file__).parent.parent / "csrc" / "runtime" / "products.cpp"
 TORCH = "torch"
@@ -321,7 +321,9 @@ def expected_ms(
     return 2 * work / rate / 1e9
 
 
-def fit(records: Sequence[dict[str, Any]], multiprocessors: int, sustained: bool = False) -> dict[tuple, tuple[float, int, float, int]]:
+def fit(
+    records: Sequence[dict[str, Any]], multiprocessors: int, sustained: bool = False
+) -> dict[tuple, tuple[float, int, float, int]]:
     """(transposed, tile) -> (rate, epilogue, mean error, measurements)"""
     points = defaultdict(list)
     for record in records:
@@ -331,7 +333,8 @@ def fit(records: Sequence[dict[str, Any]], multiprocessors: int, sustained: bool
                 points[product.transposed, tile].append((product, ms))
     found = {}
     for (transposed, tile), measured in points.items():
-        for epilogue in (0 if tile.rows * tile.columns < OVERLAPS_BELOW else 160,) if sustained else EPILOGUES:
+        overlaps = tile.rows * tile.columns < OVERLAPS_BELOW
+        for epilogue in (0 if overlaps else 160,) if sustained else EPILOGUES:
             rates = [expected_ms(p, tile, 1.0, epilogue, multiprocessors, sustained) / ms for p, ms in measured]
             rate = statistics.median(rates)
             error = statistics.mean(abs(math.log(r / rate)) for r in rates)
@@ -386,7 +389,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         f"# {machine.get('gpu', 'stub')}: large matrix products in bf16{', sustained' * sustained}", "",
         ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "device")), "",
         "Linear layers by cuBLAS in the tile that torch gets, in the one that the table of csrc/runtime/products.cpp expects to "
-        "be the fastest, and in the fastest of those proposed. Median of turns that follow each other without a pause"
+        "be the fastest, and in the fastest of all that were measured. Median of turns that follow each other without a pause"
         + (f", each of {SUSTAINED.seconds} s after {SUSTAINED.settling} s for the clock to settle." if sustained else "."), "",
         grid(["product", "measured", "faster by, mean", "least", "most"], [[str(c) for c in row] for row in summary]), "",
         grid(header, rows), "",
@@ -424,7 +427,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{record['role']} {size(record['layer'])}: {times}")
     records = read(path)
     text = page(records)
-    path.with_suffix(".md").write_text(text)
+    write_above(path.with_suffix(".md"), text)
     print(text)
     found = fit(records[1:], records[0]["multiprocessors"], records[0].get("sustained", False))
     print("transpose a, b · tile/cluster · TFLOP/s · epilogue · mean error · measurements")

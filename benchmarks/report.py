@@ -384,13 +384,17 @@ def draw_heat_map(records: list[Record], stem: Path) -> Path:
     return save(figure, stem, "bandwidth")
 
 
-def write(records: Sequence[Record], stem: Path) -> str:
-    """Writes STEM.md, above what is written there by hand, and the plots beside it; returns the page."""
-    plots, note = draw(records, stem)
-    page = markdown(records, plots, note)
-    path = stem.with_name(f"{stem.name}.md")
+def write_above(path: Path, page: str) -> None:
+    """Writes a page above what is written there by hand."""
     _, mark, words = path.read_text().partition(BY_HAND) if path.exists() else ("", "", "")
     path.write_text(page + (f"\n{mark}{words}" if mark else ""))
+
+
+def write(records: Sequence[Record], stem: Path) -> str:
+    """Writes STEM.md and the plots beside it; returns the page."""
+    plots, note = draw(records, stem)
+    page = markdown(records, plots, note)
+    write_above(stem.with_name(f"{stem.name}.md"), page)
     return page
 
 

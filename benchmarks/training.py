@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.arguments import positive
 from benchmarks.machine import describe
-from benchmarks.report import grid
+from benchmarks.report import grid, write_above
 
 PROVIDERS = {
     "hf": "HF eager",
@@ -390,7 +390,7 @@ def main() -> None:
             print(json.dumps(records[-1]), file=log, flush=True)
             print(f"[{done}/{len(jobs)}] " + "  ".join(summary(records[-1], records)), file=sys.stderr, flush=True)
     text = markdown(machine, records)
-    (arguments.out / "training.md").write_text(text)
+    write_above(arguments.out / "training.md", text)
     draw(records, arguments.out / "training.png")
     print(text)
 

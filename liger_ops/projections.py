@@ -1,5 +1,5 @@
 """Projections of one input. Backward adds their gradients of it up inside the products, where autograd would do so in
-passes of their own over tensors of the input's size."""
+passes of their own over tensors of the input's size. One alone may still have its products in faster tiles."""
 
 from __future__ import annotations
 
@@ -45,9 +45,13 @@ def is_bare_linear(module: nn.Module) -> bool:
     return not has_hooks(module)
 
 
+def may_choose_tiles(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of two matrices, by whichever way is the faster."""
-    return torch.ops.liger._mm(a, b) if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) else a @ b
+    return torch.ops.liger._mm(a, b) if may_choose_tiles(a) else a @ b
 
 
 class _Projections(torch.autograd.Function):
@@ -90,6 +94,7 @@ def project(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     """``tuple(linear(x) for linear in linears)``."""
     if (
         saves_passes(x)
+        and (len(linears) > 1 or may_choose_tiles(x))
         and x.dim() > 1
         and all(is_bare_linear(linear) and linear.weight.dtype == x.dtype for linear in linears)
     ):

@@ -97,6 +97,16 @@ def replaced(modules):
     modules[1].forward = lambda x: x[..., :4] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_alone_is_a_product_of_ours_where_tiles_can_be_chosen(dtype, device):
+    (module,), x = linears(device, dtype, (False,), (8,)), input_of(2, 5, device=device, dtype=dtype)
+    (output,) = project((module,), x)
+    assert is_shared([output]) == (device == "cuda" and dtype == torch.bfloat16)
+    wanted = [x, module.weight]
+    for a, b in zip([output, *gradients([output], wanted)], [module(x), *gradients([module(x)], wanted)], strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("change", [wrapped, hooked, replaced])
 def test_what_others_put_around_a_projection_is_called(change):
     modules, x = linears(), input_of(5)

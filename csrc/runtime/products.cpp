@@ -39,9 +39,9 @@ struct Tile {
 // Sustained: after a tenth of a second of one product alone (nvidia-h200-products-sustained.md, 25 products, most of them
 // layers of 7B models), the chip's clock is at what its power allows, 1.4 GHz of 2. Then those tiles are the fastest that
 // read least for each multiplication, and cuBLAS has larger ones than it proposes. In a whole training step the clock is
-// higher, and at k of 4096 tiles that write while they multiply are 3 to 5 % faster beside the others than that measurement
-// has them (that page's last table). So their rates are 2 % above it, and the epilogues of the others 320 instead of 160.
-// `python -m benchmarks products` and `products --sustained` measure and fit.
+// higher, and at k of 4096 tiles that write while they multiply are 2 to 3 % faster beside the others than that measurement
+// has them. So their rates are 2 % above it, and the epilogues of the others 320 instead of 160; the step itself takes as
+// long either way (that page's last table). `python -m benchmarks products` and `products --sustained` measure and fit.
 constexpr Tile kTiles[] = {
     {true, false, 29, 3, 128, 160, 2, 1, 710, 64, 690, 0},
     {true, false, 201, 5, 176, 128, 1, 2, 710, 64, 704, 0},

@@ -52,22 +52,24 @@ def assert_same_step(a, b, tolerance=1e-4):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_training_converges_to_the_same(name, dtype):
-    """Against the same training in a wider dtype, ours errs no more than unpatched training does in its own."""
-    start = make(name)
-    exact = train(clone(start, torch.float64 if dtype == torch.float32 else torch.float32))
-    eager = train(clone(start, dtype))
-    model = clone(start, dtype)
-    report = apply_liger_kernel(model)
-    assert {"norm", "loss"} <= {row.kind for row in report.replaced} and not report.left_alone
-    ours = train(model)
-    eps = torch.finfo(dtype).eps
-    for key, wanted in exact.items():
-        scale = float(wanted.abs().max())
-
-        def error(result):
-            return float((result[key] - wanted).pow(2).mean().sqrt()) / scale
-
-        assert error(ours) <= 1.5 * error(eager) + eps, key
+    """Against the same training in a wider dtype, ours errs no more than unpatched training does in its own: on average
+    over a few trainings, for how rounding grows in a single one is chance."""
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    errors = {who: collections.Counter() for who in ("ours", "eager")}
+    trainings = 4
+    for seed in range(trainings):
+        start = make(name, seed)
+        exact, eager = train(clone(start, wide)), train(clone(start, dtype))
+        model = clone(start, dtype)
+        report = apply_liger_kernel(model)
+        assert {"norm", "loss"} <= {row.kind for row in report.replaced} and not report.left_alone
+        ours = train(model)
+        for who, result in (("ours", ours), ("eager", eager)):
+            for key, wanted in exact.items():
+                error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
+                errors[who][key] += error / trainings
+    for key, error in errors["ours"].items():
+        assert error <= 1.5 * errors["eager"][key] + torch.finfo(dtype).eps, key
     assert float(ours["losses"][-8:].mean()) < float(ours["losses"][:8].mean()) - 0.05
 
 

@@ -11,6 +11,8 @@ import stub_cuda
 import torch
 from stub_cuda import LIBRARIES, ROOT
 from support import assert_no_worse
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
 from benchmarks import products
@@ -133,6 +135,72 @@ def test_products_are_the_same_in_every_run_and_in_a_graph():
     captured.zero_()
     graph.replay()
     assert torch.equal(first, captured)
+
+
+# ---- What products read.
+
+
+def memory_read(matrix):
+    """The rows of a matrix with the gaps between them, which some BLAS libraries read."""
+    if matrix.numel() == 0:
+        return matrix
+    rows, row = max(zip(matrix.stride(), matrix.shape))[::-1]
+    available = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
+    return matrix.as_strided((min(max(rows * row, matrix.numel()), available),), (1,))
+
+
+class Products(TorchDispatchMode):
+    """Looks at the operands of every product inside the CPU implementations of our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "liger":
+            own = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
+            with self:
+                return func._op_dk(getattr(DispatchKey, "CPU" if own else "CompositeExplicitAutograd"), *args, **kwargs)
+        at = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "linear": 0}.get(func._schema.name.split("::")[1])
+        if at is not None:
+            self.seen += 1
+            for operand in args[at : at + 2]:
+                assert not memory_read(operand).isnan().any(), f"{func} reads memory that was not written"
+        return func(*args, **kwargs)
+
+
+def product_calls():
+    def leaf(*shape):
+        return torch.randn(*shape).bfloat16().requires_grad_()
+
+    # Classes that fill no cache line; chunks of which the last is smaller.
+    target, budget = torch.randint(75, (90,)), {"memory_budget": 12_000}
+    losses = torch.ops.liger
+    fused, metrics = losses.fused_linear_cross_entropy, losses.fused_linear_cross_entropy_with_metrics
+    log_probs = losses.fused_linear_cross_entropy_with_log_probs
+    return {
+        "linear loss": lambda: fused(leaf(90, 40), leaf(75, 40), target, **budget),
+        "linear loss, with a bias": lambda: fused(leaf(90, 40), leaf(75, 40), target, leaf(75), **budget),
+        "linear loss of each token": lambda: fused(leaf(90, 40), leaf(75, 40), target, reduction="none", **budget),
+        "linear loss, with metrics": lambda: metrics(leaf(90, 40), leaf(75, 40), target, **budget)[0],
+        "linear loss, with log-probs": lambda: log_probs(leaf(90, 40), leaf(75, 40), target, **budget)[0],
+        "swiglu_linear": lambda: losses.swiglu_linear(leaf(9, 75), leaf(9, 75), leaf(13, 75), leaf(13)),
+        "geglu_linear": lambda: losses.geglu_linear(leaf(9, 75), leaf(9, 75), leaf(13, 75)),
+        "projections": lambda: torch.cat(
+            project([torch.nn.Linear(75, n, False, dtype=torch.bfloat16) for n in (13, 5)], leaf(9, 75)), -1
+        ),
+    }
+
+
+@pytest.mark.parametrize("call", product_calls())
+@pytest.mark.usefixtures("as_large_models")
+def test_products_read_what_was_written(call):
+    """oneDNN multiplies the gaps between rows by zero on CPUs with AMX (torch 2.13), where memory that nobody wrote may
+    be NaN. Here new memory is, and the operands themselves are looked at, so that no CPU may pass by luck."""
+    with Products() as products:
+        product_calls()[call]().sum().backward()
+    assert products.seen >= 3
 
 
 # ---- Extents of which a part is planned.

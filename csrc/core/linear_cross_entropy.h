@@ -438,9 +438,10 @@ struct Pass {
   /// Where the logits of the tokens from `first` on go, in the buffer's rows.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
     const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
-    // As eager code has them: on CUDA a bias is then part of the product, rather than added to what was rounded (which
-    // ATen does to rows with gaps, of these lengths only).
-    if (bias.defined() && classes % 8 == 0) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
+    // Rows without gaps where a product would read these, which nobody writes: oneDNN does on CPUs with AMX (torch 2.13).
+    // On CUDA, ATen adds a bias to rows with gaps after it has rounded them, where classes are a multiple of 8.
+    const bool dense = x.is_cpu() || (bias.defined() && classes % 8 == 0);
+    if (dense) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
     return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
   }
 

@@ -296,7 +296,8 @@ def chunks_of_logits(op: str, c: Call, wanted: int) -> Iterator[tuple[int, Tenso
     """(first token, logits) of every chunk, all in one buffer."""
     x, w = c.rows, c.weight
     plan = make_plan(op, len(x), len(w), x.dtype, wanted, c.memory_budget)
-    buffer = x.new_empty(min(plan.chunk, len(x)), plan.row)
+    # As in C++, rows on CPU have no gaps that a product could read.
+    buffer = x.new_empty(min(plan.chunk, len(x)), plan.row if x.is_cuda else len(w))
     for first in range(0, len(x), plan.chunk):
         part = x[first : first + plan.chunk]
         logits = buffer[: len(part), : len(w)]

@@ -9,43 +9,52 @@ goes on with those, so a model that is not understood is only slower, never wron
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from .. import functional as F
 
-if TYPE_CHECKING:
-    from torch import nn
 
+class LossCall:
+    """What the head computes instead of logits, inside its own call: sharded weights are whole only there.
 
-class LossCall(NamedTuple):
-    """What the head computes instead of logits, inside its own call: sharded weights are whole only there."""
+    Neither a tuple nor a dataclass: hooks that cast tensors in the head's arguments must not find the class weights.
+    """
 
-    target: Tensor
-    ce_weight: Tensor | None
-    reduction: str
-    ignore_index: int
-    label_smoothing: float
-    softcap: float | None
-    logits_scale: float
+    def __init__(
+        self,
+        target: Tensor,
+        ce_weight: Tensor | None,
+        reduction: str,
+        ignore_index: int,
+        label_smoothing: float,
+        softcap: float | None,
+        logits_scale: float,
+    ) -> None:
+        self.target = target
+        self.ce_weight = ce_weight
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.logits_scale = logits_scale
+        self.loss: Tensor | None = None
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, memory_budget: int | None) -> Tensor:
-        return F.fused_linear_cross_entropy(
+        self.loss = F.fused_linear_cross_entropy(
             input, weight, self.target, bias, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
             softcap=self.softcap, logits_scale=self.logits_scale, memory_budget=memory_budget,
         )  # fmt: skip
+        return self.loss
 
 
-class LogitsCall:
-    """The same for logits after all."""
-
-    @staticmethod
-    def run(input: Tensor, weight: Tensor, bias: Tensor | None, memory_budget: int | None) -> Tensor:
-        return functional.linear(input, weight, bias)
+def called(head: nn.Module, *inputs: Any) -> Tensor:
+    """The head's one call, with its hooks. Its own __call__ would put logits off again."""
+    return nn.Module.__call__(head, *inputs)
 
 
 def through_logits(name: str) -> Callable:
@@ -114,7 +123,7 @@ class DeferredLogits:
         return self.made
 
     def computed(self) -> Tensor:
-        y = self.hidden if self.head is None else self.head(self.hidden, LogitsCall)
+        y = self.hidden if self.head is None else called(self.head, self.hidden)
         if self.dtype != y.dtype:
             y = y.to(self.dtype)
         if self.scale != 1.0:
@@ -236,7 +245,9 @@ class DeferredLogits:
         # cap * tanh(scale * x) = softcap * tanh(logits_scale * x / softcap)
         scale = self.scale if self.cap is None else self.scale * self.cap
         call = LossCall(target, weight, reduction, ignore_index, label_smoothing, self.cap, scale)
-        return self.head(self.hidden, call)
+        loss = called(self.head, self.hidden, call)
+        # A hook that casts the head's output, as FSDP's output_dtype does, is for logits.
+        return loss if loss.dtype == call.loss.dtype else call.loss
 
     # ---- Anything else
 

@@ -25,7 +25,7 @@ from .. import functional as F
 from ..nn import embedding_stays_torchs
 from ..projections import hooks_of
 from . import probe, rewrite
-from .deferred import DeferredLogits, LogitsCall, LossCall
+from .deferred import DeferredLogits, LossCall, called
 from .probe import NotUnderstood
 from .report import Report, Row
 
@@ -363,7 +363,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def watched(head: nn.Module) -> bool:
-    """Whether hooks expect tensors of the head, in or out. Those of FSDP do not mind."""
+    """Whether hooks expect logits of the head, or a tensor alone for its input. Those of FSDP take anything."""
     hooks = itertools.chain.from_iterable(found.values() for found in hooks_of(head))
     return any(not getattr(inner_function(h), "__module__", "").startswith("torch.distributed.fsdp") for h in hooks)
 
@@ -375,24 +375,45 @@ class Mode(NamedTuple):
     keeps: bool  # or else hands on those that are there, to another loss
     thread: int = 0  # whose call that is
 
+    def operator(self, head: nn.Module) -> str:
+        """Which one the losses of such calls come from."""
+        # Who replaced the head's forward, as tensor parallelism does, gets its logits.
+        if self.fuses and not has_own_forward(head):
+            return "fused_linear_cross_entropy"
+        if not self.keeps:
+            raise NotUnderstood("its head's forward was replaced")
+        return "cross_entropy"
+
     def is_mine(self) -> bool:
         # What is compiled neither asks for threads nor runs in two.
         return torch.compiler.is_compiling() or self.thread in (0, threading.get_ident())
 
 
-def head_forward(self: nn.Linear, input: Tensor, liger_call: LossCall | type[LogitsCall] | None = None) -> Any:
-    if liger_call is not None:
-        return liger_call.run(input, self.weight, self.bias, self.liger_memory_budget)
+def may_defer(head: nn.Module) -> bool:
+    """Whether the head may be called for a loss in place of logits."""
+    # A weight that is distributed in other ways than FSDP's, or quantised, is of another class.
+    whole = type(head.weight) in (nn.Parameter, Tensor) or is_fully_sharded(head)
+    return whole and not has_own_forward(head) and not watched(head)
+
+
+def head_call(self: nn.Linear, input: Tensor) -> Any:
+    """Puts the logits off ahead of all hooks: these run once, around what is computed in the end. FSDP frees the
+    weights after one call, and two would be two gathers."""
     mode = self.liger_mode
-    if mode is None or watched(self) or not mode.is_mine():
-        return nn.functional.linear(input, self.weight, self.bias)
-    # A distributed or quantised weight is of another class.
-    if mode.fuses and type(self.weight) in (nn.Parameter, Tensor):
+    if mode is None or not mode.is_mine():
+        return called(self, input)
+    if mode.fuses and may_defer(self):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         return DeferredLogits(self, input, dtype)
-    logits = nn.functional.linear(input, self.weight, self.bias)
-    return DeferredLogits(None, logits, logits.dtype) if mode.keeps else logits
+    logits = called(self, input)
+    return DeferredLogits(None, logits, logits.dtype) if mode.keeps and type(logits) is Tensor else logits
+
+
+def head_forward(self: nn.Linear, input: Tensor, liger_call: LossCall | None = None) -> Tensor:
+    if liger_call is None:
+        return nn.functional.linear(input, self.weight, self.bias)
+    return liger_call.run(input, self.weight, self.bias, self.liger_memory_budget)
 
 
 def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int | None) -> str:
@@ -404,13 +425,32 @@ def patch_loss(model: nn.Module, switches: dict[str, bool], memory_budget: int |
         raise NotUnderstood("its forward takes no labels")
     take_head(model, memory_budget)
     mode = Mode(switches["fused_linear_cross_entropy"], switches["cross_entropy"])
-    op = "fused_linear_cross_entropy" if mode.fuses else "cross_entropy"
+    op = mode.operator(head_of(model))
+    has_loss = mode.fuses and isinstance(getattr(type(model), "loss_function", None), property)
+    loss = model.loss_function if has_loss else None
 
     def members(cls: type) -> dict[str, Any]:
-        return {"forward": model_forward(cls, parameters.index("labels") - 1, mode, memory_budget)}
+        forward = model_forward(cls, parameters.index("labels") - 1, mode, memory_budget)
+        found = {"forward": forward, "liger_mode": mode}
+        return found | {"loss_function": loss_property(cls.loss_function, loss)} if loss else found
 
-    become(model, "loss", op, (original, mode, memory_budget), members)
+    become(model, "loss", op, (original, op, mode, memory_budget, loss), members)
     return op
+
+
+def loss_property(original: property, loss: Callable) -> property:
+    """The model's loss function, which torch.compile leaves to Python where it ends in the call of a sharded head.
+
+    FSDP's hooks break graphs. Here they would break each function between the model's forward and the head.
+    """
+    uncompiled = torch.compiler.disable(loss)
+
+    def loss_function(self: nn.Module) -> Callable:
+        found = original.fget(self)
+        head = head_of(self) if found is loss and torch.compiler.is_compiling() else None
+        return uncompiled if head is not None and is_fully_sharded(head) else found
+
+    return property(loss_function, original.fset)
 
 
 def take_head(model: nn.Module, memory_budget: int | None) -> None:
@@ -420,19 +460,18 @@ def take_head(model: nn.Module, memory_budget: int | None) -> None:
         raise NotUnderstood("has no output embedding")
     if isinstance(head, Patched):
         return
-    if type(head) is not nn.Linear and not is_fully_sharded(head):
+    if type(head) is not nn.Linear and not (is_fully_sharded(head) and nn.Linear in type(head).__bases__):
         wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
         raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
-    if has_own_forward(head):
-        raise NotUnderstood("its head's forward was replaced")
-    members = {"forward": head_forward, "liger_memory_budget": memory_budget}
+    members = {"__call__": head_call, "forward": head_forward, "liger_memory_budget": memory_budget}
     become(head, "head", "", memory_budget, lambda cls: members)
     # On the instance from the start: torch.compile guards on where it lies.
     head.liger_mode = None
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    return type(module).__name__ == "FSDPLinear" and nn.Linear in type(module).__bases__
+    """Whether fully_shard manages the module, to which it gives a subclass of its class."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
 def is_new(head: nn.Module | None) -> bool:
@@ -562,7 +601,7 @@ def patch_head(model: nn.Module, switches: dict[str, bool], memory_budget: int |
             raise NotUnderstood("its forward was replaced")
         if isinstance(model, Patched):
             take_head(model, memory_budget)
-            return Row("", type(model).__name__, "loss", type(model).liger_row[1], "")
+            return Row("", type(model).__name__, "loss", type(model).liger_mode.operator(head_of(model)), "")
         return Row("", type(model).__name__, "loss", patch_loss(model, switches, memory_budget), "")
     except NotUnderstood as reason:
         return Row("", type(model).__name__, "loss", "", str(reason))

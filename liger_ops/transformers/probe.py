@@ -43,7 +43,8 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 def twin(module: nn.Module, **replaced: Any) -> nn.Module:
     """A module that shares everything with `module` except the given entries of its __dict__."""
     cls = original_class(type(module))
-    copy = cls.__new__(cls)
+    # FSDP's classes have a __new__ that makes and initialises modules of the class that they were.
+    copy = object.__new__(cls)
     copy.__dict__.update(module.__dict__, **replaced)
     copy.__dict__.pop("forward", None)
     return copy

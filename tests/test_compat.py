@@ -214,6 +214,54 @@ def test_arguments_of_losses(scaling, metrics, door):
     agree(theirs.liger_fused_linear_cross_entropy(*arguments, **options, **asked), expected)
 
 
+# Loss, z-loss, accuracy and predictions; the linear loss is fp32 in the package.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_have_the_dtypes_of_the_package(reduction, dtype, door):
+    import liger_kernel.ops as their_ops
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers import functional as theirs
+
+    logits, target = torch.randn(6, 11).to(dtype), torch.tensor([1, 2, -100, 3, 4, 5])
+    x, head = torch.randn(6, 8).to(dtype), torch.randn(11, 8).to(dtype)
+    asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+    options = dict(lse_square_scale=0.1, reduction=reduction)
+    tail = (-100, 0.1, 0.0, reduction, None, True)
+
+    def dtypes(found):
+        found = found if isinstance(found, tuple) else tuple(vars(found).values())
+        return tuple(t.dtype for t in found)
+
+    exact = logits.double().requires_grad_()
+    logits.requires_grad_()
+    plain = TF.cross_entropy(exact, target, reduction=reduction)
+    gradient = torch.autograd.grad((3 * plain).sum(), exact)[0]
+    for found in (
+        LigerCrossEntropyLoss(**options, **asked)(logits, target),
+        theirs.liger_cross_entropy(logits, target, **options, **asked),
+        their_ops.LigerCrossEntropyFunction.apply(logits, target, None, *tail, True, True),
+    ):
+        assert dtypes(found) == (dtype, dtype, torch.float32, torch.int64)
+    for found in (
+        LigerCrossEntropyLoss(reduction=reduction)(logits, target),
+        theirs.liger_cross_entropy(logits, target, reduction=reduction),
+        their_ops.LigerCrossEntropyFunction.apply(logits, target, None, -100, 0.0, 0.0, reduction)[0],
+    ):
+        torch.testing.assert_close(found, plain.to(dtype))
+        torch.testing.assert_close(torch.autograd.grad((3 * found).sum(), logits)[0], gradient.to(dtype))
+
+    for found in (
+        LigerFusedLinearCrossEntropyLoss(**options, **asked)(head, x, target),
+        theirs.liger_fused_linear_cross_entropy(x, head, target, **options, **asked),
+        their_ops.LigerFusedLinearCrossEntropyFunction.apply(
+            x, head, target, None, None, *tail, None, False, True, True
+        ),
+    ):
+        assert dtypes(found) == (torch.float32, dtype, torch.float32, torch.int64)
+    assert LigerFusedLinearCrossEntropyLoss()(head, x, target).dtype == torch.float32
+    assert theirs.liger_fused_linear_cross_entropy(x, head, target).dtype == torch.float32
+
+
 def test_an_instance(door):
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
 

@@ -94,12 +94,16 @@ class LigerLlama4RopeFunction:
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def wanted(loss_and_metrics: Sequence[Tensor], *flags: bool) -> LossAndMetrics:
+def wanted(loss_and_metrics: Sequence[Tensor], dtype: torch.dtype, *flags: bool) -> LossAndMetrics:
+    """dtype: of the z-loss. The package stores it as its input is; the accuracy is fp32."""
     loss, *metrics = loss_and_metrics
-    return loss, *(m if flag else None for m, flag in zip(metrics, flags))
+    z_loss, *others = (m if flag else None for m, flag in zip(metrics, flags))
+    return loss, None if z_loss is None else z_loss.to(dtype), *others
 
 
 class LigerCrossEntropyFunction:
+    """The loss has the dtype of the logits, as in the package. The operator computes it in fp32."""
+
     @staticmethod
     def apply(
         _input: Tensor,
@@ -117,11 +121,14 @@ class LigerCrossEntropyFunction:
         flags = return_z_loss, return_token_accuracy, return_predicted_tokens
         arguments = _input, target, weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
         if any(flags):
-            return wanted(F.cross_entropy_with_metrics(*arguments), *flags)
-        return F.cross_entropy(*arguments), None, None, None
+            loss, *metrics = wanted(F.cross_entropy_with_metrics(*arguments), _input.dtype, *flags)
+            return loss.to(_input.dtype), *metrics
+        return F.cross_entropy(*arguments).to(_input.dtype), None, None, None
 
 
 class LigerFusedLinearCrossEntropyFunction:
+    """The loss is fp32, as in the package."""
+
     @staticmethod
     def apply(
         _input: Tensor,
@@ -139,7 +146,9 @@ class LigerFusedLinearCrossEntropyFunction:
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
-        *how: Any,
+        ce_impl: Any = None,
+        ce_mode: Any = None,
+        chunk_mem_const: int = 1,
     ) -> LossAndMetrics:
         flags = return_z_loss, return_token_accuracy, return_predicted_tokens
         arguments = (
@@ -162,5 +171,6 @@ class LigerFusedLinearCrossEntropyFunction:
                 )
             token_weight = found.log_probs.exp()
         if any(flags):
-            return wanted(F.fused_linear_cross_entropy_with_metrics(*arguments, token_weight=token_weight), *flags)
+            results = F.fused_linear_cross_entropy_with_metrics(*arguments, token_weight=token_weight)
+            return wanted(results, _input.dtype, *flags)
         return F.fused_linear_cross_entropy(*arguments, token_weight=token_weight), None, None, None

@@ -1,5 +1,6 @@
 """liger_ops.compat: code written for liger_kernel runs over liger_ops."""
 
+import importlib
 import warnings
 
 import pytest
@@ -11,13 +12,6 @@ from torch.nn import functional as TF
 
 import liger_ops.compat as compat
 from liger_ops import functional as F
-
-
-@pytest.fixture
-def door():
-    compat.install()
-    yield
-    compat.uninstall()
 
 
 def test_names_are_there_only_while_installed():
@@ -347,15 +341,12 @@ def test_the_trainer_reaches_it(tmp_path):
 
 
 def test_every_name_can_be_imported(door):
-    import importlib
+    from liger_ops.compat.modules import MODULES
 
-    from liger_ops.compat.modules import OPS, TRANSFORMERS
-
-    for package, table in (("transformers", TRANSFORMERS), ("ops", OPS)):
-        for stem, names in table.items():
-            module = importlib.import_module(f"liger_kernel.{package}.{stem}")
-            assert all(getattr(module, name) is not None for name in names)
-            assert set(module.__all__) == set(names)
+    for path, names in MODULES.items():
+        module = importlib.import_module(f"liger_kernel.{path}")
+        assert all(getattr(module, name) is not None for name in names)
+        assert set(module.__all__) == set(names)
 
 
 def test_without_transformers_the_layers_work():

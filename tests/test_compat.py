@@ -1,12 +1,14 @@
 """liger_ops.compat: code written for liger_kernel runs over liger_ops."""
 
 import importlib
+import inspect
+import re
 import warnings
 
 import pytest
 import torch
 from language_models import SIZES, make, nodes, step, tokens
-from support import equal, output_of, run_python
+from support import ROOT, equal, output_of, run_python
 from torch import nn
 from torch.nn import functional as TF
 
@@ -340,13 +342,50 @@ def test_the_trainer_reaches_it(tmp_path):
     assert output_of(f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + TRAINER).endswith("same\n")
 
 
-def test_every_name_can_be_imported(door):
+NAMES = [line for line in (ROOT / "tests/liger_kernel_names.txt").read_text().splitlines() if line[0] != "#"]
+
+
+def found(path):
+    """The value of a name, which follows its modules, or of an attribute of a class."""
+    modules, name = re.fullmatch(r"((?:[a-z]\w*\.)*)(_?\w+(?:\.\w+)?)", path).groups()
+    first, _, attribute = name.partition(".")
+    value = getattr(importlib.import_module(f"liger_kernel.{modules}".rstrip(".")), first)
+    return getattr(value, attribute) if attribute else value
+
+
+def parameters_of(path):
+    ours = [p.replace(annotation=p.empty) for p in inspect.signature(found(path)).parameters.values()]
+    if "apply_liger_kernel_to_" in path:  # with keywords of apply_liger_kernel's own
+        ours = [p for p in ours if p.kind != p.KEYWORD_ONLY]
+    return f"{inspect.Signature([p for p in ours if p.name != 'self'])}"
+
+
+def test_parameters_are_the_packages(door):
+    recorded = {path: f"({rest}" for path, bracket, rest in (line.partition("(") for line in NAMES) if bracket}
+    assert len(recorded) > 200 and {path: parameters_of(path) for path in recorded} == recorded
+
+
+def test_what_is_not_served_is_refused_by_name(door):
+    refused = [line for line in NAMES if "(" not in line]
+    assert len(refused) > 200
+    for path in refused:
+        with pytest.raises(ImportError, match=f"liger_kernel.{path} has no counterpart|No module named 'liger_kernel"):
+            found(path)
+
+
+def test_every_name_that_is_served_is_the_packages(door):
     from liger_ops.compat.modules import MODULES
 
-    for path, names in MODULES.items():
-        module = importlib.import_module(f"liger_kernel.{path}")
-        assert all(getattr(module, name) is not None for name in names)
-        assert set(module.__all__) == set(names)
+    recorded = {re.split(r"\.(?:apply|forward|from_\w+)$", line.partition("(")[0])[0] for line in NAMES}
+    # Models that the package does not know; names that it holds without exporting them from transformers.
+    beyond = {f"apply_liger_kernel_to_{name}" for name in ("cohere", "cohere2", "glm")}
+    beyond |= {"MODEL_TYPE_TO_APPLY_LIGER_FN", "PEFT_AVAILABLE"}
+    last = {path.rpartition(".")[2] for path in recorded}
+    for module, names in MODULES.items():
+        for name in set(names) - beyond:
+            assert f"{module}.{name}" in recorded or (module.startswith("transformers") and name in last), name
+            assert found(f"{module}.{name}") is not None
+        assert set(importlib.import_module(f"liger_kernel.{module}").__all__) == set(names)
 
 
 def test_without_transformers_the_layers_work():

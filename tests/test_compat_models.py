@@ -255,6 +255,34 @@ def test_options_of_losses_are_checked_when_they_are_made(door):
                 loss(**wrong)
 
 
+def test_patching_functions_have_the_defaults_of_the_package(door, monkeypatch):
+    from liger_kernel.transformers import monkey_patch
+
+    from liger_ops.compat import patching
+
+    calls = []
+    monkeypatch.setattr(patching, "apply_liger_kernel", lambda model, **switches: calls.append(switches))
+    model = nn.Linear(1, 1)
+    for name, off in (
+        ("llama", {"cross_entropy"}),
+        ("granite", {"fused_linear_cross_entropy"}),
+        ("qwen3_next", {"rope", "cross_entropy"}),
+        ("gpt_oss", {"swiglu", "cross_entropy"}),
+        ("gemma4", {"rope", "layer_norm", "cross_entropy"}),
+    ):
+        getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(model=model)
+        assert {switch for switch, on in calls.pop().items() if on is False} == off
+    # Positions: paligemma's fourth switch is another than llama's.
+    monkey_patch.apply_liger_kernel_to_paligemma(True, False, True, False, model=model)
+    assert not calls.pop()["layer_norm"]
+    monkey_patch.apply_liger_kernel_to_llama(True, False, True, False, True, model)
+    assert not calls.pop()["rms_norm"]
+    monkey_patch.apply_liger_kernel_to_llava(model=model, rope=False, what_a_text_model_takes=1)
+    assert not calls.pop()["rope"]
+    monkey_patch.apply_liger_kernel_to_llama(model=model, layer_norm=False)
+    assert not calls.pop()["layer_norm"]
+
+
 def test_devices_and_backends(door, monkeypatch):
     from liger_kernel import utils
 

@@ -213,7 +213,7 @@ def test_the_functional_module(door):
     q, angles = torch.randn(2, 4, 7, 16), torch.randn(1, 7, 8).repeat(1, 1, 2)
     assert equal(f.rope(q, q, angles.cos(), angles.sin(), **how), F.rope(q, q, angles.cos(), angles.sin()))
 
-    target, options = torch.randint(32, (7,)), dict(ignore_index=3, lse_square_scale=0.1, reduction="sum", softcap=5.0)
+    target, options = torch.randint(32, (7,)), dict(ignore_index=3, lse_square_scale=0.1, reduction="none", softcap=5.0)
     expected = F.cross_entropy_with_metrics(x, target, weight.abs(), **options)
     asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
     assert equal(f.cross_entropy(x, target, weight.abs(), **options, **asked, **how), expected)

@@ -186,11 +186,12 @@ class LigerLlama4RopeFunction:
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def wanted(loss_and_metrics: Sequence[Tensor], dtype: torch.dtype, *flags: bool) -> LossAndMetrics:
-    """dtype: of the z-loss. The package stores it as its input is; the accuracy is fp32."""
-    loss, *metrics = loss_and_metrics
-    z_loss, *others = (m if flag else None for m, flag in zip(metrics, flags))
-    return loss, None if z_loss is None else z_loss.to(dtype), *others
+def wanted(results: F.CrossEntropyMetrics, input: Tensor, counted: Tensor | None, *flags: bool) -> LossAndMetrics:
+    """The z-loss in the dtype of the input and the accuracy in fp32, as in the package. counted: the targets of a sum,
+    whose accuracy is a mean in the package and a number of hits in the operators."""
+    accuracy = results.token_accuracy if counted is None else results.token_accuracy / counted.sum()
+    metrics = results.z_loss.to(input.dtype), accuracy, results.predicted_tokens
+    return results.loss, *(m if flag else None for m, flag in zip(metrics, flags))
 
 
 class LigerCrossEntropyFunction:
@@ -213,7 +214,8 @@ class LigerCrossEntropyFunction:
         flags = return_z_loss, return_token_accuracy, return_predicted_tokens
         arguments = _input, target, weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
         if any(flags):
-            loss, *metrics = wanted(F.cross_entropy_with_metrics(*arguments), _input.dtype, *flags)
+            counted = target != ignore_index if reduction == "sum" else None
+            loss, *metrics = wanted(F.cross_entropy_with_metrics(*arguments), _input, counted, *flags)
             return loss.to(_input.dtype), *metrics
         return F.cross_entropy(*arguments).to(_input.dtype), None, None, None
 
@@ -264,5 +266,5 @@ class LigerFusedLinearCrossEntropyFunction:
             token_weight = found.log_probs.exp()
         if any(flags):
             results = F.fused_linear_cross_entropy_with_metrics(*arguments, token_weight=token_weight)
-            return wanted(results, _input.dtype, *flags)
+            return wanted(results, _input, target != ignore_index if reduction == "sum" else None, *flags)
         return F.fused_linear_cross_entropy(*arguments, token_weight=token_weight), None, None, None

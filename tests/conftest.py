@@ -5,7 +5,7 @@ import torch
 from support import interpret
 
 import liger_ops  # noqa: F401  registers torch.ops.liger
-from liger_ops import projections
+from liger_ops import compat, projections
 from liger_ops.__main__ import operators
 
 # Of the processes that tests start.
@@ -42,6 +42,14 @@ def threads(request):
     """Two where an operator's loops are tested, to share their rows out; small models are quicker with one."""
     stem = request.module.__name__.removeprefix("test_")
     torch.set_num_threads(2 if stem in operators() else 1)
+
+
+@pytest.fixture
+def door():
+    """`import liger_kernel` is served by liger_ops."""
+    compat.install()
+    yield
+    compat.uninstall()
 
 
 @pytest.fixture

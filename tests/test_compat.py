@@ -1,23 +1,19 @@
 """liger_ops.compat: code written for liger_kernel runs over liger_ops."""
 
+import importlib
+import inspect
+import re
 import warnings
 
 import pytest
 import torch
 from language_models import SIZES, make, nodes, step, tokens
-from support import equal, output_of, run_python
+from support import ROOT, equal, output_of, run_python
 from torch import nn
 from torch.nn import functional as TF
 
 import liger_ops.compat as compat
 from liger_ops import functional as F
-
-
-@pytest.fixture
-def door():
-    compat.install()
-    yield
-    compat.uninstall()
 
 
 def test_names_are_there_only_while_installed():
@@ -191,10 +187,13 @@ def test_arguments_of_losses(scaling, metrics, door):
     target, logits = torch.randint(11, (14,)), torch.randn(14, 11)
     # No class: where it counts, it is refused.
     target[::3] = -1
+    x[1], head[target[1]], logits[1, target[1]] = 9.0, 9.0, 99.0  # a hit
     options = dict(ignore_index=-1, lse_square_scale=0.1, label_smoothing=0.2, reduction="sum", softcap=5.0)
     asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), metrics)
 
     def agree(found, expected):
+        # The package's accuracy of a sum is a mean, the operator's is the number of hits.
+        expected = expected._replace(token_accuracy=expected.token_accuracy / (target != -1).sum())
         found = (found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens) if metrics else (found,)
         assert equal(found, expected if metrics else expected[:1])
 
@@ -212,6 +211,54 @@ def test_arguments_of_losses(scaling, metrics, door):
     asked["use_token_scaling"] = scaling
     agree(LigerFusedLinearCrossEntropyLoss(per_class, **options, **asked)(head, x, target, bias), expected)
     agree(theirs.liger_fused_linear_cross_entropy(*arguments, **options, **asked), expected)
+
+
+# Loss, z-loss, accuracy and predictions; the linear loss is fp32 in the package.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_have_the_dtypes_of_the_package(reduction, dtype, door):
+    import liger_kernel.ops as their_ops
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers import functional as theirs
+
+    logits, target = torch.randn(6, 11).to(dtype), torch.tensor([1, 2, -100, 3, 4, 5])
+    x, head = torch.randn(6, 8).to(dtype), torch.randn(11, 8).to(dtype)
+    asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+    options = dict(lse_square_scale=0.1, reduction=reduction)
+    tail = (-100, 0.1, 0.0, reduction, None, True)
+
+    def dtypes(found):
+        found = found if isinstance(found, tuple) else tuple(vars(found).values())
+        return tuple(t.dtype for t in found)
+
+    exact = logits.double().requires_grad_()
+    logits.requires_grad_()
+    plain = TF.cross_entropy(exact, target, reduction=reduction)
+    gradient = torch.autograd.grad((3 * plain).sum(), exact)[0]
+    for found in (
+        LigerCrossEntropyLoss(**options, **asked)(logits, target),
+        theirs.liger_cross_entropy(logits, target, **options, **asked),
+        their_ops.LigerCrossEntropyFunction.apply(logits, target, None, *tail, True, True),
+    ):
+        assert dtypes(found) == (dtype, dtype, torch.float32, torch.int64)
+    for found in (
+        LigerCrossEntropyLoss(reduction=reduction)(logits, target),
+        theirs.liger_cross_entropy(logits, target, reduction=reduction),
+        their_ops.LigerCrossEntropyFunction.apply(logits, target, None, -100, 0.0, 0.0, reduction)[0],
+    ):
+        torch.testing.assert_close(found, plain.to(dtype))
+        torch.testing.assert_close(torch.autograd.grad((3 * found).sum(), logits)[0], gradient.to(dtype))
+
+    for found in (
+        LigerFusedLinearCrossEntropyLoss(**options, **asked)(head, x, target),
+        theirs.liger_fused_linear_cross_entropy(x, head, target, **options, **asked),
+        their_ops.LigerFusedLinearCrossEntropyFunction.apply(
+            x, head, target, None, None, *tail, None, False, True, True
+        ),
+    ):
+        assert dtypes(found) == (torch.float32, dtype, torch.float32, torch.int64)
+    assert LigerFusedLinearCrossEntropyLoss()(head, x, target).dtype == torch.float32
+    assert theirs.liger_fused_linear_cross_entropy(x, head, target).dtype == torch.float32
 
 
 def test_an_instance(door):
@@ -298,16 +345,50 @@ def test_the_trainer_reaches_it(tmp_path):
     assert output_of(f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + TRAINER).endswith("same\n")
 
 
-def test_every_name_can_be_imported(door):
-    import importlib
+NAMES = [line for line in (ROOT / "tests/liger_kernel_names.txt").read_text().splitlines() if line[0] != "#"]
 
-    from liger_ops.compat.modules import OPS, TRANSFORMERS
 
-    for package, table in (("transformers", TRANSFORMERS), ("ops", OPS)):
-        for stem, names in table.items():
-            module = importlib.import_module(f"liger_kernel.{package}.{stem}")
-            assert all(getattr(module, name) is not None for name in names)
-            assert set(module.__all__) == set(names)
+def found(path):
+    """The value of a name, which follows its modules, or of an attribute of a class."""
+    modules, name = re.fullmatch(r"((?:[a-z]\w*\.)*)(_?\w+(?:\.\w+)?)", path).groups()
+    first, _, attribute = name.partition(".")
+    value = getattr(importlib.import_module(f"liger_kernel.{modules}".rstrip(".")), first)
+    return getattr(value, attribute) if attribute else value
+
+
+def parameters_of(path):
+    ours = [p.replace(annotation=p.empty) for p in inspect.signature(found(path)).parameters.values()]
+    if "apply_liger_kernel_to_" in path:  # with keywords of apply_liger_kernel's own
+        ours = [p for p in ours if p.kind != p.KEYWORD_ONLY]
+    return f"{inspect.Signature([p for p in ours if p.name != 'self'])}"
+
+
+def test_parameters_are_the_packages(door):
+    recorded = {path: f"({rest}" for path, bracket, rest in (line.partition("(") for line in NAMES) if bracket}
+    assert len(recorded) > 200 and {path: parameters_of(path) for path in recorded} == recorded
+
+
+def test_what_is_not_served_is_refused_by_name(door):
+    refused = [line for line in NAMES if "(" not in line]
+    assert len(refused) > 200
+    for path in refused:
+        with pytest.raises(ImportError, match=f"liger_kernel.{path} has no counterpart|No module named 'liger_kernel"):
+            found(path)
+
+
+def test_every_name_that_is_served_is_the_packages(door):
+    from liger_ops.compat.modules import MODULES
+
+    recorded = {re.split(r"\.(?:apply|forward|from_\w+)$", line.partition("(")[0])[0] for line in NAMES}
+    # Models that the package does not know; names that it holds without exporting them from transformers.
+    beyond = {f"apply_liger_kernel_to_{name}" for name in ("cohere", "cohere2", "glm")}
+    beyond |= {"MODEL_TYPE_TO_APPLY_LIGER_FN", "PEFT_AVAILABLE"}
+    last = {path.rpartition(".")[2] for path in recorded}
+    for module, names in MODULES.items():
+        for name in set(names) - beyond:
+            assert f"{module}.{name}" in recorded or (module.startswith("transformers") and name in last), name
+            assert found(f"{module}.{name}") is not None
+        assert set(importlib.import_module(f"liger_kernel.{module}").__all__) == set(names)
 
 
 def test_without_transformers_the_layers_work():

@@ -16,7 +16,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from types import ModuleType
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from .._version import __version__
 
@@ -27,7 +27,7 @@ PACKAGE = "liger_kernel"
 ANSWERS_TO = "0.8.5"
 
 
-def contents(name: str) -> dict[str, Any] | None:
+def contents(name: str) -> Mapping[str, Any] | None:
     """The names of one module of the package, or None if there is no such module."""
     from . import modules
 

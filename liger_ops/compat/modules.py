@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Mapping
 
-from . import layers, ops, patching
-from .layers import functional
+from . import functional, functions, layers, mlps, ops, patching, utils
 
 TRANSFORMERS = {
     "auto_model": ["AutoLigerKernelForCausalLM"],
     "cross_entropy": ["LigerCrossEntropyLoss"],
     "fused_add_rms_norm": ["LigerFusedAddRMSNorm"],
     "fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyLoss"],
-    "geglu": ["LigerGEGLUMLP"],
+    "geglu": ["LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"],
     "layer_norm": ["LigerLayerNorm"],
-    "llama4_rope": ["liger_llama4_text_rotary_pos_emb"],
+    "llama4_rope": [
+        "apply_liger_llama4_rope_full",
+        "liger_llama4_text_rotary_pos_emb",
+        "liger_llama4_vision_rotary_pos_emb",
+    ],
+    "mlp": ["LigerFalconH1MLP", "LigerMLP"],
     "monkey_patch": [
         "MODEL_TYPE_TO_APPLY_LIGER_FN",
         "_apply_liger_kernel",
@@ -22,55 +26,99 @@ TRANSFORMERS = {
         *patching.APPLIERS,
     ],
     "qwen2vl_mrope": ["liger_multimodal_rotary_pos_emb"],
-    "rms_norm": ["LigerRMSNorm", "LigerRMSNormForGemma", "LigerRMSNormForGemma2", "LigerRMSNormForGemma3"],
-    "rope": ["liger_rotary_pos_emb"],
-    "swiglu": ["LigerBlockSparseTop2MLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSwiGLUMLP"],
+    "rms_norm": [
+        "LigerRMSNorm",
+        "LigerRMSNormForGemma",
+        "LigerRMSNormForGemma2",
+        "LigerRMSNormForGemma3",
+        "LigerRMSNormForGemma4",
+        "LigerRMSNormForGlm4",
+        "LigerRMSNormForMuseGlimmer",
+        "LigerRMSNormForMuseGlimmerTextCentered",
+        "LigerRMSNormForOlmo2",
+        "LigerRMSNormForQwen3Next",
+    ],
+    "rope": ["liger_rotary_pos_emb", "liger_rotary_pos_emb_gpt_oss", "liger_rotary_pos_emb_vision"],
+    "swiglu": [
+        "LigerBlockSparseTop2MLP",
+        "LigerExperts",
+        "LigerFalconH1SwiGLUMLP",
+        "LigerHunyuanV1SwiGLUMLP",
+        "LigerPhi3SwiGLUMLP",
+        "LigerQwen3MoeSwiGLUMLP",
+        "LigerSwiGLUMLP",
+        "LigerSwiGLUMLPForMuseGlimmer",
+    ],
+    "tiled_mlp": ["LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP"],
 }
 OPS = {
     "cross_entropy": ["LigerCrossEntropyFunction"],
+    "experimental.embedding": ["LigerEmbeddingFunction"],
     "fused_add_rms_norm": ["LigerFusedAddRMSNormFunction"],
     "fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyFunction"],
+    "fused_moe": ["LigerFusedMoEFunction"],
     "geglu": ["LigerGELUMulFunction"],
     "layer_norm": ["LigerLayerNormFunction"],
     "llama4_rope": ["LigerLlama4RopeFunction"],
+    "mlp": ["LigerMLPFunction"],
     "qwen2vl_mrope": ["LigerQwen2VLMRopeFunction"],
     "rms_norm": ["LigerRMSNormFunction"],
     "rope": ["LigerRopeFunction"],
-    "swiglu": ["LigerSiLUMulFunction"],
+    "swiglu": ["LigerFusedGateUpSiLUMulFunction", "LigerSiLUMulFunction"],
+    "tiled_mlp": ["LigerTiledMLPFunction", "apply_tiled_mlp"],
+}
+# By path below the package.
+MODULES: dict[str, list[str]] = {
+    "functional": functional.__all__,
+    "utils": utils.__all__,
+    "ops": [name for names in OPS.values() for name in names],
+    "transformers": [
+        "is_transformers_available",
+        *(name for names in TRANSFORMERS.values() for name in names if not name.startswith("MODEL_TYPE")),
+    ],
+    "transformers.experimental": ["LigerEmbedding"],
+    "transformers.experimental.embedding": ["LigerEmbedding"],
+    "transformers.functional": functions.FUNCTIONAL,
+    "transformers.model.loss_utils": functions.LOSS_UTILS,
+    "transformers.trainer_integration": ["_apply_liger_kernel", "_apply_liger_kernel_to_instance"],
+    **{f"transformers.{stem}": names for stem, names in TRANSFORMERS.items()},
+    **{f"ops.{stem}": names for stem, names in OPS.items()},
 }
 
 
-def value(name: str) -> Any:
+def value(module: str, name: str) -> Any:
     if name == "AutoLigerKernelForCausalLM":
         from ..transformers import AutoLigerKernelForCausalLM
 
         return AutoLigerKernelForCausalLM
-    for module in (layers, ops, patching):
-        if hasattr(module, name):
-            return getattr(module, name)
+    if module in ("functional", "utils"):
+        return getattr({"functional": functional, "utils": utils}[module], name)
+    for source in (functions, layers, mlps, ops, patching):
+        if hasattr(source, name):
+            return getattr(source, name)
     return patching.APPLIERS[name]
 
 
-class Lazy(dict):
+class Lazy(Mapping):
     """Values made when they are asked for: some need transformers."""
 
-    def __init__(self, names: Any) -> None:
-        super().__init__(dict.fromkeys(names))
+    def __init__(self, module: str) -> None:
+        self.module, self.names = module, MODULES.get(module, [])
 
     def __getitem__(self, name: str) -> Any:
-        return value(name)
+        if name not in self.names:
+            raise KeyError(name)
+        return value(self.module, name)
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
-def contents(module: str) -> dict[str, Any] | None:
-    """The names in a module, by its path below the package."""
-    if module in ("", "transformers.trainer_integration"):
-        return {} if module == "" else Lazy(["_apply_liger_kernel_to_instance"])
-    if module == "transformers":
-        return Lazy(name for names in TRANSFORMERS.values() for name in names if not name.startswith("MODEL_TYPE"))
-    if module == "transformers.functional":
-        return functional
-    if module == "ops":
-        return Lazy(name for names in OPS.values() for name in names)
-    package, _, stem = module.partition(".")
-    names = {"transformers": TRANSFORMERS, "ops": OPS}.get(package, {}).get(stem)
-    return None if names is None else Lazy(names)
+def contents(module: str) -> Mapping[str, Any] | None:
+    """The names in a module, by its path below the package; none in a package that only holds modules."""
+    if module in MODULES or module == "" or any(path.startswith(f"{module}.") for path in MODULES):
+        return Lazy(module)
+    return None

@@ -5,10 +5,12 @@ Arguments about how a kernel works, such as `in_place`, are accepted and have no
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+import math
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import functional as F
 
@@ -56,10 +58,94 @@ class LigerSiLUMulFunction:
         return product if down_multiplier == 1.0 else product * down_multiplier
 
 
+class LigerFusedGateUpSiLUMulFunction:
+    @staticmethod
+    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+        """y: gate and up side by side, (..., 2 n) -> (..., n)."""
+        return F.swiglu_packed(y)
+
+
 class LigerGELUMulFunction:
     @staticmethod
     def apply(a: Tensor, b: Tensor) -> Tensor:
         return F.geglu(a, b)
+
+
+class LigerMLPFunction:
+    @staticmethod
+    def apply(
+        input: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+    ) -> Tensor:
+        gate, up = torch.nn.functional.linear(input, gate_weight), torch.nn.functional.linear(input, up_weight)
+        output = F.swiglu_linear(gate if gate_multiplier == 1.0 else gate * gate_multiplier, up, down_weight)
+        return output if down_multiplier == 1.0 else output * down_multiplier
+
+
+class LigerFusedMoEFunction:
+    """A loop over experts, with the gated activation of all of them in one launch."""
+
+    @staticmethod
+    def apply(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x: (T, H), gate_up_proj: (E, 2 I, H), down_proj: (E, H, I), top_k_index and top_k_weights: (T, K) -> (T, H)."""
+        tokens, k = top_k_index.shape
+        # Pairs of a token and one of its experts, in the order of the experts.
+        order = top_k_index.flatten().argsort(stable=True)
+        counts = top_k_index.flatten().bincount(minlength=len(gate_up_proj)).tolist()
+        if len(counts) > len(gate_up_proj):
+            limit = f"the number of experts, {len(gate_up_proj)} (got {len(counts) - 1})"
+            raise IndexError(f"LigerFusedMoEFunction: top_k_index must be below {limit}")
+        rows = x[order // k].split(counts)
+        # One unbind: its backward stacks the experts' gradients once, indexing would make a full one for each expert.
+        linear = torch.nn.functional.linear
+        gate_up = [linear(r, w) for r, w in zip(rows, gate_up_proj.unbind(), strict=True)]
+        hidden = F.swiglu_packed(torch.cat(gate_up)).split(counts)
+        outputs = torch.cat([linear(h, w) for h, w in zip(hidden, down_proj.unbind(), strict=True)])
+        # Back to the order of the tokens by a gather, so that sums are made in one order.
+        outputs = outputs[order.argsort()].view(tokens, k, x.shape[-1])
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+class LigerTiledMLPFunction:
+    """A call by pieces of the sequence; backward runs each piece again, so that one piece's activations exist at a time."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, Tensor], Tensor], mlp_module: Any, x: Tensor, shards: int, compute_params: Any = None
+    ) -> Tensor:
+        """x: (..., S, H)."""
+        pieces = [checkpoint(fn, mlp_module, piece, use_reentrant=False) for piece in x.chunk(shards, -2)]
+        return torch.cat(pieces, -2)
+
+
+def apply_tiled_mlp(
+    fn: Callable[[Any, Tensor], Tensor],
+    mlp_module: Any,
+    x: Tensor,
+    num_shards: int | None = None,
+    compute_params: Any = None,
+) -> Tensor:
+    """num_shards: as many as make the pieces about as long as the hidden size, if not given."""
+    shards = num_shards if num_shards is not None else math.ceil(x.shape[-2] / x.shape[-1])
+    return LigerTiledMLPFunction.apply(fn, mlp_module, x, max(1, shards), compute_params)
+
+
+class LigerEmbeddingFunction:
+    @staticmethod
+    def apply(embeddings: Tensor, indices: Tensor) -> Tensor:
+        return F.embedding(indices, embeddings)
+
+
+def demand_rotary_dim(rotary_dim: int, head_dim: int, columns: int) -> None:
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(f"rotary_dim must be even and in (0, head_dim={head_dim}] (got {rotary_dim})")
+    if 2 * columns < rotary_dim:
+        raise ValueError(f"cos and sin must have at least rotary_dim / 2 = {rotary_dim // 2} columns (got {columns})")
 
 
 class LigerRopeFunction:
@@ -73,8 +159,13 @@ class LigerRopeFunction:
         unsqueeze_dim: int = 1,
         rotary_dim: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if rotary_dim is not None and cos.shape[-1] * 2 == rotary_dim:
-            cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+        """cos, sin: (S, R), (1 or B, S, R), or with a dimension of 1 for the heads; R is rotary_dim or half of it."""
+        if cos.dim() == 4:
+            heads = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
+            cos, sin = cos.squeeze(heads), sin.squeeze(heads)
+        if rotary_dim is not None and cos.shape[-1] != rotary_dim:
+            demand_rotary_dim(rotary_dim, q.shape[-1], cos.shape[-1])
+            cos, sin = (torch.cat([t[..., : rotary_dim // 2]] * 2, -1) for t in (cos, sin))
         return F.rope(q, k, cos, sin)
 
 
@@ -89,17 +180,23 @@ class LigerQwen2VLMRopeFunction:
 class LigerLlama4RopeFunction:
     @staticmethod
     def apply(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: Any = None) -> tuple[Tensor, Tensor]:
-        """q, k: (B, S, H, D)."""
+        """q, k: (B, S, H, D), freqs_cis: (S, D / 2) or (1 or B, S, D / 2), for S positions or more."""
+        freqs_cis = freqs_cis[..., : q.shape[1], :]
         q, k = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def wanted(loss_and_metrics: Sequence[Tensor], *flags: bool) -> LossAndMetrics:
-    loss, *metrics = loss_and_metrics
-    return loss, *(m if flag else None for m, flag in zip(metrics, flags))
+def wanted(results: F.CrossEntropyMetrics, input: Tensor, counted: Tensor | None, *flags: bool) -> LossAndMetrics:
+    """The z-loss in the dtype of the input and the accuracy in fp32, as in the package. counted: the targets of a sum,
+    whose accuracy is a mean in the package and a number of hits in the operators."""
+    accuracy = results.token_accuracy if counted is None else results.token_accuracy / counted.sum()
+    metrics = results.z_loss.to(input.dtype), accuracy, results.predicted_tokens
+    return results.loss, *(m if flag else None for m, flag in zip(metrics, flags))
 
 
 class LigerCrossEntropyFunction:
+    """The loss has the dtype of the logits, as in the package. The operator computes it in fp32."""
+
     @staticmethod
     def apply(
         _input: Tensor,
@@ -117,11 +214,15 @@ class LigerCrossEntropyFunction:
         flags = return_z_loss, return_token_accuracy, return_predicted_tokens
         arguments = _input, target, weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
         if any(flags):
-            return wanted(F.cross_entropy_with_metrics(*arguments), *flags)
-        return F.cross_entropy(*arguments), None, None, None
+            counted = target != ignore_index if reduction == "sum" else None
+            loss, *metrics = wanted(F.cross_entropy_with_metrics(*arguments), _input, counted, *flags)
+            return loss.to(_input.dtype), *metrics
+        return F.cross_entropy(*arguments).to(_input.dtype), None, None, None
 
 
 class LigerFusedLinearCrossEntropyFunction:
+    """The loss is fp32, as in the package."""
+
     @staticmethod
     def apply(
         _input: Tensor,
@@ -139,7 +240,9 @@ class LigerFusedLinearCrossEntropyFunction:
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
-        *how: Any,
+        ce_impl: Any = None,
+        ce_mode: Any = None,
+        chunk_mem_const: int = 1,
     ) -> LossAndMetrics:
         flags = return_z_loss, return_token_accuracy, return_predicted_tokens
         arguments = (
@@ -162,5 +265,6 @@ class LigerFusedLinearCrossEntropyFunction:
                 )
             token_weight = found.log_probs.exp()
         if any(flags):
-            return wanted(F.fused_linear_cross_entropy_with_metrics(*arguments, token_weight=token_weight), *flags)
+            results = F.fused_linear_cross_entropy_with_metrics(*arguments, token_weight=token_weight)
+            return wanted(results, _input, target != ignore_index if reduction == "sum" else None, *flags)
         return F.fused_linear_cross_entropy(*arguments, token_weight=token_weight), None, None, None

@@ -53,40 +53,85 @@ def forget() -> None:
         _post_init = None
 
 
-def applier(name: str, types: tuple[str, ...]) -> Callable[..., None]:
-    def apply(
-        rope: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        rms_norm: bool = True,
-        swiglu: bool = True,
-        model: nn.Module | None = None,
-        layer_norm: bool = True,
-        geglu: bool = True,
-        relu_squared: bool = True,
-        *,
-        embedding: bool = True,
-        memory_budget: int | None = None,
-    ) -> None:
-        """The package's arguments, of which relu_squared has no operator here, and two of apply_liger_kernel's own."""
-        if cross_entropy and fused_linear_cross_entropy:
+# The parameters of the package's functions, in order. A minus: off unless asked for.
+USUAL = "rope -cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
+NO_ROPE = "-rope -cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
+NO_SWIGLU = "rope -cross_entropy fused_linear_cross_entropy rms_norm -swiglu model"
+WITH_LAYER_NORM = "rope -cross_entropy fused_linear_cross_entropy layer_norm rms_norm swiglu model"
+WITH_GEGLU = "rope -cross_entropy fused_linear_cross_entropy rms_norm geglu model"
+WITH_BOTH = "rope -cross_entropy fused_linear_cross_entropy layer_norm rms_norm geglu model"
+OF_PARTS = "-cross_entropy fused_linear_cross_entropy rms_norm layer_norm model **kwargs"
+PARAMETERS: dict[str, str] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4", "glm4v", "glm4v_moe"), NO_ROPE),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), NO_ROPE),
+    "deepseek_v4": "-rope -cross_entropy fused_linear_cross_entropy rms_norm -swiglu model",
+    "gemma": WITH_GEGLU,
+    "gemma2": WITH_GEGLU,
+    "gemma3": WITH_BOTH,
+    "gemma3_text": WITH_GEGLU,
+    "gemma4": "-rope -cross_entropy fused_linear_cross_entropy -layer_norm rms_norm geglu model",
+    "gemma4_text": "-rope -cross_entropy fused_linear_cross_entropy rms_norm geglu model",
+    "gpt_oss": NO_SWIGLU,
+    "granite": "rope cross_entropy -fused_linear_cross_entropy rms_norm swiglu model",
+    "internvl": OF_PARTS,
+    "llama4": f"{USUAL} layer_norm",
+    "llava": "-cross_entropy fused_linear_cross_entropy model **kwargs",
+    "mllama": WITH_LAYER_NORM,
+    "muse_glimmer": WITH_LAYER_NORM,
+    "nemotron": "relu_squared -cross_entropy fused_linear_cross_entropy model **kwargs",
+    "paligemma": WITH_BOTH,
+    "pixtral": "rope rms_norm swiglu model",
+    "qwen2_vl": "rope -cross_entropy fused_linear_cross_entropy rms_norm layer_norm swiglu model",
+    "qwen3_vl": NO_SWIGLU,
+    "smolvlm": OF_PARTS,
+}
+
+
+def parameter(word: str) -> inspect.Parameter:
+    if word.startswith("**"):
+        return inspect.Parameter(word[2:], inspect.Parameter.VAR_KEYWORD)
+    default = None if word == "model" else not word.startswith("-")
+    return inspect.Parameter(word.removeprefix("-"), inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+
+
+def signature_of(words: list[str]) -> inspect.Signature:
+    """The package's parameters, then those of apply_liger_kernel that it does not have, by keyword alone."""
+    theirs = [parameter(word) for word in words]
+    rest = {name: name != "cross_entropy" for name in SWITCHES} | {"memory_budget": None}
+    ours = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in rest.items()
+        if name not in {p.name for p in theirs}
+    ]
+    return inspect.Signature(sorted(theirs + ours, key=lambda p: p.kind))
+
+
+def applier(name: str, types: tuple[str, ...], words: str) -> Callable[..., None]:
+    signature = signature_of(words.split())
+
+    def apply(*args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}() {error}") from None
+        bound.apply_defaults()
+        given = bound.arguments | bound.arguments.get("kwargs", {})
+        if given["cross_entropy"] and given["fused_linear_cross_entropy"]:
             raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True.")
-        options = dict(
-            rope=rope, cross_entropy=cross_entropy, fused_linear_cross_entropy=fused_linear_cross_entropy,
-            rms_norm=rms_norm, swiglu=swiglu, layer_norm=layer_norm, geglu=geglu, embedding=embedding,
-            memory_budget=memory_budget,
-        )  # fmt: skip
-        if model is None:
+        options = {key: given[key] for key in (*SWITCHES, "memory_budget")}
+        if given["model"] is None:
             for_models_to_come(types, options)
         else:
-            apply_liger_kernel(model, **options)
+            apply_liger_kernel(given["model"], **options)
 
     apply.__name__ = apply.__qualname__ = name
+    apply.__signature__ = signature
     return apply
 
 
 APPLIERS: dict[str, Callable[..., None]] = {
-    f"apply_liger_kernel_to_{name}": applier(f"apply_liger_kernel_to_{name}", types) for name, types in MODELS.items()
+    f"apply_liger_kernel_to_{name}": applier(f"apply_liger_kernel_to_{name}", types, PARAMETERS.get(name, USUAL))
+    for name, types in MODELS.items()
 }
 MODEL_TYPE_TO_APPLY_LIGER_FN = {
     model_type: APPLIERS[f"apply_liger_kernel_to_{name}"] for name, types in MODELS.items() for model_type in types

@@ -13,9 +13,9 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """:class:`transformers.AutoModelForCausalLM` whose models carry the operators. Takes the switches too."""
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
         switches = taken(kwargs)
-        return patched(super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs), switches)
+        return patched(super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs), switches)
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:

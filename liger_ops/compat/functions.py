@@ -1,0 +1,271 @@
+"""The package's functions, those of `liger_kernel.transformers.functional` among them."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+
+@dataclass
+class CrossEntropyOutput:
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+def output(results: Sequence[Tensor | None]) -> Tensor | CrossEntropyOutput:
+    """The loss alone, unless more was asked for."""
+    return results[0] if all(r is None for r in results[1:]) else CrossEntropyOutput(*results)
+
+
+# ---- Rotary position embedding
+
+
+def liger_rotary_pos_emb(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Any = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return ops.LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+
+
+def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin: of half the head size, for all of it is rotated."""
+    return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
+def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k: (S, H, D), cos, sin: (S, D)."""
+    q, k = (t.transpose(0, 1).unsqueeze(0) for t in (q, k))
+    q, k = ops.LigerRopeFunction.apply(q, k, cos, sin)
+    return q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1)
+
+
+def liger_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return ops.LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+
+def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.LigerLlama4RopeFunction.apply(xq, xk, freqs_cis)
+
+
+def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
+    """query, key: (B, S, H, D), freqs_ci: (S, D / 2) with dimensions of 1 anywhere."""
+    if not freqs_ci.is_complex():  # a cast of the model drops the imaginary part of its buffer
+        freqs_ci = torch.complex(freqs_ci.float(), torch.zeros_like(freqs_ci, dtype=torch.float32))
+    return ops.LigerLlama4RopeFunction.apply(query, key, freqs_ci.reshape(query.shape[1], -1))
+
+
+def apply_liger_llama4_rope_full(modeling_module: Any) -> None:
+    modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
+    modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
+
+
+# ---- Losses, norms and gated activations
+
+
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    return output(
+        ops.LigerCrossEntropyFunction.apply(
+            input,
+            target,
+            weight,
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss,
+            return_token_accuracy,
+            return_predicted_tokens,
+        )
+    )
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: Any = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor | CrossEntropyOutput:
+    return output(
+        ops.LigerFusedLinearCrossEntropyFunction.apply(
+            input,
+            weight,
+            target,
+            bias,
+            ce_weight,
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss,
+            accum_dtype,
+            use_token_scaling,
+            return_token_accuracy,
+            return_predicted_tokens,
+        )
+    )
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> tuple[Tensor, Tensor]:
+    return ops.LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
+
+
+def liger_rms_norm(
+    X: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> Tensor:
+    return ops.LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+    return ops.LigerLayerNormFunction.apply(X, W, B, eps)
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    return ops.LigerSiLUMulFunction.apply(a, b)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    return ops.LigerGELUMulFunction.apply(a, b)
+
+
+# ---- Losses of causal language models
+
+
+def unpack_cross_entropy_result(
+    result: Tensor | CrossEntropyOutput | tuple,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, z-loss, token accuracy and predicted tokens; None stands for what is not there."""
+    if isinstance(result, CrossEntropyOutput):
+        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
+    results = result if isinstance(result, tuple) else (result,)
+    return (*results, None, None, None)[:4]
+
+
+def fixed_fused_linear_cross_entropy(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    target: Tensor,
+    num_items_in_batch: int | None = None,
+    ignore_index: int = -100,
+    final_logit_softcapping: float | None = None,
+    accum_dtype: Any = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
+    """The mean over `num_items_in_batch` if given, else over the targets that count."""
+    result = liger_fused_linear_cross_entropy(
+        hidden_states,
+        lm_head_weight,
+        target,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
+        accum_dtype=accum_dtype,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        **kwargs,
+    )
+    loss, _, *metrics = unpack_cross_entropy_result(result)
+    if num_items_in_batch is not None:
+        loss = loss / num_items_in_batch
+    return output((loss, None, *metrics))
+
+
+def LigerForCausalLMLoss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    hidden_size: int,
+    num_items_in_batch: int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
+    """hidden_states: (..., hidden_size). Each position predicts the label of the next one, unless `shift_labels` says
+    what it predicts. Keywords that the loss does not know are dropped."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    known = inspect.signature(liger_fused_linear_cross_entropy).parameters
+    return fixed_fused_linear_cross_entropy(
+        hidden_states.reshape(-1, hidden_size),
+        lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device),
+        num_items_in_batch,
+        ignore_index,
+        final_logit_softcapping,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        **{name: value for name, value in kwargs.items() if name in known},
+    )
+
+
+def is_transformers_available() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
+liger_rope = liger_rotary_pos_emb
+
+# What `liger_kernel.transformers.functional` and `liger_kernel.transformers.model.loss_utils` hold.
+FUNCTIONAL = [
+    "CrossEntropyOutput",
+    "liger_cross_entropy",
+    "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy",
+    "liger_geglu",
+    "liger_layer_norm",
+    "liger_qwen2vl_mrope",
+    "liger_rms_norm",
+    "liger_rope",
+    "liger_swiglu",
+]
+LOSS_UTILS = ["LigerForCausalLMLoss", "fixed_fused_linear_cross_entropy", "unpack_cross_entropy_result"]

@@ -1,0 +1,177 @@
+"""The package's MLPs: same constructors, same parameters, same results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+
+
+def demand_silu(activation: str) -> None:
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"Activation function {activation} not supported.")
+
+
+class GatedMLP(nn.Module):
+    product: Any
+
+    def __init__(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.product.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerSwiGLUMLP(GatedMLP):
+    product = ops.LigerSiLUMulFunction
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        demand_silu(config.hidden_act)
+        super().__init__(config, intermediate_size)
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    pass
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    def __init__(self, config: Any) -> None:
+        demand_silu(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
+        GatedMLP.__init__(self, config)
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """``down_proj(silu(gate_proj(x) * gate_multiplier) * up_proj(x)) * down_multiplier``"""
+
+    def __init__(self, config: Any) -> None:
+        demand_silu(config.hidden_act)
+        GatedMLP.__init__(self, config, bias=getattr(config, "mlp_bias", False))
+        self.gate_multiplier, self.down_multiplier = (float(m) for m in config.mlp_multipliers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.product.apply(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        return self.down_proj(product) * self.down_multiplier
+
+
+class LigerMLP(LigerSwiGLUMLP):
+    """From the weights alone: hooks and adapters of the projections are not called."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.LigerMLPFunction.apply(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+
+
+class LigerFalconH1MLP(LigerMLP):
+    def __init__(self, config: Any) -> None:
+        if getattr(config, "mlp_bias", False):
+            raise ValueError("LigerFalconH1MLP does not support bias")
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return ops.LigerMLPFunction.apply(x, *weights, self.gate_multiplier, self.down_multiplier)
+
+
+class LigerGEGLUMLP(GatedMLP):
+    product = ops.LigerGELUMulFunction
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """Layers that share keys and values are twice as wide where the config says so."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        first = getattr(config, "num_hidden_layers", 0) - shared
+        wide = getattr(config, "use_double_wide_mlp", False) and shared > 0
+        width = 2 if wide and layer_idx is not None and layer_idx >= first else 1
+        GatedMLP.__init__(self, config, width * config.intermediate_size)
+
+
+class TiledMLP(GatedMLP):
+    activations: tuple[str, ...]
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        activation = getattr(config, "hidden_act", None)
+        if activation is not None and activation not in self.activations:
+            names = " or ".join(self.activations)
+            raise ValueError(f"{type(self).__name__}: hidden_act must be {names} (got {activation})")
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.apply_tiled_mlp(GatedMLP.forward, self, x, self.num_shards)
+
+
+class LigerTiledSwiGLUMLP(TiledMLP):
+    product, activations = ops.LigerSiLUMulFunction, ("silu", "swish")
+
+
+class LigerTiledGEGLUMLP(TiledMLP):
+    product, activations = ops.LigerGELUMulFunction, ("gelu", "gelu_new", "gelu_pytorch_tanh")
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    def __init__(self, config: Any) -> None:
+        demand_silu(config.hidden_act)
+        super().__init__()
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.LigerSiLUMulFunction.apply(*self.gate_up_proj(x).chunk(2, dim=-1)))
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    def __init__(self, config: Any) -> None:
+        demand_silu(config.hidden_act)
+        super().__init__()
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(ops.LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
+
+
+class LigerExperts(nn.Module):
+    """A mixture's experts, whose weights are stored together. The router is not part of it."""
+
+    def __init__(self, config: Any) -> None:
+        demand_silu(config.hidden_act)
+        super().__init__()
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.num_experts = next(getattr(config, name) for name in names if hasattr(config, name))
+        self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        self.hidden_dim = config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states: (..., H); the experts of each token and their weights: (..., K)."""
+        rows, index, weights = (t.flatten(0, -2) for t in (hidden_states, top_k_index, top_k_weights))
+        out = ops.LigerFusedMoEFunction.apply(rows, self.gate_up_proj, self.down_proj, index, weights)
+        return out.view(hidden_states.shape)

@@ -1,0 +1,125 @@
+"""`liger_kernel.utils`: which devices, backends and packages are there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, Callable
+
+import torch
+
+__all__ = [
+    "PEFT_AVAILABLE",
+    "get_total_gpu_memory",
+    "infer_comm_backend",
+    "infer_device",
+    "infer_device_arch",
+    "is_npu_available",
+    "is_peft_available",
+    "transformers_version_dispatch",
+]
+
+PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
+
+# The package's names for GPU families: by compute capability, and by AMD's target.
+NVIDIA = {
+    (7, 0): "volta_turing",
+    (7, 5): "volta_turing",
+    (8, 0): "ampere_ada",
+    (8, 6): "ampere_ada",
+    (8, 9): "ampere_ada",
+    (9, 0): "hopper",
+    (10, 0): "blackwell",
+    (10, 3): "blackwell_ultra",
+    (12, 0): "blackwell_consumer",
+}
+AMD = {
+    "gfx908": "cdna",
+    "gfx90a": "cdna2",
+    "gfx940": "cdna3",
+    "gfx941": "cdna3",
+    "gfx942": "cdna3",
+    "gfx1100": "rdna3",
+    "gfx1101": "rdna3",
+    "gfx1102": "rdna3",
+}
+# Parts of device names, in lower case.
+XPU = {"max": "pvc", "pvc": "pvc", "ponte": "pvc", "arc": "arc", "battlemage": "arc", "alchemist": "arc"}
+NPU = {"910": "ascend910", "310": "ascend310"}
+
+
+def is_peft_available() -> bool:
+    return PEFT_AVAILABLE
+
+
+def is_npu_available() -> bool:
+    npu = getattr(torch, "npu", None)
+    return npu is not None and npu.is_available()
+
+
+def infer_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    if is_npu_available():
+        return "npu"
+    return "xpu" if torch.xpu.is_available() else "cpu"
+
+
+def infer_comm_backend() -> str:
+    """The name for torch.distributed.init_process_group."""
+    distributed = torch.distributed
+    for name, available in (
+        ("nccl", distributed.is_nccl_available),
+        ("hccl", is_npu_available),
+        ("xccl", distributed.is_xccl_available),
+        ("mpi", distributed.is_mpi_available),
+        ("gloo", distributed.is_gloo_available),
+    ):
+        if available():
+            return name
+    raise RuntimeError("liger_kernel.utils.infer_comm_backend: torch has no distributed backend")
+
+
+@functools.lru_cache(maxsize=None)
+def infer_device_arch(device_id: int = 0) -> str:
+    """The family of the GPU, or the type of the device where the family is unknown."""
+    device = infer_device()
+    try:
+        if device == "cuda" and torch.version.hip is None:
+            capability = torch.cuda.get_device_capability(device_id)
+            return NVIDIA.get(capability, "sm_{}{}".format(*capability))
+        if device == "cuda":
+            target = getattr(torch.cuda.get_device_properties(device_id), "gcnArchName", "").split(":")[0]
+            return AMD.get(target, target or device)
+        if device in ("xpu", "npu"):
+            name = getattr(torch, device).get_device_properties(device_id).name.lower()
+            return next((family for part, family in {"xpu": XPU, "npu": NPU}[device].items() if part in name), device)
+    except Exception:  # a driver that does not answer
+        pass
+    return device
+
+
+def get_total_gpu_memory() -> int:
+    """In GiB, rounded down."""
+    device = infer_device()
+    if device == "cpu":
+        raise RuntimeError("liger_kernel.utils.get_total_gpu_memory: there is no GPU")
+    return getattr(torch, device).get_device_properties(0).total_memory // 2**30
+
+
+def transformers_version_dispatch(
+    required_version: str,
+    before_fn: Callable[..., Any],
+    after_fn: Callable[..., Any],
+    before_args: tuple = (),
+    after_args: tuple = (),
+    before_kwargs: dict[str, Any] | None = None,
+    after_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """before_fn's result where transformers is older than the version, else after_fn's."""
+    import transformers
+    from packaging.version import parse
+
+    if parse(transformers.__version__) < parse(required_version):
+        return before_fn(*before_args, **(before_kwargs or {}))
+    return after_fn(*after_args, **(after_kwargs or {}))

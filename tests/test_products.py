@@ -287,8 +287,36 @@ def test_a_refused_product_is_said_once():
     (served, _, _), log = run_stub(LOGITS, LOGITS, D_WEIGHT, STUB_LT_REFUSES="15")
     assert served == [False] * 3
     assert log == [
-        "cuBLAS refused a matrix product in a tile that it had proposed (status 15); its own choice runs instead"
+        "a matrix product in a tile that cuBLAS had proposed failed: cublasLtMatmul returned "
+        "CUBLAS_STATUS_NOT_SUPPORTED (15); its own choice runs instead"
     ]
+
+
+def refused_after_a_device_error(product):
+    from ctypes import CDLL
+
+    CDLL("libcublasLt.so.13")
+    try:
+        return runtime.multiply(**product)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_product_that_fails_with_the_device_names_the_error_of_the_driver():
+    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
+    env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS, "STUB_LT_REFUSES": "13"}
+    message, log = stub_cuda.run(refused_after_a_device_error, LOGITS, STUB_CUDA_FAIL="cuMemGetInfo=700", **env)
+    assert not log and message.startswith(
+        "matrix product failed: cublasLtMatmul returned CUBLAS_STATUS_EXECUTION_FAILED (13), "
+        "cuMemGetInfo returned CUDA_ERROR_ILLEGAL_ADDRESS (700)"
+    )
+    assert message.endswith("to find it)")
+
+
+@pytest.mark.parametrize("status,kept", [("1", False), ("3", False), ("13", False), ("14", False), ("15", True)])
+def test_a_plan_that_failed_with_the_device_is_made_again(status, kept):
+    (served, _, _), _ = run_stub(LOGITS, LOGITS, STUB_LT_PLAN_FAILS=status)
+    assert served == [None, None if kept else True]
 
 
 def serve_in_a_capture(products):

@@ -4,6 +4,7 @@
 //   STUB_LT_PROPOSALS  "tile:cluster:parts of the sum:workspace;..."
 //   STUB_LT_TILES      "tile:workspace;...": what a proposal may be given for a tile, beside its own
 //   STUB_LT_REFUSES    the status of every product that is to run
+//   STUB_LT_PLAN_FAILS the status of the first request for proposals
 //
 // Tests read the record through stub_lt_record(): a JSON object a product, each with a comma behind it.
 
@@ -60,6 +61,9 @@ T as(const void* p) {
 EXPORT const char* stub_lt_record() { return record.c_str(); }
 EXPORT int stub_lt_handles() { return handles; }
 
+EXPORT const char* cublasLtGetStatusName(int status) {
+  return status == 13 ? "CUBLAS_STATUS_EXECUTION_FAILED" : status == 15 ? "CUBLAS_STATUS_NOT_SUPPORTED" : "another";
+}
 EXPORT int cublasLtCreate(void** handle) {
   *handle = new int(++handles);
   return 0;
@@ -98,6 +102,9 @@ EXPORT int cublasLtMatmulPreferenceSetAttribute(void* p, int attribute, const vo
 
 EXPORT int cublasLtMatmulAlgoGetHeuristic(
     void*, void*, void*, void*, void*, void*, void* p, int most, Heuristic* out, int* found) {
+  static int requests = 0;
+  const char* status = std::getenv("STUB_LT_PLAN_FAILS");
+  if (status && requests++ == 0) return std::atoi(status);
   const char* text = std::getenv("STUB_LT_PROPOSALS");
   std::stringstream proposals(text ? text : "");
   const auto* preference = static_cast<Preference*>(p);

@@ -225,6 +225,8 @@ def test_the_table_chooses_among_the_proposals():
     assert logits["a"] == [bf16, 4096, 128256, 4096] and logits["b"] == [bf16, 4096, 4096, 4096]
     assert logits["c"] == [bf16, 128256, 4096, 128256]
     assert d_weight["a"] == [bf16, 4096, 1024, 4096] and d_weight["b"] == [bf16, 128256, 1024, 128256]
+    # In this thread the product is the first that CUDA sees.
+    assert all(r["device"] == 0 for r in ran)
     assert again == logits | {"beta": 1} and logits["alpha"] == 2 and logits["beta"] == 0
     assert logits["addresses"] == [256, 512, 768] and logits["stream"] == 5
 

@@ -420,17 +420,50 @@ def test_looking_at_devices_makes_no_context_on_them():
     assert "cuDevicePrimaryCtxRetain" not in record
 
 
-def launch_from_a_thread_without_context():
+def launch_from_fresh_threads():
+    """One that loads the kernel, and one that finds it loaded."""
     launch("column_sum", stream=1)
     driver.forget()
     launch("column_sum", stream=2)
-    return [calls("cuLaunchKernel"), calls("cuCtxSetCurrent"), calls("cuModuleLoadData")]
+    return [calls("cuLaunchKernel"), calls("cuCtxSetCurrent"), calls("cuModuleLoadData"), calls("error")]
 
 
 def test_a_thread_that_has_no_context_launches():
-    launches, contexts, modules = stub_cuda.run(launch_from_a_thread_without_context).value
-    assert [c.get("context", c.get("stream")) for c in launches] == ["none", "2"]
-    assert contexts == [{"device": "0"}] and not modules
+    """As autograd's threads do. Tools that watch the driver report every call that returns an error."""
+    launches, contexts, modules, errors = stub_cuda.run(launch_from_fresh_threads).value
+    assert [c["stream"] for c in launches] == ["2"] and contexts == [{"device": "0"}]
+    assert not modules and not errors
+
+
+def launch_in_one_thread(count):
+    args = bytes(runtime.args_bytes("column_sum"))
+    for _ in range(count):
+        runtime.launch("column_sum", 0, 0, (1, 1, 1), args)
+    looks = len(calls("cuCtxGetCurrent"))
+    driver.set_device(-1)
+    runtime.launch("column_sum", 0, 0, (1, 1, 1), args)
+    return [looks, [c.get("device") for c in calls("cuLaunchKernel")], calls("error")]
+
+
+def test_a_thread_is_asked_for_its_context_once_and_again_when_it_has_lost_it():
+    looks, devices, errors = stub_cuda.run(launch_in_one_thread, 5).value
+    assert looks == 1 and devices == 5 * ["0"] + [None, "0"]
+    assert errors == [{"call": "cuLaunchKernel", "code": "201"}]
+
+
+def launch_under_device_guards(devices):
+    args = bytes(runtime.args_bytes("column_sum"))
+    for device in devices:
+        driver.set_device(device)
+        runtime.launch("column_sum", 0, device, (1, 1, 1), args)
+    return [[c["device"] for c in calls("cuLaunchKernel")], calls("cuCtxSetCurrent"), calls("error")]
+
+
+@pytest.mark.parametrize("devices", [[1], [0, 1, 0, 1]], ids=str)
+def test_a_context_that_the_device_guard_has_chosen_stays(devices):
+    env = {"STUB_CUDA_DEVICES": "9.0:132:Stub;9.0:132:Stub"}
+    launched, contexts, errors = stub_cuda.run(launch_under_device_guards, devices, **env).value
+    assert launched == [str(d) for d in devices] and not contexts and not errors
 
 
 def launch_under_capture():
@@ -553,7 +586,8 @@ FAILURES = {
         "known",
         r"\S+/sm_90.pack: cuModuleGetFunction returned CUDA_ERROR_NOT_FOUND \(500\)",
     ),
-    "cuCtxSetCurrent=2": ("known", r"cuLaunchKernel \(256 threads\) returned CUDA_ERROR_INVALID_CONTEXT \(201\)"),
+    "cuCtxGetCurrent=201": ("known", r"cuCtxGetCurrent returned CUDA_ERROR_INVALID_CONTEXT \(201\)"),
+    "cuCtxSetCurrent=2": ("known", r"cuCtxSetCurrent returned CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
     "cuLaunchKernel=719": ("known", r"cuLaunchKernel \(256 threads\) returned CUDA_ERROR_LAUNCH_FAILED \(719\)"),
     "cuLaunchKernel=31337": ("known", r"cuLaunchKernel \(256 threads\) returned unknown CUDA error \(31337\)"),
 }

@@ -35,6 +35,7 @@ struct Loaded {
     resolve(driver.cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     resolve(driver.cuCtxPopCurrent, "cuCtxPopCurrent_v2");
     resolve(driver.cuCtxSetCurrent, "cuCtxSetCurrent");
+    resolve(driver.cuCtxGetCurrent, "cuCtxGetCurrent");
     resolve(driver.cuModuleLoadData, "cuModuleLoadData");
     resolve(driver.cuModuleUnload, "cuModuleUnload");
     resolve(driver.cuModuleGetFunction, "cuModuleGetFunction");

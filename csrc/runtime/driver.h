@@ -31,6 +31,7 @@ struct Driver {
   CuResult (*cuCtxPushCurrent)(void*);
   CuResult (*cuCtxPopCurrent)(void**);
   CuResult (*cuCtxSetCurrent)(void*);
+  CuResult (*cuCtxGetCurrent)(void**);
   CuResult (*cuModuleLoadData)(void**, const void*);
   CuResult (*cuModuleUnload)(void*);
   CuResult (*cuModuleGetFunction)(void**, void*, const char*);

@@ -127,7 +127,8 @@ void* handle_of(const CublasLt& lt, int device) {
 
 class ProductPlan {
  public:
-  ProductPlan(const CublasLt& library, void* library_handle, const Product& p) : lt(library), handle(library_handle) {
+  ProductPlan(const CublasLt& library, void* library_handle, const Product& p, int device_index)
+      : lt(library), handle(library_handle), device(device_index) {
     const int type = p.dtype == DType::BF16 ? kLtBF16 : kLtF16;
     const int transposed[] = {p.transpose_a, p.transpose_b};
     auto layout = [&](void*& out, bool transpose, int64_t rows, int64_t columns, int64_t leading) {
@@ -206,6 +207,7 @@ class ProductPlan {
 
   const CublasLt& lt;
   void* const handle;
+  const int device;
   void *operation = nullptr, *a = nullptr, *b = nullptr, *c = nullptr;
   LtAlgorithm algorithm{};
   size_t workspace = 0;
@@ -235,10 +237,11 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
     std::lock_guard<std::mutex> lock(mutex);
     if (auto found = plans.find(key); found != plans.end()) return found->second;
   }
+  if (!give_context(device).empty()) return nullptr;
   const RelaxedCapture relaxed(*Driver::get());
   void* handle = handle_of(*lt, device);
   if (!handle) return nullptr;
-  auto plan = std::make_shared<ProductPlan>(*lt, handle, p);
+  auto plan = std::make_shared<ProductPlan>(*lt, handle, p, device);
   LtStatus status = kLtSuccess;
   if (!plan->choose(p, info->multiprocessors, status)) plan = nullptr;
   if (may_pass(status)) return nullptr;
@@ -255,6 +258,10 @@ bool multiply(
     void* workspace, std::string& error) {
   const float one = float(alpha), kept = float(beta);
   const Driver& driver = *Driver::get();
+  if (error = give_context(plan.device); !error.empty()) {
+    error = "matrix product failed: " + error;
+    return false;
+  }
   const RelaxedCapture relaxed(driver);  // the first product of its kind loads a kernel
   const LtStatus status = plan.lt.cublasLtMatmul(
       plan.handle, plan.operation, &one, a, plan.a, b, plan.b, &kept, c, plan.c, c, plan.c, &plan.algorithm, workspace,

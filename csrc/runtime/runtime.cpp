@@ -27,6 +27,10 @@ namespace {
 
 std::atomic<uint64_t> cpu_count{0};
 
+// True once this thread was seen with a context, so that launches need not look. If that context is popped, a launch
+// fails and looks again.
+thread_local bool has_context = false;
+
 std::string hex(uint64_t value) {
   char text[24];
   std::snprintf(text, sizeof text, "%016llx", (unsigned long long)value);
@@ -402,6 +406,21 @@ bool launches_block() {
 
 }  // namespace
 
+std::string give_context(int device) {
+  if (has_context) return {};
+  const Driver* driver = Driver::get();
+  const Device& found = device_at(device);
+  std::string error = found.error;
+  void* current = nullptr;
+  if (!error.empty() || !retain_context(*driver, found, error)) return error;
+  CuResult result = driver->cuCtxGetCurrent(&current);
+  if (result != kCuSuccess) return driver->failure("cuCtxGetCurrent", result);
+  if (!current) result = driver->cuCtxSetCurrent(found.context.load(std::memory_order_acquire));
+  if (result != kCuSuccess) return driver->failure("cuCtxSetCurrent", result);
+  has_context = true;
+  return {};
+}
+
 std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};
   const Function* function = device >= 0 && device < kMaxDevices ? kernel.loaded(device, variant) : nullptr;
@@ -409,6 +428,10 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
     Failure failure;
     function = loader().load(kernel, variant, device, true, failure);
     if (!function) return failed_launch(kernel, variant, device, grid, failure.why);
+  }
+  if (__builtin_expect(!has_context, 0)) {
+    const std::string error = give_context(device);
+    if (!error.empty()) return failed_launch(kernel, variant, device, grid, error);
   }
   size_t bytes = kernel.spec().args_bytes;
   void* packed[] = {kCuLaunchBuffer, const_cast<void*>(args), kCuLaunchBufferSize, &bytes, nullptr};
@@ -425,8 +448,9 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
   };
   CuResult result = attempt();
   if (__builtin_expect(result == kCuInvalidContext, 0)) {
-    // A thread that CUDA has not seen yet.
-    driver->cuCtxSetCurrent(device_at(device).context.load(std::memory_order_acquire));
+    has_context = false;
+    const std::string error = give_context(device);
+    if (!error.empty()) return failed_launch(kernel, variant, device, grid, error);
     result = attempt();
   }
   if (__builtin_expect(result != kCuSuccess, 0)) {

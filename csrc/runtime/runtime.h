@@ -42,6 +42,10 @@ struct Preloaded {
   uint32_t loaded = 0, missing = 0;
   std::string error;
 };
+/// Makes the device's primary context current in a thread that has none, as autograd's threads have before their first
+/// CUDA call. A context that is current stays: the device guard is the caller's. Empty on success.
+std::string give_context(int device);
+
 /// Loads every variant that a pack or the disk cache holds; `missing` ones wait for the compile hook at first use. Stops
 /// with an error if the device or the process has one.
 /// `ops` limits it to the kernels that these operators launch.

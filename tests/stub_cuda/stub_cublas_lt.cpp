@@ -8,6 +8,8 @@
 //
 // Tests read the record through stub_lt_record(): a JSON object a product, each with a comma behind it.
 
+#include <dlfcn.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -48,6 +50,12 @@ struct Preference {
 
 std::string record;
 int handles = 0;
+
+// The device whose context is current in the stub of the driver; -1: none, or no such stub.
+int current_device() {
+  auto* ask = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "stub_current_device"));
+  return ask ? ask() : -1;
+}
 
 template <class T>
 T as(const void* p) {
@@ -176,8 +184,8 @@ EXPORT int cublasLtMatmul(
       << ", \"beta\": " << as<float>(beta)
       << ", \"transposed\": [" << operation->transposed[0] << ", " << operation->transposed[1] << "], \"a\": "
       << layout(a_layout) << ", \"b\": " << layout(b_layout) << ", \"c\": " << layout(c_layout) << ", \"addresses\": ["
-      << uintptr_t(a) << ", " << uintptr_t(b) << ", " << uintptr_t(d) << "], \"workspace\": [" << uintptr_t(workspace) << ", "
-      << bytes << "], \"stream\": " << uintptr_t(stream) << "},";
+      << uintptr_t(a) << ", " << uintptr_t(b) << ", " << uintptr_t(d) << "], \"device\": " << current_device()
+      << ", \"workspace\": [" << uintptr_t(workspace) << ", " << bytes << "], \"stream\": " << uintptr_t(stream) << "},";
   record += out.str();
   return 0;
 }

@@ -293,6 +293,8 @@ def test_the_table_chooses_among_the_proposals():
     assert logits["a"] == [bf16, 4096, 128256, 4096] and logits["b"] == [bf16, 4096, 4096, 4096]
     assert logits["c"] == [bf16, 128256, 4096, 128256]
     assert d_weight["a"] == [bf16, 4096, 1024, 4096] and d_weight["b"] == [bf16, 128256, 1024, 128256]
+    # In this thread the product is the first that CUDA sees.
+    assert all(r["device"] == 0 for r in ran)
     assert again == logits | {"beta": 1} and logits["alpha"] == 2 and logits["beta"] == 0
     assert logits["addresses"] == [256, 512, 768] and logits["stream"] == 5
 
@@ -355,8 +357,36 @@ def test_a_refused_product_is_said_once():
     (served, _, _), log = run_stub(LOGITS, LOGITS, D_WEIGHT, STUB_LT_REFUSES="15")
     assert served == [False] * 3
     assert log == [
-        "cuBLAS refused a matrix product in a tile that it had proposed (status 15); its own choice runs instead"
+        "a matrix product in a tile that cuBLAS had proposed failed: cublasLtMatmul returned "
+        "CUBLAS_STATUS_NOT_SUPPORTED (15); its own choice runs instead"
     ]
+
+
+def refused_after_a_device_error(product):
+    from ctypes import CDLL
+
+    CDLL("libcublasLt.so.13")
+    try:
+        return runtime.multiply(**product)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_product_that_fails_with_the_device_names_the_error_of_the_driver():
+    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
+    env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS, "STUB_LT_REFUSES": "13"}
+    message, log = stub_cuda.run(refused_after_a_device_error, LOGITS, STUB_CUDA_FAIL="cuMemGetInfo=700", **env)
+    assert not log and message.startswith(
+        "matrix product failed: cublasLtMatmul returned CUBLAS_STATUS_EXECUTION_FAILED (13), "
+        "cuMemGetInfo returned CUDA_ERROR_ILLEGAL_ADDRESS (700)"
+    )
+    assert message.endswith("to find it)")
+
+
+@pytest.mark.parametrize("status,kept", [("1", False), ("3", False), ("13", False), ("14", False), ("15", True)])
+def test_a_plan_that_failed_with_the_device_is_made_again(status, kept):
+    (served, _, _), _ = run_stub(LOGITS, LOGITS, STUB_LT_PLAN_FAILS=status)
+    assert served == [None, None if kept else True]
 
 
 def serve_in_a_capture(products):

@@ -123,9 +123,19 @@ def test_when_every_source_fails_the_message_names_each(packs, single, tmp_path)
     folder = packs("sm_90", "ptx")
     env = {"LIGER_OPS_CACHE_DIR": fill_cache(tmp_path / "cache", single, 90), "STUB_CUDA_FAIL": "cuModuleLoadData=209"}
     (_, _, message), _ = stub_cuda.run(served, str(single / "sm_90.pack"), LIGER_OPS_PACK_DIR=folder, **env)
-    why = r"cuModuleLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU \(209\): the stub's text for error 209"
+    why = r"cuModuleLoadData returned CUDA_ERROR_NO_BINARY_FOR_GPU \(209\): the stub's text for error 209"
     sources = [f"{folder}/sm_90.pack", rf"{tmp_path}/cache/\S+\.pack", "the compiled kernel", f"{folder}/ptx.pack"]
-    assert re.search("; ".join(f"{s}: {why}" for s in sources) + "$", message), message
+    assert re.search("failed: " + "; ".join(f"{s}: {why}" for s in sources) + "$", message), message
+
+
+def test_what_the_driver_refused_comes_before_what_is_not_there(packs, single, tmp_path):
+    folder = packs("sm_80", "ptx")
+    env = {"LIGER_OPS_JIT": "0", "STUB_CUDA_FAIL": "cuModuleLoadData=222"}
+    (_, _, message), _ = stub_cuda.run(served, None, LIGER_OPS_PACK_DIR=folder, **env)
+    error = r"cuModuleLoadData returned unknown CUDA error \(222\): the stub's text for error 222"
+    absent = f"{folder}: no pack for sm_90; JIT: switched off by LIGER_OPS_JIT=0"
+    expected = rf"failed: {folder}/ptx.pack: {error}; no other source has it \([0-9a-f]{{16}}\): {absent}$"
+    assert re.search(expected, message), message
 
 
 # ---- Architectures.
@@ -250,7 +260,7 @@ def test_much_shared_memory_that_is_refused():
     environment = {"STUB_CUDA_FAIL": "cuFuncSetAttribute=1"}
     name, refused, _ = stub_cuda.run(launch_wide_rows, **environment).value
     assert refused[0] == "" and f"launch of {name} " in refused[1]
-    assert "cuFuncSetAttribute: CUDA_ERROR_INVALID_VALUE (1)" in refused[1]
+    assert "cuFuncSetAttribute returned CUDA_ERROR_INVALID_VALUE (1)" in refused[1]
 
 
 # Of one chip alone, with tensor maps among its arguments, so that the driver puts each in its place.
@@ -315,9 +325,11 @@ def test_what_the_driver_is_told_of_a_matrix():
 
     # Address, columns, rows, bytes a row, the tile, how it is swizzled; an odd address and an odd row are refused.
     mapped = ["1 1000 300 2048 64 128 3", "1 1000 300 2048 32 96 2"]
-    assert lines() == ["1", *mapped, "refused", "refused"]
-    assert lines(STUB_CUDA_FAIL="cuTensorMapEncodeTiled=1") == ["1"] + 4 * ["refused"]
-    assert lines(STUB_CUDA_FAIL="cuInit=100") == ["0"] + 4 * ["refused"]
+    refused = "cuTensorMapEncodeTiled returned CUDA_ERROR_INVALID_VALUE (1): the stub's text for error 1"
+    assert lines() == ["1", *mapped, refused, refused]
+    assert lines(STUB_CUDA_FAIL="cuTensorMapEncodeTiled=1") == ["1"] + 4 * [refused]
+    unusable = "cuInit returned CUDA_ERROR_NO_DEVICE (100): the stub's text for error 100"
+    assert lines(STUB_CUDA_FAIL="cuInit=100") == ["0"] + 4 * [unusable]
 
 
 def launch_nothing():
@@ -408,17 +420,50 @@ def test_looking_at_devices_makes_no_context_on_them():
     assert "cuDevicePrimaryCtxRetain" not in record
 
 
-def launch_from_a_thread_without_context():
+def launch_from_fresh_threads():
+    """One that loads the kernel, and one that finds it loaded."""
     launch("column_sum", stream=1)
     driver.forget()
     launch("column_sum", stream=2)
-    return [calls("cuLaunchKernel"), calls("cuCtxSetCurrent"), calls("cuModuleLoadData")]
+    return [calls("cuLaunchKernel"), calls("cuCtxSetCurrent"), calls("cuModuleLoadData"), calls("error")]
 
 
 def test_a_thread_that_has_no_context_launches():
-    launches, contexts, modules = stub_cuda.run(launch_from_a_thread_without_context).value
-    assert [c.get("context", c.get("stream")) for c in launches] == ["none", "2"]
-    assert contexts == [{"device": "0"}] and not modules
+    """As autograd's threads do. Tools that watch the driver report every call that returns an error."""
+    launches, contexts, modules, errors = stub_cuda.run(launch_from_fresh_threads).value
+    assert [c["stream"] for c in launches] == ["2"] and contexts == [{"device": "0"}]
+    assert not modules and not errors
+
+
+def launch_in_one_thread(count):
+    args = bytes(runtime.args_bytes("column_sum"))
+    for _ in range(count):
+        runtime.launch("column_sum", 0, 0, (1, 1, 1), args)
+    looks = len(calls("cuCtxGetCurrent"))
+    driver.set_device(-1)
+    runtime.launch("column_sum", 0, 0, (1, 1, 1), args)
+    return [looks, [c.get("device") for c in calls("cuLaunchKernel")], calls("error")]
+
+
+def test_a_thread_is_asked_for_its_context_once_and_again_when_it_has_lost_it():
+    looks, devices, errors = stub_cuda.run(launch_in_one_thread, 5).value
+    assert looks == 1 and devices == 5 * ["0"] + [None, "0"]
+    assert errors == [{"call": "cuLaunchKernel", "code": "201"}]
+
+
+def launch_under_device_guards(devices):
+    args = bytes(runtime.args_bytes("column_sum"))
+    for device in devices:
+        driver.set_device(device)
+        runtime.launch("column_sum", 0, device, (1, 1, 1), args)
+    return [[c["device"] for c in calls("cuLaunchKernel")], calls("cuCtxSetCurrent"), calls("error")]
+
+
+@pytest.mark.parametrize("devices", [[1], [0, 1, 0, 1]], ids=str)
+def test_a_context_that_the_device_guard_has_chosen_stays(devices):
+    env = {"STUB_CUDA_DEVICES": "9.0:132:Stub;9.0:132:Stub"}
+    launched, contexts, errors = stub_cuda.run(launch_under_device_guards, devices, **env).value
+    assert launched == [str(d) for d in devices] and not contexts and not errors
 
 
 def launch_under_capture():
@@ -436,7 +481,7 @@ def test_a_capture_that_cannot_be_relaxed_says_so():
     message, _, mode, _ = stub_cuda.run(
         launch_under_capture, STUB_CUDA_FAIL="cuThreadExchangeStreamCaptureMode=719"
     ).value
-    assert "cuModuleLoadData: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)" in message and mode == 0
+    assert "failed: cuModuleLoadData returned CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)" in message and mode == 0
 
 
 def preload(ops):
@@ -521,30 +566,30 @@ def preload_fails():
 
 
 def test_preload_of_a_device_that_is_not_there():
-    assert stub_cuda.run(preload_fails).value.startswith("cuDeviceGet: CUDA_ERROR_INVALID_DEVICE (101)")
+    assert stub_cuda.run(preload_fails).value.startswith("cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE (101)")
 
 
 # ---- Failures.
 
 # Before the device is known the message cannot name it: what it says instead of "(Stub H200, sm_90)".
 FAILURES = {
-    "cuInit=100": ("", r"cuInit failed: CUDA_ERROR_NO_DEVICE \(100\)"),
-    "cuDeviceGet=101": ("", r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"),
-    "cuDeviceGetAttribute=1": ("", r"cuDeviceGetAttribute: CUDA_ERROR_INVALID_VALUE \(1\)"),
-    "cuDeviceGetName=1": ("", r"cuDeviceGetName: CUDA_ERROR_INVALID_VALUE \(1\)"),
-    "cuDevicePrimaryCtxRetain=2": ("known", r"cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
-    "cuCtxPushCurrent=201": (
-        "known",
-        r"no source has it .*sm_90.pack: cuCtxPushCurrent: CUDA_ERROR_INVALID_CONTEXT \(201\)",
-    ),
-    "cuModuleLoadData=2": ("known", r"no source has it .*sm_90.pack: cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
+    "cuInit=100": ("", r"cuInit returned CUDA_ERROR_NO_DEVICE \(100\)"),
+    "cuDeviceGet=101": ("", r"cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE \(101\)"),
+    "cuDeviceGetAttribute=1": ("", r"cuDeviceGetAttribute returned CUDA_ERROR_INVALID_VALUE \(1\)"),
+    "cuDeviceGetName=1": ("", r"cuDeviceGetName returned CUDA_ERROR_INVALID_VALUE \(1\)"),
+    "cuDevicePrimaryCtxRetain=2": ("known", r"cuDevicePrimaryCtxRetain returned CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
+    "cuCtxPushCurrent=201": ("known", r"cuCtxPushCurrent returned CUDA_ERROR_INVALID_CONTEXT \(201\)"),
+    "cuModuleLoadData=2": ("known", r"cuModuleLoadData returned CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
+    "cuModuleLoadData=700": ("known", r"cuModuleLoadData returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"),
+    "cuModuleGetFunction=2": ("known", r"cuModuleGetFunction returned CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
     "cuModuleGetFunction=500": (
         "known",
-        r"no source has it .*sm_90.pack: cuModuleGetFunction: CUDA_ERROR_NOT_FOUND \(500\)",
+        r"\S+/sm_90.pack: cuModuleGetFunction returned CUDA_ERROR_NOT_FOUND \(500\)",
     ),
-    "cuCtxSetCurrent=2": ("known", r"cuLaunchKernel, 256 threads: CUDA_ERROR_INVALID_CONTEXT \(201\)"),
-    "cuLaunchKernel=719": ("known", r"cuLaunchKernel, 256 threads: CUDA_ERROR_LAUNCH_FAILED \(719\)"),
-    "cuLaunchKernel=31337": ("known", r"cuLaunchKernel, 256 threads: unknown CUDA error \(31337\)"),
+    "cuCtxGetCurrent=201": ("known", r"cuCtxGetCurrent returned CUDA_ERROR_INVALID_CONTEXT \(201\)"),
+    "cuCtxSetCurrent=2": ("known", r"cuCtxSetCurrent returned CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
+    "cuLaunchKernel=719": ("known", r"cuLaunchKernel \(256 threads\) returned CUDA_ERROR_LAUNCH_FAILED \(719\)"),
+    "cuLaunchKernel=31337": ("known", r"cuLaunchKernel \(256 threads\) returned unknown CUDA error \(31337\)"),
 }
 
 
@@ -567,6 +612,81 @@ def test_a_failing_driver_call_is_told_in_one_sentence(failing):
 def test_a_failure_that_passes_does_not_stay(failing):
     (first, second), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
     assert first and not second
+
+
+# The device failed in an earlier kernel, has no memory or is gone, or the process ends: no binary is at fault.
+STICKY = [700, 702, 710, 714, 715, 716, 717, 718, 719, 721]
+ENDS_THE_SEARCH = [*STICKY, 2, 3, 4, 46, 100, 101, 201, 214, 220, 709, 900, 999]
+REFUSES_THE_BINARY = [1, 200, 209, 218, 221, 222, 223, 225, 300, 301, 302, 303, 500, 801]
+EARLIER = (
+    "; an earlier operation in this process caused it "
+    "(run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer to find it)"
+)
+
+
+def loads_that_fail(errors, hook_answer):
+    asked = call_hook_with(hook_answer)
+    out = []
+    for error in errors:
+        driver.forget()
+        driver.fail(f"cuModuleLoadData={error}".encode())
+        out.append([runtime.loads("column_sum"), refusal(), len(calls("cuModuleLoadData")), len(asked)])
+        asked.clear()
+    driver.fail(b"")
+    return [out, runtime.loads("column_sum"), served_by()]
+
+
+def test_errors_of_the_device_end_the_search(packs, single):
+    """No other source is tried, nothing is compiled, and the next launch starts anew."""
+    (failed, loads, by), log = stub_cuda.run(
+        loads_that_fail, ENDS_THE_SEARCH, str(single / "sm_90.pack"), LIGER_OPS_PACK_DIR=packs("sm_90", "ptx")
+    )
+    for error, (verdict, message, loaded, asked) in zip(ENDS_THE_SEARCH, failed, strict=True):
+        assert (verdict, loaded, asked) == ("not now", 2, 0), error
+        hint = EARLIER if error in STICKY else ""
+        text = rf"cuModuleLoadData returned [\w ]+ \({error}\): the stub's text for error {error}{re.escape(hint)}"
+        where = r"launch of \S+ with grid \(1, 1, 1\) on device 0 \(Stub H200, sm_90\)"
+        assert re.fullmatch(f"{where} failed: {text}", message)
+    assert loads == "yes" and by == "pack"
+    assert len(log) == len(ENDS_THE_SEARCH) and all(line.startswith(f"loading {VARIANT} on device 0") for line in log)
+
+
+def test_errors_of_a_binary_lead_to_the_next(packs, single):
+    (failed, loads, by), _ = stub_cuda.run(
+        loads_that_fail, REFUSES_THE_BINARY, str(single / "sm_90.pack"), LIGER_OPS_PACK_DIR=packs("sm_90", "ptx")
+    )
+    for error, (verdict, message, loaded, asked) in zip(REFUSES_THE_BINARY, failed, strict=True):
+        # Twice the pack, what the hook compiled, and PTX.
+        assert (verdict, loaded, asked) == ("no", 6, 2), error
+        assert "sm_90.pack: cuModuleLoadData returned " in message and EARLIER not in message
+    assert loads == "yes" and by == "pack"
+
+
+def sticky_launch():
+    launch("column_sum")
+    driver.fail(b"cuLaunchKernel=700")
+    return refusal()
+
+
+@pytest.mark.parametrize("blocking", ["", "0", "1"])
+def test_a_launch_is_not_to_blame_unless_it_waits_for_its_kernel(blocking):
+    message = stub_cuda.run(sticky_launch, CUDA_LAUNCH_BLOCKING=blocking).value
+    assert "cuLaunchKernel (256 threads) returned CUDA_ERROR_ILLEGAL_ADDRESS (700)" in message
+    assert message.endswith(EARLIER) == (blocking != "1")
+
+
+def preload_with_an_error():
+    driver.fail(b"cuModuleLoadData=700@3")
+    try:
+        return runtime.preload(0)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_preload_stops_at_an_error_of_the_device():
+    message = stub_cuda.run(preload_with_an_error).value
+    what = r"loading \S+ on device 0 \(Stub H200, sm_90\) failed: cuModuleLoadData returned CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert re.match(what, message) and message.endswith(EARLIER)
 
 
 def modules_after_a_failure():
@@ -598,7 +718,7 @@ def launch_out_of_range():
 
 def test_devices_that_are_not_there():
     missing, *out_of_range = stub_cuda.run(launch_out_of_range).value
-    assert "on device 1 failed: cuDeviceGet: CUDA_ERROR_INVALID_DEVICE" in missing
+    assert "on device 1 failed: cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE" in missing
     assert all(m.endswith("failed: device index out of range (at most 64 devices)") for m in out_of_range)
 
 

@@ -73,7 +73,10 @@ std::optional<bool> multiply_at_made_up_addresses(
        alignment, sustained},
       device);
   if (!plan) return std::nullopt;
-  return multiply(*plan, at(5), 2.0, at(256), at(512), beta, at(768), at(1024));
+  std::string error;
+  const bool ran = multiply(*plan, at(5), 2.0, at(256), at(512), beta, at(768), at(1024), error);
+  if (!error.empty()) throw std::runtime_error(error);
+  return ran;
 }
 
 py::dict launch_counts(const std::string& name) {
@@ -125,6 +128,13 @@ PYBIND11_MODULE(_runtime, m) {
   m.def(
       "launch", launch_raw, py::arg("kernel"), py::arg("variant"), py::arg("device"), py::arg("grid"), py::arg("args"),
       py::arg("stream") = 0);
+  m.def(
+      "loads",
+      [](const std::string& kernel, int device) {
+        const char* names[] = {"yes", "no", "not now"};
+        return names[int(loads(kernel_named(kernel), 0, device))];
+      },
+      py::arg("kernel"), py::arg("device") = 0);
   m.def("launch_counts", launch_counts, py::arg("kernel"));
   m.def("reset_counts", reset_counts);
   m.def(

@@ -75,10 +75,8 @@ inline std::optional<at::Tensor> autocast_float(const std::optional<at::Tensor>&
 
 /// True if the tensor's memory is ours to reason about: no tracing, no wrapper, no dispatch mode looking on.
 inline bool is_plain(const at::Tensor& t) {
-  constexpr c10::DispatchKeySet watchers(
-      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
-       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched, c10::DispatchKey::Conjugate,
-       c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  constexpr c10::DispatchKeySet watchers =
+      kWrappers | c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(watchers) &&
       !c10::impl::dispatch_mode_enabled() && !t.is_inference() &&
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&

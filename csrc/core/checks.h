@@ -9,6 +9,11 @@
 
 namespace liger::core {
 
+/// Tensors that stand for others, whose memory is not their own.
+constexpr c10::DispatchKeySet kWrappers(
+    {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
+     c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched, c10::DispatchKey::ZeroTensor});
+
 inline at::Tensor value_or_undefined(const std::optional<at::Tensor>& t) { return t ? *t : at::Tensor(); }
 
 /// What sums and statistics of x are kept in.

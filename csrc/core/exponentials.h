@@ -134,12 +134,14 @@ class Exponentials {
     const int64_t rows = e.size(0), classes = e.size(1), columns = x.size(1);
     auto row_bytes = [](const at::Tensor& t) { return t.stride(0) * int64_t(t.element_size()); };
     Product::Args args{};
-    const bool mapped =
-        runtime::map_tiles(args.e, address(e), rows, classes, row_bytes(e), kConfig.TILE_M, kConfig.PUT_N) &&
-        runtime::map_tiles(args.x, address(x), rows, columns, row_bytes(x), kConfig.TILE_M, kConfig.TILE_K) &&
-        runtime::map_tiles(
-            args.weight, address(weight_), classes, columns, row_bytes(weight_), kConfig.TILE_N / 2, kConfig.TILE_K);
-    TORCH_CHECK(mapped, op_, ": the driver made no map of a tensor for the copy engine");
+    auto map = [&](auto& to, const char* name, const at::Tensor& t, int tile_rows, int tile_columns) {
+      std::string error =
+          runtime::map_tiles(to, address(t), t.size(0), t.size(1), row_bytes(t), tile_rows, tile_columns);
+      TORCH_CHECK(error.empty(), op_, ": tensor map of ", name, " ", t.sizes(), " failed: ", error);
+    };
+    map(args.e, "the logits", e, kConfig.TILE_M, kConfig.PUT_N);
+    map(args.x, "input", x, kConfig.TILE_M, kConfig.TILE_K);
+    map(args.weight, "weight", weight_, kConfig.TILE_N / 2, kConfig.TILE_K);
     const int64_t pairs = up(rows, kPairRows);
     args.sums = sums;
     args.sums_row = sums_row;
@@ -168,9 +170,10 @@ class Exponentials {
       const char* value = std::getenv("LIGER_OPS_EXPONENTIALS");
       const bool wanted = !value || std::strcmp(value, "0") != 0;
       const auto* info = runtime::device_info(device, error);
-      const bool can = wanted && info && Product::kernel.spec().is_for(info->capability) && runtime::maps_tiles() &&
-          runtime::loads(Product::kernel, 0, device);
-      answer = can ? 1 : -1;
+      const bool can = wanted && info && Product::kernel.spec().is_for(info->capability) && runtime::maps_tiles();
+      const auto loads = can ? runtime::loads(Product::kernel, 0, device) : runtime::Loads::No;
+      if (loads == runtime::Loads::NotNow) return false;
+      answer = loads == runtime::Loads::Yes ? 1 : -1;
       known[device].store(answer, std::memory_order_relaxed);
     }
     return answer > 0;

@@ -21,6 +21,7 @@
 #include "core/cpu.h"
 #include "core/cpu_math.h"
 #include "core/cuda.h"
+#include "core/memory.h"
 #include "core/products.h"
 #include "core/rows.h"
 
@@ -406,6 +407,7 @@ struct Gated {
       if (this->needs(3)) dbias = as_matrix(dout).sum(0);
       const bool wants_weight = this->needs(2);
       if (this->needs(0) || this->needs(1)) {
+        if (!has_memory(weight)) detail::refuse_memory(std::string(kLinearOp) + " backward", "weight", weight);
         at::SymDimVector sizes(gate.sym_sizes().begin(), gate.sym_sizes().end());
         // A view would be a second owner.
         Tensor d = at::_unsafe_view_symint(detail::matrix_product(as_matrix(dout), weight), sizes);
@@ -542,15 +544,15 @@ struct Gated {
   template <class Device>
   static void implement(torch::Library& m) {
     std::string op = kOp;
-    m.impl(op.c_str(), apply<Device>);
-    m.impl(kPackedOp, apply_packed<Device>);
-    m.impl(kLinearOp, apply_linear<Device>);
-    m.impl(("_" + op + "_bwd").c_str(), bwd<Device>);
-    m.impl(("_" + op + "_bwd_").c_str(), bwd_<Device>);
-    m.impl(("_" + op + "_product_bwd").c_str(), product_bwd<Device>);
-    m.impl(("_" + op + "_product_bwd_").c_str(), product_bwd_<Device>);
-    m.impl(("_" + op + "_packed_bwd").c_str(), packed_bwd<Device>);
-    m.impl(("_" + op + "_packed_bwd_").c_str(), packed_bwd_<Device>);
+    core::implement<apply<Device>>(m, op);
+    core::implement<apply_packed<Device>>(m, kPackedOp);
+    core::implement<apply_linear<Device>>(m, kLinearOp);
+    core::implement<bwd<Device>>(m, "_" + op + "_bwd");
+    core::implement<bwd_<Device>>(m, "_" + op + "_bwd_");
+    core::implement<product_bwd<Device>>(m, "_" + op + "_product_bwd");
+    core::implement<product_bwd_<Device>>(m, "_" + op + "_product_bwd_");
+    core::implement<packed_bwd<Device>>(m, "_" + op + "_packed_bwd");
+    core::implement<packed_bwd_<Device>>(m, "_" + op + "_packed_bwd_");
   }
 
   static void implement_autograd(torch::Library& m) {
@@ -561,8 +563,8 @@ struct Gated {
 
   template <c10::DeviceType kDevice>
   static void implement_autocast(torch::Library& m) {
-    m.impl(kOp, autocast<kDevice>);
-    m.impl(kLinearOp, autocast_linear<kDevice>);
+    core::implement<autocast<kDevice>>(m, kOp);
+    core::implement<autocast_linear<kDevice>>(m, kLinearOp);
   }
 
  private:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "core/cuda.h"
 #include "runtime/products.h"
@@ -57,9 +58,12 @@ struct Planned {
     const int64_t bytes = int64_t(runtime::workspace_bytes(*plan));
     at::Tensor workspace;
     if (bytes > 0) workspace = at::empty({bytes}, out.options().dtype(at::kByte));
-    return runtime::multiply(
+    std::string error;
+    const bool ran = runtime::multiply(
         *plan, stream, alpha, address(b), address(a), beta, out.mutable_data_ptr(),
-        workspace.defined() ? workspace.mutable_data_ptr() : nullptr);
+        workspace.defined() ? workspace.mutable_data_ptr() : nullptr, error);
+    TORCH_CHECK(error.empty(), error);
+    return ran;
   }
 };
 

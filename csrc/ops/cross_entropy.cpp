@@ -14,6 +14,7 @@
 
 #include "core/autograd.h"
 #include "core/cross_entropy.h"
+#include "core/memory.h"
 
 namespace liger::ops {
 namespace {
@@ -137,14 +138,14 @@ struct Ops {
 
   template <class Device>
   static void implement(torch::Library& m) {
-    m.impl("cross_entropy", cross_entropy<Device>);
-    m.impl("cross_entropy_with_metrics", cross_entropy_with_metrics<Device>);
-    m.impl("cross_entropy_", cross_entropy_<Device>);
-    m.impl("_cross_entropy_fwd", fwd<Device>);
-    m.impl("_cross_entropy_bwd", bwd<Device>);
-    m.impl("_cross_entropy_bwd_", bwd_<Device>);
-    m.impl("_cross_entropy_scale", scale<Device>);
-    m.impl("_cross_entropy_scale_", scale_<Device>);
+    core::implement<cross_entropy<Device>>(m, "cross_entropy");
+    core::implement<cross_entropy_with_metrics<Device>>(m, "cross_entropy_with_metrics");
+    core::implement<cross_entropy_<Device>>(m, "cross_entropy_");
+    core::implement<fwd<Device>>(m, "_cross_entropy_fwd");
+    core::implement<bwd<Device>>(m, "_cross_entropy_bwd");
+    core::implement<bwd_<Device>>(m, "_cross_entropy_bwd_");
+    core::implement<scale<Device>>(m, "_cross_entropy_scale");
+    core::implement<scale_<Device>>(m, "_cross_entropy_scale_");
   }
 
   // ---- Autograd

@@ -10,6 +10,7 @@
 
 #include "core/autograd.h"
 #include "core/cuda.h"
+#include "core/memory.h"
 #include "kernels/embedding.h"
 
 namespace liger::ops {
@@ -135,12 +136,12 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) {
-  m.impl("embedding", embedding);
-  m.impl("_embedding_bwd", bwd_aten);
+  core::implement<embedding>(m, "embedding");
+  core::implement<bwd_aten>(m, "_embedding_bwd");
 }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) {
-  m.impl("embedding", embedding);
-  m.impl("_embedding_bwd", bwd_cuda);
+  core::implement<embedding>(m, "embedding");
+  core::implement<bwd_cuda>(m, "_embedding_bwd");
 }
 TORCH_LIBRARY_IMPL(liger, Meta, m) {
   m.impl("embedding", embedding);

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
+#include "core/memory.h"
 #include "core/rows.h"
 #include "ops/rms_norm.h"
 
@@ -113,13 +114,13 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) {
-  m.impl("fused_add_rms_norm", fused<rms_norm_forward_cpu>);
-  m.impl("_fused_add_rms_norm_fwd", fwd<rms_norm_forward_cpu>);
+  core::implement<fused<rms_norm_forward_cpu>>(m, "fused_add_rms_norm");
+  core::implement<fwd<rms_norm_forward_cpu>>(m, "_fused_add_rms_norm_fwd");
 }
 
 TORCH_LIBRARY_IMPL(liger, CUDA, m) {
-  m.impl("fused_add_rms_norm", fused<rms_norm_forward_cuda>);
-  m.impl("_fused_add_rms_norm_fwd", fwd<rms_norm_forward_cuda>);
+  core::implement<fused<rms_norm_forward_cuda>>(m, "fused_add_rms_norm");
+  core::implement<fwd<rms_norm_forward_cuda>>(m, "_fused_add_rms_norm_fwd");
 }
 
 TORCH_LIBRARY_IMPL(liger, Meta, m) {
@@ -129,7 +130,11 @@ TORCH_LIBRARY_IMPL(liger, Meta, m) {
 
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("fused_add_rms_norm", fused_autograd); }
 
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("fused_add_rms_norm", fused_autocast<c10::DeviceType::CUDA>); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("fused_add_rms_norm", fused_autocast<c10::DeviceType::CPU>); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) {
+  core::implement<fused_autocast<c10::DeviceType::CUDA>>(m, "fused_add_rms_norm");
+}
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) {
+  core::implement<fused_autocast<c10::DeviceType::CPU>>(m, "fused_add_rms_norm");
+}
 
 }  // namespace liger::ops

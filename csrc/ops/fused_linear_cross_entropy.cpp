@@ -22,6 +22,7 @@
 
 #include "core/autograd.h"
 #include "core/linear_cross_entropy.h"
+#include "core/memory.h"
 
 namespace liger::ops {
 namespace {
@@ -141,11 +142,11 @@ struct Ops {
 
   template <class Device>
   static void implement(torch::Library& m) {
-    m.impl("fused_linear_cross_entropy", loss<Device>);
-    m.impl("fused_linear_cross_entropy_with_metrics", with_metrics<Device>);
-    m.impl("fused_linear_cross_entropy_with_log_probs", with_log_probs<Device>);
-    m.impl("_fused_linear_cross_entropy_fwd", fwd<Device>);
-    m.impl("_fused_linear_cross_entropy_bwd", bwd<Device>);
+    core::implement<loss<Device>>(m, "fused_linear_cross_entropy");
+    core::implement<with_metrics<Device>>(m, "fused_linear_cross_entropy_with_metrics");
+    core::implement<with_log_probs<Device>>(m, "fused_linear_cross_entropy_with_log_probs");
+    core::implement<fwd<Device>>(m, "_fused_linear_cross_entropy_fwd");
+    core::implement<bwd<Device>>(m, "_fused_linear_cross_entropy_bwd");
   }
 
   // ---- Autograd
@@ -283,9 +284,9 @@ struct Ops {
     }
 
     static void implement(torch::Library& m) {
-      m.impl("fused_linear_cross_entropy", loss);
-      m.impl("fused_linear_cross_entropy_with_metrics", with_metrics);
-      m.impl("fused_linear_cross_entropy_with_log_probs", with_log_probs);
+      core::implement<loss>(m, "fused_linear_cross_entropy");
+      core::implement<with_metrics>(m, "fused_linear_cross_entropy_with_metrics");
+      core::implement<with_log_probs>(m, "fused_linear_cross_entropy_with_log_probs");
     }
   };
 };

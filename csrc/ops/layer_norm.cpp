@@ -10,6 +10,7 @@
 #include "core/cpu.h"
 #include "core/cpu_math.h"
 #include "core/cuda.h"
+#include "core/memory.h"
 #include "core/rows.h"
 #include "kernels/layer_norm.h"
 
@@ -450,17 +451,17 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) {
-  m.impl("layer_norm", layer_norm<forward_cpu>);
-  m.impl("_layer_norm_fwd", fwd<forward_cpu>);
-  m.impl("_layer_norm_bwd", bwd<backward_cpu>);
-  m.impl("_layer_norm_bwd_", bwd_<backward_cpu>);
+  core::implement<layer_norm<forward_cpu>>(m, "layer_norm");
+  core::implement<fwd<forward_cpu>>(m, "_layer_norm_fwd");
+  core::implement<bwd<backward_cpu>>(m, "_layer_norm_bwd");
+  core::implement<bwd_<backward_cpu>>(m, "_layer_norm_bwd_");
 }
 
 TORCH_LIBRARY_IMPL(liger, CUDA, m) {
-  m.impl("layer_norm", layer_norm<forward_cuda>);
-  m.impl("_layer_norm_fwd", fwd<forward_cuda>);
-  m.impl("_layer_norm_bwd", bwd<backward_cuda>);
-  m.impl("_layer_norm_bwd_", bwd_<backward_cuda>);
+  core::implement<layer_norm<forward_cuda>>(m, "layer_norm");
+  core::implement<fwd<forward_cuda>>(m, "_layer_norm_fwd");
+  core::implement<bwd<backward_cuda>>(m, "_layer_norm_bwd");
+  core::implement<bwd_<backward_cuda>>(m, "_layer_norm_bwd_");
 }
 
 TORCH_LIBRARY_IMPL(liger, Meta, m) {
@@ -472,6 +473,6 @@ TORCH_LIBRARY_IMPL(liger, Meta, m) {
 
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
 
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { core::implement<layer_norm_autocast>(m, "layer_norm"); }
 
 }  // namespace liger::ops

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "core/checks.h"
+#include "core/memory.h"
 #include "core/products.h"
 
 namespace liger::ops {
@@ -42,7 +43,7 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("_projections_grad(Tensor[] grads, Tensor[] weights) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { m.impl("_projections_grad", projections_grad); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { m.impl("_projections_grad", projections_grad_cuda); }
+TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { core::implement<projections_grad>(m, "_projections_grad"); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { core::implement<projections_grad_cuda>(m, "_projections_grad"); }
 
 }  // namespace liger::ops

@@ -13,6 +13,7 @@
 #include "core/cpu.h"
 #include "core/cpu_math.h"
 #include "core/cuda.h"
+#include "core/memory.h"
 #include "core/rows.h"
 #include "kernels/rms_norm.h"
 
@@ -459,17 +460,17 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) {
-  m.impl("rms_norm", rms_norm<rms_norm_forward_cpu>);
-  m.impl("_rms_norm_fwd", fwd<rms_norm_forward_cpu>);
-  m.impl("_rms_norm_bwd", bwd<backward_cpu>);
-  m.impl("_rms_norm_bwd_", bwd_<backward_cpu>);
+  core::implement<rms_norm<rms_norm_forward_cpu>>(m, "rms_norm");
+  core::implement<fwd<rms_norm_forward_cpu>>(m, "_rms_norm_fwd");
+  core::implement<bwd<backward_cpu>>(m, "_rms_norm_bwd");
+  core::implement<bwd_<backward_cpu>>(m, "_rms_norm_bwd_");
 }
 
 TORCH_LIBRARY_IMPL(liger, CUDA, m) {
-  m.impl("rms_norm", rms_norm<rms_norm_forward_cuda>);
-  m.impl("_rms_norm_fwd", fwd<rms_norm_forward_cuda>);
-  m.impl("_rms_norm_bwd", bwd<backward_cuda>);
-  m.impl("_rms_norm_bwd_", bwd_<backward_cuda>);
+  core::implement<rms_norm<rms_norm_forward_cuda>>(m, "rms_norm");
+  core::implement<fwd<rms_norm_forward_cuda>>(m, "_rms_norm_fwd");
+  core::implement<bwd<backward_cuda>>(m, "_rms_norm_bwd");
+  core::implement<bwd_<backward_cuda>>(m, "_rms_norm_bwd_");
 }
 
 TORCH_LIBRARY_IMPL(liger, Meta, m) {
@@ -481,6 +482,6 @@ TORCH_LIBRARY_IMPL(liger, Meta, m) {
 
 TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("rms_norm", rms_norm_autograd); }
 
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("rms_norm", rms_norm_autocast); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { core::implement<rms_norm_autocast>(m, "rms_norm"); }
 
 }  // namespace liger::ops

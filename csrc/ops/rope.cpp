@@ -15,6 +15,7 @@
 #include "core/cpu.h"
 #include "core/cpu_math.h"
 #include "core/cuda.h"
+#include "core/memory.h"
 #include "core/rows.h"
 #include "kernels/rope.h"
 
@@ -419,10 +420,10 @@ std::tuple<Tensor, Tensor> rope_autocast(
 
 template <Rotate rotate>
 void implement(torch::Library& m) {
-  m.impl("rope", rope<rotate>);
-  m.impl("rope_freqs_cis", rope_freqs_cis<rotate>);
-  m.impl("_rope_bwd", bwd<rotate>);
-  m.impl("_rope_bwd_", bwd_<rotate>);
+  core::implement<rope<rotate>>(m, "rope");
+  core::implement<rope_freqs_cis<rotate>>(m, "rope_freqs_cis");
+  core::implement<bwd<rotate>>(m, "_rope_bwd");
+  core::implement<bwd_<rotate>>(m, "_rope_bwd_");
 }
 
 }  // namespace
@@ -450,7 +451,7 @@ TORCH_LIBRARY_IMPL(liger, Autograd, m) {
   m.impl("rope_freqs_cis", rope_freqs_cis_autograd);
 }
 
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { m.impl("rope", rope_autocast<c10::DeviceType::CUDA>); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { m.impl("rope", rope_autocast<c10::DeviceType::CPU>); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { core::implement<rope_autocast<c10::DeviceType::CUDA>>(m, "rope"); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { core::implement<rope_autocast<c10::DeviceType::CPU>>(m, "rope"); }
 
 }  // namespace liger::ops

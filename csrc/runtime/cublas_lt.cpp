@@ -38,6 +38,7 @@ struct Loaded {
     resolve(lt.cublasLtMatmulAlgoConfigSetAttribute, "cublasLtMatmulAlgoConfigSetAttribute");
     resolve(lt.cublasLtMatmulAlgoCheck, "cublasLtMatmulAlgoCheck");
     resolve(lt.cublasLtMatmul, "cublasLtMatmul");
+    lt.cublasLtGetStatusName = reinterpret_cast<const char* (*)(LtStatus)>(dlsym(library, "cublasLtGetStatusName"));
   }
 };
 
@@ -46,6 +47,11 @@ struct Loaded {
 const CublasLt* CublasLt::get() {
   static const Loaded loaded;
   return loaded.complete ? &loaded.lt : nullptr;
+}
+
+std::string CublasLt::failure(const char* call, LtStatus status) const {
+  const char* name = cublasLtGetStatusName ? cublasLtGetStatusName(status) : "status";
+  return std::string(call) + " returned " + name + " (" + std::to_string(status) + ")";
 }
 
 }  // namespace liger::runtime

@@ -5,11 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace liger::runtime {
 
 using LtStatus = int;
-constexpr LtStatus kLtSuccess = 0;
+constexpr LtStatus kLtSuccess = 0, kLtNotInitialized = 1, kLtAllocFailed = 3, kLtExecutionFailed = 13, kLtInternalError = 14;
 constexpr int kLtComputeF32 = 68;
 constexpr int kLtF32 = 0, kLtF16 = 2, kLtBF16 = 14;
 constexpr int kLtDescTransposeA = 3, kLtDescTransposeB = 4;
@@ -45,6 +46,12 @@ struct CublasLt {
   LtStatus (*cublasLtMatmul)(
       void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*, void*, void*,
       const LtAlgorithm*, void*, size_t, void*);
+
+  /// Null before CUDA 11.4.
+  const char* (*cublasLtGetStatusName)(LtStatus);
+
+  /// "<call> returned <name of the status>"
+  std::string failure(const char* call, LtStatus status) const;
 
   /// Null where this process has not loaded it.
   static const CublasLt* get();

@@ -31,6 +31,7 @@ struct Driver {
   CuResult (*cuCtxPushCurrent)(void*);
   CuResult (*cuCtxPopCurrent)(void**);
   CuResult (*cuCtxSetCurrent)(void*);
+  CuResult (*cuCtxGetCurrent)(void**);
   CuResult (*cuModuleLoadData)(void**, const void*);
   CuResult (*cuModuleUnload)(void*);
   CuResult (*cuModuleGetFunction)(void**, void*, const char*);
@@ -41,15 +42,24 @@ struct Driver {
   /// Null before CUDA 12.
   CuResult (*cuTensorMapEncodeTiled)(
       void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int);
+  CuResult (*cuMemGetInfo)(size_t*, size_t*);
   CuResult (*cuGetErrorName)(CuResult, const char**);
   CuResult (*cuGetErrorString)(CuResult, const char**);
 
   /// Loaded and initialised at the first call; null where there is no usable driver (reason says why).
   static const Driver* get(std::string* reason = nullptr);
 
-  /// The driver's own name and text of an error.
-  std::string describe(CuResult result) const;
+  /// "<call> returned <the driver's own name and text of the error>", and where the cause lies if not in this call.
+  /// blocking: the call waits for the device, so that the error may be its own.
+  std::string failure(const char* call, CuResult result, bool blocking = false) const;
 };
+
+/// Whether the driver could not use a binary, so that another one may serve. Any other error is one of the device, its
+/// context or the process, and every binary would meet it.
+bool refuses_binary(CuResult result);
+
+/// Whether the device failed while it ran a kernel. From then on every call of the process returns this error.
+bool is_sticky(CuResult result);
 
 /// Loading inside a CUDA graph capture is legal only in relaxed mode; the thread's mode is put back afterwards.
 class RelaxedCapture {

@@ -108,6 +108,12 @@ T config(const CublasLt& lt, const LtAlgorithm& algorithm, int attribute) {
   return value;
 }
 
+/// Of the device or the process, not of what was asked for: the next call may succeed.
+bool may_pass(LtStatus status) {
+  return status == kLtNotInitialized || status == kLtAllocFailed || status == kLtExecutionFailed ||
+      status == kLtInternalError;
+}
+
 /// One for each device. It is only read by what it is handed to.
 void* handle_of(const CublasLt& lt, int device) {
   static std::array<void*, kMaxDevices> handles{};
@@ -121,7 +127,8 @@ void* handle_of(const CublasLt& lt, int device) {
 
 class ProductPlan {
  public:
-  ProductPlan(const CublasLt& library, void* library_handle, const Product& p) : lt(library), handle(library_handle) {
+  ProductPlan(const CublasLt& library, void* library_handle, const Product& p, int device_index)
+      : lt(library), handle(library_handle), device(device_index) {
     const int type = p.dtype == DType::BF16 ? kLtBF16 : kLtF16;
     const int transposed[] = {p.transpose_a, p.transpose_b};
     auto layout = [&](void*& out, bool transpose, int64_t rows, int64_t columns, int64_t leading) {
@@ -141,14 +148,15 @@ class ProductPlan {
     }
   }
 
-  /// Whether there is a tile of the table.
-  bool choose(const Product& p, int multiprocessors) {
+  /// Whether there is a tile of the table; status: what cuBLAS said meanwhile.
+  bool choose(const Product& p, int multiprocessors, LtStatus& status) {
     std::array<LtHeuristic, kProposals> proposals{};
     int found = 0;
     void* preference = nullptr;
-    if (!complete || lt.cublasLtMatmulPreferenceCreate(&preference) != kLtSuccess) return false;
+    status = complete ? lt.cublasLtMatmulPreferenceCreate(&preference) : kLtAllocFailed;
+    if (status) return false;
     const uint32_t alignment = uint32_t(p.alignment);
-    LtStatus status = lt.cublasLtMatmulPreferenceSetAttribute(
+    status = lt.cublasLtMatmulPreferenceSetAttribute(
         preference, kLtPreferenceWorkspace, &kMostWorkspace, sizeof kMostWorkspace);
     for (int i = 0; i < 4; ++i) {
       status = status ? status
@@ -199,6 +207,7 @@ class ProductPlan {
 
   const CublasLt& lt;
   void* const handle;
+  const int device;
   void *operation = nullptr, *a = nullptr, *b = nullptr, *c = nullptr;
   LtAlgorithm algorithm{};
   size_t workspace = 0;
@@ -228,12 +237,14 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
     std::lock_guard<std::mutex> lock(mutex);
     if (auto found = plans.find(key); found != plans.end()) return found->second;
   }
+  if (!give_context(device).empty()) return nullptr;
   const RelaxedCapture relaxed(*Driver::get());
-  std::shared_ptr<ProductPlan> plan;
-  if (void* handle = handle_of(*lt, device)) {
-    plan = std::make_shared<ProductPlan>(*lt, handle, p);
-    if (!plan->choose(p, info->multiprocessors)) plan = nullptr;
-  }
+  void* handle = handle_of(*lt, device);
+  if (!handle) return nullptr;
+  auto plan = std::make_shared<ProductPlan>(*lt, handle, p, device);
+  LtStatus status = kLtSuccess;
+  if (!plan->choose(p, info->multiprocessors, status)) plan = nullptr;
+  if (may_pass(status)) return nullptr;
   std::lock_guard<std::mutex> lock(mutex);
   // Sequences of ever new lengths must not fill memory.
   if (plans.size() >= kMostPlans) plans.clear();
@@ -244,9 +255,14 @@ size_t workspace_bytes(const ProductPlan& plan) { return plan.workspace; }
 
 bool multiply(
     const ProductPlan& plan, void* stream, double alpha, const void* a, const void* b, double beta, void* c,
-    void* workspace) {
+    void* workspace, std::string& error) {
   const float one = float(alpha), kept = float(beta);
-  const RelaxedCapture relaxed(*Driver::get());  // the first product of its kind loads a kernel
+  const Driver& driver = *Driver::get();
+  if (error = give_context(plan.device); !error.empty()) {
+    error = "matrix product failed: " + error;
+    return false;
+  }
+  const RelaxedCapture relaxed(driver);  // the first product of its kind loads a kernel
   const LtStatus status = plan.lt.cublasLtMatmul(
       plan.handle, plan.operation, &one, a, plan.a, b, plan.b, &kept, c, plan.c, c, plan.c, &plan.algorithm, workspace,
       plan.workspace, stream);
@@ -254,9 +270,14 @@ bool multiply(
     run_count.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
-  log_once(
-      "cuBLAS refused a matrix product in a tile that it had proposed (status " + std::to_string(status) +
-      "); its own choice runs instead");
+  const std::string failure = plan.lt.failure("cublasLtMatmul", status);
+  // cuBLAS reports every failure of the device as one status. The driver names it.
+  size_t free = 0, total = 0;
+  if (const CuResult sticky = driver.cuMemGetInfo(&free, &total); is_sticky(sticky)) {
+    error = "matrix product failed: " + failure + ", " + driver.failure("cuMemGetInfo", sticky);
+    return false;
+  }
+  log_once("a matrix product in a tile that cuBLAS had proposed failed: " + failure + "; its own choice runs instead");
   return false;
 }
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "runtime/export.h"
 #include "runtime/kernel.h"
@@ -34,10 +35,10 @@ LIGER_RUNTIME_API std::shared_ptr<const ProductPlan> plan_product(const Product&
 
 LIGER_RUNTIME_API size_t workspace_bytes(const ProductPlan& plan);
 
-/// False if cuBLAS refused, which has been logged: nothing was written.
+/// False if cuBLAS refused, which has been logged: nothing was written. `error` is set if no other way can work, either.
 LIGER_RUNTIME_API bool multiply(
     const ProductPlan& plan, void* stream, double alpha, const void* a, const void* b, double beta, void* c,
-    void* workspace);
+    void* workspace, std::string& error);
 
 /// Products that multiply() ran: beside the launches of kernels, so that tests can tell which path ran.
 LIGER_RUNTIME_API uint64_t products_run() noexcept;

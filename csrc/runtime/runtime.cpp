@@ -27,6 +27,10 @@ namespace {
 
 std::atomic<uint64_t> cpu_count{0};
 
+// True once this thread was seen with a context, so that launches need not look. If that context is popped, a launch
+// fails and looks again.
+thread_local bool has_context = false;
+
 std::string hex(uint64_t value) {
   char text[24];
   std::snprintf(text, sizeof text, "%016llx", (unsigned long long)value);
@@ -53,7 +57,7 @@ Device::Device(int index) {
   int major = 0, minor = 0;
   char name[256] = {};
   auto check = [&](const char* call, CuResult result) {
-    if (result != kCuSuccess && error.empty()) error = std::string(call) + ": " + driver->describe(result);
+    if (result != kCuSuccess && error.empty()) error = driver->failure(call, result);
   };
   check("cuDeviceGet", driver->cuDeviceGet(&handle, index));
   if (!error.empty()) return;
@@ -86,7 +90,7 @@ bool retain_context(const Driver& driver, const Device& device, std::string& err
   void* context = nullptr;
   CuResult result = driver.cuDevicePrimaryCtxRetain(&context, device.handle);
   if (result != kCuSuccess) {
-    error = "cuDevicePrimaryCtxRetain: " + driver.describe(result);
+    error = driver.failure("cuDevicePrimaryCtxRetain", result);
     return false;
   }
   device.context.store(context, std::memory_order_release);
@@ -163,28 +167,30 @@ class CurrentContext {
   const Driver& driver_;
 };
 
+// refused: whether another binary may load where this one has not.
 const Function* load_binary(
     const Driver& driver, const Device& device, const KernelSpec& spec, const Binary& binary, Source source,
-    std::string& error) {
+    std::string& error, bool& refused) {
   RelaxedCapture relaxed(driver);
   CurrentContext current(driver, device.context.load(std::memory_order_acquire));
   void *module = nullptr, *handle = nullptr;
-  const char* call = "cuCtxPushCurrent: ";
+  const char* call = "cuCtxPushCurrent";
   CuResult result = current.result;
   if (result == kCuSuccess) {
-    call = "cuModuleLoadData: ";
+    call = "cuModuleLoadData";
     result = driver.cuModuleLoadData(&module, binary.code.c_str());
   }
   if (result == kCuSuccess) {
-    call = "cuModuleGetFunction: ";
+    call = "cuModuleGetFunction";
     result = driver.cuModuleGetFunction(&handle, module, spec.symbol);
   }
   if (result == kCuSuccess && binary.shared > kCuPlainShared) {
-    call = "cuFuncSetAttribute: ";
+    call = "cuFuncSetAttribute";
     result = driver.cuFuncSetAttribute(handle, kCuFunctionDynamicShared, int(binary.shared));
   }
   if (result != kCuSuccess) {
-    error = call + driver.describe(result);
+    error = driver.failure(call, result);
+    refused = refuses_binary(result);
     // The next launch tries again.
     if (module) driver.cuModuleUnload(module);
     return nullptr;
@@ -197,30 +203,44 @@ struct Attempt {
   uint32_t variant;
   const Device& device;
   const Driver& driver;
-  std::string refusals;
+  // What the driver said of binaries, what sources lack, and the error that ends the search.
+  std::string refusals, lacks, failure;
 
   const char* name() const { return kernel.spec().variant_names[variant]; }
   std::string arch() const { return "sm_" + std::to_string(device.info.capability); }
 
-  void refuse(const std::string& why) { refusals += (refusals.empty() ? "" : "; ") + why; }
+  static void add(std::string& list, const std::string& why) { list += (list.empty() ? "" : "; ") + why; }
+
+  std::string why_none() const {
+    if (!failure.empty()) return failure;
+    const std::string hash = " has it (" + hex(kernel.spec().hash) + "): " + lacks;
+    if (refusals.empty()) return "no source" + hash;
+    return refusals + (lacks.empty() ? "" : "; no other source" + hash);
+  }
 
   const Function* from_pack(const Pack& pack, Source source) {
     Binary binary;
     std::string error;
     auto found = pack.find(kernel.spec().hash, variant, binary, error);
-    const Function* function = nullptr;
     if (found == Pack::Lookup::Absent) {
       error = pack.origin() + ": holds no " + kernel.spec().name + " of this build (" + hex(kernel.spec().hash) + ")";
       log_once("kernel pack ignored: " + error);
     } else if (found == Pack::Lookup::Damaged) {
       log_once("kernel ignored: " + error);
     } else {
-      function = load_binary(driver, device, kernel.spec(), binary, source, error);
+      bool refused = false;
+      auto* function = load_binary(driver, device, kernel.spec(), binary, source, error, refused);
       if (function) return function;
+      if (!refused) {
+        failure = error;
+        return nullptr;
+      }
       error = pack.origin() + ": " + error;
       log_once(std::string(name()) + " did not load: " + error);
+      add(refusals, error);
+      return nullptr;
     }
-    refuse(error);
+    add(lacks, error);
     return nullptr;
   }
 
@@ -229,9 +249,10 @@ struct Attempt {
     for (const auto& pack : packs()) {
       if (!fits(*pack, kind, device.info.capability)) continue;
       any = true;
-      if (auto* function = from_pack(*pack, kind == BinaryKind::Cubin ? Source::Pack : Source::Ptx)) return function;
+      auto* function = from_pack(*pack, kind == BinaryKind::Cubin ? Source::Pack : Source::Ptx);
+      if (done(function)) return function;
     }
-    if (!any) refuse(pack_directory() + ": " + (kind == BinaryKind::Cubin ? "no pack for " : "no PTX for ") + arch());
+    if (!any) add(lacks, pack_directory() + ": " + (kind == BinaryKind::Cubin ? "no pack for " : "no PTX for ") + arch());
     return nullptr;
   }
 
@@ -247,7 +268,7 @@ struct Attempt {
   const Function* from_hook() {
     auto hook = hook_holder().get();
     if (!hook) {
-      refuse("JIT: no compiler is registered (needs Python with Triton)");
+      add(lacks, "JIT: no compiler is registered (needs Python with Triton)");
       return nullptr;
     }
     log_once(std::string(name()) + ": compiling for " + arch());
@@ -257,7 +278,7 @@ struct Attempt {
     const Function* function = pack ? from_pack(*pack, Source::Hook) : nullptr;
     if (!pack) {
       log_once(std::string(name()) + " was not compiled: " + error);
-      refuse("JIT: " + error);
+      add(lacks, "JIT: " + error);
     }
     if (function) {
       auto path = JitCache::path(kernel.spec().name, kernel.spec().hash, variant, device.info.capability, true);
@@ -266,35 +287,48 @@ struct Attempt {
     return function;
   }
 
+  // After an error that no other source could avoid, compiling for seconds would be in vain.
+  bool done(const Function* function) const { return function || !failure.empty(); }
+
   const Function* from_anywhere(bool compile) {
-    if (auto* function = from_packs(BinaryKind::Cubin)) return function;
+    auto* function = from_packs(BinaryKind::Cubin);
+    if (done(function)) return function;
     if (jit_enabled()) {
-      if (auto* function = from_cache()) return function;
-      if (!compile) return nullptr;
-      if (auto* function = from_hook()) return function;
+      function = from_cache();
+      if (done(function) || !compile) return function;
+      function = from_hook();
+      if (done(function)) return function;
     } else {
-      refuse("JIT: switched off by LIGER_OPS_JIT=0");
+      add(lacks, "JIT: switched off by LIGER_OPS_JIT=0");
     }
-    auto* function = compile ? from_packs(BinaryKind::Ptx) : nullptr;
+    function = compile ? from_packs(BinaryKind::Ptx) : nullptr;
     if (function) log_once("kernels for " + arch() + " are compiled by the driver from PTX");
     return function;
   }
+};
+
+struct Failure {
+  std::string why;
+  bool may_pass = false;
 };
 
 // Each (kernel, variant, device) is loaded by one thread; the others wait without holding any lock of the loader's,
 // because the compile hook may need the interpreter lock that they hold.
 class Loader {
  public:
-  const Function* load(Kernel& kernel, uint32_t variant, int index, bool compile, std::string& error) {
+  const Function* load(Kernel& kernel, uint32_t variant, int index, bool compile, Failure& failure) {
     const Device& device = device_at(index);
-    const Driver* driver = Driver::get(&error);
-    if (!device.error.empty()) error = device.error;
+    const Driver* driver = Driver::get(&failure.why);
+    if (!device.error.empty()) failure.why = device.error;
     if (!driver || !device.error.empty()) return nullptr;
     if (!kernel.spec().is_for(device.info.capability)) {
-      error = "it is not for sm_" + std::to_string(device.info.capability);
+      failure.why = "it is not for sm_" + std::to_string(device.info.capability);
       return nullptr;
     }
-    if (!retain_context(*driver, device, error)) return nullptr;
+    if (!retain_context(*driver, device, failure.why)) {
+      failure.may_pass = true;
+      return nullptr;
+    }
     const Key key{&kernel, variant, index};
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return !busy_.count(key); });
@@ -312,12 +346,12 @@ class Loader {
       }
     } done{*this, key};
 
-    Attempt attempt{kernel, variant, device, *driver, {}};
+    Attempt attempt{kernel, variant, device, *driver, {}, {}, {}};
     const Function* function = attempt.from_anywhere(compile);
     if (function) {
       kernel.publish(index, variant, function);
     } else {
-      error = "no source has it (" + hex(kernel.spec().hash) + "): " + attempt.refusals;
+      failure = {attempt.why_none(), !attempt.failure.empty()};
     }
     return function;
   }
@@ -346,23 +380,58 @@ const char* path_of(const Kernel& kernel, const Device& device) {
   return in_packs(BinaryKind::Ptx) ? "ptx" : "none";
 }
 
-std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Grid grid, const std::string& why) {
+std::string failed(const std::string& what, int device, const std::string& why) {
   const Device& found = device_at(device);
   auto text = [](auto number) { return std::to_string(number); };
   std::string facts = found.error.empty() ? " (" + found.info.name + ", sm_" + text(found.info.capability) + ")" : "";
-  return std::string("launch of ") + kernel.spec().variant_names[variant] + " with grid (" + text(grid.x) + ", " +
-         text(grid.y) + ", " + text(grid.z) + ") on device " + text(device) + facts + " failed: " + why;
+  return what + " on device " + text(device) + facts + " failed: " + why;
+}
+
+std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Grid grid, const std::string& why) {
+  auto text = [](auto number) { return std::to_string(number); };
+  std::string what = std::string("launch of ") + kernel.spec().variant_names[variant] + " with grid (" + text(grid.x) +
+      ", " + text(grid.y) + ", " + text(grid.z) + ")";
+  return failed(what, device, why);
+}
+
+std::string failed_load(const Kernel& kernel, uint32_t variant, int device, const std::string& why) {
+  return failed(std::string("loading ") + kernel.spec().variant_names[variant], device, why);
+}
+
+// Launches then wait for their kernel.
+bool launches_block() {
+  const char* value = std::getenv("CUDA_LAUNCH_BLOCKING");
+  return value && *value && std::strcmp(value, "0") != 0;
 }
 
 }  // namespace
+
+std::string give_context(int device) {
+  if (has_context) return {};
+  const Driver* driver = Driver::get();
+  const Device& found = device_at(device);
+  std::string error = found.error;
+  void* current = nullptr;
+  if (!error.empty() || !retain_context(*driver, found, error)) return error;
+  CuResult result = driver->cuCtxGetCurrent(&current);
+  if (result != kCuSuccess) return driver->failure("cuCtxGetCurrent", result);
+  if (!current) result = driver->cuCtxSetCurrent(found.context.load(std::memory_order_acquire));
+  if (result != kCuSuccess) return driver->failure("cuCtxSetCurrent", result);
+  has_context = true;
+  return {};
+}
 
 std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};
   const Function* function = device >= 0 && device < kMaxDevices ? kernel.loaded(device, variant) : nullptr;
   if (__builtin_expect(!function, 0)) {
-    std::string error;
-    function = loader().load(kernel, variant, device, true, error);
-    if (!function) return failed_launch(kernel, variant, device, grid, error);
+    Failure failure;
+    function = loader().load(kernel, variant, device, true, failure);
+    if (!function) return failed_launch(kernel, variant, device, grid, failure.why);
+  }
+  if (__builtin_expect(!has_context, 0)) {
+    const std::string error = give_context(device);
+    if (!error.empty()) return failed_launch(kernel, variant, device, grid, error);
   }
   size_t bytes = kernel.spec().args_bytes;
   void* packed[] = {kCuLaunchBuffer, const_cast<void*>(args), kCuLaunchBufferSize, &bytes, nullptr};
@@ -379,23 +448,26 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
   };
   CuResult result = attempt();
   if (__builtin_expect(result == kCuInvalidContext, 0)) {
-    // A thread that CUDA has not seen yet.
-    driver->cuCtxSetCurrent(device_at(device).context.load(std::memory_order_acquire));
+    has_context = false;
+    const std::string error = give_context(device);
+    if (!error.empty()) return failed_launch(kernel, variant, device, grid, error);
     result = attempt();
   }
   if (__builtin_expect(result != kCuSuccess, 0)) {
-    std::string call = "cuLaunchKernel, " + std::to_string(function->threads) + " threads: ";
-    return failed_launch(kernel, variant, device, grid, call + driver->describe(result));
+    const std::string call = "cuLaunchKernel (" + std::to_string(function->threads) + " threads)";
+    return failed_launch(kernel, variant, device, grid, driver->failure(call.c_str(), result, launches_block()));
   }
   kernel.count(function->source);
   return {};
 }
 
-bool loads(Kernel& kernel, uint32_t variant, int device) {
-  if (device < 0 || device >= kMaxDevices) return false;
-  if (kernel.loaded(device, variant)) return true;
-  std::string error;
-  return loader().load(kernel, variant, device, true, error) != nullptr;
+Loads loads(Kernel& kernel, uint32_t variant, int device) {
+  if (device < 0 || device >= kMaxDevices) return Loads::No;
+  if (kernel.loaded(device, variant)) return Loads::Yes;
+  Failure failure;
+  if (loader().load(kernel, variant, device, true, failure)) return Loads::Yes;
+  log_once(failed_load(kernel, variant, device, failure.why));
+  return failure.may_pass ? Loads::NotNow : Loads::No;
 }
 
 int multiprocessors(int device) { return device_at(device).info.multiprocessors; }
@@ -436,8 +508,13 @@ Preloaded preload(int device, const std::vector<std::string>& ops) {
     if (!kernel->spec().is_for(device_at(device).info.capability)) continue;
     for (uint32_t variant = 0; variant < kernel->spec().variants; ++variant) {
       if (!kernel->spec().has_variant(variant)) continue;
-      std::string ignored;
-      loader().load(*kernel, variant, device, false, ignored) ? ++out.loaded : ++out.missing;
+      Failure failure;
+      const bool loaded = loader().load(*kernel, variant, device, false, failure);
+      if (failure.may_pass) {
+        out.error = failed_load(*kernel, variant, device, failure.why);
+        return out;
+      }
+      loaded ? ++out.loaded : ++out.missing;
     }
   }
   return out;

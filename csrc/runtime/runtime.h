@@ -26,8 +26,10 @@ struct DeviceInfo {
 LIGER_RUNTIME_API std::string launch(
     Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args);
 
-/// Loads a variant if need be; false if it cannot, which has been logged. For what is done another way without it.
-LIGER_RUNTIME_API bool loads(Kernel& kernel, uint32_t variant, int device);
+/// NotNow: an error of the device or the process, not of the binary. It may pass.
+enum class Loads { Yes, No, NotNow };
+/// Loads a variant if need be. For what is done another way without it: the reason has been logged.
+LIGER_RUNTIME_API Loads loads(Kernel& kernel, uint32_t variant, int device);
 
 /// Number of multiprocessors; 0 if the device or the driver is unusable, which launch() will then explain.
 LIGER_RUNTIME_API int multiprocessors(int device);
@@ -40,7 +42,12 @@ struct Preloaded {
   uint32_t loaded = 0, missing = 0;
   std::string error;
 };
-/// Loads every variant that a pack or the disk cache holds; `missing` ones wait for the compile hook at first use.
+/// Makes the device's primary context current in a thread that has none, as autograd's threads have before their first
+/// CUDA call. A context that is current stays: the device guard is the caller's. Empty on success.
+std::string give_context(int device);
+
+/// Loads every variant that a pack or the disk cache holds; `missing` ones wait for the compile hook at first use. Stops
+/// with an error if the device or the process has one.
 /// `ops` limits it to the kernels that these operators launch.
 LIGER_RUNTIME_API Preloaded preload(int device, const std::vector<std::string>& ops);
 /// The kernels that operators launch, those of all without any; `error` set if one is unknown.

@@ -4,8 +4,11 @@
 //   STUB_LT_PROPOSALS  "tile:cluster:parts of the sum:workspace;..."
 //   STUB_LT_TILES      "tile:workspace;...": what a proposal may be given for a tile, beside its own
 //   STUB_LT_REFUSES    the status of every product that is to run
+//   STUB_LT_PLAN_FAILS the status of the first request for proposals
 //
 // Tests read the record through stub_lt_record(): a JSON object a product, each with a comma behind it.
+
+#include <dlfcn.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -48,6 +51,12 @@ struct Preference {
 std::string record;
 int handles = 0;
 
+// The device whose context is current in the stub of the driver; -1: none, or no such stub.
+int current_device() {
+  auto* ask = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "stub_current_device"));
+  return ask ? ask() : -1;
+}
+
 template <class T>
 T as(const void* p) {
   T value;
@@ -60,6 +69,9 @@ T as(const void* p) {
 EXPORT const char* stub_lt_record() { return record.c_str(); }
 EXPORT int stub_lt_handles() { return handles; }
 
+EXPORT const char* cublasLtGetStatusName(int status) {
+  return status == 13 ? "CUBLAS_STATUS_EXECUTION_FAILED" : status == 15 ? "CUBLAS_STATUS_NOT_SUPPORTED" : "another";
+}
 EXPORT int cublasLtCreate(void** handle) {
   *handle = new int(++handles);
   return 0;
@@ -98,6 +110,9 @@ EXPORT int cublasLtMatmulPreferenceSetAttribute(void* p, int attribute, const vo
 
 EXPORT int cublasLtMatmulAlgoGetHeuristic(
     void*, void*, void*, void*, void*, void*, void* p, int most, Heuristic* out, int* found) {
+  static int requests = 0;
+  const char* status = std::getenv("STUB_LT_PLAN_FAILS");
+  if (status && requests++ == 0) return std::atoi(status);
   const char* text = std::getenv("STUB_LT_PROPOSALS");
   std::stringstream proposals(text ? text : "");
   const auto* preference = static_cast<Preference*>(p);
@@ -169,8 +184,8 @@ EXPORT int cublasLtMatmul(
       << ", \"beta\": " << as<float>(beta)
       << ", \"transposed\": [" << operation->transposed[0] << ", " << operation->transposed[1] << "], \"a\": "
       << layout(a_layout) << ", \"b\": " << layout(b_layout) << ", \"c\": " << layout(c_layout) << ", \"addresses\": ["
-      << uintptr_t(a) << ", " << uintptr_t(b) << ", " << uintptr_t(d) << "], \"workspace\": [" << uintptr_t(workspace) << ", "
-      << bytes << "], \"stream\": " << uintptr_t(stream) << "},";
+      << uintptr_t(a) << ", " << uintptr_t(b) << ", " << uintptr_t(d) << "], \"device\": " << current_device()
+      << ", \"workspace\": [" << uintptr_t(workspace) << ", " << bytes << "], \"stream\": " << uintptr_t(stream) << "},";
   record += out.str();
   return 0;
 }

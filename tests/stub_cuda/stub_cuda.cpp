@@ -5,7 +5,8 @@
 //   STUB_CUDA_FAIL     "cuInit=100;cuModuleLoadData=209@2;cuLaunchKernel=719@1-3": this call returns this error,
 //                      always, from its second time on, its first three times
 //
-// Tests read the record through stub_record(): one line a call, "call key=value ...".
+// Tests read the record through stub_record(): one line a call, "call key=value ...", and "error call=... code=..." for
+// every call that returned an error.
 
 #include <algorithm>
 #include <atomic>
@@ -25,7 +26,7 @@
 namespace {
 
 constexpr int kDynamicShared = 8;
-constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kNotFound = 500;
+constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500;
 
 struct Device {
   int major, minor, multiprocessors;
@@ -98,6 +99,20 @@ void set_failures(const std::string& text) {
 
 [[maybe_unused]] const bool configured = (set_failures(variable("STUB_CUDA_FAIL")), true);
 
+// The context that is current in this thread, or null.
+Context* current() { return stack.empty() ? nullptr : stack.back(); }
+
+void record_error(const char* call, int error) {
+  record += std::string("error call=") + call + " code=" + std::to_string(error) + "\n";
+}
+
+// What a call returns that fails for a reason of its own.
+int refuse(const char* call, int error) {
+  std::lock_guard<std::mutex> lock(mutex);
+  record_error(call, error);
+  return error;
+}
+
 // Records the call and says whether it is to fail.
 int enter(const char* call, const std::string& facts = "") {
   std::lock_guard<std::mutex> lock(mutex);
@@ -105,6 +120,7 @@ int enter(const char* call, const std::string& facts = "") {
   int times = ++calls[call];
   auto failure = failures.find(call);
   if (failure == failures.end() || times < failure->second.first || times > failure->second.last) return 0;
+  record_error(call, failure->second.error);
   return failure->second.error;
 }
 
@@ -198,6 +214,15 @@ EXPORT int stub_capture_mode() { return capture_mode; }
 
 EXPORT int stub_context_depth() { return int(stack.size()); }
 
+/// The device whose context is current in this thread; -1: none.
+EXPORT int stub_current_device() { return current() ? current()->device : -1; }
+
+/// As the CUDA runtime's cudaSetDevice does; -1 leaves the thread without a context.
+EXPORT void stub_set_device(int device) {
+  stack.clear();
+  if (device >= 0 && device < int(devices().size())) stack.push_back(&contexts[device]);
+}
+
 // ---- The driver.
 
 EXPORT int cuInit(unsigned) { return enter("cuInit"); }
@@ -210,7 +235,7 @@ EXPORT int cuDeviceGetCount(int* count) {
 
 EXPORT int cuDeviceGet(int* device, int index) {
   if (int error = enter("cuDeviceGet", "device=" + std::to_string(index))) return error;
-  if (index < 0 || index >= int(devices().size())) return kInvalidDevice;
+  if (index < 0 || index >= int(devices().size())) return refuse("cuDeviceGet", kInvalidDevice);
   *device = index;
   return 0;
 }
@@ -227,7 +252,7 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (attribute == 16) *value = d.multiprocessors;
   else if (attribute == 75) *value = d.major;
   else if (attribute == 76) *value = d.minor;
-  else return kInvalidValue;
+  else return refuse("cuDeviceGetAttribute", kInvalidValue);
   return 0;
 }
 
@@ -245,7 +270,7 @@ EXPORT int cuCtxPushCurrent_v2(void* context) {
 
 EXPORT int cuCtxPopCurrent_v2(void** context) {
   if (int error = enter("cuCtxPopCurrent")) return error;
-  if (stack.empty()) return kInvalidContext;
+  if (stack.empty()) return refuse("cuCtxPopCurrent", kInvalidContext);
   *context = stack.back();
   stack.pop_back();
   return 0;
@@ -259,6 +284,12 @@ EXPORT int cuCtxSetCurrent(void* context) {
   return 0;
 }
 
+EXPORT int cuCtxGetCurrent(void** context) {
+  if (int error = enter("cuCtxGetCurrent")) return error;
+  *context = current();
+  return 0;
+}
+
 EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
   if (int error = enter("cuThreadExchangeStreamCaptureMode", "mode=" + std::to_string(*mode))) return error;
   std::swap(capture_mode, *mode);
@@ -269,14 +300,14 @@ EXPORT int cuModuleLoadData(void** module, const void* data) {
   auto* image = static_cast<const char*>(data);
   std::string bytes(image, image_size(image));
   bool elf = bytes.compare(0, 4, "\177ELF") == 0;
-  int device = stack.empty() ? -1 : stack.back()->device;
+  int device = stub_current_device();
   char facts[160];
   std::snprintf(
       facts, sizeof facts, "kind=%s bytes=%zu hash=%016llx device=%d mode=%d", elf ? "ELF" : "PTX", bytes.size(),
       (unsigned long long)fnv(bytes), device, capture_mode);
   if (int error = enter("cuModuleLoadData", facts)) return error;
-  if (stack.empty()) return kInvalidContext;
-  if (capturing && capture_mode != 2) return 900;
+  if (!current()) return refuse("cuModuleLoadData", kInvalidContext);
+  if (capturing && capture_mode != 2) return refuse("cuModuleLoadData", 900);
   *module = new Module{device, std::move(bytes)};
   return 0;
 }
@@ -290,7 +321,7 @@ EXPORT int cuModuleUnload(void* module) {
 EXPORT int cuModuleGetFunction(void** function, void* module, const char* symbol) {
   if (int error = enter("cuModuleGetFunction", std::string("symbol=") + symbol)) return error;
   auto* loaded = static_cast<Module*>(module);
-  if (loaded->image.find(symbol) == std::string::npos) return kNotFound;
+  if (loaded->image.find(symbol) == std::string::npos) return refuse("cuModuleGetFunction", kNotFound);
   *function = new Function{loaded, symbol, 48 << 10};
   return 0;
 }
@@ -298,7 +329,7 @@ EXPORT int cuModuleGetFunction(void** function, void* module, const char* symbol
 EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {
   const std::string facts = "attribute=" + std::to_string(attribute) + " value=" + std::to_string(value);
   if (int error = enter("cuFuncSetAttribute", facts)) return error;
-  if (attribute != kDynamicShared) return kInvalidValue;
+  if (attribute != kDynamicShared) return refuse("cuFuncSetAttribute", kInvalidValue);
   static_cast<Function*>(function)->most_shared = value;
   return 0;
 }
@@ -310,7 +341,9 @@ EXPORT int cuTensorMapEncodeTiled(
   if (int error = enter("cuTensorMapEncodeTiled")) return error;
   const bool known = type == 9 && rank == 2 && every[0] == 1 && every[1] == 1 && !interleave && promotion == 3 && !fill;
   const uint64_t start = reinterpret_cast<uintptr_t>(address);
-  if (!known || start % 16 || strides[0] % 16 || tile[0] * 2 != (swizzle == 3 ? 128 : 64)) return kInvalidValue;
+  if (!known || start % 16 || strides[0] % 16 || tile[0] * 2 != (swizzle == 3 ? 128 : 64)) {
+    return refuse("cuTensorMapEncodeTiled", kInvalidValue);
+  }
   const uint64_t facts[16] = {start, sizes[0], sizes[1], strides[0], tile[0], tile[1], uint64_t(swizzle)};
   std::memcpy(map, facts, sizeof facts);
   return 0;
@@ -320,11 +353,11 @@ EXPORT int cuLaunchKernel(
     void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
     unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
   auto* function = static_cast<Function*>(handle);
-  if (stack.empty() || !stack.back()) {
+  if (!current()) {
     enter("cuLaunchKernel", "context=none");
-    return kInvalidContext;
+    return refuse("cuLaunchKernel", kInvalidContext);
   }
-  if (int(shared) > function->most_shared) return kInvalidValue;
+  if (int(shared) > function->most_shared) return refuse("cuLaunchKernel", kInvalidValue);
   if (!recording) return 0;
   // Keys of the list: 1 the packed buffer, 2 the address of its size, 0 the end.
   const void* buffer = nullptr;
@@ -340,12 +373,20 @@ EXPORT int cuLaunchKernel(
     bytes = gathered.size();
   }
   std::ostringstream facts;
-  facts << "symbol=" << function->symbol << " module=" << function->module->device << " device=" << stack.back()->device
+  facts << "symbol=" << function->symbol << " module=" << function->module->device << " device=" << current()->device
         << " grid=" << grid_x << "," << grid_y << "," << grid_z << " threads=" << threads_x << "," << threads_y << ","
         << threads_z << " shared=" << shared << " stream=" << reinterpret_cast<uintptr_t>(stream)
         << " args=" << hex(buffer, bytes);
   int error = enter("cuLaunchKernel", facts.str());
-  return error ? error : function->module->device == stack.back()->device ? 0 : 400;
+  if (error) return error;
+  return function->module->device == current()->device ? 0 : refuse("cuLaunchKernel", kInvalidHandle);
+}
+
+EXPORT int cuMemGetInfo_v2(size_t* free, size_t* total) {
+  if (int error = enter("cuMemGetInfo")) return error;
+  if (!current()) return refuse("cuMemGetInfo", kInvalidContext);
+  *free = *total = size_t(1) << 30;
+  return 0;
 }
 
 EXPORT int cuGetErrorName(int error, const char** name) {
@@ -353,7 +394,7 @@ EXPORT int cuGetErrorName(int error, const char** name) {
       {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {100, "CUDA_ERROR_NO_DEVICE"},
       {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
       {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"}, {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
-      {kNotFound, "CUDA_ERROR_NOT_FOUND"}, {719, "CUDA_ERROR_LAUNCH_FAILED"},
+      {kNotFound, "CUDA_ERROR_NOT_FOUND"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {719, "CUDA_ERROR_LAUNCH_FAILED"},
       {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
   auto found = names.find(error);
   *name = found == names.end() ? nullptr : found->second;

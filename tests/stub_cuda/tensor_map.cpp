@@ -1,6 +1,7 @@
-// Prints what the driver is told of a matrix: one line a case, "refused" where map_tiles() says no.
+// Prints what the driver is told of a matrix: one line a case, the error where there is one.
 
 #include <cstdio>
+#include <string>
 
 #include "runtime/tensor_map.h"
 
@@ -12,8 +13,9 @@ alignas(16) char memory[32];
 
 void show(const void* address, int64_t row_bytes, int tile_rows, int tile_columns) {
   TensorMap map{};
-  if (!map_tiles(map, address, 300, 1000, row_bytes, tile_rows, tile_columns)) {
-    std::puts("refused");
+  const std::string error = map_tiles(map, address, 300, 1000, row_bytes, tile_rows, tile_columns);
+  if (!error.empty()) {
+    std::puts(error.c_str());
     return;
   }
   std::printf("%d", map.words[0] == reinterpret_cast<uintptr_t>(address));

@@ -1,0 +1,278 @@
+"""Memory that its owner has freed is never read: FSDP takes a parameter's storage away and leaves the tensor its sizes.
+
+Every operator of the library, private halves too, says which argument it was; so does backward of what forward saved.
+"""
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support import LAYOUTS
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ops = torch.ops.liger
+ROWS, N, CLASSES = 4, 8, 6
+FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this call\)"
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def public_calls() -> dict[str, dict[str, Any]]:
+    """Public operators with every tensor that they take."""
+    rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
+    gate = dict(gate=rows, up=numbers(ROWS, N))
+    loss = dict(logits=numbers(ROWS, CLASSES), target=target, weight=numbers(CLASSES).abs(), label_smoothing=0.1)
+    linear = dict(
+        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), ce_weight=numbers(CLASSES).abs(),
+        token_weight=numbers(ROWS).abs(),
+    )  # fmt: skip
+    heads = dict(q=numbers(1, 2, ROWS, N), k=numbers(1, 1, ROWS, N))
+    calls = {
+        "rms_norm": dict(x=rows, weight=column),
+        "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
+        "layer_norm": dict(x=rows, weight=column, bias=numbers(N)),
+        "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
+        "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),
+        "embedding": dict(input=target, weight=numbers(CLASSES, N)),
+        "cross_entropy": loss,
+        "cross_entropy_with_metrics": loss,
+        "cross_entropy_": loss,
+        "fused_linear_cross_entropy": linear,
+        "fused_linear_cross_entropy_with_metrics": linear,
+        "fused_linear_cross_entropy_with_log_probs": linear,
+    }
+    for op in ("swiglu", "geglu"):
+        calls |= {
+            op: gate,
+            f"{op}_packed": dict(gate_up=numbers(ROWS, 2 * N)),
+            f"{op}_linear": dict(**gate, weight=numbers(5, N), bias=numbers(5)),
+        }
+    return calls
+
+
+# Those of the arguments above that forward keeps for backward, by the names that they have there.
+SAVED = {
+    "rms_norm": dict(x="x", weight="weight"),
+    "fused_add_rms_norm": dict(weight="weight"),
+    "layer_norm": dict(x="x", weight="weight"),
+    "rope": dict(cos="cos", sin="sin"),
+    "rope_freqs_cis": dict(freqs_cis="cos"),
+    "embedding": dict(input="input"),
+    "cross_entropy": dict(logits="logits", target="target", weight="weight"),
+    "cross_entropy_with_metrics": dict(logits="logits", target="target", weight="weight"),
+    "cross_entropy_": dict(logits="dlogits"),
+    # Reduced losses have their gradients made in forward.
+    "fused_linear_cross_entropy": {},
+    "fused_linear_cross_entropy_with_metrics": {},
+    "fused_linear_cross_entropy_with_log_probs": {},
+    **{op: dict(gate="gate", up="up") for op in ("swiglu", "geglu")},
+    **{f"{op}_packed": dict(gate_up="gate_up") for op in ("swiglu", "geglu")},
+    **{f"{op}_linear": dict(gate="gate", up="up", weight="weight") for op in ("swiglu", "geglu")},
+}
+
+
+def arguments_of(op: str) -> list[Any]:
+    return torch._C._get_schema(f"liger::{op}", "").arguments
+
+
+def takes_tensors(op: str) -> bool:
+    return any("Tensor" in str(a.type) for a in arguments_of(op))
+
+
+OPERATORS = sorted(
+    op for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::") and takes_tensors(op := name[7:])
+)
+PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
+
+
+def learns(op: str, name: str, t: Any) -> bool:
+    constant = ("ce_weight", "token_weight", "cos", "sin") + (("weight",) if op.startswith("cross_entropy") else ())
+    return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
+
+
+def call(op: str, arguments: dict[str, Any]) -> Any:
+    return getattr(ops, op)(**arguments)
+
+
+def copied(op: str, arguments: dict[str, Any], device: str, grad: bool = False) -> dict[str, Any]:
+    """Every tensor in a storage of its own."""
+
+    def copy(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [copy(name, v) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().clone().to(device).requires_grad_(grad and learns(op, name, value))
+
+    return {name: copy(name, value) for name, value in arguments.items()}
+
+
+def backward(out: Any) -> None:
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+    torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+
+
+def differentiable(op: str, arguments: dict[str, Any], device: str) -> dict[str, Any]:
+    given = copied(op, arguments, device, grad=True)
+    # A leaf may not be overwritten.
+    return given | {"logits": given["logits"] * 1} if op == "cross_entropy_" else given
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps, of each private operator, the call with the most tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, dict[str, Any]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "liger":
+            op = function._schema.name.removeprefix("liger::")
+            names = [a.name for a in function._schema.arguments]
+            found = copied(op, dict(zip(names, args)) | (kwargs or {}), "cpu")
+            if len(tensors(found)) > len(tensors(self.calls.get(op, {}))):
+                self.calls[op] = found
+        return function(*args, **(kwargs or {}))
+
+
+def tensors(arguments: dict[str, Any]) -> list[tuple[str, int | None]]:
+    """Where they are: the argument, and which one of a list."""
+    places: list[tuple[str, int | None]] = [(name, None) for name, v in arguments.items() if isinstance(v, Tensor)]
+    for name, value in arguments.items():
+        places += [(name, i) for i, v in enumerate(value if isinstance(value, list) else []) if isinstance(v, Tensor)]
+    return places
+
+
+@cache
+def samples() -> dict[str, dict[str, Any]]:
+    """A call of every operator with all of its tensors."""
+    torch.manual_seed(0)
+    public, recorder = public_calls(), Recorder()
+    with recorder:
+        for op, arguments in public.items():
+            for more in ({}, {"reduction": "none"}) if "cross_entropy" in op else ({},):
+                backward(call(op, differentiable(op, arguments | more, "cpu")))
+    found = recorder.calls | public
+    found["_fused_linear_cross_entropy_bwd"]["totals"] = numbers(2)
+    found["_mm"] = dict(a=numbers(ROWS, N), b=numbers(N, 3))
+    found["_projections_grad"] = dict(
+        grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)]
+    )
+    # A recorder keeps backward from writing in place; that takes no other arguments.
+    for op in OPERATORS:
+        if op not in found and op.endswith("_"):
+            known = found[op[:-1]]
+            found[op] = {a.name: known[a.name] for a in arguments_of(op)}
+    assert set(found) == set(OPERATORS)
+    return found
+
+
+def the_tensor(arguments: dict[str, Any], place: tuple[str, int | None]) -> Tensor:
+    name, i = place
+    return arguments[name] if i is None else arguments[name][i]
+
+
+def named(op: str, place: tuple[str, int | None]) -> str:
+    """How a message begins."""
+    shown = re.sub(r"^_(.*)_fwd$", r"\1", re.sub(r"^_(.*)_bwd_?$", r"\1 backward", op))
+    # With a graph, all linear losses are the same private operator.
+    shown = re.sub("^(fused_linear_cross_entropy|cross_entropy)(_with_.*)$", r"\1(\2)?", shown)
+    return shown + ": " + re.escape(place[0] + (f"[{place[1]}]" if place[1] is not None else ""))
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_tensor_of_every_operator(op, device):
+    arguments = samples()[op]
+    call(op, copied(op, arguments, device))
+    assert tensors(arguments)
+    for place in tensors(arguments):
+        given = copied(op, arguments, device)
+        t = the_tensor(given, place)
+        bytes_needed = t.untyped_storage().nbytes()
+        what = f"^{named(op, place)} must have memory for its {t.numel()} elements "
+        half = bytes_needed // 2
+        t.untyped_storage().resize_(half)
+        with pytest.raises(RuntimeError, match=rf"{what}\(got a storage of {half} bytes, {bytes_needed} are needed\)"):
+            call(op, given)
+        t.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=what + FREED):
+            call(op, given)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("op", PUBLIC)
+def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, device):
+    arguments = samples()[op]
+    for place in tensors(arguments):
+        given = differentiable(op, arguments, device)
+        t = the_tensor(given, place)
+        t.untyped_storage().resize_(0)
+        what = f"^{named(op, place)} must have memory for its {t.numel()} elements {FREED}"
+        with torch.autocast(device, torch.bfloat16, enabled=autocast), pytest.raises(RuntimeError, match=what):
+            call(op, given)
+
+
+@pytest.mark.parametrize(
+    "op,more",
+    [(op, {}) for op in PUBLIC] + [(op, {"reduction": "none"}) for op in PUBLIC if "cross_entropy" in op],
+    ids=str,
+)
+def test_what_forward_saved(op, more, device):
+    """As FSDP frees parameters between forward and backward. What was not saved may go."""
+    saved = SAVED[op]
+    if op.startswith("fused_linear") and more:
+        saved = {name: name for name, _ in tensors(samples()[op])}
+    for place in tensors(samples()[op]):
+        given = differentiable(op, samples()[op] | more, device)
+        out = call(op, given)
+        the_tensor(given, place).untyped_storage().resize_(0)
+        if place[0] in saved:
+            what = rf"^\w+( backward)?: {saved[place[0]]} must have memory for its \d+ elements {FREED}"
+            with pytest.raises(RuntimeError, match=what):
+                backward(out)
+        else:
+            backward(out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_must_reach_the_last_element_and_no_further(layout, device):
+    x = LAYOUTS[layout](torch.randn(2, 3, 4, 8, device=device))
+    expected = torch.nn.functional.rms_norm(x, (8,), eps=1e-6)
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    needed = (last + 1) * x.element_size()
+    x.untyped_storage().resize_(needed)
+    torch.testing.assert_close(ops.rms_norm(x), expected)
+    x.untyped_storage().resize_(needed - 1)
+    with pytest.raises(RuntimeError, match=rf"\(got a storage of {needed - 1} bytes, {needed} are needed\)"):
+        ops.rms_norm(x)
+
+
+def test_no_elements_need_no_memory(device):
+    x = torch.randn(4, 8, device=device)
+    empty = x[:0]
+    x.untyped_storage().resize_(0)
+    assert ops.rms_norm(empty).shape == (0, 8)
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_tensors_without_memory_of_their_own_pass(op):
+    """As fake tensors, on the meta device."""
+    call(op, copied(op, samples()[op], "meta"))
+
+
+@pytest.mark.parametrize("op", [op for op in PUBLIC if op != "cross_entropy_"])
+def test_wrappers_have_no_memory_to_look_at(op):
+    """Autocast sees them before anything has unwrapped them."""
+    arguments = samples()[op]
+    with torch.autocast("cpu", torch.bfloat16):
+        with FakeTensorMode() as fake:
+            call(op, {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in arguments.items()})
+        constants = {name: v for name, v in arguments.items() if not isinstance(v, Tensor)}
+        given = {name: v for name, v in arguments.items() if isinstance(v, Tensor)}
+        torch.func.functionalize(lambda given: call(op, given | constants))(given)

@@ -66,13 +66,15 @@ class CMakeBuild(build_ext):
         cache = build / "kernel-cache"
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "liger_ops"
         torch_folders = [Path(torch.__file__).parent]
+        torch_release = build_module("torch_release")
         if releases():
             build /= "release"
-            torch_folders = [build_module("torch_release").fetch(v, ROOT / "build" / "torch") for v in releases()]
+            torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch") for v in releases()]
         arguments = {
             "LIGER_PYTHON": sys.executable,
             "Python_EXECUTABLE": sys.executable,
             "LIGER_TORCH_DIRS": ";".join(map(str, torch_folders)),
+            "LIGER_TORCH_STANDARDS": ";".join(str(torch_release.cxx_standard(folder)) for folder in torch_folders),
             "LIGER_ARCHS": os.environ.get("LIGER_OPS_ARCHS", "80,90,100,120"),
             "LIGER_OUTPUT": package,
             "LIGER_KERNEL_CACHE": cache,

@@ -73,6 +73,45 @@ def test_only_what_a_build_needs_is_unpacked(tmp_path):
     assert sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()) == wanted
 
 
+STATED = {
+    "until 2.14": ("set_target_properties(torch PROPERTIES\n    CXX_STANDARD 20\n)", 17, 20),
+    "since 2.15": (
+        'if("cxx_std_23" IN_LIST FEATURES)\n  target_compile_features(torch INTERFACE cxx_std_20)\nendif()',
+        20,
+        20,
+    ),
+    "by the headers alone": ("# CXX_STANDARD 20", 17, 17),
+}
+
+
+def torch_that_states(config: str, header: str, folder: Path) -> Path:
+    for path, text in {"share/cmake/Torch/TorchConfig.cmake": config, "include/ATen/ATen.h": header}.items():
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("where", STATED)
+def test_the_standard_is_the_one_that_torch_states(where, tmp_path):
+    config, least, standard = STATED[where]
+    torch_that_states(config, f"#error C++{least} or later compatible compiler is required to use ATen.\n", tmp_path)
+    assert torch_release.cxx_standard(tmp_path) == standard
+
+
+@pytest.mark.parametrize(
+    ("config", "header", "got"),
+    [
+        ("", "", "none from .*TorchConfig.cmake, none from .*ATen.h"),
+        (" CXX_STANDARD 17\n", "#error C++20 or later", "17 from .*TorchConfig.cmake, 20 from .*ATen.h"),
+        (" CXX_STANDARD 17\n CXX_STANDARD 20\n", "", "17, 20 from .*TorchConfig.cmake, none from .*ATen.h"),
+    ],
+)
+def test_a_torch_without_a_clear_standard_stops_the_build(config, header, got, tmp_path):
+    torch_that_states(config, header, tmp_path)
+    with pytest.raises(SystemExit, match=rf"torch must state one C\+\+ standard that its headers accept \(got {got}\)"):
+        torch_release.cxx_standard(tmp_path)
+
+
 def test_a_release_is_downloaded_once(tmp_path, monkeypatch):
     commands = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,22 @@ NEEDED = (
     "torch/lib/libtorch.so",
     "torch/lib/libtorch_cpu.so",
 )
+
+
+def cxx_standard(torch: Path) -> int:
+    """The C++ standard to compile against this torch: the one of its CMake target, else the least that its headers
+    accept."""
+    config, header = torch / "share" / "cmake" / "Torch" / "TorchConfig.cmake", torch / "include" / "ATen" / "ATen.h"
+    # A property of the target until torch 2.14, a compile feature since 2.15.
+    stated = re.findall(r"^ *(?:CXX_STANDARD |target_compile_features\(torch INTERFACE cxx_std_)(\d+)", config.read_text(), re.M)
+    least = re.findall(r"^#error C\+\+(\d+) or later", header.read_text(), re.M)
+    found = {*map(int, stated or least)}
+    if len(found) != 1 or (least and min(found) < max(map(int, least))):
+        raise SystemExit(
+            f"liger-ops: torch must state one C++ standard that its headers accept (got {', '.join(stated) or 'none'} from "
+            f"{config}, {', '.join(least) or 'none'} from {header})"
+        )
+    return found.pop()
 
 
 def unpack(wheel: Path, folder: Path) -> None:

@@ -7,8 +7,8 @@ TRITON ?= triton==3.6.0
 # What the demo and the tests train.
 MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "matplotlib>=3.9"
 
-# Torch releases that `make wheel` builds for.
-TORCH_VERSIONS ?= 2.11 2.12 2.13
+# Torch minors that `make wheel` builds for: all of liger_ops/aot/torch_release.py, or some of them.
+TORCH_VERSIONS ?= all
 
 .PHONY: build test demo wheel sdist clean
 .DEFAULT_GOAL := build
@@ -49,7 +49,7 @@ test: build $(models)
 demo: build $(models)
 	$(PYTHON) -m liger_ops.demo
 
-# One wheel for every torch above, the same byte for byte from one commit. Downloads what it needs of those releases.
+# One wheel for all these torches, the same byte for byte from one commit. Downloads what it needs of those releases.
 wheel: $(ready)
 	LIGER_OPS_TORCH_VERSIONS="$(TORCH_VERSIONS)" SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 	  $(PYTHON) setup.py -q bdist_wheel

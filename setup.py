@@ -1,7 +1,7 @@
 """Builds the operator library and the kernel packs through CMake, against the torch that is installed.
 
 pip install --no-build-isolation .          (LIGER_OPS_ARCHS=80,90 limits the GPU architectures)
-make wheel                                  one wheel for every torch release in TORCH_VERSIONS
+make wheel                                  one wheel for every torch minor in liger_ops/aot/torch_release.py
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -44,7 +45,7 @@ def build_module(stem: str):
 
 def releases() -> list:
     """Torch minors that a wheel for more than the installed torch is asked to serve."""
-    return os.environ.get("LIGER_OPS_TORCH_VERSIONS", "").replace(",", " ").split()
+    return build_module("torch_release").asked_for(os.environ.get("LIGER_OPS_TORCH_VERSIONS", ""))
 
 
 class Metadata(dist_info):
@@ -66,13 +67,15 @@ class CMakeBuild(build_ext):
         cache = build / "kernel-cache"
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "liger_ops"
         torch_folders = [Path(torch.__file__).parent]
+        torch_release = build_module("torch_release")
         if releases():
             build /= "release"
-            torch_folders = [build_module("torch_release").fetch(v, ROOT / "build" / "torch") for v in releases()]
+            torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch") for v in releases()]
         arguments = {
             "LIGER_PYTHON": sys.executable,
             "Python_EXECUTABLE": sys.executable,
             "LIGER_TORCH_DIRS": ";".join(map(str, torch_folders)),
+            "LIGER_TORCH_STANDARDS": ";".join(str(torch_release.cxx_standard(folder)) for folder in torch_folders),
             "LIGER_ARCHS": os.environ.get("LIGER_OPS_ARCHS", "80,90,100,120"),
             "LIGER_OUTPUT": package,
             "LIGER_KERNEL_CACHE": cache,
@@ -96,11 +99,12 @@ class CMakeBuild(build_ext):
             self.check_release(package / "lib", torch_folders)
 
     def check_release(self, libraries: Path, torch_folders: list) -> None:
-        manylinux = build_module("manylinux")
+        manylinux, torch_release = build_module("manylinux"), build_module("torch_release")
+        torch_release.require_libraries(releases(), os.listdir(libraries), libraries)
         runtime = libraries / "libliger_runtime.so"
         found = [sentence for library in sorted(libraries.iterdir()) for sentence in manylinux.violations(library)]
         for minor, folder in zip(releases(), torch_folders):
-            library = libraries / f"libliger_ops_torch{minor}.so"
+            library = libraries / torch_release.library_name(minor)
             found += manylinux.missing_symbols(library, [runtime, *(folder / "lib").glob("lib*.so")])
         if found:
             raise SystemExit("\n".join([f"liger-ops: not fit for {manylinux.TAG}:", *found]))
@@ -121,6 +125,8 @@ class Wheel(bdist_wheel):
         os.umask(0o022)
         super().run()
         for _, _, path in self.distribution.dist_files:
+            with zipfile.ZipFile(path) as archive:
+                build_module("torch_release").require_libraries(releases(), archive.namelist(), path)
             size = Path(path).stat().st_size
             if releases() and size > MAX_WHEEL_BYTES:
                 raise SystemExit(f"liger-ops: {path} must be at most {MAX_WHEEL_BYTES} bytes (got {size})")

@@ -1,4 +1,5 @@
-"""What the kernels' inline PTX does, for Triton's interpreter, which runs kernels on CPU tensors but knows no PTX."""
+"""Prepares Triton's interpreter, which runs kernels on CPU tensors: what the kernels' inline PTX does, for it knows no PTX,
+and masks of scalar conditions."""
 
 import ctypes
 import re
@@ -139,7 +140,7 @@ INSTRUCTIONS = {
 
 
 def install():
-    from triton.language import int32
+    from triton.language import int1, int32
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_inline_asm(self, asm, constraints, values, types, is_pure, pack):
@@ -147,3 +148,11 @@ def install():
         return Results(TensorHandle(found, int32) for found in run(asm, [v.data for v in values]))
 
     InterpreterBuilder.create_inline_asm = create_inline_asm
+    create_splat = InterpreterBuilder.create_splat
+
+    def splat_of_bool(self, block, scalar):
+        """The interpreter calls a comparison of int32 an int32 and makes integers of it here, which its loads refuse as a
+        mask since Triton 3.9."""
+        return create_splat(self, block, TensorHandle(scalar.data, int1) if scalar.data.dtype == bool else scalar)
+
+    InterpreterBuilder.create_splat = splat_of_bool

@@ -12,11 +12,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, scratch
 from support import output_of
 
 import liger_ops.kernels as tables
-from liger_ops.aot import codegen, compile, pack
+from liger_ops.aot import codegen, compile, pack, torch_release
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
 from liger_ops.kernels.rows import rows_config
 
@@ -70,6 +71,14 @@ def test_setup_hands_the_architectures_on(archs, monkeypatch):
     )
     assert configure[0] == build[0] == "cmake"
     assert f"-DLIGER_ARCHS={archs or ','.join(map(str, ARCHS))}" in configure
+
+
+def test_setup_hands_the_standard_of_the_installed_torch_on(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    configure = json.loads(output_of(CONFIGURED).splitlines()[-1])[0]
+    folder = Path(torch.__file__).parent
+    assert f"-DLIGER_TORCH_DIRS={folder}" in configure
+    assert f"-DLIGER_TORCH_STANDARDS={torch_release.cxx_standard(folder)}" in configure
 
 
 # ---- Layers: arrows point downwards only.

@@ -255,7 +255,6 @@ package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.m
 import triton.language as tl
 import inline_ptx
 from liger_ops.kernels import find, rows as shared
-inline_ptx.install()
 
 def asked(name, choices, n, ahead, programs, arguments):
     variant = find(name).pick(choices, n, n % 8 == 0)

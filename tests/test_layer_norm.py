@@ -293,11 +293,9 @@ def test_double_on_cuda_is_refused():
 INTERPRETED = """
 import sys, types, torch, numpy
 sys.path.insert(0, "tests")
-import inline_ptx
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
 
-inline_ptx.install()
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 def run(path, n, aligned, of_rows="fp32", of_weight="fp32", weighted=True, rows=9):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from stub_cuda import LIBRARIES, ROOT, compile_cpp
-from support import output_of
+from support import output_of, run_python
 
 import liger_ops
 from liger_ops.aot import manylinux, torch_release
@@ -73,13 +73,53 @@ def test_only_what_a_build_needs_is_unpacked(tmp_path):
     assert sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()) == wanted
 
 
+STATED = {
+    "until 2.14": ("set_target_properties(torch PROPERTIES\n    CXX_STANDARD 20\n)", 17, 20),
+    "since 2.15": (
+        'if("cxx_std_23" IN_LIST FEATURES)\n  target_compile_features(torch INTERFACE cxx_std_20)\nendif()',
+        20,
+        20,
+    ),
+    "by the headers alone": ("# CXX_STANDARD 20", 17, 17),
+}
+
+
+def torch_that_states(config: str, header: str, folder: Path) -> Path:
+    for path, text in {"share/cmake/Torch/TorchConfig.cmake": config, "include/ATen/ATen.h": header}.items():
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("where", STATED)
+def test_the_standard_is_the_one_that_torch_states(where, tmp_path):
+    config, least, standard = STATED[where]
+    torch_that_states(config, f"#error C++{least} or later compatible compiler is required to use ATen.\n", tmp_path)
+    assert torch_release.cxx_standard(tmp_path) == standard
+
+
+@pytest.mark.parametrize(
+    ("config", "header", "got"),
+    [
+        ("", "", "none from .*TorchConfig.cmake, none from .*ATen.h"),
+        (" CXX_STANDARD 17\n", "#error C++20 or later", "17 from .*TorchConfig.cmake, 20 from .*ATen.h"),
+        (" CXX_STANDARD 17\n CXX_STANDARD 20\n", "", "17, 20 from .*TorchConfig.cmake, none from .*ATen.h"),
+    ],
+)
+def test_a_torch_without_a_clear_standard_stops_the_build(config, header, got, tmp_path):
+    torch_that_states(config, header, tmp_path)
+    with pytest.raises(SystemExit, match=rf"torch must state one C\+\+ standard that its headers accept \(got {got}\)"):
+        torch_release.cxx_standard(tmp_path)
+
+
 def test_a_release_is_downloaded_once(tmp_path, monkeypatch):
     commands = []
 
-    def download(command, check):
+    def download(command):
         commands.append(command)
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "torch-2.11.0.whl", "w") as archive:
             archive.writestr("torch/include/header.h", "")
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(torch_release.subprocess, "run", download)
     for _ in range(2):
@@ -89,9 +129,35 @@ def test_a_release_is_downloaded_once(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["2.11.0"]
 
 
-def test_an_unknown_release_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match=r"TORCH_VERSIONS must be among 2.11, 2.12, 2.13 \(got 1.0\)"):
-        torch_release.fetch("1.0", tmp_path)
+def test_a_release_that_cannot_be_downloaded_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_release.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(SystemExit, match="torch 2.11.0, to build for torch 2.11, was not downloaded"):
+        torch_release.fetch("2.11", tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_releases_are_named_once(monkeypatch):
+    """Adding a minor takes one line; what else names minors is checked against it."""
+    minors = [*torch_release.RELEASES]
+    assert minors == sorted(minors, key=lambda minor: [*map(int, minor.split("."))])
+    assert all(re.fullmatch(rf"{re.escape(minor)}\.\d+", release) for minor, release in torch_release.RELEASES.items())
+    assert torch_release.asked_for("") == [] and torch_release.asked_for("all") == minors
+    assert torch_release.asked_for("2.13, 2.11 2.13") == ["2.13", "2.11"]
+    with pytest.raises(SystemExit, match=rf"must be all or among {', '.join(minors)} \(got 1.0\)"):
+        torch_release.asked_for("2.11 1.0")
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^TORCH_VERSIONS \?= (.*)", makefile, re.M) == ["all"]
+    assert re.findall(r"^TORCH \?= torch==(.*)", makefile, re.M)[0] in torch_release.RELEASES.values()
+    assert f'"torch>={minors[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_readme_says_for_each_release_what_ran():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|(.*)\|(.*)\|(.*)\|$", text.split("### Torch versions")[1].split("\n#")[0], re.M)
+    assert {release for release, *_ in rows} == {*torch_release.RELEASES.values()}
+    for release, _, *results in rows:
+        for result in results:
+            assert re.fullmatch(r"not run|passed|\d+ passed( in [\w ]+)?", result.strip()), f"{release}: {result}"
 
 
 def test_the_installed_torch_is_among_the_releases():
@@ -117,6 +183,34 @@ def test_a_wheel_for_several_torches_fits_every_python(monkeypatch):
     one = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="").split()[-1]
     assert several == "py3-none-manylinux_2_28_x86_64"
     assert one.startswith(f"cp{sys.version_info[0]}{sys.version_info[1]}-")
+
+
+WHEEL = """
+import runpy, setuptools, zipfile
+from setuptools.command import bdist_wheel
+
+def run(command):
+    with zipfile.ZipFile("some.whl", "w") as archive:
+        archive.writestr("liger_ops/lib/libliger_ops_torch2.11.so", "")
+    command.distribution.dist_files.append(("bdist_wheel", "any", "some.whl"))
+
+bdist_wheel.bdist_wheel.run = run
+found = dict()
+setuptools.setup = lambda **keywords: found.update(keywords)
+runpy.run_path({setup!r})
+wheel = found["cmdclass"]["bdist_wheel"](setuptools.Distribution(dict(name="liger-ops", ext_modules=[1])))
+wheel.ensure_finalized()
+wheel.run()
+print("fine")
+"""
+
+
+def test_a_wheel_without_a_library_that_it_should_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = WHEEL.format(setup=str(ROOT / "setup.py"))
+    assert output_of(code, LIGER_OPS_TORCH_VERSIONS="2.11").splitlines()[-1] == "fine"
+    done = run_python(code, LIGER_OPS_TORCH_VERSIONS="2.11 2.12 2.13")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "liger-ops: some.whl has no library for torch 2.12, 2.13")
 
 
 def test_the_sdist_holds_what_a_build_needs(tmp_path, monkeypatch):

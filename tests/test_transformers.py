@@ -52,10 +52,10 @@ def assert_same_step(a, b, tolerance=1e-4):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_training_converges_to_the_same(name, dtype):
-    """Against the same training in a wider dtype, ours errs no more than unpatched training does in its own: on average
-    over a few trainings, for how rounding grows in a single one is chance."""
+    """Against the same training in a wider dtype, ours errs no more than unpatched training does in its own. In the
+    geometric mean over a few trainings, because rounding grows exponentially: a rare training errs thirty times as much."""
     wide = torch.float64 if dtype == torch.float32 else torch.float32
-    errors = {who: collections.Counter() for who in ("ours", "eager")}
+    errors = {who: collections.defaultdict(lambda: 1.0) for who in ("ours", "eager")}
     trainings = 4
     for seed in range(trainings):
         start = make(name, seed)
@@ -67,7 +67,7 @@ def test_training_converges_to_the_same(name, dtype):
         for who, result in (("ours", ours), ("eager", eager)):
             for key, wanted in exact.items():
                 error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
-                errors[who][key] += error / trainings
+                errors[who][key] *= error ** (1 / trainings)
     for key, error in errors["ours"].items():
         assert error <= 1.5 * errors["eager"][key] + torch.finfo(dtype).eps, key
     assert float(ours["losses"][-8:].mean()) < float(ours["losses"][:8].mean()) - 0.05

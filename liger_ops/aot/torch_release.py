@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-# One patch release for each minor, so that a build can be repeated. Their binary interface is the minor's.
-RELEASES = {"2.11": "2.11.0", "2.12": "2.12.1", "2.13": "2.13.0"}
+# The torch minors that a wheel serves, each built against one patch release: a minor's releases share their binary
+# interface, and a build can be repeated.
+RELEASES = {
+    "2.11": "2.11.0",
+    "2.12": "2.12.1",
+    "2.13": "2.13.0",
+    "2.14": "2.14.1",
+    "2.15": "2.15.0",
+}
 # Neither libraries nor headers differ by Python's version.
 PYTHON = "3.12"
 NEEDED = (
@@ -21,6 +29,45 @@ NEEDED = (
 )
 
 
+def cxx_standard(torch: Path) -> int:
+    """The C++ standard to compile against this torch: the one of its CMake target, else the least that its headers
+    accept."""
+    config, header = torch / "share" / "cmake" / "Torch" / "TorchConfig.cmake", torch / "include" / "ATen" / "ATen.h"
+    # A property of the target until torch 2.14, a compile feature since 2.15.
+    stated = re.findall(r"^ *(?:CXX_STANDARD |target_compile_features\(torch INTERFACE cxx_std_)(\d+)", config.read_text(), re.M)
+    least = re.findall(r"^#error C\+\+(\d+) or later", header.read_text(), re.M)
+    found = {*map(int, stated or least)}
+    if len(found) != 1 or (least and min(found) < max(map(int, least))):
+        raise SystemExit(
+            f"liger-ops: torch must state one C++ standard that its headers accept (got {', '.join(stated) or 'none'} from "
+            f"{config}, {', '.join(least) or 'none'} from {header})"
+        )
+    return found.pop()
+
+
+def asked_for(versions: str) -> list[str]:
+    """The minors of LIGER_OPS_TORCH_VERSIONS."""
+    minors = [*dict.fromkeys(versions.replace(",", " ").split())]
+    if minors == ["all"]:
+        return [*RELEASES]
+    for minor in minors:
+        if minor not in RELEASES:
+            raise SystemExit(f"liger-ops: TORCH_VERSIONS must be all or among {', '.join(RELEASES)} (got {minor})")
+    return minors
+
+
+def library_name(minor: str) -> str:
+    return f"libliger_ops_torch{minor}.so"
+
+
+def require_libraries(minors: list[str], files: list[str], place: Path) -> None:
+    """Stops with the minors whose library is not among `files`."""
+    present = {Path(name).name for name in files}
+    missing = [minor for minor in minors if library_name(minor) not in present]
+    if missing:
+        raise SystemExit(f"liger-ops: {place} has no library for torch {', '.join(missing)}")
+
+
 def unpack(wheel: Path, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.startswith(NEEDED)])
@@ -28,8 +75,6 @@ def unpack(wheel: Path, folder: Path) -> None:
 
 def fetch(minor: str, cache: Path) -> Path:
     """The torch folder of a release: what of its wheel a build needs, downloaded once, without its dependencies."""
-    if minor not in RELEASES:
-        raise SystemExit(f"liger-ops: TORCH_VERSIONS must be among {', '.join(RELEASES)} (got {minor})")
     version = RELEASES[minor]
     target = cache / version
     if not target.exists():
@@ -37,7 +82,8 @@ def fetch(minor: str, cache: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", scratch]
             command += ["--platform", "manylinux_2_28_x86_64", "--python-version", PYTHON, f"torch=={version}"]
-            subprocess.run(command, check=True)
+            if subprocess.run(command).returncode:
+                raise SystemExit(f"liger-ops: torch {version}, to build for torch {minor}, was not downloaded: pip says why above")
             (wheel,) = Path(scratch).glob("torch-*.whl")
             unpacked = Path(scratch) / "unpacked"
             unpack(wheel, unpacked)

@@ -109,9 +109,11 @@ def load_parameter_tiles(pointer, n, present, neutral: tl.constexpr, BLOCK_N: tl
 def load_tiles(pointer, row_mask, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr, IN_ORDER: tl.constexpr = False):
     """Rows that start at `pointer` as a tuple of TILES tensors of (BLOCK_M, BLOCK_N), in the tensor's own dtype."""
     tiles = ()
+    # Tables hold 0 and 1; Triton 3.9 takes a bool alone.
+    volatile: tl.constexpr = IN_ORDER != 0
     for t in tl.static_range(TILES):
         cols = (t * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-        tiles = tiles + (tl.load(pointer + cols, mask=row_mask & (cols < n), other=0.0, volatile=IN_ORDER),)
+        tiles = tiles + (tl.load(pointer + cols, mask=row_mask & (cols < n), other=0.0, volatile=volatile),)
     return tiles
 
 

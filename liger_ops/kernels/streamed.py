@@ -158,11 +158,14 @@ def read_pair(ring, T: tl.constexpr, DTYPE: tl.constexpr, LANES: tl.constexpr, P
     LANE: tl.constexpr = LANES * LANE_BYTES
     J: tl.constexpr = T % PER
     at = ring[T // PER] + tl.arange(0, LANES) * LANE_BYTES
-    types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-    first = tl.inline_asm_elementwise(read_text(2 * J * LANE), "=r,=r,=r,=r,r", [at], dtype=types, is_pure=False, pack=1)
+    first = tl.inline_asm_elementwise(
+        read_text(2 * J * LANE), "=r,=r,=r,=r,r", [at],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
     second = tl.inline_asm_elementwise(
-        read_text((2 * J + 1) * LANE), "=r,=r,=r,=r,r", [at], dtype=types, is_pure=False, pack=1
-    )
+        read_text((2 * J + 1) * LANE), "=r,=r,=r,=r,r", [at],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
     return unpack(first, DTYPE), unpack(second, DTYPE)
 
 

@@ -83,6 +83,7 @@ constexpr double kIdleLost = 1, kIdleLostSustained = 0.5;
 constexpr int kMeasuredFamily = 9;  // major compute capability
 constexpr int kProposals = 40;
 constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
+constexpr size_t kWorkspaceOfTorch = 32 << 20;  // which torch gives cuBLAS on this family, and which decides what it takes
 constexpr size_t kMostPlans = 1024;
 
 std::atomic<uint64_t> run_count{0};
@@ -148,26 +149,36 @@ class ProductPlan {
     }
   }
 
-  /// Whether there is a tile of the table; status: what cuBLAS said meanwhile.
-  bool choose(const Product& p, int multiprocessors, LtStatus& status) {
-    std::array<LtHeuristic, kProposals> proposals{};
-    int found = 0;
+  /// cuBLAS's proposals, its favourite first. Returns what it said.
+  LtStatus propose(
+      const Product& p, size_t most_workspace, uint32_t reductions, LtHeuristic* proposals, int most, int& found) const {
     void* preference = nullptr;
-    status = complete ? lt.cublasLtMatmulPreferenceCreate(&preference) : kLtAllocFailed;
-    if (status) return false;
-    const uint32_t alignment = uint32_t(p.alignment);
-    status = lt.cublasLtMatmulPreferenceSetAttribute(
-        preference, kLtPreferenceWorkspace, &kMostWorkspace, sizeof kMostWorkspace);
-    for (int i = 0; i < 4; ++i) {
-      status = status ? status
-                      : lt.cublasLtMatmulPreferenceSetAttribute(
-                            preference, kLtPreferenceAlignmentA + i, &alignment, sizeof alignment);
-    }
+    LtStatus status = complete ? lt.cublasLtMatmulPreferenceCreate(&preference) : kLtAllocFailed;
+    if (status) return status;
+    auto set = [&](int attribute, const auto& value) {
+      if (!status) status = lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value);
+    };
+    set(kLtPreferenceWorkspace, most_workspace);
+    set(kLtPreferenceReductions, reductions);
+    for (int i = 0; i < 4; ++i) set(kLtPreferenceAlignmentA + i, uint32_t(p.alignment));
     if (!status) {
-      status = lt.cublasLtMatmulAlgoGetHeuristic(
-          handle, operation, a, b, c, c, preference, kProposals, proposals.data(), &found);
+      status = lt.cublasLtMatmulAlgoGetHeuristic(handle, operation, a, b, c, c, preference, most, proposals, &found);
     }
     lt.cublasLtMatmulPreferenceDestroy(preference);
+    return status;
+  }
+
+  /// Whether there is an algorithm better than what cuBLAS would take; status: what it said meanwhile.
+  bool choose(const Product& p, int multiprocessors, LtStatus& status) {
+    if (choose_tile(p, multiprocessors, status)) return true;
+    return !may_pass(status) && choose_exact_sum(p, status);
+  }
+
+  /// Whether there is a tile of the table.
+  bool choose_tile(const Product& p, int multiprocessors, LtStatus& status) {
+    std::array<LtHeuristic, kProposals> proposals{};
+    int found = 0;
+    status = propose(p, kMostWorkspace, kLtReductionAny, proposals.data(), kProposals, found);
     if (status) return false;
     double least = 0;
     for (const Tile& t : kTiles) {
@@ -191,6 +202,20 @@ class ProductPlan {
       workspace = chosen.workspace;
     }
     return least > 0;
+  }
+
+  /// Whether cuBLAS would split the sum over k and round its parts to 16 bits before it adds them, and has another way.
+  bool choose_exact_sum(const Product& p, LtStatus& status) {
+    LtHeuristic favourite{};
+    int found = 0;
+    status = propose(p, kWorkspaceOfTorch, kLtReductionAny, &favourite, 1, found);
+    if (status || found == 0 || favourite.state || config<int>(lt, favourite.algorithm, kLtConfigSplitK) <= 1) return false;
+    if (config<uint32_t>(lt, favourite.algorithm, kLtConfigReduction) == kLtReductionComputeType) return false;
+    status = propose(p, kWorkspaceOfTorch, kLtReductionComputeType, &favourite, 1, found);
+    if (status || found == 0 || favourite.state) return false;
+    algorithm = favourite.algorithm;
+    workspace = favourite.workspace;
+    return true;
   }
 
   /// Makes a proposal one of the same make in another tile. False, and nothing has changed, if cuBLAS has none.

@@ -55,8 +55,8 @@ def torchtitan(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Modu
     return by_layers(model, options)
 
 
-def gathered_once(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-    """The head in a group of its own. The fused loss computes its gradients in forward, so backward needs no gather."""
+def head_alone(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
+    """In a group of its own. The fused loss computes its gradients in forward, so backward needs no gather."""
     fully_shard(model.lm_head, **options)
     if hasattr(type(model), "liger_original"):
         model.lm_head.set_unshard_in_backward(False)
@@ -64,7 +64,7 @@ def gathered_once(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.M
 
 
 def accelerate(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-    """Accelerator.prepare itself, under mixed_precision="bf16"."""
+    """Accelerator.prepare itself, under mixed_precision="bf16". It shards no model without an optimizer."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -72,11 +72,12 @@ def accelerate(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Modu
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
         transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
     )  # fmt: skip
-    return Accelerator(mixed_precision="bf16", fsdp_plugin=plugin).prepare_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return Accelerator(mixed_precision="bf16", fsdp_plugin=plugin).prepare(model, optimizer)[0]
 
 
 GROUPINGS: dict[str, Callable] = {
-    f.__name__: f for f in (by_layers, norm_and_head, torchtitan, gathered_once, accelerate)
+    f.__name__: f for f in (by_layers, norm_and_head, torchtitan, head_alone, accelerate)
 }
 
 

@@ -205,12 +205,17 @@ def test_every_tensor_of_every_operator(op, device):
             call(op, given)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(
+    "autocast,dtype", [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("op", PUBLIC)
-def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, device):
+def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, dtype, device):
+    """dtype: of the freed one, which autocast converts to that of others, or to its own."""
     arguments = samples()[op]
     for place in tensors(arguments):
-        given = differentiable(op, arguments, device)
+        freed = arguments[place[0]]
+        freed = freed.to(dtype) if freed.dtype == torch.float32 else freed
+        given = differentiable(op, arguments | {place[0]: freed}, device)
         t = the_tensor(given, place)
         t.untyped_storage().resize_(0)
         what = f"^{named(op, place)} must have memory for its {t.numel()} elements {FREED}"

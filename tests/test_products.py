@@ -295,31 +295,50 @@ def test_the_table_chooses_among_the_proposals():
     assert logits["a"] == [bf16, 4096, 128256, 4096] and logits["b"] == [bf16, 4096, 4096, 4096]
     assert logits["c"] == [bf16, 128256, 4096, 128256]
     assert d_weight["a"] == [bf16, 4096, 1024, 4096] and d_weight["b"] == [bf16, 128256, 1024, 128256]
-    # In this thread the product is the first that CUDA sees.
-    assert all(r["device"] == 0 for r in ran)
     assert again == logits | {"beta": 1} and logits["alpha"] == 2 and logits["beta"] == 0
     assert logits["addresses"] == [256, 512, 768] and logits["stream"] == 5
 
 
-# A tile that is not in the table, in two parts that are added in 16 bits; two tiles whose parts are added in fp32.
-ROUNDED, EXACT = "77:1:2:16:4", "78:1:2:8192;79:1:3:16"
+# Too few tiles to fill the chip, so that cuBLAS may split the sum. Of 2048 x 512, two parts in fp32 are 8 MiB.
+NARROW = product(True, False, 2048, 512, 32768)
+PARTS = 2 * 2048 * 512 * 4
 
 
 @pytest.mark.parametrize(
     "proposals,place",
     [
-        (f"{ROUNDED};{EXACT}", 1),
-        (f"77:1:2:16:1;{EXACT}", 1),
-        # cuBLAS's own choice rounds nothing, or there is no other.
-        (f"{EXACT};{ROUNDED}", None),
-        (f"76:1:1:0;{ROUNDED}", None),
-        (ROUNDED, None),
+        (f"77:1:2:{PARTS // 2};78:1:2:{PARTS};79:1:1:0", 1),
+        (f"77:1:2:0;78:1:3:{PARTS};79:1:1:0", 2),
+        ("77:1:1:0;78:1:2:0", 0),
+        (f"77:1:2:{PARTS // 2}", None),
     ],
-    ids=["rounded", "rounded in place", "exact", "whole", "nothing else"],
+    ids=["parts in 16 bits", "added in place", "whole", "nothing else"],
 )
 def test_parts_of_a_sum_are_added_in_fp32(proposals, place):
-    (served, ran, _), log = run_stub(D_WEIGHT, STUB_LT_PROPOSALS=proposals)
-    assert served == [place and True] and [r["place"] for r in ran] == ([] if place is None else [place]) and not log
+    """What an algorithm keeps them in shows in its workspace: it reports fp32 for parts in 16 bits, too."""
+    (served, ran, _), log = run_stub(NARROW, STUB_LT_PROPOSALS=proposals)
+    assert served == [None if place is None else True]
+    assert [r["place"] for r in ran] == ([] if place is None else [place]) and not log
+
+
+def serve_in_fresh_threads(product, count):
+    from ctypes import CDLL, c_char_p
+
+    lt = CDLL("libcublasLt.so.13")
+    for _ in range(count):
+        worker = threading.Thread(target=lambda: runtime.multiply(**product))
+        worker.start()
+        worker.join()
+    lt.stub_lt_record.restype = c_char_p
+    return json.loads(f"[{lt.stub_lt_record().decode().rstrip(',')}]"), calls("error")
+
+
+def test_threads_that_cuda_has_not_seen():
+    """The one that plans, and one that finds the plan made."""
+    folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
+    env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS}
+    ran, errors = stub_cuda.run(serve_in_fresh_threads, LOGITS, 2, **env).value
+    assert [r["device"] for r in ran] == [0, 0] and not errors
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,8 @@ constexpr LtStatus kLtSuccess = 0, kLtNotInitialized = 1, kLtAllocFailed = 3, kL
 constexpr int kLtComputeF32 = 68;
 constexpr int kLtF32 = 0, kLtF16 = 2, kLtBF16 = 14;
 constexpr int kLtDescTransposeA = 3, kLtDescTransposeB = 4;
-constexpr int kLtPreferenceWorkspace = 1, kLtPreferenceReductions = 3;
-constexpr int kLtPreferenceAlignmentA = 5;  // and those of B, C and D
-constexpr int kLtConfigTile = 1, kLtConfigSplitK = 2, kLtConfigReduction = 3, kLtConfigCluster = 8;
-// How the parts of a split sum over k are added: bits of a mask. In the type that is computed in, or in any.
-constexpr uint32_t kLtReductionComputeType = 2, kLtReductionAny = 7;
+constexpr int kLtPreferenceWorkspace = 1, kLtPreferenceAlignmentA = 5;  // and those of B, C and D
+constexpr int kLtConfigTile = 1, kLtConfigSplitK = 2, kLtConfigCluster = 8;
 
 struct LtAlgorithm {
   uint64_t opaque[8];

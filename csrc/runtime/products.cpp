@@ -83,7 +83,7 @@ constexpr double kIdleLost = 1, kIdleLostSustained = 0.5;
 constexpr int kMeasuredFamily = 9;  // major compute capability
 constexpr int kProposals = 40;
 constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
-constexpr size_t kWorkspaceOfTorch = 32 << 20;  // which torch gives cuBLAS on this family, and which decides what it takes
+constexpr size_t kWorkspaceOfTorch = 32 << 20;  // that cuBLAS gets from torch on this family
 constexpr size_t kMostPlans = 1024;
 
 std::atomic<uint64_t> run_count{0};
@@ -151,7 +151,7 @@ class ProductPlan {
 
   /// cuBLAS's proposals, its favourite first. Returns what it said.
   LtStatus propose(
-      const Product& p, size_t most_workspace, uint32_t reductions, LtHeuristic* proposals, int most, int& found) const {
+      const Product& p, size_t most_workspace, std::array<LtHeuristic, kProposals>& proposals, int& found) const {
     void* preference = nullptr;
     LtStatus status = complete ? lt.cublasLtMatmulPreferenceCreate(&preference) : kLtAllocFailed;
     if (status) return status;
@@ -159,10 +159,10 @@ class ProductPlan {
       if (!status) status = lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value);
     };
     set(kLtPreferenceWorkspace, most_workspace);
-    set(kLtPreferenceReductions, reductions);
     for (int i = 0; i < 4; ++i) set(kLtPreferenceAlignmentA + i, uint32_t(p.alignment));
     if (!status) {
-      status = lt.cublasLtMatmulAlgoGetHeuristic(handle, operation, a, b, c, c, preference, most, proposals, &found);
+      status = lt.cublasLtMatmulAlgoGetHeuristic(
+          handle, operation, a, b, c, c, preference, kProposals, proposals.data(), &found);
     }
     lt.cublasLtMatmulPreferenceDestroy(preference);
     return status;
@@ -171,14 +171,14 @@ class ProductPlan {
   /// Whether there is an algorithm better than what cuBLAS would take; status: what it said meanwhile.
   bool choose(const Product& p, int multiprocessors, LtStatus& status) {
     if (choose_tile(p, multiprocessors, status)) return true;
-    return !may_pass(status) && choose_exact_sum(p, status);
+    return !may_pass(status) && choose_exact_sum(p, multiprocessors, status);
   }
 
   /// Whether there is a tile of the table.
   bool choose_tile(const Product& p, int multiprocessors, LtStatus& status) {
     std::array<LtHeuristic, kProposals> proposals{};
     int found = 0;
-    status = propose(p, kMostWorkspace, kLtReductionAny, proposals.data(), kProposals, found);
+    status = propose(p, kMostWorkspace, proposals, found);
     if (status) return false;
     double least = 0;
     for (const Tile& t : kTiles) {
@@ -204,18 +204,25 @@ class ProductPlan {
     return least > 0;
   }
 
-  /// Whether cuBLAS would split the sum over k and round its parts to 16 bits before it adds them, and has another way.
-  bool choose_exact_sum(const Product& p, LtStatus& status) {
-    LtHeuristic favourite{};
+  /// Whether cuBLAS may split the sum over k, because there are too few tiles for the chip, and has a way that does not
+  /// round the parts to 16 bits: whole, or with a workspace that holds them in fp32.
+  bool choose_exact_sum(const Product& p, int multiprocessors, LtStatus& status) {
+    constexpr int64_t kUsualTile = 128;
+    if (up(p.m, kUsualTile) * up(p.n, kUsualTile) >= multiprocessors) return false;
+    std::array<LtHeuristic, kProposals> proposals{};
     int found = 0;
-    status = propose(p, kWorkspaceOfTorch, kLtReductionAny, &favourite, 1, found);
-    if (status || found == 0 || favourite.state || config<int>(lt, favourite.algorithm, kLtConfigSplitK) <= 1) return false;
-    if (config<uint32_t>(lt, favourite.algorithm, kLtConfigReduction) == kLtReductionComputeType) return false;
-    status = propose(p, kWorkspaceOfTorch, kLtReductionComputeType, &favourite, 1, found);
-    if (status || found == 0 || favourite.state) return false;
-    algorithm = favourite.algorithm;
-    workspace = favourite.workspace;
-    return true;
+    status = propose(p, kWorkspaceOfTorch, proposals, found);
+    if (status) return false;
+    for (const LtHeuristic& proposal : proposals) {
+      if (found-- == 0) break;
+      const auto parts = uint64_t(std::max(1, config<int>(lt, proposal.algorithm, kLtConfigSplitK)));
+      const bool exact = parts == 1 || proposal.workspace >= parts * uint64_t(p.m) * uint64_t(p.n) * sizeof(float);
+      if (proposal.state || !exact) continue;
+      algorithm = proposal.algorithm;
+      workspace = proposal.workspace;
+      return true;
+    }
+    return false;
   }
 
   /// Makes a proposal one of the same make in another tile. False, and nothing has changed, if cuBLAS has none.

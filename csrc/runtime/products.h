@@ -2,8 +2,8 @@
 
 // Large matrix products of half precision by cuBLAS, in a tile that we choose. Of the algorithms that its heuristics
 // propose, the first is not the fastest where the chip runs at its power limit and the sum over k is short: tiles whose
-// epilogue overlaps with the next one's sum take up to a third less time. Where the first choice would split the sum and
-// round its parts to 16 bits, we take one that adds them in fp32, at a 25th of the error.
+// epilogue overlaps with the next one's sum take up to a third less time. Where cuBLAS may split a sum
+// over k and round its parts to 16 bits, we take an algorithm that adds them in fp32, at a 25th of the error.
 
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,7 @@
 // cuBLASLt without a GPU: the functions that csrc/runtime/cublas_lt.cpp resolves. Proposals are the same for every
 // product; what would run is recorded.
 //
-//   STUB_LT_PROPOSALS  "tile:cluster:parts of the sum:workspace[:how parts are added, if not in fp32];..."
+//   STUB_LT_PROPOSALS  "tile:cluster:parts of the sum:workspace;..."
 //   STUB_LT_TILES      "tile:workspace;...": what a proposal may be given for a tile, beside its own
 //   STUB_LT_REFUSES    the status of every product that is to run
 //   STUB_LT_PLAN_FAILS the status of the first request for proposals
@@ -24,8 +24,7 @@ namespace {
 
 struct Algorithm {
   int tile, cluster, parts, place;
-  uint32_t reduction;
-  uint32_t rest[11];
+  uint64_t rest[6];
 };
 struct Heuristic {
   Algorithm algorithm;
@@ -46,17 +45,16 @@ struct Layout {
 };
 struct Preference {
   size_t workspace;
-  uint32_t reductions;
   uint32_t alignment[4];
 };
 
 std::string record;
 int handles = 0;
 
-// The device whose context is current in the stub of the driver; -1: none, or no such stub.
+// The device whose context is current in the stub of the driver; -1: none, -2: no such stub.
 int current_device() {
   auto* ask = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "stub_current_device"));
-  return ask ? ask() : -1;
+  return ask ? ask() : -2;
 }
 
 template <class T>
@@ -75,6 +73,7 @@ EXPORT const char* cublasLtGetStatusName(int status) {
   return status == 13 ? "CUBLAS_STATUS_EXECUTION_FAILED" : status == 15 ? "CUBLAS_STATUS_NOT_SUPPORTED" : "another";
 }
 EXPORT int cublasLtCreate(void** handle) {
+  if (current_device() == -1) return 1;
   *handle = new int(++handles);
   return 0;
 }
@@ -94,7 +93,7 @@ EXPORT int cublasLtMatrixLayoutCreate(void** out, int type, uint64_t rows, uint6
 }
 EXPORT int cublasLtMatrixLayoutDestroy(void* p) { return delete static_cast<Layout*>(p), 0; }
 EXPORT int cublasLtMatmulPreferenceCreate(void** out) {
-  *out = new Preference{0, 7, {}};
+  *out = new Preference{};
   return 0;
 }
 EXPORT int cublasLtMatmulPreferenceDestroy(void* p) { return delete static_cast<Preference*>(p), 0; }
@@ -102,8 +101,6 @@ EXPORT int cublasLtMatmulPreferenceSetAttribute(void* p, int attribute, const vo
   auto* preference = static_cast<Preference*>(p);
   if (attribute == 1 && bytes == 8) {
     preference->workspace = as<size_t>(value);
-  } else if (attribute == 3 && bytes == 4) {
-    preference->reductions = as<uint32_t>(value);
   } else if (attribute >= 5 && attribute <= 8 && bytes == 4) {
     preference->alignment[attribute - 5] = as<uint32_t>(value);
   } else {
@@ -129,13 +126,8 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(
     Heuristic h{};
     h.algorithm.place = place;
     Algorithm& a = h.algorithm;
-    a.reduction = 2;
-    if (std::sscanf(
-            one.c_str(), "%d:%d:%d:%zu:%u", &a.tile, &a.cluster, &a.parts, &h.workspace, &a.reduction) < 4) {
-      return 7;
-    }
-    const bool allowed = a.parts <= 1 || (a.reduction & preference->reductions);
-    if (allowed && h.workspace <= preference->workspace) out[(*found)++] = h;
+    if (std::sscanf(one.c_str(), "%d:%d:%d:%zu", &a.tile, &a.cluster, &a.parts, &h.workspace) != 4) return 7;
+    if (h.workspace <= preference->workspace) out[(*found)++] = h;
   }
   return *found ? 0 : 15;
 }
@@ -146,8 +138,6 @@ EXPORT int cublasLtMatmulAlgoConfigGetAttribute(
     std::memcpy(out, &algorithm->tile, 4);
   } else if (attribute == 2 && bytes == 4) {
     std::memcpy(out, &algorithm->parts, 4);
-  } else if (attribute == 3 && bytes == 4) {
-    std::memcpy(out, &algorithm->reduction, 4);
   } else if (attribute == 8 && bytes == 2) {
     const auto cluster = uint16_t(algorithm->cluster);
     std::memcpy(out, &cluster, 2);

@@ -1,5 +1,5 @@
-"""Prepares Triton's interpreter, which runs kernels on CPU tensors: what the kernels' inline PTX does, for it knows no PTX,
-and masks of scalar conditions."""
+"""Prepares Triton's interpreter, which runs kernels on CPU tensors: inline PTX, which it does not know, and masks of
+scalar conditions."""
 
 import ctypes
 import re

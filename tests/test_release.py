@@ -153,7 +153,8 @@ def test_the_releases_are_named_once(monkeypatch):
 
 def test_the_readme_says_for_each_release_what_ran():
     text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|(.*)\|(.*)\|(.*)\|$", text.split("### Torch versions")[1].split("\n#")[0], re.M)
+    section = text.split("### Torch versions")[1].split("\n#")[0]
+    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|(.*)\|(.*)\|(.*)\|$", section, re.M)
     assert {release for release, *_ in rows} == {*torch_release.RELEASES.values()}
     for release, _, *results in rows:
         for result in results:
@@ -210,7 +211,8 @@ def test_a_wheel_without_a_library_that_it_should_have_is_refused(tmp_path, monk
     code = WHEEL.format(setup=str(ROOT / "setup.py"))
     assert output_of(code, LIGER_OPS_TORCH_VERSIONS="2.11").splitlines()[-1] == "fine"
     done = run_python(code, LIGER_OPS_TORCH_VERSIONS="2.11 2.12 2.13")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "liger-ops: some.whl has no library for torch 2.12, 2.13")
+    sentence = "liger-ops: some.whl has no library for torch 2.12, 2.13"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, sentence)
 
 
 def test_the_sdist_holds_what_a_build_needs(tmp_path, monkeypatch):

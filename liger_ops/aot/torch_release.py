@@ -34,13 +34,14 @@ def cxx_standard(torch: Path) -> int:
     accept."""
     config, header = torch / "share" / "cmake" / "Torch" / "TorchConfig.cmake", torch / "include" / "ATen" / "ATen.h"
     # A property of the target until torch 2.14, a compile feature since 2.15.
-    stated = re.findall(r"^ *(?:CXX_STANDARD |target_compile_features\(torch INTERFACE cxx_std_)(\d+)", config.read_text(), re.M)
+    named = r"^ *(?:CXX_STANDARD |target_compile_features\(torch INTERFACE cxx_std_)(\d+)"
+    stated = re.findall(named, config.read_text(), re.M)
     least = re.findall(r"^#error C\+\+(\d+) or later", header.read_text(), re.M)
     found = {*map(int, stated or least)}
     if len(found) != 1 or (least and min(found) < max(map(int, least))):
         raise SystemExit(
-            f"liger-ops: torch must state one C++ standard that its headers accept (got {', '.join(stated) or 'none'} from "
-            f"{config}, {', '.join(least) or 'none'} from {header})"
+            "liger-ops: torch must state one C++ standard that its headers accept "
+            f"(got {', '.join(stated) or 'none'} from {config}, {', '.join(least) or 'none'} from {header})"
         )
     return found.pop()
 
@@ -83,7 +84,8 @@ def fetch(minor: str, cache: Path) -> Path:
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", scratch]
             command += ["--platform", "manylinux_2_28_x86_64", "--python-version", PYTHON, f"torch=={version}"]
             if subprocess.run(command).returncode:
-                raise SystemExit(f"liger-ops: torch {version}, to build for torch {minor}, was not downloaded: pip says why above")
+                sentence = f"torch {version}, to build for torch {minor}, was not downloaded: pip says why above"
+                raise SystemExit(f"liger-ops: {sentence}")
             (wheel,) = Path(scratch).glob("torch-*.whl")
             unpacked = Path(scratch) / "unpacked"
             unpack(wheel, unpacked)

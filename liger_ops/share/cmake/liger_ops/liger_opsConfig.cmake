@@ -27,4 +27,10 @@ if(NOT TARGET liger_ops::liger_ops)
                INTERFACE_LINK_LIBRARIES "${TORCH_LIBRARIES}"
                # A program may use the operators through a saved model alone, which names no symbol of the library.
                INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed")
+  # Until 2.14, torch's target keeps to itself the C++ standard that its headers need.
+  get_target_property(liger_ops_STANDARD torch CXX_STANDARD)
+  if(liger_ops_STANDARD)
+    set_target_properties(
+      liger_ops::liger_ops PROPERTIES INTERFACE_COMPILE_FEATURES "cxx_std_${liger_ops_STANDARD}")
+  endif()
 endif()

@@ -299,24 +299,23 @@ def test_the_table_chooses_among_the_proposals():
     assert logits["addresses"] == [256, 512, 768] and logits["stream"] == 5
 
 
-# Too few tiles to fill the chip, so that cuBLAS may split the sum. Of 2048 x 512, two parts in fp32 are 8 MiB.
+# Too few tiles to fill the chip, so that cuBLAS may split the sum.
 NARROW = product(True, False, 2048, 512, 32768)
-PARTS = 2 * 2048 * 512 * 4
 
 
 @pytest.mark.parametrize(
-    "proposals,place",
+    "product_,proposals,place",
     [
-        (f"77:1:2:{PARTS // 2};78:1:2:{PARTS};79:1:1:0", 1),
-        (f"77:1:2:0;78:1:3:{PARTS};79:1:1:0", 2),
-        ("77:1:1:0;78:1:2:0", 0),
-        (f"77:1:2:{PARTS // 2}", None),
+        (NARROW, "77:1:2:16;78:1:3:4096;79:1:1:0;80:1:1:0", 2),
+        (NARROW, "77:1:1:8192;78:1:0:0", 1),
+        (NARROW, "77:1:2:16", None),
+        # Enough of them.
+        (NARROW | {"n": 8192}, "77:1:2:16;79:1:1:0", None),
     ],
-    ids=["parts in 16 bits", "added in place", "whole", "nothing else"],
+    ids=["in parts", "too much memory", "nothing else", "many tiles"],
 )
-def test_parts_of_a_sum_are_added_in_fp32(proposals, place):
-    """What an algorithm keeps them in shows in its workspace: it reports fp32 for parts in 16 bits, too."""
-    (served, ran, _), log = run_stub(NARROW, STUB_LT_PROPOSALS=proposals)
+def test_a_sum_of_few_tiles_is_whole(product_, proposals, place):
+    (served, ran, _), log = run_stub(product_, STUB_LT_PROPOSALS=proposals)
     assert served == [None if place is None else True]
     assert [r["place"] for r in ran] == ([] if place is None else [place]) and not log
 

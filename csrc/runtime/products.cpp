@@ -83,7 +83,6 @@ constexpr double kIdleLost = 1, kIdleLostSustained = 0.5;
 constexpr int kMeasuredFamily = 9;  // major compute capability
 constexpr int kProposals = 40;
 constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
-constexpr size_t kWorkspaceOfTorch = 32 << 20;  // that cuBLAS gets from torch on this family
 constexpr size_t kMostPlans = 1024;
 
 std::atomic<uint64_t> run_count{0};
@@ -150,15 +149,14 @@ class ProductPlan {
   }
 
   /// cuBLAS's proposals, its favourite first. Returns what it said.
-  LtStatus propose(
-      const Product& p, size_t most_workspace, std::array<LtHeuristic, kProposals>& proposals, int& found) const {
+  LtStatus propose(const Product& p, std::array<LtHeuristic, kProposals>& proposals, int& found) const {
     void* preference = nullptr;
     LtStatus status = complete ? lt.cublasLtMatmulPreferenceCreate(&preference) : kLtAllocFailed;
     if (status) return status;
     auto set = [&](int attribute, const auto& value) {
       if (!status) status = lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value);
     };
-    set(kLtPreferenceWorkspace, most_workspace);
+    set(kLtPreferenceWorkspace, kMostWorkspace);
     for (int i = 0; i < 4; ++i) set(kLtPreferenceAlignmentA + i, uint32_t(p.alignment));
     if (!status) {
       status = lt.cublasLtMatmulAlgoGetHeuristic(
@@ -170,30 +168,32 @@ class ProductPlan {
 
   /// Whether there is an algorithm better than what cuBLAS would take; status: what it said meanwhile.
   bool choose(const Product& p, int multiprocessors, LtStatus& status) {
-    if (choose_tile(p, multiprocessors, status)) return true;
-    return !may_pass(status) && choose_exact_sum(p, multiprocessors, status);
+    std::array<LtHeuristic, kProposals> proposals{};
+    int found = 0;
+    status = propose(p, proposals, found);
+    if (status) return false;
+    // Those that sum in parts keep these in 16 bits, whatever they report, and need more memory or say so.
+    auto end = std::remove_if(proposals.begin(), proposals.begin() + found, [&](const LtHeuristic& proposal) {
+      return proposal.state || proposal.workspace > kMostWorkspace ||
+          config<int>(lt, proposal.algorithm, kLtConfigSplitK) > 1;
+    });
+    return choose_tile(p, multiprocessors, proposals.begin(), end) ||
+        choose_whole_sum(p, multiprocessors, proposals.begin(), end);
   }
 
   /// Whether there is a tile of the table.
-  bool choose_tile(const Product& p, int multiprocessors, LtStatus& status) {
-    std::array<LtHeuristic, kProposals> proposals{};
-    int found = 0;
-    status = propose(p, kMostWorkspace, proposals, found);
-    if (status) return false;
+  bool choose_tile(const Product& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
     double least = 0;
     for (const Tile& t : kTiles) {
       if (t.transpose_a != p.transpose_a || t.transpose_b != p.transpose_b) continue;
       const double time = expected_time(t, p, multiprocessors);
       if (time == 0 || (least > 0 && time >= least)) continue;
       const int proposed = t.like ? t.like : t.tile;
-      auto end = proposals.begin() + found;
       auto fits = [&](const LtHeuristic& proposal) {
-        return !proposal.state && proposal.workspace <= kMostWorkspace &&
-            config<int>(lt, proposal.algorithm, kLtConfigSplitK) <= 1 &&
-            config<int>(lt, proposal.algorithm, kLtConfigTile) == proposed &&
+        return config<int>(lt, proposal.algorithm, kLtConfigTile) == proposed &&
             config<uint16_t>(lt, proposal.algorithm, kLtConfigCluster) == t.cluster;
       };
-      auto proposal = std::find_if(proposals.begin(), end, fits);
+      auto proposal = std::find_if(begin, end, fits);
       if (proposal == end) continue;
       LtHeuristic chosen = *proposal;
       if (t.like && !resize(chosen, t.tile)) continue;
@@ -204,25 +204,13 @@ class ProductPlan {
     return least > 0;
   }
 
-  /// Whether cuBLAS may split the sum over k, because there are too few tiles for the chip, and has a way that does not
-  /// round the parts to 16 bits: whole, or with a workspace that holds them in fp32.
-  bool choose_exact_sum(const Product& p, int multiprocessors, LtStatus& status) {
+  /// Whether cuBLAS may split the sum over k, because tiles are too few for the chip, and proposes to sum it whole, too.
+  bool choose_whole_sum(const Product& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
     constexpr int64_t kUsualTile = 128;
-    if (up(p.m, kUsualTile) * up(p.n, kUsualTile) >= multiprocessors) return false;
-    std::array<LtHeuristic, kProposals> proposals{};
-    int found = 0;
-    status = propose(p, kWorkspaceOfTorch, proposals, found);
-    if (status) return false;
-    for (const LtHeuristic& proposal : proposals) {
-      if (found-- == 0) break;
-      const auto parts = uint64_t(std::max(1, config<int>(lt, proposal.algorithm, kLtConfigSplitK)));
-      const bool exact = parts == 1 || proposal.workspace >= parts * uint64_t(p.m) * uint64_t(p.n) * sizeof(float);
-      if (proposal.state || !exact) continue;
-      algorithm = proposal.algorithm;
-      workspace = proposal.workspace;
-      return true;
-    }
-    return false;
+    if (begin == end || up(p.m, kUsualTile) * up(p.n, kUsualTile) >= multiprocessors) return false;
+    algorithm = begin->algorithm;
+    workspace = begin->workspace;
+    return true;
   }
 
   /// Makes a proposal one of the same make in another tile. False, and nothing has changed, if cuBLAS has none.

@@ -150,12 +150,13 @@ def attempt(grouping: str, provider: str, arguments: argparse.Namespace) -> dict
 
 
 def markdown(machine: dict[str, Any], records: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    world = dist.get_world_size()
     facts = ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "packages") and v not in (None, ""))
     plain = {r["grouping"]: r.get("losses") for r in records if r["provider"] == "hf"}
     rows = []
     for r in records:
         if "error" in r:
-            rows.append([r["grouping"], PROVIDERS[r["provider"]], r["error"].replace("|", "/"), "", "", ""])
+            rows.append([r["grouping"], PROVIDERS[r["provider"]], r["error"].replace("|", "/")[:60], "", "", ""])
             continue
         exact = plain.get(r["grouping"])
         gap = f"{max(abs(a - b) for a, b in zip(r['losses'], exact)):.1e}" if exact else ""
@@ -163,7 +164,7 @@ def markdown(machine: dict[str, Any], records: list[dict[str, Any]], arguments: 
         rows.append([r["grouping"], PROVIDERS[r["provider"]], *numbers])
     header = ["grouping", "provider", "tok/s/GPU", "peak GiB", "gathers of the head", "largest loss difference from HF"]
     title = f"{arguments.layers} layers, batch {arguments.batch}, sequences of {arguments.length}"
-    return f"# FSDP2 over {dist.get_world_size()} processes\n\n{title}. {facts}.\n\n" + grid(header, rows) + "\n"
+    return f"# FSDP2 over {world} processes\n\n{title}. {facts}.\n\n" + grid(header, rows) + "\n"
 
 
 def main() -> None:

@@ -28,18 +28,14 @@ def test_medusa_learns():
     assert len(first) == 3 and all(b < a - 0.5 for a, b in zip(first, last))
 
 
+def in_processes(count):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+
+
 @pytest.mark.parametrize("processes", [2])
 def test_fsdp_trains_as_without_the_operators(processes):
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        processes,
-        EXAMPLES / "fsdp.py",
-    ]
-    ours, plain = (run_example(*launch, "--steps", 4, *option) for option in ([], ["--plain"]))
+    launch = [*in_processes(processes), EXAMPLES / "fsdp.py", "--steps", 4]
+    ours, plain = (run_example(*launch, *option) for option in ([], ["--plain"]))
     assert "fused_linear_cross_entropy" in ours and "liger_ops" not in plain
     assert len(losses(ours)) == 4 and losses(ours) == pytest.approx(losses(plain), abs=1e-4)
 
@@ -75,3 +71,15 @@ def test_whole_training_steps(tmp_path):
     assert [r.get("provider") for r in rows] == [None, "hf", "ours"] and not any("error" in r for r in rows)
     assert rows[1]["losses"] == pytest.approx(rows[2]["losses"], abs=1e-4)
     assert (tmp_path / "training.md").read_text() in out and (tmp_path / "training.png").stat().st_size > 5_000
+
+
+def test_sharded_training_steps(tmp_path):
+    options = ["--tiny", "--device", "cpu", "--steps", 1, "--groupings", "norm_and_head,head_alone", "--out", tmp_path]
+    out = run_example(*in_processes(2), "-m", "benchmarks.sharded", *options)
+    _, *rows = [json.loads(line) for line in (tmp_path / "sharded.jsonl").read_text().splitlines()]
+    assert [(r["grouping"], r["provider"], r.get("head_gathers")) for r in rows] == [
+        ("norm_and_head", "hf", 2), ("norm_and_head", "ours", 2), ("head_alone", "hf", 2), ("head_alone", "ours", 1),
+    ]  # fmt: skip
+    # bf16 compute, in another order of additions.
+    assert all(r["losses"] == pytest.approx(rows[0]["losses"], rel=2**-8) for r in rows)
+    assert (tmp_path / "sharded.md").read_text() in out

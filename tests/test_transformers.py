@@ -52,8 +52,11 @@ def assert_same_step(a, b, tolerance=1e-4):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_training_converges_to_the_same(name, dtype):
-    """Against the same training in a wider dtype, ours errs no more than unpatched training does in its own. In the
-    geometric mean over a few trainings, because rounding grows exponentially: a rare training errs thirty times as much."""
+    """Against the same training in a wider dtype, ours errs as unpatched training does in its own: in the geometric mean
+    over a few trainings, because rounding grows exponentially, and a rare training errs thirty times as much.
+
+    The logarithm of the ratio of both errors has a standard deviation of up to 0.56 (twelve trainings of gemma3_text,
+    whose mean ratios are 0.94 to 1.04), so the mean of four has 0.28. Five of these are a factor of 4."""
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     errors = {who: collections.defaultdict(lambda: 1.0) for who in ("ours", "eager")}
     trainings = 4
@@ -69,7 +72,7 @@ def test_training_converges_to_the_same(name, dtype):
                 error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
                 errors[who][key] *= error ** (1 / trainings)
     for key, error in errors["ours"].items():
-        assert error <= 1.5 * errors["eager"][key] + torch.finfo(dtype).eps, key
+        assert error <= 4 * errors["eager"][key] + torch.finfo(dtype).eps, key
     assert float(ours["losses"][-8:].mean()) < float(ours["losses"][:8].mean()) - 0.05
 
 
@@ -692,6 +695,31 @@ def test_hooks_on_the_head_see_logits():
     model.lm_head.register_forward_hook(lambda module, inputs, out: seen.append(type(out)))
     loss = model(input_ids=ids, labels=ids).loss
     assert seen == [torch.Tensor] and FUSED not in nodes(loss)
+
+
+def test_hooks_that_gather_weights_run_once_around_the_loss():
+    """As those of DeepSpeed's ZeRO-3, between which alone the weight is whole."""
+    model, ids = make("llama"), tokens()
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    whole, called = model.lm_head.weight.data, []
+
+    def gather(module, inputs):
+        called.append("gather")
+        module.weight.data = whole
+
+    def free(module, inputs, out):
+        called.append("free")
+        module.weight.data = torch.empty(0)
+
+    for hook in (gather, free):
+        hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(free)
+    model.lm_head.weight.data = torch.empty(0)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert called == ["gather", "free"] and FUSED in nodes(loss)
+    torch.testing.assert_close(loss.detach(), plain[0])
 
 
 @pytest.mark.parametrize("hook", [lambda m, inputs: (2 * inputs[0],), lambda m, inputs: (2 * inputs[0], *inputs[1:])])

@@ -362,10 +362,14 @@ def head_of(model: nn.Module) -> nn.Module | None:
         return None
 
 
+# Whose hooks gather and free the head's weights, whatever goes in and comes out.
+GATHERING = ("torch.distributed.fsdp", "deepspeed.runtime.zero")
+
+
 def watched(head: nn.Module) -> bool:
-    """Whether hooks expect logits of the head, or a tensor alone for its input. Those of FSDP take anything."""
+    """Whether hooks expect logits of the head, or a tensor alone for its input."""
     hooks = itertools.chain.from_iterable(found.values() for found in hooks_of(head))
-    return any(not getattr(inner_function(h), "__module__", "").startswith("torch.distributed.fsdp") for h in hooks)
+    return any(not getattr(inner_function(h), "__module__", "").startswith(GATHERING) for h in hooks)
 
 
 class Mode(NamedTuple):

@@ -172,7 +172,7 @@ class ProductPlan {
     int found = 0;
     status = propose(p, proposals, found);
     if (status) return false;
-    // Those that sum in parts keep these in 16 bits, whatever they report, and need more memory or say so.
+    // None that splits the sum: cuBLAS rounds its parts to 16 bits, even where it reports fp32.
     auto end = std::remove_if(proposals.begin(), proposals.begin() + found, [&](const LtHeuristic& proposal) {
       return proposal.state || proposal.workspace > kMostWorkspace ||
           config<int>(lt, proposal.algorithm, kLtConfigSplitK) > 1;

@@ -4,8 +4,9 @@ than two runs of the same code differ, 5 % (10 % of the host's time and of a col
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from benchmarks.report import grid, number, read, size, spread
 

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -174,14 +175,16 @@ def measure_copies(clock: Clock) -> Record:
     return {"kind": "copies", "us": found}
 
 
-def measure_ceilings(clock: Clock, with_matmul: bool) -> Record:
-    """What this machine reaches now: bytes a second of a large copy, bf16 operations a second of a matrix product."""
+def fastest_copy(clock: Clock) -> float:
     source = torch.randn(clock.ceiling_bytes // 4, device=clock.device)
     target = torch.empty_like(source)
     clock.samples(lambda: None, lambda _: target.copy_(source), WARMUP_CALLS)
-    copy = min(clock.samples(lambda: None, lambda _: target.copy_(source), MAX_SAMPLES))
-    record: Record = {"kind": "ceiling", "copy_gb_s": 2 * clock.ceiling_bytes / copy / 1e3}
-    del source, target
+    return min(clock.samples(lambda: None, lambda _: target.copy_(source), MAX_SAMPLES))
+
+
+def measure_ceilings(clock: Clock, with_matmul: bool) -> Record:
+    """What this machine reaches now: bytes a second of a large copy, bf16 operations a second of a matrix product."""
+    record: Record = {"kind": "ceiling", "copy_gb_s": 2 * clock.ceiling_bytes / fastest_copy(clock) / 1e3}
     if with_matmul:
         size = 8192 if clock.device == "cuda" else 1024
         a, b = (torch.randn(size, size, device=clock.device, dtype=torch.bfloat16) for _ in range(2))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -238,7 +239,12 @@ def main() -> int:
 
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"{slug(args.device)}-loss-curves"
-    record: dict[str, Any] = describe(args.device) | {"steps": args.steps, "seed": args.seed, "rate": args.rate, **vars(size)}
+    record: dict[str, Any] = describe(args.device) | {
+        "steps": args.steps,
+        "seed": args.seed,
+        "rate": args.rate,
+        **vars(size),
+    }
     curves: dict[str, list[float]] = {}
     away: dict[str, dict[str, float]] = {}
     for name, loss in losses.items():

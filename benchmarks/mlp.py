@@ -61,7 +61,5 @@ def mlp_op(formula, load_ours, load_linear):
             "full": [(8192, 4096, 11008), (8192, 4096, 14336), (8192, 3584, 18944)],
         },
         dtypes={"full": ("bfloat16",)},
-        anchors=(
-            Anchor((8192, 4096, 14336), "bfloat16", NO_SLOWER_THAN_INDUCTOR),
-        ),
+        anchors=(Anchor((8192, 4096, 14336), "bfloat16", NO_SLOWER_THAN_INDUCTOR),),
     )

@@ -16,10 +16,11 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -112,7 +113,9 @@ class Product:
     @property
     def sizes(self) -> tuple[int, int, int]:
         tokens, inner, outer = self.layer
-        return {"output": (outer, tokens, inner), "d input": (inner, tokens, outer)}.get(self.role, (inner, outer, tokens))
+        return {"output": (outer, tokens, inner), "d input": (inner, tokens, outer)}.get(
+            self.role, (inner, outer, tokens)
+        )
 
     def operands(self, x: torch.Tensor, w: torch.Tensor, d: torch.Tensor, out: Sequence[torch.Tensor]) -> Any:
         """(a, b, c, beta, what torch does)"""
@@ -184,7 +187,17 @@ class Cublas:
             self.call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, alignment, c_size_t(4))
         a, b, c = layouts
         self.call(
-            "cublasLtMatmulAlgoGetHeuristic", self.handle, operation, a, b, c, c, preference, PROPOSALS, found, byref(count)
+            "cublasLtMatmulAlgoGetHeuristic",
+            self.handle,
+            operation,
+            a,
+            b,
+            c,
+            c,
+            preference,
+            PROPOSALS,
+            found,
+            byref(count),
         )
         self.call("cublasLtMatmulPreferenceDestroy", preference)
         return list(found)[: count.value]
@@ -384,7 +397,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "product", "tokens×in×out", "torch, ms", "ours, ms", "tile/cluster", "faster by", "fastest, ms", "its tile",
         "TFLOP/s",
     ]  # fmt: skip
-    summary = [[role, len(g), f"{statistics.mean(g):.3f}", f"{min(g):.3f}", f"{max(g):.3f}"] for role, g in gains.items()]
+    summary = [
+        [role, len(g), f"{statistics.mean(g):.3f}", f"{min(g):.3f}", f"{max(g):.3f}"] for role, g in gains.items()
+    ]
     return "\n".join([
         f"# {machine.get('gpu', 'stub')}: large matrix products in bf16{', sustained' * sustained}", "",
         ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "device")), "",
@@ -431,6 +446,8 @@ def main(argv: Sequence[str]) -> int:
     print(text)
     found = fit(records[1:], records[0]["multiprocessors"], records[0].get("sustained", False))
     print("transpose a, b · tile/cluster · TFLOP/s · epilogue · mean error · measurements")
-    for (transposed, tile), (rate, epilogue, error, count) in sorted(found.items(), key=lambda kv: (kv[0][0], -kv[1][0])):
+    for (transposed, tile), (rate, epilogue, error, count) in sorted(
+        found.items(), key=lambda kv: (kv[0][0], -kv[1][0])
+    ):
         print(f"{transposed} · {tile} · {rate:.0f} · {epilogue} · {error:.1%} · {count}")
     return 0

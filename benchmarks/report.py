@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any
 
 from benchmarks.providers import PROVIDERS, is_ours
 
@@ -113,7 +114,9 @@ def machine_lines(records: Sequence[Record]) -> list[str]:
     if ceilings and "matmul_tflop_s" in ceilings[0]:
         lines.append(f"bf16 matrix product: {number(ceilings[0]['matmul_tflop_s'])} TFLOP/s.")
     if machine["device"] == "cuda" and machine.get("flushes", 1) == 1:
-        lines.append("Where the host needs longer than the write that evicts the L2, some 60 µs, its time is in the device's.")
+        lines.append(
+            "Where the host needs longer than the write that evicts the L2, some 60 µs, its time is in the device's."
+        )
     if machine["device"] == "cpu":
         lines.append("On a CPU the caches are not flushed: data that fits them runs below its floor.")
     return lines
@@ -198,7 +201,10 @@ def exceptions(records: Sequence[Record]) -> list[str]:
         f"{len(big) - len(slow)} of the {len(big)} cells that move more than {GRID_BYTES >> 20} MiB reach "
         f"{100 * GRID_SHARE:g} % of the copy ceiling."
     )
-    header, rows = ["op", "shape", "dtype", "pass", "%"], [[*k, f"{100 * r['floor'] / r['median']:.0f}"] for k, r in slow.items()]
+    header, rows = (
+        ["op", "shape", "dtype", "pass", "%"],
+        [[*k, f"{100 * r['floor'] / r['median']:.0f}"] for k, r in slow.items()],
+    )
     if copies:
         (least, took), (most, longest) = copies[0], copies[-1]
         level = sum(of_copies(key) >= GRID_SHARE for key in big)

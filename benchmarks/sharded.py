@@ -17,9 +17,10 @@ import os
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,9 +77,7 @@ def accelerate(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Modu
     return Accelerator(mixed_precision="bf16", fsdp_plugin=plugin).prepare(model, optimizer)[0]
 
 
-GROUPINGS: dict[str, Callable] = {
-    f.__name__: f for f in (by_layers, norm_and_head, torchtitan, head_alone, accelerate)
-}
+GROUPINGS: dict[str, Callable] = {f.__name__: f for f in (by_layers, norm_and_head, torchtitan, head_alone, accelerate)}
 
 
 # ---- One run

@@ -20,9 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -293,7 +294,10 @@ def markdown(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
     header = ["model", "batch", "provider", "tok/s", "peak GiB", "first step s", "largest loss difference from HF"]
     return (
         f"# Whole training steps\n\n{shape['layers']} layers of each model's shape, sequences of {shape['length']}. "
-        f"{facts}.\n\n" + grid(header, [summary(r, records) for r in records]) + "\n" + "".join(map(kernel_table, records))
+        f"{facts}.\n\n"
+        + grid(header, [summary(r, records) for r in records])
+        + "\n"
+        + "".join(map(kernel_table, records))
     )
 
 

@@ -15,9 +15,10 @@ import multiprocessing
 import os
 import statistics
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -60,7 +61,9 @@ class Launch:
         return self.kernel.pick(self.choices, self.width, self.aligned, self.args.get("rows")).config
 
     def variant(self, config: Any) -> Any:
-        return replace(self.kernel, configs=[config]).pick(self.choices, self.width, self.aligned, self.args.get("rows"))
+        return replace(self.kernel, configs=[config]).pick(
+            self.choices, self.width, self.aligned, self.args.get("rows")
+        )
 
     def restore(self) -> None:
         for name, value in self.before.items():

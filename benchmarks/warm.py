@@ -4,9 +4,9 @@ the process that measures finds it. Compiling takes seconds a case, and a grid h
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from typing import Callable, Sequence
 
 from benchmarks.harness import Case, Problem, Subject
 from benchmarks.providers import discover, load

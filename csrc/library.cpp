@@ -22,19 +22,21 @@ std::tuple<int64_t, int64_t> preload(int64_t device, std::vector<std::string> op
 // Registers the op `liger::_compile_kernel`, which Python implements, as the runtime's compile hook.
 void enable_jit(std::string compiler) {
   runtime::set_compiler(compiler);
-  runtime::set_compile_hook([](const runtime::KernelSpec& spec, uint32_t variant, int capability, std::string& error) -> std::string {
-    try {
-      // The op has no tensor argument; modes and autograd must not see it.
-      at::AutoDispatchBelowADInplaceOrView below;
-      c10::impl::ExcludeDispatchKeyGuard modes(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-      static const auto op = core::find_op<at::Tensor(std::string, int64_t, int64_t)>("liger::_compile_kernel");
-      at::Tensor bytes = op.call(spec.name, variant, capability).contiguous();
-      return std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
-    } catch (const std::exception& e) {
-      error = e.what();
-      return {};
-    }
-  });
+  runtime::set_compile_hook(
+      [](const runtime::KernelSpec& spec, uint32_t variant, int capability, std::string& error) -> std::string {
+        try {
+          // The op has no tensor argument; modes and autograd must not see it.
+          at::AutoDispatchBelowADInplaceOrView below;
+          c10::impl::ExcludeDispatchKeyGuard modes(
+              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+          static const auto op = core::find_op<at::Tensor(std::string, int64_t, int64_t)>("liger::_compile_kernel");
+          at::Tensor bytes = op.call(spec.name, variant, capability).contiguous();
+          return std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+        } catch (const std::exception& e) {
+          error = e.what();
+          return {};
+        }
+      });
 }
 
 bool takes_tensors(const c10::FunctionSchema& schema) {

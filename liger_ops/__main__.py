@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 
@@ -104,7 +105,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same for programs")
-    parser.add_argument("--cmake-prefix", action="store_true", help="the folder for CMAKE_PREFIX_PATH, and nothing else")
+    parser.add_argument(
+        "--cmake-prefix", action="store_true", help="the folder for CMAKE_PREFIX_PATH, and nothing else"
+    )
     arguments = parser.parse_args()
     if arguments.cmake_prefix:
         print(Path(liger_ops.__file__).parent)

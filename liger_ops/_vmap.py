@@ -5,7 +5,8 @@ Operators without a rule, and parameters that differ by example, run once an exa
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -7,7 +7,8 @@ activations. No function writes to its inputs unless its name ends in an undersc
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

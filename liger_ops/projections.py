@@ -3,7 +3,8 @@ passes of their own over tensors of the input's size. One alone may still have i
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,11 @@ def has_hooks(module: nn.Module) -> bool:
 def is_bare_linear(module: nn.Module) -> bool:
     """Whether this is nn.Linear itself with nobody's wrapper or hook around it, so that its parameters may be read past
     its forward."""
-    if type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor) or "forward" in module.__dict__:
+    if (
+        type(module) is not nn.Linear
+        or type(module.weight) not in (nn.Parameter, Tensor)
+        or "forward" in module.__dict__
+    ):
         return False
     return not has_hooks(module)
 

@@ -54,7 +54,7 @@ def ask(asm, values):
     slot, *rows, left = values
     copies = re.findall(r"\[\$1\+(\d+)\], \[\$(\d)\+(\d+)\], 16, size", asm)
     group = []
-    for (at, operand, row), source in zip(copies, rows):
+    for (at, _, row), source in zip(copies, rows):
         for to, address, columns in zip(slot, source, left):
             lane = ctypes.string_at(int(address) + int(row), LANE) if columns > limit(asm) else bytes(LANE)
             group.append((int(to) + int(at), lane))

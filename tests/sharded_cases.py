@@ -8,11 +8,12 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -137,7 +138,9 @@ def step(model: nn.Module, call: Callable | None = None, micro: int = 1, sync: b
         loss = call(input_ids=ids, labels=labels, **arguments).loss
         (loss / micro).backward()
         total += whole(loss) / micro
-    plain_name = {n: n.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for n, _ in model.named_parameters()}
+    plain_name = {
+        n: n.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for n, _ in model.named_parameters()
+    }
     return {"loss": total} | {plain_name[n]: whole(p.grad) for n, p in model.named_parameters()}
 
 
@@ -286,7 +289,9 @@ def loss_dtype(mesh: Any) -> None:
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
         return nn.functional.cross_entropy(logits.float().view(-1, vocab_size), shifted.flatten(), weight)
 
-    def record(input: Tensor, weight: Tensor, target: Tensor, bias: Any, ce_weight: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def record(
+        input: Tensor, weight: Tensor, target: Tensor, bias: Any, ce_weight: Tensor, *rest: Any, **named: Any
+    ) -> Tensor:
         seen.append((input.dtype, weight.dtype, ce_weight.dtype))
         return fused(input, weight, target, bias, ce_weight, *rest, **named)
 

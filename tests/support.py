@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,12 @@ def more_than_few_rows(*kernels: str) -> int:
     return 1 + max(config.max_rows or 0 for name in kernels for config in find(name).configs)
 
 
-ROWS_AND_PARAMETERS = [(torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32)]
+ROWS_AND_PARAMETERS = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float16, None),
+    (torch.bfloat16, torch.float32),
+]
 
 
 def served_by(device: str) -> str:

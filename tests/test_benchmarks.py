@@ -35,7 +35,9 @@ def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
     assert machine["cpu"] and machine["torch"] and str(ROOT) not in lines.read_text()
     times = [r for r in records if r["kind"] == "time"]
     assert {(r["op"], r["provider"]) for r in times} >= {(op, p) for op in ops for p in ("hf", "ours")}
-    assert all(r["median"] > 0 and r["floor"] > 0 and r["path"] == ("cpu" if r["provider"] == "ours" else "") for r in times)
+    assert all(
+        r["median"] > 0 and r["floor"] > 0 and r["path"] == ("cpu" if r["provider"] == "ours" else "") for r in times
+    )
     assert {r["kind"] for r in records} >= {"ceiling", "time", "memory", "host"}
     # Who is missing is named, not dropped.
     missing = {r["provider"] for r in records if r["kind"] == "absent"}
@@ -190,7 +192,9 @@ def test_numbers_that_mean_nothing_are_refused(command, arguments, monkeypatch, 
 
 def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
     providers = {"torch": 2.2, "ours": 2.0, "ours linear": 1.0}
-    records = [{"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": [*providers], "rounds": 1}]
+    records = [
+        {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": [*providers], "rounds": 1}
+    ]
     for rows in (1, 16, 128, 1024, 65536):
         for n in (512, 1024, 2048, 4096):
             for provider, median in providers.items():
@@ -222,7 +226,15 @@ def test_anchors_of_many_ops_are_drawn_as_lines_and_a_pass_may_be_missing(tmp_pa
     machine = {"kind": "machine", "device": "cpu", "cpu": "one", "providers": ["ours"], "rounds": 1}
     cases = [("rms_norm", name) for name in ("forward", "full")] + [("cross_entropy_", "full")]
     records = [
-        {"kind": kind, "op": op, "shape": [rows, 512], "dtype": "float32", "provider": "ours", "path": "cpu", "pass": name}
+        {
+            "kind": kind,
+            "op": op,
+            "shape": [rows, 512],
+            "dtype": "float32",
+            "provider": "ours",
+            "path": "cpu",
+            "pass": name,
+        }
         | times
         for op, name in cases
         for rows in range(1, 41)
@@ -239,7 +251,11 @@ def run_of(path, median, shapes, providers=("ours",)):
     records = [
         {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "rounds": 1, "providers": [*providers]},
         {"kind": "ceiling", "copy_gb_s": median},
-        *({"kind": kind, "shape": shape, "pass": "forward", **common} for shape in shapes for kind in ("time", "memory")),
+        *(
+            {"kind": kind, "shape": shape, "pass": "forward", **common}
+            for shape in shapes
+            for kind in ("time", "memory")
+        ),
         {"kind": "host", "shape": [1, 8], "pass": "grad", **common},
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -253,7 +269,9 @@ def test_report_adds_a_runs_cases_to_anothers(tmp_path):
     found = report.read(old)
     assert found[0]["providers"] == ["ours", "torch"]
     medians = {(r["kind"], *r["shape"]): r["median"] for r in found if "op" in r}
-    expected = {(kind, rows, 8): median for kind in ("time", "memory") for rows, median in ((1, 2.0), (2, 3.0), (3, 3.0))}
+    expected = {
+        (kind, rows, 8): median for kind in ("time", "memory") for rows, median in ((1, 2.0), (2, 3.0), (3, 3.0))
+    }
     assert medians == expected | {("host", 1, 8): 2.0}
     assert len(found) == 2 + len(medians)
     assert len(report.read(new)) == 7
@@ -331,7 +349,10 @@ def test_tuning_drops_candidates_that_are_wrong(tuned):
 
 
 def test_tuning_proposes_a_row_or_keeps_it(tuned):
-    assert tuned["proposed"].startswith("  propose: Config(8192, True, ") and "(was 1000000000.0), a GPU" in tuned["proposed"]
+    assert (
+        tuned["proposed"].startswith("  propose: Config(8192, True, ")
+        and "(was 1000000000.0), a GPU" in tuned["proposed"]
+    )
     assert tuned["kept"].startswith("  keep it")
 
 
@@ -384,7 +405,7 @@ def test_tuning_on_a_gpu():
 
 
 def launch_through_tune():
-    tables()  # noqa: F821
+    tables()
     import ctypes
 
     import torch
@@ -400,7 +421,7 @@ def launch_through_tune():
     args = dict(out0=tensor, out1=None, partial=tensor, rows=3, n=64)
     recorded = tune.Launch("column_sum", {"W": "fp32"}, 64, True, lambda config: (4, 2, 1), args, {})
     executor.run(recorded, recorded.config)
-    (launched,) = calls("cuLaunchKernel")  # noqa: F821
+    (launched,) = calls("cuLaunchKernel")
     return [launched, tensor.data_ptr()]
 
 

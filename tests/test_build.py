@@ -193,9 +193,7 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
         for bounds in zip(*((c.max_n, c.max_rows) for k in everything for c in k.configs))
     )
     calls = [
-        f"  choose<kernels::{k.name}>({', '.join(points)});"
-        for k in everything
-        for points in point_expressions(k)
+        f"  choose<kernels::{k.name}>({', '.join(points)});" for k in everything for points in point_expressions(k)
     ]
     headers = "\n".join(f'#include "kernels/{stem}.h"' for stem in tables.modules())
     (tmp_path / "choose.cpp").write_text(

@@ -18,7 +18,7 @@ from liger_ops import functional as F
 
 def test_names_are_there_only_while_installed():
     with pytest.raises(ImportError):
-        import liger_kernel  # noqa: F401
+        import liger_kernel
     compat.install()
     compat.install()
     import liger_kernel.transformers.monkey_patch
@@ -27,7 +27,7 @@ def test_names_are_there_only_while_installed():
     assert liger_kernel.ops.LigerRMSNormFunction is LigerRMSNormFunction and compat.installed()
     compat.uninstall()
     with pytest.raises(ImportError):
-        import liger_kernel.ops  # noqa: F401
+        import liger_kernel.ops
 
 
 def test_what_is_lacking_is_named(door):
@@ -73,8 +73,16 @@ def test_transformers_finds_it(door):
 def test_functions_and_classes(door):
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerLayerNormFunction, LigerSiLUMulFunction
     from liger_kernel.transformers import (
-        LigerBlockSparseTop2MLP, LigerCrossEntropyLoss, LigerFusedAddRMSNorm, LigerFusedLinearCrossEntropyLoss,
-        LigerGEGLUMLP, LigerLayerNorm, LigerPhi3SwiGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb,
+        LigerBlockSparseTop2MLP,
+        LigerCrossEntropyLoss,
+        LigerFusedAddRMSNorm,
+        LigerFusedLinearCrossEntropyLoss,
+        LigerGEGLUMLP,
+        LigerLayerNorm,
+        LigerPhi3SwiGLUMLP,
+        LigerRMSNorm,
+        LigerSwiGLUMLP,
+        liger_rotary_pos_emb,
     )  # fmt: skip
     from liger_kernel.transformers.functional import (
         CrossEntropyOutput,

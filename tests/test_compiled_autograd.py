@@ -177,7 +177,10 @@ def test_a_graph_that_is_walked_twice(device):
 def test_a_step_whose_forward_breaks_off(device):
     """As models meet it: parts of the forward are compiled, others ran eagerly, one backward goes through all."""
     torch.manual_seed(0)
-    norm, head = torch.ones(16, device=device, requires_grad=True), torch.randn(20, 16, device=device, requires_grad=True)
+    norm, head = (
+        torch.ones(16, device=device, requires_grad=True),
+        torch.randn(20, 16, device=device, requires_grad=True),
+    )
     x, target = torch.randn(6, 16, device=device, requires_grad=True), torch.arange(6, device=device)
 
     def step():

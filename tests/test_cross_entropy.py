@@ -378,7 +378,9 @@ def test_overwriting_leaves_the_rest_of_a_buffer(layout, device):
 
 
 def test_inputs_are_not_written(device):
-    check_reads_only(cross_entropy, make((4, 256), torch.float32, device, torch.float32), [torch.ones((), device=device)])
+    check_reads_only(
+        cross_entropy, make((4, 256), torch.float32, device, torch.float32), [torch.ones((), device=device)]
+    )
 
 
 class Keep:

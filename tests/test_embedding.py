@@ -143,7 +143,10 @@ def test_opcheck(shape, device):
         (lambda i, w: (i.to("meta"), w), r"embedding: weight must be on meta like input"),
         (lambda i, w: (i, w, CLASSES), r"embedding: padding_idx must lie in \[-100, 100\) \(got 100\)"),
         (lambda i, w: (i, w, -CLASSES - 1), r"embedding: padding_idx must lie in \[-100, 100\) \(got -101\)"),
-        (lambda i, w: (i, w, -(2**63)), r"embedding: padding_idx must lie in \[-100, 100\) \(got -9223372036854775808\)"),
+        (
+            lambda i, w: (i, w, -(2**63)),
+            r"embedding: padding_idx must lie in \[-100, 100\) \(got -9223372036854775808\)",
+        ),
     ],
 )
 def test_bad_arguments(change, message):

@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 import torch
@@ -112,7 +112,9 @@ def public_schemas() -> dict[str, str]:
 
 def autocast_rules() -> dict[str, list[str]]:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {name: [key for key in ("CUDA", "CPU") if has(f"liger::{name}", f"Autocast{key}")] for name in public_schemas()}
+    return {
+        name: [key for key in ("CUDA", "CPU") if has(f"liger::{name}", f"Autocast{key}")] for name in public_schemas()
+    }
 
 
 def write_registration(path: str) -> None:
@@ -179,7 +181,13 @@ def gated_calls(device: str) -> Iterator[tuple]:
 
     for dtype, shape in itertools.product((torch.float32, torch.bfloat16), [(2, 3, 64), (5, 131), (0, 8), (5, 0)]):
         n = shape[-1]
-        gate, up, packed, weight, bias = randn(*shape), randn(*shape), randn(*shape[:-1], 2 * n), randn(24, n), randn(24)
+        gate, up, packed, weight, bias = (
+            randn(*shape),
+            randn(*shape),
+            randn(*shape[:-1], 2 * n),
+            randn(24, n),
+            randn(24),
+        )
         grad, narrow = randn(*shape).detach(), randn(*shape[:-1], 24).detach()
         for op, (plain, of_packed, linear, choices) in forms.items():
             for options in choices:
@@ -275,9 +283,12 @@ def loss_calls(device: str) -> Iterator[tuple]:
                 yield f"{name}, no gradient", with_metrics, [x.detach(), w.detach(), None], grads
         if dtype != torch.float16:
             t = w.detach().t().contiguous().t().requires_grad_()
-            yield f"fused_linear_cross_entropy, transposed weight, {shape}, {dtype}", lambda x, w, y=y: (
-                ops.fused_linear_cross_entropy(x, w, y.to(x.device), memory_budget=15_000)
-            ), [x, t], [torch.tensor(0.7, device=device)]
+            yield (
+                f"fused_linear_cross_entropy, transposed weight, {shape}, {dtype}",
+                lambda x, w, y=y: ops.fused_linear_cross_entropy(x, w, y.to(x.device), memory_budget=15_000),
+                [x, t],
+                [torch.tensor(0.7, device=device)],
+            )
 
 
 def write_results(path: str, device: str) -> None:

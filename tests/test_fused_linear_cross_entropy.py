@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import liger_ops
-from liger_ops.fallback.fused_linear_cross_entropy import sort_targets
 from support import (
     CPU_DTYPES,
     HALF_TYPES,
@@ -30,6 +26,10 @@ from support import (
     output_of,
     path_taken,
 )
+from torch import Tensor
+
+import liger_ops
+from liger_ops.fallback.fused_linear_cross_entropy import sort_targets
 
 flce = torch.ops.liger.fused_linear_cross_entropy
 with_metrics = torch.ops.liger.fused_linear_cross_entropy_with_metrics
@@ -165,7 +165,9 @@ def noise_of(exact, dtype, options) -> float:
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("tokens, hidden, classes", [(1, 8, 2), (5, 16, 40), (70, 64, 1000), (130, 24, 1001), (33, 7, 61)])
+@pytest.mark.parametrize(
+    "tokens, hidden, classes", [(1, 8, 2), (5, 16, 40), (70, 64, 1000), (130, 24, 1001), (33, 7, 61)]
+)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_sizes(chunks, tokens, hidden, classes, dtype, device):
     inputs = make(tokens, hidden, classes, dtype, device, bias=True, ignored=0.1 if tokens > 1 else 0)
@@ -226,7 +228,11 @@ def test_no_target_at_all(reduction, dtype, device):
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
 def test_no_tokens(shape, reduction, device):
     x, weight, target, bias = make(shape, 16, 40, torch.bfloat16, device, bias=True)
-    ours = gradients(partial(flce, reduction=reduction), (x, weight, target, bias), [torch.ones((), device=device)] if reduction != "none" else [torch.ones(shape, device=device)])
+    ours = gradients(
+        partial(flce, reduction=reduction),
+        (x, weight, target, bias),
+        [torch.ones((), device=device)] if reduction != "none" else [torch.ones(shape, device=device)],
+    )
     assert ours[0].shape == (() if reduction != "none" else shape)
     assert ours[0].isnan() if reduction == "mean" else not ours[0].any()
     assert ours[1].shape == x.shape and not ours[2].any() and not ours[3].any()
@@ -282,7 +288,9 @@ def test_only_wanted_gradients(wanted, dtype, reduction, device):
 
 
 @pytest.mark.parametrize("weight_layout", ["contiguous", "transposed", "part of a larger one", "every other column"])
-@pytest.mark.parametrize("input_layout", ["contiguous", "transposed", "shifted", "part of wider rows", "every other column"])
+@pytest.mark.parametrize(
+    "input_layout", ["contiguous", "transposed", "shifted", "part of wider rows", "every other column"]
+)
 def test_layouts(input_layout, weight_layout, device):
     x, weight, target, _ = make((4, 9), 16, 100, torch.bfloat16, device)
     x, weight = x.detach(), weight.detach()
@@ -338,7 +346,14 @@ def test_predictions_over_many_classes(classes, reduction, dtype, device):
     """Two of the largest logits are equal, wherever a program keeps them; the first is what is predicted."""
     x = torch.zeros(6, 16, device=device, dtype=dtype).fill_diagonal_(1).requires_grad_()
     weight = torch.zeros(classes, 16, device=device, dtype=dtype)
-    places = [(3, 40), (classes - 1, 700), (1500, classes - 2), (2300, 2301), (classes - 1, classes - 2), (0, classes // 2)]
+    places = [
+        (3, 40),
+        (classes - 1, 700),
+        (1500, classes - 2),
+        (2300, 2301),
+        (classes - 1, classes - 2),
+        (0, classes // 2),
+    ]
     for row, (one, other) in enumerate(places):
         weight[one, row] = weight[other, row] = 4
     target = torch.tensor([40, 5, 1500, 7, classes - 1, 0], device=device)
@@ -360,7 +375,9 @@ def test_log_probs_and_entropy(reduction, classes, softcap, device):
         x[0] += 20 * weight[target[0].clamp(min=0)]
     arguments = dict(softcap=softcap, logits_scale=1.5, reduction=reduction)
     with path_taken(device):
-        loss, log_probs, entropy = with_log_probs(x, weight, target, **arguments, memory_budget=budget_for(3, (x, weight)))
+        loss, log_probs, entropy = with_log_probs(
+            x, weight, target, **arguments, memory_budget=budget_for(3, (x, weight))
+        )
 
     def expected(dtype):
         logits = logits_of(x.to(dtype), weight.to(dtype), None, 1.5)
@@ -369,7 +386,9 @@ def test_log_probs_and_entropy(reduction, classes, softcap, device):
         chosen = p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
         return torch.where(target == -100, 0, chosen), torch.where(target == -100, 0, -(p.exp() * p).sum(-1))
 
-    for name, *results in zip(("log_probs", "entropy"), (log_probs, entropy), expected(torch.float32), expected(torch.float64)):
+    for name, *results in zip(
+        ("log_probs", "entropy"), (log_probs, entropy), expected(torch.float32), expected(torch.float64)
+    ):
         assert_no_worse(name, *results)
     assert torch.equal(loss, flce(x, weight, target, **arguments, memory_budget=budget_for(3, (x, weight))))
     assert not log_probs.requires_grad and not entropy.requires_grad
@@ -526,7 +545,9 @@ def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
     module = Loss(weight)
     batch = torch.export.Dim("batch", min=2, max=64)
     with torch.no_grad():
-        program = torch.export.export(module, (x.detach(), target), dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
+        program = torch.export.export(
+            module, (x.detach(), target), dynamic_shapes=({0: batch}, {0: batch}), strict=strict
+        )
         others = make((7, 9), 16, 40, torch.float32, device)
         for exported in (program, program.run_decompositions()):
             targets = [n.target for n in exported.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
@@ -785,7 +806,9 @@ def test_exponentials_of_a_loss_alone(hidden, chunks, reduction):
     x.requires_grad_(False), weight.requires_grad_(False)
     budget = budget_for(chunks, inputs, 0) if chunks else None
     _, made, workspace, _ = plan(len(x), hidden, len(weight), x.dtype, 0, budget)
-    options = dict(reduction=reduction, logits_scale=0.7, token_weight=torch.rand(len(x), device="cuda"), lse_square_scale=1e-3)
+    options = dict(
+        reduction=reduction, logits_scale=0.7, token_weight=torch.rand(len(x), device="cuda"), lse_square_scale=1e-3
+    )
     liger_ops.reset_launch_counts()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -825,7 +848,9 @@ def test_without_exponentials(case, tmp_path):
     expected = gradients(flce, inputs, [torch.ones((), device="cuda")])
     for there, here in zip(torch.load(path + ".out"), expected):
         # There logits are rounded.
-        assert torch.linalg.vector_norm(there - here) <= torch.finfo(torch.bfloat16).eps * torch.linalg.vector_norm(here)
+        assert torch.linalg.vector_norm(there - here) <= torch.finfo(torch.bfloat16).eps * torch.linalg.vector_norm(
+            here
+        )
 
 
 @pytest.mark.gpu
@@ -863,7 +888,11 @@ ERRORS = {
     "bias of another dtype": ((X, W, Y, torch.ones(10).double()), {}, "bias must have the dtype of input, Float"),
     "class weights of another length": ((X, W, Y, None, torch.ones(9)), {}, r"ce_weight must have shape \[10\]"),
     "learned class weights": ((X, W, Y, None, torch.ones(10, requires_grad=True)), {}, "ce_weight must not require"),
-    "token weights of another shape": ((X, W, Y), dict(token_weight=torch.ones(3)), r"token_weight must have shape \[2, 3\]"),
+    "token weights of another shape": (
+        (X, W, Y),
+        dict(token_weight=torch.ones(3)),
+        r"token_weight must have shape \[2, 3\]",
+    ),
     "integer token weights": ((X, W, Y), dict(token_weight=Y), "token_weight must be floating point"),
     "unknown reduction": ((X, W, Y), dict(reduction="avg"), "reduction must be 'mean', 'sum' or 'none'"),
     "too much smoothing": ((X, W, Y), dict(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),

@@ -1,8 +1,8 @@
 """What a call costs on the host before and after the arithmetic, beside torch's own ops on the same tiny tensors."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Callable
 
 import pytest
 import torch

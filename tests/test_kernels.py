@@ -127,7 +127,14 @@ def test_products_in_ptx_overlap(tmp_path):
     for i, ptx in enumerate((text, touched)):
         path = tmp_path / f"{i}.ptx"
         path.write_text(ptx)
-        command = [assembler(hopper.ARCH), f"--gpu-name=sm_{hopper.ARCH}a", "-O3", path, "-o", path.with_suffix(".cubin")]
+        command = [
+            assembler(hopper.ARCH),
+            f"--gpu-name=sm_{hopper.ARCH}a",
+            "-O3",
+            path,
+            "-o",
+            path.with_suffix(".cubin"),
+        ]
         said.append(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
     waits = re.compile("wgmma.mma_async instructions are serialized|warpgroup.wait is injected")
     assert not waits.search(said[0]) and waits.search(said[1])

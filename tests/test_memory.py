@@ -161,9 +161,7 @@ def samples() -> dict[str, dict[str, Any]]:
     found = recorder.calls | public
     found["_fused_linear_cross_entropy_bwd"]["totals"] = numbers(2)
     found["_mm"] = dict(a=numbers(ROWS, N), b=numbers(N, 3))
-    found["_projections_grad"] = dict(
-        grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)]
-    )
+    found["_projections_grad"] = dict(grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)])
     # A recorder keeps backward from writing in place; that takes no other arguments.
     for op in OPERATORS:
         if op not in found and op.endswith("_"):

@@ -107,7 +107,9 @@ def test_large_products(rows, depth, columns, served, transpose, dtype):
 def test_who_takes_them():
     """The linear loss, projections of one input and the last of an MLP, forward and backward."""
     measured = torch.cuda.get_device_capability()[0] == 9
-    x, weight = (torch.randn(n, DEPTH, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, COLUMNS))
+    x, weight = (
+        torch.randn(n, DEPTH, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, COLUMNS)
+    )
     target = torch.randint(COLUMNS, (4096,), device="cuda")
     # A plain loss has its first product hand out exponentials.
     for smoothing, taken in ((0.1, 3), (0.0, 2)):
@@ -239,7 +241,9 @@ def test_parts_make_the_whole(multiply, transpose, into, refuse):
     planned = 0
     for rows, depth, columns in itertools.product((1, 7, 8, 33), (1, 7, 8, 40), (1, 8, 17, 24)):
         for beta, alpha in ((0, 1), (1, 1), (1, 0.5), (0, 2.0)):
-            a, b, before = (torch.randn(*shape).double() for shape in ((rows, depth), (depth, columns), (rows, columns)))
+            a, b, before = (
+                torch.randn(*shape).double() for shape in ((rows, depth), (depth, columns), (rows, columns))
+            )
             out, memory = padded(before if beta else torch.full_like(before, float("nan")), into == "columns")
             runs = multiply(out, padded(a, transpose[0])[0], padded(b, transpose[1])[0], beta, alpha, refuse)
             planned += runs
@@ -487,7 +491,9 @@ def test_rates_come_back_from_times_that_follow_from_them(name, sustained, epilo
         assert ms >= 2 * products.multiplications(found) / 700e9
         records.append(dict(role=found.role, layer=layer, ms={"torch": 2 * ms, str(tile): ms, f"{name}/4": 1.0}))
     ((key, (rate, found, error, count)),) = products.fit(records, 132, sustained).items()
-    assert key == ((False, True), tile) and rate == pytest.approx(700) and (found, count) == (epilogue, 3) and error < 1e-9
+    assert (
+        key == ((False, True), tile) and rate == pytest.approx(700) and (found, count) == (epilogue, 3) and error < 1e-9
+    )
 
 
 def test_nobody_follows_the_same_neighbour_twice():

@@ -8,7 +8,6 @@ from torch import nn
 from liger_ops import projections
 from liger_ops.projections import has_hooks, is_bare_linear, project
 
-
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
 

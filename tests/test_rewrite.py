@@ -13,7 +13,6 @@ from torch import nn
 from liger_ops import projections
 from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
 
-
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
 

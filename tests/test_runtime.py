@@ -295,7 +295,9 @@ def launch_on_each(kernel):
 
     library = ctypes.CDLL(str(Path(sys.path[0]) / "libliger_runtime.so"))
     library.liger_status.restype = ctypes.c_char_p
-    refusals = [refusal(kernel, device=i, args=bytes(runtime.args_bytes(kernel))) for i in range(runtime.device_count())]
+    refusals = [
+        refusal(kernel, device=i, args=bytes(runtime.args_bytes(kernel))) for i in range(runtime.device_count())
+    ]
     preloaded = [runtime.preload(i, ["fused_linear_cross_entropy"]) for i in range(len(refusals))]
     paths = [kernel in device["paths"] for device in json.loads(library.liger_status().decode())["devices"]]
     loads = [call["device"] for call in calls("cuModuleLoadData")]
@@ -349,9 +351,11 @@ def wrong_calls():
     library.liger_launch.restype = ctypes.c_char_p
     size = runtime.args_bytes("column_sum")
     out = []
-    for name, variant, size in [("nothing", 0, size), ("column_sum", 10**6, size), ("column_sum", 0, size - 1)]:
+    for name, variant, given in [("nothing", 0, size), ("column_sum", 10**6, size), ("column_sum", 0, size - 1)]:
         out.append(
-            library.liger_launch(name.encode(), variant, 0, None, 1, 1, 1, bytes(size), ctypes.c_uint64(size)).decode()
+            library.liger_launch(
+                name.encode(), variant, 0, None, 1, 1, 1, bytes(given), ctypes.c_uint64(given)
+            ).decode()
         )
     return [*out, [c for c in driver.record().decode().split() if c.startswith("cuLaunch")]]
 
@@ -619,8 +623,7 @@ STICKY = [700, 702, 710, 714, 715, 716, 717, 718, 719, 721]
 ENDS_THE_SEARCH = [*STICKY, 2, 3, 4, 46, 100, 101, 201, 214, 220, 709, 900, 999]
 REFUSES_THE_BINARY = [1, 200, 209, 218, 221, 222, 223, 225, 300, 301, 302, 303, 500, 801]
 EARLIER = (
-    "; an earlier operation in this process caused it "
-    "(run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer to find it)"
+    "; an earlier operation in this process caused it (run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer to find it)"
 )
 
 

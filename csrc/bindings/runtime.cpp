@@ -46,8 +46,8 @@ py::object read_entry(const std::string& path, const std::string& kernel, uint32
 }
 
 void launch_raw(
-    const std::string& name, uint32_t variant, int device, std::tuple<uint32_t, uint32_t, uint32_t> grid, const py::bytes& args,
-    uintptr_t stream) {
+    const std::string& name, uint32_t variant, int device, std::tuple<uint32_t, uint32_t, uint32_t> grid,
+    const py::bytes& args, uintptr_t stream) {
   Kernel& kernel = kernel_named(name);
   std::string packed = args;
   if (!kernel.spec().has_variant(variant)) throw py::value_error("no such variant of " + name);
@@ -158,8 +158,8 @@ PYBIND11_MODULE(_runtime, m) {
   });
   m.def(
       "multiply", multiply_at_made_up_addresses, py::arg("bf16"), py::arg("transpose_a"), py::arg("transpose_b"),
-      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256, py::arg("beta") = 0.0,
-      py::arg("sustained") = false);
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256,
+      py::arg("beta") = 0.0, py::arg("sustained") = false);
   m.def("products_run", products_run);
   m.def("set_hook", set_hook);
   m.def("set_compiler", set_compiler);

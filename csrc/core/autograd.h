@@ -180,7 +180,8 @@ class BackwardNode : public torch::autograd::Node {
     for (size_t i = 0; i < next_edges().size(); ++i) args.collect(needs(i));
   }
 
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) override {
+  variable_list apply_with_saved(
+      const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) override {
     namespace compiled = torch::dynamo::autograd;
     std::vector<at::IValue> tensors;
     for (auto& variable : saved) {

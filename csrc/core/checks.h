@@ -24,7 +24,8 @@ inline at::ScalarType compute_type(const at::Tensor& x) {
 /// For the autograd entry: sparse and quantized tensors have no backend implementation that could complain better.
 inline void check_dense(const char* op, const char* name, const at::Tensor& t) {
   LIGER_CHECK(
-      t.layout() == at::kStrided && !t.is_quantized(), op, name, "be a dense, unquantized tensor", t.layout(), " of ", t.scalar_type());
+      t.layout() == at::kStrided && !t.is_quantized(), op, name, "be a dense, unquantized tensor", t.layout(), " of ",
+      t.scalar_type());
 }
 inline void check_dense(const char* op, const char* name, const std::optional<at::Tensor>& t) {
   if (t && t->defined()) check_dense(op, name, *t);
@@ -41,7 +42,8 @@ inline void check_activation(const char* op, const char* name, const at::Tensor&
   LIGER_CHECK(x.dim() >= 1, op, name, "have at least one dimension", "a scalar");
 }
 
-inline void check_same_device(const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
+inline void check_same_device(
+    const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
   LIGER_CHECK(t.device() == x.device(), op, name, c10::str("be on ", x.device(), " like ", like), t.device());
 }
 
@@ -49,8 +51,12 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
 inline void check_same(const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
   check_same_device(op, name, t, like, x);
   check_dense(op, name, t);
-  LIGER_CHECK(t.scalar_type() == x.scalar_type(), op, name, c10::str("have the dtype of ", like, ", ", x.scalar_type()), t.scalar_type());
-  LIGER_CHECK(t.sym_sizes().equals(x.sym_sizes()), op, name, c10::str("have the shape of ", like, ", ", x.sym_sizes()), t.sym_sizes());
+  LIGER_CHECK(
+      t.scalar_type() == x.scalar_type(), op, name, c10::str("have the dtype of ", like, ", ", x.scalar_type()),
+      t.scalar_type());
+  LIGER_CHECK(
+      t.sym_sizes().equals(x.sym_sizes()), op, name, c10::str("have the shape of ", like, ", ", x.sym_sizes()),
+      t.sym_sizes());
 }
 
 /// A parameter with one value per column of x, in x's dtype or in float32.

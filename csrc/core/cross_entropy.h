@@ -291,8 +291,8 @@ LIGER_VECTORIZED Compute<T> sum_away(
 
 template <bool kCap, class T>
 LIGER_VECTORIZED void gradient(
-    T* out, const T* x, const Compute<T>* weight, int64_t n, Compute<T> top, Compute<T> slope,
-    Compute<T> tilt, Compute<T> cap) {
+    T* out, const T* x, const Compute<T>* weight, int64_t n, Compute<T> top, Compute<T> slope, Compute<T> tilt,
+    Compute<T> cap) {
   using C = Compute<T>;
   if constexpr (kCap) {
 #pragma omp simd
@@ -371,8 +371,7 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
 
 /// grad: what arrives for this row's loss, grad_z: for its z-loss, which has another divisor in a mean.
 template <bool kCap, class T>
-void backward_row(
-    const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<T> grad, Compute<T> grad_z) {
+void backward_row(const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<T> grad, Compute<T> grad_z) {
   using C = Compute<T>;
   const int64_t y = a.target[row], n = a.n;
   const auto& o = a.options;
@@ -618,8 +617,8 @@ struct CudaCall {
   }
 
   int32_t flags_for(const RowsOut& out, const Options& o) const {
-    return flags | (out.stats ? kSaveStats : 0) | (out.z_loss ? kSaveZLoss : 0) |
-        (out.predicted ? kSaveMetrics : 0) | (o.reduced() ? 0 : kAddZLoss);
+    return flags | (out.stats ? kSaveStats : 0) | (out.z_loss ? kSaveZLoss : 0) | (out.predicted ? kSaveMetrics : 0) |
+        (o.reduced() ? 0 : kAddZLoss);
   }
 };
 
@@ -636,7 +635,9 @@ inline void sum_rows_cuda(
   using K = kernels::cross_entropy_sum;
   const int64_t rows = call.target.numel();
   const auto point = runtime::point_of<K>(call.target_words - 1);
-  auto config_for = [&](int64_t count) -> const K::Config& { return runtime::first_fit<K>(call.n, false, point, count); };
+  auto config_for = [&](int64_t count) -> const K::Config& {
+    return runtime::first_fit<K>(call.n, false, point, count);
+  };
   const int64_t block = config_for(rows).BLOCK, blocks = (rows + block - 1) / block;
   // One program reads a few blocks faster than a second launch starts.
   const int64_t shares = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
@@ -645,11 +646,16 @@ inline void sum_rows_cuda(
   const bool counts = !known.defined() && (o.mean() || out.totals.defined());
   int32_t flags = (call.flags & (kHasWeight | kMean)) | (rows_of.z_loss ? kSaveZLoss : 0) |
       (out.accuracy.defined() ? kSaveZLoss | kSaveMetrics : 0) | (out.loss.defined() ? 0 : kCountOnly) |
-      (!counts ? kHasTotals : out.totals.defined() ? kSaveTotals : 0);
-  K::Args args{
-      address(out.loss), address(out.z_loss), address(out.accuracy), address(known.defined() ? known : out.totals),
-      address(partial), rows_of.loss, rows_of.z_loss, rows_of.accuracy, address(call.target), address(call.weight),
-      int32_t(rows), int32_t(call.n), o.ignore_index, flags};
+      (!counts                    ? kHasTotals
+           : out.totals.defined() ? kSaveTotals
+                                  : 0);
+  K::Args args{address(out.loss),     address(out.z_loss),
+               address(out.accuracy), address(known.defined() ? known : out.totals),
+               address(partial),      rows_of.loss,
+               rows_of.z_loss,        rows_of.accuracy,
+               address(call.target),  address(call.weight),
+               int32_t(rows),         int32_t(call.n),
+               o.ignore_index,        flags};
   auto launch_on = [&](int64_t rows_read, int64_t programs, int32_t more) {
     args.rows = int32_t(rows_read);
     args.flags = flags | more;
@@ -677,7 +683,8 @@ int64_t columns_end(const Config& config, int64_t n) {
 }
 
 /// The rows of `logits` are those of the call from `first` on; likewise below.
-inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out) {
+inline void forward_rows_cuda(
+    const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out) {
   using K = kernels::cross_entropy_fwd;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&logits});
   bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
@@ -700,10 +707,28 @@ inline void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor log
     arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
   }
   K::Args args{
-      out.loss, out.z_loss, out.accuracy, out.predicted, out.stats,
-      address(logits), call.target_at(first), address(call.weight), address(call.weight_sum), address(shares),
-      address(arrived), int32_t(walk.rows), int32_t(walk.n), int32_t(part), walk.kernel_inner_rows(), from.outer,
-      from.inner, call.target_words, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale), float(o.softcap.value_or(1)),
+      out.loss,
+      out.z_loss,
+      out.accuracy,
+      out.predicted,
+      out.stats,
+      address(logits),
+      call.target_at(first),
+      address(call.weight),
+      address(call.weight_sum),
+      address(shares),
+      address(arrived),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      int32_t(part),
+      walk.kernel_inner_rows(),
+      from.outer,
+      from.inner,
+      call.target_words,
+      o.ignore_index,
+      float(o.label_smoothing),
+      float(o.lse_square_scale),
+      float(o.softcap.value_or(1)),
       call.flags_for(out, o)};
   const auto point = point_of(call.extras ? 2 : parts > 1);
   launch<K>(call.op, call.device, runtime::variant_index<K>(config, point), {uint32_t(walk.rows * parts)}, args);
@@ -720,11 +745,28 @@ inline void backward_rows_cuda(
   const auto& config = runtime::first_fit<K>(walk.n, aligned);
   const auto& [to, from] = walk.strides;
   K::Args args{
-      address(out), address(logits), call.target_at(first), stats,
-      address(upstream.values), address(totals), address(call.weight), address(call.weight_sum),
-      int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), to.outer, to.inner, from.outer, from.inner,
-      call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing), float(o.lse_square_scale),
-      float(o.softcap.value_or(1)), call.flags};
+      address(out),
+      address(logits),
+      call.target_at(first),
+      stats,
+      address(upstream.values),
+      address(totals),
+      address(call.weight),
+      address(call.weight_sum),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      walk.kernel_inner_rows(),
+      to.outer,
+      to.inner,
+      from.outer,
+      from.inner,
+      call.target_words,
+      upstream.stride,
+      o.ignore_index,
+      float(o.label_smoothing),
+      float(o.lse_square_scale),
+      float(o.softcap.value_or(1)),
+      call.flags};
   auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits)), call.extras));
   launch<K>(call.op, call.device, variant, span_grid(config, walk.rows, columns_end(config, walk.n)), args);
   if (!out.is_same(dlogits)) dlogits.copy_(out);
@@ -758,11 +800,32 @@ inline void forward_backward_rows_cuda(
   }
   const auto& at = walk.strides[0];
   K::Args args{
-      out.loss, out.z_loss, out.accuracy, out.predicted, address(x), address(x), call.target_at(first),
-      address(upstream.values), address(totals), address(call.weight), address(call.weight_sum), address(shares),
-      address(arrived), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), at.outer, at.inner, at.outer,
-      at.inner, call.target_words, upstream.stride, o.ignore_index, float(o.label_smoothing),
-      float(o.lse_square_scale), float(o.softcap.value_or(1)),
+      out.loss,
+      out.z_loss,
+      out.accuracy,
+      out.predicted,
+      address(x),
+      address(x),
+      call.target_at(first),
+      address(upstream.values),
+      address(totals),
+      address(call.weight),
+      address(call.weight_sum),
+      address(shares),
+      address(arrived),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      walk.kernel_inner_rows(),
+      at.outer,
+      at.inner,
+      at.outer,
+      at.inner,
+      call.target_words,
+      upstream.stride,
+      o.ignore_index,
+      float(o.label_smoothing),
+      float(o.lse_square_scale),
+      float(o.softcap.value_or(1)),
       call.flags_for(out, o) | (upstream.values.defined() ? kHasGrad : 0)};
   auto variant = runtime::variant_index<K>(*config, point);
   launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
@@ -777,9 +840,18 @@ inline void describe_rows_cuda(
   const int64_t rows = logits.size(0), stride = logits.stride(0);
   bool aligned = ((stride | call.n) & 7) == 0 && aligned16(address(logits));
   const auto& config = runtime::first_fit<K>(call.n, aligned);
-  K::Args args{
-      log_prob, entropy, address(logits), call.target_at(first), stats, int32_t(rows), int32_t(call.n), stride,
-      call.target_words, o.ignore_index, float(o.softcap.value_or(1)), call.flags};
+  K::Args args{log_prob,
+               entropy,
+               address(logits),
+               call.target_at(first),
+               stats,
+               int32_t(rows),
+               int32_t(call.n),
+               stride,
+               call.target_words,
+               o.ignore_index,
+               float(o.softcap.value_or(1)),
+               call.flags};
   auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits))));
   launch<K>(call.op, call.device, variant, {uint32_t(rows)}, args);
 }
@@ -835,9 +907,8 @@ inline void scale_cuda(const char* op, Tensor& dlogits, const Tensor& grad) {
   bool aligned = walk.aligned_strides() && aligned16(address(x));
   const auto& config = runtime::first_fit<K>(walk.n, aligned);
   const auto& at = walk.strides[0];
-  K::Args args{
-      address(x), address(upstream.values), int32_t(walk.n), walk.kernel_inner_rows(), at.outer, at.inner,
-      upstream.stride};
+  K::Args args{address(x), address(upstream.values), int32_t(walk.n), walk.kernel_inner_rows(), at.outer,
+               at.inner,   upstream.stride};
   auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(x))));
   launch<K>(op, dlogits.device(), variant, span_grid(config, walk.rows, walk.n), args);
   if (!x.is_same(dlogits)) dlogits.copy_(x);

@@ -34,7 +34,8 @@ bool aligned16(Pointers... pointers) {
 
 /// Launches a variant of kernel K on x's current stream. The device guard is the caller's.
 template <class K>
-void launch(const char* op, const at::Device& device, uint32_t variant, runtime::Grid grid, const typename K::Args& args) {
+void launch(
+    const char* op, const at::Device& device, uint32_t variant, runtime::Grid grid, const typename K::Args& args) {
   void* stream = nullptr;
   TORCH_CHECK(
       aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0, op,

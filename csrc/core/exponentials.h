@@ -53,7 +53,8 @@ class Exponentials {
   /// rows: of the largest chunk. gradients: whether there are any; make() then gets rows that sums may lie in.
   Exponentials(
       const char* op, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
-      const at::Tensor& class_weight, const cross_entropy::Options& o, double logits_scale, int64_t rows, bool gradients)
+      const at::Tensor& class_weight, const cross_entropy::Options& o, double logits_scale, int64_t rows,
+      bool gradients)
       : op_(op),
         x_(x),
         weight_(weight),
@@ -79,9 +80,19 @@ class Exponentials {
     {
       using K = kernels::fused_linear_cross_entropy_true_logits;
       K::Args args{
-          fact(kBase), fact(kClass), fact(kHighest), address(raised_), address(x), address(weight_),
-          static_cast<const char*>(address(target_)) + first * int64_t(target_.element_size()), int32_t(classes),
-          int32_t(columns), x.stride(0), weight_.stride(0), target_.scalar_type() == at::kLong ? 2 : 1, o_.ignore_index,
+          fact(kBase),
+          fact(kClass),
+          fact(kHighest),
+          address(raised_),
+          address(x),
+          address(weight_),
+          static_cast<const char*>(address(target_)) + first * int64_t(target_.element_size()),
+          int32_t(classes),
+          int32_t(columns),
+          x.stride(0),
+          weight_.stride(0),
+          target_.scalar_type() == at::kLong ? 2 : 1,
+          o_.ignore_index,
           float(scale_)};
       start<K>(x, rows, args);
     }
@@ -93,12 +104,31 @@ class Exponentials {
       using K = kernels::fused_linear_cross_entropy_weigh;
       const int32_t flags = (mean_ ? cross_entropy::kMean : 0) | (grad.defined() ? cross_entropy::kHasGrad : 0) |
           (class_weight_.defined() ? cross_entropy::kHasWeight : 0) | (out.z_loss ? cross_entropy::kSaveZLoss : 0) |
-          (o_.reduced() ? 0 : cross_entropy::kAddZLoss) | (taken.defined() ? kTakes : 0) | (wants_weighed ? kWeighs : 0);
+          (o_.reduced() ? 0 : cross_entropy::kAddZLoss) | (taken.defined() ? kTakes : 0) |
+          (wants_weighed ? kWeighs : 0);
       K::Args args{
-          out.loss, out.z_loss, fact(kFactor), taken.defined() ? taken.const_data_ptr<float>() + first : nullptr,
-          address(weighed), address(e), address(x), sums, fact(kBase), fact(kClass), fact(kHighest),
-          address(class_weight_), address(grad), address(totals), int32_t(columns), int32_t(tiles(classes)), sums_row,
-          e.stride(0), x.stride(0), 1, float(o_.lse_square_scale), flags};
+          out.loss,
+          out.z_loss,
+          fact(kFactor),
+          taken.defined() ? taken.const_data_ptr<float>() + first : nullptr,
+          address(weighed),
+          address(e),
+          address(x),
+          sums,
+          fact(kBase),
+          fact(kClass),
+          fact(kHighest),
+          address(class_weight_),
+          address(grad),
+          address(totals),
+          int32_t(columns),
+          int32_t(tiles(classes)),
+          sums_row,
+          e.stride(0),
+          x.stride(0),
+          1,
+          float(o_.lse_square_scale),
+          flags};
       start<K>(x, rows, args);
     }
   }
@@ -106,9 +136,9 @@ class Exponentials {
   /// dx (rows x columns, contiguous), which is logits_scale * e @ weight, becomes the gradient.
   void rescale(const at::Tensor& dx, int64_t first, const at::Tensor& taken) const {
     using K = kernels::fused_linear_cross_entropy_rescale;
-    K::Args args{
-        address(dx), fact(kFactor), taken.defined() ? taken.const_data_ptr<float>() + first : nullptr, fact(kClass),
-        address(weight_), int32_t(dx.size(1)), weight_.stride(0), float(scale_), taken.defined() ? kTakes : 0};
+    K::Args args{address(dx),       fact(kFactor),    taken.defined() ? taken.const_data_ptr<float>() + first : nullptr,
+                 fact(kClass),      address(weight_), int32_t(dx.size(1)),
+                 weight_.stride(0), float(scale_),    taken.defined() ? kTakes : 0};
     start<K>(dx, dx.size(0), args);
   }
 

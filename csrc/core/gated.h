@@ -153,8 +153,8 @@ struct Gated {
       check_dense(kLinearOp, name, t);
       check_same_device(kLinearOp, name, t, "gate", gate);
       LIGER_CHECK(
-          t.scalar_type() == gate.scalar_type(), kLinearOp, name, c10::str("have the dtype of gate, ", gate.scalar_type()),
-          t.scalar_type());
+          t.scalar_type() == gate.scalar_type(), kLinearOp, name,
+          c10::str("have the dtype of gate, ", gate.scalar_type()), t.scalar_type());
     };
     check_parameter("weight", weight);
     const auto n = gate.sym_sizes().back();
@@ -172,7 +172,8 @@ struct Gated {
 
   static Activation check_packed(const Tensor& gate_up, Options... options) {
     check_activation(kPackedOp, "gate_up", gate_up);
-    LIGER_CHECK(gate_up.sym_size(-1) % 2 == 0, kPackedOp, "gate_up", "have an even last dimension", gate_up.sym_size(-1));
+    LIGER_CHECK(
+        gate_up.sym_size(-1) % 2 == 0, kPackedOp, "gate_up", "have an even last dimension", gate_up.sym_size(-1));
     return Activation(kPackedOp, options...);
   }
 
@@ -201,7 +202,8 @@ struct Gated {
     }
 
     static void backward(
-        const Activation& activation, Tensor dgate, Tensor dup, const Tensor& product, Tensor dout, Tensor gate, Tensor up) {
+        const Activation& activation, Tensor dgate, Tensor dup, const Tensor& product, Tensor dout, Tensor gate,
+        Tensor up) {
       runtime::count_cpu_call();
       if (dout.numel() == 0) return;
       auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
@@ -210,16 +212,18 @@ struct Gated {
         using T = decltype(t);
         T *dgate_at = dgate.data_ptr<T>(), *dup_at = dup.data_ptr<T>();
         T* product_at = product.defined() ? product.data_ptr<T>() : nullptr;
-        const T *dout_at = dout.const_data_ptr<T>(), *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
+        const T *dout_at = dout.const_data_ptr<T>(), *gate_at = gate.const_data_ptr<T>(),
+                *up_at = up.const_data_ptr<T>();
         activation.with_math([&](auto math) {
-          detail::parallel_spans(walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
-            int64_t inner = walk.inner_rows;
-            detail::gated_backward<decltype(math)>(
-                dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
-                product_at ? product_at + d.offset(row, inner) + first : nullptr,
-                dout_at + d.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
-                up_at + u.offset(row, inner) + first, n);
-          });
+          detail::parallel_spans(
+              walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
+                int64_t inner = walk.inner_rows;
+                detail::gated_backward<decltype(math)>(
+                    dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
+                    product_at ? product_at + d.offset(row, inner) + first : nullptr,
+                    dout_at + d.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
+                    up_at + u.offset(row, inner) + first, n);
+              });
         });
       });
     }
@@ -237,27 +241,49 @@ struct Gated {
       const auto point = runtime::point_of<K>(K::dtype(dtype_of(gate)));
       const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
       const auto& [o, g, u] = walk.strides;
-      typename K::Args args{
-          address(out), address(gate), address(up), int32_t(walk.rows), walk.n, walk.kernel_inner_rows(), o.outer, o.inner,
-          g.outer, g.inner, u.outer, u.inner};
+      typename K::Args args{address(out), address(gate),
+                            address(up),  int32_t(walk.rows),
+                            walk.n,       walk.kernel_inner_rows(),
+                            o.outer,      o.inner,
+                            g.outer,      g.inner,
+                            u.outer,      u.inner};
       activation.set(args);
       auto variant = runtime::variant_index<K>(config, point);
       launch<K>(kOp, gate.device(), variant, detail::tile_grid(config, walk), args);
     }
 
     static void backward(
-        const Activation& activation, Tensor dgate, Tensor dup, const Tensor& product, Tensor dout, Tensor gate, Tensor up) {
+        const Activation& activation, Tensor dgate, Tensor dup, const Tensor& product, Tensor dout, Tensor gate,
+        Tensor up) {
       using K = typename Activation::Backward;
       c10::DeviceGuard guard(gate.device());
       if (dout.numel() == 0) return;
       auto walk = detail::walk_elements<5>(kOp, {&dout, &dgate, &dup, &gate, &up});
-      bool aligned = walk.aligned_strides() && aligned16(address(dout), address(dgate), address(dup), address(gate), address(up), address(product));
+      bool aligned = walk.aligned_strides() &&
+          aligned16(address(dout), address(dgate), address(dup), address(gate), address(up), address(product));
       const auto point = runtime::point_of<K>(K::dtype(dtype_of(gate)));
       const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
       const auto& [d, dg, du, g, u] = walk.strides;
       typename K::Args args{
-          address(dgate), address(dup), address(product), address(dout), address(gate), address(up), int32_t(walk.rows), walk.n,
-          walk.kernel_inner_rows(), dg.outer, dg.inner, du.outer, du.inner, d.outer, d.inner, g.outer, g.inner, u.outer, u.inner};
+          address(dgate),
+          address(dup),
+          address(product),
+          address(dout),
+          address(gate),
+          address(up),
+          int32_t(walk.rows),
+          walk.n,
+          walk.kernel_inner_rows(),
+          dg.outer,
+          dg.inner,
+          du.outer,
+          du.inner,
+          d.outer,
+          d.inner,
+          g.outer,
+          g.inner,
+          u.outer,
+          u.inner};
       activation.set(args);
       if (product.defined()) args.flags |= kWithProduct;
       auto variant = runtime::variant_index<K>(config, point);
@@ -301,7 +327,8 @@ struct Gated {
     Activation activation = check(gate, up, options...);
     check_same(kOp, "dout", dout, "gate", gate);
     Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate), product = at::empty_like(dgate);
-    if constexpr (computes<Device>) Device::backward(activation, dgate, dup, product, in_layout_of(dgate, dout), gate, up);
+    if constexpr (computes<Device>)
+      Device::backward(activation, dgate, dup, product, in_layout_of(dgate, dout), gate, up);
     return {dgate, dup, product};
   }
 
@@ -588,7 +615,8 @@ struct Gated {
   }
 
   template <class Device>
-  static void packed_backward(const Activation& activation, const Tensor& dgate_up, const Tensor& dout, const Tensor& gate_up) {
+  static void packed_backward(
+      const Activation& activation, const Tensor& dgate_up, const Tensor& dout, const Tensor& gate_up) {
     LIGER_CHECK(
         dout.sym_sizes().equals(half_sizes(gate_up)), kPackedOp, "dout",
         c10::str("have half the columns of gate_up, ", gate_up.sym_sizes()), dout.sym_sizes());

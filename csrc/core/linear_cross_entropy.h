@@ -29,7 +29,7 @@ struct Wanted {
     return {bit(0), bit(1), bit(2), bit(3), bit(4)};
   }
   const char* op() const {
-    return metrics ? "fused_linear_cross_entropy_with_metrics"
+    return metrics  ? "fused_linear_cross_entropy_with_metrics"
         : log_probs ? "fused_linear_cross_entropy_with_log_probs"
                     : "fused_linear_cross_entropy";
   }
@@ -104,7 +104,8 @@ inline Settings check(
     check_tokens("token_weight", *token_weight);
   }
   LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
-  LIGER_CHECK(!memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
+  LIGER_CHECK(
+      !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
   auto o = cross_entropy::parse(op, reduction, ignore_index, label_smoothing, lse_square_scale, softcap);
   return {o, logits_scale, token_weight, memory_budget};
 }
@@ -154,8 +155,8 @@ inline Plan make_plan(
     if (plan.chunks > 1) plan.chunk = std::min(most, (plan.chunk + tile - 1) / tile * tile);
     plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
   }
-  plan.bytes = std::min(plan.chunk, tokens) * per_row +
-      tokens * (16 + (takes_targets(dtype, plan.chunks, wanted) ? 40 : 0));
+  plan.bytes =
+      std::min(plan.chunk, tokens) * per_row + tokens * (16 + (takes_targets(dtype, plan.chunks, wanted) ? 40 : 0));
   return plan;
 }
 
@@ -169,8 +170,8 @@ inline std::tuple<int64_t, int64_t, int64_t, int64_t> describe_plan(
       c10::str(tokens, " tokens, ", hidden, " hidden, ", classes, " classes"));
   LIGER_CHECK(at::isFloatingType(dtype), op, "dtype", "be floating point", dtype);
   Plan plan = make_plan(op, tokens, classes, dtype, wanted, memory_budget);
-  const int64_t gradients = (wanted.input ? tokens * hidden : 0) + (wanted.weight ? classes * hidden : 0) +
-      (wanted.bias ? classes : 0);
+  const int64_t gradients =
+      (wanted.input ? tokens * hidden : 0) + (wanted.weight ? classes * hidden : 0) + (wanted.bias ? classes : 0);
   return {plan.chunk, plan.chunks, plan.bytes, gradients * int64_t(c10::elementSize(dtype))};
 }
 
@@ -360,9 +361,9 @@ struct Cuda {
       using K = kernels::fused_linear_cross_entropy_take_targets;
       const auto& config = runtime::first_fit<K>(call.n, false);
       const int64_t rows = dlogits.size(0);
-      K::Args args{
-          address(dlogits), call.target_at(first), taken.const_data_ptr<float>() + first, int32_t(rows),
-          int32_t(call.n), dlogits.stride(0), call.target_words, o.ignore_index};
+      K::Args args{address(dlogits),  call.target_at(first), taken.const_data_ptr<float>() + first,
+                   int32_t(rows),     int32_t(call.n),       dlogits.stride(0),
+                   call.target_words, o.ignore_index};
       auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(dlogits))));
       launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
     }
@@ -373,8 +374,8 @@ struct Cuda {
       const auto& config = runtime::first_fit<K>(call.n, false);
       auto numbers = call.target.options().dtype(at::kInt);
       Tensor classes = at::empty({rows}, numbers), order = at::empty({rows}, numbers);
-      K::Args args{
-          address(call.target), address(classes), address(order), int32_t(rows), int32_t(call.n), o.ignore_index};
+      K::Args args{address(call.target), address(classes), address(order),
+                   int32_t(rows),        int32_t(call.n),  o.ignore_index};
       auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(call.target_words - 1));
       launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
       return {classes, order};
@@ -386,9 +387,9 @@ struct Cuda {
       bool aligned = dweight.stride(1) == 1 && ((columns | dweight.stride(0) | x.stride(0)) & 7) == 0 &&
           aligned16(address(dweight), address(x));
       const auto& config = runtime::first_fit<K>(columns, aligned);
-      K::Args args{
-          address(dweight), address(x), address(taken), address(classes), address(order), int32_t(rows),
-          int32_t(columns), dweight.stride(0), dweight.stride(1), x.stride(0), float(scale)};
+      K::Args args{address(dweight),  address(x),    address(taken),   address(classes),
+                   address(order),    int32_t(rows), int32_t(columns), dweight.stride(0),
+                   dweight.stride(1), x.stride(0),   float(scale)};
       auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(dweight))));
       const int64_t blocks = (columns + config.BLOCK_N - 1) / config.BLOCK_N;
       launch<K>(call.op, call.device, variant, {uint32_t(rows * blocks)}, args);
@@ -546,8 +547,7 @@ Forward forward(
   // The plan has room for sums where there are no gradients.
   const bool has_room = !s.memory_budget || !now;
   if (is_loss_alone(s, bias, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
-    exponentials.emplace(
-        op, pass.x, weight, target.reshape(-1), ce_weight, o, s.logits_scale, buffer.size(0), now);
+    exponentials.emplace(op, pass.x, weight, target.reshape(-1), ce_weight, o, s.logits_scale, buffer.size(0), now);
   }
   const bool describe = wanted.log_probs;
   if (describe && !rows.out.stats) {

@@ -121,9 +121,11 @@ void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double
 
 /// out = beta * out + alpha * a @ b, on out's device, which is the current one. sustained: see runtime::Product.
 inline void multiply(
-    at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1, bool sustained = false) {
+    at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1,
+    bool sustained = false) {
   const double multiplications = double(out.numel()) * double(a.size(1));
-  if (multiplications < runtime::kLeastMultiplications || !out.is_cuda() || !at::isReducedFloatingType(out.scalar_type())) {
+  if (multiplications < runtime::kLeastMultiplications || !out.is_cuda() ||
+      !at::isReducedFloatingType(out.scalar_type())) {
     detail::multiply_aten(out, a, b, beta, alpha);
   } else {
     detail::multiply_by<detail::Planned>(out, a, b, beta, alpha, sustained);

@@ -34,7 +34,8 @@ inline bool has_strides_of_rows_like(const at::Tensor& t, const at::Tensor& x) {
 
 /// A number for every row of y, which lies as empty_rows_like makes it, in the order that walk_rows gives rows: that of
 /// memory. planes: so many of them, one after the other. Works on symbolic sizes.
-inline at::Tensor empty_per_row(const at::Tensor& y, at::ScalarType dtype, std::optional<int64_t> planes = std::nullopt) {
+inline at::Tensor empty_per_row(
+    const at::Tensor& y, at::ScalarType dtype, std::optional<int64_t> planes = std::nullopt) {
   const int64_t levels = y.dim() - 1;
   const auto n = y.sym_sizes().back();
   at::SymDimVector sizes, strides;

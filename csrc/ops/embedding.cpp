@@ -72,11 +72,11 @@ Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes,
   Tensor dweight = at::zeros({classes.guard_int(__FILE__, __LINE__), columns}, dout.options());
   // Half of a radix sort's passes: no weight has 2^31 rows.
   auto [indices, order] = input.reshape(-1).to(at::kInt).sort(/*stable=*/true, 0, false);
-  const bool aligned = ((columns | dout.stride(0)) & 7) == 0 && core::aligned16(core::address(dweight), core::address(dout));
+  const bool aligned =
+      ((columns | dout.stride(0)) & 7) == 0 && core::aligned16(core::address(dweight), core::address(dout));
   const auto& config = runtime::first_fit<K>(columns, aligned);
-  K::Args args{
-      core::address(dweight), core::address(dout), core::address(indices), core::address(order), int32_t(rows),
-      int32_t(columns), dout.stride(0), int32_t(padding_idx)};
+  K::Args args{core::address(dweight), core::address(dout), core::address(indices), core::address(order),
+               int32_t(rows),          int32_t(columns),    dout.stride(0),         int32_t(padding_idx)};
   const int64_t programs = rows * ((columns + config.BLOCK_N - 1) / config.BLOCK_N);
   LIGER_CHECK(
       programs <= std::numeric_limits<int32_t>::max(), kOp, "input", "have fewer indices for weights this wide", rows);

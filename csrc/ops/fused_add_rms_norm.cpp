@@ -22,7 +22,8 @@ constexpr const char* kOp = "fused_add_rms_norm";
 // The forward with and without what backward needs.
 template <auto forward>
 std::tuple<Tensor, Tensor, Tensor> fwd(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
+    c10::string_view mode) {
   check_rms_norm(kOp, x, residual, value_or_undefined(weight), eps, mode);
   auto out = forward(kOp, x, residual, value_or_undefined(weight), eps, offset, mode, true);
   return {out.y, out.s, out.rstd};
@@ -30,7 +31,8 @@ std::tuple<Tensor, Tensor, Tensor> fwd(
 
 template <auto forward>
 std::tuple<Tensor, Tensor> fused(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
+    c10::string_view mode) {
   check_rms_norm(kOp, x, residual, value_or_undefined(weight), eps, mode);
   auto out = forward(kOp, x, residual, value_or_undefined(weight), eps, offset, mode, false);
   return {out.y, out.s};
@@ -49,14 +51,15 @@ struct FusedAddRmsNormBackward : core::BackwardNode<FusedAddRmsNormBackward, 3> 
     if (!dy.defined()) return {ds, ds, Tensor()};
     bool overwrite = may_overwrite(dy, s);
     bool needs_dx = needs(0) || needs(1);
-    auto [dx, dweight] = rms_norm_backward(
-        dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, needs(2), overwrite);
+    auto [dx, dweight] =
+        rms_norm_backward(dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, needs(2), overwrite);
     return {dx, dx, dweight};
   }
 };
 
 std::tuple<Tensor, Tensor> fused_autograd(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
+    c10::string_view mode) {
   core::check_dense(kOp, "x", x);
   core::check_dense(kOp, "residual", residual);
   core::check_dense(kOp, "weight", weight);
@@ -80,14 +83,16 @@ std::tuple<Tensor, Tensor> fused_autograd(
   // A weight's gradient alone makes no sum differentiable.
   bool s_has_gradient = torch::autograd::compute_requires_grad(x, residual);
   if (s_has_gradient) torch::autograd::set_history(s, node);
-  node->saved = {core::SavedVariable(s, s_has_gradient), core::SavedVariable(weight, false), core::SavedVariable(rstd, false)};
+  node->saved = {
+      core::SavedVariable(s, s_has_gradient), core::SavedVariable(weight, false), core::SavedVariable(rstd, false)};
   return {y, s};
 }
 
 // The sum is in the wider dtype, as it is without autocast, and the norm as torch's own.
 template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> fused_autocast(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
+    c10::string_view mode) {
   static const auto op = core::find_op<decltype(fused<rms_norm_forward_meta>)>("liger::fused_add_rms_norm");
   c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   if (kDevice == c10::DeviceType::CUDA && core::torch_autocasts_to_float("rms_norm")) {

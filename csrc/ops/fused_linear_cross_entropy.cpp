@@ -122,9 +122,9 @@ struct Ops {
       const OptionalTensor& ce_weight, O... options, int64_t wanted) {
     Wanted w = Wanted::from_bits(wanted);
     Forward out = run<Device>(w.op(), input, weight, target, bias, ce_weight, w, options...);
-    return {
-        out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
-        out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals, out.late};
+    return {out.rows.loss,      out.rows.z_loss, out.rows.accuracy,   out.rows.predicted,
+            out.log_probs,      out.entropy,     out.gradients.input, out.gradients.weight,
+            out.gradients.bias, out.rows.stats,  out.rows.totals,     out.late};
   }
 
   template <class Device>
@@ -190,8 +190,8 @@ struct Ops {
     } else {
       auto node = core::make_node<BackwardNode>();
       node->set_next_edges(std::move(edges));
-      node->saved = {save(input), save(weight), save(target), save(bias), save(ce_weight), save(s.token_weight),
-                     save(out.rows.stats), save(out.rows.totals)};
+      node->saved = {save(input),     save(weight),         save(target),         save(bias),
+                     save(ce_weight), save(s.token_weight), save(out.rows.stats), save(out.rows.totals)};
       node->s = s;
       node->s.token_weight = std::nullopt;
       node->wanted = wanted.bits();
@@ -250,9 +250,7 @@ struct Ops {
     static Tensor cast(const Tensor& t) {
       return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
     }
-    static OptionalTensor cast(const OptionalTensor& t) {
-      return t && t->defined() ? OptionalTensor(cast(*t)) : t;
-    }
+    static OptionalTensor cast(const OptionalTensor& t) { return t && t->defined() ? OptionalTensor(cast(*t)) : t; }
 
     template <class Function>
     static auto redispatch(
@@ -291,9 +289,9 @@ struct Ops {
   };
 };
 
-using Linear = Ops<
-    c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
-    std::optional<int64_t>>;
+using Linear =
+    Ops<c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
+        std::optional<int64_t>>;
 
 /// The gradient that forward made, times what arrives.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, bool ours) {
@@ -334,8 +332,7 @@ core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_cross_entropy_bwd");
   auto [dinput, dweight, dbias] = op.call(
       grad, input, weight, target, bias, ce_weight, stats, totals, s.o.reduction_name(), s.o.ignore_index,
-      s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget,
-      wanted);
+      s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget, wanted);
   return {dinput, dweight, dbias};
 }
 

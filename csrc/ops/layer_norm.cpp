@@ -23,7 +23,14 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr const char* kOp = "layer_norm";
 
 // Mirrors the constants of liger_ops/kernels/layer_norm.py.
-enum Flags : int32_t { kHasWeight = 1, kHasBias = 2, kSaveStatistics = 4, kNeedsDweight = 8, kNeedsDbias = 16, kFinal = 32 };
+enum Flags : int32_t {
+  kHasWeight = 1,
+  kHasBias = 2,
+  kSaveStatistics = 4,
+  kNeedsDweight = 8,
+  kNeedsDbias = 16,
+  kFinal = 32
+};
 
 Tensor contiguous_or_undefined(const OptionalTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
 
@@ -40,8 +47,8 @@ void check(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& 
   if (bias && bias->defined()) core::check_column_parameter(kOp, "bias", *bias, x);
   if (weight && bias && weight->defined() && bias->defined()) {
     LIGER_CHECK(
-        weight->scalar_type() == bias->scalar_type(), kOp, "bias", c10::str("have the dtype of weight, ", weight->scalar_type()),
-        bias->scalar_type());
+        weight->scalar_type() == bias->scalar_type(), kOp, "bias",
+        c10::str("have the dtype of weight, ", weight->scalar_type()), bias->scalar_type());
   }
   core::check_eps(kOp, eps);
 }
@@ -206,7 +213,8 @@ LIGER_VECTORIZED void backward_rows(
   }
 }
 
-Forward forward_cpu(const Tensor& x_in, const OptionalTensor& weight_in, const OptionalTensor& bias_in, double eps, bool save) {
+Forward forward_cpu(
+    const Tensor& x_in, const OptionalTensor& weight_in, const OptionalTensor& bias_in, double eps, bool save) {
   check(x_in, weight_in, bias_in, eps);
   runtime::count_cpu_call();
   Tensor x = x_in, weight = contiguous_or_undefined(weight_in), bias = contiguous_or_undefined(bias_in);
@@ -220,8 +228,14 @@ Forward forward_cpu(const Tensor& x_in, const OptionalTensor& weight_in, const O
     using C = core::Compute<T>;
     C* means = core::data_or_null<C>(out.statistics);
     CpuForward<T, W> a{
-        x.const_data_ptr<T>(), core::data_or_null<W>(weight), core::data_or_null<W>(bias), out.y.data_ptr<T>(), means,
-        means ? means + walk.rows : nullptr, walk, C(eps)};
+        x.const_data_ptr<T>(),
+        core::data_or_null<W>(weight),
+        core::data_or_null<W>(bias),
+        out.y.data_ptr<T>(),
+        means,
+        means ? means + walk.rows : nullptr,
+        walk,
+        C(eps)};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
       forward_rows(a, begin, end);
     });
@@ -248,8 +262,13 @@ Gradients backward_cpu(
       using C = core::Compute<T>;
       const C* means = statistics.const_data_ptr<C>();
       CpuBackward<T> a{
-          dy.const_data_ptr<T>(), x.const_data_ptr<T>(), weight.const_data_ptr<C>(), means, means + walk.rows,
-          core::data_or_null<T>(dx), walk};
+          dy.const_data_ptr<T>(),
+          x.const_data_ptr<T>(),
+          weight.const_data_ptr<C>(),
+          means,
+          means + walk.rows,
+          core::data_or_null<T>(dx),
+          walk};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
         backward_rows(a, dweight.of<C>(range), dbias.of<C>(range), begin, end);
       });
@@ -260,7 +279,8 @@ Gradients backward_cpu(
 
 // ---- CUDA
 
-Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const OptionalTensor& bias_in, double eps, bool save) {
+Forward forward_cuda(
+    const Tensor& x_in, const OptionalTensor& weight_in, const OptionalTensor& bias_in, double eps, bool save) {
   using K = kernels::layer_norm_fwd;
   check(x_in, weight_in, bias_in, eps);
   c10::DeviceGuard guard(x_in.device());
@@ -276,10 +296,13 @@ Forward forward_cuda(const Tensor& x_in, const OptionalTensor& weight_in, const 
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
   int32_t flags = (weight.defined() ? kHasWeight : 0) | (bias.defined() ? kHasBias : 0) | (save ? kSaveStatistics : 0);
   const auto& [y_walk, x_walk] = walk.strides;
-  K::Args args{
-      core::address(out.y), core::address(out.statistics), core::address(x), core::address(weight), core::address(bias),
-      int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), y_walk.outer, y_walk.inner, x_walk.outer, x_walk.inner,
-      float(eps), flags};
+  K::Args args{core::address(out.y), core::address(out.statistics),
+               core::address(x),     core::address(weight),
+               core::address(bias),  int32_t(walk.rows),
+               int32_t(walk.n),      walk.kernel_inner_rows(),
+               y_walk.outer,         y_walk.inner,
+               x_walk.outer,         x_walk.inner,
+               float(eps),           flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
   core::launch<K>(kOp, x.device(), runtime::variant_index<K>(config, point), grid, args);
   return out;
@@ -304,22 +327,36 @@ Gradients backward_cuda(
   // A gradient that nobody asked for goes to a buffer that is dropped: only frozen inputs pay for it.
   Tensor written = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, written);
   auto walk = core::walk_rows<3>(op, {&written, &dy, &x});
-  bool aligned =
-      walk.aligned_strides() && core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
+  bool aligned = walk.aligned_strides() &&
+      core::aligned16(core::address(written), core::address(dy), core::address(x), core::address(weight));
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(parameters)));
   const auto& config = runtime::first_fit<K>(n, aligned, point, walk.rows);
   int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
   const bool final = blocks == 1, adds_up = (needs_dweight || needs_dbias) && !final;
   Tensor partial = adds_up ? at::empty({2, programs, n}, x.options().dtype(at::kFloat)) : Tensor();
-  int32_t flags = (weight.defined() ? kHasWeight : 0) | (needs_dweight ? kNeedsDweight : 0) | (needs_dbias ? kNeedsDbias : 0) |
-      (final ? kFinal : 0);
+  int32_t flags = (weight.defined() ? kHasWeight : 0) | (needs_dweight ? kNeedsDweight : 0) |
+      (needs_dbias ? kNeedsDbias : 0) | (final ? kFinal : 0);
   const auto& [dx_walk, dy_walk, x_walk] = walk.strides;
   K::Args args{
-      core::address(written), core::address(out.dweight), core::address(out.dbias), core::address(partial), core::address(dy),
-      core::address(x), core::address(weight), core::address(statistics), int32_t(walk.rows), int32_t(n),
-      walk.kernel_inner_rows(), dx_walk.outer, dx_walk.inner,
-      dy_walk.outer, dy_walk.inner, x_walk.outer, x_walk.inner, flags};
+      core::address(written),
+      core::address(out.dweight),
+      core::address(out.dbias),
+      core::address(partial),
+      core::address(dy),
+      core::address(x),
+      core::address(weight),
+      core::address(statistics),
+      int32_t(walk.rows),
+      int32_t(n),
+      walk.kernel_inner_rows(),
+      dx_walk.outer,
+      dx_walk.inner,
+      dy_walk.outer,
+      dy_walk.inner,
+      x_walk.outer,
+      x_walk.inner,
+      flags};
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   if (adds_up && needs_dweight && needs_dbias) {
     core::column_sum(op, partial, out.dweight, out.dbias);
@@ -339,7 +376,8 @@ Forward forward_meta(const Tensor& x, const OptionalTensor& weight, const Option
 }
 
 Gradients backward_meta(
-    Tensor, Tensor x, const OptionalTensor&, const Tensor&, Tensor dx, bool needs_dweight, bool needs_dbias, at::ScalarType parameters) {
+    Tensor, Tensor x, const OptionalTensor&, const Tensor&, Tensor dx, bool needs_dweight, bool needs_dbias,
+    at::ScalarType parameters) {
   auto parameter = [&](bool needed) {
     return needed ? at::empty_symint({x.sym_sizes().back()}, x.options().dtype(parameters)) : Tensor();
   };
@@ -361,8 +399,8 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& x, const OptionalTensor& weight, co
 
 template <auto backward>
 std::tuple<Tensor, Tensor, Tensor> bwd(
-    const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, bool needs_dx, bool needs_dweight,
-    bool needs_dbias, at::ScalarType parameters) {
+    const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, bool needs_dx,
+    bool needs_dweight, bool needs_dbias, at::ScalarType parameters) {
   Tensor dx = needs_dx ? core::empty_rows_like(x) : Tensor();
   auto out = backward(dy, x, weight, statistics, dx, needs_dweight, needs_dbias, parameters);
   return {out.dx, out.dweight, out.dbias};
@@ -371,8 +409,8 @@ std::tuple<Tensor, Tensor, Tensor> bwd(
 // Writes dx over dy.
 template <auto backward>
 std::tuple<Tensor, Tensor> bwd_(
-    Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, bool needs_dweight, bool needs_dbias,
-    at::ScalarType parameters) {
+    Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, bool needs_dweight,
+    bool needs_dbias, at::ScalarType parameters) {
   auto out = backward(dy, x, weight, statistics, dy, needs_dweight, needs_dbias, parameters);
   return {out.dweight, out.dbias};
 }
@@ -421,7 +459,8 @@ Tensor layer_norm_autograd(const Tensor& x, const OptionalTensor& weight, const 
     at::AutoDispatchBelowADInplaceOrView below;
     std::tie(y, statistics) = op.call(x, weight, bias, eps);
   }
-  node->saved = {core::SavedVariable(x, false), core::SavedVariable(weight, false), core::SavedVariable(statistics, false)};
+  node->saved = {
+      core::SavedVariable(x, false), core::SavedVariable(weight, false), core::SavedVariable(statistics, false)};
   torch::autograd::set_history(y, node);
   return y;
 }
@@ -437,15 +476,18 @@ Tensor layer_norm_autocast(const Tensor& x, const OptionalTensor& weight, const 
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def(
-      "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor", {at::Tag::pt2_compliant_tag});
+      "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
   m.def(
-      "_layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
+      "_layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
   m.def(
       "_layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dx, bool needs_dweight, "
       "bool needs_dbias, ScalarType parameters) -> (Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "_layer_norm_bwd_(Tensor(a!) dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dweight, bool needs_dbias, "
+      "_layer_norm_bwd_(Tensor(a!) dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dweight, bool "
+      "needs_dbias, "
       "ScalarType parameters) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }

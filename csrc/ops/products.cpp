@@ -24,7 +24,8 @@ void check(const Tensor& a, const Tensor& b) {
       b.dim() == 2 && b.sym_size(0) == a.sym_size(1), kOp, "b", c10::str("be a matrix of ", a.sym_size(1), " rows"),
       b.sym_sizes());
   LIGER_CHECK(
-      b.scalar_type() == a.scalar_type(), kOp, "b", c10::str("have the dtype of a, ", a.scalar_type()), b.scalar_type());
+      b.scalar_type() == a.scalar_type(), kOp, "b", c10::str("have the dtype of a, ", a.scalar_type()),
+      b.scalar_type());
 }
 
 Tensor product(const Tensor& a, const Tensor& b) {

@@ -34,7 +34,8 @@ bool rounds_first(std::string_view casting_mode) { return casting_mode == "llama
 }  // namespace
 
 void check_rms_norm(
-    const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, std::string_view casting_mode) {
+    const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
+    std::string_view casting_mode) {
   core::check_activation(op, "x", x);
   if (residual.defined()) core::check_same(op, "residual", residual, "x", x);
   if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);
@@ -191,8 +192,8 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* s
 }  // namespace
 
 RmsNormForward rms_norm_forward_cpu(
-    const char* op, const Tensor& x_in, Tensor residual, const Tensor& weight_in, double eps, double offset, std::string_view casting_mode,
-    bool save_rstd) {
+    const char* op, const Tensor& x_in, Tensor residual, const Tensor& weight_in, double eps, double offset,
+    std::string_view casting_mode, bool save_rstd) {
   Tensor x = x_in, weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
   runtime::count_cpu_call();
   RmsNormForward out;
@@ -207,8 +208,16 @@ RmsNormForward rms_norm_forward_cpu(
     using W = decltype(w);
     using C = core::Compute<T>;
     CpuForward<T, W> a{
-        x.const_data_ptr<T>(), core::data_or_null<T>(residual), core::data_or_null<W>(weight), out.y.data_ptr<T>(), core::data_or_null<T>(out.s),
-        core::data_or_null<C>(out.rstd), walk, C(eps), C(offset), rounds_first(casting_mode)};
+        x.const_data_ptr<T>(),
+        core::data_or_null<T>(residual),
+        core::data_or_null<W>(weight),
+        out.y.data_ptr<T>(),
+        core::data_or_null<T>(out.s),
+        core::data_or_null<C>(out.rstd),
+        walk,
+        C(eps),
+        C(offset),
+        rounds_first(casting_mode)};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
       forward_rows(a, begin, end);
     });
@@ -233,8 +242,14 @@ std::tuple<Tensor, Tensor> backward_cpu(
       using T = decltype(t);
       using C = core::Compute<T>;
       CpuBackward<T> a{
-          dy.const_data_ptr<T>(), core::data_or_null<T>(ds), x.const_data_ptr<T>(), scaled.const_data_ptr<C>(),
-          rstd.const_data_ptr<C>(), core::data_or_null<T>(dx), walk, rounds_first(casting_mode) && weight.defined()};
+          dy.const_data_ptr<T>(),
+          core::data_or_null<T>(ds),
+          x.const_data_ptr<T>(),
+          scaled.const_data_ptr<C>(),
+          rstd.const_data_ptr<C>(),
+          core::data_or_null<T>(dx),
+          walk,
+          rounds_first(casting_mode) && weight.defined()};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
         backward_rows(a, dweight.of<C>(range), begin, end);
       });
@@ -259,8 +274,10 @@ RmsNormForward rms_norm_forward_cuda(
   if (save_rstd) out.rstd = core::empty_per_row(out.y, at::kFloat);
   if (x.numel() == 0) return out;
   auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
-  bool aligned = walk.aligned_strides() &&
-      core::aligned16(core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
+  bool aligned =
+      walk.aligned_strides() &&
+      core::aligned16(
+          core::address(out.y), core::address(out.s), core::address(x), core::address(residual), core::address(weight));
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(weight_type)), residual.defined());
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
@@ -268,9 +285,23 @@ RmsNormForward rms_norm_forward_cuda(
       (save_rstd ? kSaveRstd : 0);
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
   K::Args args{
-      core::address(out.y), core::address(out.s), core::address(out.rstd), core::address(x), core::address(residual),
-      core::address(weight), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(), y_walk.outer, y_walk.inner,
-      x_walk.outer, x_walk.inner, residual_walk.outer, residual_walk.inner, float(eps), weight.defined() ? float(offset) : 0.f,
+      core::address(out.y),
+      core::address(out.s),
+      core::address(out.rstd),
+      core::address(x),
+      core::address(residual),
+      core::address(weight),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      walk.kernel_inner_rows(),
+      y_walk.outer,
+      y_walk.inner,
+      x_walk.outer,
+      x_walk.inner,
+      residual_walk.outer,
+      residual_walk.inner,
+      float(eps),
+      weight.defined() ? float(offset) : 0.f,
       flags};
   runtime::Grid grid{uint32_t((walk.rows + config.BLOCK_M - 1) / config.BLOCK_M)};
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), grid, args);
@@ -292,7 +323,8 @@ std::tuple<Tensor, Tensor> backward_cuda(
   Tensor out = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, out);
   auto walk = core::walk_rows<4>(op, {&out, &dy, &ds, &x});
   bool aligned = walk.aligned_strides() &&
-      core::aligned16(core::address(out), core::address(dy), core::address(ds), core::address(x), core::address(weight));
+      core::aligned16(
+                     core::address(out), core::address(dy), core::address(ds), core::address(x), core::address(weight));
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(weight_type)), ds.defined());
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
@@ -300,15 +332,32 @@ std::tuple<Tensor, Tensor> backward_cuda(
   int64_t programs = core::persistent_programs(x.device(), blocks, config.programs_per_sm);
   const bool final = blocks == 1, adds_up = needs_dweight && !final;
   Tensor partial = adds_up ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();
-  int32_t flags = (weight.defined() ? kHasWeight : 0) | (weight.defined() && rounds_first(casting_mode) ? kRoundFirst : 0) |
-      (needs_dweight ? kNeedsDweight : 0) | (final ? kFinal : 0);
+  int32_t flags = (weight.defined() ? kHasWeight : 0) |
+      (weight.defined() && rounds_first(casting_mode) ? kRoundFirst : 0) | (needs_dweight ? kNeedsDweight : 0) |
+      (final ? kFinal : 0);
   const auto& [dx_walk, dy_walk, ds_walk, x_walk] = walk.strides;
   K::Args args{
-      core::address(out), core::address(dweight), core::address(partial), core::address(dy), core::address(ds), core::address(x),
-      core::address(weight), core::address(rstd), int32_t(walk.rows), int32_t(walk.n), walk.kernel_inner_rows(),
-      dx_walk.outer, dx_walk.inner,
-      dy_walk.outer, dy_walk.inner, ds_walk.outer, ds_walk.inner, x_walk.outer, x_walk.inner,
-      weight.defined() ? float(offset) : 0.f, flags};
+      core::address(out),
+      core::address(dweight),
+      core::address(partial),
+      core::address(dy),
+      core::address(ds),
+      core::address(x),
+      core::address(weight),
+      core::address(rstd),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      walk.kernel_inner_rows(),
+      dx_walk.outer,
+      dx_walk.inner,
+      dy_walk.outer,
+      dy_walk.inner,
+      ds_walk.outer,
+      ds_walk.inner,
+      x_walk.outer,
+      x_walk.inner,
+      weight.defined() ? float(offset) : 0.f,
+      flags};
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   if (adds_up) core::column_sum(op, partial, dweight);
   return {dx, dweight};
@@ -332,7 +381,8 @@ namespace {
 // ---- The dispatched halves: forward that saves, backward, backward into the gradient's own buffer
 
 template <auto forward>
-std::tuple<Tensor, Tensor> fwd(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+std::tuple<Tensor, Tensor> fwd(
+    const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   check_rms_norm(kOp, x, {}, value_or_undefined(weight), eps, mode);
   auto out = forward(kOp, x, {}, value_or_undefined(weight), eps, offset, mode, true);
   return {out.y, out.rstd};
@@ -340,28 +390,29 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& x, const OptionalTensor& weight, do
 
 template <auto backward>
 std::tuple<Tensor, Tensor> bwd(
-    const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd, double offset,
-    c10::string_view mode, bool needs_dx, bool needs_dweight) {
+    const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
+    double offset, c10::string_view mode, bool needs_dx, bool needs_dweight) {
   Tensor dx = needs_dx ? core::empty_rows_like(x) : Tensor();
   return backward(dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dx, needs_dweight);
 }
 
 template <auto backward>
 Tensor bwd_(
-    Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd, double offset,
-    c10::string_view mode, bool needs_dweight) {
-  return std::get<1>(backward(dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dy, needs_dweight));
+    Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
+    double offset, c10::string_view mode, bool needs_dweight) {
+  return std::get<1>(
+      backward(dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dy, needs_dweight));
 }
 
 std::tuple<Tensor, Tensor> bwd_meta(
-    const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight, const Tensor&, double, c10::string_view,
-    bool needs_dx, bool needs_dweight) {
+    const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight, const Tensor&, double,
+    c10::string_view, bool needs_dx, bool needs_dweight) {
   return {needs_dx ? core::empty_rows_like(x) : Tensor(), needs_dweight ? at::empty_like(*weight) : Tensor()};
 }
 
 Tensor bwd_meta_(
-    Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor& weight, const Tensor&, double, c10::string_view,
-    bool needs_dweight) {
+    Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor& weight, const Tensor&, double,
+    c10::string_view, bool needs_dweight) {
   return needs_dweight ? at::empty_like(*weight) : Tensor();
 }
 
@@ -402,13 +453,14 @@ struct RmsNormBackward : core::BackwardNode<RmsNormBackward, 3> {  // x, weight,
     if (!dy.defined()) return {Tensor(), Tensor()};
     Tensor x = take(0), weight = take(1), rstd = take(2);
     bool overwrite = may_overwrite(dy, x);
-    auto [dx, dweight] = rms_norm_backward(
-        dy, {}, x, weight, rstd, offset, casting_mode, needs(0), needs(1), overwrite);
+    auto [dx, dweight] =
+        rms_norm_backward(dy, {}, x, weight, rstd, offset, casting_mode, needs(0), needs(1), overwrite);
     return {dx, dweight};
   }
 };
 
-Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+Tensor rms_norm_autograd(
+    const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   core::check_dense(kOp, "x", x);
   core::check_dense(kOp, "weight", weight);
   core::check_no_forward_ad(kOp, x, weight);
@@ -433,7 +485,8 @@ Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double e
 }
 
 // PyTorch's policy for its own norms on CUDA: float32 in and out, since the release that says so.
-Tensor rms_norm_autocast(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+Tensor rms_norm_autocast(
+    const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   static const auto op = core::find_op<decltype(rms_norm<rms_norm_forward_meta>)>("liger::rms_norm");
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   if (!core::torch_autocasts_to_float("rms_norm")) return op.call(x, weight, eps, offset, mode);
@@ -454,7 +507,8 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
       "bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "_rms_norm_bwd_(Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode, "
+      "_rms_norm_bwd_(Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str "
+      "casting_mode, "
       "bool needs_dweight) -> Tensor",
       {at::Tag::pt2_compliant_tag});
 }

@@ -42,8 +42,9 @@ void check_heads(const char* op, const Tensor& q, const Tensor& k) {
   LIGER_CHECK(
       k.scalar_type() == q.scalar_type(), op, "k", c10::str("have the dtype of q, ", q.scalar_type()), k.scalar_type());
   LIGER_CHECK(
-      k.dim() == 4 && k.sym_size(0) == q.sym_size(0) && k.sym_size(2) == q.sym_size(2) && k.sym_size(3) == q.sym_size(3), op, "k",
-      c10::str("have the batch, sequence and head size of q, ", q.sym_sizes()), k.sym_sizes());
+      k.dim() == 4 && k.sym_size(0) == q.sym_size(0) && k.sym_size(2) == q.sym_size(2) &&
+          k.sym_size(3) == q.sym_size(3),
+      op, "k", c10::str("have the batch, sequence and head size of q, ", q.sym_sizes()), k.sym_sizes());
 }
 
 // columns_an_angle: 2 for complex angles, of which one turns a pair of columns; 1 where every column has its own.
@@ -58,14 +59,16 @@ void check_angles(
                 : "have shape (sequence, R) or (1 or batch, sequence, R)"),
       angles.sym_sizes());
   LIGER_CHECK(
-      angles.sym_size(-2) == q.sym_size(2), op, name, c10::str("have one row for each of q's ", q.sym_size(2), " positions"),
-      angles.sym_size(-2));
+      angles.sym_size(-2) == q.sym_size(2), op, name,
+      c10::str("have one row for each of q's ", q.sym_size(2), " positions"), angles.sym_size(-2));
   LIGER_CHECK(
       dims == 2 || angles.sym_size(lead) == 1 || angles.sym_size(lead) == q.sym_size(0), op, name,
       c10::str("have a batch of 1 or ", q.sym_size(0), ", that of q"), angles.sym_size(lead));
   auto rotated = angles.sym_size(-1) * columns_an_angle;
   LIGER_CHECK(rotated % 2 == 0, op, name, "have an even last dimension", rotated);
-  LIGER_CHECK(rotated <= q.sym_size(3), op, name, c10::str("rotate at most q's head size, ", q.sym_size(3)), rotated, " columns");
+  LIGER_CHECK(
+      rotated <= q.sym_size(3), op, name, c10::str("rotate at most q's head size, ", q.sym_size(3)), rotated,
+      " columns");
 }
 
 // sin is absent where cos holds cos + i sin.
@@ -80,8 +83,8 @@ void check(const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTe
   check_heads(kOp, q, k);
   check_angles(kOp, "cos", cos, q, sections.has_value(), 1);
   LIGER_CHECK(
-      cos.scalar_type() == q.scalar_type() || (cos.scalar_type() == at::kFloat && q.scalar_type() != at::kDouble), kOp, "cos",
-      c10::str("be float32 or have the dtype of q, ", q.scalar_type()), cos.scalar_type());
+      cos.scalar_type() == q.scalar_type() || (cos.scalar_type() == at::kFloat && q.scalar_type() != at::kDouble), kOp,
+      "cos", c10::str("be float32 or have the dtype of q, ", q.scalar_type()), cos.scalar_type());
   core::check_same(kOp, "sin", *sin, "cos", cos);
   if (sections) {
     bool fits = sections->size() == 3 && (*sections)[0] >= 0 && (*sections)[1] >= 0 && (*sections)[2] >= 0;
@@ -105,7 +108,7 @@ struct Angles {
   Tensor cos, sin;
   int64_t half;
   int64_t batch = 0, position = 0, section = 0;  // strides of both
-  int64_t section_1, section_2;                  // first pairs of sections 1 and 2
+  int64_t section_1, section_2;  // first pairs of sections 1 and 2
   bool is_complex;
 };
 
@@ -155,7 +158,8 @@ struct PairAngles {
     const W *cos_at = a.cos.const_data_ptr<W>() + start, *sin_at = a.sin.const_data_ptr<W>() + start;
     for (int64_t i = 0; i < half; ++i) {
       const int64_t section = ((i >= a.section_1) + (i >= a.section_2)) * a.section;
-      const int64_t first = section + (interleaved ? 2 * i : i), second = section + (interleaved ? 2 * i + 1 : i + half);
+      const int64_t first = section + (interleaved ? 2 * i : i),
+                    second = section + (interleaved ? 2 * i + 1 : i + half);
       cos[i] = C(cos_at[first]);
       cos[half + i] = C(cos_at[a.is_complex ? first : second]);
       sin[i] = C(sin_at[a.is_complex ? second : first]);
@@ -189,8 +193,8 @@ void rotate_row(C* y, const C* x, const PairAngles<C>& angles, bool interleaved)
 
 template <class T>
 LIGER_VECTORIZED void rotate_heads(
-    T* y, const T* x, int64_t heads, int64_t y_head, int64_t x_head, int64_t width, const PairAngles<core::Compute<T>>& angles,
-    core::Compute<T>* stage, bool interleaved) {
+    T* y, const T* x, int64_t heads, int64_t y_head, int64_t x_head, int64_t width,
+    const PairAngles<core::Compute<T>>& angles, core::Compute<T>* stage, bool interleaved) {
   const int64_t rotated = 2 * angles.half;
   for (int64_t h = 0; h < heads; ++h, x += x_head, y += y_head) {
     const auto* from = core::widen_all(x, stage, rotated);
@@ -220,11 +224,11 @@ void rotate_cpu(const char*, const Call& call) {
         const int64_t b = row / positions, s = row - b * positions;
         angles.template load<decltype(w)>(call.angles, call.interleaved, call.inverse, b, s);
         rotate_heads(
-            out_q_at + out_q.offset(b, s), q_at + q.offset(b, s), q_heads, out_q.head, q.head, width, angles, stage.data(),
-            call.interleaved);
+            out_q_at + out_q.offset(b, s), q_at + q.offset(b, s), q_heads, out_q.head, q.head, width, angles,
+            stage.data(), call.interleaved);
         rotate_heads(
-            out_k_at + out_k.offset(b, s), k_at + k.offset(b, s), k_heads, out_k.head, k.head, width, angles, stage.data(),
-            call.interleaved);
+            out_k_at + out_k.offset(b, s), k_at + k.offset(b, s), k_heads, out_k.head, k.head, width, angles,
+            stage.data(), call.interleaved);
       }
     });
   });
@@ -245,23 +249,48 @@ void rotate_cuda(const char* op, const Call& call) {
   const int64_t multiples =
       angles.half | width | angles.section_1 | angles.section_2 | angles.batch | angles.position | angles.section;
   const bool aligned = (multiples & 7) == 0 && q.aligned() && k.aligned() && out_q.aligned() && out_k.aligned() &&
-      core::aligned16(core::address(call.out_q), core::address(call.out_k), core::address(call.q), core::address(call.k),
-                      core::address(angles.cos), core::address(angles.sin));
+      core::aligned16(core::address(call.out_q), core::address(call.out_k), core::address(call.q),
+                      core::address(call.k), core::address(angles.cos), core::address(angles.sin));
   const auto& config = runtime::first_fit<K>(rotated, aligned);
   const int32_t flags = (call.inverse ? kInverse : 0) | (angles.is_complex ? kComplex : 0);
   K::Args args{
-      core::address(call.out_q), core::address(call.out_k), core::address(call.q), core::address(call.k), core::address(angles.cos),
-      core::address(angles.sin), int32_t(call.positions()), int32_t(call.q.size(1)), int32_t(call.k.size(1)), int32_t(angles.half),
-      int32_t(width), int32_t(angles.section_1), int32_t(angles.section_2), out_q.batch, out_q.head, out_q.position, out_k.batch,
-      out_k.head, out_k.position, q.batch, q.head, q.position, k.batch, k.head, k.position, angles.batch, angles.position,
-      angles.section, flags};
+      core::address(call.out_q),
+      core::address(call.out_k),
+      core::address(call.q),
+      core::address(call.k),
+      core::address(angles.cos),
+      core::address(angles.sin),
+      int32_t(call.positions()),
+      int32_t(call.q.size(1)),
+      int32_t(call.k.size(1)),
+      int32_t(angles.half),
+      int32_t(width),
+      int32_t(angles.section_1),
+      int32_t(angles.section_2),
+      out_q.batch,
+      out_q.head,
+      out_q.position,
+      out_k.batch,
+      out_k.head,
+      out_k.position,
+      q.batch,
+      q.head,
+      q.position,
+      k.batch,
+      k.head,
+      k.position,
+      angles.batch,
+      angles.position,
+      angles.section,
+      flags};
   // Few positions (decoding, short prompts) share their heads among programs, or most of the chip would idle.
   constexpr int64_t kProgramsPerMultiprocessor = 8;
   int64_t wanted = kProgramsPerMultiprocessor * std::max(runtime::multiprocessors(call.q.device().index()), 1);
   int64_t pieces = heads * (config.ALIGNED ? std::max(angles.half, width - rotated) / config.PIECE : 1);
   int64_t blocks = std::max<int64_t>(1, (pieces + config.PIECES - 1) / config.PIECES);
   int64_t groups = std::clamp<int64_t>(wanted / rows, 1, blocks);
-  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(call.q), core::dtype_of(angles.cos)), call.interleaved);
+  const auto point =
+      runtime::point_of<K>(K::dtype(core::dtype_of(call.q), core::dtype_of(angles.cos)), call.interleaved);
   core::launch<K>(
       op, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(rows), uint32_t(groups)}, args);
 }
@@ -276,20 +305,26 @@ Tensor with_unit_columns(const Tensor& t) {
 
 template <Rotate rotate>
 void rotate_into(
-    const Tensor& out_q, const Tensor& out_k, const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin,
-    bool interleaved, const Sections& sections, bool inverse) {
+    const Tensor& out_q, const Tensor& out_k, const Tensor& q, const Tensor& k, const Tensor& cos,
+    const OptionalTensor& sin, bool interleaved, const Sections& sections, bool inverse) {
   if constexpr (rotate != nullptr) {
     bool in_place = out_q.is_same(q);
     Call call{
-        out_q, out_k, in_place ? q : with_unit_columns(q), in_place ? k : with_unit_columns(k), make_angles(cos, sin, sections),
-        interleaved || !sin, inverse};
+        out_q,
+        out_k,
+        in_place ? q : with_unit_columns(q),
+        in_place ? k : with_unit_columns(k),
+        make_angles(cos, sin, sections),
+        interleaved || !sin,
+        inverse};
     rotate(sin ? kOp : kComplexOp, call);
   }
 }
 
 template <Rotate rotate>
 std::tuple<Tensor, Tensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin, bool interleaved, const Sections& sections) {
+    const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
+    const Sections& sections) {
   check(q, k, cos, sin, sections);
   Tensor out_q = core::empty_rows_like(q), out_k = core::empty_rows_like(k);
   rotate_into<rotate>(out_q, out_k, q, k, cos, sin, interleaved, sections, false);
@@ -310,8 +345,8 @@ std::tuple<Tensor, Tensor> rope_freqs_cis(const Tensor& q, const Tensor& k, cons
 // The gradients' layouts are those of the inputs, whatever layouts the incoming gradients have.
 template <Rotate rotate>
 std::tuple<Tensor, Tensor> bwd(
-    const Tensor& dq, const Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved, Sections sections,
-    c10::SymIntArrayRef q_strides, c10::SymIntArrayRef k_strides) {
+    const Tensor& dq, const Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
+    Sections sections, c10::SymIntArrayRef q_strides, c10::SymIntArrayRef k_strides) {
   check(dq, dk, cos, sin, sections);
   Tensor out_q = at::empty_strided_symint(dq.sym_sizes(), q_strides, dq.options());
   Tensor out_k = at::empty_strided_symint(dk.sym_sizes(), k_strides, dk.options());
@@ -430,11 +465,13 @@ void implement(torch::Library& m) {
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def(
-      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, int[]? mrope_section=None) -> (Tensor, Tensor)",
+      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, int[]? mrope_section=None) -> "
+      "(Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def("rope_freqs_cis(Tensor q, Tensor k, Tensor freqs_cis) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
   m.def(
-      "_rope_bwd(Tensor dq, Tensor dk, Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section, SymInt[] q_strides, "
+      "_rope_bwd(Tensor dq, Tensor dk, Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section, SymInt[] "
+      "q_strides, "
       "SymInt[] k_strides) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(

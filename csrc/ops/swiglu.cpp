@@ -56,8 +56,7 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def(
       "_swiglu_product_bwd(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_swiglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def("_swiglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up) -> ()", {at::Tag::pt2_compliant_tag});
   m.def("_swiglu_packed_bwd(Tensor dout, Tensor gate_up) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("_swiglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up) -> ()", {at::Tag::pt2_compliant_tag});
 }

@@ -31,7 +31,8 @@ LIGER_RUNTIME_API const char* liger_launch(
   Kernel* kernel = Kernel::find(name);
   if (!kernel) return say(std::string("no kernel named ") + name);
   if (!kernel->spec().has_variant(variant) || args_bytes != kernel->spec().args_bytes) {
-    return say(std::string(name) + ": the kernel tables of the Python files and of the library differ; rebuild liger-ops");
+    return say(
+        std::string(name) + ": the kernel tables of the Python files and of the library differ; rebuild liger-ops");
   }
   std::string error = launch(*kernel, variant, device, stream, {x, y, z}, args);
   return error.empty() ? nullptr : say(std::move(error));
@@ -45,7 +46,8 @@ LIGER_RUNTIME_API void liger_reset_counts() { reset_counts(); }
 
 LIGER_RUNTIME_API void liger_count_cpu_call() { count_cpu_call(); }
 
-LIGER_RUNTIME_API const char* liger_preload(int device, const char* const* ops, int count, int64_t* loaded, int64_t* missing) {
+LIGER_RUNTIME_API const char* liger_preload(
+    int device, const char* const* ops, int count, int64_t* loaded, int64_t* missing) {
   Preloaded done = preload(device, std::vector<std::string>(ops, ops + count));
   *loaded = done.loaded;
   *missing = done.missing;

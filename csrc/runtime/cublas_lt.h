@@ -10,7 +10,8 @@
 namespace liger::runtime {
 
 using LtStatus = int;
-constexpr LtStatus kLtSuccess = 0, kLtNotInitialized = 1, kLtAllocFailed = 3, kLtExecutionFailed = 13, kLtInternalError = 14;
+constexpr LtStatus kLtSuccess = 0, kLtNotInitialized = 1, kLtAllocFailed = 3, kLtExecutionFailed = 13,
+                   kLtInternalError = 14;
 constexpr int kLtComputeF32 = 68;
 constexpr int kLtF32 = 0, kLtF16 = 2, kLtBF16 = 14;
 constexpr int kLtDescTransposeA = 3, kLtDescTransposeB = 4;

@@ -70,15 +70,16 @@ std::string Driver::failure(const char* call, CuResult result, bool blocking) co
   std::string out = std::string(call) + " returned " + (name ? name : "unknown CUDA error") + " (" +
       std::to_string(result) + "): " + (text ? text : "no text");
   if (is_sticky(result) && !blocking) {
-    out += "; an earlier operation in this process caused it (run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer to "
-           "find it)";
+    out +=
+        "; an earlier operation in this process caused it (run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer to "
+        "find it)";
   }
   return out;
 }
 
 bool refuses_binary(CuResult result) {
   switch (result) {
-    case 1:    // INVALID_VALUE: of cuFuncSetAttribute, more shared memory than there is
+    case 1:  // INVALID_VALUE: of cuFuncSetAttribute, more shared memory than there is
     case 200:  // INVALID_IMAGE
     case 209:  // NO_BINARY_FOR_GPU
     case 218:  // INVALID_PTX

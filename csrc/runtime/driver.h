@@ -41,7 +41,8 @@ struct Driver {
       void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   /// Null before CUDA 12.
   CuResult (*cuTensorMapEncodeTiled)(
-      void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int, int);
+      void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int, int, int,
+      int);
   CuResult (*cuMemGetInfo)(size_t*, size_t*);
   CuResult (*cuGetErrorName)(CuResult, const char**);
   CuResult (*cuGetErrorString)(CuResult, const char**);

@@ -26,7 +26,7 @@ bool private_folder(const std::string& path, bool create) {
     }
     mkdir(path.c_str(), 0700);
   }
-  struct stat info {};
+  struct stat info{};
   if (lstat(path.c_str(), &info) != 0) {
     std::string why = std::strerror(errno);
     if (create) log_once("JIT cache folder " + path + " cannot be made: " + why + "; compiled kernels are not kept");
@@ -86,7 +86,8 @@ std::string JitCache::path(const std::string& kernel, uint64_t hash, uint32_t va
   folder += "/" + compiler;
   if (!(create || access(folder.c_str(), F_OK) == 0) || !private_folder(folder, create)) return "";
   char file[256];
-  std::snprintf(file, sizeof file, "/%s-%016llx-%u-sm_%d.pack", kernel.c_str(), (unsigned long long)hash, variant, arch);
+  std::snprintf(
+      file, sizeof file, "/%s-%016llx-%u-sm_%d.pack", kernel.c_str(), (unsigned long long)hash, variant, arch);
   return folder + file;
 }
 

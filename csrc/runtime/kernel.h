@@ -117,8 +117,10 @@ constexpr const typename K::Config& first_fit(int64_t n, bool aligned, Facts... 
   constexpr size_t kTold = sizeof...(Facts), kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
   // The last config serves every point.
   constexpr uint64_t kAll = K::configs[kConfigs - 1].points;
-  static_assert(kTold > 0 || !any([](const auto& c) { return c.points != kAll; }), "this kernel asks for a call's point");
-  static_assert(kTold > 1 || !any([](const auto& c) { return c.max_rows >= 0; }), "this kernel asks how many rows there are");
+  static_assert(
+      kTold > 0 || !any([](const auto& c) { return c.points != kAll; }), "this kernel asks for a call's point");
+  static_assert(
+      kTold > 1 || !any([](const auto& c) { return c.max_rows >= 0; }), "this kernel asks how many rows there are");
   auto fits = [](const auto& c, int64_t n, bool aligned, Point point = {0}, int64_t rows = kManyRows) {
     const bool large_enough = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
     return large_enough && (c.points >> point.index & 1) && (aligned || !c.aligned);

@@ -51,7 +51,7 @@ Entry entry_at(const uint8_t* data, size_t i) { return read_at<Entry>(data, size
 
 std::unique_ptr<Pack> Pack::open(const std::string& path, std::string& error) {
   int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  struct stat info {};
+  struct stat info{};
   if (file < 0 || fstat(file, &info) != 0) {
     error = path + ": " + std::strerror(errno);
     if (file >= 0) close(file);
@@ -152,7 +152,8 @@ bool Pack::decode(size_t at, std::string& code) const {
     // No base has a base: a damaged index cannot send this round in circles.
     if (base == count_ || entry_at(data_, base).base != e.base || !decode(base, dictionary)) return false;
   }
-  return crc32(data_ + e.offset, e.stored) == e.checksum && inflate(data_ + e.offset, e.stored, e.raw, code, dictionary);
+  return crc32(data_ + e.offset, e.stored) == e.checksum &&
+      inflate(data_ + e.offset, e.stored, e.raw, code, dictionary);
 }
 
 Pack::Lookup Pack::find(uint64_t kernel_hash, uint32_t variant, Binary& out, std::string& error) const {

@@ -14,6 +14,7 @@ __asm__(".symver exp, exp@GLIBC_2.2.5");
 __asm__(".symver log, log@GLIBC_2.2.5");
 __asm__(".symver pow, pow@GLIBC_2.2.5");
 // std::condition_variable::wait
-__asm__(".symver _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, "
-        "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE@GLIBCXX_3.4.11");
+__asm__(
+    ".symver _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, "
+    "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE@GLIBCXX_3.4.11");
 #endif

@@ -91,8 +91,9 @@ int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Relative to each other; 0 if not known.
 double expected_time(const Tile& t, const Product& p, int multiprocessors) {
-  const auto [rate, epilogue, lost] = p.sustained ? std::tuple(t.sustained_rate, t.sustained_epilogue, kIdleLostSustained)
-                                                  : std::tuple(t.rate, t.epilogue, kIdleLost);
+  const auto [rate, epilogue, lost] = p.sustained
+      ? std::tuple(t.sustained_rate, t.sustained_epilogue, kIdleLostSustained)
+      : std::tuple(t.rate, t.epilogue, kIdleLost);
   if (rate == 0) return 0;
   const int cluster = t.cluster_rows * t.cluster_columns;
   const int64_t clusters = up(p.m, t.rows * t.cluster_rows) * up(p.n, t.columns * t.cluster_columns);
@@ -250,9 +251,8 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
   using Key = std::array<int64_t, 12>;
   static std::map<Key, std::shared_ptr<const ProductPlan>> plans;
   static std::mutex mutex;
-  const Key key{
-      device, int64_t(p.dtype), p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.alignment,
-      p.sustained};
+  const Key key{device, int64_t(p.dtype), p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.lda, p.ldb,
+                p.ldc,  p.alignment,      p.sustained};
   {
     std::lock_guard<std::mutex> lock(mutex);
     if (auto found = plans.find(key); found != plans.end()) return found->second;

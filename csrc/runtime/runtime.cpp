@@ -77,7 +77,8 @@ const Device& device_at(int index) {
   if (index < 0 || index >= kMaxDevices) return out_of_range;
   if (const Device* device = devices[index].load(std::memory_order_acquire)) return *device;
   std::lock_guard<std::mutex> lock(mutex);
-  if (!devices[index].load(std::memory_order_acquire)) devices[index].store(new Device(index), std::memory_order_release);
+  if (!devices[index].load(std::memory_order_acquire))
+    devices[index].store(new Device(index), std::memory_order_release);
   return *devices[index].load(std::memory_order_acquire);
 }
 
@@ -252,7 +253,8 @@ struct Attempt {
       auto* function = from_pack(*pack, kind == BinaryKind::Cubin ? Source::Pack : Source::Ptx);
       if (done(function)) return function;
     }
-    if (!any) add(lacks, pack_directory() + ": " + (kind == BinaryKind::Cubin ? "no pack for " : "no PTX for ") + arch());
+    if (!any)
+      add(lacks, pack_directory() + ": " + (kind == BinaryKind::Cubin ? "no pack for " : "no PTX for ") + arch());
     return nullptr;
   }
 
@@ -496,7 +498,8 @@ std::vector<Kernel*> kernels_of(const std::vector<std::string>& ops, std::string
     }
   }
   std::vector<Kernel*> out;
-  std::copy_if(Kernel::all().begin(), Kernel::all().end(), std::back_inserter(out), [&](auto* k) { return wanted.count(k); });
+  std::copy_if(
+      Kernel::all().begin(), Kernel::all().end(), std::back_inserter(out), [&](auto* k) { return wanted.count(k); });
   return out;
 }
 
@@ -554,13 +557,13 @@ std::string status() {
   };
   auto flag = [](bool value) { return value ? "true" : "false"; };
   std::string out = "{\"pack_directory\": " + quoted(pack_directory()) + ", \"jit_enabled\": " + flag(jit_enabled()) +
-      ", \"jit_compiler\": " + flag(hook_holder().get() != nullptr) + ", \"jit_cache\": " + quoted(jit_cache_directory()) +
-      ", \"cpu_calls\": " + std::to_string(cpu_calls()) + ", \"products\": " + std::to_string(products_run()) +
-      ", \"devices\": [";
+      ", \"jit_compiler\": " + flag(hook_holder().get() != nullptr) +
+      ", \"jit_cache\": " + quoted(jit_cache_directory()) + ", \"cpu_calls\": " + std::to_string(cpu_calls()) +
+      ", \"products\": " + std::to_string(products_run()) + ", \"devices\": [";
   for (int i = 0, count = device_count(); i < count; ++i) {
     const Device& device = device_at(i);
-    out += std::string(i ? ", " : "") + "{\"index\": " + std::to_string(i) + ", \"name\": " +
-        quoted(device.error.empty() ? device.info.name : device.error) +
+    out += std::string(i ? ", " : "") + "{\"index\": " + std::to_string(i) +
+        ", \"name\": " + quoted(device.error.empty() ? device.info.name : device.error) +
         ", \"capability\": " + std::to_string(device.info.capability) +
         ", \"multiprocessors\": " + std::to_string(device.info.multiprocessors) + ", \"paths\": {";
     const char* separator = "";
@@ -576,16 +579,18 @@ std::string status() {
   out += "], \"packs\": [";
   const char* separator = "";
   for (const auto& pack : packs()) {
-    out += separator + std::string("{\"file\": ") + quoted(pack->origin()) + ", \"kind\": " +
-        quoted(pack->kind() == BinaryKind::Cubin ? "cubin" : "ptx") + ", \"arch\": " + std::to_string(pack->arch()) +
-        ", \"kernels\": " + std::to_string(pack->size()) + ", \"bytes\": " + std::to_string(pack->bytes()) + "}";
+    out += separator + std::string("{\"file\": ") + quoted(pack->origin()) +
+        ", \"kind\": " + quoted(pack->kind() == BinaryKind::Cubin ? "cubin" : "ptx") +
+        ", \"arch\": " + std::to_string(pack->arch()) + ", \"kernels\": " + std::to_string(pack->size()) +
+        ", \"bytes\": " + std::to_string(pack->bytes()) + "}";
     separator = ", ";
   }
   out += "], \"kernels\": {";
   separator = "";
   for (const Kernel* kernel : Kernel::all()) {
     const KernelSpec& spec = kernel->spec();
-    const auto variants = std::count_if(spec.variant_names, spec.variant_names + spec.variants, [](const char* name) { return name; });
+    const auto variants =
+        std::count_if(spec.variant_names, spec.variant_names + spec.variants, [](const char* name) { return name; });
     out += separator + quoted(spec.name) + ": {\"variants\": " + std::to_string(variants) + ", \"launches\": [";
     for (int s = 0; s < kSources; ++s) out += (s ? ", " : "") + std::to_string(kernel->launches(Source(s)));
     out += "]}";

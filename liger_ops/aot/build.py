@@ -50,7 +50,11 @@ class Progress:
         line = f"{self.what} {self.done}/{self.total}  {seconds:.0f} s"
         if sys.stderr.isatty():
             filled = 30 * self.done // self.total
-            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {line}", end="" if self.done < self.total else "\n", file=sys.stderr)
+            print(
+                f"\r[{'#' * filled}{'.' * (30 - filled)}] {line}",
+                end="" if self.done < self.total else "\n",
+                file=sys.stderr,
+            )
         elif self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
             print(line, file=sys.stderr)
 

@@ -102,7 +102,9 @@ def compile_triton(variant: Variant, archs: list[int]) -> Binary:
     demand(variant, metadata.name == variant.kernel.symbol, f"Triton named the kernel {metadata.name}")
     demand(variant, not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
     demand(variant, not ring or one_layout(compiled.asm["ttgir"]), "a lane of a streamed row might change threads")
-    cubins = {arch: compiled.asm["cubin"] if arch == capability else assemble(ptx, arch, f"sm_{arch}") for arch in archs}
+    cubins = {
+        arch: compiled.asm["cubin"] if arch == capability else assemble(ptx, arch, f"sm_{arch}") for arch in archs
+    }
     return Binary(ptx.encode(), cubins, metadata.num_warps, shared)
 
 
@@ -196,13 +198,26 @@ def assemble(ptx: str, arch: int, target: str) -> bytes:
 @cache
 def compiler_facts() -> list[str]:
     """How variants are compiled and checked."""
-    steps = [inspect.getsource(step) for step in (compile_variant, compile_triton, check, ring_bytes, assembler, assemble)]
-    return [*steps, str(PTX_CAPABILITY), str((PLAIN_SHARED_BYTES, MAX_SHARED_BYTES)), os.environ.get("TRITON_PTXAS_PATH", "")]
+    steps = [
+        inspect.getsource(step) for step in (compile_variant, compile_triton, check, ring_bytes, assembler, assemble)
+    ]
+    return [
+        *steps,
+        str(PTX_CAPABILITY),
+        str((PLAIN_SHARED_BYTES, MAX_SHARED_BYTES)),
+        os.environ.get("TRITON_PTXAS_PATH", ""),
+    ]
 
 
 def code_key(kernel: Kernel, variant: Variant, archs: list[int]) -> str:
     """What a compiled variant depends on: names the build's cache files."""
     facts = [*kernel.sources, str(kernel.args), str(variant.signature), str(variant.constexprs)]
     facts += compiler_facts()
-    facts += [str(variant.divisibility), str(variant.config.num_warps), str(variant.max_registers), str(sorted(archs)), triton_version()]
+    facts += [
+        str(variant.divisibility),
+        str(variant.config.num_warps),
+        str(variant.max_registers),
+        str(sorted(archs)),
+        triton_version(),
+    ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

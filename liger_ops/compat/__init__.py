@@ -15,8 +15,9 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from .._version import __version__
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -6,7 +6,8 @@ Arguments about how a kernel works, such as `in_place`, are accepted and have no
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

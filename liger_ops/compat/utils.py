@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ def infer_comm_backend() -> str:
     raise RuntimeError("liger_kernel.utils.infer_comm_backend: torch has no distributed backend")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
     """The family of the GPU, or the type of the device where the family is unknown."""
     device = infer_device()

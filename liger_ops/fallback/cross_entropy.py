@@ -129,7 +129,7 @@ class Rows:
     def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         o, (loss, z_loss, right, predicted) = self.o, self.of_rows()
         if o.reduction == "none":
-            loss, z_loss, right = ((t.clone().view(shape) for t in (loss + z_loss, z_loss, right)))
+            loss, z_loss, right = (t.clone().view(shape) for t in (loss + z_loss, z_loss, right))
         else:
             by_weight, by_count = self.divisors()
             z_loss, right = z_loss.sum() / by_count, right.sum() / by_count
@@ -272,9 +272,7 @@ def launch_rows(
     totals = call.sum(None)[-1] if dlogits is not None and o.reduction == "mean" else None
     as_rows = lambda t: t.view(target.numel(), n)  # noqa: E731
     grad = grad if grad is None or o.reduction != "none" else grad.reshape(-1)
-    call.rows(
-        as_rows(logits.contiguous()), 0, found, None, None if dlogits is None else as_rows(dlogits), grad, totals
-    )
+    call.rows(as_rows(logits.contiguous()), 0, found, None, None if dlogits is None else as_rows(dlogits), grad, totals)
     if o.reduction == "none":
         return tuple(t.view(target.shape) for t in found)
     return *call.sum(found)[:3], found.predicted.view(target.shape)

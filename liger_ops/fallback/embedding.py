@@ -27,7 +27,9 @@ def check(input: Tensor, weight: Tensor, padding_idx: int | None) -> int:
     if padding_idx is None:
         return -1
     classes = weight.shape[0]
-    demand(-classes <= padding_idx < classes, "embedding", "padding_idx", f"lie in [-{classes}, {classes})", padding_idx)
+    demand(
+        -classes <= padding_idx < classes, "embedding", "padding_idx", f"lie in [-{classes}, {classes})", padding_idx
+    )
     return padding_idx % classes
 
 

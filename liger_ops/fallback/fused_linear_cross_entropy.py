@@ -4,7 +4,8 @@ Forward keeps nothing; backward makes the logits again, once more than C++ does.
 from __future__ import annotations
 
 import math
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F

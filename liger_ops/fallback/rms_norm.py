@@ -10,32 +10,48 @@ from .autograd import once_differentiable
 from .swiglu import as_rows, compute_dtype, demand, demand_dtype, empty_contiguous
 
 HAS_WEIGHT, ROUND_FIRST, SAVE_RSTD, NEEDS_DWEIGHT = 1, 2, 8, 16
-OPTIONS = "Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\""
+OPTIONS = 'Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode="llama"'
 SCHEMAS = {
     "rms_norm": f"(Tensor x, {OPTIONS}) -> Tensor",
     "fused_add_rms_norm": f"(Tensor x, Tensor residual, {OPTIONS}) -> (Tensor, Tensor)",
 }
-GRAD_SCHEMA = (
-    "(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, float eps, float offset, str casting_mode, bool needs_dweight) -> (Tensor, Tensor)"
-)
+GRAD_SCHEMA = "(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, float eps, float offset, str casting_mode, bool needs_dweight) -> (Tensor, Tensor)"
 
 
 def check(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, casting_mode: str) -> None:
     allowed = [torch.float32, torch.float16, torch.bfloat16] + ([] if x.is_cuda else [torch.float64])
-    demand(x.dtype in allowed and x.dim() >= 1, op, "x", "be a floating-point tensor of at least one dimension", (x.dtype, x.shape))
+    demand(
+        x.dtype in allowed and x.dim() >= 1,
+        op,
+        "x",
+        "be a floating-point tensor of at least one dimension",
+        (x.dtype, x.shape),
+    )
     if residual is not None:
         same = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
-        demand(same, op, "residual", "match x in shape, dtype and device", (residual.shape, residual.dtype, residual.device))
+        demand(
+            same,
+            op,
+            "residual",
+            "match x in shape, dtype and device",
+            (residual.shape, residual.dtype, residual.device),
+        )
     if weight is not None:
         demand_dtype(op, "weight", weight, "x", x)
         fits = weight.shape == x.shape[-1:] and weight.device == x.device
         demand(fits, op, "weight", "have one value per column of x, on its device", (weight.shape, weight.device))
     demand(0 <= eps < float("inf"), op, "eps", "be finite and not negative", eps)
-    demand(casting_mode in ("llama", "gemma", "none"), op, "casting_mode", "be 'llama', 'gemma' or 'none'", casting_mode)
+    demand(
+        casting_mode in ("llama", "gemma", "none"), op, "casting_mode", "be 'llama', 'gemma' or 'none'", casting_mode
+    )
 
 
 def flags(weight: Tensor | None, casting_mode: str, other: int) -> int:
-    return other | (HAS_WEIGHT if weight is not None else 0) | (ROUND_FIRST if weight is not None and casting_mode == "llama" else 0)
+    return (
+        other
+        | (HAS_WEIGHT if weight is not None else 0)
+        | (ROUND_FIRST if weight is not None and casting_mode == "llama" else 0)
+    )
 
 
 def forward(
@@ -74,7 +90,14 @@ def forward(
 
 
 def backward(
-    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str, needs_dweight: bool
+    dy: Tensor,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    mode: str,
+    needs_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
     n, c = s.shape[-1], compute_dtype(s)
     rstd = torch.rsqrt(s.to(c).square().mean(-1) + eps)
@@ -147,7 +170,9 @@ def register() -> None:
     def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
         return forward("fused_add_rms_norm", x, residual, weight, eps, offset, casting_mode)[:2]
 
-    fused = define("liger::fused_add_rms_norm", fused_add_rms_norm, mutates_args=(), schema=SCHEMAS["fused_add_rms_norm"])
+    fused = define(
+        "liger::fused_add_rms_norm", fused_add_rms_norm, mutates_args=(), schema=SCHEMAS["fused_add_rms_norm"]
+    )
     fused.register_fake(lambda x, *_, **__: (empty_contiguous(x), empty_contiguous(x)))
 
     def save_fused(ctx, inputs, output):

@@ -3,7 +3,7 @@ complex ones are spread out before the rotation."""
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -117,7 +118,15 @@ def launch(
     x, y, z = grid(variant.config)
     with torch.cuda.device(device):
         message = library().liger_launch(
-            name.encode(), variant.index, device.index, ctypes.c_void_p(stream), x, y, z, packed, ctypes.c_uint64(len(packed))
+            name.encode(),
+            variant.index,
+            device.index,
+            ctypes.c_void_p(stream),
+            x,
+            y,
+            z,
+            packed,
+            ctypes.c_uint64(len(packed)),
         )
     raise_if(message, op)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +104,10 @@ def register_gated(
     def linear(gate, up, weight, bias=None, *options, **named):
         name = f"{op}_linear"
         check(name, "gate", gate, up)
-        for argument, t, shape in (("weight", weight, (weight.shape[0], gate.shape[-1])), ("bias", bias, weight.shape[:1])):
+        for argument, t, shape in (
+            ("weight", weight, (weight.shape[0], gate.shape[-1])),
+            ("bias", bias, weight.shape[:1]),
+        ):
             if t is not None:
                 fits = t.shape == torch.Size(shape) and t.dtype == gate.dtype and t.device == gate.device
                 rule = f"have shape {list(shape)} and the dtype and device of gate"
@@ -168,7 +171,9 @@ def register_gated(
         mutates_args=(),
         schema=f"(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None{arguments}) -> Tensor",
     )
-    projected.register_fake(lambda gate, up, weight, bias=None, *_, **__: F.linear(empty_contiguous(gate), weight, bias))
+    projected.register_fake(
+        lambda gate, up, weight, bias=None, *_, **__: F.linear(empty_contiguous(gate), weight, bias)
+    )
     projected.register_autograd(linear_backward, setup_context=save_linear)
     autocast.implement(op, ["cpu", "cuda"], autocast.as_product)
     autocast.implement(f"{op}_linear", ["cpu", "cuda"], autocast.as_linear)

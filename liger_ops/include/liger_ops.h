@@ -141,7 +141,8 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_linear_c
     std::string_view reduction = "mean", int64_t ignore_index = -100, double label_smoothing = 0.0,
     double lse_square_scale = 0.0, std::optional<double> softcap = std::nullopt, double logits_scale = 1.0,
     const std::optional<at::Tensor>& token_weight = std::nullopt, std::optional<int64_t> memory_budget = std::nullopt) {
-  static const auto op = detail::find<decltype(fused_linear_cross_entropy_with_metrics)>("liger::fused_linear_cross_entropy_with_metrics");
+  static const auto op =
+      detail::find<decltype(fused_linear_cross_entropy_with_metrics)>("liger::fused_linear_cross_entropy_with_metrics");
   return op.call(
       input, weight, target, bias, ce_weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap,
       logits_scale, token_weight, memory_budget);
@@ -153,7 +154,8 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> fused_linear_cross_entropy
     std::string_view reduction = "mean", int64_t ignore_index = -100, double label_smoothing = 0.0,
     double lse_square_scale = 0.0, std::optional<double> softcap = std::nullopt, double logits_scale = 1.0,
     const std::optional<at::Tensor>& token_weight = std::nullopt, std::optional<int64_t> memory_budget = std::nullopt) {
-  static const auto op = detail::find<decltype(fused_linear_cross_entropy_with_log_probs)>("liger::fused_linear_cross_entropy_with_log_probs");
+  static const auto op = detail::find<decltype(fused_linear_cross_entropy_with_log_probs)>(
+      "liger::fused_linear_cross_entropy_with_log_probs");
   return op.call(
       input, weight, target, bias, ce_weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap,
       logits_scale, token_weight, memory_budget);

@@ -908,7 +908,10 @@ def cross_entropy_sum_kernel(
         tl.store(accuracy_out, all_right, mask=(flags & SAVE_METRICS) != 0)
 
 
-def forward_config(max_n, lanes, tiles, programs_per_sm=0, aligned=True, only={}):
+NO_LIMITS: dict = {}  # a config that serves every point of the axes
+
+
+def forward_config(max_n, lanes, tiles, programs_per_sm=0, aligned=True, only=NO_LIMITS):
     constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned))
     return Config(max_n, aligned, lanes // 32, programs_per_sm, constexprs, only=only)
 

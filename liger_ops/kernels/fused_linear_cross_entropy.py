@@ -92,7 +92,9 @@ def fused_linear_cross_entropy_add_targets_kernel(
         # On its way while the sum is made.
         so_far = tl.load(out, mask=cols < columns, other=0.0)
         # Most classes are those of one row. Of others, what names a block of rows is asked for a block ahead.
-        total = tl.load(x + first * x_row + cols, mask=cols < columns, other=0.0).to(tl.float32) * tl.load(taken + first)
+        total = tl.load(x + first * x_row + cols, mask=cols < columns, other=0.0).to(tl.float32) * tl.load(
+            taken + first
+        )
         at = start + 1 + tl.arange(0, BLOCK_M)
         same = tl.load(classes + at, mask=at < rows, other=-1) == mine
         row = tl.load(order + at, mask=at < rows, other=0)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any
 
 ARCH = 90
 WARP, WARPGROUP = 32, 128

@@ -308,8 +308,12 @@ def backward_held(
                 xs = next_x
                 dys = next_dy
                 ahead = block_rows(block + programs, BLOCK_M)
-                next_x = load_tiles(x + row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES)
-                next_dy = load_tiles(dy + row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES)
+                next_x = load_tiles(
+                    x + row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES
+                )
+                next_dy = load_tiles(
+                    dy + row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES
+                )
                 next_mean = load_per_row(statistics, ahead, ahead < rows, BLOCK_M)
                 next_scale = load_per_row(statistics + rows.to(tl.int64), ahead, ahead < rows, BLOCK_M)
             else:

@@ -286,8 +286,12 @@ def backward_held(
                 xs = next_x
                 dys = next_dy
                 ahead = block_rows(block + programs, BLOCK_M)
-                next_x = load_tiles(x + row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES)
-                next_dy = load_tiles(dy + row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES)
+                next_x = load_tiles(
+                    x + row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES
+                )
+                next_dy = load_tiles(
+                    dy + row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES
+                )
             else:
                 xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
                 dys = load_tiles(dy_row, row_mask, n, BLOCK_N, TILES)

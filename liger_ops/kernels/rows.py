@@ -9,7 +9,8 @@ A program's rows are a scalar where it has one row, else a column (BLOCK_M, 1): 
 (1, BLOCK_N) columns. The scalar keeps row addresses in uniform registers, which wide rows cannot spare.
 """
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import triton
 import triton.language as tl

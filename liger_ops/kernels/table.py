@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 from .hopper import Assembly
 
@@ -70,7 +71,7 @@ class Config:
         fits = (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and self.serves(choices)
         return fits and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
 
-    def precedes(self, other: "Config", choices: Mapping[str, Any]) -> bool:
+    def precedes(self, other: Config, choices: Mapping[str, Any]) -> bool:
         """Whether it takes all calls that the other would, where it comes first."""
         wide = self.max_n is None or (other.max_n is not None and self.max_n >= other.max_n)
         long = self.max_rows is None or (other.max_rows is not None and self.max_rows >= other.max_rows)
@@ -88,7 +89,7 @@ def fewer_when_mixed(configs: Sequence[Config]) -> list[Config]:
 class Variant:
     """One compiled kernel: the choice made on every axis, and the config."""
 
-    kernel: "Kernel"
+    kernel: Kernel
     index: int
     choices: Mapping[str, Any]
     config: Config
@@ -145,7 +146,9 @@ class Kernel:
 
     def __post_init__(self) -> None:
         expected = [*self.args, *self.variant(0).constexprs]
-        if sorted(self.function.arg_names) != sorted(expected) or self.function.arg_names[: len(self.args)] != [*self.args]:
+        if sorted(self.function.arg_names) != sorted(expected) or self.function.arg_names[: len(self.args)] != [
+            *self.args
+        ]:
             raise ValueError(f"{self.name}: the table declares {expected}, the kernel takes {self.function.arg_names}")
 
     @property
@@ -191,7 +194,9 @@ class Kernel:
     @property
     def layout(self) -> list[tuple[str, str, int, int]]:
         """(name, type, offset, bytes) of every parameter, with Triton's two hidden scratch pointers last."""
-        hidden = [] if isinstance(self.function, Assembly) else [("global_scratch", "*void"), ("profile_scratch", "*void")]
+        hidden = (
+            [] if isinstance(self.function, Assembly) else [("global_scratch", "*void"), ("profile_scratch", "*void")]
+        )
         out, offset = [], 0
         for name, kind in [*self.args.items(), *hidden]:
             size = POINTER_BYTES if kind[0] == "*" else SCALAR_BYTES[kind]
@@ -217,7 +222,16 @@ class Kernel:
         """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
         table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
         configs = [
-            (c.max_n, c.aligned, c.num_warps, c.programs_per_sm, dict(c.constexprs), c.common_only, c.max_rows, dict(c.only))
+            (
+                c.max_n,
+                c.aligned,
+                c.num_warps,
+                c.programs_per_sm,
+                dict(c.constexprs),
+                c.common_only,
+                c.max_rows,
+                dict(c.only),
+            )
             for c in self.configs
         ]
         text = "\n".join(self.sources) + json.dumps([table, configs], sort_keys=True)

@@ -9,7 +9,8 @@ goes on with those, so a model that is not understood is only slower, never wron
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -6,7 +6,7 @@ They differ from `apply_liger_kernel` in one thing: they refuse a model of anoth
 from __future__ import annotations
 
 import functools
-from typing import Callable
+from collections.abc import Callable
 
 from torch import nn
 

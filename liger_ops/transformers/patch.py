@@ -16,7 +16,8 @@ import itertools
 import threading
 import types
 import warnings
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn

@@ -21,7 +21,8 @@ import ast
 import functools
 import inspect
 import types
-from typing import Any, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,9 @@ class _NormBesideInput(torch.autograd.Function):
     """rms_norm(x) and x, whose gradients one kernel adds up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str
+    ) -> tuple[Tensor, Tensor]:
         y, rstd = torch.ops.liger._rms_norm_fwd(x, weight, eps, offset, mode)
         ctx.save_for_backward(x, weight, rstd)
         ctx.options = offset, mode
@@ -157,7 +160,9 @@ def share_projections(block: list[ast.stmt], linears: frozenset[str], _: ast.Fun
         names = [child for _, _, child in found]
         if len(set(names)) < len(names):
             continue
-        if any(may_change(statement, argument) for statement in block[first:last]) or writes(block[last].value, argument):
+        if any(may_change(statement, argument) for statement in block[first:last]) or writes(
+            block[last].value, argument
+        ):
             continue
         outputs = [f"liger_{child}" for child in names]
         for (_, node, _), output in zip(found, outputs):
@@ -272,7 +277,9 @@ def change_all(change: Change, function: ast.FunctionDef, children: frozenset[st
 
 
 @functools.lru_cache(None)
-def rewritten(function: types.FunctionType, changes: tuple[Change, ...], children: frozenset[str]) -> types.CodeType | None:
+def rewritten(
+    function: types.FunctionType, changes: tuple[Change, ...], children: frozenset[str]
+) -> types.CodeType | None:
     """The function's code after these changes, one after the other; None if the first finds nothing to change."""
     try:
         code = function.__code__
@@ -303,4 +310,3 @@ def with_fused_sums(function: types.FunctionType, norms: frozenset[str]) -> type
 
 def projections_of(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, child in module.named_children() if type(child) is nn.Linear)
-

@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import tempfile
 import textwrap
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ROOT / "liger_ops" / "packs"

@@ -160,7 +160,8 @@ EXPORT int cublasLtMatmulAlgoCheck(
   std::stringstream tiles(text ? text : "");
   for (std::string one; std::getline(tiles, one, ';');) {
     int tile = 0;
-    if (std::sscanf(one.c_str(), "%d:%zu", &tile, &out->workspace) == 2 && tile == algorithm->tile) return out->state = 0;
+    if (std::sscanf(one.c_str(), "%d:%zu", &tile, &out->workspace) == 2 && tile == algorithm->tile)
+      return out->state = 0;
   }
   return 15;
 }
@@ -180,11 +181,11 @@ EXPORT int cublasLtMatmul(
   };
   std::ostringstream out;
   out << "{\"place\": " << algorithm->place << ", \"tile\": " << algorithm->tile << ", \"alpha\": " << as<float>(alpha)
-      << ", \"beta\": " << as<float>(beta)
-      << ", \"transposed\": [" << operation->transposed[0] << ", " << operation->transposed[1] << "], \"a\": "
-      << layout(a_layout) << ", \"b\": " << layout(b_layout) << ", \"c\": " << layout(c_layout) << ", \"addresses\": ["
-      << uintptr_t(a) << ", " << uintptr_t(b) << ", " << uintptr_t(d) << "], \"device\": " << current_device()
-      << ", \"workspace\": [" << uintptr_t(workspace) << ", " << bytes << "], \"stream\": " << uintptr_t(stream) << "},";
+      << ", \"beta\": " << as<float>(beta) << ", \"transposed\": [" << operation->transposed[0] << ", "
+      << operation->transposed[1] << "], \"a\": " << layout(a_layout) << ", \"b\": " << layout(b_layout)
+      << ", \"c\": " << layout(c_layout) << ", \"addresses\": [" << uintptr_t(a) << ", " << uintptr_t(b) << ", "
+      << uintptr_t(d) << "], \"device\": " << current_device() << ", \"workspace\": [" << uintptr_t(workspace) << ", "
+      << bytes << "], \"stream\": " << uintptr_t(stream) << "},";
   record += out.str();
   return 0;
 }

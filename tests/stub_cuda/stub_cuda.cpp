@@ -249,10 +249,14 @@ EXPORT int cuDeviceGetName(char* name, int size, int device) {
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (int error = enter("cuDeviceGetAttribute", "attribute=" + std::to_string(attribute))) return error;
   const Device& d = devices().at(device);
-  if (attribute == 16) *value = d.multiprocessors;
-  else if (attribute == 75) *value = d.major;
-  else if (attribute == 76) *value = d.minor;
-  else return refuse("cuDeviceGetAttribute", kInvalidValue);
+  if (attribute == 16)
+    *value = d.multiprocessors;
+  else if (attribute == 75)
+    *value = d.major;
+  else if (attribute == 76)
+    *value = d.minor;
+  else
+    return refuse("cuDeviceGetAttribute", kInvalidValue);
   return 0;
 }
 
@@ -391,10 +395,15 @@ EXPORT int cuMemGetInfo_v2(size_t* free, size_t* total) {
 
 EXPORT int cuGetErrorName(int error, const char** name) {
   static const std::map<int, const char*> names = {
-      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {100, "CUDA_ERROR_NO_DEVICE"},
+      {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+      {2, "CUDA_ERROR_OUT_OF_MEMORY"},
+      {100, "CUDA_ERROR_NO_DEVICE"},
       {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
-      {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"}, {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
-      {kNotFound, "CUDA_ERROR_NOT_FOUND"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {719, "CUDA_ERROR_LAUNCH_FAILED"},
+      {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
+      {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
+      {kNotFound, "CUDA_ERROR_NOT_FOUND"},
+      {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+      {719, "CUDA_ERROR_LAUNCH_FAILED"},
       {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
   auto found = names.find(error);
   *name = found == names.end() ? nullptr : found->second;

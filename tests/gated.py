@@ -533,7 +533,7 @@ INTERPRETED = """
 import sys, types, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
-from liger_ops.kernels.swiglu import PRODUCT
+from liger_ops.kernels.gated.swiglu import PRODUCT
 torch.manual_seed(0)
 rows, saved = 7, {{}}
 # Rows on two levels: 2 blocks of 4, the last of which is short.

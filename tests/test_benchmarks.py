@@ -365,7 +365,7 @@ def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(tuned):
 
 def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
     from liger_ops.kernels import find
-    from liger_ops.kernels.cross_entropy import part_config
+    from liger_ops.kernels.losses.cross_entropy import part_config
 
     kernel = find("cross_entropy_fwd_bwd")
     least = min(c.constexprs["SHARE"] for c in kernel.configs if c.constexprs["SHARE"])

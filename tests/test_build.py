@@ -377,19 +377,21 @@ def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
     before = keys_after()
     # A constant, a helper that two files share, a comment outside of every kernel, and one config.
     edits = {
-        ("kernels/column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
-        ("kernels/rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {
+        ("kernels/norms/column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
+        ("kernels/norms/rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {
             "rms_norm_fwd",
             "rms_norm_bwd",
         },
-        ("kernels/column_sum.py", "KERNELS = [", "# A remark.\nKERNELS = ["): set(),
-        ("kernels/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16"): {"column_sum"},
+        ("kernels/norms/column_sum.py", "KERNELS = [", "# A remark.\nKERNELS = ["): set(),
+        ("kernels/norms/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16"): {"column_sum"},
     }
     for edit, expected in edits.items():
         after = keys_after(*edit)
         assert {name for name in before if before[name] != after[name]} == expected, edit
     # Packs and caches refuse by the hash what the key would recompile.
-    changed = keys_after("kernels/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")["column_sum"]
+    changed = keys_after("kernels/norms/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")[
+        "column_sum"
+    ]
     assert changed[0] != before["column_sum"][0]
     configs = len(tables.find("column_sum").configs)
     assert [i % configs == 0 for i in range(len(changed[1]))] == [
@@ -440,3 +442,20 @@ def test_packs_are_built_for_the_architectures_asked_for(tmp_path):
     ages = {p.name: p.stat().st_ino for p in (tmp_path / "cache").iterdir()}
     output_of(code)
     assert ages == {p.name: p.stat().st_ino for p in (tmp_path / "cache").iterdir()}
+
+
+# ---- What host and kernels both know.
+
+
+def test_flags_and_limits_of_a_kernel_file_reach_cpp():
+    found = codegen.constants(tables.modules()["rms_norm"])
+    assert found == {"HAS_WEIGHT": 1, "ROUND_FIRST": 2, "SAVE_RSTD": 8, "NEEDS_DWEIGHT": 16, "FINAL": 32}
+    assert "constexpr int32_t ROUND_FIRST = 2;" in codegen.header("rms_norm", tables.modules()["rms_norm"])
+
+
+def test_the_cpp_sources_tell_which_operators_launch_a_kernel():
+    launched_by = codegen.operators_of()
+    assert launched_by["column_sum"] == ["fused_add_rms_norm", "layer_norm", "rms_norm"]
+    assert launched_by["cross_entropy_fwd"] == ["cross_entropy", "fused_linear_cross_entropy"]
+    assert launched_by["swiglu_fwd"] == ["swiglu"]
+    assert all(launched_by.get(kernel.name) for kernel in tables.kernels())

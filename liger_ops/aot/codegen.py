@@ -1,10 +1,17 @@
-"""Variant tables -> C++: one header a kernel file, with typed argument structs and the config tables."""
+"""Variant tables -> C++: one header a kernel file, with typed argument structs, config tables, flags and limits."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from pathlib import Path
 
 from ..kernels import Config, Kernel, modules
+
+CSRC = Path(__file__).parents[2] / "csrc"
+# What an operator's code is spread over.
+SOURCES = (".cpp", "_cpu.cpp", "_cuda.cpp", "_plan.cpp")
 
 CPP_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float", "map": "runtime::TensorMap"}
 CPP_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -56,22 +63,63 @@ def axis_functions(kernel: Kernel) -> str:
     return "\n".join(out)
 
 
-def header(kernels: list[Kernel]) -> str:
+def constants(kernels: list[Kernel]) -> dict[str, int]:
+    """The integers that the kernels' file defines for its code: flags and limits, which the host must know too."""
+    module = inspect.getmodule(kernels[0].function.fn)
+    targets = [
+        t for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Assign) for t in node.targets
+    ]
+    names = [name.id for t in targets for name in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    values = {name: getattr(getattr(module, name), "value", None) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+def header(stem: str, kernels: list[Kernel]) -> str:
     includes = ['"runtime/kernel.h"', '"runtime/tensor_map.h"', "<cstddef>"]
     out = ["#pragma once", *(f"#include {i}" for i in includes), "", "namespace liger::kernels {"]
+    out += [f"\nnamespace constants::{stem} {{"]
+    # The least of all integers has no literal.
+    out += [f"constexpr int32_t {k} = {v if v > -(2**31) else 'INT32_MIN'};" for k, v in constants(kernels).items()]
+    out += [f"}}  // namespace constants::{stem}"]
     for kernel in kernels:
         out += [f"\nstruct {kernel.name} {{", args_struct(kernel), config_table(kernel), axis_functions(kernel)]
         out += ["  static LIGER_RUNTIME_API runtime::Kernel kernel;", "};"]
     return "\n".join([*out, "\n}  // namespace liger::kernels", ""])
 
 
-def definitions(stem: str, kernels: list[Kernel]) -> str:
+def kernels_named(path: Path, seen: set[Path]) -> set[str]:
+    """Kernels that a C++ file names, in itself or in what it includes. A header stands for the sources beside it."""
+    if path in seen or not path.exists():
+        return set()
+    seen.add(path)
+    text = path.read_text()
+    found = set(re.findall(r"\bkernels::([a-z_]+)\b", text))
+    for header in re.findall(r'#include "((?:core|ops)/[\w/]+)\.h"', text):
+        for ending in (".h", *SOURCES):
+            found |= kernels_named(CSRC / (header + ending), seen)
+    return found
+
+
+def operators_of() -> dict[str, list[str]]:
+    """Kernel -> stems of the operators that launch it, as the C++ sources have it."""
+    out: dict[str, list[str]] = {}
+    for path in sorted((CSRC / "ops").glob("*/*.cpp")):
+        if path.name.endswith(tuple(ending for ending in SOURCES if ending[0] == "_")):
+            continue
+        seen: set[Path] = set()
+        named = set().union(*(kernels_named(path.with_name(path.stem + ending), seen) for ending in SOURCES))
+        for kernel in named:
+            out.setdefault(kernel, []).append(path.stem)
+    return out
+
+
+def definitions(stem: str, kernels: list[Kernel], launched_by: dict[str, list[str]]) -> str:
     out = [f'#include "kernels/{stem}.h"', "", "namespace liger::kernels {", ""]
     for k in kernels:
         found = {v.index: f'"{v.name}"' for v in k.variants()}
         names = "".join(f"\n    {found.get(i, 'nullptr')}," for i in range(k.indices))
         out.append(f"static const char* const {k.name}_names[] = {{{names}\n}};")
-        operators = ", ".join([f'"{o}"' for o in (stem, *k.operators)] + ["nullptr"])
+        operators = ", ".join([f'"{o}"' for o in launched_by.get(k.name, [])] + ["nullptr"])
         out.append(f"static const char* const {k.name}_operators[] = {{{operators}}};")
         # Where the last argument ends; a struct of maps goes on to their boundary.
         *_, (_, _, offset, size) = k.layout
@@ -99,10 +147,10 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 def generate(folder: Path) -> None:
-    current = modules()
+    current, launched_by = modules(), operators_of()
     for stem, kernels in current.items():
-        write_if_changed(folder / "kernels" / f"{stem}.h", header(kernels))
-        write_if_changed(folder / "kernels" / f"{stem}.cpp", definitions(stem, kernels))
+        write_if_changed(folder / "kernels" / f"{stem}.h", header(stem, kernels))
+        write_if_changed(folder / "kernels" / f"{stem}.cpp", definitions(stem, kernels, launched_by))
     for old in (folder / "kernels").glob("*"):
         if old.stem not in current:
             old.unlink()

@@ -1,4 +1,5 @@
-"""Triton kernels and their variant tables: one file an operator, found by globbing this folder."""
+"""Triton kernels and their variant tables: one file per operator in the folder of its family, found by globbing. What lies
+beside the folders is code that kernels share."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,9 +11,8 @@ __all__ = ["Config", "Kernel", "Variant", "modules", "kernels", "find"]
 
 def modules() -> dict[str, list[Kernel]]:
     """Stem of every kernel file -> the kernels that it declares, in file order."""
-    shared = ("__init__", "hopper", "kept", "rows", "streamed", "table")
-    stems = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
-    return {s: list(import_module(f".{s}", __package__).KERNELS) for s in stems}
+    paths = sorted(Path(__file__).parent.glob("*/[!_]*.py"), key=lambda path: path.stem)
+    return {p.stem: list(import_module(f".{p.parent.name}.{p.stem}", __package__).KERNELS) for p in paths}
 
 
 def kernels() -> list[Kernel]:

@@ -141,7 +141,6 @@ class Kernel:
     aligned: Sequence[str]  # arguments that an aligned config assumes divisible
     axes: Mapping[str, Sequence[Mapping[str, Any]]]
     configs: Sequence[Config]
-    operators: Sequence[str] = ()  # that launch it, beside those that begin with the name of its file
     archs: Sequence[int] = ()  # compute capabilities that it is for; none: all
 
     def __post_init__(self) -> None:

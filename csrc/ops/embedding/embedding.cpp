@@ -1,0 +1,149 @@
+// embedding(input, weight, padding_idx=None) = F.embedding: the rows of weight that input names
+//
+// input: int64 or int32 of any shape, weight: (classes, n). The row of padding_idx has no gradient.
+//
+// Forward is ATen's. So is the gradient of few indices, which ATen adds up without sorting them; that of more sorts them
+// once and writes every row once, where ATen keeps partial sums.
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/cuda.h"
+#include "core/memory.h"
+#include "kernels/embedding.h"
+
+namespace liger::ops {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "embedding";
+constexpr int64_t kNoPadding = -1;
+// Indices up to which ATen does not sort.
+constexpr int64_t kFew = 3072;
+
+void check(const Tensor& input, const Tensor& weight) {
+  core::check_dense(kOp, "input", input);
+  LIGER_CHECK(
+      input.scalar_type() == at::kLong || input.scalar_type() == at::kInt, kOp, "input", "be int64 or int32 indices",
+      input.scalar_type());
+  core::check_activation(kOp, "weight", weight);
+  LIGER_CHECK(weight.dim() == 2, kOp, "weight", "have two dimensions", weight.sym_sizes());
+  core::check_same_device(kOp, "weight", weight, "input", input);
+}
+
+/// As F.embedding counts: from the end where it is negative.
+int64_t padding_of(const Tensor& weight, std::optional<int64_t> padding_idx) {
+  if (!padding_idx) return kNoPadding;
+  const auto classes = weight.sym_size(0);
+  LIGER_CHECK(
+      *padding_idx < classes && *padding_idx >= -classes, kOp, "padding_idx",
+      c10::str("lie in [-", classes, ", ", classes, ")"), *padding_idx);
+  return *padding_idx < 0 ? (classes + *padding_idx).guard_int(__FILE__, __LINE__) : *padding_idx;
+}
+
+Tensor embedding(const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
+  check(input, weight);
+  padding_of(weight, padding_idx);
+  if (weight.is_cpu()) runtime::count_cpu_call();
+  return at::embedding_symint(weight, input);
+}
+
+// ---- The gradient
+
+Tensor bwd_aten(const Tensor& dout, const Tensor& input, c10::SymInt classes, int64_t padding_idx) {
+  if (dout.is_cpu()) runtime::count_cpu_call();
+  return at::embedding_dense_backward_symint(dout, input, std::move(classes), padding_idx, false);
+}
+
+Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes, int64_t padding_idx) {
+  using K = kernels::embedding_bwd;
+  const int64_t rows = input.numel(), columns = dout_in.size(-1);
+  // Kernels, ATen's too, are for tensors with elements.
+  if (dout_in.numel() == 0) return at::zeros_symint({std::move(classes), columns}, dout_in.options());
+  if (rows <= kFew) return bwd_aten(dout_in, input, std::move(classes), padding_idx);
+  LIGER_CHECK(
+      rows <= std::numeric_limits<int32_t>::max() && columns <= std::numeric_limits<int32_t>::max(), kOp, "input",
+      "have fewer than 2^31 indices, and weight as many columns", rows, " and ", columns);
+  c10::DeviceGuard guard(dout_in.device());
+  Tensor dout = dout_in.reshape({rows, columns});
+  if (dout.stride(1) != 1) dout = dout.contiguous();
+  Tensor dweight = at::zeros({classes.guard_int(__FILE__, __LINE__), columns}, dout.options());
+  // Half of a radix sort's passes: no weight has 2^31 rows.
+  auto [indices, order] = input.reshape(-1).to(at::kInt).sort(/*stable=*/true, 0, false);
+  const bool aligned =
+      ((columns | dout.stride(0)) & 7) == 0 && core::aligned16(core::address(dweight), core::address(dout));
+  const auto& config = runtime::first_fit<K>(columns, aligned);
+  K::Args args{core::address(dweight), core::address(dout), core::address(indices), core::address(order),
+               int32_t(rows),          int32_t(columns),    dout.stride(0),         int32_t(padding_idx)};
+  const int64_t programs = rows * ((columns + config.BLOCK_N - 1) / config.BLOCK_N);
+  LIGER_CHECK(
+      programs <= std::numeric_limits<int32_t>::max(), kOp, "input", "have fewer indices for weights this wide", rows);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(dout)));
+  core::launch<K>(kOp, dout.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+  return dweight;
+}
+
+Tensor bwd_meta(const Tensor& dout, const Tensor&, c10::SymInt classes, int64_t) {
+  return dout.new_empty_symint({std::move(classes), dout.sym_size(-1)});
+}
+
+// ---- Autograd
+
+struct EmbeddingBackward : core::BackwardNode<EmbeddingBackward, 1> {  // input
+  c10::SymInt classes;
+  int64_t padding_idx = kNoPadding;
+
+  auto state() { return std::tie(classes, padding_idx); }
+  std::string name() const override { return kOp; }
+
+  core::variable_list backward(core::variable_list&& grads) override {
+    if (!grads[0].defined()) return {Tensor()};
+    static const auto op = core::find_op<decltype(bwd_cuda)>("liger::_embedding_bwd");
+    return {op.call(grads[0], take(0), classes, padding_idx)};
+  }
+};
+
+Tensor autograd(const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
+  static const auto op = core::find_op<decltype(embedding)>("liger::embedding");
+  core::check_dense(kOp, "input", input);
+  core::check_dense(kOp, "weight", weight);
+  core::check_no_forward_ad(kOp, weight);
+  Tensor out;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    out = op.call(input, weight, padding_idx);
+  }
+  if (torch::autograd::compute_requires_grad(weight)) {
+    auto node = core::make_node<EmbeddingBackward>();
+    node->set_next_edges(torch::autograd::collect_next_edges(weight));
+    node->classes = weight.sym_size(0);
+    node->padding_idx = padding_of(weight, padding_idx);
+    node->saved = {core::SavedVariable(input, false)};
+    torch::autograd::set_history(out, node);
+  }
+  return out;
+}
+
+template <auto backward>
+void implement(torch::Library& m) {
+  core::implement<embedding>(m, "embedding");
+  core::implement<backward>(m, "_embedding_bwd");
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_embedding_bwd(Tensor dout, Tensor input, SymInt classes, int padding_idx) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<bwd_aten>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<bwd_cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<bwd_meta>(m); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("embedding", autograd); }
+
+}  // namespace liger::ops

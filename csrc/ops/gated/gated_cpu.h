@@ -1,0 +1,118 @@
+#pragma once
+
+// The loops of gated activations on CPU.
+
+#include "core/cpu.h"
+#include "core/cpu_math.h"
+#include "ops/gated/elements.h"
+
+namespace liger::ops::gated {
+
+using namespace core;
+using at::Tensor;
+
+constexpr int64_t kStage = 512;
+
+template <class Math, class T>
+LIGER_VECTORIZED void gated_forward(T* out, const T* gate, const T* up, int64_t n) {
+  using C = Compute<T>;
+  C stages[3][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *g = widen_all(gate + first, stages[0], count), *u = widen_all(up + first, stages[1], count);
+    C* o = target(out + first, stages[2]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) o[i] = Math::value(g[i]) * u[i];
+    narrow_all(out + first, o, count);
+  }
+}
+
+// dgate may be gate, dup may be up, and product, where it is wanted, dout.
+template <class Math, class T>
+LIGER_VECTORIZED void gated_backward(
+    T* dgate, T* dup, T* product, const T* dout, const T* gate, const T* up, int64_t n) {
+  using C = Compute<T>;
+  C stages[6][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *d = widen_all(dout + first, stages[0], count), *g = widen_all(gate + first, stages[1], count);
+    const C* u = widen_all(up + first, stages[2], count);
+    C *dg = target(dgate + first, stages[3]), *du = target(dup + first, stages[4]);
+    C* p = product ? target(product + first, stages[5]) : stages[5];
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const C upstream = d[i], other = u[i];
+      const auto act = Math::value_and_slope(g[i]);
+      dg[i] = upstream * other * act.slope;
+      du[i] = upstream * act.value;
+      p[i] = act.value * other;
+    }
+    narrow_all(dgate + first, dg, count);
+    narrow_all(dup + first, du, count);
+    if (product) narrow_all(product + first, p, count);
+  }
+}
+
+// Cuts rows into spans short enough to share among threads; f(row, first column, columns).
+template <size_t N, class F>
+void parallel_spans(const Rows<N>& walk, const F& f) {
+  constexpr int64_t kSpan = 8192;
+  const int64_t spans = (walk.n + kSpan - 1) / kSpan, blocks = walk.rows * spans;
+  parallel_ranges(blocks, cpu_ranges(blocks, std::min(walk.n, kSpan)), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      int64_t row = block / spans, first = (block - row * spans) * kSpan;
+      f(row, first, std::min(kSpan, walk.n - first));
+    }
+  });
+}
+
+/// out is dense, with unit stride in the last dimension; so are the gradients of an unpacked call. product is undefined or
+/// lies as dout does.
+template <class Activation>
+struct Cpu {
+  static void forward(const Activation& activation, Tensor out, Tensor gate, Tensor up) {
+    runtime::count_cpu_call();
+    if (out.numel() == 0) return;
+    auto walk = walk_elements<3>(Activation::kOp, {&out, &gate, &up});
+    const auto& [o, g, u] = walk.strides;
+    dispatch_activation_parameter(gate.scalar_type(), gate.scalar_type(), [&](auto t, auto) {
+      using T = decltype(t);
+      T* out_at = out.data_ptr<T>();
+      const T *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
+      activation.with_math([&](auto math) {
+        parallel_spans(walk, [&, o = o, g = g, u = u](int64_t row, int64_t first, int64_t n) {
+          int64_t inner = walk.inner_rows;
+          gated_forward<decltype(math)>(
+              out_at + o.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
+              up_at + u.offset(row, inner) + first, n);
+        });
+      });
+    });
+  }
+
+  static void backward(
+      const Activation& activation, Tensor dgate, Tensor dup, const Tensor& product, Tensor dout, Tensor gate,
+      Tensor up) {
+    runtime::count_cpu_call();
+    if (dout.numel() == 0) return;
+    auto walk = walk_elements<5>(Activation::kOp, {&dout, &dgate, &dup, &gate, &up});
+    const auto& [d, dg, du, g, u] = walk.strides;
+    dispatch_activation_parameter(gate.scalar_type(), gate.scalar_type(), [&](auto t, auto) {
+      using T = decltype(t);
+      T *dgate_at = dgate.data_ptr<T>(), *dup_at = dup.data_ptr<T>();
+      T* product_at = product.defined() ? product.data_ptr<T>() : nullptr;
+      const T *dout_at = dout.const_data_ptr<T>(), *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
+      activation.with_math([&](auto math) {
+        parallel_spans(walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
+          int64_t inner = walk.inner_rows;
+          gated_backward<decltype(math)>(
+              dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
+              product_at ? product_at + d.offset(row, inner) + first : nullptr, dout_at + d.offset(row, inner) + first,
+              gate_at + g.offset(row, inner) + first, up_at + u.offset(row, inner) + first, n);
+        });
+      });
+    });
+  }
+};
+
+}  // namespace liger::ops::gated

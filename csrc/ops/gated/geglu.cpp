@@ -1,0 +1,101 @@
+// geglu(gate, up, approximate) = gelu(gate) * up
+//
+// gate, up: (..., n) of any strides, in one dtype, which is the result's. approximate: "tanh", or "none" for the exact
+// normal distribution. geglu_packed takes gate and up as the halves of one tensor, (..., 2 n), and gives one gradient.
+// geglu_linear is F.linear of the product, which it does not keep. Arithmetic is fp32 with one rounding.
+
+#include "ops/gated/gated.h"
+#include "kernels/geglu.h"
+
+namespace liger::ops {
+namespace {
+
+struct ExactGelu {
+  template <class C>
+  static C value(C x) {
+    return x * core::vector_normal(x).cdf;
+  }
+
+  template <class C>
+  static gated::ValueAndSlope<C> value_and_slope(C x) {
+    const auto normal = core::vector_normal(x);
+    return {x * normal.cdf, normal.cdf + x * normal.pdf};
+  }
+};
+
+// 0.5 * (1 + tanh(z)) = sigmoid(2 z), with 2 z = k * (x + 0.044715 x^3).
+struct TanhGelu {
+  static constexpr double kScale = 1.5957691216057308, kCubic = 0.044715;
+
+  template <class C>
+  static C value(C x) {
+    return x * core::vector_sigmoid(C(kScale) * x * (1 + C(kCubic) * x * x));
+  }
+
+  template <class C>
+  static gated::ValueAndSlope<C> value_and_slope(C x) {
+    const auto s = core::vector_sigmoid_and_slope(C(kScale) * x * (1 + C(kCubic) * x * x));
+    return {x * s.value, s.value + s.slope * C(kScale) * x * (1 + 3 * C(kCubic) * x * x)};
+  }
+};
+
+struct Gelu {
+  static constexpr const char* kOp = "geglu";
+  static constexpr const char* kPackedOp = "geglu_packed";
+  static constexpr const char* kLinearOp = "geglu_linear";
+  using Forward = kernels::geglu_fwd;
+  using Backward = kernels::geglu_bwd;
+
+  Gelu() = default;
+  Gelu(const char* op, c10::string_view approximate) : tanh(approximate == "tanh") {
+    LIGER_CHECK(tanh || approximate == "none", op, "approximate", "be 'tanh' or 'none'", "'", approximate, "'");
+  }
+
+  bool tanh = true;
+
+  std::tuple<c10::string_view> options() const { return {tanh ? "tanh" : "none"}; }
+
+  template <class F>
+  void with_math(const F& f) const {
+    tanh ? f(TanhGelu{}) : f(ExactGelu{});
+  }
+
+  template <class Args>
+  void set(Args& args) const {
+    args.flags = tanh ? kernels::constants::geglu::TANH : 0;
+  }
+};
+
+using Geglu = gated::Gated<Gelu, c10::string_view>;
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  m.def("geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def(
+      "geglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None, str approximate=\"tanh\") -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_geglu_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_geglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_geglu_product_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "_geglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up, str approximate) -> ()",
+      {at::Tag::pt2_compliant_tag});
+  m.def("_geglu_packed_bwd(Tensor dout, Tensor gate_up, str approximate) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("_geglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { Geglu::implement<Geglu::Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { Geglu::implement<Geglu::Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { Geglu::implement<Geglu::Meta>(m); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { Geglu::implement_autograd(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Geglu::implement_autocast<c10::DeviceType::CUDA>(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Geglu::implement_autocast<c10::DeviceType::CPU>(m); }
+
+}  // namespace liger::ops

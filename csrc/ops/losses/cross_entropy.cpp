@@ -1,0 +1,302 @@
+// cross_entropy(logits, target, ...): softmax cross entropy against class indices over the last dimension, as
+// torch.nn.functional.cross_entropy, plus lse_square_scale * logsumexp^2 (z-loss), of softcap * tanh(logits / softcap).
+//
+// logits: (..., V) of any strides, target: (...) int64 or int32, weight: (V,) in fp32 or the logits' dtype.
+// Losses and statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights; its z-loss,
+// which has no weight, by the number of targets. On CUDA a target out of range makes its row's loss and gradient NaN.
+//
+// cross_entropy               keeps three numbers a row; backward writes over the logits if nobody else can see them
+// cross_entropy_with_metrics  (loss, z_loss, token_accuracy, predicted_tokens); the loss alone has a gradient
+// cross_entropy_              leaves d loss / d logits in the logits, whose memory then belongs to the gradient
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/memory.h"
+#include "ops/losses/cross_entropy.h"
+
+namespace liger::ops::cross_entropy {
+namespace {
+
+using core::value_or_undefined;
+
+// ---- The dispatched ops
+
+struct Cpu {
+  static constexpr auto forward = forward_cpu;
+  static constexpr auto backward = backward_cpu;
+  static constexpr auto forward_backward = forward_backward_cpu;
+  static constexpr auto scale = scale_cpu;
+};
+
+struct Cuda {
+  static constexpr auto forward = forward_cuda;
+  static constexpr auto backward = backward_cuda;
+  static constexpr auto forward_backward = forward_backward_cuda;
+  static constexpr auto scale = scale_cuda;
+};
+
+struct Meta {
+  static Results forward(
+      const char*, Tensor logits, const Tensor& target, const Tensor&, const Options& o, Wanted wanted) {
+    return empty_results(logits, target, o, wanted);
+  }
+  static void backward(
+      const char*, Tensor&, Tensor, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+      const Options&) {}
+  static Results forward_backward(const char*, Tensor& logits, const Tensor& target, const Tensor&, const Options& o) {
+    return empty_results(logits, target, o, {});
+  }
+  static void scale(const char*, Tensor&, const Tensor&) {}
+};
+
+struct BackwardNode : core::BackwardNode<BackwardNode, 5> {  // logits, target, weight, stats, totals
+  Options o;
+
+  auto state() { return o.tie(); }
+
+  std::string name() const override { return "cross_entropy"; }
+  core::variable_list backward(core::variable_list&& grads) override;
+};
+
+struct InplaceBackwardNode : core::BackwardNode<InplaceBackwardNode, 1> {  // d loss / d logits
+  std::string name() const override { return "cross_entropy_"; }
+  core::variable_list backward(core::variable_list&& grads) override;
+};
+
+/// O: what Options holds, as the schemas spell it.
+template <class... O>
+struct Ops {
+  template <class Device>
+  static Tensor loss(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    const char* op = "cross_entropy";
+    Options o = check(op, logits, target, weight, options...);
+    return Device::forward(op, logits, target, value_or_undefined(weight), o, {}).loss;
+  }
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_with_metrics(
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    const char* op = "cross_entropy_with_metrics";
+    Options o = check(op, logits, target, weight, options...);
+    Results out = Device::forward(op, logits, target, value_or_undefined(weight), o, {true, false});
+    return {out.loss, out.z_loss, out.accuracy, out.predicted};
+  }
+
+  template <class Device>
+  static Tensor cross_entropy_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    const char* op = "cross_entropy_";
+    Options o = check(op, logits, target, weight, options...);
+    check_no_overlap(op, logits);
+    return Device::forward_backward(op, logits, target, value_or_undefined(weight), o).loss;
+  }
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, bool metrics, O... options) {
+    const char* op = metrics ? "cross_entropy_with_metrics" : "cross_entropy";
+    Options o = check(op, logits, target, weight, options...);
+    Results out = Device::forward(op, logits, target, value_or_undefined(weight), o, {metrics, true});
+    return {out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals};
+  }
+
+  template <class Device>
+  static Tensor bwd(
+      const Tensor& grad, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& stats,
+      const OptionalTensor& totals, O... options) {
+    Options o = check("cross_entropy", logits, target, weight, options...);
+    Tensor dlogits = core::empty_rows_like(logits);
+    Device::backward(
+        "cross_entropy", dlogits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad,
+        o);
+    return dlogits;
+  }
+
+  template <class Device>
+  static void bwd_(
+      const Tensor& grad, Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& stats,
+      const OptionalTensor& totals, O... options) {
+    Options o = check("cross_entropy", logits, target, weight, options...);
+    Device::backward(
+        "cross_entropy", logits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad,
+        o);
+  }
+
+  template <class Device>
+  static void scale_(Tensor& dlogits, const Tensor& grad) {
+    Device::scale("cross_entropy_", dlogits, grad);
+  }
+
+  template <class Device>
+  static Tensor scale(const Tensor& dlogits, const Tensor& grad) {
+    Tensor out = dlogits.clone();
+    Device::scale("cross_entropy_", out, grad);
+    return out;
+  }
+
+  template <class Device>
+  static void implement(torch::Library& m) {
+    core::implement<loss<Device>>(m, "cross_entropy");
+    core::implement<cross_entropy_with_metrics<Device>>(m, "cross_entropy_with_metrics");
+    core::implement<cross_entropy_<Device>>(m, "cross_entropy_");
+    core::implement<fwd<Device>>(m, "_cross_entropy_fwd");
+    core::implement<bwd<Device>>(m, "_cross_entropy_bwd");
+    core::implement<bwd_<Device>>(m, "_cross_entropy_bwd_");
+    core::implement<scale<Device>>(m, "_cross_entropy_scale");
+    core::implement<scale_<Device>>(m, "_cross_entropy_scale_");
+  }
+
+  // ---- Autograd
+
+  static void check_differentiable(
+      const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
+    core::check_dense(op, "logits", logits);
+    core::check_dense(op, "target", target);
+    core::check_dense(op, "weight", weight);
+    core::check_no_forward_ad(op, logits, weight);
+    bool learned = torch::autograd::compute_requires_grad(weight);
+    LIGER_CHECK(!learned, op, "weight", "not require a gradient", "one that does");
+  }
+
+  static Results forward_with_graph(
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, bool metrics, O... options) {
+    static const auto op = core::find_op<decltype(fwd<Cpu>)>("liger::_cross_entropy_fwd");
+    Results out;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      std::tie(out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals) =
+          op.call(logits, target, weight, metrics, options...);
+    }
+    auto node = core::make_node<BackwardNode>();
+    node->o = parse("cross_entropy", options...);
+    node->set_next_edges(torch::autograd::collect_next_edges(logits));
+    node->saved = {
+        core::SavedVariable(logits, false), core::SavedVariable(target, false), core::SavedVariable(weight, false),
+        core::SavedVariable(out.stats, false), core::SavedVariable(out.totals, false)};
+    torch::autograd::set_history(out.loss, node);
+    return out;
+  }
+
+  static Tensor autograd(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    check_differentiable("cross_entropy", logits, target, weight);
+    if (torch::autograd::compute_requires_grad(logits)) {
+      return forward_with_graph(logits, target, weight, false, options...).loss;
+    }
+    static const auto op = core::find_op<decltype(loss<Cpu>)>("liger::cross_entropy");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(logits, target, weight, options...);
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> autograd_with_metrics(
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    check_differentiable("cross_entropy_with_metrics", logits, target, weight);
+    if (torch::autograd::compute_requires_grad(logits)) {
+      Results out = forward_with_graph(logits, target, weight, true, options...);
+      return {out.loss, out.z_loss, out.accuracy, out.predicted};
+    }
+    using Function = decltype(cross_entropy_with_metrics<Cpu>);
+    static const auto op = core::find_op<Function>("liger::cross_entropy_with_metrics");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(logits, target, weight, options...);
+  }
+
+  // Where inference mode has left autograd out, tensors that others saved before it still must know.
+  static Tensor versioned_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    static const auto op = core::find_op<decltype(cross_entropy_<Cpu>)>("liger::cross_entropy_");
+    Tensor loss;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      loss = op.call(logits, target, weight, options...);
+    }
+    torch::autograd::increment_version(logits);
+    return loss;
+  }
+
+  static Tensor autograd_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    check_differentiable("cross_entropy_", logits, target, weight);
+    bool differentiable = torch::autograd::compute_requires_grad(logits);
+    torch::autograd::check_inplace(logits, differentiable);
+    auto edges = differentiable ? torch::autograd::collect_next_edges(logits) : torch::autograd::edge_list();
+    Tensor loss = versioned_(logits, target, weight, options...);
+    if (!differentiable) return loss;
+    auto node = core::make_node<InplaceBackwardNode>();
+    node->set_next_edges(torch::autograd::edge_list(edges));
+    node->saved = {core::SavedVariable(logits.detach(), false)};
+    torch::autograd::set_history(loss, node);
+    auto refuse = core::make_node<torch::autograd::Error>(
+        "cross_entropy_: the logits hold their gradient now and have none", std::move(edges));
+    torch::autograd::rebase_history(logits, refuse);
+    return loss;
+  }
+};
+
+using CrossEntropy = Ops<c10::string_view, int64_t, double, double, std::optional<double>>;
+
+core::variable_list BackwardNode::backward(core::variable_list&& grads) {
+  Tensor grad = std::move(grads[0]);
+  if (!grad.defined()) return {Tensor()};
+  Tensor logits = take(0), target = take(1), weight = take(2), stats = take(3), totals = take(4);
+  if (may_overwrite(logits, logits)) {
+    static const auto op = core::find_op<decltype(CrossEntropy::bwd_<Cpu>)>("liger::_cross_entropy_bwd_");
+    op.call(
+        grad, logits, target, weight, stats, totals, o.reduction_name(), o.ignore_index, o.label_smoothing,
+        o.lse_square_scale, o.softcap);
+    return {logits.detach()};
+  }
+  static const auto op = core::find_op<decltype(CrossEntropy::bwd<Cpu>)>("liger::_cross_entropy_bwd");
+  return {op.call(
+      grad, logits, target, weight, stats, totals, o.reduction_name(), o.ignore_index, o.label_smoothing,
+      o.lse_square_scale, o.softcap)};
+}
+
+core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
+  Tensor grad = std::move(grads[0]);
+  if (!grad.defined()) return {Tensor()};
+  Tensor dlogits = take(0);
+  if (core::is_plain(dlogits) && !keeps_graph()) {
+    static const auto op = core::find_op<decltype(CrossEntropy::scale_<Cpu>)>("liger::_cross_entropy_scale_");
+    op.call(dlogits, grad);
+    return {dlogits.detach()};
+  }
+  static const auto op = core::find_op<decltype(CrossEntropy::scale<Cpu>)>("liger::_cross_entropy_scale");
+  return {op.call(dlogits, grad)};
+}
+
+}  // namespace
+
+// No autocast: PyTorch runs this loss in float32 there, and so does this op on logits of any dtype, without a copy.
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  const std::string tail =
+      "Tensor target, Tensor? weight=None, str reduction=\"mean\", int ignore_index=-100, float label_smoothing=0.0, "
+      "float lse_square_scale=0.0, float? softcap=None) -> ";
+  const std::string private_tail =
+      "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ";
+  const std::string saved = "Tensor target, Tensor? weight, Tensor stats, Tensor? totals, ";
+  auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
+  define("cross_entropy(Tensor logits, " + tail + "Tensor");
+  define("cross_entropy_with_metrics(Tensor logits, " + tail + "(Tensor, Tensor, Tensor, Tensor)");
+  define("cross_entropy_(Tensor(a!) logits, " + tail + "Tensor");
+  define(
+      "_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, bool metrics, " + private_tail +
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  define("_cross_entropy_bwd(Tensor grad, Tensor logits, " + saved + private_tail + "Tensor");
+  define("_cross_entropy_bwd_(Tensor grad, Tensor(a!) logits, " + saved + private_tail + "()");
+  define("_cross_entropy_scale(Tensor dlogits, Tensor grad) -> Tensor");
+  define("_cross_entropy_scale_(Tensor(a!) dlogits, Tensor grad) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { CrossEntropy::implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { CrossEntropy::implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { CrossEntropy::implement<Meta>(m); }
+
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl("cross_entropy", CrossEntropy::autograd);
+  m.impl("cross_entropy_with_metrics", CrossEntropy::autograd_with_metrics);
+  m.impl("cross_entropy_", CrossEntropy::autograd_);
+}
+
+TORCH_LIBRARY_IMPL(liger, ADInplaceOrView, m) { m.impl("cross_entropy_", CrossEntropy::versioned_); }
+
+}  // namespace liger::ops::cross_entropy

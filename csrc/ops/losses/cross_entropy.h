@@ -1,0 +1,303 @@
+#pragma once
+
+// Cross entropy of rows of logits on CPU and CUDA, below dispatch and autograd: what the ops that compute it share.
+//
+// logits: (..., V) of any strides, target: (...) int64 or int32, weight: (V,), all as check() admits them. Losses and
+// statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights; its z-loss, which has
+// no weight, by the number of targets. Both stay on the device.
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/checks.h"
+#include "core/cuda.h"
+#include "core/rows.h"
+#include "kernels/cross_entropy.h"
+
+namespace liger::ops::cross_entropy {
+
+using namespace core;
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+namespace flags = kernels::constants::cross_entropy;
+
+enum class Reduction { None, Mean, Sum };
+
+/// What follows the tensors in every schema.
+struct Options {
+  Reduction reduction;
+  int64_t ignore_index;
+  double label_smoothing, lse_square_scale;
+  std::optional<double> softcap;
+
+  auto tie() { return std::tie(reduction, ignore_index, label_smoothing, lse_square_scale, softcap); }
+  bool mean() const { return reduction == Reduction::Mean; }
+  bool reduced() const { return reduction != Reduction::None; }
+  const char* reduction_name() const { return mean() ? "mean" : reduced() ? "sum" : "none"; }
+  int32_t flags(const Tensor& weight) const {
+    return (weight.defined() ? flags::HAS_WEIGHT : 0) | (label_smoothing > 0 ? flags::HAS_SMOOTHING : 0) |
+        (softcap ? flags::HAS_SOFTCAP : 0) | (mean() ? flags::MEAN : 0);
+  }
+};
+
+/// Undefined: not asked for. stats: (3, rows), totals: (2,), see the kernels.
+struct Results {
+  Tensor loss, z_loss, accuracy, predicted, stats, totals;
+};
+
+struct Wanted {
+  bool metrics = false, stats = false;
+};
+
+inline Options parse(
+    const char* op, c10::string_view reduction, int64_t ignore_index, double label_smoothing, double lse_square_scale,
+    std::optional<double> softcap) {
+  LIGER_CHECK(
+      reduction == "mean" || reduction == "sum" || reduction == "none", op, "reduction", "be 'mean', 'sum' or 'none'",
+      "'", reduction, "'");
+  LIGER_CHECK(
+      label_smoothing >= 0 && label_smoothing <= 1, op, "label_smoothing", "be between 0 and 1", label_smoothing);
+  LIGER_CHECK(std::isfinite(lse_square_scale), op, "lse_square_scale", "be finite", lse_square_scale);
+  LIGER_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, "softcap", "be positive and finite", *softcap);
+  auto kind = reduction == "mean" ? Reduction::Mean : reduction == "sum" ? Reduction::Sum : Reduction::None;
+  return {kind, ignore_index, label_smoothing, lse_square_scale, softcap};
+}
+
+template <class... O>
+Options check(
+    const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const O&... options) {
+  check_activation(op, "logits", logits);
+  check_dense(op, "target", target);
+  check_same_device(op, "target", target, "logits", logits);
+  LIGER_CHECK(
+      target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target",
+      "be int64 or int32 class indices", target.scalar_type());
+  auto row_sizes = logits.sym_sizes().slice(0, logits.dim() - 1);
+  LIGER_CHECK(
+      target.sym_sizes().equals(row_sizes), op, "target",
+      c10::str("have shape ", row_sizes, ", that of logits without its last dimension"), target.sym_sizes());
+  if (weight && weight->defined()) {
+    auto dtype = weight->scalar_type(), like = logits.scalar_type();
+    check_dense(op, "weight", *weight);
+    check_same_device(op, "weight", *weight, "logits", logits);
+    LIGER_CHECK(
+        dtype == like || (dtype == at::kFloat && like != at::kDouble), op, "weight",
+        c10::str("be float32 or have the dtype of logits, ", like), dtype);
+    LIGER_CHECK(
+        weight->dim() == 1 && weight->sym_size(0) == logits.sym_sizes().back(), op, "weight",
+        c10::str("have shape [", logits.sym_sizes().back(), "], one value a class"), weight->sym_sizes());
+  }
+  return parse(op, options...);
+}
+
+inline void check_no_overlap(const char* op, const Tensor& logits) {
+  LIGER_CHECK(
+      at::has_internal_overlap(logits) != at::MemOverlap::Yes, op, "logits", "not overlap themselves", "strides ",
+      logits.strides());
+}
+
+/// Rows in logical order, as targets are numbered. A tensor that two levels of strides cannot describe gives way to a
+/// copy.
+template <size_t N>
+Rows<N> walk_logical(const char* op, int64_t rows, const std::array<Tensor*, N>& tensors) {
+  Rows<N> out;
+  bool unit = true;
+  for (Tensor* t : tensors) unit = unit && (t->stride(-1) == 1 || t->size(-1) == 1);
+  if (!unit || !detail::merge_levels<N>(tensors, out)) {
+    for (Tensor* t : tensors) *t = t->contiguous();
+    detail::merge_levels<N>(tensors, out);
+  }
+  out.rows = rows;
+  out.n = tensors[0]->size(-1);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  LIGER_CHECK(
+      out.rows <= kMost && out.n <= kMost, op, "logits", "have fewer than 2^31 rows and classes", out.rows, " rows of ",
+      out.n);
+  return out;
+}
+
+/// What arrives for the loss of each row: one number a row, or one for all (stride 0).
+struct Upstream {
+  Tensor values;
+  int64_t stride = 0;
+
+  /// One number a row, contiguous and in compute type; undefined: 1 for every row.
+  explicit Upstream(const Tensor& rows) : values(rows), stride(1) {}
+  Upstream(const char* op, const Tensor& grad, const Tensor& logits, bool reduced) {
+    auto expected = reduced ? at::IntArrayRef() : logits.sizes().slice(0, logits.dim() - 1);
+    LIGER_CHECK(grad.sizes().equals(expected), op, "the gradient", c10::str("have shape ", expected), grad.sizes());
+    check_same_device(op, "the gradient", grad, "logits", logits);
+    values = grad.to(compute_type(logits));
+    auto strides = values.strides();
+    bool expanded = std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride == 0; });
+    if (!expanded) values = values.contiguous();
+    stride = expanded ? 0 : 1;
+  }
+};
+
+inline Results empty_results(const Tensor& logits, const Tensor& target, const Options& o, Wanted wanted) {
+  auto options = logits.options().dtype(compute_type(logits));
+  auto sizes = o.reduced() ? c10::SymIntArrayRef() : target.sym_sizes();
+  Results out;
+  out.loss = at::empty_symint(sizes, options);
+  if (wanted.metrics) {
+    out.z_loss = at::empty_symint(sizes, options);
+    out.accuracy = at::empty_symint(sizes, options);
+    out.predicted = at::empty_symint(target.sym_sizes(), logits.options().dtype(at::kLong));
+  }
+  if (wanted.stats) out.stats = at::empty_symint({3, target.sym_numel()}, options);
+  if (wanted.stats && o.mean()) out.totals = at::empty_symint({2}, options);
+  return out;
+}
+
+/// Where the results of rows go; null: not asked for.
+struct RowsOut {
+  char *loss = nullptr, *z_loss = nullptr, *accuracy = nullptr, *stats = nullptr;
+  int64_t* predicted = nullptr;
+
+  /// Where those of the rows from `row` on go, which keep statistics of their own.
+  RowsOut from(int64_t row, size_t element) const {
+    auto move = [&](char* at, int64_t elements) { return at ? at + elements * int64_t(element) : nullptr; };
+    return {
+        move(loss, row), move(z_loss, row), move(accuracy, row), move(stats, 3 * row),
+        predicted ? predicted + row : nullptr};
+  }
+};
+
+/// Straight into the results if those are not reduced, else into memory of their own: losses, z-losses, accuracies.
+struct RowBuffers {
+  Tensor scratch;
+  RowsOut out;
+
+  RowBuffers(const Results& results, int64_t rows, const Options& o, Wanted wanted) {
+    auto at = [](const Tensor& t) { return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) : nullptr; };
+    out = {at(results.loss), at(results.z_loss), at(results.accuracy), at(results.stats)};
+    out.predicted = reinterpret_cast<int64_t*>(at(results.predicted));
+    if (!o.reduced()) return;
+    const bool z_rows = wanted.metrics || o.lse_square_scale != 0;
+    scratch = at::empty({1 + z_rows + wanted.metrics, rows}, results.loss.options());
+    const int64_t bytes = rows * int64_t(scratch.element_size());
+    out.loss = at(scratch);
+    out.z_loss = z_rows ? out.loss + bytes : nullptr;
+    out.accuracy = wanted.metrics ? out.loss + 2 * bytes : nullptr;
+  }
+};
+
+// ---- CPU
+
+template <class C>
+void write_scalars(const Tensor& to, std::initializer_list<double> values) {
+  if (to.defined()) std::copy(values.begin(), values.end(), to.template data_ptr<C>());
+}
+
+void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t n, const Options& o);
+
+/// A conversion that changes nothing is a dispatched call all the same, which shows beside a small loss.
+Tensor class_indices(const Tensor& target);
+
+void forward_rows_cpu(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, const RowsOut& out);
+
+/// (sum of w_y, number of targets)
+std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o);
+
+/// Losses and metrics of all rows -> the call's results, and `totals` where those are asked for.
+void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, const Options& o, const Results& out);
+
+Results forward_cpu(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted);
+
+/// dlogits may be logits. totals: undefined unless the loss is a mean.
+void backward_rows_cpu(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const char* stats,
+    const Tensor& totals, const Upstream& upstream, const Options& o);
+
+/// dlogits may be logits.
+void backward_cpu(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
+    const Tensor& totals, const Tensor& grad, const Options& o);
+
+Results forward_backward_cpu(
+    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o);
+
+/// log p_y and the entropy of every row with a target, from the statistics of forward.
+void describe_rows_cpu(
+    const char* op, Tensor logits, const Tensor& target, const char* stats, const Options& o, char* log_prob,
+    char* entropy);
+
+void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad);
+
+// ---- CUDA
+
+/// What all launches of one call pass alike.
+struct CudaCall {
+  const char* op;
+  at::Device device;
+  int64_t n;
+  Tensor target, weight, weight_sum;
+  int32_t target_words, flags;
+  bool extras;
+
+  CudaCall(const char* name, int64_t classes, const Tensor& target_in, const Tensor& weight_in, const Options& o)
+      : op(name), device(target_in.device()), n(classes), target(target_in.contiguous()) {
+    if (weight_in.defined()) weight = weight_in.to(at::kFloat).contiguous();
+    if (weight.defined() && o.label_smoothing > 0) weight_sum = weight.sum();
+    target_words = target.scalar_type() == at::kLong ? 2 : 1;
+    flags = o.flags(weight);
+    extras = flags & (flags::HAS_WEIGHT | flags::HAS_SMOOTHING | flags::HAS_SOFTCAP);
+  }
+
+  int64_t rows_of(const Tensor& logits) const { return n > 0 ? logits.numel() / n : target.numel(); }
+
+  const void* target_at(int64_t row) const {
+    return static_cast<const char*>(address(target)) + row * int64_t(target.element_size());
+  }
+
+  int32_t flags_for(const RowsOut& out, const Options& o) const {
+    return flags | (out.stats ? flags::SAVE_STATS : 0) | (out.z_loss ? flags::SAVE_Z_LOSS : 0) |
+        (out.predicted ? flags::SAVE_METRICS : 0) | (o.reduced() ? 0 : flags::ADD_Z_LOSS);
+  }
+};
+
+/// Losses and metrics of all rows -> the call's results; without losses: the totals of a mean alone. known: these, from
+/// before.
+void sum_rows_cuda(
+    const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known = {});
+
+/// The rows of `logits` are those of the call from `first` on; likewise below.
+void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out);
+
+/// dlogits may be logits. totals: undefined unless the loss is a mean.
+void backward_rows_cuda(
+    const CudaCall& call, const Options& o, Tensor& dlogits, Tensor logits, int64_t first, const void* stats,
+    const Tensor& totals, const Upstream& upstream);
+
+/// Leaves the gradient in the logits.
+void forward_backward_rows_cuda(
+    const CudaCall& call, const Options& o, Tensor& logits, int64_t first, const RowsOut& out, const Tensor& totals,
+    const Upstream& upstream);
+
+/// log p_y and the entropy of every row with a target, from the statistics of forward. logits: (rows, n), unit stride.
+void describe_rows_cuda(
+    const CudaCall& call, const Options& o, const Tensor& logits, int64_t first, const void* stats,
+    const void* log_prob, const void* entropy);
+
+Results forward_cuda(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted);
+
+/// dlogits may be logits.
+void backward_cuda(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
+    const Tensor& totals, const Tensor& grad, const Options& o);
+
+Results forward_backward_cuda(
+    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o);
+
+void scale_cuda(const char* op, Tensor& dlogits, const Tensor& grad);
+
+}  // namespace liger::ops::cross_entropy

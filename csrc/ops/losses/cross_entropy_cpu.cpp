@@ -1,0 +1,387 @@
+// Rows of cross entropy on CPU.
+
+#include "core/cpu.h"
+#include "core/cpu_math.h"
+#include "core/half.h"
+#include "ops/losses/cross_entropy.h"
+
+#include <numeric>
+
+namespace liger::ops::cross_entropy {
+
+namespace {
+
+template <class C>
+struct Capped {
+  C value, slope;
+};
+
+inline Capped<float> softcapped(float x, float cap) {
+  const float z = x / cap, size = std::fabs(z), q = z * z;
+  // tanh(z) = z + z * bend, interpolated in z^2 at the Chebyshev nodes of |z| <= 0.6: within 1.1e-8.
+  float bend = -0.0062691197f;
+  bend = bend * q + 0.021110959f;
+  bend = bend * q - 0.053873949f;
+  bend = bend * q + 0.13332915f;
+  bend = (bend * q - 0.33333330f) * q;
+  const float near = z + z * bend;
+  // tanh(|z|) = 1 - 2 u
+  const float e = vector_exp(-2 * size), u = e / (1 + e), far = cap - 2 * cap * u;
+  const bool small = size < 0.6f;
+  return {small ? x + x * bend : z < 0 ? -far : far, small ? 1 - near * near : 4 * u * (1 - u)};
+}
+
+inline Capped<double> softcapped(double x, double cap) {
+  const double e = std::exp(-2 * std::fabs(x / cap));
+  return {cap * std::tanh(x / cap), 4 * e / ((1 + e) * (1 + e))};
+}
+
+template <bool kCap, class C>
+C capped(C x, C cap) {
+  if constexpr (kCap) return softcapped(x, cap).value;
+  return x;
+}
+
+template <class T>
+LIGER_VECTORIZED Compute<T> largest(const T* x, int64_t n, Compute<T> start) {
+  using C = Compute<T>;
+  C out = start;
+#pragma omp simd reduction(max : out)
+  for (int64_t i = 0; i < n; ++i) out = widen(x[i]) > out ? widen(x[i]) : out;
+  return out;
+}
+
+/// f(0) + ... + f(n - 1), in lanes that are few additions deep: a large term does not cost the small ones their digits.
+template <class C, class F>
+C sum_in_lanes(int64_t n, const F& f) {
+  constexpr int64_t kLanes = 64, kBlock = 64 * kLanes;
+  double sum = 0;
+  for (int64_t block = 0; block < n; block += kBlock) {
+    C lanes[kLanes] = {};
+    double wide[kLanes];
+    const int64_t end = std::min(n, block + kBlock);
+    int64_t i = block;
+    for (; i + kLanes <= end; i += kLanes) {
+#pragma omp simd
+      for (int64_t k = 0; k < kLanes; ++k) lanes[k] += f(i + k);
+    }
+#pragma omp simd
+    for (int64_t k = 0; k < end - i; ++k) lanes[k] += f(i + k);
+#pragma omp simd
+    for (int64_t k = 0; k < kLanes; ++k) wide[k] = lanes[k];
+    for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+#pragma omp simd
+      for (int64_t k = 0; k < width; ++k) wide[k] += wide[k + width];
+    }
+    sum += wide[0];
+  }
+  return C(sum);
+}
+
+template <bool kCap, class T>
+LIGER_VECTORIZED Compute<T> sum_exp(const T* x, int64_t n, Compute<T> base, Compute<T> cap) {
+  using C = Compute<T>;
+  return sum_in_lanes<C>(n, [=](int64_t i) { return vector_exp(capped<kCap>(widen(x[i]), cap) - base); });
+}
+
+template <bool kCap, class T>
+LIGER_VECTORIZED Compute<T> sum_away(
+    const T* x, const Compute<T>* weight, int64_t n, Compute<T> reference, Compute<T> cap) {
+  using C = Compute<T>;
+  auto away = [=](int64_t i) { return capped<kCap>(widen(x[i]), cap) - reference; };
+  if (weight) return sum_in_lanes<C>(n, [=](int64_t i) { return weight[i] * away(i); });
+  return sum_in_lanes<C>(n, away);
+}
+
+template <bool kCap, class T>
+LIGER_VECTORIZED void gradient(
+    T* out, const T* x, const Compute<T>* weight, int64_t n, Compute<T> top, Compute<T> slope, Compute<T> tilt,
+    Compute<T> cap) {
+  using C = Compute<T>;
+  if constexpr (kCap) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      const auto v = softcapped(widen(x[i]), cap);
+      const C w = weight ? weight[i] : C(1);
+      out[i] = narrow<T>((vector_exp(v.value - top) * slope - tilt * w) * v.slope);
+    }
+  } else if (weight) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      out[i] = narrow<T>(vector_exp(widen(x[i]) - top) * slope - tilt * weight[i]);
+    }
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) out[i] = narrow<T>(vector_exp(widen(x[i]) - top) * slope - tilt);
+  }
+}
+
+template <class T>
+struct CpuRows {
+  using C = Compute<T>;
+  const T* logits;
+  const int64_t* target;
+  const C* weight;
+  int64_t rows, n;
+  C weight_sum, cap;
+  Options options;
+  C *loss, *z_loss, *accuracy, *stats;
+  int64_t* predicted;
+
+  C weight_of(int64_t y) const { return weight ? weight[y] : C(1); }
+};
+
+// The true class stays out of the sums and joins last: 1 - p_y and small losses keep all their digits.
+template <bool kCap, class T>
+void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
+  using C = Compute<T>;
+  const int64_t y = a.target[row], after = a.n - y - 1;
+  const auto& o = a.options;
+  if (y == o.ignore_index) {
+    a.loss[row] = 0;
+    if (a.z_loss) a.z_loss[row] = 0;
+    if (a.predicted) a.accuracy[row] = 0, a.predicted[row] = -1;
+    return;
+  }
+  const C raw = largest(x + y + 1, after, largest(x, y, std::numeric_limits<C>::lowest()));
+  const C own = capped<kCap>(C(x[y]), a.cap), peak = capped<kCap>(raw, a.cap), top = own > peak ? own : peak;
+  const C others = sum_exp<kCap>(x, y, top, a.cap) + sum_exp<kCap>(x + y + 1, after, top, a.cap);
+  const C total = std::exp(own - top) + others;
+  const C nll = top - own + (own >= peak ? std::log1p(others) : std::log(total));
+  const C lse = top + std::log(total), z_loss = C(o.lse_square_scale) * lse * lse;
+  C loss = a.weight_of(y) * nll;
+  if (o.label_smoothing > 0) {
+    // Distances from x_y rather than from 0: no digits lost to a common offset of the logits.
+    const bool bottomless = own == -std::numeric_limits<C>::infinity();
+    const C reference = bottomless ? C(0) : own, level = bottomless ? lse : nll;
+    C away = sum_away<kCap>(x, a.weight, y, reference, a.cap);
+    away += sum_away<kCap>(x + y + 1, a.weight ? a.weight + y + 1 : nullptr, after, reference, a.cap);
+    if (bottomless) away += a.weight_of(y) * own;
+    loss = (1 - C(o.label_smoothing)) * loss + C(o.label_smoothing) / a.n * (level * a.weight_sum - away);
+  }
+  a.loss[row] = o.reduced() ? loss : loss + z_loss;
+  if (a.z_loss) a.z_loss[row] = z_loss;
+  if (a.stats) {
+    a.stats[row] = top;
+    a.stats[a.rows + row] = total;
+    a.stats[2 * a.rows + row] = others / total;
+  }
+  if (a.predicted) {
+    int64_t best = std::find_if(x, x + a.n, [&](T v) { return C(v) >= raw && C(v) >= C(x[y]); }) - x;
+    a.predicted[row] = best = best == a.n ? 0 : best;
+    a.accuracy[row] = best == y;
+  }
+}
+
+/// grad: what arrives for this row's loss, grad_z: for its z-loss, which has another divisor in a mean.
+template <bool kCap, class T>
+void backward_row(const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<T> grad, Compute<T> grad_z) {
+  using C = Compute<T>;
+  const int64_t y = a.target[row], n = a.n;
+  const auto& o = a.options;
+  if (y == o.ignore_index) {
+    std::fill(out, out + n, T(0));
+    return;
+  }
+  const C top = a.stats[row], total = a.stats[a.rows + row], miss = a.stats[2 * a.rows + row];
+  // d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
+  //                  p_y * spill - (1 - p_y) * pull - tilt * w_y
+  const C smoothing = C(o.label_smoothing), pull = grad * a.weight_of(y) * (1 - smoothing);
+  const C tilt = grad * smoothing / n;
+  const C z_slope = grad_z * 2 * C(o.lse_square_scale) * (top + std::log(total));
+  const C spill = smoothing > 0 ? z_slope + grad * smoothing * (a.weight_sum / n) : z_slope;
+  C at_y = std::exp(capped<kCap>(C(x[y]), a.cap) - top) / total * spill - miss * pull - tilt * a.weight_of(y);
+  if constexpr (kCap) at_y *= softcapped(C(x[y]), a.cap).slope;
+  gradient<kCap>(out, x, a.weight, n, top, (pull + spill) / total, tilt, a.cap);
+  out[y] = T(at_y);
+}
+
+}  // namespace
+
+void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t n, const Options& o) {
+  for (int64_t row = 0; row < rows; ++row) {
+    LIGER_CHECK(
+        y[row] == o.ignore_index || (y[row] >= 0 && y[row] < n), op, "target",
+        c10::str("lie in [0, ", n, ") or be ignore_index, ", o.ignore_index), y[row]);
+  }
+}
+
+Tensor class_indices(const Tensor& target) {
+  return (target.scalar_type() == at::kLong ? target : target.to(at::kLong)).contiguous();
+}
+
+/// Calls f(rows, std::bool_constant<softcap>) with everything but the results filled in.
+template <class F>
+void with_cpu_rows(
+    const char* op, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in, const Options& o,
+    const F& f) {
+  Tensor target = class_indices(target_in);
+  Tensor weight = weight_in.defined() ? weight_in.to(compute_type(logits)).contiguous() : weight_in;
+  const int64_t n = logits.size(-1);
+  const int64_t* y = target.const_data_ptr<int64_t>();
+  check_classes(op, y, target.numel(), n, o);
+  dispatch_activation_parameter(logits.scalar_type(), logits.scalar_type(), [&](auto t, auto) {
+    using T = decltype(t);
+    using C = Compute<T>;
+    CpuRows<T> a{};
+    a.logits = logits.const_data_ptr<T>();
+    a.target = y;
+    a.weight = weight.defined() ? weight.const_data_ptr<C>() : nullptr;
+    a.rows = target.numel();
+    a.n = n;
+    a.weight_sum = weight.defined() ? weight.sum().item<C>() : C(n);
+    a.cap = C(o.softcap.value_or(1));
+    a.options = o;
+    if (o.softcap) {
+      f(a, std::true_type{});
+    } else {
+      f(a, std::false_type{});
+    }
+  });
+}
+
+void forward_rows_cpu(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, const RowsOut& out) {
+  auto walk = walk_logical<1>(op, target.numel(), {&logits});
+  with_cpu_rows(op, logits, target, weight, o, [&](auto& a, auto cap) {
+    using C = std::remove_pointer_t<decltype(a.loss)>;
+    a.loss = reinterpret_cast<C*>(out.loss);
+    a.z_loss = reinterpret_cast<C*>(out.z_loss);
+    a.accuracy = reinterpret_cast<C*>(out.accuracy);
+    a.stats = reinterpret_cast<C*>(out.stats);
+    a.predicted = out.predicted;
+    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        forward_row<decltype(cap)::value>(a, a.logits + walk.strides[0].offset(row, walk.inner_rows), row);
+      }
+    });
+  });
+}
+
+std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o) {
+  Tensor target = class_indices(target_in);
+  Tensor weight = weight_in.defined() ? weight_in.to(at::kDouble).contiguous() : weight_in;
+  const int64_t* y = target.const_data_ptr<int64_t>();
+  const double* w = weight.defined() ? weight.const_data_ptr<double>() : nullptr;
+  std::array<double, 2> totals{};
+  for (int64_t row = 0; row < target.numel(); ++row) {
+    if (y[row] == o.ignore_index) continue;
+    totals[0] += w ? w[y[row]] : 1;
+    totals[1] += 1;
+  }
+  return totals;
+}
+
+void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, const Options& o, const Results& out) {
+  auto sum_into = [&](auto zero) {
+    using C = decltype(zero);
+    const int64_t count = rows.scratch.size(1);
+    auto total = [&](int64_t which) {
+      const C* at = rows.scratch.const_data_ptr<C>() + which * count;
+      return std::accumulate(at, at + count, 0.0);
+    };
+    // 0 / 0 without any target: NaN, as in PyTorch.
+    const double by_weight = o.mean() ? totals[0] : 1, by_count = o.mean() ? totals[1] : 1;
+    const double z_loss = rows.scratch.size(0) > 1 ? total(1) / by_count : 0;
+    write_scalars<C>(out.loss, {total(0) / by_weight + z_loss});
+    write_scalars<C>(out.totals, {totals[0], totals[1]});
+    if (!out.accuracy.defined()) return;
+    write_scalars<C>(out.z_loss, {z_loss});
+    write_scalars<C>(out.accuracy, {total(2) / by_count});
+  };
+  out.loss.scalar_type() == at::kDouble ? sum_into(double()) : sum_into(float());
+}
+
+Results forward_cpu(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted) {
+  runtime::count_cpu_call();
+  Results out = empty_results(logits, target, o, wanted);
+  RowBuffers rows(out, target.numel(), o, wanted);
+  forward_rows_cpu(op, logits, target, weight, o, rows.out);
+  if (o.reduced()) sum_rows_cpu(rows, count_targets(target, weight, o), o, out);
+  return out;
+}
+
+void backward_rows_cpu(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const char* stats,
+    const Tensor& totals, const Upstream& upstream, const Options& o) {
+  Tensor out = dlogits;
+  auto walk = walk_logical<2>(op, target.numel(), {&out, &logits});
+  with_cpu_rows(op, logits, target, weight, o, [&](auto& a, auto cap) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(a.logits)>>;
+    using C = Compute<T>;
+    T* to = out.template data_ptr<T>();
+    // Read alone: the rows' code takes it as it takes what forward writes.
+    a.stats = const_cast<C*>(reinterpret_cast<const C*>(stats));
+    const C* grads = upstream.values.defined() ? upstream.values.template const_data_ptr<C>() : nullptr;
+    const C* divisors = o.mean() ? totals.const_data_ptr<C>() : nullptr;
+    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const C g = grads ? grads[row * upstream.stride] : C(1);
+        T* dx = to + walk.strides[0].offset(row, walk.inner_rows);
+        const T* x = a.logits + walk.strides[1].offset(row, walk.inner_rows);
+        const C by_weight = divisors ? divisors[0] : C(1), by_count = divisors ? divisors[1] : C(1);
+        backward_row<decltype(cap)::value>(a, dx, x, row, g / by_weight, g / by_count);
+      }
+    });
+  });
+  if (!out.is_same(dlogits)) dlogits.copy_(out);
+}
+
+void backward_cpu(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
+    const Tensor& totals, const Tensor& grad, const Options& o) {
+  runtime::count_cpu_call();
+  Upstream upstream(op, grad, logits, o.reduced());
+  if (logits.numel() == 0) return;
+  backward_rows_cpu(
+      op, dlogits, logits, target, weight, static_cast<const char*>(stats.const_data_ptr()), totals, upstream, o);
+}
+
+Results forward_backward_cpu(
+    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o) {
+  Results out = forward_cpu(op, logits, target, weight, o, {false, true});
+  if (logits.numel() == 0) return out;
+  const auto* stats = static_cast<const char*>(out.stats.const_data_ptr());
+  backward_rows_cpu(op, logits, logits, target, weight, stats, out.totals, Upstream(Tensor()), o);
+  return out;
+}
+
+void describe_rows_cpu(
+    const char* op, Tensor logits, const Tensor& target, const char* stats, const Options& o, char* log_prob,
+    char* entropy) {
+  auto walk = walk_logical<1>(op, target.numel(), {&logits});
+  with_cpu_rows(op, logits, target, Tensor(), o, [&](auto& a, auto cap) {
+    using C = std::remove_pointer_t<decltype(a.loss)>;
+    const C* of = reinterpret_cast<const C*>(stats);
+    C *p = reinterpret_cast<C*>(log_prob), *h = reinterpret_cast<C*>(entropy);
+    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t y = a.target[row];
+        p[row] = h[row] = 0;
+        if (y == o.ignore_index) continue;
+        const auto* x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
+        const C top = of[row], total = of[a.rows + row], miss = of[2 * a.rows + row];
+        auto value = [&](int64_t i) { return capped<decltype(cap)::value>(C(x[i]), a.cap); };
+        const C spread = sum_in_lanes<C>(a.n, [&](int64_t i) {
+          const C away = value(i) - top, e = std::exp(away);
+          return e == 0 ? C(0) : e * away;
+        });
+        p[row] = miss < C(0.5) ? std::log1p(-miss) : value(y) - top - std::log(total);
+        h[row] = std::log(total) - spread / total;
+      }
+    });
+  });
+}
+
+void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad) {
+  runtime::count_cpu_call();
+  Upstream upstream(op, grad, dlogits, grad.dim() == 0);
+  if (grad.dim() == 0) {
+    if (grad.item<double>() != 1) dlogits.mul_(grad);
+  } else {
+    dlogits.copy_(dlogits.to(grad.scalar_type()).mul_(grad.unsqueeze(-1)));
+  }
+}
+
+}  // namespace liger::ops::cross_entropy

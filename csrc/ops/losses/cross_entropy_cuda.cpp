@@ -1,0 +1,286 @@
+// Rows of cross entropy on CUDA: launches of liger_ops/kernels/losses/cross_entropy.py.
+
+#include "ops/losses/cross_entropy.h"
+
+namespace liger::ops::cross_entropy {
+
+template <class Config>
+runtime::Grid span_grid(const Config& config, int64_t rows, int64_t columns) {
+  int64_t span = int64_t(config.BLOCK_N) * config.BLOCKS;
+  return {uint32_t(rows * ((columns + span - 1) / span))};
+}
+
+void sum_rows_cuda(
+    const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known) {
+  using K = kernels::cross_entropy_sum;
+  const int64_t rows = call.target.numel();
+  const auto point = runtime::point_of<K>(call.target_words - 1);
+  auto config_for = [&](int64_t count) -> const K::Config& {
+    return runtime::first_fit<K>(call.n, false, point, count);
+  };
+  const int64_t block = config_for(rows).BLOCK, blocks = (rows + block - 1) / block;
+  // One program reads a few blocks faster than a second launch starts.
+  const int64_t shares = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
+  auto floats = call.target.options().dtype(at::kFloat);
+  Tensor partial = shares > 1 ? at::empty({shares, 5}, floats) : Tensor();
+  const bool counts = !known.defined() && (o.mean() || out.totals.defined());
+  int32_t flags = (call.flags & (flags::HAS_WEIGHT | flags::MEAN)) | (rows_of.z_loss ? flags::SAVE_Z_LOSS : 0) |
+      (out.accuracy.defined() ? flags::SAVE_Z_LOSS | flags::SAVE_METRICS : 0) |
+      (out.loss.defined() ? 0 : flags::COUNT_ONLY) |
+      (!counts                    ? flags::HAS_TOTALS
+           : out.totals.defined() ? flags::SAVE_TOTALS
+                                  : 0);
+  K::Args args{address(out.loss),     address(out.z_loss),
+               address(out.accuracy), address(known.defined() ? known : out.totals),
+               address(partial),      rows_of.loss,
+               rows_of.z_loss,        rows_of.accuracy,
+               address(call.target),  address(call.weight),
+               int32_t(rows),         int32_t(call.n),
+               o.ignore_index,        flags};
+  auto launch_on = [&](int64_t rows_read, int64_t programs, int32_t more) {
+    args.rows = int32_t(rows_read);
+    args.flags = flags | more;
+    auto variant = runtime::variant_index<K>(config_for(rows_read), point);
+    launch<K>(call.op, call.device, variant, {uint32_t(programs)}, args);
+  };
+  if (shares > 1) {
+    launch_on(rows, shares, flags::TO_PARTIAL);
+    launch_on(shares, 1, flags::FROM_PARTIAL);
+  } else {
+    launch_on(rows, 1, 0);
+  }
+}
+
+/// Where rows of n columns end at the latest, whatever their skew.
+template <class Config>
+int64_t columns_end(const Config& config, int64_t n) {
+  return n + (config.SKEWED ? flags::MOST_SKEW : 0);
+}
+
+void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out) {
+  using K = kernels::cross_entropy_fwd;
+  auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&logits});
+  bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
+  // Shared or not, rows of one dtype have one config.
+  auto point_of = [&](int form) { return runtime::point_of<K>(K::dtype(dtype_of(logits)), form); };
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, point_of(call.extras ? 2 : 0));
+  const auto& from = walk.strides[0];
+  // Rows that leave multiprocessors idle are shared out; with extras, for which no such variants are compiled, they are
+  // not. A step: what a program reads at a time, of 16-bit logits; with fewer than two it would sooner be done than have
+  // met the others.
+  const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = columns_end(config, walk.n);
+  const int64_t processors = call.extras ? 0 : runtime::multiprocessors(call.device.index());
+  const int64_t wanted = std::min(
+      {2 * processors / std::max<int64_t>(walk.rows, 1), columns / step, int64_t(flags::MOST_PARTS), processors});
+  const int64_t part = wanted < 2 ? 0 : ((columns + wanted - 1) / wanted + step - 1) / step * step;
+  const int64_t parts = part ? (columns + part - 1) / part : 1;
+  Tensor shares, arrived;
+  if (parts > 1) {
+    shares = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
+    arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
+  }
+  K::Args args{
+      out.loss,
+      out.z_loss,
+      out.accuracy,
+      out.predicted,
+      out.stats,
+      address(logits),
+      call.target_at(first),
+      address(call.weight),
+      address(call.weight_sum),
+      address(shares),
+      address(arrived),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      int32_t(part),
+      walk.kernel_inner_rows(),
+      from.outer,
+      from.inner,
+      call.target_words,
+      o.ignore_index,
+      float(o.label_smoothing),
+      float(o.lse_square_scale),
+      float(o.softcap.value_or(1)),
+      call.flags_for(out, o)};
+  const auto point = point_of(call.extras ? 2 : parts > 1);
+  launch<K>(call.op, call.device, runtime::variant_index<K>(config, point), {uint32_t(walk.rows * parts)}, args);
+}
+
+void backward_rows_cuda(
+    const CudaCall& call, const Options& o, Tensor& dlogits, Tensor logits, int64_t first, const void* stats,
+    const Tensor& totals, const Upstream& upstream) {
+  using K = kernels::cross_entropy_bwd;
+  Tensor out = dlogits;
+  auto walk = walk_logical<2>(call.op, call.rows_of(logits), {&out, &logits});
+  bool aligned = walk.aligned_strides() && aligned16(address(out), address(logits), address(call.weight));
+  const auto& config = runtime::first_fit<K>(walk.n, aligned);
+  const auto& [to, from] = walk.strides;
+  K::Args args{
+      address(out),
+      address(logits),
+      call.target_at(first),
+      stats,
+      address(upstream.values),
+      address(totals),
+      address(call.weight),
+      address(call.weight_sum),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      walk.kernel_inner_rows(),
+      to.outer,
+      to.inner,
+      from.outer,
+      from.inner,
+      call.target_words,
+      upstream.stride,
+      o.ignore_index,
+      float(o.label_smoothing),
+      float(o.lse_square_scale),
+      float(o.softcap.value_or(1)),
+      call.flags};
+  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits)), call.extras));
+  launch<K>(call.op, call.device, variant, span_grid(config, walk.rows, columns_end(config, walk.n)), args);
+  if (!out.is_same(dlogits)) dlogits.copy_(out);
+}
+
+void forward_backward_rows_cuda(
+    const CudaCall& call, const Options& o, Tensor& logits, int64_t first, const RowsOut& out, const Tensor& totals,
+    const Upstream& upstream) {
+  using K = kernels::cross_entropy_fwd_bwd;
+  Tensor x = logits;
+  auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&x});
+  // What takes any width shares no row out.
+  constexpr int64_t kAnyWidth = std::numeric_limits<int64_t>::max();
+  const bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
+  // Configs count 16-bit logits.
+  const int64_t counted = x.element_size() / 2;
+  const auto point = runtime::point_of<K>(K::dtype(dtype_of(x)), call.extras);
+  const auto* config = &runtime::first_fit<K>(walk.n * counted, aligned, point);
+  int64_t part = config->SHARE / counted;
+  int64_t parts = part ? (columns_end(*config, walk.n) + part - 1) / part : 1;
+  if (parts > std::min<int64_t>(flags::MOST_PARTS, runtime::multiprocessors(call.device.index()))) {
+    config = &runtime::first_fit<K>(kAnyWidth, false, point);
+    part = 0;
+    parts = 1;
+  }
+  Tensor shares, arrived;
+  if (part) {
+    shares = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
+    arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
+  }
+  const auto& at = walk.strides[0];
+  K::Args args{
+      out.loss,
+      out.z_loss,
+      out.accuracy,
+      out.predicted,
+      address(x),
+      address(x),
+      call.target_at(first),
+      address(upstream.values),
+      address(totals),
+      address(call.weight),
+      address(call.weight_sum),
+      address(shares),
+      address(arrived),
+      int32_t(walk.rows),
+      int32_t(walk.n),
+      walk.kernel_inner_rows(),
+      at.outer,
+      at.inner,
+      at.outer,
+      at.inner,
+      call.target_words,
+      upstream.stride,
+      o.ignore_index,
+      float(o.label_smoothing),
+      float(o.lse_square_scale),
+      float(o.softcap.value_or(1)),
+      call.flags_for(out, o) | (upstream.values.defined() ? flags::HAS_GRAD : 0)};
+  auto variant = runtime::variant_index<K>(*config, point);
+  launch<K>(call.op, call.device, variant, {uint32_t(walk.rows * parts)}, args);
+  if (!x.is_same(logits)) logits.copy_(x);
+}
+
+void describe_rows_cuda(
+    const CudaCall& call, const Options& o, const Tensor& logits, int64_t first, const void* stats,
+    const void* log_prob, const void* entropy) {
+  using K = kernels::cross_entropy_describe;
+  const int64_t rows = logits.size(0), stride = logits.stride(0);
+  bool aligned = ((stride | call.n) & 7) == 0 && aligned16(address(logits));
+  const auto& config = runtime::first_fit<K>(call.n, aligned);
+  K::Args args{log_prob,
+               entropy,
+               address(logits),
+               call.target_at(first),
+               stats,
+               int32_t(rows),
+               int32_t(call.n),
+               stride,
+               call.target_words,
+               o.ignore_index,
+               float(o.softcap.value_or(1)),
+               call.flags};
+  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits))));
+  launch<K>(call.op, call.device, variant, {uint32_t(rows)}, args);
+}
+
+Results forward_cuda(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted) {
+  c10::DeviceGuard guard(logits.device());
+  Results out = empty_results(logits, target, o, wanted);
+  RowBuffers rows(out, target.numel(), o, wanted);
+  CudaCall call(op, logits.size(-1), target, weight, o);
+  if (target.numel() > 0) forward_rows_cuda(call, o, logits, 0, rows.out);
+  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out);
+  return out;
+}
+
+void backward_cuda(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
+    const Tensor& totals, const Tensor& grad, const Options& o) {
+  c10::DeviceGuard guard(logits.device());
+  Upstream upstream(op, grad, logits, o.reduced());
+  if (logits.numel() == 0) return;
+  CudaCall call(op, logits.size(-1), target, weight, o);
+  backward_rows_cuda(call, o, dlogits, logits, 0, address(stats), totals, upstream);
+}
+
+Results forward_backward_cuda(
+    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o) {
+  c10::DeviceGuard guard(logits.device());
+  Results out = empty_results(logits, target, o, {});
+  RowBuffers rows(out, target.numel(), o, {});
+  CudaCall call(op, logits.size(-1), target, weight, o);
+  Results counted;
+  if (target.numel() > 0) {
+    if (o.mean()) {
+      // The gradient needs the divisors before any row is read.
+      counted.totals = at::empty({2}, out.loss.options());
+      sum_rows_cuda(call, o, {}, counted);
+    }
+    forward_backward_rows_cuda(call, o, logits, 0, rows.out, counted.totals, Upstream(Tensor()));
+  }
+  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out, counted.totals);
+  return out;
+}
+
+void scale_cuda(const char* op, Tensor& dlogits, const Tensor& grad) {
+  using K = kernels::cross_entropy_scale;
+  c10::DeviceGuard guard(dlogits.device());
+  Upstream upstream(op, grad, dlogits, grad.dim() == 0);
+  if (dlogits.numel() == 0) return;
+  Tensor x = dlogits;
+  auto walk = walk_logical<1>(op, dlogits.numel() / dlogits.size(-1), {&x});
+  bool aligned = walk.aligned_strides() && aligned16(address(x));
+  const auto& config = runtime::first_fit<K>(walk.n, aligned);
+  const auto& at = walk.strides[0];
+  K::Args args{address(x), address(upstream.values), int32_t(walk.n), walk.kernel_inner_rows(), at.outer,
+               at.inner,   upstream.stride};
+  auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(x))));
+  launch<K>(op, dlogits.device(), variant, span_grid(config, walk.rows, walk.n), args);
+  if (!x.is_same(dlogits)) dlogits.copy_(x);
+}
+
+}  // namespace liger::ops::cross_entropy

@@ -1,0 +1,111 @@
+// fused_linear_cross_entropy on CPU.
+
+#include "core/cpu.h"
+#include "ops/losses/fused_linear_cross_entropy_pass.h"
+
+namespace liger::ops::fused_linear_cross_entropy {
+namespace {
+
+struct CpuRows {
+  const char* op;
+  int64_t n;
+  Tensor target, weight;
+  Options o;
+
+  CpuRows(const char* name, int64_t classes, const Tensor& targets, const Tensor& ce_weight, const Options& options)
+      : op(name), n(classes), target(class_indices(targets)), weight(ce_weight), o(options) {
+    runtime::count_cpu_call();
+    check_classes(op, target.const_data_ptr<int64_t>(), target.numel(), n, o);
+  }
+  Tensor part(int64_t first, const Tensor& logits) const { return target.narrow(0, first, logits.size(0)); }
+
+  void count(const Tensor& totals) const {
+    auto [by_weight, by_count] = count_targets(target, weight, o);
+    totals.scalar_type() == at::kDouble ? write_scalars<double>(totals, {by_weight, by_count})
+                                        : write_scalars<float>(totals, {by_weight, by_count});
+  }
+  void forward(const Tensor& logits, int64_t first, const RowsOut& out) const {
+    forward_rows_cpu(op, logits, part(first, logits), weight, o, out);
+  }
+  void backward(
+      Tensor& logits, int64_t first, const char* stats, const Tensor& totals, const Upstream& upstream) const {
+    backward_rows_cpu(op, logits, logits, part(first, logits), weight, stats, totals, upstream, o);
+  }
+  void forward_backward(
+      Tensor& logits, int64_t first, RowsOut out, const Tensor& totals, const Upstream& upstream) const {
+    Tensor stats = at::empty({3, logits.size(0)}, logits.options().dtype(compute_type(logits)));
+    out.stats = static_cast<char*>(stats.mutable_data_ptr());
+    forward(logits, first, out);
+    backward(logits, first, out.stats, totals, upstream);
+  }
+  void describe(const Tensor& logits, int64_t first, const char* stats, char* log_prob, char* entropy) const {
+    describe_rows_cpu(op, logits, part(first, logits), stats, o, log_prob, entropy);
+  }
+  void sum(const RowBuffers& rows, const Results& out, const Tensor&) const {
+    sum_rows_cpu(rows, count_targets(target, weight, o), o, out);
+  }
+
+  /// Moves the gradients of true logits out of dlogits.
+  void take_targets(Tensor& dlogits, int64_t first, Tensor& taken) const {
+    const int64_t* y = target.const_data_ptr<int64_t>() + first;
+    float* to = taken.data_ptr<float>() + first;
+    AT_DISPATCH_REDUCED_FLOATING_TYPES(dlogits.scalar_type(), "take_targets", [&] {
+      auto* rows = dlogits.data_ptr<scalar_t>();
+      for (int64_t row = 0; row < dlogits.size(0); ++row) {
+        to[row] = 0;
+        if (y[row] == o.ignore_index) continue;
+        auto& at = rows[row * dlogits.stride(0) + y[row]];
+        to[row] = float(at);
+        at = scalar_t(0);
+      }
+    });
+  }
+  /// And adds what they contribute to d weight.
+  void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& taken, double scale) const {
+    auto [classes, order] = sort_targets(target, n, o);
+    const int32_t *y = classes.template const_data_ptr<int32_t>(), *row_of = order.template const_data_ptr<int32_t>();
+    const float* factor = taken.const_data_ptr<float>();
+    const int64_t rows = target.numel(), columns = dweight.size(1);
+    Tensor x = x_in.contiguous();
+    AT_DISPATCH_REDUCED_FLOATING_TYPES(dweight.scalar_type(), "add_targets", [&] {
+      const auto* from = x.const_data_ptr<scalar_t>();
+      auto* to = dweight.data_ptr<scalar_t>();
+      at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+        std::vector<float> sum(columns);
+        for (int64_t start = begin; start < end; ++start) {
+          // Whoever meets a class first adds all of its rows.
+          if (y[start] < 0 || (start > 0 && y[start - 1] == y[start])) continue;
+          std::fill(sum.begin(), sum.end(), 0.f);
+          for (int64_t i = start; i < rows && y[i] == y[start]; ++i) {
+            const auto* row = from + row_of[i] * columns;
+            const float f = factor[row_of[i]];
+            for (int64_t c = 0; c < columns; ++c) sum[c] += f * float(row[c]);
+          }
+          auto* out = to + y[start] * dweight.stride(0);
+          for (int64_t c = 0; c < columns; ++c) {
+            auto& at = out[c * dweight.stride(1)];
+            at = scalar_t(float(at) + float(scale) * sum[c]);
+          }
+        }
+      });
+    });
+  }
+};
+
+}  // namespace
+
+Forward Cpu::forward(
+    const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
+    const Tensor& ce_weight, const Settings& s, Wanted wanted) {
+  return fused_linear_cross_entropy::forward<CpuRows>(op, input, weight, target, bias, ce_weight, s, wanted);
+}
+
+Gradients Cpu::backward(
+    const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
+    const Tensor& bias, const Tensor& ce_weight, const Tensor& stats, const Tensor& totals, const Settings& s,
+    Wanted wanted) {
+  return fused_linear_cross_entropy::backward<CpuRows>(
+      op, grad, input, weight, target, bias, ce_weight, stats, totals, s, wanted);
+}
+
+}  // namespace liger::ops::fused_linear_cross_entropy

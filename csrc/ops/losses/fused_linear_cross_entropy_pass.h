@@ -1,0 +1,235 @@
+#pragma once
+
+// The loop over chunks of tokens below fused_linear_cross_entropy, on CPU and CUDA.
+//
+// M tokens, H hidden, V classes. A chunk of T tokens costs three matrix products (logits, d input, d weight) around the
+// rows of cross_entropy, all in one buffer of T x V logits that its gradient overwrites; some need no such rows, see
+// exponentials.h. What T decides: small chunks are slow products that read and write d weight once each; large ones are
+// memory.
+
+#include "core/products.h"
+#include "ops/losses/exponentials.h"
+#include "ops/losses/fused_linear_cross_entropy.h"
+
+namespace liger::ops::fused_linear_cross_entropy {
+
+/// A call's way through the chunks.
+template <class Rows>
+struct Pass {
+  // Multiplications of a call that takes some 13 ms on an H200.
+  static constexpr double kSustained = double(int64_t(1) << 42);
+
+  Rows rows;
+  const Tensor x, weight, bias;  // x: (M, H)
+  const double logits_scale;
+  Plan plan;
+  const bool sustained;
+  Gradients into;
+  double shrink = 1;  // of d weight and d bias
+  Tensor bias_sum, taken;
+
+  Pass(
+      const char* op, const Tensor& x_in, const Tensor& weight_in, const Tensor& target, const Tensor& bias_in,
+      const Tensor& ce_weight, const Settings& s, Wanted wanted, const Gradients& gradients)
+      : rows(op, weight_in.size(0), target.reshape(-1), ce_weight, s.o),
+        x(x_in),
+        weight(weight_in),
+        bias(bias_in),
+        logits_scale(s.logits_scale),
+        plan(make_plan(op, x_in.size(0), weight_in.size(0), x_in.scalar_type(), wanted, s.memory_budget)),
+        sustained(3.0 * double(x_in.numel()) * double(weight_in.size(0)) >= kSustained),
+        into(gradients) {
+    auto floats = x.options().dtype(compute_type(x));
+    if (into.input.defined()) into.input = into.input.view({x.size(0), x.size(1)});
+    if (into.bias.defined()) bias_sum = at::zeros({weight.size(0)}, floats);
+    if (into.weight.defined() && plan.chunks == 0) into.weight.zero_();
+    if (into.weight.defined() && takes_targets(x.scalar_type(), plan.chunks, wanted)) {
+      taken = at::empty({x.size(0)}, floats);
+    }
+  }
+
+  Tensor buffer() const { return at::empty({std::min(plan.chunk, x.size(0)), plan.row}, x.options()); }
+
+  /// Where the logits of the tokens from `first` on go, in the buffer's rows.
+  Tensor rows_of(const Tensor& buffer, int64_t first) const {
+    const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
+    // Rows without gaps where a product would read these, which nobody writes: oneDNN does on CPUs with AMX (torch 2.13).
+    // On CUDA, ATen adds a bias to rows with gaps after it has rounded them, where classes are a multiple of 8.
+    const bool dense = x.is_cpu() || (bias.defined() && classes % 8 == 0);
+    if (dense) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
+    return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
+  }
+
+  Tensor logits(const Tensor& buffer, int64_t first) const {
+    Tensor out = rows_of(buffer, first), part = x.narrow(0, first, out.size(0));
+    if (bias.defined()) {
+      at::addmm_out(out, bias, part, weight.t(), logits_scale, logits_scale);
+    } else {
+      multiply(out, part, weight.t(), 0, logits_scale, sustained);
+    }
+    return out;
+  }
+
+  /// From a chunk's d logits, which this spends.
+  void add(Tensor& dlogits, int64_t first) {
+    const int64_t count = dlogits.size(0);
+    if (into.input.defined()) {
+      multiply(into.input.narrow(0, first, count), dlogits, weight, 0, logits_scale, sustained);
+    }
+    if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * shrink);
+    if (!into.weight.defined()) return;
+    if (taken.defined()) rows.take_targets(dlogits, first, taken);
+    multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
+  }
+
+  /// A chunk without its logits. Until it is made, d input lends its rows to sums, then to the weighed tokens.
+  void add_exponentials(
+      const Exponentials& by, const Tensor& buffer, int64_t first, const RowsOut& out, const Tensor& totals,
+      const Tensor& grad) {
+    Tensor e = rows_of(buffer, first);
+    if (!into.input.defined()) return by.make(e, {}, first, out, {}, {}, {}, false);
+    Tensor dx = into.input.narrow(0, first, e.size(0));
+    by.make(e, dx, first, out, totals, grad, taken, into.weight.defined());
+    if (into.weight.defined()) multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
+    multiply(dx, e, weight, 0, logits_scale, sustained);
+    by.rescale(dx, first, taken);
+  }
+
+  void finish() {
+    if (taken.defined()) rows.add_targets(into.weight, x, taken, logits_scale * shrink);
+    if (bias_sum.defined()) into.bias.copy_(bias_sum);
+  }
+};
+
+/// Tokens in rows of unit stride, as matrix products and our kernels take them.
+inline Tensor as_rows(const Tensor& input) {
+  Tensor x = as_matrix(input);
+  return x.stride(1) == 1 || x.size(1) == 1 ? x : x.contiguous();
+}
+
+inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
+  if (!s.token_weight || !s.token_weight->defined()) return Tensor();
+  return s.token_weight->reshape(-1).to(compute_type(input)).contiguous();
+}
+
+/// Whether logits are for nothing but the loss and, if any, its gradients, of which that of input is one: it lends its rows
+/// to what comes before it.
+inline bool is_loss_alone(const Settings& s, const Tensor& bias, const Wanted& wanted) {
+  const bool extras = bias.defined() || s.o.label_smoothing != 0 || s.o.softcap || wanted.metrics || wanted.log_probs;
+  const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;
+  return made_now && !extras && s.logits_scale > 0;
+}
+
+template <class Rows>
+Forward forward(
+    const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
+    const Tensor& ce_weight, const Settings& s, Wanted wanted) {
+  c10::DeviceGuard guard(input.device());
+  const Options& o = s.o;
+  Forward out = empty_forward(input, weight, target, bias, s, wanted);
+  Tensor token_weight = rows_of_token_weight(s, input);
+  Pass<Rows> pass(op, as_rows(input), weight, target, bias, ce_weight, s, wanted, out.gradients);
+  const int64_t tokens = pass.x.size(0);
+  const bool now = wanted.any_gradient() && o.reduced();
+  const size_t element = out.rows.loss.element_size();
+  RowBuffers rows(out.rows, tokens, o, {wanted.metrics, false});
+  Tensor totals = out.rows.totals;
+  if (o.mean() && (now || totals.defined())) {
+    if (!totals.defined()) totals = at::empty({2}, out.rows.loss.options());
+    pass.rows.count(totals);
+  }
+  const Tensor counted = totals;
+  if (out.late.defined()) {
+    int64_t halvings = 0;
+    while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
+    pass.shrink = std::ldexp(1.0, -int(halvings));
+    Tensor grow = at::empty_like(out.late);
+    grow.select(0, 0).fill_(1);
+    grow.select(0, 1).fill_(std::ldexp(1.0, int(halvings)));
+    if (o.mean()) {
+      // Without any target gradients are 0, not 0 / 0.
+      Tensor by = totals.select(0, 0), inverse = at::where(by == 0, at::zeros_like(by), by.reciprocal());
+      out.late.copy_(grow * inverse);
+      // Relative to each other: the first has become 1.
+      totals = totals * inverse;
+    } else {
+      out.late.copy_(grow);
+    }
+  }
+  Tensor buffer = pass.buffer(), scratch_stats;
+  std::optional<Exponentials> exponentials;
+  // The plan has room for sums where there are no gradients.
+  const bool has_room = !s.memory_budget || !now;
+  if (is_loss_alone(s, bias, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
+    exponentials.emplace(op, pass.x, weight, target.reshape(-1), ce_weight, o, s.logits_scale, buffer.size(0), now);
+  }
+  const bool describe = wanted.log_probs;
+  if (describe && !rows.out.stats) {
+    scratch_stats = at::empty({3, buffer.size(0)}, out.rows.loss.options());
+  }
+  auto at_token = [&](const Tensor& t, int64_t first) {
+    return static_cast<char*>(t.mutable_data_ptr()) + first * int64_t(element);
+  };
+  for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
+    RowsOut part = rows.out.from(first, element);
+    Tensor weights;
+    if (token_weight.defined()) weights = token_weight.narrow(0, first, std::min(pass.plan.chunk, tokens - first));
+    if (exponentials) {
+      pass.add_exponentials(*exponentials, buffer, first, part, totals, weights);
+      continue;
+    }
+    Tensor logits = pass.logits(buffer, first);
+    if (scratch_stats.defined()) part.stats = static_cast<char*>(scratch_stats.mutable_data_ptr());
+    Upstream upstream(weights);
+    if (now && !describe) {
+      pass.rows.forward_backward(logits, first, part, totals, upstream);
+    } else {
+      pass.rows.forward(logits, first, part);
+      if (describe) {
+        pass.rows.describe(logits, first, part.stats, at_token(out.log_probs, first), at_token(out.entropy, first));
+      }
+      if (now) pass.rows.backward(logits, first, part.stats, totals, upstream);
+    }
+    if (now) pass.add(logits, first);
+  }
+  if (now) pass.finish();
+  if (token_weight.defined()) {
+    if (rows.scratch.defined()) {
+      rows.scratch.narrow(0, 0, rows.out.z_loss ? 2 : 1).mul_(token_weight);
+    } else {
+      Tensor each = token_weight.view_as(out.rows.loss);
+      out.rows.loss.mul_(each);
+      if (out.rows.z_loss.defined()) out.rows.z_loss.mul_(each);
+    }
+  }
+  if (o.reduced()) pass.rows.sum(rows, out.rows, counted);
+  return out;
+}
+
+/// For reduction="none": the chunks' logits again, and what arrives for each row.
+template <class Rows>
+Gradients backward(
+    const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
+    const Tensor& bias, const Tensor& ce_weight, const Tensor& stats, const Tensor& totals, const Settings& s,
+    Wanted wanted) {
+  c10::DeviceGuard guard(input.device());
+  LIGER_CHECK(
+      grad.sizes().equals(target.sizes()), op, "the gradient", c10::str("have shape ", target.sizes()), grad.sizes());
+  Gradients out = empty_gradients(input, weight, bias, wanted);
+  Pass<Rows> pass(op, as_rows(input), weight, target, bias, ce_weight, s, wanted, out);
+  Tensor arrives = grad.reshape(-1).to(compute_type(input)).contiguous();
+  Tensor token_weight = rows_of_token_weight(s, input);
+  if (token_weight.defined()) arrives = arrives * token_weight;
+  const auto* at = static_cast<const char*>(stats.const_data_ptr());
+  Tensor buffer = pass.buffer();
+  for (int64_t first = 0; first < pass.x.size(0); first += pass.plan.chunk) {
+    Tensor logits = pass.logits(buffer, first);
+    const char* stats_of = at + 3 * first * int64_t(stats.element_size());
+    pass.rows.backward(logits, first, stats_of, totals, Upstream(arrives.narrow(0, first, logits.size(0))));
+    pass.add(logits, first);
+  }
+  pass.finish();
+  return out;
+}
+
+}  // namespace liger::ops::fused_linear_cross_entropy

@@ -1,0 +1,95 @@
+// How a call of fused_linear_cross_entropy goes through its tokens, and what it allocates.
+
+#include "ops/losses/exponentials.h"
+#include "ops/losses/fused_linear_cross_entropy.h"
+
+namespace liger::ops::fused_linear_cross_entropy {
+
+bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted) {
+  return wanted.weight && chunks > 1 && at::isReducedFloatingType(dtype);
+}
+
+Plan make_plan(
+    const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, const Wanted& wanted,
+    std::optional<int64_t> memory_budget) {
+  constexpr int64_t kMiB = 1 << 20, kTile = 256;
+  const int64_t element = c10::elementSize(dtype), line = 128 / element;
+  Plan plan;
+  plan.row = (classes + line - 1) / line * line;
+  // Statistics and what programs of a row exchange; losses of all tokens, and what a sort of their targets takes.
+  // Without gradients, sums of exponentials have nobody's rows to lie in.
+  const bool has_sums = dtype == at::kBFloat16 && !wanted.any_gradient();
+  const int64_t sums = has_sums ? Exponentials::bytes_of_sums(classes) : 0;
+  const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;
+  const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted) ? 40 : 0);
+  // Enough for products that run at full speed; without gradients less will do.
+  const int64_t usual = (wanted.any_gradient() ? 1280 : 320) * kMiB + tokens * per_token;
+  const int64_t budget = memory_budget.value_or(std::max(usual, per_row * kTile / 2 + tokens * per_token));
+  const int64_t least = tokens * per_token + per_row;
+  LIGER_CHECK(
+      budget >= least || tokens == 0, op, "memory_budget",
+      c10::str("be at least ", least, " bytes for the logits of one of ", tokens, " tokens"), budget);
+  int64_t most = std::min<int64_t>((budget - tokens * per_token) / per_row, 8192);
+  // cuBLAS cuts products of this size into pairs of tiles, 256 tokens: 768 a chunk take less time than 832 or 896, and
+  // 1280 than 1408 (H200, 4096 x 128256 and 3584 x 151936).
+  const int64_t tile = most < 2 * kTile ? kTile / 4 : kTile;
+  if (most > tile) most = most / tile * tile;
+  if (tokens > 0) {
+    plan.chunks = (tokens + most - 1) / most;
+    // Chunks of one size: none is a remainder that runs slowly.
+    plan.chunk = (tokens + plan.chunks - 1) / plan.chunks;
+    if (plan.chunks > 1) plan.chunk = std::min(most, (plan.chunk + tile - 1) / tile * tile);
+    plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
+  }
+  plan.bytes =
+      std::min(plan.chunk, tokens) * per_row + tokens * (16 + (takes_targets(dtype, plan.chunks, wanted) ? 40 : 0));
+  return plan;
+}
+
+Gradients empty_gradients(const Tensor& input, const Tensor& weight, const Tensor& bias, Wanted wanted) {
+  auto like = [](bool asked, const Tensor& t, at::MemoryFormat format) {
+    return asked ? at::empty_like(t, t.options().memory_format(format)) : Tensor();
+  };
+  return {
+      like(wanted.input, input, at::MemoryFormat::Contiguous), like(wanted.weight, weight, at::MemoryFormat::Preserve),
+      like(wanted.bias, bias, at::MemoryFormat::Contiguous)};
+}
+
+Forward empty_forward(
+    const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Settings& s,
+    Wanted wanted) {
+  Forward out;
+  const bool again = wanted.any_gradient() && !s.o.reduced();
+  out.rows = empty_results(input, target, s.o, {wanted.metrics, again});
+  auto numbers = out.rows.loss.options();
+  if (wanted.log_probs) {
+    out.log_probs = at::empty_symint(target.sym_sizes(), numbers);
+    out.entropy = at::empty_symint(target.sym_sizes(), numbers);
+  }
+  if (s.o.reduced()) {
+    out.gradients = empty_gradients(input, weight, bias, wanted);
+    if (wanted.any_gradient() && input.scalar_type() == at::kHalf) out.late = at::empty({2}, numbers);
+  }
+  return out;
+}
+
+Tensor as_long_rows(const Tensor& t) {
+  Tensor flat = t.dim() == 2 && t.stride(0) == 1 ? t.t() : t;
+  if (!flat.is_contiguous()) return t;
+  if (flat.numel() < std::numeric_limits<int32_t>::max()) return flat.view({1, -1});
+  return flat.view({-1, flat.size(-1)});
+}
+
+Tensor classes_of(const Tensor& target, int64_t n, const Options& o) {
+  Tensor y = target.to(at::kLong);
+  return y.masked_fill((y < 0) | (y >= n) | (y == o.ignore_index), -1).to(at::kInt);
+}
+
+std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, int64_t n, const Options& o) {
+  // A statement of its own: what it takes is free again before the sort, which takes most.
+  Tensor unsorted = classes_of(target, n, o);
+  auto [classes, order] = unsorted.sort(/*stable=*/true, 0, false);
+  return {classes, order.to(at::kInt)};
+}
+
+}  // namespace liger::ops::fused_linear_cross_entropy

@@ -1,0 +1,226 @@
+// layer_norm on CPU: statistics in fp32, or fp64 for fp64 rows.
+
+#include "core/cpu.h"
+#include "core/cpu_math.h"
+#include "ops/norms/layer_norm.h"
+
+namespace liger::ops::layer_norm {
+namespace {
+
+template <class T, class W>
+struct CpuForward {
+  using C = core::Compute<T>;
+  const T* x;
+  const W *weight, *bias;
+  T* y;
+  C *means, *scales;
+  const core::Rows<2>& walk;  // y, x
+  C eps;
+};
+
+// A row of half precision is widened once, and its results are narrowed a block of columns at a time.
+template <class T, class W>
+LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
+  using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
+  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  std::vector<C> row_stage = core::make_stage<T, C>(n), parameter_stage = core::make_stage<W, C>(2 * n);
+  const C* weight = a.weight ? core::widen_all(a.weight, parameter_stage.data(), n) : nullptr;
+  const C* bias = a.bias ? core::widen_all(a.bias, parameter_stage.data() + n, n) : nullptr;
+  C block[kBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const C* x = core::widen_all(a.x + a.walk.strides[1].offset(row, inner), row_stage.data(), n);
+    double total = 0, squares = 0, drift = 0;
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* v = x + first;
+      C part = 0;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = 0; i < count; ++i) part += v[i];
+      total += part;
+    }
+    // A sum of fp32 values much larger than their deviations is good to a few units in the last place of the mean:
+    // the sum of the centred values says how far it is off.
+    const C near = C(total / n);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* v = x + first;
+      C squares_part = 0, drift_part = 0;
+#pragma omp simd reduction(+ : squares_part, drift_part)
+      for (int64_t i = 0; i < count; ++i) {
+        const C centred = v[i] - near;
+        squares_part += centred * centred;
+        drift_part += centred;
+      }
+      squares += squares_part;
+      drift += drift_part;
+    }
+    const C mean = C(near + drift / n);
+    squares -= drift * drift / n;
+    const C scale = C(1 / std::sqrt(squares / n + a.eps));
+    if (a.means) {
+      a.means[row] = mean;
+      a.scales[row] = scale;
+    }
+    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *v = x + first, *w = weight + first, *b = bias + first;
+      C* out = core::target(y + first, block);
+      if (weight && bias) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale * w[i] + b[i];
+      } else if (weight) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale * w[i];
+      } else if (bias) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale + b[i];
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (v[i] - mean) * scale;
+      }
+      core::narrow_all(y + first, out, count);
+    }
+  }
+}
+
+template <class T>
+struct CpuBackward {
+  using C = core::Compute<T>;
+  const T *dy, *x;
+  const C *weight, *means, *scales;
+  T* dx;
+  const core::Rows<3>& walk;  // dx, dy, x
+};
+
+// dweight, dbias: this range's shares, both or neither.
+template <class T>
+LIGER_VECTORIZED void backward_rows(
+    const CpuBackward<T>& a, core::Compute<T>* dweight, core::Compute<T>* dbias, int64_t begin, int64_t end) {
+  using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
+  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  C blocks[2][kBlock];
+  // A block of columns of several rows at a time: the sums over rows stay in the first-level cache meanwhile.
+  constexpr int64_t kRowsAtATime = 8;
+  for (int64_t group = begin; group < end; group += kRowsAtATime) {
+    const int64_t rows = std::min(kRowsAtATime, end - group);
+    double dots[kRowsAtATime] = {}, totals[kRowsAtATime] = {};
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* w = a.weight + first;
+      C *dw = dweight + first, *db = dbias + first;
+      for (int64_t r = 0; r < rows; ++r) {
+        const C* g = core::widen_all(a.dy + a.walk.strides[1].offset(group + r, inner) + first, blocks[0], count);
+        const C* v = core::widen_all(a.x + a.walk.strides[2].offset(group + r, inner) + first, blocks[1], count);
+        const C mean = a.means[group + r], scale = a.scales[group + r];
+        C dot = 0, total = 0;
+        if (dweight) {
+#pragma omp simd reduction(+ : dot, total)
+          for (int64_t i = 0; i < count; ++i) {
+            const C grad = g[i], product = grad * (v[i] - mean);
+            dw[i] += product * scale;
+            db[i] += grad;
+            dot += product * w[i];
+            total += grad * w[i];
+          }
+        } else {
+#pragma omp simd reduction(+ : dot, total)
+          for (int64_t i = 0; i < count; ++i) {
+            const C grad = g[i] * w[i];
+            dot += grad * (v[i] - mean);
+            total += grad;
+          }
+        }
+        dots[r] += dot;
+        totals[r] += total;
+      }
+    }
+    if (!a.dx) continue;
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* dy = a.dy + a.walk.strides[1].offset(group + r, inner);
+      const T* x = a.x + a.walk.strides[2].offset(group + r, inner);
+      T* dx = a.dx + a.walk.strides[0].offset(group + r, inner);
+      const C mean = a.means[group + r], scale = a.scales[group + r];
+      const C slope = C(dots[r] * scale * scale / n), shift = C(totals[r] / n);
+      for (int64_t first = 0; first < n; first += kBlock) {
+        const int64_t count = std::min(kBlock, n - first);
+        const C *g = core::widen_all(dy + first, blocks[0], count), *v = core::widen_all(x + first, blocks[1], count);
+        const C* w = a.weight + first;
+        C* out = core::target(dx + first, blocks[0]);
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (g[i] * w[i] - shift - (v[i] - mean) * slope) * scale;
+        core::narrow_all(dx + first, out, count);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Forward Cpu::forward(
+    const Tensor& x_in, const OptionalTensor& weight_in, const OptionalTensor& bias_in, double eps, bool save) {
+  runtime::count_cpu_call();
+  Tensor x = x_in, weight = contiguous_or_undefined(weight_in), bias = contiguous_or_undefined(bias_in);
+  Forward out{core::empty_rows_like(x), {}};
+  if (save) out.statistics = empty_statistics(out.y);
+  if (x.numel() == 0) return out;
+  auto walk = core::walk_rows<2>(kOp, {&out.y, &x});
+  core::dispatch_activation_parameter(x.scalar_type(), parameter_type(x, weight, bias), [&](auto t, auto w) {
+    using T = decltype(t);
+    using W = decltype(w);
+    using C = core::Compute<T>;
+    C* means = core::data_or_null<C>(out.statistics);
+    CpuForward<T, W> a{
+        x.const_data_ptr<T>(),
+        core::data_or_null<W>(weight),
+        core::data_or_null<W>(bias),
+        out.y.data_ptr<T>(),
+        means,
+        means ? means + walk.rows : nullptr,
+        walk,
+        C(eps)};
+    core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
+      forward_rows(a, begin, end);
+    });
+  });
+  return out;
+}
+
+Gradients Cpu::backward(
+    const Tensor& dy_in, const Tensor& x_in, const OptionalTensor& weight_in, const Tensor& statistics_in,
+    const Tensor& dx, bool needs_dweight, bool needs_dbias, at::ScalarType parameters) {
+  Tensor dy = dy_in, x = x_in;
+  runtime::count_cpu_call();
+  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, lead);
+  auto walk = core::walk_rows<3>(kOp, {&lead, &dy, &x});
+  bool needs_parameters = needs_dweight || needs_dbias;
+  int64_t ranges = needs_parameters ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
+  // The rows' code fills both or neither.
+  core::ColumnShares dweight(needs_parameters, ranges, walk.n, statistics.options());
+  core::ColumnShares dbias(needs_parameters, ranges, walk.n, statistics.options());
+  if (x.numel() > 0) {
+    Tensor weight = contiguous_or_undefined(weight_in);
+    weight = weight.defined() ? weight.to(statistics.scalar_type()) : at::ones({walk.n}, statistics.options());
+    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
+      using T = decltype(t);
+      using C = core::Compute<T>;
+      const C* means = statistics.const_data_ptr<C>();
+      CpuBackward<T> a{
+          dy.const_data_ptr<T>(),
+          x.const_data_ptr<T>(),
+          weight.const_data_ptr<C>(),
+          means,
+          means + walk.rows,
+          core::data_or_null<T>(dx),
+          walk};
+      core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        backward_rows(a, dweight.of<C>(range), dbias.of<C>(range), begin, end);
+      });
+    });
+  }
+  return {dx, needs_dweight ? dweight.sum(parameters) : Tensor(), needs_dbias ? dbias.sum(parameters) : Tensor()};
+}
+
+}  // namespace liger::ops::layer_norm

@@ -1,0 +1,220 @@
+// rms_norm and fused_add_rms_norm on CPU: statistics in fp32, or fp64 for fp64 rows.
+
+#include "core/cpu.h"
+#include "core/cpu_math.h"
+#include "core/rows.h"
+#include "ops/norms/rms_norm.h"
+
+namespace liger::ops::rms_norm {
+
+namespace {
+
+template <class T, class W>
+struct CpuForward {
+  using C = core::Compute<T>;
+  const T *x, *residual;
+  const W* weight;
+  T *y, *s;
+  C* rstd;
+  const core::Rows<4>& walk;  // y, s, x, residual
+  C eps, offset;
+  bool round;
+};
+
+// A row of half precision is widened once, and its results are narrowed a block of columns at a time.
+template <class T, class W>
+LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
+  using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
+  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  std::vector<C> row_stage = core::make_stage<T, C>(n), weights(a.weight ? n : 0);
+  C block[kBlock];
+  if (a.weight) {
+    const C* wide = core::widen_all(a.weight, weights.data(), n);
+    for (int64_t i = 0; i < n; ++i) weights[i] = wide[i] + a.offset;
+  }
+  for (int64_t row = begin; row < end; ++row) {
+    const C* x = core::widen_all(a.x + a.walk.strides[2].offset(row, inner), row_stage.data(), n);
+    if (a.residual) {
+      const T* residual = a.residual + a.walk.strides[3].offset(row, inner);
+      T* s = a.s + a.walk.strides[1].offset(row, inner);
+      C* sums = core::target(s, row_stage.data());
+      for (int64_t first = 0; first < n; first += kBlock) {
+        const int64_t count = std::min(kBlock, n - first);
+        const C *v = x + first, *r = core::widen_all(residual + first, block, count);
+        C* sum = sums + first;
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) sum[i] = core::round_to<T>(v[i] + r[i]);
+        core::narrow_all(s + first, sum, count);
+      }
+      x = sums;
+    }
+    double squares = 0;
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C* v = x + first;
+      C part = 0;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = 0; i < count; ++i) part += v[i] * v[i];
+      squares += part;
+    }
+    const C scale = C(1 / std::sqrt(squares / n + a.eps));
+    if (a.rstd) a.rstd[row] = scale;
+    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *v = x + first, *w = weights.data() + first;
+      C* out = core::target(y + first, block);
+      if (!a.weight) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale;
+      } else if (a.round) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = core::round_to<T>(v[i] * scale) * w[i];
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale * w[i];
+      }
+      core::narrow_all(y + first, out, count);
+    }
+  }
+}
+
+template <class T>
+struct CpuBackward {
+  using C = core::Compute<T>;
+  const T *dy, *ds, *x;
+  const C *weight, *rstd;  // weight with its offset
+  T* dx;
+  const core::Rows<4>& walk;  // dx, dy, ds, x
+  bool round;
+};
+
+// sums: this range's share of dweight, or null.
+template <class T>
+LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* sums, int64_t begin, int64_t end) {
+  using C = core::Compute<T>;
+  constexpr int64_t kBlock = core::kColumnsPerSum;
+  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  C blocks[3][kBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const T* dy = a.dy + a.walk.strides[1].offset(row, inner);
+    const T* x = a.x + a.walk.strides[3].offset(row, inner);
+    const C scale = a.rstd[row];
+    double dot = 0;
+    // One pass for both sums: the row is read from cache once less.
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *g = core::widen_all(dy + first, blocks[0], count), *v = core::widen_all(x + first, blocks[1], count);
+      const C* w = a.weight + first;
+      C *sum = sums + first, part = 0;
+      if (sums && a.round) {
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = 0; i < count; ++i) {
+          sum[i] += g[i] * core::round_to<T>(v[i] * scale);
+          part += g[i] * w[i] * v[i];
+        }
+      } else if (sums) {
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = 0; i < count; ++i) {
+          const C product = g[i] * v[i];
+          sum[i] += product * scale;
+          part += product * w[i];
+        }
+      } else {
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = 0; i < count; ++i) part += g[i] * w[i] * v[i];
+      }
+      dot += part;
+    }
+    if (!a.dx) continue;
+    T* dx = a.dx + a.walk.strides[0].offset(row, inner);
+    const T* ds = a.ds ? a.ds + a.walk.strides[2].offset(row, inner) : nullptr;
+    const C mean = C(dot * scale * scale / n);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      const C *g = core::widen_all(dy + first, blocks[0], count), *v = core::widen_all(x + first, blocks[1], count);
+      const C* w = a.weight + first;
+      C* out = core::target(dx + first, blocks[0]);
+      if (ds) {
+        const C* r = core::widen_all(ds + first, blocks[2], count);
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (g[i] * w[i] - v[i] * mean) * scale + r[i];
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = (g[i] * w[i] - v[i] * mean) * scale;
+      }
+      core::narrow_all(dx + first, out, count);
+    }
+  }
+}
+
+}  // namespace
+
+Forward Cpu::forward(
+    const char* op, const Tensor& x_in, const Tensor& residual_in, const Tensor& weight_in, double eps, double offset,
+    std::string_view casting_mode, bool save_rstd) {
+  Tensor x = x_in, residual = residual_in, weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+  runtime::count_cpu_call();
+  Forward out;
+  out.y = core::empty_rows_like(x);
+  if (residual.defined()) out.s = at::empty_like(out.y);
+  if (save_rstd) out.rstd = core::empty_per_row(out.y, core::compute_type(x));
+  if (x.numel() == 0) return out;
+  auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
+  auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
+  core::dispatch_activation_parameter(x.scalar_type(), weight_type, [&](auto t, auto w) {
+    using T = decltype(t);
+    using W = decltype(w);
+    using C = core::Compute<T>;
+    CpuForward<T, W> a{
+        x.const_data_ptr<T>(),
+        core::data_or_null<T>(residual),
+        core::data_or_null<W>(weight),
+        out.y.data_ptr<T>(),
+        core::data_or_null<T>(out.s),
+        core::data_or_null<C>(out.rstd),
+        walk,
+        C(eps),
+        C(offset),
+        rounds_first(casting_mode)};
+    core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
+      forward_rows(a, begin, end);
+    });
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> Cpu::backward(
+    const Tensor& dy_in, const Tensor& ds_in, const Tensor& x_in, const Tensor& weight_in, const Tensor& rstd_in,
+    double offset, std::string_view casting_mode, const Tensor& dx, bool needs_dweight) {
+  Tensor dy = dy_in, ds = ds_in, x = x_in;
+  runtime::count_cpu_call();
+  Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, lead);
+  auto walk = core::walk_rows<4>("rms_norm backward", {&lead, &dy, &ds, &x});
+  int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
+  core::ColumnShares dweight(needs_dweight, ranges, walk.n, rstd.options());
+  if (x.numel() > 0) {
+    Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
+    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
+      using T = decltype(t);
+      using C = core::Compute<T>;
+      CpuBackward<T> a{
+          dy.const_data_ptr<T>(),
+          core::data_or_null<T>(ds),
+          x.const_data_ptr<T>(),
+          scaled.const_data_ptr<C>(),
+          rstd.const_data_ptr<C>(),
+          core::data_or_null<T>(dx),
+          walk,
+          rounds_first(casting_mode) && weight.defined()};
+      core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        backward_rows(a, dweight.of<C>(range), begin, end);
+      });
+    });
+  }
+  return {dx, needs_dweight ? dweight.sum(weight.scalar_type()) : Tensor()};
+}
+
+}  // namespace liger::ops::rms_norm

@@ -1,0 +1,102 @@
+// rope on CPU.
+
+#include "core/cpu.h"
+#include "core/cpu_math.h"
+#include "ops/rope/rope.h"
+
+namespace liger::ops::rope {
+
+namespace {
+
+// The angles of one position, a pair's two members apart.
+template <class C>
+struct PairAngles {
+  explicit PairAngles(int64_t half) : half(half), cos(2 * half), sin(2 * half) {}
+  int64_t half;
+  std::vector<C> cos, sin;
+
+  template <class W>
+  void load(const Angles& a, bool interleaved, bool inverse, int64_t b, int64_t s) {
+    const int64_t start = b * a.batch + s * a.position;
+    const W *cos_at = a.cos.const_data_ptr<W>() + start, *sin_at = a.sin.const_data_ptr<W>() + start;
+    for (int64_t i = 0; i < half; ++i) {
+      const int64_t section = ((i >= a.section_1) + (i >= a.section_2)) * a.section;
+      const int64_t first = section + (interleaved ? 2 * i : i),
+                    second = section + (interleaved ? 2 * i + 1 : i + half);
+      cos[i] = C(cos_at[first]);
+      cos[half + i] = C(cos_at[a.is_complex ? first : second]);
+      sin[i] = C(sin_at[a.is_complex ? second : first]);
+      sin[half + i] = C(sin_at[second]);
+      if (inverse) std::tie(sin[i], sin[half + i]) = std::make_pair(-sin[half + i], -sin[i]);
+    }
+  }
+};
+
+// y may be x.
+template <class C>
+void rotate_row(C* y, const C* x, const PairAngles<C>& angles, bool interleaved) {
+  const int64_t half = angles.half;
+  const C *cos = angles.cos.data(), *sin = angles.sin.data();
+  if (interleaved) {
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+      const C a = x[2 * i], b = x[2 * i + 1];
+      y[2 * i] = a * cos[i] - b * sin[i];
+      y[2 * i + 1] = b * cos[half + i] + a * sin[half + i];
+    }
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+      const C a = x[i], b = x[half + i];
+      y[i] = a * cos[i] - b * sin[i];
+      y[half + i] = b * cos[half + i] + a * sin[half + i];
+    }
+  }
+}
+
+template <class T>
+LIGER_VECTORIZED void rotate_heads(
+    T* y, const T* x, int64_t heads, int64_t y_head, int64_t x_head, int64_t width,
+    const PairAngles<core::Compute<T>>& angles, core::Compute<T>* stage, bool interleaved) {
+  const int64_t rotated = 2 * angles.half;
+  for (int64_t h = 0; h < heads; ++h, x += x_head, y += y_head) {
+    const auto* from = core::widen_all(x, stage, rotated);
+    auto* to = core::target(y, stage);
+    rotate_row(to, from, angles, interleaved);
+    core::narrow_all(y, to, rotated);
+    if (x != y) std::copy(x + rotated, x + width, y + rotated);
+  }
+}
+
+}  // namespace
+
+void rotate_cpu(const char*, const Call& call) {
+  runtime::count_cpu_call();
+  if (call.q.numel() + call.k.numel() == 0) return;
+  const HeadStrides q(call.q), k(call.k), out_q(call.out_q), out_k(call.out_k);
+  const int64_t positions = call.positions(), rows = call.batch() * positions, width = call.head_size();
+  const int64_t q_heads = call.q.size(1), k_heads = call.k.size(1), half = call.angles.half;
+  core::dispatch_activation_parameter(call.q.scalar_type(), call.angles.cos.scalar_type(), [&](auto t, auto w) {
+    using T = decltype(t);
+    using C = core::Compute<T>;
+    const T *q_at = call.q.const_data_ptr<T>(), *k_at = call.k.const_data_ptr<T>();
+    T *out_q_at = call.out_q.data_ptr<T>(), *out_k_at = call.out_k.data_ptr<T>();
+    int64_t ranges = core::cpu_ranges(rows, (q_heads + k_heads) * width);
+    core::parallel_ranges(rows, ranges, [&](int64_t, int64_t begin, int64_t end) {
+      PairAngles<C> angles(half);
+      std::vector<C> stage(2 * half);
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t b = row / positions, s = row - b * positions;
+        angles.template load<decltype(w)>(call.angles, call.interleaved, call.inverse, b, s);
+        rotate_heads(
+            out_q_at + out_q.offset(b, s), q_at + q.offset(b, s), q_heads, out_q.head, q.head, width, angles,
+            stage.data(), call.interleaved);
+        rotate_heads(
+            out_k_at + out_k.offset(b, s), k_at + k.offset(b, s), k_heads, out_k.head, k.head, width, angles,
+            stage.data(), call.interleaved);
+      }
+    });
+  });
+}
+
+}  // namespace liger::ops::rope

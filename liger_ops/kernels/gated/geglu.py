@@ -1,0 +1,125 @@
+"""GeGLU: out = gelu(gate) * up, element by element, tiled as swiglu is.
+
+gelu(x) = x * p(x), where p is the normal distribution's cdf ("none") or sigmoid(2 z) with
+z = sqrt(2 / pi) * (x + 0.044715 x^3) ("tanh"): 0.5 * (1 + tanh(z)) is that sigmoid, which costs one exponential.
+"""
+
+import triton
+import triton.language as tl
+
+from ..rows import LOG2E
+from ..table import Kernel
+from .swiglu import (
+    BACKWARD_ALIGNED,
+    BACKWARD_ARGS,
+    BACKWARD_CONFIGS,
+    DTYPES,
+    FORWARD_ALIGNED,
+    FORWARD_ARGS,
+    FORWARD_CONFIGS,
+    PRODUCT,
+    load_tile,
+    program_tile,
+    store_tile,
+)
+
+TANH = tl.constexpr(1)
+
+TWO_Z = tl.constexpr(1.5957691216057308)  # of small x: 2 * sqrt(2 / pi)
+CUBIC = tl.constexpr(0.044715)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def reciprocal(y):
+    """1 / y for y from 1 to 2. A division minds the ends of fp32's range, in more instructions than all of this."""
+    r = tl.rsqrt(y)
+    r *= r
+    return r * tl.fma(-y, r, 2.0)
+
+
+@triton.jit
+def tanh_weight_and_slope(x):
+    """sigmoid(2 z) and its derivative by 2 z. Powers of two below fp32's normal numbers are 0: of x below -10."""
+    power = x * tl.fma(x * x, TWO_Z * CUBIC * LOG2E, TWO_Z * LOG2E)
+    e = tl.exp2(-tl.abs(power))
+    r = reciprocal(1.0 + e)
+    tail = e * r
+    return tl.where(x < 0, tail, r), tail * r
+
+
+@triton.jit
+def gelu_weight(x, flags):
+    """p(x)"""
+    if flags & TANH:
+        p, _ = tanh_weight_and_slope(x)
+    else:
+        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
+    return p
+
+
+@triton.jit
+def gelu_weight_and_slope(x, flags):
+    """p(x) and x * p'(x)"""
+    if flags & TANH:
+        p, slope = tanh_weight_and_slope(x)
+        slope = slope * x * tl.fma(x * x, 3.0 * TWO_Z * CUBIC, TWO_Z)
+    else:
+        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
+        slope = x * SQRT_1_OVER_2PI * tl.exp(-0.5 * x * x)
+    return p, slope
+
+
+@triton.jit
+def geglu_fwd_kernel(
+    out, gate, up,
+    rows, n, inner_rows, out_outer, out_inner, gate_outer, gate_inner, up_outer, up_inner, flags,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+    g = load_tile(gate, tile, inner_rows, gate_outer, gate_inner, ONE_ROW, BLOCK_N)
+    u = load_tile(up, tile, inner_rows, up_outer, up_inner, ONE_ROW, BLOCK_N)
+    g = g.to(tl.float32)
+    result = g * gelu_weight(g, flags) * u.to(tl.float32)
+    store_tile(out, result, tile, inner_rows, out_outer, out_inner, ONE_ROW, BLOCK_N)
+
+
+@triton.jit
+def geglu_bwd_kernel(
+    dgate, dup, product, dout, gate, up,
+    rows, n, inner_rows, dgate_outer, dgate_inner, dup_outer, dup_inner, dout_outer, dout_inner,
+    gate_outer, gate_inner, up_outer, up_inner, flags,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+    g = load_tile(gate, tile, inner_rows, gate_outer, gate_inner, ONE_ROW, BLOCK_N)
+    u = load_tile(up, tile, inner_rows, up_outer, up_inner, ONE_ROW, BLOCK_N)
+    d = load_tile(dout, tile, inner_rows, dout_outer, dout_inner, ONE_ROW, BLOCK_N)
+    g = g.to(tl.float32)
+    d = d.to(tl.float32)
+    u = u.to(tl.float32)
+    p, slope = gelu_weight_and_slope(g, flags)
+    dg = d * u * (p + slope)
+    store_tile(dgate, dg, tile, inner_rows, dgate_outer, dgate_inner, ONE_ROW, BLOCK_N)
+    store_tile(dup, d * g * p, tile, inner_rows, dup_outer, dup_inner, ONE_ROW, BLOCK_N)
+    if flags & PRODUCT:
+        store_tile(product, g * p * u, tile, inner_rows, dout_outer, dout_inner, ONE_ROW, BLOCK_N)
+
+
+KERNELS = [
+    Kernel(
+        function=geglu_fwd_kernel,
+        args=FORWARD_ARGS | {"flags": "i32"},
+        aligned=FORWARD_ALIGNED,
+        axes={"dtype": DTYPES},
+        configs=FORWARD_CONFIGS,
+    ),
+    Kernel(
+        function=geglu_bwd_kernel,
+        args=BACKWARD_ARGS,
+        aligned=BACKWARD_ALIGNED,
+        axes={"dtype": DTYPES},
+        configs=BACKWARD_CONFIGS,
+    ),
+]

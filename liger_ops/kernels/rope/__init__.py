@@ -1,0 +1,1 @@
+"""Kernels of the rotary position embedding."""

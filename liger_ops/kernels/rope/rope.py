@@ -1,0 +1,168 @@
+"""Rotary position embedding of q and k together: y = x * cos + rotate(x) * sin over the first R columns of a head.
+
+A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) where INTERLEAVED. For a pair (a, b)
+    y_a = x_a * cos_a - x_b * sin_a        y_b = x_b * cos_b + x_a * sin_b
+and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a).
+
+One program takes one position of one batch entry, or shares its heads with others. Where all is aligned, the rotated columns
+of all heads of q and k are a row of pieces, PIECE pairs each: a thread takes a piece at a time, whatever R is, and reads its
+angles for itself, from the cache but for the first time. Where not, threads take single pairs: those of PIECES heads, PIECE
+at a time, share their angles, and all columns of a head share its address. In both, pairs are read whole before they
+are written, so that y may lie over x.
+"""
+
+import triton
+import triton.language as tl
+
+from ..table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
+
+INVERSE = tl.constexpr(1)
+COMPLEX = tl.constexpr(2)  # cos and sin are one table of (cos, sin) pairs, which only interleaved pairs have
+
+
+@triton.jit
+def load_pairs(pointers, mask, half, INTERLEAVED: tl.constexpr):
+    """pointers: (rows, columns) of the pairs' first members, or of both members where they are neighbours."""
+    if INTERLEAVED:
+        both = tl.load(pointers, mask=mask, other=0.0)
+        a, b = tl.split(tl.reshape(both, [both.shape[0], both.shape[1] // 2, 2]))
+    else:
+        a = tl.load(pointers, mask=mask, other=0.0)
+        b = tl.load(pointers + half, mask=mask, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(pointers, a, b, mask, half, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        tl.store(pointers, tl.interleave(a, b), mask=mask)
+    else:
+        tl.store(pointers, a, mask=mask)
+        tl.store(pointers + half, b, mask=mask)
+
+
+@triton.jit
+def load_angles(cos, sin, at, mask, half, flags, INTERLEAVED: tl.constexpr):
+    cos_a, cos_b = load_pairs(cos + at, mask, half, INTERLEAVED)
+    sin_a, sin_b = load_pairs(sin + at, mask, half, INTERLEAVED)
+    if INTERLEAVED:
+        is_complex = (flags & COMPLEX) != 0
+        cos_b, sin_a = tl.where(is_complex, sin_a, cos_b), tl.where(is_complex, cos_b, sin_a)
+    inverse = (flags & INVERSE) != 0
+    sin_a, sin_b = tl.where(inverse, -sin_b, sin_a), tl.where(inverse, -sin_a, sin_b)
+    return cos_a, cos_b, sin_a, sin_b
+
+
+@triton.jit
+def head_pointers(q, k, head, q_heads, q_stride, k_stride, MULTIPLE: tl.constexpr):
+    """Starts of heads numbered through q and on through k."""
+    starts = tl.where(head < q_heads, q + head.to(tl.int64) * q_stride, k + (head - q_heads).to(tl.int64) * k_stride)
+    # Both sides are aligned; not every compiler sees through the choice.
+    return tl.multiple_of(starts, MULTIPLE)[:, None]
+
+
+@triton.jit
+def rope_kernel(
+    out_q, out_k, q, k, cos, sin,
+    positions, q_heads, k_heads, half, width, section_1, section_2,
+    out_q_batch, out_q_head, out_q_position, out_k_batch, out_k_head, out_k_position,
+    q_batch, q_head, q_position, k_batch, k_head, k_position,
+    angle_batch, angle_position, angle_section, flags,
+    INTERLEAVED: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    # 64-bit before the products: a tensor may hold more than 2**31 elements.
+    program = tl.program_id(0).to(tl.int64)
+    batch = (tl.program_id(0) // positions).to(tl.int64)
+    position = program - batch * positions
+    q += batch * q_batch + position * q_position
+    k += batch * k_batch + position * k_position
+    out_q += batch * out_q_batch + position * out_q_position
+    out_k += batch * out_k_batch + position * out_k_position
+    cos += batch * angle_batch + position * angle_position
+    sin += batch * angle_batch + position * angle_position
+    heads = q_heads + k_heads
+    start = tl.program_id(1) * PIECES
+    step = tl.num_programs(1) * PIECES
+    SPREAD: tl.constexpr = 2 if INTERLEAVED else 1
+
+    if ALIGNED:
+        in_head = half // PIECE
+        for block in range(start, heads * in_head, step):
+            piece = block + tl.arange(0, PIECES)
+            inside = (piece < heads * in_head)[:, None]
+            head = piece // in_head
+            cols = (SPREAD * PIECE * (piece - head * in_head))[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
+            a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols, inside, half, INTERLEAVED)
+            # Sections of aligned angles begin where pieces do.
+            section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
+            at = section * angle_section + cols
+            cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
+            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
+            store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, half, INTERLEAVED)
+
+        # Partial rotary: the columns up to width pass through.
+        in_rest = (width - 2 * half) // PIECE
+        for block in range(start, heads * in_rest, step):
+            piece = block + tl.arange(0, PIECES)
+            inside = (piece < heads * in_rest)[:, None]
+            head = piece // in_rest
+            cols = (2 * half + PIECE * (piece - head * in_rest))[:, None] + tl.arange(0, PIECE)[None, :]
+            x = head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols
+            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
+            tl.store(y, tl.load(x, mask=inside, other=0.0), mask=inside)
+    else:
+        for block in range(start, heads, step):
+            head = block + tl.arange(0, PIECES)
+            exists = (head < heads)[:, None]
+            x = head_pointers(q, k, head, q_heads, q_head, k_head, 1)
+            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 1)
+            for first in range(0, half, PIECE):
+                cols = (SPREAD * first + tl.arange(0, SPREAD * PIECE))[None, :]
+                inside = cols < SPREAD * half
+                section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
+                at = section * angle_section + cols
+                cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
+                a, b = load_pairs(x + cols, exists & inside, half, INTERLEAVED)
+                ya, yb = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+                store_pairs(y + cols, ya, yb, exists & inside, half, INTERLEAVED)
+            for first in range(2 * half, width, PIECE):
+                cols = (first + tl.arange(0, PIECE))[None, :]
+                inside = exists & (cols < width)
+                tl.store(y + cols, tl.load(x + cols, mask=inside, other=0.0), mask=inside)
+
+
+def config(max_n, piece, pieces, num_warps, aligned=True):
+    return Config(max_n, aligned, num_warps, constexprs=dict(PIECE=piece, PIECES=pieces, ALIGNED=int(aligned)))
+
+
+KERNELS = [
+    Kernel(
+        function=rope_kernel,
+        args={
+            "out_q": "*X", "out_k": "*X", "q": "*X", "k": "*X", "cos": "*W", "sin": "*W",
+            "positions": "i32", "q_heads": "i32", "k_heads": "i32", "half": "i32", "width": "i32",
+            "section_1": "i32", "section_2": "i32",
+            "out_q_batch": "i64", "out_q_head": "i64", "out_q_position": "i64",
+            "out_k_batch": "i64", "out_k_head": "i64", "out_k_position": "i64",
+            "q_batch": "i64", "q_head": "i64", "q_position": "i64",
+            "k_batch": "i64", "k_head": "i64", "k_position": "i64",
+            "angle_batch": "i64", "angle_position": "i64", "angle_section": "i64", "flags": "i32",
+        },
+        aligned=[
+            "out_q", "out_k", "q", "k", "cos", "sin", "half", "width", "section_1", "section_2",
+            "out_q_batch", "out_q_head", "out_q_position", "out_k_batch", "out_k_head", "out_k_position",
+            "q_batch", "q_head", "q_position", "k_batch", "k_head", "k_position",
+            "angle_batch", "angle_position", "angle_section",
+        ],
+        axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "interleaved": [{"INTERLEAVED": 0}, {"INTERLEAVED": 1}]},
+        # Widths are those of R. us on an H200 in bf16, beside tiles of 16 heads by a power of two of columns, whose angles stay
+        # in registers: 8192 positions of 40 heads of 128 48.8 (49.5), 16384 of 72 160.5 (160.9), 8192 of 32 of 256 74.1
+        # (74.5); of 64 of 80 53.4 (59.4), of 64 of 96 59.9 (65.8). Unaligned: 8192 of 40 of 72, 100 and 126 105, 59 and 74,
+        # interleaved 76, 82 and 88; a warp that takes 8 heads at a time needs 123, 70 and 87, interleaved 70, 76 and 85.
+        configs=[
+            config(64, 8, 64, 2),
+            config(None, 8, 128, 4),
+            config(None, 32, 4, 1, aligned=False),
+        ],
+    ),
+]  # fmt: skip

@@ -2,10 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
-
-#include <algorithm>
 
 #include "core/autograd.h"
 #include "runtime/runtime.h"
@@ -39,14 +36,6 @@ void enable_jit(std::string compiler) {
       });
 }
 
-bool takes_tensors(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
-    const auto& type = *argument.type();
-    return type.isSubtypeOf(*c10::OptionalType::ofTensor()) || type.isSubtypeOf(*c10::ListType::ofTensors());
-  });
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
@@ -55,17 +44,6 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   m.def("_preload(int device, str[] ops) -> (int, int)", preload);
   m.def("_enable_jit(str compiler) -> ()", enable_jit);
   m.def("_compile_kernel(str kernel, int variant, int capability) -> Tensor");
-}
-
-// The halves that public ops are made of run below autograd, but nested functorch transforms differentiate them once
-// more: an error then, and not the zeros of an op without a derivative. This file is linked last, so it sees them all.
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    auto op = dispatcher.findSchema(name);
-    if (name.name.rfind("liger::_", 0) != 0 || !op || !takes_tensors(op->schema())) continue;
-    m.impl(name.name.c_str(), torch::autograd::autogradNotImplementedFallback());
-  }
 }
 
 }  // namespace liger

@@ -8,6 +8,7 @@
 
 #include "core/checks.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "core/products.h"
 
 namespace liger::ops {
@@ -44,7 +45,7 @@ Tensor product_cuda(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) { m.def("_mm(Tensor a, Tensor b) -> Tensor", {at::Tag::pt2_compliant_tag}); }
+TORCH_LIBRARY_FRAGMENT(liger, m) { core::define(m, "_mm(Tensor a, Tensor b) -> Tensor"); }
 
 TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { core::implement<product>(m, "_mm"); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { core::implement<product_cuda>(m, "_mm"); }

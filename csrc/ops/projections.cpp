@@ -7,6 +7,7 @@
 
 #include "core/checks.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "core/products.h"
 
 namespace liger::ops {
@@ -39,9 +40,7 @@ at::Tensor projections_grad_cuda(at::TensorList grads, at::TensorList weights) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("_projections_grad(Tensor[] grads, Tensor[] weights) -> Tensor", {at::Tag::pt2_compliant_tag});
-}
+TORCH_LIBRARY_FRAGMENT(liger, m) { core::define(m, "_projections_grad(Tensor[] grads, Tensor[] weights) -> Tensor"); }
 
 TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { core::implement<projections_grad>(m, "_projections_grad"); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { core::implement<projections_grad_cuda>(m, "_projections_grad"); }

@@ -11,6 +11,7 @@
 #include "core/autograd.h"
 #include "core/cuda.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "kernels/embedding.h"
 
 namespace liger::ops {
@@ -135,10 +136,8 @@ void implement(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_embedding_bwd(Tensor dout, Tensor input, SymInt classes, int padding_idx) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  core::define(m, "embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor");
+  core::define(m, "_embedding_bwd(Tensor dout, Tensor input, SymInt classes, int padding_idx) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<bwd_aten>(m); }

@@ -19,6 +19,7 @@
 
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "core/products.h"
 #include "core/rows.h"
 #include "ops/gated/gated_cpu.h"

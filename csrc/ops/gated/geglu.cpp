@@ -71,24 +71,17 @@ using Geglu = gated::Gated<Gelu, c10::string_view>;
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def(
-      "geglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None, str approximate=\"tanh\") -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_geglu_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_geglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_geglu_product_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_geglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up, str approximate) -> ()",
-      {at::Tag::pt2_compliant_tag});
-  m.def("_geglu_packed_bwd(Tensor dout, Tensor gate_up, str approximate) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("_geglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up, str approximate) -> ()", {at::Tag::pt2_compliant_tag});
+  core::define(m, "geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor");
+  core::define(m, "geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor");
+  core::define(
+      m, "geglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None, str approximate=\"tanh\") -> Tensor");
+  core::define(m, "_geglu_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
+  core::define(m, "_geglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()");
+  core::define(
+      m, "_geglu_product_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor, Tensor)");
+  core::define(m, "_geglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up, str approximate) -> ()");
+  core::define(m, "_geglu_packed_bwd(Tensor dout, Tensor gate_up, str approximate) -> Tensor");
+  core::define(m, "_geglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up, str approximate) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { Geglu::implement<Geglu::Cpu>(m); }

@@ -46,19 +46,15 @@ using Swiglu = gated::Gated<Silu>;
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def("swiglu(Tensor gate, Tensor up) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("swiglu_packed(Tensor gate_up) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def(
-      "swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def("_swiglu_bwd(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
-  m.def("_swiglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up) -> ()", {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_swiglu_product_bwd(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def("_swiglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up) -> ()", {at::Tag::pt2_compliant_tag});
-  m.def("_swiglu_packed_bwd(Tensor dout, Tensor gate_up) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("_swiglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up) -> ()", {at::Tag::pt2_compliant_tag});
+  core::define(m, "swiglu(Tensor gate, Tensor up) -> Tensor");
+  core::define(m, "swiglu_packed(Tensor gate_up) -> Tensor");
+  core::define(m, "swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None) -> Tensor");
+  core::define(m, "_swiglu_bwd(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  core::define(m, "_swiglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up) -> ()");
+  core::define(m, "_swiglu_product_bwd(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)");
+  core::define(m, "_swiglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up) -> ()");
+  core::define(m, "_swiglu_packed_bwd(Tensor dout, Tensor gate_up) -> Tensor");
+  core::define(m, "_swiglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { Swiglu::implement<Swiglu::Cpu>(m); }

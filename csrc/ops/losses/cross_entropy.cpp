@@ -14,6 +14,7 @@
 
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "ops/losses/cross_entropy.h"
 
 namespace liger::ops::cross_entropy {
@@ -123,15 +124,16 @@ struct Ops {
         o);
   }
 
+  /// op: whose gradient it is.
   template <class Device>
-  static void scale_(Tensor& dlogits, const Tensor& grad) {
-    Device::scale("cross_entropy_", dlogits, grad);
+  static void scale_(Tensor& dlogits, const Tensor& grad, c10::string_view op) {
+    Device::scale(std::string(op).c_str(), dlogits, grad);
   }
 
   template <class Device>
-  static Tensor scale(const Tensor& dlogits, const Tensor& grad) {
+  static Tensor scale(const Tensor& dlogits, const Tensor& grad, c10::string_view op) {
     Tensor out = dlogits.clone();
-    Device::scale("cross_entropy_", out, grad);
+    Device::scale(std::string(op).c_str(), out, grad);
     return out;
   }
 
@@ -256,11 +258,11 @@ core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
   Tensor dlogits = take(0);
   if (core::is_plain(dlogits) && !keeps_graph()) {
     static const auto op = core::find_op<decltype(CrossEntropy::scale_<Cpu>)>("liger::_cross_entropy_scale_");
-    op.call(dlogits, grad);
+    op.call(dlogits, grad, name());
     return {dlogits.detach()};
   }
   static const auto op = core::find_op<decltype(CrossEntropy::scale<Cpu>)>("liger::_cross_entropy_scale");
-  return {op.call(dlogits, grad)};
+  return {op.call(dlogits, grad, name())};
 }
 
 }  // namespace
@@ -274,17 +276,17 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string private_tail =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ";
   const std::string saved = "Tensor target, Tensor? weight, Tensor stats, Tensor? totals, ";
-  auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
-  define("cross_entropy(Tensor logits, " + tail + "Tensor");
-  define("cross_entropy_with_metrics(Tensor logits, " + tail + "(Tensor, Tensor, Tensor, Tensor)");
-  define("cross_entropy_(Tensor(a!) logits, " + tail + "Tensor");
-  define(
+  core::define(m, "cross_entropy(Tensor logits, " + tail + "Tensor");
+  core::define(m, "cross_entropy_with_metrics(Tensor logits, " + tail + "(Tensor, Tensor, Tensor, Tensor)");
+  core::define(m, "cross_entropy_(Tensor(a!) logits, " + tail + "Tensor");
+  core::define(
+      m,
       "_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, bool metrics, " + private_tail +
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  define("_cross_entropy_bwd(Tensor grad, Tensor logits, " + saved + private_tail + "Tensor");
-  define("_cross_entropy_bwd_(Tensor grad, Tensor(a!) logits, " + saved + private_tail + "()");
-  define("_cross_entropy_scale(Tensor dlogits, Tensor grad) -> Tensor");
-  define("_cross_entropy_scale_(Tensor(a!) dlogits, Tensor grad) -> ()");
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  core::define(m, "_cross_entropy_bwd(Tensor grad, Tensor logits, " + saved + private_tail + "Tensor");
+  core::define(m, "_cross_entropy_bwd_(Tensor grad, Tensor(a!) logits, " + saved + private_tail + "()");
+  core::define(m, "_cross_entropy_scale(Tensor dlogits, Tensor grad, str op) -> Tensor");
+  core::define(m, "_cross_entropy_scale_(Tensor(a!) dlogits, Tensor grad, str op) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { CrossEntropy::implement<Cpu>(m); }

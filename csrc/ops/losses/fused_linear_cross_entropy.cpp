@@ -22,6 +22,7 @@
 
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
@@ -338,15 +339,16 @@ using Linear =
 
 /// The gradient that forward made, times what arrives.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, bool ours) {
-  using Function = Tensor(const Tensor&, const Tensor&);
-  using InPlace = void(Tensor&, const Tensor&);
+  using Function = Tensor(const Tensor&, const Tensor&, c10::string_view);
+  using InPlace = void(Tensor&, const Tensor&, c10::string_view);
+  constexpr const char* kOp = "fused_linear_cross_entropy backward";
   if (!ours) {
     static const auto op = core::find_op<Function>("liger::_cross_entropy_scale");
-    return op.call(gradient, factor);
+    return op.call(gradient, factor, kOp);
   }
   static const auto op = core::find_op<InPlace>("liger::_cross_entropy_scale_");
   Tensor flat = as_long_rows(gradient);
-  op.call(flat, factor);
+  op.call(flat, factor, kOp);
   return gradient;
 }
 
@@ -406,16 +408,17 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string options =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, "
       "float logits_scale, Tensor? token_weight, int? memory_budget, int wanted) -> ";
-  auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
-  define("fused_linear_cross_entropy(" + tail + "Tensor");
-  define("fused_linear_cross_entropy_with_metrics(" + tail + "(Tensor, Tensor, Tensor, Tensor)");
-  define("fused_linear_cross_entropy_with_log_probs(" + tail + "(Tensor, Tensor, Tensor)");
-  define(
+  core::define(m, "fused_linear_cross_entropy(" + tail + "Tensor");
+  core::define(m, "fused_linear_cross_entropy_with_metrics(" + tail + "(Tensor, Tensor, Tensor, Tensor)");
+  core::define(m, "fused_linear_cross_entropy_with_log_probs(" + tail + "(Tensor, Tensor, Tensor)");
+  core::define(
+      m,
       "_fused_linear_cross_entropy_fwd(" + tensors + "Tensor? bias, Tensor? ce_weight, " + options +
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  define(
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  core::define(
+      m,
       "_fused_linear_cross_entropy_bwd(Tensor grad, " + tensors +
-      "Tensor? bias, Tensor? ce_weight, Tensor stats, Tensor? totals, " + options + "(Tensor, Tensor, Tensor)");
+          "Tensor? bias, Tensor? ce_weight, Tensor stats, Tensor? totals, " + options + "(Tensor, Tensor, Tensor)");
   m.def(
       "_fused_linear_cross_entropy_plan(int tokens, int hidden, int vocabulary, ScalarType dtype, int wanted, "
       "int? memory_budget) -> (int, int, int, int)",

@@ -7,6 +7,7 @@
 
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "core/rows.h"
 #include "ops/norms/rms_norm.h"
 
@@ -114,14 +115,14 @@ void implement(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def(
-      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float offset=0.0, "
-      "str casting_mode=\"llama\") -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
+  core::define(
+      m,
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float offset=0.0, str "
+      "casting_mode=\"llama\") -> (Tensor, Tensor)");
+  core::define(
+      m,
       "_fused_add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str casting_mode) "
-      "-> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
+      "-> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<rms_norm::Cpu>(m); }

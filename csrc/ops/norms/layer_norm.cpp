@@ -9,6 +9,7 @@
 
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/registration.h"
 
 namespace liger::ops::layer_norm {
 
@@ -142,21 +143,16 @@ void implement(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def(
-      "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dx, bool needs_dweight, "
-      "bool needs_dbias, ScalarType parameters) -> (Tensor, Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
+  core::define(m, "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
+  core::define(m, "_layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)");
+  core::define(
+      m,
+      "_layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dx, bool needs_dweight, bool "
+      "needs_dbias, ScalarType parameters) -> (Tensor, Tensor, Tensor)");
+  core::define(
+      m,
       "_layer_norm_bwd_(Tensor(a!) dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dweight, bool "
-      "needs_dbias, "
-      "ScalarType parameters) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
+      "needs_dbias, ScalarType parameters) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }

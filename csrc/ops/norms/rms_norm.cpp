@@ -10,6 +10,7 @@
 
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "core/rows.h"
 
 namespace liger::ops::rms_norm {
@@ -111,7 +112,8 @@ struct Node : core::BackwardNode<Node, 3> {  // x, weight, rstd
     if (!dy.defined()) return {Tensor(), Tensor()};
     Tensor x = take(0), weight = take(1), rstd = take(2);
     bool overwrite = may_overwrite(dy, x);
-    auto [dx, dweight] = rms_norm::backward(dy, {}, x, weight, rstd, offset, casting_mode, needs(0), needs(1), overwrite);
+    auto [dx, dweight] =
+        rms_norm::backward(dy, {}, x, weight, rstd, offset, casting_mode, needs(0), needs(1), overwrite);
     return {dx, dweight};
   }
 };
@@ -161,21 +163,20 @@ void implement(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def(
-      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, str casting_mode) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
+  core::define(
+      m,
+      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> "
+      "Tensor");
+  core::define(
+      m, "_rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, str casting_mode) -> (Tensor, Tensor)");
+  core::define(
+      m,
       "_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode, "
-      "bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
+      "bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)");
+  core::define(
+      m,
       "_rms_norm_bwd_(Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str "
-      "casting_mode, "
-      "bool needs_dweight) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+      "casting_mode, bool needs_dweight) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }

@@ -15,6 +15,7 @@
 
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/registration.h"
 #include "core/rows.h"
 
 namespace liger::ops::rope {
@@ -272,19 +273,19 @@ void implement(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  m.def(
+  core::define(
+      m,
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, int[]? mrope_section=None) -> "
-      "(Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def("rope_freqs_cis(Tensor q, Tensor k, Tensor freqs_cis) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
-  m.def(
+      "(Tensor, Tensor)");
+  core::define(m, "rope_freqs_cis(Tensor q, Tensor k, Tensor freqs_cis) -> (Tensor, Tensor)");
+  core::define(
+      m,
       "_rope_bwd(Tensor dq, Tensor dk, Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section, SymInt[] "
-      "q_strides, "
-      "SymInt[] k_strides) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "_rope_bwd_(Tensor(a!) dq, Tensor(b!) dk, Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section) -> ()",
-      {at::Tag::pt2_compliant_tag});
+      "q_strides, SymInt[] k_strides) -> (Tensor, Tensor)");
+  core::define(
+      m,
+      "_rope_bwd_(Tensor(a!) dq, Tensor(b!) dk, Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section) -> "
+      "()");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<rotate_cpu>(m); }

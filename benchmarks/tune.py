@@ -2,84 +2,40 @@
 
 With --as-is it sweeps nothing: it says what each kernel takes alone, without the others that its op launches.
 
-The op runs whole, forward and backward, with its operators registered from Python: every launch then passes through one
-function, which is replaced here by one that takes another config for one kernel. A candidate must leave the op's results
-right before it is timed, and its time is that kernel's alone, in the state that the op left the kernel's arguments in.
+The op runs whole, forward and backward, on its own host code, which takes a candidate's config in place of the table's. A
+candidate must leave the op's results right before it is timed. Its time is that kernel's alone, between two events around
+each launch, with a cold cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import importlib
 import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.arguments import positive, shape_of
-from benchmarks.harness import COVER, Case, Clock, CudaClock, Problem, WrongResult, measure_ceilings
+from benchmarks.harness import COVER, Case, CudaClock, Problem, WrongResult, measure_ceilings
 from benchmarks.providers import discover, load
 
 # What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone. KEEP, what a program
 # keeps in shared memory, changes by tiles of its own.
 FIXED = {"ALIGNED", "SKEWED", "SHARE", "KEEP", "KEEPS_ALL", "ONE_ROW"}
 LANE_COLUMNS = 8  # of 16 bits
-CU_FUNCTION_DYNAMIC_SHARED = 8
 SWITCHES = {"PREFETCH", "EARLY", "AHEAD"}
-MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8  # the second is what hosts of persistent programs allocate for
+MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8
 SAMPLES, STEPS = 30, 6
 COLUMNS = ("kernel", "shape", "dtype", "the op's bytes, µs", "kernel, µs", "of the ceiling", "must be")  # of --as-is
 FASTER = 0.98  # a smaller gain is no reason to change a row
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a kernel within the op, as its host code asked for it."""
-
-    name: str
-    choices: Mapping[str, Any]
-    width: int
-    aligned: bool
-    grid: Callable[[Any], tuple[int, int, int]]
-    args: Mapping[str, Any]
-    before: Mapping[str, torch.Tensor]  # what its tensors held
-
-    @property
-    def kernel(self) -> Any:
-        from liger_ops.kernels import find
-
-        return find(self.name)
-
-    @property
-    def config(self) -> Any:
-        return self.kernel.pick(self.choices, self.width, self.aligned, self.args.get("rows")).config
-
-    def variant(self, config: Any) -> Any:
-        return replace(self.kernel, configs=[config]).pick(
-            self.choices, self.width, self.aligned, self.args.get("rows")
-        )
-
-    def restore(self) -> None:
-        for name, value in self.before.items():
-            self.args[name].detach().copy_(value)
-
-
-class Interpreter:
-    """Runs kernels on CPU tensors under TRITON_INTERPRET=1."""
-
-    def compile(self, variants: Sequence[Any]) -> list[str | None]:
-        return [None] * len(variants)
-
-    def run(self, launch: Launch, config: Any) -> None:
-        # It cannot point at nothing: what a kernel does not touch may be anything.
-        args = {k: torch.empty(1) if v is None else v for k, v in launch.args.items()}
-        launch.kernel.function[launch.grid(config)](**args, **launch.variant(config).constexprs)
 
 
 def compile_one(name: str, point: int, config: Any, capability: int) -> Any:
@@ -90,121 +46,124 @@ def compile_one(name: str, point: int, config: Any, capability: int) -> Any:
     try:
         return compile_variant(replace(find(name), configs=[config]).variant(point), [capability])
     except Exception as error:  # a shape that the compiler refuses is a candidate less
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
 
 
-class Driver:
-    """Compiles as the packs are compiled and launches as the runtime does."""
+class Host:
+    """The operators' own host code, with a candidate in place of one kernel's config."""
 
-    def __init__(self, capability: int, jobs: int | None = None) -> None:
-        self.cuda, self.capability, self.functions = ctypes.CDLL("libcuda.so.1"), capability, {}
+    def __init__(self, runtime: Any, device: int, capability: int, clock: Any, jobs: int | None = None) -> None:
+        self.runtime, self.device, self.capability, self.clock = runtime, device, capability, clock
+        self.binaries: dict[tuple[str, int, str], Any] = {}
         # This process has threads and a context of CUDA, which a fork would carry along.
         spawn = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), mp_context=spawn)
 
-    def call(self, name: str, *args: Any) -> None:
-        status = getattr(self.cuda, name)(*args)
-        if status:
-            raise RuntimeError(f"{name}: CUDA error {status}")
+    def launched(self, run: Callable[[], Any]) -> dict[str, Any]:
+        """Kernel -> the variant of it that a run launches last."""
+        from liger_ops.kernels import kernels
 
-    @staticmethod
-    def key(variant: Any) -> tuple[str, int, str]:
-        return variant.kernel.name, variant.index, repr(variant.config)
+        self.runtime.reset_counts()
+        run()
+        used = [k for k in kernels() if any(self.runtime.launch_counts(k.name).values())]
+        return {k.name: k.variant(self.runtime.last_variant(k.name)) for k in used}
 
-    def compile(self, variants: Sequence[Any]) -> list[str | None]:
-        """What is wrong with each, if anything."""
-        from liger_ops.aot.compile import PLAIN_SHARED_BYTES
-
-        new = {self.key(v): v for v in variants if self.key(v) not in self.functions}
+    def compile(self, variant: Any, configs: Sequence[Any]) -> list[str | None]:
+        """What is wrong with each config in this variant's place, if anything."""
+        point = variant.index // len(variant.kernel.configs)
+        keys = [(variant.kernel.name, point, repr(config)) for config in configs]
         tasks = {
-            key: self.pool.submit(compile_one, v.kernel.name, v.index, v.config, self.capability)
-            for key, v in new.items()
+            key: self.pool.submit(compile_one, variant.kernel.name, point, config, self.capability)
+            for key, config in zip(keys, configs)
+            if key not in self.binaries
         }
-        for key, task in tasks.items():
-            binary = task.result()
-            if not isinstance(binary, str):
-                module, function = ctypes.c_void_p(), ctypes.c_void_p()
-                self.call("cuModuleLoadData", ctypes.byref(module), binary.cubins[self.capability])
-                self.call("cuModuleGetFunction", ctypes.byref(function), module, new[key].kernel.symbol.encode())
-                if binary.shared > PLAIN_SHARED_BYTES:
-                    self.call("cuFuncSetAttribute", function, CU_FUNCTION_DYNAMIC_SHARED, binary.shared)
-                binary = (function, binary)
-            self.functions[key] = binary
-        found = [self.functions[self.key(v)] for v in variants]
-        return [f if isinstance(f, str) else None for f in found]
+        self.binaries |= {key: task.result() for key, task in tasks.items()}
+        return [binary if isinstance(binary, str) else None for binary in (self.binaries[key] for key in keys)]
 
-    def run(self, launch: Launch, config: Any) -> None:
-        from liger_ops.fallback import runtime
+    def choose(self, variant: Any, config: Any) -> None:
+        from liger_ops.aot import pack
 
-        variant = launch.variant(config)
-        (why,) = self.compile([variant])
+        (why,) = self.compile(variant, [config])
         if why:
             raise WrongResult(why)
-        function, binary = self.functions[self.key(variant)]
-        packed = runtime.pack_arguments(launch.kernel, runtime.addresses_and_numbers(launch.args))
-        size = ctypes.c_size_t(len(packed))
-        # The driver's keys: 1 the buffer, 2 the address of its size, 0 the end.
-        buffer = ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p).value
-        extra = (ctypes.c_void_p * 5)(1, buffer, 2, ctypes.addressof(size), 0)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None)
-        threads = 32 * binary.num_warps
-        self.call(
-            "cuLaunchKernel", function, *launch.grid(config), threads, 1, 1, binary.shared, stream, None, extra
-        )  # fmt: skip
+        kernel = variant.kernel
+        binary = self.binaries[kernel.name, variant.index // len(kernel.configs), repr(config)]
+        facts = (int(kernel.source_hash, 16), variant.index, variant.name, binary.num_warps, binary.shared)
+        packed = pack.dumps(pack.CUBIN, self.capability, [pack.Entry(*facts, binary.cubins[self.capability])])
+        self.runtime.try_config(kernel.name, self.device, kernel.config_bytes(config), variant.index, packed)
+
+    def restore(self, name: str) -> None:
+        self.runtime.end_trial(name)
+
+    def time(self, name: str, run: Callable[[], Any]) -> float:
+        """Median microseconds of all its launches in a run."""
+        events: list[Any] = []
+        moments = []
+
+        def record() -> None:
+            moments.append(torch.cuda.Event(enable_timing=True))
+            moments[-1].record()
+
+        def before() -> None:
+            for _ in range(self.clock.flushes):
+                self.clock.flush.zero_()
+            record()
+
+        self.runtime.watch(name, before, record)
+        try:
+            for _ in range(SAMPLES):
+                moments.clear()
+                run()
+                events.append([*moments])
+        finally:
+            self.runtime.watch(name, None)
+        torch.cuda.synchronize()
+        pairs = [zip(found[::2], found[1::2]) for found in events]
+        return statistics.median(sum(start.elapsed_time(end) for start, end in pair) for pair in pairs) * 1e3
 
 
-@dataclass
-class Tuner:
-    """Stands in for the function through which operators registered from Python launch."""
+def developers_runtime() -> Any:
+    """The runtime's Python module, which only a build from source has."""
+    import liger_ops
 
-    executor: Interpreter | Driver
-    clock: Clock
-    chosen: dict[str, Any] = field(default_factory=dict)  # kernel -> config, where not its table's
-    launches: dict[str, Launch] = field(default_factory=dict)  # the last of every kernel
+    sys.path.insert(0, str(Path(liger_ops.__file__).parent / "lib"))
+    try:
+        return importlib.import_module("_runtime")
+    except ImportError as error:
+        raise RuntimeError("tune: the build has no _runtime module: install pybind11 and build again") from error
+    finally:
+        sys.path.pop(0)
 
-    def launch(self, op, name, choices, width, grid, args, device, may_be_aligned=True) -> None:
-        from liger_ops.fallback import runtime
-        from liger_ops.kernels import find
 
-        kernel = find(name)
-        aligned = may_be_aligned and runtime.is_aligned(kernel, runtime.addresses_and_numbers(args))
-        before = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
-        found = self.launches[name] = Launch(name, choices, width, aligned, grid, args, before)
-        self.executor.run(found, self.chosen.get(name, found.config))
+def climb(
+    host: Host, variant: Any, run: Callable[[], Any], check: Callable[[], None], tell: Callable[[str], None]
+) -> list[tuple[float, Any]]:
+    """(microseconds, config) of the table's row and of every right candidate met on the way to faster ones.
 
-    def time(self, launch: Launch, config: Any) -> float:
-        """Median microseconds."""
-        samples = self.clock.samples(launch.restore, lambda _: self.executor.run(launch, config), SAMPLES)
-        return statistics.median(samples)
-
-    def climb(self, name: str, check: Callable[[], None], tell: Callable[[str], None]) -> list[tuple[float, Any]]:
-        """(microseconds, config) of the table's row and of every right candidate met on the way to faster ones.
-
-        check: runs the op and raises WrongResult if it is not what it should be.
-        """
-        check()
-        launch = self.launches[name]
-        times = {repr(launch.config): (self.time(launch, launch.config), launch.config)}
-        tried = set(times)
-        for _ in range(STEPS):
-            best, config = min(times.values(), key=lambda found: found[0])
-            new = [c for c in neighbours(config, smallest_share(launch.kernel)) if repr(c) not in tried]
-            tried |= {repr(c) for c in new}
-            refused = self.executor.compile([launch.variant(c) for c in new])
-            for candidate, why in zip(new, refused):
-                if why is None:
-                    try:
-                        self.chosen[name] = candidate
-                        check()
-                        times[repr(candidate)] = (self.time(self.launches[name], candidate), candidate)
-                    except (WrongResult, RuntimeError) as error:
-                        why = str(error)
-                    finally:
-                        self.chosen.pop(name, None)
-                tell(f"{name}: {row(candidate)}: " + (why or f"{times[repr(candidate)][0]:.1f} us"))
-            if min(times.values(), key=lambda found: found[0])[0] >= FASTER * best:
-                break
-        return list(times.values())
+    run: the op; check: raises WrongResult if the op's results are not what they should be.
+    """
+    name = variant.kernel.name
+    times = {repr(variant.config): (host.time(name, run), variant.config)}
+    tried = set(times)
+    for _ in range(STEPS):
+        best, config = min(times.values(), key=lambda found: found[0])
+        new = [c for c in neighbours(config, smallest_share(variant.kernel)) if repr(c) not in tried]
+        tried |= {repr(c) for c in new}
+        refused = host.compile(variant, new)
+        for candidate, why in zip(new, refused):
+            if why is None:
+                try:
+                    host.choose(variant, candidate)
+                    check()
+                    times[repr(candidate)] = (host.time(name, run), candidate)
+                except (WrongResult, RuntimeError) as error:
+                    why = str(error)
+                finally:
+                    host.restore(name)
+            tell(f"{name}: {row(candidate)}: " + (why or f"{times[repr(candidate)][0]:.1f} us"))
+        if min(times.values(), key=lambda found: found[0])[0] >= FASTER * best:
+            break
+    return list(times.values())
 
 
 def smallest_share(kernel: Any) -> int:
@@ -303,18 +262,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    if "liger_ops" in sys.modules:
-        raise RuntimeError("tune: liger_ops must not be imported yet")
-    os.environ["LIGER_OPS_LIBRARY"] = "0"
-    from liger_ops.fallback import runtime
-
-    major, minor = torch.cuda.get_device_capability()
-    tuner = Tuner(Driver(10 * major + minor), CudaClock(COVER))
-    runtime.launch = tuner.launch
     call = load(args.op_file, "ours")
+    device = torch.cuda.current_device()
+    major, minor = torch.cuda.get_device_capability()
+    host = Host(developers_runtime(), device, 10 * major + minor, CudaClock(COVER))
     gpu = torch.cuda.get_device_name()
     if args.as_is:
-        ceiling = measure_ceilings(tuner.clock, False)["copy_gb_s"]
+        ceiling = measure_ceilings(host.clock, False)["copy_gb_s"]
         print(f"{gpu}, copy ceiling {ceiling:.0f} GB/s\n")
         print(f"| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     failed = False
@@ -323,19 +277,21 @@ def main(argv: Sequence[str]) -> int:
         problem = Problem(case, "cuda")
         problem.learn_truth()
 
+        def run(problem: Problem = problem) -> Any:
+            return problem.checked_results(call)
+
         def check(problem: Problem = problem) -> None:
             problem.check(problem.checked_results(call), strict=True)
 
         check()
-        for name in args.kernels or list(tuner.launches):
+        launched = host.launched(run)
+        for name in args.kernels or launched:
             if args.as_is:
-                launch = tuner.launches[name]
-                line, passes = measurement(name, case, tuner.time(launch, launch.config), ceiling)
+                line, passes = measurement(name, case, host.time(name, run), ceiling)
                 print(line, flush=True)
                 failed |= not passes
                 continue
-            found = tuner.climb(name, check, lambda line: print(line, file=sys.stderr))
+            found = climb(host, launched[name], run, check, lambda line: print(line, file=sys.stderr))
             print("\n".join(proposal(name, case, found, gpu, args.top)), flush=True)
         problem.forget_truth()
-        tuner.launches.clear()
     return int(failed)

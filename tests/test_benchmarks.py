@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import stub_cuda
+import torch
 from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
@@ -16,6 +18,7 @@ from benchmarks import __main__ as main
 from benchmarks import compare, harness, loss_curves, report, swiglu, training, tune
 from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
+from liger_ops.kernels import find
 
 
 def run_benchmarks(*arguments):
@@ -290,81 +293,80 @@ def test_what_is_written_by_hand_outlives_a_new_page(tmp_path):
 
 # ---- tune
 
-TUNED = """
-import json, types, sys, torch
-package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
-from benchmarks import tune
-from benchmarks.harness import CpuClock, WrongResult
-from liger_ops.kernels import find
-rows, n = 40, 96
-partial, out = torch.randn(2, rows, n), torch.empty(2, n)
-tuner = tune.Tuner(tune.Interpreter(), CpuClock())
-tune.SAMPLES, tune.STEPS = 1, 2
-checked = []
 
-def check():
-    config = tuner.chosen.get("column_sum")
-    args = dict(out0=out[0], out1=out[1], partial=partial, rows=rows, n=n)
-    grid = lambda config: (-(-n // config.constexprs["BLOCK_N"]), 2, 1)
-    tuner.launch("rms_norm", "column_sum", {"W": "fp32"}, n, grid, args, partial.device)
-    torch.testing.assert_close(out, partial.sum(1))
-    out.fill_(float("nan"))
-    checked.append(config)
-    if config and config.num_warps == 16:
-        raise WrongResult("no sixteen")
+class FakeHost:
+    """Fewer rows at a time are faster; sixteen warps leave wrong results."""
 
-said = []
-found = tuner.climb("column_sum", check, said.append)
-op = types.SimpleNamespace(kernels_must={}, traffic=lambda size, rows, n: (2 * rows * n * size, 2 * n * size))
-case = types.SimpleNamespace(op=op, shape=(rows, n), dtype="float32", torch_dtype=torch.float32)
-fast = [(t if i else 1e9, c) for i, (t, c) in enumerate(found)]
-slow = [(t if i else 0.0, c) for i, (t, c) in enumerate(found)]
-print(json.dumps(dict(
-    table=repr(found[0][1]) == repr(find("column_sum").configs[0]), configs=[tune.row(c) for _, c in found],
-    checked=len(checked), said=said,
-    proposed=tune.proposal("column_sum", case, fast, "a GPU", 3)[-1],
-    kept=tune.proposal("column_sum", case, slow, "a GPU", 3)[-1],
-    alone=tune.measurement("column_sum", case, 20.0, 4.0),
-    judged=[op.kernels_must.update(column_sum=least) or tune.measurement("column_sum", case, 20.0, 4.0)
-            for least in (0.3, 0.5)])))
-"""
+    def __init__(self):
+        self.chosen, self.checked, self.restored = None, [], 0
+
+    def time(self, name, run):
+        config = self.chosen or find(name).configs[0]
+        return config.constexprs["BLOCK_M"] + config.num_warps / 100
+
+    def compile(self, variant, configs):
+        return ["too large" if c.constexprs["BLOCK_M"] > 64 else None for c in configs]
+
+    def choose(self, variant, config):
+        self.chosen = config
+
+    def restore(self, name):
+        self.chosen = None
+        self.restored += 1
+
+    def check(self):
+        self.checked.append(self.chosen)
+        if self.chosen.num_warps == 16:
+            raise harness.WrongResult("no sixteen")
 
 
 @pytest.fixture(scope="module")
 def tuned():
-    return json.loads(output_of(TUNED, TRITON_INTERPRET="1").splitlines()[-1])
+    host, said = FakeHost(), []
+    variant = find("column_sum").variant(0)
+    found = tune.climb(host, variant, lambda: None, host.check, said.append)
+    assert host.chosen is None and host.restored == len(host.checked)
+    return SimpleNamespace(host=host, said=said, found=found, configs=[tune.row(c) for _, c in found])
 
 
 def test_tuning_starts_from_the_table_and_climbs(tuned):
-    assert tuned["table"] and tuned["configs"][0] == "Config(8192, True, 8, constexprs=dict(BLOCK_M=64, BLOCK_N=16))"
+    assert tuned.configs[0] == "Config(8192, True, 8, constexprs=dict(BLOCK_M=64, BLOCK_N=16))"
     near = {f"Config(8192, True, {w}, constexprs=dict(BLOCK_M={m}, BLOCK_N={n}))"
-            for w, m, n in ((4, 64, 16), (8, 32, 16), (8, 128, 16), (8, 64, 8), (8, 64, 32), (4, 128, 16), (8, 32, 32))}  # fmt: skip
-    assert near <= set(tuned["configs"]) and len(set(tuned["configs"])) == len(tuned["configs"])
+            for w, m, n in ((4, 64, 16), (8, 32, 16), (8, 64, 8), (8, 64, 32), (8, 32, 32))}  # fmt: skip
+    assert near <= set(tuned.configs) and len(set(tuned.configs)) == len(tuned.configs)
+    assert min(tuned.found, key=lambda pair: pair[0])[1].constexprs["BLOCK_M"] <= 64 >> tune.STEPS
 
 
 def test_tuning_drops_candidates_that_are_wrong(tuned):
-    assert not any("True, 16," in config for config in tuned["configs"])
-    refused = [line for line in tuned["said"] if line.endswith("no sixteen")]
-    assert refused and tuned["checked"] == len(tuned["configs"]) + len(refused)
+    assert not any("True, 16," in config for config in tuned.configs)
+    refused = [line for line in tuned.said if line.endswith("no sixteen")]
+    assert refused and len(tuned.host.checked) == len(tuned.configs) - 1 + len(refused)
+    assert any(line.endswith(": too large") for line in tuned.said) and len(tuned.said) > len(tuned.host.checked)
+
+
+OP = SimpleNamespace(kernels_must={}, traffic=lambda size, rows, n: (2 * rows * n * size, 2 * n * size))
+CASE = SimpleNamespace(op=OP, shape=(40, 96), dtype="float32", torch_dtype=torch.float32)
 
 
 def test_tuning_proposes_a_row_or_keeps_it(tuned):
-    assert (
-        tuned["proposed"].startswith("  propose: Config(8192, True, ")
-        and "(was 1000000000.0), a GPU" in tuned["proposed"]
-    )
-    assert tuned["kept"].startswith("  keep it")
+    fast = [(t if i else 1e9, c) for i, (t, c) in enumerate(tuned.found)]
+    slow = [(t if i else 0.0, c) for i, (t, c) in enumerate(tuned.found)]
+    proposed = tune.proposal("column_sum", CASE, fast, "a GPU", 3)[-1]
+    assert proposed.startswith("  propose: Config(8192, True, ") and "(was 1000000000.0), a GPU" in proposed
+    assert tune.proposal("column_sum", CASE, slow, "a GPU", 3)[-1].startswith("  keep it")
 
 
-def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(tuned):
+def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(monkeypatch):
     moved = (2 * 40 * 96 + 2 * 96) * 4
     row = f"| column_sum | 40×96 | float32 | {moved / 4e3:.1f} | 20.0 | {100 * moved / 4e3 / 20:.1f} % |"
-    assert tuned["alone"] == [f"{row}  |", True]
-    assert tuned["judged"] == [[f"{row} ≥ 30 %: pass |", True], [f"{row} ≥ 50 %: FAIL |", False]]
+    assert tune.measurement("column_sum", CASE, 20.0, 4.0) == (f"{row}  |", True)
+    monkeypatch.setitem(OP.kernels_must, "column_sum", 0.3)
+    assert tune.measurement("column_sum", CASE, 20.0, 4.0) == (f"{row} ≥ 30 %: pass |", True)
+    monkeypatch.setitem(OP.kernels_must, "column_sum", 0.5)
+    assert tune.measurement("column_sum", CASE, 20.0, 4.0) == (f"{row} ≥ 50 %: FAIL |", False)
 
 
 def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
-    from liger_ops.kernels import find
     from liger_ops.kernels.losses.cross_entropy import part_config
 
     kernel = find("cross_entropy_fwd_bwd")
@@ -383,17 +385,10 @@ def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
 
 
 def test_tuning_turns_switches_on_and_off():
-    from liger_ops.kernels import find
-
     for config in find("rms_norm_fwd").configs:
         for name in ("EARLY", "AHEAD"):
             found = {c.constexprs[name] for c in tune.neighbours(config)}
             assert found == {0, 1}, (name, config)
-
-
-def test_tuning_comes_before_the_library():
-    """It registers the operators itself, from Python."""
-    output_of("import sys, benchmarks.__main__ as m; m.discover(); assert 'liger_ops' not in sys.modules")
 
 
 @pytest.mark.gpu
@@ -404,34 +399,33 @@ def test_tuning_on_a_gpu():
     assert re.search(r"\n\| rms_norm_fwd \| 64×512 \| bfloat16 \| [\d.]+ \| [\d.]+ \| [\d.]+ % \|  \|\n", page)
 
 
-def launch_through_tune():
+def tried_on_the_stub():
     tables()
-    import ctypes
-
-    import torch
+    from dataclasses import replace
+    from types import SimpleNamespace
 
     from benchmarks import tune
+    from liger_ops.kernels import find
 
-    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    cuda.cuInit(0)
-    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-    cuda.cuCtxSetCurrent(context)
-    executor = tune.Driver(90, jobs=1)
-    tensor = torch.zeros(64)
-    args = dict(out0=tensor, out1=None, partial=tensor, rows=3, n=64)
-    recorded = tune.Launch("column_sum", {"W": "fp32"}, 64, True, lambda config: (4, 2, 1), args, {})
-    executor.run(recorded, recorded.config)
-    (launched,) = calls("cuLaunchKernel")
-    return [launched, tensor.data_ptr()]
+    kernel = find("column_sum")
+    variant = kernel.variant(0)
+    host = tune.Host(runtime, 0, 90, SimpleNamespace(flushes=0), jobs=1)
+    refused = host.compile(variant, [replace(variant.config, constexprs=dict(BLOCK_M=3, BLOCK_N=16))])
+    host.choose(variant, replace(variant.config, num_warps=2))
+    around = []
+    runtime.watch("column_sum", lambda: around.append(len(calls("cuLaunchKernel"))), lambda: around.append("after"))
+    launch("column_sum", variant=runtime.TRIAL, grid=(4, 2, 1))
+    runtime.watch("column_sum", None)
+    host.restore("column_sum")
+    launched = host.launched(lambda: launch("column_sum", variant=1))
+    return [refused, around, {name: v.index for name, v in launched.items()}, calls("cuLaunchKernel")]
 
 
-def test_tuning_launches_as_the_runtime_does():
-    launched, address = stub_cuda.run(launch_through_tune).value
-    assert (launched["symbol"], launched["grid"], launched["threads"]) == ("column_sum_kernel", "4,2,1", "256,1,1")
-    pointers = [address, 0, address]
-    expected = b"".join(p.to_bytes(8, "little") for p in pointers)
-    expected += b"".join(i.to_bytes(4, "little") for i in (3, 64)) + bytes(16)
-    assert launched["args"] == expected.hex()
+def test_tuning_launches_candidates_through_the_runtime():
+    (refused, around, launched, (tried, stock)), _ = stub_cuda.run(tried_on_the_stub)
+    assert "power of 2" in refused[0] and around == [0, "after"] and launched == {"column_sum": 1}
+    assert (tried["symbol"], tried["grid"], tried["threads"]) == ("column_sum_kernel", "4,2,1", "64,1,1")
+    assert stock["threads"] == "256,1,1"
 
 
 def test_a_steps_kernels_are_added_up_by_name():

@@ -444,6 +444,33 @@ def test_packs_are_built_for_the_architectures_asked_for(tmp_path):
     assert ages == {p.name: p.stat().st_ino for p in (tmp_path / "cache").iterdir()}
 
 
+TRIED = """
+#include <cstdio>
+#include "kernels/column_sum.h"
+using namespace liger;
+using K = kernels::column_sum;
+int main() {
+  const auto* listed = &runtime::first_fit<K>(64, true);
+  K::Config candidate = *listed;
+  candidate.BLOCK_M = 7;
+  runtime::Trial trial{std::string(reinterpret_cast<const char*>(&candidate), sizeof candidate), nullptr};
+  K::kernel.set_trial(&trial);
+  const auto& tried = runtime::first_fit<K>(64, true);
+  std::printf("%d %u ", tried.BLOCK_M, runtime::variant_index<K>(tried, runtime::point_of<K>(2)));
+  K::kernel.set_trial(nullptr);
+  std::printf("%d", listed == &runtime::first_fit<K>(64, true));
+}
+"""
+
+
+def test_a_trial_takes_the_place_of_a_table(tmp_path):
+    codegen.generate(tmp_path)
+    flags = (f"-I{ROOT / 'csrc'}", f"-I{tmp_path}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
+    (tmp_path / "tried.cpp").write_text(TRIED)
+    program = compile_cpp("tried", tmp_path / "tried.cpp", flags=flags)
+    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == f"7 {2**32 - 1} 1"
+
+
 # ---- What host and kernels both know.
 
 

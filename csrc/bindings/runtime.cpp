@@ -50,7 +50,8 @@ void launch_raw(
     const py::bytes& args, uintptr_t stream) {
   Kernel& kernel = kernel_named(name);
   std::string packed = args;
-  if (!kernel.spec().has_variant(variant)) throw py::value_error("no such variant of " + name);
+  if (!kernel.spec().has_variant(variant) && variant != kTrialVariant)
+    throw py::value_error("no such variant of " + name);
   if (packed.size() != kernel.spec().args_bytes) {
     throw py::value_error(name + " takes " + std::to_string(kernel.spec().args_bytes) + " bytes of arguments");
   }
@@ -77,6 +78,25 @@ std::optional<bool> multiply_at_made_up_addresses(
   const bool ran = multiply(*plan, at(5), 2.0, at(256), at(512), beta, at(768), at(1024), error);
   if (!error.empty()) throw std::runtime_error(error);
   return ran;
+}
+
+void try_config_of(
+    const std::string& name, int device, const py::bytes& config, uint32_t variant, const py::bytes& pack) {
+  std::string error = try_config(kernel_named(name), device, config, variant, pack);
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
+// before() and after() run around each launch of the kernel, in the thread that launches; None ends it.
+void watch(const std::string& name, py::object before, py::object after) {
+  if (before.is_none()) return kernel_named(name).set_watch(nullptr);
+  // Never freed, as the compile hook below.
+  auto call = [](py::object function) {
+    return [kept = new py::object(std::move(function))] {
+      py::gil_scoped_acquire locked;
+      (*kept)();
+    };
+  };
+  kernel_named(name).set_watch(new Watch{call(std::move(before)), call(std::move(after))});
 }
 
 py::dict launch_counts(const std::string& name) {
@@ -136,6 +156,13 @@ PYBIND11_MODULE(_runtime, m) {
       },
       py::arg("kernel"), py::arg("device") = 0);
   m.def("launch_counts", launch_counts, py::arg("kernel"));
+  m.def("last_variant", [](const std::string& name) { return kernel_named(name).last_variant(); });
+  m.def(
+      "try_config", try_config_of, py::arg("kernel"), py::arg("device"), py::arg("config"), py::arg("variant"),
+      py::arg("pack"));
+  m.def("end_trial", [](const std::string& name) { kernel_named(name).set_trial(nullptr); });
+  m.def("watch", watch, py::arg("kernel"), py::arg("before"), py::arg("after") = py::none());
+  m.attr("TRIAL") = kTrialVariant;
   m.def("reset_counts", reset_counts);
   m.def(
       "preload",

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <string>
 #include <vector>
@@ -57,6 +58,18 @@ struct Function {
   Source source;
 };
 
+/// A config that a developer's tool tries in place of a kernel's table, and the kernel compiled for it.
+struct Trial {
+  std::string config;  // bytes of the kernel's Config
+  const Function* function;
+};
+/// What a developer's tool does around each launch.
+struct Watch {
+  std::function<void()> before, after;
+};
+/// Stands for a variant where a trial takes its place.
+constexpr uint32_t kTrialVariant = std::numeric_limits<uint32_t>::max();
+
 class LIGER_RUNTIME_API Kernel {
  public:
   /// Registers the kernel for the life of the process.
@@ -72,7 +85,20 @@ class LIGER_RUNTIME_API Kernel {
   /// Publishes a function, which lives as long as the process.
   void publish(int device, uint32_t variant, const Function* function);
 
-  void count(Source source) noexcept { counts_[int(source)].fetch_add(1, std::memory_order_relaxed); }
+  /// Null but for a developer's tool.
+  const Trial* trial() const noexcept { return trial_.load(std::memory_order_acquire); }
+  /// Null ends it. Trials and watches live as long as the process.
+  void set_trial(const Trial* trial) noexcept { trial_.store(trial, std::memory_order_release); }
+
+  const Watch* watch() const noexcept { return watch_.load(std::memory_order_acquire); }
+  void set_watch(const Watch* watch) noexcept { watch_.store(watch, std::memory_order_release); }
+
+  void count(Source source, uint32_t variant) noexcept {
+    counts_[int(source)].fetch_add(1, std::memory_order_relaxed);
+    last_.store(variant, std::memory_order_relaxed);
+  }
+  /// The variant launched last.
+  uint32_t last_variant() const noexcept { return last_.load(std::memory_order_relaxed); }
   uint64_t launches(Source source) const noexcept { return counts_[int(source)].load(std::memory_order_relaxed); }
   void reset_counts() noexcept;
 
@@ -83,6 +109,9 @@ class LIGER_RUNTIME_API Kernel {
   KernelSpec spec_;
   std::array<std::atomic<std::atomic<const Function*>*>, kMaxDevices> tables_{};
   std::array<std::atomic<uint64_t>, kSources> counts_{};
+  std::atomic<uint32_t> last_{0};
+  std::atomic<const Trial*> trial_{nullptr};
+  std::atomic<const Watch*> watch_{nullptr};
 };
 
 /// Rows of a call, where no config of the kernel is for few of them.
@@ -107,7 +136,7 @@ constexpr Point point_of(Choices... choices) {
 /// call's Point, and how many rows it has. What a call leaves untold, no config of the kernel may ask about: it could choose
 /// a variant that is not there.
 template <class K, class... Facts>
-constexpr const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
+const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
   constexpr auto any = [](auto asks) {
     for (const auto& c : K::configs) {
       if (asks(c)) return true;
@@ -125,6 +154,9 @@ constexpr const typename K::Config& first_fit(int64_t n, bool aligned, Facts... 
     const bool large_enough = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
     return large_enough && (c.points >> point.index & 1) && (aligned || !c.aligned);
   };
+  if (const Trial* trial = K::kernel.trial()) {
+    return *reinterpret_cast<const typename K::Config*>(trial->config.data());
+  }
   for (size_t i = 0; i + 1 < kConfigs; ++i) {
     if (fits(K::configs[i], n, aligned, facts...)) return K::configs[i];
   }
@@ -132,8 +164,11 @@ constexpr const typename K::Config& first_fit(int64_t n, bool aligned, Facts... 
 }
 
 template <class K>
-constexpr uint32_t variant_index(const typename K::Config& config, Point point) {
-  return point.index * uint32_t(sizeof(K::configs) / sizeof(K::configs[0])) + uint32_t(&config - K::configs);
+uint32_t variant_index(const typename K::Config& config, Point point) {
+  constexpr size_t kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
+  // What lies outside of the table is a trial's.
+  const bool listed = uintptr_t(&config) - uintptr_t(&K::configs[0]) < sizeof(K::configs);
+  return listed ? point.index * uint32_t(kConfigs) + uint32_t(&config - K::configs) : kTrialVariant;
 }
 
 }  // namespace liger::runtime

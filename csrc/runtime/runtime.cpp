@@ -389,15 +389,20 @@ std::string failed(const std::string& what, int device, const std::string& why) 
   return what + " on device " + text(device) + facts + " failed: " + why;
 }
 
+std::string name_of(const Kernel& kernel, uint32_t variant) {
+  const KernelSpec& spec = kernel.spec();
+  return variant == kTrialVariant ? std::string(spec.name) + "[trial]" : spec.variant_names[variant];
+}
+
 std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Grid grid, const std::string& why) {
   auto text = [](auto number) { return std::to_string(number); };
-  std::string what = std::string("launch of ") + kernel.spec().variant_names[variant] + " with grid (" + text(grid.x) +
-      ", " + text(grid.y) + ", " + text(grid.z) + ")";
+  std::string what = "launch of " + name_of(kernel, variant) + " with grid (" + text(grid.x) + ", " + text(grid.y) +
+      ", " + text(grid.z) + ")";
   return failed(what, device, why);
 }
 
 std::string failed_load(const Kernel& kernel, uint32_t variant, int device, const std::string& why) {
-  return failed(std::string("loading ") + kernel.spec().variant_names[variant], device, why);
+  return failed("loading " + name_of(kernel, variant), device, why);
 }
 
 // Launches then wait for their kernel.
@@ -425,7 +430,12 @@ std::string give_context(int device) {
 
 std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};
-  const Function* function = device >= 0 && device < kMaxDevices ? kernel.loaded(device, variant) : nullptr;
+  const Function* function = nullptr;
+  if (__builtin_expect(variant == kTrialVariant, 0)) {
+    function = kernel.trial()->function;
+  } else if (device >= 0 && device < kMaxDevices) {
+    function = kernel.loaded(device, variant);
+  }
   if (__builtin_expect(!function, 0)) {
     Failure failure;
     function = loader().load(kernel, variant, device, true, failure);
@@ -448,6 +458,8 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
         function->handle, grid.x, grid.y, grid.z, function->threads, 1, 1, function->shared, stream,
         spec.places ? placed.data() : nullptr, spec.places ? nullptr : packed);
   };
+  const Watch* watch = kernel.watch();
+  if (__builtin_expect(watch != nullptr, 0)) watch->before();
   CuResult result = attempt();
   if (__builtin_expect(result == kCuInvalidContext, 0)) {
     has_context = false;
@@ -459,7 +471,25 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
     const std::string call = "cuLaunchKernel (" + std::to_string(function->threads) + " threads)";
     return failed_launch(kernel, variant, device, grid, driver->failure(call.c_str(), result, launches_block()));
   }
-  kernel.count(function->source);
+  kernel.count(function->source, variant);
+  if (__builtin_expect(watch != nullptr, 0)) watch->after();
+  return {};
+}
+
+std::string try_config(
+    Kernel& kernel, int device, const std::string& config, uint32_t variant, const std::string& bytes) {
+  std::string error;
+  const Driver* driver = Driver::get(&error);
+  if (!driver) return error;
+  const Device& found = device_at(device);
+  if (!found.error.empty()) return found.error;
+  if (!retain_context(*driver, found, error)) return error;
+  auto pack = Pack::parse(bytes, "the candidate", error);
+  if (!pack) return error;
+  Attempt attempt{kernel, variant, found, *driver, {}, {}, {}};
+  const Function* function = attempt.from_pack(*pack, Source::Hook);
+  if (!function) return attempt.why_none();
+  kernel.set_trial(new Trial{config, function});
   return {};
 }
 

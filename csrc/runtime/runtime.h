@@ -26,6 +26,11 @@ struct DeviceInfo {
 LIGER_RUNTIME_API std::string launch(
     Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args);
 
+/// For developer tools: the host's code runs with this config (bytes of the kernel's Config), and launches what a one-entry
+/// pack holds under the number of the variant that it stands for, until set_trial(nullptr). Empty on success.
+LIGER_RUNTIME_API std::string try_config(
+    Kernel& kernel, int device, const std::string& config, uint32_t variant, const std::string& pack);
+
 /// NotNow: an error of the device or the process, not of the binary. It may pass.
 enum class Loads { Yes, No, NotNow };
 /// Loads a variant if need be. For what is done another way without it: the reason has been logged.

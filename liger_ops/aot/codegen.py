@@ -7,7 +7,7 @@ import inspect
 import re
 from pathlib import Path
 
-from ..kernels import Config, Kernel, modules
+from ..kernels import Kernel, modules
 
 CSRC = Path(__file__).parents[2] / "csrc"
 # What an operator's code is spread over.
@@ -27,24 +27,18 @@ def args_struct(kernel: Kernel) -> str:
     return "\n".join(["  struct Args {", *fields, "  };", *checks])
 
 
-def points_served(kernel: Kernel, config: Config) -> str:
-    """A bit for each point of the kernel's axes."""
-    if len(kernel.axis_points) > 64:
-        raise ValueError(f"{kernel.name}: {len(kernel.axis_points)} points on its axes, 64 at most")
-    return hex(sum(config.serves(choices) << i for i, choices in enumerate(kernel.axis_points)))
-
-
 def config_table(kernel: Kernel) -> str:
     names = list(kernel.configs[0].constexprs)
     rows = []
     for c in kernel.configs:
         values = [-1 if bound is None else bound for bound in (c.max_n, c.max_rows)]
-        values += [points_served(kernel, c), str(c.aligned).lower(), c.num_warps, c.programs_per_sm]
+        values += [hex(kernel.points(c)), str(c.aligned).lower(), c.num_warps, c.programs_per_sm]
         rows.append("      {" + ", ".join(map(str, values + [c.constexprs[n] for n in names])) + "},")
     fields = "".join(f" int {n};" for n in names)
     facts = "int64_t max_n, max_rows; uint64_t points; bool aligned;"
     struct = f"  struct Config {{ {facts} int num_warps; int programs_per_sm;{fields} }};"
-    return "\n".join([struct, "  static constexpr Config configs[] = {", *rows, "  };"])
+    size = f"  static_assert(sizeof(Config) == {len(kernel.config_bytes(kernel.configs[0]))});"
+    return "\n".join([struct, size, "  static constexpr Config configs[] = {", *rows, "  };"])
 
 
 def axis_functions(kernel: Kernel) -> str:

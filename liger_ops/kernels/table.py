@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -204,6 +205,22 @@ class Kernel:
             out.append((name, kind, offset, size))
             offset += size
         return out
+
+    def points(self, config: Config) -> int:
+        """A bit for each point of the axes that the config serves."""
+        if len(self.axis_points) > 64:
+            raise ValueError(f"{self.name}: {len(self.axis_points)} points on its axes, 64 at most")
+        return sum(config.serves(choices) << i for i, choices in enumerate(self.axis_points))
+
+    @property
+    def config_format(self) -> str:
+        """Of a config as the host has it, for the struct module: bounds, points, alignment, launch, constexprs."""
+        return f"qqQ?ii{len(self.configs[0].constexprs)}i0q"
+
+    def config_bytes(self, config: Config) -> bytes:
+        bounds = [-1 if bound is None else bound for bound in (config.max_n, config.max_rows)]
+        numbers = [config.num_warps, config.programs_per_sm, *config.constexprs.values()]
+        return struct.pack(self.config_format, *bounds, self.points(config), config.aligned, *numbers)
 
     @property
     def takes_maps(self) -> bool:

@@ -46,7 +46,11 @@ def compile_one(name: str, point: int, config: Any, capability: int) -> Any:
     try:
         return compile_variant(replace(find(name), configs=[config]).variant(point), [capability])
     except Exception as error:  # a shape that the compiler refuses is a candidate less
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+        # Triton's own error quotes the source; what it came of says why.
+        why: BaseException = error
+        while why.__cause__:
+            why = why.__cause__
+        return f"{type(why).__name__}: {(str(why).splitlines() or [''])[0]}"
 
 
 class Host:

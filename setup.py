@@ -74,6 +74,7 @@ class CMakeBuild(build_ext):
         compiler = flags.compiler()
         if compiler is None:
             raise SystemExit("liger-ops: building needs a C++ compiler: g++, or what CXX names")
+        sources = flags.sources(ROOT / "csrc")
         if releases():
             build /= "release"
             torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch") for v in releases()]
@@ -85,7 +86,8 @@ class CMakeBuild(build_ext):
             "LIGER_ARCHS": ",".join(map(str, kernels_for)),
             "LIGER_OUTPUT": package,
             "LIGER_CXX_RUNTIME": ";".join(flags.cxx_runtime(compiler)),
-            "LIGER_SOURCES": ";".join(map(str, flags.sources(ROOT / "csrc"))),
+            "LIGER_SOURCES": ";".join(map(str, sources)),
+            "LIGER_LARGEST": max(sources, key=lambda path: path.stat().st_size),
             "LIGER_COMPILE": ";".join(flags.COMPILE),
             "LIGER_LINK": ";".join(flags.LINK),
             "LIGER_PORTABLE": flags.PORTABLE,

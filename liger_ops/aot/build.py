@@ -37,17 +37,18 @@ def compile_cached(kernel: str, index: int, archs: list[int], cache: Path) -> Bi
     variant = find(kernel).variant(index)
     wanted = [arch for arch in archs if variant.kernel.is_for(arch)]
     path = cache / code_key(variant.kernel, variant)
-    kept = pickle.loads(path.read_bytes()) if path.exists() else None
-    missing = [arch for arch in wanted if kept is None or arch not in kept.cubins]
-    if missing:
-        binary = compile_variant(variant, missing)
-        kept = replace(binary, cubins=(kept.cubins if kept else {}) | binary.cubins)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(pickle.dumps(kept))
-        os.replace(temporary, path)
-    else:
+    kept: dict[int, bytes] = {}
+    if path.exists():
+        binary: Binary = pickle.loads(path.read_bytes())
+        kept = binary.cubins
         os.utime(path)
-    return replace(kept, cubins={arch: kept.cubins[arch] for arch in wanted})
+    if missing := [arch for arch in wanted if arch not in kept]:
+        binary = compile_variant(variant, missing)
+        kept |= binary.cubins
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(pickle.dumps(replace(binary, cubins=kept)))
+        os.replace(temporary, path)
+    return replace(binary, cubins={arch: kept[arch] for arch in wanted})
 
 
 def every_variant(archs: list[int]) -> list[Variant]:

@@ -49,7 +49,7 @@ build: $(ready)
 # Threads that wait sleep: two processes that spin would take each other's cores.
 SHARED = $(shell $(PYTHON) -c "import xdist; print('-n 2 --dist loadfile --no-loadscope-reorder')" 2>/dev/null)
 
-test: build test-packs $(models)
+test: build $(models) test-packs
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(SHARED) --ignore tests/test_host_cost.py tests
 	$(PYTHON) -m pytest tests/test_host_cost.py
 

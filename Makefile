@@ -6,11 +6,13 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # What the demo and the tests train.
 MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "matplotlib>=3.9"
+# Formatters, of the versions whose style the code has.
+LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1
 
 # Torch minors that `make wheel` builds for: all of liger_ops/aot/torch_release.py, or some of them.
 TORCH_VERSIONS ?= all
 
-.PHONY: build test demo wheel sdist clean
+.PHONY: build test test-packs lint demo wheel sdist clean
 .DEFAULT_GOAL := build
 
 # What comes with nothing else to wait for, side by side.
@@ -23,6 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ifeq ($(PYTHON),.venv/bin/python)
 ready := .venv/ready
 models := .venv/models
+linters := .venv/linters
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
 	.venv/bin/python -m pip install -q --no-compile "$(TORCH)" "$(TRITON)" "setuptools>=77" wheel pybind11 ninja cmake \
@@ -30,10 +33,14 @@ models := .venv/models
 	touch $@
 # The build does not wait for these.
 .venv/models: .venv/ready
-	.venv/bin/python -m pip install -q --no-compile pytest pytest-xdist expecttest $(MODELS)
+	.venv/bin/python -m pip install -q --no-compile pytest pytest-xdist expecttest hypothesis $(MODELS)
+	touch $@
+.venv/linters: .venv/ready
+	.venv/bin/python -m pip install -q --no-compile $(LINTERS)
 	touch $@
 endif
 
+# Kernels are compiled for the GPUs of this machine; LIGER_OPS_ARCHS=all, none or 80,90 says otherwise.
 build: $(ready)
 	$(PYTHON) setup.py -q build_ext --inplace
 
@@ -42,9 +49,18 @@ build: $(ready)
 # Threads that wait sleep: two processes that spin would take each other's cores.
 SHARED = $(shell $(PYTHON) -c "import xdist; print('-n 2 --dist loadfile --no-loadscope-reorder')" 2>/dev/null)
 
-test: build $(models)
+test: build $(models) test-packs
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(SHARED) --ignore tests/test_host_cost.py tests
 	$(PYTHON) -m pytest tests/test_host_cost.py
+
+test-packs: $(ready)
+	$(PYTHON) tests/stub_cuda/packs.py
+
+lint: $(linters)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" --dry-run -Werror
+	$(PYTHON) -m mypy
 
 demo: build $(models)
 	$(PYTHON) -m liger_ops.demo

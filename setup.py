@@ -6,6 +6,7 @@ make wheel                                  one wheel for every torch minor in l
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,10 +65,16 @@ class CMakeBuild(build_ext):
         triton = require("triton", "building needs Triton to compile the kernels: `pip install triton==3.6.0` first")
         minor = ".".join(torch.__version__.split(".")[:2])
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{minor}-triton{triton.__version__}"
-        cache = build / "kernel-cache"
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "liger_ops"
         torch_folders = [Path(torch.__file__).parent]
-        torch_release = build_module("torch_release")
+        torch_release, flags, archs = map(build_module, ("torch_release", "flags", "archs"))
+        # An environment of one machine serves its GPUs; what is installed may have been built on another.
+        wanted = os.environ.get("LIGER_OPS_ARCHS", "")
+        kernels_for = archs.asked_for(wanted) if wanted else archs.present() if self.inplace else archs.ALL
+        compiler = flags.compiler()
+        if compiler is None:
+            raise SystemExit("liger-ops: building needs a C++ compiler: g++, or what CXX names")
+        sources = flags.sources(ROOT / "csrc")
         if releases():
             build /= "release"
             torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch") for v in releases()]
@@ -76,9 +83,15 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "LIGER_TORCH_DIRS": ";".join(map(str, torch_folders)),
             "LIGER_TORCH_STANDARDS": ";".join(str(torch_release.cxx_standard(folder)) for folder in torch_folders),
-            "LIGER_ARCHS": os.environ.get("LIGER_OPS_ARCHS", "80,90,100,120"),
+            "LIGER_ARCHS": ",".join(map(str, kernels_for)),
             "LIGER_OUTPUT": package,
-            "LIGER_KERNEL_CACHE": cache,
+            "LIGER_CXX_RUNTIME": ";".join(flags.cxx_runtime(compiler)),
+            "LIGER_SOURCES": ";".join(map(str, sources)),
+            "LIGER_LARGEST": max(sources, key=lambda path: path.stat().st_size),
+            "LIGER_COMPILE": ";".join(flags.COMPILE),
+            "LIGER_LINK": ";".join(flags.LINK),
+            "LIGER_PORTABLE": flags.PORTABLE,
+            "LIGER_PRECOMPILED": ";".join(f"<{name}>" for name in flags.PRECOMPILED),
         }
         # A developer's tool, bound to one Python.
         if not releases() and importlib.util.find_spec("pybind11"):
@@ -88,15 +101,27 @@ class CMakeBuild(build_ext):
             suffix = sysconfig.get_config_var("EXT_SUFFIX")
             arguments["PYTHON_MODULE_EXTENSION"] = suffix
         # Tools that pip installed beside this interpreter come before the system's.
-        env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        env = {**os.environ, "CXX": shlex.join(compiler), "PATH": path}
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         try:
             subprocess.run([*configure, *(f"-D{k}={v}" for k, v in arguments.items())], check=True, env=env)
             subprocess.run(["cmake", "--build", str(build)], check=True, env=env)
         except FileNotFoundError:
             raise SystemExit("liger-ops: building needs CMake and ninja: `pip install cmake ninja` first") from None
+        if not self.inplace:
+            self.ship_sources(package / "share" / "src", build / "generated")
         if releases():
             self.check_release(package / "lib", torch_folders)
+
+    def ship_sources(self, target: Path, generated: Path) -> None:
+        """What `python -m liger_ops build` compiles."""
+        csrc = ROOT / "csrc"
+        for path in (*build_module("flags").sources(csrc), *csrc.rglob("*.h"), *generated.rglob("*.h")):
+            root = generated if path.is_relative_to(generated) else csrc
+            copy = target / root.name / path.relative_to(root)
+            self.mkpath(str(copy.parent))
+            self.copy_file(str(path), str(copy))
 
     def check_release(self, libraries: Path, torch_folders: list) -> None:
         manylinux, torch_release = build_module("manylinux"), build_module("torch_release")

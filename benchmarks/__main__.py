@@ -8,19 +8,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import compare, products, report, tune, warm
-from benchmarks.arguments import positive, shape_of
+from benchmarks.arguments import add_out, positive, shape_of
 from benchmarks.harness import COLD_START_RUNS, COVER, HOST_TURNS, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
 from benchmarks.providers import DEFAULT_PROVIDERS, PROVIDERS, discover, is_ours
 
-RESULTS = Path(__file__).parent / "results"
 ROUNDS = {"quick": 5, "full": 5, "paper": 5, "anchors": 9}
 FLUSHES = {"full": COVER, "paper": COVER}
 KNOWN_DTYPES = ("float32", "float16", "bfloat16")  # fp64 is what results are checked against
@@ -71,7 +69,7 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser.add_argument("--dtypes", type=names, help="comma-separated; default: the suite's")
     parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="ROWSxN", help="of the suite's, these alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    add_out(parser)
     parser.add_argument("--rounds", type=positive)
     parser.add_argument("--warm", type=positive, metavar="JOBS", help="processes that compile beforehand")
     args = parser.parse_args(argv)

@@ -1,6 +1,14 @@
 """What the command lines of the benchmarks share."""
 
 import argparse
+from pathlib import Path
+
+# Ignored by git. Results that are kept are copied to benchmarks/results.
+OUT = Path(__file__).parent / "out"
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: benchmarks/out")
 
 
 def positive(text: str) -> int:

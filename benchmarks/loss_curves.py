@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.arguments import positive
+from benchmarks.arguments import add_out, positive
 from benchmarks.fused_linear_cross_entropy import budget_for_chunks
 from benchmarks.machine import describe, slug
 
-RESULTS = Path(__file__).parent / "results"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, head, targets)
 CHUNKS = 16
 SUCCESSORS = 4  # of every class in the chain
@@ -230,7 +229,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
     parser.add_argument("--orders", type=positive, default=2, help="eager runs with classes in another order")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    add_out(parser)
     args = parser.parse_args()
     size = SIZES[args.device]
     losses: dict[str, Loss] = {"eager": eager}

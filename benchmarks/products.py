@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
 from benchmarks.machine import describe, slug
 from benchmarks.report import grid, read, size, write_above
@@ -416,7 +417,7 @@ def main(argv: Sequence[str]) -> int:
     layer = lambda text: tuple(map(int, text.replace("×", "x").split("x")))  # noqa: E731
     parser.add_argument("--layers", nargs="*", type=layer, metavar="TOKENSxINxOUT")
     parser.add_argument("--sustained", action="store_true", help="long turns, for layers of models")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    add_out(parser)
     parser.add_argument("--fit", type=Path, metavar="FILE", help="what an earlier run wrote")
     args = parser.parse_args(argv)
     if args.fit is None and not torch.cuda.is_available():

@@ -19,14 +19,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.arguments import positive
+from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
 from benchmarks.report import grid, write_above
 from benchmarks.training import COMPARED_STEPS, MODELS, PROVIDERS, build, elapsed, marks, prepare, resident_peak, tiny
@@ -176,7 +175,7 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--out", type=Path, default=Path("sharded"))
+    add_out(parser)
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or (2 if arguments.tiny else 8)
     arguments.length = arguments.length or (64 if arguments.tiny else 2048)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.arguments import positive
+from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
 from benchmarks.report import grid, write_above
 
@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="profile some steps more, on a GPU")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--timeout", type=positive, default=300, help="seconds that one run may take")
-    parser.add_argument("--out", type=Path, default=Path("training"))
+    add_out(parser)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for name, kind in (("--model", str), ("--provider", str), ("--batch", positive)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)

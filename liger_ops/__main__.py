@@ -1,9 +1,11 @@
-"""`python -m liger_ops`: what is installed here, and which path each operator takes on each device."""
+"""`python -m liger_ops`: what is installed here, and which path each operator takes on each device; `build` makes the
+operator library for the torch at hand."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import liger_ops
 
 from . import _jit
+from .aot import operators as operator_library
 
 
 def operators() -> list[str]:
@@ -103,6 +106,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["build"]:
+        operator_library.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same for programs")
     parser.add_argument(

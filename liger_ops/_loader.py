@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-LIBRARIES = Path(__file__).parent / "lib"
+from .aot import built
+
+LIBRARIES = built.LIBRARIES
 PREFIX = "libliger_ops_torch"
 
 
@@ -23,15 +26,26 @@ def torch_minor() -> str:
     return ".".join(re.match(r"(\d+)\.(\d+)", torch.__version__).groups())
 
 
+def candidates() -> Iterator[tuple[Path, str | None]]:
+    """Operator libraries, and what is against each: first those that were built here, then those of the wheel."""
+    here = [path for folder in built.folders() for path in sorted(folder.glob(f"{PREFIX}*-*.so"))]
+    exact = built.library_name(torch_minor()) if here else None
+    for path in here:
+        yield path, None if path.name == exact else "built here from other sources or for another torch"
+    for path in sorted({*LIBRARIES.glob(f"{PREFIX}*.so")} - {*here}):
+        built_for = path.stem.removeprefix(PREFIX)
+        fits = built_for == torch_minor()
+        yield path, None if fits else f"built for torch {built_for}, installed is {torch.__version__}"
+
+
 def load() -> Loaded:
     """Registers torch.ops.liger.*, from C++ if a library fits this torch, else from Python."""
     if os.environ.get("LIGER_OPS_LIBRARY") == "0":
         return registered_from_python({"every library": "LIGER_OPS_LIBRARY=0"})
     tried: dict[str, str] = {}
-    for path in sorted(LIBRARIES.glob(f"{PREFIX}*.so")):
-        built_for = path.stem.removeprefix(PREFIX)
-        if built_for != torch_minor():
-            tried[path.name] = f"built for torch {built_for}, installed is {torch.__version__}"
+    for path, misfit in candidates():
+        if misfit:
+            tried[path.name] = misfit
             continue
         try:
             torch.ops.load_library(path)

@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from stub_cuda import packs as stub_cuda_packs
 from support import interpret
 
 import liger_ops  # noqa: F401  registers torch.ops.liger
@@ -70,6 +71,13 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def packs_of_the_stub(request):
+    """Packs are compiled for the files that look at them."""
+    if any("stub_cuda" in vars(item.module) or "PACKS" in vars(item.module) for item in request.session.items):
+        stub_cuda_packs.ensure()
 
 
 @pytest.fixture(autouse=True, scope="session")

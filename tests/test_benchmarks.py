@@ -1,5 +1,6 @@
 """`python -m benchmarks`: what it writes, compares and tunes."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from support import environment_of_tree, output_of
 
 from benchmarks import __main__ as main
 from benchmarks import compare, harness, loss_curves, report, swiglu, training, tune
+from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
 from liger_ops.kernels import find
@@ -444,3 +446,12 @@ def test_kernels_are_those_of_a_gpu(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         training.main()
     assert "--kernels needs a GPU" in capsys.readouterr().err
+
+
+def test_a_run_leaves_nothing_among_the_results_unless_told_to():
+    parser = argparse.ArgumentParser()
+    add_out(parser)
+    out = parser.parse_args([]).out / "a-run.jsonl"
+    assert subprocess.run(["git", "check-ignore", "-q", out], cwd=ROOT).returncode == 0
+    naming = [path.name for path in (ROOT / "benchmarks").glob("*.py") if '"--out"' in path.read_text()]
+    assert naming == ["arguments.py"]

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, scratch
+from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, scratch
 from support import output_of
 
 import liger_ops.kernels as tables
-from liger_ops.aot import codegen, compile, pack, torch_release
+from liger_ops.aot import archs, codegen, compile, pack, torch_release
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
 from liger_ops.kernels.rows import rows_config
 
@@ -54,31 +55,94 @@ def test_without_torch_one_sentence_says_what_to_do(command, without_torch, tmp_
 
 CONFIGURED = """
 import json, runpy, subprocess, sys
+from types import SimpleNamespace
 commands = []
-subprocess.run = lambda command, **_: commands.append(command)
-sys.argv = ["setup.py", "-q", "build_ext", "--inplace"]
+
+def run(command, **_):
+    commands.append(command)
+    return SimpleNamespace(stdout="/")
+
+subprocess.run = run
+sys.argv = ["setup.py", "-q", {command}]
 runpy.run_path("setup.py", run_name="__main__")
-print(json.dumps(commands))
+print(json.dumps([command for command in commands if command[0] == "cmake"]))
 """
 
 
-@pytest.mark.parametrize("archs", [None, "90"])
-def test_setup_hands_the_architectures_on(archs, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("LIGER_OPS_ARCHS", raising=False)
-    configure, build = json.loads(
-        output_of(CONFIGURED, **({"LIGER_OPS_ARCHS": archs} if archs else {})).splitlines()[-1]
-    )
-    assert configure[0] == build[0] == "cmake"
-    assert f"-DLIGER_ARCHS={archs or ','.join(map(str, ARCHS))}" in configure
+def configured(folder, *command, **env):
+    """What setup.py asks of CMake, on a machine without a GPU unless `env` says otherwise."""
+    code = CONFIGURED.format(command=", ".join(map(repr, command)))
+    found = output_of(code, **{"LD_LIBRARY_PATH": str(folder), "LIGER_OPS_ARCHS": "", **env})
+    configure, build = json.loads(found.splitlines()[-1])
+    assert build[:2] == ["cmake", "--build"]
+    return dict(argument.removeprefix("-D").split("=", 1) for argument in configure if argument.startswith("-D"))
 
 
-def test_setup_hands_the_standard_of_the_installed_torch_on(monkeypatch):
+INPLACE = ("build_ext", "--inplace")
+GPUS = "9.0:132:Stub H200;8.6:84:Stub A40;7.5:40:Stub T4"
+
+
+@pytest.mark.parametrize(
+    "gpus, asked, archs",
+    [
+        ("", "", ""),
+        (GPUS, "", "80,90"),
+        (GPUS, "120", "120"),
+        (GPUS, "none", ""),
+        ("", "90 80", "80,90"),
+        ("", "all", "all"),
+    ],
+)
+def test_an_environment_gets_kernels_for_its_gpus(gpus, asked, archs, monkeypatch):
     monkeypatch.chdir(ROOT)
-    configure = json.loads(output_of(CONFIGURED).splitlines()[-1])[0]
+    stub = {"STUB_CUDA_DEVICES": gpus} if gpus else {"STUB_CUDA_FAIL": "cuInit=100"}
+    found = configured(driver_folder(), *INPLACE, LIGER_OPS_ARCHS=asked, **stub)
+    assert found["LIGER_ARCHS"] == (",".join(map(str, ARCHS)) if archs == "all" else archs)
+
+
+@pytest.mark.parametrize("asked", ["", "none"])
+def test_what_is_installed_gets_kernels_for_all(asked, monkeypatch, tmp_path):
+    """It may run elsewhere: login nodes have no GPU."""
+    monkeypatch.chdir(ROOT)
+    shipped = tmp_path / "liger_ops" / "share" / "src"
+    found = configured(tmp_path, "build_ext", "--build-lib", str(tmp_path), LIGER_OPS_ARCHS=asked)
+    assert found["LIGER_ARCHS"] == ("" if asked else ",".join(map(str, ARCHS)))
+    assert (shipped / "csrc" / "library.cpp").exists()
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(archs.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    assert archs.present() == []
+
+
+@pytest.mark.parametrize(
+    "capability, integrated, arch",
+    [
+        (80, False, 80),
+        (89, False, 80),
+        (87, True, 87),
+        (90, False, 90),
+        (103, False, 100),
+        (121, True, 121),
+        (75, False, 75),
+    ],
+)
+def test_a_device_is_served_by_its_family(capability, integrated, arch):
+    assert archs.serving(capability, integrated) == arch
+
+
+@pytest.mark.parametrize("asked", ["sm_90", "9.0", "75", ","])
+def test_architectures_that_nothing_is_compiled_for_are_refused(asked):
+    with pytest.raises(SystemExit, match=rf"LIGER_OPS_ARCHS must be .* \(got '{asked}'\)"):
+        archs.asked_for(asked)
+
+
+def test_setup_hands_the_standard_of_the_installed_torch_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    found = configured(tmp_path, *INPLACE)
     folder = Path(torch.__file__).parent
-    assert f"-DLIGER_TORCH_DIRS={folder}" in configure
-    assert f"-DLIGER_TORCH_STANDARDS={torch_release.cxx_standard(folder)}" in configure
+    assert found["LIGER_TORCH_DIRS"] == str(folder)
+    assert found["LIGER_TORCH_STANDARDS"] == str(torch_release.cxx_standard(folder))
 
 
 # ---- Layers: arrows point downwards only.
@@ -325,8 +389,8 @@ def test_a_kernel_of_one_chip_is_compiled_for_it_alone():
         compile_variant(variant, [80, 100])
 
 
-@pytest.mark.parametrize("path", sorted(PACKS.glob("*.pack")), ids=lambda p: p.stem)
-def test_no_pack_tells_where_it_was_built(path):
+@pytest.mark.parametrize("stem", [*(f"sm_{arch}" for arch in ARCHS), "ptx"])
+def test_no_pack_tells_where_it_was_built(stem):
     places = [
         str(ROOT),
         str(Path.home()),
@@ -335,7 +399,7 @@ def test_no_pack_tells_where_it_was_built(path):
         "site-packages",
         *(f"{stem}.py" for stem in tables.modules()),
     ]
-    for entry in pack.read(path)[2]:
+    for entry in pack.read(PACKS / f"{stem}.pack")[2]:
         for place in places:
             assert place.encode() not in entry.binary, f"{entry.name}: {place}"
 
@@ -348,7 +412,7 @@ package = types.ModuleType("liger_ops"); package.__path__ = [{folder!r}]
 sys.modules["liger_ops"] = package
 from liger_ops.kernels import kernels
 from liger_ops.aot.compile import code_key
-print(json.dumps({{k.name: [k.source_hash, [code_key(k, v, [90]) for v in k.variants()]] for k in kernels()}}))
+print(json.dumps({{k.name: [k.source_hash, [code_key(k, v) for v in k.variants()]] for k in kernels()}}))
 """
 
 
@@ -420,25 +484,25 @@ package = types.ModuleType("liger_ops"); package.__path__ = [{package!r}]; sys.m
 from pathlib import Path
 from liger_ops.aot import build
 from liger_ops.kernels import find
-few = types.SimpleNamespace(is_for=lambda arch: True, variants=lambda: [find("column_sum").variant(i) for i in (0, 1)])
-build.kernels = lambda: [few]
-for archs in ([80, 90], [90]):
-    build.build_packs(Path({folder!r}), Path({folder!r}, "cache"), archs, 1)
+few = [find("column_sum").variant(i) for i in (0, 1)]
+for archs in ([80, 90], [90], [100], []):
+    build.build_packs(Path({folder!r}), Path({folder!r}, "cache"), archs, 1, few if archs else build.every_variant(archs))
     print(json.dumps(sorted(p.name for p in Path({folder!r}).iterdir())))
 """
 
 
 def test_packs_are_built_for_the_architectures_asked_for(tmp_path):
     code = BUILD.format(package=str(ROOT / "liger_ops"), folder=str(tmp_path))
-    both, one = map(json.loads, output_of(code).splitlines())
+    both, one, other, none = map(json.loads, output_of(code).splitlines())
     assert both == ["cache", "ptx.pack", "sm_80.pack", "sm_90.pack"]
-    assert one == ["cache", "ptx.pack", "sm_90.pack"]
-    shipped = {e.name: e for e in pack.read(PACKS / "sm_90.pack")[2]}
-    for entry in pack.read(tmp_path / "sm_90.pack")[2]:
-        assert entry == shipped[entry.name]
-    # Two variants, two sets of architectures; the second set's build finds nothing to reuse, a third finds all.
-    cached = {p.name: p.read_bytes() for p in (tmp_path / "cache").iterdir()}
-    assert len(cached) == 4
+    assert one == ["cache", "ptx.pack", "sm_90.pack"] and other == ["cache", "ptx.pack", "sm_100.pack"]
+    assert none == ["cache"]
+    # One file a variant holds what was compiled for each architecture. A second build finds all of it.
+    cached = [pickle.loads(p.read_bytes()) for p in (tmp_path / "cache").iterdir()]
+    assert len(cached) == 2 and all([*binary.cubins] == [80, 90, 100] for binary in cached)
+    for arch in (80, 90, 100):
+        shipped = {e.binary for e in pack.read(PACKS / f"sm_{arch}.pack")[2]}
+        assert {binary.cubins[arch] for binary in cached} <= shipped
     ages = {p.name: p.stat().st_ino for p in (tmp_path / "cache").iterdir()}
     output_of(code)
     assert ages == {p.name: p.stat().st_ino for p in (tmp_path / "cache").iterdir()}

@@ -13,7 +13,7 @@ from stub_cuda import LIBRARIES, ROOT, compile_cpp
 from support import output_of, run_python
 
 import liger_ops
-from liger_ops.aot import manylinux, torch_release
+from liger_ops.aot import built, flags, manylinux, torch_release
 
 RUNTIME = LIBRARIES / "libliger_runtime.so"
 TORCH = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch.so", "libtorch_cpu.so")]
@@ -256,6 +256,42 @@ def test_whoever_installs_setuptools_asks_for_one_that_reads_pyproject():
     for path in ("README.md", "Makefile"):
         commands = [c for c in (ROOT / path).read_text().splitlines() if "pip install" in c and "setuptools" in c]
         assert commands and all(f'"setuptools>={least}"' in c for c in commands), path
+
+
+def test_make_installs_what_pyproject_lists():
+    """The extras need a build of the package; make installs ahead of it."""
+    extras = dict(re.findall(r"^(\w+) = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S))
+    listed = {
+        name: {re.split("[<>=]", item)[0]: item for item in re.findall(r'"(.*?)"', extras[name])} for name in extras
+    }
+    makefile = (ROOT / "Makefile").read_text()
+    linters = re.search(r"^LINTERS \?= (.*)", makefile, re.M)[1].split()
+    assert {*linters} == {item for name, item in listed["dev"].items() if name != "pre-commit"}
+    models = re.findall(r'"(.*?)"', re.search(r"^MODELS \?= (.*)", makefile, re.M)[1])
+    assert {*models} <= {*listed["test"].values()}
+    installed = {*re.search(r"pip install -q --no-compile (pytest .*) \$\(MODELS\)", makefile)[1].split(), "numpy"}
+    assert {*listed["test"]} == installed | {re.split("[<>=]", item)[0] for item in models}
+
+
+SHIPPED = """
+import runpy, setuptools, sys
+from pathlib import Path
+found = {{}}
+setuptools.setup = lambda **keywords: found.update(keywords)
+runpy.run_path("setup.py")
+build = found["cmdclass"]["build_ext"](setuptools.Distribution({{"name": "liger-ops"}}))
+build.ship_sources(Path({target!r}), Path({generated!r}))
+"""
+
+
+def test_the_wheel_holds_the_sources_of_the_operators(tmp_path, monkeypatch):
+    """And every header of ours that they include, so that `python -m liger_ops build` needs no checkout."""
+    monkeypatch.chdir(ROOT)
+    output_of(SHIPPED.format(target=str(tmp_path), generated=str(built.source_folders()[1])))
+    files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.*")}
+    assert {f"csrc/{path.relative_to(ROOT / 'csrc')}" for path in flags.sources(ROOT / "csrc")} <= files.keys()
+    headers = [header for path in files.values() for header in re.findall(r'^#include "(.*)"', path.read_text(), re.M)]
+    assert len(headers) > 50 and [h for h in headers if not {f"csrc/{h}", f"generated/{h}"} & files.keys()] == []
 
 
 def test_the_version_is_in_one_place():

@@ -1,4 +1,4 @@
-"""Build-time entry, run by CMake: `build.py codegen DIR` and `build.py packs DIR --cache DIR --archs ...`."""
+"""Build-time entry, run by CMake: `build.py codegen DIR` and `build.py packs DIR --archs ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pickle
 import sys
 import time
 import types
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -21,48 +23,42 @@ if __name__ == "__main__":
     import liger_ops.aot  # noqa: F401
 
 from ..kernels import find, kernels
+from ..kernels.table import Variant
+from . import archs as architectures
 from . import codegen, pack
 from .compile import PTX_CAPABILITY, Binary, code_key, compile_variant
+from .progress import Progress
+
+# One file a variant, whatever is built: by the hash of what it depends on.
+CACHE = Path(__file__).resolve().parents[2] / "build" / "kernel-cache"
 
 
 def compile_cached(kernel: str, index: int, archs: list[int], cache: Path) -> Binary:
     variant = find(kernel).variant(index)
-    path = cache / code_key(variant.kernel, variant, archs)
+    wanted = [arch for arch in archs if variant.kernel.is_for(arch)]
+    path = cache / code_key(variant.kernel, variant)
+    kept: dict[int, bytes] = {}
     if path.exists():
+        binary: Binary = pickle.loads(path.read_bytes())
+        kept = binary.cubins
         os.utime(path)
-        return pickle.loads(path.read_bytes())
-    binary = compile_variant(variant, archs)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(pickle.dumps(binary))
-    os.replace(temporary, path)
-    return binary
+    if missing := [arch for arch in wanted if arch not in kept]:
+        binary = compile_variant(variant, missing)
+        kept |= binary.cubins
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(pickle.dumps(replace(binary, cubins=kept)))
+        os.replace(temporary, path)
+    return replace(binary, cubins={arch: kept[arch] for arch in wanted})
 
 
-class Progress:
-    """One line on a terminal; a line every ten percent in a log."""
-
-    def __init__(self, total: int, what: str) -> None:
-        self.total, self.what, self.done, self.start = total, what, 0, time.monotonic()
-
-    def advance(self) -> None:
-        self.done += 1
-        seconds = time.monotonic() - self.start
-        line = f"{self.what} {self.done}/{self.total}  {seconds:.0f} s"
-        if sys.stderr.isatty():
-            filled = 30 * self.done // self.total
-            print(
-                f"\r[{'#' * filled}{'.' * (30 - filled)}] {line}",
-                end="" if self.done < self.total else "\n",
-                file=sys.stderr,
-            )
-        elif self.done * 10 // self.total != (self.done - 1) * 10 // self.total:
-            print(line, file=sys.stderr)
+def every_variant(archs: list[int]) -> list[Variant]:
+    return [v for k in kernels() if any(map(k.is_for, archs)) for v in k.variants()]
 
 
-def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
+def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int, variants: Iterable[Variant]) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    variants = [v for k in kernels() if any(map(k.is_for, archs)) for v in k.variants()]
+    variants = [*variants]
     progress = Progress(len(variants), "compiling kernels")
     entries: dict[int, list[pack.Entry]] = {arch: [] for arch in [*archs, 0]}
     # The compiler's front end leaves many small objects and few cycles among them.
@@ -78,13 +74,13 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
                 entries[0].append(pack.Entry(*facts, binary.ptx, v.base))
             progress.advance()
     packs = [(folder / f"sm_{arch}.pack", pack.CUBIN, arch, entries[arch]) for arch in archs]
-    packs.append((folder / "ptx.pack", pack.PTX, PTX_CAPABILITY, entries[0]))
+    if archs:
+        packs.append((folder / "ptx.pack", pack.PTX, PTX_CAPABILITY, entries[0]))
     # Threads will do: zlib lets go of the interpreter.
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda arguments: pack.write(*arguments), packs))
-    for stale in folder.glob("sm_*.pack"):
-        if stale.stem not in {f"sm_{a}" for a in archs}:
-            stale.unlink()
+    for stale in {*folder.glob("*.pack")} - {path for path, *_ in packs}:
+        stale.unlink()
     # Entries no build has touched for a month belong to code that is gone.
     for old in cache.iterdir():
         if old.stat().st_mtime < started - 30 * 86400:
@@ -95,14 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["codegen", "packs"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--archs", default="80,90,100,120")
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("--archs", type=architectures.asked_for, default="all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if args.command == "codegen":
         codegen.generate(args.folder)
     else:
-        build_packs(args.folder, args.cache, [int(a) for a in args.archs.replace(";", ",").split(",") if a], args.jobs)
+        build_packs(args.folder, args.cache, args.archs, args.jobs, every_variant(args.archs))
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def compiler_facts() -> list[str]:
     ]
 
 
-def code_key(kernel: Kernel, variant: Variant, archs: list[int]) -> str:
+def code_key(kernel: Kernel, variant: Variant) -> str:
     """What a compiled variant depends on: names the build's cache files."""
     facts = [*kernel.sources, str(kernel.args), str(variant.signature), str(variant.constexprs)]
     facts += compiler_facts()
@@ -217,7 +217,6 @@ def code_key(kernel: Kernel, variant: Variant, archs: list[int]) -> str:
         str(variant.divisibility),
         str(variant.config.num_warps),
         str(variant.max_registers),
-        str(sorted(archs)),
         triton_version(),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

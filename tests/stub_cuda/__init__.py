@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKS = ROOT / "liger_ops" / "packs"
+from .packs import ARCHS, PACKS, ROOT, sample  # noqa: F401  tests find it here
+
 LIBRARIES = ROOT / "liger_ops" / "lib"
-ARCHS = (80, 90, 100, 120)
 
 
 class Run(NamedTuple):

@@ -1,0 +1,71 @@
+"""The packs that tests look at, kept in build/ and shared by whoever runs tests: python tests/stub_cuda/packs.py.
+
+They hold a sample of each kernel for every architecture: each config at the first and at the last point of the axes that
+it serves, in bf16 and in fp32 as a rule. With LIGER_OPS_TEST_PACKS=all they hold every variant, as those of a wheel do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKS = ROOT / "build" / "test-packs"
+# The package cannot be imported where the driver is the stub: it would load torch.
+spec = importlib.util.spec_from_file_location("archs", ROOT / "liger_ops" / "aot" / "archs.py")
+archs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(archs)
+ARCHS = archs.ALL
+WHOLE = os.environ.get("LIGER_OPS_TEST_PACKS") == "all"
+
+
+def sample(kernel: Any) -> list[Any]:
+    """The variants of a kernel that the packs hold."""
+    everything = list(kernel.variants())
+    if WHOLE:
+        return everything
+    by_config: dict[int, list[int]] = {}
+    for variant in everything:
+        by_config.setdefault(variant.index % len(kernel.configs), []).append(variant.index)
+    ends = {index for indices in by_config.values() for index in (indices[0], indices[-1])}
+    return [variant for variant in everything if variant.index in ends]
+
+
+def state() -> str:
+    """Of what the packs depend on."""
+    sources = [*(ROOT / "liger_ops/kernels").rglob("*.py"), *(ROOT / "liger_ops/aot").glob("*.py"), Path(__file__)]
+    facts = [str(WHOLE).encode(), *(path.read_bytes() for path in sorted(sources))]
+    return hashlib.sha256(b"\n".join(facts)).hexdigest()
+
+
+def ensure() -> None:
+    """Builds the packs unless they are there. One process does, and others wait for it."""
+    PACKS.parent.mkdir(exist_ok=True)
+    with open(PACKS.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = PACKS.with_suffix(".stamp")
+        if not stamp.exists() or stamp.read_text() != state():
+            subprocess.run([sys.executable, __file__, "--now"], check=True)
+            stamp.write_text(state())
+
+
+def build() -> None:
+    import types
+
+    package = types.ModuleType("liger_ops")
+    package.__path__ = [str(ROOT / "liger_ops")]
+    sys.modules["liger_ops"] = package
+    from liger_ops.aot import build as aot
+    from liger_ops.kernels import kernels
+
+    aot.build_packs(PACKS, aot.CACHE, [*ARCHS], os.cpu_count() or 1, [v for k in kernels() for v in sample(k)])
+
+
+if __name__ == "__main__":
+    build() if "--now" in sys.argv else ensure()

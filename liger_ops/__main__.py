@@ -42,7 +42,7 @@ def cached_kernels(folder: str) -> dict[str, int]:
 def jit_state(status: dict[str, Any]) -> str:
     if not status["jit_enabled"]:
         return "off: LIGER_OPS_JIT=0"
-    return _jit.compiler() if status["jit_compiler"] else "off: Triton is not installed"
+    return (_jit.compiler() if status["jit_compiler"] else None) or "off: Triton is not installed"
 
 
 def report() -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Loaded(NamedTuple):
 
 
 def torch_minor() -> str:
-    return ".".join(re.match(r"(\d+)\.(\d+)", torch.__version__).groups())
+    return ".".join(re.findall(r"\d+", torch.__version__)[:2])
 
 
 def candidates() -> Iterator[tuple[Path, str | None]]:

@@ -149,16 +149,18 @@ class Apart:
         command = [sys.executable, "-m", "liger_ops.demo", "--run", run, "--device", arguments.device]
         command += ["--model-size", arguments.model_size, *(["--compile"] if arguments.compile else [])]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdin and self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
     def line(self) -> str:
-        line = self.process.stdout.readline()
+        line = self.stdout.readline()
         if not line:
             raise SystemExit(f"demo: the run {NAMES[self.run]} ended with exit code {self.process.wait()}")
         return line
 
     def step(self) -> float:
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self.stdin.write("\n")
+        self.stdin.flush()
         return float(self.line())
 
 
@@ -196,7 +198,8 @@ def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=[2, 1], layout="constrained")
-    for r, style in zip(results, ({"linewidth": 3, "alpha": 0.4}, {"linestyle": "--"})):
+    styles: list[dict[str, Any]] = [{"linewidth": 3, "alpha": 0.4}, {"linestyle": "--"}]
+    for r, style in zip(results, styles):
         curves.plot(r["losses"], label=NAMES[r["run"]], **style)
     curves.set(xlabel="step", ylabel="loss", title=f"largest difference {largest_difference(results):.1e}")
     curves.legend()

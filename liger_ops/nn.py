@@ -28,8 +28,8 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
 
 def _rows(name: str, x: Tensor, shape: list[int]) -> Tensor:
     """x with the normalised dimensions as one, for the operators normalise the last."""
-    if list(x.shape[-len(shape) :]) != list(shape):
-        raise ValueError(f"{name}: input must have shape [..., {str(list(shape))[1:]} (got {list(x.shape)})")
+    if list(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"{name}: input must have shape [..., {str(shape)[1:]} (got {list(x.shape)})")
     return x if len(shape) == 1 else x.flatten(-len(shape))
 
 
@@ -67,7 +67,7 @@ class RMSNorm(nn.RMSNorm):
         return 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = _rows("RMSNorm", x, self.normalized_shape)
+        rows = _rows("RMSNorm", x, list(self.normalized_shape))
         return F.rms_norm(rows, _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode).view(x.shape)
 
     def extra_repr(self) -> str:
@@ -77,8 +77,9 @@ class RMSNorm(nn.RMSNorm):
 class FusedAddRMSNorm(RMSNorm):
     """``forward(x, residual) -> (norm(x + residual), x + residual)``, with the parameters of :class:`RMSNorm`."""
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        name, shape = "FusedAddRMSNorm", self.normalized_shape
+    # nn.Module declares forward as any callable; the stub of nn.RMSNorm narrows that.
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        name, shape = "FusedAddRMSNorm", list(self.normalized_shape)
         rows, residual = _rows(name, x, shape), _rows(name, residual, shape)
         y, s = F.fused_add_rms_norm(rows, residual, _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode)
         return y.view(x.shape), s.view(x.shape)
@@ -88,11 +89,11 @@ class LayerNorm(nn.LayerNorm):
     """:class:`torch.nn.LayerNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = _rows("LayerNorm", x, self.normalized_shape)
+        rows = _rows("LayerNorm", x, list(self.normalized_shape))
         return F.layer_norm(rows, _flat(self.weight), _flat(self.bias), self.eps).view(x.shape)
 
 
-def embedding_stays_torchs() -> bool:
+def use_torch_embedding() -> bool:
     """In what torch.compile compiles. Inductor of torch 2.11 spells out all that the arguments of an
     operator are made of where it meets it first: at the end of a model's backward that takes four times as long with
     every layer, half an hour with eight."""
@@ -106,7 +107,7 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
         if not torch.jit.is_scripting():
-            plain = plain and not embedding_stays_torchs()
+            plain = plain and not use_torch_embedding()
         if plain:
             return F.embedding(input, self.weight, self.padding_idx)
         return nn.functional.embedding(

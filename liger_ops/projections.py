@@ -61,7 +61,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 class _Projections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Any) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
@@ -80,7 +80,9 @@ class _Projections(torch.autograd.Function):
         count, needed = len(weights), ctx.needs_input_grad
         rows = x.flatten(0, -2)
         arrived = [(i, grad.flatten(0, -2)) for i, grad in enumerate(grads) if grad is not None]
-        dx, dweights, dbiases = None, [None] * count, [None] * count
+        dx: Tensor | None = None
+        dweights: list[Tensor | None] = [None] * count
+        dbiases: list[Tensor | None] = [None] * count
         if needed[0] and arrived:
             if torch.is_grad_enabled():  # somebody differentiates the gradient
                 dx = sum(grad @ weights[i] for i, grad in arrived)

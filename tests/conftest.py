@@ -18,7 +18,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 def pytest_collection_modifyitems(config, items):
     """Without a GPU the gpu tests are deselected, and counted as such, rather than skipped one by one."""
     # What takes long comes first: at the end one process would wait for another's.
-    items.sort(key=lambda item: item.path.name != "test_transformers.py")
+    items.sort(key=lambda item: not item.path.name.startswith("test_transformers"))
     if torch.cuda.is_available():
         return
     gone = [item for item in items if item.get_closest_marker("gpu")]
@@ -42,7 +42,8 @@ def interpreted(request, tmp_path_factory):
 def threads(request):
     """Two where an operator's loops are tested, to share their rows out; small models are quicker with one."""
     stem = request.module.__name__.removeprefix("test_")
-    torch.set_num_threads(2 if stem in operators() else 1)
+    # An operator's tests are in test_<op>.py and test_<op>_<subject>.py.
+    torch.set_num_threads(2 if any(f"{stem}_".startswith(f"{op}_") for op in operators()) else 1)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import tempfile
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MAGIC, VERSION = b"LIGERPAK", 2
 CUBIN, PTX = 0, 1
@@ -35,7 +36,7 @@ class Entry:
 
 
 def deflate(data: bytes, dictionary: bytes) -> bytes:
-    primed = {"zdict": dictionary} if dictionary else {}
+    primed: dict[str, Any] = {"zdict": dictionary} if dictionary else {}
     stream = zlib.compressobj(9, zlib.DEFLATED, -15, **primed)
     return stream.compress(data) + stream.flush()
 
@@ -52,7 +53,7 @@ def dumps(kind: int, arch: int, entries: list[Entry]) -> bytes:
     at = HEADER.size + CHECKSUM.size + ENTRY.size * len(entries) + len(names)
     index, blobs, name_at = b"", [], 0
     for e in entries:
-        base = bases.get((e.kernel_hash, e.base), e)
+        base = e if e.base is None else bases.get((e.kernel_hash, e.base), e)
         blob = deflate(e.binary, b"" if base is e else base.binary)
         size = len(e.name.encode())
         index += ENTRY.pack(

@@ -1,11 +1,11 @@
-"""A door for code that was written for `liger_kernel`: after `install()`, its public names are served by liger_ops.
+"""Runs code that was written for `liger_kernel`: after `install()`, its public names are served by liger_ops.
 
     import liger_ops.compat
     liger_ops.compat.install()
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
-Trainer's `use_liger_kernel=True` comes in by the same door. What liger_ops does not have raises an ImportError that
-names it. A liger_kernel that is installed is not pushed aside unless `install(replace=True)` says so.
+Trainer's `use_liger_kernel=True` then finds liger_ops too. What liger_ops does not have raises an ImportError that names
+it. A liger_kernel that is installed is shadowed only by `install(replace=True)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def contents(name: str) -> Mapping[str, Any] | None:
     return modules.contents(name.removeprefix(PACKAGE).removeprefix("."))
 
 
-def missing(module: str) -> Callable[[str], Any]:
+def getattr_of(module: str) -> Callable[[str], Any]:
+    """The module's `__getattr__`."""
+
     def __getattr__(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -65,7 +67,7 @@ class Distribution(importlib.metadata.Distribution):
         return path
 
 
-class Door(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class LigerKernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and loads the modules of the package."""
 
     def find_spec(
@@ -83,21 +85,23 @@ class Door(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        found = contents(module.__name__)
-        module.__file__ = __file__
-        module.__doc__ = f"{module.__name__}, served by liger_ops"
-        module.__all__ = [name for name in found if not name.startswith("__")]
-        module.__getattr__ = missing(module.__name__)
-        if module.__name__ == PACKAGE:
-            module.__version__ = ANSWERS_TO
+        name = module.__name__
+        vars(module).update(
+            __file__=__file__,
+            __doc__=f"{name}, served by liger_ops",
+            __all__=[n for n in contents(name) or () if not n.startswith("__")],
+            __getattr__=getattr_of(name),
+        )
+        if name == PACKAGE:
+            vars(module)["__version__"] = ANSWERS_TO
 
 
-_door = Door()
-_pushed_aside: dict[str, ModuleType] = {}
+_finder = LigerKernelFinder()
+_shadowed: dict[str, ModuleType] = {}
 
 
 def installed() -> bool:
-    return _door in sys.meta_path
+    return _finder in sys.meta_path
 
 
 def imported() -> list[str]:
@@ -114,8 +118,8 @@ def install(replace: bool = False) -> None:
             f"liger_ops.compat: {PACKAGE} is installed ({real.origin}); uninstall it, or push it aside in this process "
             "with liger_ops.compat.install(replace=True)"
         )
-    _pushed_aside.update({name: sys.modules.pop(name) for name in imported()})
-    sys.meta_path.insert(0, _door)
+    _shadowed.update({name: sys.modules.pop(name) for name in imported()})
+    sys.meta_path.insert(0, _finder)
     forget_availability()
 
 
@@ -126,11 +130,11 @@ def uninstall() -> None:
     from .patching import forget
 
     forget()
-    sys.meta_path.remove(_door)
+    sys.meta_path.remove(_finder)
     for name in imported():
         del sys.modules[name]
-    sys.modules.update(_pushed_aside)
-    _pushed_aside.clear()
+    sys.modules.update(_shadowed)
+    _shadowed.clear()
     forget_availability()
 
 

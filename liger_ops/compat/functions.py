@@ -22,9 +22,9 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-def output(results: Sequence[Tensor | None]) -> Tensor | CrossEntropyOutput:
+def output(loss: Tensor, *metrics: Tensor | None) -> Tensor | CrossEntropyOutput:
     """The loss alone, unless more was asked for."""
-    return results[0] if all(r is None for r in results[1:]) else CrossEntropyOutput(*results)
+    return loss if all(m is None for m in metrics) else CrossEntropyOutput(loss, *metrics)
 
 
 # ---- Rotary position embedding
@@ -95,7 +95,7 @@ def liger_cross_entropy(
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     return output(
-        ops.LigerCrossEntropyFunction.apply(
+        *ops.LigerCrossEntropyFunction.apply(
             input,
             target,
             weight,
@@ -130,7 +130,7 @@ def liger_fused_linear_cross_entropy(
     chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:
     return output(
-        ops.LigerFusedLinearCrossEntropyFunction.apply(
+        *ops.LigerFusedLinearCrossEntropyFunction.apply(
             input,
             weight,
             target,
@@ -215,7 +215,7 @@ def fixed_fused_linear_cross_entropy(
     loss, _, *metrics = unpack_cross_entropy_result(result)
     if num_items_in_batch is not None:
         loss = loss / num_items_in_batch
-    return output((loss, None, *metrics))
+    return output(loss, None, *metrics)
 
 
 def LigerForCausalLMLoss(
@@ -234,6 +234,8 @@ def LigerForCausalLMLoss(
     """hidden_states: (..., hidden_size). Each position predicts the label of the next one, unless `shift_labels` says
     what it predicts. Keywords that the loss does not know are dropped."""
     if shift_labels is None:
+        if labels is None:
+            raise TypeError("LigerForCausalLMLoss: labels or shift_labels must be given (got neither)")
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     known = inspect.signature(liger_fused_linear_cross_entropy).parameters
     return fixed_fused_linear_cross_entropy(

@@ -13,16 +13,20 @@ from .functions import CrossEntropyOutput, output
 # ---- Norms
 
 
-def filled(size: int, init_fn: str) -> nn.Parameter:
+def filled(size: int | None, init_fn: str) -> nn.Parameter:
+    if size is None:
+        raise TypeError("hidden_size must be given for a norm with a weight (got None)")
     if init_fn not in ("ones", "zeros"):
         raise AssertionError(f"init_fn must be either 'ones' or 'zeros' (got {init_fn})")
     return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
 
 
 class LigerRMSNorm(nn.Module):
+    weight: nn.Parameter | None
+
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | None,
         eps: float = 1e-6,
         offset: float = 0.0,
         casting_mode: str = "llama",
@@ -119,7 +123,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
     def __init__(
         self,
-        dim: int,
+        dim: int | None,
         eps: float = 1e-6,
         offset: float = 0.0,
         casting_mode: str = "gemma",
@@ -241,7 +245,7 @@ class LigerCrossEntropyLoss(nn.Module):
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         return output(
-            ops.LigerCrossEntropyFunction.apply(
+            *ops.LigerCrossEntropyFunction.apply(
                 _input,
                 target,
                 self.weight,
@@ -284,7 +288,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
         return output(
-            ops.LigerFusedLinearCrossEntropyFunction.apply(
+            *ops.LigerFusedLinearCrossEntropyFunction.apply(
                 _input,
                 lin_weight,
                 target,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import ops
 
 
-def demand_silu(activation: str) -> None:
+def demand_silu(activation: str | None) -> None:
     if activation not in ("silu", "swish"):
         raise ValueError(f"Activation function {activation} not supported.")
 

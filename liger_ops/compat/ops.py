@@ -48,7 +48,7 @@ class LigerFusedAddRMSNormFunction:
 
 class LigerLayerNormFunction:
     @staticmethod
-    def apply(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+    def apply(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(X, W, B, eps)
 
 
@@ -192,7 +192,8 @@ def wanted(results: F.CrossEntropyMetrics, input: Tensor, counted: Tensor | None
     whose accuracy is a mean in the package and a number of hits in the operators."""
     accuracy = results.token_accuracy if counted is None else results.token_accuracy / counted.sum()
     metrics = results.z_loss.to(input.dtype), accuracy, results.predicted_tokens
-    return results.loss, *(m if flag else None for m, flag in zip(metrics, flags))
+    z_loss, token_accuracy, predicted = (m if flag else None for m, flag in zip(metrics, flags))
+    return results.loss, z_loss, token_accuracy, predicted
 
 
 class LigerCrossEntropyFunction:
@@ -216,8 +217,10 @@ class LigerCrossEntropyFunction:
         arguments = _input, target, weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
         if any(flags):
             counted = target != ignore_index if reduction == "sum" else None
-            loss, *metrics = wanted(F.cross_entropy_with_metrics(*arguments), _input, counted, *flags)
-            return loss.to(_input.dtype), *metrics
+            loss, z_loss, accuracy, predicted = wanted(
+                F.cross_entropy_with_metrics(*arguments), _input, counted, *flags
+            )
+            return loss.to(_input.dtype), z_loss, accuracy, predicted
         return F.cross_entropy(*arguments).to(_input.dtype), None, None, None
 
 

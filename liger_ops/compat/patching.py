@@ -31,7 +31,7 @@ def for_models_to_come(types: tuple[str, ...], options: dict[str, Any]) -> None:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         original(self)
-        chosen = _pending.get(getattr(self.config, "model_type", None))
+        chosen = _pending.get(getattr(self.config, "model_type", ""))
         if chosen is None:
             return
         with warnings.catch_warnings():
@@ -126,7 +126,7 @@ def applier(name: str, types: tuple[str, ...], words: str) -> Callable[..., None
             apply_liger_kernel(given["model"], **options)
 
     apply.__name__ = apply.__qualname__ = name
-    apply.__signature__ = signature
+    vars(apply)["__signature__"] = signature
     return apply
 
 

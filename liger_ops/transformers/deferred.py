@@ -8,6 +8,7 @@ goes on with those, so a model that is not understood is only slower, never wron
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ class LossCall:
     Neither a tuple nor a dataclass: hooks that cast tensors in the head's arguments must not find the class weights.
     """
 
+    loss: Tensor  # of `run`
+
     def __init__(
         self,
         target: Tensor,
@@ -43,7 +46,6 @@ class LossCall:
         self.label_smoothing = label_smoothing
         self.softcap = softcap
         self.logits_scale = logits_scale
-        self.loss: Tensor | None = None
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, memory_budget: int | None) -> Tensor:
         self.loss = F.fused_linear_cross_entropy(
@@ -53,7 +55,7 @@ class LossCall:
         return self.loss
 
 
-def called(head: nn.Module, *inputs: Any) -> Tensor:
+def call_head(head: nn.Module, *inputs: Any) -> Tensor:
     """The head's one call, with its hooks. Its own __call__ would put logits off again."""
     return nn.Module.__call__(head, *inputs)
 
@@ -99,8 +101,8 @@ class DeferredLogits:
         self.scale = scale
         self.cap = cap
         self.requires_grad = torch.is_grad_enabled()
-        self.base: DeferredLogits | None = None  # whose memory these logits lie in, if they are a view
-        self.seen: Callable[[Tensor], Tensor] | None = None  # and how
+        # Whose memory these logits lie in, and how, if they are a view.
+        self.view_from: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None
         self.made: Tensor | None = None
 
     def like(self, hidden: Tensor | None = None, dtype: torch.dtype | None = None) -> DeferredLogits:
@@ -108,23 +110,26 @@ class DeferredLogits:
             self.head, self.hidden if hidden is None else hidden, dtype or self.dtype, self.scale, self.cap
         )
 
-    def view_of(self, hidden: Tensor, seen: Callable[[Tensor], Tensor]) -> DeferredLogits:
+    def view_of(self, hidden: Tensor, view: Callable[[Tensor], Tensor]) -> DeferredLogits:
         out = self.like(hidden)
-        out.base, out.seen = self, seen
+        out.view_from = self, view
         return out
 
     def is_made(self) -> bool:
-        return self.made is not None or (self.base is not None and self.base.is_made())
+        return self.made is not None or (self.view_from is not None and self.view_from[0].is_made())
 
     def logits(self) -> Tensor:
         if self.made is None:
             # Whoever asks first may do so where nothing is differentiated.
             with torch.set_grad_enabled(self.requires_grad):
-                self.made = self.computed() if self.base is None else self.seen(self.base.logits())
+                self.made = self.computed()
         return self.made
 
     def computed(self) -> Tensor:
-        y = self.hidden if self.head is None else called(self.head, self.hidden)
+        if self.view_from is not None:
+            base, view = self.view_from
+            return view(base.logits())
+        y = self.hidden if self.head is None else call_head(self.head, self.hidden)
         if self.dtype != y.dtype:
             y = y.to(self.dtype)
         if self.scale != 1.0:
@@ -195,7 +200,7 @@ class DeferredLogits:
             return self.view_of(self.hidden[index], lambda logits: logits[index])
         return self.like(self.hidden[index])
 
-    def scaled(self, factor: float) -> DeferredLogits:
+    def scaled(self, factor: builtins.float) -> DeferredLogits:
         out = self.like()
         if out.cap is None:
             out.scale = out.scale * factor
@@ -231,7 +236,7 @@ class DeferredLogits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: builtins.float = 0.0,
     ) -> Tensor:
         legacy = size_average is not None or reduce is not None
         usual = self.dim() == 2 and target.dim() == 1 and target.dtype in (torch.int64, torch.int32)
@@ -246,7 +251,7 @@ class DeferredLogits:
         # cap * tanh(scale * x) = softcap * tanh(logits_scale * x / softcap)
         scale = self.scale if self.cap is None else self.scale * self.cap
         call = LossCall(target, weight, reduction, ignore_index, label_smoothing, self.cap, scale)
-        loss = called(self.head, self.hidden, call)
+        loss = call_head(self.head, self.hidden, call)
         # A hook that casts the head's output, as FSDP's output_dtype does, is for logits.
         return loss if loss.dtype == call.loss.dtype else call.loss
 

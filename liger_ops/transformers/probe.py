@@ -43,15 +43,14 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 def twin(module: nn.Module, **replaced: Any) -> nn.Module:
     """A module that shares everything with `module` except the given entries of its __dict__."""
-    cls = original_class(type(module))
     # FSDP's classes have a __new__ that makes and initialises modules of the class that they were.
-    copy = object.__new__(cls)
+    copy: nn.Module = object.__new__(original_class(type(module)))
     copy.__dict__.update(module.__dict__, **replaced)
     copy.__dict__.pop("forward", None)
     return copy
 
 
-def original_class(cls: type) -> type:
+def original_class(cls: type) -> type[nn.Module]:
     return getattr(cls, "liger_original", cls)
 
 
@@ -98,7 +97,8 @@ def identify_norm(module: nn.Module) -> Norm:
     if not only_tensor_argument(cls.forward):
         raise NotUnderstood("takes more than one tensor")
     parameters = dict(module.named_parameters(recurse=False))
-    if list(module.children()) or list(module.buffers(recurse=False)) or not parameters.keys() <= {"weight", "bias"}:
+    others = [*module.children(), *module.buffers(recurse=False)]
+    if others or not parameters.keys() <= {"weight", "bias"}:
         raise NotUnderstood("has parameters that no norm has")
     if any(p.dim() != 1 for p in parameters.values()):
         raise NotUnderstood("its weight has more than one dimension")
@@ -107,7 +107,7 @@ def identify_norm(module: nn.Module) -> Norm:
         raise NotUnderstood("has no epsilon")
     n = next((p.shape[0] for p in parameters.values()), math.prod(getattr(module, "normalized_shape", (24,))))
 
-    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+    def run(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # Large enough for whatever clamps.
         made = {k: (20 * numbers(n, seed=7 + i)).to(dtype) for i, k in enumerate(parameters)}
         held = {k: made.get(k) for k in module._parameters}
@@ -189,7 +189,7 @@ def identify_mlp(module: nn.Module) -> MLP:
     cls = original_class(type(module))
     if not only_tensor_argument(cls.forward):
         raise NotUnderstood("takes more than one tensor")
-    linears = {n: m for n, m in module.named_children() if is_linear(m)}
+    linears: dict[str, Any] = {n: m for n, m in module.named_children() if is_linear(m)}
     others = [m for m in module.children() if not is_linear(m)]
     if list(module.parameters(recurse=False)) or any([*m.parameters(), *m.buffers()] for m in others):
         raise NotUnderstood("has parameters of its own")
@@ -249,19 +249,19 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     gate_up, down = mlp.projections
     packed = PACKED[mlp.gate]
 
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+    def packed_forward(self: nn.Module, x: Tensor) -> Tensor:
         both, last = getattr(self, gate_up)(x), getattr(self, down)
         if is_distributed(both):
             gated, by = both.chunk(2, -1)
             return last(activation(gated) * by)
         return last(packed(both))
 
-    return forward
+    return packed_forward
 
 
 def identify_experts(module: nn.Module) -> str:
     """The gate of a stack of experts, which transformers applies by a method of its own."""
-    cls = original_class(type(module))
+    cls: Any = original_class(type(module))
     x = torch.cat([numbers(5, 12, seed=9), 50 * numbers(5, 12, seed=10)])
     try:
         with torch.no_grad():
@@ -403,35 +403,37 @@ def rotary_function(rotary: Rotary, original: Callable) -> Callable:
 
     if rotary.layout == "SHD":
 
-        def replacement(q, k, cos, sin, *args, **kwargs):
+        def rotated_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
             if args or kwargs or q.dim() != 3 or k.shape[0] != q.shape[0] or cos.dim() != 2 or len(cos) != len(q):
                 return original(q, k, cos, sin, *args, **kwargs)
             q, k = rotate(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2)
             return q.squeeze(0), k.squeeze(0)
 
-    elif rotary.tensors == 1:
+        return rotated_positions
 
-        def replacement(x, cos, sin, unsqueeze_dim=default_dim):
+    if rotary.tensors == 1:
+
+        def rotated_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = default_dim) -> Any:
             if not known(x, x, cos, sin, unsqueeze_dim):
                 return original(x, cos, sin, unsqueeze_dim)
             none = x[:, :0] if unsqueeze_dim == 1 else x[:, :, :0]
             return rotate(x, none, cos, sin, unsqueeze_dim)[0]
 
-    else:
+        return rotated_one
 
-        def replacement(q, k, cos, sin, *args, **kwargs):
-            dim = kwargs.get("unsqueeze_dim", default_dim)
-            if args or kwargs.keys() - {"unsqueeze_dim"} or not known(q, k, cos, sin, dim):
-                return original(q, k, cos, sin, *args, **kwargs)
-            return rotate(q, k, cos, sin, dim)
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("unsqueeze_dim", default_dim)
+        if args or kwargs.keys() - {"unsqueeze_dim"} or not known(q, k, cos, sin, dim):
+            return original(q, k, cos, sin, *args, **kwargs)
+        return rotate(q, k, cos, sin, dim)
 
-    return replacement
+    return rotated
 
 
 def complex_rotary_function(rotary: Rotary, original: Callable) -> Callable:
     heads_last = rotary.layout == "BSHD"
 
-    def replacement(q, k, freqs_cis):
+    def rotated(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Any:
         if q.dim() != 4 or k.dim() != 4 or freqs_cis.dim() != 3 or q.dtype != k.dtype:
             return original(q, k, freqs_cis)
         freqs_cis = freqs_cis.to(q.device)
@@ -440,4 +442,4 @@ def complex_rotary_function(rotary: Rotary, original: Callable) -> Callable:
         q, k = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
         return q.transpose(1, 2), k.transpose(1, 2)
 
-    return replacement
+    return rotated

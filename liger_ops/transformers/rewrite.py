@@ -22,7 +22,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from . import probe
 PROJECT, KEEP_NORM, ADD_NORM = "liger_project", "liger_keep_norm", "liger_add_norm"
 
 
-def bare_rms_norm(norm: nn.Module, x: Tensor) -> probe.Norm | None:
+def bare_rms_norm(norm: Any, x: Tensor) -> probe.Norm | None:
     """What a patched norm computes of x, if nobody wraps or hooks it."""
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
@@ -67,7 +67,7 @@ class _NormBesideInput(torch.autograd.Function):
         return dx, dweight if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def keep_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def keep_norm(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """``norm(x)`` and ``x``."""
     found = bare_rms_norm(norm, x) if saves_passes(x) and hasattr(torch.ops.liger, "_rms_norm_bwd") else None
     if found is None:
@@ -76,7 +76,7 @@ def keep_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return _NormBesideInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
 
 
-def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """``norm(x + residual)`` and ``x + residual``."""
     found = bare_rms_norm(norm, x) if x.dtype == residual.dtype and x.shape == residual.shape else None
     if found is None:
@@ -124,7 +124,7 @@ def always_evaluated(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         return
-    below = ast.iter_child_nodes(node)
+    below: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, ast.IfExp):
         below = [node.test]
     elif isinstance(node, ast.BoolOp):
@@ -145,9 +145,9 @@ def expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def share_projections(block: list[ast.stmt], linears: frozenset[str], _: ast.FunctionDef) -> bool:
+def share_projections(block: list[ast.stmt], linears: frozenset[str], function: ast.FunctionDef) -> bool:
     """Makes one call of all calls of `linears` with one name, between which the name keeps its value."""
-    calls: dict[str, list[tuple[int, ast.Call, str]]] = {}
+    calls: dict[str, list[tuple[int, ast.AST, str]]] = {}
     for position, statement in enumerate(block):
         if not isinstance(statement, ast.Assign):
             continue
@@ -160,13 +160,14 @@ def share_projections(block: list[ast.stmt], linears: frozenset[str], _: ast.Fun
         names = [child for _, _, child in found]
         if len(set(names)) < len(names):
             continue
-        if any(may_change(statement, argument) for statement in block[first:last]) or writes(
-            block[last].value, argument
-        ):
+        end = block[last]
+        if any(may_change(statement, argument) for statement in block[first:last]):
+            continue
+        if not isinstance(end, ast.Assign) or writes(end.value, argument):
             continue
         outputs = [f"liger_{child}" for child in names]
-        for (_, node, _), output in zip(found, outputs):
-            replace_node(block, node, ast.Name(output, ast.Load()))
+        for (_, old, _), output in zip(found, outputs):
+            replace_node(block, old, ast.Name(output, ast.Load()))
         call = f"{PROJECT}(({', '.join('self.' + child for child in names)},), {argument})"
         block.insert(first, assignment(outputs, expression(call), block[first]))
         return True
@@ -180,40 +181,42 @@ def assignment(names: Iterable[str], value: ast.expr, place: ast.stmt) -> ast.st
 
 def replace_node(block: list[ast.stmt], old: ast.AST, new: ast.expr) -> None:
     class Replace(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
+        def visit(self, node: ast.AST) -> Any:
             return ast.copy_location(new, node) if node is old else self.generic_visit(node)
 
     for i, statement in enumerate(block):
         block[i] = Replace().visit(statement)
 
 
-def is_name(node: ast.AST, name: str) -> bool:
+def is_name(node: ast.AST, name: str) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def single_target(statement: ast.stmt) -> str | None:
+def assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """(name, value) where the statement is ``name = value``."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        return statement.targets[0].id
+        return statement.targets[0].id, statement.value
     return None
 
 
-def fuse_sums(block: list[ast.stmt], norms: frozenset[str], _: ast.FunctionDef) -> bool:
+def fuse_sums(block: list[ast.stmt], norms: frozenset[str], function: ast.FunctionDef) -> bool:
     """Makes one statement of a ``h = residual + x; residual = h; h = self.norm(h)``."""
     for i in range(len(block) - 2):
-        total, kept, normed = block[i : i + 3]
-        h, residual = single_target(total), single_target(kept)
-        if h is None or residual is None or h == residual or single_target(normed) != h:
+        total, kept, normed = map(assigned, block[i : i + 3])
+        if total is None or kept is None or normed is None:
             continue
-        if not (isinstance(total.value, ast.BinOp) and isinstance(total.value.op, ast.Add) and is_name(kept.value, h)):
+        (h, summed), (residual, copied), (result, called) = total, kept, normed
+        if h == residual or result != h or not is_name(copied, h):
             continue
-        child, argument = child_called(normed.value) or ("", "")
-        sides = [total.value.left, total.value.right]
-        added = [side for side in sides if not is_name(side, residual)]
+        if not (isinstance(summed, ast.BinOp) and isinstance(summed.op, ast.Add)):
+            continue
+        child, argument = child_called(called) or ("", "")
+        added = [side for side in (summed.left, summed.right) if not is_name(side, residual)]
         if child not in norms or argument != h or len(added) != 1:
             continue
-        call = expression(f"{ADD_NORM}(self.{child}, None, {residual})")
+        call: Any = expression(f"{ADD_NORM}(self.{child}, None, {residual})")
         call.args[1] = added[0]
-        block[i : i + 3] = [assignment((h, residual), call, normed)]
+        block[i : i + 3] = [assignment((h, residual), call, block[i + 2])]
         return True
     return False
 
@@ -221,21 +224,23 @@ def fuse_sums(block: list[ast.stmt], norms: frozenset[str], _: ast.FunctionDef) 
 def keep_inputs(block: list[ast.stmt], norms: frozenset[str], function: ast.FunctionDef) -> bool:
     """Makes one statement of a ``residual = h; h = self.norm(h)``, if all that follows from the residual is sums."""
     for i in range(len(block) - 1):
-        kept, normed = block[i : i + 2]
-        residual, h = single_target(kept), single_target(normed)
-        if h is None or residual is None or h == residual or not is_name(kept.value, h):
+        kept, normed = map(assigned, block[i : i + 2])
+        if kept is None or normed is None:
             continue
-        child, argument = child_called(normed.value) or ("", "")
+        (residual, copied), (h, called) = kept, normed
+        if h == residual or not is_name(copied, h):
+            continue
+        child, argument = child_called(called) or ("", "")
         if child not in norms or argument != h or not only_added(residual, function):
             continue
-        block[i : i + 2] = [assignment((h, residual), expression(f"{KEEP_NORM}(self.{child}, {h})"), normed)]
+        block[i : i + 2] = [assignment((h, residual), expression(f"{KEEP_NORM}(self.{child}, {h})"), block[i + 1])]
         return True
     return False
 
 
 def only_added(name: str, function: ast.FunctionDef) -> bool:
     """Whether a function reads a name in sums alone: nobody then writes to the tensor, or asks what it is."""
-    added = set()
+    added: set[int] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.AugAssign) and is_name(node.target, name):
             return False

@@ -1,0 +1,113 @@
+"""A module is patched by giving it a subclass of its own class, with the same name, whose forward calls an operator."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .probe import NotUnderstood, original_class
+
+Switches = Mapping[str, bool]
+
+
+class Patched(nn.Module):
+    """Base of the subclasses that patched modules have."""
+
+    liger_original: type[nn.Module]
+    liger_row: tuple[str, str]  # kind and replacement, of a Row
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_as_original(self, protocol)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return deepcopy_as_patched(self, memo)
+
+
+def reduce_as_original(module: nn.Module, protocol: Any) -> Any:
+    """Pickled as what it was: the subclass exists in this process alone."""
+    cls: Any = original_class(type(module))
+    while "liger_base" in vars(cls):
+        cls = cls.liger_base
+    return new_instance, (cls,), {k: v for k, v in module.__dict__.items() if k != "liger_mode"}
+
+
+def new_instance(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def deepcopy_as_patched(module: nn.Module, memo: dict) -> nn.Module:
+    clone = new_instance(type(module))
+    memo[id(module)] = clone
+    clone.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return clone
+
+
+_subclasses: dict[tuple, type[nn.Module]] = {}
+
+
+def give_subclass(
+    module: nn.Module,
+    kind: str,
+    replacement: str,
+    key: Any,
+    members: Callable[[type[nn.Module]], dict[str, Any]],
+) -> None:
+    """Gives the module the subclass of its class that `members` describe: one for all modules with the same key."""
+    cls = type(module)
+    found = _subclasses.get((cls, kind, key))
+    if found is None:
+        names = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "liger_original": cls,
+            "liger_row": (kind, replacement),
+        }
+        found = _subclasses[cls, kind, key] = type(cls.__name__, (Patched, cls), names | members(cls))
+    module.__class__ = found
+    rebind_forward(module)
+
+
+def restore(module: nn.Module) -> bool:
+    """Gives the module its own class back. Returns whether it had another."""
+    cls = type(module)
+    if not issubclass(cls, Patched):
+        return False
+    if "liger_original" in cls.__dict__:
+        module.__class__ = cls.liger_original
+    else:  # someone subclassed the class again, as fully_shard does
+        bases = tuple(b.__dict__.get("liger_original", b) for b in cls.__bases__)
+        members = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+        module.__class__ = type(cls.__name__, bases, members)
+    module.__dict__.pop("liger_mode", None)
+    rebind_forward(module)
+    return True
+
+
+def rebind_forward(module: nn.Module) -> None:
+    """For accelerate, which moves inputs around the forward that it found on the instance."""
+    if "_old_forward" in module.__dict__:
+        module.__dict__["_old_forward"] = types.MethodType(type(module).forward, module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether someone replaced this module's forward, other than accelerate, which calls the one that it found."""
+    return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
+
+
+def by_any_name(function: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The function for classes that differ in what they call its tensor."""
+
+    def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+        return function(self, *args, *named.values())
+
+    return forward
+
+
+def require_switch(switches: Switches, op: str) -> None:
+    if not switches[op]:
+        raise NotUnderstood(f"{op} is switched off")

@@ -1,0 +1,131 @@
+"""The kernels of cross_entropy themselves, interpreted on CPU tensors."""
+
+import itertools
+
+import pytest
+import torch
+from cross_entropies import reference_with_metrics
+
+INTERPRETED = """
+import sys, types, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+sys.path.insert(0, "tests")
+from liger_ops.kernels import find
+from liger_ops.kernels.losses.cross_entropy import MOST_SKEW
+SKEW = MOST_SKEW.value
+BOTH = find("cross_entropy_fwd_bwd")
+HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT, KNOWN = (2**i for i in range(14))
+nan = float("nan")
+
+def run(path, n, mean, extras, x="fp32"):
+    rows, aligned, words = 3, n % 8 == 0, 2 if mean else 1
+    torch.manual_seed(0)
+    dtype = dict(fp32=torch.float32, fp16=torch.float16)[x]
+    logits, w = (torch.randn(rows, n) * 3).to(dtype), torch.rand(n) + 0.1
+    target = torch.randint(n, (rows,))
+    target[::4] = -100
+    packed = target.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
+    grad = torch.randn(1 if mean else rows)
+    options = (0.1, 1e-3, 20.0) if extras else (0.0, 1e-3, 1.0)
+    flags = (HAS_WEIGHT | SMOOTH | CAP if extras else 0) | (MEAN if mean else ADD_Z) | Z | METRICS
+
+    counted = 2 if x == "fp32" else 1  # as both's configs do
+
+    def of_one_part(v):
+        like = v.choices == {"X": x, "EXTRAS": extras} and v.config.aligned == aligned
+        return like and v.config.constexprs["SHARE"] >= (n + SKEW) * counted
+
+    def launch(name, grid, *args, shared_out=False, **choices):
+        kernel, choices = find(name), choices or {"X": x, "EXTRAS": extras}
+        width = n * counted if name == BOTH.name else n
+        variant = kernel.pick(choices, width, aligned)
+        if 0 < variant.config.constexprs.get("SHARE", 0) < width:
+            variant = kernel.pick(choices, 2**40, False)
+        if shared_out:
+            variant = next(filter(of_one_part, kernel.variants()))
+        grid = grid(variant.config.constexprs) if callable(grid) else grid
+        # Blocks of few rows, so that few rows make several.
+        small = {"BLOCK": 2} if name == "cross_entropy_sum" else {}
+        kernel.function[(grid,)](*args, **variant.constexprs | small)
+
+    def spans(c):
+        return rows * -(-(n + SKEW * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
+
+    def results(gradient):
+        totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
+        loss, z, accuracy, predicted = *(torch.full((rows,), nan) for _ in range(3)), torch.full((rows,), -7)
+        partial = torch.full((2, 5), nan)
+        def add(flags, known=0):
+            head = (*outs, totals, partial, loss, z, accuracy, packed, w)
+            launch("cross_entropy_sum", 2, *head, rows, n, -100, flags | known | TO, WORDS=words)
+            launch("cross_entropy_sum", 1, *head, 2, n, -100, flags | FROM | (known or TOTALS), WORDS=words)
+        gradient(loss, z, accuracy, predicted, totals, add)
+        if mean:
+            loss, z, accuracy = outs
+        return dict(loss=loss, z=z, accuracy=accuracy, predicted=predicted)
+
+    both, shared, scaled = (logits.clone() for _ in range(3))
+    # Odd rows of a gradient may begin at another place between two boundaries than those of their logits.
+    offset = 0 if aligned or extras else 1
+    dx = torch.full((rows * n + offset,), nan, dtype=dtype)[offset:].view(rows, n)
+    def two(loss, z, accuracy, predicted, totals, add):
+        stats = torch.full((3, rows), nan)
+        shape = (rows, n, rows, 0, n)
+        # With a loss for each row, as one of several programs of a row would.
+        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(),
+               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + SKEW) // 8) * 8, *shape[2:],
+               words, -100, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean and not extras))
+        add(flags)
+        launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
+               0 if mean else 1, -100, *options, flags)
+    def one(loss, z, accuracy, predicted, totals, add, x=both, shared_out=False):
+        add(flags & ~(Z | METRICS) | COUNT)
+        launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
+               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
+               0 if mean else 1, -100, *options, flags | GRAD, shared_out=shared_out)
+        add(flags, KNOWN)
+    first, second = results(two), results(one)
+    # Programs take turns here, so that none can wait for another: rows of one part.
+    some = any(map(of_one_part, BOTH.variants()))
+    third = results(lambda *a: one(*a, x=shared, shared_out=True)) if some else second
+    launch("cross_entropy_scale", spans, scaled, grad, n, rows, 0, n, 0 if mean else 1, X=x)
+    logits, dx, both, scaled, shared = (t.float() for t in (logits, dx, both, scaled, shared))
+    numpy.savez(path, logits=logits, target=target, weight=w, grad=grad, dx=dx, both=both, scaled=scaled,
+                shared=shared if some else both, **{"first_" + k: v for k, v in first.items()},
+                **{"second_" + k: v for k, v in second.items()}, **{"third_" + k: v for k, v in third.items()})
+"""
+
+
+INTERPRETED_CASES = [
+    *itertools.product([40], [True, False], [0, 1]),
+    (60, True, 1),
+    (60, False, 0),
+    *((n, mean, int(mean == (n < 5000))) for n in (2560, 9000, 2001, 5003) for mean in (True, False)),
+    # 16-bit logits are kept two in a word. (The interpreter has no constants of bf16.)
+    (2560, True, 0, "fp16"),
+    (5003, False, 0, "fp16"),
+    # More than a program keeps.
+    (16392, True, 0, "fp16"),
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_kernels_interpreted(case, interpreted):
+    n, mean, extras, *x = case
+    got = interpreted[case]
+    # What rounding a gradient costs; exponentials keep fewer digits where logits have few.
+    digits = 2**-10 if x else 0
+    options = dict(label_smoothing=0.1, softcap=20.0) if extras else {}
+    logits = got["logits"].double().requires_grad_()
+    weight = got["weight"].double() if extras else None
+    reduction = "mean" if mean else "none"
+    expected = reference_with_metrics(logits, got["target"], weight, reduction, lse_square_scale=1e-3, **options)
+    upstream = got["grad"].double()
+    (grad,) = torch.autograd.grad(expected[0], logits, upstream.view(expected[0].shape))
+    for form in ("first", "second", "third"):
+        for name, value in zip(("loss", "z", "accuracy", "predicted"), expected):
+            torch.testing.assert_close(got[f"{form}_{name}"].to(value.dtype), value.detach(), rtol=2e-6, atol=2e-6)
+    for name in ("dx", "both", "shared"):
+        torch.testing.assert_close(got[name].double(), grad, rtol=max(2e-5, digits), atol=2e-7)
+    scaled = got["logits"] * got["grad"].reshape(-1, 1)
+    torch.testing.assert_close(got["scaled"], scaled, rtol=max(1.3e-6, digits), atol=1e-5)

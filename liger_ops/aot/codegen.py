@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from pathlib import Path
 
 from ..kernels import Kernel, modules
@@ -59,11 +60,11 @@ def axis_functions(kernel: Kernel) -> str:
 
 def constants(kernels: list[Kernel]) -> dict[str, int]:
     """The integers that the kernels' file defines for its code: flags and limits, which the host must know too."""
-    module = inspect.getmodule(kernels[0].function.fn)
+    module = sys.modules[kernels[0].function.fn.__module__]
     targets = [
         t for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Assign) for t in node.targets
     ]
-    names = [name.id for t in targets for name in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
     values = {name: getattr(getattr(module, name), "value", None) for name in names}
     return {name: value for name, value in values.items() if isinstance(value, int)}
 

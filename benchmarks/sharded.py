@@ -14,11 +14,9 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
 from benchmarks.report import grid, write_above
-from benchmarks.training import COMPARED_STEPS, MODELS, PROVIDERS, build, elapsed, marks, prepare, resident_peak, tiny
+from benchmarks.training import COMPARED_STEPS, MODELS, PROVIDERS, build, prepare, stepper, timed, tiny
 
 GATHER = "FSDP::all_gather"
 
@@ -104,33 +102,11 @@ def measure(grouping: str, provider: str, arguments: argparse.Namespace) -> dict
     size = (COMPARED_STEPS, arguments.batch, arguments.length)
     data = torch.randint(3, shape.vocabulary, size, generator=generator).to(device)
     mask = torch.ones(arguments.batch, arguments.length, dtype=torch.long, device=device)
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-
-    def step(i: int) -> torch.Tensor:
-        ids = data[i % COMPARED_STEPS]
-        loss = forward(input_ids=ids, attention_mask=mask, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = stepper(forward, optimizer, data, mask)
     losses = torch.stack([step(i) for i in range(COMPARED_STEPS)])
     dist.all_reduce(losses)
-    synchronize()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    mark = marks(device)
-    times = [mark()]
-    for i in range(arguments.steps):
-        step(i)
-        times.append(mark())
-    synchronize()
-    seconds = statistics.median(elapsed(start, end) for start, end in pairwise(times))
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak()
     return {
-        "step_seconds": seconds,
-        "tokens_per_second": arguments.batch * arguments.length / seconds,
-        "peak_gib": peak / 2**30,
+        **timed(step, arguments.steps, arguments.batch * arguments.length, device),
         "losses": (losses / dist.get_world_size()).tolist(),
         "head_gathers": head_gathers(step),
     }

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
@@ -149,6 +151,37 @@ def elapsed(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
 
 
+def stepper(forward: Callable, optimizer: Optimizer, data: Tensor, mask: Tensor) -> Callable[[int], Tensor]:
+    """One step of a training, whose batches are the COMPARED_STEPS of `data` again and again."""
+
+    def step(i: int) -> Tensor:
+        ids = data[i % COMPARED_STEPS]
+        loss = forward(input_ids=ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def timed(step: Callable[[int], Any], steps: int, tokens: int, device: str) -> dict[str, float]:
+    """The median time of steps that have warmed up, of so many tokens each, and the peak of their memory."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    mark = marks(device)
+    times = [mark()]
+    for i in range(steps):
+        step(i)
+        times.append(mark())
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = statistics.median(elapsed(start, end) for start, end in pairwise(times))
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak()
+    return {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "peak_gib": peak / 2**30}
+
+
 def by_name(kernels: Iterable[tuple[str, float]], steps: int) -> list[tuple[str, float, float]]:
     """(name, calls, ms) a step, the longest first, of (name, us) of all calls of some steps."""
     found: dict[str, list[float]] = {}
@@ -185,14 +218,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     mask = torch.ones(batch, arguments.length, dtype=torch.long, device=device)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
 
-    def step(i: int) -> torch.Tensor:
-        ids = data[i % COMPARED_STEPS]
-        loss = forward(input_ids=ids, attention_mask=mask, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = stepper(forward, optimizer, data, mask)
     synchronize()
     start = time.perf_counter()
     losses = [step(0)]
@@ -201,20 +227,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     losses += [step(i) for i in range(1, COMPARED_STEPS)]
     synchronize()
     gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    mark = marks(device)
-    times = [mark()]
-    for i in range(arguments.steps):
-        step(i)
-        times.append(mark())
-    synchronize()
-    seconds = [elapsed(start, end) for start, end in pairwise(times)]
     return {
-        "step_seconds": statistics.median(seconds),
-        "tokens_per_second": batch * arguments.length / statistics.median(seconds),
+        **timed(step, arguments.steps, batch * arguments.length, device),
         "first_step_seconds": first,
-        "peak_gib": (torch.cuda.max_memory_allocated() if device == "cuda" else resident_peak()) / 2**30,
         "losses": [float(loss) for loss in losses],
         **({"kernels": kernels_of(step)} if arguments.kernels else {}),
     }

@@ -94,21 +94,11 @@ def liger_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    return output(
-        *ops.LigerCrossEntropyFunction.apply(
-            input,
-            target,
-            weight,
-            ignore_index,
-            lse_square_scale,
-            label_smoothing,
-            reduction,
-            softcap,
-            return_z_loss,
-            return_token_accuracy,
-            return_predicted_tokens,
-        )
-    )
+    results = ops.LigerCrossEntropyFunction.apply(
+        input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+        return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+    return output(*results)
 
 
 def liger_fused_linear_cross_entropy(
@@ -129,25 +119,11 @@ def liger_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:
-    return output(
-        *ops.LigerFusedLinearCrossEntropyFunction.apply(
-            input,
-            weight,
-            target,
-            bias,
-            ce_weight,
-            ignore_index,
-            lse_square_scale,
-            label_smoothing,
-            reduction,
-            softcap,
-            return_z_loss,
-            accum_dtype,
-            use_token_scaling,
-            return_token_accuracy,
-            return_predicted_tokens,
-        )
-    )
+    results = ops.LigerFusedLinearCrossEntropyFunction.apply(
+        input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+    return output(*results)
 
 
 def liger_fused_add_rms_norm(

@@ -244,21 +244,11 @@ class LigerCrossEntropyLoss(nn.Module):
         self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        return output(
-            *ops.LigerCrossEntropyFunction.apply(
-                _input,
-                target,
-                self.weight,
-                self.ignore_index,
-                self.lse_square_scale,
-                self.label_smoothing,
-                self.reduction,
-                self.softcap,
-                self.return_z_loss,
-                self.return_token_accuracy,
-                self.return_predicted_tokens,
-            )
-        )
+        results = ops.LigerCrossEntropyFunction.apply(
+            _input, target, self.weight, self.ignore_index, self.lse_square_scale, self.label_smoothing, self.reduction,
+            self.softcap, self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+        return output(*results)
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -287,22 +277,9 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        return output(
-            *ops.LigerFusedLinearCrossEntropyFunction.apply(
-                _input,
-                lin_weight,
-                target,
-                bias,
-                self.ce_weight,
-                self.ignore_index,
-                self.lse_square_scale,
-                self.label_smoothing,
-                self.reduction,
-                self.softcap,
-                self.return_z_loss,
-                self.accum_dtype,
-                self.use_token_scaling,
-                self.return_token_accuracy,
-                self.return_predicted_tokens,
-            )
-        )
+        results = ops.LigerFusedLinearCrossEntropyFunction.apply(
+            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
+            self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,
+            self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+        return output(*results)

@@ -250,17 +250,8 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> LossAndMetrics:
         flags = return_z_loss, return_token_accuracy, return_predicted_tokens
         arguments = (
-            _input,
-            weight,
-            target,
-            bias,
-            ce_weight,
-            reduction,
-            ignore_index,
-            label_smoothing,
-            lse_square_scale,
-            softcap,
-        )
+            _input, weight, target, bias, ce_weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
+        )  # fmt: skip
         token_weight = None
         if use_token_scaling:  # each token's loss times the probability that the model gives it
             with torch.no_grad():

@@ -2,9 +2,8 @@
 
 // The loops of gated activations on CPU.
 
-#include "core/cpu.h"
 #include "core/cpu_math.h"
-#include "ops/gated/elements.h"
+#include "core/elements.h"
 
 namespace liger::ops::gated {
 
@@ -51,19 +50,6 @@ LIGER_VECTORIZED void gated_backward(
     narrow_all(dup + first, du, count);
     if (product) narrow_all(product + first, p, count);
   }
-}
-
-// Cuts rows into spans short enough to share among threads; f(row, first column, columns).
-template <size_t N, class F>
-void parallel_spans(const Rows<N>& walk, const F& f) {
-  constexpr int64_t kSpan = 8192;
-  const int64_t spans = (walk.n + kSpan - 1) / kSpan, blocks = walk.rows * spans;
-  parallel_ranges(blocks, cpu_ranges(blocks, std::min(walk.n, kSpan)), [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      int64_t row = block / spans, first = (block - row * spans) * kSpan;
-      f(row, first, std::min(kSpan, walk.n - first));
-    }
-  });
 }
 
 /// out is dense, with unit stride in the last dimension; so are the gradients of an unpacked call. product is undefined or

@@ -2,20 +2,13 @@
 
 // The launches of gated activations' kernels: liger_ops/kernels/gated.
 
-#include "core/cuda.h"
+#include "core/elements.h"
 #include "kernels/swiglu.h"
-#include "ops/gated/elements.h"
 
 namespace liger::ops::gated {
 
 using namespace core;
 using at::Tensor;
-
-template <class Config, size_t N>
-runtime::Grid tile_grid(const Config& config, const Rows<N>& walk) {
-  int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M * ((walk.n + config.BLOCK_N - 1) / config.BLOCK_N);
-  return {uint32_t(blocks)};
-}
 
 template <class Activation>
 struct Cuda {

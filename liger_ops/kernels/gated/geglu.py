@@ -7,21 +7,10 @@ z = sqrt(2 / pi) * (x + 0.044715 x^3) ("tanh"): 0.5 * (1 + tanh(z)) is that sigm
 import triton
 import triton.language as tl
 
+from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
 from ..rows import LOG2E
 from ..table import Kernel
-from .swiglu import (
-    BACKWARD_ALIGNED,
-    BACKWARD_ARGS,
-    BACKWARD_CONFIGS,
-    DTYPES,
-    FORWARD_ALIGNED,
-    FORWARD_ARGS,
-    FORWARD_CONFIGS,
-    PRODUCT,
-    load_tile,
-    program_tile,
-    store_tile,
-)
+from .swiglu import BACKWARD_ALIGNED, BACKWARD_ARGS, FORWARD_ALIGNED, FORWARD_ARGS, PRODUCT
 
 TANH = tl.constexpr(1)
 

@@ -1,0 +1,44 @@
+#pragma once
+
+// Tensors that go element by element with each other: as rows, on both devices.
+
+#include "core/cpu.h"
+#include "core/cuda.h"
+#include "core/rows.h"
+
+namespace liger::core {
+
+// Memory of one layout is one long row, whatever its shape; otherwise rows. tensors[0] leads, as in walk_rows.
+template <size_t N>
+Rows<N> walk_elements(const char* op, const std::array<at::Tensor*, N>& tensors) {
+  const at::Tensor& lead = *tensors[0];
+  bool alike = lead.is_non_overlapping_and_dense();
+  for (at::Tensor* t : tensors) alike = alike && detail::same_strides(lead, *t);
+  if (!alike) return walk_rows<N>(op, tensors);
+  Rows<N> out;
+  out.rows = 1;
+  out.n = lead.numel();
+  return out;
+}
+
+// Cuts rows into spans short enough to share among threads; f(row, first column, columns).
+template <size_t N, class F>
+void parallel_spans(const Rows<N>& walk, const F& f) {
+  constexpr int64_t kSpan = 8192;
+  const int64_t spans = (walk.n + kSpan - 1) / kSpan, blocks = walk.rows * spans;
+  parallel_ranges(blocks, cpu_ranges(blocks, std::min(walk.n, kSpan)), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      int64_t row = block / spans, first = (block - row * spans) * kSpan;
+      f(row, first, std::min(kSpan, walk.n - first));
+    }
+  });
+}
+
+/// One program a tile.
+template <class Config, size_t N>
+runtime::Grid tile_grid(const Config& config, const Rows<N>& walk) {
+  int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M * ((walk.n + config.BLOCK_N - 1) / config.BLOCK_N);
+  return {uint32_t(blocks)};
+}
+
+}  // namespace liger::core

@@ -11,7 +11,7 @@ import sys, types, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 sys.path.insert(0, "tests")
 from liger_ops.kernels import find
-from liger_ops.kernels.losses.cross_entropy import MOST_SKEW
+from liger_ops.kernels.losses._flags import MOST_SKEW
 SKEW = MOST_SKEW.value
 BOTH = find("cross_entropy_fwd_bwd")
 HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT, KNOWN = (2**i for i in range(14))

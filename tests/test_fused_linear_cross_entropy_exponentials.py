@@ -221,10 +221,10 @@ EXPONENTIALS = """
 import types, sys, torch, numpy
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 from liger_ops.kernels import find
-from liger_ops.kernels.losses import cross_entropy, fused_linear_cross_entropy as kernels
+from liger_ops.kernels.losses import _flags, exponentials as kernels
 UNKNOWN, TILE = kernels.UNKNOWN.value, find("fused_linear_cross_entropy_exp_logits").configs[0].constexprs["TILE_N"]
 MEAN, HAS_GRAD, HAS_WEIGHT, SAVE_Z_LOSS, ADD_Z_LOSS = (
-    getattr(cross_entropy, name).value for name in ("MEAN", "HAS_GRAD", "HAS_WEIGHT", "SAVE_Z_LOSS", "ADD_Z_LOSS")
+    getattr(_flags, name).value for name in ("MEAN", "HAS_GRAD", "HAS_WEIGHT", "SAVE_Z_LOSS", "ADD_Z_LOSS")
 )
 TAKES, WEIGHS = kernels.TAKES.value, kernels.WEIGHS.value
 

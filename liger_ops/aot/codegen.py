@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from ..kernels import Kernel, modules
@@ -59,14 +59,18 @@ def axis_functions(kernel: Kernel) -> str:
 
 
 def constants(kernels: list[Kernel]) -> dict[str, int]:
-    """The integers that the kernels' file defines for its code: flags and limits, which the host must know too."""
+    """The integers that the kernels' file and its family's private files define: flags and limits, which the host must
+    know too."""
     module = sys.modules[kernels[0].function.fn.__module__]
-    targets = [
-        t for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Assign) for t in node.targets
-    ]
-    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-    values = {name: getattr(getattr(module, name), "value", None) for name in names}
-    return {name: value for name, value in values.items() if isinstance(value, int)}
+    path = Path(str(module.__file__))
+    found: dict[str, int] = {}
+    for file in (path, *sorted(path.parent.glob("_[!_]*.py"))):
+        defining = import_module(f"{module.__package__}.{file.stem}")
+        targets = [t for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign) for t in node.targets]
+        names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        values = {name: getattr(getattr(defining, name, None), "value", None) for name in names}
+        found |= {name: value for name, value in values.items() if isinstance(value, int)}
+    return found
 
 
 def header(stem: str, kernels: list[Kernel]) -> str:

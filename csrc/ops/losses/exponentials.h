@@ -2,7 +2,7 @@
 
 // A chunk of fused_linear_cross_entropy whose logits nobody reads: its first product hands out exponentials and their
 // sums, from which losses and gradients follow by a factor a row. What that takes, and why it is right:
-// liger_ops/kernels/fused_linear_cross_entropy.py. Compute capability 9.0 and bf16, losses
+// liger_ops/kernels/losses/exponentials.py. Compute capability 9.0 and bf16, losses
 // without smoothing, softcap, bias and metrics.
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@
 #include <string>
 
 #include "core/cuda.h"
-#include "kernels/fused_linear_cross_entropy.h"
+#include "kernels/exponentials.h"
 #include "ops/losses/cross_entropy.h"
 #include "runtime/tensor_map.h"
 
@@ -106,8 +106,8 @@ class Exponentials {
           (grad.defined() ? cross_entropy::flags::HAS_GRAD : 0) |
           (class_weight_.defined() ? cross_entropy::flags::HAS_WEIGHT : 0) |
           (out.z_loss ? cross_entropy::flags::SAVE_Z_LOSS : 0) | (o_.reduced() ? 0 : cross_entropy::flags::ADD_Z_LOSS) |
-          (taken.defined() ? kernels::constants::fused_linear_cross_entropy::TAKES : 0) |
-          (wants_weighed ? kernels::constants::fused_linear_cross_entropy::WEIGHS : 0);
+          (taken.defined() ? kernels::constants::exponentials::TAKES : 0) |
+          (wants_weighed ? kernels::constants::exponentials::WEIGHS : 0);
       K::Args args{
           out.loss,
           out.z_loss,
@@ -138,15 +138,9 @@ class Exponentials {
   /// dx (rows x columns, contiguous), which is logits_scale * e @ weight, becomes the gradient.
   void rescale(const at::Tensor& dx, int64_t first, const at::Tensor& taken) const {
     using K = kernels::fused_linear_cross_entropy_rescale;
-    K::Args args{address(dx),
-                 fact(kFactor),
-                 taken.defined() ? taken.const_data_ptr<float>() + first : nullptr,
-                 fact(kClass),
-                 address(weight_),
-                 int32_t(dx.size(1)),
-                 weight_.stride(0),
-                 float(scale_),
-                 taken.defined() ? kernels::constants::fused_linear_cross_entropy::TAKES : 0};
+    K::Args args{address(dx),       fact(kFactor),    taken.defined() ? taken.const_data_ptr<float>() + first : nullptr,
+                 fact(kClass),      address(weight_), int32_t(dx.size(1)),
+                 weight_.stride(0), float(scale_),    taken.defined() ? kernels::constants::exponentials::TAKES : 0};
     start<K>(dx, dx.size(0), args);
   }
 

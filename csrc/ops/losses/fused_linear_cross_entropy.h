@@ -51,7 +51,7 @@ struct Plan {
   int64_t bytes;  // of everything that lives no longer than the call
 };
 
-/// Whether d weight is summed apart from the targets' part, see liger_ops/kernels/fused_linear_cross_entropy.py.
+/// Whether d weight is summed apart from the targets' part, see liger_ops/kernels/losses/fused_linear_cross_entropy.py.
 bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted);
 
 Plan make_plan(

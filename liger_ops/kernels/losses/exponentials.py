@@ -1,0 +1,475 @@
+"""A chunk of fused_linear_cross_entropy whose product hands out exponentials, on compute capability 9.0.
+
+With E_j = exp(x_j - x_y) for the logits x_j of a token whose true class is y, and s their sum over j != y,
+
+  loss = log(1 + s), d loss / d x_j = E_j / (1 + s), d loss / d x_y = -s / (1 + s):
+
+what a chunk's three products need of its logits but for a factor a row, and no pass over the logits is left. So the
+product x @ w.T hands out E, in bf16, where logits would be, each rounded once and from fp32; E_y is left out, and
+sums are by row and tile. x_y is a dot product of its own (`true_logits`). Then rows' losses and factors
+v = g / (1 + s) are known (`weigh`), and d w = E.T @ (v x), d x = v (E @ w) (`rescale`).
+
+Where gradients a of the loss (its class's weight in them) and c of its logsumexp (by the z-loss) arrive, v is
+(a + c) / (1 + s), and the true class's part -s becomes (c - a s) / (a + c).
+
+Where a token's loss would be more than some 44, E might leave the range of numbers. Tiles that meet such a row find
+the row's greatest logit (`highest`), and a second launch makes the tiles of such rows again with that in x_y's place.
+Rows are 256 to a flag (`raised`), behind one for all of them; where that is not raised it is over at once.
+"""
+
+import triton
+import triton.language as tl
+
+from .. import hopper
+from ..rows import LOG2E
+from ..table import Config, Kernel
+from ._flags import ADD_Z_LOSS, HAS_GRAD, SAVE_Z_LOSS
+from ._gradient import arriving
+from ._rows import load_target, load_weight, log1p
+
+# Of `highest` and `classes`, and of `base` where a row has no class.
+UNKNOWN, BAD_CLASS, NO_CLASS = tl.constexpr(-(1 << 31)), tl.constexpr(-2), tl.constexpr(1e30)
+ROWS_TO_A_FLAG = tl.constexpr(256)
+# Beside those of _flags.py.
+TAKES, WEIGHS = tl.constexpr(1 << 16), tl.constexpr(1 << 17)
+
+PTX_LOG2E, PTX_LARGE = "0f3FB8AA3B", "0f5F800000"  # 2^64
+
+
+def fused_linear_cross_entropy_exp_logits_kernel(
+    a, e, x, weight, sums, base, classes, highest, raised, rows, n, columns, sums_row, group, again, scale,
+    TILE_M, TILE_N, TILE_K, PUT_N, STAGES,
+):  # fmt: skip
+    """e (rows, n) = exp(scale * x @ weight.T - base) and its sums by tiles of TILE_N classes (rows, sums_row).
+
+    e, x, weight: tensor maps. Two warpgroups of a program take tiles in turn: one's products run while the other writes
+    its exponentials out, so the tensor cores never wait for these. A third fetches. `group`: pairs of row tiles that
+    are done for all classes before the next. PUT_N: columns that are written out as a block of their own.
+    """
+    # Two halves of 64 rows to a warpgroup; rows of a stage that products read as they are swizzled. Programs of a
+    # cluster take row tiles that follow each other, and share tiles of w.
+    assert (TILE_M, TILE_K * 2, PUT_N * 2) == (128, hopper.ROW_BYTES, 64) and STAGES & (STAGES - 1) == 0
+    assert hopper.CLUSTER * TILE_M == ROWS_TO_A_FLAG.value
+    is_again, nothing_to_do = a.test("ne.u32", again, 0), a.mark("nothing_to_do")
+    any_raised = a.integer("mov.u32", 1)
+    a(f"ld.global.u32 {any_raised}, [{raised}]", is_again)
+    a(f"bra {nothing_to_do}", a.test("eq.u32", any_raised, 0))
+
+    product_bytes = TILE_M * hopper.ROW_BYTES
+    stage_bytes = product_bytes + TILE_N * hopper.ROW_BYTES
+    block = PUT_N * 2 * TILE_M
+    out_bytes = TILE_M * TILE_N * 2
+    stages = a.shared(STAGES * stage_bytes + out_bytes + 8 * (2 * STAGES + 4))
+    out = a.integer("add.u32", stages, STAGES * stage_bytes)
+    full = a.integer("add.u32", out, out_bytes)
+    empty = a.integer("add.u32", full, 8 * STAGES)
+    products_turn = a.integer("add.u32", empty, 8 * STAGES)
+    writers_turn = a.integer("add.u32", products_turn, 16)
+
+    thread = a.special("tid.x")
+    lane = a.integer("and.b32", thread, hopper.WARP - 1)
+    warp = a.integer("and.b32", a.integer("shr.u32", thread, 5), 3)
+    role = a.integer("shr.u32", thread, 7)
+    rank = a.special("cluster_ctarank")
+    leads = a.test("eq.u32", thread, 0)
+    for stage in range(STAGES):
+        a.barrier(f"{full}+{8 * stage}", 1, leads)
+        # A warpgroup's warps, in both programs.
+        a.barrier(f"{empty}+{8 * stage}", 4 * hopper.CLUSTER, leads)
+    for turn in range(2):
+        a.barrier(f"{products_turn}+{8 * turn}", 4, leads)
+        a.barrier(f"{writers_turn}+{8 * turn}", 4, leads)
+    a.barriers_are_set(leads)
+    a.cluster_meets()
+
+    pair_rows = ROWS_TO_A_FLAG.value
+    pairs = a.integer("shr.u32", a.integer("add.u32", rows, pair_rows - 1), pair_rows.bit_length() - 1)
+    tiles_n = a.integer("div.u32", a.integer("add.u32", n, TILE_N - 1), TILE_N)
+    steps = a.integer("shr.u32", a.integer("add.u32", columns, TILE_K - 1), TILE_K.bit_length() - 1)
+    total = a.integer("mul.lo.u32", pairs, tiles_n)
+    clusters = a.integer("shr.u32", a.special("nctaid.x"), 1)
+    per_group = a.integer("mul.lo.u32", group, tiles_n)
+    tile = a.integer("shr.u32", a.special("ctaid.x"), 1)
+    the_end = a.mark("end")
+    done = a.test("ge.u32", tile, total)
+
+    def locate(skip):
+        """(row tile, column tile) of this program; to `skip` where a second launch has nothing to do."""
+        at_group = a.integer("div.u32", tile, per_group)
+        within = a.integer("sub.u32", tile, a.integer("mul.lo.u32", at_group, per_group))
+        first = a.integer("mul.lo.u32", at_group, group)
+        width = a.integer("min.u32", group, a.integer("sub.u32", pairs, first))
+        tile_n = a.integer("div.u32", within, width)
+        pair = a.integer("add.u32", first, a.integer("sub.u32", within, a.integer("mul.lo.u32", tile_n, width)))
+        flag = a.make("b64", "mad.wide.u32", pair, 4, raised)
+        skipped = a.new("b32")
+        a(f"mov.u32 {skipped}, 1")
+        a(f"ld.global.u32 {skipped}, [{flag}+4]", is_again)
+        a(f"bra {skip}", a.test("eq.u32", skipped, 0))
+        return a.integer("mad.lo.u32", pair, hopper.CLUSTER, rank), tile_n
+
+    def next_tile(loop):
+        a(f"add.u32 {tile}, {tile}, {clusters}")
+        a(f"bra {loop}", a.test("lt.u32", tile, total))
+
+    # ---- The warpgroup that fetches: one thread of it
+
+    consumers, fetched = a.mark("consumers"), a.mark("fetched")
+    a(f"bra {consumers}", a.test("ne.u32", role, 0))
+    a("setmaxnreg.dec.sync.aligned.u32 40")
+    a(f"bra {the_end}", a.test("ne.u32", thread, 0))
+    a(f"bra {the_end}", done)
+    stage, parity = a.integer("mov.u32", 0), a.integer("mov.u32", 1)
+    loop = a.mark("fetch")
+    a.set(loop)
+    tile_m, tile_n = locate(fetched)
+    row = a.integer("mul.lo.u32", tile_m, TILE_M)
+    # Each program fetches half of a tile of w, for both.
+    half = a.integer("mul.lo.u32", rank, TILE_N // hopper.CLUSTER)
+    w_row = a.integer("mad.lo.u32", tile_n, TILE_N, half)
+    half_at = a.integer("mad.lo.u32", half, hopper.ROW_BYTES, product_bytes)
+    k = a.integer("mov.u32", 0)
+    inner = a.mark("fetch_k")
+    a.set(inner)
+    a.wait(a.integer("mad.lo.u32", stage, 8, empty), parity)
+    ready = a.integer("mad.lo.u32", stage, 8, full)
+    a.expect(ready, stage_bytes)
+    to = a.integer("mad.lo.u32", stage, stage_bytes, stages)
+    a.fetch(to, x, ready, k, row)
+    a.fetch(a.integer("add.u32", to, half_at), weight, ready, k, w_row, for_all=True)
+    a(f"add.u32 {stage}, {stage}, 1")
+    wraps = a.test("eq.u32", stage, STAGES)
+    a(f"mov.u32 {stage}, 0", wraps)
+    a(f"xor.b32 {parity}, {parity}, 1", wraps)
+    a(f"add.u32 {k}, {k}, {TILE_K}")
+    a(f"bra {inner}", a.test("lt.u32", k, columns))
+    a.set(fetched)
+    next_tile(loop)
+    a(f"bra.uni {the_end}")
+
+    # ---- The two that multiply
+
+    a.set(consumers)
+    a("setmaxnreg.inc.sync.aligned.u32 232")
+    a(f"bra {the_end}", done)
+    me = a.integer("sub.u32", role, 1)
+    other = a.integer("xor.b32", me, 1)
+    first_lane = a.test("eq.u32", lane, 0)
+    one_of_two = a.test("lt.u32", lane, hopper.CLUSTER)
+    factor = a.real("mul.f32", scale, PTX_LOG2E)
+    step, turn = a.integer("mov.u32", 0), a.integer("mov.u32", 0)
+    # The first of the two need not wait for its first turn.
+    my_parity = a.integer("xor.b32", me, 1)
+    loop, written, not_mine = a.mark("tile"), a.mark("written"), a.mark("not_mine")
+    a.set(loop)
+    tile_m, tile_n = locate(written)
+    mine = a.test("eq.u32", turn, me)
+    a(f"xor.b32 {turn}, {turn}, 1")
+    a(f"bra {not_mine}", f"!{mine}")
+
+    # A thread holds parts of four rows.
+    tile_row = a.integer("mul.lo.u32", tile_m, TILE_M)
+    quad = a.integer("shr.u32", lane, 2)
+    first_column = a.integer("mul.lo.u32", tile_n, TILE_N)
+    row_of, inside, exponent, true_column = [], [], [], []
+    for part in range(4):
+        offset = part // 2 * 64 + part % 2 * 8
+        row = a.integer("add.u32", tile_row, a.integer("mad.lo.u32", warp, 16, a.integer("add.u32", quad, offset)))
+        is_row = a.test("lt.u32", row, rows)
+        at_base, at_class, at_highest = (a.make("b64", "mad.wide.u32", row, 4, p) for p in (base, classes, highest))
+        lowered, of_class = a.real("mov.f32", "0f00000000"), a.integer("mov.u32", -1)
+        a(f"ld.global.f32 {lowered}, [{at_base}]", is_row)
+        a(f"ld.global.u32 {of_class}, [{at_class}]", is_row)
+        was_high = a.integer("mov.u32", UNKNOWN.value)
+        a(f"ld.global.u32 {was_high}, [{at_highest}]", a.test("lt.and.u32", row, rows, is_again))
+        is_high = a.test("ne.s32", was_high, UNKNOWN.value)
+        a(f"mov.b32 {lowered}, {ordered(a, was_high)}", is_high)
+        row_of.append(row)
+        inside.append(is_row)
+        exponent.append(a.real("neg.f32", a.real("mul.f32", lowered, PTX_LOG2E)))
+        true_column.append(a.integer("sub.u32", of_class, first_column))
+
+    a.wait(a.integer("mad.lo.u32", me, 8, products_turn), my_parity)
+    sums_of = [[a.real("mov.f32", "0f00000000") for _ in range(TILE_N // 2)] for _ in range(2)]
+    k, loop_k = a.integer("mov.u32", 0), a.mark("multiply")
+    a.set(loop_k)
+    stage = a.integer("and.b32", step, STAGES - 1)
+    parity = a.integer("and.b32", a.integer("shr.u32", step, STAGES.bit_length() - 1), 1)
+    a.wait(a.integer("mad.lo.u32", stage, 8, full), parity)
+    at = a.integer("mad.lo.u32", stage, stage_bytes, stages)
+    left, right = a.operand(at), a.operand(a.integer("add.u32", at, product_bytes))
+    a("wgmma.fence.sync.aligned")
+    for part in range(4):  # 16 columns, 32 bytes
+        b_part = a.make("b64", "add.u64", right, 2 * part)
+        for half, sums_half in enumerate(sums_of):
+            a_part = a.make("b64", "add.u64", left, 2 * part + half * (64 * hopper.ROW_BYTES >> 4))
+            a.multiply(sums_half, a_part, b_part)
+    a("wgmma.commit_group.sync.aligned")
+
+    # What the products before these have read may be filled again.
+    a("wgmma.wait_group.sync.aligned 1")
+    last = a.integer("and.b32", a.integer("sub.u32", step, 1), STAGES - 1)
+    a.arrive_at(lane, a.integer("mad.lo.u32", last, 8, empty), a.test("ne.and.u32", k, 0, one_of_two))
+    a(f"add.u32 {step}, {step}, 1")
+    a(f"add.u32 {k}, {k}, {TILE_K}")
+    a(f"bra {loop_k}", a.test("lt.u32", k, columns))
+    a.arrive(a.integer("mad.lo.u32", other, 8, products_turn), first_lane)
+    a("wgmma.wait_group.sync.aligned 0")
+    last = a.integer("and.b32", a.integer("sub.u32", step, 1), STAGES - 1)
+    a.arrive_at(lane, a.integer("mad.lo.u32", last, 8, empty), one_of_two)
+
+    # True classes, and columns that are not there: seldom in a tile.
+    common = a.mark("common")
+    classes_left = a.integer("sub.u32", n, first_column)
+    special = a.test("lt.u32", classes_left, TILE_N)
+    for column in true_column:
+        special = a.test("lt.or.u32", column, TILE_N, special)
+    a(f"bra {common}", f"!{special}")
+    lane_column = a.integer("mul.lo.u32", a.integer("and.b32", lane, 3), 2)
+    for half in range(2):
+        for i, sum_here in enumerate(sums_of[half]):
+            column = a.integer("add.u32", lane_column, i // 4 * 8 + i % 2)
+            drop = a.test("eq.u32", column, true_column[2 * half + i // 2 % 2])
+            a(f"mov.f32 {sum_here}, 0fFF800000", a.test("ge.or.u32", column, classes_left, drop))
+    a.set(common)
+
+    a.wait(a.integer("mad.lo.u32", me, 8, writers_turn), my_parity)
+    totals = [a.real("mov.f32", "0f00000000") for _ in range(4)]
+    # Rows of a block are 64 bytes, two to a line of banks: 16-byte pieces change places with every second row.
+    lane_row = a.integer("mad.lo.u32", warp, 16, a.integer("and.b32", lane, 15))
+    piece = a.integer("shr.u32", lane, 4)
+    swaps = a.integer("and.b32", a.integer("shr.u32", lane_row, 1), 3)
+    row_at = a.integer("mad.lo.u32", lane_row, 2 * PUT_N, out)
+    places = []
+    for pieces in range(2):
+        swapped = a.integer("xor.b32", a.integer("add.u32", piece, 2 * pieces), swaps)
+        places.append(a.integer("mad.lo.u32", swapped, 16, row_at))
+    for half in range(2):
+        for j in range(0, TILE_N // 8, 2):
+            packed = []
+            for which in range(4):
+                i, part = (j + which // 2) * 4 + which % 2 * 2, 2 * half + which % 2
+                pair = []
+                for sum_here in sums_of[half][i : i + 2]:
+                    power = a.real("fma.rn.f32", sum_here, factor, exponent[part])
+                    pair.append(a.real("ex2.approx.ftz.f32", power))
+                    a(f"add.f32 {totals[part]}, {totals[part]}, {pair[-1]}")
+                packed.append(a.integer("cvt.rn.bf16x2.f32", pair[1], pair[0]))
+            at = f"{places[j // 2 % 2]}+{j * 8 // PUT_N * block + half * 64 * 2 * PUT_N}"
+            a(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [{at}], {{{', '.join(packed)}}}")
+    a("fence.proxy.async.shared::cta")
+    a.warpgroup_meets(role)
+    not_writing = a.mark("not_writing")
+    a(f"bra {not_writing}", a.test("ne.u32", warp, 0))
+    for i in range(TILE_N // PUT_N):
+        column = a.integer("add.u32", first_column, i * PUT_N)
+        a.put(e, a.integer("add.u32", out, i * block), column, tile_row, first_lane)
+    a("cp.async.bulk.commit_group", first_lane)
+    a("cp.async.bulk.wait_group.read 0", first_lane)
+    a("bar.warp.sync -1")
+    a.set(not_writing)
+    a.arrive(a.integer("mad.lo.u32", other, 8, writers_turn), first_lane)
+
+    # A row that leaves the range of numbers: its greatest logit of this tile, by whoever met it.
+    for part in range(4):
+        fits = a.mark("fits")
+        a(f"bra {fits}", a.test("leu.f32", totals[part], PTX_LARGE))
+        a(f"bra {fits}", f"!{inside[part]}")
+        top = a.real("mov.f32", "0fFF800000")
+        for i, sum_here in enumerate(sums_of[part // 2]):
+            if i // 2 % 2 == part % 2:
+                a(f"max.f32 {top}, {top}, {sum_here}")
+        bits = a.integer("mov.b32", a.real("mul.f32", top, scale))
+        a(f"red.global.max.s32 [{a.make('b64', 'mad.wide.u32', row_of[part], 4, highest)}], {ordered(a, bits)}")
+        flag = a.integer("shr.u32", row_of[part], pair_rows.bit_length() - 1)
+        a(f"st.global.u32 [{a.make('b64', 'mad.wide.u32', flag, 4, raised)}+4], 1")
+        a(f"st.global.u32 [{raised}], 1")
+        a.set(fits)
+    first_of_quad = a.test("eq.u32", a.integer("and.b32", lane, 3), 0)
+    for part in range(4):
+        for distance in (1, 2):
+            there = a.integer("shfl.sync.bfly.b32", totals[part], distance, 31, -1)
+            a(f"add.f32 {totals[part]}, {totals[part]}, {there}")
+        to = a.make("b64", "mul.wide.u32", row_of[part], sums_row)
+        to = a.make("b64", "add.u64", to, a.make("b64", "cvt.u64.u32", tile_n))
+        to = a.make("b64", "add.u64", sums, a.make("b64", "shl.b64", to, 2))
+        a(f"st.global.f32 [{to}], {totals[part]}", a.test("lt.and.u32", row_of[part], rows, first_of_quad))
+    a(f"xor.b32 {my_parity}, {my_parity}, 1")
+    a(f"bra.uni {written}")
+    a.set(not_mine)
+    a(f"add.u32 {step}, {step}, {steps}")
+    a.set(written)
+    next_tile(loop)
+
+    a.set(the_end)
+    # Nobody leaves while the other may still write into its memory, and what was put has arrived.
+    a("cp.async.bulk.wait_group 0")
+    a.cluster_meets(together=False)
+    a.set(nothing_to_do)
+
+
+def ordered(a, bits):
+    """Integers in the order of the numbers whose bits they are, and back."""
+    sign = a.integer("shr.s32", bits, 31)
+    return a.integer("xor.b32", bits, a.integer("and.b32", sign, 0x7FFFFFFF))
+
+
+@triton.jit
+def number_in_order(order):
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fused_linear_cross_entropy_true_logits_kernel(
+    base, classes, highest, raised, x, weight, target, n, columns, x_row, weight_row, target_words, ignore_index, scale,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """base: the logit of each row's true class; classes: that class, -1 for a row without one. highest and raised: as
+    long as nobody has met anything."""
+    row = tl.program_id(0)
+    y = load_target(target, row, target_words, True)
+    known = (y != ignore_index) & (y >= 0) & (y < n)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    x_at, w_at = x + row * x_row, weight + y * weight_row
+    for start in range(0, tl.where(known, columns, 0), BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        inside = cols < columns
+        left = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
+        total += left * tl.load(w_at + cols, mask=inside, other=0.0).to(tl.float32)
+    # Where no class is known, every exponential is 0.
+    tl.store(base + row, tl.where(known, scale * tl.sum(total), NO_CLASS))
+    tl.store(classes + row, tl.where(known, y, tl.where(y == ignore_index, -1, BAD_CLASS)).to(tl.int32))
+    tl.store(highest + row, UNKNOWN)
+    tl.store(raised, 0, mask=row == 0)
+    tl.store(raised + 1 + row // ROWS_TO_A_FLAG, 0, mask=row % ROWS_TO_A_FLAG == 0)
+
+
+@triton.jit
+def fused_linear_cross_entropy_weigh_kernel(
+    loss, z_loss, factor, taken, weighed, e, x, sums, base, classes, highest, class_weight, grad, totals,
+    columns, tiles, sums_row, e_row, x_row, grad_stride, lse_square_scale, flags,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """losses, factor (v) and weighed (v x) of every row, and the gradient of its true logit: but for that factor into e
+    or, with it, into `taken`. A row's sums may lie where its weighed x goes."""
+    row = tl.program_id(0)
+    at_row = row.to(tl.int64)
+    y = tl.load(classes + row)
+    x_y = tl.load(base + row)
+    order = tl.load(highest + row)
+    partial = tl.zeros([BLOCK_T], tl.float32)
+    for start in range(0, tiles, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        partial += tl.load(sums + at_row * sums_row + tile, mask=tile < tiles, other=0.0)
+    others = tl.sum(partial)
+    rescued = order != UNKNOWN
+    top = tl.where(rescued, number_in_order(order), x_y)
+    true = tl.where(rescued, tl.exp2((x_y - top) * LOG2E), 1.0)
+    total = others + true
+    known = y >= 0
+    w_y = load_weight(class_weight, y, known, flags)
+    nll = tl.where(rescued, top - x_y + tl.log(total), log1p(others))
+    lse = x_y + nll
+    row_z_loss = lse_square_scale * lse * lse
+    row_loss = w_y * nll + tl.where((flags & ADD_Z_LOSS) != 0, row_z_loss, 0.0)
+    absent = tl.where(y == BAD_CLASS, float("nan"), 0.0)
+    tl.store(loss + row, tl.where(known, row_loss, absent))
+    tl.store(z_loss + row, tl.where(known, row_z_loss, absent), mask=(flags & SAVE_Z_LOSS) != 0)
+
+    by_weight, by_count = arriving(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
+    pull = by_weight * w_y
+    spill = by_count * 2 * lse_square_scale * lse
+    slope = pull + spill
+    f = tl.where(known, slope / total, 0.0)
+    own = spill * true - pull * others
+    tl.store(factor + row, f)
+    if flags & TAKES:
+        tl.store(taken + row, tl.where(known, own / total, 0.0))
+    else:
+        tl.store(e + at_row * e_row + y, tl.where(slope == 0, 0.0, own / slope).to(e.dtype.element_ty), mask=known)
+    if flags & WEIGHS:
+        for start in range(0, columns, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            inside = cols < columns
+            part = tl.load(x + at_row * x_row + cols, mask=inside & known, other=0.0).to(tl.float32)
+            tl.store(weighed + at_row * columns + cols, (part * f).to(weighed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def fused_linear_cross_entropy_rescale_kernel(
+    dx, factor, taken, classes, weight, columns, weight_row, scale, flags, BLOCK_N: tl.constexpr
+):
+    """dx *= factor, and what was taken of the true class is back again."""
+    row = tl.program_id(0)
+    y = tl.load(classes + row)
+    f = tl.load(factor + row)
+    back = 0.0
+    if flags & TAKES:
+        back = tl.load(taken + row) * scale
+    known = y >= 0
+    for start in range(0, columns, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        inside = cols < columns
+        at = dx + row.to(tl.int64) * columns + cols
+        part = tl.load(at, mask=inside & known, other=0.0).to(tl.float32) * f
+        if flags & TAKES:
+            w = tl.load(weight + y.to(tl.int64) * weight_row + cols, mask=inside & known, other=0.0)
+            part += back * w.to(tl.float32)
+        tl.store(at, part.to(dx.dtype.element_ty), mask=inside)
+
+
+BFLOAT = {"dtype": [{"X": "bf16"}]}
+
+
+def row_configs(**constexprs):
+    # Tensor maps want what an aligned one wants; every table ends with one that takes anything.
+    return [Config(None, aligned, 4, constexprs=constexprs | dict(BLOCK_N=1024)) for aligned in (True, False)]
+
+
+KERNELS = [
+    Kernel(
+        function=hopper.Assembly(fused_linear_cross_entropy_exp_logits_kernel),
+        args={
+            "e": "map", "x": "map", "weight": "map", "sums": "*fp32", "base": "*fp32", "classes": "*i32",
+            "highest": "*i32", "raised": "*i32", "rows": "i32", "n": "i32", "columns": "i32", "sums_row": "i32",
+            "group": "i32", "again": "i32", "scale": "fp32",
+        },
+        aligned=[],
+        axes=BFLOAT,
+        configs=[Config(None, False, 12, constexprs=dict(TILE_M=128, TILE_N=192, TILE_K=64, PUT_N=32, STAGES=4))],
+        archs=[hopper.ARCH],
+    ),
+    Kernel(
+        function=fused_linear_cross_entropy_true_logits_kernel,
+        args={
+            "base": "*fp32", "classes": "*i32", "highest": "*i32", "raised": "*i32", "x": "*X", "weight": "*X",
+            "target": "*i32", "n": "i32", "columns": "i32", "x_row": "i64", "weight_row": "i64", "target_words": "i32",
+            "ignore_index": "i64", "scale": "fp32",
+        },
+        aligned=["x", "weight", "columns", "x_row", "weight_row"],
+        axes=BFLOAT,
+        configs=row_configs(),
+    ),
+    Kernel(
+        function=fused_linear_cross_entropy_weigh_kernel,
+        args={
+            "loss": "*fp32", "z_loss": "*fp32", "factor": "*fp32", "taken": "*fp32", "weighed": "*X", "e": "*bf16", "x": "*X",
+            "sums": "*fp32", "base": "*fp32", "classes": "*i32", "highest": "*i32", "class_weight": "*fp32",
+            "grad": "*fp32", "totals": "*fp32", "columns": "i32", "tiles": "i32", "sums_row": "i32", "e_row": "i64",
+            "x_row": "i64", "grad_stride": "i64", "lse_square_scale": "fp32", "flags": "i32",
+        },
+        aligned=["weighed", "x", "columns", "x_row"],
+        axes=BFLOAT,
+        configs=row_configs(BLOCK_T=1024),
+    ),
+    Kernel(
+        function=fused_linear_cross_entropy_rescale_kernel,
+        args={
+            "dx": "*X", "factor": "*fp32", "taken": "*fp32", "classes": "*i32", "weight": "*X",
+            "columns": "i32", "weight_row": "i64", "scale": "fp32", "flags": "i32",
+        },
+        aligned=["dx", "weight", "columns", "weight_row"],
+        axes=BFLOAT,
+        configs=row_configs(),
+    ),
+]  # fmt: skip

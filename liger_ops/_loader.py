@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ PREFIX = "libliger_ops_torch"
 
 
 class Loaded(NamedTuple):
-    library: Path | None  # None: the operators are registered from Python
+    library: Path | None  # None: the operators are their reference formulas
     tried: dict[str, str]  # library file -> why it was not used
 
 
@@ -23,10 +24,11 @@ def torch_minor() -> str:
     return ".".join(re.match(r"(\d+)\.(\d+)", torch.__version__).groups())
 
 
+@cache
 def load() -> Loaded:
-    """Registers torch.ops.liger.*, from C++ if a library fits this torch, else from Python."""
+    """Registers torch.ops.liger.*: the operator library if one fits this torch, else the reference formulas."""
     if os.environ.get("LIGER_OPS_LIBRARY") == "0":
-        return registered_from_python({"every library": "LIGER_OPS_LIBRARY=0"})
+        return load_reference({"every library": "LIGER_OPS_LIBRARY=0"})
     tried: dict[str, str] = {}
     for path in sorted(LIBRARIES.glob(f"{PREFIX}*.so")):
         built_for = path.stem.removeprefix(PREFIX)
@@ -40,17 +42,18 @@ def load() -> Loaded:
             tried[path.name] = f"did not load: {error}"
     reasons = "; ".join(f"{name} {why}" for name, why in tried.items()) or f"there is none in {LIBRARIES}"
     warnings.warn(
-        f"liger_ops: no operator library fits torch {torch.__version__} ({reasons}). The operators run from Python: same "
-        "results, more time per call. Install a liger-ops wheel for this torch, or build one against it with "
-        "`pip install --no-build-isolation .`",
+        f"liger_ops: no operator library fits torch {torch.__version__} ({reasons}), so plain PyTorch formulas run in its "
+        "place, more slowly and with more memory: build one with `python -m liger_ops build`",
         RuntimeWarning,
         stacklevel=3,
     )
-    return registered_from_python(tried)
+    return load_reference(tried)
 
 
-def registered_from_python(tried: dict[str, str]) -> Loaded:
-    from . import fallback
+def load_reference(tried: dict[str, str]) -> Loaded:
+    from .reference import _register
 
-    fallback.register()
+    # A Library unregisters what it holds when it dies.
+    load_reference.library = torch.library.Library("liger", "FRAGMENT")
+    _register.register(load_reference.library)
     return Loaded(None, tried)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from strategies import may_be_float32
 from support import (
     CPU_DTYPES,
     HALF_TYPES,
@@ -908,3 +909,7 @@ def test_launch_counts_name_the_cpu_path():
     liger_ops.reset_launch_counts()
     cross_entropy(ONES, ZEROS)
     assert liger_ops.launch_counts()["cpu"] == 1
+
+
+def vary(draw, arguments):
+    may_be_float32(draw, arguments, "weight")

@@ -88,7 +88,7 @@ def cross_entropy(
 ) -> Tensor:
     """Cross entropy against class indices over the last dimension, in fp32 whatever the logits are.
 
-    logits: (..., V), target: (...) int64 or int32, weight: (V,). The logits are ``softcap * tanh(logits / softcap)``
+    logits: (..., V), target: (...) indices, int64 or int32, weight: (V,). The logits are ``softcap * tanh(logits / softcap)``
     first, if given; ``lse_square_scale * logsumexp^2`` (z-loss) is added to each loss.
 
     >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
@@ -112,7 +112,7 @@ def cross_entropy_(
 ) -> Tensor:
     """:func:`cross_entropy` that computes the gradient at once and writes it over the logits.
 
-    logits: (..., V), target: (...), weight: (V,).
+    logits: (..., V), target: (...) indices, weight: (V,).
 
     >>> logits = torch.zeros(1, 2)
     >>> cross_entropy_(logits, torch.tensor([0]))
@@ -121,11 +121,12 @@ def cross_entropy_(
     tensor([[-0.5000,  0.5000]])
     """
     _check("cross_entropy_", label_smoothing, lse_square_scale, softcap)
-    rest = (target, weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+    options = (reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
     with torch.inference_mode(False), torch.enable_grad():
-        copy = logits.detach().clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(cross_entropy.reference(copy, *rest).sum(), copy)
-    loss = cross_entropy.reference(logits.clone(), *rest)
+        # Autograd refuses tensors of inference mode, but not their copies.
+        x, y, w = (None if t is None else t.detach().clone() for t in (logits, target, weight))
+        (gradient,) = torch.autograd.grad(cross_entropy.reference(x.requires_grad_(), y, w, *options).sum(), x)
+    loss = cross_entropy.reference(logits.clone(), target, weight, *options)
     logits.copy_(gradient)
     return loss
 
@@ -143,7 +144,7 @@ def cross_entropy_with_metrics(
 ) -> CrossEntropyMetrics:
     """:func:`cross_entropy`, with its z-loss, the accuracy and the predicted tokens.
 
-    logits: (..., V), target: (...), weight: (V,).
+    logits: (..., V), target: (...) indices, weight: (V,).
 
     >>> result = cross_entropy_with_metrics(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
     >>> result.token_accuracy, result.predicted_tokens

@@ -115,7 +115,7 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """:func:`cross_entropy` of ``logits_scale * (input @ weight.T + bias)``, which never exists as a whole.
 
-    input: (..., n), weight: (V, n), target: (...), bias and ce_weight: (V,), token_weight: (...) a factor for each
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...) a factor for each
     position's loss. `memory_budget`: bytes that the pieces of the logits may take.
 
     >>> fused_linear_cross_entropy(torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0, 1, 2]))
@@ -146,7 +146,7 @@ def fused_linear_cross_entropy_with_metrics(
 ) -> CrossEntropyMetrics:
     """:func:`fused_linear_cross_entropy`, with its z-loss, the accuracy and the predicted tokens.
 
-    input: (..., n), weight: (V, n), target: (...), bias and ce_weight: (V,), token_weight: (...).
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
 
     >>> hidden, head = torch.eye(2), torch.eye(2)
     >>> fused_linear_cross_entropy_with_metrics(hidden, head, torch.tensor([0, 0])).token_accuracy
@@ -179,7 +179,7 @@ def fused_linear_cross_entropy_with_log_probs(
 ) -> LogProbabilities:
     """:func:`fused_linear_cross_entropy`, with each target's log probability and each prediction's entropy.
 
-    input: (..., n), weight: (V, n), target: (...), bias and ce_weight: (V,), token_weight: (...).
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
 
     >>> hidden, head = torch.ones(1, 2), torch.zeros(2, 2)
     >>> fused_linear_cross_entropy_with_log_probs(hidden, head, torch.tensor([0])).log_probs

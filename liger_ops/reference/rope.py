@@ -58,7 +58,7 @@ def rope(
 def rope_freqs_cis(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`rope` from complex angles ``cos + i sin``, which turn pairs of neighbouring columns.
 
-    q: (B, Hq, S, D), k: (B, Hk, S, D), freqs_cis: (S, D / 2) or (1 or B, S, R / 2).
+    q: (B, Hq, S, D), k: (B, Hk, S, D), freqs_cis: (S, D / 2) or (1 or B, S, R / 2) complex.
 
     >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     >>> rope_freqs_cis(q, q, torch.tensor([[1j]]))[0].flatten()

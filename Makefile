@@ -30,7 +30,7 @@ models := .venv/models
 	touch $@
 # The build does not wait for these.
 .venv/models: .venv/ready
-	.venv/bin/python -m pip install -q --no-compile pytest pytest-xdist expecttest $(MODELS)
+	.venv/bin/python -m pip install -q --no-compile pytest pytest-xdist expecttest hypothesis $(MODELS)
 	touch $@
 endif
 
@@ -58,4 +58,4 @@ sdist: $(ready)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) setup.py -q sdist
 
 clean:
-	rm -rf build liger_ops/lib liger_ops/packs
+	rm -rf build liger_ops/lib liger_ops/packs liger_ops/include/liger_ops liger_ops/_declared.pyi

@@ -53,7 +53,5 @@ def load() -> Loaded:
 def load_reference(tried: dict[str, str]) -> Loaded:
     from .reference import _register
 
-    # A Library unregisters what it holds when it dies.
-    load_reference.library = torch.library.Library("liger", "FRAGMENT")
-    _register.register(load_reference.library)
+    _register.register()
     return Loaded(None, tried)

@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support import count_graphs, record_calls
 
 from liger_ops import functional, nn, reference
 from liger_ops.__main__ import operators
+from liger_ops.aot import declarations
 
 
 @pytest.mark.parametrize("module", [functional, nn], ids=lambda m: m.__name__)
@@ -59,6 +61,14 @@ def test_arguments_reach_every_head(monkeypatch):
 def test_every_operator_is_declared_and_public():
     assert list(reference.operators()) == operators()
     assert set(operators()) < set(functional.__all__)
+
+
+def test_type_checkers_know_the_same_names():
+    stub = Path(functional.__file__).parent / declarations.STUB
+    assert stub.read_text() == declarations.stub()
+    scope: dict = {}
+    exec(stub.read_text(), scope)
+    assert {k: v for k, v in scope.items() if k != "__builtins__"} == reference.public_names()
 
 
 def test_results_have_names():

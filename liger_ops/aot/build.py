@@ -1,4 +1,5 @@
-"""Build-time entry, run by CMake: `build.py codegen DIR` and `build.py packs DIR --cache DIR --archs ...`."""
+"""Build-time entry, run by CMake: `build.py codegen DIR`, `build.py declarations PACKAGE` and
+`build.py packs DIR --cache DIR --archs ...`."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=["codegen", "packs"])
+    parser.add_argument("command", choices=["codegen", "declarations", "packs"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--archs", default="80,90,100,120")
@@ -101,6 +102,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "codegen":
         codegen.generate(args.folder)
+    elif args.command == "declarations":
+        from . import declarations  # alone in needing torch
+
+        declarations.write(args.folder)
     else:
         build_packs(args.folder, args.cache, [int(a) for a in args.archs.replace(";", ",").split(",") if a], args.jobs)
 

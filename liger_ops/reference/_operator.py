@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.jit import _builtins
 
 P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
+R = TypeVar("R")
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -42,7 +42,7 @@ class Operator(Protocol[P, R]):
     rows: int
     forward_out_dims: tuple[int, ...]
     constants: tuple[str, ...]
-    choices: dict[str, tuple[str, ...]]
+    choices: Mapping[str, tuple[str, ...]]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
@@ -55,13 +55,13 @@ def operator(
     rows: int = 0,
     forward_out_dims: tuple[int, ...] = (),
     constants: tuple[str, ...] = (),
-    **choices: tuple[str, ...],
+    choices: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Declares an operator by its formula.
 
     rows: how many leading arguments are tensors of rows, which vmap may give one more dimension in front.
     forward_out_dims: where that dimension comes out in each result of `_<name>_fwd`, if the operator has this half.
-    constants: tensors that must not require a gradient. choices: the values that a string argument takes.
+    constants: tensors that must not require a gradient. choices: the values that each string argument takes.
     """
 
     def declare(formula: Callable[P, R]) -> Operator[P, R]:
@@ -84,7 +84,7 @@ def operator(
         function.reference, function.__signature__ = formula, signature
         function.schema = schema_of(signature, hints, name, result)
         function.result, function.rows, function.forward_out_dims = result, rows, forward_out_dims
-        function.constants, function.choices = constants, choices
+        function.constants, function.choices = constants, choices or {}
         _declared[name] = function
         return function
 

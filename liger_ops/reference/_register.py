@@ -13,6 +13,9 @@ import torch
 from ._operator import Operator, demand, demand_choice, operators
 from .fused_linear_cross_entropy import plan
 
+# It unregisters what it holds when it dies.
+library = torch.library.Library("liger", "FRAGMENT")
+
 # No kernel is launched and none is counted.
 STATUS: dict[str, Any] = {
     "kernels": {},
@@ -51,7 +54,7 @@ def checked(operator: Operator) -> Callable[..., Any]:
     return formula
 
 
-def register(library: torch.library.Library) -> None:
+def register() -> None:
     for name, operator in operators().items():
         library.define(operator.schema, tags=torch.Tag.pt2_compliant_tag)
         formula = checked(operator)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ._operator import demand, operator, widened
 
-REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS = {"reduction": ("mean", "sum", "none")}
 
 
 class CrossEntropyMetrics(NamedTuple):
@@ -75,7 +75,7 @@ def _accuracy(right: Tensor, target: Tensor, reduction: str, ignore_index: int) 
     return right.sum() / (target != ignore_index).sum() if reduction == "mean" else right.sum()
 
 
-@operator(constants=("weight",), reduction=REDUCTIONS)
+@operator(constants=("weight",), choices=REDUCTIONS)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -99,7 +99,7 @@ def cross_entropy(
     return _reduced(losses, z, target, weight, reduction, ignore_index)[0]
 
 
-@operator(constants=("weight",), reduction=REDUCTIONS)
+@operator(constants=("weight",), choices=REDUCTIONS)
 def cross_entropy_(
     logits: Tensor,
     target: Tensor,
@@ -124,14 +124,14 @@ def cross_entropy_(
     options = (reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
     with torch.inference_mode(False), torch.enable_grad():
         # Autograd refuses tensors of inference mode, but not their copies.
-        x, y, w = (None if t is None else t.detach().clone() for t in (logits, target, weight))
-        (gradient,) = torch.autograd.grad(cross_entropy.reference(x.requires_grad_(), y, w, *options).sum(), x)
+        x, y, w = logits.detach().clone().requires_grad_(), target.clone(), None if weight is None else weight.clone()
+        (gradient,) = torch.autograd.grad(cross_entropy.reference(x, y, w, *options).sum(), x)
     loss = cross_entropy.reference(logits.clone(), target, weight, *options)
     logits.copy_(gradient)
     return loss
 
 
-@operator(constants=("weight",), reduction=REDUCTIONS)
+@operator(constants=("weight",), choices=REDUCTIONS)
 def cross_entropy_with_metrics(
     logits: Tensor,
     target: Tensor,

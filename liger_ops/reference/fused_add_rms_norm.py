@@ -6,7 +6,7 @@ from ._operator import operator
 from .rms_norm import rms_norm
 
 
-@operator(rows=2, forward_out_dims=(0, 0, 0), **rms_norm.choices)
+@operator(rows=2, forward_out_dims=(0, 0, 0), choices=rms_norm.choices)
 def fused_add_rms_norm(
     x: Tensor,
     residual: Tensor,

@@ -96,7 +96,7 @@ def _of_linear(
     return *_reduced(losses, z, target, ce_weight, reduction, ignore_index), *described
 
 
-@operator(constants=("ce_weight", "token_weight"), reduction=REDUCTIONS)
+@operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
 def fused_linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
@@ -127,7 +127,7 @@ def fused_linear_cross_entropy(
     )[0]  # fmt: skip
 
 
-@operator(constants=("ce_weight", "token_weight"), reduction=REDUCTIONS)
+@operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
 def fused_linear_cross_entropy_with_metrics(
     input: Tensor,
     weight: Tensor,
@@ -160,7 +160,7 @@ def fused_linear_cross_entropy_with_metrics(
     return CrossEntropyMetrics(loss, z_loss, _accuracy(right, target, reduction, ignore_index), predicted)
 
 
-@operator(constants=("ce_weight", "token_weight"), reduction=REDUCTIONS)
+@operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
 def fused_linear_cross_entropy_with_log_probs(
     input: Tensor,
     weight: Tensor,

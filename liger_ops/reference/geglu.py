@@ -7,7 +7,7 @@ from torch.nn import functional
 from ._operator import operator, widened
 
 
-@operator(rows=2, approximate=("tanh", "none"))
+@operator(rows=2, choices={"approximate": ("tanh", "none")})
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """``gelu(gate) * up``.
 
@@ -20,7 +20,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     return product.to(torch.promote_types(gate.dtype, up.dtype))
 
 
-@operator(rows=1, **geglu.choices)
+@operator(rows=1, choices=geglu.choices)
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     """:func:`geglu` of one projection's two halves.
 
@@ -29,10 +29,11 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     >>> geglu_packed(torch.tensor([1.0, 2.0]))
     tensor([1.6824])
     """
-    return geglu.reference(*gate_up.chunk(2, -1), approximate)
+    gate, up = gate_up.chunk(2, -1)
+    return geglu.reference(gate, up, approximate)
 
 
-@operator(rows=2, **geglu.choices)
+@operator(rows=2, choices=geglu.choices)
 def geglu_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "tanh"
 ) -> Tensor:

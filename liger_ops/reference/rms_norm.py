@@ -8,7 +8,7 @@ from torch import Tensor
 from ._operator import demand, operator, widened
 
 
-@operator(rows=1, forward_out_dims=(0, 0), casting_mode=("llama", "gemma", "none"))
+@operator(rows=1, forward_out_dims=(0, 0), choices={"casting_mode": ("llama", "gemma", "none")})
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:

@@ -29,7 +29,8 @@ def swiglu_packed(gate_up: Tensor) -> Tensor:
     >>> swiglu_packed(torch.tensor([1.0, 2.0]))
     tensor([1.4621])
     """
-    return swiglu.reference(*gate_up.chunk(2, -1))
+    gate, up = gate_up.chunk(2, -1)
+    return swiglu.reference(gate, up)
 
 
 @operator(rows=2)

@@ -74,4 +74,4 @@ sdist: $(ready)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) setup.py -q sdist
 
 clean:
-	rm -rf build liger_ops/lib liger_ops/packs
+	rm -rf build liger_ops/lib liger_ops/packs liger_ops/include/liger_ops liger_ops/_declared.pyi

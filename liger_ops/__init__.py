@@ -15,10 +15,11 @@ from ._version import __version__
 __all__ = ["__version__", "functional", "launch_counts", "nn", "preload", "reset_launch_counts", "status"]
 
 _loaded = _load()
-_jit.register()
-# A Library unregisters what it holds when it dies.
-_library = torch.library.Library("liger", "FRAGMENT")
-_vmap.register(_library)
+if _loaded.library is not None:
+    _jit.register()
+    # A Library unregisters what it holds when it dies.
+    _library = torch.library.Library("liger", "FRAGMENT")
+    _vmap.register(_library)
 
 from . import functional, nn  # noqa: E402  need the operators
 
@@ -32,7 +33,7 @@ def launch_counts() -> dict[str, int]:
     """Calls since the last reset, by the path that served them.
 
     `aot`: kernels from a pack. `jit`: kernels compiled on this machine, now or earlier. `ptx`: kernels the driver
-    compiled. `cpu`: calls on CPU tensors.
+    compiled. `cpu`: calls on CPU tensors. All are 0 where the reference formulas run.
     """
     now = status()
     pack, cache, hook, ptx = (sum(k["launches"][i] for k in now["kernels"].values()) for i in range(4))

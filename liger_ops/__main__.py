@@ -40,6 +40,8 @@ def cached_kernels(folder: str) -> dict[str, int]:
 
 
 def jit_state(status: dict[str, Any]) -> str:
+    if liger_ops._loaded.library is None:
+        return "off: no operator library"
     if not status["jit_enabled"]:
         return "off: LIGER_OPS_JIT=0"
     return (_jit.compiler() if status["jit_compiler"] else None) or "off: Triton is not installed"
@@ -59,7 +61,7 @@ def report() -> dict[str, Any]:
         "devices": devices,
         "packs": {"folder": status["pack_directory"], "files": status["packs"]},
         "jit": {"state": jit_state(status), "cache": status["jit_cache"], **cached_kernels(status["jit_cache"])},
-        "operators": {op: {"cpu": "cpu", **paths[op]} for op in ops},
+        "operators": {op: {"cpu": "cpu" if loaded.library else "reference", **paths[op]} for op in ops},
     }
 
 
@@ -94,7 +96,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     return [
         *section("liger-ops", [facts["version"]]),
         *section("torch", [facts["torch"]]),
-        *section("library", [facts["library"] or "none: the operators are registered from Python", *not_used]),
+        *section("library", [facts["library"] or "none: the operators are their reference formulas", *not_used]),
         *section("devices", table(devices) or [f"cpu, {torch.get_num_threads()} threads"]),
         *section(
             "packs", [facts["packs"]["folder"], *table(packs)] if packs else [f"none in {facts['packs']['folder']}"]

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ PREFIX = "libliger_ops_torch"
 
 
 class Loaded(NamedTuple):
-    library: Path | None  # None: the operators are registered from Python
+    library: Path | None  # None: the operators are their reference formulas
     tried: dict[str, str]  # library file -> why it was not used
 
 
@@ -38,10 +39,11 @@ def candidates() -> Iterator[tuple[Path, str | None]]:
         yield path, None if fits else f"built for torch {built_for}, installed is {torch.__version__}"
 
 
+@cache
 def load() -> Loaded:
-    """Registers torch.ops.liger.*, from C++ if a library fits this torch, else from Python."""
+    """Registers torch.ops.liger.*: the operator library if one fits this torch, else the reference formulas."""
     if os.environ.get("LIGER_OPS_LIBRARY") == "0":
-        return registered_from_python({"every library": "LIGER_OPS_LIBRARY=0"})
+        return load_reference({"every library": "LIGER_OPS_LIBRARY=0"})
     tried: dict[str, str] = {}
     for path, misfit in candidates():
         if misfit:
@@ -54,17 +56,16 @@ def load() -> Loaded:
             tried[path.name] = f"did not load: {error}"
     reasons = "; ".join(f"{name} {why}" for name, why in tried.items()) or f"there is none in {LIBRARIES}"
     warnings.warn(
-        f"liger_ops: no operator library fits torch {torch.__version__} ({reasons}). The operators run from Python: same "
-        "results, more time per call. Install a liger-ops wheel for this torch, or build one against it with "
-        "`pip install --no-build-isolation .`",
+        f"liger_ops: no operator library fits torch {torch.__version__} ({reasons}), so plain PyTorch formulas run in its "
+        "place, more slowly and with more memory: build one with `python -m liger_ops build`",
         RuntimeWarning,
         stacklevel=3,
     )
-    return registered_from_python(tried)
+    return load_reference(tried)
 
 
-def registered_from_python(tried: dict[str, str]) -> Loaded:
-    from . import fallback
+def load_reference(tried: dict[str, str]) -> Loaded:
+    from .reference import _register
 
-    fallback.register()
+    _register.register()
     return Loaded(None, tried)

@@ -11,31 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# How many of an operator's leading arguments are tensors of rows; those that follow hold for all rows.
-ROWS = {
-    "rms_norm": 1,
-    "_rms_norm_fwd": 1,
-    "fused_add_rms_norm": 2,
-    "_fused_add_rms_norm_fwd": 2,
-    "layer_norm": 1,
-    "_layer_norm_fwd": 1,
-    "embedding": 1,
-    "swiglu": 2,
-    "swiglu_packed": 1,
-    "swiglu_linear": 2,
-    "geglu": 2,
-    "geglu_packed": 1,
-    "geglu_linear": 2,
-}
-# Where the batch comes out, if not in front of every result: layer_norm's statistics are (2, rows).
-OUT_DIMS = {"_layer_norm_fwd": (0, 1)}
+from .reference import operators
 
 
 def in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
-def rule(op: Callable, rows: int, out_dims: tuple[int, ...] | None) -> Callable:
+def rule(op: Callable, rows: int, out_dims: tuple[int, ...]) -> Callable:
+    """out_dims: where the batch comes out; empty: in front of every result."""
+
     def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
         tensors = [in_front(*pair, size) for pair in zip(args[:rows], in_dims)]
@@ -59,8 +44,13 @@ def multiply(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -
 
 
 def register(library: torch.library.Library) -> None:
-    for name, rows in ROWS.items():
-        if hasattr(torch.ops.liger, name):
-            op = getattr(torch.ops.liger, name).default
-            torch.library.register_vmap(f"liger::{name}", rule(op, rows, OUT_DIMS.get(name)), lib=library)
+    def give(name: str, rows: int, out_dims: tuple[int, ...]) -> None:
+        op = getattr(torch.ops.liger, name).default
+        torch.library.register_vmap(f"liger::{name}", rule(op, rows, out_dims), lib=library)
+
+    for name, operator in operators().items():
+        if operator.rows:
+            give(name, operator.rows, ())
+        if operator.forward_out_dims:
+            give(f"_{name}_fwd", operator.rows, operator.forward_out_dims)
     torch.library.register_vmap("liger::_mm", multiply, lib=library)

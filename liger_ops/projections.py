@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as every_module
 
+from ._loader import load
+
 # Elements from which a pass over a tensor takes longer than a function of Python's.
 LARGE = 1 << 22
+# Without the operator library there is nothing that adds gradients up in passes that are made anyway.
+HAS_LIBRARY = load().library is not None
 
 
 def saves_passes(x: Tensor) -> bool:
     """Whether gradients of x are worth bringing together."""
-    if not (x.requires_grad and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
+    if not (HAS_LIBRARY and x.requires_grad and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
         return False
     if torch.compiler.is_compiling():
         return True

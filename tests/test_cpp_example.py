@@ -10,7 +10,11 @@ from models import configure_cpp, cpp_program, example, libraries_of, run
 from support import served_by
 
 import liger_ops
+from liger_ops import functional
 from liger_ops.__main__ import operators
+from liger_ops.aot import declarations
+
+PACKAGE = Path(liger_ops.__file__).parent
 
 
 def test_no_python_in_the_process():
@@ -95,42 +99,33 @@ def test_find_package_says_what_there_is_for_another_torch(tmp_path):
 
 # ---- The header.
 
-CPP_TYPES = {
-    "Tensor": "const at::Tensor&",
-    "Optional[Tensor]": "const std::optional<at::Tensor>&",
-    "float": "double",
-    "int": "int64_t",
-    "bool": "bool",
-    "str": "std::string_view",
-    "Optional[float]": "std::optional<double>",
-    "Optional[int]": "std::optional<int64_t>",
-    "Optional[List[int]]": "at::OptionalIntArrayRef",
-}
+
+def test_the_header_is_what_is_declared():
+    assert (PACKAGE / declarations.HEADER).read_text() == declarations.header()
+    declared = " ".join(declarations.cpp_function(functional.rms_norm).split())
+    assert (
+        "inline at::Tensor rms_norm( const at::Tensor& x, const std::optional<at::Tensor>& weight = std::nullopt, "
+        'double eps = 1e-06, double offset = 0.0, std::string_view casting_mode = "llama") {'
+    ) in declared
+    assert "cross_entropy_( at::Tensor& logits," in " ".join(declarations.header().split())
 
 
-def declaration(name: str) -> str:
-    """How the header must declare an operator, from its schema."""
-    schema = getattr(torch.ops.liger, name).default._schema
-
-    def parameter(argument) -> str:
-        mutable = argument.alias_info is not None and argument.alias_info.is_write
-        declared = f"{'at::Tensor&' if mutable else CPP_TYPES[str(argument.type)]} {argument.name}"
-        if not argument.has_default_value():
-            return declared
-        value = argument.default_value
-        spelled = (
-            {None: "std::nullopt", True: "true", False: "false"}.get(value) if not isinstance(value, float) else None
-        )
-        return f"{declared} = {spelled or (json.dumps(value).replace('e-0', 'e-'))}"
-
-    results = (
-        "at::Tensor" if len(schema.returns) == 1 else f"std::tuple<{', '.join(['at::Tensor'] * len(schema.returns))}>"
-    )
-    return f"inline {results} {name}({', '.join(map(parameter, schema.arguments))}) {{"
+TYPED = """
+cmake_minimum_required(VERSION 3.18)
+project(typed LANGUAGES CXX)
+find_package(Torch REQUIRED)
+find_package(liger_ops REQUIRED)
+add_executable(typed typed.cpp)
+target_link_libraries(typed PRIVATE liger_ops::liger_ops ${TORCH_LIBRARIES})
+"""
 
 
-@pytest.mark.parametrize("name", operators())
-def test_the_header_declares_the_schema(name):
-    header = " ".join((Path(liger_ops.__file__).parent / "include" / "liger_ops.h").read_text().split())
-    assert declaration(name) in header.replace("( ", "(")
-    assert f'detail::find<decltype({name})>("liger::{name}")' in header
+def test_the_header_has_the_operators_types(tmp_path):
+    """The dispatcher throws where a C++ type is not what the operator was registered with."""
+    calls = "\n".join(f'  liger::detail::find<decltype(liger::{op})>("liger::{op}");' for op in operators())
+    (tmp_path / "typed.cpp").write_text(f"#include <liger_ops.h>\nint main() {{\n{calls}\n}}\n")
+    (tmp_path / "CMakeLists.txt").write_text(TYPED)
+    done = configure_cpp(tmp_path, tmp_path / "build")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run("cmake", "--build", tmp_path / "build")
+    run(tmp_path / "build" / "typed")

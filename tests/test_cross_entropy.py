@@ -19,6 +19,7 @@ from cross_entropies import (
     reference_with_metrics,
     with_metrics,
 )
+from strategies import may_be_float32
 from support import CPU_DTYPES, assert_no_worse, path_taken
 
 import liger_ops
@@ -364,3 +365,7 @@ def test_launch_counts_name_the_cpu_path():
     liger_ops.reset_launch_counts()
     cross_entropy(ONES, ZEROS)
     assert liger_ops.launch_counts()["cpu"] == 1
+
+
+def vary(draw, arguments):
+    may_be_float32(draw, arguments, "weight")

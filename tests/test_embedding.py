@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from support import (
     CPU_DTYPES,
     OPCHECKS,
@@ -222,3 +223,7 @@ def test_kernel_interpreted(rows, classes, columns, padding_idx, interpreted):
     if padding_idx >= 0:
         expected[padding_idx] = 0
     torch.testing.assert_close(got["dweight"].double(), expected, rtol=torch.finfo(torch.half).eps, atol=1e-6)
+
+
+def vary(draw, arguments):
+    arguments["padding_idx"] = draw(st.sampled_from([None, 0, -1]))

@@ -2,12 +2,16 @@
 
 import doctest
 import inspect
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
-from support import record_calls
+from support import count_graphs, record_calls
 
-from liger_ops import functional, nn
+from liger_ops import functional, nn, reference
+from liger_ops.__main__ import operators
+from liger_ops.aot import declarations
 
 
 @pytest.mark.parametrize("module", [functional, nn], ids=lambda m: m.__name__)
@@ -25,17 +29,10 @@ def test_every_function_is_documented_and_typed(name):
     assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
 
 
-@pytest.mark.parametrize("name", [n for n in functional.__all__ if hasattr(torch.ops.liger, n)])
-def test_arguments_and_defaults_are_the_operators(name):
-    schema = {a.name: a for a in getattr(torch.ops.liger, name).default._schema.arguments}
-    parameters = inspect.signature(getattr(functional, name)).parameters
-    assert [p for p in parameters] == [a for a in schema if a in parameters]
-    for p in parameters.values():
-        a = schema[p.name]
-        assert a.kwarg_only == (p.kind is p.KEYWORD_ONLY)
-        assert a.has_default_value() == (p.default is not p.empty)
-        if a.has_default_value():
-            assert a.default_value == p.default
+@pytest.mark.parametrize("name", operators())
+def test_the_declaration_is_the_schema(name):
+    declared = torch._C.parse_schema(f"liger::{reference.operators()[name].schema}")
+    assert str(declared) == str(getattr(torch.ops.liger, name).default._schema)
 
 
 def arguments_of(function):
@@ -43,7 +40,7 @@ def arguments_of(function):
     return {p: [object()] if p == "mrope_section" else object() for p in inspect.signature(function).parameters}
 
 
-@pytest.mark.parametrize("name", [n for n in functional.__all__ if hasattr(torch.ops.liger, n)])
+@pytest.mark.parametrize("name", operators())
 def test_arguments_reach_the_operator(name, monkeypatch):
     function, calls = getattr(functional, name), record_calls(monkeypatch, name, None)
     given = arguments_of(function)
@@ -57,15 +54,42 @@ def test_arguments_reach_every_head(monkeypatch):
     weights, targets = ([object(), object()] for _ in range(2))
     functional.fused_linear_cross_entropy_heads(**given | dict(weights=weights, targets=targets))
     shared = {k: v for k, v in given.items() if k not in ("weights", "targets")}
-    shared |= dict(bias=None, ce_weight=None, token_weight=None, logits_scale=1.0)
+    shared |= dict(bias=None, ce_weight=None)
     assert calls == [shared | dict(weight=w, target=t) for w, t in zip(weights, targets)]
 
 
-def test_every_operator_has_a_function():
-    operators = {
-        n.removeprefix("liger::").split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "liger::" in n
-    }
-    assert {n for n in operators if not n.startswith("_")} <= set(functional.__all__)
+def test_every_operator_is_declared_and_public():
+    assert list(reference.operators()) == operators()
+    assert set(operators()) < set(functional.__all__)
+
+
+def test_type_checkers_know_the_same_names():
+    stub = Path(functional.__file__).parent / declarations.STUB
+    assert stub.read_text() == declarations.stub()
+    scope: dict = {}
+    exec(stub.read_text(), scope)
+    assert {k: v for k, v in scope.items() if k != "__builtins__"} == reference.public_names()
+
+
+def test_results_have_names():
+    logits, target = torch.randn(3, 8), torch.arange(3)
+    assert type(functional.cross_entropy_with_metrics(logits, target)) is functional.CrossEntropyMetrics
+    head = torch.randn(5, 8)
+    result = functional.fused_linear_cross_entropy_with_log_probs(logits, head, target)
+    assert type(result) is functional.LogProbabilities
+
+
+def test_functions_compile_and_can_be_scripted_and_pickled():
+    def function(x: torch.Tensor, w: torch.Tensor):
+        y, s = functional.fused_add_rms_norm(x, x, w, casting_mode="gemma")
+        return functional.swiglu(y, s)
+
+    x, w = torch.randn(3, 8), torch.randn(8)
+    backend, graphs = count_graphs()
+    expected = function(x, w)
+    assert torch.equal(torch.compile(function, backend=backend, fullgraph=True)(x, w), expected) and len(graphs) == 1
+    assert torch.equal(torch.jit.script(function)(x, w), expected)
+    assert pickle.loads(pickle.dumps(functional.swiglu)) is functional.swiglu
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])

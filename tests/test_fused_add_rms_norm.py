@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from strategies import may_be_float32
 from support import (
     CPU_DTYPES,
     LAYOUTS,
@@ -368,3 +369,7 @@ def test_double_on_cuda_is_refused():
     x = torch.ones(2, 8, device="cuda", dtype=torch.float64)
     with pytest.raises(RuntimeError, match="x must be float32, float16 or bfloat16"):
         fused(x, x)
+
+
+def vary(draw, arguments):
+    may_be_float32(draw, arguments, "weight")

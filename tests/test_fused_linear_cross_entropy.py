@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from linear_losses import (
     BIAS,
     INPUT,
@@ -20,6 +21,7 @@ from linear_losses import (
     with_log_probs,
     with_metrics,
 )
+from strategies import may_be_float32
 from support import CPU_DTYPES, HALF_TYPES, assert_no_worse, gradients, like, path_taken
 
 import liger_ops
@@ -339,3 +341,9 @@ def test_launch_counts_name_the_cpu_path():
     liger_ops.reset_launch_counts()
     flce(X, W, Y)
     assert liger_ops.launch_counts()["cpu"] == 1
+
+
+def vary(draw, arguments):
+    may_be_float32(draw, arguments, "ce_weight")
+    may_be_float32(draw, arguments, "token_weight")
+    arguments["memory_budget"] = draw(st.sampled_from([None, 12_000]))

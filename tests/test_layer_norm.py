@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from strategies import may_be_float32
 from support import (
     CPU_DTYPES,
     LAYOUTS,
@@ -357,3 +358,7 @@ def test_kernels_interpreted(case, interpreted):
                 torch.testing.assert_close(ours.double(), exact, **rounded)
             else:
                 assert ours.isnan().all(), f"{parameter} written though only {name} was asked for"
+
+
+def vary(draw, arguments):
+    may_be_float32(draw, arguments, "weight", "bias")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from strategies import may_be_float32
 from support import (
     CPU_DTYPES,
     LAYOUTS,
@@ -346,3 +347,7 @@ def test_kernels_interpreted(case, interpreted):
         for name in ("y", "dw"):
             ours, theirs = (torch.linalg.vector_norm(got[name] - t[name]) for t in (expected, other))
             assert ours < theirs, name
+
+
+def vary(draw, arguments):
+    may_be_float32(draw, arguments, "weight")

@@ -5,6 +5,8 @@ import operator
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
+from strategies import may_be_float32
 from support import (
     CPU_DTYPES,
     HALF_TYPES,
@@ -594,3 +596,15 @@ def test_kernel_interpreted(size, rotated, aligned, interleaved, mode, interpret
     grads = torch.autograd.grad(outs, [q, k], [got["dq"].double(), got["dk"].double()])
     for name, expected in zip(("out_q", "out_k", "got_q", "got_k"), (*outs, *grads)):
         torch.testing.assert_close(got[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)
+
+
+def vary(draw, arguments):
+    if "cos" not in arguments:
+        return
+    may_be_float32(draw, arguments, "cos", "sin")
+    if draw(st.booleans()):
+        pairs = arguments["cos"].shape[-1] // 2
+        first, second = sorted(draw(st.lists(st.integers(0, pairs), min_size=2, max_size=2)))
+        arguments["mrope_section"] = [first, second - first, pairs - second]
+        for name in ("cos", "sin"):
+            arguments[name] = torch.stack([arguments[name], arguments[name] / 2, -arguments[name]])

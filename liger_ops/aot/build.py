@@ -1,4 +1,5 @@
-"""Build-time entry, run by CMake: `build.py codegen DIR` and `build.py packs DIR --archs ...`."""
+"""Build-time entry, run by CMake: `build.py codegen DIR`, `build.py declarations PACKAGE` and `build.py packs DIR
+--archs ...`."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int, variants
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=["codegen", "packs"])
+    parser.add_argument("command", choices=["codegen", "declarations", "packs"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--archs", type=architectures.asked_for, default="all")
@@ -97,6 +98,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "codegen":
         codegen.generate(args.folder)
+    elif args.command == "declarations":
+        from . import declarations  # alone in needing torch
+
+        declarations.write(args.folder)
     else:
         build_packs(args.folder, args.cache, args.archs, args.jobs, every_variant(args.archs))
 

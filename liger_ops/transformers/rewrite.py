@@ -69,7 +69,7 @@ class _NormBesideInput(torch.autograd.Function):
 
 def keep_norm(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """``norm(x)`` and ``x``."""
-    found = bare_rms_norm(norm, x) if saves_passes(x) and hasattr(torch.ops.liger, "_rms_norm_bwd") else None
+    found = bare_rms_norm(norm, x) if saves_passes(x) else None
     if found is None:
         return norm(x), x
     eps = probe.epsilon_of(norm, found.epsilon, x)

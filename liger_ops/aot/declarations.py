@@ -1,0 +1,69 @@
+"""The declared operators for readers that do not run Python: C++ functions for liger_ops.h, names for type checkers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..reference import Operator, operators, public_names
+
+HEADER, STUB = Path("include/liger_ops/operators.h"), Path("_declared.pyi")
+
+CPP_TYPES = {
+    "Tensor": "const at::Tensor&",
+    "Optional[Tensor]": "const std::optional<at::Tensor>&",
+    "float": "double",
+    "int": "int64_t",
+    "bool": "bool",
+    "str": "std::string_view",
+    "Optional[float]": "std::optional<double>",
+    "Optional[int]": "std::optional<int64_t>",
+    "Optional[List[int]]": "at::OptionalIntArrayRef",
+}
+
+
+def default_value(value: Any) -> str:
+    return "std::nullopt" if value is None else json.dumps(value)
+
+
+def cpp_function(operator: Operator) -> str:
+    name, schema = operator.__name__, torch._C.parse_schema(operator.schema)
+
+    def parameter(argument: Any) -> str:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        declared = f"{'at::Tensor&' if written else CPP_TYPES[str(argument.type)]} {argument.name}"
+        return f"{declared} = {default_value(argument.default_value)}" if argument.has_default_value() else declared
+
+    count = len(schema.returns)
+    result = "at::Tensor" if count == 1 else f"std::tuple<{', '.join(['at::Tensor'] * count)}>"
+    summary = re.sub(r"\s+", " ", (operator.__doc__ or "").split("\n\n")[0]).replace(":func:", "").replace("``", "`")
+    return "\n".join([
+        f"/// {summary.strip()}",
+        f"inline {result} {name}(",
+        ",\n".join(f"    {parameter(a)}" for a in schema.arguments) + ") {",
+        f'  static const auto op = detail::find<decltype({name})>("liger::{name}");',
+        f"  return op.call({', '.join(a.name for a in schema.arguments)});",
+        "}",
+    ])  # fmt: skip
+
+
+def header() -> str:
+    functions = "\n\n".join(map(cpp_function, operators().values()))
+    return (
+        f"// Generated from liger_ops/reference; included by liger_ops.h.\n\nnamespace liger {{\n\n{functions}\n\n}}\n"
+    )
+
+
+def stub() -> str:
+    lines = [f"from {value.__module__} import {name} as {name}" for name, value in sorted(public_names().items())]
+    return "\n".join(["# Generated from liger_ops/reference, for liger_ops/functional.py.", *lines, ""])
+
+
+def write(package: Path) -> None:
+    for path, text in ((HEADER, header()), (STUB, stub())):
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        (package / path).write_text(text)

@@ -1,0 +1,138 @@
+"""From a declaration to a function that calls the operator, and to the operator's schema."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.jit import _builtins
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "int",
+    int | None: "int?",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+    Sequence[int] | None: "int[]?",
+}
+
+
+class Operator(Protocol[P, R]):
+    """torch.ops.liger.<name> as a typed function."""
+
+    __name__: str
+    __signature__: inspect.Signature
+    reference: Callable[P, R]
+    schema: str
+    result: type  # Tensor, a tuple or a NamedTuple
+    rows: int
+    forward_out_dims: tuple[int, ...]
+    constants: tuple[str, ...]
+    choices: Mapping[str, tuple[str, ...]]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+_declared: dict[str, Operator] = {}
+
+
+def operator(
+    *,
+    rows: int = 0,
+    forward_out_dims: tuple[int, ...] = (),
+    constants: tuple[str, ...] = (),
+    choices: Mapping[str, tuple[str, ...]] | None = None,
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Declares an operator by its formula.
+
+    rows: how many leading arguments are tensors of rows, which vmap may give one more dimension in front.
+    forward_out_dims: where that dimension comes out in each result of `_<name>_fwd`, if the operator has this half.
+    constants: tensors that must not require a gradient. choices: the values that each string argument takes.
+    """
+
+    def declare(formula: Callable[P, R]) -> Operator[P, R]:
+        name = formula.__name__
+        hints = typing.get_type_hints(formula)
+        result = hints.pop("return")
+        signature = inspect.signature(formula)
+
+        @functools.wraps(formula)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return getattr(torch.ops.liger, name)(*args, **kwargs)
+
+        @functools.wraps(formula)
+        def call_and_name_results(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return result(*getattr(torch.ops.liger, name)(*args, **kwargs))
+
+        function = cast(Operator[P, R], call_and_name_results if hasattr(result, "_fields") else call)
+        # TorchScript compiles the source of a function that it meets, and has no *args: it gets the operator.
+        _builtins._register_builtin(function, f"liger::{name}")
+        function.reference, function.__signature__ = formula, signature
+        function.schema = schema_of(signature, hints, name, result)
+        function.result, function.rows, function.forward_out_dims = result, rows, forward_out_dims
+        function.constants, function.choices = constants, choices or {}
+        _declared[name] = function
+        return function
+
+    return declare
+
+
+@functools.cache
+def operators() -> dict[str, Operator]:
+    """Every operator that a file of this folder declares, by name."""
+    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        import_module(f"{__package__}.{path.stem}")
+    return dict(sorted(_declared.items()))
+
+
+def public_names() -> dict[str, Any]:
+    """The operators, and the named tuples that some of them return."""
+    found = operators()
+    return {**found, **{o.result.__name__: o.result for o in found.values() if hasattr(o.result, "_fields")}}
+
+
+def result_count(result: Any) -> int:
+    return 1 if result is Tensor else len(getattr(result, "_fields", None) or typing.get_args(result))
+
+
+def schema_of(signature: inspect.Signature, hints: dict[str, Any], name: str, result: Any) -> str:
+    """An operator whose name ends in an underscore writes to its first argument."""
+    arguments: list[str] = []
+    for i, p in enumerate(signature.parameters.values()):
+        if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[hints[p.name]]
+        default = "" if p.default is p.empty else "=" + (p.default and json.dumps(p.default) or repr(p.default))
+        arguments.append(f"{kind} {p.name}{default}")
+    count = result_count(result)
+    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    return f"{name}({', '.join(arguments)}) -> {results}"
+
+
+def demand(condition: bool, op: str, argument: str, rule: str, got: object) -> None:
+    if not condition:
+        raise RuntimeError(f"{op}: {argument} must {rule} (got {got})")
+
+
+def demand_choice(op: str, argument: str, allowed: tuple[str, ...], got: str) -> None:
+    *first, last = (f"'{value}'" for value in allowed)
+    demand(got in allowed, op, argument, f"be {', '.join(first)} or {last}", f"'{got}'")
+
+
+def widened(x: Tensor) -> Tensor:
+    """In the dtype that sums and statistics of x are kept in: fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

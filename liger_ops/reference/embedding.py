@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from ._operator import operator
+
+
+@operator(rows=1)
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """:func:`torch.nn.functional.embedding`.
+
+    input: (...) indices, weight: (V, n) -> (..., n).
+
+    For torch.compile PyTorch's own is the better one, which :class:`liger_ops.nn.Embedding` takes there.
+
+    >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[3., 4.],
+            [1., 2.]])
+    """
+    return functional.embedding(input, weight, padding_idx)

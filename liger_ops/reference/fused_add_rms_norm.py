@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._operator import operator
+from .rms_norm import rms_norm
+
+
+@operator(rows=2, forward_out_dims=(0, 0, 0), choices=rms_norm.choices)
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(s), s)`` with ``s = x + residual``, which is read once.
+
+    x, residual: (..., n), weight: (n,).
+
+    >>> y, s = fused_add_rms_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]), eps=0.0)
+    >>> s
+    tensor([[3., 4.]])
+    >>> y
+    tensor([[0.8485, 1.1314]])
+    """
+    s = x + residual
+    return rms_norm.reference(s, weight, eps, offset, casting_mode), s

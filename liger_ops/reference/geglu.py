@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ._operator import operator, widened
+
+
+@operator(rows=2, choices={"approximate": ("tanh", "none")})
+def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+    """``gelu(gate) * up``.
+
+    gate, up: (..., n), approximate: "tanh" or "none".
+
+    >>> geglu(torch.tensor([1.0]), torch.tensor([2.0]))
+    tensor([1.6824])
+    """
+    product = functional.gelu(widened(gate), approximate=approximate) * widened(up)
+    return product.to(torch.promote_types(gate.dtype, up.dtype))
+
+
+@operator(rows=1, choices=geglu.choices)
+def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
+    """:func:`geglu` of one projection's two halves.
+
+    gate_up: (..., 2 n) -> (..., n).
+
+    >>> geglu_packed(torch.tensor([1.0, 2.0]))
+    tensor([1.6824])
+    """
+    gate, up = gate_up.chunk(2, -1)
+    return geglu.reference(gate, up, approximate)
+
+
+@operator(rows=2, choices=geglu.choices)
+def geglu_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "tanh"
+) -> Tensor:
+    """``F.linear(geglu(gate, up, approximate), weight, bias)``, see :func:`swiglu_linear`.
+
+    gate, up: (..., n), weight: (m, n), bias: (m,) -> (..., m).
+
+    >>> geglu_linear(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([[3.0]]))
+    tensor([5.0472])
+    """
+    return functional.linear(geglu.reference(gate, up, approximate), weight, bias)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._operator import demand, operator, widened
+
+
+def _by_section(t: Tensor, sections: Sequence[int], interleaved: bool) -> Tensor:
+    """t: (3, ..., R) -> (..., R)"""
+    columns = [2 * size for size in sections] if interleaved else [*sections] * 2
+    return torch.cat([part[i % 3] for i, part in enumerate(t.split(columns, -1))], -1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x: (B, H, S, D), cos and sin: (S, R) or (1 or B, S, R)"""
+    head, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    head, cos, sin = widened(head), widened(cos).unsqueeze(-3), widened(sin).unsqueeze(-3)
+    if interleaved:
+        turned = torch.stack((-head[..., 1::2], head[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = head.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return torch.cat(((head * cos + turned * sin).to(x.dtype), rest), -1)
+
+
+@operator(constants=("cos", "sin"))
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    mrope_section: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q and k with the first R columns of every head rotated, in q's and k's own layouts.
+
+    q: (B, Hq, S, D), k: (B, Hk, S, D), cos and sin: (S, R) or (1 or B, S, R) with R <= D. Pairs of columns are
+    (i, i + R / 2), or (2 i, 2 i + 1) where `interleaved`. With `mrope_section`, three sizes that add up to R / 2, cos
+    and sin have a leading dimension of 3: positions in time, height and width.
+
+    >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    >>> quarter_turn = torch.zeros(1, 2), torch.ones(1, 2)
+    >>> rope(q, q, *quarter_turn)[0].flatten()
+    tensor([0., 1.])
+    """
+    if mrope_section is not None:
+        fits = len(mrope_section) == 3 and 2 * sum(mrope_section) == cos.shape[-1]
+        demand(fits, "rope", "mrope_section", f"be three sizes that add up to {cos.shape[-1]} / 2", mrope_section)
+        cos, sin = (_by_section(t, mrope_section, interleaved) for t in (cos, sin))
+    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
+
+
+@operator(constants=("freqs_cis",))
+def rope_freqs_cis(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`rope` from complex angles ``cos + i sin``, which turn pairs of neighbouring columns.
+
+    q: (B, Hq, S, D), k: (B, Hk, S, D), freqs_cis: (S, D / 2) or (1 or B, S, R / 2) complex.
+
+    >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    >>> rope_freqs_cis(q, q, torch.tensor([[1j]]))[0].flatten()
+    tensor([0., 1.])
+    """
+    demand(freqs_cis.is_complex(), "rope_freqs_cis", "freqs_cis", "be complex", freqs_cis.dtype)
+    cos, sin = (t.repeat_interleave(2, -1) for t in (freqs_cis.real, freqs_cis.imag))
+    return _rotated(q, cos, sin, True), _rotated(k, cos, sin, True)

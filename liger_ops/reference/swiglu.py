@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ._operator import operator, widened
+
+
+@operator(rows=2)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``.
+
+    gate, up: (..., n).
+
+    >>> swiglu(torch.tensor([1.0]), torch.tensor([2.0]))
+    tensor([1.4621])
+    """
+    product = functional.silu(widened(gate)) * widened(up)
+    return product.to(torch.promote_types(gate.dtype, up.dtype))
+
+
+@operator(rows=1)
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    """:func:`swiglu` of one projection's two halves.
+
+    gate_up: (..., 2 n) -> (..., n).
+
+    >>> swiglu_packed(torch.tensor([1.0, 2.0]))
+    tensor([1.4621])
+    """
+    gate, up = gate_up.chunk(2, -1)
+    return swiglu.reference(gate, up)
+
+
+@operator(rows=2)
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(swiglu(gate, up), weight, bias)``, which keeps gate and up for backward and not their product.
+
+    gate, up: (..., n), weight: (m, n), bias: (m,) -> (..., m).
+
+    >>> swiglu_linear(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([[3.0]]))
+    tensor([4.3864])
+    """
+    return functional.linear(swiglu.reference(gate, up), weight, bias)

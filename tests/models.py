@@ -1,4 +1,4 @@
-"""One call of every operator, as a module: a table, where a new operator is one row.
+"""One call of every operator, as a module. An operator whose tensors are all rows of hidden states needs no row here.
 
 B and S are dimensions that vary from call to call: batch and sequence.
 """
@@ -19,6 +19,7 @@ from stub_cuda import scratch
 from torch import Tensor, nn
 
 import liger_ops
+from liger_ops.reference import operators
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "cpp"
 HEADS, SIZE, WIDTH, VOCABULARY = 2, 8, 16, 24
@@ -68,6 +69,14 @@ ROWS = [
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
+]
+ROWS += [
+    Row(
+        name,
+        {argument: HIDDEN for argument, p in operator.__signature__.parameters.items() if p.annotation == "Tensor"},
+    )
+    for name, operator in operators().items()
+    if name not in {row.op for row in ROWS}
 ]
 NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
 

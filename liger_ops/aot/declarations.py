@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,12 @@ def default_value(value: Any) -> str:
     return "std::nullopt" if value is None else json.dumps(value)
 
 
+def summary(operator: Operator) -> str:
+    """The first paragraph of its documentation."""
+    text = re.sub(r"\s+", " ", (operator.__doc__ or "").split("\n\n")[0])
+    return text.replace(":func:`torch.nn.functional.", "`F.").replace(":func:`", "`").replace("``", "`").strip()
+
+
 def cpp_function(operator: Operator) -> str:
     name, schema = operator.__name__, torch._C.parse_schema(operator.schema)
 
@@ -40,9 +48,8 @@ def cpp_function(operator: Operator) -> str:
 
     count = len(schema.returns)
     result = "at::Tensor" if count == 1 else f"std::tuple<{', '.join(['at::Tensor'] * count)}>"
-    summary = re.sub(r"\s+", " ", (operator.__doc__ or "").split("\n\n")[0]).replace(":func:", "").replace("``", "`")
     return "\n".join([
-        f"/// {summary.strip()}",
+        f"/// {summary(operator)}",
         f"inline {result} {name}(",
         ",\n".join(f"    {parameter(a)}" for a in schema.arguments) + ") {",
         f'  static const auto op = detail::find<decltype({name})>("liger::{name}");',
@@ -63,7 +70,37 @@ def stub() -> str:
     return "\n".join(["# Generated from liger_ops/reference, for liger_ops/functional.py.", *lines, ""])
 
 
+def table() -> str:
+    """The README's rows. Arguments that another operator has too are written once."""
+    rows, known = [], set[str]()
+    for name, operator in operators().items():
+        arguments = arguments_of(operator)
+        written = "..." if arguments in known and arguments.count(",") > 2 else arguments
+        known.add(arguments)
+        rows.append(f"| `{name}({written})` | {summary(operator).replace('|', '&#124;')} |")
+    return "\n".join(["| operator | what it computes |", "|---|---|", *rows])
+
+
+def arguments_of(operator: Operator) -> str:
+    parameters = [p.replace(annotation=p.empty) for p in operator.__signature__.parameters.values()]
+    return str(inspect.Signature(parameters))[1:-1].replace("'", '"')
+
+
+MARKS = "<!-- operators -->", "<!-- /operators -->"
+
+
+def with_table(page: str) -> str:
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
 def write(package: Path) -> None:
     for path, text in ((HEADER, header()), (STUB, stub())):
         (package / path).parent.mkdir(parents=True, exist_ok=True)
         (package / path).write_text(text)
+
+
+if __name__ == "__main__":
+    # python -m liger_ops.aot.declarations README.md
+    page = Path(sys.argv[1])
+    page.write_text(with_table(page.read_text()))

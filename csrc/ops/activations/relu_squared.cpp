@@ -1,0 +1,214 @@
+// relu_squared(x) = relu(x)^2, as the MLPs of Primer and Nemotron have it
+//
+// x: (...) of at least one dimension and any strides; the result in x's dtype, with one rounding of fp32 arithmetic. Only x
+// is saved. Backward writes over the incoming gradient if nobody else can see it.
+
+#include "core/autograd.h"
+#include "core/cpu_math.h"
+#include "core/elements.h"
+#include "core/memory.h"
+#include "core/registration.h"
+#include "kernels/relu_squared.h"
+
+namespace liger::ops::relu_squared {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "relu_squared";
+constexpr const char* kBackward = "relu_squared backward";
+
+// ---- CPU
+
+constexpr int64_t kStage = 512;
+
+template <class T>
+LIGER_VECTORIZED void forward_span(T* y, const T* x, int64_t n) {
+  using C = core::Compute<T>;
+  C stages[2][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C* v = core::widen_all(x + first, stages[0], count);
+    C* out = core::target(y + first, stages[1]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) out[i] = v[i] <= 0 ? C(0) : v[i] * v[i];
+    core::narrow_all(y + first, out, count);
+  }
+}
+
+// dx may be dy.
+template <class T>
+LIGER_VECTORIZED void backward_span(T* dx, const T* dy, const T* x, int64_t n) {
+  using C = core::Compute<T>;
+  C stages[3][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *d = core::widen_all(dy + first, stages[0], count), *v = core::widen_all(x + first, stages[1], count);
+    C* out = core::target(dx + first, stages[2]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) out[i] = v[i] <= 0 ? C(0) : 2 * v[i] * d[i];
+    core::narrow_all(dx + first, out, count);
+  }
+}
+
+struct Cpu {
+  static void forward(Tensor y, Tensor x) {
+    runtime::count_cpu_call();
+    if (x.numel() == 0) return;
+    auto walk = core::walk_elements<2>(kOp, {&y, &x});
+    const auto& [to, from] = walk.strides;
+    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
+      using T = decltype(t);
+      T* y_at = y.data_ptr<T>();
+      const T* x_at = x.const_data_ptr<T>();
+      core::parallel_spans(walk, [&, to = to, from = from](int64_t row, int64_t first, int64_t n) {
+        const int64_t inner = walk.inner_rows;
+        forward_span(y_at + to.offset(row, inner) + first, x_at + from.offset(row, inner) + first, n);
+      });
+    });
+  }
+
+  static void backward(Tensor dx, Tensor dy, Tensor x) {
+    runtime::count_cpu_call();
+    if (x.numel() == 0) return;
+    auto walk = core::walk_elements<3>(kBackward, {&dx, &dy, &x});
+    const auto& [to, grad, from] = walk.strides;
+    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
+      using T = decltype(t);
+      T* dx_at = dx.data_ptr<T>();
+      const T *dy_at = dy.const_data_ptr<T>(), *x_at = x.const_data_ptr<T>();
+      core::parallel_spans(walk, [&, to = to, grad = grad, from = from](int64_t row, int64_t first, int64_t n) {
+        const int64_t inner = walk.inner_rows;
+        backward_span(
+            dx_at + to.offset(row, inner) + first, dy_at + grad.offset(row, inner) + first,
+            x_at + from.offset(row, inner) + first, n);
+      });
+    });
+  }
+};
+
+// ---- CUDA
+
+struct Cuda {
+  template <class K, size_t N>
+  static void start(const char* op, const Tensor& x, bool aligned, const core::Rows<N>& walk, typename K::Args args) {
+    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)));
+    const auto& config = runtime::first_fit<K>(walk.n, aligned && walk.aligned_strides(), point, walk.rows);
+    args.rows = int32_t(walk.rows);
+    args.n = walk.n;
+    args.inner_rows = walk.kernel_inner_rows();
+    core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), core::tile_grid(config, walk), args);
+  }
+
+  static void forward(Tensor y, Tensor x) {
+    c10::DeviceGuard guard(x.device());
+    if (x.numel() == 0) return;
+    auto walk = core::walk_elements<2>(kOp, {&y, &x});
+    const auto& [to, from] = walk.strides;
+    kernels::relu_squared_fwd::Args args{core::address(y), core::address(x), 0,          0,         0,
+                                         to.outer,         to.inner,         from.outer, from.inner};
+    start<kernels::relu_squared_fwd>(kOp, x, core::aligned16(core::address(y), core::address(x)), walk, args);
+  }
+
+  static void backward(Tensor dx, Tensor dy, Tensor x) {
+    c10::DeviceGuard guard(x.device());
+    if (x.numel() == 0) return;
+    auto walk = core::walk_elements<3>(kBackward, {&dx, &dy, &x});
+    const auto& [to, grad, from] = walk.strides;
+    kernels::relu_squared_bwd::Args args{
+        core::address(dx), core::address(dy), core::address(x), 0,          0,          0,
+        to.outer,          to.inner,          grad.outer,       grad.inner, from.outer, from.inner};
+    const bool aligned = core::aligned16(core::address(dx), core::address(dy), core::address(x));
+    start<kernels::relu_squared_bwd>(kBackward, x, aligned, walk, args);
+  }
+};
+
+struct Meta {
+  static void forward(const Tensor&, const Tensor&) {}
+  static void backward(const Tensor&, const Tensor&, const Tensor&) {}
+};
+
+// ---- The dispatched operators
+
+template <class Device>
+Tensor apply(const Tensor& x) {
+  core::check_activation(kOp, "x", x);
+  Tensor y = core::empty_rows_like(x);
+  Device::forward(y, x);
+  return y;
+}
+
+template <class Device>
+Tensor bwd(const Tensor& dy, const Tensor& x) {
+  core::check_same(kBackward, "dy", dy, "x", x);
+  Tensor dx = core::empty_rows_like(x);
+  Device::backward(dx, dy, x);
+  return dx;
+}
+
+// Leaves the gradient in dy.
+template <class Device>
+void bwd_(Tensor& dy, const Tensor& x) {
+  core::check_same(kBackward, "dy", dy, "x", x);
+  Device::backward(dy, dy, x);
+}
+
+template <class Device>
+void implement(torch::Library& m) {
+  core::implement<apply<Device>>(m, "relu_squared");
+  core::implement<bwd<Device>>(m, "_relu_squared_bwd");
+  core::implement<bwd_<Device>>(m, "_relu_squared_bwd_");
+}
+
+// ---- Autograd
+
+struct Node : core::BackwardNode<Node, 1> {  // x
+  std::string name() const override { return kOp; }
+
+  core::variable_list backward(core::variable_list&& grads) override {
+    Tensor dy = std::move(grads[0]);
+    if (!dy.defined()) return {Tensor()};
+    Tensor x = take(0);
+    if (may_overwrite(dy, x)) {
+      static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_relu_squared_bwd_");
+      op.call(dy, x);
+      return {dy};
+    }
+    static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_relu_squared_bwd");
+    return {op.call(dy, x)};
+  }
+};
+
+Tensor autograd(const Tensor& x) {
+  static const auto op = core::find_op<decltype(apply<Meta>)>("liger::relu_squared");
+  core::check_dense(kOp, "x", x);
+  core::check_no_forward_ad(kOp, x);
+  Tensor y;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    y = op.call(x);
+  }
+  if (torch::autograd::compute_requires_grad(x)) {
+    auto node = core::make_node<Node>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x));
+    node->saved = {core::SavedVariable(x, false)};
+    torch::autograd::set_history(y, node);
+  }
+  return y;
+}
+
+}  // namespace
+
+// No autocast: like torch's own activations it computes in the dtype that comes.
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  core::define(m, "relu_squared(Tensor x) -> Tensor");
+  core::define(m, "_relu_squared_bwd(Tensor dy, Tensor x) -> Tensor");
+  core::define(m, "_relu_squared_bwd_(Tensor(a!) dy, Tensor x) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("relu_squared", autograd); }
+
+}  // namespace liger::ops::relu_squared

@@ -1,0 +1,57 @@
+"""relu(x)^2, element by element. Tiles and strides: ../elements.py.
+
+The gradient may lie over dy: an element is read before it is written, and by the same thread. NaN stays NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
+from ..table import Kernel
+
+
+@triton.jit
+def relu_squared_fwd_kernel(
+    y, x,
+    rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+    v = load_tile(x, tile, inner_rows, x_outer, x_inner, ONE_ROW, BLOCK_N).to(tl.float32)
+    store_tile(y, tl.where(v <= 0, 0.0, v * v), tile, inner_rows, y_outer, y_inner, ONE_ROW, BLOCK_N)
+
+
+@triton.jit
+def relu_squared_bwd_kernel(
+    dx, dy, x,
+    rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+    v = load_tile(x, tile, inner_rows, x_outer, x_inner, ONE_ROW, BLOCK_N).to(tl.float32)
+    d = load_tile(dy, tile, inner_rows, dy_outer, dy_inner, ONE_ROW, BLOCK_N).to(tl.float32)
+    store_tile(dx, tl.where(v <= 0, 0.0, 2 * v * d), tile, inner_rows, dx_outer, dx_inner, ONE_ROW, BLOCK_N)
+
+
+SIZES = {"rows": "i32", "n": "i64", "inner_rows": "i32"}
+FORWARD_STRIDES = {"y_outer": "i64", "y_inner": "i64", "x_outer": "i64", "x_inner": "i64"}
+BACKWARD_STRIDES = {
+    "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
+}  # fmt: skip
+
+KERNELS = [
+    Kernel(
+        function=relu_squared_fwd_kernel,
+        args={"y": "*X", "x": "*X", **SIZES, **FORWARD_STRIDES},
+        aligned=["y", "x", "n", *FORWARD_STRIDES],
+        axes={"dtype": DTYPES},
+        configs=FORWARD_CONFIGS,
+    ),
+    Kernel(
+        function=relu_squared_bwd_kernel,
+        args={"dx": "*X", "dy": "*X", "x": "*X", **SIZES, **BACKWARD_STRIDES},
+        aligned=["dx", "dy", "x", "n", *BACKWARD_STRIDES],
+        axes={"dtype": DTYPES},
+        configs=BACKWARD_CONFIGS,
+    ),
+]

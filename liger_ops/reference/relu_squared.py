@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from ._operator import operator, widened
+
+
+@operator(rows=1)
+def relu_squared(x: Tensor) -> Tensor:
+    """``relu(x)^2``, which keeps x alone for backward.
+
+    x: (..., n).
+
+    >>> relu_squared(torch.tensor([-1.0, 3.0]))
+    tensor([0., 9.])
+    """
+    return functional.relu(widened(x)).square().to(x.dtype)

@@ -20,8 +20,8 @@
 #include "core/autograd.h"
 #include "core/memory.h"
 #include "core/registration.h"
-#include "core/products.h"
 #include "core/rows.h"
+#include "gemm/multiply.h"
 #include "ops/gated/gated_cpu.h"
 #include "ops/gated/gated_cuda.h"
 
@@ -164,7 +164,7 @@ struct Gated {
         at::DimVector sizes(product.sizes());
         sizes.back() = weight.size(0);
         Tensor out = at::empty(sizes, product.options());
-        multiply(as_matrix(out), as_matrix(product), weight.t(), 0, 1, /*sustained=*/true);
+        gemm::multiply(as_matrix(out), as_matrix(product), weight.t(), 0, 1, /*sustained=*/true);
         return out;
       }
     }

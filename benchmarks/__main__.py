@@ -1,5 +1,5 @@
 """python -m benchmarks: time ours beside its peers; compare two results; redraw a report; tune launch shapes and the
-choice of tiles for matrix products."""
+choice of tiles for GEMMs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import compare, products, report, tune, warm
+from benchmarks import compare, gemm, report, tune, warm
 from benchmarks.arguments import add_out, positive, shape_of
 from benchmarks.harness import COLD_START_RUNS, COVER, HOST_TURNS, Case, CpuClock, CudaClock, Runner
 from benchmarks.machine import describe, slug
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl --add B.jsonl', "
-        "'tune OP', 'products'.",
+        "'tune OP', 'gemm'.",
     )
     parser.add_argument("--suite", choices=ROUNDS, default="quick")
     parser.add_argument("--ops", type=names, help=f"comma-separated; default: {','.join(ops)}")
@@ -162,8 +162,8 @@ def main(argv: Sequence[str]) -> int:
         return report.main(argv[1:])
     if argv[:1] == ["tune"]:
         return tune.main(argv[1:])
-    if argv[:1] == ["products"]:
-        return products.main(argv[1:])
+    if argv[:1] == ["gemm"]:
+        return gemm.main(argv[1:])
     ops = discover()
     return run(parse(argv, ops), ops)
 

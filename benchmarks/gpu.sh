@@ -3,7 +3,7 @@
 #   benchmarks/gpu.sh OUT [STEP ...]     default: build test anchors
 # Steps: build, unpack (instead of it: the libraries and packs of dist/*.whl), test, jit (the tests with no packs), sanitize
 # (the norms under compute-sanitizer), wheel (dist/*.whl in a process without Triton and compiler), the suites anchors, quick,
-# full and paper, rows (the kernel of the losses' rows alone), products (cuBLAS's proposals), training, loss_curves.
+# full and paper, rows (the kernel of the losses' rows alone), gemm (cuBLAS's proposals), training, loss_curves.
 # A failed step is reported and the next one runs. Options for the suites go in BENCH, e.g. BENCH="--ops rms_norm".
 # On an H200 with 16 cores: build 70 s, test 7 min (AOTInductor half of it), anchors of all ops 6 min, a model of training 2 min.
 set -uo pipefail
@@ -50,7 +50,7 @@ for step in "$@"; do
         ;;
     wheel) "$python" tests/wheel_check.py "$(ls dist/*.whl | head -1)" --device cuda >"$log" 2>&1 ;;
     rows) "$python" -m benchmarks tune cross_entropy_ --as-is --kernels cross_entropy_fwd_bwd >"$log" 2>&1 ;;
-    products) "$python" -m benchmarks products --out "$out" >"$log" 2>&1 ;;
+    gemm) "$python" -m benchmarks gemm --out "$out" >"$log" 2>&1 ;;
     training | loss_curves) "$python" -m "benchmarks.$step" --device cuda --out "$out" >"$log" 2>&1 ;;
     quick | full | paper | anchors)
         # shellcheck disable=SC2086

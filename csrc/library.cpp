@@ -5,7 +5,8 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
-#include "runtime/runtime.h"
+#include "runtime/loader.h"
+#include "runtime/status.h"
 
 namespace liger {
 namespace {

@@ -1,5 +1,5 @@
-"""Projections of one input. Backward adds their gradients of it up inside the products, where autograd would do so in
-passes of their own over tensors of the input's size. One alone may still have its products in faster tiles."""
+"""Projections of one input. In backward the input's gradients accumulate inside the GEMMs, where autograd would add them in
+passes of their own over tensors of the input's size. A single projection may still have its GEMMs in faster tiles."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-// core/products.h with plans that need no GPU: they take what cuBLAS's fast kernels take, and compute it with ATen.
+// gemm/multiply.h with plans that need no GPU: they take what cuBLAS's fast kernels take, and compute it with ATen.
 
 #include <torch/library.h>
 
-#include "core/products.h"
+#include "gemm/multiply.h"
 
 namespace {
 
 struct Planned {
-  using Operand = liger::core::detail::Operand;
+  using Operand = liger::gemm::detail::Operand;
   bool found = false;
 
   Planned(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
@@ -33,7 +33,7 @@ struct Planned {
 int64_t multiply(at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha, bool refuse) {
   Planned::runs = 0;
   Planned::refuse = refuse;
-  liger::core::detail::multiply_by<Planned>(out, a, b, beta, alpha);
+  liger::gemm::detail::multiply_by<Planned>(out, a, b, beta, alpha);
   return Planned::runs;
 }
 

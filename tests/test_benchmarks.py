@@ -167,7 +167,7 @@ def test_compare_refuses_to_compare_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", [None, "", "no record", '{"kind": "time"}'])
-@pytest.mark.parametrize("command", ["report {0}", "compare {0} {0}", "products --fit {0}"])
+@pytest.mark.parametrize("command", ["report {0}", "compare {0} {0}", "gemm --fit {0}"])
 def test_files_without_records_are_named(command, text, tmp_path):
     path = tmp_path / "run.jsonl"
     if text is not None:

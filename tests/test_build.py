@@ -145,40 +145,6 @@ def test_setup_hands_the_standard_of_the_installed_torch_on(monkeypatch, tmp_pat
     assert found["LIGER_TORCH_STANDARDS"] == str(torch_release.cxx_standard(folder))
 
 
-# ---- Layers: arrows point downwards only.
-
-
-def includes(path):
-    return re.findall(r'#include [<"]([^>"]+)[>"]', path.read_text())
-
-
-def test_the_runtime_includes_neither_torch_nor_python():
-    for path in (ROOT / "csrc" / "runtime").iterdir():
-        for header in includes(path):
-            assert header.startswith("runtime/") or re.fullmatch(r"[a-z_]+(\.h)?|sys/[a-z]+\.h", header), (
-                f"{path.name}: {header}"
-            )
-
-
-def undefined_symbols(library):
-    return subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
-
-
-def test_no_shipped_library_needs_python():
-    for library in LIBRARIES.glob("lib*.so"):
-        assert not re.search(r"\bPy[A-Z_]", undefined_symbols(library)), library.name
-
-
-def test_the_runtime_links_neither_torch_nor_cuda():
-    symbols = undefined_symbols(LIBRARIES / "libliger_runtime.so")
-    assert not re.search(r"c10|2at|torch|\bcu[A-Z]", symbols)
-
-
-def test_kernels_import_no_torch():
-    code = "from stub_cuda.client import *; tables().kernels(); import liger_ops.aot.compile, liger_ops.aot.codegen"
-    assert output_of(code + "; print('torch' in sys.modules)") == "False\n"
-
-
 # ---- Generated C++.
 
 

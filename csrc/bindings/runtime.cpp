@@ -1,16 +1,19 @@
 // The runtime as tests and developer tools see it. Operators do not need this module.
 
-#include "runtime/runtime.h"
-
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <optional>
 
+#include "gemm/plan.h"
 #include "runtime/arch.h"
+#include "runtime/device.h"
+#include "runtime/kernel.h"
+#include "runtime/launch.h"
+#include "runtime/loader.h"
 #include "runtime/pack.h"
-#include "runtime/products.h"
+#include "runtime/status.h"
 
 namespace py = pybind11;
 using namespace liger::runtime;
@@ -69,13 +72,13 @@ std::optional<bool> multiply_at_made_up_addresses(
     bool bf16, bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, int device, int64_t alignment,
     double beta, bool sustained) {
   auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-  auto plan = plan_product(
+  auto plan = liger::gemm::plan(
       {bf16 ? DType::BF16 : DType::F16, transpose_a, transpose_b, m, n, k, transpose_a ? k : m, transpose_b ? n : k, m,
        alignment, sustained},
       device);
   if (!plan) return std::nullopt;
   std::string error;
-  const bool ran = multiply(*plan, at(5), 2.0, at(256), at(512), beta, at(768), at(1024), error);
+  const bool ran = liger::gemm::run(*plan, at(5), 2.0, at(256), at(512), beta, at(768), at(1024), error);
   if (!error.empty()) throw std::runtime_error(error);
   return ran;
 }
@@ -187,7 +190,8 @@ PYBIND11_MODULE(_runtime, m) {
       "multiply", multiply_at_made_up_addresses, py::arg("bf16"), py::arg("transpose_a"), py::arg("transpose_b"),
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256,
       py::arg("beta") = 0.0, py::arg("sustained") = false);
-  m.def("products_run", products_run);
+  m.def("gemms", gemms);
+  m.def("status", status);
   m.def("set_hook", set_hook);
   m.def("set_compiler", set_compiler);
   m.def("pack_directory", pack_directory);

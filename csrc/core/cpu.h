@@ -5,7 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include "runtime/runtime.h"
+#include "runtime/status.h"
 
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
 #define LIGER_VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))

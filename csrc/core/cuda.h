@@ -6,7 +6,8 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "core/checks.h"
-#include "runtime/runtime.h"
+#include "runtime/device.h"
+#include "runtime/launch.h"
 
 // Weak: absent where torch was built without CUDA.
 extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);

@@ -4,7 +4,9 @@
 #include <cstring>
 #include <string>
 
-#include "runtime/runtime.h"
+#include "runtime/launch.h"
+#include "runtime/loader.h"
+#include "runtime/status.h"
 
 using namespace liger::runtime;
 

@@ -25,6 +25,10 @@ size_t KernelSpec::serves(const std::string& op) const {
 
 Kernel::Kernel(const KernelSpec& spec) : spec_(spec) { registry().push_back(this); }
 
+std::string Kernel::name_of(uint32_t variant) const {
+  return variant == kTrialVariant ? std::string(spec_.name) + "[trial]" : spec_.variant_names[variant];
+}
+
 void Kernel::publish(int device, uint32_t variant, const Function* function) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);

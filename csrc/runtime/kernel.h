@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/device.h"
 #include "runtime/export.h"
 
 namespace liger::runtime {
@@ -20,7 +21,6 @@ enum class DType : int { F32, F16, BF16, Other };
 /// Where a loaded kernel's bytes came from, in the order in which sources are asked.
 enum class Source : int { Pack, Cache, Hook, Ptx };
 constexpr int kSources = 4;
-constexpr int kMaxDevices = 64;
 
 /// Arguments that the driver puts in their places one by one, at most.
 constexpr size_t kMostPlaced = 16;
@@ -76,6 +76,8 @@ class LIGER_RUNTIME_API Kernel {
   explicit Kernel(const KernelSpec& spec);
 
   const KernelSpec& spec() const { return spec_; }
+  /// What messages call a variant.
+  std::string name_of(uint32_t variant) const;
 
   /// Wait-free; null if this variant has not been loaded on this device.
   const Function* loaded(int device, uint32_t variant) const noexcept {

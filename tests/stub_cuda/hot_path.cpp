@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "runtime/kernel.h"
-#include "runtime/runtime.h"
+#include "runtime/launch.h"
 
 extern "C" void* __libc_malloc(size_t);
 extern "C" void* __libc_calloc(size_t, size_t);

@@ -1,12 +1,12 @@
-// cuBLASLt without a GPU: the functions that csrc/runtime/cublas_lt.cpp resolves. Proposals are the same for every
-// product; what would run is recorded.
+// cuBLASLt without a GPU: the functions that csrc/gemm/cublas_lt.cpp resolves. Proposals are the same for every
+// GEMM; what would run is recorded.
 //
 //   STUB_LT_PROPOSALS  "tile:cluster:parts of the sum:workspace;..."
 //   STUB_LT_TILES      "tile:workspace;...": what a proposal may be given for a tile, beside its own
-//   STUB_LT_REFUSES    the status of every product that is to run
+//   STUB_LT_REFUSES    the status of every GEMM that is to run
 //   STUB_LT_PLAN_FAILS the status of the first request for proposals
 //
-// Tests read the record through stub_lt_record(): a JSON object a product, each with a comma behind it.
+// Tests read the record through stub_lt_record(): a JSON object for each GEMM, with a comma behind it.
 
 #include <dlfcn.h>
 

@@ -20,8 +20,9 @@
 #include "core/autograd.h"
 #include "core/memory.h"
 #include "core/registration.h"
-#include "core/products.h"
 #include "core/rows.h"
+#include "gemm/mm.h"
+#include "gemm/multiply.h"
 #include "ops/gated/gated_cpu.h"
 #include "ops/gated/gated_cuda.h"
 
@@ -33,13 +34,6 @@ template <class C>
 struct ValueAndSlope {
   C value, slope;
 };
-
-/// at::mm, where torch.compile may be watching.
-inline at::Tensor matrix_product(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.is_cuda() || !at::isReducedFloatingType(a.scalar_type())) return at::mm(a, b);
-  static const auto op = find_op<at::Tensor(const at::Tensor&, const at::Tensor&)>("liger::_mm");
-  return op.call(a, b);
-}
 
 template <class Activation, class... Options>
 struct Gated {
@@ -164,7 +158,7 @@ struct Gated {
         at::DimVector sizes(product.sizes());
         sizes.back() = weight.size(0);
         Tensor out = at::empty(sizes, product.options());
-        multiply(as_matrix(out), as_matrix(product), weight.t(), 0, 1, /*sustained=*/true);
+        gemm::multiply(as_matrix(out), as_matrix(product), weight.t(), 0, 1, /*sustained=*/true);
         return out;
       }
     }
@@ -246,7 +240,7 @@ struct Gated {
         if (!has_memory(weight)) detail::refuse_memory(std::string(kLinearOp) + " backward", "weight", weight);
         at::SymDimVector sizes(gate.sym_sizes().begin(), gate.sym_sizes().end());
         // A view would be a second owner.
-        Tensor d = at::_unsafe_view_symint(matrix_product(as_matrix(dout), weight), sizes);
+        Tensor d = at::_unsafe_view_symint(gemm::mm(as_matrix(dout), weight), sizes);
         const bool overwrite = may_overwrite_both(*this, gate, up);
         if (!wants_weight) {
           std::tie(dgate, dup) = gradients(activation, d, gate, up, overwrite);
@@ -265,7 +259,7 @@ struct Gated {
         static const auto op = find<decltype(Gated::template apply<Cpu>)>("", "");
         product = std::apply([&](auto... options) { return op.call(gate, up, options...); }, activation.options());
       }
-      if (wants_weight) dweight = matrix_product(as_matrix(dout).t(), as_matrix(product));
+      if (wants_weight) dweight = gemm::mm(as_matrix(dout).t(), as_matrix(product));
       return {dgate, dup, dweight, dbias};
     }
   };

@@ -17,6 +17,7 @@
 #include "core/cuda.h"
 #include "kernels/exponentials.h"
 #include "ops/losses/cross_entropy.h"
+#include "runtime/loader.h"
 #include "runtime/tensor_map.h"
 
 namespace liger::ops::fused_linear_cross_entropy {

@@ -7,7 +7,7 @@
 // exponentials.h. What T decides: small chunks are slow products that read and write d weight once each; large ones are
 // memory.
 
-#include "core/products.h"
+#include "gemm/multiply.h"
 #include "ops/losses/exponentials.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
 
@@ -65,7 +65,7 @@ struct Pass {
     if (bias.defined()) {
       at::addmm_out(out, bias, part, weight.t(), logits_scale, logits_scale);
     } else {
-      multiply(out, part, weight.t(), 0, logits_scale, sustained);
+      gemm::multiply(out, part, weight.t(), 0, logits_scale, sustained);
     }
     return out;
   }
@@ -74,12 +74,12 @@ struct Pass {
   void add(Tensor& dlogits, int64_t first) {
     const int64_t count = dlogits.size(0);
     if (into.input.defined()) {
-      multiply(into.input.narrow(0, first, count), dlogits, weight, 0, logits_scale, sustained);
+      gemm::multiply(into.input.narrow(0, first, count), dlogits, weight, 0, logits_scale, sustained);
     }
     if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * shrink);
     if (!into.weight.defined()) return;
     if (taken.defined()) rows.take_targets(dlogits, first, taken);
-    multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
+    gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
   }
 
   /// A chunk without its logits. Until it is made, d input lends its rows to sums, then to the weighed tokens.
@@ -90,8 +90,8 @@ struct Pass {
     if (!into.input.defined()) return by.make(e, {}, first, out, {}, {}, {}, false);
     Tensor dx = into.input.narrow(0, first, e.size(0));
     by.make(e, dx, first, out, totals, grad, taken, into.weight.defined());
-    if (into.weight.defined()) multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
-    multiply(dx, e, weight, 0, logits_scale, sustained);
+    if (into.weight.defined()) gemm::multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
+    gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
     by.rescale(dx, first, taken);
   }
 

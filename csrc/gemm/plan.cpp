@@ -1,8 +1,7 @@
-#include "runtime/products.h"
+#include "gemm/plan.h"
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -11,37 +10,40 @@
 #include <string>
 #include <tuple>
 
-#include "runtime/cublas_lt.h"
+#include "gemm/cublas_lt.h"
+#include "runtime/device.h"
 #include "runtime/driver.h"
 #include "runtime/log.h"
-#include "runtime/runtime.h"
+#include "runtime/status.h"
 
-namespace liger::runtime {
+namespace liger::gemm {
+
+using runtime::Driver;
+using runtime::DType;
+
 namespace {
 
-// What cuBLAS calls a tile and a cluster, how many rows and columns of c they are, and what they reach: TFLOP/s once
-// the chip is full and k long, and the steps of k in whose time a tile is written out, few where that overlaps; then both
-// where products are sustained. A rate of 0: not measured, or never the fastest. Last, of a tile that cuBLAS does not
-// propose, the one of the same make that it does.
 struct Tile {
   bool transpose_a, transpose_b;
-  int tile, cluster;
+  int tile, cluster;  // cuBLAS's numbers
   int rows, columns, cluster_rows, cluster_columns;
+  // TFLOP/s once the GPU is full and k long (0: not measured, or never the fastest), and the epilogue's cost in k-steps,
+  // small where it overlaps with the next tile's sum; then both for sustained GEMMs.
   int rate, epilogue, sustained_rate, sustained_epilogue;
-  int like = 0;
+  int like = 0;  // of a tile that cuBLAS does not propose: one of the same kind that it does
 };
 
-// Fitted to 121 products on an H200 (benchmarks/results/nvidia-h200-products.md: bf16, cuBLAS 13, hidden 2048 to 8192 by
+// Fitted to 121 GEMMs on an H200 (benchmarks/results/nvidia-h200-gemm.md: bf16, cuBLAS 13, hidden 2048 to 8192 by
 // 4096 to 256000, 512 to 16384 tokens), measured in turns of ten milliseconds at the power limit. What these numbers choose
 // is within half a percent of the fastest proposal on average, and faster than what torch gets by 6 % for x @ w.T, 2 % for d
 // input, and 11 to 15 % for d weight (up to 38 % where few tokens are added to it).
 //
-// Sustained: after a tenth of a second of one product alone (nvidia-h200-products-sustained.md, 25 products, most of them
+// Sustained: after a tenth of a second of one GEMM alone (nvidia-h200-gemm-sustained.md, 25 GEMMs, most of them
 // layers of 7B models), the chip's clock is at what its power allows, 1.4 GHz of 2. Then those tiles are the fastest that
 // read least for each multiplication, and cuBLAS has larger ones than it proposes. In a whole training step the clock is
 // higher, and at k of 4096 tiles that write while they multiply are 2 to 3 % faster beside the others than that measurement
 // has them. So their rates are 2 % above it, and the epilogues of the others 320 instead of 160; the step itself takes as
-// long either way (that page's last table). `python -m benchmarks products` and `products --sustained` measure and fit.
+// long either way (that page's last table). `python -m benchmarks gemm` and `gemm --sustained` measure and fit.
 constexpr Tile kTiles[] = {
     {true, false, 29, 3, 128, 160, 2, 1, 710, 64, 690, 0},
     {true, false, 201, 5, 176, 128, 1, 2, 710, 64, 704, 0},
@@ -85,12 +87,10 @@ constexpr int kProposals = 40;
 constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
 constexpr size_t kMostPlans = 1024;
 
-std::atomic<uint64_t> run_count{0};
-
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Relative to each other; 0 if not known.
-double expected_time(const Tile& t, const Product& p, int multiprocessors) {
+double expected_time(const Tile& t, const Problem& p, int multiprocessors) {
   const auto [rate, epilogue, lost] = p.sustained
       ? std::tuple(t.sustained_rate, t.sustained_epilogue, kIdleLostSustained)
       : std::tuple(t.rate, t.epilogue, kIdleLost);
@@ -117,7 +117,7 @@ bool may_pass(LtStatus status) {
 
 /// One for each device. It is only read by what it is handed to.
 void* handle_of(const CublasLt& lt, int device) {
-  static std::array<void*, kMaxDevices> handles{};
+  static std::array<void*, runtime::kMaxDevices> handles{};
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
   if (!handles[device] && lt.cublasLtCreate(&handles[device]) != kLtSuccess) handles[device] = nullptr;
@@ -126,9 +126,9 @@ void* handle_of(const CublasLt& lt, int device) {
 
 }  // namespace
 
-class ProductPlan {
+class Plan {
  public:
-  ProductPlan(const CublasLt& library, void* library_handle, const Product& p, int device_index)
+  Plan(const CublasLt& library, void* library_handle, const Problem& p, int device_index)
       : lt(library), handle(library_handle), device(device_index) {
     const int type = p.dtype == DType::BF16 ? kLtBF16 : kLtF16;
     const int transposed[] = {p.transpose_a, p.transpose_b};
@@ -141,8 +141,8 @@ class ProductPlan {
         layout(a, p.transpose_a, p.m, p.k, p.lda) == kLtSuccess &&
         layout(b, p.transpose_b, p.k, p.n, p.ldb) == kLtSuccess && layout(c, false, p.m, p.n, p.ldc) == kLtSuccess;
   }
-  ProductPlan(const ProductPlan&) = delete;
-  ~ProductPlan() {
+  Plan(const Plan&) = delete;
+  ~Plan() {
     if (operation) lt.cublasLtMatmulDescDestroy(operation);
     for (void* layout : {a, b, c}) {
       if (layout) lt.cublasLtMatrixLayoutDestroy(layout);
@@ -150,7 +150,7 @@ class ProductPlan {
   }
 
   /// cuBLAS's proposals, its favourite first. Returns what it said.
-  LtStatus propose(const Product& p, std::array<LtHeuristic, kProposals>& proposals, int& found) const {
+  LtStatus propose(const Problem& p, std::array<LtHeuristic, kProposals>& proposals, int& found) const {
     void* preference = nullptr;
     LtStatus status = complete ? lt.cublasLtMatmulPreferenceCreate(&preference) : kLtAllocFailed;
     if (status) return status;
@@ -168,7 +168,7 @@ class ProductPlan {
   }
 
   /// Whether there is an algorithm better than what cuBLAS would take; status: what it said meanwhile.
-  bool choose(const Product& p, int multiprocessors, LtStatus& status) {
+  bool choose(const Problem& p, int multiprocessors, LtStatus& status) {
     std::array<LtHeuristic, kProposals> proposals{};
     int found = 0;
     status = propose(p, proposals, found);
@@ -183,7 +183,7 @@ class ProductPlan {
   }
 
   /// Whether there is a tile of the table.
-  bool choose_tile(const Product& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
+  bool choose_tile(const Problem& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
     double least = 0;
     for (const Tile& t : kTiles) {
       if (t.transpose_a != p.transpose_a || t.transpose_b != p.transpose_b) continue;
@@ -206,7 +206,7 @@ class ProductPlan {
   }
 
   /// Whether cuBLAS may split the sum over k, because tiles are too few for the chip, and proposes to sum it whole, too.
-  bool choose_whole_sum(const Product& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
+  bool choose_whole_sum(const Problem& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
     constexpr int64_t kUsualTile = 128;
     if (begin == end || up(p.m, kUsualTile) * up(p.n, kUsualTile) >= multiprocessors) return false;
     algorithm = begin->algorithm;
@@ -235,7 +235,7 @@ class ProductPlan {
   bool complete = false;
 };
 
-std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
+std::shared_ptr<const Plan> plan(const Problem& p, int device) {
   static const bool enabled = [] {
     const char* value = std::getenv("LIGER_OPS_TILES");
     return !value || std::strcmp(value, "0") != 0;
@@ -243,13 +243,13 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
   if (!enabled || (p.dtype != DType::BF16 && p.dtype != DType::F16)) return nullptr;
   if (double(p.m) * double(p.n) * double(p.k) < kLeastMultiplications) return nullptr;
   std::string error;
-  const DeviceInfo* info = device_info(device, error);
+  const runtime::DeviceInfo* info = runtime::device_info(device, error);
   if (!info || info->capability / 10 != kMeasuredFamily) return nullptr;
   const CublasLt* lt = CublasLt::get();
   if (!lt) return nullptr;
 
   using Key = std::array<int64_t, 12>;
-  static std::map<Key, std::shared_ptr<const ProductPlan>> plans;
+  static std::map<Key, std::shared_ptr<const Plan>> plans;
   static std::mutex mutex;
   const Key key{device, int64_t(p.dtype), p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.lda, p.ldb,
                 p.ldc,  p.alignment,      p.sustained};
@@ -257,52 +257,48 @@ std::shared_ptr<const ProductPlan> plan_product(const Product& p, int device) {
     std::lock_guard<std::mutex> lock(mutex);
     if (auto found = plans.find(key); found != plans.end()) return found->second;
   }
-  if (!give_context(device).empty()) return nullptr;
-  const RelaxedCapture relaxed(*Driver::get());
+  if (!runtime::give_context(device).empty()) return nullptr;
+  const runtime::RelaxedCapture relaxed(*Driver::get());
   void* handle = handle_of(*lt, device);
   if (!handle) return nullptr;
-  auto plan = std::make_shared<ProductPlan>(*lt, handle, p, device);
+  auto made = std::make_shared<Plan>(*lt, handle, p, device);
   LtStatus status = kLtSuccess;
-  if (!plan->choose(p, info->multiprocessors, status)) plan = nullptr;
+  if (!made->choose(p, info->multiprocessors, status)) made = nullptr;
   if (may_pass(status)) return nullptr;
   std::lock_guard<std::mutex> lock(mutex);
   // Sequences of ever new lengths must not fill memory.
   if (plans.size() >= kMostPlans) plans.clear();
-  return plans.emplace(key, std::move(plan)).first->second;
+  return plans.emplace(key, std::move(made)).first->second;
 }
 
-size_t workspace_bytes(const ProductPlan& plan) { return plan.workspace; }
+size_t workspace_bytes(const Plan& plan) { return plan.workspace; }
 
-bool multiply(
-    const ProductPlan& plan, void* stream, double alpha, const void* a, const void* b, double beta, void* c,
-    void* workspace, std::string& error) {
+bool run(
+    const Plan& plan, void* stream, double alpha, const void* a, const void* b, double beta, void* c, void* workspace,
+    std::string& error) {
   const float one = float(alpha), kept = float(beta);
   const Driver& driver = *Driver::get();
-  if (error = give_context(plan.device); !error.empty()) {
-    error = "matrix product failed: " + error;
+  if (error = runtime::give_context(plan.device); !error.empty()) {
+    error = "GEMM failed: " + error;
     return false;
   }
-  const RelaxedCapture relaxed(driver);  // the first product of its kind loads a kernel
+  const runtime::RelaxedCapture relaxed(driver);  // the first GEMM of its kind loads a kernel
   const LtStatus status = plan.lt.cublasLtMatmul(
       plan.handle, plan.operation, &one, a, plan.a, b, plan.b, &kept, c, plan.c, c, plan.c, &plan.algorithm, workspace,
       plan.workspace, stream);
   if (status == kLtSuccess) {
-    run_count.fetch_add(1, std::memory_order_relaxed);
+    runtime::count_gemm();
     return true;
   }
   const std::string failure = plan.lt.failure("cublasLtMatmul", status);
   // cuBLAS reports every failure of the device as one status. The driver names it.
   size_t free = 0, total = 0;
-  if (const CuResult sticky = driver.cuMemGetInfo(&free, &total); is_sticky(sticky)) {
-    error = "matrix product failed: " + failure + ", " + driver.failure("cuMemGetInfo", sticky);
+  if (const runtime::CuResult sticky = driver.cuMemGetInfo(&free, &total); runtime::is_sticky(sticky)) {
+    error = "GEMM failed: " + failure + ", " + driver.failure("cuMemGetInfo", sticky);
     return false;
   }
-  log_once("a matrix product in a tile that cuBLAS had proposed failed: " + failure + "; its own choice runs instead");
+  runtime::log_once("a GEMM in a tile that cuBLAS had proposed failed: " + failure + "; its own choice runs instead");
   return false;
 }
 
-uint64_t products_run() noexcept { return run_count.load(std::memory_order_relaxed); }
-
-void reset_products_run() noexcept { run_count.store(0, std::memory_order_relaxed); }
-
-}  // namespace liger::runtime
+}  // namespace liger::gemm

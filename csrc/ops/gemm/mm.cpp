@@ -1,4 +1,4 @@
-// at::mm with an algorithm chosen by core/products.h, for layers and what is above dispatch: graphs of torch.compile hold
+// at::mm with an algorithm chosen by gemm/multiply.h, for layers and what is above dispatch: graphs of torch.compile hold
 // it as it is.
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/registration.h"
-#include "core/products.h"
+#include "gemm/multiply.h"
 
 namespace liger::ops {
 namespace {
@@ -29,17 +29,17 @@ void check(const Tensor& a, const Tensor& b) {
       b.scalar_type());
 }
 
-Tensor product(const Tensor& a, const Tensor& b) {
+Tensor mm(const Tensor& a, const Tensor& b) {
   check(a, b);
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return at::mm(a, b);
 }
 
-Tensor product_cuda(const Tensor& a, const Tensor& b) {
+Tensor mm_cuda(const Tensor& a, const Tensor& b) {
   check(a, b);
   c10::DeviceGuard guard(a.device());
   Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-  core::multiply(out, a, b, 0, 1, /*sustained=*/true);
+  gemm::multiply(out, a, b, 0, 1, /*sustained=*/true);
   return out;
 }
 
@@ -47,7 +47,7 @@ Tensor product_cuda(const Tensor& a, const Tensor& b) {
 
 TORCH_LIBRARY_FRAGMENT(liger, m) { core::define(m, "_mm(Tensor a, Tensor b) -> Tensor"); }
 
-TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { core::implement<product>(m, "_mm"); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { core::implement<product_cuda>(m, "_mm"); }
+TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { core::implement<mm>(m, "_mm"); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { core::implement<mm_cuda>(m, "_mm"); }
 
 }  // namespace liger::ops

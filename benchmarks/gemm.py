@@ -1,10 +1,10 @@
-"""python -m benchmarks products: what cuBLAS's proposals for large products of half precision take, and the rates of
-tiles that follow for the table in csrc/runtime/products.cpp.
+"""python -m benchmarks gemm: how long cuBLAS's proposals for large GEMMs of half precision take, and the rates of tiles
+that follow for the table in csrc/gemm/plan.cpp.
 
 For linear layers x @ w.T of some shapes: the output, the gradient of x, and that of w, written and added to. Every
 proposal takes turns with the others and with torch, without a pause: the chip is at its power limit, as in training. Turns
 are short, so that all run at the same clock; with --sustained they are long enough for it to settle at what the power of
-one product allows. With --fit FILE nothing is measured: rates are fitted to what FILE holds.
+one GEMM allows. With --fit FILE nothing is measured: rates are fitted to what FILE holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.harness import in_turn
 from benchmarks.machine import describe, slug
 from benchmarks.report import grid, read, size, write_above
 
-TABLE = Path(__file__).parent.parent / "csrc" / "runtime" / "products.cpp"
+TABLE = Path(__file__).parent.parent / "csrc" / "gemm" / "plan.cpp"
 TORCH = "torch"
 PROPOSALS, WORKSPACE = 40, 32 << 20
 WARM_SECONDS = 2.0
@@ -70,9 +70,9 @@ RELATIVES = {
     "256x128/1x2": [(256, n) for n in range(136, 200, 8)],
     "128x256/2x1": [(n, 256) for n in range(136, 200, 8)],
 }
-# How much of a wave's idle part is lost, as csrc/runtime/products.cpp has it.
+# How much of a wave's idle part is lost, as csrc/gemm/plan.cpp has it.
 IDLE_LOST = {False: 1.0, True: 0.5}
-# Sustained, too few products were measured to tell tiles' epilogues apart. Tiles below this size have one that overlaps.
+# Sustained, too few GEMMs were measured to tell tiles' epilogues apart. Tiles below this size have one that overlaps.
 OVERLAPS_BELOW = 128 * 192
 
 
@@ -101,7 +101,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """c (m x n) = op(a) op(b), columns first."""
 
     role: str
@@ -165,8 +165,8 @@ class Cublas:
         if status:
             raise RuntimeError(f"{name}: status {status}")
 
-    def describe(self, product: Product) -> tuple[c_void_p, list[c_void_p]]:
-        (m, n, k), transposed = product.sizes, product.transposed
+    def describe(self, gemm: Gemm) -> tuple[c_void_p, list[c_void_p]]:
+        (m, n, k), transposed = gemm.sizes, gemm.transposed
         operation, layouts = c_void_p(), []
         self.call("cublasLtMatmulDescCreate", byref(operation), COMPUTE_F32, F32)
         for i, flag in enumerate(transposed):
@@ -230,7 +230,7 @@ class Cublas:
         tile, cluster = self.tiles.get(config(TILE, c_int)), self.clusters.get(config(CLUSTER, c_uint16))
         return Tile(*tile, *cluster, max(1, config(PARTS, c_int))) if tile and cluster else None
 
-    def runner(self, product: Product, proposal: Heuristic, described: Any, workspace: torch.Tensor) -> Callable:
+    def runner(self, gemm: Gemm, proposal: Heuristic, described: Any, workspace: torch.Tensor) -> Callable:
         operation, (a, b, c) = described
         stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
         one = c_float(1)
@@ -256,7 +256,7 @@ def load() -> Cublas:
     (path,) = {line.split()[-1] for line in open("/proc/self/maps") if "libcublasLt.so" in line}
     header = next(iter(Path(path).parents[1].glob("include/cublasLt.h")), None)
     if header is None:
-        raise SystemExit(f"products: no include/cublasLt.h beside {path}")
+        raise SystemExit(f"gemm: no include/cublasLt.h beside {path}")
     text = header.read_text()
     return Cublas(ctypes.CDLL(path), numbers_of(text, "MATMUL_TILE"), numbers_of(text, "CLUSTER_SHAPE"))
 
@@ -303,32 +303,32 @@ def measure(
         d, out = torch.randn(tokens, outer, **make) / tokens, [torch.zeros_like(t) for t in (x, w)]
         out.insert(0, torch.zeros_like(d))
         for role in ROLES if turns is SHORT or outer >= HEAD else ROLES[:3]:
-            product = Product(role, layer)
-            a, b, c, beta, by_torch = product.operands(x, w, d, out)
-            described = cublas.describe(product)
+            gemm = Gemm(role, layer)
+            a, b, c, beta, by_torch = gemm.operands(x, w, d, out)
+            described = cublas.describe(gemm)
             ways: dict[str, Callable[[], None]] = {TORCH: by_torch}
             proposals = cublas.proposals(*described)
             relatives = [r for p in proposals for r in cublas.relatives(p, *described)]
             for proposal in proposals + relatives:
                 tile = cublas.tile(proposal.algorithm)
                 if tile is not None and str(tile) not in ways:
-                    run = cublas.runner(product, proposal, described, workspace)
+                    run = cublas.runner(gemm, proposal, described, workspace)
                     ways[str(tile)] = lambda run=run: run(a, b, c, beta)
-            yield {"kind": "product", **asdict(product), "ms": in_turns(ways, clock, turns)}
+            yield {"kind": "gemm", **asdict(gemm), "ms": in_turns(ways, clock, turns)}
 
 
 # ---- Fitting
 
 
-def multiplications(product: Product) -> int:
-    return math.prod(product.sizes)
+def multiplications(gemm: Gemm) -> int:
+    return math.prod(gemm.sizes)
 
 
 def expected_ms(
-    product: Product, tile: Tile, rate: float, epilogue: int, multiprocessors: int, sustained: bool = False
+    gemm: Gemm, tile: Tile, rate: float, epilogue: int, multiprocessors: int, sustained: bool = False
 ) -> float:
-    """As csrc/runtime/products.cpp has it; rate in TFLOP/s."""
-    m, n, k = product.sizes
+    """As csrc/gemm/plan.cpp has it; rate in TFLOP/s."""
+    m, n, k = gemm.sizes
     waves = tile.waves(m, n, multiprocessors)
     waves += IDLE_LOST[sustained] * (math.ceil(waves) - waves)
     work = waves * multiprocessors * tile.rows * tile.columns * (k + epilogue)
@@ -341,10 +341,10 @@ def fit(
     """(transposed, tile) -> (rate, epilogue, mean error, measurements)"""
     points = defaultdict(list)
     for record in records:
-        product = Product(record["role"], tuple(record["layer"]))
+        gemm = Gemm(record["role"], tuple(record["layer"]))
         for name, ms in record["ms"].items():
             if name != TORCH and (tile := Tile.of(name)).parts == 1:
-                points[product.transposed, tile].append((product, ms))
+                points[gemm.transposed, tile].append((gemm, ms))
     found = {}
     for (transposed, tile), measured in points.items():
         overlaps = tile.rows * tile.columns < OVERLAPS_BELOW
@@ -370,50 +370,50 @@ def table(sustained: bool = False) -> dict[tuple, tuple[int, int]]:
 
 
 def choice(
-    product: Product, proposed: Sequence[str], rates: dict[tuple, tuple], multiprocessors: int, sustained: bool = False
+    gemm: Gemm, proposed: Sequence[str], rates: dict[tuple, tuple], multiprocessors: int, sustained: bool = False
 ) -> str:
     """What the library would run."""
     times = {}
     for name in proposed:
-        if name != TORCH and (known := rates.get((product.transposed, Tile.of(name)))):
-            times[name] = expected_ms(product, Tile.of(name), *known, multiprocessors, sustained)
+        if name != TORCH and (known := rates.get((gemm.transposed, Tile.of(name)))):
+            times[name] = expected_ms(gemm, Tile.of(name), *known, multiprocessors, sustained)
     return min(times, key=times.__getitem__) if times else TORCH
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
-    machine, *products = records
+    machine, *gemms = records
     sustained = machine.get("sustained", False)
     rates, rows, gains = table(sustained), [], defaultdict(list)
-    for record in products:
-        product, ms = Product(record["role"], tuple(record["layer"])), record["ms"]
-        chosen = choice(product, list(ms), rates, machine["multiprocessors"], sustained)
+    for record in gemms:
+        gemm, ms = Gemm(record["role"], tuple(record["layer"])), record["ms"]
+        chosen = choice(gemm, list(ms), rates, machine["multiprocessors"], sustained)
         best = min(ms, key=ms.__getitem__)
-        gains[product.role].append(ms[TORCH] / ms[chosen])
-        rate = 2 * multiplications(product) / ms[chosen] / 1e9
+        gains[gemm.role].append(ms[TORCH] / ms[chosen])
+        rate = 2 * multiplications(gemm) / ms[chosen] / 1e9
         rows.append([
-            product.role, size(product.layer), f"{ms[TORCH]:.3f}", f"{ms[chosen]:.3f}", chosen,
+            gemm.role, size(gemm.layer), f"{ms[TORCH]:.3f}", f"{ms[chosen]:.3f}", chosen,
             f"{ms[TORCH] / ms[chosen]:.2f}", f"{ms[best]:.3f}", best, f"{rate:.0f}",
         ])  # fmt: skip
     header = [
-        "product", "tokens×in×out", "torch, ms", "ours, ms", "tile/cluster", "faster by", "fastest, ms", "its tile",
+        "GEMM", "tokens×in×out", "torch, ms", "ours, ms", "tile/cluster", "faster by", "fastest, ms", "its tile",
         "TFLOP/s",
     ]  # fmt: skip
     summary = [
         [role, len(g), f"{statistics.mean(g):.3f}", f"{min(g):.3f}", f"{max(g):.3f}"] for role, g in gains.items()
     ]
     return "\n".join([
-        f"# {machine.get('gpu', 'stub')}: large matrix products in bf16{', sustained' * sustained}", "",
+        f"# {machine.get('gpu', 'stub')}: large GEMMs in bf16{', sustained' * sustained}", "",
         ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "device")), "",
-        "Linear layers by cuBLAS in the tile that torch gets, in the one that the table of csrc/runtime/products.cpp expects to "
+        "Linear layers by cuBLAS in the tile that torch gets, in the one that the table of csrc/gemm/plan.cpp expects to "
         "be the fastest, and in the fastest of all that were measured. Median of turns that follow each other without a pause"
         + (f", each of {SUSTAINED.seconds} s after {SUSTAINED.settling} s for the clock to settle." if sustained else "."), "",
-        grid(["product", "measured", "faster by, mean", "least", "most"], [[str(c) for c in row] for row in summary]), "",
+        grid(["GEMM", "measured", "faster by, mean", "least", "most"], [[str(c) for c in row] for row in summary]), "",
         grid(header, rows), "",
     ])  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks products", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gemm", description=__doc__.split("\n\n")[0])
     layer = lambda text: tuple(map(int, text.replace("×", "x").split("x")))  # noqa: E731
     parser.add_argument("--layers", nargs="*", type=layer, metavar="TOKENSxINxOUT")
     parser.add_argument("--sustained", action="store_true", help="long turns, for layers of models")
@@ -425,7 +425,7 @@ def main(argv: Sequence[str]) -> int:
     path = args.fit
     if path is None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        path = args.out / f"{slug('cuda')}-products{'-sustained' * args.sustained}.jsonl"
+        path = args.out / f"{slug('cuda')}-gemm{'-sustained' * args.sustained}.jsonl"
         args.out.mkdir(parents=True, exist_ok=True)
         warm = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
         for _ in range(int(WARM_SECONDS * 700)):

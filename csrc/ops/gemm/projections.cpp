@@ -1,4 +1,4 @@
-// What liger_ops/projections.py cannot say to torch.compile, which would copy the sum ahead of every product.
+// What liger_ops/projections.py cannot say to torch.compile, which would copy the sum ahead of every GEMM.
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -8,7 +8,7 @@
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/registration.h"
-#include "core/products.h"
+#include "gemm/multiply.h"
 
 namespace liger::ops {
 namespace {
@@ -21,7 +21,7 @@ void check(at::TensorList grads, at::TensorList weights) {
       weights.size(), " beside ", grads.size());
 }
 
-// grads: (rows, out) each, weights: (out, n) -> their products' sum, which every product but the first is added to.
+// grads: (rows, out) each, weights: (out, n) -> (rows, n), the sum of grad @ weight, accumulated in the GEMMs.
 at::Tensor projections_grad(at::TensorList grads, at::TensorList weights) {
   check(grads, weights);
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -34,7 +34,7 @@ at::Tensor projections_grad_cuda(at::TensorList grads, at::TensorList weights) {
   check(grads, weights);
   c10::DeviceGuard guard(grads[0].device());
   at::Tensor sum = at::empty({grads[0].size(0), weights[0].size(1)}, grads[0].options());
-  for (size_t i = 0; i < grads.size(); ++i) core::multiply(sum, grads[i], weights[i], i > 0, 1, /*sustained=*/true);
+  for (size_t i = 0; i < grads.size(); ++i) gemm::multiply(sum, grads[i], weights[i], i > 0, 1, /*sustained=*/true);
   return sum;
 }
 

@@ -1,13 +1,13 @@
 #pragma once
 
-// The part of cuBLASLt that products.cpp calls, reached by dlopen in the copy that torch has loaded. Numbers and layouts
+// The part of cuBLASLt that plan.cpp calls, reached by dlopen in the copy that torch has loaded. Numbers and layouts
 // are those of its ABI, the same since CUDA 11.
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
-namespace liger::runtime {
+namespace liger::gemm {
 
 using LtStatus = int;
 constexpr LtStatus kLtSuccess = 0, kLtNotInitialized = 1, kLtAllocFailed = 3, kLtExecutionFailed = 13,
@@ -58,4 +58,4 @@ struct CublasLt {
   static const CublasLt* get();
 };
 
-}  // namespace liger::runtime
+}  // namespace liger::gemm

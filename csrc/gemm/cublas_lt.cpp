@@ -1,11 +1,11 @@
-#include "runtime/cublas_lt.h"
+#include "gemm/cublas_lt.h"
 
 #include <dlfcn.h>
 
 #include <initializer_list>
 #include <type_traits>
 
-namespace liger::runtime {
+namespace liger::gemm {
 namespace {
 
 struct Loaded {
@@ -54,4 +54,4 @@ std::string CublasLt::failure(const char* call, LtStatus status) const {
   return std::string(call) + " returned " + name + " (" + std::to_string(status) + ")";
 }
 
-}  // namespace liger::runtime
+}  // namespace liger::gemm

@@ -1,6 +1,6 @@
 #pragma once
 
-// Matrix products of tensors: those of half precision that are large, on CUDA, by runtime/products.h, others by ATen.
+// GEMMs of tensors: large ones of half precision on CUDA by plan.h, others by ATen.
 
 #include <ATen/ATen.h>
 
@@ -10,9 +10,9 @@
 #include <string>
 
 #include "core/cuda.h"
-#include "runtime/products.h"
+#include "gemm/plan.h"
 
-namespace liger::core {
+namespace liger::gemm {
 
 namespace detail {
 
@@ -33,7 +33,7 @@ struct Operand {
 };
 
 struct Planned {
-  std::shared_ptr<const runtime::ProductPlan> plan;
+  std::shared_ptr<const Plan> plan;
   void* stream = nullptr;
 
   /// False: ATen's way is the better one.
@@ -43,24 +43,24 @@ struct Planned {
     // Row by row, out is BLAS's transpose of itself: b comes first.
     auto first = Operand::of(b, false), second = Operand::of(a, false), into = Operand::of(out, true);
     if (!first || !second || !into) return;
-    const auto addresses = uintptr_t(address(a)) | uintptr_t(address(b)) | uintptr_t(address(out));
+    const auto addresses = uintptr_t(core::address(a)) | uintptr_t(core::address(b)) | uintptr_t(core::address(out));
     const int64_t alignment = std::min<int64_t>(256, int64_t(addresses & -addresses));
     const auto device = out.device().index();
     if (alignment < 16 || !aoti_torch_get_current_cuda_stream) return;
     if (aoti_torch_get_current_cuda_stream(device, &stream) != 0) return;
-    plan = runtime::plan_product(
-        {dtype_of(out), first->transposed, second->transposed, out.size(1), out.size(0), a.size(1), first->leading,
-         second->leading, into->leading, alignment, sustained},
+    plan = gemm::plan(
+        {core::dtype_of(out), first->transposed, second->transposed, out.size(1), out.size(0), a.size(1),
+         first->leading, second->leading, into->leading, alignment, sustained},
         device);
   }
 
   bool run(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) const {
-    const int64_t bytes = int64_t(runtime::workspace_bytes(*plan));
+    const int64_t bytes = int64_t(workspace_bytes(*plan));
     at::Tensor workspace;
     if (bytes > 0) workspace = at::empty({bytes}, out.options().dtype(at::kByte));
     std::string error;
-    const bool ran = runtime::multiply(
-        *plan, stream, alpha, address(b), address(a), beta, out.mutable_data_ptr(),
+    const bool ran = gemm::run(
+        *plan, stream, alpha, core::address(b), core::address(a), beta, out.mutable_data_ptr(),
         workspace.defined() ? workspace.mutable_data_ptr() : nullptr, error);
     TORCH_CHECK(error.empty(), error);
     return ran;
@@ -119,17 +119,16 @@ void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double
 
 }  // namespace detail
 
-/// out = beta * out + alpha * a @ b, on out's device, which is the current one. sustained: see runtime::Product.
+/// out = beta * out + alpha * a @ b, on out's device, which is the current one. sustained: see Problem.
 inline void multiply(
     at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1,
     bool sustained = false) {
   const double multiplications = double(out.numel()) * double(a.size(1));
-  if (multiplications < runtime::kLeastMultiplications || !out.is_cuda() ||
-      !at::isReducedFloatingType(out.scalar_type())) {
+  if (multiplications < kLeastMultiplications || !out.is_cuda() || !at::isReducedFloatingType(out.scalar_type())) {
     detail::multiply_aten(out, a, b, beta, alpha);
   } else {
     detail::multiply_by<detail::Planned>(out, a, b, beta, alpha, sustained);
   }
 }
 
-}  // namespace liger::core
+}  // namespace liger::gemm

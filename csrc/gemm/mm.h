@@ -1,0 +1,15 @@
+#pragma once
+
+// liger::_mm for backward nodes: a graph that torch.compile traces holds it as one call.
+
+#include "core/autograd.h"
+
+namespace liger::gemm {
+
+inline at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_cuda() || !at::isReducedFloatingType(a.scalar_type())) return at::mm(a, b);
+  static const auto op = core::find_op<at::Tensor(const at::Tensor&, const at::Tensor&)>("liger::_mm");
+  return op.call(a, b);
+}
+
+}  // namespace liger::gemm

@@ -32,8 +32,8 @@ def traffic(size, tokens, hidden, classes):
 
 
 def flops(tokens, hidden, classes):
-    product = 2 * tokens * hidden * classes
-    return product, 2 * product
+    gemm = 2 * tokens * hidden * classes
+    return gemm, 2 * gemm
 
 
 def gradients(size, tokens, hidden, classes):
@@ -50,7 +50,7 @@ def formula(input, weight, target):
 
 
 class ThreeGemms(torch.autograd.Function):
-    """The products alone, all tokens at once; whatever stands where the gradient of the logits would is as good."""
+    """The GEMMs alone, all tokens at once; whatever stands where the gradient of the logits would is as good."""
 
     @staticmethod
     def forward(ctx, input, weight):
@@ -65,7 +65,7 @@ class ThreeGemms(torch.autograd.Function):
 
 
 class ChunkedGemms(torch.autograd.Function):
-    """The products alone as ours makes them, `chunk` tokens at a time, the weight's gradient added up."""
+    """The GEMMs alone as ours makes them, `chunk` tokens at a time, the weight's gradient added up."""
 
     @staticmethod
     def forward(ctx, input, weight, chunk, with_gradients):

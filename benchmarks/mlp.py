@@ -29,8 +29,8 @@ def traffic(size, tokens, hidden, intermediate):
 
 
 def flops(tokens, hidden, intermediate):
-    products = 3 * 2 * tokens * hidden * intermediate
-    return products, 2 * products
+    gemms = 3 * 2 * tokens * hidden * intermediate
+    return gemms, 2 * gemms
 
 
 def mlp(gated):

@@ -1,4 +1,4 @@
-"""Chunks whose logits nobody reads: bf16, large products, compute capability 9.0."""
+"""Chunks whose logits nobody reads: bf16, large GEMMs, compute capability 9.0."""
 
 import json
 import math

@@ -194,7 +194,6 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("status", status);
   m.def("set_hook", set_hook);
   m.def("set_compiler", set_compiler);
-  m.def("pack_directory", pack_directory);
   m.def("device_count", device_count);
   m.def("device", [](int index) {
     std::string error;

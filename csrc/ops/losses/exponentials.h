@@ -1,6 +1,6 @@
 #pragma once
 
-// A chunk of fused_linear_cross_entropy whose logits nobody reads: its first product hands out exponentials and their
+// A chunk of fused_linear_cross_entropy whose logits nobody reads: its first GEMM hands out exponentials and their
 // sums, from which losses and gradients follow by a factor a row. What that takes, and why it is right:
 // liger_ops/kernels/losses/exponentials.py. Compute capability 9.0 and bf16, losses
 // without smoothing, softcap, bias and metrics.
@@ -17,6 +17,7 @@
 #include "core/cuda.h"
 #include "kernels/exponentials.h"
 #include "ops/losses/cross_entropy.h"
+#include "runtime/device.h"
 #include "runtime/loader.h"
 #include "runtime/tensor_map.h"
 
@@ -25,8 +26,8 @@ namespace liger::ops::fused_linear_cross_entropy {
 using namespace core;
 
 class Exponentials {
-  using Product = kernels::fused_linear_cross_entropy_exp_logits;
-  static constexpr const Product::Config& kConfig = Product::configs[0];
+  using ExpLogits = kernels::fused_linear_cross_entropy_exp_logits;
+  static constexpr const ExpLogits::Config& kConfig = ExpLogits::configs[0];
   static constexpr int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static constexpr int64_t kPairRows = 2 * kConfig.TILE_M;  // those that share a tile of the weight
   // Rows of x that all tiles of classes pass by before the next ones do: they stay in the L2 cache.
@@ -34,7 +35,7 @@ class Exponentials {
   static constexpr int64_t kLeastLogits = 1 << 25;
 
  public:
-  /// Whether products of `rows` tokens are large enough, on a device that has the kernel, in a layout that it takes.
+  /// Whether GEMMs of `rows` tokens are large enough, on a device that has the kernel, in a layout that it takes.
   /// may_allocate: a hundredth of what exponentials take, for sums, where rows of x are shorter than those.
   static bool serve(const at::Tensor& x, const at::Tensor& weight, int64_t rows, bool may_allocate) {
     if (!x.is_cuda() || x.scalar_type() != at::kBFloat16) return false;
@@ -166,7 +167,7 @@ class Exponentials {
   void multiply(at::Tensor& e, const at::Tensor& x, const void* sums, int32_t sums_row) const {
     const int64_t rows = e.size(0), classes = e.size(1), columns = x.size(1);
     auto row_bytes = [](const at::Tensor& t) { return t.stride(0) * int64_t(t.element_size()); };
-    Product::Args args{};
+    ExpLogits::Args args{};
     auto map = [&](auto& to, const char* name, const at::Tensor& t, int tile_rows, int tile_columns) {
       std::string error =
           runtime::map_tiles(to, address(t), t.size(0), t.size(1), row_bytes(t), tile_rows, tile_columns);
@@ -189,7 +190,7 @@ class Exponentials {
     args.scale = float(scale_);
     const int64_t clusters = persistent_programs(x.device(), 2 * pairs * tiles(classes), 1) / 2;
     for (args.again = 0; args.again < 2; ++args.again) {
-      launch<Product>(op_, x.device(), 0, {uint32_t(2 * std::max<int64_t>(1, clusters))}, args);
+      launch<ExpLogits>(op_, x.device(), 0, {uint32_t(2 * std::max<int64_t>(1, clusters))}, args);
     }
   }
 
@@ -203,8 +204,8 @@ class Exponentials {
       const char* value = std::getenv("LIGER_OPS_EXPONENTIALS");
       const bool wanted = !value || std::strcmp(value, "0") != 0;
       const auto* info = runtime::device_info(device, error);
-      const bool can = wanted && info && Product::kernel.spec().is_for(info->capability) && runtime::maps_tiles();
-      const auto loads = can ? runtime::loads(Product::kernel, 0, device) : runtime::Loads::No;
+      const bool can = wanted && info && ExpLogits::kernel.spec().is_for(info->capability) && runtime::maps_tiles();
+      const auto loads = can ? runtime::loads(ExpLogits::kernel, 0, device) : runtime::Loads::No;
       if (loads == runtime::Loads::NotNow) return false;
       answer = loads == runtime::Loads::Yes ? 1 : -1;
       known[device].store(answer, std::memory_order_relaxed);

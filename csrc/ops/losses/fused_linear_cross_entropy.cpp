@@ -6,7 +6,7 @@
 // of the classes; token_weight: (...), what each token's loss is multiplied by (a mean still divides by the sum of the
 // targets' class weights). Everything else is as in cross_entropy.
 //
-// A loss that is reduced has its gradients made in forward, while a chunk's logits are there: three matrix products a
+// A loss that is reduced has its gradients made in forward, while a chunk's logits are there: three GEMMs a
 // chunk, the floor. Backward multiplies them by what arrives, on the device, and touches nothing where that is 1.
 // reduction="none" cannot know what will arrive: backward makes the logits again.
 //

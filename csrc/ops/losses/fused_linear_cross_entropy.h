@@ -47,7 +47,7 @@ struct Forward {
 
 struct Plan {
   int64_t chunk = 1, chunks = 0;  // tokens a chunk
-  int64_t row;  // elements from one row of logits to the next: whole cache lines, which matrix products want
+  int64_t row;  // elements from one row of logits to the next: whole cache lines, which GEMMs want
   int64_t bytes;  // of everything that lives no longer than the call
 };
 

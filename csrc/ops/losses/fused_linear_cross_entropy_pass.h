@@ -2,9 +2,9 @@
 
 // The loop over chunks of tokens below fused_linear_cross_entropy, on CPU and CUDA.
 //
-// M tokens, H hidden, V classes. A chunk of T tokens costs three matrix products (logits, d input, d weight) around the
+// M tokens, H hidden, V classes. A chunk of T tokens costs three GEMMs (logits, d input, d weight) around the
 // rows of cross_entropy, all in one buffer of T x V logits that its gradient overwrites; some need no such rows, see
-// exponentials.h. What T decides: small chunks are slow products that read and write d weight once each; large ones are
+// exponentials.h. What T decides: small chunks are slow GEMMs that read and write d weight once each; large ones are
 // memory.
 
 #include "gemm/multiply.h"
@@ -53,7 +53,7 @@ struct Pass {
   /// Where the logits of the tokens from `first` on go, in the buffer's rows.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
     const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
-    // Rows without gaps where a product would read these, which nobody writes: oneDNN does on CPUs with AMX (torch 2.13).
+    // Rows without gaps where a GEMM would read these, which nobody writes: oneDNN does on CPUs with AMX (torch 2.13).
     // On CUDA, ATen adds a bias to rows with gaps after it has rounded them, where classes are a multiple of 8.
     const bool dense = x.is_cpu() || (bias.defined() && classes % 8 == 0);
     if (dense) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
@@ -101,7 +101,7 @@ struct Pass {
   }
 };
 
-/// Tokens in rows of unit stride, as matrix products and our kernels take them.
+/// Tokens in rows of unit stride, as GEMMs and our kernels take them.
 inline Tensor as_rows(const Tensor& input) {
   Tensor x = as_matrix(input);
   return x.stride(1) == 1 || x.size(1) == 1 ? x : x.contiguous();

@@ -22,7 +22,7 @@ Plan make_plan(
   const int64_t sums = has_sums ? Exponentials::bytes_of_sums(classes) : 0;
   const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;
   const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted) ? 40 : 0);
-  // Enough for products that run at full speed; without gradients less will do.
+  // Enough for GEMMs that run at full speed; without gradients less will do.
   const int64_t usual = (wanted.any_gradient() ? 1280 : 320) * kMiB + tokens * per_token;
   const int64_t budget = memory_budget.value_or(std::max(usual, per_row * kTile / 2 + tokens * per_token));
   const int64_t least = tokens * per_token + per_row;
@@ -30,7 +30,7 @@ Plan make_plan(
       budget >= least || tokens == 0, op, "memory_budget",
       c10::str("be at least ", least, " bytes for the logits of one of ", tokens, " tokens"), budget);
   int64_t most = std::min<int64_t>((budget - tokens * per_token) / per_row, 8192);
-  // cuBLAS cuts products of this size into pairs of tiles, 256 tokens: 768 a chunk take less time than 832 or 896, and
+  // cuBLAS cuts GEMMs of this size into pairs of tiles, 256 tokens: 768 a chunk take less time than 832 or 896, and
   // 1280 than 1408 (H200, 4096 x 128256 and 3584 x 151936).
   const int64_t tile = most < 2 * kTile ? kTile / 4 : kTile;
   if (most > tile) most = most / tile * tile;

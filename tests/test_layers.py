@@ -36,6 +36,16 @@ def test_a_file_includes_what_lies_in_its_folder_or_below():
         assert not [name for name in ours(path) if name.split("/")[0] in above], path
 
 
+def test_a_family_of_operators_includes_no_file_of_another():
+    """What two families share lies in a folder below."""
+    files = [path.relative_to(CSRC) for path in FILES if CSRC / "ops" in path.parents]
+    assert files
+    for path in files:
+        assert len(path.parts) == 3, f"{path} belongs to no family"
+        others = [name for name in ours(CSRC / path) if name.startswith("ops/") and Path(name).parent != path.parent]
+        assert not others, path
+
+
 def graph():
     """A header and its source file are one."""
     found = {}

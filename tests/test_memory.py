@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_ops.reference import operators
+
 ops = torch.ops.liger
 ROWS, N, CLASSES = 4, 8, 6
 FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this call\)"
@@ -53,11 +55,23 @@ def public_calls() -> dict[str, dict[str, Any]]:
             f"{op}_packed": dict(gate_up=numbers(ROWS, 2 * N)),
             f"{op}_linear": dict(**gate, weight=numbers(5, N), bias=numbers(5)),
         }
+    for op, names in plain_operators().items():
+        calls.setdefault(op, {name: numbers(ROWS, N) for name in names})
     return calls
+
+
+def plain_operators() -> dict[str, list[str]]:
+    """Tensors of the operators that take nothing but rows, and keep them."""
+    tensors = {
+        op: [name for name, p in declared.__signature__.parameters.items() if "Tensor" in p.annotation]
+        for op, declared in operators().items()
+    }
+    return {op: names for op, names in tensors.items() if len(names) == operators()[op].rows}
 
 
 # Those of the arguments above that forward keeps for backward, by the names that they have there.
 SAVED = {
+    **{op: {name: name for name in names} for op, names in plain_operators().items()},
     "rms_norm": dict(x="x", weight="weight"),
     "fused_add_rms_norm": dict(weight="weight"),
     "layer_norm": dict(x="x", weight="weight"),

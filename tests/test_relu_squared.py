@@ -131,7 +131,7 @@ def test_autocast_leaves_the_dtype(device):
     with torch.autocast(device, torch.bfloat16):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(4, 8, device=device, dtype=dtype)
-            assert relu_squared(x).dtype == reference(x).dtype == dtype
+            assert relu_squared(x).dtype == dtype
 
 
 def test_meta():

@@ -60,6 +60,7 @@ lint: $(linters)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" --dry-run -Werror
+	$(PYTHON) liger_ops/aot/build.py declarations liger_ops
 	$(PYTHON) -m mypy
 
 demo: build $(models)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         print(grid(["kind", "op", "shape", "dtype", "pass", "before", "after", "ratio", ""], rows))
     gone = [k for k in old if k[-1] == args.provider and k not in new]
     for key in gone:
-        print(f"No longer measured: {' '.join(key)} (was {number(old[key]['median'])} {old[key]['unit']})")
+        print(f"No longer measured: {' '.join(key)} (was {number(old[key]['median'])} {old[key].get('unit', '')})")
     compared = sum(k[-1] == args.provider and k in new for k in old)
     print(f"{args.provider}: {compared} compared, {regressions} regressions, {len(gone)} gone.")
     return int(bool(regressions or gone))

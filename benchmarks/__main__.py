@@ -14,7 +14,8 @@ import torch
 
 from benchmarks import compare, gemm, report, tune, warm
 from benchmarks.arguments import add_out, positive, shape_of
-from benchmarks.harness import COLD_START_RUNS, COVER, HOST_TURNS, Case, CpuClock, CudaClock, Runner
+from benchmarks.clock import COVER, CpuClock, CudaClock
+from benchmarks.harness import COLD_START_RUNS, HOST_TURNS, Case, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
 from benchmarks.providers import DEFAULT_PROVIDERS, PROVIDERS, discover, is_ours

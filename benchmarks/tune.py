@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import positive, shape_of
-from benchmarks.harness import COVER, Case, CudaClock, Problem, WrongResult, measure_ceilings
+from benchmarks.clock import COVER, CudaClock, measure_ceilings
+from benchmarks.harness import Case, Problem, WrongResult
 from benchmarks.providers import discover, load
 
 # What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone. KEEP, what a program

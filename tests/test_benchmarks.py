@@ -16,7 +16,7 @@ from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
 from benchmarks import __main__ as main
-from benchmarks import compare, harness, loss_curves, report, swiglu, training, tune
+from benchmarks import clock, compare, harness, loss_curves, report, swiglu, training, tune
 from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
@@ -72,7 +72,7 @@ BROKEN = {
 @pytest.mark.parametrize("suite", ["quick", "anchors"])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness.CpuClock, "ceiling_bytes", 1 << 20)
+    monkeypatch.setattr(clock.CpuClock, "ceiling_bytes", 1 << 20)
     monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
     op, expected = BROKEN[broken]
     asked = f"--suite {suite} --device cpu --rounds 1 --providers hf,quack,ours --out {tmp_path}".split()
@@ -88,7 +88,7 @@ def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, mo
 
 
 def test_some_shapes_of_a_suite_run_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness.CpuClock, "ceiling_bytes", 1 << 20)
+    monkeypatch.setattr(clock.CpuClock, "ceiling_bytes", 1 << 20)
     monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
     ops = {"swiglu": replace(SMALL, shapes={"quick-cpu": [(2, 64), (4, 64), (8, 64)]})}
     asked = f"--suite quick --device cpu --rounds 1 --providers ours --out {tmp_path} --shapes".split()

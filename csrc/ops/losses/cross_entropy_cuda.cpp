@@ -65,9 +65,8 @@ void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, in
   auto point_of = [&](int form) { return runtime::point_of<K>(K::dtype(dtype_of(logits)), form); };
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point_of(call.extras ? 2 : 0));
   const auto& from = walk.strides[0];
-  // Rows that leave multiprocessors idle are shared out; with extras, for which no such variants are compiled, they are
-  // not. A step: what a program reads at a time, of 16-bit logits; with fewer than two it would sooner be done than have
-  // met the others.
+  // Rows too few to fill the GPU are split among programs, except with extras, for which no such variants are compiled.
+  // A step: what a program reads at a time, of 16-bit logits. Below two steps, synchronising costs more than it saves.
   const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = columns_end(config, walk.n);
   const int64_t processors = call.extras ? 0 : runtime::multiprocessors(call.device.index());
   const int64_t wanted = std::min(

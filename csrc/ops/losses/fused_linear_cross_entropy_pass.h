@@ -82,7 +82,7 @@ struct Pass {
     gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
   }
 
-  /// A chunk without its logits. Until it is made, d input lends its rows to sums, then to the weighed tokens.
+  /// A chunk without its logits. d_input doubles as scratch space: for the sums, then for the weighed tokens.
   void add_exponentials(
       const Exponentials& by, const Tensor& buffer, int64_t first, const RowsOut& out, const Tensor& totals,
       const Tensor& grad) {
@@ -112,8 +112,8 @@ inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
   return s.token_weight->reshape(-1).to(compute_type(input)).contiguous();
 }
 
-/// Whether logits are for nothing but the loss and, if any, its gradients, of which that of input is one: it lends its rows
-/// to what comes before it.
+/// True if the logits-free path applies: nothing but the loss and its gradients is asked for, and the gradient of input, if
+/// any gradient is, whose memory doubles as scratch space.
 inline bool is_loss_alone(const Settings& s, const Tensor& bias, const Wanted& wanted) {
   const bool extras = bias.defined() || s.o.label_smoothing != 0 || s.o.softcap || wanted.metrics || wanted.log_probs;
   const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;

@@ -15,7 +15,7 @@ Backward: a gradient depends on its logit and the row's statistics alone; progra
 may write over what they read. fwd_bwd does both, row by row: it keeps the first KEPT columns, see kept.py, and finds
 the others in the L2 cache when it reads them again.
 
-Rows that are longer than a program can keep are shared out, PART columns a program. So are SHARED ones in forward,
+Rows longer than a program can keep are split, PART columns per program. So are SHARED ones in forward,
 without extras, which are too few to occupy the device. The programs of a row meet after its first read, which asks that
 all of them run at a time: the host shares out no row among more programs than the device has multiprocessors.
 
@@ -369,7 +369,7 @@ def whole_config(keep, lanes, tiles, aligned=True, programs_per_sm=0, common_onl
 
 
 def part_config(max_n, keep, lanes, tiles, aligned=True, programs_per_sm=0, common_only=False):
-    """For rows that are shared out, in parts that are kept."""
+    """For rows that are split into parts that programs keep."""
     return both_config(max_n, lanes, tiles, 16 * lanes, aligned, keep, keep, True, programs_per_sm, common_only)
 
 

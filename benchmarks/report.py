@@ -29,7 +29,7 @@ GRID_BYTES, GRID_SHARE = 64 << 20, 0.9
 BY_HAND = "<!-- by hand from here on -->"
 LEGEND = (
     "Median (quartiles). × is time over the floor: the fewest bytes the pass can move, at the copy ceiling measured in "
-    "the same run, or the operations of its matrix products at that of a large one, if longer; where three GEMMs were "
+    "the same run, or the operations of its GEMMs at that of a large one, if longer; where three GEMMs were "
     "measured, their time. The fastest is bold. Forward runs without grad; full is forward and backward."
 )
 
@@ -112,7 +112,7 @@ def machine_lines(records: Sequence[Record]) -> list[str]:
     lines = [", ".join(f"{k} {v}" for k, v in facts.items())]
     lines.append(f"Copy ceiling at the start and end of the run: {copies} GB/s.")
     if ceilings and "matmul_tflop_s" in ceilings[0]:
-        lines.append(f"bf16 matrix product: {number(ceilings[0]['matmul_tflop_s'])} TFLOP/s.")
+        lines.append(f"bf16 GEMM: {number(ceilings[0]['matmul_tflop_s'])} TFLOP/s.")
     if machine["device"] == "cuda" and machine.get("flushes", 1) == 1:
         lines.append(
             "Where the host needs longer than the write that evicts the L2, some 60 µs, its time is in the device's."

@@ -80,6 +80,7 @@ def test_functions_and_classes(door):
         LigerGEGLUMLP,
         LigerLayerNorm,
         LigerPhi3SwiGLUMLP,
+        LigerReLUSquared,
         LigerRMSNorm,
         LigerSwiGLUMLP,
         liger_rotary_pos_emb,
@@ -88,6 +89,7 @@ def test_functions_and_classes(door):
         CrossEntropyOutput,
         liger_cross_entropy,
         liger_fused_linear_cross_entropy,
+        liger_relu_squared,
     )
     from liger_kernel.transformers.rms_norm import LigerRMSNormForGemma
     from transformers import LlamaConfig
@@ -102,6 +104,8 @@ def test_functions_and_classes(door):
         LigerLayerNormFunction.apply(x, torch.ones(32), torch.zeros(32), 1e-5), TF.layer_norm(x, (32,))
     )
     torch.testing.assert_close(LigerSiLUMulFunction.apply(x, x, 2.0, 3.0), 3 * TF.silu(2 * x) * x)
+    torch.testing.assert_close(LigerReLUSquared()(x), TF.relu(x).square())
+    torch.testing.assert_close(liger_relu_squared(x), TF.relu(x).square())
 
     config = LlamaConfig(**SIZES)
     torch.testing.assert_close((m := LigerSwiGLUMLP(config))(x), m.down_proj(TF.silu(m.gate_proj(x)) * m.up_proj(x)))

@@ -85,6 +85,12 @@ def test_find_package_chooses_by_torch_and_version(tmp_path):
     assert "liger_ops" in find(tmp_path, "99.0") and found not in find(tmp_path, "99.0")
 
 
+def test_find_package_takes_the_library_that_is_named(tmp_path):
+    built_here = tmp_path / "libliger_ops_torch-0123456789ab.so"
+    built_here.symlink_to(liger_ops._loaded.library)
+    assert f"library {built_here} version" in find(tmp_path, before=f'set(liger_ops_LIBRARY "{built_here}")')
+
+
 def test_find_package_says_what_there_is_for_another_torch(tmp_path):
     config = Path(liger_ops.__file__).parent / "share/cmake/liger_ops/liger_opsConfig.cmake"
     root = tmp_path / "package"

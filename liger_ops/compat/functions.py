@@ -142,6 +142,10 @@ def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
     return ops.LigerLayerNormFunction.apply(X, W, B, eps)
 
 
+def liger_relu_squared(x: Tensor) -> Tensor:
+    return ops.LigerReLUSquaredFunction.apply(x)
+
+
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
     return ops.LigerSiLUMulFunction.apply(a, b)
 
@@ -243,6 +247,7 @@ FUNCTIONAL = [
     "liger_geglu",
     "liger_layer_norm",
     "liger_qwen2vl_mrope",
+    "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
     "liger_swiglu",

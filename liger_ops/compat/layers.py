@@ -191,6 +191,17 @@ class LigerLayerNorm(nn.Module):
         return ops.LigerLayerNormFunction.apply(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
 
+# ---- Activation
+
+
+class LigerReLUSquared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.LigerReLUSquaredFunction.apply(x)
+
+
 # ---- Embedding
 
 

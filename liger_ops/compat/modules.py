@@ -27,6 +27,7 @@ TRANSFORMERS = {
         *patching.APPLIERS,
     ],
     "qwen2vl_mrope": ["liger_multimodal_rotary_pos_emb"],
+    "relu_squared": ["LigerReLUSquared"],
     "rms_norm": [
         "LigerRMSNorm",
         "LigerRMSNormForGemma",
@@ -63,6 +64,7 @@ OPS = {
     "llama4_rope": ["LigerLlama4RopeFunction"],
     "mlp": ["LigerMLPFunction"],
     "qwen2vl_mrope": ["LigerQwen2VLMRopeFunction"],
+    "relu_squared": ["LigerReLUSquaredFunction"],
     "rms_norm": ["LigerRMSNormFunction"],
     "rope": ["LigerRopeFunction"],
     "swiglu": ["LigerFusedGateUpSiLUMulFunction", "LigerSiLUMulFunction"],

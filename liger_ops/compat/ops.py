@@ -66,6 +66,12 @@ class LigerFusedGateUpSiLUMulFunction:
         return F.swiglu_packed(y)
 
 
+class LigerReLUSquaredFunction:
+    @staticmethod
+    def apply(X: Tensor) -> Tensor:
+        return F.relu_squared(X)
+
+
 class LigerGELUMulFunction:
     @staticmethod
     def apply(a: Tensor, b: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def cross_entropy_fwd_kernel(
     label_smoothing, lse_square_scale, softcap, flags,
     EXTRAS: tl.constexpr, SHARED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: rows are so few that they are shared out, `part` columns a program."""
+    """SHARED: few rows; several programs share one, `part` columns each."""
     parts = 1
     row = tl.program_id(0)
     begin = 0
@@ -354,8 +354,8 @@ def both_config(
 ):
     """max_n, share and keep count 16-bit logits; one of 32 bits counts twice."""
     assert share % (lanes * tiles * 8) == keep % (lanes * tiles * 8) == 0
-    # No block of a part may reach into the next, which another program writes. Extras have a quarter of it; without
-    # them, what is shared out is kept.
+    # No block may cross into the next part, which another program writes. Blocks are block_n // 4 columns with extras;
+    # without extras a shared part stays in registers.
     assert share // 2 % (block_n // 4) == 0
     constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned), BLOCK_N=block_n)
     constexprs |= dict(SHARE=share, KEEP=keep, KEEPS_ALL=int(keeps_all))

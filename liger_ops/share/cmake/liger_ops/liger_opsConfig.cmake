@@ -1,12 +1,15 @@
 # find_package(liger_ops): the target liger_ops::liger_ops, which registers torch.ops.liger.* in what links it.
-# The package has one operator library per torch minor version; find_package(Torch) decides which.
+# The package has one operator library per torch minor version; find_package(Torch) decides which. A library that
+# `python -m liger_ops build` made is named by -Dliger_ops_LIBRARY=PATH.
 
 include(CMakeFindDependencyMacro)
 find_dependency(Torch)
 
 get_filename_component(liger_ops_ROOT_DIR "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" liger_ops_TORCH "${Torch_VERSION}")
-set(liger_ops_LIBRARY "${liger_ops_ROOT_DIR}/lib/libliger_ops_torch${liger_ops_TORCH}.so")
+if(NOT liger_ops_LIBRARY)
+  set(liger_ops_LIBRARY "${liger_ops_ROOT_DIR}/lib/libliger_ops_torch${liger_ops_TORCH}.so")
+endif()
 
 if(NOT EXISTS "${liger_ops_LIBRARY}")
   file(GLOB liger_ops_PRESENT RELATIVE "${liger_ops_ROOT_DIR}/lib" "${liger_ops_ROOT_DIR}/lib/libliger_ops_torch*.so")

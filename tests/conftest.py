@@ -5,7 +5,7 @@ import torch
 from stub_cuda import packs as stub_cuda_packs
 from support import interpret
 
-import liger_ops  # noqa: F401  registers torch.ops.liger
+import liger_ops
 from liger_ops import compat, projections
 from liger_ops.__main__ import operators
 
@@ -16,14 +16,14 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU the gpu tests are deselected, and counted as such, rather than skipped one by one."""
+    """Tests that cannot run here are deselected, and counted as such, rather than skipped one by one."""
     # What takes long comes first: at the end one process would wait for another's.
     items.sort(key=lambda item: not item.path.name.startswith("test_transformers"))
-    if torch.cuda.is_available():
-        return
-    gone = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=gone)
+    present = {"gpu": torch.cuda.is_available(), "library": liger_ops._loaded.library is not None}
+    missing = [name for name, is_present in present.items() if not is_present]
+    gone = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=list(gone))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

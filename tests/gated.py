@@ -178,6 +178,7 @@ class GatedTests:
                 check_op(ours, reference, inputs, [grad], device)
 
     @pytest.mark.parametrize("held", [False, True])
+    @pytest.mark.library
     def test_linear_backward_writes_over_inputs_that_nobody_holds(self, held, device):
         leaves = make((4, 256), torch.float32, device)[:2]
         weight, bias, grad = parameters_of_linear(256, (4,), torch.float32, device)
@@ -194,6 +195,7 @@ class GatedTests:
         assert (set(seen) == where) != held
         assert all(torch.equal(a, b) for a, b in zip(names, values))
 
+    @pytest.mark.library
     def test_linear_keeps_no_product(self, device):
         gate, up, _ = make((4, 64), torch.float32, device)
         weight, bias, _ = parameters_of_linear(64, (4,), torch.float32, device)
@@ -267,6 +269,7 @@ class GatedTests:
         check_reads_only(self.packed, [torch.cat([gate, up], -1).detach().requires_grad_()], [grad])
 
     @pytest.mark.parametrize("held", [False, True])
+    @pytest.mark.library
     def test_backward_writes_over_inputs_that_nobody_holds(self, held, device):
         leaves = make((4, 256), torch.float32, device)
         expected = torch.autograd.grad(self.op(*leaves[:2]), leaves[:2], leaves[2])
@@ -282,6 +285,7 @@ class GatedTests:
         assert all(torch.equal(a, b) for a, b in zip(names, values))
 
     @pytest.mark.parametrize("held", [False, True])
+    @pytest.mark.library
     def test_packed_backward_writes_over_an_input_that_nobody_holds(self, held, device):
         leaf = torch.randn(4, 512, device=device, requires_grad=True)
         grad = torch.randn(4, 256, device=device)
@@ -313,6 +317,7 @@ class GatedTests:
         gate, up, grad = make((4, 64), torch.float32, device)
         check_second_backward(lambda g, u: self.op(g * 1.0, u * 1.0), [gate, up], [grad])
 
+    @pytest.mark.library
     def test_double_backward_is_refused(self, device):
         gate, up, grad = make((4, 64), torch.float32, device)
         eye = torch.eye(64, device=device)
@@ -323,6 +328,7 @@ class GatedTests:
         ):
             check_no_double_backward(name, op, [gate, up], [grad])
 
+    @pytest.mark.library
     def test_forward_mode_is_refused(self, device):
         with torch.autograd.forward_ad.dual_level():
             x = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
@@ -345,6 +351,7 @@ class GatedTests:
             assert torch.autograd.gradcheck(ours, [gate, up, weight, bias])
 
     @pytest.mark.parametrize("requires_grad", [True, False])
+    @pytest.mark.library
     def test_opcheck(self, requires_grad, device):
         gate, up, grad = make((4, 16), torch.float32, device)
         check = dict(test_utils=OPCHECKS)
@@ -379,6 +386,7 @@ class GatedTests:
         calls = [make((rows, n), torch.float32, device) for rows, n in [(4, 64), (6, 128), (10, 250)]]
         check_one_graph(mlp, [([gate, up], [grad]) for gate, up, grad in calls])
 
+    @pytest.mark.library
     def test_inductor(self, device):
         def mlp(x, weight):
             inner = x @ weight
@@ -388,6 +396,7 @@ class GatedTests:
         check_inductor(mlp, [x, weight], [torch.randn(32, 32, device=device)])
 
     @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.library
     def test_export_keeps_the_op_and_the_batch_dynamic(self, strict, device):
         inputs, others = (torch.randn(2, rows, 32, device=device) for rows in (4, 9))
         check_export(self.op, self.module(), inputs, others, strict)
@@ -400,6 +409,7 @@ class GatedTests:
     def module() -> torch.nn.Module:
         raise NotImplementedError
 
+    @pytest.mark.library
     def test_meta(self):
         gate = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16).transpose(0, 1)
         out = self.op(gate, gate)
@@ -409,6 +419,7 @@ class GatedTests:
         linear = self.linear(gate, gate, gate.new_empty(7, 64))
         assert (linear.shape, linear.dtype, linear.device.type) == ((3, 5, 7), gate.dtype, "meta")
 
+    @pytest.mark.library
     def test_linear_casts_as_a_linear_layer_does_under_autocast(self, device):
         gate, up, _ = make((4, 64), torch.float32, device)
         weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
@@ -419,6 +430,7 @@ class GatedTests:
         gradients = torch.autograd.grad(out, [gate, up, weight, bias], grad.bfloat16())
         assert all(g.dtype == torch.float32 for g in gradients)
 
+    @pytest.mark.library
     def test_backward_may_run_inside_autocast(self, device):
         gate, up, _ = make((4, 64), torch.float32, device)
         weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
@@ -466,11 +478,13 @@ class GatedTests:
     }
 
     @pytest.mark.parametrize("case", ERRORS)
+    @pytest.mark.library
     def test_errors(self, case):
         arguments, message = self.ERRORS[case]
         with pytest.raises(RuntimeError, match=f"{self.stem}: {message}.*got "):
             self.op(*arguments())
 
+    @pytest.mark.library
     def test_packed_errors(self):
         with pytest.raises(RuntimeError, match=f"{self.stem}_packed: gate_up must have an even last dimension .got 7"):
             self.packed(torch.ones(2, 7))
@@ -491,6 +505,7 @@ class GatedTests:
     }
 
     @pytest.mark.parametrize("case", LINEAR_ERRORS)
+    @pytest.mark.library
     def test_linear_errors(self, case):
         change, bias, message = self.LINEAR_ERRORS[case]
         with pytest.raises(RuntimeError, match=f"{self.stem}_linear: {message}.*got "):

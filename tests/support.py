@@ -76,7 +76,8 @@ def path_taken(device: str):
     yield
     counts = liger_ops.launch_counts()
     used = {path for path, count in counts.items() if count}
-    assert used == {served_by(device)}, counts
+    # Formulas launch nothing of ours.
+    assert used == ({served_by(device)} if liger_ops._loaded.library else set()), counts
 
 
 @torch.no_grad()

@@ -141,6 +141,7 @@ def test_special_values_follow_pytorch(device):
 @pytest.mark.parametrize("op", [cross_entropy, overwriting])
 @pytest.mark.parametrize("offset", [0.0, 64.0, -1000.0])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.library
 def test_confident_predictions_keep_their_digits(dtype, offset, op, device):
     """1 - p_y far below fp32's 6e-8 is exact in the loss, and in the gradient up to the one rounding of its dtype."""
     n, gaps = 1000, [4.0, 8.0, 16.0, 32.0]
@@ -165,6 +166,7 @@ def test_confident_predictions_keep_their_digits(dtype, offset, op, device):
 @pytest.mark.parametrize("with_weight", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("n", [136, 1001, 9000])
+@pytest.mark.library
 def test_metrics(n, reduction, with_weight, extras, device):
     logits, target, weight = make((2, 6, n), torch.float32, device, torch.float32 if with_weight else None)
     with torch.no_grad():
@@ -245,6 +247,7 @@ def test_upstream_layouts(layout, device):
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.library
 def test_a_dense_layout_is_kept(device):
     logits = torch.randn(6, 4, 64, device=device).transpose(0, 1).requires_grad_()
     (grad,) = torch.autograd.grad(cross_entropy(logits, torch.zeros(4, 6, dtype=torch.long, device=device)), logits)
@@ -343,6 +346,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("op", [cross_entropy, with_metrics, cross_entropy_])
 @pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.library
 def test_errors(case, op):
     arguments, options, message = ERRORS[case]
     name = op._qualified_op_name.removeprefix("liger::")
@@ -350,6 +354,7 @@ def test_errors(case, op):
         op(*arguments, **options)
 
 
+@pytest.mark.library
 def test_overlapping_logits_cannot_be_overwritten():
     with pytest.raises(RuntimeError, match="cross_entropy_: logits must not overlap themselves"):
         cross_entropy_(torch.ones(1, 8).expand(2, 8), ZEROS)
@@ -361,6 +366,7 @@ def test_double_on_cuda_is_refused():
         cross_entropy(ONES.double().cuda(), ZEROS.cuda())
 
 
+@pytest.mark.library
 def test_launch_counts_name_the_cpu_path():
     liger_ops.reset_launch_counts()
     cross_entropy(ONES, ZEROS)

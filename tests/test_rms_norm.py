@@ -142,11 +142,13 @@ def test_retain_graph_and_second_backward(device):
     check_second_backward(rms_norm, [x, weight], grads)
 
 
+@pytest.mark.library
 def test_double_backward_is_refused(device):
     x, weight, grads = make((4, 64), torch.float32, device)
     check_no_double_backward("rms_norm", rms_norm, [x, weight], grads)
 
 
+@pytest.mark.library
 def test_forward_mode_is_refused(device):
     with torch.autograd.forward_ad.dual_level():
         x = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
@@ -174,6 +176,7 @@ def test_compile_makes_one_graph_for_all_sizes(device):
     check_one_graph(lambda x, w: rms_norm(x, w) * 2, [([x, weight], grads) for x, weight, grads in calls])
 
 
+@pytest.mark.library
 def test_inductor(device):
     x, weight, grads = make((4, 64), torch.float32, device)
     check_inductor(lambda x, w: rms_norm(x + 1, w).relu(), [x, weight], grads)
@@ -189,6 +192,7 @@ class Module(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.library
 def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
     inputs, others = ([torch.randn(batch, 32, device=device)] for batch in (4, 9))
     check_export(rms_norm, Module().to(device), inputs, others, strict)
@@ -254,6 +258,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.library
 def test_errors(case):
     arguments, options, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=f"rms_norm: {message}.*got "):

@@ -47,7 +47,7 @@ def threads(request):
 
 
 @pytest.fixture
-def door():
+def liger_kernel_served():
     """`import liger_kernel` is served by liger_ops."""
     compat.install()
     yield

@@ -30,7 +30,7 @@ def test_names_are_there_only_while_installed():
         import liger_kernel.ops
 
 
-def test_what_is_lacking_is_named(door):
+def test_what_is_lacking_is_named(liger_kernel_served):
     with pytest.raises(ImportError, match="liger_kernel.transformers.LigerJSD has no counterpart in liger_ops"):
         from liger_kernel.transformers import LigerJSD  # noqa: F401
     with pytest.raises(ImportError, match="liger_kernel.chunked_loss"):
@@ -62,7 +62,7 @@ def test_a_real_package_is_not_pushed_aside(tmp_path, monkeypatch):
     del sys.modules["liger_kernel"]
 
 
-def test_transformers_finds_it(door):
+def test_transformers_finds_it(liger_kernel_served):
     from transformers.utils import is_liger_kernel_available
 
     assert is_liger_kernel_available()
@@ -70,7 +70,7 @@ def test_transformers_finds_it(door):
     assert not is_liger_kernel_available()
 
 
-def test_functions_and_classes(door):
+def test_functions_and_classes(liger_kernel_served):
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerLayerNormFunction, LigerSiLUMulFunction
     from liger_kernel.transformers import (
         LigerBlockSparseTop2MLP,
@@ -149,7 +149,7 @@ def test_functions_and_classes(door):
     torch.testing.assert_close(scaled, single * (-single).exp())
 
 
-def test_arguments_of_norms_and_rotations(door):
+def test_arguments_of_norms_and_rotations(liger_kernel_served):
     from liger_kernel.transformers import LigerFusedAddRMSNorm, LigerLayerNorm, LigerRMSNorm
     from liger_kernel.transformers import functional as theirs
 
@@ -180,7 +180,7 @@ def test_arguments_of_norms_and_rotations(door):
     assert equal(theirs.liger_qwen2vl_mrope(q, k, angles.cos(), angles.sin(), [2, 3, 3]), turned)
 
 
-def test_arguments_of_llama4s_rotation(door):
+def test_arguments_of_llama4s_rotation(liger_kernel_served):
     from liger_kernel.ops import LigerLlama4RopeFunction
 
     q, k = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16)
@@ -191,7 +191,7 @@ def test_arguments_of_llama4s_rotation(door):
 
 @pytest.mark.parametrize("metrics", [False, True])
 @pytest.mark.parametrize("scaling", [False, True])
-def test_arguments_of_losses(scaling, metrics, door):
+def test_arguments_of_losses(scaling, metrics, liger_kernel_served):
     from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
     from liger_kernel.transformers import functional as theirs
 
@@ -228,7 +228,7 @@ def test_arguments_of_losses(scaling, metrics, door):
 # Loss, z-loss, accuracy and predictions; the linear loss is fp32 in the package.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_losses_have_the_dtypes_of_the_package(reduction, dtype, door):
+def test_losses_have_the_dtypes_of_the_package(reduction, dtype, liger_kernel_served):
     import liger_kernel.ops as their_ops
     from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
     from liger_kernel.transformers import functional as theirs
@@ -273,7 +273,7 @@ def test_losses_have_the_dtypes_of_the_package(reduction, dtype, door):
     assert theirs.liger_fused_linear_cross_entropy(x, head, target).dtype == torch.float32
 
 
-def test_an_instance(door):
+def test_an_instance(liger_kernel_served):
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
 
     ids, plain = tokens(), make("llama")
@@ -290,7 +290,7 @@ def test_an_instance(door):
         apply_liger_kernel_to_llama(cross_entropy=True)
 
 
-def test_models_made_afterwards(door):
+def test_models_made_afterwards(liger_kernel_served):
     from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama
 
     ids = tokens()
@@ -304,7 +304,7 @@ def test_models_made_afterwards(door):
     assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
 
 
-def test_a_keyword_that_nobody_knows_is_named(door):
+def test_a_keyword_that_nobody_knows_is_named(liger_kernel_served):
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_nemotron
 
     with pytest.raises(TypeError, match=r"apply_liger_kernel_to_llama\(\) .* 'rms_nrom'"):
@@ -315,7 +315,7 @@ def test_a_keyword_that_nobody_knows_is_named(door):
     assert type(model.model.embed_tokens) is nn.Embedding and model.lm_head.liger_memory_budget == 1 << 20
 
 
-def test_a_loss_alone_warns_of_nothing(door):
+def test_a_loss_alone_warns_of_nothing(liger_kernel_served):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False)
@@ -375,12 +375,12 @@ def parameters_of(path):
     return f"{inspect.Signature([p for p in ours if p.name != 'self'])}"
 
 
-def test_parameters_are_the_packages(door):
+def test_parameters_are_the_packages(liger_kernel_served):
     recorded = {path: f"({rest}" for path, bracket, rest in (line.partition("(") for line in NAMES) if bracket}
     assert len(recorded) > 200 and {path: parameters_of(path) for path in recorded} == recorded
 
 
-def test_what_is_not_served_is_refused_by_name(door):
+def test_what_is_not_served_is_refused_by_name(liger_kernel_served):
     refused = [line for line in NAMES if "(" not in line]
     assert len(refused) > 200
     for path in refused:
@@ -388,7 +388,7 @@ def test_what_is_not_served_is_refused_by_name(door):
             found(path)
 
 
-def test_every_name_that_is_served_is_the_packages(door):
+def test_every_name_that_is_served_is_the_packages(liger_kernel_served):
     from liger_ops.compat.modules import MODULES
 
     recorded = {re.split(r"\.(?:apply|forward|from_\w+)$", line.partition("(")[0])[0] for line in NAMES}

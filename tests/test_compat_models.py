@@ -27,7 +27,7 @@ def agrees(ours, theirs, *inputs):
         torch.testing.assert_close(*pair)
 
 
-def test_mlps_of_single_models(door):
+def test_mlps_of_single_models(liger_kernel_served):
     from liger_kernel.transformers import LigerFalconH1MLP, LigerFalconH1SwiGLUMLP, LigerMLP
     from liger_kernel.transformers.geglu import LigerGEGLUMLPForGemma4
     from liger_kernel.transformers.swiglu import LigerHunyuanV1SwiGLUMLP, LigerSwiGLUMLPForMuseGlimmer
@@ -64,7 +64,7 @@ def test_mlps_of_single_models(door):
 
 @pytest.mark.parametrize("shape", [(2, 70, 32), (70, 32)])
 @pytest.mark.parametrize("shards", [None, 1, 4])
-def test_tiled_mlps_run_a_piece_at_a_time(shards, shape, door):
+def test_tiled_mlps_run_a_piece_at_a_time(shards, shape, liger_kernel_served):
     from liger_kernel.ops import apply_tiled_mlp
     from liger_kernel.transformers import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
     from transformers import LlamaConfig
@@ -99,7 +99,7 @@ def test_tiled_mlps_run_a_piece_at_a_time(shards, shape, door):
         ("deepseek_v2", "DeepseekV2Experts", {"n_routed_experts": 5, "moe_intermediate_size": 24}),
     ],
 )
-def test_experts(name, experts, sizes, door):
+def test_experts(name, experts, sizes, liger_kernel_served):
     from liger_kernel.transformers import LigerExperts
     from transformers import AutoConfig
 
@@ -126,7 +126,7 @@ def test_experts(name, experts, sizes, door):
         ours(x, torch.full_like(index, 5), weights)
 
 
-def test_an_embedding_whose_padding_is_zero(door):
+def test_an_embedding_whose_padding_is_zero(liger_kernel_served):
     from liger_kernel.ops import LigerEmbeddingFunction
     from liger_kernel.transformers.experimental.embedding import LigerEmbedding
 
@@ -140,7 +140,7 @@ def test_an_embedding_whose_padding_is_zero(door):
     assert torch.equal(module(ids).sum(-1) == 0, ids == 2)
 
 
-def test_norms_of_single_models(door):
+def test_norms_of_single_models(liger_kernel_served):
     from liger_kernel.transformers import rms_norm as norms
 
     x, weight = torch.randn(7, 32).bfloat16(), torch.randn(32).bfloat16()
@@ -158,7 +158,7 @@ def test_norms_of_single_models(door):
         torch.testing.assert_close(bare(x), TF.rms_norm(x.float(), (32,), eps=1e-6).bfloat16())
 
 
-def test_rotations_of_single_models(door):
+def test_rotations_of_single_models(liger_kernel_served):
     from liger_kernel.transformers import llama4_rope, rope
     from transformers.models.gpt_oss import modeling_gpt_oss
     from transformers.models.llama4 import modeling_llama4
@@ -197,7 +197,7 @@ def test_rotations_of_single_models(door):
     close(llama4_rope.liger_llama4_text_rotary_pos_emb(q, k, torch.cat([freqs[:, 0]] * 2)), expected)
 
 
-def test_the_functional_module(door):
+def test_the_functional_module(liger_kernel_served):
     import liger_kernel
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
@@ -223,7 +223,7 @@ def test_the_functional_module(door):
     assert f.cross_entropy(x, target)[1:] == (None, None, None)
 
 
-def test_the_loss_of_causal_language_models(door):
+def test_the_loss_of_causal_language_models(liger_kernel_served):
     from liger_kernel.transformers.functional import CrossEntropyOutput
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss, unpack_cross_entropy_result
 
@@ -246,7 +246,7 @@ def test_the_loss_of_causal_language_models(door):
     assert unpack_cross_entropy_result((loss, total)) == (loss, total, None, None)
 
 
-def test_options_of_losses_are_checked_when_they_are_made(door):
+def test_options_of_losses_are_checked_when_they_are_made(liger_kernel_served):
     from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 
     for loss in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
@@ -255,7 +255,7 @@ def test_options_of_losses_are_checked_when_they_are_made(door):
                 loss(**wrong)
 
 
-def test_patching_functions_have_the_defaults_of_the_package(door, monkeypatch):
+def test_patching_functions_have_the_defaults_of_the_package(liger_kernel_served, monkeypatch):
     from liger_kernel.transformers import monkey_patch
 
     from liger_ops.compat import patching
@@ -283,7 +283,7 @@ def test_patching_functions_have_the_defaults_of_the_package(door, monkeypatch):
     assert not calls.pop()["layer_norm"]
 
 
-def test_devices_and_backends(door, monkeypatch):
+def test_devices_and_backends(liger_kernel_served, monkeypatch):
     from liger_kernel import utils
 
     def device_is(cuda=False, xpu=False, npu=False, **properties):
@@ -349,7 +349,7 @@ def test_devices_and_backends(door, monkeypatch):
         utils.infer_comm_backend()
 
 
-def test_versions_and_packages(door, monkeypatch):
+def test_versions_and_packages(liger_kernel_served, monkeypatch):
     import transformers
     from liger_kernel.transformers import is_transformers_available
     from liger_kernel.utils import PEFT_AVAILABLE, is_peft_available, transformers_version_dispatch

@@ -145,7 +145,7 @@ def test_sums_go_into_the_norms_that_read_them():
             x = self.last(x)
         return residual + x
     """
-    assert after(rewrite.fuse_sums, body, NORMS).splitlines() == [
+    assert after(rewrite.fuse_add_norm, body, NORMS).splitlines() == [
         "residual = x",
         "x = self.attention(x)",
         "x, residual = liger_add_norm(self.norm, x * 2, residual)",
@@ -169,7 +169,7 @@ def test_sums_go_into_the_norms_that_read_them():
     ],
 )
 def test_other_sums_stay(body):
-    assert after(rewrite.fuse_sums, body, NORMS) is None
+    assert after(rewrite.fuse_add_norm, body, NORMS) is None
 
 
 def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
@@ -179,8 +179,8 @@ def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
         x = self.mlp(x)
         return residual + x
     """
-    assert after(rewrite.keep_inputs, body, NORMS).splitlines() == [
-        "x, residual = liger_keep_norm(self.norm, x)",
+    assert after(rewrite.fuse_norm_and_input, body, NORMS).splitlines() == [
+        "x, residual = liger_norm_and_input(self.norm, x)",
         "x = self.mlp(x)",
         "return residual + x",
     ]
@@ -197,19 +197,19 @@ def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
     ],
 )
 def test_a_residual_that_is_more_than_added_stays(rest):
-    assert after(rewrite.keep_inputs, f"residual = x\nx = self.norm(x)\n{rest}", NORMS) is None
+    assert after(rewrite.fuse_norm_and_input, f"residual = x\nx = self.norm(x)\n{rest}", NORMS) is None
 
 
 def test_a_function_whose_source_is_gone_or_another_stays():
     body = "x = residual + x\nresidual = x\nx = self.norm(x)\nreturn x + residual"
     found, source = function(body)
-    assert rewrite.with_fused_sums(found, NORMS) is not None
+    assert rewrite.with_fused_norms(found, NORMS) is not None
     edited, source = function(body)
     linecache.cache[edited.__code__.co_filename] = 1, None, source.replace("+ x", "- x").splitlines(True), "edited"
     gone, _ = function(body)
     del linecache.cache[gone.__code__.co_filename]
-    assert rewrite.with_fused_sums(edited, NORMS) is rewrite.with_fused_sums(gone, NORMS) is None
-    assert rewrite.with_fused_sums(print, NORMS) is None
+    assert rewrite.with_fused_norms(edited, NORMS) is rewrite.with_fused_norms(gone, NORMS) is None
+    assert rewrite.with_fused_norms(print, NORMS) is None
 
 
 # ---- In models
@@ -230,7 +230,7 @@ def test_layers_use_both(name):
     assert "fused_add_rms_norm" not in graph_of(model, ids)
     report = apply_liger_kernel(model)
     assert len(layers_of(report)) == 2 and {row.replacement for row in layers_of(report)} == {"fused_add_rms_norm"}
-    ours_alone = {"fused_add_rms_norm", "_ProjectionsBackward", "_NormBesideInputBackward"}
+    ours_alone = {"fused_add_rms_norm", "_ProjectionsBackward", "_NormAndInputBackward"}
     assert ours_alone <= graph_of(model, ids)
     ours = step(model, ids)
     torch.testing.assert_close(ours[0], plain[0])
@@ -285,7 +285,7 @@ def test_norms_without_a_weight():
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
     del norm.weight
     norm.weight = None
-    y, residual = rewrite.keep_norm(norm, x)
+    y, residual = rewrite.norm_and_input(norm, x)
     (dx,) = torch.autograd.grad((y * x.detach()).sum() + residual.sum(), x)
     expected = torch.nn.functional.rms_norm(x, (32,), eps=norm.eps)
     torch.testing.assert_close(y, expected)
@@ -331,10 +331,10 @@ def test_gradients_of_a_norm_beside_its_input(used, frozen):
 
     x.requires_grad_(frozen != "input")
     if frozen == "input":
-        assert rewrite.keep_norm(norm, x)[1] is x
+        assert rewrite.norm_and_input(norm, x)[1] is x
         return
-    y, residual = rewrite.keep_norm(norm, x)
-    assert y.grad_fn.name() == "_NormBesideInputBackward" and torch.equal(y, norm(x)) and torch.equal(residual, x)
+    y, residual = rewrite.norm_and_input(norm, x)
+    assert y.grad_fn.name() == "_NormAndInputBackward" and torch.equal(y, norm(x)) and torch.equal(residual, x)
     for ours, plain in zip(gradients(y, residual), gradients(norm(x), x * 1), strict=True):
         assert (ours is None) == (plain is None)
         if ours is not None:
@@ -343,7 +343,7 @@ def test_gradients_of_a_norm_beside_its_input(used, frozen):
 
 def test_a_norm_beside_its_input_has_no_second_derivative():
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
-    y, residual = rewrite.keep_norm(norm, x)
+    y, residual = rewrite.norm_and_input(norm, x)
     (dx,) = torch.autograd.grad((y + residual).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.sum().backward()
@@ -355,5 +355,5 @@ def test_norms_go_their_usual_way_otherwise(mode, monkeypatch):
     if mode == "small":
         monkeypatch.setattr(projections, "LARGE", x.numel() + 1)
     with torch.set_grad_enabled(mode != "no grad"), torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        y, residual = rewrite.keep_norm(norm, x)
-    assert residual is x and (y.grad_fn is None or y.grad_fn.name() != "_NormBesideInputBackward")
+        y, residual = rewrite.norm_and_input(norm, x)
+    assert residual is x and (y.grad_fn is None or y.grad_fn.name() != "_NormAndInputBackward")

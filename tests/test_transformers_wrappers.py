@@ -296,7 +296,7 @@ norm = distribute_module(model.model.norm, mesh)
 x = distribute_tensor(torch.randn(3, 32, requires_grad=True), mesh)
 expected = norm(x + x).full_tensor()
 torch.testing.assert_close(rewrite.add_norm(norm, x, x)[0].full_tensor(), expected)
-torch.testing.assert_close(rewrite.keep_norm(norm, x + x)[0].full_tensor(), expected)
+torch.testing.assert_close(rewrite.norm_and_input(norm, x + x)[0].full_tensor(), expected)
 """
 
 

@@ -48,7 +48,7 @@ def threads(request):
 
 @pytest.fixture
 def liger_kernel_served():
-    """`import liger_kernel` is served by liger_ops."""
+    """liger_ops serves `import liger_kernel`."""
     compat.install()
     yield
     compat.uninstall()

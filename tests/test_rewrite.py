@@ -1,4 +1,4 @@
-"""liger_ops.transformers.rewrite: statements of a model's source that operators do at once, and nothing else."""
+"""liger_ops.transformers.rewrite merges statements of a model's source, and changes nothing else."""
 
 import ast
 import linecache
@@ -20,7 +20,7 @@ LINEARS, NORMS = frozenset({"q", "k", "v", "o", "gate", "up"}), frozenset({"norm
 
 
 def function(body: str):
-    """A method with this body, whose source can be found."""
+    """A method with this body, and its source, which `inspect` can find."""
     source = "def forward(self, x, residual=None):\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
     name = f"<test {len(linecache.cache)}>"
     linecache.cache[name] = len(source), None, source.splitlines(True), name
@@ -34,7 +34,7 @@ def after(change, body: str, children) -> str | None:
     found, source = function(body)
     tree = ast.parse(source)
     changed = rewrite.change_all(change, tree.body[0], children)
-    # What models get is code.
+    # Models get bytecode and not the tree: check that path too.
     assert (rewrite.rewritten(found, (change,), children) is not None) == changed
     return "\n".join(map(ast.unparse, tree.body[0].body)) if changed else None
 
@@ -60,8 +60,8 @@ def test_projections_of_one_input_are_called_together():
     ]
 
 
-def test_a_projection_may_be_alone():
-    """Also of what takes its input's name."""
+def test_a_single_projection_is_rewritten():
+    """A call whose result replaces its own input counts as well."""
     body = """
         q = self.q(x)
         k = self.k(q)
@@ -103,7 +103,7 @@ def test_a_projection_may_be_alone():
         "q = lambda: self.q(x)\nreturn q()",
     ],
 )
-def test_what_may_be_of_another_value_stays(body):
+def test_calls_stay_if_their_input_may_change(body):
     assert after(rewrite.share_projections, body, LINEARS) is None
 
 
@@ -117,19 +117,19 @@ def test_what_may_be_of_another_value_stays(body):
         "q = self.q(x)\nk = self.other(x)\nreturn q + k",
     ],
 )
-def test_a_call_that_may_not_happen_stays_where_it_is(body):
-    """Beside another that takes no part of it along."""
+def test_a_conditional_call_stays_in_place(body):
+    """Only the unconditional call is rewritten."""
     first, *rest = after(rewrite.share_projections, body, LINEARS).splitlines()
     assert first == "liger_q, = liger_project((self.q,), x)"
     assert rest == ast.unparse(ast.parse(body.replace("self.q(x)", "liger_q"))).splitlines()
 
 
-def test_branches_stay_apart():
+def test_calls_in_different_branches_are_not_merged():
     body = "if residual is None:\n    q = self.q(x)\nelse:\n    q = self.k(x)\nreturn q"
     assert after(rewrite.share_projections, body, LINEARS).count("liger_project((self.") == 2
 
 
-def test_sums_go_into_the_norms_that_read_them():
+def test_a_residual_addition_merges_with_the_next_norm():
     body = """
         residual = x
         x = self.attention(x)
@@ -168,11 +168,11 @@ def test_sums_go_into_the_norms_that_read_them():
         "x += residual\nresidual = x\nx = self.norm(x)\nreturn x + residual",
     ],
 )
-def test_other_sums_stay(body):
+def test_other_additions_stay(body):
     assert after(rewrite.fuse_add_norm, body, NORMS) is None
 
 
-def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
+def test_a_norm_also_returns_its_input_as_the_residual():
     body = """
         residual = x
         x = self.norm(x)
@@ -196,7 +196,7 @@ def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
         "return residual * x",
     ],
 )
-def test_a_residual_that_is_more_than_added_stays(rest):
+def test_a_residual_with_other_uses_stays(rest):
     assert after(rewrite.fuse_norm_and_input, f"residual = x\nx = self.norm(x)\n{rest}", NORMS) is None
 
 
@@ -224,23 +224,23 @@ def layers_of(report):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "granite"])
-def test_layers_use_both(name):
+def test_layers_call_fused_operators(name):
     model, ids = make(name), tokens()
     plain = step(model, ids)
     assert "fused_add_rms_norm" not in graph_of(model, ids)
     report = apply_liger_kernel(model)
     assert len(layers_of(report)) == 2 and {row.replacement for row in layers_of(report)} == {"fused_add_rms_norm"}
-    ours_alone = {"fused_add_rms_norm", "_ProjectionsBackward", "_NormAndInputBackward"}
-    assert ours_alone <= graph_of(model, ids)
+    fused_nodes = {"fused_add_rms_norm", "_ProjectionsBackward", "_NormAndInputBackward"}
+    assert fused_nodes <= graph_of(model, ids)
     ours = step(model, ids)
     torch.testing.assert_close(ours[0], plain[0])
     for parameter, gradient in plain[1].items():
         torch.testing.assert_close(ours[1][parameter], gradient, rtol=1e-3, atol=1e-5)
     unpatch(model)
-    assert not ours_alone & graph_of(model, ids)
+    assert not fused_nodes & graph_of(model, ids)
 
 
-def test_norms_switched_off_leave_layers_alone():
+def test_without_rms_norm_layers_are_left_alone():
     model = make("llama")
     report = apply_liger_kernel(model, rms_norm=False)
     assert {row.reason for row in report.left_alone if row.kind == "layer"} == {"rms_norm is switched off"}
@@ -258,7 +258,7 @@ def test_a_hook_on_the_norm_is_called():
     torch.testing.assert_close(y, layer.post_attention_layernorm(x))
 
 
-def test_a_norm_that_someone_put_in_is_called():
+def test_a_norm_installed_later_is_called():
     class Half(nn.Module):
         def forward(self, x):
             return x / 2
@@ -271,7 +271,7 @@ def test_a_norm_that_someone_put_in_is_called():
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
-def test_exported_layers_hold_the_operator(strict):
+def test_exported_layers_contain_the_operator(strict):
     model, ids = make("llama").eval(), tokens()
     expected = model(input_ids=ids, use_cache=False).logits
     apply_liger_kernel(model)
@@ -292,7 +292,7 @@ def test_norms_without_a_weight():
     torch.testing.assert_close(dx, torch.autograd.grad((expected * x.detach()).sum() + x.sum(), x)[0])
 
 
-def test_compiled_layers_hold_the_operator():
+def test_compiled_layers_contain_the_operator():
     model, ids = make("llama"), tokens()
     apply_liger_kernel(model)
     backend, graphs = count_graphs()
@@ -301,7 +301,7 @@ def test_compiled_layers_hold_the_operator():
 
 
 def test_layers_with_other_norms_are_left_alone():
-    """Their sums stand before norms too, but no operator of ours takes both."""
+    """Residual additions come before these norms too, but no operator merges an addition with LayerNorm."""
     model, ids = make("llama"), tokens()
     for layer in model.model.layers:
         layer.post_attention_layernorm = nn.LayerNorm(32)
@@ -319,7 +319,7 @@ def patched_norm(weight_needs_grad=True):
 
 @pytest.mark.parametrize("used", ["both", "norm", "input"])
 @pytest.mark.parametrize("frozen", [None, "weight", "input"])
-def test_gradients_of_a_norm_beside_its_input(used, frozen):
+def test_gradients_of_a_norm_and_its_input(used, frozen):
     norm = patched_norm(frozen != "weight")
     x = torch.randn(3, 5, 32, requires_grad=True)
     dy, dx = torch.randn(2, 3, 5, 32)
@@ -341,7 +341,7 @@ def test_gradients_of_a_norm_beside_its_input(used, frozen):
             torch.testing.assert_close(ours, plain)
 
 
-def test_a_norm_beside_its_input_has_no_second_derivative():
+def test_a_norm_and_its_input_have_no_second_derivative():
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
     y, residual = rewrite.norm_and_input(norm, x)
     (dx,) = torch.autograd.grad((y + residual).square().sum(), x, create_graph=True)
@@ -350,7 +350,7 @@ def test_a_norm_beside_its_input_has_no_second_derivative():
 
 
 @pytest.mark.parametrize("mode", ["no grad", "small", "autocast"])
-def test_norms_go_their_usual_way_otherwise(mode, monkeypatch):
+def test_norm_and_input_falls_back_to_the_norm(mode, monkeypatch):
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
     if mode == "small":
         monkeypatch.setattr(projections, "LARGE", x.numel() + 1)

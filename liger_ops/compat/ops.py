@@ -98,7 +98,7 @@ class LigerFusedMoEFunction:
 
     @staticmethod
     def apply(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """x: (T, H), gate_up_proj: (E, 2 I, H), down_proj: (E, H, I), top_k_index and top_k_weights: (T, K) -> (T, H)."""
+        """x: (T, H), gate_up_proj: (E, 2 I, H), down_proj: (E, H, I), top_k_index, top_k_weights: (T, K) -> (T, H)."""
         tokens, k = top_k_index.shape
         # Sort the pairs of a token and one of its experts by expert.
         order = top_k_index.flatten().argsort(stable=True)

@@ -200,7 +200,7 @@ def test_a_residual_with_other_uses_stays(rest):
     assert after(rewrite.fuse_norm_and_input, f"residual = x\nx = self.norm(x)\n{rest}", NORMS) is None
 
 
-def test_a_function_whose_source_is_gone_or_another_stays():
+def test_functions_with_missing_or_different_source_stay():
     body = "x = residual + x\nresidual = x\nx = self.norm(x)\nreturn x + residual"
     found, source = function(body)
     assert rewrite.with_fused_norms(found, NORMS) is not None

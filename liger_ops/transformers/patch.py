@@ -130,7 +130,7 @@ def apply_liger_kernel(
     rows = [row for path, module in others if (row := patch_module(path, module, chosen))]
     head = patch_head(model, chosen, memory_budget)
     if head.replacement or any(row.replacement for row in rows):
-        # Embeddings alone do not make a model a known one: patch them only if something else was patched.
+        # Patch embeddings only in models in which something else was recognised.
         rows = [row for path, module in embeddings if (row := patch_module(path, module, chosen))] + rows
     rows.append(head)
     report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)

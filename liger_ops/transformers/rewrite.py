@@ -111,12 +111,19 @@ def child_called(node: ast.AST) -> tuple[str, str] | None:
 
 
 def writes(node: ast.AST, name: str) -> bool:
-    """Whether the code below the node may rebind the name, or write to its tensor by a method such as ``x.mul_()``."""
+    """Whether the code below the node may rebind the name, or write to its tensor, as ``x[0] = y``, ``x.mul_()``,
+    ``torch.relu_(x)`` or ``out=x`` do."""
     for below in ast.walk(node):
         if isinstance(below, ast.Name) and below.id == name and not isinstance(below.ctx, ast.Load):
             return True
-        if isinstance(below, ast.Attribute) and is_name(below.value, name) and below.attr.endswith("_"):
-            return True
+        if isinstance(below, (ast.Attribute, ast.Subscript)) and is_name(below.value, name):
+            if isinstance(below.ctx, ast.Store) or getattr(below, "attr", "").endswith("_"):
+                return True
+        if isinstance(below, ast.Call):
+            function = getattr(below.func, "attr", getattr(below.func, "id", ""))
+            given = [k.value for k in below.keywords if k.arg == "out"] + (below.args if function.endswith("_") else [])
+            if any(is_name(argument, name) for argument in given):
+                return True
     return False
 
 

@@ -198,8 +198,8 @@ Gradients Cpu::backward(
   bool needs_parameters = needs_dweight || needs_dbias;
   int64_t ranges = needs_parameters ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
   // The rows' code fills both or neither.
-  core::ColumnShares dweight(needs_parameters, ranges, walk.n, statistics.options());
-  core::ColumnShares dbias(needs_parameters, ranges, walk.n, statistics.options());
+  core::PartialColumnSums dweight(needs_parameters, ranges, walk.n, statistics.options());
+  core::PartialColumnSums dbias(needs_parameters, ranges, walk.n, statistics.options());
   if (x.numel() > 0) {
     Tensor weight = contiguous_or_undefined(weight_in);
     weight = weight.defined() ? weight.to(statistics.scalar_type()) : at::ones({walk.n}, statistics.options());

@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor> Cpu::backward(
   Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, lead);
   auto walk = core::walk_rows<4>("rms_norm backward", {&lead, &dy, &ds, &x});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
-  core::ColumnShares dweight(needs_dweight, ranges, walk.n, rstd.options());
+  core::PartialColumnSums dweight(needs_dweight, ranges, walk.n, rstd.options());
   if (x.numel() > 0) {
     Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
     core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {

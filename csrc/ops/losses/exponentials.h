@@ -204,7 +204,7 @@ class Exponentials {
       const char* value = std::getenv("LIGER_OPS_EXPONENTIALS");
       const bool wanted = !value || std::strcmp(value, "0") != 0;
       const auto* info = runtime::device_info(device, error);
-      const bool can = wanted && info && ExpLogits::kernel.spec().is_for(info->capability) && runtime::maps_tiles();
+      const bool can = wanted && info && ExpLogits::kernel.spec().supports(info->capability) && runtime::maps_tiles();
       const auto loads = can ? runtime::loads(ExpLogits::kernel, 0, device) : runtime::Loads::No;
       if (loads == runtime::Loads::NotNow) return false;
       answer = loads == runtime::Loads::Yes ? 1 : -1;

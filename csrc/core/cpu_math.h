@@ -1,7 +1,7 @@
 #pragma once
 
-// Building blocks of vectorized CPU loops: conversions in loops of their own, and math functions without calls.
-// Compilers vectorize calls of the C library's exp and erf only if the whole program is built with -ffast-math.
+// Building blocks of vectorized CPU loops: separate loops for conversions, and math functions without calls. Compilers
+// vectorize calls of the C library's exp and erf only if the whole program is built with -ffast-math.
 
 #include <cmath>
 #include <cstdint>

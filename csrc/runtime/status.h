@@ -1,6 +1,6 @@
 #pragma once
 
-// The runtime's status, and counts of what ran.
+// The runtime's status, and counts of CPU calls and GEMMs.
 
 #include <cstdint>
 #include <string>

@@ -51,7 +51,7 @@ void sum_rows_cuda(
   }
 }
 
-/// Upper bound of where a row of n columns ends, for every skew.
+/// Upper bound of the end of a row of n columns, whatever its skew.
 template <class Config>
 int64_t columns_end(const Config& config, int64_t n) {
   return n + (config.SKEWED ? flags::MOST_SKEW : 0);

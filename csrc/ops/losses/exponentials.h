@@ -46,8 +46,8 @@ class Exponentials {
       return t.stride(1) == 1 && t.stride(0) >= t.size(1) && t.stride(0) % 8 == 0 && t.size(1) % 8 == 0 &&
           aligned16(address(t));
     };
-    // Padding to full tiles may add at most an eighth to the rows. For few logits, a pass over them costs less than the
-    // additional launches.
+    // Padding to full tiles may add at most one eighth to the rows. If there are few logits, a pass over them costs
+    // less than the additional launches.
     const bool pays = rows * weight.size(0) >= kMinLogits && ceil_div(rows, kPairRows) * kPairRows * 8 <= rows * 9;
     const bool has_room = may_allocate || sums_fit(x.size(1), weight.size(0));
     return pays && has_room && fits(x) && fits(weight) && is_available(x.device().index());

@@ -1,6 +1,6 @@
 #pragma once
 
-// Shared by the files of fused_linear_cross_entropy: what the caller requests, the plan, and the results.
+// Shared by the files of fused_linear_cross_entropy: the caller's request, the plan, and the results.
 
 #include <ATen/ATen.h>
 

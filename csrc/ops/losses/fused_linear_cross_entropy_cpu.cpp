@@ -60,7 +60,7 @@ struct CpuRows {
       }
     });
   }
-  /// Adds what the gradients in `taken` contribute to d weight.
+  /// Adds the contribution of the gradients in `taken` to d weight.
   void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& taken, double scale) const {
     auto [classes, order] = sort_targets(target, n, o);
     const int32_t *y = classes.template const_data_ptr<int32_t>(), *row_of = order.template const_data_ptr<int32_t>();

@@ -53,9 +53,9 @@ struct Pass {
   /// The part of the buffer for the logits of the tokens from `first` on.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
     const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
-    // On CPU, rows must have no gaps: on CPUs with AMX, oneDNN's GEMM (torch 2.13) reads the uninitialised gaps. On
-    // CUDA, ATen adds a bias after rounding if rows have gaps, so with a bias they have none if classes are a multiple
-    // of 8.
+    // On CPU, rows must have no gaps: on CPUs with AMX, oneDNN's GEMM (torch 2.13) reads the uninitialised gaps.
+    // On CUDA with a bias, rows have no gaps if classes are a multiple of 8. With gaps, ATen would add the bias after
+    // rounding.
     const bool dense = x.is_cpu() || (bias.defined() && classes % 8 == 0);
     if (dense) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
     return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
@@ -115,7 +115,7 @@ inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
 }
 
 /// True if the call allows the logits-free path: it requests only the loss and gradients. If it requests any gradient,
-/// it must request input's, because that one's memory doubles as scratch space.
+/// it must request that of input, because d input doubles as scratch space.
 inline bool allows_logits_free_path(const Settings& s, const Tensor& bias, const Wanted& wanted) {
   const bool extras = bias.defined() || s.o.label_smoothing != 0 || s.o.softcap || wanted.metrics || wanted.log_probs;
   const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;

@@ -17,7 +17,7 @@ Plan make_plan(
   Plan plan;
   plan.row = (classes + line - 1) / line * line;
   // per_row: logits, statistics, and partial results that the programs of a row exchange. per_token: losses, and the
-  // memory of a sort of the targets. Without gradients, the sums of exponentials need memory of their own.
+  // memory for sorting the targets. Without gradients there is no buffer that the sums of exponentials could share.
   const bool has_sums = dtype == at::kBFloat16 && !wanted.any_gradient();
   const int64_t sums = has_sums ? Exponentials::bytes_of_sums(classes) : 0;
   const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;

@@ -1,5 +1,5 @@
 // fused_add_rms_norm(x, residual, weight, ...) -> (rms_norm(s, weight, ...), s), where s = x + residual is rounded as a
-// separate addition would round it. Makes one pass over memory, where the two steps make two.
+// separate addition would round it. Makes one pass over memory instead of two.
 //
 // x, residual: (..., n); weight: (n,). Kernels, casting modes and backward are those of rms_norm.
 

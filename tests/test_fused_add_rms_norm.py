@@ -19,7 +19,7 @@ from support import (
     check_script,
     check_second_backward,
     equal,
-    more_than_few_rows,
+    more_rows_than_any_limit,
     path_taken,
     sizes_around_tiles,
 )
@@ -58,7 +58,7 @@ def test_sizes(n, dtype, device):
 @pytest.mark.parametrize("dtype,parameter_dtype", ROWS_AND_PARAMETERS, ids=str)
 def test_many_rows(n, dtype, parameter_dtype):
     """Few rows have launch shapes of their own."""
-    rows = more_than_few_rows("rms_norm_fwd", "rms_norm_bwd")
+    rows = more_rows_than_any_limit("rms_norm_fwd", "rms_norm_bwd")
     inputs, grads = make((rows, n), dtype, "cuda", parameter_dtype)
     check_op(fused, reference, inputs, grads, "cuda")
 

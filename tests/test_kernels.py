@@ -267,9 +267,9 @@ from liger_ops.kernels import find, rows as shared
 def asked(name, choices, n, ahead, programs, arguments):
     variant = find(name).pick(choices, n, n % 8 == 0)
     shared.BYTES_AHEAD = tl.constexpr(ahead * program_bytes(variant))
-    inline_ptx.asked_ahead.clear()
+    inline_ptx.prefetched.clear()
     variant.kernel.function[(programs,)](*arguments, **variant.constexprs)
-    return list(inline_ptx.asked_ahead)
+    return list(inline_ptx.prefetched)
 
 def program_bytes(variant):
     c = variant.constexprs

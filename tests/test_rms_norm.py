@@ -18,7 +18,7 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
-    more_than_few_rows,
+    more_rows_than_any_limit,
     sizes_around_tiles,
 )
 from torch import Tensor
@@ -63,7 +63,7 @@ def test_sizes(n, dtype, device):
 @pytest.mark.parametrize("dtype,parameter_dtype", ROWS_AND_PARAMETERS, ids=str)
 def test_many_rows(n, dtype, parameter_dtype):
     """Few rows have launch shapes of their own."""
-    rows = more_than_few_rows("rms_norm_fwd", "rms_norm_bwd")
+    rows = more_rows_than_any_limit("rms_norm_fwd", "rms_norm_bwd")
     x, weight, grads = make((rows, n), dtype, "cuda", parameter_dtype)
     check_op(rms_norm, reference, [x, weight], grads, "cuda")
 

@@ -127,8 +127,8 @@ def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
 def check_op(
     op: Callable, reference: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor], device: str
 ) -> None:
-    """Compares outputs and gradients of `op` with `reference` in fp64. The error of `reference` in the op's own dtype sets
-    the tolerance."""
+    """Compares outputs and gradients of `op` with `reference` in fp64. The error of `reference` in the op's own dtype
+    sets the tolerance."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
     eager = gradients(reference, [like(t) for t in inputs], grads_out)

@@ -370,7 +370,7 @@ def test_packs_contain_no_build_paths(stem):
             assert place.encode() not in entry.binary, f"{entry.name}: {place}"
 
 
-# ---- Cache keys: what a change recompiles.
+# ---- Cache keys: which edits recompile which kernels.
 
 KEYS = """
 import json, sys, types

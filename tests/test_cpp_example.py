@@ -98,9 +98,9 @@ def test_find_package_lists_the_libraries_if_none_fits_torch(tmp_path):
     text = config.read_text().replace("find_dependency(Torch)", "set(Torch_VERSION 1.0.0)")
     (root / "share/cmake/liger_ops/liger_opsConfig.cmake").write_text(text)
     (root / "lib").symlink_to(Path(liger_ops.__file__).parent / "lib")
-    said = find(tmp_path, before=f'set(liger_ops_DIR "{root}/share/cmake/liger_ops")')
+    output = find(tmp_path, before=f'set(liger_ops_DIR "{root}/share/cmake/liger_ops")')
     present = ", ".join(sorted(path.name for path in liger_ops._loaded.library.parent.glob("libliger_ops_torch*.so")))
-    assert f"no operator library fits torch 1.0.0; {root}/lib has: {present}" in said
+    assert f"no operator library fits torch 1.0.0; {root}/lib has: {present}" in output
 
 
 # ---- The header.

@@ -80,9 +80,9 @@ def test_the_elf_reader_agrees_with_cuobjdump(tmp_path):
     for name in [variants(KERNELS[0])[0].name, variants("rms_norm_fwd")[3].name, spilling]:
         path = tmp_path / "kernel.cubin"
         path.write_bytes(binaries[name])
-        said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
         expected = f"REG:{registers(binaries[name])} STACK:{spilled_bytes(binaries[name])} "
-        assert expected in said and "LOCAL:0 " in said, name
+        assert expected in output and "LOCAL:0 " in output, name
 
 
 # Allowed spills in bytes per thread. ptxas may spill two 8-byte addresses to reach the next step of occupancy.
@@ -220,7 +220,7 @@ def accesses(ptx, pointers):
 
 
 def is_wide_enough(variant, size):
-    """Whether a tile gives each thread a full access. Tuning may choose a narrower one (5 tiles of 512 for n = 2560)."""
+    """Whether a tile gives each thread a full access. Tuning may choose a narrower one: 5 × 512 for n = 2560."""
     blocks = [v for name, v in variant.constexprs.items() if name.startswith("BLOCK_")]
     return not blocks or math.prod(blocks) * size >= variant.config.num_warps * 32 * WIDEST
 

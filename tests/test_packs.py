@@ -311,16 +311,16 @@ def serve_twice():
 
 @pytest.mark.parametrize("case", DAMAGES)
 def test_a_damaged_pack_logs_one_line_and_the_next_source_serves(case, small, tmp_path):
-    spoil, said = DAMAGES[case]
+    damage_file, expected = DAMAGES[case]
     folder = shutil.copytree(small, tmp_path / "packs")
-    spoil(folder / "sm_90.pack")
+    damage_file(folder / "sm_90.pack")
     by, log = stub_cuda.run(serve_twice, LIGER_OPS_PACK_DIR=folder)
     assert by == ["ptx", "ptx"]
     *lines, last = log
     assert last == "kernels for sm_90 are compiled by the driver from PTX"
-    assert len(lines) == bool(said)
-    if said:
-        assert re.fullmatch(said.format(path=re.escape(f"{folder}/sm_90.pack")), lines[0])
+    assert len(lines) == bool(expected)
+    if expected:
+        assert re.fullmatch(expected.format(path=re.escape(f"{folder}/sm_90.pack")), lines[0])
 
 
 def serve_as_another_user(path):

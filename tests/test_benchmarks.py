@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what it writes, compares and tunes."""
+"""`python -m benchmarks`: results, reports, comparison and tuning."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ def run_benchmarks(*arguments):
     return done.stdout
 
 
-def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
+def test_a_suite_writes_records_a_table_and_plots(tmp_path):
     ops = ["swiglu"]
     providers = ["torch", "hf", "liger-kernel", "ours"]
     asked = f"--device cpu --suite quick --rounds 1 --ops {','.join(ops)} --providers {','.join(providers)}"
@@ -44,7 +44,7 @@ def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
         r["median"] > 0 and r["floor"] > 0 and r["path"] == ("cpu" if r["provider"] == "ours" else "") for r in times
     )
     assert {r["kind"] for r in records} >= {"ceiling", "time", "memory", "host"}
-    # Who is missing is named, not dropped.
+    # Providers that cannot run are recorded, not dropped.
     missing = {r["provider"] for r in records if r["kind"] == "absent"}
     assert "liger-kernel" in missing or any(r["provider"] == "liger-kernel" for r in times)
     assert page == lines.with_suffix(".md").read_text() + "\n" and "Peak memory" in page
@@ -71,7 +71,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("suite", ["quick", "anchors"])
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, monkeypatch):
+def test_a_run_fails_if_ours_or_every_provider_fails(broken, suite, tmp_path, monkeypatch):
     monkeypatch.setattr(clock.CpuClock, "ceiling_bytes", 1 << 20)
     monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
     op, expected = BROKEN[broken]
@@ -87,7 +87,7 @@ def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, mo
     assert {bar["of"]: bar["verdict"] for bar in bars} == judged
 
 
-def test_some_shapes_of_a_suite_run_alone(tmp_path, monkeypatch):
+def test_shapes_selects_shapes_of_a_suite(tmp_path, monkeypatch):
     monkeypatch.setattr(clock.CpuClock, "ceiling_bytes", 1 << 20)
     monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
     ops = {"swiglu": replace(SMALL, shapes={"quick-cpu": [(2, 64), (4, 64), (8, 64)]})}
@@ -112,9 +112,9 @@ print(ticks, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fx
 """
 
 
-def test_what_is_compiled_ahead_is_found(tmp_path):
-    said = output_of(WARM, PYTHONPATH=str(ROOT), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    assert said.split()[-2:] == ["2", "0"] and "compiled swiglu 4×64" in said
+def test_warm_compilation_fills_inductors_cache(tmp_path):
+    output = output_of(WARM, PYTHONPATH=str(ROOT), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert output.split()[-2:] == ["2", "0"] and "compiled swiglu 4×64" in output
 
 
 def result(path, kind="time", **medians):
@@ -136,7 +136,7 @@ def test_every_provider_follows_every_other_equally_often(count):
     assert follows == {(a, b): rounds // count for a in names for b in names if a != b}
 
 
-def test_compare_flags_what_left_its_spread(tmp_path, capsys):
+def test_compare_flags_changes_beyond_the_spread(tmp_path, capsys):
     before = result(tmp_path / "a", same=10, near=10, slower=10, faster=10)
     after = result(tmp_path / "b", same=10, near=11.5, slower=13, faster=7)
     assert compare.main([before, after]) == 1
@@ -149,7 +149,7 @@ def test_compare_flags_what_left_its_spread(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind, drift", [("time", 1.05), ("memory", 1.05), ("host", 1.1), ("cold start", 1.1)])
-def test_compare_forgives_what_runs_drift(kind, drift, tmp_path, capsys):
+def test_compare_ignores_drift_between_runs(kind, drift, tmp_path, capsys):
     before = result(tmp_path / "a", kind, within=1000, beyond=1000)
     after = result(tmp_path / "b", kind, within=1000 * (drift - 0.01), beyond=1000 * (drift + 0.01))
     assert [compare.main(pair) for pair in ([before, after], [after, before])] == [1, 0]
@@ -157,7 +157,7 @@ def test_compare_forgives_what_runs_drift(kind, drift, tmp_path, capsys):
     assert [[row[2], row[-2]] for row in rows] == [["beyond", "REGRESSION"], ["beyond", "better"]]
 
 
-def test_compare_refuses_to_compare_nothing(tmp_path, capsys):
+def test_compare_refuses_an_empty_comparison(tmp_path, capsys):
     before, nothing = result(tmp_path / "a", same=10), result(tmp_path / "b")
     for arguments in ([before, before, "--provider", "our"], [nothing, before]):
         with pytest.raises(SystemExit, match="2"):
@@ -178,7 +178,7 @@ def test_files_without_records_are_named(command, text, tmp_path):
 
 REFUSED = [
     (main.main, "--rounds 0"), (main.main, "--rounds -1"), (main.main, "--warm 0"),
-    # What results are checked against.
+    # float64 is the oracle.
     (main.main, "--dtypes float64"),
     (main.main, "--ops swiglu --shapes 16x1024 17x1024"), (main.main, "--shapes 16xa"), (main.main, "tune swiglu --shapes 0x8"),
     (main.main, "tune swiglu --top 0"),
@@ -188,14 +188,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("command, arguments", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_numbers_that_mean_nothing_are_refused(command, arguments, monkeypatch, capsys):
+def test_invalid_values_are_refused(command, arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments.split()])
     with pytest.raises(SystemExit, match="2"):
         command(*[arguments.split()] if command is main.main else [])
     assert re.search(r"error: .*must be (1 or more|among)", capsys.readouterr().err)
 
 
-def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
+def test_many_shapes_become_a_heat_map_and_slow_cells_are_listed(tmp_path):
     providers = {"torch": 2.2, "ours": 2.0, "ours linear": 1.0}
     records = [
         {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": [*providers], "rounds": 1}
@@ -222,11 +222,11 @@ def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
     assert "|rms_norm|65536×4096|float32|full|50|" in named
     assert "|rms_norm|16×512|float32|forward|2.00|torch1.00|" in named
     named = [line.replace(" ", "") for line in beside.splitlines() if line.startswith("| rms_norm")]
-    # 2 GiB: eight times what the largest copy moved.
+    # 2 GiB, eight times the size of the largest copy.
     assert "|rms_norm|65536×4096|float32|forward|50|600|" in named
 
 
-def test_anchors_of_many_ops_are_drawn_as_lines_and_a_pass_may_be_missing(tmp_path):
+def test_anchors_of_many_ops_become_line_plots_and_a_pass_may_be_missing(tmp_path):
     times = {"median": 2.0, "q1": 2.0, "q3": 2.0, "samples": 3, "floor": 1.0, "unit": "us", "bytes": 1 << 30}
     machine = {"kind": "machine", "device": "cpu", "cpu": "one", "providers": ["ours"], "rounds": 1}
     cases = [("rms_norm", name) for name in ("forward", "full")] + [("cross_entropy_", "full")]
@@ -267,7 +267,7 @@ def run_of(path, median, shapes, providers=("ours",)):
     return path
 
 
-def test_report_adds_a_runs_cases_to_anothers(tmp_path):
+def test_report_merges_the_cases_of_two_runs(tmp_path):
     old = run_of(tmp_path / "old.jsonl", 2.0, [[1, 8], [2, 8]])
     new = run_of(tmp_path / "new.jsonl", 3.0, [[2, 8], [3, 8]], ["torch", "ours"])
     main.main(["report", str(old), "--add", str(new)])
@@ -282,7 +282,7 @@ def test_report_adds_a_runs_cases_to_anothers(tmp_path):
     assert len(report.read(new)) == 7
 
 
-def test_what_is_written_by_hand_outlives_a_new_page(tmp_path):
+def test_handwritten_sections_survive_a_new_report(tmp_path):
     result, page = run_of(tmp_path / "run.jsonl", 2.0, [[1, 8]]), tmp_path / "run.md"
     main.main(["report", str(result)])
     plain = page.read_text()
@@ -297,7 +297,7 @@ def test_what_is_written_by_hand_outlives_a_new_page(tmp_path):
 
 
 class FakeHost:
-    """Fewer rows at a time are faster; sixteen warps leave wrong results."""
+    """A smaller BLOCK_M is faster; configs with sixteen warps compute wrong results."""
 
     def __init__(self):
         self.chosen, self.checked, self.restored = None, [], 0
@@ -324,11 +324,11 @@ class FakeHost:
 
 @pytest.fixture(scope="module")
 def tuned():
-    host, said = FakeHost(), []
+    host, log = FakeHost(), []
     variant = find("column_sum").variant(0)
-    found = tune.climb(host, variant, lambda: None, host.check, said.append)
+    found = tune.climb(host, variant, lambda: None, host.check, log.append)
     assert host.chosen is None and host.restored == len(host.checked)
-    return SimpleNamespace(host=host, said=said, found=found, configs=[tune.row(c) for _, c in found])
+    return SimpleNamespace(host=host, log=log, found=found, configs=[tune.row(c) for _, c in found])
 
 
 def test_tuning_starts_from_the_table_and_climbs(tuned):
@@ -339,18 +339,18 @@ def test_tuning_starts_from_the_table_and_climbs(tuned):
     assert min(tuned.found, key=lambda pair: pair[0])[1].constexprs["BLOCK_M"] <= 64 >> tune.STEPS
 
 
-def test_tuning_drops_candidates_that_are_wrong(tuned):
+def test_tuning_drops_candidates_with_wrong_results(tuned):
     assert not any("True, 16," in config for config in tuned.configs)
-    refused = [line for line in tuned.said if line.endswith("no sixteen")]
+    refused = [line for line in tuned.log if line.endswith("no sixteen")]
     assert refused and len(tuned.host.checked) == len(tuned.configs) - 1 + len(refused)
-    assert any(line.endswith(": too large") for line in tuned.said) and len(tuned.said) > len(tuned.host.checked)
+    assert any(line.endswith(": too large") for line in tuned.log) and len(tuned.log) > len(tuned.host.checked)
 
 
 OP = SimpleNamespace(kernels_must={}, traffic=lambda size, rows, n: (2 * rows * n * size, 2 * n * size))
 CASE = SimpleNamespace(op=OP, shape=(40, 96), dtype="float32", torch_dtype=torch.float32)
 
 
-def test_tuning_proposes_a_row_or_keeps_it(tuned):
+def test_tuning_proposes_a_config_or_keeps_the_current_one(tuned):
     fast = [(t if i else 1e9, c) for i, (t, c) in enumerate(tuned.found)]
     slow = [(t if i else 0.0, c) for i, (t, c) in enumerate(tuned.found)]
     proposed = tune.proposal("column_sum", CASE, fast, "a GPU", 3)[-1]
@@ -358,7 +358,7 @@ def test_tuning_proposes_a_row_or_keeps_it(tuned):
     assert tune.proposal("column_sum", CASE, slow, "a GPU", 3)[-1].startswith("  keep it")
 
 
-def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(monkeypatch):
+def test_kernel_bandwidth_uses_the_bytes_that_the_op_moves(monkeypatch):
     moved = (2 * 40 * 96 + 2 * 96) * 4
     row = f"| column_sum | 40×96 | float32 | {moved / 4e3:.1f} | 20.0 | {100 * moved / 4e3 / 20:.1f} % |"
     assert tune.measurement("column_sum", CASE, 20.0, 4.0) == (f"{row}  |", True)
@@ -368,7 +368,7 @@ def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(monkeypa
     assert tune.measurement("column_sum", CASE, 20.0, 4.0) == (f"{row} ≥ 50 %: FAIL |", False)
 
 
-def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
+def test_tuning_changes_keep_by_whole_tiles():
     from liger_ops.kernels.losses.cross_entropy import part_config
 
     kernel = find("cross_entropy_fwd_bwd")
@@ -377,7 +377,7 @@ def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
     start = part_config(None, 17408, 128, 1, aligned=False, programs_per_sm=6)
     found = list(tune.neighbours(start, least))
     kept = [(c.constexprs["KEEP"], c.constexprs["TILES"], c.programs_per_sm) for c in found]
-    # A tile more and less, two tiles at a time in the next multiple of theirs, and a program less for a tile more.
+    # One tile more, one tile less, two tiles per step (rounded up), and one resident program less for one tile more.
     assert {(18432, 1, 6), (16384, 1, 6), (18432, 2, 6), (18432, 1, 5)} <= set(kept)
     for config in found:
         c = config.constexprs
@@ -401,7 +401,7 @@ def test_tuning_on_a_gpu():
     assert re.search(r"\n\| rms_norm_fwd \| 64×512 \| bfloat16 \| [\d.]+ \| [\d.]+ \| [\d.]+ % \|  \|\n", page)
 
 
-def tried_on_the_stub():
+def tune_on_the_stub():
     tables()
     from dataclasses import replace
     from types import SimpleNamespace
@@ -424,13 +424,13 @@ def tried_on_the_stub():
 
 
 def test_tuning_launches_candidates_through_the_runtime():
-    (refused, around, launched, (tried, stock)), _ = stub_cuda.run(tried_on_the_stub)
+    (refused, around, launched, (tried, stock)), _ = stub_cuda.run(tune_on_the_stub)
     assert "power of 2" in refused[0] and around == [0, "after"] and launched == {"column_sum": 1}
     assert (tried["symbol"], tried["grid"], tried["threads"]) == ("column_sum_kernel", "4,2,1", "64,1,1")
     assert stock["threads"] == "256,1,1"
 
 
-def test_a_steps_kernels_are_added_up_by_name():
+def test_kernel_times_of_a_step_are_summed_by_name():
     ran = [("product", 2000.0), ("add", 0.5), ("product", 4000.0), ("norm", 30.0)] * 3
     kernels = training.by_name(ran, 3)
     assert kernels == [("product", 2, 6.0), ("norm", 1, 0.03), ("add", 1, 0.0005)]
@@ -441,14 +441,14 @@ def test_a_steps_kernels_are_added_up_by_name():
     assert training.kernel_table(record | {"kernels": None}) == ""
 
 
-def test_kernels_are_those_of_a_gpu(capsys, monkeypatch):
+def test_the_kernels_option_needs_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["training", "--kernels", "--device", "cpu"])
     with pytest.raises(SystemExit):
         training.main()
     assert "--kernels needs a GPU" in capsys.readouterr().err
 
 
-def test_a_run_leaves_nothing_among_the_results_unless_told_to():
+def test_results_go_to_an_ignored_folder_by_default():
     parser = argparse.ArgumentParser()
     add_out(parser)
     out = parser.parse_args([]).out / "a-run.jsonl"

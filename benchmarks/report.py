@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records as files
 from benchmarks.providers import PROVIDERS, is_ours
+from benchmarks.records import Record, number, read, size
 
-Record = dict[str, Any]
 COLORS = {
     "three GEMMs": "#000000", "GEMMs of ours": "#444444", "GEMMs of compact": "#777777",
     "torch": "#888888", "hf": "#d0a060", "torch.compile": "#7b68c8",
@@ -32,16 +32,6 @@ LEGEND = (
     "the same run, or the operations of its GEMMs at that of a large one, if longer; where three GEMMs were "
     "measured, their time. The fastest is bold. Forward runs without grad; full is forward and backward."
 )
-
-
-def size(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape))
-
-
-def number(value: float) -> str:
-    if value == 0 or abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def spread(record: Record) -> str:
@@ -416,16 +406,6 @@ def added(records: Sequence[Record], more: Sequence[Record]) -> list[Record]:
     return [machine, *(r for r in records[1:] if case(r) not in new), *(r for r in more if case(r) in new)]
 
 
-def read(path: Path) -> list[Record]:
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} must be a file of records ({error})") from None
-    if not records or records[0].get("kind") != "machine":
-        raise SystemExit(f"{path} must begin with the record of a machine")
-    return records
-
-
 def main(argv: Sequence[str]) -> int:
     description = "Redraw the page and the plots of a result."
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=description)
@@ -437,6 +417,6 @@ def main(argv: Sequence[str]) -> int:
     for more in map(read, args.add):
         records = added(records, more)
     if args.add:
-        args.result.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        files.write(records, args.result)
     print(write(records, args.result.with_suffix("")))
     return 0

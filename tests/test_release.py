@@ -151,14 +151,14 @@ def test_other_files_agree_with_the_release_table(monkeypatch):
     assert f'"torch>={minors[0]}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_readme_lists_the_test_results_of_each_release():
-    text = (ROOT / "README.md").read_text()
-    section = text.split("### Torch versions")[1].split("\n#")[0]
+def test_a_page_lists_the_test_results_of_each_release():
+    text = (ROOT / "docs/installation.md").read_text()
+    section = text.split("## Torch versions")[1].split("\n#")[0]
     rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|(.*)\|(.*)\|(.*)\|$", section, re.M)
     assert {release for release, *_ in rows} == {*torch_release.RELEASES.values()}
     for release, _, *results in rows:
         for result in results:
-            assert re.fullmatch(r"not run|passed|\d+ passed( in [\w ]+)?", result.strip()), f"{release}: {result}"
+            assert re.fullmatch(r"not run|\d+ passed( in [\w ,]+)?", result.strip()), f"{release}: {result}"
 
 
 def test_the_installed_torch_is_among_the_releases():

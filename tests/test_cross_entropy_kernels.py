@@ -29,7 +29,7 @@ def run(path, n, mean, extras, x="fp32"):
     options = (0.1, 1e-3, 20.0) if extras else (0.0, 1e-3, 1.0)
     flags = (HAS_WEIGHT | SMOOTH | CAP if extras else 0) | (MEAN if mean else ADD_Z) | Z | METRICS
 
-    halves = 2 if x == "fp32" else 1  # configs count columns in units of 16 bits
+    halves = 2 if x == "fp32" else 1  # configs count columns in 16-bit units
 
     def is_split_into_one_part(v):
         matches = v.choices == {"X": x, "EXTRAS": extras} and v.config.aligned == aligned

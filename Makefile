@@ -1,25 +1,25 @@
-# Uses .venv, made here, or the environment of another interpreter: make PYTHON=/path/to/python test
+# Creates and uses .venv, or uses the environment of another interpreter: make PYTHON=/path/to/python test
 BASE ?= python3
 PYTHON ?= .venv/bin/python
-# A CPU build of torch serves to build and test; set TORCH= to take another release.
+# A CPU build of torch is enough to build and test. Set TORCH= to use another release.
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
-# What the demo and the tests train.
+# Needed by the demo and the tests, which train models.
 MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "matplotlib>=3.9"
-# Of fixed versions, because each release formats and spells differently.
+# Pinned, because other versions format and check differently.
 LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 
-# Torch minors that `make wheel` builds for: all of liger_ops/aot/torch_release.py, or some of them.
+# Torch minors that `make wheel` builds for: all those in liger_ops/aot/torch_release.py, or a list of some.
 TORCH_VERSIONS ?= all
 
 .PHONY: build test test-packs lint demo wheel sdist clean
 .DEFAULT_GOAL := build
 
-# What comes with nothing else to wait for, side by side.
+# Independent targets run in parallel.
 MAKEFLAGS += -j2
-# Of make alone: ninja would look for its job server.
+# Only for this make: ninja would look for the job server that MAKEFLAGS names.
 unexport MAKEFLAGS
-# Byte code is made where it is first needed, a third of what pip would make.
+# Byte code is written at first import, only for the modules that are used; pip would compile all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(PYTHON),.venv/bin/python)
@@ -31,7 +31,7 @@ linters := .venv/linters
 	.venv/bin/python -m pip install -q --no-compile "$(TORCH)" "$(TRITON)" "setuptools>=77" wheel pybind11 ninja cmake \
 	  "numpy<2.4"
 	touch $@
-# The build does not wait for these.
+# Not needed by the build.
 .venv/models: .venv/ready
 	.venv/bin/python -m pip install -q --no-compile pytest pytest-xdist expecttest hypothesis $(MODELS)
 	touch $@
@@ -40,13 +40,12 @@ linters := .venv/linters
 	touch $@
 endif
 
-# Kernels are compiled for the GPUs of this machine; LIGER_OPS_ARCHS=all, none or 80,90 says otherwise.
+# Kernels are compiled for the GPUs of this machine. Override with LIGER_OPS_ARCHS=all, none or a list such as 80,90.
 build: $(ready)
 	$(PYTHON) setup.py -q build_ext --inplace
 
-# Two processes where pytest-xdist is installed, a file of tests at a time in the order of conftest.py; what counts the
-# host's time runs alone.
-# Threads that wait sleep: two processes that spin would take each other's cores.
+# With pytest-xdist, two processes run the test files in the order of conftest.py. Tests that measure host time run
+# alone. OMP_WAIT_POLICY=passive: waiting threads sleep instead of occupying the cores that the other process needs.
 SHARED = $(shell $(PYTHON) -c "import xdist; print('-n 2 --dist loadfile --no-loadscope-reorder')" 2>/dev/null)
 
 test: build $(models) test-packs
@@ -63,11 +62,12 @@ lint: $(linters)
 	$(PYTHON) liger_ops/aot/build.py declarations liger_ops
 	$(PYTHON) -m mypy
 	git ls-files ":!*.json*" ":!*.png" ":!tests/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib
+	$(PYTHON) tests/prose.py
 
 demo: build $(models)
 	$(PYTHON) -m liger_ops.demo
 
-# One wheel for all these torches, the same byte for byte from one commit. Downloads what it needs of those releases.
+# One wheel for all TORCH_VERSIONS, reproducible byte for byte. Downloads the headers and libraries of those releases.
 wheel: $(ready)
 	LIGER_OPS_TORCH_VERSIONS="$(TORCH_VERSIONS)" SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 	  $(PYTHON) setup.py -q bdist_wheel

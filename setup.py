@@ -1,4 +1,4 @@
-"""Builds the operator library and the kernel packs through CMake, against the torch that is installed.
+"""Builds the operator library and the kernel packs through CMake, for the installed torch.
 
 pip install --no-build-isolation .          (LIGER_OPS_ARCHS=80,90 limits the GPU architectures)
 make wheel                                  one wheel for every torch minor in liger_ops/aot/torch_release.py
@@ -37,7 +37,7 @@ def require_torch():
 
 
 def build_module(stem: str):
-    """A module of liger_ops/aot that stands alone: the package itself cannot be imported before it is built."""
+    """Loads a module of liger_ops/aot from its file: the package itself cannot be imported before it is built."""
     spec = importlib.util.spec_from_file_location(stem, ROOT / "liger_ops" / "aot" / f"{stem}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,12 +45,12 @@ def build_module(stem: str):
 
 
 def releases() -> list:
-    """Torch minors that a wheel for more than the installed torch is asked to serve."""
+    """The torch minors in LIGER_OPS_TORCH_VERSIONS; empty to build only for the installed torch."""
     return build_module("torch_release").asked_for(os.environ.get("LIGER_OPS_TORCH_VERSIONS", ""))
 
 
 class Metadata(dist_info):
-    """pip asks for this first. Without torch it stops here, before pip downloads one that nothing was built against."""
+    """pip runs this first. Without torch it fails here, before pip downloads a torch that nothing was built for."""
 
     def run(self) -> None:
         require_torch()
@@ -68,12 +68,12 @@ class CMakeBuild(build_ext):
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "liger_ops"
         torch_folders = [Path(torch.__file__).parent]
         torch_release, flags, archs = map(build_module, ("torch_release", "flags", "archs"))
-        # An environment of one machine serves its GPUs; what is installed may have been built on another.
+        # An in-place build is for this machine's GPUs; an installed package may have been built on another machine.
         wanted = os.environ.get("LIGER_OPS_ARCHS", "")
         kernels_for = archs.asked_for(wanted) if wanted else archs.present() if self.inplace else archs.ALL
         compiler = flags.compiler()
         if compiler is None:
-            raise SystemExit("liger-ops: building needs a C++ compiler: g++, or what CXX names")
+            raise SystemExit("liger-ops: building needs a C++ compiler: g++, or the one named in CXX")
         sources = flags.sources(ROOT / "csrc")
         if releases():
             build /= "release"
@@ -93,14 +93,14 @@ class CMakeBuild(build_ext):
             "LIGER_PORTABLE": flags.PORTABLE,
             "LIGER_PRECOMPILED": ";".join(f"<{name}>" for name in flags.PRECOMPILED),
         }
-        # A developer's tool, bound to one Python.
+        # The Python bindings are a development tool for one Python version.
         if not releases() and importlib.util.find_spec("pybind11"):
             import pybind11
 
             arguments["LIGER_PYBIND11_DIR"] = pybind11.get_cmake_dir()
             suffix = sysconfig.get_config_var("EXT_SUFFIX")
             arguments["PYTHON_MODULE_EXTENSION"] = suffix
-        # Tools that pip installed beside this interpreter come before the system's.
+        # Prefers tools that pip installed next to this interpreter.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         env = {**os.environ, "CXX": shlex.join(compiler), "PATH": path}
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
@@ -115,7 +115,7 @@ class CMakeBuild(build_ext):
             self.check_release(package / "lib", torch_folders)
 
     def ship_sources(self, target: Path, generated: Path) -> None:
-        """What `python -m liger_ops build` compiles."""
+        """Adds the sources that `python -m liger_ops build` compiles."""
         csrc = ROOT / "csrc"
         for path in (*build_module("flags").sources(csrc), *csrc.rglob("*.h"), *generated.rglob("*.h")):
             root = generated if path.is_relative_to(generated) else csrc
@@ -139,13 +139,13 @@ class CMakeBuild(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """A wheel for several torch releases has no Python symbol, so it fits every Python."""
+    """A wheel for several torch releases uses no Python symbols, so it fits every Python."""
 
     def get_tag(self) -> tuple:
         return ("py3", "none", build_module("manylinux").TAG) if releases() else super().get_tag()
 
     def run(self) -> None:
-        # Nothing of an earlier build goes along, and no mode that depends on the user's settings.
+        # For a reproducible wheel: no files of an earlier build, no file modes that depend on the user's umask.
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         os.umask(0o022)
         super().run()

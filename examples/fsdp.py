@@ -1,8 +1,8 @@
-"""Fine-tuning a language model over several GPUs with FSDP2, or over several CPU processes to try it.
+"""Fine-tuning a language model over several GPUs with FSDP2, or over several CPU processes as a trial.
 
     torchrun --nproc-per-node 2 examples/fsdp.py [--model PATH] [--steps 10] [--plain]
 
-Without --model a small Llama starts from random weights. Without GPUs the processes talk through gloo.
+Without --model a small Llama starts from random weights. Without GPUs the processes communicate through gloo.
 """
 
 import argparse
@@ -67,8 +67,8 @@ def main() -> None:
         dist.all_reduce(mean)
         if rank == 0:
             print(f"step {step:3}  loss {mean.item() / dist.get_world_size():.6f}", flush=True)
-    # No rank leaves while another still talks to it, and none while a thread of the process group, which the model and
-    # the mesh keep alive, may still want the interpreter.
+    # Wait for all ranks. Then delete the model and the mesh: they keep the process group alive, whose thread must not
+    # need the interpreter while it shuts down.
     dist.barrier()
     del model, layer, optimizer, loss, mean, mesh, options
     dist.destroy_process_group()

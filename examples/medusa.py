@@ -1,9 +1,9 @@
-"""Medusa: a frozen language model learns extra heads, of which head k predicts the token k + 2 places on.
+"""Medusa: trains extra heads on a frozen language model. Head k predicts the token k + 2 positions ahead.
 
     python examples/medusa.py [--steps 30] [--heads 3]
 
-Training K heads the usual way needs K times the logits; here the loss of each comes from fused_linear_cross_entropy, and
-none of the logits ever exist.
+Usually, training K heads needs memory for K times the logits. Here fused_linear_cross_entropy computes the losses
+without storing the logits.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from liger_ops.transformers import apply_liger_kernel
 
 
 class MedusaHeads(nn.Module):
-    """K residual blocks over the same hidden states, each with its own way into the vocabulary."""
+    """K residual blocks over the same hidden states, each with its own output projection."""
 
     def __init__(self, count: int, hidden: int, vocabulary: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def main() -> None:
     apply_liger_kernel(model)
     medusa = MedusaHeads(arguments.heads, config.hidden_size, config.vocab_size).to(device)
     optimizer = torch.optim.AdamW(medusa.parameters(), lr=3e-3)
-    # Counting, from anywhere: what comes next is certain.
+    # Sequences that count up from a random start, so that the next token can be predicted.
     starts = torch.randint(config.vocab_size, (arguments.steps, 8, 1), device=device)
     texts = (starts + torch.arange(48, device=device)) % config.vocab_size
     for step, ids in enumerate(texts, 1):

@@ -1,4 +1,4 @@
-"""Fused kernels for LLM training as native PyTorch operators: importing this registers torch.ops.liger.*"""
+"""Fused kernels for LLM training as native PyTorch operators. Importing this package registers torch.ops.liger.*"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["__version__", "functional", "launch_counts", "nn", "preload", "reset
 _loaded = _load()
 if _loaded.library is not None:
     _jit.register()
-    # A Library unregisters what it holds when it dies.
+    # Kept alive: a Library unregisters its operators when it is deleted.
     _library = torch.library.Library("liger", "FRAGMENT")
     _vmap.register(_library)
 
@@ -25,15 +25,15 @@ from . import functional, nn  # noqa: E402  need the operators
 
 
 def status() -> dict[str, Any]:
-    """What the runtime knows: devices, packs, JIT state, and launches of each kernel by source."""
+    """State of the runtime: devices, packs, JIT state, and the launches of each kernel by source."""
     return json.loads(torch.ops.liger._status())
 
 
 def launch_counts() -> dict[str, int]:
     """Calls since the last reset, by the path that served them.
 
-    `aot`: kernels from a pack. `jit`: kernels compiled on this machine, now or earlier. `ptx`: kernels the driver
-    compiled. `cpu`: calls on CPU tensors. All are 0 where the reference formulas run.
+    `aot`: kernels from a pack. `jit`: kernels that Triton compiled on this machine, now or earlier. `ptx`: kernels that
+    the driver compiled from PTX. `cpu`: calls on CPU tensors. All are 0 if the reference formulas run.
     """
     now = status()
     pack, cache, hook, ptx = (sum(k["launches"][i] for k in now["kernels"].values()) for i in range(4))
@@ -47,8 +47,8 @@ def reset_launch_counts() -> None:
 def preload(device: torch.device | str | int | None = None, ops: Sequence[str] = ()) -> int:
     """Loads every kernel an application may launch on `device`, before a CUDA graph capture or a timed region.
 
-    `ops` limits it to what these operators launch, e.g. ``["rms_norm"]``. Returns the number of kernels loaded.
-    Kernels that no pack holds for this device are left to the JIT path, which compiles them at first use.
+    `ops` limits loading to the kernels of these operators, e.g. ``["rms_norm"]``. Returns the number of kernels loaded.
+    Kernels that no pack contains for this device are not loaded: the JIT compiles them at first use.
     """
     chosen = torch.device("cuda" if device is None else device)
     if chosen.type != "cuda":

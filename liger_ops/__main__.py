@@ -1,5 +1,5 @@
-"""`python -m liger_ops`: what is installed here, and which path each operator takes on each device; `build` makes the
-operator library for the torch at hand."""
+"""`python -m liger_ops` shows the installation and the path that each operator takes on each device.
+`python -m liger_ops build` builds the operator library for the installed torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def operators() -> list[str]:
 
 
 def path_of(op: str, kernels: dict[str, str]) -> str:
-    """Paths of an operator's kernels, which begin with its name; an operator without any of its own shares others'."""
+    """Paths of the kernels whose names begin with the operator's name; if there are none, of all kernels."""
     own = {path for kernel, path in kernels.items() if kernel.startswith(op)}
     return "+".join(sorted(own or set(kernels.values()))) or "none"
 
@@ -88,7 +88,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     ]
     jit = facts["jit"]
     kept = (
-        f"{jit['cache']}  {jit['kernels']} kernels, {size(jit['bytes'])}" if jit["cache"] else "nowhere to keep kernels"
+        f"{jit['cache']}  {jit['kernels']} kernels, {size(jit['bytes'])}" if jit["cache"] else "no kernel cache folder"
     )
     columns = ["cpu", *(f"cuda:{d['index']}" for d in facts["devices"])]
     paths = [("operator", *columns), *((op, *(by[c] for c in columns)) for op, by in facts["operators"].items())]
@@ -112,10 +112,8 @@ def main() -> None:
         operator_library.main(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the same for programs")
-    parser.add_argument(
-        "--cmake-prefix", action="store_true", help="the folder for CMAKE_PREFIX_PATH, and nothing else"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")
     arguments = parser.parse_args()
     if arguments.cmake_prefix:
         print(Path(liger_ops.__file__).parent)

@@ -1,7 +1,7 @@
-"""The compile hook: makes a kernel that no pack holds, from the same body and table as the packs.
+"""The JIT hook: compiles a kernel that no pack contains, from the same source and variant table as the packs.
 
 The runtime calls `liger::_compile_kernel` with a kernel's name, its variant and the device's compute capability,
-and takes back a one-entry pack. What differs from the ahead-of-time build is only when it runs.
+and receives a pack with one entry.
 """
 
 from __future__ import annotations

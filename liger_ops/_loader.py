@@ -1,4 +1,4 @@
-"""Finds the operator library built for the installed torch, and says what happened when there is none."""
+"""Finds and loads the operator library for the installed torch, and warns if there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIX = "libliger_ops_torch"
 
 
 class Loaded(NamedTuple):
-    library: Path | None  # None: the operators are their reference formulas
+    library: Path | None  # None: the reference formulas run
     tried: dict[str, str]  # library file -> why it was not used
 
 
@@ -28,12 +28,12 @@ def torch_minor() -> str:
 
 
 def candidates() -> Iterator[tuple[Path, str | None]]:
-    """Operator libraries, and what is against each: first those that were built here, then those of the wheel."""
-    here = [path for folder in built.folders() for path in sorted(folder.glob(f"{PREFIX}*-*.so"))]
-    exact = built.library_name(torch_minor()) if here else None
-    for path in here:
+    """(library, reason not to use it or None): first libraries built on this machine, then those of the wheel."""
+    local = [path for folder in built.folders() for path in sorted(folder.glob(f"{PREFIX}*-*.so"))]
+    exact = built.library_name(torch_minor()) if local else None
+    for path in local:
         yield path, None if path.name == exact else "built here from other sources or for another torch"
-    for path in sorted({*LIBRARIES.glob(f"{PREFIX}*.so")} - {*here}):
+    for path in sorted({*LIBRARIES.glob(f"{PREFIX}*.so")} - {*local}):
         built_for = path.stem.removeprefix(PREFIX)
         fits = built_for == torch_minor()
         yield path, None if fits else f"built for torch {built_for}, installed is {torch.__version__}"
@@ -56,8 +56,8 @@ def load() -> Loaded:
             tried[path.name] = f"did not load: {error}"
     reasons = "; ".join(f"{name} {why}" for name, why in tried.items()) or f"there is none in {LIBRARIES}"
     warnings.warn(
-        f"liger_ops: no operator library fits torch {torch.__version__} ({reasons}), so plain PyTorch formulas run in its "
-        "place, more slowly and with more memory: build one with `python -m liger_ops build`",
+        f"liger_ops: no operator library fits torch {torch.__version__} ({reasons}). Plain PyTorch formulas run "
+        "instead: they are slower and need more memory. Build a library with `python -m liger_ops build`",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,6 +1,6 @@
-"""Batching rules for torch.func.vmap: operators of rows take one more dimension in front as they are.
+"""Batching rules for torch.func.vmap: a row-wise operator takes the batch as one more leading dimension.
 
-Operators without a rule, and parameters that differ by example, run once an example.
+Operators without a rule run once per example, and so do calls whose parameters are batched.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def rule(op: Callable, rows: int, out_dims: tuple[int, ...]) -> Callable:
-    """out_dims: where the batch comes out; empty: in front of every result."""
+    """out_dims: position of the batch dimension in each result; empty: it is the first of every result."""
 
     def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
         tensors = [in_front(*pair, size) for pair in zip(args[:rows], in_dims)]
-        # A scalar has no rows: the batch must not become one.
-        alone = any(dim is not None for dim in in_dims[rows:]) or any(t.dim() < 2 for t in tensors)
-        if alone:
+        # A batch of scalars has no dimension for columns: the batch dimension would be taken for it.
+        one_by_one = any(dim is not None for dim in in_dims[rows:]) or any(t.dim() < 2 for t in tensors)
+        if one_by_one:
             examples = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims))) for i in range(size)]
             out = torch.stack(examples) if isinstance(examples[0], Tensor) else tuple(map(torch.stack, zip(*examples)))
         else:
@@ -44,13 +44,13 @@ def multiply(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -
 
 
 def register(library: torch.library.Library) -> None:
-    def give(name: str, rows: int, out_dims: tuple[int, ...]) -> None:
+    def register_rule(name: str, rows: int, out_dims: tuple[int, ...]) -> None:
         op = getattr(torch.ops.liger, name).default
         torch.library.register_vmap(f"liger::{name}", rule(op, rows, out_dims), lib=library)
 
     for name, operator in operators().items():
         if operator.rows:
-            give(name, operator.rows, ())
+            register_rule(name, operator.rows, ())
         if operator.forward_out_dims:
-            give(f"_{name}_fwd", operator.rows, operator.forward_out_dims)
+            register_rule(f"_{name}_fwd", operator.rows, operator.forward_out_dims)
     torch.library.register_vmap("liger::_mm", multiply, lib=library)

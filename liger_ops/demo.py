@@ -1,8 +1,8 @@
-"""`python -m liger_ops.demo`: a small Llama learns to write this package, first as it is, then with the operators.
+"""`python -m liger_ops.demo`: trains a small Llama on this package's own files, without and with the operators.
 
-It learns byte by byte from the package's own files; both runs start from the same weights and see the same batches,
-each in a process of its own. They take turns, step by step: a machine whose pace changes is as fast for one as for the other.
-A table compares them, and a picture shows both loss curves and peak memories.
+The model predicts the next byte. Both runs start from the same weights and see the same batches, each in its own
+process. They take turns, step by step, so that changes in the machine's speed affect both. A table compares the runs,
+and a picture shows their loss curves and peak memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SIZES = {
 
 
 def text() -> bytes:
-    """The package's files, and the documentation and sources beside them if this is a checkout."""
+    """The package's files; in a checkout, also the documentation and the C++ sources."""
     package = Path(__file__).parent
     files = set(package.rglob("*"))
     if (package.parent / "pyproject.toml").exists():
@@ -81,7 +81,7 @@ def batches(data: bytes, size: Size, device: str) -> list[torch.Tensor]:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process that are in memory (VmRSS), or were at most (VmHWM)."""
+    """Bytes of memory that this process uses now (VmRSS), or used at most (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -91,7 +91,7 @@ def resident(field: str) -> int:
 def progress(done: int, total: int, label: str) -> None:
     filled = 30 * done // total
     bar = f"[{'#' * filled}{'.' * (30 - filled)}] {label}"
-    # On a terminal one line that fills; in a log ten lines.
+    # One progress bar on a terminal; about ten lines in a log.
     if sys.stderr.isatty():
         print(f"\r{bar:79}", end="\n" if done == total else "", file=sys.stderr, flush=True)
     elif done % max(total // 10, 1) == 0:
@@ -105,7 +105,7 @@ def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
         from liger_ops.transformers import apply_liger_kernel
 
         report = str(apply_liger_kernel(model))
-    # A training that is stable: one that is not makes a gap of any rounding.
+    # Settings for stable training: unstable training would amplify rounding differences.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if size.hidden < 512 else 3e-4, eps=1e-6)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=max(1, size.steps // 10))
     forward = torch.compile(model) if compiled else model
@@ -141,8 +141,8 @@ def train(run: str, size: Size, device: str, compiled: bool) -> dict[str, Any]:
 # ---- Both
 
 
-class Apart:
-    """A run in a process of its own, for its memory to be its own."""
+class RunProcess:
+    """One run in a separate process, so that its memory is measured separately."""
 
     def __init__(self, run: str, arguments: argparse.Namespace) -> None:
         self.run = run
@@ -165,9 +165,9 @@ class Apart:
 
 
 def run_in_turns(steps: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    runs = [Apart(run, arguments) for run in NAMES]
+    runs = [RunProcess(run, arguments) for run in NAMES]
     for i in range(1, steps + 1):
-        # Both, before one of them goes on: the other may still be starting.
+        # Wait until both are ready: one may still be starting.
         for run in runs:
             run.line()
         losses = " and ".join(f"{run.step():.3f}" for run in runs)
@@ -215,8 +215,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m liger_ops.demo", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model-size", choices=SIZES, help="default: small on CPU, medium on CUDA")
-    parser.add_argument("--compile", action="store_true", help="both models under torch.compile")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile for both models")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="file for the picture")
     parser.add_argument("--run", choices=NAMES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.model_size = arguments.model_size or ("medium" if arguments.device == "cuda" else "small")

@@ -1,8 +1,8 @@
 """Typed functions over torch.ops.liger.*: the operators with names, defaults and documentation.
 
-Each operator is declared in a file of liger_ops/reference, which is found by its name alone. Activations are fp32, fp16
-or bf16 (fp64 on CPU) of any strides; parameters may be fp32 beside half-precision activations. No function writes to
-its inputs unless its name ends in an underscore.
+The operators are declared in liger_ops/reference and collected here by name. Activations are fp32, fp16 or bf16 (fp64
+on CPU) with any strides. Parameters may be fp32 if the activations are half-precision. A function writes to its inputs
+only if its name ends in an underscore.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .reference.fused_linear_cross_entropy import fused_linear_cross_entropy
 from .reference.rope import rope
 
 if TYPE_CHECKING:
-    # Written by the build: a type checker does not look what the folder holds.
+    # A stub that the build generates, because type checkers cannot follow the lookup below.
     from ._declared import *  # noqa: F403
 else:
     globals().update(reference.public_names())
 
 
 class LinearCrossEntropyPlan(NamedTuple):
-    """How a fused linear loss will go through its tokens, and what it will take, in bytes."""
+    """How a fused linear loss splits its tokens into chunks, and how many bytes it needs."""
 
-    chunk: int  # tokens whose logits exist at a time
+    chunk: int  # tokens whose logits exist at the same time
     chunks: int
-    workspace: int  # lives no longer than the call
-    gradients: int  # made in forward, handed over in backward
+    workspace: int  # bytes that are freed when the call returns
+    gradients: int  # bytes of gradients, computed in forward and returned in backward
 
     @property
     def peak(self) -> int:
-        """Memory above the arguments while forward runs."""
+        """Bytes that forward needs in addition to its arguments."""
         return self.workspace + self.gradients
 
 
@@ -68,11 +68,11 @@ def fused_linear_cross_entropy_plan(
     bias_grad: bool = False,
     memory_budget: int | None = None,
 ) -> LinearCrossEntropyPlan:
-    """What :func:`fused_linear_cross_entropy` will do with arguments of these sizes.
+    """Chunks and memory of :func:`fused_linear_cross_entropy` for arguments of these sizes.
 
-    `memory_budget` bounds the workspace. Without one, chunks are as large as matrix products need to run at full speed,
-    up to 1.25 GiB and 8192 tokens. Smaller chunks cost time, hardly accuracy: in 16 bits, what a token adds to the row of its own class
-    is summed apart in fp32, and only the small rest is rounded once a chunk.
+    `memory_budget` limits the workspace. Without it, chunks are as large as the GEMMs need to run at full speed, up to
+    1.25 GiB and 8192 tokens. Smaller chunks cost time but hardly any accuracy: with 16-bit weights, a token's gradient
+    of its own class's row is summed separately in fp32, and only the small remainder is rounded once per chunk.
 
     >>> plan = fused_linear_cross_entropy_plan(16384, 4096, 128256, memory_budget=256 << 20)
     >>> plan.chunk, plan.chunks, plan.peak >> 20
@@ -95,7 +95,7 @@ def fused_linear_cross_entropy_heads(
     *,
     memory_budget: int | None = None,
 ) -> Tensor:
-    """One :func:`fused_linear_cross_entropy` a head, of heads that all read the same input.
+    """One :func:`fused_linear_cross_entropy` per head, for several heads that read the same input.
 
     input: (..., n), weights: K of (V, n), targets: (K, ...). The losses are (K,), or (K, ...) with reduction "none".
 
@@ -121,5 +121,5 @@ __all__ = sorted({
     *reference.public_names(),
     *(name for name, value in globals().items() if getattr(value, "__module__", None) == __name__),
 })  # fmt: skip
-# Where doctest looks for examples that come from other files.
+# doctest finds the examples of functions from other files through this.
 __test__ = reference.operators()

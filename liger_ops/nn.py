@@ -1,4 +1,4 @@
-"""Modules over the operators: drop-in for their torch.nn counterparts, same constructors and state_dict keys."""
+"""Modules that use the operators: drop-in for their torch.nn counterparts, same constructors and state_dict keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
 
 
 def _rows(name: str, x: Tensor, shape: list[int]) -> Tensor:
-    """x with the normalised dimensions as one, for the operators normalise the last."""
+    """x with the normalised dimensions flattened into one: the operators normalise only the last dimension."""
     if list(x.shape[-len(shape) :]) != shape:
         raise ValueError(f"{name}: input must have shape [..., {str(shape)[1:]} (got {list(x.shape)})")
     return x if len(shape) == 1 else x.flatten(-len(shape))
@@ -51,7 +51,7 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         casting_mode: str = "gemma",
     ) -> None:
-        # First of all, for it says what the weight starts as.
+        # Set first: super().__init__() calls reset_parameters(), which reads it.
         self.offset = offset
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         self.casting_mode = casting_mode
@@ -63,7 +63,8 @@ class RMSNorm(nn.RMSNorm):
     def epsilon(self, x: Tensor) -> float:
         if self.eps is not None:
             return self.eps
-        # What torch takes, which computes in fp32 at least; TorchScript knows no torch.finfo.
+        # torch's default: the epsilon of the dtype it computes in, fp32 or wider. TorchScript does not support
+        # torch.finfo.
         return 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,15 +95,14 @@ class LayerNorm(nn.LayerNorm):
 
 
 def use_torch_embedding() -> bool:
-    """In what torch.compile compiles. Inductor of torch 2.11 spells out all that the arguments of an
-    operator are made of where it meets it first: at the end of a model's backward that takes four times as long with
-    every layer, half an hour with eight."""
+    """True inside torch.compile. Inductor of torch 2.11 writes out the whole expression of an operator's arguments. For
+    the embedding's backward, the last of a model, compile time grows fourfold with every layer."""
     return torch.compiler.is_compiling()
 
 
 class Embedding(nn.Embedding):
-    """:class:`torch.nn.Embedding`. What has no operator (max_norm, scale_grad_by_freq, sparse) is left to PyTorch, and so
-    is what torch.compile compiles."""
+    """:class:`torch.nn.Embedding`. Uses PyTorch's own operator for max_norm, scale_grad_by_freq and sparse, and under
+    torch.compile."""
 
     def forward(self, input: Tensor) -> Tensor:
         plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
@@ -180,10 +180,10 @@ class GEGLUMLP(_GatedMLP):
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """:class:`torch.nn.CrossEntropyLoss`, with z-loss and softcap; the loss is fp32 whatever the logits are.
+    """:class:`torch.nn.CrossEntropyLoss` with z-loss and softcap; the loss is fp32 even for half-precision logits.
 
-    As there, the classes are dimension 1 of an input of more than two dimensions. Targets that are probabilities are
-    left to PyTorch.
+    As in PyTorch, classes are dimension 1 of an input with more than two dimensions. PyTorch's own operator handles
+    targets that are probabilities.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if target.is_floating_point():
             if self.lse_square_scale or self.softcap is not None:
                 raise ValueError(
-                    "CrossEntropyLoss: target must hold class indices where lse_square_scale or softcap is given "
+                    "CrossEntropyLoss: target must hold class indices if lse_square_scale or softcap is given "
                     "(got probabilities)"
                 )
             return nn.functional.cross_entropy(
@@ -226,10 +226,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """The loss of ``logits_scale * (input @ weight.T + bias)`` against class indices, without the logits.
+    """Cross entropy of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
     ``forward(input, weight, target, bias=None, token_weight=None)`` with input (..., n), weight (V, n), target (...).
-    `ce_weight` is the weight of the classes, (V,).
+    `ce_weight` holds class weights, (V,).
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         bias: Tensor | None = None,
         token_weight: Tensor | None = None,
     ) -> Tensor:
-        # Not by way of the function, whose defaults of keywords TorchScript does not take.
+        # The operator itself: TorchScript does not support the keyword defaults of the function in `functional`.
         return torch.ops.liger.fused_linear_cross_entropy(
             input, weight, target, bias, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
             self.lse_square_scale, self.softcap, logits_scale=self.logits_scale, token_weight=token_weight,
@@ -277,5 +277,5 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 
 
 def _options(module: nn.Module, **defaults: object) -> str:
-    """The options that are not what they would be anyway."""
+    """The options that differ from their defaults."""
     return ", ".join(f"{k}={getattr(module, k)!r}" for k, default in defaults.items() if getattr(module, k) != default)

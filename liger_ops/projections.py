@@ -1,5 +1,5 @@
-"""Projections of one input. In backward the input's gradients accumulate inside the GEMMs, where autograd would add them in
-passes of their own over tensors of the input's size. A single projection may still have its GEMMs in faster tiles."""
+"""Several linear projections of one input. In backward, the input's gradients accumulate inside the GEMMs; autograd
+would add them in separate passes. A single projection may still use a faster GEMM."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.nn.modules import module as every_module
 
 from ._loader import load
 
-# Elements from which a pass over a tensor takes longer than a function of Python's.
+# Number of elements from which a pass over a tensor takes longer than a Python autograd function.
 LARGE = 1 << 22
-# Without the operator library there is nothing that adds gradients up in passes that are made anyway.
+# Only the operator library can accumulate gradients inside GEMMs.
 HAS_LIBRARY = load().library is not None
 
 
 def saves_passes(x: Tensor) -> bool:
-    """Whether gradients of x are worth bringing together."""
+    """Whether it is faster to accumulate the gradients of x inside the GEMMs."""
     if not (HAS_LIBRARY and x.requires_grad and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
         return False
     if torch.compiler.is_compiling():
         return True
-    # Function transforms would ask these functions for rules of their own.
+    # _Projections has no rules for function transforms.
     return x.numel() >= LARGE and not torch._C._are_functorch_transforms_active()
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Its own and those of every module."""
+    """The module's own hooks, and the global hooks of all modules."""
     return (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
         every_module._global_forward_hooks, every_module._global_forward_pre_hooks,
@@ -43,7 +43,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_bare_linear(module: nn.Module) -> bool:
-    """Whether this is nn.Linear itself with nobody's wrapper or hook around it, so that its parameters may be read past
+    """Whether this is a plain nn.Linear without wrappers or hooks, so that its parameters may be used without calling
     its forward."""
     if (
         type(module) is not nn.Linear
@@ -54,13 +54,13 @@ def is_bare_linear(module: nn.Module) -> bool:
     return not has_hooks(module)
 
 
-def may_choose_tiles(x: Tensor) -> bool:
+def may_choose_gemm(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of two matrices, by whichever way is the faster."""
-    return torch.ops.liger._mm(a, b) if may_choose_tiles(a) else a @ b
+    """a @ b for two matrices, with the faster GEMM."""
+    return torch.ops.liger._mm(a, b) if may_choose_gemm(a) else a @ b
 
 
 class _Projections(torch.autograd.Function):
@@ -71,7 +71,7 @@ class _Projections(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = x.flatten(0, -2)
         return tuple(
-            # A view would be a second owner of memory that backward means to reuse.
+            # Not a view: backward reuses this memory only if there is no other reference to it.
             torch.ops.aten._unsafe_view(multiply(rows, weight.t()), (*x.shape[:-1], weight.shape[0]))
             if bias is None
             else functional.linear(x, weight, bias)
@@ -88,7 +88,7 @@ class _Projections(torch.autograd.Function):
         dweights: list[Tensor | None] = [None] * count
         dbiases: list[Tensor | None] = [None] * count
         if needed[0] and arrived:
-            if torch.is_grad_enabled():  # somebody differentiates the gradient
+            if torch.is_grad_enabled():  # double backward
                 dx = sum(grad @ weights[i] for i, grad in arrived)
             else:
                 dx = torch.ops.liger._projections_grad([g for _, g in arrived], [weights[i] for i, _ in arrived])
@@ -105,7 +105,7 @@ def project(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     """``tuple(linear(x) for linear in linears)``."""
     if (
         saves_passes(x)
-        and (len(linears) > 1 or may_choose_tiles(x))
+        and (len(linears) > 1 or may_choose_gemm(x))
         and x.dim() > 1
         and all(is_bare_linear(linear) and linear.weight.dtype == x.dtype for linear in linears)
     ):

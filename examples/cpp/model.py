@@ -1,4 +1,4 @@
-"""Saves a language model that trains anywhere, for train.cpp: `python examples/cpp/model.py model.pt [cuda]`."""
+"""Saves a scripted language model for train.cpp: `python examples/cpp/model.py model.pt [cuda]`."""
 
 from __future__ import annotations
 

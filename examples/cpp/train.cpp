@@ -19,7 +19,7 @@ int main(int argc, char** argv) try {
   torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-2).weight_decay(0));
 
   torch::manual_seed(0);
-  // A text that the model learns by heart. tokens: (batch, length + 1)
+  // A random text for the model to memorise. text: (batch, length + 1)
   const auto text = torch::randint(128, {4, 33}, torch::kLong).to(device);
   const auto tokens = text.slice(1, 0, -1).contiguous(), target = text.slice(1, 1).contiguous();
   for (int step = 1; step <= 10; ++step) {

@@ -1,1 +1,1 @@
-"""From variant tables to cubins: compile, check, pack. Runs at build time and behind the JIT hook."""
+"""Compiles variant tables to cubins, checks them and packs them. Used by the build and by the JIT hook."""

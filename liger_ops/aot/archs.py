@@ -1,35 +1,35 @@
-"""Which GPU architectures kernels are compiled for. Compute capabilities are major * 10 + minor."""
+"""The GPU architectures that kernels are compiled for. Compute capabilities are written as major * 10 + minor."""
 
 from __future__ import annotations
 
 import ctypes
 
-# A cubin serves its whole major family, from its minor version up.
+# A cubin runs on devices of the same major version with the same or a higher minor version.
 ALL = (80, 90, 100, 120)
 
 MAJOR, MINOR, INTEGRATED = 75, 76, 18  # CUdevice_attribute
 
 
 def asked_for(text: str) -> list[int]:
-    """The architectures of LIGER_OPS_ARCHS: all, none, or some such as 80,90."""
+    """Parses LIGER_OPS_ARCHS: all, none, or a list such as 80,90."""
     if text in ("all", "none"):
         return [*ALL] if text == "all" else []
     names = text.replace(",", " ").replace(";", " ").split()
     if not names or not all(name.isdecimal() and int(name) >= ALL[0] for name in names):
         raise SystemExit(
-            f"liger-ops: LIGER_OPS_ARCHS must be all, none or compute capabilities from {ALL[0]} on, as 80,90 (got {text!r})"
+            f"liger-ops: LIGER_OPS_ARCHS must be all, none or a list such as 80,90, from {ALL[0]} up (got {text!r})"
         )
     return sorted({*map(int, names)})
 
 
 def serving(capability: int, integrated: bool) -> int:
-    """The architecture to compile for a device. The cubins of an integrated chip are its own."""
+    """The architecture to compile for a device. An integrated GPU needs cubins for its exact architecture."""
     family = [arch for arch in ALL if arch // 10 == capability // 10 and arch <= capability]
     return family[-1] if family and not integrated else capability
 
 
 def present() -> list[int]:
-    """The architectures of this machine's GPUs. Older ones are left to the JIT."""
+    """The architectures of this machine's GPUs. Older GPUs use the JIT."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

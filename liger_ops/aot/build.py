@@ -1,5 +1,9 @@
-"""Build-time entry, run by CMake: `build.py codegen DIR`, `build.py declarations PACKAGE` and `build.py packs DIR
---archs ...`."""
+"""Entry point of the build, run by CMake.
+
+build.py codegen DIR
+build.py declarations PACKAGE
+build.py packs DIR --archs ...
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The package's own __init__ loads the library that is being built: stand in for it.
+    # A stand-in for the package, whose __init__ would load the library that is being built.
     package = types.ModuleType("liger_ops")
     package.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["liger_ops"] = package
@@ -30,7 +34,7 @@ from . import codegen, pack
 from .compile import PTX_CAPABILITY, Binary, code_key, compile_variant
 from .progress import Progress
 
-# One file a variant, whatever is built: by the hash of what it depends on.
+# One file per variant, named by a hash of everything it depends on.
 CACHE = Path(__file__).resolve().parents[2] / "build" / "kernel-cache"
 
 
@@ -62,7 +66,7 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int, variants
     variants = [*variants]
     progress = Progress(len(variants), "compiling kernels")
     entries: dict[int, list[pack.Entry]] = {arch: [] for arch in [*archs, 0]}
-    # The compiler's front end leaves many small objects and few cycles among them.
+    # Triton's front end creates many small objects but few cycles: run the garbage collector less often.
     with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(200_000,)) as pool:
         tasks = {pool.submit(compile_cached, v.kernel.name, v.index, archs, cache): v for v in variants}
         for task in as_completed(tasks):
@@ -70,19 +74,19 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int, variants
             facts = (int(v.kernel.source_hash, 16), v.index, v.name, binary.num_warps, binary.shared)
             for arch, cubin in binary.cubins.items():
                 entries[arch].append(pack.Entry(*facts, cubin, v.base))
-            # What is for some chips alone cannot be compiled by the driver for others.
+            # Kernels that support only some architectures have no portable PTX.
             if not v.kernel.archs:
                 entries[0].append(pack.Entry(*facts, binary.ptx, v.base))
             progress.advance()
     packs = [(folder / f"sm_{arch}.pack", pack.CUBIN, arch, entries[arch]) for arch in archs]
     if archs:
         packs.append((folder / "ptx.pack", pack.PTX, PTX_CAPABILITY, entries[0]))
-    # Threads will do: zlib lets go of the interpreter.
+    # Threads are enough: zlib releases the GIL.
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda arguments: pack.write(*arguments), packs))
     for stale in {*folder.glob("*.pack")} - {path for path, *_ in packs}:
         stale.unlink()
-    # Entries no build has touched for a month belong to code that is gone.
+    # Remove cache entries that no build has used for a month.
     for old in cache.iterdir():
         if old.stat().st_mtime < started - 30 * 86400:
             old.unlink()
@@ -99,7 +103,7 @@ def main() -> None:
     if args.command == "codegen":
         codegen.generate(args.folder)
     elif args.command == "declarations":
-        from . import declarations  # alone in needing torch
+        from . import declarations  # imported here: only this command needs torch
 
         declarations.write(args.folder)
     else:

@@ -1,7 +1,7 @@
-"""Operator libraries that `python -m liger_ops build` made: where they lie, from what, and which of them fits.
+"""Operator libraries built by `python -m liger_ops build`: their folders, their sources, and the name that fits.
 
-A library's name ends in a stamp of what it depends on, so that none is loaded that was built for another torch (two
-nightlies of one minor differ) or from other sources, and several lie side by side.
+A library's name ends in a hash of its inputs. So a library built for another torch (two nightlies of one minor differ)
+or from other sources is never loaded, and several libraries can share a folder.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ SHIPPED = PACKAGE / "share" / "src"
 
 
 def user_folder() -> Path:
-    """For libraries, where the package's own folder cannot be written."""
+    """The folder for libraries if the package's own folder is not writable."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("LIGER_OPS_LIBRARY_DIR") or os.path.join(cache, "liger_ops", "lib"))
 
 
 def folders() -> list[Path]:
-    """Where libraries may lie. LIGER_OPS_LIBRARY_DIR comes first, because it was asked for."""
+    """The folders to search. LIGER_OPS_LIBRARY_DIR, if set, comes first."""
     found = [LIBRARIES, user_folder()]
     return found[::-1] if os.environ.get("LIGER_OPS_LIBRARY_DIR") else found
 
 
 def source_folders() -> list[Path]:
-    """csrc and the generated headers: those that the wheel brought, else the checkout's, last generated."""
+    """csrc and the generated headers: from the wheel, else from the checkout's newest build."""
     if SHIPPED.exists():
         return [SHIPPED / "csrc", SHIPPED / "generated"]
     build = PACKAGE.parent / "build"
@@ -42,7 +42,7 @@ def source_folders() -> list[Path]:
 
 
 def stamp() -> str:
-    """Of the torch at hand and of the sources. The library finds the runtime by its path."""
+    """Hash of the installed torch, of the sources, and of the package's path, where the library finds the runtime."""
     facts = [__version__, torch.__version__, str(torch.version.git_version), str(PACKAGE)]
     digest = hashlib.sha256("\n".join(facts).encode())
     for folder in source_folders():

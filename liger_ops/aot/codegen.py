@@ -1,4 +1,4 @@
-"""Variant tables -> C++: one header a kernel file, with typed argument structs, config tables, flags and limits."""
+"""Generates a C++ header from each variant table: typed argument structs, config tables, flags and limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from ..kernels import Kernel, modules
 
 CSRC = Path(__file__).parents[2] / "csrc"
-# What an operator's code is spread over.
+# File name endings of an operator's C++ sources.
 SOURCES = (".cpp", "_cpu.cpp", "_cuda.cpp", "_plan.cpp")
 
 CPP_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float", "map": "runtime::TensorMap"}
@@ -59,8 +59,7 @@ def axis_functions(kernel: Kernel) -> str:
 
 
 def constants(kernels: list[Kernel]) -> dict[str, int]:
-    """The integers that the kernels' file and its family's private files define: flags and limits, which the host must
-    know too."""
+    """Integer constants that the host needs (flags, limits), from the kernels' file and its family's private files."""
     module = sys.modules[kernels[0].function.fn.__module__]
     path = Path(str(module.__file__))
     found: dict[str, int] = {}
@@ -77,7 +76,7 @@ def header(stem: str, kernels: list[Kernel]) -> str:
     includes = ['"runtime/kernel.h"', '"runtime/tensor_map.h"', "<cstddef>"]
     out = ["#pragma once", *(f"#include {i}" for i in includes), "", "namespace liger::kernels {"]
     out += [f"\nnamespace constants::{stem} {{"]
-    # The least of all integers has no literal.
+    # C++ has no literal for the smallest int32.
     out += [f"constexpr int32_t {k} = {v if v > -(2**31) else 'INT32_MIN'};" for k, v in constants(kernels).items()]
     out += [f"}}  // namespace constants::{stem}"]
     for kernel in kernels:
@@ -87,7 +86,7 @@ def header(stem: str, kernels: list[Kernel]) -> str:
 
 
 def kernels_named(path: Path, seen: set[Path]) -> set[str]:
-    """Kernels that a C++ file names, in itself or in what it includes. A header stands for the sources beside it."""
+    """Kernels that a C++ file names, itself or through its includes. A header counts with the sources next to it."""
     if path in seen or not path.exists():
         return set()
     seen.add(path)
@@ -100,7 +99,7 @@ def kernels_named(path: Path, seen: set[Path]) -> set[str]:
 
 
 def operators_of() -> dict[str, list[str]]:
-    """Kernel -> stems of the operators that launch it, as the C++ sources have it."""
+    """Kernel -> stems of the operators whose C++ sources launch it."""
     out: dict[str, list[str]] = {}
     for path in sorted((CSRC / "ops").glob("*/*.cpp")):
         if path.name.endswith(tuple(ending for ending in SOURCES if ending[0] == "_")):
@@ -120,7 +119,7 @@ def definitions(stem: str, kernels: list[Kernel], launched_by: dict[str, list[st
         out.append(f"static const char* const {k.name}_names[] = {{{names}\n}};")
         operators = ", ".join([f'"{o}"' for o in launched_by.get(k.name, [])] + ["nullptr"])
         out.append(f"static const char* const {k.name}_operators[] = {{{operators}}};")
-        # Where the last argument ends; a struct of maps goes on to their boundary.
+        # The end of the last argument: a struct with maps has padding after it.
         *_, (_, _, offset, size) = k.layout
         fields = f'"{k.name}", "{k.symbol}", 0x{k.source_hash}ull, {k.indices}, {offset + size}, {k.name}_names'
         places = "nullptr, 0"
@@ -139,7 +138,7 @@ def definitions(stem: str, kernels: list[Kernel], launched_by: dict[str, list[st
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    # An untouched header keeps its time stamp, and what includes it is not rebuilt.
+    # An unchanged header keeps its time stamp, so that files that include it are not rebuilt.
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -1,9 +1,9 @@
-"""Variant -> cubins, with the assertions that let C++ trust them.
+"""Compiles a variant to cubins, and checks everything that C++ relies on.
 
-Triton lowers a variant once, for compute capability 8.0. Kernels without tl.dot lower to the same PTX for
-every capability, so each architecture costs one more assembly, not one more compilation; and the plain
-`sm_90` target that this yields serves its whole major family, where Triton's own `sm_90a` serves one chip. A kernel
-that writes PTX itself is for one chip, whose own instructions it is written for.
+Triton lowers a variant once, for compute capability 8.0. Kernels without tl.dot lower to the same PTX for every
+capability, so each further architecture needs only another run of ptxas. The target is plain `sm_90`, whose cubin runs
+on the whole major family; Triton's own `sm_90a` runs on one chip. Kernels written in PTX (hopper.py) use instructions
+of one chip and are compiled only for it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ..kernels import hopper
 from ..kernels.table import Kernel, Variant
 
 PTX_CAPABILITY = 80
-# A launch may give a program this much. More has to be asked for, which the runtime does for what the launch gives, and of
-# that every architecture grants as much as the second number.
+# Dynamic shared memory that any launch may use, and the largest amount that every architecture grants when the runtime
+# opts in.
 PLAIN_SHARED_BYTES = 48 * 1024
 MAX_SHARED_BYTES = 99 * 1024
 
 PTX_BYTES = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "b8": 1}
 
-# Triton's settings belong to the process: two threads that change them for a while would each restore the other's.
+# Triton's settings are per process: two threads that change them at once would restore each other's values.
 KNOBS_LOCK = threading.Lock()
 
 
 class BuildError(RuntimeError):
-    """A compiled kernel is not what the table promised."""
+    """A compiled kernel does not match its table."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def triton_version() -> str:
     return version("triton")
 
 
-def demand(variant: Variant, condition: bool, what: str) -> None:
+def demand(variant: Variant, condition: bool, message: str) -> None:
     if not condition:
-        raise BuildError(f"{variant.name}: {what}")
+        raise BuildError(f"{variant.name}: {message}")
 
 
 def compile_variant(variant: Variant, archs: list[int]) -> Binary:
-    """archs: compute capabilities as major * 10 + minor, of which a kernel's own are taken."""
+    """archs: compute capabilities as major * 10 + minor; those that the kernel does not support are skipped."""
     served = [arch for arch in archs if variant.kernel.is_for(arch)]
     demand(variant, bool(served), "is for " + ", ".join(f"sm_{arch}" for arch in variant.kernel.archs) + " alone")
     if isinstance(variant.kernel.function, hopper.Assembly):
@@ -89,15 +89,15 @@ def compile_triton(variant: Variant, archs: list[int]) -> Binary:
     knobs = triton.knobs
     with KNOBS_LOCK, tempfile.TemporaryDirectory() as scratch, knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = scratch
-        # Line information would carry the build machine's paths.
+        # Line information would contain the build machine's paths.
         knobs.compilation.disable_line_info = True
-        # fp fusion is stated, because a default may change with a Triton release and results with it.
+        # fp fusion is explicit: its default may change with a Triton release, and results with it.
         options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": True, "maxnreg": variant.max_registers}
         capability = min(PTX_CAPABILITY, *archs)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
     ring = ring_bytes(ptx)
-    # Behind what Triton keeps there, at a 16-byte boundary.
+    # The ring follows Triton's own shared memory, at a 16-byte boundary.
     shared = metadata.shared if not ring else -(-metadata.shared // 16) * 16 + ring
     demand(variant, metadata.name == variant.kernel.symbol, f"Triton named the kernel {metadata.name}")
     demand(variant, not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
@@ -109,14 +109,14 @@ def compile_triton(variant: Variant, archs: list[int]) -> Binary:
 
 
 def check(variant: Variant, binary: Binary, most_shared: int) -> None:
-    """What C++ trusts."""
+    """Checks what C++ relies on."""
     layout = variant.kernel.layout
     sizes = ptx_parameters(binary.ptx.decode())
     demand(variant, sizes == [size for *_, size in layout], "PTX parameters differ from the table")
     for arch, cubin in binary.cubins.items():
         expected, found = [(offset, size) for _, _, offset, size in layout], cubin_parameters(cubin)
         if variant.kernel.takes_maps and found:
-            # ptxas moves all of them to where maps are at a boundary of the constant bank. The driver puts them there.
+            # ptxas shifts all parameters so that the maps are aligned in the constant bank; the driver puts them there.
             found = [(offset - found[0][0], size) for offset, size in found]
         demand(variant, found == expected, f"sm_{arch} parameters {found}, table {expected}")
         needed = binary.shared + reserved_shared(cubin)
@@ -161,22 +161,22 @@ def cubin_parameters(cubin: bytes) -> list[tuple[int, int]]:
 
 
 def ring_bytes(ptx: str) -> int:
-    """Shared memory that rows stream through (streamed.py)."""
+    """Bytes of shared memory that rows stream through (streamed.py)."""
     return max(map(int, re.findall(r"/\* ring (\d+) \*/", ptx)), default=0)
 
 
 def one_layout(ttgir: str) -> bool:
-    """Whether all tensors lie in the threads' registers in the same way."""
+    """Whether all tensors are distributed over the threads in the same way."""
     return len(re.findall(r"^#\w+ = #ttg\.", ttgir, re.M)) == 1 and "ttg.convert_layout" not in ttgir
 
 
 def reserved_shared(cubin: bytes) -> int:
-    """Bytes of shared memory that a kernel has of its own (kept.py), beside what its launch gives it."""
+    """Bytes of static shared memory of a kernel (kept.py), in addition to the dynamic memory of its launch."""
     return sum(size for name, _, size in cubin_sections(cubin) if name.startswith(".nv.shared."))
 
 
 def assembler(arch: int) -> str:
-    """Triton carries a second ptxas for architectures that its first one does not know."""
+    """Path of ptxas. Triton ships a second one for newer architectures."""
     import triton.backends.nvidia as nvidia
 
     folder = Path(nvidia.__file__).parent / "bin"
@@ -197,7 +197,7 @@ def assemble(ptx: str, arch: int, target: str) -> bytes:
 
 @cache
 def compiler_facts() -> list[str]:
-    """How variants are compiled and checked."""
+    """Everything that determines how variants are compiled and checked."""
     steps = [
         inspect.getsource(step) for step in (compile_variant, compile_triton, check, ring_bytes, assembler, assemble)
     ]
@@ -210,7 +210,7 @@ def compiler_facts() -> list[str]:
 
 
 def code_key(kernel: Kernel, variant: Variant) -> str:
-    """What a compiled variant depends on: names the build's cache files."""
+    """Cache key of a compiled variant: a hash of everything it depends on."""
     facts = [*kernel.sources, str(kernel.args), str(variant.signature), str(variant.constexprs)]
     facts += compiler_facts()
     facts += [

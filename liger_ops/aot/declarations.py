@@ -1,4 +1,4 @@
-"""The declared operators for readers that do not run Python: C++ functions for liger_ops.h, names for type checkers."""
+"""Generates C++ functions for liger_ops.h, a stub for type checkers and the README's table from the declarations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def stub() -> str:
 
 
 def table() -> str:
-    """The README's rows. Arguments that another operator has too are written once."""
+    """The README's operator table. Repeated argument lists are abbreviated."""
     rows, known = [], set[str]()
     for name, operator in operators().items():
         arguments = arguments_of(operator)

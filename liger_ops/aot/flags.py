@@ -1,5 +1,5 @@
-"""How the operator library is compiled and linked, for CMakeLists.txt (setup.py hands it on) and `python -m liger_ops
-build` alike."""
+"""Compiler and linker flags of the operator library. Both CMake (through setup.py) and `python -m liger_ops build` use
+them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# Below csrc.
+# Relative to csrc.
 SOURCES = ("ops/**/*.cpp", "runtime/portable.cpp", "library.cpp")
-# Goes ahead of every source.
+# Included before every source.
 PORTABLE = "runtime/portable.h"
-# Behind it, in all sources but portable.cpp, which defines what these would declare.
+# Included next, in all sources except portable.cpp, which defines what these headers declare.
 PRECOMPILED = ("core/autograd.h", "core/cpu.h", "core/cuda.h", "core/registration.h")
 
-# OpenMP comes from the runtime that torch brings along: linking another one would mean two thread pools.
+# OpenMP symbols come from torch's own runtime: linking another one would create a second thread pool.
 COMPILE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wno-unknown-pragmas")
-# Torch's libraries are incomplete without their dependencies.
+# Undefined symbols are allowed because the dependencies of torch's libraries may be missing.
 LINK = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined", "-Wl,--build-id=none")
 
 
@@ -27,14 +27,14 @@ def sources(csrc: Path) -> list[Path]:
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler of CXX, else g++."""
+    """The C++ compiler in CXX, else g++; None if it is not on PATH."""
     command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     return command if shutil.which(command[0]) else None
 
 
 def cxx_runtime(compiler: list[str]) -> list[str]:
-    """A compiler without the shared C++ runtime would link its archive: a second runtime in torch's process, whose
-    streams crash on the first error message."""
+    """Linker flags for the shared C++ runtime. A compiler that has only the static one would link a second runtime into
+    torch's process, and its streams crash on the first error message."""
     asked = [*compiler, "-print-file-name=libstdc++.so"]
     if os.path.isabs(subprocess.run(asked, capture_output=True, text=True).stdout.strip()):
         return []

@@ -1,4 +1,4 @@
-"""Checks that shared libraries load on every Linux that their wheel names: symbol versions and needed libraries."""
+"""Checks that shared libraries load on every Linux that the wheel's tag covers: symbol versions, needed libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 TAG = "manylinux_2_28_x86_64"
-# The newest symbol versions that such a system has for certain.
+# The newest symbol versions that the tag guarantees.
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 SYSTEM = re.compile(r"lib(c|m|dl|pthread|stdc\+\+|gcc_s)\.so\.\d+|ld-linux-x86-64\.so\.2")
 OURS = re.compile(r"libliger_runtime\.so|lib(c10|torch|torch_cpu)\.so")
@@ -21,7 +21,7 @@ def read(tool: str, option: str, library: Path) -> str:
 
 
 def violations(library: Path) -> list[str]:
-    """One sentence for each thing that a system of this tag may lack."""
+    """One sentence for each symbol version or library that a system of this tag may lack."""
     found = []
     for version, symbol in re.findall(r"\*UND\*\s+\w+\s+\(?(\w+_[\d.]+)\)?\s+(\S+)", read("objdump", "-T", library)):
         family, _, number = version.rpartition("_")
@@ -34,7 +34,7 @@ def violations(library: Path) -> list[str]:
 
 
 def missing_symbols(library: Path, providers: list[Path]) -> list[str]:
-    """Symbols that `library` needs from no system library and that none of `providers` defines."""
+    """One sentence for each symbol of `library` that neither a system library nor `providers` define."""
     wanted = re.findall(r" U (\w+)$", read("nm", "-D", library), re.M)
     defined = {name for provider in providers for name in re.findall(r" [A-TV-Zi] (\w+)", read("nm", "-D", provider))}
     missing = [name for name in wanted if name not in defined and not OPENMP.fullmatch(name)]

@@ -1,6 +1,6 @@
-"""`python -m liger_ops build`: the operator library for the torch at hand, from sources in the package.
+"""`python -m liger_ops build`: builds the operator library for the installed torch, from the sources in the package.
 
-It takes a C++ compiler and the headers of the installed torch, nothing else.
+It needs only a C++ compiler and the headers of the installed torch.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ MOST_ERROR_LINES = 10
 
 
 class Step(NamedTuple):
-    """A command, and the file that is there, whole, once it has run."""
+    """A command and the file that it writes."""
 
     command: list[str]
     output: Path
 
 
 class Plan(NamedTuple):
-    header: Step  # the precompiled one, which no compilation waits for
+    header: Step  # precompiled; optional, so no compilation waits for it
     objects: list[Step]
     library: Step
 
 
 def plan(compiler: list[str], folder: Path, library: Path) -> Plan:
-    """What makes `library` by way of `folder`."""
+    """The steps that build `library`, with intermediate files in `folder`."""
     torch_folder = Path(torch.__file__).parent
     csrc, generated = built.source_folders()
     if not generated.exists():
         raise SystemExit(f"liger-ops: {generated} must hold the generated headers: run `make build` once")
     if not (built.LIBRARIES / "libliger_runtime.so").exists():
-        raise SystemExit(f"liger-ops: {built.LIBRARIES} must hold libliger_runtime.so: install the wheel anew")
+        raise SystemExit(f"liger-ops: {built.LIBRARIES} must hold libliger_runtime.so: reinstall the wheel")
     if not (torch_folder / "include" / "ATen" / "ATen.h").exists():
         raise SystemExit(f"liger-ops: the installed torch must have its C++ headers (none in {torch_folder}/include)")
     common = [*compiler, f"-std=c++{cxx_standard(torch_folder)}", *flags.COMPILE]
     common += [f"-ffile-prefix-map={csrc.parent}=liger_ops", f"-ffile-prefix-map={torch_folder}=torch"]
     common += [f"-I{csrc}", f"-I{generated}"]
     common += ["-isystem", f"{torch_folder}/include", "-isystem", f"{torch_folder}/include/torch/csrc/api/include"]
-    # Compilers take a header from the .gch beside it once that is there.
+    # Compilers use the .gch file next to a header as soon as it exists.
     header, portable = folder / "operators.h", csrc / flags.PORTABLE
     precompile = Step([*common, "-x", "c++-header", str(header)], folder / "operators.h.gch")
     objects = []
     for source in flags.sources(csrc):
-        ahead = portable if source.stem == portable.stem else header
+        included = portable if source.stem == portable.stem else header
         output = folder / f"{'-'.join(source.relative_to(csrc).parts)}.o"
-        objects.append(Step([*common, "-include", str(ahead), "-c", str(source)], output))
+        objects.append(Step([*common, "-include", str(included), "-c", str(source)], output))
     link = [*compiler, "-shared", *(str(step.output) for step in objects)]
     link += [f"-L{built.LIBRARIES}", "-lliger_runtime", f"-L{torch_folder}/lib", *flags.LINK]
     link += ["-Wl,-rpath,$ORIGIN", f"-Wl,-rpath,{built.LIBRARIES}", *flags.cxx_runtime(compiler)]
@@ -78,7 +78,7 @@ def first_errors(text: str) -> str:
 
 
 def run(step: Step) -> None:
-    """The output appears when it is whole: a compiler may be looking for it."""
+    """Writes the output atomically, because another compiler may be reading it."""
     part = step.output.with_name(f"{step.output.name}.{os.getpid()}.part")
     try:
         done = subprocess.run([*step.command, "-o", str(part)], capture_output=True, text=True)
@@ -90,11 +90,11 @@ def run(step: Step) -> None:
 
 
 def run_all(steps: Plan, jobs: int) -> None:
-    # What takes long comes first: at the end one job would wait for another's.
+    # The largest sources first, so that no long compilation is left for the end.
     ordered = sorted(steps.objects, key=lambda step: -Path(step.command[-1]).stat().st_size)
     progress = Progress(len(ordered) + 1, "compiling operators")
     with ThreadPoolExecutor(jobs) as pool:
-        # It is made beside the first of them, and pays from the second on.
+        # Compiled in parallel with the first sources; later ones use it.
         if jobs < len(ordered):
             pool.submit(run, steps.header)
         tasks = [pool.submit(run, step) for step in ordered]
@@ -110,7 +110,7 @@ def run_all(steps: Plan, jobs: int) -> None:
 
 
 def target_folder() -> Path:
-    """The first of the folders that can be written."""
+    """The first writable folder."""
     for folder in built.folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def target_folder() -> Path:
 
 
 def loaded_elsewhere() -> str:
-    """What a new process loads, and why not others."""
+    """The library that a new process loads, or why it loads none."""
     code = "import liger_ops; print(liger_ops._loaded.library or liger_ops._loaded.tried)"
     command = [sys.executable, "-W", "ignore", "-c", code]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(built.PACKAGE.parent), os.environ.get("PYTHONPATH", "")])}
@@ -152,7 +152,7 @@ def build(jobs: int, dry_run: bool) -> None:
         run_all(steps, jobs)
     found = loaded_elsewhere()
     if found != str(library):
-        raise SystemExit(f"liger-ops: {library} was built, but a new process says: {found}")
+        raise SystemExit(f"liger-ops: {library} was built, but a new process does not load it (got {found})")
     print(library)
 
 
@@ -160,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m liger_ops build", description="Build the operator library for the installed torch."
     )
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers that run at once")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="parallel compiler processes")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:

@@ -1,8 +1,9 @@
-"""The pack: one file with every kernel of one architecture. csrc/runtime/pack.h is its other reader.
+"""The pack: one file with every kernel of one architecture. csrc/runtime/pack.h reads the same format.
 
-Little-endian. Header, index sorted by (kernel hash, variant), names, then the binaries, each deflated and
-checksummed on its own so that a process pays for what it launches. Variants of a kernel are much alike: most are
-deflated with another one, their base, as the dictionary, which takes a quarter off the file. A base has none itself.
+All numbers are little-endian. A pack contains a header, an index sorted by (kernel hash, variant), names, and binaries.
+Each binary is deflated and checksummed separately, so that a process inflates only the kernels that it launches.
+Variants of a kernel are similar: most are deflated with another variant, their base, as the dictionary. A base has no
+base itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 MAGIC, VERSION = b"LIGERPAK", 2
 CUBIN, PTX = 0, 1
-# magic, version, kind, arch, entries, file bytes, names bytes; then the checksum of these, the index and the names
+# magic, version, kind, arch, entries, file bytes, names bytes; then the checksum of the header, index and names
 HEADER, CHECKSUM = struct.Struct("<8sIIIIQI"), struct.Struct("<I")
 # kernel hash, variant, checksum, offset, stored bytes, raw bytes, shared bytes, warps, name offset, name bytes, base
 ENTRY = struct.Struct("<QIIQIIIIIII")
@@ -31,7 +32,7 @@ class Entry:
     num_warps: int
     shared: int
     binary: bytes
-    # A variant of the same kernel whose binary this one resembles; used where the pack holds it and it has no base.
+    # A variant of the same kernel with a similar binary. Used if the pack contains it and it has no base itself.
     base: int | None = field(default=None, compare=False)
 
 
@@ -67,7 +68,7 @@ def dumps(kind: int, arch: int, entries: list[Entry]) -> bytes:
 
 
 def write(path: Path, kind: int, arch: int, entries: list[Entry]) -> None:
-    """Atomic: readers see the old file or the new one, whole."""
+    """Writes atomically: readers see either the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as f:
@@ -77,7 +78,7 @@ def write(path: Path, kind: int, arch: int, entries: list[Entry]) -> None:
 
 
 def read(path: Path) -> tuple[int, int, list[Entry]]:
-    """(kind, arch, entries); ValueError says what is wrong with a damaged file."""
+    """(kind, arch, entries). Raises ValueError if the file is damaged."""
     data = Path(path).read_bytes()
     index_at = HEADER.size + CHECKSUM.size
     if len(data) < index_at:
@@ -91,7 +92,7 @@ def read(path: Path) -> tuple[int, int, list[Entry]]:
         raise ValueError(f"{path}: truncated or corrupt")
     index = [ENTRY.unpack_from(data, index_at + i * ENTRY.size) for i in range(count)]
     found: dict[tuple[int, int], Entry] = {}
-    # Bases first.
+    # Bases first, because the others are inflated with them.
     for i in sorted(range(count), key=lambda i: index[i][-1] != index[i][1]):
         kernel_hash, variant, crc, offset, stored, _, shared, num_warps, name_at, name_size, base = index[i]
         blob = data[offset : offset + stored]

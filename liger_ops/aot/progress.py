@@ -1,4 +1,4 @@
-"""How far a build has come."""
+"""Progress display of a build."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 
 
 class Progress:
-    """One line on a terminal; a line every ten percent in a log."""
+    """One line on a terminal; one line per ten percent in a log."""
 
-    def __init__(self, total: int, what: str) -> None:
-        self.total, self.what, self.done, self.start = total, what, 0, time.monotonic()
+    def __init__(self, total: int, label: str) -> None:
+        self.total, self.label, self.done, self.start = total, label, 0, time.monotonic()
 
     def advance(self) -> None:
         self.done += 1
         seconds = time.monotonic() - self.start
-        line = f"{self.what} {self.done}/{self.total}  {seconds:.0f} s"
+        line = f"{self.label} {self.done}/{self.total}  {seconds:.0f} s"
         if sys.stderr.isatty():
             filled = 30 * self.done // self.total
             print(

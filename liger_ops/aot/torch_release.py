@@ -1,4 +1,4 @@
-"""Headers and libraries of torch releases, to build the operators for torches that are not installed."""
+"""Downloads headers and libraries of torch releases, to build the operators for versions that are not installed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# The torch minors that a wheel serves, each built against one patch release: a minor's releases share their binary
-# interface, and a build can be repeated.
+# The torch minors that a wheel supports. Each library is built against one patch release, which makes builds
+# reproducible; the patch releases of a minor share their binary interface.
 RELEASES = {
     "2.11": "2.11.0",
     "2.12": "2.12.1",
@@ -18,7 +18,7 @@ RELEASES = {
     "2.14": "2.14.1",
     "2.15": "2.15.0",
 }
-# Neither libraries nor headers differ by Python's version.
+# Any version would do: the needed libraries and headers are the same for all of them.
 PYTHON = "3.12"
 NEEDED = (
     "torch/include/",
@@ -30,10 +30,10 @@ NEEDED = (
 
 
 def cxx_standard(torch: Path) -> int:
-    """The C++ standard to compile against this torch: the one of its CMake target, else the least that its headers
+    """The C++ standard to compile with: the one of torch's CMake target, else the oldest that torch's headers
     accept."""
     config, header = torch / "share" / "cmake" / "Torch" / "TorchConfig.cmake", torch / "include" / "ATen" / "ATen.h"
-    # A property of the target until torch 2.14, a compile feature since 2.15.
+    # A property of the CMake target until torch 2.14, a compile feature since 2.15.
     named = r"^ *(?:CXX_STANDARD |target_compile_features\(torch INTERFACE cxx_std_)(\d+)"
     stated = re.findall(named, config.read_text(), re.M)
     least = re.findall(r"^#error C\+\+(\d+) or later", header.read_text(), re.M)
@@ -47,13 +47,14 @@ def cxx_standard(torch: Path) -> int:
 
 
 def asked_for(versions: str) -> list[str]:
-    """The minors of LIGER_OPS_TORCH_VERSIONS."""
+    """Parses LIGER_OPS_TORCH_VERSIONS into torch minors."""
     minors = [*dict.fromkeys(versions.replace(",", " ").split())]
     if minors == ["all"]:
         return [*RELEASES]
     for minor in minors:
         if minor not in RELEASES:
-            raise SystemExit(f"liger-ops: TORCH_VERSIONS must be all or among {', '.join(RELEASES)} (got {minor})")
+            rule = f"must be all or among {', '.join(RELEASES)} (got {minor})"
+            raise SystemExit(f"liger-ops: LIGER_OPS_TORCH_VERSIONS {rule}")
     return minors
 
 
@@ -62,7 +63,7 @@ def library_name(minor: str) -> str:
 
 
 def require_libraries(minors: list[str], files: list[str], place: Path) -> None:
-    """Stops with the minors whose library is not among `files`."""
+    """Exits with an error if `files` lacks the library of a minor."""
     present = {Path(name).name for name in files}
     missing = [minor for minor in minors if library_name(minor) not in present]
     if missing:
@@ -75,7 +76,7 @@ def unpack(wheel: Path, folder: Path) -> None:
 
 
 def fetch(minor: str, cache: Path) -> Path:
-    """The torch folder of a release: what of its wheel a build needs, downloaded once, without its dependencies."""
+    """The torch folder of a release, with the files that a build needs. Downloaded once, without dependencies."""
     version = RELEASES[minor]
     target = cache / version
     if not target.exists():
@@ -84,7 +85,7 @@ def fetch(minor: str, cache: Path) -> Path:
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", scratch]
             command += ["--platform", "manylinux_2_28_x86_64", "--python-version", PYTHON, f"torch=={version}"]
             if subprocess.run(command).returncode:
-                sentence = f"torch {version}, to build for torch {minor}, was not downloaded: pip says why above"
+                sentence = f"torch {version}, to build for torch {minor}, was not downloaded: see pip's message above"
                 raise SystemExit(f"liger-ops: {sentence}")
             (wheel,) = Path(scratch).glob("torch-*.whl")
             unpacked = Path(scratch) / "unpacked"

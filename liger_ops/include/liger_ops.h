@@ -1,7 +1,7 @@
 #pragma once
 
-// torch.ops.liger.* as C++ functions, on libtorch: the same operators through the same dispatcher, differentiable and
-// without Python. Names, arguments and defaults are those of the schemas.
+// torch.ops.liger.* as C++ functions for libtorch programs. They call the same operators through the same dispatcher,
+// with autograd and without Python. Names, arguments and defaults are those of the schemas.
 //
 //   find_package(liger_ops REQUIRED)                         # CMAKE_PREFIX_PATH=$(python -m liger_ops --cmake-prefix)
 //   target_link_libraries(program PRIVATE liger_ops::liger_ops)
@@ -25,15 +25,15 @@ auto find(const char* name) {
 
 }  // namespace detail
 
-/// Loads the kernels of a CUDA device whose names begin with one of `kernels` (all, if none is named), before a graph
-/// capture or a timed region. The number loaded.
-inline int64_t preload(int64_t device, std::vector<std::string> kernels = {}) {
+/// Loads the kernels of these operators (of all, if `ops` is empty) on a CUDA device, before a graph capture or a timed
+/// region. Returns the number of kernels loaded.
+inline int64_t preload(int64_t device, std::vector<std::string> ops = {}) {
   static const auto op =
       detail::find<std::tuple<int64_t, int64_t>(int64_t, std::vector<std::string>)>("liger::_preload");
-  return std::get<0>(op.call(device, std::move(kernels)));
+  return std::get<0>(op.call(device, std::move(ops)));
 }
 
-/// JSON: devices, packs, and the launches of each kernel by the source it came from.
+/// JSON with devices, packs, and the launches of each kernel by source.
 inline std::string status() {
   static const auto op = detail::find<std::string()>("liger::_status");
   return op.call();

@@ -1,5 +1,5 @@
-"""Triton kernels and their variant tables: one file per operator in the folder of its family, found by globbing. What lies
-beside the folders is code that kernels share."""
+"""Triton kernels and their variant tables: one file per operator, in the folder of its family, found by globbing. The
+files next to the folders are shared code."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +10,7 @@ __all__ = ["Config", "Kernel", "Variant", "modules", "kernels", "find"]
 
 
 def modules() -> dict[str, list[Kernel]]:
-    """Stem of every kernel file -> the kernels that it declares, in file order."""
+    """Stem of every kernel file -> the kernels that the file declares, in order."""
     paths = sorted(Path(__file__).parent.glob("*/[!_]*.py"), key=lambda path: path.stem)
     return {p.stem: list(import_module(f".{p.parent.name}.{p.stem}", __package__).KERNELS) for p in paths}
 

@@ -1,8 +1,9 @@
-"""A vocabulary for kernels that write PTX themselves: what compute capability 9.0 has and Triton no words for.
+"""Assembler for kernels written in PTX. They use features of compute capability 9.0 that Triton cannot express.
 
-Programs in clusters, a copy engine that fills both programs' shared memory at once, warps that each have a part of
-their own to play, matrix products whose sums stay in registers while other warps' products run. Such a kernel is a
-function of an Assembler and of its arguments' names there; it stands in a table where a @triton.jit function does.
+These features are clusters of programs, copies into the shared memory of both programs of a cluster (multicast), warp
+specialisation, and GEMMs whose accumulators stay in registers while other warps multiply. Such a kernel is a Python
+function that takes an Assembler and the registers of its arguments. In a table it takes the place of a @triton.jit
+function.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 ARCH = 90
 WARP, WARPGROUP = 32, 128
-CLUSTER = 2  # programs that run at one time and reach each other's memory
-# What a program may have of a multiprocessor's memory.
+CLUSTER = 2  # programs that run at the same time and can access each other's shared memory
+# Limit of shared memory per program.
 SHARED_BYTES = 227 * 1024
-# A row of a tile of 16-bit numbers that the copy engine swizzles; eight rows make up a block that products read.
+# One swizzled row of a 16-bit tile in shared memory; eight rows form a block, the unit that wgmma reads.
 ROW_BYTES, BLOCK_BYTES = 128, 1024
 
 TYPES = {"i32": "b32", "i64": "b64", "fp32": "f32"}
@@ -27,7 +28,7 @@ PREFIXES = {"pred": "p", "b16": "h", "b32": "r", "b64": "d", "f32": "f"}
 
 @dataclass(frozen=True)
 class Assembly:
-    """The function of a table's kernel that is written in PTX: fn(assembler, arguments..., constants...)."""
+    """A kernel function that writes PTX: fn(assembler, arguments..., constants...)."""
 
     fn: Callable[..., None]
 
@@ -45,7 +46,7 @@ class Assembly:
 
 
 class Assembler:
-    """Collects the lines of one kernel. Registers are as many as it takes: ptxas assigns them."""
+    """Collects the lines of one kernel. It may use any number of virtual registers: ptxas assigns the real ones."""
 
     def __init__(self, symbol: str, layout: list[tuple[str, str, int, int]], warps: int) -> None:
         self.symbol, self.layout, self.threads = symbol, layout, warps * WARP
@@ -63,7 +64,7 @@ class Assembler:
         return f"%{PREFIXES[kind]}{self.used[kind]}"
 
     def make(self, kind: str, operation: str, *operands: Any) -> str:
-        """A new register with what an operation yields."""
+        """A new register with the result of an operation."""
         out = self.new(kind)
         self(f"{operation} {out}, {', '.join(map(str, operands))}")
         return out
@@ -77,16 +78,16 @@ class Assembler:
     def test(self, comparison: str, *operands: Any) -> str:
         return self.make("pred", f"setp.{comparison}", *operands)
 
-    def mark(self, name: str) -> str:
-        """A place to jump to, yet to be set."""
-        self.used["mark"] += 1
-        return f"{name}_{self.used['mark']}"
+    def label(self, name: str) -> str:
+        """A new label. `place` puts it before the next line."""
+        self.used["label"] += 1
+        return f"{name}_{self.used['label']}"
 
-    def set(self, mark: str) -> None:
-        self.lines.append(f"{mark}:")
+    def place(self, label: str) -> None:
+        self.lines.append(f"{label}:")
 
     def argument(self, name: str, kind: str) -> str:
-        """A register with an argument's value; of a tensor map, its address."""
+        """A register with the value of an argument, or with the address of a tensor map."""
         if kind == "map":
             address = self.make("b64", "mov.b64", name)
             return self.make("b64", "cvta.param.u64", address)
@@ -111,34 +112,34 @@ class Assembler:
         ]  # fmt: skip
         return "\n".join([*head, "{", *registers, *self.lines, "\tret;", "}", ""])
 
-    # ---- A program, its memory and its cluster
+    # ---- Program, shared memory, cluster
 
     def special(self, name: str) -> str:
         return self.integer("mov.u32", f"%{name}")
 
     def shared(self, size: int) -> str:
-        """Address of that many bytes, at a block's boundary."""
+        """Address of `size` bytes of shared memory, aligned to BLOCK_BYTES."""
         self.shared_bytes = size + BLOCK_BYTES
         start = self.integer("mov.u32", "memory")
         return self.integer("and.b32", self.integer("add.u32", start, BLOCK_BYTES - 1), -BLOCK_BYTES)
 
-    def cluster_meets(self, together: bool = True) -> None:
-        """together: the threads of a warp come at one time."""
+    def cluster_sync(self, converged: bool = True) -> None:
+        """converged: all threads of a warp arrive together."""
         for step in ("arrive", "wait"):
-            self(f"barrier.cluster.{step}{'.aligned' if together else ''}")
+            self(f"barrier.cluster.{step}{'.aligned' if converged else ''}")
 
     # ---- Barriers in shared memory
 
     def barrier(self, address: str, arrivals: int, when: str = "") -> None:
         self(f"mbarrier.init.shared::cta.b64 [{address}], {arrivals}", when)
 
-    def barriers_are_set(self, when: str) -> None:
+    def publish_barriers(self, when: str) -> None:
         self("fence.mbarrier_init.release.cluster", when)
         self("fence.proxy.async", when)
 
     def wait(self, address: str, parity: str) -> None:
-        again, done = self.mark("wait"), self.new("pred")
-        self.set(again)
+        again, done = self.label("wait"), self.new("pred")
+        self.place(again)
         self(f"mbarrier.try_wait.parity.shared::cta.b64 {done}, [{address}], {parity}")
         self(f"bra {again}", f"!{done}")
 
@@ -146,39 +147,40 @@ class Assembler:
         self(f"mbarrier.arrive.shared::cta.b64 _, [{address}]", when)
 
     def arrive_at(self, program: str, address: str, when: str) -> None:
-        """At the barrier in the memory of a program of the cluster. Without .release.cluster, whose fence would reach
-        as far as device memory: what was read here, products read, and these are through."""
+        """Arrives at the barrier of a program of the cluster. Needs no .release.cluster, whose fence would include
+        device memory: the data was read only by wgmma instructions, which have completed."""
         there = self.integer("mapa.shared::cluster.u32", address, program)
         self(f"mbarrier.arrive.shared::cluster.b64 _, [{there}]", when)
 
     def expect(self, address: str, size: int) -> None:
         self(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [{address}], {size}")
 
-    def warpgroup_meets(self, number: str) -> None:
+    def warpgroup_sync(self, number: str) -> None:
         self(f"bar.sync {number}, {WARPGROUP}")
 
     # ---- The copy engine
 
-    def fetch(self, to: str, tensor_map: str, barrier: str, column: str, row: str, for_all: bool = False) -> None:
-        """A tile into shared memory; for_all: into that of each program of the cluster, at the same address."""
+    def fetch(self, to: str, tensor_map: str, barrier: str, column: str, row: str, multicast: bool = False) -> None:
+        """Copies a tile into shared memory; multicast: into every program of the cluster, at the same address."""
         form = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         where = f"[{to}], [{tensor_map}, {{{column}, {row}}}], [{barrier}]"
-        if for_all:
+        if multicast:
             self(f"{form}.multicast::cluster {where}, {self.make('b16', 'mov.b16', (1 << CLUSTER) - 1)}")
         else:
             self(f"{form} {where}")
 
     def put(self, tensor_map: str, at: str, column: str, row: str, when: str) -> None:
+        """Copies a tile from shared memory to device memory."""
         self(f"cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [{tensor_map}, {{{column}, {row}}}], [{at}]", when)
 
-    # ---- Products
+    # ---- GEMM
 
     def operand(self, address: str) -> str:
-        """How a product names a tile in shared memory: rows of 128 swizzled bytes, eight to a block."""
+        """The wgmma descriptor of a tile in shared memory: rows of 128 swizzled bytes, eight rows per block."""
         start = self.make("b64", "cvt.u64.u32", self.integer("shr.u32", address, 4))
         return self.make("b64", "or.b64", start, hex(1 << 16 | (BLOCK_BYTES >> 4) << 32 | 1 << 62))
 
     def multiply(self, sums: list[str], a: str, b: str) -> None:
-        """sums (64 rows by 2 * len(sums) columns over a warpgroup) += a @ b.T, over 16 columns of a and b."""
+        """sums += a @ b.T over 16 columns of a and b. A warpgroup holds 64 rows by 2 * len(sums) columns of sums."""
         shape = f"m64n{2 * len(sums)}k16"
         self(f"wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16 {{{', '.join(sums)}}}, {a}, {b}, 1, 1, 1, 0, 0")

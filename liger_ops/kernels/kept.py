@@ -1,11 +1,11 @@
-"""Columns of a row that a program keeps in its shared memory between two looks at them.
+"""Columns of a row that a program keeps in shared memory between two passes over them.
 
-Kept in registers, they would leave room for too few programs at a time; read again from the L2 cache, they cost half as
-much again. Copied to shared memory, all are under way before the first is needed, and no register waits for them. Triton
-gives a kernel no shared memory of its own; PTX does.
+Kept in registers, the columns would leave room for too few programs per multiprocessor; reading them again from the L2
+cache takes longer. Copies to shared memory are all in flight before the first column is needed, and occupy no
+registers. Triton cannot declare shared memory, so this file does it in inline PTX.
 
-A lane is 16 bytes of a tile. What is kept begins at a 16-byte boundary, so that a lane is copied whole or not at all: of
-one that the row leaves on either side, the rest is for the caller to drop.
+A lane is 16 bytes of a tile. The kept columns begin at a 16-byte boundary, and a lane is copied completely or not at
+all. The caller masks elements of a lane that lie outside the row.
 """
 
 import triton
@@ -19,7 +19,7 @@ def reservation(bytes_kept):
 
 @triton.jit
 def keep(row, begin, first, limit, KEPT: tl.constexpr, LANES: tl.constexpr):
-    """Asks for the KEPT columns of a row from `begin` on, of which those of first..limit are there; where they will be."""
+    """Starts to copy the columns first..limit among the KEPT columns from `begin` on. Returns the shared address."""
     BITS: tl.constexpr = row.dtype.element_ty.primitive_bitwidth
     VEC: tl.constexpr = 128 // BITS
     kept = tl.inline_asm_elementwise(
@@ -44,18 +44,18 @@ def keep(row, begin, first, limit, KEPT: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def await_kept(kept):
-    """Waits for what `keep` asked for."""
+    """Waits for the copies that `keep` started."""
     kept = tl.inline_asm_elementwise(
         "cp.async.wait_all; mov.u32 $0, $1;", "=r,r", [kept], dtype=tl.int32, is_pure=False, pack=1
     )
-    # The compiler may give a lane to another thread to read than to copy.
+    # The thread that reads a lane may not be the thread that copied it.
     tl.debug_barrier()
     return kept
 
 
 @triton.jit
 def read_kept(kept, tile, DTYPE: tl.constexpr, LANES: tl.constexpr):
-    """A tile's lanes: as many tensors of fp32 as a lane has columns."""
+    """The lanes of a tile in fp32: one tensor for each column of a lane."""
     words = tl.inline_asm_elementwise(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [kept + (tile * LANES + tl.arange(0, LANES)) * 16],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
@@ -65,7 +65,7 @@ def read_kept(kept, tile, DTYPE: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """The columns that words hold, in fp32."""
+    """The columns that are packed in 32-bit words, in fp32."""
     values = ()
     for i in tl.static_range(len(words)):
         if DTYPE == tl.float32:
@@ -81,7 +81,7 @@ def unpack(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def lane_words(values, DTYPE: tl.constexpr):
-    """What read_kept returned, or is computed of it, as the four words of every lane."""
+    """Packs the columns of every lane, in the form that read_kept returns, into four 32-bit words."""
     words = ()
     for i in tl.static_range(4):
         if DTYPE == tl.float32:
@@ -95,7 +95,7 @@ def lane_words(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def write_lanes(at, words):
-    """To memory that is not read soon; `at`: where each lane goes."""
+    """Stores lanes to memory that is not read again soon. `at`: address of each lane."""
     tl.inline_asm_elementwise(
         "st.global.L1::evict_first.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,r,r,r,r",
         [at.to(tl.int64), words[0], words[1], words[2], words[3]], dtype=tl.int32, is_pure=False, pack=1,

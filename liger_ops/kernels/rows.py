@@ -1,12 +1,12 @@
-"""What row-wise kernels share: addressing rows of a strided tensor, and loading tiles of them.
+"""Shared code of row-wise kernels: addressing rows of a strided tensor, and loading tiles of them.
 
-A tensor of any rank is seen as rows of n contiguous elements. Rows are numbered 0..rows-1 and live on
+A tensor of any rank is seen as rows of n contiguous elements. Rows are numbered 0..rows-1 and strided on
 two levels, so that a slice of a fused projection or a transposed view needs no copy:
     offset(row) = (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
-inner_rows = 0 says that there is one level: a program then starts its loads without waiting for a division.
+inner_rows = 0 means one level: a program can then start its loads without waiting for a division.
 
-A program's rows are a scalar where it has one row, else a column (BLOCK_M, 1): both broadcast against
-(1, BLOCK_N) columns. The scalar keeps row addresses in uniform registers, which wide rows cannot spare.
+A program's row is a scalar if BLOCK_M is 1, else its rows are a column (BLOCK_M, 1). Both broadcast against
+(1, BLOCK_N) columns. A scalar keeps row addresses in uniform registers: wide rows need all other registers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from .table import HALVES, Config
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# For rows of 16 bits whose parameters are of their own type.
+# Restricts a config to 16-bit rows with parameters of the same dtype.
 PLAIN_HALVES = dict(common_only=True, only=HALVES)
 
 
@@ -28,9 +28,9 @@ def rows_config(
     aligned: bool = True, max_rows: int | None = None, common_only: bool = False,
     only: Mapping[str, Sequence[Any]] = {}, **options: Any,
 ) -> Config:  # fmt: skip
-    """Of programs that take BLOCK_M rows in TILES tiles of BLOCK_N columns; `options`: a kernel's other constexprs."""
+    """A config of BLOCK_M rows per program, in TILES tiles of BLOCK_N columns. `options`: other constexprs."""
     constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles) | {k.upper(): v for k, v in options.items()}
-    # Of two threads that had a lane of a streamed row, one might ask for the next row's while the other still reads it.
+    # Each lane must belong to one thread: if two shared it, one could refill it while the other still reads it.
     lanes, threads = block_n // 8, 32 * num_warps
     assert not options.get("slots") or lanes >= threads, f"{lanes} lanes of a streamed row for {threads} threads"
     return Config(
@@ -49,7 +49,7 @@ def block_rows(block, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def row_offset(row, inner_rows, outer_stride, inner_stride):
-    # 64-bit before the product: a tensor may hold more than 2**31 elements.
+    # 64-bit before the multiplication: a tensor may have more than 2**31 elements.
     if inner_rows == 0:
         offset = row.to(tl.int64) * inner_stride
     else:
@@ -60,7 +60,7 @@ def row_offset(row, inner_rows, outer_stride, inner_stride):
 
 @triton.jit
 def row_mean(tile, n):
-    """Mean over the n columns that a tile's accumulator stands for: (BLOCK_M, 1)."""
+    """Mean over a row's n columns, from a tile of partial sums: (BLOCK_M, 1)."""
     return tl.sum(tile, axis=1)[:, None] / n
 
 
@@ -69,7 +69,7 @@ def load_per_row(pointer, row, mask, BLOCK_M: tl.constexpr):
     if BLOCK_M == 1:
         value = tl.load(pointer + row, mask=mask, other=0.0)
     else:
-        # One dimension: as a column, every thread of a row would load the value for itself.
+        # One-dimensional: with a column, every thread of a row would load the value again.
         value = tl.load(pointer + tl.reshape(row, [BLOCK_M]), mask=tl.reshape(mask, [BLOCK_M]), other=0.0)[:, None]
     return value
 
@@ -82,7 +82,7 @@ def store_per_row(pointer, row, value, mask, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def store_share(out, partial, cols, share, mask, final):
-    """What one program contributes to a parameter's gradient; final: nobody else does."""
+    """Stores one program's share of a parameter's gradient; final: it is the only share."""
     if final:
         tl.store(out + cols, share, mask=mask)
     else:
@@ -91,14 +91,14 @@ def store_share(out, partial, cols, share, mask, final):
 
 @triton.jit
 def load_parameter(pointer, cols, n, present, neutral: tl.constexpr):
-    """A per-column parameter in fp32; an absent one costs no traffic and reads as `neutral`."""
+    """A per-column parameter in fp32. An absent one reads as `neutral`, without memory traffic."""
     return tl.load(pointer + cols, mask=(cols < n) & (present != 0), other=neutral).to(tl.float32)
 
 
 @triton.jit
 def load_parameter_tiles(pointer, n, present, neutral: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
-    """A parameter of whole rows in its own dtype. Asked for ahead of rows that are loaded IN_ORDER, it arrives with them:
-    volatile loads stay where they are, others are put off to where they are used."""
+    """A parameter in its own dtype, as TILES tensors. If rows follow that are loaded IN_ORDER, it arrives with them:
+    the compiler keeps the order of volatile loads, but moves other loads to their first use."""
     tiles = ()
     for t in tl.static_range(TILES):
         cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,7 +110,7 @@ def load_parameter_tiles(pointer, n, present, neutral: tl.constexpr, BLOCK_N: tl
 def load_tiles(pointer, row_mask, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr, IN_ORDER: tl.constexpr = False):
     """Rows that start at `pointer` as a tuple of TILES tensors of (BLOCK_M, BLOCK_N), in the tensor's own dtype."""
     tiles = ()
-    # Tables hold 0 and 1; Triton 3.9 takes a bool alone.
+    # Tables hold 0 and 1, but Triton 3.9 accepts only a bool.
     volatile: tl.constexpr = IN_ORDER != 0
     for t in tl.static_range(TILES):
         cols = (t * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
@@ -118,8 +118,8 @@ def load_tiles(pointer, row_mask, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     return tiles
 
 
-# What a device holds on the way from memory to a wave of programs: asked for earlier, rows would drive each other out of the
-# L2 cache, later, they would not be there in time. On an H200, rows of 4 to 32 KiB all did best 5 to 8 MiB ahead.
+# How far ahead a program prefetches rows of later programs. If it were larger, rows would evict each other from the L2
+# cache; if smaller, they would not arrive in time. On an H200, 5 to 8 MiB is best for rows of 4 to 32 KiB.
 BYTES_AHEAD = tl.constexpr(6 << 20)
 
 
@@ -128,7 +128,7 @@ def programs_ahead(program_bytes):
     return BYTES_AHEAD.value // program_bytes
 
 
-# Every thread asks for a cache line at a time, as many as there are.
+# Each thread prefetches one cache line after another until the threads have covered all.
 PREFETCH = tl.constexpr("""{
     .reg .u64 at, step;
     .reg .u32 threads;
@@ -152,8 +152,8 @@ PREFETCH = tl.constexpr("""{
 
 @triton.jit
 def prefetch(row, first, end):
-    """Asks for the columns first..end of a row to be in the L2 cache, where a later program will look for them: between
-    its programs' reads and writes a multiprocessor would leave the memory idle."""
+    """Prefetches the columns first..end of a row into the L2 cache for a later program. Without this, memory is idle
+    while the programs of a multiprocessor compute between their reads and writes."""
     tl.inline_asm_elementwise(
         PREFETCH, "=r,l,l", [(row + first).to(tl.int64), (row + end).to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,

@@ -1,13 +1,13 @@
-"""Pairs of rows that stream through a program's shared memory, the next on their way while one is worked on.
+"""Streams pairs of rows through a program's shared memory: the next rows are copied while the current ones are used.
 
-Gradients of wide rows leave a program no registers to load ahead into, and a multiprocessor no room for a second program
-that would work meanwhile. So the rows arrive in a ring of slots in shared memory. A slot holds a piece of a row, PER tiles
-of LANES lanes of either tensor; a lane is 16 bytes, and every thread copies, reads and asks again for its own lanes alone.
-No barrier stands between these, which is right only while all tensors have one layout: the build makes sure.
+In backward of wide rows, a program has no free registers to prefetch into, and a multiprocessor has no room for a
+second program. So rows are copied into a ring of slots in shared memory. A slot holds a piece of a row of both tensors:
+PER tiles of LANES lanes each. A lane is 16 bytes. Every thread copies, reads and refills only its own lanes, so no
+barrier is needed. This is correct only if all tensors have the same layout, which the build checks.
 
-Offsets within a row and a slot are part of the instructions: a thread holds one address a tensor. Addresses are computed
-where a row begins. A branch, such as row_offset's, between the two looks at a row would let the compiler put off the
-first look's sums until after the second, with both rows in registers until then.
+Offsets within a row and a slot are immediates in the instructions, so a thread holds one address per tensor. Addresses
+are computed at the start of a row. A branch between the two passes over a row, such as the one in row_offset, would let
+the compiler delay the sums of the first pass until after the second, with both rows in registers until then.
 """
 
 import triton
@@ -17,12 +17,12 @@ from .kept import lane_words, unpack
 from .rows import row_offset
 
 LANE_BYTES = tl.constexpr(16)
-MOST_BYTES = tl.constexpr(96 * 1024)  # of a ring; what a program may have besides is for the compiler
+MOST_BYTES = tl.constexpr(96 * 1024)  # limit of a ring; the compiler needs the rest of the shared memory
 
 
 @triton.constexpr_function
 def ring_text(size):
-    # Behind what the compiler keeps there itself. aot/compile.py reads the comment.
+    # The ring follows the compiler's own shared memory. aot/compile.py reads its size from the PTX comment.
     return f"""{{ /* ring {size} */
         .reg .u32 end;
         mov.u32 end, %dynamic_smem_size;
@@ -33,8 +33,8 @@ def ring_text(size):
 
 
 @triton.constexpr_function
-def ask_text(column, slot, row):
-    # Of a lane that is not there nothing is read; zeros arrive.
+def copy_text(column, slot, row):
+    # A lane beyond the row is not read but filled with zeros.
     return f"""{{
         .reg .pred there;
         .reg .u32 size;
@@ -92,7 +92,7 @@ def row_start(tensor, row, inner_rows, outer, inner):
 
 @triton.jit
 def first_lane(start, LANES: tl.constexpr):
-    """Where each lane of a row's first tile is."""
+    """Address of each lane of a row's first tile."""
     return start + tl.arange(0, LANES) * LANE_BYTES
 
 
@@ -103,14 +103,14 @@ def lane_columns(dtype):
 
 @triton.constexpr_function
 def slots_that_fit(slots, pieces, row_bytes):
-    """0 where not even one row would: it does not stream then."""
+    """Number of slots that fit, or 0 if one row does not fit: it is then not streamed."""
     fit = min(slots, MOST_BYTES.value * pieces // row_bytes) if slots else 0
     return fit if fit >= pieces else 0
 
 
 @triton.jit
 def columns_left(n, present, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Columns of a row from each lane's first on: a tile's lane is there if there are more than come before the tile."""
+    """Columns of a row from each lane's first column on. A lane exists in a tile if this exceeds the tile's start."""
     return tl.where(present, n, 0) - tl.arange(0, LANES) * VEC
 
 
@@ -126,8 +126,8 @@ def make_ring(anchor, LANES: tl.constexpr, PER: tl.constexpr, SLOTS: tl.constexp
 
 
 @triton.jit
-def turn_ring(ring, PIECES: tl.constexpr, SLOTS: tl.constexpr):
-    """The ring as the next row finds it."""
+def rotate_ring(ring, PIECES: tl.constexpr, SLOTS: tl.constexpr):
+    """The ring, rotated for the next row."""
     turned = ()
     for s in tl.static_range(SLOTS):
         turned = turned + (ring[(s + PIECES) % SLOTS],)
@@ -135,26 +135,26 @@ def turn_ring(ring, PIECES: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def ask(
+def copy_tile(
     slot, first, second, left, J: tl.constexpr, T: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Asks for tile T of two rows, to be the slot's tile J."""
+    """Starts to copy tile T of two rows to the slot's tile J."""
     LANE: tl.constexpr = LANES * LANE_BYTES
     tl.inline_asm_elementwise(
-        ask_text(T * LANES * VEC, (2 * J * LANE, (2 * J + 1) * LANE), T * LANE), "=r,r,l,l,r",
+        copy_text(T * LANES * VEC, (2 * J * LANE, (2 * J + 1) * LANE), T * LANE), "=r,r,l,l,r",
         [slot + tl.arange(0, LANES) * LANE_BYTES, first, second, left], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def await_tiles(anchor, PENDING: tl.constexpr):
-    """Waits for all that was asked for but the last PENDING tiles."""
+def wait_for_tiles(anchor, PENDING: tl.constexpr):
+    """Waits for all copies except those of the last PENDING tiles."""
     tl.inline_asm_elementwise(wait_text(PENDING), "=r,r", [anchor], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def read_pair(ring, T: tl.constexpr, DTYPE: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr):
-    """Tile T of either row, in fp32: as many tensors as a lane has columns."""
+    """Tile T of both rows, in fp32: one tensor for each column of a lane."""
     LANE: tl.constexpr = LANES * LANE_BYTES
     J: tl.constexpr = T % PER
     at = ring[T // PER] + tl.arange(0, LANES) * LANE_BYTES
@@ -179,12 +179,12 @@ def load_words(at, left, COLUMN: tl.constexpr, BYTE: tl.constexpr, DTYPE: tl.con
 
 @triton.jit
 def load_lane(at, left, T: tl.constexpr, DTYPE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Tile T's words of a row, or of a parameter that may be wider; ones where there are none."""
+    """Words of tile T of a row, or of a parameter, whose dtype may be wider. Absent lanes are ones."""
     COLUMN: tl.constexpr = T * LANES * VEC
     if VEC * DTYPE.primitive_bitwidth == 128:
         words = load_words(at, left, COLUMN, T * LANES * LANE_BYTES, DTYPE)
     else:
-        # Twice as far apart: `at` is where a lane of the rows' own type would be.
+        # The lanes of a wider dtype are twice as far apart as `at` assumes.
         at += tl.arange(0, LANES) * LANE_BYTES
         words = load_words(at, left, COLUMN, 4 * COLUMN, DTYPE) + load_words(at, left, COLUMN, 4 * COLUMN + 16, DTYPE)
     return words
@@ -200,7 +200,7 @@ def store_lane(at, left, words, T: tl.constexpr, LANES: tl.constexpr, VEC: tl.co
 
 @triton.jit
 def store_sums(partial, sums, n, wanted, LANES: tl.constexpr, TILES: tl.constexpr, VEC: tl.constexpr):
-    """A row of fp32, from VEC tensors a tile."""
+    """Stores a row of fp32, from VEC tensors per tile."""
     at = partial.to(tl.int64) + tl.arange(0, LANES) * (4 * VEC)
     left = columns_left(n, wanted, LANES, VEC)
     for t in tl.static_range(TILES):
@@ -216,7 +216,7 @@ def store_sums(partial, sums, n, wanted, LANES: tl.constexpr, TILES: tl.constexp
 
 @triton.jit
 def store_gradient(out, sums, n, wanted, LANES: tl.constexpr, TILES: tl.constexpr, VEC: tl.constexpr):
-    """As store_sums, a row in the dtype of `out`."""
+    """Like store_sums, but in the dtype of `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     if DTYPE == tl.float32:
         store_sums(out, sums, n, wanted, LANES, TILES, VEC)
@@ -242,14 +242,14 @@ def fill_ring(
     ring, x, dy, row, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner,
     LANES: tl.constexpr, VEC: tl.constexpr, PER: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first pieces of a program whose first row is `row`."""
+    """Starts to copy the first pieces of a program whose first row is `row`."""
     for s in tl.static_range(SLOTS):
         at = row + programs * (s // PIECES)
         first = first_lane(row_start(x, at, inner_rows, x_outer, x_inner), LANES)
         second = first_lane(row_start(dy, at, inner_rows, dy_outer, dy_inner), LANES)
         left = columns_left(n, at < rows, LANES, VEC)
         for j in tl.static_range(PER):
-            ask(ring[s], first, second, left, j, s % PIECES * PER + j, LANES, VEC)
+            copy_tile(ring[s], first, second, left, j, s % PIECES * PER + j, LANES, VEC)
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def pieces_ahead(
     x, dy, row, rows, programs, n, inner_rows, x_outer, x_inner, dy_outer, dy_inner,
     PIECES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """For each piece of a row, the rows from which its slot will be filled once it has been read, and their columns."""
+    """For each piece of a row: start addresses and number of columns of the rows that will refill its slot."""
     xs = ()
     dys = ()
     columns = ()
@@ -270,12 +270,12 @@ def pieces_ahead(
 
 
 @triton.jit
-def ask_again(
+def refill(
     ring, xs_ahead, dys_ahead, columns_ahead, T: tl.constexpr,
     LANES: tl.constexpr, VEC: tl.constexpr, PER: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Where tile T of a row was, what comes SLOTS pieces later."""
-    ask(
+    """Refills the place of tile T with the tile that comes SLOTS pieces later."""
+    copy_tile(
         ring[T // PER], first_lane(xs_ahead[T // PER], LANES), first_lane(dys_ahead[T // PER], LANES),
         columns_left(columns_ahead[T // PER], True, LANES, VEC),
         T % PER, (T // PER + SLOTS) % PIECES * PER + T % PER, LANES, VEC,

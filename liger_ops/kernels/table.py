@@ -1,8 +1,8 @@
-"""The vocabulary in which kernels declare their variants.
+"""Tables that declare the variants of kernels.
 
-A kernel file ends with a table: its runtime arguments, its named axes (dtypes, options) and its
-configs (tile shapes). Everything downstream reads that table: the ahead-of-time build, the JIT path,
-the C++ argument structs and the documentation. A variant is one point of axes x configs.
+A kernel file ends with a table: its runtime arguments, its named axes (dtypes, options) and its configs (tile shapes).
+The ahead-of-time build, the JIT, the C++ argument structs and the documentation are derived from that table. A variant
+is one point of axes x configs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from .hopper import Assembly
 
-# Width in bytes of what a kernel argument of each type occupies in the parameter buffer. A map tells the copy engine of a
-# tensor; it starts at half its width, the others at their own.
+# Bytes of each argument type in the parameter buffer. A map is a tensor map for the copy engine. It is aligned to half
+# its size; other types are aligned to their size.
 SCALAR_BYTES = {"i32": 4, "i64": 8, "fp32": 4, "map": 128}
 POINTER_BYTES = 8
 
-# Pointers of an aligned config start on 16 bytes; its integers are multiples of 8, so that a row of
-# 2-byte elements keeps every 16-byte access aligned.
+# An aligned config assumes 16-byte aligned pointers, and integers that are multiples of 8: every 16-byte access to a
+# row of 2-byte elements is then aligned.
 POINTER_ALIGNMENT = 16
 INTEGER_ALIGNMENT = 8
 
-# Of every architecture since 8.0.
+# The same on every architecture since 8.0.
 REGISTERS_PER_SM = 65536
 
 # Mixed precision means parameters of higher precision than the activations, never the reverse.
@@ -38,49 +38,49 @@ ACTIVATION_WEIGHT_DTYPES = (
     {"X": "fp16", "W": "fp32"},
     {"X": "fp32", "W": "fp32"},
 )
-# Launch shapes for such parameters, by the columns they are for.
+# Mixed precision uses only the configs with these max_n.
 MIXED_WIDTHS = (128, 512, 1024, 2048, 4096, 8192, 16384, None)
-# What a config is for that rows of 32 bits pass by, and what one is for that those of 16 do.
+# Restrict a config to 16-bit (HALVES) or 32-bit (FLOATS) rows.
 HALVES = {"X": ("fp16", "bf16")}
 FLOATS = {"X": ("fp32",)}
 
 
 def is_rare(choices: Mapping[str, Any]) -> bool:
-    """Parameters wider than the activations, or a loss with extras: these make do with fewer launch shapes."""
+    """Parameters wider than the activations, or a loss with extras. Rare choices have fewer configs."""
     return bool(choices.get("EXTRAS")) or choices.get("X", choices.get("W")) != choices.get("W", choices.get("X"))
 
 
 @dataclass(frozen=True)
 class Config:
-    """One launch shape. A call takes the first config of its kernel that admits it."""
+    """One launch shape. A call uses the first config of its kernel that admits it."""
 
     max_n: int | None  # widest row it takes; None: any
     aligned: bool  # needs the alignment above
     num_warps: int
-    programs_per_sm: int = 0  # programs that must fit on one multiprocessor at a time: bounds registers; 0: as it comes
+    programs_per_sm: int = 0  # programs that must fit on one multiprocessor: limits registers; 0: no limit
     constexprs: Mapping[str, int] = field(default_factory=dict)
-    common_only: bool = False  # rare choices pass it by, and no variant of theirs is compiled
-    max_rows: int | None = None  # more rows pass it by; None: any number
-    # Axis letter or option -> the choices that it is for; others pass it by, and no variant of theirs is compiled.
+    common_only: bool = False  # not used or compiled for rare choices
+    max_rows: int | None = None  # most rows that it takes; None: any number
+    # Axis letter or option -> choices that it serves. It is not used or compiled for others.
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def serves(self, choices: Mapping[str, Any]) -> bool:
         return not (self.common_only and is_rare(choices)) and all(choices[k] in v for k, v in self.only.items())
 
     def admits(self, n: int, aligned: bool, choices: Mapping[str, Any], rows: int | None = None) -> bool:
-        """rows: None for many."""
+        """rows: None means many."""
         fits = (self.max_n is None or n <= self.max_n) and (aligned or not self.aligned) and self.serves(choices)
         return fits and (self.max_rows is None or (rows is not None and rows <= self.max_rows))
 
-    def precedes(self, other: Config, choices: Mapping[str, Any]) -> bool:
-        """Whether it takes all calls that the other would, where it comes first."""
+    def shadows(self, other: Config, choices: Mapping[str, Any]) -> bool:
+        """Whether this config, if it comes first, takes all calls that the other would admit."""
         wide = self.max_n is None or (other.max_n is not None and self.max_n >= other.max_n)
         long = self.max_rows is None or (other.max_rows is not None and self.max_rows >= other.max_rows)
         return wide and long and (other.aligned or not self.aligned) and self.serves(choices)
 
 
 def fewer_when_mixed(configs: Sequence[Config]) -> list[Config]:
-    """These configs, of which wider parameters use only some."""
+    """These configs, restricted for wider parameters to those with MIXED_WIDTHS."""
     return [
         replace(c, common_only=c.common_only or c.max_n not in MIXED_WIDTHS or c.max_rows is not None) for c in configs
     ]
@@ -120,7 +120,7 @@ class Variant:
 
     @property
     def max_registers(self) -> int | None:
-        """Registers a thread may use so that programs_per_sm programs are resident, in the hardware's steps of 8."""
+        """Registers per thread that let programs_per_sm programs be resident, in the hardware's steps of 8."""
         if not self.config.programs_per_sm:
             return None
         return min(255, REGISTERS_PER_SM // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8)
@@ -142,7 +142,7 @@ class Kernel:
     aligned: Sequence[str]  # arguments that an aligned config assumes divisible
     axes: Mapping[str, Sequence[Mapping[str, Any]]]
     configs: Sequence[Config]
-    archs: Sequence[int] = ()  # compute capabilities that it is for; none: all
+    archs: Sequence[int] = ()  # supported compute capabilities; empty: all
 
     def __post_init__(self) -> None:
         expected = [*self.args, *self.variant(0).constexprs]
@@ -166,14 +166,14 @@ class Kernel:
 
     @property
     def indices(self) -> int:
-        """How many variants are counted. Not all are there: rare choices have none at common shapes, and no call comes as
-        far as a config that another precedes."""
+        """Number of variant indices. Some have no variant: rare choices skip common_only configs, and a config that is
+        shadowed by an earlier one gets no calls."""
         return len(self.axis_points) * len(self.configs)
 
     def has_variant(self, index: int) -> bool:
         point, config = divmod(index, len(self.configs))
         found, choices = self.configs[config], self.axis_points[point]
-        return found.serves(choices) and not any(c.precedes(found, choices) for c in self.configs[:config])
+        return found.serves(choices) and not any(c.shadows(found, choices) for c in self.configs[:config])
 
     def variant(self, index: int) -> Variant:
         point, config = divmod(index, len(self.configs))
@@ -186,7 +186,7 @@ class Kernel:
         return map(self.variant, filter(self.has_variant, range(self.indices)))
 
     def pick(self, choices: Mapping[str, Any], n: int, aligned: bool, rows: int | None = None) -> Variant:
-        """The rule that C++ follows too: first config that admits the call."""
+        """The first config that admits the call. C++ follows the same rule."""
         point = next(i for i, p in enumerate(self.axis_points) if all(p[k] == v for k, v in choices.items()))
         config = next(i for i, c in enumerate(self.configs) if c.admits(n, aligned, self.axis_points[point], rows))
         return self.variant(point * len(self.configs) + config)
@@ -207,14 +207,14 @@ class Kernel:
         return out
 
     def points(self, config: Config) -> int:
-        """A bit for each point of the axes that the config serves."""
+        """Bit mask of the axis points that the config serves."""
         if len(self.axis_points) > 64:
-            raise ValueError(f"{self.name}: {len(self.axis_points)} points on its axes, 64 at most")
+            raise ValueError(f"{self.name}: axes must have at most 64 points (got {len(self.axis_points)})")
         return sum(config.serves(choices) << i for i, choices in enumerate(self.axis_points))
 
     @property
     def config_format(self) -> str:
-        """Of a config as the host has it, for the struct module: bounds, points, alignment, launch, constexprs."""
+        """struct format of the host's Config: bounds, points, alignment, launch shape, constexprs."""
         return f"qqQ?ii{len(self.configs[0].constexprs)}i0q"
 
     def config_bytes(self, config: Config) -> bytes:
@@ -228,14 +228,14 @@ class Kernel:
 
     @property
     def sources(self) -> list[str]:
-        """What its code is made of."""
+        """Source texts of everything that the kernel's code depends on."""
         if isinstance(self.function, Assembly):
             return [self.function.write(self.layout, v.constexprs, v.config.num_warps)[0] for v in self.variants()]
         return reachable_source(self.function)
 
     @property
     def source_hash(self) -> str:
-        """Changes exactly when a compiled variant of this kernel could: code it reaches, or its table."""
+        """Hash of the kernel's table and of all code that it uses: equal hashes mean equal compiled variants."""
         table = [list(self.args.items()), list(self.aligned), {k: list(map(dict, v)) for k, v in self.axes.items()}]
         configs = [
             (
@@ -255,7 +255,7 @@ class Kernel:
 
 
 def reachable_source(function: Any, seen: set[str] | None = None) -> list[str]:
-    """Source of a jit function and of every other, constexpr function and constant that it names, recursively."""
+    """Source of a jit function and, recursively, of every jit function, constexpr function and constant it names."""
     seen = set() if seen is None else seen
     seen.add(function.fn.__name__)
     out = [function.src]

@@ -1,5 +1,5 @@
-"""The operators as Python declares them, each in one function: the signature is the schema, the docstring the
-documentation, the body the formula. The formulas are the tests' oracle, and run where no operator library fits.
+"""The operators, each declared by one function: its signature is the schema, its docstring the documentation, its body
+the reference formula. Tests compare the kernels with the formulas, which also run if no operator library fits.
 
 Letters: B batch, H heads, S sequence, D head size, n columns of a row, V vocabulary; "..." any leading dimensions.
 """

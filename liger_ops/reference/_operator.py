@@ -1,4 +1,4 @@
-"""From a declaration to a function that calls the operator, and to the operator's schema."""
+"""Turns a declaration into the operator's schema and a function that calls the operator."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def operator(
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Declares an operator by its formula.
 
-    rows: how many leading arguments are tensors of rows, which vmap may give one more dimension in front.
-    forward_out_dims: where that dimension comes out in each result of `_<name>_fwd`, if the operator has this half.
-    constants: tensors that must not require a gradient. choices: the values that each string argument takes.
+    rows: number of leading arguments that are row-wise tensors; vmap may add a leading dimension to them.
+    forward_out_dims: position of that dimension in each result of `_<name>_fwd`, if the operator has this private op.
+    constants: tensors that must not require a gradient. choices: allowed values of each string argument.
     """
 
     def declare(formula: Callable[P, R]) -> Operator[P, R]:
@@ -75,11 +75,11 @@ def operator(
             return getattr(torch.ops.liger, name)(*args, **kwargs)
 
         @functools.wraps(formula)
-        def call_and_name_results(*args: P.args, **kwargs: P.kwargs) -> Any:
+        def call_with_named_results(*args: P.args, **kwargs: P.kwargs) -> Any:
             return result(*getattr(torch.ops.liger, name)(*args, **kwargs))
 
-        function = cast(Operator[P, R], call_and_name_results if hasattr(result, "_fields") else call)
-        # TorchScript compiles the source of a function that it meets, and has no *args: it gets the operator.
+        function = cast(Operator[P, R], call_with_named_results if hasattr(result, "_fields") else call)
+        # TorchScript does not support *args: it calls the operator instead of compiling this function's source.
         _builtins._register_builtin(function, f"liger::{name}")
         function.reference, function.__signature__ = formula, signature
         function.schema = schema_of(signature, hints, name, result)
@@ -93,7 +93,7 @@ def operator(
 
 @functools.cache
 def operators() -> dict[str, Operator]:
-    """Every operator that a file of this folder declares, by name."""
+    """All operators that the files of this folder declare, by name."""
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         import_module(f"{__package__}.{path.stem}")
     return dict(sorted(_declared.items()))
@@ -134,5 +134,5 @@ def demand_choice(op: str, argument: str, allowed: tuple[str, ...], got: str) ->
 
 
 def widened(x: Tensor) -> Tensor:
-    """In the dtype that sums and statistics of x are kept in: fp32 at least."""
+    """x in the dtype of its sums and statistics: fp32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

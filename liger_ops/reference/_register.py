@@ -1,5 +1,5 @@
-"""The formulas as torch.ops.liger.*, for a torch that no operator library fits: torch differentiates, batches and
-compiles them like any other code."""
+"""Registers the formulas as torch.ops.liger.*, for a torch that no operator library fits. Autograd, vmap and
+torch.compile treat them like any other PyTorch code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ._operator import Operator, demand, demand_choice, operators
 from .fused_linear_cross_entropy import plan
 
-# It unregisters what it holds when it dies.
+# Kept alive: a Library unregisters its operators when it is deleted.
 library = torch.library.Library("liger", "FRAGMENT")
 
 # No kernel is launched and none is counted.
@@ -37,7 +37,7 @@ PRIVATE: dict[str, Callable[..., Any]] = {
 
 
 def checked(operator: Operator) -> Callable[..., Any]:
-    """The formula, which refuses what the declaration rules out."""
+    """The formula, with checks of its arguments against the declaration."""
     name, parameters = operator.__name__, list(operator.__signature__.parameters)
 
     @functools.wraps(operator.reference)
@@ -59,7 +59,7 @@ def register() -> None:
         library.define(operator.schema, tags=torch.Tag.pt2_compliant_tag)
         formula = checked(operator)
         library.impl(name, formula, "CompositeImplicitAutograd")
-        # Without it vmap would call the formula once an example.
+        # Without this, vmap would call the formula once per example.
         library.impl(name, formula, "FuncTorchBatchedDecomposition")
     for schema, function in PRIVATE.items():
         library.define(schema)

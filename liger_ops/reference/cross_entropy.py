@@ -13,7 +13,7 @@ REDUCTIONS = {"reduction": ("mean", "sum", "none")}
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """The loss, which alone has a gradient, and what was measured beside it."""
+    """The loss and its metrics. Only the loss has a gradient."""
 
     loss: Tensor
     z_loss: Tensor
@@ -50,7 +50,7 @@ def _of_tokens(
 def _reduced(
     losses: Tensor, z_losses: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """(loss, z-loss). A mean divides the one by the sum of the targets' weights, the other by their number."""
+    """(loss, z-loss). A mean divides the loss by the sum of the targets' weights, the z-loss by their number."""
     if reduction == "none":
         return losses + z_losses, z_losses.detach()
     counted = target != ignore_index
@@ -64,7 +64,7 @@ def _reduced(
 
 
 def _predictions(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(whether it is right, predicted class) of each token."""
+    """(1 if the prediction is right, else 0; predicted class) of each token."""
     predicted = x.argmax(-1).masked_fill(target == ignore_index, -1)
     return (predicted == target.masked_fill(target == ignore_index, -2)).to(x.dtype), predicted
 
@@ -86,10 +86,10 @@ def cross_entropy(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Cross entropy against class indices over the last dimension, in fp32 whatever the logits are.
+    """Cross entropy against class indices over the last dimension, in fp32 even for half-precision logits.
 
-    logits: (..., V), target: (...) indices, int64 or int32, weight: (V,). The logits are ``softcap * tanh(logits / softcap)``
-    first, if given; ``lse_square_scale * logsumexp^2`` (z-loss) is added to each loss.
+    logits: (..., V), target: (...) indices, int64 or int32, weight: (V,). With `softcap`, the logits are first replaced
+    by ``softcap * tanh(logits / softcap)``. ``lse_square_scale * logsumexp^2`` (z-loss) is added to each loss.
 
     >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
     tensor(1.3863)
@@ -110,7 +110,7 @@ def cross_entropy_(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """:func:`cross_entropy` that computes the gradient at once and writes it over the logits.
+    """:func:`cross_entropy` that also computes the gradient and overwrites the logits with it.
 
     logits: (..., V), target: (...) indices, weight: (V,).
 
@@ -123,7 +123,7 @@ def cross_entropy_(
     _check("cross_entropy_", label_smoothing, lse_square_scale, softcap)
     options = (reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
     with torch.inference_mode(False), torch.enable_grad():
-        # Autograd refuses tensors of inference mode, but not their copies.
+        # Autograd rejects inference tensors, but not their copies.
         x, y, w = logits.detach().clone().requires_grad_(), target.clone(), None if weight is None else weight.clone()
         (gradient,) = torch.autograd.grad(cross_entropy.reference(x, y, w, *options).sum(), x)
     loss = cross_entropy.reference(logits.clone(), target, weight, *options)
@@ -142,7 +142,7 @@ def cross_entropy_with_metrics(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
 ) -> CrossEntropyMetrics:
-    """:func:`cross_entropy`, with its z-loss, the accuracy and the predicted tokens.
+    """:func:`cross_entropy` with its z-loss, the token accuracy and the predicted tokens.
 
     logits: (..., V), target: (...) indices, weight: (V,).
 

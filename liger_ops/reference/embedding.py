@@ -12,7 +12,7 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
 
     input: (...) indices, weight: (V, n) -> (..., n).
 
-    For torch.compile PyTorch's own is the better one, which :class:`liger_ops.nn.Embedding` takes there.
+    Under torch.compile, prefer PyTorch's own operator, as :class:`liger_ops.nn.Embedding` does.
 
     >>> embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[3., 4.],

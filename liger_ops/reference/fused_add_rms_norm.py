@@ -15,7 +15,7 @@ def fused_add_rms_norm(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(s), s)`` with ``s = x + residual``, which is read once.
+    """``(rms_norm(s), s)`` with ``s = x + residual``, in one kernel.
 
     x, residual: (..., n), weight: (n,).
 

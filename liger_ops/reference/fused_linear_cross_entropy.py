@@ -21,27 +21,27 @@ class LogProbabilities(NamedTuple):
     entropy: Tensor
 
 
-# What eager code holds of one logit: in its own dtype, and in fp32 before and after the softmax.
-BYTES_OF_A_LOGIT = 16
+# Eager code stores each logit in its own dtype, and in fp32 before and after the softmax.
+BYTES_PER_LOGIT = 16
 
 
 def chunk_size(classes: int, memory_budget: int | None) -> int:
-    """How many tokens may have logits at a time."""
-    return max(1, (1 << 30 if memory_budget is None else memory_budget) // (BYTES_OF_A_LOGIT * max(1, classes)))
+    """Number of tokens whose logits may exist at the same time."""
+    return max(1, (1 << 30 if memory_budget is None else memory_budget) // (BYTES_PER_LOGIT * max(1, classes)))
 
 
 def plan(
     tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, wanted: int, memory_budget: int | None
 ) -> tuple[int, int, int, int]:
-    """What liger::_fused_linear_cross_entropy_plan says of this code."""
+    """liger::_fused_linear_cross_entropy_plan for these formulas."""
     chunk = min(tokens, chunk_size(vocabulary, memory_budget))
     elements = {4: tokens * hidden, 8: vocabulary * hidden, 16: vocabulary}
     gradients = sum(count for bit, count in elements.items() if wanted & bit)
     chunks = -(-tokens // chunk) if tokens else 0
-    return chunk, chunks, chunk * vocabulary * BYTES_OF_A_LOGIT, gradients * dtype.itemsize
+    return chunk, chunks, chunk * vocabulary * BYTES_PER_LOGIT, gradients * dtype.itemsize
 
 
-def _nothing(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _no_results(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
@@ -62,7 +62,7 @@ def _of_linear(
     token_weight: Tensor | None,
     memory_budget: int | None,
 ) -> tuple[Tensor, ...]:
-    """(loss, z-loss) and what `describe` says of each token, given logits (tokens, V) and targets (tokens,)."""
+    """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V) and targets (tokens,)."""
     _check(op, label_smoothing, lse_square_scale, softcap)
     demand(math.isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale)
     positive = memory_budget is None or memory_budget > 0
@@ -83,7 +83,7 @@ def _of_linear(
     else:
         x_parts, y_parts = rows.split(chunk), y.split(chunk)
         factors = [None] * len(y_parts) if factor is None else factor.split(chunk)
-        # Backward makes a chunk's logits again. Function transforms do without: they know no hooks on saved tensors.
+        # Backward recomputes the logits of a chunk, but not under function transforms, which lack saved-tensor hooks.
         transformed = torch._C._are_functorch_transforms_active()
         parts = [
             of_chunk(*part)
@@ -113,16 +113,17 @@ def fused_linear_cross_entropy(
     token_weight: Tensor | None = None,
     memory_budget: int | None = None,
 ) -> Tensor:
-    """:func:`cross_entropy` of ``logits_scale * (input @ weight.T + bias)``, which never exists as a whole.
+    """:func:`cross_entropy` of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
-    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...) a factor for each
-    position's loss. `memory_budget`: bytes that the pieces of the logits may take.
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
+    `token_weight` multiplies each position's loss. `memory_budget` limits the bytes of the logits that exist at the
+    same time.
 
     >>> fused_linear_cross_entropy(torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0, 1, 2]))
     tensor(1.3863)
     """
     return _of_linear(
-        "fused_linear_cross_entropy", _nothing, input, weight, target, bias, ce_weight, reduction, ignore_index,
+        "fused_linear_cross_entropy", _no_results, input, weight, target, bias, ce_weight, reduction, ignore_index,
         label_smoothing, lse_square_scale, softcap, logits_scale, token_weight, memory_budget,
     )[0]  # fmt: skip
 
@@ -144,7 +145,7 @@ def fused_linear_cross_entropy_with_metrics(
     token_weight: Tensor | None = None,
     memory_budget: int | None = None,
 ) -> CrossEntropyMetrics:
-    """:func:`fused_linear_cross_entropy`, with its z-loss, the accuracy and the predicted tokens.
+    """:func:`fused_linear_cross_entropy` with its z-loss, the token accuracy and the predicted tokens.
 
     input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
 
@@ -177,7 +178,7 @@ def fused_linear_cross_entropy_with_log_probs(
     token_weight: Tensor | None = None,
     memory_budget: int | None = None,
 ) -> LogProbabilities:
-    """:func:`fused_linear_cross_entropy`, with each target's log probability and each prediction's entropy.
+    """:func:`fused_linear_cross_entropy` with each target's log probability and each prediction's entropy.
 
     input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
 

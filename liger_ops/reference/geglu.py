@@ -22,7 +22,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
 @operator(rows=1, choices=geglu.choices)
 def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """:func:`geglu` of one projection's two halves.
+    """:func:`geglu` of the two halves of a fused projection.
 
     gate_up: (..., 2 n) -> (..., n).
 
@@ -37,7 +37,7 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
 def geglu_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "tanh"
 ) -> Tensor:
-    """``F.linear(geglu(gate, up, approximate), weight, bias)``, see :func:`swiglu_linear`.
+    """``F.linear(geglu(gate, up, approximate), weight, bias)``. Backward recomputes the geglu instead of saving it.
 
     gate, up: (..., n), weight: (m, n), bias: (m,) -> (..., m).
 

@@ -8,7 +8,7 @@ from ._operator import operator, widened
 
 @operator(rows=1)
 def relu_squared(x: Tensor) -> Tensor:
-    """``relu(x)^2``, which keeps x alone for backward.
+    """``relu(x)^2``. Only x is saved for backward.
 
     x: (..., n).
 

@@ -14,8 +14,8 @@ def rms_norm(
 ) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension.
 
-    x: (..., n), weight: (n,). `casting_mode` says where a row of half precision is rounded: "llama" before it is
-    multiplied by the weight, "gemma" and "none" once, at the end.
+    x: (..., n), weight: (n,). `casting_mode` selects where half-precision rows are rounded: "llama" before and after
+    the multiplication by the weight, "gemma" and "none" only after it.
 
     >>> x = torch.tensor([[3.0, 4.0]])
     >>> rms_norm(x, torch.ones(2), eps=0.0)

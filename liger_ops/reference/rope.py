@@ -36,11 +36,11 @@ def rope(
     interleaved: bool = False,
     mrope_section: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q and k with the first R columns of every head rotated, in q's and k's own layouts.
+    """Rotary embedding of q and k: rotates the first R columns of every head, and keeps the layouts of q and k.
 
-    q: (B, Hq, S, D), k: (B, Hk, S, D), cos and sin: (S, R) or (1 or B, S, R) with R <= D. Pairs of columns are
-    (i, i + R / 2), or (2 i, 2 i + 1) where `interleaved`. With `mrope_section`, three sizes that add up to R / 2, cos
-    and sin have a leading dimension of 3: positions in time, height and width.
+    q: (B, Hq, S, D), k: (B, Hk, S, D), cos and sin: (S, R) or (1 or B, S, R) with R <= D. Rotated pairs are
+    columns (i, i + R / 2), or (2 i, 2 i + 1) if `interleaved`. With `mrope_section`, three sizes that add up to R / 2,
+    cos and sin have a leading dimension of 3: positions in time, height and width.
 
     >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     >>> quarter_turn = torch.zeros(1, 2), torch.ones(1, 2)
@@ -56,7 +56,7 @@ def rope(
 
 @operator(constants=("freqs_cis",))
 def rope_freqs_cis(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`rope` from complex angles ``cos + i sin``, which turn pairs of neighbouring columns.
+    """:func:`rope` with complex angles ``cos + i sin`` for pairs of adjacent columns.
 
     q: (B, Hq, S, D), k: (B, Hk, S, D), freqs_cis: (S, D / 2) or (1 or B, S, R / 2) complex.
 

@@ -22,7 +22,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @operator(rows=1)
 def swiglu_packed(gate_up: Tensor) -> Tensor:
-    """:func:`swiglu` of one projection's two halves.
+    """:func:`swiglu` of the two halves of a fused projection.
 
     gate_up: (..., 2 n) -> (..., n).
 
@@ -35,7 +35,7 @@ def swiglu_packed(gate_up: Tensor) -> Tensor:
 
 @operator(rows=2)
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(swiglu(gate, up), weight, bias)``, which keeps gate and up for backward and not their product.
+    """``F.linear(swiglu(gate, up), weight, bias)``. Backward recomputes the swiglu instead of saving it.
 
     gate, up: (..., n), weight: (m, n), bias: (m,) -> (..., m).
 

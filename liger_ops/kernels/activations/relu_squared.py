@@ -1,6 +1,6 @@
-"""relu(x)^2, element by element. Tiles and strides: ../elements.py.
+"""relu(x)^2, elementwise. Tiles and strides: ../elements.py.
 
-The gradient may lie over dy: an element is read before it is written, and by the same thread. NaN stays NaN.
+The gradient may overwrite dy: each thread reads an element before it writes the element. NaN stays NaN.
 """
 
 import triton

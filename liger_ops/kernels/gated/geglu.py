@@ -1,7 +1,7 @@
-"""GeGLU: out = gelu(gate) * up, element by element, tiled as swiglu is.
+"""GeGLU: out = gelu(gate) * up, elementwise, with the tiles of swiglu.
 
 gelu(x) = x * p(x), where p is the normal distribution's cdf ("none") or sigmoid(2 z) with
-z = sqrt(2 / pi) * (x + 0.044715 x^3) ("tanh"): 0.5 * (1 + tanh(z)) is that sigmoid, which costs one exponential.
+z = sqrt(2 / pi) * (x + 0.044715 x^3) ("tanh"). The sigmoid equals 0.5 * (1 + tanh(z)) and needs one exponential.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .swiglu import BACKWARD_ALIGNED, BACKWARD_ARGS, FORWARD_ALIGNED, FORWARD_AR
 
 TANH = tl.constexpr(1)
 
-TWO_Z = tl.constexpr(1.5957691216057308)  # of small x: 2 * sqrt(2 / pi)
+TWO_Z = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
@@ -22,7 +22,7 @@ SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def reciprocal(y):
-    """1 / y for y from 1 to 2. A division minds the ends of fp32's range, in more instructions than all of this."""
+    """1 / y for 1 <= y <= 2. A division also handles the ends of fp32's range, which takes more instructions."""
     r = tl.rsqrt(y)
     r *= r
     return r * tl.fma(-y, r, 2.0)
@@ -30,7 +30,7 @@ def reciprocal(y):
 
 @triton.jit
 def tanh_weight_and_slope(x):
-    """sigmoid(2 z) and its derivative by 2 z. Powers of two below fp32's normal numbers are 0: of x below -10."""
+    """sigmoid(2 z) and its derivative with respect to 2 z. Subnormal powers of two become 0, for x below -10."""
     power = x * tl.fma(x * x, TWO_Z * CUBIC * LOG2E, TWO_Z * LOG2E)
     e = tl.exp2(-tl.abs(power))
     r = reciprocal(1.0 + e)

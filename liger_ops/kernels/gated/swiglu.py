@@ -1,9 +1,9 @@
-"""SwiGLU: out = silu(gate) * up, element by element.
+"""SwiGLU: out = silu(gate) * up, elementwise.
 
 Tiles and strides: ../elements.py.
 
-The backward recomputes silu(gate). Its results may lie over gate and up: an element is read before it is
-written, and by the same thread. With PRODUCT it stores the forward's result too, which may lie over dout.
+Backward recomputes silu(gate). Its results may overwrite gate and up: each thread reads an element before it
+writes the element. With PRODUCT it also stores the forward's result, which may overwrite dout.
 """
 
 import triton
@@ -17,7 +17,7 @@ PRODUCT = tl.constexpr(256)
 
 @triton.jit
 def sigmoid_and_slope(x):
-    """With its derivative, which s * (1 - s) would give without its last digits."""
+    """sigmoid(x) and its derivative. The formula s * (1 - s) would lose digits."""
     e = tl.exp(-tl.abs(x))
     r = 1.0 / (1.0 + e)
     return tl.where(x < 0, e * r, r), e * r * r

@@ -1,11 +1,11 @@
-"""How kernels of the losses write the gradient of a row's logits."""
+"""Shared code of the loss kernels that write the gradient of a row's logits."""
 
 import triton
 import triton.language as tl
 
 from ..kept import lane_words, read_kept, write_lanes, write_some_lanes
 from ._flags import HAS_SMOOTHING, HAS_SOFTCAP, HAS_WEIGHT, MEAN, MOST_SKEW
-from ._rows import exp, exp_over, is_level, load_weight, skew_of, softcapped
+from ._rows import exp, exp_over, load_weight, same_alignment, skew_of, softcapped
 
 
 @triton.jit
@@ -34,13 +34,13 @@ def write_gradient(
 
 
 @triton.jit
-def arriving(grad, totals, row, stride, flags, known):
-    """What arrives for a row's loss, and for its z-loss, which has another divisor in a mean."""
+def upstream_gradients(grad, totals, row, stride, flags, known):
+    """Upstream gradients of a row's loss and of its z-loss. In a mean, the two have different divisors."""
     grad = tl.load(grad + row.to(tl.int64) * stride, mask=known, other=1.0)
     mean = (flags & MEAN) != 0
     by_weight = tl.load(totals, mask=mean, other=1.0)
     by_count = tl.load(totals + 1, mask=mean, other=1.0)
-    # What a whole row is multiplied by is rounded once: a fast division is off by up to 2 ulp.
+    # Rounded correctly, because it multiplies a whole row. A fast division is off by up to 2 ulp.
     return tl.where(mean, tl.div_rn(grad, by_weight), grad), tl.where(mean, tl.div_rn(grad, by_count), grad)
 
 
@@ -49,8 +49,8 @@ def gradient_terms(
     n, y, top, total, miss, grad, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
     EXTRAS: tl.constexpr,
 ):  # fmt: skip
-    """(slope, slope_y, drop_y, tilt): d loss / d x_k = exp(x_k - top) * slope - tilt * w_k, for the true class with
-    slope_y and less drop_y."""
+    """(slope, slope_y, drop_y, tilt): d loss / d x_k = exp(x_k - top) * slope - tilt * w_k. For the true class, slope_y
+    replaces slope, and drop_y is subtracted."""
     # With p = exp(x - top) / total:
     # d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
     #                  p_y * spill - (1 - p_y) * pull - tilt * w_y
@@ -73,24 +73,24 @@ def gradient_span(
     out, x_row, begin, end, n, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
     BLOCK_N: tl.constexpr, SKEWED: tl.constexpr, EXTRAS: tl.constexpr, BACKWARDS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the columns begin..end of one row; without extras the true class is left to write_true."""
+    """Writes the gradient of the columns begin..end of one row. Without extras, write_true writes the true class."""
     skew = 0
-    level = True
+    aligned = True
     if SKEWED:
         skew = skew_of(x_row)
-        # Otherwise a row goes element by element.
-        level = is_level(out, skew)
+        # If not, the row is written element by element.
+        aligned = same_alignment(out, skew)
     y = (y + skew).to(tl.int32)
     limit = n + skew
     BLOCK: tl.constexpr = BLOCK_N // 4 if EXTRAS else BLOCK_N
     for block in range(0, end - begin, BLOCK):
-        # What was read last is likeliest in the cache still.
+        # Backwards, because the columns read last are most likely still in the cache.
         start = begin + ((end - begin - 1) // BLOCK * BLOCK - block if BACKWARDS else block)
         cols = start + tl.arange(0, BLOCK)
         mask = cols < limit
         if SKEWED:
             mask &= cols >= skew
-        if SKEWED and (level & (start >= skew) & (start + BLOCK <= limit)):
+        if SKEWED and (aligned & (start >= skew) & (start + BLOCK <= limit)):
             write_gradient(
                 tl.multiple_of(out - skew, 16), tl.multiple_of(x_row - skew, 16), cols, mask, skew,
                 y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags, EXTRAS, True, POLICY,
@@ -107,15 +107,15 @@ def gradient_kept(
     out, kept, begin, n, skew, top, slope,
     DTYPE: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """gradient_span of the KEPT columns from `begin` on, without extras. skew: of the logits."""
+    """gradient_span for the KEPT columns from `begin` on, without extras. skew: the logits' skew."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     limit = n + skew
-    level = True
+    aligned = True
     if SKEWED:
-        level = is_level(out, skew)
+        aligned = same_alignment(out, skew)
     for tile in range(0, KEPT // (LANES * VEC), TILES):
         start = begin + tile * (LANES * VEC)
-        whole = level & (start >= skew) & (start + TILES * LANES * VEC <= limit)
+        whole = aligned & (start >= skew) & (start + TILES * LANES * VEC <= limit)
         for t in tl.static_range(TILES):
             first = start + (t * LANES + tl.arange(0, LANES)) * VEC
             values = read_kept(kept, tile + t, DTYPE, LANES)
@@ -125,8 +125,8 @@ def gradient_kept(
             if whole:
                 write_lanes(out - skew + first, lane_words(dx, DTYPE))
             elif start < limit:
-                # Of a row's first and last tile all lanes but one are as good as others.
-                lanes = level & (first >= skew) & (first + VEC <= limit)
+                # In a row's first and last tile, only one lane is partial.
+                lanes = aligned & (first >= skew) & (first + VEC <= limit)
                 write_some_lanes(out - skew + first, lane_words(dx, DTYPE), lanes)
                 for i in tl.static_range(VEC):
                     at = first + i
@@ -135,8 +135,8 @@ def gradient_kept(
 
 @triton.jit
 def write_true(out, begin, end, n, skew, y, x_y, top, slope_y, drop_y):
-    """The one column of begin..end that is unlike the others, over what this program wrote there. x_y: its logit, read
-    before any was written."""
+    """Overwrites the gradient of the true class if the class is in begin..end. x_y: its logit, read before any gradient
+    was written."""
     tl.debug_barrier()
     at_y = exp(x_y - top, out.dtype.element_ty) * slope_y - drop_y
     mine = (y >= 0) & (y < n) & (y + skew >= begin) & (y + skew < end)
@@ -163,5 +163,5 @@ def zero_span(out, begin, end, n, BLOCK_N: tl.constexpr, SKEWED: tl.constexpr):
 
 @triton.jit
 def columns_end(n, SKEWED: tl.constexpr):
-    """Where a row of n columns ends at the latest, whatever its skew."""
+    """Upper bound of the end of a row of n columns, for any skew."""
     return n + MOST_SKEW if SKEWED else n

@@ -1,4 +1,4 @@
-"""How kernels of the losses read rows of logits: tiles, skewed rows, rows shared among programs, a row's loss."""
+"""Shared code of the loss kernels that read rows of logits: tiles, skewed rows, split rows, the loss of a row."""
 
 import triton
 import triton.language as tl
@@ -36,10 +36,10 @@ def load_weight(weight, classes, mask, flags):
 
 @triton.jit
 def exp(x, dtype: tl.constexpr):
-    """For x <= 0. Of fp32 logits it keeps what rounding drops of the exponent, which 16-bit ones would not show."""
+    """exp(x) for x <= 0. For fp32 logits it corrects the rounding of the exponent; 16-bit logits do not need this."""
     if dtype.primitive_bitwidth < 32:
         return tl.exp2(x * LOG2E)
-    # 0 from here on, and no -inf - -inf.
+    # exp is 0 below this; the limit avoids -inf - -inf.
     x = tl.maximum(x, -1000.0, propagate_nan=tl.PropagateNan.ALL)
     power = x * LOG2E
     e = tl.exp2(power)
@@ -48,14 +48,14 @@ def exp(x, dtype: tl.constexpr):
 
 @triton.jit
 def exponent(x):
-    """x in powers of 2; finite for LOWEST."""
+    """x * log2(e); finite for LOWEST."""
     return tl.maximum(x * LOG2E, LOWEST)
 
 
 @triton.jit
 def exp_over(x, base, dtype: tl.constexpr):
-    """exp(x - base) for x <= base. Of 16-bit logits in one multiply-add, and relative to 2 ** exponent(base) instead:
-    rounded_off(base) is the factor between them."""
+    """exp(x - base) for x <= base. For 16-bit logits it takes one multiply-add and yields exp(x) / 2 ** exponent(base);
+    base_correction(base) is the factor between the two."""
     if dtype.primitive_bitwidth < 32:
         e = tl.exp2(tl.fma(x, LOG2E, -exponent(base)))
     else:
@@ -64,7 +64,7 @@ def exp_over(x, base, dtype: tl.constexpr):
 
 
 @triton.jit
-def rounded_off(base, dtype: tl.constexpr):
+def base_correction(base, dtype: tl.constexpr):
     factor = tl.full(base.shape, 1.0, tl.float32)
     if dtype.primitive_bitwidth < 32:
         factor = tl.exp2(tl.where(base == LOWEST, 0.0, -tl.fma(base, LOG2E, -exponent(base))))
@@ -73,7 +73,7 @@ def rounded_off(base, dtype: tl.constexpr):
 
 @triton.jit
 def rebased(total, base, new_base, dtype: tl.constexpr):
-    """A sum of exp_over(x, base) as one of exp_over(x, new_base)."""
+    """Converts a sum of exp_over(x, base) to a sum of exp_over(x, new_base)."""
     if dtype.primitive_bitwidth < 32:
         total *= tl.exp2(exponent(base) - exponent(new_base))
     else:
@@ -83,17 +83,17 @@ def rebased(total, base, new_base, dtype: tl.constexpr):
 
 @triton.jit
 def softcapped(x, cap):
-    """cap * tanh(x / cap) and its slope, without cancellation at either end."""
+    """cap * tanh(x / cap) and its derivative, without cancellation for small or large x."""
     z = x / cap
-    # tanh is 1 long before; infinite powers would spoil the corrections below.
+    # tanh is 1 from far below this; infinite powers would break the corrections below.
     size = tl.minimum(tl.abs(z), 100.0, propagate_nan=tl.PropagateNan.ALL)
     q = z * z
     # tanh(z) = z + z * bend, interpolated in z^2 at the Chebyshev nodes of |z| <= 0.6: within 1.1e-8.
     bend = q * (-0.33333330 + q * (0.13332915 + q * (-0.053873949 + q * (0.021110959 + q * -0.0062691197))))
     near = z + z * bend
     # tanh(|z|) = 1 - 2 u
-    # Losses multiply the error of a capped logit. So the exponent keeps what its rounding drops, and a step of Newton's
-    # mends the fast division.
+    # Losses multiply the error of a capped logit. So the rounding of the exponent is corrected, and one Newton step
+    # refines the fast division.
     power = size * (-2 * LOG2E)
     e = tl.exp2(power)
     e += e * (tl.fma(size, -2 * LOG2E, -power) * LN2)
@@ -108,20 +108,20 @@ def softcapped(x, cap):
 
 @triton.jit
 def log1p(x):
-    """For x > -1. Dividing by what 1 + x became undoes the rounding of the addition."""
+    """log(1 + x) for x > -1. The division by u - 1 corrects the rounding of u = 1 + x."""
     u = 1 + x
     return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
 
 
 @triton.jit
 def skew_of(row):
-    """Elements between the last boundary and a row."""
+    """Number of elements from the last BOUNDARY before a row to the row."""
     return ((row.to(tl.int64) % BOUNDARY) // (row.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
 
 
 @triton.jit
-def is_level(out, skew):
-    """Whether a gradient's lanes begin at 16-byte boundaries where its logits' do, which have this skew."""
+def same_alignment(out, skew):
+    """Whether the gradient's lanes begin at 16-byte boundaries like those of the logits, which have this skew."""
     return (out - skew).to(tl.int64) % 16 == 0
 
 
@@ -132,8 +132,8 @@ def lane_columns(start, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_lanes(row, start, skew, limit, wanted, LANES: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr):
-    """A tile that a row may leave on either side. Lanes are loaded whole, for none straddles a 16-byte boundary:
-    what is not of the row is for the caller to drop."""
+    """A tile that may extend beyond the row on either side. Lanes are 16-byte aligned and loaded completely: the caller
+    masks the elements outside the row."""
     first = start + tl.arange(0, LANES)[:, None] * VEC
     mask = tl.broadcast_to((first < limit) & (first + VEC > skew) & wanted, [LANES, VEC])
     return tl.load(row + lane_columns(start, LANES, VEC), mask=mask, other=float("-inf"), eviction_policy=POLICY)
@@ -144,7 +144,7 @@ def scan_tiles(
     peak, total, tilt, best, row, start, skew, limit, y, reference, weight, softcap, flags,
     LANES: tl.constexpr, TILES: tl.constexpr, EXTRAS: tl.constexpr, WHOLE: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Takes TILES tiles into the lanes' statistics. WHOLE: all within the row, the true class not among them."""
+    """Adds TILES tiles to the lanes' statistics. WHOLE: all columns are in the row, and none is the true class."""
     VEC: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     TILE: tl.constexpr = LANES * VEC
     raw = ()
@@ -197,7 +197,7 @@ def scan_kept_tiles(
     peak, total, kept, tile, start, skew, limit, y,
     DTYPE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """scan_tiles of what is kept, without extras."""
+    """scan_tiles for kept columns, without extras."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     new_peak = peak
     xs = ()
@@ -237,7 +237,7 @@ def scan_kept(
 
 @triton.jit
 def first_kept(kept, highest, begin, skew, limit, y, DTYPE: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr):
-    """Where each lane has the value `highest` among what is kept, if anywhere."""
+    """The first kept column of each lane that has the value `highest`, or NOWHERE."""
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     first = tl.full([LANES], NOWHERE, tl.int32)
     for tile in range(KEPT // (LANES * VEC)):
@@ -250,8 +250,8 @@ def first_kept(kept, highest, begin, skew, limit, y, DTYPE: tl.constexpr, KEPT: 
 
 
 @triton.jit
-def unite(peak, total, tilt, first, softcap, flags, EXTRAS: tl.constexpr):
-    """Statistics of several sets of columns -> of all: (largest logit, the same capped, sum, tilt, where it is)."""
+def combine(peak, total, tilt, first, softcap, flags, EXTRAS: tl.constexpr):
+    """Combines statistics of sets of columns: (largest logit, the same softcapped, sum, tilt, its column)."""
     base = peak
     highest = tl.max(peak, axis=0)
     top = highest
@@ -264,26 +264,26 @@ def unite(peak, total, tilt, first, softcap, flags, EXTRAS: tl.constexpr):
 
 
 @triton.jit
-def meet(shares, arrived, peak, total, tilt, first, parts, softcap, flags, EXTRAS: tl.constexpr):
-    """Leaves this part's statistics in `shares`, waits for the row's other parts', and unites them in their order."""
+def combine_parts(shares, arrived, peak, total, tilt, first, parts, softcap, flags, EXTRAS: tl.constexpr):
+    """Stores this part's statistics in `shares`, waits for the row's other parts, and combines all in a fixed order."""
     mine = shares + (tl.program_id(0) % parts) * 4
     tl.store(mine, peak)
     tl.store(mine + 1, total)
     tl.store(mine + 2, tilt)
     tl.store(mine + 3, first.to(tl.float32, bitcast=True))
     tl.atomic_add(arrived, 1, sem="release")
-    # Adding nothing is how to load with acquire semantics.
+    # atomic_add of 0 is a load with acquire semantics.
     while tl.atomic_add(arrived, 0, sem="acquire") < parts:
         pass
     part = tl.arange(0, MOST_PARTS)
     there = part < parts
     at = shares + part * 4
-    # Volatile: another multiprocessor wrote this since.
+    # Volatile, because another multiprocessor wrote this.
     peak = tl.load(at, mask=there, other=LOWEST, volatile=True)
     total = tl.load(at + 1, mask=there, other=0.0, volatile=True)
     tilt = tl.load(at + 2, mask=there, other=0.0, volatile=True)
     first = tl.load(at + 3, mask=there, other=0.0, volatile=True).to(tl.int32, bitcast=True)
-    return unite(peak, total, tilt, tl.where(there, first, NOWHERE), softcap, flags, EXTRAS)
+    return combine(peak, total, tilt, tl.where(there, first, NOWHERE), softcap, flags, EXTRAS)
 
 
 @triton.jit
@@ -292,9 +292,9 @@ def scan_row(
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
     KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """One read of a row, or of the columns begin..end by one of its `parts`: (top, total, miss, nll, tilt, predicted).
+    """Reads a row once, or one of its `parts`, the columns begin..end: (top, total, miss, nll, tilt, predicted).
 
-    `kept` has the first KEPT of the columns; REST: there may be more.
+    `kept` holds the first KEPT columns; REST: there may be more.
 
     top: largest x, total: sum_j exp(x_j - top), miss: 1 - p_y, nll: lse - x_y,
     tilt: sum_j w_j * (x_j - reference) for j != y
@@ -315,7 +315,7 @@ def scan_row(
     else:
         peak = tl.full([LANES], LOWEST, tl.float32)
         lane_total = tl.zeros([LANES], tl.float32)
-    # Extras need registers, and so much arithmetic that loads hide behind it.
+    # Extras need more registers, and their arithmetic hides the loads.
     GROUP: tl.constexpr = 1 if EXTRAS else TILES
     SPAN: tl.constexpr = GROUP * LANES * VEC
     if REST:
@@ -332,7 +332,7 @@ def scan_row(
                     LANES, GROUP, EXTRAS, True, POLICY,
                 )  # fmt: skip
     if not EXTRAS:
-        lane_total *= rounded_off(peak, DTYPE)
+        lane_total *= base_correction(peak, DTYPE)
 
     first = tl.full([LANES], NOWHERE, tl.int32)
     if flags & SAVE_METRICS:
@@ -340,7 +340,7 @@ def scan_row(
         if KEPT:
             first = first_kept(kept, raw_others, begin, skew, limit, y, DTYPE, KEPT, LANES)
         if REST:
-            # Only lanes that hold the maximum look again, at the tiles where they first met it.
+            # Only lanes that hold the maximum read again, and only the tiles where they first found it.
             wanted = ((peak == raw_others) & (best >= begin + KEPT))[:, None]
             for t in tl.static_range(GROUP):
                 tile = best[:, None] + t * LANES * VEC
@@ -348,9 +348,9 @@ def scan_row(
                 x = load_lanes(row, tile, skew, limit, wanted, LANES, VEC, "").to(tl.float32)
                 found = wanted & (x == raw_others) & (at >= skew) & (at < limit) & (at != y)
                 first = tl.minimum(first, tl.min(tl.where(found, at, NOWHERE), axis=1))
-    raw_others, top_others, others, tilt, first = unite(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
+    raw_others, top_others, others, tilt, first = combine(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
     if PART:
-        raw_others, top_others, others, tilt, first = meet(
+        raw_others, top_others, others, tilt, first = combine_parts(
             shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
         )
 
@@ -363,7 +363,7 @@ def scan_row(
     total = exp(true - top, row.dtype.element_ty) + others
     nll = top - true + tl.where(true >= top_others, log1p(others), tl.log(total))
     predicted = tl.where((x_y > raw_others) | ((x_y == raw_others) & (y < first)), y, first)
-    # A row of -inf or NaN alone.
+    # A row that contains only -inf or NaN.
     predicted = tl.where(predicted == NOWHERE, 0, predicted - skew)
     return top, total, tl.div_rn(others, total), nll, tilt, predicted
 
@@ -379,7 +379,7 @@ def row_losses(
     if EXTRAS:
         loss = w_y * nll
         if flags & HAS_SMOOTHING:
-            # Distances from x_y rather than from 0: no digits lost to a common offset of the logits.
+            # Distances from x_y rather than from 0, so that a common offset of the logits costs no digits.
             level = tl.where(reference == x_y, nll, lse - reference)
             away = tl.where(reference == x_y, 0.0, x_y - reference)
             smooth = level * weight_sum - tilt - w_y * away
@@ -389,7 +389,7 @@ def row_losses(
 
 @triton.jit
 def store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, row_predicted, y, leads, flags):
-    """For the one of the row's programs that leads."""
+    """Stores the results of a row. Only the row's leading program stores."""
     add = tl.where((flags & ADD_Z_LOSS) != 0, row_z_loss, 0.0)
     tl.store(loss + row, row_loss + add, mask=leads)
     tl.store(z_loss + row, row_z_loss, mask=leads & ((flags & SAVE_Z_LOSS) != 0))
@@ -405,7 +405,7 @@ def forward_row(
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
     KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Losses and metrics of one row with a target; (top, total, miss) for its gradient."""
+    """Stores losses and metrics of one row with a target. Returns (top, total, miss) for its gradient."""
     valid = (y >= 0) & (y < n)
     x_y = tl.load(x_row + y, mask=valid, other=float("nan")).to(tl.float32)
     reference = x_y

@@ -4,28 +4,30 @@
     lse  = log(sum_j exp(x_j))
     loss = (1 - s) * w_y * (lse - x_y) + s / n * sum_j w_j * (lse - x_j) + lse_square_scale * lse^2
 
-s is label_smoothing, w the class weights. EXTRAS = 0 leaves out what costs time per logit: weights, smoothing, softcap.
+s is label_smoothing, w the class weights. EXTRAS = 0 omits the options that cost time per logit: weights, smoothing,
+softcap.
 
-Forward: one program reads a row once. Every thread keeps its own maximum and sum, so that the loop has no barrier
-and one exp per logit; threads meet at the end. The true class stays out of the sums and joins last: 1 - p_y and
-small losses then keep all their digits however confident the prediction. `stats` holds three numbers a row for
-backward: the largest logit, the sum of exponentials relative to it, and 1 - p_y.
+Forward: one program reads a row once. Every thread keeps its own maximum and sum, so the loop has no barrier
+and one exp per logit; the threads' results are combined at the end. The true class is excluded from the sums and added
+last, so that 1 - p_y and small losses keep all their digits even if the prediction is very confident. `stats` holds
+three numbers per row for backward: the largest logit, the sum of exponentials relative to it, and 1 - p_y.
 
-Backward: a gradient depends on its logit and the row's statistics alone; programs share rows out in spans, and
-may write over what they read. fwd_bwd does both, row by row: it keeps the first KEPT columns, see kept.py, and finds
-the others in the L2 cache when it reads them again.
+Backward: a gradient depends only on its logit and the row's statistics. A program processes a span of a row, and may
+overwrite the logits. fwd_bwd does forward and backward row by row: it keeps the first KEPT columns (see kept.py), and
+reads the others again from the L2 cache.
 
-Rows longer than a program can keep are split, PART columns per program. So are SHARED ones in forward,
-without extras, which are too few to occupy the device. The programs of a row meet after its first read, which asks that
-all of them run at a time: the host shares out no row among more programs than the device has multiprocessors.
+Rows longer than a program can keep are split, PART columns per program. In forward without extras, rows that are too
+few to occupy the device are split too (SHARED). The programs of a row wait for each other after the first read, so all
+of them must run at the same time: the host does not split a row among more programs than the device has
+multiprocessors.
 
-SKEWED = 1 takes rows of any length that begin anywhere, as those of an odd vocabulary do. Columns are then counted
-from the last 128-byte boundary at or before the row, `skew` columns to its left: all whole tiles are as fast as those
-of aligned rows.
+SKEWED = 1 allows rows of any length and alignment, such as those of an odd vocabulary. Columns are then counted from
+the last 128-byte boundary at or before the row, `skew` columns to its left, so that whole tiles are as fast as in
+aligned rows.
 
 A row whose target is ignore_index is not read: loss and gradient are 0, the predicted class is -1. A target out of
-range reads nothing out of bounds: its row's loss and gradient are NaN. Targets are int32 words, two for an int64.
-`totals` are the divisors of a mean, (sum of w_y, number of targets); they never leave the device.
+range reads nothing out of bounds: its row's loss and gradient are NaN. Targets are int32 words, two per int64.
+`totals` are the divisors of a mean, (sum of w_y, number of targets). They stay on the device.
 """
 
 import triton
@@ -50,7 +52,15 @@ from ._flags import (
     SAVE_Z_LOSS,
     TO_PARTIAL,
 )
-from ._gradient import arriving, columns_end, gradient_kept, gradient_span, gradient_terms, write_true, zero_span
+from ._gradient import (
+    columns_end,
+    gradient_kept,
+    gradient_span,
+    gradient_terms,
+    upstream_gradients,
+    write_true,
+    zero_span,
+)
 from ._rows import forward_row, load_target, log1p, skew_of, softcapped, store_row
 
 
@@ -61,7 +71,7 @@ def cross_entropy_fwd_kernel(
     label_smoothing, lse_square_scale, softcap, flags,
     EXTRAS: tl.constexpr, SHARED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: few rows; several programs share one, `part` columns each."""
+    """SHARED: for few rows; each row is split among several programs, `part` columns each."""
     parts = 1
     row = tl.program_id(0)
     begin = 0
@@ -103,7 +113,7 @@ def cross_entropy_bwd_kernel(
     if y == ignore_index:
         zero_span(out, begin, end, n, BLOCK_N, SKEWED)
     else:
-        grad_here, grad_z = arriving(grad, totals, row, grad_stride, flags, True)
+        grad_here, grad_z = upstream_gradients(grad, totals, row, grad_stride, flags, True)
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         x_y = tl.load(x_row + y, mask=(y >= 0) & (y < n), other=0.0).to(tl.float32)
         top = tl.load(stats + row)
@@ -113,7 +123,7 @@ def cross_entropy_bwd_kernel(
             n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
             EXTRAS,
         )  # fmt: skip
-        # The logits may be what this writes over.
+        # The gradient may overwrite the logits: all reads come first.
         tl.debug_barrier()
         gradient_span(
             out, x_row, begin, end, n, y, top, slope, slope_y, drop_y, tilt, weight, softcap, flags,
@@ -134,11 +144,11 @@ def cross_entropy_fwd_bwd_kernel(
     EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, BLOCK_N: tl.constexpr,
     SHARE: tl.constexpr, KEEP: tl.constexpr, KEEPS_ALL: tl.constexpr,
 ):  # fmt: skip
-    """SHARE, KEEP: PART and KEPT in 16-bit logits; one of 32 bits counts twice."""
+    """SHARE and KEEP are PART and KEPT, counted in 16-bit logits: a 32-bit logit counts twice."""
     PART: tl.constexpr = SHARE * 16 // logits.dtype.element_ty.primitive_bitwidth
     KEPT: tl.constexpr = 0 if EXTRAS else KEEP * 16 // logits.dtype.element_ty.primitive_bitwidth
     REST: tl.constexpr = EXTRAS or not KEEPS_ALL
-    ASKS_AHEAD: tl.constexpr = not REST
+    PREFETCHES: tl.constexpr = not REST
     parts = 1
     row = tl.program_id(0)
     begin = 0
@@ -150,7 +160,7 @@ def cross_entropy_fwd_bwd_kernel(
         end = tl.minimum(end, begin + PART)
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
     y = load_target(target, row, target_words, True)
-    if ASKS_AHEAD:
+    if PREFETCHES:
         later = tl.program_id(0) + programs_ahead(2 * KEEP)
         first = 0
         if PART:
@@ -162,8 +172,8 @@ def cross_entropy_fwd_bwd_kernel(
         zero_span(out, begin, end, n, BLOCK_N, SKEWED)
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
-        # Asked for before the rows' programs wait for each other.
-        grad_here, grad_z = arriving(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
+        # Loaded before the programs of a row wait for each other.
+        grad_here, grad_z = upstream_gradients(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
         x_y = tl.load(x_row + y, mask=(y >= 0) & (y < n), other=0.0).to(tl.float32)
         skew = 0
         if SKEWED:
@@ -171,11 +181,11 @@ def cross_entropy_fwd_bwd_kernel(
         kept = 0
         if KEPT:
             kept = keep(tl.multiple_of(x_row - skew, 16), begin, skew, n + skew, KEPT, LANES)
-        if ASKS_AHEAD:
+        if PREFETCHES:
             wanted = (later < rows) & (later_y != ignore_index)
             last = tl.where(wanted, tl.minimum(first + KEPT, n), first)
             prefetch(logits + row_offset(later, inner_rows, logits_outer, logits_inner), first, last)
-        # Long rows stay in the cache by being few; a hint to keep them there only drives out others.
+        # Long rows need no hint to stay in the cache, because few are in use; it would only evict other data.
         FIRST_READ: tl.constexpr = "" if PART else "evict_last"
         top, total, miss = forward_row(
             loss, z_loss, accuracy, predicted, row, x_row, kept, begin, end, y, weight, weight_sum,
@@ -186,7 +196,7 @@ def cross_entropy_fwd_bwd_kernel(
             n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
             EXTRAS,
         )  # fmt: skip
-        # No thread may write over a logit that another has yet to read.
+        # No thread may overwrite a logit before all threads have read it.
         tl.debug_barrier()
         if REST:
             gradient_span(
@@ -204,7 +214,7 @@ def cross_entropy_describe_kernel(
     log_prob, entropy, logits, target, stats, rows, n, stride, target_words, ignore_index, softcap, flags,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of every row with a target: log p_y, and the entropy of its distribution. A row without one: zeros."""
+    """log p_y and the entropy of the distribution, for every row with a target; zeros for a row without one."""
     row = tl.program_id(0)
     y = load_target(target, row, target_words, True)
     counted = y != ignore_index
@@ -225,7 +235,7 @@ def cross_entropy_describe_kernel(
     x_y = tl.load(x_row + y, mask=counted & (y >= 0) & (y < n), other=float("nan")).to(tl.float32)
     if flags & HAS_SOFTCAP:
         x_y, _ = softcapped(x_y, softcap)
-    # Near p_y = 1 the distance to the top says little, the rest of the probability much.
+    # Near p_y = 1, log(1 - miss) is more accurate than the distance to the largest logit.
     known = tl.where(miss < 0.5, log1p(-miss), x_y - top - tl.log(total))
     tl.store(log_prob + row, tl.where(counted, tl.where(x_y == x_y, known, x_y), 0.0))
     tl.store(entropy + row, tl.where(counted, tl.log(total) - tl.sum(spread, axis=0) / total, 0.0))
@@ -235,7 +245,7 @@ def cross_entropy_describe_kernel(
 def cross_entropy_scale_kernel(
     dlogits, grad, n, inner_rows, dlogits_outer, dlogits_inner, grad_stride, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Multiplies a gradient that was made in forward by what arrives for the loss; where that is 1, touches nothing."""
+    """Multiplies a gradient that forward computed by the upstream gradient of the loss. If that is 1, does nothing."""
     spans = tl.cdiv(n, BLOCK_N * BLOCKS)
     row = tl.program_id(0) // spans
     begin = (tl.program_id(0) - row * spans) * (BLOCK_N * BLOCKS)
@@ -260,9 +270,9 @@ def cross_entropy_sum_kernel(
     rows, n, ignore_index, flags,
     WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses and metrics of all rows, added up in a fixed order; what lanes have added few of in fp32 meets in fp64.
+    """Adds up losses and metrics of all rows in a fixed order: few of them per lane in fp32, then the lanes in fp64.
 
-    One program does it all; for very many rows, programs leave `partial` sums of 5 numbers for one that follows. A
+    One program does this. For very many rows, several programs store `partial` sums of 5 numbers for a second launch. A
     target is WORDS int32 words.
     """
     program = tl.program_id(0)
@@ -285,11 +295,11 @@ def cross_entropy_sum_kernel(
             sum_weight += tl.load(at + 3, mask=inside, other=0.0)
             count += tl.load(at + 4, mask=inside, other=0.0)
         else:
-            # Rows without a target left zeros; not to ask for it spares a wait.
+            # Rows without a target have stored zeros, so these loads need not wait for the targets.
             sum_loss += tl.load(loss + row, mask=inside & ((flags & COUNT_ONLY) == 0), other=0.0)
             sum_z += tl.load(z_loss + row, mask=inside & ((flags & SAVE_Z_LOSS) != 0), other=0.0)
             sum_right += tl.load(accuracy + row, mask=inside & ((flags & SAVE_METRICS) != 0), other=0.0)
-            # Word by word: in 64 bits it takes as long to compare thousands of targets as to fetch them.
+            # Compared word by word, because 64-bit comparisons take as long as the loads.
             low = tl.load(target + row.to(tl.int64) * WORDS, mask=inside & counts, other=0)
             high = low >> 31
             if WORDS == 2:
@@ -323,7 +333,7 @@ def cross_entropy_sum_kernel(
             if flags & HAS_TOTALS:
                 all_weight = tl.load(totals).to(tl.float64)
                 all_count = tl.load(totals + 1).to(tl.float64)
-            # 0 / 0 without any target: NaN, as in PyTorch.
+            # Without any target, 0 / 0 is NaN, as in PyTorch.
             all_loss /= all_weight
             all_z /= all_count
             all_right /= all_count
@@ -352,10 +362,10 @@ def scale_config(aligned):
 def both_config(
     max_n, lanes, tiles, block_n, aligned=True, share=0, keep=0, keeps_all=False, programs_per_sm=0, common_only=False
 ):
-    """max_n, share and keep count 16-bit logits; one of 32 bits counts twice."""
+    """max_n, share and keep are counted in 16-bit logits: a 32-bit logit counts twice."""
     assert share % (lanes * tiles * 8) == keep % (lanes * tiles * 8) == 0
-    # No block may cross into the next part, which another program writes. Blocks are block_n // 4 columns with extras;
-    # without extras a shared part stays in registers.
+    # No block may extend into the next part, which another program writes. With extras, blocks have block_n // 4
+    # columns; without extras, a part is kept and not processed in blocks.
     assert share // 2 % (block_n // 4) == 0
     constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned), BLOCK_N=block_n)
     constexprs |= dict(SHARE=share, KEEP=keep, KEEPS_ALL=int(keeps_all))
@@ -363,13 +373,13 @@ def both_config(
 
 
 def whole_config(keep, lanes, tiles, aligned=True, programs_per_sm=0, common_only=True):
-    """For rows that are kept whole."""
+    """For rows that one program keeps completely."""
     most = keep if aligned else keep - MOST_SKEW.value
     return both_config(most, lanes, tiles, 32 * lanes, aligned, 0, keep, True, programs_per_sm, common_only)
 
 
 def part_config(max_n, keep, lanes, tiles, aligned=True, programs_per_sm=0, common_only=False):
-    """For rows that are split into parts that programs keep."""
+    """For rows that are split into parts; each program keeps its part completely."""
     return both_config(max_n, lanes, tiles, 16 * lanes, aligned, keep, keep, True, programs_per_sm, common_only)
 
 
@@ -388,11 +398,8 @@ KERNELS = [
         },
         aligned=["logits", "weight", "n", "part", "logits_outer", "logits_inner"],
         axes={"dtype": AXES["dtype"], "form": [{"EXTRAS": e, "SHARED": s} for e, s in ((0, 0), (0, 1), (1, 0))]},
-        # Best of a sweep on an H200 (bf16, 2**28 logits and more); the extras follow. Long rows of fp32 take so few registers
-        # that six programs would fit on a multiprocessor: 1024 rows would be a round and a third of those, and are nearly two
-        # full rounds of four. us of four (of six): 1024 rows of 163840 columns 166 (189), of 262144 253 (288), 2048 of 151936
-        # 293 (297), 4096 of 128256 483 (481). Odd rows of 16 bits in two tiles (in four): 1024 of 50257 41 (48), 8192 217
-        # (228); of fp32 66 (63).
+        # The fastest shapes on an H200. Long fp32 rows need so few registers that six programs fit on a multiprocessor;
+        # four divide 1024 rows more evenly.
         configs=[
             forward_config(1024, 32, 4),
             forward_config(65536, 128, 4),
@@ -435,11 +442,8 @@ KERNELS = [
         },
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
         axes=AXES,
-        # us on an H200, what the kernel reads and writes over 4.255 TB/s in brackets; beside it what it took without rows
-        # asked for ahead. 2**28 logits in bf16 (252): 1024 columns 282 (308), 2048 260 (273), 4096 260 (267), 8192 259
-        # (268), 16384 260 (271); odd rows: 8003 261 (269), 16003 259 (269). 2**29 (505): 65536 columns 546 (563), 128256 564
-        # (570), 151936 568 (580), 262144 581 (592); odd rows: 50257 564 (564). 32000 columns, of which a program keeps but a
-        # part, are faster without: 533 (565). To keep no columns costs 1 to 24 % more, odd rows up to 35.
+        # The fastest shapes on an H200. Programs that keep only a part of a row do not prefetch, because that is
+        # slower.
         configs=[
             whole_config(1024, 32, 2),
             whole_config(2048, 32, 2),
@@ -448,7 +452,8 @@ KERNELS = [
             whole_config(16384, 128, 2),
             both_config(49152, 256, 4, 8192, keep=16384, programs_per_sm=4),
             part_config(None, 22528, 128, 2, programs_per_sm=4, common_only=True),
-            # Extras keep nothing: they read again what is in the cache still, if each program takes little.
+            # With extras nothing is kept. Columns are read again from the cache, which requires a small part per
+            # program.
             both_config(None, 128, 4, 4096, share=12288, programs_per_sm=6),
             whole_config(1536, 32, 2, aligned=False),
             whole_config(2560, 32, 2, aligned=False),

@@ -1,20 +1,20 @@
-"""A chunk of fused_linear_cross_entropy whose product hands out exponentials, on compute capability 9.0.
+"""A chunk of fused_linear_cross_entropy on compute capability 9.0, with a GEMM that outputs exponentials.
 
-With E_j = exp(x_j - x_y) for the logits x_j of a token whose true class is y, and s their sum over j != y,
+For a token with logits x_j and true class y, let E_j = exp(x_j - x_y), and s the sum of E_j over j != y. Then
 
-  loss = log(1 + s), d loss / d x_j = E_j / (1 + s), d loss / d x_y = -s / (1 + s):
+  loss = log(1 + s), d loss / d x_j = E_j / (1 + s), d loss / d x_y = -s / (1 + s).
 
-what a chunk's three products need of its logits but for a factor a row, and no pass over the logits is left. So the
-product x @ w.T hands out E, in bf16, where logits would be, each rounded once and from fp32; E_y is left out, and
-sums are by row and tile. x_y is a dot product of its own (`true_logits`). Then rows' losses and factors
-v = g / (1 + s) are known (`weigh`), and d w = E.T @ (v x), d x = v (E @ w) (`rescale`).
+So E, up to one factor per row, is all that the three GEMMs of a chunk need, and no separate pass over the logits
+remains. The GEMM x @ w.T outputs E in bf16 instead of the logits, each rounded once from fp32. It omits E_y, and writes
+sums of E per row and tile. x_y is computed by a separate dot product (`true_logits`). `weigh` then computes the losses
+and the factors v = g / (1 + s) of all rows. The gradients are dw = E.T @ (v x) and dx = v (E @ w) (`rescale`).
 
-Where gradients a of the loss (its class's weight in them) and c of its logsumexp (by the z-loss) arrive, v is
-(a + c) / (1 + s), and the true class's part -s becomes (c - a s) / (a + c).
+With upstream gradients a of the loss (including the class weight) and c of its logsumexp (from the z-loss), v becomes
+(a + c) / (1 + s), and the true class's term -s becomes (c - a s) / (a + c).
 
-Where a token's loss would be more than some 44, E might leave the range of numbers. Tiles that meet such a row find
-the row's greatest logit (`highest`), and a second launch makes the tiles of such rows again with that in x_y's place.
-Rows are 256 to a flag (`raised`), behind one for all of them; where that is not raised it is over at once.
+If a token's loss exceeds about 44, E may overflow. A tile with such a row records the row's largest logit (`highest`),
+and a second launch computes the tiles of such rows again, with that logit in place of x_y. In `raised`, the first flag
+is for all rows, and one flag follows per 256 rows. If the first flag is not set, the second launch returns at once.
 """
 
 import triton
@@ -24,13 +24,13 @@ from .. import hopper
 from ..rows import LOG2E
 from ..table import Config, Kernel
 from ._flags import ADD_Z_LOSS, HAS_GRAD, SAVE_Z_LOSS
-from ._gradient import arriving
+from ._gradient import upstream_gradients
 from ._rows import load_target, load_weight, log1p
 
-# Of `highest` and `classes`, and of `base` where a row has no class.
+# Special values of `highest`, of `classes`, and of `base` for a row without a class.
 UNKNOWN, BAD_CLASS, NO_CLASS = tl.constexpr(-(1 << 31)), tl.constexpr(-2), tl.constexpr(1e30)
 ROWS_TO_A_FLAG = tl.constexpr(256)
-# Beside those of _flags.py.
+# In addition to the flags of _flags.py.
 TAKES, WEIGHS = tl.constexpr(1 << 16), tl.constexpr(1 << 17)
 
 PTX_LOG2E, PTX_LARGE = "0f3FB8AA3B", "0f5F800000"  # 2^64
@@ -40,31 +40,31 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     a, e, x, weight, sums, base, classes, highest, raised, rows, n, columns, sums_row, group, again, scale,
     TILE_M, TILE_N, TILE_K, PUT_N, STAGES,
 ):  # fmt: skip
-    """e (rows, n) = exp(scale * x @ weight.T - base) and its sums by tiles of TILE_N classes (rows, sums_row).
+    """e (rows, n) = exp(scale * x @ weight.T - base), and its sums per tile of TILE_N classes (rows, sums_row).
 
-    e, x, weight: tensor maps. Two warpgroups of a program take tiles in turn: one's products run while the other writes
-    its exponentials out, so the tensor cores never wait for these. A third fetches. `group`: pairs of row tiles that
-    are done for all classes before the next. PUT_N: columns that are written out as a block of their own.
+    e, x, weight: tensor maps. Two warpgroups of a program process tiles in turn: one multiplies while the other writes
+    its exponentials, so the tensor cores do not wait. A third warpgroup loads tiles. `group`: pairs of row tiles that
+    are completed for all classes before the next pairs. PUT_N: columns per output block.
     """
-    # Two halves of 64 rows to a warpgroup; rows of a stage that products read as they are swizzled. Programs of a
-    # cluster take row tiles that follow each other, and share tiles of w.
+    # A warpgroup multiplies two halves of 64 rows. A stage has rows of the swizzled width that wgmma reads. The
+    # programs of a cluster process adjacent row tiles, and share tiles of w.
     assert (TILE_M, TILE_K * 2, PUT_N * 2) == (128, hopper.ROW_BYTES, 64) and STAGES & (STAGES - 1) == 0
     assert hopper.CLUSTER * TILE_M == ROWS_TO_A_FLAG.value
-    is_again, nothing_to_do = a.test("ne.u32", again, 0), a.mark("nothing_to_do")
+    is_again, nothing_to_do = a.test("ne.u32", again, 0), a.label("nothing_to_do")
     any_raised = a.integer("mov.u32", 1)
     a(f"ld.global.u32 {any_raised}, [{raised}]", is_again)
     a(f"bra {nothing_to_do}", a.test("eq.u32", any_raised, 0))
 
-    product_bytes = TILE_M * hopper.ROW_BYTES
-    stage_bytes = product_bytes + TILE_N * hopper.ROW_BYTES
+    x_tile_bytes = TILE_M * hopper.ROW_BYTES
+    stage_bytes = x_tile_bytes + TILE_N * hopper.ROW_BYTES
     block = PUT_N * 2 * TILE_M
     out_bytes = TILE_M * TILE_N * 2
     stages = a.shared(STAGES * stage_bytes + out_bytes + 8 * (2 * STAGES + 4))
     out = a.integer("add.u32", stages, STAGES * stage_bytes)
     full = a.integer("add.u32", out, out_bytes)
     empty = a.integer("add.u32", full, 8 * STAGES)
-    products_turn = a.integer("add.u32", empty, 8 * STAGES)
-    writers_turn = a.integer("add.u32", products_turn, 16)
+    multiply_turn = a.integer("add.u32", empty, 8 * STAGES)
+    write_turn = a.integer("add.u32", multiply_turn, 16)
 
     thread = a.special("tid.x")
     lane = a.integer("and.b32", thread, hopper.WARP - 1)
@@ -74,13 +74,13 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     leads = a.test("eq.u32", thread, 0)
     for stage in range(STAGES):
         a.barrier(f"{full}+{8 * stage}", 1, leads)
-        # A warpgroup's warps, in both programs.
+        # One arrival per warp of a warpgroup, from both programs.
         a.barrier(f"{empty}+{8 * stage}", 4 * hopper.CLUSTER, leads)
     for turn in range(2):
-        a.barrier(f"{products_turn}+{8 * turn}", 4, leads)
-        a.barrier(f"{writers_turn}+{8 * turn}", 4, leads)
-    a.barriers_are_set(leads)
-    a.cluster_meets()
+        a.barrier(f"{multiply_turn}+{8 * turn}", 4, leads)
+        a.barrier(f"{write_turn}+{8 * turn}", 4, leads)
+    a.publish_barriers(leads)
+    a.cluster_sync()
 
     pair_rows = ROWS_TO_A_FLAG.value
     pairs = a.integer("shr.u32", a.integer("add.u32", rows, pair_rows - 1), pair_rows.bit_length() - 1)
@@ -90,11 +90,11 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     clusters = a.integer("shr.u32", a.special("nctaid.x"), 1)
     per_group = a.integer("mul.lo.u32", group, tiles_n)
     tile = a.integer("shr.u32", a.special("ctaid.x"), 1)
-    the_end = a.mark("end")
+    the_end = a.label("end")
     done = a.test("ge.u32", tile, total)
 
     def locate(skip):
-        """(row tile, column tile) of this program; to `skip` where a second launch has nothing to do."""
+        """(row tile, column tile) of this program. Jumps to `skip` if a second launch has nothing to do there."""
         at_group = a.integer("div.u32", tile, per_group)
         within = a.integer("sub.u32", tile, a.integer("mul.lo.u32", at_group, per_group))
         first = a.integer("mul.lo.u32", at_group, group)
@@ -112,44 +112,44 @@ def fused_linear_cross_entropy_exp_logits_kernel(
         a(f"add.u32 {tile}, {tile}, {clusters}")
         a(f"bra {loop}", a.test("lt.u32", tile, total))
 
-    # ---- The warpgroup that fetches: one thread of it
+    # ---- The warpgroup that loads, with one thread
 
-    consumers, fetched = a.mark("consumers"), a.mark("fetched")
+    consumers, fetched = a.label("consumers"), a.label("fetched")
     a(f"bra {consumers}", a.test("ne.u32", role, 0))
     a("setmaxnreg.dec.sync.aligned.u32 40")
     a(f"bra {the_end}", a.test("ne.u32", thread, 0))
     a(f"bra {the_end}", done)
     stage, parity = a.integer("mov.u32", 0), a.integer("mov.u32", 1)
-    loop = a.mark("fetch")
-    a.set(loop)
+    loop = a.label("fetch")
+    a.place(loop)
     tile_m, tile_n = locate(fetched)
     row = a.integer("mul.lo.u32", tile_m, TILE_M)
     # Each program fetches half of a tile of w, for both.
     half = a.integer("mul.lo.u32", rank, TILE_N // hopper.CLUSTER)
     w_row = a.integer("mad.lo.u32", tile_n, TILE_N, half)
-    half_at = a.integer("mad.lo.u32", half, hopper.ROW_BYTES, product_bytes)
+    half_at = a.integer("mad.lo.u32", half, hopper.ROW_BYTES, x_tile_bytes)
     k = a.integer("mov.u32", 0)
-    inner = a.mark("fetch_k")
-    a.set(inner)
+    inner = a.label("fetch_k")
+    a.place(inner)
     a.wait(a.integer("mad.lo.u32", stage, 8, empty), parity)
     ready = a.integer("mad.lo.u32", stage, 8, full)
     a.expect(ready, stage_bytes)
     to = a.integer("mad.lo.u32", stage, stage_bytes, stages)
     a.fetch(to, x, ready, k, row)
-    a.fetch(a.integer("add.u32", to, half_at), weight, ready, k, w_row, for_all=True)
+    a.fetch(a.integer("add.u32", to, half_at), weight, ready, k, w_row, multicast=True)
     a(f"add.u32 {stage}, {stage}, 1")
     wraps = a.test("eq.u32", stage, STAGES)
     a(f"mov.u32 {stage}, 0", wraps)
     a(f"xor.b32 {parity}, {parity}, 1", wraps)
     a(f"add.u32 {k}, {k}, {TILE_K}")
     a(f"bra {inner}", a.test("lt.u32", k, columns))
-    a.set(fetched)
+    a.place(fetched)
     next_tile(loop)
     a(f"bra.uni {the_end}")
 
-    # ---- The two that multiply
+    # ---- The two warpgroups that multiply
 
-    a.set(consumers)
+    a.place(consumers)
     a("setmaxnreg.inc.sync.aligned.u32 232")
     a(f"bra {the_end}", done)
     me = a.integer("sub.u32", role, 1)
@@ -158,10 +158,10 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     one_of_two = a.test("lt.u32", lane, hopper.CLUSTER)
     factor = a.real("mul.f32", scale, PTX_LOG2E)
     step, turn = a.integer("mov.u32", 0), a.integer("mov.u32", 0)
-    # The first of the two need not wait for its first turn.
+    # The first of the two does not wait for its first turn.
     my_parity = a.integer("xor.b32", me, 1)
-    loop, written, not_mine = a.mark("tile"), a.mark("written"), a.mark("not_mine")
-    a.set(loop)
+    loop, written, not_mine = a.label("tile"), a.label("written"), a.label("not_mine")
+    a.place(loop)
     tile_m, tile_n = locate(written)
     mine = a.test("eq.u32", turn, me)
     a(f"xor.b32 {turn}, {turn}, 1")
@@ -189,15 +189,15 @@ def fused_linear_cross_entropy_exp_logits_kernel(
         exponent.append(a.real("neg.f32", a.real("mul.f32", lowered, PTX_LOG2E)))
         true_column.append(a.integer("sub.u32", of_class, first_column))
 
-    a.wait(a.integer("mad.lo.u32", me, 8, products_turn), my_parity)
+    a.wait(a.integer("mad.lo.u32", me, 8, multiply_turn), my_parity)
     sums_of = [[a.real("mov.f32", "0f00000000") for _ in range(TILE_N // 2)] for _ in range(2)]
-    k, loop_k = a.integer("mov.u32", 0), a.mark("multiply")
-    a.set(loop_k)
+    k, loop_k = a.integer("mov.u32", 0), a.label("multiply")
+    a.place(loop_k)
     stage = a.integer("and.b32", step, STAGES - 1)
     parity = a.integer("and.b32", a.integer("shr.u32", step, STAGES.bit_length() - 1), 1)
     a.wait(a.integer("mad.lo.u32", stage, 8, full), parity)
     at = a.integer("mad.lo.u32", stage, stage_bytes, stages)
-    left, right = a.operand(at), a.operand(a.integer("add.u32", at, product_bytes))
+    left, right = a.operand(at), a.operand(a.integer("add.u32", at, x_tile_bytes))
     a("wgmma.fence.sync.aligned")
     for part in range(4):  # 16 columns, 32 bytes
         b_part = a.make("b64", "add.u64", right, 2 * part)
@@ -206,20 +206,20 @@ def fused_linear_cross_entropy_exp_logits_kernel(
             a.multiply(sums_half, a_part, b_part)
     a("wgmma.commit_group.sync.aligned")
 
-    # What the products before these have read may be filled again.
+    # The previous wgmma group is complete: its stage may be refilled.
     a("wgmma.wait_group.sync.aligned 1")
     last = a.integer("and.b32", a.integer("sub.u32", step, 1), STAGES - 1)
     a.arrive_at(lane, a.integer("mad.lo.u32", last, 8, empty), a.test("ne.and.u32", k, 0, one_of_two))
     a(f"add.u32 {step}, {step}, 1")
     a(f"add.u32 {k}, {k}, {TILE_K}")
     a(f"bra {loop_k}", a.test("lt.u32", k, columns))
-    a.arrive(a.integer("mad.lo.u32", other, 8, products_turn), first_lane)
+    a.arrive(a.integer("mad.lo.u32", other, 8, multiply_turn), first_lane)
     a("wgmma.wait_group.sync.aligned 0")
     last = a.integer("and.b32", a.integer("sub.u32", step, 1), STAGES - 1)
     a.arrive_at(lane, a.integer("mad.lo.u32", last, 8, empty), one_of_two)
 
-    # True classes, and columns that are not there: seldom in a tile.
-    common = a.mark("common")
+    # True classes and columns beyond n get -inf. Few tiles contain any.
+    common = a.label("common")
     classes_left = a.integer("sub.u32", n, first_column)
     special = a.test("lt.u32", classes_left, TILE_N)
     for column in true_column:
@@ -231,11 +231,11 @@ def fused_linear_cross_entropy_exp_logits_kernel(
             column = a.integer("add.u32", lane_column, i // 4 * 8 + i % 2)
             drop = a.test("eq.u32", column, true_column[2 * half + i // 2 % 2])
             a(f"mov.f32 {sum_here}, 0fFF800000", a.test("ge.or.u32", column, classes_left, drop))
-    a.set(common)
+    a.place(common)
 
-    a.wait(a.integer("mad.lo.u32", me, 8, writers_turn), my_parity)
+    a.wait(a.integer("mad.lo.u32", me, 8, write_turn), my_parity)
     totals = [a.real("mov.f32", "0f00000000") for _ in range(4)]
-    # Rows of a block are 64 bytes, two to a line of banks: 16-byte pieces change places with every second row.
+    # Rows of an output block have 64 bytes. Their 16-byte pieces are swizzled, with a new order every second row.
     lane_row = a.integer("mad.lo.u32", warp, 16, a.integer("and.b32", lane, 15))
     piece = a.integer("shr.u32", lane, 4)
     swaps = a.integer("and.b32", a.integer("shr.u32", lane_row, 1), 3)
@@ -258,8 +258,8 @@ def fused_linear_cross_entropy_exp_logits_kernel(
             at = f"{places[j // 2 % 2]}+{j * 8 // PUT_N * block + half * 64 * 2 * PUT_N}"
             a(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [{at}], {{{', '.join(packed)}}}")
     a("fence.proxy.async.shared::cta")
-    a.warpgroup_meets(role)
-    not_writing = a.mark("not_writing")
+    a.warpgroup_sync(role)
+    not_writing = a.label("not_writing")
     a(f"bra {not_writing}", a.test("ne.u32", warp, 0))
     for i in range(TILE_N // PUT_N):
         column = a.integer("add.u32", first_column, i * PUT_N)
@@ -267,12 +267,12 @@ def fused_linear_cross_entropy_exp_logits_kernel(
     a("cp.async.bulk.commit_group", first_lane)
     a("cp.async.bulk.wait_group.read 0", first_lane)
     a("bar.warp.sync -1")
-    a.set(not_writing)
-    a.arrive(a.integer("mad.lo.u32", other, 8, writers_turn), first_lane)
+    a.place(not_writing)
+    a.arrive(a.integer("mad.lo.u32", other, 8, write_turn), first_lane)
 
-    # A row that leaves the range of numbers: its greatest logit of this tile, by whoever met it.
+    # For a row that may overflow, each thread that found it records its largest logit of this tile.
     for part in range(4):
-        fits = a.mark("fits")
+        fits = a.label("fits")
         a(f"bra {fits}", a.test("leu.f32", totals[part], PTX_LARGE))
         a(f"bra {fits}", f"!{inside[part]}")
         top = a.real("mov.f32", "0fFF800000")
@@ -284,7 +284,7 @@ def fused_linear_cross_entropy_exp_logits_kernel(
         flag = a.integer("shr.u32", row_of[part], pair_rows.bit_length() - 1)
         a(f"st.global.u32 [{a.make('b64', 'mad.wide.u32', flag, 4, raised)}+4], 1")
         a(f"st.global.u32 [{raised}], 1")
-        a.set(fits)
+        a.place(fits)
     first_of_quad = a.test("eq.u32", a.integer("and.b32", lane, 3), 0)
     for part in range(4):
         for distance in (1, 2):
@@ -296,26 +296,26 @@ def fused_linear_cross_entropy_exp_logits_kernel(
         a(f"st.global.f32 [{to}], {totals[part]}", a.test("lt.and.u32", row_of[part], rows, first_of_quad))
     a(f"xor.b32 {my_parity}, {my_parity}, 1")
     a(f"bra.uni {written}")
-    a.set(not_mine)
+    a.place(not_mine)
     a(f"add.u32 {step}, {step}, {steps}")
-    a.set(written)
+    a.place(written)
     next_tile(loop)
 
-    a.set(the_end)
-    # Nobody leaves while the other may still write into its memory, and what was put has arrived.
+    a.place(the_end)
+    # Waits for this program's stores, and for the other program, which may still write to this one's shared memory.
     a("cp.async.bulk.wait_group 0")
-    a.cluster_meets(together=False)
-    a.set(nothing_to_do)
+    a.cluster_sync(converged=False)
+    a.place(nothing_to_do)
 
 
 def ordered(a, bits):
-    """Integers in the order of the numbers whose bits they are, and back."""
+    """Maps the bits of a float to an integer with the same order, and back."""
     sign = a.integer("shr.s32", bits, 31)
     return a.integer("xor.b32", bits, a.integer("and.b32", sign, 0x7FFFFFFF))
 
 
 @triton.jit
-def number_in_order(order):
+def float_of_order(order):
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -324,8 +324,8 @@ def fused_linear_cross_entropy_true_logits_kernel(
     base, classes, highest, raised, x, weight, target, n, columns, x_row, weight_row, target_words, ignore_index, scale,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """base: the logit of each row's true class; classes: that class, -1 for a row without one. highest and raised: as
-    long as nobody has met anything."""
+    """base: the logit of each row's true class; classes: that class, -1 for a row without one. Also initialises
+    `highest` and `raised`."""
     row = tl.program_id(0)
     y = load_target(target, row, target_words, True)
     known = (y != ignore_index) & (y >= 0) & (y < n)
@@ -336,7 +336,7 @@ def fused_linear_cross_entropy_true_logits_kernel(
         inside = cols < columns
         left = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
         total += left * tl.load(w_at + cols, mask=inside, other=0.0).to(tl.float32)
-    # Where no class is known, every exponential is 0.
+    # For a row without a class, every exponential is 0.
     tl.store(base + row, tl.where(known, scale * tl.sum(total), NO_CLASS))
     tl.store(classes + row, tl.where(known, y, tl.where(y == ignore_index, -1, BAD_CLASS)).to(tl.int32))
     tl.store(highest + row, UNKNOWN)
@@ -350,8 +350,8 @@ def fused_linear_cross_entropy_weigh_kernel(
     columns, tiles, sums_row, e_row, x_row, grad_stride, lse_square_scale, flags,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """losses, factor (v) and weighed (v x) of every row, and the gradient of its true logit: but for that factor into e
-    or, with it, into `taken`. A row's sums may lie where its weighed x goes."""
+    """Computes the losses, factor (v) and weighed (v x) of every row, and the gradient of its true logit: into e
+    without the factor, or, with the flag TAKES, into `taken` including it. A row's weighed x may overwrite its sums."""
     row = tl.program_id(0)
     at_row = row.to(tl.int64)
     y = tl.load(classes + row)
@@ -363,7 +363,7 @@ def fused_linear_cross_entropy_weigh_kernel(
         partial += tl.load(sums + at_row * sums_row + tile, mask=tile < tiles, other=0.0)
     others = tl.sum(partial)
     rescued = order != UNKNOWN
-    top = tl.where(rescued, number_in_order(order), x_y)
+    top = tl.where(rescued, float_of_order(order), x_y)
     true = tl.where(rescued, tl.exp2((x_y - top) * LOG2E), 1.0)
     total = others + true
     known = y >= 0
@@ -376,7 +376,7 @@ def fused_linear_cross_entropy_weigh_kernel(
     tl.store(loss + row, tl.where(known, row_loss, absent))
     tl.store(z_loss + row, tl.where(known, row_z_loss, absent), mask=(flags & SAVE_Z_LOSS) != 0)
 
-    by_weight, by_count = arriving(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
+    by_weight, by_count = upstream_gradients(grad, totals, row, grad_stride, flags, (flags & HAS_GRAD) != 0)
     pull = by_weight * w_y
     spill = by_count * 2 * lse_square_scale * lse
     slope = pull + spill
@@ -399,7 +399,7 @@ def fused_linear_cross_entropy_weigh_kernel(
 def fused_linear_cross_entropy_rescale_kernel(
     dx, factor, taken, classes, weight, columns, weight_row, scale, flags, BLOCK_N: tl.constexpr
 ):
-    """dx *= factor, and what was taken of the true class is back again."""
+    """dx *= factor, plus the part of the true class if it was taken."""
     row = tl.program_id(0)
     y = tl.load(classes + row)
     f = tl.load(factor + row)
@@ -422,7 +422,7 @@ BFLOAT = {"dtype": [{"X": "bf16"}]}
 
 
 def row_configs(**constexprs):
-    # Tensor maps want what an aligned one wants; every table ends with one that takes anything.
+    # Tensor maps need the same alignment as an aligned config; every table ends with a config for any alignment.
     return [Config(None, aligned, 4, constexprs=constexprs | dict(BLOCK_N=1024)) for aligned in (True, False)]
 
 

@@ -1,12 +1,12 @@
-"""What fused_linear_cross_entropy does beside matrix products and the rows of cross_entropy.
+"""Kernels of fused_linear_cross_entropy other than GEMMs and the kernels of cross_entropy.
 
-The weight's gradient is a sum over chunks of tokens, rounded to 16 bits after each. Most of what a token adds to it is
-small, but for one row: that of its true class, which the gradient of its logit, about -1, multiplies. Rounded with
-these, a class that occurs a few times would lose digits at every later chunk. So the gradients of true logits are
-taken out of the products (`take_targets`) and added at the end, in fp32 and rounded once (`add_targets`), class by class
-(`order_targets`). What is left in the sums is small, and so is what rounding costs it.
+The weight's gradient is a sum over chunks of tokens, rounded to 16 bits after each chunk. A token's contribution is
+small in all rows except that of its true class, where the gradient of the logit is about -1. If that part were
+included, a class that occurs a few times would lose digits with every later chunk. So the gradients of true logits are
+removed before the GEMMs (`take_targets`) and added at the end, class by class (`order_targets`), in fp32 and rounded
+once (`add_targets`). The remaining sums are small, and so are their rounding errors.
 
-Targets are int32 words, two for an int64.
+Targets are int32 words, two per int64.
 """
 
 import triton
@@ -21,7 +21,7 @@ def fused_linear_cross_entropy_take_targets_kernel(
     dlogits, target, taken, rows, n, stride, target_words, ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Moves the gradient of every row's true logit out of dlogits (rows, n); 0 for a row without one."""
+    """Moves the gradient of every row's true logit from dlogits (rows, n) to `taken`; 0 for a row without a target."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     y = load_target(target, row, target_words, inside)
@@ -33,7 +33,7 @@ def fused_linear_cross_entropy_take_targets_kernel(
 
 @triton.jit
 def class_of(target, row, rows, n, ignore_index, WORDS: tl.constexpr):
-    """-1 where a row has no class: such rows are alike, and 32 bits hold what is left. n where there is no row."""
+    """The class of a row in 32 bits; -1 if it has no valid class; n beyond the last row."""
     y = load_target(target, row, WORDS, row < rows)
     known = (y != ignore_index) & (y >= 0) & (y < n)
     return tl.where(row < rows, tl.where(known, y, -1), n).to(tl.int32)
@@ -44,21 +44,20 @@ def fused_linear_cross_entropy_order_targets_kernel(
     target, classes, order, rows, n, ignore_index,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """classes: those of all rows in ascending order, -1 for none; order: the row that each belongs to. Equal ones stay in
-    their order.
+    """classes: the classes of all rows in ascending order, -1 for none; order: the row of each entry. Rows of equal
+    class keep their order.
 
-    A row's place is how many come before it, which takes rows^2 comparisons. 67 million of them, for 8192 rows, are little
-    for a whole device, in one launch; a sort is some twenty that wait for each other. What this costs grows with the
-    square of rows, the products around it only with rows: the host sorts where there are very many.
+    The place of a row is the number of rows before it, found by rows^2 comparisons. For 8192 rows this is fast, and
+    needs one launch; a sort needs about twenty dependent launches. For very many rows the host sorts instead.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = class_of(target, row, rows, n, ignore_index, WORDS)
     own = tl.program_id(0) * BLOCK // BLOCK_N * BLOCK_N
-    # Two instructions a pair: in fp32, exact for 2^24 rows, where integers take more, and added up across threads last.
+    # Counts in fp32 are exact up to 2^24 rows and take two instructions per pair; integers take more.
     before = tl.zeros([BLOCK, BLOCK_N], tl.float32)
     for first in range(0, rows, BLOCK_N):
         theirs = class_of(target, first + tl.arange(0, BLOCK_N), rows, n, ignore_index, WORDS)
-        # Of tiles ahead of a program's own, equal classes come first too.
+        # In tiles before the program's own, rows of equal class come first too.
         theirs -= (first < own).to(tl.int32)
         before = tl.where(theirs[None, :] < mine[:, None], before + 1, before)
     other = own + tl.arange(0, BLOCK_N)
@@ -76,8 +75,8 @@ def fused_linear_cross_entropy_add_targets_kernel(
 ):  # fmt: skip
     """dweight[c] += scale * sum of taken[m] * x[m] over the rows m whose class is c.
 
-    classes, order: see order_targets. One program adds all rows of a class for BLOCK_N columns; it starts where the class
-    does.
+    classes, order: see order_targets. The program at the first row of a class adds all rows of the class, for BLOCK_N
+    columns.
     """
     blocks = tl.cdiv(columns, BLOCK_N)
     start = tl.program_id(0) // blocks
@@ -87,9 +86,9 @@ def fused_linear_cross_entropy_add_targets_kernel(
     first = tl.load(order + start)
     if (mine != before) & (mine >= 0):
         out = dweight + mine * dweight_row + cols.to(tl.int64) * (1 if UNIT else dweight_column)
-        # On its way while the sum is made.
+        # Loads while the sum is computed.
         so_far = tl.load(out, mask=cols < columns, other=0.0)
-        # Most classes are those of one row. Of others, what names a block of rows is asked for a block ahead.
+        # Most classes have one row. For other classes, the indices of a block of rows are loaded one block ahead.
         total = tl.load(x + first * x_row + cols, mask=cols < columns, other=0.0).to(tl.float32) * tl.load(
             taken + first
         )
@@ -136,7 +135,7 @@ KERNELS = [
         },
         aligned=[],
         axes={"words": [{"WORDS": 1}, {"WORDS": 2}]},
-        # As many rows a program as leave some for every multiprocessor, of 8192 or more.
+        # Few enough rows per program to occupy every multiprocessor with 8192 rows.
         configs=[Config(None, False, 8, constexprs=dict(BLOCK=32, BLOCK_N=512))],
     ),
     Kernel(
@@ -148,8 +147,6 @@ KERNELS = [
         },
         aligned=["dweight", "x", "columns", "dweight_row", "x_row"],
         axes=HALVES,
-        # us on an H200 for 16384 tokens of 4096 columns in bf16: 151 where hardly two are of a class, 203 where classes are as
-        # frequent as words (131 and 278 with blocks of 4 rows, 116 and 397 with blocks of 2).
         configs=[add_config(aligned=True, block_n=1024), add_config(aligned=False, block_n=256)],
     ),
 ]  # fmt: skip

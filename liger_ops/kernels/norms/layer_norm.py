@@ -1,8 +1,8 @@
 """LayerNorm: y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias.
 
-Forward and backward are shaped like those of rms_norm, whose file explains tiles, loops and persistent programs.
+Forward and backward have the same structure as in rms_norm.py, which explains tiles, loops and persistent programs.
 The variance is summed over centred values that stay in registers: no cancellation, and no second read.
-Rows too wide for one rounding of the mean correct it by the mean of the centred values (`drift`).
+In wide rows, the mean of the centred values (`drift`) corrects the rounding error of the mean.
 """
 
 from functools import partial
@@ -29,8 +29,6 @@ from ..rows import (
 )
 from ..streamed import (
     LANE_BYTES,
-    ask_again,
-    await_tiles,
     columns_left,
     fill_ring,
     first_lane,
@@ -39,12 +37,14 @@ from ..streamed import (
     make_ring,
     pieces_ahead,
     read_pair,
+    refill,
+    rotate_ring,
     row_start,
     slots_that_fit,
     store_gradient,
     store_lane,
     store_sums,
-    turn_ring,
+    wait_for_tiles,
     zero_sums,
 )
 from ..table import ACTIVATION_WEIGHT_DTYPES, FLOATS, HALVES, Kernel, fewer_when_mixed
@@ -126,7 +126,7 @@ def layer_norm_fwd_kernel(
             normed = (tile[0].to(tl.float32) - mean - drift) * scale
             tl.store(y_row + cols[None, :], normed * w + b, mask=mask)
 
-    # statistics: (2, rows), means then reciprocal deviations
+    # statistics: (2, rows): means, then reciprocal standard deviations
     save = row_mask & ((flags & SAVE_STATISTICS) != 0)
     store_per_row(statistics, row, mean + drift, save, BLOCK_M)
     store_per_row(statistics + rows.to(tl.int64), row, scale, save, BLOCK_M)
@@ -134,7 +134,7 @@ def layer_norm_fwd_kernel(
 
 @triton.jit
 def normalised(value, mean, scale, shift, dtype: tl.constexpr):
-    """shift: -mean * scale, whose rounding 16 bits do not show."""
+    """shift: -mean * scale. Its rounding error is too small for 16-bit results."""
     if dtype == tl.float32:
         normed = (value - mean) * scale
     else:
@@ -192,7 +192,7 @@ def backward_streamed(
         new_dweights = ()
         new_dbiases = ()
         for t in tl.static_range(TILES):
-            await_tiles(row, SLOTS * PER - 1 - t)
+            wait_for_tiles(row, SLOTS * PER - 1 - t)
             values, grads = read_pair(ring, t, DTYPE, LANES, PER)
             ws = unpack(weights[t], W)
             for i in tl.static_range(VEC):
@@ -216,7 +216,7 @@ def backward_streamed(
                     pair = read_pair(ring, t + 1, DTYPE, LANES, PER)
             else:
                 values, grads = read_pair(ring, t, DTYPE, LANES, PER)
-                ask_again(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
+                refill(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
             ws = unpack(weights[t], W)
             out = ()
             for i in tl.static_range(VEC):
@@ -224,8 +224,8 @@ def backward_streamed(
                 out = out + (tl.fma(grads[i] * scale, ws[i], tl.fma(normed, slope, offset)),)
             store_lane(first_lane(dx_start, LANES), left, lane_words(out, DTYPE), t, LANES, VEC)
             if PREFETCH:
-                ask_again(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
-        ring = turn_ring(ring, PIECES, SLOTS)
+                refill(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
+        ring = rotate_ring(ring, PIECES, SLOTS)
 
     dweight_wanted = (flags & NEEDS_DWEIGHT) != 0
     dbias_wanted = (flags & NEEDS_DBIAS) != 0
@@ -246,7 +246,7 @@ def layer_norm_bwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
     PIECES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    # BLOCK_N columns of 16 bits, or half as many of 32, are a tile.
+    # A tile has BLOCK_N 16-bit columns, or half as many 32-bit columns.
     LANES: tl.constexpr = BLOCK_N // 8
     LANE_TILES: tl.constexpr = TILES * x.dtype.element_ty.primitive_bitwidth // 16
     FIT: tl.constexpr = slots_that_fit(SLOTS, PIECES, 2 * LANE_TILES * LANES * LANE_BYTES)
@@ -272,7 +272,7 @@ def backward_held(
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    # partial: (2, programs, n), shares of dweight then of dbias
+    # partial: (2, programs, n): shares of dweight, then of dbias
     dweight_row = partial + program.to(tl.int64) * n
     dbias_row = dweight_row + programs.to(tl.int64) * n
     dweight_wanted = (flags & NEEDS_DWEIGHT) != 0
@@ -298,7 +298,7 @@ def backward_held(
         else:
             mean = load_per_row(statistics, row, row_mask, BLOCK_M)
             scale = load_per_row(statistics + rows.to(tl.int64), row, row_mask, BLOCK_M)
-        # One column has no variance, so its gradient is zero; a fused multiply-add would miss that by a rounding / sqrt(eps).
+        # With one column the gradient is zero. Computed, it would be a rounding error times 1 / sqrt(eps).
         scale_out = tl.where(n > 1, scale, 0.0)
         dots = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -369,7 +369,7 @@ def backward_held(
                 before = tl.load(dbias_row + cols, mask=(cols < n) & dbias_wanted & (first == 0), other=0.0)
                 share = before + tl.sum(grad, axis=0)
                 store_share(dbias, dbias_row, cols, share, (cols < n) & dbias_wanted, flags & FINAL)
-            # Rows of this program meet in its partial rows: no lane may run ahead of another's update.
+            # All rows of this program update the same partial rows: no thread may start the next update early.
             tl.debug_barrier()
 
     if TILES > 0:
@@ -383,7 +383,7 @@ def backward_held(
 
 forward_config = partial(rows_config, early=0, ahead=0)
 backward_config = partial(rows_config, prefetch=0, pieces=0, slots=0)
-# Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough.
+# With few rows per program, filling a ring costs more than it saves, except in fp32.
 few_rows_config = partial(backward_config, only=HALVES)
 
 
@@ -398,13 +398,8 @@ KERNELS = [
         },
         aligned=["y", "x", "weight", "bias", "n", "y_outer", "y_inner", "x_outer", "x_inner"],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
-        # As rms_norm's; us of 2**27 elements in bf16: 1024 columns 133 (139 without rows ahead), 2048 133 (137), 4096 132
-        # (135), 8192 131 (135), 14336 135 (147), 16384 133 (139), 32768 148 (181); 2**26 in fp32: 4096 131 (137), 12288 132
-        # (134), 16384 133 (137). 11008 columns fit four warps, which leave no registers to ask ahead with: 135 (137).
-        # Few rows: see rms_norm; us of 1 and 128 rows with early parameters: 2048 columns 5.2 and 5.5 (5.9 and 5.9), 16384
-        # 6.6 and 8.5 (8.1 and 9.3).
-        # In fp32 beside the row for 16 bits: 16384 rows of 512 columns 21.4 (22.8), 2048 68.6 (69.6) and 4096 of them 22.1
-        # (23.1); 4096 of 5120 45.9 (46.9).
+        # The fastest shapes on an H200, see rms_norm.py. For up to 11264 columns, four warps have no registers left to
+        # prefetch later rows.
         configs=fewer_when_mixed([
             forward_config(64, 64, 64, 1, 4, 8),
             forward_config(128, 32, 128, 1, 4, 8),
@@ -452,12 +447,9 @@ KERNELS = [
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES},
-        # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
-        # many bytes: 193): 1024 columns 200 (242), 2048 197 (223), 2560 195 (236), 4096 195 (222), 5120 201 (248), 8192 199
-        # (214), 16384 208 (295); 2**26 in fp32 (193): 4096 200 (211), 8192 200 (252), 12288 201 (263). 16384 rows in bf16
-        # of eight warps, which have registers to read a tile ahead: 11008 columns 302, 12288 321; of sixteen 342 and 363.
-        # In fp32, whose tiles are half as large, 530 and 522 of 11008.
-        # 2**28 of 16384 columns, which only registers hold: 1096 in tiles of 1024, 1125 in tiles of 2048.
+        # The fastest shapes on an H200. Eight warps leave a thread enough registers to read the next tile early
+        # (prefetch); in fp32, whose tiles are half as large, this does not pay off. fp32 rows of 16384 columns fit no
+        # ring.
         configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 4, prefetch=1),
             backward_config(128, 32, 128, 1, 4, 3),

@@ -1,17 +1,18 @@
 """RMSNorm, alone or after a residual addition.
 
-    s = x + residual                (the addition's own rounding is kept: s is returned)
+    s = x + residual                (rounded to its dtype, because s is returned)
     y = s * rsqrt(mean(s^2) + eps) * (weight + offset)
 
-Forward: one program takes BLOCK_M rows whole, in TILES tiles of BLOCK_N columns held in registers.
-Tile counts that are not powers of two fit hidden sizes such as 2560, 5120 or 11008 without padding them.
-TILES = 0 is the loop for rows that no register file holds and for unaligned ones: it reads twice.
-With AHEAD, programs ask the L2 cache for the rows of later ones.
+Forward: one program processes BLOCK_M whole rows, in TILES tiles of BLOCK_N columns held in registers.
+Tile counts that are not powers of two fit hidden sizes such as 2560, 5120 or 11008 without padding.
+TILES = 0 is a loop for unaligned rows and for rows that do not fit into registers. It reads a row twice.
+With AHEAD, a program prefetches rows of later programs into the L2 cache. With EARLY, it loads the weight before its
+rows.
 
-Backward: programs are persistent, so that the weight's gradient is summed in registers over all rows of
-a program and leaves it once, as one fp32 row of a partial sum; column_sum adds those up in a fixed order. What an only
-program leaves is FINAL: the gradient itself.
-Rows pass through shared memory on their way (SLOTS > 0, see streamed.py) or are loaded as they are needed.
+Backward: programs are persistent. A program sums the weight's gradient over all its rows in registers, and writes it
+once, as one fp32 row of partial sums; column_sum adds these up in a fixed order. If there is only one program, it
+writes the gradient itself (FINAL). Rows stream through shared memory (SLOTS > 0, see streamed.py), or are loaded when
+they are needed.
 """
 
 from functools import partial
@@ -37,8 +38,6 @@ from ..rows import (
 )
 from ..streamed import (
     LANE_BYTES,
-    ask_again,
-    await_tiles,
     columns_left,
     fill_ring,
     first_lane,
@@ -47,18 +46,20 @@ from ..streamed import (
     make_ring,
     pieces_ahead,
     read_pair,
+    refill,
+    rotate_ring,
     row_start,
     slots_that_fit,
     store_gradient,
     store_lane,
     store_sums,
-    turn_ring,
+    wait_for_tiles,
     zero_sums,
 )
 from ..table import ACTIVATION_WEIGHT_DTYPES, FLOATS, HALVES, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
-ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": normalised rows are rounded before the weight
+ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": rows are rounded before they are multiplied by the weight
 SAVE_RSTD = tl.constexpr(8)
 NEEDS_DWEIGHT = tl.constexpr(16)
 FINAL = tl.constexpr(32)
@@ -86,7 +87,7 @@ def rms_norm_fwd_kernel(
         residual_row = residual + row_offset(row, inner_rows, residual_outer, residual_inner)
 
     if TILES > 0:
-        # Of 32 bits, registers do for the weight beside one row, not two.
+        # In fp32, registers hold the weight and one row, but not the weight and two rows.
         HELD: tl.constexpr = EARLY and not (RESIDUAL and dtype.primitive_bitwidth == 32)
         if HELD:
             weights = load_parameter_tiles(weight, n, flags & HAS_WEIGHT, 1.0, BLOCK_N, TILES)
@@ -138,7 +139,7 @@ def rms_norm_fwd_kernel(
 
 @triton.jit
 def add_tiles(a, b, TILES: tl.constexpr):
-    """Sums with the rounding of the addition in the tensors' own dtype."""
+    """a + b, rounded to the tensors' own dtype."""
     out = ()
     for t in tl.static_range(TILES):
         out = out + ((a[t].to(tl.float32) + b[t].to(tl.float32)).to(a[t].dtype),)
@@ -189,7 +190,7 @@ def backward_streamed(
         dots = tl.zeros([LANES], tl.float32)
         new_sums = ()
         for t in tl.static_range(TILES):
-            await_tiles(row, SLOTS * PER - 1 - t)
+            wait_for_tiles(row, SLOTS * PER - 1 - t)
             values, grads = read_pair(ring, t, DTYPE, LANES, PER)
             normed = ()
             for i in tl.static_range(VEC):
@@ -203,7 +204,7 @@ def backward_streamed(
         slope = -scale * scale * (tl.sum(dots, axis=0) / n)
         for t in tl.static_range(TILES):
             values, grads = read_pair(ring, t, DTYPE, LANES, PER)
-            ask_again(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
+            refill(ring, xs_ahead, dys_ahead, columns_ahead, t, LANES, VEC, PER, PIECES, SLOTS)
             if RESIDUAL:
                 residuals = unpack(dss[t], DTYPE)
             out = ()
@@ -213,7 +214,7 @@ def backward_streamed(
                     value += residuals[i]
                 out = out + (value,)
             store_lane(first_lane(dx_start, LANES), left, lane_words(out, DTYPE), t, LANES, VEC)
-        ring = turn_ring(ring, PIECES, SLOTS)
+        ring = rotate_ring(ring, PIECES, SLOTS)
 
     wanted = (flags & NEEDS_DWEIGHT) != 0
     if flags & FINAL:
@@ -230,7 +231,7 @@ def rms_norm_bwd_kernel(
     RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
     EARLY: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    # BLOCK_N columns of 16 bits, or half as many of 32, are a tile.
+    # A tile has BLOCK_N 16-bit columns, or half as many 32-bit columns.
     LANES: tl.constexpr = BLOCK_N // 8
     LANE_TILES: tl.constexpr = TILES * x.dtype.element_ty.primitive_bitwidth // 16
     FIT: tl.constexpr = slots_that_fit(SLOTS, PIECES, 2 * LANE_TILES * LANES * LANE_BYTES)
@@ -261,8 +262,8 @@ def backward_held(
     dtype: tl.constexpr = x.dtype.element_ty
     partial_row = partial + program.to(tl.int64) * n
     sums = zero_tiles(BLOCK_M, BLOCK_N, TILES)
-    # Either the next rows or, ahead of the reduction, whose barrier no load crosses, ds: registers do for one of them,
-    # and in fp32 for no ds.
+    # Registers hold either the next rows or ds, and in fp32 not ds. ds must be loaded before the reduction, because no
+    # load is moved across its barrier.
     with_ds: tl.constexpr = RESIDUAL and EARLY and dtype.primitive_bitwidth < 32
     next_rows: tl.constexpr = PREFETCH and not with_ds
     if next_rows:
@@ -282,7 +283,7 @@ def backward_held(
 
         if TILES > 0:
             if next_rows:
-                # The next rows are on their way while these are reduced. Raw dtype: half the registers.
+                # The next rows load while these are reduced. In their own dtype they need half the registers.
                 xs = next_x
                 dys = next_dy
                 ahead = block_rows(block + programs, BLOCK_M)
@@ -340,7 +341,7 @@ def backward_held(
                 wanted = (cols < n) & ((flags & NEEDS_DWEIGHT) != 0)
                 before = tl.load(partial_row + cols, mask=wanted & (block != program), other=0.0)
                 store_share(dweight, partial_row, cols, before + share, wanted, flags & FINAL)
-            # Rows of this program meet in its partial row: no lane may run ahead of another's update.
+            # All rows of this program update the same partial row: no thread may start the next update early.
             tl.debug_barrier()
 
     if TILES > 0:
@@ -352,7 +353,7 @@ def backward_held(
 
 forward_config = partial(rows_config, early=0, ahead=0)
 backward_config = partial(rows_config, prefetch=0, early=1, pieces=0, slots=0)
-# Where a program has few rows, a ring takes longer to fill than it saves. Of 32 bits it saves enough.
+# With few rows per program, filling a ring costs more than it saves, except in fp32.
 few_rows_config = partial(backward_config, only=HALVES)
 
 
@@ -371,20 +372,10 @@ KERNELS = [
             "y_outer", "y_inner", "x_outer", "x_inner", "residual_outer", "residual_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
-        # us of 2**27 elements in bf16 on an H200 (a copy: 130), beside what the best shape took that asks for no rows ahead:
-        # 2048 columns 130 (131), 4096 129 (131), 8192 129 (134), 12288 131 (134), 16384 131 (134), 32768 133 (149); 2**26
-        # with a residual: 4096 132 (136), 16384 133 (134); 2**26 in fp32: 4096 130 (134), 16384 132 (134). To ask for them
-        # before a program's own row instead costs up to 10 %. Two rows of 16384 columns in fp32 take more registers than two
-        # programs have: 2**28 elements with a residual took 1016 us of one program at a time, 1156 of two.
-        # Few rows occupy too few threads to cover their loads, so they get more; us of 16 and 256 rows: 2560 columns 4.9
-        # and 5.8 (6.0 and 6.7 otherwise), 5120 5.3 and 6.8 (6.9 and 8.4), 11008 6.3 and 8.1 (8.2 and 9.9). With the weight
-        # asked for early, too: 16 rows of 11008 5.4 (6.6). Of many rows, early weights only slow the others' loads down.
-        # Of 32 bits they pay sooner; us of 16 and 256 rows: 4096 columns 5.2 and 7.3 (6.6 and 8.2), 8192 5.4 and 9.4 (7.0 and
-        # 10.2), 16384 6.8 of 16 (7.2), while 256 took 15.3 (13.7): the weight's registers leave room for one program for two.
-        # Beside a residual there are no registers for it, and to ask the L2 for it does not pay: 16384 columns 9.0 and 25.0
-        # (8.6 and 24.2).
-        # In fp32 beside the row for 16 bits: 16384 rows of 1024 columns 36.5 (39.1); 1024 of 5120 16.1 (17.6), with a
-        # residual 26.3 (28.4), 16384 of them as fast.
+        # The fastest shapes on an H200. Prefetching later rows (ahead) before a program's own row is slower than after
+        # it. Few rows (max_rows) get more threads each, to hide the latency of their loads, and may load the weight
+        # early. For many rows, or with a residual, early weights take registers that other loads need. fp32 rows of
+        # 16384 columns with a residual need the registers of two programs.
         configs=fewer_when_mixed([
             forward_config(64, 32, 64, 1, 4),
             forward_config(128, 16, 128, 1, 4),
@@ -433,15 +424,9 @@ KERNELS = [
             "dx_outer", "dx_inner", "dy_outer", "dy_inner", "ds_outer", "ds_inner", "x_outer", "x_inner",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "residual": [{"RESIDUAL": 0}, {"RESIDUAL": 1}]},
-        # us of 2**27 elements in bf16 on an H200, beside what the best shape for rows held in registers took (a copy of as
-        # many bytes: 193): 4096 columns 198 (198), 5120 201 (208), 8192 196 (201), 11008 203 (233), 16384 204 (211); with a
-        # residual (258): 4096 253 (260), 6144 251 (297), 8192 259 (291), 14336 257 (293); 2**26 in fp32 (193): 2048 202
-        # (301), 4096 199 (311), 8192 199 (280), 12288 204 (278). In 16 bits rows of 1024 to 3072 columns are as fast held, but
-        # for 2560 in bf16: 16384 of them 75 (83), 4096 26 (29). In fp32 these are for a residual alone: 172 (181) and 51 (57),
-        # without one 137 (128) and 41 (40). In fp32 rows of 5120 columns
-        # come in three pieces: after an addition 320 (in one 339).
-        # No ring holds 16384 columns in fp32. Eight warps have registers to load all of a row at once: 1024 rows 61, of 32
-        # warps 73; 4096 rows 201 and 247; with a residual too few: 326 and 274.
+        # The fastest shapes on an H200. 16-bit rows of 1024 to 3072 columns are as fast in registers as streamed,
+        # except 2560 columns in bf16. fp32 rows of 16384 columns fit no ring; without a residual, eight warps have
+        # registers for them.
         configs=fewer_when_mixed([
             backward_config(64, 32, 64, 1, 4, 6),
             backward_config(128, 16, 128, 1, 4, 6),

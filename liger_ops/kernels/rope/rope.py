@@ -1,14 +1,15 @@
-"""Rotary position embedding of q and k together: y = x * cos + rotate(x) * sin over the first R columns of a head.
+"""Rotary position embedding of q and k in one kernel: y = x * cos + rotate(x) * sin over the first R columns of a head.
 
-A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) where INTERLEAVED. For a pair (a, b)
+A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) if INTERLEAVED. For a pair (a, b)
     y_a = x_a * cos_a - x_b * sin_a        y_b = x_b * cos_b + x_a * sin_b
 and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a).
 
-One program takes one position of one batch entry, or shares its heads with others. Where all is aligned, the rotated columns
-of all heads of q and k are a row of pieces, PIECE pairs each: a thread takes a piece at a time, whatever R is, and reads its
-angles for itself, from the cache but for the first time. Where not, threads take single pairs: those of PIECES heads, PIECE
-at a time, share their angles, and all columns of a head share its address. In both, pairs are read whole before they
-are written, so that y may lie over x.
+One program processes all heads of one position of one batch entry, or some of these heads.
+
+If everything is aligned, the rotated columns of all heads of q and k form a row of pieces with PIECE pairs each. A
+thread processes one piece at a time, for any R, and reads its own angles, mostly from the cache. Otherwise a thread
+processes single pairs: PIECE pairs at a time of PIECES heads share their angles, and all columns of a head share its
+address. In both cases a pair is read completely before it is written, so y may overwrite x.
 """
 
 import triton
@@ -17,12 +18,12 @@ import triton.language as tl
 from ..table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
 
 INVERSE = tl.constexpr(1)
-COMPLEX = tl.constexpr(2)  # cos and sin are one table of (cos, sin) pairs, which only interleaved pairs have
+COMPLEX = tl.constexpr(2)  # cos and sin are one table of (cos, sin) pairs; only if INTERLEAVED
 
 
 @triton.jit
 def load_pairs(pointers, mask, half, INTERLEAVED: tl.constexpr):
-    """pointers: (rows, columns) of the pairs' first members, or of both members where they are neighbours."""
+    """pointers: (rows, columns) of the first members of pairs, or of both members if INTERLEAVED."""
     if INTERLEAVED:
         both = tl.load(pointers, mask=mask, other=0.0)
         a, b = tl.split(tl.reshape(both, [both.shape[0], both.shape[1] // 2, 2]))
@@ -55,9 +56,9 @@ def load_angles(cos, sin, at, mask, half, flags, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def head_pointers(q, k, head, q_heads, q_stride, k_stride, MULTIPLE: tl.constexpr):
-    """Starts of heads numbered through q and on through k."""
+    """Start addresses of heads. The heads of k are numbered after those of q."""
     starts = tl.where(head < q_heads, q + head.to(tl.int64) * q_stride, k + (head - q_heads).to(tl.int64) * k_stride)
-    # Both sides are aligned; not every compiler sees through the choice.
+    # Both addresses are aligned, but not every compiler infers it.
     return tl.multiple_of(starts, MULTIPLE)[:, None]
 
 
@@ -70,7 +71,7 @@ def rope_kernel(
     angle_batch, angle_position, angle_section, flags,
     INTERLEAVED: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    # 64-bit before the products: a tensor may hold more than 2**31 elements.
+    # 64-bit before the multiplications: a tensor may have more than 2**31 elements.
     program = tl.program_id(0).to(tl.int64)
     batch = (tl.program_id(0) // positions).to(tl.int64)
     position = program - batch * positions
@@ -93,14 +94,14 @@ def rope_kernel(
             head = piece // in_head
             cols = (SPREAD * PIECE * (piece - head * in_head))[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
             a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols, inside, half, INTERLEAVED)
-            # Sections of aligned angles begin where pieces do.
+            # If everything is aligned, sections begin at piece boundaries.
             section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
             at = section * angle_section + cols
             cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
             y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
             store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, half, INTERLEAVED)
 
-        # Partial rotary: the columns up to width pass through.
+        # Partial rotary: copies the columns from R to width.
         in_rest = (width - 2 * half) // PIECE
         for block in range(start, heads * in_rest, step):
             piece = block + tl.arange(0, PIECES)
@@ -155,10 +156,7 @@ KERNELS = [
             "angle_batch", "angle_position", "angle_section",
         ],
         axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "interleaved": [{"INTERLEAVED": 0}, {"INTERLEAVED": 1}]},
-        # Widths are those of R. us on an H200 in bf16, beside tiles of 16 heads by a power of two of columns, whose angles stay
-        # in registers: 8192 positions of 40 heads of 128 48.8 (49.5), 16384 of 72 160.5 (160.9), 8192 of 32 of 256 74.1
-        # (74.5); of 64 of 80 53.4 (59.4), of 64 of 96 59.9 (65.8). Unaligned: 8192 of 40 of 72, 100 and 126 105, 59 and 74,
-        # interleaved 76, 82 and 88; a warp that takes 8 heads at a time needs 123, 70 and 87, interleaved 70, 76 and 85.
+        # max_n limits R. The shapes are the fastest ones on an H200 in bf16.
         configs=[
             config(64, 8, 64, 2),
             config(None, 8, 128, 4),

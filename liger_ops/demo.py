@@ -1,8 +1,8 @@
 """`python -m liger_ops.demo`: trains a small Llama on this package's own files, without and with the operators.
 
-The model predicts the next byte. Both runs start from the same weights and see the same batches, each in its own
-process. They take turns, step by step, so that changes in the machine's speed affect both. A table compares the runs,
-and a picture shows their loss curves and peak memory.
+It learns byte by byte. Both runs start from the same weights and see the same batches, each in its own process. They
+take turns, step by step, so that changes in the machine's speed affect both. A table compares the runs, and a picture
+shows their loss curves and peak memory.
 """
 
 from __future__ import annotations

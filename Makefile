@@ -6,8 +6,8 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # What the demo and the tests train.
 MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "matplotlib>=3.9"
-# Formatters, of the versions whose style the code has.
-LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1
+# Of fixed versions, because each release formats and spells differently.
+LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 
 # Torch minors that `make wheel` builds for: all of liger_ops/aot/torch_release.py, or some of them.
 TORCH_VERSIONS ?= all
@@ -62,6 +62,7 @@ lint: $(linters)
 	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" --dry-run -Werror
 	$(PYTHON) liger_ops/aot/build.py declarations liger_ops
 	$(PYTHON) -m mypy
+	git ls-files ":!*.json*" ":!*.png" ":!tests/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib
 
 demo: build $(models)
 	$(PYTHON) -m liger_ops.demo

@@ -4,11 +4,9 @@ choice of tiles for GEMMs."""
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,6 +17,7 @@ from benchmarks.harness import COLD_START_RUNS, HOST_TURNS, Case, Runner
 from benchmarks.machine import describe, slug
 from benchmarks.op import Anchor, Op
 from benchmarks.providers import DEFAULT_PROVIDERS, PROVIDERS, discover, is_ours
+from benchmarks.records import Record, line, size
 
 ROUNDS = {"quick": 5, "full": 5, "paper": 5, "anchors": 9}
 FLUSHES = {"full": COVER, "paper": COVER}
@@ -81,8 +80,8 @@ def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
         if unknown := [name for name in getattr(args, option) or () if name not in known]:
             parser.error(f"--{option} must be among {', '.join(known)} (got {', '.join(unknown)})")
     shapes = {case.shape for case, _ in cases(args, ops)}
-    if unknown := [report.size(shape) for shape in args.shapes or () if shape not in shapes]:
-        parser.error(f"--shapes must be among {', '.join(map(report.size, sorted(shapes)))} (got {', '.join(unknown)})")
+    if unknown := [size(shape) for shape in args.shapes or () if shape not in shapes]:
+        parser.error(f"--shapes must be among {', '.join(map(size, sorted(shapes)))} (got {', '.join(unknown)})")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device must be cpu where torch sees no CUDA device (got cuda)")
     return args
@@ -125,12 +124,12 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
     clock = CudaClock(flushes) if args.device == "cuda" else CpuClock()
     args.out.mkdir(parents=True, exist_ok=True)
     stem = f"{slug(args.device)}-{args.suite}"
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     with open(args.out / f"{stem}.jsonl", "w") as lines:
 
-        def emit(record: dict[str, Any]) -> None:
+        def emit(record: Record) -> None:
             records.append(record)
-            print(json.dumps(record, ensure_ascii=False), file=lines, flush=True)
+            print(line(record), file=lines, flush=True)
 
         settings = {"suite": args.suite, "providers": args.providers, "rounds": args.rounds, "flushes": flushes}
         emit(describe(args.device) | settings)
@@ -149,7 +148,7 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
     return int(any(map(failed, records)))
 
 
-def failed(record: dict[str, Any]) -> bool:
+def failed(record: Record) -> bool:
     """Peers may crash or be wrong: that is said, and theirs."""
     if record.get("state") in ("crashed", "wrong"):
         return record["provider"] == "every provider" or is_ours(record["provider"])

@@ -134,7 +134,7 @@ def fastest_copy(clock: Clock) -> float:
 
 
 def measure_ceilings(clock: Clock, with_matmul: bool) -> Record:
-    """What this machine reaches now: bytes a second of a large copy, bf16 operations a second of a GEMM."""
+    """What this machine reaches now: bytes per second of a large copy, bf16 operations per second of a GEMM."""
     record: Record = {"kind": "ceiling", "copy_gb_s": 2 * clock.ceiling_bytes / fastest_copy(clock) / 1e3}
     if with_matmul:
         size = 8192 if clock.device == "cuda" else 1024

@@ -163,7 +163,7 @@ class Problem:
     def checked_results(self, call: Callable[..., Any]) -> list[torch.Tensor]:
         """Outputs, then gradients, of the right number and shapes."""
         self.restore()
-        # Freed blocks full of NaN: an element that is never written does not pass by luck.
+        # Freed blocks full of NaN: a check of an element that is never written cannot pass by luck.
         poison = [torch.full_like(t, math.nan, dtype=self.case.torch_dtype) for t in self.truth]
         del poison
         results = self.results(call)

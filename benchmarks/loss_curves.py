@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import plots
 from benchmarks.arguments import add_out, positive
 from benchmarks.fused_linear_cross_entropy import budget_for_chunks
 from benchmarks.machine import describe, slug
@@ -193,31 +194,30 @@ def distance(a: list[float], b: list[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def draw(curves: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), layout="constrained", sharex=True)
-    first = curves["eager"]
-    eager_colours = iter(plt.get_cmap("winter")([i / len(curves) for i in range(len(curves))]))
-    for name, losses in curves.items():
-        if name.startswith("ours"):
-            style = {"color": ("#d03030", "#f0b830")["chunks" in name], "lw": 1.6}
-        else:
-            style = {"color": next(eager_colours), "lw": 1.0}
-        top.plot(losses, label=name, **style)
-        if name != "eager":
-            bottom.plot([abs(x - y) for x, y in zip(losses, first)], label=name, **style)
-    top.set_ylabel("loss")
-    bottom.set_ylabel("|loss - loss of eager|")
-    bottom.set_yscale("symlog", linthresh=1e-4)
-    bottom.set_xlabel("step")
-    top.legend(fontsize=8)
-    for axis in (top, bottom):
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+def draw(record: dict[str, Any], path: Path) -> None:
+    curves = record["curves"]
+    orders = sum(name.startswith("eager, order") for name in curves)
+    labels = {"eager": "eager", "eager, order 1": f"eager, classes in another order ({orders} runs)"}
+    labels |= {name: name for name in curves if name.startswith("ours")}
+    title = f"{plots.machine_name([record])}: loss of a small Llama"
+    with plots.figure_of(path, title, 2, 1, 6.2, sharex=True) as (_, axes):
+        top, bottom = axes[:, 0]
+        for name, losses in curves.items():
+            mine = name.startswith("ours")
+            color = plots.color("ours" if name == "ours" else "ours 16 chunks") if mine else plots.color("torch")
+            style = {
+                "color": "black" if name == "eager" else color,
+                "lw": 2.0 if mine else 1.1,
+                "zorder": 3 if mine else 2,
+            }
+            top.plot(losses, label=labels.get(name), **style)
+            if name != "eager":
+                bottom.plot([abs(x - y) for x, y in zip(losses, curves["eager"])], **style)
+        top.set_ylabel("loss")
+        top.legend()
+        bottom.set_ylabel("difference from the eager loss")
+        bottom.set_yscale("symlog", linthresh=1e-4)
+        bottom.set_xlabel("step")
 
 
 def main() -> int:
@@ -229,8 +229,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
     parser.add_argument("--orders", type=positive, default=2, help="eager runs with classes in another order")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="draw an earlier run again and measure nothing")
     add_out(parser)
     args = parser.parse_args()
+    if args.redraw:
+        draw(json.loads(args.redraw.read_text()), args.redraw.with_suffix(".png"))
+        return 0
     size = SIZES[args.device]
     losses: dict[str, Loss] = {"eager": eager}
     losses |= {f"eager, order {i + 1}": eager_in_another_order(i + 1) for i in range(args.orders)}
@@ -267,7 +271,7 @@ def main() -> int:
     record |= {"curves": curves, "from eager": away, "eager apart": noise, "verdicts": verdicts}
     stem.with_suffix(".json").write_text(json.dumps(record, ensure_ascii=False) + "\n")
     try:
-        draw(curves, stem.with_suffix(".png"))
+        draw(record, stem.with_suffix(".png"))
     except ImportError:
         print("No plot: matplotlib is not installed.")
     return int("OUTSIDE" in verdicts.values())

@@ -18,6 +18,7 @@ PROVIDERS = (
     "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", *COMMON[4:],
     "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
 )  # fmt: skip
+PARTS = ("three GEMMs", "GEMMs of ours", "GEMMs of compact")  # do only a part of the work
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers")
 # Compiling takes longer than everything else in a quick run without a GPU.
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}

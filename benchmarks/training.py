@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from benchmarks import plots
 from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
 from benchmarks.report import grid, write_above
@@ -303,12 +304,13 @@ def summary(record: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-def markdown(machine: dict[str, Any], records: list[dict[str, Any]]) -> str:
+def markdown(machine: dict[str, Any], records: list[dict[str, Any]], picture: str) -> str:
     facts = ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "packages") and v not in (None, ""))
     shape = records[0] if records else {"layers": 0, "length": 0}
     header = ["model", "batch", "provider", "tok/s", "peak GiB", "first step s", "largest loss difference from HF"]
     return (
-        f"# Whole training steps\n\n{shape['layers']} layers of each model's shape, sequences of {shape['length']}. "
+        f"# Whole training steps\n\n![training steps]({picture})\n\n"
+        f"{shape['layers']} layers of each model's shape, sequences of {shape['length']}. "
         f"{facts}.\n\n"
         + grid(header, [summary(r, records) for r in records])
         + "\n"
@@ -330,38 +332,36 @@ def kernel_table(record: dict[str, Any]) -> str:
     )
 
 
-def draw(records: list[dict[str, Any]], path: Path) -> None:
+def draw(records: list[dict[str, Any]], path: Path, machine: str) -> None:
+    good = [r for r in records if "error" not in r]
+    if not good:
+        return
+
+    def group(r: dict[str, Any]) -> str:
+        return f"{r['model']}\nbatch {r['batch']}"
+
+    groups = list(dict.fromkeys(map(group, good)))
+    names = [name for p, name in PROVIDERS.items() if any(r["provider"] == p for r in good)]
+    names.sort(key=lambda name: not plots.is_ours(name))
+    title = f"{machine}: training steps, {good[0]['layers']} layers, sequences of {good[0]['length']}"
+    height = 0.6 + 0.2 * (len(names) + 0.8) * len(groups)
+    panels = (("tokens_per_second", f"tokens per second ({plots.HIGHER})", "{:,.0f}"),
+              ("peak_gib", f"peak memory, GiB ({plots.LOWER})", "{:.1f}"))  # fmt: skip
     try:
-        import matplotlib
+        with plots.figure_of(path, title, 1, 2, height, names, "s", sharey=True) as (_, (axes,)):
+            for axis, (field, label, form) in zip(axes, panels):
+                values = {(group(r), PROVIDERS[r["provider"]]): r[field] for r in good}
+                plots.bar_panel(axis, groups, names, values, form.format)
+                axis.set_title(label)
     except ImportError:
         print("no picture: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    good = [r for r in records if "error" not in r]
-    models = list(dict.fromkeys(r["model"] for r in good))
-    if not models:
-        return
-    figure, axes = pyplot.subplots(2, len(models), figsize=(4 * len(models), 7), squeeze=False, layout="constrained")
-    for column, model in enumerate(models):
-        mine = [r for r in good if r["model"] == model]
-        batches = sorted({r["batch"] for r in mine})
-        providers = [p for p in PROVIDERS if any(r["provider"] == p for r in mine)]
-        for row, (field, unit) in enumerate((("tokens_per_second", "tok/s"), ("peak_gib", "peak GiB"))):
-            axis = axes[row][column]
-            for i, provider in enumerate(providers):
-                found = {r["batch"]: r[field] for r in mine if r["provider"] == provider}
-                places = [b + (i + 0.5 - len(providers) / 2) * 0.8 / len(providers) for b in range(len(batches))]
-                # One colour in all of the pictures, whoever is missing from some.
-                style = {"color": f"C{list(PROVIDERS).index(provider)}", "label": PROVIDERS[provider]}
-                axis.bar(places, [found.get(b, 0) for b in batches], 0.8 / len(providers), **style)
-            axis.set(ylabel=unit, xlabel="batch", title=model if row == 0 else None)
-            axis.set_xticks(range(len(batches)), map(str, batches))
-    handles = {label: bar for axis in axes[0] for bar, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+
+def write(machine: dict[str, Any], records: list[dict[str, Any]], stem: Path) -> str:
+    text = markdown(machine, records, f"{stem.name}.png")
+    write_above(stem.with_suffix(".md"), text)
+    draw(records, stem.with_suffix(".png"), plots.machine_name([machine]))
+    return text
 
 
 def main() -> None:
@@ -408,10 +408,7 @@ def main() -> None:
             records.append(run.measured())
             print(json.dumps(records[-1]), file=log, flush=True)
             print(f"[{done}/{len(jobs)}] " + "  ".join(summary(records[-1], records)), file=sys.stderr, flush=True)
-    text = markdown(machine, records)
-    write_above(arguments.out / "training.md", text)
-    draw(records, arguments.out / "training.png")
-    print(text)
+    print(write(machine, records, arguments.out / "training"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""python -m benchmarks tune OP: sweep the launch shapes of an op's kernels on the GPU at hand, propose their tables' rows.
+"""python -m benchmarks tune OP: sweep the launch shapes of an op's kernels on this GPU, propose rows for their tables.
 
 With --as-is it sweeps nothing: it says what each kernel takes alone, without the others that its op launches.
 
@@ -31,7 +31,7 @@ from benchmarks.providers import discover, load
 # What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone. KEEP, what a program
 # keeps in shared memory, changes by tiles of its own.
 FIXED = {"ALIGNED", "SKEWED", "SHARE", "KEEP", "KEEPS_ALL", "ONE_ROW"}
-LANE_COLUMNS = 8  # of 16 bits
+LANE_COLUMNS = 8  # 16-bit ones
 SWITCHES = {"PREFETCH", "EARLY", "AHEAD"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8
 SAMPLES, STEPS = 30, 6

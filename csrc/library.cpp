@@ -1,4 +1,4 @@
-// The liger namespace: the private ops through which Python sees and feeds the runtime.
+// Private ops of the liger namespace, through which Python controls the runtime and reads its status.
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -17,7 +17,7 @@ std::tuple<int64_t, int64_t> preload(int64_t device, std::vector<std::string> op
   return {done.loaded, done.missing};
 }
 
-// Registers the op `liger::_compile_kernel`, which Python implements, as the runtime's compile hook.
+// Makes the op `liger::_compile_kernel`, which Python implements, the runtime's compile hook.
 void enable_jit(std::string compiler) {
   runtime::set_compiler(compiler);
   runtime::set_compile_hook(

@@ -9,21 +9,21 @@ import liger_ops
 from liger_ops import compat, projections
 from liger_ops.__main__ import operators
 
-# Of the processes that tests start.
+# For the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Inductor compiles around the operators, with or without vectors; trying each instruction set first takes a while.
+# Inductor's own code is not under test here, and probing every vector instruction set is slow.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that cannot run here are deselected, and counted as such, rather than skipped one by one."""
-    # What takes long comes first: at the end one process would wait for another's.
+    """Deselects tests that cannot run here, instead of skipping them one by one."""
+    # The slowest files start first, so that no worker runs them alone at the end.
     items.sort(key=lambda item: not item.path.name.startswith("test_transformers"))
     present = {"gpu": torch.cuda.is_available(), "library": liger_ops._loaded.library is not None}
     missing = [name for name, is_present in present.items() if not is_present]
-    gone = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
-    items[:] = [item for item in items if item not in gone]
-    config.hook.pytest_deselected(items=list(gone))
+    deselected = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
+    items[:] = [item for item in items if item not in deselected]
+    config.hook.pytest_deselected(items=list(deselected))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -33,22 +33,22 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def interpreted(request, tmp_path_factory):
-    """What the file's INTERPRETED leaves for each of its INTERPRETED_CASES."""
+    """Runs the module's INTERPRETED code in Triton's interpreter: the results of each of its INTERPRETED_CASES."""
     folder = tmp_path_factory.mktemp("interpreted")
     return interpret(request.module.INTERPRETED, request.module.INTERPRETED_CASES, folder)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def threads(request):
-    """Two where an operator's loops are tested, to share their rows out; small models are quicker with one."""
+    """Operator tests run with two threads to cover the parallel loops; small models are faster with one."""
     stem = request.module.__name__.removeprefix("test_")
     # An operator's tests are in test_<op>.py and test_<op>_<subject>.py.
     torch.set_num_threads(2 if any(f"{stem}_".startswith(f"{op}_") for op in operators()) else 1)
 
 
 @pytest.fixture
-def door():
-    """`import liger_kernel` is served by liger_ops."""
+def liger_kernel_served():
+    """liger_ops serves `import liger_kernel`."""
     compat.install()
     yield
     compat.uninstall()
@@ -56,19 +56,19 @@ def door():
 
 @pytest.fixture
 def as_large_models(monkeypatch):
-    """Small tensors leave gradients that meet to autograd."""
+    """Small tensors take the code path of large ones, which accumulates gradients inside GEMMs."""
     monkeypatch.setattr(projections, "LARGE", 0)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """A test sees the same numbers whatever ran before it."""
+    """Random numbers do not depend on which tests ran before."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """torch.empty comes filled with NaN: an element that no kernel writes shows."""
+    """Fills torch.empty with NaN, so that an element that no kernel writes fails the test."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -76,7 +76,7 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True, scope="session")
 def packs_of_the_stub(request):
-    """Packs are compiled for the files that look at them."""
+    """Compiles the test packs if any collected file uses them."""
     if any("stub_cuda" in vars(item.module) or "PACKS" in vars(item.module) for item in request.session.items):
         stub_cuda_packs.ensure()
 
@@ -88,8 +88,8 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def modest_memory():
-    """Processes that share a GPU leave to each other what a large test took."""
+def release_gpu_memory():
+    """Frees cached GPU memory after large tests, for other processes on the same GPU."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The cross entropies, their oracle, and what their tests share."""
+"""Helpers that the cross-entropy tests share: the operators, their fp64 oracle and the checks."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ ONES, ZEROS = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
 
 
 def overwriting(logits: Tensor, *args, **options) -> Tensor:
-    """cross_entropy_ as a function of logits that stay."""
+    """cross_entropy_ on a copy, so that the logits keep their values."""
     return cross_entropy_(logits.clone(), *args, **options)
 
 
@@ -62,7 +62,7 @@ def reference(*args, **options):
 
 
 def make(shape, dtype, device, weight_dtype=None, target_dtype=torch.int64, ignored=0.25, scale=3.0):
-    """logits: shape, target: shape[:-1], weight: (V,) or None. Less than 1 ignored: at least one is not."""
+    """logits: shape, target: shape[:-1], weight: (V,) or None. With ignored < 1, at least one target counts."""
     logits = (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
     target = torch.randint(max(shape[-1], 1), shape[:-1], device=device)
     target[torch.rand(shape[:-1], device=device) < ignored] = -100
@@ -73,15 +73,13 @@ def make(shape, dtype, device, weight_dtype=None, target_dtype=torch.int64, igno
 
 
 def check(inputs, device, op=cross_entropy, **options):
-    """Loss and gradient of `op` against the oracle, under an upstream gradient that is not 1.
-
-    A gradient made in forward is rounded before its upstream is known: powers of two add no rounding of their own.
-    """
+    """Compares loss and gradient of `op` with the oracle, for an upstream gradient other than 1."""
     call, expected = partial(op, **options), partial(reference, **options)
     with path_taken(device):
         loss = call(*[t.detach() if isinstance(t, Tensor) else t for t in inputs])
     grad = [torch.randn(loss.shape, device=device)]
     if op is not cross_entropy:
+        # Forward already rounded this gradient; a power of two adds no second rounding.
         grad = [2 * grad[0].sign()]
     with path_taken(device):
         ours = gradients(call, [like(t) for t in inputs], grad)
@@ -95,9 +93,11 @@ def check(inputs, device, op=cross_entropy, **options):
 
 
 def check_other_classes(target, upstream, *gradients):
-    """Zeros would pass for the gradient of all classes but the true one, which is nearly 1, and within these for that
-    of the rare ones. What fp32 computes is exact to 16 bits, so that one rounding is all that may differ; upstream:
-    what multiplies a gradient that is rounded already, and with it the spacing of small numbers."""
+    """Checks small gradients on their own.
+
+    The target's gradient is near 1, so the general tolerance would accept zeros everywhere else. The same holds for
+    rare classes among the others. upstream: factor applied after rounding to 16 bits; it scales the rounding error.
+    """
     size = gradients[-1].abs()
     others = torch.ones_like(size, dtype=torch.bool)
     others.scatter_(-1, target.long().clamp(0, size.shape[-1] - 1)[..., None], False)

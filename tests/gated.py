@@ -1,7 +1,7 @@
-"""What the tests of swiglu and geglu share: every property of out = act(gate) * up, for one activation a subclass.
+"""Tests of out = act(gate) * up, shared by swiglu and geglu. Each activation is a subclass of GatedTests.
 
-A subclass gives `op`, `packed`, `linear`, `stem`, the plain formula `reference(gate, up, **options)` and `choices`, the values
-that its options take, with the `kernel_flags` that stand for each.
+A subclass defines `op`, `packed`, `linear`, `stem` and the plain formula `reference(gate, up, **options)`. `choices`
+lists the option values to test; `kernel_flags` holds the matching kernel flags.
 """
 
 import itertools
@@ -29,8 +29,8 @@ from support import (
 from torch import Tensor
 from torch.nn import functional as F
 
-# Flat memory and rows of every tile width of the variant table, on both sides of its boundaries; the lengths at which
-# CPU loops cut (512 and 8192); widths of real models that are no power of two, and odd ones, which no vector divides.
+# Widths on both sides of every tile boundary in the variant table and of the CPU loop lengths (512 and 8192), model
+# widths that are not powers of two, and odd widths that no vector length divides.
 SIZES = [1, 7, 33, 64, 72, 130, 256, 264, 512, 520, 1000, 1024, 1032, 2048, 5504, 8192, 8200, 14336, 40001]
 
 
@@ -40,7 +40,7 @@ def make(shape, dtype, device):
 
 
 def parameters_of_linear(n, rows, dtype, device):
-    """Of n columns to 24, and a gradient of what they make of rows."""
+    """weight: (24, n), bias: (24,), and the gradient of the layer's output: (*rows, 24)."""
     weight = (torch.randn(24, n, dtype=dtype, device=device) / n**0.5).requires_grad_()
     bias = torch.randn(24, dtype=dtype, device=device, requires_grad=True)
     return weight, bias, torch.randn(*rows, 24, dtype=dtype, device=device)
@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 class Probe(torch.autograd.Function):
-    """Hands on values in a tensor that no name holds, and notes where its gradient lies."""
+    """Copies x into a tensor that only its consumer references, and records the address of its gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, seen: list) -> Tensor:
@@ -97,7 +97,7 @@ class GatedTests:
         return self.reference(*halves(gate_up), **options)
 
     def each(self):
-        """(op, reference) of every choice of options."""
+        """(op, reference) for each combination of options."""
         for options in self.choices:
             yield (lambda *t: self.op(*t, **options)), (lambda *t: self.reference(*t, **options))
 
@@ -169,7 +169,7 @@ class GatedTests:
             for ours, reference in self.each_linear():
                 check_op(ours, reference, [gate, up, w, bias], [LAYOUTS[grad_layout](grad)], device)
 
-    def test_linear_computes_only_the_gradients_that_are_needed(self, device):
+    def test_linear_computes_only_required_gradients(self, device):
         gate, up, _ = make((6, 160), torch.float32, device)
         weight, bias, grad = parameters_of_linear(160, (6,), torch.float32, device)
         for ours, reference in self.each_linear():
@@ -179,24 +179,24 @@ class GatedTests:
 
     @pytest.mark.parametrize("held", [False, True])
     @pytest.mark.library
-    def test_linear_backward_writes_over_inputs_that_nobody_holds(self, held, device):
+    def test_linear_backward_overwrites_unreferenced_inputs(self, held, device):
         leaves = make((4, 256), torch.float32, device)[:2]
         weight, bias, grad = parameters_of_linear(256, (4,), torch.float32, device)
         learned = [*leaves, weight, bias]
         expected = torch.autograd.grad(self.linear(*learned), learned, grad)
         seen: list[int] = []
         gate, up = (Probe.apply(t, seen) for t in leaves)
-        where, values = {gate.data_ptr(), up.data_ptr()}, [gate.detach().clone(), up.detach().clone()]
+        addresses, values = {gate.data_ptr(), up.data_ptr()}, [gate.detach().clone(), up.detach().clone()]
         out = self.linear(gate, up, weight, bias)
-        names = [gate, up] if held else []
+        held_inputs = [gate, up] if held else []
         del gate, up
         got = torch.autograd.grad(out, learned, grad)
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
-        assert (set(seen) == where) != held
-        assert all(torch.equal(a, b) for a, b in zip(names, values))
+        assert (set(seen) == addresses) != held
+        assert all(torch.equal(a, b) for a, b in zip(held_inputs, values))
 
     @pytest.mark.library
-    def test_linear_keeps_no_product(self, device):
+    def test_linear_saves_its_inputs_only(self, device):
         gate, up, _ = make((4, 64), torch.float32, device)
         weight, bias, _ = parameters_of_linear(64, (4,), torch.float32, device)
         kept: list[Tensor] = []
@@ -205,7 +205,7 @@ class GatedTests:
         assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in (gate, up, weight)]
 
     @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
-    def test_linear_of_nothing_and_of_one_row(self, shape, device):
+    def test_linear_on_empty_inputs_and_on_one_row(self, shape, device):
         gate, up, _ = make(shape, torch.float32, device)
         weight, bias, grad = parameters_of_linear(8, shape[:-1], torch.float32, device)
         learned = [gate, up, weight, bias]
@@ -215,7 +215,7 @@ class GatedTests:
             for pair in zip(torch.autograd.grad(out, learned, grad), torch.autograd.grad(expected, learned, grad)):
                 torch.testing.assert_close(*pair)
 
-    def test_linear_reads_only_repeats_itself_and_keeps_graphs_on_demand(self, device):
+    def test_linear_is_read_only_deterministic_and_supports_retain_graph(self, device):
         gate, up, _ = make((30, 1000), torch.bfloat16, device)
         weight, bias, grad = parameters_of_linear(1000, (30,), torch.bfloat16, device)
         inputs = [gate, up, weight, bias]
@@ -223,7 +223,7 @@ class GatedTests:
         check_deterministic(self.linear, inputs, [grad])
         check_second_backward(lambda g, u, w, b: self.linear(g * 1.0, u * 1.0, w, b), inputs, [grad])
 
-    def test_halves_are_read_where_they_lie_and_packed_is_the_same(self, device):
+    def test_packed_equals_the_op_on_both_halves(self, device):
         for n in (24, 96, 200, 1000, 2048, 3000, 8200):
             gate_up = torch.randn(4, 2 * n, device=device, requires_grad=True)
             grad = torch.randn(4, n, device=device)
@@ -231,7 +231,7 @@ class GatedTests:
             assert torch.equal(out, packed)
             assert torch.equal(*(torch.autograd.grad(o, gate_up, grad)[0] for o in (out, packed)))
 
-    def test_a_dense_layout_is_kept(self, device):
+    def test_dense_strides_are_preserved(self, device):
         gate, up, grad = (t.detach().transpose(0, 1).requires_grad_() for t in make((5, 3, 8), torch.float32, device))
         out = self.op(gate, up)
         assert out.stride() == gate.stride()
@@ -253,11 +253,11 @@ class GatedTests:
         special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, -80.0, 80.0], device=device)
         gate, up = (t.reshape(-1).contiguous() for t in torch.meshgrid(special, special, indexing="ij"))
         for ours, reference in self.each():
-            # In fp64, because eager's own vector code gives gelu(inf) = NaN on some CPUs.
+            # In fp64: eager's vectorized gelu(inf) is NaN on some CPUs.
             expected = reference(gate.double(), up.double()).float()
             torch.testing.assert_close(ours(gate, up), expected, equal_nan=True, atol=1e-30, rtol=1e-5)
 
-    def test_only_the_gradients_that_are_needed(self, device):
+    def test_only_required_gradients(self, device):
         gate, up, grad = make((6, 160), torch.float32, device)
         for ours, reference in self.each():
             for inputs in ([gate.detach(), up], [gate, up.detach()], [gate.detach(), up.detach()]):
@@ -270,36 +270,36 @@ class GatedTests:
 
     @pytest.mark.parametrize("held", [False, True])
     @pytest.mark.library
-    def test_backward_writes_over_inputs_that_nobody_holds(self, held, device):
+    def test_backward_overwrites_unreferenced_inputs(self, held, device):
         leaves = make((4, 256), torch.float32, device)
         expected = torch.autograd.grad(self.op(*leaves[:2]), leaves[:2], leaves[2])
         seen: list[int] = []
         gate, up = (Probe.apply(t, seen) for t in leaves[:2])
-        where, values = {gate.data_ptr(), up.data_ptr()}, [gate.detach().clone(), up.detach().clone()]
+        addresses, values = {gate.data_ptr(), up.data_ptr()}, [gate.detach().clone(), up.detach().clone()]
         out = self.op(gate, up)
-        names = [gate, up] if held else []
+        held_inputs = [gate, up] if held else []
         del gate, up
         got = torch.autograd.grad(out, leaves[:2], leaves[2])
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
-        assert (set(seen) == where) != held
-        assert all(torch.equal(a, b) for a, b in zip(names, values))
+        assert (set(seen) == addresses) != held
+        assert all(torch.equal(a, b) for a, b in zip(held_inputs, values))
 
     @pytest.mark.parametrize("held", [False, True])
     @pytest.mark.library
-    def test_packed_backward_writes_over_an_input_that_nobody_holds(self, held, device):
+    def test_packed_backward_overwrites_an_unreferenced_input(self, held, device):
         leaf = torch.randn(4, 512, device=device, requires_grad=True)
         grad = torch.randn(4, 256, device=device)
         (expected,) = torch.autograd.grad(self.packed(leaf), leaf, grad)
         seen: list[int] = []
         gate_up = Probe.apply(leaf, seen)
-        where, name = [gate_up.data_ptr()], gate_up if held else None
+        addresses, held_input = [gate_up.data_ptr()], gate_up if held else None
         out = self.packed(gate_up)
         del gate_up
         assert torch.equal(torch.autograd.grad(out, leaf, grad)[0], expected)
-        assert (seen == where) != held
-        assert name is None or torch.equal(name, leaf)
+        assert (seen == addresses) != held
+        assert held_input is None or torch.equal(held_input, leaf)
 
-    def test_a_saved_input_shared_with_another_op_is_kept(self, device):
+    def test_a_saved_input_shared_with_another_op_is_not_overwritten(self, device):
         leaf = torch.randn(4, 64, device=device, requires_grad=True)
         x = Probe.apply(leaf, [])
         total = self.op(x, x) + x.exp() * x.sin()
@@ -420,7 +420,7 @@ class GatedTests:
         assert (linear.shape, linear.dtype, linear.device.type) == ((3, 5, 7), gate.dtype, "meta")
 
     @pytest.mark.library
-    def test_linear_casts_as_a_linear_layer_does_under_autocast(self, device):
+    def test_linear_casts_like_a_linear_layer_under_autocast(self, device):
         gate, up, _ = make((4, 64), torch.float32, device)
         weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
         with torch.autocast(device, torch.bfloat16):
@@ -440,7 +440,7 @@ class GatedTests:
         with torch.autocast(device, torch.bfloat16):
             assert equal(torch.autograd.grad(out, wanted, grad), expected)
 
-    def test_autocast_promotes_as_a_product_does(self, device):
+    def test_autocast_promotes_like_multiplication(self, device):
         gate, up, _ = make((4, 64), torch.bfloat16, device)
         with torch.autocast(device, torch.bfloat16):
             assert self.op(gate, up).dtype == self.packed(gate).dtype == torch.bfloat16
@@ -449,7 +449,7 @@ class GatedTests:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("shape", [(2**31 // 4096 + 5, 4096), (2**31 + 4096,)])
-    def test_more_than_two_to_the_31_elements(self, shape):
+    def test_more_than_2_to_the_31_elements(self, shape):
         gate, up = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         with path_taken("cuda"):
             out = self.op(gate, up)
@@ -529,7 +529,7 @@ class GatedTests:
 
     @pytest.mark.parametrize("n,aligned", INTERPRETED_SIZES)
     def test_kernels_interpreted(self, n, aligned, interpreted):
-        """The kernel bodies themselves, on CPU tensors: halves of one tensor, gradients written over them."""
+        """Runs the kernels on CPU tensors: gate and up are halves of one tensor, and gradients overwrite them."""
         for index, options in enumerate(self.choices):
             prefix = f"{n} {index} "
             got = {
@@ -551,7 +551,7 @@ from liger_ops.kernels import find
 from liger_ops.kernels.gated.swiglu import PRODUCT
 torch.manual_seed(0)
 rows, saved = 7, {{}}
-# Rows on two levels: 2 blocks of 4, the last of which is short.
+# Rows in two levels: 2 blocks of 4, the last one partial.
 inner = 4
 for n, aligned in {sizes}:
     for index, flags in enumerate({flags}):

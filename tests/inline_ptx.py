@@ -1,5 +1,5 @@
-"""Prepares Triton's interpreter, which runs kernels on CPU tensors: inline PTX, which it does not know, and masks of
-scalar conditions."""
+"""Extends Triton's interpreter, which runs kernels on CPU tensors: emulates inline PTX and accepts scalar conditions
+as masks."""
 
 import ctypes
 import re
@@ -8,9 +8,9 @@ import numpy as np
 
 LANE = 16
 shared = np.zeros(99 * 1024, np.uint8)
-under_way: list[tuple[int, bytes]] = []
-groups: list[list[tuple[int, bytes]]] = []  # of copies that are waited for together
-asked_ahead: list[tuple[int, int]] = []  # addresses, from and to, of what should be in the cache soon
+pending_copies: list[tuple[int, bytes]] = []
+pending_groups: list[list[tuple[int, bytes]]] = []  # copies of one commit group are waited for together
+prefetched: list[tuple[int, int]] = []  # (start, end) addresses
 
 
 class Results(list):
@@ -20,16 +20,16 @@ class Results(list):
 
 def reserve(asm, _):
     (size,) = re.findall(r"\.shared .*\[(\d+)\]", asm)
-    # NaN, for whoever reads what nobody copied.
+    # NaN, so that reading memory before a copy fills it fails the test.
     shared[: int(size)] = 0xFF
-    under_way.clear()
+    pending_copies.clear()
     return [np.zeros(1, np.int32)]
 
 
 def reserve_ring(asm, _):
     (size,) = re.findall(r"ring (\d+)", asm)
     shared[: int(size)] = 0xFF
-    groups.clear()
+    pending_groups.clear()
     return [np.zeros(1, np.int32)]
 
 
@@ -37,12 +37,12 @@ def copy(_, values):
     to, source, wanted = values
     for slot, address, goes in zip(to.flat, source.flat, wanted.flat):
         if goes:
-            under_way.append((int(slot), ctypes.string_at(int(address), LANE)))
+            pending_copies.append((int(slot), ctypes.string_at(int(address), LANE)))
     return [np.zeros(to.shape, np.int32)]
 
 
 def limit(asm):
-    """What the number of columns left is compared with."""
+    """The constant that the number of remaining columns is compared with."""
     return int(re.findall(r"setp\.gt\.s32 there, \$\d, (\d+);", asm)[0])
 
 
@@ -50,7 +50,7 @@ def offset(asm, operand):
     return int(re.findall(rf"\[\${operand}\+(\d+)\]", asm)[0])
 
 
-def ask(asm, values):
+def copy_group(asm, values):
     slot, *rows, left = values
     copies = re.findall(r"\[\$1\+(\d+)\], \[\$(\d)\+(\d+)\], 16, size", asm)
     group = []
@@ -58,25 +58,25 @@ def ask(asm, values):
         for to, address, columns in zip(slot, source, left):
             lane = ctypes.string_at(int(address) + int(row), LANE) if columns > limit(asm) else bytes(LANE)
             group.append((int(to) + int(at), lane))
-    groups.append(group)
+    pending_groups.append(group)
     return [np.zeros(slot.shape, np.int32)]
 
 
-def arrive(copies):
+def complete(copies):
     for slot, lane in copies:
         shared[slot : slot + LANE] = np.frombuffer(lane, np.uint8)
     copies.clear()
 
 
 def wait(_, values):
-    arrive(under_way)
+    complete(pending_copies)
     return [values[0]]
 
 
 def wait_group(asm, values):
     (pending,) = re.findall(r"wait_group (\d+)", asm)
-    while len(groups) > int(pending):
-        arrive(groups.pop(0))
+    while len(pending_groups) > int(pending):
+        complete(pending_groups.pop(0))
     return [values[0]]
 
 
@@ -111,7 +111,7 @@ def write(_, values):
     return [np.zeros(to.shape, np.int32)]
 
 
-def halves(_, values):
+def to_halves(_, values):
     low, high = (v.astype(np.float16).view(np.uint16).astype(np.uint32) for v in values)
     return [(low | high << 16).view(np.int32)]
 
@@ -119,7 +119,7 @@ def halves(_, values):
 def prefetch(_, values):
     start, end = (int(v.item()) for v in values)
     if start < end:
-        asked_ahead.append((start, end))
+        prefetched.append((start, end))
     return [np.zeros(1, np.int32)]
 
 
@@ -127,7 +127,7 @@ INSTRUCTIONS = {
     "prefetch.global.L2": prefetch,
     ".shared .align": reserve,
     "%dynamic_smem_size": reserve_ring,
-    "cp.async.commit_group": ask,
+    "cp.async.commit_group": copy_group,
     "cp.async.wait_group": wait_group,
     "ld.global.v4.b32": load,
     "@there st.global.v4.b32": store,
@@ -135,7 +135,7 @@ INSTRUCTIONS = {
     "cp.async.wait_all": wait,
     "ld.shared.v4.b32": read,
     "st.global.L1::evict_first.v4.b32": write,
-    "cvt.rn.f16x2.f32": halves,
+    "cvt.rn.f16x2.f32": to_halves,
 }
 
 
@@ -151,8 +151,7 @@ def install():
     create_splat = InterpreterBuilder.create_splat
 
     def splat_of_bool(self, block, scalar):
-        """The interpreter calls a comparison of int32 an int32 and makes integers of it here, which its loads refuse as a
-        mask since Triton 3.9."""
+        """The interpreter gives comparisons of int32 the type int32; loads reject such a mask since Triton 3.9."""
         return create_splat(self, block, TensorHandle(scalar.data, int1) if scalar.data.dtype == bool else scalar)
 
     InterpreterBuilder.create_splat = splat_of_bool

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, and runs of them, for the tests of liger_ops.transformers."""
+"""Tiny models of many architectures, and functions that train them, for the tests of liger_ops.transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name, **{**SIZES, **ARCHITECTURES[name], **options})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    # Norms that all start at the identity would agree with anything.
+    # Norm weights of exactly one would hide errors.
     for p in model.parameters():
         if p.dim() == 1:
             p.data += 0.1 * torch.randn_like(p)
@@ -59,7 +59,7 @@ def tokens(*shape: int, seed: int = 0, vocabulary: int = 64) -> Tensor:
 
 
 def nodes(loss: Tensor) -> set[str]:
-    """The names of the autograd graph's nodes: which operators were differentiated."""
+    """The names of the nodes in the loss's autograd graph."""
     seen, waiting = {}, [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -70,7 +70,7 @@ def nodes(loss: Tensor) -> set[str]:
 
 
 def step(model: nn.Module, ids: Tensor, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the gradients by name."""
+    """The loss and the gradients by parameter name."""
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids, **arguments).loss
     loss.backward()
@@ -78,7 +78,7 @@ def step(model: nn.Module, ids: Tensor, **arguments: Any) -> tuple[Tensor, dict[
 
 
 def train(model: nn.Module, steps: int = 32) -> dict[str, Tensor]:
-    """Losses of AdamW steps, then the evaluation logits and the parameters, in float64."""
+    """Trains with AdamW. Returns the losses, the evaluation logits and the parameters in float64."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
@@ -97,6 +97,6 @@ def train(model: nn.Module, steps: int = 32) -> dict[str, Tensor]:
 
 def clone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     twin = copy.deepcopy(model).to(dtype)
-    if dtype == torch.float64:  # grouped matrix products have none
+    if dtype == torch.float64:  # grouped GEMMs do not support float64
         twin.config._experts_implementation = "eager"
     return twin

@@ -1,4 +1,4 @@
-"""The losses of a linear layer, their oracle, and what their tests share."""
+"""Helpers that the fused_linear_cross_entropy tests share: the operators, their fp64 oracle and the checks."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ with_log_probs = torch.ops.liger.fused_linear_cross_entropy_with_log_probs
 plan = torch.ops.liger._fused_linear_cross_entropy_plan
 
 
-# Bits of what a call wants, as the private ops take them.
+# The private ops take these bits: which gradients a call computes.
 INPUT, WEIGHT, BIAS = 4, 8, 16
 
 
@@ -51,7 +51,7 @@ def reference(
 
 
 def make(tokens, hidden, classes, dtype, device, bias=False, ignored=0.25):
-    """Targets as language has them: a few classes take most."""
+    """Targets are skewed like tokens of natural language: a few classes take most."""
     tokens = (tokens,) if isinstance(tokens, int) else tokens
     x = torch.randn(*tokens, hidden, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(classes, hidden, device=device) * hidden**-0.5).to(dtype).requires_grad_()
@@ -62,7 +62,7 @@ def make(tokens, hidden, classes, dtype, device, bias=False, ignored=0.25):
 
 
 def budget_for(chunks, inputs, wanted=INPUT | WEIGHT):
-    """The smallest budget that needs no more than so many chunks."""
+    """The smallest memory budget for which the plan has at most this many chunks."""
     x, weight = inputs[0], inputs[1]
     sizes = (x.numel() // max(x.shape[-1], 1), x.shape[-1], weight.shape[0], x.dtype, wanted)
     low, high = 1, 1 << 32
@@ -79,7 +79,7 @@ def budget_for(chunks, inputs, wanted=INPUT | WEIGHT):
 def check(inputs, device, grad=None, **options):
     ours_of, expected = partial(flce, **options), partial(reference, **options)
     loss = expected(*[t if t is None else t.detach() for t in inputs])
-    # A gradient made in forward is rounded before its upstream is known: powers of two add no rounding of their own.
+    # Forward already rounded the gradient; a power of two adds no second rounding.
     upstream = torch.randn(loss.shape, device=device) if loss.dim() else torch.tensor(-2.0, device=device)
     with path_taken(device):
         ours = gradients(ours_of, [like(t) for t in inputs], [upstream])
@@ -94,10 +94,10 @@ def check(inputs, device, grad=None, **options):
     named = zip(("input", "weight", "target", "bias"), inputs)
     wanted = [name for name, t in named if t is not None and t.requires_grad]
     for name, mine, theirs, truth in zip(wanted, ours[1:], eager[1:], oracle[1:], strict=True):
-        # The largest of many errors is a matter of luck too, within what they are on average.
-        noise = 3 * usual_error(theirs, truth)
+        # The largest of many errors varies by chance, in proportion to their RMS.
+        noise = 3 * rms_error(theirs, truth)
         if device == "cuda" and mine.dtype == torch.float32:
-            # Kernels' exponentials are within 2 ulp, eager's within 1.
+            # Exponentials are accurate to 2 ulp in our kernels, to 1 ulp in eager.
             noise += torch.finfo(torch.float32).eps
         assert_no_worse(name, mine, theirs, truth, noise=noise)
         if name != "input" and mine.dtype in HALF_TYPES:
@@ -105,8 +105,8 @@ def check(inputs, device, grad=None, **options):
     return ours
 
 
-def usual_error(result, truth) -> float:
-    """As distance() has it, of the mean element."""
+def rms_error(result, truth) -> float:
+    """Root mean square error, relative to the largest magnitude of `truth` as in distance()."""
     if truth.numel() == 0:
         return 0.0
     return float((result.double() - truth).square().mean().sqrt() / truth.abs().max().clamp(min=1e-30))
@@ -119,20 +119,20 @@ def chunks_of(inputs, wanted, budget) -> int:
 
 
 def check_untargeted(name, inputs, ours, eager, oracle, chunks):
-    """Beside classes that are somebody's target, zeros would pass for the gradient of the others. Their rows are
-    rounded once a chunk."""
+    """Checks the rows of classes that are no target on their own: next to the much larger gradients of target classes,
+    the general tolerance would accept zeros. These rows are rounded once per chunk."""
     target = inputs[2].flatten().long()
     known = target[(target >= 0) & (target < len(inputs[1]))]
     untargeted = torch.ones(len(oracle), dtype=torch.bool, device=oracle.device).index_fill(0, known, False)
     results = [t[untargeted] for t in (ours, eager, oracle)]
-    noise = 3 * usual_error(*results[1:]) + chunks * torch.finfo(ours.dtype).eps / 2
+    noise = 3 * rms_error(*results[1:]) + chunks * torch.finfo(ours.dtype).eps / 2
     assert_no_worse(f"{name} of untargeted classes", *results, noise=noise + coarseness(ours.dtype, results[2]))
 
 
 @torch.no_grad()
 def noise_of(exact, dtype, options) -> float:
-    """Three standard deviations of what the rounding of logits to `dtype` does to the loss, relative to it. One token's
-    error, or the sum of many, may come out small by luck, in eager's or in ours: that is no measure of either."""
+    """Three standard deviations of the relative loss error caused by rounding logits to `dtype`. Eager's actual error
+    is no usable tolerance, because it may be small by chance."""
     truth = reference(*exact, **{**options, "reduction": "none"})
     if not truth.any():
         return 0.0

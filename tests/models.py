@@ -1,6 +1,7 @@
-"""One call of every operator, as a module. An operator whose tensors are all rows of hidden states needs no row here.
+"""A module that calls one operator, for every operator. Operators whose tensors all have shape HIDDEN are added
+automatically.
 
-B and S are dimensions that vary from call to call: batch and sequence.
+B (batch) and S (sequence) vary between calls.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
 
 
 class Call(nn.Module):
-    """The operator on the row's inputs and on parameters of its own."""
+    """Calls the operator on the row's inputs and on parameters that the module owns."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ def configure_cpp(source: Path, target: Path) -> subprocess.CompletedProcess:
 
 @cache
 def cpp_program(name: str) -> Path:
-    """A program of examples/cpp, built once."""
+    """Builds a program of examples/cpp once and returns its path."""
     folder = scratch() / "cpp"
     done = configure_cpp(EXAMPLE, folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -138,7 +139,7 @@ def cpp_program(name: str) -> Path:
 
 
 def libraries_of(program: Path) -> set[str]:
-    """Names, up to their versions, of what a program loads at its start."""
+    """Names, without versions, of the shared libraries that a program loads at startup."""
     return {line.split()[0].split(".so")[0] for line in run("ldd", program).splitlines()}
 
 
@@ -147,7 +148,7 @@ def example() -> ModuleType:
     path = EXAMPLE / "model.py"
     spec = importlib.util.spec_from_file_location("example_model", path)
     module = importlib.util.module_from_spec(spec)
-    # Where torch.export's strict mode looks it up.
+    # torch.export in strict mode looks the module up here.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,5 @@
-// gemm/multiply.h with plans that need no GPU: they take what cuBLAS's fast kernels take, and compute it with ATen.
+// gemm/multiply.h with plans that need no GPU: they accept the operands that cuBLAS's fast kernels accept, and compute
+// the GEMM with ATen.
 
 #include <torch/library.h>
 

@@ -1,4 +1,4 @@
-"""Patched tiny models, and what their tests share."""
+"""Helpers for tests of patched tiny models."""
 
 import torch
 from language_models import make

@@ -1,5 +1,5 @@
-"""Patched models under FSDP2 and tensor parallelism, beside the plain models: what tests/test_sharded.py runs in a group
-of processes. Each case raises where the two differ."""
+"""Cases that tests/test_sharded.py runs in a process group: patched against unpatched models under FSDP2 and tensor
+parallelism. A case raises if the two differ."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def case(name: str, **options: Any) -> Callable:
 
 
 def batch(index: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids and labels, others on each rank, and of these fewer."""
+    """Ids and labels. Each rank has different ids and a different number of ignored labels."""
     ids = tokens(2, 12, seed=100 * dist.get_rank() + index)
     labels = ids.clone()
     labels[0, : 2 + 3 * dist.get_rank()] = -100
     return ids, labels
 
 
-# ---- Groupings, as each engine makes them
+# ---- Module groups, as different training frameworks choose them
 
 
 def by_layers(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
@@ -70,20 +70,20 @@ def norm_and_head(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 
 
 def torchtitan(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
-    """Its apply_fsdp: embeddings, layers, the last two gathered once."""
+    """As torchtitan's apply_fsdp, which gathers the final norm and the head only once per step."""
     fully_shard(model.model.embed_tokens, mesh=mesh, **options)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh, **options | {"reshard_after_forward": False})
     return by_layers(model, mesh, **options)
 
 
 def tied(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
-    """Modules that share a weight are of one group."""
+    """Modules that share a weight must be in one group."""
     fully_shard([model.model.norm, model.model.embed_tokens, model.lm_head], mesh=mesh, **options)
     return by_layers(model, mesh, **options)
 
 
 def accelerate(model: nn.Module, mesh: Any) -> nn.Module:
-    """What Accelerator.prepare calls; on CPU alone it would take DistributedDataParallel instead."""
+    """Calls the function behind Accelerator.prepare, which without a GPU would use DistributedDataParallel."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -101,7 +101,7 @@ def accelerate(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def saved(model: nn.Module) -> str:
-    """A folder that all ranks load the model from."""
+    """Saves the model to a folder from which all ranks can load it."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
@@ -127,7 +127,7 @@ def whole(t: Tensor) -> Tensor:
 
 
 def step(model: nn.Module, call: Callable | None = None, micro: int = 1, sync: bool = False, **arguments: Any) -> dict:
-    """The loss under "loss", and the gradients by name, of as many batches."""
+    """The loss, under the key "loss", and the gradients by parameter name, accumulated over `micro` batches."""
     call = model if call is None else call
     model.zero_grad()
     total = torch.zeros(())
@@ -145,7 +145,7 @@ def step(model: nn.Module, call: Callable | None = None, micro: int = 1, sync: b
 
 
 def error(found: dict, exact: dict) -> float:
-    """The largest of any gradient's, in proportion to it."""
+    """The largest relative error of any gradient."""
     assert found.keys() == exact.keys(), found.keys() ^ exact.keys()
     return max(float((found[n] - exact[n]).norm() / exact[n].norm()) for n in exact)
 
@@ -161,7 +161,7 @@ def used_by(model: nn.Module, **arguments: Any) -> set[str]:
 
 
 class Gathers:
-    """Counts how often FSDP gathers the group that holds the head."""
+    """Counts how often FSDP gathers the group of the head."""
 
     def __enter__(self) -> Gathers:
         self.count = 0
@@ -186,7 +186,7 @@ class Gathers:
 
 
 def check(shard: Callable, mesh: Any, order: str = "before", prepare: Callable | None = None, **options: Any) -> None:
-    """Loss and gradients are the plain model's, and the fused loss made them."""
+    """Loss and gradients agree with the unpatched model, and the expected operator computed them."""
     arch = options.pop("arch", {})
     taken = options.pop("taken", FUSED)
     switches, run = options.pop("switches", {}), options.pop("run", {})
@@ -209,7 +209,7 @@ def check(shard: Callable, mesh: Any, order: str = "before", prepare: Callable |
 
     plain = step(built(False), **{k: v for k, v in run.items() if k != "skip_logits"})
     model = built(True)
-    # A second step finds what the first left behind.
+    # The second step detects state that the first one left behind.
     for _ in range(2):
         assert_same(step(model, **run), plain)
     assert taken in used_by(model, **{k: v for k, v in run.items() if k == "skip_logits"})
@@ -259,7 +259,7 @@ for _name, _prepare in (
 @case("bf16 policy, fp32 outputs", shard=norm_and_head, policy=MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32))  # fmt: skip
 def no_worse_than_plain(mesh: Any, shard: Callable, policy: MixedPrecisionPolicy) -> None:
-    """Against the plain model in fp32, ours errs no more than the plain model under the same policy."""
+    """Compared with the unpatched model in fp32, the error is no larger than the unpatched model's with this policy."""
     exact = step(norm_and_head(make("llama"), mesh))
     plain = step(shard(make("llama"), mesh, mp_policy=policy))
     model = make("llama")
@@ -273,13 +273,13 @@ def no_worse_than_plain(mesh: Any, shard: Callable, policy: MixedPrecisionPolicy
 
 @case("outputs in bf16 leave the loss in fp32")
 def loss_dtype(mesh: Any) -> None:
-    """The head's policy is for logits. Class weights keep their dtype, too."""
+    """The output dtype of the head's policy does not apply to the loss. Class weights keep their dtype too."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
     model = make("llama")
     apply_liger_kernel(model)
     seen: list[tuple] = []
     fused = torch.ops.liger.fused_linear_cross_entropy
-    # An inner model: its outputs are of no policy.
+    # Shard the inner model, so that no policy casts the outputs of the outer one.
     for module in ([model.model.norm, model.lm_head], *model.model.layers, model.model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     ids, labels = batch()
@@ -301,7 +301,7 @@ def loss_dtype(mesh: Any) -> None:
         loss = model(input_ids=ids, labels=labels).loss
     assert loss.dtype == torch.float32 and seen == [(torch.bfloat16, torch.bfloat16, torch.float32)], (loss.dtype, seen)
     loss.backward()
-    # Exactly the operator's loss of what the head met: nothing rounded it on the way.
+    # The loss was not rounded to bf16 on the way.
     bf16 = loss.detach().to(torch.bfloat16).float()
     assert model.lm_head.weight.grad is not None and not torch.equal(bf16, loss.detach())
 
@@ -328,7 +328,7 @@ def gathers(mesh: Any) -> None:
 @case("compiled whole, head alone", shard=head_alone)
 @case("compiled whole, norm_and_head", shard=norm_and_head)
 def compiled_whole(mesh: Any, shard: Callable) -> None:
-    """The same numbers, from no more graphs' ends than the plain model has."""
+    """Same loss and gradients, with no more graph breaks than in the unpatched model."""
     from torch._dynamo.utils import counters
 
     found, breaks = [], []
@@ -371,7 +371,7 @@ def unpatched(mesh: Any, shard: Callable) -> None:
 
 @case("a hook on the head", shard=norm_and_head)
 def hooked(mesh: Any, shard: Callable) -> None:
-    """It sees logits, of which the loss is computed."""
+    """The hook sees logits, from which the loss is then computed."""
     plain = step(shard(make("llama"), mesh))
     model = make("llama")
     apply_liger_kernel(model)
@@ -401,7 +401,7 @@ def two_steps(mesh: Any, shard: Callable) -> None:
     assert_same(trained(True), trained(False))
 
 
-# ---- Tensor parallelism of transformers: its heads return whole logits
+# ---- Tensor parallelism in transformers, whose heads return complete logits
 
 
 @case("tp_plan, patched after", order="after")
@@ -432,10 +432,10 @@ def tensor_parallel(mesh: Any, order: str) -> None:
 
 
 def main(store: str, results: str) -> None:
-    """Runs all cases and writes what each raised, or nothing."""
+    """Runs all cases and writes the error of each, or ""."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    # As in large models: gradients that meet add up inside matrix products.
+    # Accumulate input gradients inside the GEMMs, as in large models.
     projections.LARGE = 0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     found: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""What hypothesis draws for a call of an operator. It follows from the declaration: types and defaults from the signature,
-shapes from the docstring (``x: (..., n), weight: (n,)``). An operator's own test file may add to it by a function
-`vary(draw, arguments)`.
+"""Hypothesis strategies that draw calls of an operator from its declaration. Types and defaults come from the
+signature, shapes from the docstring (``x: (..., n), weight: (n,)``). An operator's test file may change the drawn
+arguments in a function `vary(draw, arguments)`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from liger_ops.reference import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# One or several names, one or several shapes, and what is in there if not numbers.
+# One or more names, one or more shapes, and optionally the kind of the elements.
 TENSORS = re.compile(r"((?:\w+(?:, | and ))*\w+): (\([^)]*\)(?: or \([^)]*\))*)(?: (indices|complex))?")
 
-# How a tensor of any rank comes to an operator. The second argument: a dimension of it.
+# Layouts for a tensor of any rank; `dim` is the dimension to change.
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "contiguous": lambda x, dim: x,
     "slice": lambda x, dim: torch.cat([x, x], dim).narrow(dim, 0, x.shape[dim]),
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 class Sizes:
-    """What each letter stands for in one example."""
+    """The size of each dimension letter within one example."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw
@@ -65,7 +65,7 @@ class Sizes:
         return [int(factor or 1) * self.of(letter) // int(divisor or 1)]
 
     def shape(self, written: str) -> list[int]:
-        """The same one for tensors that are described together."""
+        """Tensors that are described together get the same shape."""
         if written not in self.known:
             chosen = self.draw(st.sampled_from(re.findall(r"\(([^)]*)\)", written)))
             self.known[written] = [n for part in chosen.rstrip(",").split(", ") for n in self.dimension(part)]
@@ -73,7 +73,7 @@ class Sizes:
 
 
 def tensors_of(operator: Operator) -> dict[str, tuple[str, str]]:
-    """(shapes, kind) of each tensor, as the docstring has them."""
+    """(shapes, kind) of each tensor, parsed from the docstring."""
     found = {}
     for names, shapes, kind in TENSORS.findall(re.sub(r"\s+", " ", operator.__doc__)):
         found |= {name: (shapes, kind) for name in re.split(", | and ", names)}
@@ -121,9 +121,9 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
             t = t.to(draw(st.sampled_from([torch.int64, torch.int32])))
         else:
             t = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
-            # A prediction must not depend on rounding: sums of these are exact in every dtype.
+            # Predictions must not depend on rounding: sums of these values are exact in every dtype.
             t = (2 * t).round().clamp(-4, 4) / 4 if "predicted_tokens" in getattr(operator.result, "_fields", ()) else t
-            # Weights of classes and of tokens are no less than 0.
+            # Class and token weights are never negative.
             t = t.abs() if name.endswith("weight") and name in operator.constants else t
             if kind == "complex":
                 t = torch.view_as_complex(t).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
@@ -131,8 +131,8 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
                 t = t[..., 0].to(dtype)
         if t.dim():
             t = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](t, draw(st.integers(0, t.dim() - 1)))
-        learns = t.is_floating_point() and name not in operator.constants and draw(st.integers(0, 3)) > 0
-        made[name] = t.requires_grad_(learns)
+        requires_grad = t.is_floating_point() and name not in operator.constants and draw(st.integers(0, 3)) > 0
+        made[name] = t.requires_grad_(requires_grad)
     arguments |= made
     vary = getattr(import_module(f"test_{operator.reference.__module__.rpartition('.')[2]}"), "vary", None)
     if vary is not None:
@@ -141,7 +141,7 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
 
 
 def may_be_float32(draw: Callable, arguments: dict[str, Any], *names: str) -> None:
-    """For `vary`: these arguments may be fp32 beside half-precision ones."""
+    """For use in `vary`: these arguments may be fp32 while the others have half precision."""
     present = [n for n in names if arguments[n] is not None]
     if present and arguments[present[0]].dtype in HALF_TYPES and draw(st.booleans()):
         for name in present:

@@ -1,5 +1,5 @@
-"""What the op tests share: the oracle comparison, the path assertion, the promises that every differentiable op
-keeps under torch's transforms, and runs in a process of their own."""
+"""Helpers that the operator tests share: comparison with an fp64 oracle, checks of autograd, torch.compile, export and
+TorchScript, and code that runs in a new process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 HALF_TYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, *HALF_TYPES)
 
-# OpCheck's own list: schema, autograd registration, fake tensor, AOT autograd with dynamic shapes.
+# The list of torch.library.opcheck: schema, autograd registration, fake tensor, AOT autograd with dynamic shapes.
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-# Ways in which a (batch, heads, sequence, columns) tensor comes to an op of rows.
+# Layouts of a (batch, heads, sequence, columns) tensor for an op on rows.
 LAYOUTS = {
     "slice of a fused projection": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
     "heads of a fused projection": lambda x: torch.cat([x] * 3, 1)[:, : x.shape[1]],
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def sizes_around_tiles(*kernels: str) -> list[int]:
-    """Widths on each side of every boundary between the configs of these kernels, aligned and not."""
+    """Widths on both sides of each boundary between configs of these kernels, aligned and unaligned."""
     from liger_ops.kernels import find
 
     sizes = set()
@@ -47,8 +47,8 @@ def sizes_around_tiles(*kernels: str) -> list[int]:
     return sorted(sizes)
 
 
-def more_than_few_rows(*kernels: str) -> int:
-    """No config for few rows of these kernels admits so many."""
+def more_rows_than_any_limit(*kernels: str) -> int:
+    """One row more than the largest max_rows among the configs of these kernels."""
     from liger_ops.kernels import find
 
     return 1 + max(config.max_rows or 0 for name in kernels for config in find(name).configs)
@@ -63,7 +63,7 @@ ROWS_AND_PARAMETERS = [
 
 
 def served_by(device: str) -> str:
-    """The path that calls on `device` must take: packs, or JIT where a run points the pack folder elsewhere."""
+    """The path that calls on `device` must take: AOT packs, or JIT if LIGER_OPS_PACK_DIR is set."""
     if device == "cpu":
         return "cpu"
     return "jit" if "LIGER_OPS_PACK_DIR" in os.environ else "aot"
@@ -71,12 +71,12 @@ def served_by(device: str) -> str:
 
 @contextmanager
 def path_taken(device: str):
-    """Fails unless the calls inside ran, and on no other path than the one `device` promises."""
+    """Fails unless the enclosed calls launched kernels, all of them on the expected path of `device`."""
     liger_ops.reset_launch_counts()
     yield
     counts = liger_ops.launch_counts()
     used = {path for path, count in counts.items() if count}
-    # Formulas launch nothing of ours.
+    # Without the library, reference formulas run and launch nothing.
     assert used == ({served_by(device)} if liger_ops._loaded.library else set()), counts
 
 
@@ -92,8 +92,8 @@ def distance(a: Tensor, oracle: Tensor, scale: float = 0.0) -> float:
 def assert_no_worse(
     name: str, ours: Tensor, eager: Tensor, oracle: Tensor, scale: float = 0.0, noise: float = 0.0
 ) -> None:
-    """Our error against fp64 may be at most what eager PyTorch makes in the same dtype, with half again for a different
-    order of summation, and one rounding of the result. noise: what else is owed to chance."""
+    """Our error against fp64 may be at most 1.5 times eager's error in the same dtype, plus one rounding of the result.
+    The factor allows for a different summation order. noise: additional allowance for random variation."""
     assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(oracle.shape)}"
     assert ours.dtype == eager.dtype, f"{name}: dtype {ours.dtype}, expected {eager.dtype}"
     error = distance(ours, oracle, scale)
@@ -102,13 +102,13 @@ def assert_no_worse(
 
 
 def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
-    """Spacing of the type's smallest numbers, relative to the oracle's largest: in fp16 it is felt up to 6e-5."""
+    """Spacing of subnormal numbers, relative to the oracle's largest magnitude. Matters for fp16 values below 6e-5."""
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return smallest / max(float(oracle.abs().max()), smallest) if oracle.numel() else 0.0
 
 
 def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, then the gradients of every input that requires one."""
+    """Outputs, followed by the gradients of all inputs that require one."""
     out = function(*inputs)
     outs = out if isinstance(out, tuple) else (out,)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
@@ -118,7 +118,7 @@ def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Se
 
 
 def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """A leaf of the same values and strides; `dtype` for floating-point ones."""
+    """A leaf with the same values and strides. Floating-point tensors are cast to `dtype`."""
     if t is None or not t.is_floating_point():
         return t
     return t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
@@ -127,12 +127,13 @@ def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
 def check_op(
     op: Callable, reference: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor], device: str
 ) -> None:
-    """Outputs and gradients of `op` against the fp64 oracle `reference`, which eager runs in the op's own dtype too."""
+    """Compares outputs and gradients of `op` with `reference` in fp64. The error of `reference` in the op's own dtype
+    sets the tolerance."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
     eager = gradients(reference, [like(t) for t in inputs], grads_out)
     oracle = gradients(reference, [like(t, torch.float64) for t in inputs], grads_out)
-    # A gradient may be a difference of large terms (of one column: exactly zero): the upstream gradient sets its scale.
+    # The upstream gradient sets the scale: a gradient may be a difference of large terms (exactly zero for one column).
     scale = max((float(g.abs().max()) for g in grads_out if g.numel()), default=0.0)
     outputs = len(ours) - sum(t is not None and t.requires_grad for t in inputs)
     for i, results in enumerate(zip(ours, eager, oracle)):
@@ -140,8 +141,8 @@ def check_op(
 
 
 def record_calls(monkeypatch: pytest.MonkeyPatch, name: str, result: Any) -> list[dict[str, Any]]:
-    """The arguments by name of every call that reaches this operator from now on; it returns `result` for each of its
-    outputs instead of running."""
+    """Replaces an operator by one that records its arguments by name and returns `result` for each output. Returns the
+    list of recorded calls."""
     schema, calls = getattr(torch.ops.liger, name).default._schema, []
 
     def recorder(*arguments: Any, **options: Any) -> Any:
@@ -172,7 +173,7 @@ def check_reads_only(op: Callable, inputs: Sequence[Tensor | None], grads_out: S
 
 
 def check_second_backward(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
-    """retain_graph=True keeps what backward needs, once; without it the graph is gone, and says so."""
+    """retain_graph=True permits a second backward; without it, the second backward raises."""
     out = op(*inputs)
     outs = [o * 1.0 for o in (out if isinstance(out, tuple) else (out,))]
     first = torch.autograd.grad(outs, wanted_of(inputs), grads_out, retain_graph=True)
@@ -191,7 +192,7 @@ def check_no_double_backward(
 
 
 def check_one_graph(function: Callable, calls: Iterable[tuple[Sequence[Tensor | None], Sequence[Tensor]]]) -> None:
-    """torch.compile makes one graph, once, for calls of different sizes, and it computes the same."""
+    """torch.compile makes one graph for calls of different sizes, with the results of eager."""
     backend, graphs = count_graphs()
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
     for inputs, grads_out in calls:
@@ -208,8 +209,8 @@ def check_inductor(function: Callable, inputs: Sequence[Tensor | None], grads_ou
 def check_export(
     op: Any, module: torch.nn.Module, inputs: Sequence[Tensor], others: Sequence[Tensor], strict: bool
 ) -> None:
-    """Exports `module` with a dynamic first dimension: `op` stays one call, also below its decompositions, and the
-    program serves `others`, of another first dimension."""
+    """Exports `module` with a dynamic first dimension. `op` must remain a single call, also after run_decompositions(),
+    and the program must accept `others`, whose first dimension differs."""
     batch = torch.export.Dim("batch", min=2, max=1024)
     exported = torch.export.export(module, tuple(inputs), dynamic_shapes=[{0: batch}] * len(inputs), strict=strict)
     for program in (exported, exported.run_decompositions()):
@@ -220,7 +221,7 @@ def check_export(
 
 
 def check_script(module: torch.nn.Module, calls: Iterable[Sequence[Tensor]], path: Path) -> None:
-    """torch.jit.script, saved and loaded, serves and differentiates calls of several shapes."""
+    """A scripted module, after save and load, runs forward and backward on several shapes."""
     torch.jit.script(module).save(str(path))
     loaded = torch.jit.load(str(path))
     for inputs in calls:
@@ -230,7 +231,7 @@ def check_script(module: torch.nn.Module, calls: Iterable[Sequence[Tensor]], pat
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
-    """Runs code in a fresh interpreter that imports this tree."""
+    """Runs code in a new Python process that imports this source tree."""
     if "TRITON_INTERPRET" in env:
         code = f"import inline_ptx\ninline_ptx.install()\n{code}"
     environment = environment_of_tree(**env)
@@ -238,9 +239,9 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 
 def environment_of_tree(**env: str) -> dict[str, str]:
-    """In which Python imports this tree, and what its tests share."""
+    """Environment variables with which Python imports this source tree and its test helpers."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
-    # What torch.compile leaves in the environment is about this process, addresses in it among them.
+    # torch.compile sets TORCHINDUCTOR variables that are valid in this process only.
     own = {k: v for k, v in os.environ.items() if "TORCHINDUCTOR" not in k}
     return {**own, "PYTHONPATH": path, **env}
 
@@ -252,8 +253,8 @@ def output_of(code: str, **env: str) -> str:
 
 
 def interpret(code: str, cases: Sequence[tuple], folder: Path) -> dict[tuple, dict[str, Tensor]]:
-    """What run(path, *case) of `code` leaves at its path, of every case: kernels on CPU tensors, in Triton's interpreter.
-    One process does all, for it spends most of its time on starting."""
+    """Calls run(path, *case) of `code` for every case in Triton's interpreter, and loads the arrays that it saves at
+    `path`. All cases share one process, because starting it takes most of the time."""
     paths = {case: folder / f"{i}.npz" for i, case in enumerate(cases)}
     calls = [f"run({str(path)!r}, *{case!r})" for case, path in paths.items()]
     output_of("\n".join([code, *calls]), TRITON_INTERPRET="1")
@@ -261,7 +262,7 @@ def interpret(code: str, cases: Sequence[tuple], folder: Path) -> dict[tuple, di
 
 
 def count_graphs() -> tuple[Callable, list]:
-    """A torch.compile backend that runs the graph as it is, and the list in which it counts them."""
+    """A torch.compile backend that runs graphs unchanged, and the list to which it adds each graph."""
     graphs: list = []
 
     def backend(graph, example_inputs):

@@ -1,4 +1,4 @@
-"""A small Llama compiled by AOTInductor, packaged, and run from Python and from C++ without Python."""
+"""A small Llama, compiled and packaged by AOTInductor, runs from Python and from a C++ program without Python."""
 
 import json
 import os
@@ -15,7 +15,7 @@ SIZES = [(2, 6), (3, 17)]
 
 
 def compiler(folder) -> str:
-    """Of C++, with the shared runtime. One that has an archive alone would bring a second runtime into torch's process."""
+    """A C++ compiler that links libstdc++ dynamically. A static one would put a second C++ runtime into the process."""
     name = os.environ.get("CXX", "g++")
     found = subprocess.run([name, "-print-file-name=libstdc++.so"], capture_output=True, text=True, check=True).stdout
     if os.path.isabs(found.strip()):
@@ -30,7 +30,7 @@ def compiler(folder) -> str:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def packaged(request, tmp_path_factory):
-    """The package, the model and its device. Compiled once: that takes a while."""
+    """The path of the package, the model and its device. Compiled once, because compilation is slow."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("aoti")
     device = request.param
@@ -38,7 +38,7 @@ def packaged(request, tmp_path_factory):
     shapes = {"tokens": {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=512)}}
     program = export(model, (torch.randint(128, (2, 8), device=device),), dynamic_shapes=shapes)
     path = folder / "model.pt2"
-    # For one model, headers ahead of it take longer than they save.
+    # Precompiling headers for a single model takes longer than it saves.
     options = {"cpp.cxx": (None, compiler(folder)), "aot_inductor.precompile_headers": False}
     with torch._inductor.config.patch(options):
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
@@ -60,7 +60,7 @@ torch.save(loaded(torch.load({tokens!r}).to({device!r})).cpu(), {logits!r})
 """
 
 
-def test_from_a_fresh_process(packaged, tmp_path):
+def test_from_a_new_process(packaged, tmp_path):
     path, model, device = packaged
     tokens = torch.randint(128, SIZES[1])
     torch.save(tokens, tmp_path / "tokens.pt")
@@ -77,7 +77,7 @@ def test_from_cpp(packaged, tmp_path):
         tokens = torch.randint(128, size)
         torch.save(tokens, tmp_path / "tokens.pt")
         command = [cpp_program("serve"), path, tmp_path / "tokens.pt", tmp_path / "logits.pt", device]
-        said = run(*command)
+        output = run(*command)
         torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(tokens.to(device)).cpu())
-        status = json.loads(said.splitlines()[-1])
+        status = json.loads(output.splitlines()[-1])
         assert (status["cpu_calls"] > 0) == (served_by(device) == "cpu")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what it writes, compares and tunes."""
+"""`python -m benchmarks`: results, reports, comparison and tuning."""
 
 import argparse
 import json
@@ -12,14 +12,17 @@ from types import SimpleNamespace
 import pytest
 import stub_cuda
 import torch
+from matplotlib.image import imread
 from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
 from benchmarks import __main__ as main
-from benchmarks import clock, compare, harness, loss_curves, report, swiglu, training, tune
+from benchmarks import clock, compare, harness, loss_curves, plots, report, swiglu, training, tune
+from benchmarks import records as files
 from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
+from benchmarks.providers import PROVIDERS
 from liger_ops.kernels import find
 
 
@@ -30,7 +33,7 @@ def run_benchmarks(*arguments):
     return done.stdout
 
 
-def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
+def test_a_suite_writes_records_a_table_and_plots(tmp_path):
     ops = ["swiglu"]
     providers = ["torch", "hf", "liger-kernel", "ours"]
     asked = f"--device cpu --suite quick --rounds 1 --ops {','.join(ops)} --providers {','.join(providers)}"
@@ -44,11 +47,11 @@ def test_a_suite_leaves_records_a_table_and_a_plot(tmp_path):
         r["median"] > 0 and r["floor"] > 0 and r["path"] == ("cpu" if r["provider"] == "ours" else "") for r in times
     )
     assert {r["kind"] for r in records} >= {"ceiling", "time", "memory", "host"}
-    # Who is missing is named, not dropped.
+    # Providers that cannot run are recorded, not dropped.
     missing = {r["provider"] for r in records if r["kind"] == "absent"}
     assert "liger-kernel" in missing or any(r["provider"] == "liger-kernel" for r in times)
     assert page == lines.with_suffix(".md").read_text() + "\n" and "Peak memory" in page
-    assert {p.name.rsplit("-", 1)[1] for p in tmp_path.glob("*.png")} == {"time.png", "memory.png"}
+    assert [p.name for p in tmp_path.glob("*.png")] == [f"{lines.stem}-time-memory.png"]
 
 
 def boom(*_):
@@ -71,7 +74,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("suite", ["quick", "anchors"])
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, monkeypatch):
+def test_a_run_fails_if_ours_or_every_provider_fails(broken, suite, tmp_path, monkeypatch):
     monkeypatch.setattr(clock.CpuClock, "ceiling_bytes", 1 << 20)
     monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
     op, expected = BROKEN[broken]
@@ -87,7 +90,7 @@ def test_a_run_fails_where_ours_or_a_whole_case_does(broken, suite, tmp_path, mo
     assert {bar["of"]: bar["verdict"] for bar in bars} == judged
 
 
-def test_some_shapes_of_a_suite_run_alone(tmp_path, monkeypatch):
+def test_shapes_selects_shapes_of_a_suite(tmp_path, monkeypatch):
     monkeypatch.setattr(clock.CpuClock, "ceiling_bytes", 1 << 20)
     monkeypatch.setattr(report, "draw", lambda *_: ([], "No plots."))
     ops = {"swiglu": replace(SMALL, shapes={"quick-cpu": [(2, 64), (4, 64), (8, 64)]})}
@@ -112,9 +115,9 @@ print(ticks, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fx
 """
 
 
-def test_what_is_compiled_ahead_is_found(tmp_path):
-    said = output_of(WARM, PYTHONPATH=str(ROOT), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    assert said.split()[-2:] == ["2", "0"] and "compiled swiglu 4×64" in said
+def test_warm_compilation_fills_inductors_cache(tmp_path):
+    output = output_of(WARM, PYTHONPATH=str(ROOT), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert output.split()[-2:] == ["2", "0"] and "compiled swiglu 4×64" in output
 
 
 def result(path, kind="time", **medians):
@@ -136,7 +139,7 @@ def test_every_provider_follows_every_other_equally_often(count):
     assert follows == {(a, b): rounds // count for a in names for b in names if a != b}
 
 
-def test_compare_flags_what_left_its_spread(tmp_path, capsys):
+def test_compare_flags_changes_beyond_the_spread(tmp_path, capsys):
     before = result(tmp_path / "a", same=10, near=10, slower=10, faster=10)
     after = result(tmp_path / "b", same=10, near=11.5, slower=13, faster=7)
     assert compare.main([before, after]) == 1
@@ -149,7 +152,7 @@ def test_compare_flags_what_left_its_spread(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind, drift", [("time", 1.05), ("memory", 1.05), ("host", 1.1), ("cold start", 1.1)])
-def test_compare_forgives_what_runs_drift(kind, drift, tmp_path, capsys):
+def test_compare_ignores_drift_between_runs(kind, drift, tmp_path, capsys):
     before = result(tmp_path / "a", kind, within=1000, beyond=1000)
     after = result(tmp_path / "b", kind, within=1000 * (drift - 0.01), beyond=1000 * (drift + 0.01))
     assert [compare.main(pair) for pair in ([before, after], [after, before])] == [1, 0]
@@ -157,7 +160,7 @@ def test_compare_forgives_what_runs_drift(kind, drift, tmp_path, capsys):
     assert [[row[2], row[-2]] for row in rows] == [["beyond", "REGRESSION"], ["beyond", "better"]]
 
 
-def test_compare_refuses_to_compare_nothing(tmp_path, capsys):
+def test_compare_refuses_an_empty_comparison(tmp_path, capsys):
     before, nothing = result(tmp_path / "a", same=10), result(tmp_path / "b")
     for arguments in ([before, before, "--provider", "our"], [nothing, before]):
         with pytest.raises(SystemExit, match="2"):
@@ -178,7 +181,7 @@ def test_files_without_records_are_named(command, text, tmp_path):
 
 REFUSED = [
     (main.main, "--rounds 0"), (main.main, "--rounds -1"), (main.main, "--warm 0"),
-    # What results are checked against.
+    # float64 is the oracle.
     (main.main, "--dtypes float64"),
     (main.main, "--ops swiglu --shapes 16x1024 17x1024"), (main.main, "--shapes 16xa"), (main.main, "tune swiglu --shapes 0x8"),
     (main.main, "tune swiglu --top 0"),
@@ -188,14 +191,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("command, arguments", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_numbers_that_mean_nothing_are_refused(command, arguments, monkeypatch, capsys):
+def test_invalid_values_are_refused(command, arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments.split()])
     with pytest.raises(SystemExit, match="2"):
         command(*[arguments.split()] if command is main.main else [])
     assert re.search(r"error: .*must be (1 or more|among)", capsys.readouterr().err)
 
 
-def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
+def test_many_shapes_become_a_heat_map_and_slow_cells_are_listed(tmp_path):
     providers = {"torch": 2.2, "ours": 2.0, "ours linear": 1.0}
     records = [
         {"kind": "machine", "device": "cpu", "cpu": "one", "suite": "full", "providers": [*providers], "rounds": 1}
@@ -211,43 +214,98 @@ def test_many_shapes_are_drawn_as_a_heat_map_and_exceptions_named(tmp_path):
                 times["bytes"] = 8 * rows * n
                 records += [{"kind": "time", **case, "pass": name, **times} for name in ("forward", "full")]
     page = report.write(records, tmp_path / "grid")
-    assert (tmp_path / "grid-bandwidth.png").stat().st_size > 10_000
-    slow, lost = page.split("## Against the bars of the grid")[1].split("\n\n")[1:5:2]
-    assert slow == "6 of the 8 cells that move more than 64 MiB reach 90 % of the copy ceiling. Below it:"
+    assert imread(tmp_path / "grid-bandwidth.png").std() > 0.1  # not blank
+    slow, lost = page.split("## Slow cases")[1].split("\n\n")[1:5:2]
+    assert slow == (
+        "6 of the 8 cases that move more than 64 MiB reach 90 % of the copy bandwidth. Below 90 % of the copy bandwidth:"
+    )
     copies = {"kind": "copies", "us": [[64 << 20, 1.0], [256 << 20, 1.5]]}
-    beside = report.write([*records, copies], tmp_path / "copies")
-    assert "A copy that moves 64 MiB takes 1.00 µs, 38 % of it: beside copies of as many bytes, 6 reach 90 %." in beside
-    assert lost == "In 38 of 40 cells no peer is faster by more than the spread. The others, µs:"
+    with_copies = report.write([*records, copies], tmp_path / "copies")
+    assert "A copy that moves 64 MiB takes 1.00 µs and reaches only 38 % of the copy bandwidth." in with_copies
+    assert "Compared with copies of the same size, 6 cases reach 90 %." in with_copies
+    assert lost == "In 38 of 40 cases no peer is faster by more than the spread. The other cases, µs:"
     named = [line.replace(" ", "") for line in page.splitlines() if line.startswith("| rms_norm")]
     assert "|rms_norm|65536×4096|float32|full|50|" in named
     assert "|rms_norm|16×512|float32|forward|2.00|torch1.00|" in named
-    named = [line.replace(" ", "") for line in beside.splitlines() if line.startswith("| rms_norm")]
+    named = [line.replace(" ", "") for line in with_copies.splitlines() if line.startswith("| rms_norm")]
     # 2 GiB: eight times what the largest copy moved.
     assert "|rms_norm|65536×4096|float32|forward|50|600|" in named
 
 
-def test_anchors_of_many_ops_are_drawn_as_lines_and_a_pass_may_be_missing(tmp_path):
-    times = {"median": 2.0, "q1": 2.0, "q3": 2.0, "samples": 3, "floor": 1.0, "unit": "us", "bytes": 1 << 30}
-    machine = {"kind": "machine", "device": "cpu", "cpu": "one", "providers": ["ours"], "rounds": 1}
-    cases = [("rms_norm", name) for name in ("forward", "full")] + [("cross_entropy_", "full")]
-    records = [
-        {
-            "kind": kind,
-            "op": op,
-            "shape": [rows, 512],
-            "dtype": "float32",
-            "provider": "ours",
-            "path": "cpu",
-            "pass": name,
-        }
-        | times
-        for op, name in cases
-        for rows in range(1, 41)
-        for kind in ("time", "memory")
-    ]
-    for suite, plot in (("anchors", "time"), ("full", "bandwidth")):
-        report.write([machine | {"suite": suite}, *records], tmp_path / suite)
-        assert (tmp_path / f"{suite}-{plot}.png").stat().st_size > 10_000
+def machine_of(suite):
+    return {"kind": "machine", "device": "cpu", "cpu": "one", "providers": ["ours"], "rounds": 1, "suite": suite}
+
+
+def measured(op, shapes, passes=("forward", "full"), providers=("ours",), **facts):
+    common = {
+        "op": op,
+        "dtype": "float32",
+        "path": "cpu",
+        "median": 2.0,
+        "q1": 2.0,
+        "q3": 2.0,
+        "samples": 3,
+        "floor": 1.0,
+    }
+    common |= {"unit": "us", "bytes": 1 << 30, **facts}
+    return [
+        {"kind": kind, "shape": shape, "provider": provider, "pass": name, **common}
+        for provider in providers for name in passes for shape in shapes for kind in ("time", "memory")
+    ]  # fmt: skip
+
+
+NORMS = [[rows, 512] for rows in (1, 16, 128)]
+LINEAR = [[tokens, 64, classes] for tokens in (1024, 4096, 16384) for classes in (1000, 32768, 65536)]
+PICTURES = {
+    "dots, one pass of an op alone": (
+        "anchors", measured("rms_norm", [[rows, 512] for rows in range(1, 41)]) + measured("cross_entropy_", NORMS, ["full"]),
+        "time",
+    ),
+    "bars": ("anchors", measured("rms_norm", NORMS, providers=["torch", "ours", "ours compact"]), "time-memory"),
+    "lines": ("paper", measured("rms_norm", NORMS) + measured("swiglu", NORMS), "time-memory"),
+    "a sweep": ("full", measured("fused_linear_cross_entropy", LINEAR, least=1.0), "time-memory"),
+    "a heat map": (
+        "full", measured("rms_norm", [[rows, 512] for rows in range(1, 21)]) + measured("cross_entropy_", NORMS, ["full"]),
+        "bandwidth",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_a_picture_suits_the_suite(kind, tmp_path):
+    suite, records, name = PICTURES[kind]
+    report.write([machine_of(suite), *records], tmp_path / "run")
+    assert [p.name for p in tmp_path.glob("*.png")] == [f"run-{name}.png"]
+    assert 5_000 < (tmp_path / f"run-{name}.png").stat().st_size < 80_000
+
+
+def test_every_provider_has_a_color():
+    names = [*PROVIDERS, *training.PROVIDERS.values()]
+    assert len({plots.color(name) for name in names}) == len({plots.SAME_COLOR.get(name, name) for name in names})
+
+
+def test_a_run_of_training_is_drawn_again(tmp_path):
+    path = tmp_path / "training.jsonl"
+    numbers = {
+        "batch": 8,
+        "length": 64,
+        "layers": 2,
+        "tokens_per_second": 9.0,
+        "peak_gib": 1.5,
+        "first_step_seconds": 1.0,
+    }
+    record = {"kind": "training", "model": "llama", "losses": [1.0], **numbers}
+    records = [machine_of(None), *({**record, "provider": provider} for provider in ("hf", "ours-compile"))]
+    path.write_text("\n".join(map(json.dumps, records)))
+    main.main(["report", str(path)])
+    assert "ours + torch.compile" in path.with_suffix(".md").read_text()
+    assert path.with_suffix(".png").stat().st_size > 5_000
+
+
+def test_written_records_are_read_back(tmp_path):
+    written = [machine_of("full"), {"kind": "time", "median": 14.505310000000001, "us": [[1, 2.5]], "bytes": None}]
+    files.write(written, tmp_path / "run.jsonl")
+    assert files.read(tmp_path / "run.jsonl") == [written[0], written[1] | {"median": 14.50531}]
 
 
 def run_of(path, median, shapes, providers=("ours",)):
@@ -267,7 +325,7 @@ def run_of(path, median, shapes, providers=("ours",)):
     return path
 
 
-def test_report_adds_a_runs_cases_to_anothers(tmp_path):
+def test_report_merges_the_cases_of_two_runs(tmp_path):
     old = run_of(tmp_path / "old.jsonl", 2.0, [[1, 8], [2, 8]])
     new = run_of(tmp_path / "new.jsonl", 3.0, [[2, 8], [3, 8]], ["torch", "ours"])
     main.main(["report", str(old), "--add", str(new)])
@@ -282,7 +340,7 @@ def test_report_adds_a_runs_cases_to_anothers(tmp_path):
     assert len(report.read(new)) == 7
 
 
-def test_what_is_written_by_hand_outlives_a_new_page(tmp_path):
+def test_handwritten_sections_survive_a_new_report(tmp_path):
     result, page = run_of(tmp_path / "run.jsonl", 2.0, [[1, 8]]), tmp_path / "run.md"
     main.main(["report", str(result)])
     plain = page.read_text()
@@ -297,7 +355,7 @@ def test_what_is_written_by_hand_outlives_a_new_page(tmp_path):
 
 
 class FakeHost:
-    """Fewer rows at a time are faster; sixteen warps leave wrong results."""
+    """A smaller BLOCK_M is faster; configs with sixteen warps compute wrong results."""
 
     def __init__(self):
         self.chosen, self.checked, self.restored = None, [], 0
@@ -324,11 +382,11 @@ class FakeHost:
 
 @pytest.fixture(scope="module")
 def tuned():
-    host, said = FakeHost(), []
+    host, log = FakeHost(), []
     variant = find("column_sum").variant(0)
-    found = tune.climb(host, variant, lambda: None, host.check, said.append)
+    found = tune.climb(host, variant, lambda: None, host.check, log.append)
     assert host.chosen is None and host.restored == len(host.checked)
-    return SimpleNamespace(host=host, said=said, found=found, configs=[tune.row(c) for _, c in found])
+    return SimpleNamespace(host=host, log=log, found=found, configs=[tune.row(c) for _, c in found])
 
 
 def test_tuning_starts_from_the_table_and_climbs(tuned):
@@ -339,18 +397,18 @@ def test_tuning_starts_from_the_table_and_climbs(tuned):
     assert min(tuned.found, key=lambda pair: pair[0])[1].constexprs["BLOCK_M"] <= 64 >> tune.STEPS
 
 
-def test_tuning_drops_candidates_that_are_wrong(tuned):
+def test_tuning_drops_candidates_with_wrong_results(tuned):
     assert not any("True, 16," in config for config in tuned.configs)
-    refused = [line for line in tuned.said if line.endswith("no sixteen")]
+    refused = [line for line in tuned.log if line.endswith("no sixteen")]
     assert refused and len(tuned.host.checked) == len(tuned.configs) - 1 + len(refused)
-    assert any(line.endswith(": too large") for line in tuned.said) and len(tuned.said) > len(tuned.host.checked)
+    assert any(line.endswith(": too large") for line in tuned.log) and len(tuned.log) > len(tuned.host.checked)
 
 
 OP = SimpleNamespace(kernels_must={}, traffic=lambda size, rows, n: (2 * rows * n * size, 2 * n * size))
 CASE = SimpleNamespace(op=OP, shape=(40, 96), dtype="float32", torch_dtype=torch.float32)
 
 
-def test_tuning_proposes_a_row_or_keeps_it(tuned):
+def test_tuning_proposes_a_config_or_keeps_the_current_one(tuned):
     fast = [(t if i else 1e9, c) for i, (t, c) in enumerate(tuned.found)]
     slow = [(t if i else 0.0, c) for i, (t, c) in enumerate(tuned.found)]
     proposed = tune.proposal("column_sum", CASE, fast, "a GPU", 3)[-1]
@@ -358,7 +416,7 @@ def test_tuning_proposes_a_row_or_keeps_it(tuned):
     assert tune.proposal("column_sum", CASE, slow, "a GPU", 3)[-1].startswith("  keep it")
 
 
-def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(monkeypatch):
+def test_kernel_bandwidth_uses_the_bytes_that_the_op_moves(monkeypatch):
     moved = (2 * 40 * 96 + 2 * 96) * 4
     row = f"| column_sum | 40×96 | float32 | {moved / 4e3:.1f} | 20.0 | {100 * moved / 4e3 / 20:.1f} % |"
     assert tune.measurement("column_sum", CASE, 20.0, 4.0) == (f"{row}  |", True)
@@ -368,7 +426,7 @@ def test_a_kernel_alone_is_measured_against_the_bytes_that_the_op_moves(monkeypa
     assert tune.measurement("column_sum", CASE, 20.0, 4.0) == (f"{row} ≥ 50 %: FAIL |", False)
 
 
-def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
+def test_tuning_changes_keep_by_whole_tiles():
     from liger_ops.kernels.losses.cross_entropy import part_config
 
     kernel = find("cross_entropy_fwd_bwd")
@@ -377,7 +435,7 @@ def test_tuning_changes_what_a_program_keeps_by_whole_tiles():
     start = part_config(None, 17408, 128, 1, aligned=False, programs_per_sm=6)
     found = list(tune.neighbours(start, least))
     kept = [(c.constexprs["KEEP"], c.constexprs["TILES"], c.programs_per_sm) for c in found]
-    # A tile more and less, two tiles at a time in the next multiple of theirs, and a program less for a tile more.
+    # One tile more, one tile less, two tiles per step (rounded up), and one resident program less for one tile more.
     assert {(18432, 1, 6), (16384, 1, 6), (18432, 2, 6), (18432, 1, 5)} <= set(kept)
     for config in found:
         c = config.constexprs
@@ -401,7 +459,7 @@ def test_tuning_on_a_gpu():
     assert re.search(r"\n\| rms_norm_fwd \| 64×512 \| bfloat16 \| [\d.]+ \| [\d.]+ \| [\d.]+ % \|  \|\n", page)
 
 
-def tried_on_the_stub():
+def tune_on_the_stub():
     tables()
     from dataclasses import replace
     from types import SimpleNamespace
@@ -424,13 +482,13 @@ def tried_on_the_stub():
 
 
 def test_tuning_launches_candidates_through_the_runtime():
-    (refused, around, launched, (tried, stock)), _ = stub_cuda.run(tried_on_the_stub)
+    (refused, around, launched, (tried, stock)), _ = stub_cuda.run(tune_on_the_stub)
     assert "power of 2" in refused[0] and around == [0, "after"] and launched == {"column_sum": 1}
     assert (tried["symbol"], tried["grid"], tried["threads"]) == ("column_sum_kernel", "4,2,1", "64,1,1")
     assert stock["threads"] == "256,1,1"
 
 
-def test_a_steps_kernels_are_added_up_by_name():
+def test_kernel_times_of_a_step_are_summed_by_name():
     ran = [("product", 2000.0), ("add", 0.5), ("product", 4000.0), ("norm", 30.0)] * 3
     kernels = training.by_name(ran, 3)
     assert kernels == [("product", 2, 6.0), ("norm", 1, 0.03), ("add", 1, 0.0005)]
@@ -441,14 +499,14 @@ def test_a_steps_kernels_are_added_up_by_name():
     assert training.kernel_table(record | {"kernels": None}) == ""
 
 
-def test_kernels_are_those_of_a_gpu(capsys, monkeypatch):
+def test_the_kernels_option_needs_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["training", "--kernels", "--device", "cpu"])
     with pytest.raises(SystemExit):
         training.main()
     assert "--kernels needs a GPU" in capsys.readouterr().err
 
 
-def test_a_run_leaves_nothing_among_the_results_unless_told_to():
+def test_results_go_to_an_ignored_folder_by_default():
     parser = argparse.ArgumentParser()
     add_out(parser)
     out = parser.parse_args([]).out / "a-run.jsonl"

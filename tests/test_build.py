@@ -1,4 +1,4 @@
-"""From tables to an installed package: what the build checks, generates, caches and refuses."""
+"""The build, from kernel tables to an installed package: checks, generated code, caches and errors."""
 
 import dataclasses
 import importlib.util
@@ -45,8 +45,8 @@ def without_torch():
 
 
 @pytest.mark.parametrize("command", ["build_ext --inplace", "dist_info --output-dir {}"])
-def test_without_torch_one_sentence_says_what_to_do(command, without_torch, tmp_path):
-    """dist_info is what pip runs before it downloads dependencies: a torch fetched there would be for nothing."""
+def test_without_torch_the_error_is_one_line(command, without_torch, tmp_path):
+    """pip runs dist_info before it downloads dependencies, so the error saves a useless download of torch."""
     done = without_torch(*command.format(tmp_path).split())
     assert done.returncode == 1 and list(tmp_path.iterdir()) == []
     sentence = "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`"
@@ -70,7 +70,7 @@ print(json.dumps([command for command in commands if command[0] == "cmake"]))
 
 
 def configured(folder, *command, **env):
-    """What setup.py asks of CMake, on a machine without a GPU unless `env` says otherwise."""
+    """The options that setup.py passes to CMake. The machine has no GPU unless `env` says otherwise."""
     code = CONFIGURED.format(command=", ".join(map(repr, command)))
     found = output_of(code, **{"LD_LIBRARY_PATH": str(folder), "LIGER_OPS_ARCHS": "", **env})
     configure, build = json.loads(found.splitlines()[-1])
@@ -93,7 +93,7 @@ GPUS = "9.0:132:Stub H200;8.6:84:Stub A40;7.5:40:Stub T4"
         ("", "all", "all"),
     ],
 )
-def test_an_environment_gets_kernels_for_its_gpus(gpus, asked, archs, monkeypatch):
+def test_an_inplace_build_compiles_for_the_present_gpus(gpus, asked, archs, monkeypatch):
     monkeypatch.chdir(ROOT)
     stub = {"STUB_CUDA_DEVICES": gpus} if gpus else {"STUB_CUDA_FAIL": "cuInit=100"}
     found = configured(driver_folder(), *INPLACE, LIGER_OPS_ARCHS=asked, **stub)
@@ -101,8 +101,8 @@ def test_an_environment_gets_kernels_for_its_gpus(gpus, asked, archs, monkeypatc
 
 
 @pytest.mark.parametrize("asked", ["", "none"])
-def test_what_is_installed_gets_kernels_for_all(asked, monkeypatch, tmp_path):
-    """It may run elsewhere: login nodes have no GPU."""
+def test_an_installed_build_compiles_for_all_architectures(asked, monkeypatch, tmp_path):
+    """The build machine may have no GPU, for example a login node."""
     monkeypatch.chdir(ROOT)
     shipped = tmp_path / "liger_ops" / "share" / "src"
     found = configured(tmp_path, "build_ext", "--build-lib", str(tmp_path), LIGER_OPS_ARCHS=asked)
@@ -127,17 +127,17 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch):
         (75, False, 75),
     ],
 )
-def test_a_device_is_served_by_its_family(capability, integrated, arch):
+def test_a_device_uses_the_pack_of_its_family(capability, integrated, arch):
     assert archs.serving(capability, integrated) == arch
 
 
 @pytest.mark.parametrize("asked", ["sm_90", "9.0", "75", ","])
-def test_architectures_that_nothing_is_compiled_for_are_refused(asked):
+def test_unsupported_architectures_are_refused(asked):
     with pytest.raises(SystemExit, match=rf"LIGER_OPS_ARCHS must be .* \(got '{asked}'\)"):
         archs.asked_for(asked)
 
 
-def test_setup_hands_the_standard_of_the_installed_torch_on(monkeypatch, tmp_path):
+def test_setup_passes_the_cxx_standard_of_the_installed_torch(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     found = configured(tmp_path, *INPLACE)
     folder = Path(torch.__file__).parent
@@ -163,7 +163,7 @@ def test_generation_is_stable_and_leaves_unchanged_files_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
-def test_every_config_is_for_some_call(name):
+def test_every_config_is_reachable(name):
     kernel = tables.find(name)
     assert {v.index % len(kernel.configs) for v in kernel.variants()} == {*range(len(kernel.configs))}
     for config in kernel.configs:
@@ -215,7 +215,7 @@ def point_expressions(kernel):
 
 
 def test_cpp_and_python_choose_the_same_variant(tmp_path):
-    """Coverage is decided in two languages: every point of every table, on both sides of every width."""
+    """Both languages choose configs: every axis point of every table, on both sides of every width limit."""
     codegen.generate(tmp_path)
     everything = tables.kernels()
     widths, rows = (
@@ -246,11 +246,11 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
         for count in rows
     ]
     assert chosen == expected
-    # What is chosen is compiled, and what is compiled is chosen by some call.
+    # Every chosen variant is compiled, and every compiled variant is chosen by some call.
     assert set(chosen) == {f"{k.name} {v.index}" for k in everything for v in k.variants()}
 
 
-# ---- The compiler's assertions.
+# ---- Build-time assertions.
 
 
 def kernel_like(**changes):
@@ -265,7 +265,7 @@ def test_a_table_must_name_the_arguments_in_order():
 
 
 class OtherLayout(tables.Kernel):
-    """Says something else about its parameters than it compiles to."""
+    """Declares a parameter layout that differs from the compiled kernel."""
 
     wrong: list = []
 
@@ -298,7 +298,7 @@ def test_parameters_at_another_offset_stop_the_build():
         compile_variant(with_layout(move), [90])
 
 
-def test_an_argument_of_another_type_changes_what_is_compiled():
+def test_an_argument_of_another_type_changes_the_compiled_parameters():
     args = {**tables.find(KERNEL).args, "rows": "i64"}
     binary = compile_variant(kernel_like(args=args).variant(0), [90])
     assert ptx_parameters(binary.ptx.decode()) == [8, 8, 8, 8, 4, 8, 8]
@@ -312,7 +312,7 @@ def test_too_much_shared_memory_stops_the_build(monkeypatch):
     monkeypatch.setattr(compile, "MAX_SHARED_BYTES", 64 * 1024)
     with pytest.raises(BuildError, match=r"needs \d+ bytes of shared memory, limit 65536"):
         compile_variant(ring, [90])
-    # What a kernel has of its own cannot be asked for.
+    # Shared memory beyond the default limit must be dynamic.
     monkeypatch.setattr(compile, "PLAIN_SHARED_BYTES", 1024)
     monkeypatch.setattr(compile, "reserved_shared", lambda cubin: 2048)
     with pytest.raises(BuildError, match=r"needs \d+ bytes of shared memory, limit 1024"):
@@ -348,7 +348,7 @@ def test_an_architecture_that_the_assembler_does_not_know():
         compile_variant(tables.find(KERNEL).variant(0), [130])
 
 
-def test_a_kernel_of_one_chip_is_compiled_for_it_alone():
+def test_a_kernel_for_one_architecture_is_compiled_only_for_it():
     variant = tables.find("fused_linear_cross_entropy_exp_logits").variant(0)
     assert list(compile_variant(variant, [80, 90, 100]).cubins) == [90]
     with pytest.raises(BuildError, match=r"exp_logits\[.*\]: is for sm_90 alone"):
@@ -356,7 +356,7 @@ def test_a_kernel_of_one_chip_is_compiled_for_it_alone():
 
 
 @pytest.mark.parametrize("stem", [*(f"sm_{arch}" for arch in ARCHS), "ptx"])
-def test_no_pack_tells_where_it_was_built(stem):
+def test_packs_contain_no_build_paths(stem):
     places = [
         str(ROOT),
         str(Path.home()),
@@ -370,7 +370,7 @@ def test_no_pack_tells_where_it_was_built(stem):
             assert place.encode() not in entry.binary, f"{entry.name}: {place}"
 
 
-# ---- What a change recompiles.
+# ---- Cache keys: which edits recompile which kernels.
 
 KEYS = """
 import json, sys, types
@@ -394,7 +394,7 @@ def keys_after(tmp_path):
             text = path.read_text()
             assert text.count(old) >= 1
             path.write_text(text.replace(old, new, 1))
-        # Byte code is known by its source's size and second, both of which an edit may leave as they were.
+        # Python validates bytecode by size and mtime in seconds, and an edit may change neither.
         found = json.loads(output_of(KEYS.format(folder=str(copy)), PYTHONDONTWRITEBYTECODE="1"))
         if file:
             path.write_text(text)
@@ -403,9 +403,9 @@ def keys_after(tmp_path):
     return keys
 
 
-def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
+def test_an_edit_recompiles_only_the_kernels_it_affects(keys_after):
     before = keys_after()
-    # A constant, a helper that two files share, a comment outside of every kernel, and one config.
+    # A statement, a constant that two kernels share, a comment outside every kernel, and one config.
     edits = {
         ("kernels/norms/column_sum.py", "sums += tl.load", "sums += 1.0 * tl.load"): {"column_sum"},
         ("kernels/norms/rms_norm.py", "ROUND_FIRST = tl.constexpr(2)", "ROUND_FIRST = tl.constexpr(64)"): {
@@ -418,7 +418,7 @@ def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
     for edit, expected in edits.items():
         after = keys_after(*edit)
         assert {name for name in before if before[name] != after[name]} == expected, edit
-    # Packs and caches refuse by the hash what the key would recompile.
+    # The source hash, which packs and caches check, changes together with the cache key.
     changed = keys_after("kernels/norms/column_sum.py", "BLOCK_M=64, BLOCK_N=16", "BLOCK_M=32, BLOCK_N=16")[
         "column_sum"
     ]
@@ -429,7 +429,7 @@ def test_touching_one_kernel_recompiles_that_kernel_alone(keys_after):
     ]
 
 
-def test_an_option_of_the_compiler_recompiles_everything(keys_after):
+def test_a_compiler_option_recompiles_everything(keys_after):
     before = keys_after()
     options = {'"-O3"': '"-O2"', "PTX_CAPABILITY = 80": "PTX_CAPABILITY = 90", "line_info = True": "line_info = False"}
     for edit in options.items():
@@ -437,7 +437,7 @@ def test_an_option_of_the_compiler_recompiles_everything(keys_after):
         assert all(set(before[name][1]).isdisjoint(after[name][1]) for name in before), edit
 
 
-def test_a_shared_helper_recompiles_what_reaches_it(keys_after):
+def test_a_shared_helper_recompiles_the_kernels_that_use_it(keys_after):
     before = keys_after()
     after = keys_after("kernels/rows.py", "other=neutral).to(tl.float32)", "other=neutral).to(tl.float32) + 0.0")
     changed = {name for name in before if before[name] != after[name]}
@@ -457,13 +457,13 @@ for archs in ([80, 90], [90], [100], []):
 """
 
 
-def test_packs_are_built_for_the_architectures_asked_for(tmp_path):
+def test_packs_are_built_for_the_requested_architectures(tmp_path):
     code = BUILD.format(package=str(ROOT / "liger_ops"), folder=str(tmp_path))
     both, one, other, none = map(json.loads, output_of(code).splitlines())
     assert both == ["cache", "ptx.pack", "sm_80.pack", "sm_90.pack"]
     assert one == ["cache", "ptx.pack", "sm_90.pack"] and other == ["cache", "ptx.pack", "sm_100.pack"]
     assert none == ["cache"]
-    # One file a variant holds what was compiled for each architecture. A second build finds all of it.
+    # One cache file per variant holds the binaries of all architectures. A second build reuses all of them.
     cached = [pickle.loads(p.read_bytes()) for p in (tmp_path / "cache").iterdir()]
     assert len(cached) == 2 and all([*binary.cubins] == [80, 90, 100] for binary in cached)
     for arch in (80, 90, 100):
@@ -493,7 +493,7 @@ int main() {
 """
 
 
-def test_a_trial_takes_the_place_of_a_table(tmp_path):
+def test_a_trial_config_overrides_the_table(tmp_path):
     codegen.generate(tmp_path)
     flags = (f"-I{ROOT / 'csrc'}", f"-I{tmp_path}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
     (tmp_path / "tried.cpp").write_text(TRIED)
@@ -501,7 +501,7 @@ def test_a_trial_takes_the_place_of_a_table(tmp_path):
     assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == f"7 {2**32 - 1} 1"
 
 
-# ---- What host and kernels both know.
+# ---- Constants and names that C++ and kernels share.
 
 
 def test_flags_and_limits_of_a_kernel_file_reach_cpp():
@@ -510,7 +510,7 @@ def test_flags_and_limits_of_a_kernel_file_reach_cpp():
     assert "constexpr int32_t ROUND_FIRST = 2;" in codegen.header("rms_norm", tables.modules()["rms_norm"])
 
 
-def test_the_cpp_sources_tell_which_operators_launch_a_kernel():
+def test_operators_that_launch_a_kernel_are_found_in_the_cpp_sources():
     launched_by = codegen.operators_of()
     assert launched_by["column_sum"] == ["fused_add_rms_norm", "layer_norm", "rms_norm"]
     assert launched_by["cross_entropy_fwd"] == ["cross_entropy", "fused_linear_cross_entropy"]

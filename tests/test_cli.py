@@ -30,11 +30,11 @@ DEVICES = "9.0:132:Stub H200;8.7:16:Stub Orin;7.5:40:Stub T4"
 
 @pytest.fixture(scope="module")
 def facts():
-    """Three devices, and Triton."""
+    """The JSON report for three devices, with Triton installed."""
     return json.loads(run_module("liger_ops", "--json", STUB_CUDA_DEVICES=DEVICES).stdout)
 
 
-def test_json_holds_what_is_installed(facts):
+def test_json_reports_the_installation(facts):
     assert (facts["version"], facts["torch"]) == (liger_ops.__version__, torch.__version__)
     assert facts["library"] == str(liger_ops._loaded.library)
     assert [(d["index"], d["name"], d["capability"]) for d in facts["devices"]] == [
@@ -46,7 +46,7 @@ def test_json_holds_what_is_installed(facts):
     assert facts["jit"]["state"].startswith("triton-") and facts["jit"]["kernels"] == 0
 
 
-def test_json_holds_the_path_of_each_operator_on_each_device(facts):
+def test_json_reports_the_path_of_each_operator_on_each_device(facts):
     assert {"rms_norm", "fused_add_rms_norm", "layer_norm"} <= facts["operators"].keys()
     for paths in facts["operators"].values():
         assert paths == {"cpu": "cpu", "cuda:0": "aot", "cuda:1": "jit", "cuda:2": "jit"}
@@ -70,7 +70,7 @@ def test_text_is_aligned_and_short(tmp_path):
     assert len(lines) < 40 and all(len(line) <= 120 for line in lines)
 
 
-def test_kernels_kept_on_disk_are_counted(tmp_path):
+def test_cached_kernels_are_counted(tmp_path):
     folder = tmp_path / "triton-3.6.0"
     folder.mkdir()
     (folder / "one.pack").write_bytes(bytes(1000))
@@ -88,7 +88,7 @@ print("\\n".join(command.lines(command.report())))
 """
 
 
-def test_without_a_library_it_says_which_were_tried():
+def test_without_a_library_the_report_lists_those_tried():
     done = output_of(WITHOUT_LIBRARY, **stub_cuda.environment(STUB_CUDA_DEVICES=DEVICES))
     assert "library   none: the operators are their reference formulas\n" in done
     minor = ".".join(torch.__version__.split(".")[:2])
@@ -100,13 +100,14 @@ def test_without_a_library_it_says_which_were_tried():
 
 
 def test_the_readme_lists_every_operator():
-    """As declared. After a change: python -m liger_ops.aot.declarations README.md"""
+    """After a change of a declaration: python -m liger_ops.aot.declarations README.md"""
     page = (ROOT / "README.md").read_text()
     assert page == declarations.with_table(page)
     assert all(f"| `{name}(" in page for name in command.operators())
 
 
-def test_the_readme_names_every_environment_variable():
+def test_a_page_names_every_environment_variable():
     sources = [*ROOT.glob("csrc/**/*.[ch]*"), *ROOT.glob("liger_ops/**/*.py"), ROOT / "setup.py"]
     used = {v for path in sources for v in re.findall(r"\bLIGER_OPS_[A-Z_]+\b", path.read_text())}
-    assert used and all(f"`{v}" in (ROOT / "README.md").read_text() for v in used), used
+    page = (ROOT / "docs/environment-variables.md").read_text()
+    assert used and all(f"`{v}" in page for v in used), used

@@ -1,4 +1,4 @@
-"""liger_ops.compat: code written for liger_kernel runs over liger_ops."""
+"""liger_ops.compat: code written for liger_kernel runs on liger_ops."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ import liger_ops.compat as compat
 from liger_ops import functional as F
 
 
-def test_names_are_there_only_while_installed():
+def test_names_exist_only_while_installed():
     with pytest.raises(ImportError):
         import liger_kernel
     compat.install()
@@ -30,7 +30,7 @@ def test_names_are_there_only_while_installed():
         import liger_kernel.ops
 
 
-def test_what_is_lacking_is_named(door):
+def test_missing_names_raise_import_errors(liger_kernel_served):
     with pytest.raises(ImportError, match="liger_kernel.transformers.LigerJSD has no counterpart in liger_ops"):
         from liger_kernel.transformers import LigerJSD  # noqa: F401
     with pytest.raises(ImportError, match="liger_kernel.chunked_loss"):
@@ -39,7 +39,7 @@ def test_what_is_lacking_is_named(door):
         from liger_kernel.ops import LigerGroupNormFunction  # noqa: F401
 
 
-def test_a_real_package_is_not_pushed_aside(tmp_path, monkeypatch):
+def test_an_installed_package_is_not_shadowed_by_default(tmp_path, monkeypatch):
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel/__init__.py").write_text("real = True")
     monkeypatch.syspath_prepend(tmp_path)
@@ -62,7 +62,7 @@ def test_a_real_package_is_not_pushed_aside(tmp_path, monkeypatch):
     del sys.modules["liger_kernel"]
 
 
-def test_transformers_finds_it(door):
+def test_transformers_finds_the_package(liger_kernel_served):
     from transformers.utils import is_liger_kernel_available
 
     assert is_liger_kernel_available()
@@ -70,7 +70,7 @@ def test_transformers_finds_it(door):
     assert not is_liger_kernel_available()
 
 
-def test_functions_and_classes(door):
+def test_functions_and_classes(liger_kernel_served):
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerLayerNormFunction, LigerSiLUMulFunction
     from liger_kernel.transformers import (
         LigerBlockSparseTop2MLP,
@@ -149,13 +149,13 @@ def test_functions_and_classes(door):
     torch.testing.assert_close(scaled, single * (-single).exp())
 
 
-def test_arguments_of_norms_and_rotations(door):
+def test_arguments_of_norms_and_rotations(liger_kernel_served):
     from liger_kernel.transformers import LigerFusedAddRMSNorm, LigerLayerNorm, LigerRMSNorm
     from liger_kernel.transformers import functional as theirs
 
     x, residual, weight, bias = torch.randn(7, 32), torch.randn(7, 32), torch.randn(32), torch.randn(32)
     x, residual, weight, bias = (t.bfloat16() for t in (x, residual, weight, bias))
-    # "gemma" rounds bf16 elsewhere than "llama", which is the default.
+    # In bf16, "gemma" rounds differently from the default, "llama".
     options = (1e-2, 1.0, "gemma")
 
     def filled(module):
@@ -176,35 +176,35 @@ def test_arguments_of_norms_and_rotations(door):
     assert torch.equal(theirs.liger_geglu(x, residual), F.geglu(x, residual, "tanh"))
 
     q, k, angles = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16), torch.randn(3, 2, 7, 8).repeat(1, 1, 1, 2)
-    turned = F.rope(q, k, angles.cos(), angles.sin(), mrope_section=[2, 3, 3])
-    assert equal(theirs.liger_qwen2vl_mrope(q, k, angles.cos(), angles.sin(), [2, 3, 3]), turned)
+    rotated = F.rope(q, k, angles.cos(), angles.sin(), mrope_section=[2, 3, 3])
+    assert equal(theirs.liger_qwen2vl_mrope(q, k, angles.cos(), angles.sin(), [2, 3, 3]), rotated)
 
 
-def test_arguments_of_llama4s_rotation(door):
+def test_arguments_of_llama4s_rotation(liger_kernel_served):
     from liger_kernel.ops import LigerLlama4RopeFunction
 
     q, k = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16)
     freqs_cis = torch.polar(torch.ones(7, 8), torch.randn(7, 8))
-    turned = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
-    assert equal(LigerLlama4RopeFunction.apply(q, k, freqs_cis), [t.transpose(1, 2) for t in turned])
+    rotated = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
+    assert equal(LigerLlama4RopeFunction.apply(q, k, freqs_cis), [t.transpose(1, 2) for t in rotated])
 
 
 @pytest.mark.parametrize("metrics", [False, True])
 @pytest.mark.parametrize("scaling", [False, True])
-def test_arguments_of_losses(scaling, metrics, door):
+def test_arguments_of_losses(scaling, metrics, liger_kernel_served):
     from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
     from liger_kernel.transformers import functional as theirs
 
     x, head, bias, per_class = torch.randn(14, 32), torch.randn(11, 32), torch.randn(11), torch.rand(11) + 0.5
     target, logits = torch.randint(11, (14,)), torch.randn(14, 11)
-    # No class: where it counts, it is refused.
+    # -1 is not a class, so the test fails if it is not ignored.
     target[::3] = -1
-    x[1], head[target[1]], logits[1, target[1]] = 9.0, 9.0, 99.0  # a hit
+    x[1], head[target[1]], logits[1, target[1]] = 9.0, 9.0, 99.0  # a correct prediction
     options = dict(ignore_index=-1, lse_square_scale=0.1, label_smoothing=0.2, reduction="sum", softcap=5.0)
     asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), metrics)
 
     def agree(found, expected):
-        # The package's accuracy of a sum is a mean, the operator's is the number of hits.
+        # With reduction="sum", the package's accuracy is a mean; the operator's is the number of hits.
         expected = expected._replace(token_accuracy=expected.token_accuracy / (target != -1).sum())
         found = (found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens) if metrics else (found,)
         assert equal(found, expected if metrics else expected[:1])
@@ -225,10 +225,10 @@ def test_arguments_of_losses(scaling, metrics, door):
     agree(theirs.liger_fused_linear_cross_entropy(*arguments, **options, **asked), expected)
 
 
-# Loss, z-loss, accuracy and predictions; the linear loss is fp32 in the package.
+# The dtypes are those of loss, z-loss, accuracy and predictions. In the package, the linear loss is fp32.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_losses_have_the_dtypes_of_the_package(reduction, dtype, door):
+def test_losses_have_the_dtypes_of_the_package(reduction, dtype, liger_kernel_served):
     import liger_kernel.ops as their_ops
     from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
     from liger_kernel.transformers import functional as theirs
@@ -273,7 +273,7 @@ def test_losses_have_the_dtypes_of_the_package(reduction, dtype, door):
     assert theirs.liger_fused_linear_cross_entropy(x, head, target).dtype == torch.float32
 
 
-def test_an_instance(door):
+def test_patching_an_instance(liger_kernel_served):
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
 
     ids, plain = tokens(), make("llama")
@@ -290,7 +290,7 @@ def test_an_instance(door):
         apply_liger_kernel_to_llama(cross_entropy=True)
 
 
-def test_models_made_afterwards(door):
+def test_patching_models_constructed_later(liger_kernel_served):
     from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama
 
     ids = tokens()
@@ -304,7 +304,7 @@ def test_models_made_afterwards(door):
     assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
 
 
-def test_a_keyword_that_nobody_knows_is_named(door):
+def test_unknown_keywords_raise_type_errors(liger_kernel_served):
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_nemotron
 
     with pytest.raises(TypeError, match=r"apply_liger_kernel_to_llama\(\) .* 'rms_nrom'"):
@@ -315,7 +315,7 @@ def test_a_keyword_that_nobody_knows_is_named(door):
     assert type(model.model.embed_tokens) is nn.Embedding and model.lm_head.liger_memory_budget == 1 << 20
 
 
-def test_a_loss_alone_warns_of_nothing(door):
+def test_patching_only_the_loss_does_not_warn(liger_kernel_served):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False)
@@ -353,7 +353,7 @@ print("same")
 """
 
 
-def test_the_trainer_reaches_it(tmp_path):
+def test_trainer_uses_the_package(tmp_path):
     assert output_of(f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + TRAINER).endswith("same\n")
 
 
@@ -361,7 +361,7 @@ NAMES = [line for line in (ROOT / "tests/liger_kernel_names.txt").read_text().sp
 
 
 def found(path):
-    """The value of a name, which follows its modules, or of an attribute of a class."""
+    """The value of a path: modules, a name, and optionally an attribute of that class."""
     modules, name = re.fullmatch(r"((?:[a-z]\w*\.)*)(_?\w+(?:\.\w+)?)", path).groups()
     first, _, attribute = name.partition(".")
     value = getattr(importlib.import_module(f"liger_kernel.{modules}".rstrip(".")), first)
@@ -370,17 +370,17 @@ def found(path):
 
 def parameters_of(path):
     ours = [p.replace(annotation=p.empty) for p in inspect.signature(found(path)).parameters.values()]
-    if "apply_liger_kernel_to_" in path:  # with keywords of apply_liger_kernel's own
+    if "apply_liger_kernel_to_" in path:  # drop the extra keywords of apply_liger_kernel
         ours = [p for p in ours if p.kind != p.KEYWORD_ONLY]
     return f"{inspect.Signature([p for p in ours if p.name != 'self'])}"
 
 
-def test_parameters_are_the_packages(door):
+def test_signatures_match_the_package(liger_kernel_served):
     recorded = {path: f"({rest}" for path, bracket, rest in (line.partition("(") for line in NAMES) if bracket}
     assert len(recorded) > 200 and {path: parameters_of(path) for path in recorded} == recorded
 
 
-def test_what_is_not_served_is_refused_by_name(door):
+def test_every_other_name_raises_an_import_error(liger_kernel_served):
     refused = [line for line in NAMES if "(" not in line]
     assert len(refused) > 200
     for path in refused:
@@ -388,11 +388,11 @@ def test_what_is_not_served_is_refused_by_name(door):
             found(path)
 
 
-def test_every_name_that_is_served_is_the_packages(door):
+def test_served_names_exist_in_the_package(liger_kernel_served):
     from liger_ops.compat.modules import MODULES
 
     recorded = {re.split(r"\.(?:apply|forward|from_\w+)$", line.partition("(")[0])[0] for line in NAMES}
-    # Models that the package does not know; names that it holds without exporting them from transformers.
+    # Models that the package lacks, and names that it defines but does not export from transformers.
     beyond = {f"apply_liger_kernel_to_{name}" for name in ("cohere", "cohere2", "glm")}
     beyond |= {"MODEL_TYPE_TO_APPLY_LIGER_FN", "PEFT_AVAILABLE"}
     last = {path.rpartition(".")[2] for path in recorded}

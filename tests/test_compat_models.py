@@ -1,4 +1,4 @@
-"""liger_ops.compat: layers of single models, losses and helpers beside what test_compat.py covers."""
+"""liger_ops.compat: layers of single models, losses and helpers that test_compat.py does not cover."""
 
 import copy
 import importlib
@@ -15,7 +15,7 @@ from liger_ops import functional as F
 
 
 def agrees(ours, theirs, *inputs):
-    """Outputs and the gradients of inputs and parameters, of two modules with the same parameters, in fp64."""
+    """Checks outputs and all gradients of two modules with the same parameters, in fp64."""
     theirs.load_state_dict(ours.state_dict())
     results = []
     for module in (ours.double(), theirs.double()):
@@ -27,7 +27,7 @@ def agrees(ours, theirs, *inputs):
         torch.testing.assert_close(*pair)
 
 
-def test_mlps_of_single_models(door):
+def test_mlps_of_single_models(liger_kernel_served):
     from liger_kernel.transformers import LigerFalconH1MLP, LigerFalconH1SwiGLUMLP, LigerMLP
     from liger_kernel.transformers.geglu import LigerGEGLUMLPForGemma4
     from liger_kernel.transformers.swiglu import LigerHunyuanV1SwiGLUMLP, LigerSwiGLUMLPForMuseGlimmer
@@ -64,7 +64,7 @@ def test_mlps_of_single_models(door):
 
 @pytest.mark.parametrize("shape", [(2, 70, 32), (70, 32)])
 @pytest.mark.parametrize("shards", [None, 1, 4])
-def test_tiled_mlps_run_a_piece_at_a_time(shards, shape, door):
+def test_tiled_mlps_run_one_chunk_at_a_time(shards, shape, liger_kernel_served):
     from liger_kernel.ops import apply_tiled_mlp
     from liger_kernel.transformers import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
     from transformers import LlamaConfig
@@ -76,21 +76,21 @@ def test_tiled_mlps_run_a_piece_at_a_time(shards, shape, door):
     with pytest.raises(ValueError, match="LigerTiledSwiGLUMLP: hidden_act must be silu or swish"):
         LigerTiledSwiGLUMLP(gelu)
 
-    pieces = []
+    chunks = []
 
-    def fn(module, piece):
-        pieces.append(piece.shape[-2])
-        return module(piece)
+    def fn(module, chunk):
+        chunks.append(chunk.shape[-2])
+        return module(chunk)
 
     x.requires_grad_()
     forward = {None: [24, 24, 22], 1: [70], 4: [18, 18, 18, 16]}[shards]
     loss = apply_tiled_mlp(fn, nn.Linear(32, 32), x, shards).sum()
-    assert pieces == forward
+    assert chunks == forward
     loss.backward()
-    assert sorted(pieces) == sorted(2 * forward)  # once more in backward
+    assert sorted(chunks) == sorted(2 * forward)  # each chunk runs again in backward
 
 
-# Mixtral's experts are as wide as the model says of its MLPs.
+# Mixtral's experts have the width of the config's intermediate_size.
 @pytest.mark.parametrize(
     "name, experts, sizes",
     [
@@ -99,7 +99,7 @@ def test_tiled_mlps_run_a_piece_at_a_time(shards, shape, door):
         ("deepseek_v2", "DeepseekV2Experts", {"n_routed_experts": 5, "moe_intermediate_size": 24}),
     ],
 )
-def test_experts(name, experts, sizes, door):
+def test_experts(name, experts, sizes, liger_kernel_served):
     from liger_kernel.transformers import LigerExperts
     from transformers import AutoConfig
 
@@ -109,7 +109,7 @@ def test_experts(name, experts, sizes, door):
     ours = LigerExperts(config)
     for p in ours.parameters():
         nn.init.normal_(p, std=0.2)
-    # The last expert has no token; token 0 has one expert twice.
+    # The last expert has no tokens, and token 0 has the same expert twice.
     x, index, weights = torch.randn(9, 32), torch.randint(4, (9, 2)), torch.rand(9, 2)
     index[0] = 1
     agrees(ours, theirs, x, index, weights)
@@ -126,7 +126,7 @@ def test_experts(name, experts, sizes, door):
         ours(x, torch.full_like(index, 5), weights)
 
 
-def test_an_embedding_whose_padding_is_zero(door):
+def test_embedding_returns_zeros_for_padding(liger_kernel_served):
     from liger_kernel.ops import LigerEmbeddingFunction
     from liger_kernel.transformers.experimental.embedding import LigerEmbedding
 
@@ -140,7 +140,7 @@ def test_an_embedding_whose_padding_is_zero(door):
     assert torch.equal(module(ids).sum(-1) == 0, ids == 2)
 
 
-def test_norms_of_single_models(door):
+def test_norms_of_single_models(liger_kernel_served):
     from liger_kernel.transformers import rms_norm as norms
 
     x, weight = torch.randn(7, 32).bfloat16(), torch.randn(32).bfloat16()
@@ -158,7 +158,7 @@ def test_norms_of_single_models(door):
         torch.testing.assert_close(bare(x), TF.rms_norm(x.float(), (32,), eps=1e-6).bfloat16())
 
 
-def test_rotations_of_single_models(door):
+def test_rotations_of_single_models(liger_kernel_served):
     from liger_kernel.transformers import llama4_rope, rope
     from transformers.models.gpt_oss import modeling_gpt_oss
     from transformers.models.llama4 import modeling_llama4
@@ -173,9 +173,9 @@ def test_rotations_of_single_models(door):
 
     close(rope.liger_rotary_pos_emb_gpt_oss(q, k, cos, sin), modeling_gpt_oss.apply_rotary_pos_emb(q, k, cos, sin))
     full = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    turned = rope.liger_rotary_pos_emb(q, k, *full)
+    rotated = rope.liger_rotary_pos_emb(q, k, *full)
     for dim in (1, 2):
-        assert equal(rope.liger_rotary_pos_emb(q, k, *(t.unsqueeze(dim) for t in full), None, dim), turned)
+        assert equal(rope.liger_rotary_pos_emb(q, k, *(t.unsqueeze(dim) for t in full), None, dim), rotated)
     part = rope.liger_rotary_pos_emb(q, k, cos[..., :6], sin[..., :6], rotary_dim=8)
     expected = rope.liger_rotary_pos_emb(q, k, *(torch.cat([t[..., :4]] * 2, -1) for t in (cos, sin)))
     assert equal(part, expected) and torch.equal(part[0][..., 8:], q[..., 8:])
@@ -197,7 +197,7 @@ def test_rotations_of_single_models(door):
     close(llama4_rope.liger_llama4_text_rotary_pos_emb(q, k, torch.cat([freqs[:, 0]] * 2)), expected)
 
 
-def test_the_functional_module(door):
+def test_the_functional_module(liger_kernel_served):
     import liger_kernel
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
@@ -223,7 +223,7 @@ def test_the_functional_module(door):
     assert f.cross_entropy(x, target)[1:] == (None, None, None)
 
 
-def test_the_loss_of_causal_language_models(door):
+def test_the_loss_of_causal_language_models(liger_kernel_served):
     from liger_kernel.transformers.functional import CrossEntropyOutput
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss, unpack_cross_entropy_result
 
@@ -246,7 +246,7 @@ def test_the_loss_of_causal_language_models(door):
     assert unpack_cross_entropy_result((loss, total)) == (loss, total, None, None)
 
 
-def test_options_of_losses_are_checked_when_they_are_made(door):
+def test_loss_options_are_checked_on_construction(liger_kernel_served):
     from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 
     for loss in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
@@ -255,7 +255,7 @@ def test_options_of_losses_are_checked_when_they_are_made(door):
                 loss(**wrong)
 
 
-def test_patching_functions_have_the_defaults_of_the_package(door, monkeypatch):
+def test_patching_functions_have_the_package_defaults(liger_kernel_served, monkeypatch):
     from liger_kernel.transformers import monkey_patch
 
     from liger_ops.compat import patching
@@ -272,18 +272,18 @@ def test_patching_functions_have_the_defaults_of_the_package(door, monkeypatch):
     ):
         getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(model=model)
         assert {switch for switch, on in calls.pop().items() if on is False} == off
-    # Positions: paligemma's fourth switch is another than llama's.
+    # Positional arguments: the fourth switch of paligemma is not that of llama.
     monkey_patch.apply_liger_kernel_to_paligemma(True, False, True, False, model=model)
     assert not calls.pop()["layer_norm"]
     monkey_patch.apply_liger_kernel_to_llama(True, False, True, False, True, model)
     assert not calls.pop()["rms_norm"]
-    monkey_patch.apply_liger_kernel_to_llava(model=model, rope=False, what_a_text_model_takes=1)
+    monkey_patch.apply_liger_kernel_to_llava(model=model, rope=False, text_model_option=1)
     assert not calls.pop()["rope"]
     monkey_patch.apply_liger_kernel_to_llama(model=model, layer_norm=False)
     assert not calls.pop()["layer_norm"]
 
 
-def test_devices_and_backends(door, monkeypatch):
+def test_devices_and_backends(liger_kernel_served, monkeypatch):
     from liger_kernel import utils
 
     def device_is(cuda=False, xpu=False, npu=False, **properties):
@@ -328,7 +328,7 @@ def test_devices_and_backends(door, monkeypatch):
     for name, arch in (("Ascend910B3", "ascend910"), ("Ascend310P", "ascend310"), ("Other", "npu")):
         device_is(npu=True, name=name)
         assert (utils.infer_device(), utils.infer_device_arch()) == ("npu", arch)
-    device_is(xpu=True)  # a device that does not tell its name
+    device_is(xpu=True)  # a device without a name
     assert utils.infer_device_arch() == "xpu"
 
     names = {
@@ -337,10 +337,10 @@ def test_devices_and_backends(door, monkeypatch):
         "mpi": "is_mpi_available",
         "gloo": "is_gloo_available",
     }
-    for there in (["nccl", "gloo"], ["xccl", "mpi"], ["mpi", "gloo"], ["gloo"]):
+    for available in (["nccl", "gloo"], ["xccl", "mpi"], ["mpi", "gloo"], ["gloo"]):
         for name, function in names.items():
-            monkeypatch.setattr(torch.distributed, function, lambda found=name in there: found)
-        assert utils.infer_comm_backend() == there[0]
+            monkeypatch.setattr(torch.distributed, function, lambda found=name in available: found)
+        assert utils.infer_comm_backend() == available[0]
     device_is(npu=True)
     assert utils.infer_comm_backend() == "hccl"
     device_is()
@@ -349,7 +349,7 @@ def test_devices_and_backends(door, monkeypatch):
         utils.infer_comm_backend()
 
 
-def test_versions_and_packages(door, monkeypatch):
+def test_versions_and_packages(liger_kernel_served, monkeypatch):
     import transformers
     from liger_kernel.transformers import is_transformers_available
     from liger_kernel.utils import PEFT_AVAILABLE, is_peft_available, transformers_version_dispatch

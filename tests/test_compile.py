@@ -1,4 +1,4 @@
-"""Models under torch.compile and activation checkpointing: one graph for all sizes, the values and memory of eager."""
+"""Models under torch.compile, checkpointing and CUDA graphs: one graph for all sizes, results as in eager."""
 
 from functools import partial
 
@@ -37,8 +37,8 @@ def test_one_graph_trains_at_every_size(backend, device):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_sizes_that_change_recompile_once(device):
-    """Without being told that sizes vary: the second size makes the dynamic graph, and no other makes one more."""
+def test_changing_sizes_recompile_once(device):
+    """Without dynamic=True, the second size triggers the dynamic graph, and later sizes reuse it."""
     model, texts = model_and_text(device)
     torch._dynamo.reset()
     backend, graphs = count_graphs()
@@ -52,7 +52,7 @@ def test_sizes_that_change_recompile_once(device):
 
 
 class Record(TorchDispatchMode):
-    """The operators of this library that run below autograd, in order."""
+    """Records the names of our operators that run below autograd, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ FORWARD = ["_rms_norm_fwd", "rope", "_fused_add_rms_norm_fwd", "swiglu_packed"]
 
 
 @pytest.mark.parametrize("kept", [[], ["rope"], ["_rms_norm_fwd", "_fused_add_rms_norm_fwd"], FORWARD])
-def test_a_policy_chooses_what_runs_again(kept, device):
+def test_a_policy_chooses_which_operators_are_recomputed(kept, device):
     module, x, cos, sin = block(device)
     ops = [getattr(torch.ops.liger, name).default for name in kept]
     contexts = partial(create_selective_checkpoint_contexts, partial(policy, ops))
@@ -142,7 +142,7 @@ def test_compiled_checkpoints_follow_the_policy(kept, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_captured_training_step_equals_eager(dtype):
-    """Forward, loss, backward and optimizer in one CUDA graph, replayed on other tokens: the same bits."""
+    """A CUDA graph of forward, loss, backward and optimizer, replayed on new tokens, is bitwise equal to eager."""
     import liger_ops
 
     def train(captured: bool):

@@ -1,4 +1,4 @@
-"""Compiled autograd: what ran eagerly gets a backward that is traced, and compiled once for all calls alike."""
+"""Compiled autograd: the backward of eager calls is traced, and similar calls share one compiled graph."""
 
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @contextmanager
 def compiled(backend=None):
-    """Yields a list that will hold the names of the operators that each traced backward calls; fails if none was."""
+    """Yields a list to which each traced backward adds the names of its operators. Fails if no backward was traced."""
     traced = []
 
     def record(graph, inputs):
@@ -37,7 +37,7 @@ def ours(names) -> list[str]:
 
 
 def backward(module, inputs):
-    """Gradients of what wants them, as .backward() leaves them."""
+    """The .grad of every tensor that requires one, after .backward()."""
     leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
     for leaf in leaves:
         leaf.grad = None
@@ -69,7 +69,7 @@ def test_inductor(device):
             close(backward(module, inputs), wanted)
 
 
-def test_calls_alike_share_what_was_compiled(device):
+def test_similar_calls_share_a_compiled_graph(device):
     def chain(x, weight, offset):
         return torch.ops.liger.rms_norm(torch.ops.liger.rms_norm(x, weight, 1e-6, offset), weight, 1e-6, offset)
 
@@ -87,7 +87,7 @@ def test_calls_alike_share_what_was_compiled(device):
     assert captures() == len(set(offsets))
 
 
-def test_sizes_that_change(device):
+def test_changing_sizes(device):
     def gradients(rows):
         torch.manual_seed(rows)
         x, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((rows, 16), (16,)))
@@ -102,7 +102,7 @@ def test_sizes_that_change(device):
     assert captures() <= 2
 
 
-def test_parameters_that_are_not_there(device):
+def test_absent_parameters(device):
     def gradients():
         torch.manual_seed(0)
         x = torch.randn(3, 16, device=device, requires_grad=True)
@@ -115,7 +115,7 @@ def test_parameters_that_are_not_there(device):
         close(gradients(), wanted)
 
 
-def test_gradients_that_nobody_wants(device):
+def test_gradients_that_are_not_required(device):
     def gradients(*names):
         torch.manual_seed(0)
         leaves = {k: torch.randn(s, device=device) for k, s in (("x", (3, 16)), ("weight", (16,)), ("bias", (16,)))}
@@ -133,7 +133,7 @@ def test_gradients_that_nobody_wants(device):
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_results_that_nobody_uses(used, device):
+def test_unused_results(used, device):
     def gradients():
         torch.manual_seed(0)
         x, residual, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((3, 16), (3, 16), (16,)))
@@ -145,7 +145,7 @@ def test_results_that_nobody_uses(used, device):
         close(gradients(), wanted)
 
 
-def test_saved_tensors_that_hooks_put_away(device):
+def test_saved_tensor_hooks(device):
     def gradients():
         torch.manual_seed(0)
         gate, up = (torch.randn(3, 16, device=device, requires_grad=True) for _ in range(2))
@@ -159,7 +159,7 @@ def test_saved_tensors_that_hooks_put_away(device):
         close(gradients(), wanted)
 
 
-def test_a_graph_that_is_walked_twice(device):
+def test_second_backward_through_a_retained_graph(device):
     def gradients():
         torch.manual_seed(0)
         x, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((6, 16), (20, 16)))
@@ -174,8 +174,8 @@ def test_a_graph_that_is_walked_twice(device):
         close(gradients(), wanted)
 
 
-def test_a_step_whose_forward_breaks_off(device):
-    """As models meet it: parts of the forward are compiled, others ran eagerly, one backward goes through all."""
+def test_a_forward_with_graph_breaks(device):
+    """Parts of forward are compiled, others run eagerly, and a single backward covers both."""
     torch.manual_seed(0)
     norm, head = (
         torch.ones(16, device=device, requires_grad=True),

@@ -1,4 +1,4 @@
-"""examples/cpp, built against this package with find_package: trains scripted and traced models without Python."""
+"""examples/cpp, built with find_package(liger_ops), trains scripted and traced models without Python."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def python_losses(model, tokens, target) -> list[float]:
 
 
 def test_training(tmp_path, device):
-    """Scripted and traced, in C++: the losses of the same steps in Python."""
+    """Scripted and traced models in C++ have the same losses as in Python."""
     torch.manual_seed(0)
     models = example()
     module = models.WithLoss(models.TinyLlama()).to(device)
@@ -48,7 +48,7 @@ def test_training(tmp_path, device):
     for name in ("scripted", "traced"):
         *steps, status = run(cpp_program("train"), tmp_path / f"{name}.pt", device).splitlines()
         losses = [float(line.split()[-1]) for line in steps]
-        # Printed with six digits; and the optimizers of the two languages round in different orders.
+        # Losses are printed with six digits, and the C++ optimizer rounds in another order.
         assert losses == pytest.approx(expected, abs=1e-5) and losses == sorted(losses, reverse=True)
         status = json.loads(status)
         launches = sum(sum(k["launches"]) for k in status["kernels"].values())
@@ -57,7 +57,7 @@ def test_training(tmp_path, device):
         )
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     done = subprocess.run([cpp_program("train"), tmp_path / "none.pt"], capture_output=True, text=True)
     assert done.returncode == 1 and "none.pt" in done.stderr
 
@@ -85,28 +85,28 @@ def test_find_package_chooses_by_torch_and_version(tmp_path):
     assert "liger_ops" in find(tmp_path, "99.0") and found not in find(tmp_path, "99.0")
 
 
-def test_find_package_takes_the_library_that_is_named(tmp_path):
+def test_find_package_uses_a_library_given_by_path(tmp_path):
     built_here = tmp_path / "libliger_ops_torch-0123456789ab.so"
     built_here.symlink_to(liger_ops._loaded.library)
     assert f"library {built_here} version" in find(tmp_path, before=f'set(liger_ops_LIBRARY "{built_here}")')
 
 
-def test_find_package_says_what_there_is_for_another_torch(tmp_path):
+def test_find_package_lists_the_libraries_if_none_fits_torch(tmp_path):
     config = Path(liger_ops.__file__).parent / "share/cmake/liger_ops/liger_opsConfig.cmake"
     root = tmp_path / "package"
     (root / "share/cmake/liger_ops").mkdir(parents=True)
     text = config.read_text().replace("find_dependency(Torch)", "set(Torch_VERSION 1.0.0)")
     (root / "share/cmake/liger_ops/liger_opsConfig.cmake").write_text(text)
     (root / "lib").symlink_to(Path(liger_ops.__file__).parent / "lib")
-    said = find(tmp_path, before=f'set(liger_ops_DIR "{root}/share/cmake/liger_ops")')
+    output = find(tmp_path, before=f'set(liger_ops_DIR "{root}/share/cmake/liger_ops")')
     present = ", ".join(sorted(path.name for path in liger_ops._loaded.library.parent.glob("libliger_ops_torch*.so")))
-    assert f"no operator library fits torch 1.0.0; {root}/lib has: {present}" in said
+    assert f"no operator library fits torch 1.0.0; {root}/lib has: {present}" in output
 
 
 # ---- The header.
 
 
-def test_the_header_is_what_is_declared():
+def test_the_header_matches_the_declarations():
     assert (PACKAGE / declarations.HEADER).read_text() == declarations.header()
     declared = " ".join(declarations.cpp_function(functional.rms_norm).split())
     assert (
@@ -126,8 +126,8 @@ target_link_libraries(typed PRIVATE liger_ops::liger_ops ${TORCH_LIBRARIES})
 """
 
 
-def test_the_header_has_the_operators_types(tmp_path):
-    """The dispatcher throws where a C++ type is not what the operator was registered with."""
+def test_the_header_types_match_the_registered_operators(tmp_path):
+    """The dispatcher throws if a C++ signature differs from the registered one."""
     calls = "\n".join(f'  liger::detail::find<decltype(liger::{op})>("liger::{op}");' for op in operators())
     (tmp_path / "typed.cpp").write_text(f"#include <liger_ops.h>\nint main() {{\n{calls}\n}}\n")
     (tmp_path / "CMakeLists.txt").write_text(TYPED)

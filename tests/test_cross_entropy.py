@@ -24,7 +24,7 @@ from support import CPU_DTYPES, assert_no_worse, path_taken
 
 import liger_ops
 
-# Widths on each side of the variant table's boundaries, of real vocabularies, and that no vector divides.
+# Widths on both sides of the variant table's boundaries, real vocabularies, and widths that no vector length divides.
 SIZES = [1, 2, 7, 33, 256, 1000, 1024, 1032, 2049, 4096, 4104, 8192, 9001, 16400, 32000, 32001, 50257]
 
 
@@ -44,8 +44,8 @@ def test_vocabularies(n, dtype, op, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_an_odd_vocabulary_in_rows_of_whole_cache_lines(weighted, dtype, device):
-    """As the linear loss has its logits: long enough to be shared out, and followed by what belongs to no row."""
+def test_an_odd_vocabulary_in_padded_rows(weighted, dtype, device):
+    """Logits as the linear loss stores them: several programs share a row, and padding follows each row."""
     inputs = make((5, 50257), dtype, device, dtype if weighted else None)
     check(inputs, device, overwriting_wide_rows)
 
@@ -75,7 +75,7 @@ def test_options_over_many_tiles(extras, n, device):
 @pytest.mark.parametrize("cap", [0.5, 2.0])
 @pytest.mark.parametrize("op", [cross_entropy, overwriting])
 def test_a_cap_far_below_the_logits(op, cap, n, device):
-    """Masked classes have the lowest number there is; capped, it is as good as any other."""
+    """Logits masked with the lowest finite value become ordinary logits under a cap."""
     logits, target, _ = make((5, n), torch.float32, device, ignored=0)
     with torch.no_grad():
         logits[1, : n // 2] = torch.finfo(torch.float32).min
@@ -95,8 +95,8 @@ def test_targets(ignore_index, target_dtype, device):
 
 @pytest.mark.parametrize("op", [cross_entropy, overwriting])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_target_at_all(reduction, op, device):
-    """As in PyTorch: a mean over nothing is NaN, and its gradient zero."""
+def test_all_targets_ignored(reduction, op, device):
+    """As in PyTorch, the mean over no targets is NaN and its gradient is zero."""
     logits, target, weight = make((4, 24), torch.float32, device, torch.float32, ignored=1.1)
     loss = op(logits, target, weight, reduction)
     expected = F.cross_entropy(logits, target, weight, reduction=reduction)
@@ -115,13 +115,13 @@ def test_empty_and_one_dimensional(shape, reduction, op, device):
     torch.testing.assert_close(*grads)
 
 
-def test_no_class_but_ignored_rows(device):
+def test_no_classes_and_all_rows_ignored(device):
     loss = cross_entropy(torch.empty(3, 0, device=device), torch.full((3,), -100, device=device), None, "sum")
     assert loss.item() == 0
 
 
 def test_special_values_follow_pytorch(device):
-    """NaN and infinities, and logits at the ends of the range."""
+    """NaN, infinities and the extreme finite logits."""
     inf, lowest = math.inf, torch.finfo(torch.float32).min
     logits = torch.randn(8, 100, device=device)
     logits[0, 10:], logits[1], logits[2, 5], logits[3, 5] = -inf, -inf, math.nan, inf
@@ -142,8 +142,8 @@ def test_special_values_follow_pytorch(device):
 @pytest.mark.parametrize("offset", [0.0, 64.0, -1000.0])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.library
-def test_confident_predictions_keep_their_digits(dtype, offset, op, device):
-    """1 - p_y far below fp32's 6e-8 is exact in the loss, and in the gradient up to the one rounding of its dtype."""
+def test_confident_predictions_are_accurate(dtype, offset, op, device):
+    """1 - p_y is accurate in the loss even far below fp32's epsilon; the gradient adds one rounding to its dtype."""
     n, gaps = 1000, [4.0, 8.0, 16.0, 32.0]
     logits = torch.full((4, n), offset, device=device)
     target = torch.tensor([0, 17, 500, 999], device=device)
@@ -155,7 +155,7 @@ def test_confident_predictions_keep_their_digits(dtype, offset, op, device):
     (grad,) = torch.autograd.grad(loss.sum(), logits)
     assert torch.allclose(loss.detach().cpu().double(), torch.log1p(miss), rtol=1e-5, atol=0)
     got, expected = grad[torch.arange(4), target].cpu().double(), -miss / (1 + miss)
-    # Relative; fp16 has no small numbers, so there only what its spacing admits.
+    # A relative tolerance; for fp16 also the spacing of subnormal numbers.
     assert torch.allclose(got, expected, rtol=1e-5 + torch.finfo(dtype).eps, atol=3e-8 if dtype == torch.float16 else 0)
 
 
@@ -170,7 +170,7 @@ def test_confident_predictions_keep_their_digits(dtype, offset, op, device):
 def test_metrics(n, reduction, with_weight, extras, device):
     logits, target, weight = make((2, 6, n), torch.float32, device, torch.float32 if with_weight else None)
     with torch.no_grad():
-        # Half of the predictions right.
+        # Makes half of the predictions correct.
         logits[0].scatter_(-1, target[0].clamp(min=0)[:, None], 20.0)
     arguments, options = (logits, target, weight, reduction), EXTRAS[extras]
     with path_taken(device):
@@ -189,7 +189,7 @@ def test_metrics(n, reduction, with_weight, extras, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [100, 104, 2561, 9000, 70001])
-def test_predicted_tokens_are_the_first_of_equals(n, dtype, device):
+def test_ties_predict_the_first_token(n, dtype, device):
     logits = torch.zeros(7, n, device=device, dtype=dtype)
     logits[1, [40, 60]] = logits[2, [40, 60]] = logits[3, [60, n - 1]] = logits[4, n - 1] = 1.0
     logits[5] = -math.inf
@@ -248,14 +248,14 @@ def test_upstream_layouts(layout, device):
 
 
 @pytest.mark.library
-def test_a_dense_layout_is_kept(device):
+def test_dense_strides_are_preserved(device):
     logits = torch.randn(6, 4, 64, device=device).transpose(0, 1).requires_grad_()
     (grad,) = torch.autograd.grad(cross_entropy(logits, torch.zeros(4, 6, dtype=torch.long, device=device)), logits)
     assert grad.stride() == logits.stride()
 
 
 @pytest.mark.parametrize("layout", [k for k in LOGITS_LAYOUTS if k != "expanded"])
-def test_overwriting_leaves_the_rest_of_a_buffer(layout, device):
+def test_overwriting_does_not_touch_the_rest_of_a_buffer(layout, device):
     values, target, _ = make((3, 4, 64), torch.float32, device)
     (expected,) = torch.autograd.grad(cross_entropy(values, target), values)
     logits = LOGITS_LAYOUTS[layout](values.detach())
@@ -268,7 +268,7 @@ def test_overwriting_leaves_the_rest_of_a_buffer(layout, device):
     assert torch.equal(whole, before)
 
 
-# ---- GPU alone
+# ---- GPU only
 
 
 @pytest.mark.gpu
@@ -276,7 +276,7 @@ def test_overwriting_leaves_the_rest_of_a_buffer(layout, device):
 @pytest.mark.parametrize("n", [40, 41])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_target_out_of_range_makes_its_row_nan(n, target_dtype, weighted):
-    """And no other: the class beyond a row's last may be the next row's first."""
+    """Other rows are unaffected, although the class after a row's last one is the next row's first."""
     logits, target, weight = make((6, n), torch.float32, "cuda", torch.float32 if weighted else None, ignored=0)
     far = [2**31 - 1, -(2**31)] if target_dtype == torch.int32 else [2**62, 2**32 + 5]
     target[:4] = torch.tensor([*far, -1, n], device="cuda")
@@ -291,21 +291,21 @@ def test_a_target_out_of_range_makes_its_row_nan(n, target_dtype, weighted):
 @pytest.mark.parametrize("rows", [70_000, 1_000_000])
 @pytest.mark.parametrize("op", [cross_entropy, overwriting])
 def test_many_rows(rows, op):
-    """So many that one program no longer adds up their losses."""
+    """Too many rows for one program to sum their losses."""
     check(make((rows, 40), torch.float32, "cuda", torch.float32), "cuda", op, lse_square_scale=1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [32000, 50257, 128256])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_rows_that_are_not_shared_out(n, dtype):
-    """One more than the device has multiprocessors: each is a program's own."""
+def test_one_program_per_row(n, dtype):
+    """With more rows than multiprocessors, each row is processed by a single program."""
     rows = torch.cuda.get_device_properties("cuda").multi_processor_count + 1
     check(make((rows, n), dtype, "cuda"), "cuda")
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_more_than_2_to_the_31_elements():
     n = 128256
     rows = 2**31 // n + 5
     logits = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The kernels of cross_entropy themselves, interpreted on CPU tensors."""
+"""The cross_entropy kernels, in Triton's interpreter on CPU tensors."""
 
 import itertools
 
@@ -29,22 +29,22 @@ def run(path, n, mean, extras, x="fp32"):
     options = (0.1, 1e-3, 20.0) if extras else (0.0, 1e-3, 1.0)
     flags = (HAS_WEIGHT | SMOOTH | CAP if extras else 0) | (MEAN if mean else ADD_Z) | Z | METRICS
 
-    counted = 2 if x == "fp32" else 1  # as both's configs do
+    halves = 2 if x == "fp32" else 1  # configs count columns in 16-bit units
 
-    def of_one_part(v):
-        like = v.choices == {"X": x, "EXTRAS": extras} and v.config.aligned == aligned
-        return like and v.config.constexprs["SHARE"] >= (n + SKEW) * counted
+    def is_split_into_one_part(v):
+        matches = v.choices == {"X": x, "EXTRAS": extras} and v.config.aligned == aligned
+        return matches and v.config.constexprs["SHARE"] >= (n + SKEW) * halves
 
-    def launch(name, grid, *args, shared_out=False, **choices):
+    def launch(name, grid, *args, split_rows=False, **choices):
         kernel, choices = find(name), choices or {"X": x, "EXTRAS": extras}
-        width = n * counted if name == BOTH.name else n
+        width = n * halves if name == BOTH.name else n
         variant = kernel.pick(choices, width, aligned)
         if 0 < variant.config.constexprs.get("SHARE", 0) < width:
             variant = kernel.pick(choices, 2**40, False)
-        if shared_out:
-            variant = next(filter(of_one_part, kernel.variants()))
+        if split_rows:
+            variant = next(filter(is_split_into_one_part, kernel.variants()))
         grid = grid(variant.config.constexprs) if callable(grid) else grid
-        # Blocks of few rows, so that few rows make several.
+        # Small blocks, so that a few rows fill several.
         small = {"BLOCK": 2} if name == "cross_entropy_sum" else {}
         kernel.function[(grid,)](*args, **variant.constexprs | small)
 
@@ -65,29 +65,29 @@ def run(path, n, mean, extras, x="fp32"):
         return dict(loss=loss, z=z, accuracy=accuracy, predicted=predicted)
 
     both, shared, scaled = (logits.clone() for _ in range(3))
-    # Odd rows of a gradient may begin at another place between two boundaries than those of their logits.
+    # Unaligned rows of the gradient may start at another offset from a 16-byte boundary than their logits.
     offset = 0 if aligned or extras else 1
     dx = torch.full((rows * n + offset,), nan, dtype=dtype)[offset:].view(rows, n)
     def two(loss, z, accuracy, predicted, totals, add):
         stats = torch.full((3, rows), nan)
         shape = (rows, n, rows, 0, n)
-        # With a loss for each row, as one of several programs of a row would.
+        # The loss of each row is stored, as if several programs shared a row.
         launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(),
                torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + SKEW) // 8) * 8, *shape[2:],
                words, -100, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean and not extras))
         add(flags)
         launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
                0 if mean else 1, -100, *options, flags)
-    def one(loss, z, accuracy, predicted, totals, add, x=both, shared_out=False):
+    def one(loss, z, accuracy, predicted, totals, add, x=both, split_rows=False):
         add(flags & ~(Z | METRICS) | COUNT)
         launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
                torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
-               0 if mean else 1, -100, *options, flags | GRAD, shared_out=shared_out)
+               0 if mean else 1, -100, *options, flags | GRAD, split_rows=split_rows)
         add(flags, KNOWN)
     first, second = results(two), results(one)
-    # Programs take turns here, so that none can wait for another: rows of one part.
-    some = any(map(of_one_part, BOTH.variants()))
-    third = results(lambda *a: one(*a, x=shared, shared_out=True)) if some else second
+    # The interpreter runs programs one after another, so none may wait for another: one part per row.
+    some = any(map(is_split_into_one_part, BOTH.variants()))
+    third = results(lambda *a: one(*a, x=shared, split_rows=True)) if some else second
     launch("cross_entropy_scale", spans, scaled, grad, n, rows, 0, n, 0 if mean else 1, X=x)
     logits, dx, both, scaled, shared = (t.float() for t in (logits, dx, both, scaled, shared))
     numpy.savez(path, logits=logits, target=target, weight=w, grad=grad, dx=dx, both=both, scaled=scaled,
@@ -101,10 +101,10 @@ INTERPRETED_CASES = [
     (60, True, 1),
     (60, False, 0),
     *((n, mean, int(mean == (n < 5000))) for n in (2560, 9000, 2001, 5003) for mean in (True, False)),
-    # 16-bit logits are kept two in a word. (The interpreter has no constants of bf16.)
+    # 16-bit logits, stored two per word. fp16 stands in for bf16, for which the interpreter has no constants.
     (2560, True, 0, "fp16"),
     (5003, False, 0, "fp16"),
-    # More than a program keeps.
+    # Too wide for one program to keep.
     (16392, True, 0, "fp16"),
 ]
 
@@ -113,7 +113,7 @@ INTERPRETED_CASES = [
 def test_kernels_interpreted(case, interpreted):
     n, mean, extras, *x = case
     got = interpreted[case]
-    # What rounding a gradient costs; exponentials keep fewer digits where logits have few.
+    # Rounding of gradients; exponentials of 16-bit logits are computed with fewer digits.
     digits = 2**-10 if x else 0
     options = dict(label_smoothing=0.1, softcap=20.0) if extras else {}
     logits = got["logits"].double().requires_grad_()

@@ -1,4 +1,4 @@
-"""cross_entropy and cross_entropy_: what is written, what is not, and what notices."""
+"""cross_entropy and cross_entropy_: which memory they overwrite, and which errors autograd raises."""
 
 from functools import partial
 
@@ -16,12 +16,12 @@ def test_inputs_are_not_written(device):
 
 
 class Keep:
-    """Ways in which somebody else can see the logits; each returns what must not change."""
+    """Ways to keep a reference to the logits. Each returns the object that must not change."""
 
     def nothing(logits):
         return None
 
-    def a_name(logits):
+    def a_reference(logits):
         return logits
 
     def a_view(logits):
@@ -30,7 +30,7 @@ class Keep:
     def a_detached_view(logits):
         return logits.detach()
 
-    def their_storage(logits):
+    def the_storage(logits):
         return logits.untyped_storage()
 
     def another_graph(logits):
@@ -42,14 +42,14 @@ WAYS = [k for k in vars(Keep) if not k.startswith("_")]
 
 @pytest.mark.parametrize("op", [cross_entropy, with_metrics])
 @pytest.mark.parametrize("way", WAYS)
-def test_only_logits_that_nobody_sees_are_written(way, op, device):
+def test_only_unreferenced_logits_are_overwritten(way, op, device):
     leaf, target, _ = make((4, 64), torch.float32, device)
     logits = leaf * 1
     address, kept = logits.data_ptr(), getattr(Keep, way)(logits)
     out = op(logits, target)
     loss = out[0] if isinstance(out, tuple) else out
     del logits, out
-    # The product's backward hands a gradient on in a new buffer, so its own argument is caught by a hook.
+    # The multiplication's backward makes a new buffer, so a hook records the gradient that it receives.
     seen = []
     loss.grad_fn.next_functions[0][0].register_prehook(lambda grads: seen.append(grads[0].data_ptr()))
     loss.backward(retain_graph=kept is not None and way == "another_graph")
@@ -63,7 +63,7 @@ def test_only_logits_that_nobody_sees_are_written(way, op, device):
         assert torch.equal(kept.detach(), leaf.detach()[-len(kept) :])
 
 
-def test_retained_graph_keeps_the_logits(device):
+def test_a_retained_graph_does_not_overwrite_the_logits(device):
     inputs = make((4, 64), torch.float32, device)
     check_second_backward(lambda x, *rest: cross_entropy(x * 1, *rest), inputs, [torch.ones((), device=device)])
 
@@ -130,11 +130,11 @@ def test_no_memory_beyond_the_logits(op):
     assert seen[0] < 2**18
 
 
-# ---- The overwriting form
+# ---- cross_entropy_
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_logits_become_their_gradient(reduction, device):
+def test_the_gradient_overwrites_the_logits(reduction, device):
     leaf, target, weight = make((5, 48), torch.float32, device, torch.float32)
     expected_loss = cross_entropy(leaf, target, weight, reduction)
     (expected,) = torch.autograd.grad(expected_loss.sum(), leaf)
@@ -147,7 +147,7 @@ def test_logits_become_their_gradient(reduction, device):
     torch.testing.assert_close(grad, expected)
 
 
-def test_inference_mode_notes_that_logits_are_overwritten(device):
+def test_inference_mode_bumps_the_version_of_the_logits(device):
     leaf, target, _ = make((5, 48), torch.float32, device)
     logits = leaf * 1
     square = (logits * logits).sum()
@@ -167,7 +167,7 @@ def test_overwritten_logits_have_no_gradient(device):
         cross_entropy_(leaf, target)
 
 
-def test_changed_gradient_is_noticed(device):
+def test_a_modified_gradient_is_detected(device):
     leaf, target, _ = make((5, 48), torch.float32, device)
     logits = leaf * 1
     loss = cross_entropy_(logits, target)
@@ -177,7 +177,7 @@ def test_changed_gradient_is_noticed(device):
         loss.backward()
 
 
-def test_what_the_producer_saved_is_noticed(device):
+def test_overwriting_a_tensor_saved_by_its_producer_is_detected(device):
     leaf, target, _ = make((5, 48), torch.float32, device)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         cross_entropy_(leaf.exp(), target).backward()
@@ -192,7 +192,7 @@ def test_overwriting_a_view(device):
     assert torch.equal(logits.detach().view(-1, 48), grad)
 
 
-def test_overwriting_twice_backward(device):
+def test_overwriting_and_second_backward(device):
     leaf, target, _ = make((4, 48), torch.float32, device)
     loss = cross_entropy_(leaf * 1, target) * 3
     first = torch.autograd.grad(loss, leaf, retain_graph=True)[0]

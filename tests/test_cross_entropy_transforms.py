@@ -1,4 +1,4 @@
-"""cross_entropy under PyTorch's own checks, torch.compile, export, TorchScript, autocast and CUDA graphs."""
+"""cross_entropy under gradcheck, opcheck, torch.compile, export, TorchScript, autocast and CUDA graphs."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_opcheck(requires_grad, reduction, op, device):
     logits, target, weight = make((4, 16), torch.float32, device, torch.float32)
     logits = logits.detach().requires_grad_(requires_grad)
     if op is cross_entropy_:
-        # A leaf that requires a gradient cannot be written; that of a clone is checked by test_compile.
+        # A leaf that requires a gradient cannot be overwritten; the compile tests cover non-leaf tensors.
         logits = logits.detach()
     options = dict(label_smoothing=0.1)
     torch.library.opcheck(op.default, (logits, target, weight, reduction), options, test_utils=OPCHECKS)
@@ -84,7 +84,7 @@ def test_autocast_follows_pytorch():
     with torch.autocast("cuda", torch.bfloat16):
         ours, theirs = cross_entropy(logits, target, weight), F.cross_entropy(logits, target, weight)
     assert ours.dtype == theirs.dtype == torch.float32
-    # Releases differ in what they round on the way there; the loss of the logits in float32 is what both mean.
+    # Releases of torch round intermediate results differently, so compare with the loss in float32.
     exact = F.cross_entropy(logits.float(), target, weight)
     torch.testing.assert_close(ours, exact)
     torch.testing.assert_close(*(torch.autograd.grad(t, logits)[0] for t in (ours, exact)))
@@ -92,7 +92,7 @@ def test_autocast_follows_pytorch():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [cross_entropy, with_metrics, overwriting])
-def test_nothing_waits_for_the_device_and_a_graph_captures_it(op):
+def test_no_synchronization_and_cuda_graph_capture(op):
     logits, target, weight = make((64, 1000), torch.bfloat16, "cuda", torch.float32)
 
     def step():

@@ -1,4 +1,4 @@
-"""`python -m liger_ops.demo`: two short trainings, a table and a picture."""
+"""`python -m liger_ops.demo`: two short training runs, a table and a plot."""
 
 import argparse
 import subprocess
@@ -16,7 +16,7 @@ def run_demo(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment_of_tree())
 
 
-def test_it_ends_with_a_table_and_a_picture(tmp_path):
+def test_output_ends_with_a_table_and_a_plot(tmp_path):
     picture = tmp_path / "demo.png"
     done = run_demo("--out", picture)
     assert done.returncode == 0, done.stderr
@@ -29,14 +29,14 @@ def test_it_ends_with_a_table_and_a_picture(tmp_path):
     assert lines[-1] == f"picture: {picture}" and "step 8" in done.stderr
 
 
-def test_a_run_that_fails_ends_the_demo(monkeypatch):
+def test_a_failing_run_ends_the_demo(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     arguments = argparse.Namespace(device="cpu", model_size="tiny", compile=False)
     with pytest.raises(SystemExit, match="the run transformers ended with exit code 1"):
         demo.run_in_turns(8, arguments)
 
 
-def test_it_learns_from_the_packages_own_files():
+def test_training_text_comes_from_the_package():
     text = demo.text()
     assert b"It learns byte by byte" in text and b"torch.ops.liger" in text and len(text) > 100_000
     size = demo.SIZES["tiny"]
@@ -45,7 +45,7 @@ def test_it_learns_from_the_packages_own_files():
     assert first[0].shape == (size.batch, size.length) and int(first[0].max()) < 256
 
 
-def test_progress_in_a_log_takes_ten_lines(capsys):
+def test_progress_in_a_log_is_ten_lines(capsys):
     for i in range(1, 61):
         demo.progress(i, 60, f"step {i}")
     assert len(capsys.readouterr().err.splitlines()) == 10

@@ -24,7 +24,7 @@ import liger_ops
 
 embedding = torch.ops.liger.embedding
 CLASSES = 100
-# Of indices: those that ATen takes on CUDA, and those that our kernel takes.
+# Shapes of indices: on CUDA, ATen handles few indices and our kernel handles many.
 FEW, MANY = (3, 7), (5, 1000)
 
 
@@ -36,7 +36,7 @@ def make(shape, n, dtype, device, classes=CLASSES, index_dtype=torch.int64) -> t
 
 
 def check(inputs, grads, *options):
-    """In bf16 eager code on CPU adds up in bf16: the bound is then a loose one, and the test on CUDA the sharp one."""
+    """Eager on CPU accumulates bf16 in bf16, so the tolerance is tight on CUDA only."""
 
     def run(op, dtype=None):
         return gradients(lambda *a: op(*a, *options), [like(t, dtype) for t in inputs], grads)
@@ -55,7 +55,7 @@ def test_sizes(shape, n, dtype, device):
 
 
 @pytest.mark.parametrize("shape, n", [((0,), 8), ((2, 0), 8), (FEW, 0), (MANY, 0)])
-def test_nothing(shape, n, device):
+def test_empty(shape, n, device):
     (input, weight), grads = make(shape, n, torch.float32, device)
     out, dweight = gradients(embedding, [input, weight], grads)
     assert out.shape == (*shape, n) and dweight.shape == weight.shape and not dweight.any()
@@ -65,14 +65,14 @@ def test_nothing(shape, n, device):
 @pytest.mark.parametrize("n", [8, 1023, 1024, 1032, 3584])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("classes", [1, 3, 70_000])
-def test_our_kernel(n, dtype, classes):
-    """A class of all indices, some of thousands, and most of one."""
+def test_kernel_on_cuda(n, dtype, classes):
+    """One class with all indices, a few classes with thousands each, and many with one each."""
     inputs, grads = make((5000,), n, dtype, "cuda", classes)
     liger_ops.reset_launch_counts()
     check(inputs, grads)
     counts = liger_ops.launch_counts()
     assert counts[served_by("cuda")] == 1 and sum(counts.values()) == 1, counts
-    # A compensated sum is off by two roundings of all that was added up, however many rows there are; then it is rounded.
+    # For any number of rows, a compensated sum errs by two roundings of the sum of magnitudes, plus one of the result.
     double = [like(t, torch.float64) for t in inputs]
     exact, added = (gradients(F.embedding, double, g)[1] for g in (grads, [g.abs() for g in grads]))
     ours = gradients(embedding, [like(t) for t in inputs], grads)[1]
@@ -112,7 +112,7 @@ def test_layouts(shape, device):
     check([input, weight], expanded)
 
 
-def test_what_every_operator_promises(device):
+def test_common_operator_checks(device):
     inputs, grads = make(MANY, 24, torch.float32, device)
     check_reads_only(embedding, inputs, grads)
     check_deterministic(embedding, inputs, grads)
@@ -169,7 +169,7 @@ def test_the_module():
         out.sin().sum().backward()
         results.append((out, module.weight.grad))
     assert all(torch.equal(*pair) for pair in zip(*results))
-    # What has no operator.
+    # Options that the operator does not support.
     for options in (dict(max_norm=1.0), dict(scale_grad_by_freq=True), dict(sparse=True)):
         modules = torch.nn.Embedding(10, 4, **options), liger_ops.nn.Embedding(10, 4, **options)
         modules[1].load_state_dict(modules[0].state_dict())
@@ -186,14 +186,14 @@ def test_the_module_scripted():
 
 
 def test_the_module_compiled(device):
-    """PyTorch's own, see liger_ops.nn."""
+    """torch.compile uses PyTorch's embedding, see liger_ops.nn."""
     backend, graphs = count_graphs()
     module, input = liger_ops.nn.Embedding(10, 4, device=device), torch.arange(8, device=device)
     assert torch.equal(torch.compile(module, backend=backend, fullgraph=True)(input), module(input))
     assert not any("liger" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
-# ---- The kernel itself, on CPU tensors
+# ---- The kernel in the interpreter
 
 INTERPRETED = """
 import types, sys, torch, numpy

@@ -1,4 +1,4 @@
-"""The programs in examples/ run, and do what they say."""
+"""The programs in examples/ run and print the results that they document."""
 
 import json
 import re
@@ -33,19 +33,19 @@ def in_processes(count):
 
 
 @pytest.mark.parametrize("processes", [2])
-def test_fsdp_trains_as_without_the_operators(processes):
+def test_fsdp_training_equals_training_without_the_operators(processes):
     launch = [*in_processes(processes), EXAMPLES / "fsdp.py", "--steps", 4]
     ours, plain = (run_example(*launch, *option) for option in ([], ["--plain"]))
     assert "fused_linear_cross_entropy" in ours and "liger_ops" not in plain
     assert len(losses(ours)) == 4 and losses(ours) == pytest.approx(losses(plain), abs=1e-4)
 
 
-def test_examples_say_how_to_run_them():
+def test_examples_document_their_command():
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/{path.name}" in path.read_text().split('"""')[1]
 
 
-# ---- What measures whole models
+# ---- Benchmarks of whole models
 
 
 def test_the_sweep_over_all_models():
@@ -80,6 +80,6 @@ def test_sharded_training_steps(tmp_path):
     assert [(r["grouping"], r["provider"], r.get("head_gathers")) for r in rows] == [
         ("norm_and_head", "hf", 2), ("norm_and_head", "ours", 2), ("head_alone", "hf", 2), ("head_alone", "ours", 1),
     ]  # fmt: skip
-    # bf16 compute, in another order of additions.
+    # Computed in bf16, with another summation order.
     assert all(r["losses"] == pytest.approx(rows[0]["losses"], rel=2**-8) for r in rows)
     assert (tmp_path / "sharded.md").read_text() in out

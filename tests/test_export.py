@@ -20,7 +20,7 @@ def exported(module, row, inputs, strict):
 
 
 def calls(program) -> list[str]:
-    """Our operators in the graph, also where a functional wrapper carries one that writes its argument."""
+    """Our operators in the graph, including in-place ones inside auto_functionalized nodes."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     names = [str(n.args[0] if str(n.target).startswith("auto_functionalized") else n.target) for n in nodes]
     return [name.removeprefix("liger.").removesuffix(".default") for name in names if name.startswith("liger.")]
@@ -64,7 +64,7 @@ def test_an_exported_program_trains(row, strict, device):
 
 
 class ToLoss(torch.nn.Module):
-    """What is differentiated must be one number."""
+    """Reduces all results to a scalar loss."""
 
     def __init__(self, row) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ToLoss(torch.nn.Module):
 
 @cases
 def test_training_graph(row, device):
-    """Forward and backward in one graph: the halves of the operator, and the gradients that eager computes."""
+    """A joint graph calls the private forward and backward operators and computes the gradients of eager."""
     module, inputs = ToLoss(row).to(device), inputs_of(row, 2, 3, device)
     program = _export_forward_backward(export(module, inputs))
     assert len(calls(program)) >= 2
@@ -105,7 +105,7 @@ print("loaded", {count})
 """
 
 
-def test_saved_programs_load_in_a_fresh_process(tmp_path, device):
+def test_saved_programs_load_in_a_new_process(tmp_path, device):
     for number, row in enumerate(ROWS):
         module = Call(row).to(device).requires_grad_(False)
         program = exported(module, row, inputs_of(row, 2, 3, device), strict=False)

@@ -1,4 +1,4 @@
-"""torch.func over every operator: vmap, gradients by example, and clear errors for derivatives that do not exist."""
+"""torch.func on every operator: vmap, per-sample gradients, and clear errors for unsupported derivatives."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from liger_ops.reference import operators
 
 cases = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 EXAMPLES = 3
-# Without in-place ops, which vmap cannot apply to what it does not batch.
+# Without in-place ops: vmap cannot apply them to unbatched tensors.
 batched_cases = pytest.mark.parametrize(
     "row", [r for r in ROWS if not r.op.endswith("_")], ids=[n for n, r in zip(NAMES, ROWS) if not r.op.endswith("_")]
 )
@@ -20,7 +20,7 @@ batched_cases = pytest.mark.parametrize(
 
 def close(ours, theirs) -> None:
     for a, b in zip(outputs(ours), outputs(theirs), strict=True):
-        # Matrix products of a batch add up in another order: what cancels keeps the rounding of what was largest.
+        # Batched GEMMs sum in another order; where terms cancel, the rounding error of the largest term remains.
         torch.testing.assert_close(a, b, rtol=1.3e-6, atol=max(1e-5, 1e-6 * float(b.abs().max())))
 
 
@@ -43,7 +43,7 @@ def test_vmap(row, in_dim, device):
 
 
 @batched_cases
-def test_vmap_over_the_first_input_alone(row, device):
+def test_vmap_over_the_first_input_only(row, device):
     module = Call(row).to(device)
     (first, *_), alone = batch_of(row, device)
     rest = alone[0][1:]
@@ -51,7 +51,7 @@ def test_vmap_over_the_first_input_alone(row, device):
     close(ours, stacked([module(inputs[0], *rest) for inputs in alone]))
 
 
-def test_rules_take_one_call(device):
+def test_batching_rules_make_one_call(device):
     of_rows = {name for name, operator in operators().items() if operator.rows}
     ruled = [row for row in ROWS if row.op in of_rows]
     assert {row.op for row in ruled} == of_rows
@@ -63,19 +63,19 @@ def test_rules_take_one_call(device):
         assert calls <= 2, row.op
 
 
-def test_parameters_may_differ_by_example(device):
+def test_batched_parameters(device):
     x, w, b = (torch.randn(EXAMPLES, *shape, device=device) for shape in ((4, 8), (8,), (8,)))
     ours = vmap(torch.ops.liger.layer_norm)(x, w, b)
     close(ours, torch.stack([torch.ops.liger.layer_norm(*one) for one in zip(x, w, b)]))
 
 
-def test_the_batch_is_no_row(device):
+def test_scalar_samples_are_refused(device):
     with pytest.raises(RuntimeError, match="rms_norm: x must have at least one dimension"):
         vmap(torch.ops.liger.rms_norm)(torch.randn(EXAMPLES, device=device))
 
 
 def weighted(module):
-    """A number that depends on every differentiable result, and on none linearly."""
+    """A scalar loss that depends nonlinearly on every differentiable result."""
 
     def loss(parameters, *inputs):
         result = outputs(functional_call(module, parameters, inputs))
@@ -87,14 +87,14 @@ def weighted(module):
 
 @batched_cases
 @pytest.mark.parametrize("in_dim", [0, 1])
-def test_gradients_by_example(row, in_dim, device):
+def test_per_sample_gradients(row, in_dim, device):
     module = Call(row).to(device)
     parameters = {k: v.detach() for k, v in module.named_parameters()}
     together, alone = batch_of(row, device, in_dim)
     differentiable = tuple(i + 1 for i, t in enumerate(together) if t.is_floating_point())[:1]
     gradient = grad(weighted(module), argnums=(0, *differentiable))
     with warnings.catch_warnings():
-        # That backward runs once an example.
+        # The warning says that backward runs once per sample.
         warnings.filterwarnings("ignore", "There is a performance drop")
         of_parameters, *of_input = vmap(gradient, in_dims=(None, *[in_dim] * len(together)))(parameters, *together)
     one_by_one = [gradient(parameters, *inputs) for inputs in alone]
@@ -106,7 +106,7 @@ def test_gradients_by_example(row, in_dim, device):
 
 @cases
 def test_batched_gradients(row, device):
-    """As jacobian(vectorize=True) asks for them: gradients hide a dimension, and tensors that look free are not."""
+    """jacobian(vectorize=True) batches incoming gradients. Backward must not overwrite such tensors."""
     module = Call(row).to(device)
     inputs = inputs_of(row, 2, 5, device, requires_grad=True)
     wanted = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
@@ -133,7 +133,7 @@ def test_jacobian(device):
 def test_second_derivatives_are_refused(row, device):
     module = Call(row).to(device)
     parameters, inputs = dict(module.named_parameters()), inputs_of(row, 1, 2, device)
-    # Where no input is differentiable: the parameters.
+    # If no input is differentiable, differentiates the parameters.
     first = next((i + 1 for i, t in enumerate(inputs) if t.is_floating_point()), 0)
     gradient = grad(weighted(module), argnums=first)
     with pytest.raises(
@@ -165,7 +165,7 @@ def test_forward_mode_is_refused(row, device):
         jvp(function, values, values)
 
 
-def test_every_private_half_refuses_to_be_differentiated():
+def test_private_operators_refuse_differentiation():
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("liger::_")]
     schemas = {n: torch._C._get_schema(n, "") for n in names}
     with_tensors = [n for n, s in schemas.items() if any("Tensor" in str(a.type) for a in s.arguments)]

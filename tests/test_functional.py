@@ -1,4 +1,4 @@
-"""liger_ops.functional: its examples, its defaults beside the operators', and what it adds of its own."""
+"""liger_ops.functional: its examples, its agreement with the operator schemas, and its additional functions."""
 
 import doctest
 import inspect
@@ -30,13 +30,13 @@ def test_every_function_is_documented_and_typed(name):
 
 
 @pytest.mark.parametrize("name", operators())
-def test_the_declaration_is_the_schema(name):
+def test_the_declaration_matches_the_schema(name):
     declared = torch._C.parse_schema(f"liger::{reference.operators()[name].schema}")
     assert str(declared) == str(getattr(torch.ops.liger, name).default._schema)
 
 
 def arguments_of(function):
-    """A value for each, unlike any other."""
+    """A distinct value for each parameter."""
     return {p: [object()] if p == "mrope_section" else object() for p in inspect.signature(function).parameters}
 
 
@@ -63,7 +63,7 @@ def test_every_operator_is_declared_and_public():
     assert set(operators()) < set(functional.__all__)
 
 
-def test_type_checkers_know_the_same_names():
+def test_the_type_stub_declares_the_public_names():
     stub = Path(functional.__file__).parent / declarations.STUB
     assert stub.read_text() == declarations.stub()
     scope: dict = {}
@@ -93,7 +93,7 @@ def test_functions_compile_and_can_be_scripted_and_pickled():
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-def test_rotary_takes_both_layouts(unsqueeze_dim, device):
+def test_rotary_accepts_both_layouts(unsqueeze_dim, device):
     shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
     q, k = (torch.randn(shape, device=device) for _ in range(2))
     angles = torch.randn(2, 5, 4, device=device).repeat(1, 1, 2)
@@ -113,7 +113,7 @@ def test_rotary_names_a_wrong_layout():
         functional.apply_rotary_pos_emb(q, q, q[0], q[0], unsqueeze_dim=3)
 
 
-def test_heads_are_one_loss_each(device):
+def test_each_head_has_its_own_loss(device):
     x, heads = torch.randn(2, 5, 8, device=device), [torch.randn(v, 8, device=device) for v in (11, 7)]
     targets = torch.randint(7, (2, 2, 5), device=device)
     losses = functional.fused_linear_cross_entropy_heads(x, heads, targets, reduction="none", softcap=5.0)
@@ -124,7 +124,7 @@ def test_heads_are_one_loss_each(device):
         functional.fused_linear_cross_entropy_heads(x, heads, targets[:1])
 
 
-def test_plan_is_what_the_operator_plans():
+def test_plan_equals_the_operators_plan():
     from liger_ops.functional import fused_linear_cross_entropy_plan as plan
 
     ours = plan(1000, 64, 5000, torch.float32, bias_grad=True, memory_budget=1 << 20)

@@ -1,4 +1,4 @@
-"""fused_add_rms_norm: torch.ops.liger.fused_add_rms_norm against the addition and the formula in fp64."""
+"""fused_add_rms_norm: torch.ops.liger.fused_add_rms_norm against addition and RMSNorm in fp64."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from support import (
     check_script,
     check_second_backward,
     equal,
-    more_than_few_rows,
+    more_rows_than_any_limit,
     path_taken,
     sizes_around_tiles,
 )
@@ -35,14 +35,14 @@ def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None, *option
 
 
 def make(shape, dtype, device, weight_dtype=None, needs_grad=(True, True, True), with_weight=True):
-    torch.manual_seed(0)  # a comparison of rounding errors must not depend on which tests ran before
+    torch.manual_seed(0)  # compared rounding errors must not depend on which tests ran before
     x, residual = (torch.randn(shape, dtype=dtype, device=device).requires_grad_(needed) for needed in needs_grad[:2])
     weight = torch.randn(shape[-1], dtype=weight_dtype or dtype, device=device).requires_grad_(needs_grad[2])
     grads = [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
     return [x, residual, weight if with_weight else None], grads
 
 
-# Both sides of every tile boundary, sizes of real models, and widths that only the unaligned configs take.
+# Both sides of every tile boundary, model widths, and widths that only unaligned configs serve.
 SIZES = sorted({1, 7, 33, 72, 130, 576, 1000, 3584, 11008, 40001, *sizes_around_tiles("rms_norm_fwd", "rms_norm_bwd")})
 
 
@@ -57,14 +57,14 @@ def test_sizes(n, dtype, device):
 @pytest.mark.parametrize("n", sizes_around_tiles("rms_norm_fwd", "rms_norm_bwd"))
 @pytest.mark.parametrize("dtype,parameter_dtype", ROWS_AND_PARAMETERS, ids=str)
 def test_many_rows(n, dtype, parameter_dtype):
-    """Few rows have launch shapes of their own."""
-    rows = more_than_few_rows("rms_norm_fwd", "rms_norm_bwd")
+    """The other tests have few rows, for which there are separate configs."""
+    rows = more_rows_than_any_limit("rms_norm_fwd", "rms_norm_bwd")
     inputs, grads = make((rows, n), dtype, "cuda", parameter_dtype)
     check_op(fused, reference, inputs, grads, "cuda")
 
 
 @pytest.mark.parametrize("n", [100_000, 262_144])
-def test_rows_wider_than_any_register_file(n, device):
+def test_rows_wider_than_the_register_file(n, device):
     inputs, grads = make((3, n), torch.bfloat16, device)
     check_op(fused, reference, inputs, grads, device)
 
@@ -72,7 +72,7 @@ def test_rows_wider_than_any_register_file(n, device):
 @pytest.mark.parametrize("n", [7, 64, 130, 4096, 40_001])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_s_is_the_sum_with_the_rounding_of_an_addition(n, dtype, requires_grad, device):
+def test_s_equals_torchs_addition(n, dtype, requires_grad, device):
     (x, residual, weight), _ = make((5, n), dtype, device, needs_grad=(requires_grad,) * 3)
     with path_taken(device):
         _, s = fused(x, residual, weight)
@@ -95,7 +95,7 @@ def test_options(dtype, weight_dtype, offset, casting_mode, eps, device):
 @pytest.mark.parametrize("needs_weight", [True, False])
 @pytest.mark.parametrize("with_weight", [True, False])
 @pytest.mark.parametrize("n", [160, 131])
-def test_only_the_gradients_that_are_needed(needs_x, needs_residual, needs_weight, with_weight, n, device):
+def test_only_required_gradients(needs_x, needs_residual, needs_weight, with_weight, n, device):
     inputs, grads = make((6, n), torch.float32, device, None, (needs_x, needs_residual, needs_weight), with_weight)
     check_op(fused, reference, inputs, grads, device)
 
@@ -103,32 +103,32 @@ def test_only_the_gradients_that_are_needed(needs_x, needs_residual, needs_weigh
 @pytest.mark.parametrize("used", ["y", "s"])
 @pytest.mark.parametrize("with_weight", [True, False])
 def test_one_output_unused(used, with_weight, device):
-    # An unused y leaves the weight without a gradient, as in eager: see below.
+    # If y is unused, the weight has no gradient, as in eager (tested below).
     inputs, grads = make((6, 160), torch.float32, device, needs_grad=(True, True, used == "y"), with_weight=with_weight)
     which = "ys".index(used)
     check_op(lambda *a: fused(*a)[which], lambda *a: reference(*a)[which], inputs, grads[which:], device)
 
 
-def test_s_has_a_gradient_only_where_an_addend_has(device):
+def test_s_requires_grad_only_if_an_addend_does(device):
     inputs, _ = make((6, 160), torch.float32, device, needs_grad=(False, False, True))
     y, s = fused(*inputs)
     assert y.requires_grad and not s.requires_grad
 
 
-def test_the_weight_has_no_gradient_where_y_is_unused(device):
+def test_the_weight_has_no_gradient_if_y_is_unused(device):
     inputs, (_, ds) = make((6, 160), torch.float32, device)
     dx, dresidual, dweight = torch.autograd.grad(fused(*inputs)[1], inputs, ds, allow_unused=True)
     assert torch.equal(dx, ds) and torch.equal(dresidual, ds) and dweight is None
 
 
-def test_both_outputs_from_one_gradient(device):
-    """y and s added up: one tensor arrives as the gradient of both."""
+def test_both_outputs_receive_the_same_gradient(device):
+    """The backward of y + s passes the same gradient tensor to both."""
     inputs, grads = make((6, 160), torch.float32, device)
     check_op(lambda *a: sum(fused(*a)), lambda *a: sum(reference(*a)), inputs, grads[:1], device)
 
 
 def test_a_chain_of_residuals(device):
-    """As in a model: s goes on to the next norm, so that its gradient comes from two places."""
+    """As in a model, s is also the residual of the next norm, so its gradient has two sources."""
     inputs, grads = make((6, 160), torch.bfloat16, device)
 
     def chain(op):
@@ -164,7 +164,7 @@ def test_layouts_of_the_gradients(layout, x_layout, device):
         check_op(fused, reference, [x, residual, weight], changed, device)
 
 
-def test_a_dense_layout_is_kept(device):
+def test_dense_strides_are_preserved(device):
     x, residual = (torch.randn(2, 6, 4, 64, device=device).transpose(1, 2) for _ in range(2))
     y, s = fused(x, residual)
     assert y.stride() == s.stride() == x.stride()
@@ -268,8 +268,8 @@ def test_script(device, tmp_path):
     check_script(Module().to(device), calls, tmp_path / "module.pt")
 
 
-def test_a_gradient_of_the_sum_alone_is_handed_on(device):
-    """Nothing is computed of it: it stays the caller's, and has whatever derivatives it had."""
+def test_a_gradient_of_s_alone_is_passed_through(device):
+    """It is returned unchanged: it remains the caller's tensor and stays differentiable."""
     x, residual, other = (torch.randn(4, 64, device=device, requires_grad=True) for _ in range(3))
     s, given = fused(x, residual)[1], torch.ones(4, 64, device=device)
     s.backward(given, create_graph=True)
@@ -280,7 +280,7 @@ def test_a_gradient_of_the_sum_alone_is_handed_on(device):
     assert all(torch.equal(t, torch.full_like(t, 4)) for t in second)
 
 
-def test_autocast_on_cpu_adds_in_the_wider_type():
+def test_autocast_on_cpu_adds_in_the_wider_dtype():
     x, residual, weight = torch.randn(4, 64).bfloat16(), torch.randn(4, 64), torch.randn(64).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         y, s = fused(x, residual, weight)
@@ -305,7 +305,7 @@ def test_autocast_follows_rms_norm():
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_more_than_2_to_the_31_elements():
     n = 4096
     x = torch.randn(2**31 // n + 5, n, device="cuda", dtype=torch.bfloat16)
     residual, weight = torch.randn_like(x), torch.randn(n, device="cuda", dtype=torch.bfloat16)

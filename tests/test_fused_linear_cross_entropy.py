@@ -1,4 +1,4 @@
-"""fused_linear_cross_entropy and its forms with metrics and log-probabilities against the same in fp64."""
+"""fused_linear_cross_entropy and its variants with metrics and log-probabilities against fp64."""
 
 import math
 from functools import partial
@@ -81,7 +81,7 @@ def test_targets(ignore_index, target_dtype, device):
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_target_at_all(reduction, dtype, device):
+def test_all_targets_ignored(reduction, dtype, device):
     x, weight, target, bias = make(6, 16, 40, dtype, device, bias=True, ignored=1.0)
     loss = flce(x, weight, target, bias, None, reduction)
     assert loss.isnan().all() if reduction == "mean" else not loss.any()
@@ -112,9 +112,9 @@ def test_one_token_without_leading_dimension(device):
 @pytest.mark.parametrize("chunks", [2, 4, 16])
 @pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_as_accurate_as_one_product(bias, confident, chunks, dtype, device):
-    """However many chunks it is the sum of. Also where most is predicted well and little gradient is left: it tells
-    logits that were rounded before their bias was added from those that were rounded once."""
+def test_chunked_gradients_are_as_accurate_as_one_gemm(bias, confident, chunks, dtype, device):
+    """Accuracy does not depend on the number of chunks. Confident predictions leave small gradients, which would show
+    logits that were rounded before the bias was added."""
     x, weight, target, _ = inputs = make(2048, 64, 2000, dtype, device, bias=bias, ignored=0.0)
     wanted = INPUT | WEIGHT | (BIAS if bias else 0)
     if confident:
@@ -132,7 +132,7 @@ def test_gradients_are_as_accurate_as_one_product(bias, confident, chunks, dtype
 
 
 def test_small_gradients_survive_fp16(device):
-    """A mean over many tokens divides by a number that fp16's range does not hold together with a probability."""
+    """A small probability divided by the number of tokens underflows in fp16."""
     x, weight, target, _ = inputs = make(4096, 16, 4000, torch.float16, device, ignored=0.0)
     ours = gradients(flce, inputs, [torch.tensor(4096.0, device=device)])
     oracle = gradients(reference, [like(t, torch.float64) for t in inputs], [torch.tensor(4096.0, device=device)])
@@ -144,7 +144,7 @@ def test_small_gradients_survive_fp16(device):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias", "x weight", "x bias", "weight bias", ""])
-def test_only_wanted_gradients(wanted, dtype, reduction, device):
+def test_only_required_gradients(wanted, dtype, reduction, device):
     x, weight, target, bias = inputs = make(60, 16, 100, dtype, device, bias=True)
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
         t.requires_grad_(name in wanted.split())
@@ -192,7 +192,7 @@ cross_entropy_with_metrics = torch.ops.liger.cross_entropy_with_metrics
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_metrics_are_those_of_cross_entropy(reduction, options, device):
+def test_metrics_equal_those_of_cross_entropy(reduction, options, device):
     x, weight, target, bias = make((3, 20), 32, 1000, torch.float32, device, bias=True)
     arguments = dict(OPTIONS[options], reduction=reduction)
     ours = with_metrics(x, weight, target, bias, **arguments, memory_budget=budget_for(3, (x, weight), 31))
@@ -211,7 +211,7 @@ def test_metrics_are_those_of_cross_entropy(reduction, options, device):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("classes", [2560, 5003, 9001, 20000, 70001])
 def test_predictions_over_many_classes(classes, reduction, dtype, device):
-    """Two of the largest logits are equal, wherever a program keeps them; the first is what is predicted."""
+    """The largest logit occurs twice, at varying positions; the first occurrence is predicted."""
     x = torch.zeros(6, 16, device=device, dtype=dtype).fill_diagonal_(1).requires_grad_()
     weight = torch.zeros(classes, 16, device=device, dtype=dtype)
     places = [
@@ -266,11 +266,11 @@ def test_log_probs_and_entropy(reduction, classes, softcap, device):
     torch.testing.assert_close(mine, theirs)
 
 
-# ---- CUDA alone
+# ---- CUDA only
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_logits():
+def test_more_than_2_to_the_31_logits():
     x, weight, target, _ = inputs = make(16400, 64, 131200, torch.bfloat16, "cuda")
     ours = gradients(partial(flce, memory_budget=6 << 30), inputs, [torch.ones((), device="cuda")])
     small = gradients(partial(flce, memory_budget=1 << 30), inputs, [torch.ones((), device="cuda")])

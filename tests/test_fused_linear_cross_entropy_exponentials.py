@@ -1,4 +1,4 @@
-"""Chunks whose logits nobody reads: bf16, large GEMMs, compute capability 9.0."""
+"""The logits-free path of fused_linear_cross_entropy: bf16, large GEMMs, compute capability 9.0."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from support import gradients, interpret, output_of, path_taken
 import liger_ops
 
 
-def exponentials_made():
+def exponential_launches():
     return sum(json.loads(torch.ops.liger._status())["kernels"]["fused_linear_cross_entropy_exp_logits"]["launches"])
 
 
@@ -24,12 +24,12 @@ def has_exponentials():
 
 
 def check_exponentials(inputs, chunks=1, **options):
-    """check(), and that it ran where it should: two launches a chunk, of which the second finds nothing to do."""
+    """check(), and the number of launches: two per chunk, of which the second usually has nothing to recompute."""
     budget = budget_for(chunks, inputs) if chunks else None
     x, weight = inputs[:2]
     check(inputs, "cuda", memory_budget=budget, **options)
-    made = plan(x.numel() // x.shape[-1], x.shape[-1], len(weight), x.dtype, INPUT | WEIGHT, budget)[1]
-    assert made == (chunks or 1) and exponentials_made() == 2 * made * has_exponentials()
+    planned = plan(x.numel() // x.shape[-1], x.shape[-1], len(weight), x.dtype, INPUT | WEIGHT, budget)[1]
+    assert planned == (chunks or 1) and exponential_launches() == 2 * planned * has_exponentials()
 
 
 @pytest.mark.gpu
@@ -38,11 +38,11 @@ def check_exponentials(inputs, chunks=1, **options):
     [
         (2048, 512, 32768, 1),
         (2048, 512, 32768, 2),
-        # Tiles that rows, classes and sums over hidden do not fill.
+        # Partial tiles in rows, classes and hidden.
         (2500, 520, 33001, 1),
         (2500, 520, 33001, 2),
         (765, 1024, 65600, 1),
-        # More sums than a row of the input's gradient has room for: without a budget.
+        # More row sums than fit into the input's gradient. No budget.
         (8192, 64, 70001, None),
     ],
 )
@@ -51,11 +51,11 @@ def test_exponentials(tokens, hidden, classes, chunks):
 
 
 @pytest.mark.gpu
-def test_a_budget_is_kept_where_sums_have_no_room():
+def test_a_budget_without_room_for_row_sums_is_kept():
     inputs = make(2048, 512, 65536, torch.bfloat16, "cuda")
     with path_taken("cuda"):
         flce(*inputs, memory_budget=budget_for(1, inputs))
-    assert exponentials_made() == 0
+    assert exponential_launches() == 0
 
 
 @pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_a_budget_is_kept_where_sums_have_no_room():
         "leading dimensions", "part of wider rows", "confident",
     ],
 )  # fmt: skip
-def test_exponentials_of_all_kinds(case):
+def test_exponentials_with_options(case):
     x, weight, target, _ = make((4, 500), 512, 49152, torch.bfloat16, "cuda")
     options = {}
     if case == "sum":
@@ -94,8 +94,8 @@ def test_exponentials_of_all_kinds(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [30, 1000])
-def test_exponentials_beyond_the_range_of_numbers(scale):
-    """Losses of some hundred, where exp(x_j - x_y) has no number: rows of a few tiles, then all."""
+def test_exponentials_that_overflow(scale):
+    """Losses of some hundred, where exp(x_j - x_y) overflows: in ten rows, then in all."""
     x, weight, target, _ = make(1500, 512, 49152, torch.bfloat16, "cuda", ignored=0.1)
     for rows in (slice(300, 310), slice(None)):
         with torch.no_grad():
@@ -107,8 +107,8 @@ def test_exponentials_beyond_the_range_of_numbers(scale):
 
 
 @pytest.mark.gpu
-def test_exponentials_of_rows_that_have_none():
-    """A row of NaN and one whose target is out of range say so; a row that is ignored stays out of its gradient."""
+def test_exponentials_of_nan_and_ignored_rows():
+    """NaN in a row or a target out of range gives a NaN loss. An ignored row with NaN has a zero gradient."""
     x, weight, target, _ = make(1200, 512, 65536, torch.bfloat16, "cuda", ignored=0)
     target[7], target[9] = 65536, -100
     with torch.no_grad():
@@ -124,30 +124,30 @@ def test_exponentials_of_rows_that_have_none():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", ["input", "weight", "nothing"])
-def test_exponentials_are_made_where_the_input_wants_a_gradient_or_nothing_does(wanted):
+def test_exponentials_need_an_input_gradient_or_no_gradient(wanted):
     x, weight, target, _ = make(2048, 512, 65536, torch.bfloat16, "cuda")
     x.requires_grad_(wanted == "input"), weight.requires_grad_(wanted == "weight")
     liger_ops.reset_launch_counts()
     loss = flce(x, weight, target)
-    assert exponentials_made() == 2 * (wanted != "weight" and has_exponentials())
+    assert exponential_launches() == 2 * (wanted != "weight" and has_exponentials())
     if wanted != "nothing":
         whole = [t.detach().requires_grad_() for t in (x, weight)]
         expected = torch.autograd.grad(flce(*whole, target), whole)[wanted == "weight"]
         loss.backward()
         error = torch.linalg.vector_norm((weight.grad if wanted == "weight" else x.grad) - expected)
-        # One of the two may have rounded logits.
+        # One of the two paths may round logits.
         assert error <= torch.finfo(torch.bfloat16).eps * torch.linalg.vector_norm(expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("hidden, chunks", [(512, 1), (520, 3), (2048, None)])
-def test_exponentials_of_a_loss_alone(hidden, chunks, reduction):
-    """In the memory of the plan, which is that of the pass over logits and a hundredth."""
+def test_exponentials_without_gradients(hidden, chunks, reduction):
+    """Peak memory stays within the plan."""
     x, weight, target, _ = inputs = make(1500, hidden, 65600, torch.bfloat16, "cuda")
     x.requires_grad_(False), weight.requires_grad_(False)
     budget = budget_for(chunks, inputs, 0) if chunks else None
-    _, made, workspace, _ = plan(len(x), hidden, len(weight), x.dtype, 0, budget)
+    _, planned, workspace, _ = plan(len(x), hidden, len(weight), x.dtype, 0, budget)
     options = dict(
         reduction=reduction, logits_scale=0.7, token_weight=torch.rand(len(x), device="cuda"), lse_square_scale=1e-3
     )
@@ -155,7 +155,7 @@ def test_exponentials_of_a_loss_alone(hidden, chunks, reduction):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = flce(x, weight, target, memory_budget=budget, **options)
-    assert exponentials_made() == 2 * made * has_exponentials()
+    assert exponential_launches() == 2 * planned * has_exponentials()
     assert torch.cuda.max_memory_allocated() - before <= 1.05 * workspace
     expected = reference(x.double(), weight.double(), target, **options)
     bound = torch.finfo(torch.float32).eps * float((x.abs().double() @ weight.abs().double().T).max())
@@ -177,7 +177,7 @@ print(sum(launches))
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["switched off", "not in the pack"])
 def test_without_exponentials(case, tmp_path):
-    """The same loss in another way: on demand, and where the kernel is missing."""
+    """The path over logits gives the same loss, if requested and if the kernel is missing."""
     inputs = make(2048, 512, 49152, torch.bfloat16, "cuda")[:3]
     path = str(tmp_path / "inputs.pt")
     torch.save([t.detach() for t in inputs], path)
@@ -189,7 +189,7 @@ def test_without_exponentials(case, tmp_path):
     assert int(output_of(LARGE_LOSS.format(path=path), **env)) == 0
     expected = gradients(flce, inputs, [torch.ones((), device="cuda")])
     for there, here in zip(torch.load(path + ".out"), expected):
-        # There logits are rounded.
+        # That path rounds logits.
         assert torch.linalg.vector_norm(there - here) <= torch.finfo(torch.bfloat16).eps * torch.linalg.vector_norm(
             here
         )
@@ -214,7 +214,7 @@ def test_exponentials_are_deterministic_and_captured(chunks):
     check_replays(step, expected)
 
 
-# ---- The kernels themselves, on CPU tensors
+# ---- The kernels in the interpreter
 
 
 EXPONENTIALS = """
@@ -233,7 +233,7 @@ def in_order(numbers):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 def exponentials(e, sums, x, weight, base, classes, highest, raised, scale):
-    # What the product in PTX does, launched twice.
+    # Emulates the GEMM that is written in PTX, launched twice.
     rows, n = len(x), len(weight)
     for again in (False, True):
         flagged = highest != UNKNOWN
@@ -274,7 +274,7 @@ def run(path, rows, n, columns, words, takes, arrives, extras, large):
     raised = torch.full((1 + -(-rows // 256),), 9, dtype=torch.int32)
     e, tiles = torch.full((rows, n + 3), float("nan")), -(-n // TILE)
     weighed = torch.full((rows, columns), float("nan"))
-    # Where they fit, and the row's program has read them before it writes.
+    # Row sums share memory with the output: each program reads its row's sums before it writes.
     sums = weighed[:, :tiles]
 
     def launch(name, *args):
@@ -283,7 +283,7 @@ def run(path, rows, n, columns, words, takes, arrives, extras, large):
 
     launch("true_logits", base, classes, highest, raised, x, weight, packed, n, columns, columns, columns, words, -100, scale)
     exponentials(e, sums, x, weight, base, classes, highest, raised, scale)
-    # A loss without gradients: sums have memory of their own.
+    # A loss without gradients: sums have their own memory.
     alone, nothing = torch.full((rows,), float("nan")), torch.empty(1)
     launch("weigh", alone, nothing, factor, taken, nothing, e.clone(), x, sums.clone(), base, classes, highest,
            class_weight, grad, totals, columns, tiles, tiles, e.stride(0), columns, 1, z_scale, HAS_WEIGHT * extras | ADD_Z_LOSS)
@@ -317,7 +317,7 @@ def exponentials_interpreted(tmp_path_factory):
 
 @pytest.mark.parametrize("case", EXPONENTIALS_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_exponentials_interpreted(case, exponentials_interpreted):
-    """Losses and gradients from exponentials and their sums, by the kernels around the product that makes these."""
+    """Runs the kernels around the GEMM: they compute losses and gradients from exponentials and their sums."""
     *_, arrives, extras, large = case
     got = exponentials_interpreted[case]
     x, weight = (got[name].double().requires_grad_() for name in ("x", "weight"))
@@ -330,8 +330,8 @@ def test_exponentials_interpreted(case, exponentials_interpreted):
     loss = F.cross_entropy(logits, target, of_class, reduction="none")
     z_loss = torch.where(target == -100, 0, 1e-3 * extras * logits.logsumexp(1) ** 2)
     (loss * arriving / 7 + z_loss * arriving / 5).sum().backward()
-    # Losses have the absolute error of the logits, and exponentials have it relative to them. Logits are sums in fp32,
-    # which round by as much as their terms are large.
+    # The absolute error of logits is the absolute error of losses and the relative error of exponentials. Logits are
+    # fp32 sums, whose rounding error grows with the magnitude of the terms.
     with torch.no_grad():
         allowed = torch.finfo(torch.float32).eps * float((x.abs() @ weight.abs().T).max())
         steepest = 1 + 2e-3 * float(logits.logsumexp(1).abs().max())

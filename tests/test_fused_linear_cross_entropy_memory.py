@@ -1,4 +1,4 @@
-"""fused_linear_cross_entropy: what it allocates, what it writes, and what PyTorch's transforms make of it."""
+"""fused_linear_cross_entropy: memory use, in-place writes, and PyTorch's transforms."""
 
 import math
 from functools import partial
@@ -30,14 +30,14 @@ def test_plan_keeps_the_budget(dtype):
             assert chunk * chunks >= tokens > chunk * (chunks - 1)
             assert workspace <= (budget or 1300 << 20)
             assert grads == (tokens + classes) * hidden * dtype.itemsize
-    # The paper's shape at its default: one product each.
+    # This shape needs one chunk by default.
     assert plan(4096, 4096, 128256, torch.bfloat16, INPUT | WEIGHT, None)[:2] == (4096, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mib", [None, 256, 64])
 @pytest.mark.parametrize("needs", ["both", "input", "nothing"])
-def test_peak_memory_is_what_the_plan_says(needs, mib):
+def test_peak_memory_matches_the_plan(needs, mib):
     tokens, hidden, classes = 4096, 1024, 128256
     x, weight, target, _ = make(tokens, hidden, classes, torch.bfloat16, "cuda")
     x.requires_grad_(needs != "nothing")
@@ -50,7 +50,7 @@ def test_peak_memory_is_what_the_plan_says(needs, mib):
         loss = flce(x, weight, target, memory_budget=budget)
         return torch.autograd.grad(loss, [t for t in (x, weight) if t.requires_grad]) if wanted else loss
 
-    step()  # the workspace of cuBLAS is made once and stays
+    step()  # allocates the workspace of cuBLAS
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -59,7 +59,7 @@ def test_peak_memory_is_what_the_plan_says(needs, mib):
     assert kept is not None and peak == pytest.approx(workspace + grads, rel=0.05)
 
 
-def test_what_arrives_scales_the_gradients(device):
+def test_the_upstream_gradient_scales_the_gradients(device):
     x, weight, target, _ = make(50, 16, 40, torch.float32, device)
     ones = torch.autograd.grad(flce(x, weight, target), (x, weight))
     halves = torch.autograd.grad(flce(x, weight, target), (x, weight), torch.tensor(-0.5, device=device))
@@ -93,7 +93,7 @@ def test_forward_mode_is_refused(name):
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), ()])
 def test_no_hidden_columns(shape, device):
-    """Logits of nothing are all alike."""
+    """Without hidden columns, all logits are zero."""
     x, weight = (torch.zeros(*s, 0, device=device, requires_grad=True) for s in (shape, (5,)))
     loss = flce(x, weight, torch.zeros(shape, dtype=torch.long, device=device))
     torch.testing.assert_close(loss, torch.tensor(math.log(5.0), device=device))
@@ -198,7 +198,7 @@ def test_meta(reduction):
 
 
 def test_autocast(device):
-    """Under autocast the product runs in the low precision, whatever the parameters' dtype, and they keep theirs."""
+    """Autocast runs the GEMM in low precision; gradients keep the dtypes of the parameters."""
     x, weight, target, bias = make(50, 16, 40, torch.float32, device, bias=True)
     with torch.autocast(device, torch.bfloat16):
         loss = flce(x.to(torch.bfloat16), weight, target, bias)

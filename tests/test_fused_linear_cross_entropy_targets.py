@@ -1,4 +1,4 @@
-"""The order of targets in fused_linear_cross_entropy, by which gradients of classes are added up."""
+"""fused_linear_cross_entropy orders tokens by target, to accumulate the gradients of each class."""
 
 from functools import partial
 
@@ -7,10 +7,10 @@ import torch
 from linear_losses import INPUT, WEIGHT, budget_for, check, check_replays, flce, make, plan
 from support import equal, gradients
 
-# ---- CUDA alone
+# ---- CUDA only
 
 
-# Targets are ordered by comparing all pairs up to 16384 tokens, and sorted beyond.
+# Up to 16384 tokens, all pairs of targets are compared; more are sorted.
 TOKENS_TO_ORDER = [200, 8200, 16400]
 
 
@@ -29,13 +29,13 @@ def test_targets_are_ordered(tokens, target_dtype):
 @pytest.mark.parametrize("tokens", TOKENS_TO_ORDER)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_nothing_waits_for_the_device_and_a_graph_captures_it(dtype, reduction, tokens):
+def test_no_synchronization_and_cuda_graph_capture(dtype, reduction, tokens):
     inputs = make(tokens, 64, 1000, dtype, "cuda")[:3]
     call = partial(flce, reduction=reduction, memory_budget=budget_for(6, inputs))
     grad = torch.ones((tokens,) if reduction == "none" else (), device="cuda") * 3
 
     def step():
-        # No graph outlives a step: autograd would tie the next to the stream of this one.
+        # Detach: a live autograd graph would tie the next step to this step's stream.
         return [t.detach() for t in gradients(call, inputs, [grad])]
 
     expected = step()
@@ -52,7 +52,7 @@ def test_nothing_waits_for_the_device_and_a_graph_captures_it(dtype, reduction, 
     check_replays(step, expected)
 
 
-# ---- The kernels themselves, on CPU tensors
+# ---- The kernels in the interpreter
 
 
 INTERPRETED = """
@@ -63,7 +63,7 @@ from liger_ops.kernels import find
 def run(path, rows, n, columns, words, ignored):
     torch.manual_seed(0)
     target = torch.randint(n, (rows,)) % 5
-    # 3 + 2^40 is 3 to who reads one word of two.
+    # 3 + 2^40 reads as 3 if only the low word is read.
     target[::4], target[1], target[2], target[3] = ignored, n, -3, 3 + (1 << 40 if words == 2 else 0)
     packed = target.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
     dlogits, taken = torch.randn(rows, n + 3).half(), torch.full((rows,), float("nan"))

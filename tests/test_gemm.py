@@ -1,4 +1,4 @@
-"""GEMMs: the same results whichever tile serves them."""
+"""GEMM results do not depend on the chosen tile."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_ops
 from liger_ops.projections import project
 
-# Just enough multiplications for a tile of the table.
+# The smallest GEMM that the tile table serves.
 ROWS, DEPTH, COLUMNS = 2048, 2048, 8192
 
 
@@ -69,10 +69,10 @@ def test_vmap(in_dims, device):
     [
         (ROWS, DEPTH, COLUMNS, True),
         (4095, 2050, 8200, True),
-        # Rows of a result that begin anywhere; one too small for a tile of the table.
+        # Unaligned result rows; a GEMM too small for the table.
         (4095, 2050, 8195, False),
         (4096, 1024, 50257, False),
-        # Too small for a tile of the table. cuBLAS may split the sum: its choice then is not ours.
+        # Too small for the table, and cuBLAS may use split-k, in which case our choice may differ.
         (2**11, 2**15 + 1, 2**9, None),
     ],
     ids=str,
@@ -80,7 +80,7 @@ def test_vmap(in_dims, device):
 @pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_large_gemms(rows, depth, columns, served, transpose, dtype):
-    """Also in extents of odd lengths, whose last rows, columns and terms are GEMMs of their own, in padded rows."""
+    """Rows are padded. The remainders of odd extents (last rows, columns and terms of the sum) are separate GEMMs."""
 
     def padded(t):
         wide = t.new_full((t.shape[0], (t.shape[1] + 63) // 64 * 64), float("nan"))
@@ -98,18 +98,18 @@ def test_large_gemms(rows, depth, columns, served, transpose, dtype):
 
 
 @pytest.mark.gpu
-def test_who_takes_them():
-    """The linear loss, projections of one input and the last of an MLP, forward and backward."""
+def test_operators_that_use_the_table():
+    """The linear loss, projections with a shared input, and the down projection of an MLP, forward and backward."""
     measured = torch.cuda.get_device_capability()[0] == 9
     x, weight = (
         torch.randn(n, DEPTH, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (4096, COLUMNS)
     )
     target = torch.randint(COLUMNS, (4096,), device="cuda")
-    # The first GEMM of a plain loss yields exponentials.
-    for smoothing, taken in ((0.1, 3), (0.0, 2)):
+    # Without smoothing, the kernel for exponentials replaces the first GEMM.
+    for smoothing, gemms in ((0.1, 3), (0.0, 2)):
         liger_ops.reset_launch_counts()
         torch.ops.liger.fused_linear_cross_entropy(x, weight, target, label_smoothing=smoothing).backward()
-        assert gemms_run() == taken * measured
+        assert gemms_run() == gemms * measured
     linears = [torch.nn.Linear(DEPTH, COLUMNS, False, "cuda", torch.bfloat16) for _ in range(2)]
     liger_ops.reset_launch_counts()
     torch.autograd.backward(outputs := project(linears, x), [torch.randn_like(y) for y in outputs])
@@ -123,7 +123,7 @@ def test_who_takes_them():
 
 
 @pytest.mark.gpu
-def test_gemms_are_the_same_in_every_run_and_in_a_graph():
+def test_gemms_are_deterministic_and_captured():
     a, b = operands(ROWS, DEPTH, COLUMNS, torch.bfloat16, "cuda", (True, False))
     first = torch.ops.liger._mm(a, b)
     assert all(torch.equal(first, torch.ops.liger._mm(a, b)) for _ in range(10))
@@ -135,11 +135,11 @@ def test_gemms_are_the_same_in_every_run_and_in_a_graph():
     assert torch.equal(first, captured)
 
 
-# ---- What GEMMs read.
+# ---- GEMMs read initialized memory only.
 
 
 def memory_read(matrix):
-    """The rows of a matrix with the gaps between them, which some BLAS libraries read."""
+    """The rows of a matrix including the padding between them, which some BLAS libraries read."""
     if matrix.numel() == 0:
         return matrix
     rows, row = max(zip(matrix.stride(), matrix.shape))[::-1]
@@ -148,7 +148,7 @@ def memory_read(matrix):
 
 
 class Operands(TorchDispatchMode):
-    """Looks at the operands of every GEMM inside the CPU implementations of our operators."""
+    """Checks the operands of every GEMM in the CPU implementations of our operators."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def gemm_calls():
     def leaf(*shape):
         return torch.randn(*shape).bfloat16().requires_grad_()
 
-    # Classes that fill no cache line; chunks of which the last is smaller.
+    # Rows of classes do not fill whole cache lines, and the last chunk is smaller.
     target, budget = torch.randint(75, (90,)), {"memory_budget": 12_000}
     losses = torch.ops.liger
     fused, metrics = losses.fused_linear_cross_entropy, losses.fused_linear_cross_entropy_with_metrics
@@ -193,15 +193,15 @@ def gemm_calls():
 
 @pytest.mark.parametrize("call", gemm_calls())
 @pytest.mark.usefixtures("as_large_models")
-def test_gemms_read_what_was_written(call):
-    """oneDNN multiplies the gaps between rows by zero on CPUs with AMX (torch 2.13), where memory that nobody wrote may
-    be NaN. Here new memory is, and the operands themselves are looked at, so that no CPU may pass by luck."""
+def test_gemms_read_initialized_memory_only(call):
+    """oneDNN on CPUs with AMX (torch 2.13) multiplies the padding between rows by zero, which gives NaN if the padding
+    is uninitialized. The test fills new memory with NaN and inspects operands, so it also works on other CPUs."""
     with Operands() as operands_seen:
         gemm_calls()[call]().sum().backward()
     assert operands_seen.seen >= 3
 
 
-# ---- Extents of which a part is planned.
+# ---- GEMMs of which only a part has a plan.
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +222,8 @@ def multiply(tmp_path_factory):
 @pytest.mark.parametrize("refuse", [False, True], ids=["", "refused"])
 @pytest.mark.parametrize("into", ["rows", "columns"])
 @pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True), (True, True)], ids=str)
-def test_parts_make_the_whole(multiply, transpose, into, refuse):
-    """Nothing beside the result is written or read: rows of every tensor are padded with NaN."""
+def test_planned_and_remaining_parts_give_the_full_result(multiply, transpose, into, refuse):
+    """Rows of every tensor are padded with NaN; the padding is neither read nor written."""
 
     def padded(t, transposed):
         t = t.t() if transposed else t
@@ -243,6 +243,6 @@ def test_parts_make_the_whole(multiply, transpose, into, refuse):
             planned += runs
             torch.testing.assert_close(out, alpha * (a @ b) + (beta * before if beta else 0))
             assert memory[:, rows if into == "columns" else columns :].isnan().all()
-    # Where both would have to be read across their rows, the table has nothing.
+    # The table has no tiles for two transposed operands.
     both = (transpose == (True, True), transpose == (False, False))[into == "columns"]
     assert (planned == 0) == both

@@ -1,4 +1,4 @@
-"""Which tile serves a GEMM: the table over a stub of cuBLAS, and the measurement that it is fitted to."""
+"""The choice of tiles for GEMMs: the table, tested on a stub cuBLAS, and the measurements that it was fitted to."""
 
 import ctypes
 import json
@@ -12,11 +12,11 @@ from stub_cuda import ROOT
 from benchmarks import gemm
 from benchmarks.report import read
 
-# ---- The table, over a stub of cuBLAS.
+# ---- The table on a stub cuBLAS.
 
 
 def serve(problems, loaded=True):
-    """Whether each was served, and what the stub was to run."""
+    """Whether each GEMM was served, the GEMMs that the stub recorded, and the number of cuBLAS handles."""
     if loaded:
         from ctypes import CDLL, c_char_p
 
@@ -36,7 +36,7 @@ def gemm_of(transpose_a, transpose_b, m, n, k, **options):
 LOGITS = gemm_of(True, False, 128256, 4096, 4096)
 D_INPUT = gemm_of(False, False, 4096, 4096, 128256)
 D_WEIGHT = gemm_of(False, True, 4096, 128256, 1024)
-# 320x128, 256x128, 128x256, 176x128, 128x160 (in clusters of 2), 128x128 in two parts of the sum and whole
+# 320x128, 256x128, 128x256, 176x128, 128x160 (all in clusters of 2), 128x128 with split-k 2 (twice) and without
 PROPOSALS = "248:5:1:4;24:5:1:4;23:3:1:4;201:5:1:4;29:3:1:0;20:3:2:9999999;20:3:2:16;20:3:1:0"
 
 
@@ -48,7 +48,7 @@ def run_stub(*problems, loaded=True, **env):
 def test_the_table_chooses_among_the_proposals():
     (served, ran, handles), log = run_stub(LOGITS, D_INPUT, D_WEIGHT, LOGITS | {"beta": 1.0})
     assert served == [True] * 4 and handles == 1 and not log
-    # 176x128 for logits, 128x128 with the sum whole for d input, 128x160 for d weight.
+    # 176x128 for logits, 128x128 without split-k for d input, 128x160 for d weight.
     assert [r["place"] for r in ran] == [3, 7, 4, 3]
     assert [r["workspace"] for r in ran] == [[1024, 4], [1024, 0], [1024, 0], [1024, 4]]
     logits, d_input, d_weight, again = ran
@@ -71,18 +71,18 @@ NARROW = gemm_of(True, False, 2048, 512, 32768)
         (NARROW, "77:1:2:16;78:1:3:4096;79:1:1:0;80:1:1:0", 2),
         (NARROW, "77:1:1:8192;78:1:0:0", 1),
         (NARROW, "77:1:2:16", None),
-        # Enough of them.
+        # Enough tiles.
         (NARROW | {"n": 8192}, "77:1:2:16;79:1:1:0", None),
     ],
-    ids=["in parts", "too much memory", "nothing else", "many tiles"],
+    ids=["split-k first", "too much memory", "split-k only", "many tiles"],
 )
-def test_a_sum_of_few_tiles_is_whole(given, proposals, place):
+def test_gemms_with_few_tiles_do_not_use_split_k(given, proposals, place):
     (served, ran, _), log = run_stub(given, STUB_LT_PROPOSALS=proposals)
     assert served == [None if place is None else True]
     assert [r["place"] for r in ran] == ([] if place is None else [place]) and not log
 
 
-def serve_in_fresh_threads(problem, count):
+def serve_in_new_threads(problem, count):
     from ctypes import CDLL, c_char_p
 
     lt = CDLL("libcublasLt.so.13")
@@ -94,11 +94,11 @@ def serve_in_fresh_threads(problem, count):
     return json.loads(f"[{lt.stub_lt_record().decode().rstrip(',')}]"), calls("error")
 
 
-def test_threads_that_cuda_has_not_seen():
-    """The one that plans, and one that finds the plan made."""
+def test_threads_without_a_context():
+    """The first thread makes the plan, the second one finds it."""
     folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
     env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS}
-    ran, errors = stub_cuda.run(serve_in_fresh_threads, LOGITS, 2, **env).value
+    ran, errors = stub_cuda.run(serve_in_new_threads, LOGITS, 2, **env).value
     assert [r["device"] for r in ran] == [0, 0] and not errors
 
 
@@ -110,7 +110,7 @@ def test_threads_that_cuda_has_not_seen():
         ("both transposed", LOGITS | {"transpose_b": True}, {}),
         ("tiles without a measurement", LOGITS, {"STUB_LT_PROPOSALS": "248:5:1:4;24:3:1:4"}),
         ("no proposal", LOGITS, {"STUB_LT_PROPOSALS": ""}),
-        ("sums in parts alone", D_INPUT, {"STUB_LT_PROPOSALS": "20:3:2:16"}),
+        ("split-k only", D_INPUT, {"STUB_LT_PROPOSALS": "20:3:2:16"}),
         ("switched off", LOGITS, {"LIGER_OPS_TILES": "0"}),
         ("an unusable driver", LOGITS, {"STUB_CUDA_FAIL": "cuInit=100"}),
     ],
@@ -121,7 +121,7 @@ def test_cublas_keeps_its_own_choice(what, given, env):
     assert served == [None] and ran == [] and not log
 
 
-# 256x144, 256x176, 176x256: kernels of the make of 256x128 or of 128x256
+# 256x144, 256x176, 176x256: tiles that the algorithms of 256x128 and 128x256 also accept
 LARGER = "500:4;504:4;203:4"
 MLP = [
     gemm_of(True, False, 4096, 16384, 14336), gemm_of(False, False, 4096, 16384, 14336),
@@ -134,20 +134,20 @@ MLP = [
     [
         (LARGER, [(500, 1), (500, 1), (504, 1), (203, 2)]),
         ("504:4", [(29, 4), (29, 4), (504, 1), (24, 1)]),
-        # None that cuBLAS knows, and none in the memory there is.
+        # cuBLAS has none of these tiles, or the workspace is too small for them.
         ("", [(29, 4), (29, 4), (24, 1), (24, 1)]),
         ("500:4097;504:4097;203:4097", [(29, 4), (29, 4), (24, 1), (24, 1)]),
     ],
     ids=str,
 )
-def test_where_gemms_are_sustained_tiles_are_larger_than_cublas_proposes(tiles, chosen):
+def test_sustained_gemms_use_larger_tiles_than_proposed(tiles, chosen):
     (served, ran, _), log = run_stub(*(p | {"sustained": True} for p in MLP), STUB_LT_TILES=tiles)
     assert served == [True] * len(MLP) and not log
     assert [(r["tile"], r["place"]) for r in ran] == chosen
     assert all(r["workspace"] == [1024, 0 if r["tile"] == 29 else 4] for r in ran)
 
 
-def test_other_gemms_are_not_given_what_was_measured_where_they_are_sustained():
+def test_other_gemms_do_not_use_the_tiles_of_sustained_ones():
     (_, ran, _), _ = run_stub(LOGITS, D_INPUT, D_WEIGHT, STUB_LT_TILES=LARGER)
     assert [r["tile"] for r in ran] == [201, 20, 29]
 
@@ -156,7 +156,7 @@ def test_a_process_without_cublas():
     assert run_stub(LOGITS, loaded=False).value == [None]
 
 
-def test_a_refused_gemm_is_said_once():
+def test_a_refused_gemm_is_logged_once():
     (served, _, _), log = run_stub(LOGITS, LOGITS, D_WEIGHT, STUB_LT_REFUSES="15")
     assert served == [False] * 3
     assert log == [
@@ -175,7 +175,7 @@ def refused_after_a_device_error(problem):
         return str(error)
 
 
-def test_a_gemm_that_fails_with_the_device_names_the_error_of_the_driver():
+def test_a_gemm_that_fails_after_a_device_error_names_the_driver_error():
     folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
     env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS, "STUB_LT_REFUSES": "13"}
     message, log = stub_cuda.run(refused_after_a_device_error, LOGITS, STUB_CUDA_FAIL="cuMemGetInfo=700", **env)
@@ -187,7 +187,7 @@ def test_a_gemm_that_fails_with_the_device_names_the_error_of_the_driver():
 
 
 @pytest.mark.parametrize("status,kept", [("1", False), ("3", False), ("13", False), ("14", False), ("15", True)])
-def test_a_plan_that_failed_with_the_device_is_made_again(status, kept):
+def test_a_plan_that_failed_with_a_device_error_is_retried(status, kept):
     (served, _, _), _ = run_stub(LOGITS, LOGITS, STUB_LT_PLAN_FAILS=status)
     assert served == [None, None if kept else True]
 
@@ -198,7 +198,7 @@ def serve_in_a_capture(problems):
 
 
 def test_the_first_gemm_may_be_part_of_a_capture():
-    """What cuBLAS loads for it, it loads in relaxed mode, and the thread's own mode comes back."""
+    """cuBLAS loads its kernels in relaxed capture mode; the thread's own mode is restored afterwards."""
     folders = f"{stub_cuda.driver_folder()}:{stub_cuda.cublas_folder()}"
     env = {"LD_LIBRARY_PATH": folders, "STUB_LT_PROPOSALS": PROPOSALS}
     run = stub_cuda.run(serve_in_a_capture, [LOGITS, LOGITS], needs=[serve], **env)
@@ -211,12 +211,12 @@ def test_each_device_has_a_handle():
     assert served == [True] * 3 and handles == 2
 
 
-# ---- The measurement behind the table.
+# ---- The measurements behind the table.
 
 
 @pytest.mark.parametrize(
     "sustained,tiles,measured,gained,lost",
-    # Sustained, the table knows more than this measurement: of the 128x160 tile it takes what a training step showed.
+    # For sustained GEMMs, the table's 128x160 entry comes from a training step, not from this measurement.
     [(False, 14, 121, 0.07, 0.005), (True, 33, 25, 0.02, 0.01)],
     ids=["short", "sustained"],
 )
@@ -239,13 +239,13 @@ def test_the_table_fits_its_measurement(sustained, tiles, measured, gained, lost
 @pytest.mark.parametrize(
     "name,sustained,epilogue", [("128x160/2x1", False, 64), ("128x160/2x1", True, 0), ("256x176/1x2", True, 160)]
 )
-def test_rates_come_back_from_times_that_follow_from_them(name, sustained, epilogue):
+def test_fitting_recovers_the_rates_behind_the_times(name, sustained, epilogue):
     tile, layers = gemm.Tile.of(name), [(1024, 4096, 32000), (512, 2048, 50304), (4096, 4096, 4096)]
     records = []
     for layer in layers:
         found = gemm.Gemm("d weight", layer)
         ms = gemm.expected_ms(found, tile, 700.0, epilogue, 132, sustained)
-        # On a chip without a wave too many, that is the work over the rate.
+        # Equal if the last wave is full: work divided by rate.
         assert ms >= 2 * gemm.multiplications(found) / 700e9
         records.append(dict(role=found.role, layer=layer, ms={"torch": 2 * ms, str(tile): ms, f"{name}/4": 1.0}))
     ((key, (rate, found, error, count)),) = gemm.fit(records, 132, sustained).items()
@@ -254,7 +254,7 @@ def test_rates_come_back_from_times_that_follow_from_them(name, sustained, epilo
     )
 
 
-def test_nobody_follows_the_same_neighbour_twice():
+def test_every_order_of_two_neighbours_occurs_once():
     order, names = [], "abcd"
 
     def clock(way, calls):
@@ -262,7 +262,7 @@ def test_nobody_follows_the_same_neighbour_twice():
         return lambda: 4.0
 
     gemm.in_turns({name: partial(order.append, name) for name in names}, clock)
-    # Once to load it, once to see how long it takes.
+    # Each is first called twice: once to load it, once to estimate its time.
     rounds = [order[i : i + len(names)] for i in range(2 * len(names), len(order), len(names))]
     follows = Counter(pair for turn in rounds for pair in zip(turn, turn[1:]))
     assert len(rounds) == gemm.SHORT.rounds and set(follows.values()) == {1}
@@ -288,8 +288,7 @@ def test_proposals_are_measured_in_turns(monkeypatch):
     found = list(gemm.measure(cublas, [(8, 16, 32)], "cpu", clock))
     assert [r["role"] for r in found] == list(gemm.ROLES)
     for record in found:
-        # What the header does not name stays out, and so does a tile that was proposed before.
-        # Of the tiles that are not proposed, cuBLAS has one.
+        # Tiles that the header does not name and duplicates are excluded. cuBLAS has one tile beyond the proposals.
         names = ["torch", "320x128/2x1", "128x160/2x1", "128x160/2x1/4", "256x128/1x2", "256x176/1x2"]
         assert record["ms"] == dict.fromkeys(names, 4.0)
     ran = json.loads(f"[{library.stub_lt_record().decode().rstrip(',')}]")
@@ -303,8 +302,8 @@ def test_proposals_are_measured_in_turns(monkeypatch):
     assert [ran[i * ways * calls]["beta"] for i in range(4)] == [0, 0, 0, 1]
 
 
-def test_few_contend_where_turns_are_long(monkeypatch):
-    """Those that are the fastest at first sight, and torch. What is to settle the clock does not count."""
+def test_long_turns_measure_only_the_fastest(monkeypatch):
+    """The fastest by first estimate, and torch. Calls made to settle the clock are not counted."""
     turns = gemm.Turns(rounds=2, seconds=0.004, most=10000, settling=0.01, contenders=2)
     took, ran = dict(torch=4.0, a=3.0, b=1.0, c=2.0, d=2.5), []
 
@@ -318,5 +317,5 @@ def test_few_contend_where_turns_are_long(monkeypatch):
 
     found = gemm.in_turns({name: way(name) for name in took}, clock, turns)
     assert found == dict(torch=4.0, b=1.0, c=2.0)
-    # A call to load it, one to look; 10 ms for the clock and 4 ms that count, of at least two calls, in each round.
+    # One call to load and one to estimate. Each round: 10 ms to settle the clock and 4 ms measured, at least two calls.
     assert Counter(ran) == dict(torch=2 + 2 * (2 + 2), a=2, b=2 + 2 * (10 + 4), c=2 + 2 * (5 + 2), d=2)

@@ -1,4 +1,4 @@
-"""What a call costs on the host before and after the arithmetic, beside torch's own ops on the same tiny tensors."""
+"""Host overhead of a call, compared with torch's own ops on the same tiny tensors."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,8 +12,8 @@ ROWS, N = 4, 64
 # A call of torch on Meta tensors may take half a millisecond.
 CALLS, BATCHES, ATTEMPTS = {"cpu": 100, "meta": 10}, 15, 3
 ALLOWED = 1.3
-# Python hands torch's own loss over with a parser made for it, ours with the general one, eight arguments of it. That
-# parser is a third of what looking up four rows takes.
+# torch's own ops have a generated argument parser. Ours use the generic one, which shows most for a loss with eight
+# arguments and for a lookup of four rows.
 ALLOWED_OF = {"cross_entropy": 1.5, "embedding": 1.5}
 
 
@@ -24,7 +24,7 @@ def rotate(t, cos, sin):
 
 ops = torch.ops.liger
 ROW, COLUMN, HEADS, ANGLES = (ROWS, N), (N,), (1, 2, ROWS, N), (1, ROWS, N)
-# name -> (ours, torch's, shapes of what takes a gradient, constants)
+# name -> (ours, torch's, shapes of differentiable inputs, constants)
 OPS = {
     "rms_norm": (
         lambda x, w: ops.rms_norm(x, w, 1e-6),
@@ -75,7 +75,7 @@ def seconds(function: Callable[[], object], calls: int) -> float:
 
 
 def ratio(ours: Callable[[], object], theirs: Callable[[], object], calls: int) -> float:
-    """Of the fastest batches; they take turns, so that a busy machine slows both."""
+    """Ratio of the fastest batches. Batches alternate, so that a busy machine slows both."""
     pairs = [(seconds(ours, calls), seconds(theirs, calls)) for _ in range(BATCHES)]
     return min(a for a, _ in pairs) / min(b for _, b in pairs)
 
@@ -96,7 +96,7 @@ def test_host_cost(op, mode, device):
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(False)  # fills every result
+    torch.use_deterministic_algorithms(False)  # would fill every result
     allowed = ALLOWED_OF.get(op, ALLOWED)
     try:
         with torch.no_grad() if mode == "no_grad" else nullcontext():

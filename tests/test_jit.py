@@ -1,4 +1,4 @@
-"""Kernels compiled on this machine: the same bytes as ahead of time, and the disk cache that keeps them."""
+"""JIT compilation: it yields the same bytes as ahead-of-time compilation, and a disk cache stores them."""
 
 import os
 import shutil
@@ -25,12 +25,12 @@ def compiled(kernel, variant, arch, tmp_path):
     return pack.read(path)
 
 
-# ---- What the hook compiles.
+# ---- The hook.
 
 
 @pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
-def test_the_hook_makes_what_the_pack_holds(name, tmp_path):
-    """Byte for byte, so that whatever is tested of one path holds for the other."""
+def test_the_hook_reproduces_the_pack(name, tmp_path):
+    """Equal bytes, so that tests of one path also cover the other."""
     variants = sample(tables.find(name))
     variant = variants[len(variants) // 2]
     kind, arch, entries = compiled(name, variant.index, 90, tmp_path)
@@ -50,7 +50,7 @@ def test_architectures_without_a_pack(arch, tmp_path):
     assert (kind, found, entry.variant) == (pack.CUBIN, arch, 0) and entry.binary.startswith(b"\x7fELF")
 
 
-def test_two_threads_compile_at_once_and_leave_triton_as_it_was(monkeypatch):
+def test_concurrent_compilation_restores_tritons_settings(monkeypatch):
     import triton
 
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
@@ -61,7 +61,7 @@ def test_two_threads_compile_at_once_and_leave_triton_as_it_was(monkeypatch):
     assert not triton.knobs.compilation.disable_line_info and os.environ["TRITON_DISABLE_LINE_INFO"] == "0"
 
 
-# ---- The way to the hook.
+# ---- From a launch to the hook.
 
 
 def through_torch(variants):
@@ -72,7 +72,7 @@ def through_torch(variants):
 
 
 def test_the_op_library_compiles_through_torch(tmp_path):
-    """A C++ launch reaches triton.compile by way of liger::_compile_kernel, and keeps the result."""
+    """A C++ launch calls triton.compile through liger::_compile_kernel and caches the result."""
     env = {"STUB_CUDA_DEVICES": ORIN, "LIGER_OPS_CACHE_DIR": tmp_path / "cache"}
     (by, counts, compiler), log = stub_cuda.run(through_torch, [0, 0], **env)
     assert by == ["hook", "hook"] and compiler and counts["jit"] == 1
@@ -87,7 +87,7 @@ def refused_through_torch():
     return [refusal(), liger_ops.launch_counts()]
 
 
-def test_what_the_compiler_says_is_passed_on(tmp_path):
+def test_compiler_errors_reach_the_message(tmp_path):
     env = {"STUB_CUDA_DEVICES": "13.0:1:Stub", "LIGER_OPS_PACK_DIR": tmp_path}
     (message, counts), log = stub_cuda.run(refused_through_torch, **env)
     assert "sm_130) failed: no source has it" in message and "ptxas for sm_130 failed: " in message
@@ -110,7 +110,7 @@ def refused_without_triton():
     return [refusal(), liger_ops.status()["jit_compiler"], "triton" in sys.modules]
 
 
-def test_without_triton_the_message_says_what_would_help(tmp_path):
+def test_without_triton_the_message_suggests_a_remedy(tmp_path):
     (message, compiler, imported), _ = stub_cuda.run(refused_without_triton, LIGER_OPS_PACK_DIR=tmp_path)
     assert "JIT: no compiler is registered (needs Python with Triton)" in message and not compiler and not imported
 
@@ -129,7 +129,7 @@ def hook_that_raises():
     return [raised, wrong, damaged, refusal()]
 
 
-def test_a_hook_that_fails(tmp_path):
+def test_a_failing_hook(tmp_path):
     (raised, wrong, damaged, none), _ = stub_cuda.run(hook_that_raises, LIGER_OPS_PACK_DIR=tmp_path)
     assert "JIT: ValueError: no luck with column_sum 0 90" in raised
     assert "JIT: " in wrong and "bytes" in wrong
@@ -142,7 +142,7 @@ def test_a_hook_that_fails(tmp_path):
 
 @pytest.fixture
 def compiler_output(tmp_path):
-    """What a hook would answer for the first variant of KERNEL, without its time."""
+    """Path of a pack with the first variant of KERNEL: a precomputed answer for hooks."""
     kind, arch, entries = pack.read(PACKS / "sm_80.pack")
     path = tmp_path / "answer.pack"
     pack.write(path, kind, arch, [e for e in entries if e.name == tables.find(KERNEL).variant(0).name])
@@ -161,14 +161,14 @@ def serve(answer, compiler, variant=0):
 
 @pytest.fixture
 def source_of(compiler_output, tmp_path):
-    """Which source serves a launch on an Orin, and what is said."""
+    """Returns the source that serves a launch on an Orin, and the log."""
 
     def call(compiler="triton-test", variant=0, capability="8.7", **env):
         defaults = {"LIGER_OPS_CACHE_DIR": tmp_path / "cache", "LIGER_OPS_PACK_DIR": tmp_path / "none"}
         done = stub_cuda.run(
             serve, compiler_output, compiler, variant, STUB_CUDA_DEVICES=f"{capability}:16:Stub", **defaults | env
         )
-        # What a run without packs and with a compiler says anyway.
+        # These lines are always logged if there are no packs and a compiler runs.
         return done.value, [
             line for line in done.log if "no kernel packs" not in line and ": compiling for " not in line
         ]
@@ -176,7 +176,7 @@ def source_of(compiler_output, tmp_path):
     return call
 
 
-def test_a_compiled_kernel_is_kept_for_the_next_process(source_of, compiler_output, tmp_path):
+def test_a_compiled_kernel_is_cached_for_the_next_process(source_of, compiler_output, tmp_path):
     cache = tmp_path / "deep" / "cache"
     assert source_of(LIGER_OPS_CACHE_DIR=cache) == ("hook", [])
     assert source_of(LIGER_OPS_CACHE_DIR=cache) == ("cache", [])
@@ -190,32 +190,32 @@ def test_a_compiled_kernel_is_kept_for_the_next_process(source_of, compiler_outp
 
 
 @pytest.mark.parametrize("variable,below", [("XDG_CACHE_HOME", "liger_ops"), ("HOME", ".cache/liger_ops")])
-def test_where_the_cache_lies(variable, below, source_of, tmp_path):
+def test_default_cache_folders(variable, below, source_of, tmp_path):
     source_of(LIGER_OPS_CACHE_DIR="", **{variable: tmp_path})
     assert (tmp_path / below / "triton-test").is_dir()
 
 
-def test_without_a_place_for_it_nothing_is_kept(source_of):
+def test_without_a_cache_folder_nothing_is_cached(source_of):
     assert source_of(LIGER_OPS_CACHE_DIR="") == ("hook", [])
 
 
 @pytest.mark.parametrize("change", [dict(compiler="triton-other"), dict(capability="7.5"), dict(variant=1)])
-def test_the_key_holds_compiler_architecture_and_variant(change, source_of):
+def test_the_cache_key_includes_compiler_architecture_and_variant(change, source_of):
     assert source_of()[0] == "hook"
     by, _ = source_of(**change)
-    # The one answer that the hook has is of variant 0.
+    # The hook only has an answer for variant 0.
     assert by == (None if "variant" in change else "hook")
     assert source_of()[0] == "cache"
 
 
-def test_the_key_holds_the_hash_of_the_source(source_of, tmp_path):
+def test_the_cache_key_includes_the_source_hash(source_of, tmp_path):
     source_of()
     (file,) = (tmp_path / "cache").rglob("*.pack")
     file.rename(file.with_name(file.name.replace(HASH, f"{int(HASH, 16) ^ 1:016x}")))
     assert source_of()[0] == "hook"
 
 
-def test_a_process_without_a_compiler_uses_the_newest(source_of, tmp_path):
+def test_a_process_without_a_compiler_uses_the_newest_cached_kernel(source_of, tmp_path):
     for version in ("triton-3.6.0", "triton-3.10.0", "triton-3.9.1"):
         assert source_of(version)[0] == "hook"
     for older in ("triton-3.6.0", "triton-3.9.1"):
@@ -224,7 +224,7 @@ def test_a_process_without_a_compiler_uses_the_newest(source_of, tmp_path):
     assert source_of(compiler=None) == ("cache", [])
 
 
-def spoil(folder, how):
+def make_unsafe(folder, how):
     if how == "writable by the group":
         folder.chmod(0o770)
     elif how == "writable by all":
@@ -247,10 +247,10 @@ UNSAFE = {
 
 @pytest.mark.parametrize("level", ["", "triton-test"])
 @pytest.mark.parametrize("how", UNSAFE)
-def test_a_folder_that_others_might_write_is_not_used(how, level, source_of, tmp_path):
+def test_a_folder_writable_by_others_is_not_used(how, level, source_of, tmp_path):
     source_of()
     folder = tmp_path / "cache" / level if level else tmp_path / "cache"
-    spoil(folder, how)
+    make_unsafe(folder, how)
     assert source_of() == ("hook", [f"JIT cache folder {folder} is not used: {UNSAFE[how]}"])
 
 
@@ -266,14 +266,14 @@ def test_a_folder_of_another_user_is_not_used(source_of, tmp_path):
     assert log == [f"JIT cache folder {folder} is not used: it must belong to this user and be writable by nobody else"]
 
 
-def test_a_folder_that_cannot_be_made(source_of):
+def test_a_folder_that_cannot_be_created(source_of):
     by, log = source_of(LIGER_OPS_CACHE_DIR="/dev/null/cache")
     assert by == "hook"
     assert log == ["JIT cache folder /dev/null/cache cannot be made: Not a directory; compiled kernels are not kept"]
 
 
 @pytest.mark.parametrize("content", [b"", b"LIGERPAK", None])
-def test_a_damaged_file_is_compiled_again_and_replaced(content, source_of, tmp_path):
+def test_a_damaged_file_is_recompiled_and_replaced(content, source_of, tmp_path):
     source_of()
     (file,) = (tmp_path / "cache").rglob("*.pack")
     whole = file.read_bytes()
@@ -283,8 +283,8 @@ def test_a_damaged_file_is_compiled_again_and_replaced(content, source_of, tmp_p
     assert file.read_bytes() == whole and source_of() == ("cache", [])
 
 
-def test_a_file_is_there_whole_or_not_at_all(source_of, tmp_path):
-    """Processes that store the same kernel over and over, watched by a reader."""
+def test_files_are_written_atomically(source_of, tmp_path):
+    """Processes write the same kernel repeatedly while a thread reads it."""
     source_of()
     (file,) = (tmp_path / "cache").rglob("*.pack")
     done, seen = threading.Event(), set()
@@ -308,9 +308,9 @@ def test_a_file_is_there_whole_or_not_at_all(source_of, tmp_path):
     assert seen == {1} and [p.name for p in file.parent.iterdir()] == [file.name]
 
 
-def compile_for_real(variants):
+def compile_with_triton(variants):
     tables()
-    # The compiler needs no torch; importing it eight times over would take longer than all the rest.
+    # The compiler does not need torch, and importing it in eight processes would dominate the run time.
     sys.modules["torch"] = type(sys)("torch")
     from liger_ops import _jit
 
@@ -319,14 +319,14 @@ def compile_for_real(variants):
     return [served_by(variant=v) for v in variants]
 
 
-def test_eight_processes_start_at_once(tmp_path):
-    """Each compiles for real, into one cache that is not there yet."""
+def test_eight_processes_share_a_new_cache(tmp_path):
+    """Each process compiles with Triton. The cache folder does not exist yet."""
     env = {"STUB_CUDA_DEVICES": ORIN, "LIGER_OPS_CACHE_DIR": tmp_path / "cache"}
     with ThreadPoolExecutor(8) as pool:
-        runs = list(pool.map(lambda _: stub_cuda.run(compile_for_real, [0, 3], **env), range(8)))
+        runs = list(pool.map(lambda _: stub_cuda.run(compile_with_triton, [0, 3], **env), range(8)))
     for by, log in runs:
         assert set(by) <= {"hook", "cache"}
         assert all(line.endswith(": compiling for sm_87") for line in log)
     files = sorted(p.name for p in (tmp_path / "cache").rglob("*") if p.is_file())
     assert files == [f"{KERNEL}-{HASH}-{v}-sm_87.pack" for v in (0, 3)]
-    assert stub_cuda.run(compile_for_real, [0, 3], **env) == (["cache", "cache"], [])
+    assert stub_cuda.run(compile_with_triton, [0, 3], **env) == (["cache", "cache"], [])

@@ -1,4 +1,4 @@
-"""The compiled kernels themselves: registers and spills, the width of memory accesses; what they ask for ahead."""
+"""Compiled kernels: registers and spills, shared memory, width of memory accesses, L2 prefetches."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from liger_ops.aot.compile import MAX_SHARED_BYTES, PLAIN_SHARED_BYTES, assemble
 from liger_ops.kernels import hopper
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-WIDEST = 16  # bytes of one access of a thread
+WIDEST = 16  # bytes per access of one thread
 MOST_RING_BYTES = 96 * 1024
 
 
@@ -48,7 +48,7 @@ def compiled_for(arch):
 
 
 def attributes(cubin):
-    """EIATTR records of the ELF's .nv.info section: attribute -> value. Each first names the file's one kernel."""
+    """EIATTR records of the ELF's .nv.info section: attribute -> value. Each starts with the kernel's symbol index."""
     found = {}
     for name, offset, size in cubin_sections(cubin):
         if name != ".nv.info":
@@ -67,7 +67,7 @@ def registers(cubin):
 
 
 def spilled_bytes(cubin):
-    """The stack frame: no kernel here has arrays, so that what lies there was spilled."""
+    """Size of the stack frame. No kernel has local arrays, so it holds spills only."""
     return attributes(cubin)[0x11]
 
 
@@ -80,19 +80,16 @@ def test_the_elf_reader_agrees_with_cuobjdump(tmp_path):
     for name in [variants(KERNELS[0])[0].name, variants("rms_norm_fwd")[3].name, spilling]:
         path = tmp_path / "kernel.cubin"
         path.write_bytes(binaries[name])
-        said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
         expected = f"REG:{registers(binaries[name])} STACK:{spilled_bytes(binaries[name])} "
-        assert expected in said and "LOCAL:0 " in said, name
+        assert expected in output and "LOCAL:0 " in output, name
 
 
-# Bytes a thread may spill, beside none at all.
-#
-# ptxas may park two 8-byte addresses rather than cross a step of occupancy.
-PARKED = 16
-# Where an aligned config asks for resident programs (programs_per_sm), registers are bounded to make room for them, and
-# what does not fit is spilled; the sweeps timed these configs with their spills. The largest of each kernel on any
-# architecture, so that none grows unseen.
-BOUNDED = {"layer_norm_fwd": 192, "layer_norm_bwd": 368, "rms_norm_fwd": 80, "rms_norm_bwd": 80}
+# Allowed spills in bytes per thread. ptxas may spill two 8-byte addresses to reach the next step of occupancy.
+SMALL_SPILL = 16
+# Aligned configs with programs_per_sm limit registers to make room for resident programs, and may spill more; tuning
+# measured these configs with their spills. Each limit is the kernel's current maximum on any architecture.
+SPILLS_OF_LIMITED_REGISTERS = {"layer_norm_fwd": 192, "layer_norm_bwd": 368, "rms_norm_fwd": 80, "rms_norm_bwd": 80}
 
 
 @pytest.mark.parametrize("name, arch", COMPILED)
@@ -100,8 +97,8 @@ def test_spills(name, arch):
     binaries = by_name(f"sm_{arch}")
     worse = []
     for variant in variants(name):
-        bounded = variant.max_registers and variant.config.aligned
-        allowed = max(PARKED, BOUNDED.get(name, 0) if bounded else 0)
+        limited = variant.max_registers and variant.config.aligned
+        allowed = max(SMALL_SPILL, SPILLS_OF_LIMITED_REGISTERS.get(name, 0) if limited else 0)
         spilled = spilled_bytes(binaries[variant.name])
         if spilled > allowed:
             worse.append(f"{variant.name}: {spilled} bytes, allowed {allowed}")
@@ -113,17 +110,17 @@ def test_register_bounds_hold(arch):
     binaries = by_name(f"sm_{arch}")
     for variant in compiled_for(arch):
         used = registers(binaries[variant.name])
-        # What launches at all: a program's registers come out of 65536.
+        # A multiprocessor has 65536 registers, so this is the most with which a program can launch.
         bound = min(255, 65536 // (32 * variant.config.num_warps))
         assert used <= min(bound, variant.max_registers or bound), variant.name
 
 
-def test_products_in_ptx_overlap(tmp_path):
-    """ptxas says so where it has to wait for every product because other instructions touch the sums."""
+def test_wgmma_instructions_in_ptx_overlap(tmp_path):
+    """ptxas warns if it serializes wgmma instructions because other instructions touch their accumulators."""
     (text,) = tables.find("fused_linear_cross_entropy_exp_logits").sources
-    # As it would be if an instruction wrote one of them between two products.
+    # The same text with an instruction that writes an accumulator between two wgmma instructions.
     touched = re.sub(r"(\twgmma\.mma_async\S* \{(%f\d+),.*\n)", r"\1\tadd.f32 \2, \2, \2;\n", text, count=1)
-    said = []
+    warnings = []
     for i, ptx in enumerate((text, touched)):
         path = tmp_path / f"{i}.ptx"
         path.write_text(ptx)
@@ -135,27 +132,27 @@ def test_products_in_ptx_overlap(tmp_path):
             "-o",
             path.with_suffix(".cubin"),
         ]
-        said.append(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+        warnings.append(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
     waits = re.compile("wgmma.mma_async instructions are serialized|warpgroup.wait is injected")
-    assert not waits.search(said[0]) and waits.search(said[1])
+    assert not waits.search(warnings[0]) and waits.search(warnings[1])
 
 
 # ---- Shared memory.
 
-# Of a multiprocessor, the least of the family that a pack serves; a program takes what it asks for and a KB.
+# Shared memory per multiprocessor: the smallest in the family that a pack serves. Each program takes 1 KB more.
 SHARED_KB = {80: 100, 90: 227, 100: 227, 120: 100}
-SYSTEM_BYTES = 2048  # at most what the driver takes of every program's
+SYSTEM_BYTES = 2048  # upper bound on the driver's share per program
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_shared_memory_leaves_room_for_the_programs_that_should_be_resident(arch):
+def test_shared_memory_leaves_room_for_resident_programs(arch):
     found = {e.name: e for e in entries(f"sm_{arch}")}
     for variant in compiled_for(arch):
         own = reserved_shared(found[variant.name].binary)
         used = found[variant.name].shared + own
         assert used <= (hopper.SHARED_BYTES if variant.kernel.archs else MAX_SHARED_BYTES), variant.name
-        # How much a program keeps was measured where there is most memory; elsewhere two of them must do, or one through
-        # whose memory rows stream.
+        # Kernels are tuned on the architecture with the most shared memory. On the others, two resident programs are
+        # enough, or one if it streams rows through shared memory.
         enough = 1 if variant.constexprs.get("SLOTS") else 2 if own > SYSTEM_BYTES else 32
         resident = min(variant.config.programs_per_sm, enough if SHARED_KB[arch] < SHARED_KB[90] else 32)
         assert (used + 1024) * max(1, resident) <= SHARED_KB[arch] * 1024, variant.name
@@ -165,13 +162,13 @@ def test_shared_memory_leaves_room_for_the_programs_that_should_be_resident(arch
 def test_rows_of_losses_are_kept_in_shared_memory(arch):
     found = {e.name: e.binary for e in entries(f"sm_{arch}")}
     for variant in variants("cross_entropy_fwd_bwd"):
-        # In 16-bit logits, or half as many of 32 bits.
+        # KEEP counts 16-bit logits; it keeps half as many 32-bit ones.
         kept = 0 if variant.choices["EXTRAS"] else 2 * variant.constexprs["KEEP"]
         assert kept <= reserved_shared(found[variant.name]) <= kept + SYSTEM_BYTES, variant.name
 
 
 def ring_bytes(variant):
-    """Of the slots that pieces of two rows stream through; 0 where not even one row would fit."""
+    """Size of the slots that pieces of two rows stream through; 0 if not even one row fits."""
     c = variant.constexprs
     rows = 2 * c["TILES"] * c["BLOCK_N"] * BYTES[variant.choices["X"]]
     slots = min(c["SLOTS"], MOST_RING_BYTES * c["PIECES"] // rows) if c["SLOTS"] else 0
@@ -194,7 +191,7 @@ def test_rows_stream_through_shared_memory(name, arch):
 def accesses(ptx, pointers):
     """(ld or st, names of the pointer arguments that the address derives from, bytes) of every global access.
 
-    A register derives from what the 64-bit registers derive from that it is computed of.
+    A register derives from the same arguments as the 64-bit registers from which it is computed.
     """
     origin = {}
     statements = [line.strip() for line in ptx.splitlines() if line.strip().endswith(";")]
@@ -223,19 +220,19 @@ def accesses(ptx, pointers):
 
 
 def is_wide_enough(variant, size):
-    """Whether a tile gives each thread a whole access. A sweep may prefer one that does not: five of 512 for 2560."""
+    """Whether a tile gives each thread a full access. Tuning may choose a narrower one: 5 × 512 for n = 2560."""
     blocks = [v for name, v in variant.constexprs.items() if name.startswith("BLOCK_")]
     return not blocks or math.prod(blocks) * size >= variant.config.num_warps * 32 * WIDEST
 
 
 def has_aligned_rows(kernel) -> bool:
-    """One that moves single elements has no aligned config."""
+    """Kernels that move single elements have no aligned config."""
     return "*X" in kernel.args.values() and any(config.aligned for config in kernel.configs)
 
 
 @pytest.mark.parametrize("name", [k.name for k in tables.kernels() if has_aligned_rows(k)])
-def test_aligned_variants_move_sixteen_bytes_at_a_time(name):
-    """Every tensor of the activations' type, read or written, in every variant whose tile is wide enough."""
+def test_aligned_variants_use_16_byte_accesses(name):
+    """Every tensor with the dtype of the activations, in every variant with wide enough tiles."""
     texts = by_name("ptx")
     kernel = tables.find(name)
     pointers = [argument if kind == "*X" else None for argument, kind, *_ in kernel.layout]
@@ -255,7 +252,7 @@ def test_aligned_variants_move_sixteen_bytes_at_a_time(name):
     assert checked and seen == set(pointers) - {None}
 
 
-# ---- What programs ask the L2 cache for, ahead of those that will read it.
+# ---- L2 prefetches: programs request rows that later programs read.
 
 AHEAD = """
 import json, sys, types, torch
@@ -264,56 +261,56 @@ import triton.language as tl
 import inline_ptx
 from liger_ops.kernels import find, rows as shared
 
-def asked(name, choices, n, ahead, programs, arguments):
+def prefetches(name, choices, n, ahead, programs, arguments):
     variant = find(name).pick(choices, n, n % 8 == 0)
     shared.BYTES_AHEAD = tl.constexpr(ahead * program_bytes(variant))
-    inline_ptx.asked_ahead.clear()
+    inline_ptx.prefetched.clear()
     variant.kernel.function[(programs,)](*arguments, **variant.constexprs)
-    return list(inline_ptx.asked_ahead)
+    return list(inline_ptx.prefetched)
 
 def program_bytes(variant):
     c = variant.constexprs
     size = {"fp32": 4, "fp16": 2}[variant.choices["X"]]
     return 2 * c["KEEP"] if "KEEP" in c else c["TILES"] * c["BLOCK_N"] * size * (1 + c.get("RESIDUAL", 0))
 
-def ranges(asks, base, stride):
-    return [[(start - base) // stride, (start - base) % stride, end - start] for start, end in asks]
+def ranges(found, base, stride):
+    return [[(start - base) // stride, (start - base) % stride, end - start] for start, end in found]
 
 rows, n, out = 6, 1600, {}
 x, r, y, s, stats = *(torch.randn(rows, n) for _ in range(4)), torch.zeros(2, rows)
 w = torch.ones(n)
 W = {"X": "fp32", "W": "fp32"}
 for residual in (0, 1):
-    asks = asked("rms_norm_fwd", W | {"RESIDUAL": residual}, n, 4, rows,
+    found = prefetches("rms_norm_fwd", W | {"RESIDUAL": residual}, n, 4, rows,
                  (y, s, stats, x, r, w, rows, n, 0, 0, n, 0, n, 0, n, 1e-6, 0.0, 1))
-    out[f"rms_norm {residual}"] = ranges(asks[::1 + residual], x.data_ptr(), 4 * n)
-    out[f"residual {residual}"] = ranges(asks[1::2] if residual else [], r.data_ptr(), 4 * n)
-out["layer_norm"] = ranges(
-    asked("layer_norm_fwd", W, n, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3)), x.data_ptr(), 4 * n)
+    out[f"rms_norm {residual}"] = ranges(found[::1 + residual], x.data_ptr(), 4 * n)
+    out[f"residual {residual}"] = ranges(found[1::2] if residual else [], r.data_ptr(), 4 * n)
+found = prefetches("layer_norm_fwd", W, n, 4, rows, (y, stats, x, w, w, rows, n, 0, 0, n, 0, n, 1e-6, 3))
+out["layer_norm"] = ranges(found, x.data_ptr(), 4 * n)
 
 target = torch.tensor([1, 2, -100, 3, -100, 4], dtype=torch.int32)
 zeros = torch.zeros(rows)
 def loss(n, programs, ahead, shares, arrived):
     logits = torch.randn(rows, n)
-    asks = asked("cross_entropy_fwd_bwd", {"X": "fp32", "EXTRAS": 0}, 2 * n, ahead, programs,
+    found = prefetches("cross_entropy_fwd_bwd", {"X": "fp32", "EXTRAS": 0}, 2 * n, ahead, programs,
                  (zeros, zeros, zeros, zeros.long(), logits, logits, target, zeros, zeros, w, w, shares, arrived,
                   rows, n, 0, 0, n, 0, n, 1, 0, -100, 0.0, 0.0, 0.0, 0))
-    return ranges(asks, logits.data_ptr(), 4 * n)
+    return ranges(found, logits.data_ptr(), 4 * n)
 out["cross_entropy"] = loss(1000, rows, 2, zeros, zeros.int())
-# As if the other parts of each row had arrived: programs take turns here.
+# Pretends that the other parts of each row have arrived, because the interpreter runs programs one after another.
 out["parts"] = loss(30_000, 3 * rows, 4, torch.zeros(rows, 3, 4), torch.full((rows,), 9, dtype=torch.int32))
 print(json.dumps(out))
 """
 
 
-def test_programs_ask_for_what_later_ones_will_read():
+def test_programs_prefetch_for_later_ones():
     found = json.loads(output_of(AHEAD, TRITON_INTERPRET="1").splitlines()[-1])
     row = 4 * 1600
     assert found["rms_norm 0"] == found["layer_norm"] == [[4, 0, row], [5, 0, row]]
     assert found["rms_norm 1"] == found["residual 1"] == [[4, 0, row], [5, 0, row]]
-    # Rows 2 and 4 have no target: their programs ask for nothing, and nobody for them.
+    # Rows 2 and 4 have no target: their programs prefetch nothing, and no program prefetches these rows.
     assert found["cross_entropy"] == [[3, 0, 4000], [5, 0, 4000]]
-    # Three parts a row, the program of row 1's second asks for row 2's third, and so on, where these have targets.
+    # Three parts per row. Each program prefetches the part four programs ahead, if both rows have targets.
     part = 4 * 11264
     later = [(at // 3, at % 3) for at in range(4, 18) if (at - 4) // 3 not in (2, 4) and at // 3 not in (2, 4)]
     assert found["parts"] == [[at, i * part, min(part, 120_000 - i * part)] for at, i in later]

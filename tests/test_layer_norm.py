@@ -19,7 +19,7 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
-    more_than_few_rows,
+    more_rows_than_any_limit,
     sizes_around_tiles,
 )
 from torch import Tensor
@@ -28,14 +28,14 @@ layer_norm = torch.ops.liger.layer_norm
 
 
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5):
-    # F.layer_norm on CPU wants parameters of x's dtype unless x is half and they are fp32; this takes any pair.
+    # F.layer_norm on CPU accepts few combinations of dtypes; this accepts all of them.
     compute = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if p is None else p.to(compute) for p in (weight, bias))
     return F.layer_norm(x.to(compute), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 def make(shape, dtype, device, parameter_dtype=None, needs_grad=(True, True, True), present=(True, True)):
-    torch.manual_seed(0)  # a comparison of rounding errors must not depend on which tests ran before
+    torch.manual_seed(0)  # compared rounding errors must not depend on which tests ran before
     x = torch.randn(shape, dtype=dtype, device=device).requires_grad_(needs_grad[0])
     weight, bias = (
         torch.randn(shape[-1], dtype=parameter_dtype or dtype, device=device).requires_grad_(needed)
@@ -45,7 +45,7 @@ def make(shape, dtype, device, parameter_dtype=None, needs_grad=(True, True, Tru
     return inputs, [torch.randn(shape, dtype=dtype, device=device)]
 
 
-# Both sides of every tile boundary, sizes of real models, and widths that only the unaligned configs take.
+# Both sides of every tile boundary, model widths, and widths that only unaligned configs serve.
 SIZES = sorted(
     {1, 7, 33, 72, 130, 768, 1000, 1600, 11008, 40001, *sizes_around_tiles("layer_norm_fwd", "layer_norm_bwd")}
 )
@@ -63,14 +63,14 @@ def test_sizes(n, dtype, device):
 @pytest.mark.parametrize("n", sizes_around_tiles("layer_norm_fwd", "layer_norm_bwd"))
 @pytest.mark.parametrize("dtype,parameter_dtype", ROWS_AND_PARAMETERS, ids=str)
 def test_many_rows(n, dtype, parameter_dtype):
-    """Few rows have launch shapes of their own."""
-    rows = more_than_few_rows("layer_norm_fwd", "layer_norm_bwd")
+    """The other tests have few rows, for which there are separate configs."""
+    rows = more_rows_than_any_limit("layer_norm_fwd", "layer_norm_bwd")
     inputs, grads = make((rows, n), dtype, "cuda", parameter_dtype)
     check_op(layer_norm, reference, inputs, grads, "cuda")
 
 
 @pytest.mark.parametrize("n", [100_000, 262_144])
-def test_rows_wider_than_any_register_file(n, device):
+def test_rows_wider_than_the_register_file(n, device):
     inputs, grads = make((3, n), torch.bfloat16, device)
     check_op(layer_norm, reference, inputs, grads, device)
 
@@ -89,7 +89,7 @@ def test_options(dtype, parameter_dtype, present, eps, device):
 @pytest.mark.parametrize("needs_bias", [True, False])
 @pytest.mark.parametrize("present", PRESENT)
 @pytest.mark.parametrize("n", [160, 131])
-def test_only_the_gradients_that_are_needed(needs_x, needs_weight, needs_bias, present, n, device):
+def test_only_required_gradients(needs_x, needs_weight, needs_bias, present, n, device):
     inputs, grads = make((6, n), torch.float32, device, None, (needs_x, needs_weight, needs_bias), PRESENT[present])
     check_op(layer_norm, reference, inputs, grads, device)
 
@@ -110,15 +110,15 @@ def test_parameters_with_strides(device):
     check_op(layer_norm, reference, [x, weight, bias], grads, device)
 
 
-def test_a_dense_layout_is_kept(device):
+def test_dense_strides_are_preserved(device):
     x = torch.randn(2, 6, 4, 64, device=device).transpose(1, 2)
     assert layer_norm(x).stride() == x.stride()
 
 
-# Sums of squares would leave nothing of a variance of 1 beside a mean of 1e3 in fp32. What is left is the rounding of
-# the mean itself, ours and eager's alike: enough rows that both meet its worst.
+# With a mean of 1e3, computing a variance of 1 from the sum of squares would cancel in fp32. The remaining error is the
+# rounding of the mean, in eager too; enough rows make its maximum comparable.
 @pytest.mark.parametrize("n", [64, 1000, 4096, 20_000, 40_008])
-def test_a_large_mean_cancels_nothing(n, device):
+def test_a_large_mean_causes_no_cancellation(n, device):
     (x, weight, bias), grads = make((64, n), torch.float32, device)
     x = (x.detach() + 1e3).requires_grad_()
     check_op(layer_norm, reference, [x, weight, bias], grads, device)
@@ -236,7 +236,7 @@ def test_autocast_follows_pytorch():
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_more_than_2_to_the_31_elements():
     n = 4096
     x = torch.randn(2**31 // n + 5, n, device="cuda", dtype=torch.bfloat16)
     weight, bias = (torch.randn(n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -324,8 +324,8 @@ def run(path, n, aligned, of_rows="fp32", of_weight="fp32", weighted=True, rows=
         out["parameters_" + name] = outs if flags & final else partial.sum(1)
     numpy.savez(path, **out)
 """
-# One tile, several, prefetched, the loop of the backward and that of both; aligned and not. Streamed: a row a slot, a
-# third and half of one.
+# One tile, several, prefetched, a loop in backward, a loop in both; aligned and unaligned. Streamed rows: one row per
+# slot, a third of a row, half a row.
 INTERPRETED_CASES = [
     *((n, True) for n in (40, 128, 2560, 4200, 13_000, 17_000, 33_000)),
     *((n, False) for n in (60, 200, 4099)),
@@ -338,7 +338,7 @@ INTERPRETED_CASES = [
 
 @pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_kernels_interpreted(case, interpreted):
-    """The kernel bodies themselves, on CPU tensors, for every choice of parameter gradients."""
+    """Runs the kernels on CPU tensors, for every combination of parameter gradients."""
     got = interpreted[case]
     x, w, b = (got[k].double().requires_grad_() for k in "xwb")
     if case[-1] is False and len(case) > 2:
@@ -347,7 +347,7 @@ def test_kernels_interpreted(case, interpreted):
     dx, dw, db = torch.autograd.grad(y, [x, w, b], got["dy"].double())
     rows = dict(rtol=2e-5, atol=2e-5) if got["y"].dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(got["y"].double(), y.detach(), **rows)
-    few = len(got["dx_both_final"])  # what one program takes at a time
+    few = len(got["dx_both_final"])  # rows that one program processes per step
     of_few = torch.autograd.grad(reference(x[:few], w, b), [w, b], got["dy"][:few].double())
     for name in ("both", "dw", "db", "neither", "both_final", "db_final"):
         final = name.endswith("_final")

@@ -1,4 +1,4 @@
-"""Layers: includes point downwards only and in no circle, and what needs no torch or Python knows neither."""
+"""Layering: includes point to lower layers without cycles, and the runtime uses neither torch nor Python."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from support import output_of
 
 CSRC = ROOT / "csrc"
 FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp"))
-# Lowest first; headers of kernels are generated.
+# Lowest layer first. Headers in kernels/ are generated.
 FOLDERS = ("runtime", "kernels", "core", "gemm", "ops")
 
 
@@ -27,7 +27,7 @@ def stem(path):
     return str(Path(path).with_suffix(""))
 
 
-def test_a_file_includes_what_lies_in_its_folder_or_below():
+def test_files_include_only_their_own_layer_or_lower_ones():
     for path in FILES:
         folder, *inside = path.relative_to(CSRC).parts
         if not inside or folder == "bindings":
@@ -36,8 +36,8 @@ def test_a_file_includes_what_lies_in_its_folder_or_below():
         assert not [name for name in ours(path) if name.split("/")[0] in above], path
 
 
-def test_a_family_of_operators_includes_no_file_of_another():
-    """What two families share lies in a folder below."""
+def test_operator_families_do_not_include_each_other():
+    """Code that two families share belongs in a lower layer."""
     files = [path.relative_to(CSRC) for path in FILES if CSRC / "ops" in path.parents]
     assert files
     for path in files:
@@ -47,7 +47,7 @@ def test_a_family_of_operators_includes_no_file_of_another():
 
 
 def graph():
-    """A header and its source file are one."""
+    """Includes by stem: a header and its source file are one node."""
     found = {}
     for path in FILES:
         node = stem(path.relative_to(CSRC))
@@ -55,13 +55,13 @@ def graph():
     return found
 
 
-def test_includes_form_no_circle():
+def test_includes_form_no_cycle():
     order = list(TopologicalSorter(graph()).static_order())
     assert order.index("runtime/driver") < order.index("runtime/launch") < order.index("ops/gemm/mm")
 
 
 def runtime_library():
-    """The sources of libliger_runtime.so, and what they include."""
+    """The sources of libliger_runtime.so and the files that they include."""
     found = [*(CSRC / "runtime").iterdir(), *(CSRC / "gemm").glob("*.cpp")]
     for path in found:
         found += [CSRC / name for name in ours(path) if CSRC / name not in found]

@@ -1,4 +1,4 @@
-"""`python -m liger_ops build`: what it compiles and how, where the library goes, and which ones are loaded later."""
+"""`python -m liger_ops build`: its compiler commands, the location of the library, and which library is loaded."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ MINOR = _loader.torch_minor()
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """Where libraries go, instead of the package's folder."""
+    """Target folder of libraries, in place of the package's folder."""
     monkeypatch.setenv("LIGER_OPS_LIBRARY_DIR", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -55,15 +55,14 @@ def test_every_source_is_compiled_with_the_flags_of_the_cmake_build(commands):
     assert [word for word in link if word.endswith(".o")] == [command[-1] for command in objects]
 
 
-def test_cmake_states_no_flag_of_its_own_for_the_operators():
-    """It reads those of flags.py."""
+def test_cmake_has_no_flags_besides_those_in_flags_py():
     section = (ROOT / "CMakeLists.txt").read_text().split("# ---- The operators")[1].split("\n# ----")[0]
     for name in ("SOURCES", "COMPILE", "LINK", "PRECOMPILED"):
         assert f"${{LIGER_{name}}}" in section
     assert not [flag for flag in (*flags.COMPILE, *flags.LINK) if flag in section.split()]
 
 
-def test_the_library_is_named_after_what_it_depends_on(commands, home):
+def test_the_library_name_includes_the_stamp(commands, home):
     assert commands[-1][-1] == str(home / f"libliger_ops_torch{MINOR}-{built.stamp()}.so")
 
 
@@ -71,7 +70,7 @@ def test_the_library_is_named_after_what_it_depends_on(commands, home):
 
 
 @pytest.mark.parametrize("change", ["version", "nightly", "commit", "package", "source", "header"])
-def test_a_stamp_changes_with_what_a_library_depends_on(change, tmp_path, monkeypatch):
+def test_a_stamp_changes_with_every_dependency(change, tmp_path, monkeypatch):
     sources = tmp_path / "csrc", tmp_path / "generated"
     for folder in sources:
         folder.mkdir()
@@ -96,7 +95,7 @@ def test_a_stamp_changes_with_what_a_library_depends_on(change, tmp_path, monkey
     assert built.stamp() != before
 
 
-def test_sources_of_the_wheel_come_before_those_of_a_checkout(tmp_path, monkeypatch):
+def test_sources_in_the_wheel_take_precedence_over_a_checkout(tmp_path, monkeypatch):
     assert [folder.name for folder in built.source_folders()] == ["csrc", "generated"]
     assert built.source_folders()[0] == ROOT / "csrc" and (built.source_folders()[1] / "kernels").exists()
     monkeypatch.setattr(built, "SHIPPED", tmp_path)
@@ -106,7 +105,7 @@ def test_sources_of_the_wheel_come_before_those_of_a_checkout(tmp_path, monkeypa
 # ---- Which library is loaded.
 
 
-def test_a_library_built_here_comes_first_if_it_fits(home):
+def test_a_locally_built_library_takes_precedence_if_it_fits(home):
     home.mkdir()
     others = [f"libliger_ops_torch{MINOR}-0123456789ab.so", "libliger_ops_torch9.9-0123456789ab.so"]
     for name in (built.library_name(MINOR), *others):
@@ -121,7 +120,7 @@ def test_a_library_built_here_comes_first_if_it_fits(home):
 REPORT = "import liger_ops, json; print(json.dumps([str(liger_ops._loaded.library), liger_ops._loaded.tried]))"
 
 
-def test_a_library_that_does_not_load_gives_way_to_the_next(home):
+def test_a_library_that_fails_to_load_is_skipped(home):
     home.mkdir()
     broken = home / built.library_name(MINOR)
     broken.write_text("no ELF file")
@@ -130,7 +129,7 @@ def test_a_library_that_does_not_load_gives_way_to_the_next(home):
     assert tried[broken.name].startswith("did not load: ")
 
 
-def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, monkeypatch):
+def test_unwritable_folders_are_skipped(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     places = [tmp_path / "file" / "lib", tmp_path / "lib"]
     monkeypatch.setattr(built, "folders", lambda: places)
@@ -141,7 +140,7 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_the_folder_asked_for_comes_first(asked, home, monkeypatch):
+def test_the_requested_folder_comes_first(asked, home, monkeypatch):
     if not asked:
         monkeypatch.delenv("LIGER_OPS_LIBRARY_DIR")
         monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
@@ -149,10 +148,10 @@ def test_the_folder_asked_for_comes_first(asked, home, monkeypatch):
     assert built.folders() == expected
 
 
-# ---- What it says when it cannot.
+# ---- Errors.
 
 
-def test_without_a_compiler_one_sentence_says_what_to_install(home):
+def test_without_a_compiler_the_error_says_what_to_install(home):
     done = build(CXX="no-such-compiler", LIGER_OPS_LIBRARY_DIR=str(home))
     sentence = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -160,7 +159,7 @@ def test_without_a_compiler_one_sentence_says_what_to_install(home):
     assert "apt install g++" in sentence
 
 
-def test_an_error_of_the_compiler_is_shown_from_its_first_line_on(tmp_path):
+def test_compiler_output_is_shown_from_the_first_error(tmp_path):
     source = tmp_path / "wrong.cpp"
     source.write_text("#warning first\nint f() { return nothing; }\n")
     step = operators.Step(["g++", "-c", str(source)], tmp_path / "wrong.o")
@@ -173,7 +172,7 @@ def test_an_error_of_the_compiler_is_shown_from_its_first_line_on(tmp_path):
 
 
 def test_the_first_error_stops_the_build(tmp_path, monkeypatch):
-    """Units that have not begun are not compiled for nothing."""
+    """Units that have not started are not compiled."""
     ran = []
 
     def run(step):
@@ -190,17 +189,17 @@ def test_the_first_error_stops_the_build(tmp_path, monkeypatch):
     assert len(ran) < 25
 
 
-def test_generated_headers_that_are_missing_are_named(home, tmp_path, monkeypatch):
+def test_missing_generated_headers_are_named(home, tmp_path, monkeypatch):
     monkeypatch.setattr(built, "source_folders", lambda: [ROOT / "csrc", tmp_path / "generated"])
     with pytest.raises(SystemExit, match=r"generated must hold the generated headers: run `make build` once"):
         operators.plan(["g++"], tmp_path, home / "any.so")
 
 
-# ---- For real.
+# ---- A real build.
 
 
 def test_one_unit_becomes_a_library_that_loads(home, tmp_path, monkeypatch):
-    """Compiled and linked as all are; all of them take minutes."""
+    """One unit stands in for all, which would take minutes."""
     chosen = [ROOT / "csrc" / "runtime" / "portable.cpp", *sorted((ROOT / "csrc").glob("ops/**/projections.cpp"))]
     monkeypatch.setattr(flags, "sources", lambda csrc: chosen)
     monkeypatch.setattr(operators, "loaded_elsewhere", lambda: str(home / built.library_name(MINOR)))

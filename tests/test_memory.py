@@ -1,6 +1,6 @@
-"""Memory that its owner has freed is never read: FSDP takes a parameter's storage away and leaves the tensor its sizes.
+"""Freed memory is never read: FSDP frees the storage of a parameter, and the tensor keeps its sizes.
 
-Every operator of the library, private halves too, says which argument it was; so does backward of what forward saved.
+Every public and private operator names the freed argument; backward names the freed saved tensor.
 """
 
 import re
@@ -26,7 +26,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def public_calls() -> dict[str, dict[str, Any]]:
-    """Public operators with every tensor that they take."""
+    """A call of each public operator with all of its tensor arguments."""
     rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
     gate = dict(gate=rows, up=numbers(ROWS, N))
     loss = dict(logits=numbers(ROWS, CLASSES), target=target, weight=numbers(CLASSES).abs(), label_smoothing=0.1)
@@ -61,7 +61,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
 
 
 def plain_operators() -> dict[str, list[str]]:
-    """Tensors of the operators that take nothing but rows, and keep them."""
+    """The tensors of operators that only take rows and save them."""
     tensors = {
         op: [name for name, p in declared.__signature__.parameters.items() if "Tensor" in p.annotation]
         for op, declared in operators().items()
@@ -69,7 +69,7 @@ def plain_operators() -> dict[str, list[str]]:
     return {op: names for op, names in tensors.items() if len(names) == operators()[op].rows}
 
 
-# Those of the arguments above that forward keeps for backward, by the names that they have there.
+# Arguments that forward saves -> their names in the backward operator.
 SAVED = {
     **{op: {name: name for name in names} for op, names in plain_operators().items()},
     "rms_norm": dict(x="x", weight="weight"),
@@ -81,7 +81,7 @@ SAVED = {
     "cross_entropy": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_with_metrics": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_": dict(logits="dlogits"),
-    # Reduced losses have their gradients made in forward.
+    # Reduced losses compute their gradients in forward.
     "fused_linear_cross_entropy": {},
     "fused_linear_cross_entropy_with_metrics": {},
     "fused_linear_cross_entropy_with_log_probs": {},
@@ -105,7 +105,7 @@ OPERATORS = sorted(
 PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 
-def learns(op: str, name: str, t: Any) -> bool:
+def is_differentiable(op: str, name: str, t: Any) -> bool:
     constant = ("ce_weight", "token_weight", "cos", "sin") + (("weight",) if op.startswith("cross_entropy") else ())
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
 
@@ -115,14 +115,14 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
 
 
 def copied(op: str, arguments: dict[str, Any], device: str, grad: bool = False) -> dict[str, Any]:
-    """Every tensor in a storage of its own."""
+    """Copies every tensor into its own storage."""
 
     def copy(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [copy(name, v) for v in value]
         if not isinstance(value, Tensor):
             return value
-        return value.detach().clone().to(device).requires_grad_(grad and learns(op, name, value))
+        return value.detach().clone().to(device).requires_grad_(grad and is_differentiable(op, name, value))
 
     return {name: copy(name, value) for name, value in arguments.items()}
 
@@ -134,12 +134,12 @@ def backward(out: Any) -> None:
 
 def differentiable(op: str, arguments: dict[str, Any], device: str) -> dict[str, Any]:
     given = copied(op, arguments, device, grad=True)
-    # A leaf may not be overwritten.
+    # A leaf that requires a gradient cannot be overwritten.
     return given | {"logits": given["logits"] * 1} if op == "cross_entropy_" else given
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps, of each private operator, the call with the most tensors."""
+    """Records the call with the most tensors for each private operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
 
 
 def tensors(arguments: dict[str, Any]) -> list[tuple[str, int | None]]:
-    """Where they are: the argument, and which one of a list."""
+    """The position of each tensor: argument name, and index if the argument is a list."""
     places: list[tuple[str, int | None]] = [(name, None) for name, v in arguments.items() if isinstance(v, Tensor)]
     for name, value in arguments.items():
         places += [(name, i) for i, v in enumerate(value if isinstance(value, list) else []) if isinstance(v, Tensor)]
@@ -165,7 +165,7 @@ def tensors(arguments: dict[str, Any]) -> list[tuple[str, int | None]]:
 
 @cache
 def samples() -> dict[str, dict[str, Any]]:
-    """A call of every operator with all of its tensors."""
+    """A call of each operator with all of its tensor arguments."""
     torch.manual_seed(0)
     public, recorder = public_calls(), Recorder()
     with recorder:
@@ -176,7 +176,7 @@ def samples() -> dict[str, dict[str, Any]]:
     found["_fused_linear_cross_entropy_bwd"]["totals"] = numbers(2)
     found["_mm"] = dict(a=numbers(ROWS, N), b=numbers(N, 3))
     found["_projections_grad"] = dict(grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)])
-    # A recorder keeps backward from writing in place; that takes no other arguments.
+    # Backward is not in place under a dispatch mode. The in-place operators take the same arguments.
     for op in OPERATORS:
         if op not in found and op.endswith("_"):
             known = found[op[:-1]]
@@ -185,15 +185,15 @@ def samples() -> dict[str, dict[str, Any]]:
     return found
 
 
-def the_tensor(arguments: dict[str, Any], place: tuple[str, int | None]) -> Tensor:
+def tensor_at(arguments: dict[str, Any], place: tuple[str, int | None]) -> Tensor:
     name, i = place
     return arguments[name] if i is None else arguments[name][i]
 
 
 def named(op: str, place: tuple[str, int | None]) -> str:
-    """How a message begins."""
+    """Regex for the start of a message: operator and argument."""
     shown = re.sub(r"^_(.*)_fwd$", r"\1", re.sub(r"^_(.*)_bwd_?$", r"\1 backward", op))
-    # With a graph, all linear losses are the same private operator.
+    # With an autograd graph, all variants of a loss call the same private operator.
     shown = re.sub("^(fused_linear_cross_entropy|cross_entropy)(_with_.*)$", r"\1(\2)?", shown)
     return shown + ": " + re.escape(place[0] + (f"[{place[1]}]" if place[1] is not None else ""))
 
@@ -205,7 +205,7 @@ def test_every_tensor_of_every_operator(op, device):
     assert tensors(arguments)
     for place in tensors(arguments):
         given = copied(op, arguments, device)
-        t = the_tensor(given, place)
+        t = tensor_at(given, place)
         bytes_needed = t.untyped_storage().nbytes()
         what = f"^{named(op, place)} must have memory for its {t.numel()} elements "
         half = bytes_needed // 2
@@ -222,13 +222,13 @@ def test_every_tensor_of_every_operator(op, device):
 )
 @pytest.mark.parametrize("op", PUBLIC)
 def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, dtype, device):
-    """dtype: of the freed one, which autocast converts to that of others, or to its own."""
+    """dtype: the freed tensor's dtype, which autocast may have to convert."""
     arguments = samples()[op]
     for place in tensors(arguments):
         freed = arguments[place[0]]
         freed = freed.to(dtype) if freed.dtype == torch.float32 else freed
         given = differentiable(op, arguments | {place[0]: freed}, device)
-        t = the_tensor(given, place)
+        t = tensor_at(given, place)
         t.untyped_storage().resize_(0)
         what = f"^{named(op, place)} must have memory for its {t.numel()} elements {FREED}"
         with torch.autocast(device, torch.bfloat16, enabled=autocast), pytest.raises(RuntimeError, match=what):
@@ -240,15 +240,15 @@ def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, dtype, devic
     [(op, {}) for op in PUBLIC] + [(op, {"reduction": "none"}) for op in PUBLIC if "cross_entropy" in op],
     ids=str,
 )
-def test_what_forward_saved(op, more, device):
-    """As FSDP frees parameters between forward and backward. What was not saved may go."""
+def test_tensors_saved_by_forward(op, more, device):
+    """FSDP frees parameters between forward and backward. Tensors that were not saved may be freed."""
     saved = SAVED[op]
     if op.startswith("fused_linear") and more:
         saved = {name: name for name, _ in tensors(samples()[op])}
     for place in tensors(samples()[op]):
         given = differentiable(op, samples()[op] | more, device)
         out = call(op, given)
-        the_tensor(given, place).untyped_storage().resize_(0)
+        tensor_at(given, place).untyped_storage().resize_(0)
         if place[0] in saved:
             what = rf"^\w+( backward)?: {saved[place[0]]} must have memory for its \d+ elements {FREED}"
             with pytest.raises(RuntimeError, match=what):
@@ -258,7 +258,7 @@ def test_what_forward_saved(op, more, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_must_reach_the_last_element_and_no_further(layout, device):
+def test_storage_must_reach_the_last_element_only(layout, device):
     x = LAYOUTS[layout](torch.randn(2, 3, 4, 8, device=device))
     expected = torch.nn.functional.rms_norm(x, (8,), eps=1e-6)
     last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
@@ -270,7 +270,7 @@ def test_memory_must_reach_the_last_element_and_no_further(layout, device):
         ops.rms_norm(x)
 
 
-def test_no_elements_need_no_memory(device):
+def test_empty_tensors_need_no_memory(device):
     x = torch.randn(4, 8, device=device)
     empty = x[:0]
     x.untyped_storage().resize_(0)
@@ -278,14 +278,14 @@ def test_no_elements_need_no_memory(device):
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_tensors_without_memory_of_their_own_pass(op):
-    """As fake tensors, on the meta device."""
+def test_tensors_without_memory_are_accepted(op):
+    """For example on the meta device."""
     call(op, copied(op, samples()[op], "meta"))
 
 
 @pytest.mark.parametrize("op", [op for op in PUBLIC if op != "cross_entropy_"])
-def test_wrappers_have_no_memory_to_look_at(op):
-    """Autocast sees them before anything has unwrapped them."""
+def test_wrapper_tensors_are_accepted(op):
+    """Autocast receives fake and functional tensors before they are unwrapped."""
     arguments = samples()[op]
     with torch.autocast("cpu", torch.bfloat16):
         with FakeTensorMode() as fake:

@@ -1,4 +1,4 @@
-"""liger_ops.nn beside torch.nn: constructors, state_dict, results and gradients, compile."""
+"""liger_ops.nn compared with torch.nn: constructors, state_dict, results, gradients and compilation."""
 
 import copy
 import inspect
@@ -46,7 +46,7 @@ def agree(module, theirs, *inputs):
 
 @pytest.mark.parametrize("cls, counterpart, arguments", NORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_their_counterparts(cls, counterpart, arguments, dtype, device):
+def test_norms_equal_their_counterparts(cls, counterpart, arguments, dtype, device):
     theirs = randomised(counterpart(**arguments, device=device, dtype=dtype))
     module = cls(**arguments, device=device, dtype=dtype)
     module.load_state_dict(theirs.state_dict())
@@ -57,7 +57,7 @@ def test_norms_are_their_counterparts(cls, counterpart, arguments, dtype, device
 
 @pytest.mark.parametrize("cls, counterpart", [(ours.RMSNorm, nn.RMSNorm), (ours.LayerNorm, nn.LayerNorm),
                                               (ours.CrossEntropyLoss, nn.CrossEntropyLoss)])  # fmt: skip
-def test_constructors_begin_as_their_counterparts(cls, counterpart):
+def test_constructors_extend_their_counterparts(cls, counterpart):
     mine, theirs = (list(inspect.signature(c).parameters.values()) for c in (cls, counterpart))
     assert [(p.name, p.default) for p in mine[: len(theirs)]] == [(p.name, p.default) for p in theirs]
     assert all(p.kind is p.KEYWORD_ONLY for p in mine[len(theirs) :])
@@ -68,7 +68,7 @@ OF_NORMS = dict(eps=0.5, offset=1.0, casting_mode="none")
 OF_LOSSES = dict(reduction="sum", ignore_index=3, label_smoothing=0.1, lse_square_scale=0.2, softcap=0.5)
 OF_LINEAR_LOSSES = dict(OF_LOSSES, ce_weight=PER_CLASS, logits_scale=0.5, memory_budget=1 << 20)
 
-# The module over an operator, its sizes and options, and what it is called with.
+# operator -> (module class, sizes, options, call arguments)
 MODULES = {
     "rms_norm": (ours.RMSNorm, [16], OF_NORMS, dict(x=X)),
     "fused_add_rms_norm": (ours.FusedAddRMSNorm, [16], OF_NORMS, dict(x=X, residual=X + 1)),
@@ -89,22 +89,22 @@ def test_options_reach_the_operator(operator, monkeypatch):
     cls, sizes, options, inputs = MODULES[operator]
     module, calls = cls(*sizes, **options), record_calls(monkeypatch, operator, X)
     module(*inputs.values())
-    # The very tensors, not their likes.
+    # dict equality compares tensors by identity first, so these must be the same objects.
     assert calls == [inputs | dict(module.named_parameters()) | options]
 
 
-def test_a_norm_names_the_shape_it_wants():
+def test_a_norm_names_the_expected_shape():
     with pytest.raises(ValueError, match=r"RMSNorm: input must have shape \[\.\.\., 3, 8\] \(got \[8, 3\]\)"):
         ours.RMSNorm([3, 8])(torch.zeros(8, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_without_eps_rms_norm_takes_torchs(dtype):
+def test_the_default_eps_of_rms_norm_is_torchs(dtype):
     x = torch.randn(5, 24, dtype=torch.float64).mul(1e-7 if dtype == torch.float64 else 1e-3).to(dtype)
     torch.testing.assert_close(ours.RMSNorm(24, dtype=dtype)(x), nn.functional.rms_norm(x, (24,)))
 
 
-def test_offset_starts_at_the_identity():
+def test_with_an_offset_the_initial_scale_is_one():
     x = torch.randn(4, 16)
     shifted, plain = ours.RMSNorm(16, offset=1.0), ours.RMSNorm(16)
     assert not shifted.weight.any() and "offset=1.0" in repr(shifted)
@@ -133,7 +133,7 @@ class Reference(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-# A projection with a hook is called as a module, not read past.
+# A projection with a hook must be called as a module, so that the hook runs.
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_gated_mlps(cls, options, activation, bias, hooked, device):
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 7, 3), (2, 7, 3, 4)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_cross_entropy_is_its_counterpart(shape, reduction, device):
+def test_cross_entropy_equals_its_counterpart(shape, reduction, device):
     options = dict(reduction=reduction, label_smoothing=0.1, ignore_index=2)
     weight = torch.rand(7, device=device) + 0.5
     theirs, module = nn.CrossEntropyLoss(weight, **options), ours.CrossEntropyLoss(weight, **options)
@@ -170,7 +170,7 @@ def test_cross_entropy_is_its_counterpart(shape, reduction, device):
     agree(module, theirs, logits, target)
 
 
-def test_probabilities_are_left_to_torch():
+def test_probability_targets_use_torch():
     logits, target = torch.randn(3, 7), torch.rand(3, 7).softmax(-1)
     assert torch.equal(ours.CrossEntropyLoss()(logits, target), nn.CrossEntropyLoss()(logits, target))
     with pytest.raises(ValueError, match="target must hold class indices"):
@@ -178,7 +178,7 @@ def test_probabilities_are_left_to_torch():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_fused_linear_cross_entropy_is_a_linear_and_a_loss(reduction, device):
+def test_fused_linear_cross_entropy_equals_a_linear_layer_and_a_loss(reduction, device):
     x, target = torch.randn(2, 9, 16, device=device), torch.randint(33, (2, 9), device=device)
     target[0, :4] = -100
     head = nn.Linear(16, 33, device=device)
@@ -249,6 +249,6 @@ def test_every_module_can_be_scripted():
     assert not modules
 
 
-def test_a_scripted_norm_names_the_shape_it_wants():
+def test_a_scripted_norm_names_the_expected_shape():
     with pytest.raises(torch.jit.Error, match=r"LayerNorm: input must have shape \[\.\.\., 3, 8\] \(got \[8, 3\]\)"):
         torch.jit.script(ours.LayerNorm([3, 8]))(torch.zeros(8, 3))

@@ -1,4 +1,4 @@
-"""Kernel packs: written by Python, read by C++, and what becomes of damaged ones."""
+"""Kernel packs: Python writes them, C++ reads them, and damaged files are rejected."""
 
 import os
 import random
@@ -35,14 +35,14 @@ def small(tmp_path_factory):
     return folder
 
 
-# ---- What is shipped.
+# ---- Shipped packs.
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_a_pack_holds_every_variant_that_it_was_built_of(stem):
+def test_a_pack_holds_every_variant_it_was_built_from(stem):
     kind, arch, entries = pack.read(PACKS / f"{stem}.pack")
     assert (kind, arch) == ((pack.PTX, 80) if stem == "ptx" else (pack.CUBIN, int(stem[3:])))
-    # PTX is for whatever comes, and holds nothing that is for some chips alone.
+    # PTX serves future architectures, so kernels for specific architectures are not included.
     here = [v for v in variants() if (v.kernel.is_for(arch) if kind == pack.CUBIN else not v.kernel.archs)]
     expected = {(int(v.kernel.source_hash, 16), v.index): v.name for v in here}
     assert {(e.kernel_hash, e.variant): e.name for e in entries} == expected
@@ -89,11 +89,11 @@ def test_the_library_knows_the_variants_of_the_tables():
     assert stub_cuda.run(registered).value == expected
 
 
-# ---- Damage.
+# ---- Damaged packs.
 
 
 def open_each(path, folder, damages):
-    """Applies each damage, (position, bytes) or a length to cut to, and says what both readers of it say."""
+    """Applies each damage: (position, bytes), or (length, None) to truncate. Returns the errors of both C++ readers."""
     whole = Path(path).read_bytes()
     target = str(Path(folder) / "damaged.pack")
     out = []
@@ -137,7 +137,7 @@ def python_refuses(data, tmp_path):
         pack.read(path)
 
 
-def test_truncation_at_any_length_is_told(small, tmp_path):
+def test_truncation_at_any_length_is_detected(small, tmp_path):
     size = (small / "sm_90.pack").stat().st_size
     lengths = [*range(300), *range(300, size, 61), size - 1]
     data, found = damage(small, tmp_path, [(length, None) for length in lengths])
@@ -153,7 +153,7 @@ def test_truncation_at_any_length_is_told(small, tmp_path):
         python_refuses(data[:length], tmp_path)
 
 
-def test_a_flipped_bit_anywhere_in_the_index_is_told(small, tmp_path):
+def test_a_flipped_bit_anywhere_in_the_index_is_detected(small, tmp_path):
     data = (small / "sm_90.pack").read_bytes()
     flips = [(at, [data[at] ^ mask]) for at in range(index_bytes(data)) for mask in (0x01, 0x80)]
     _, found = damage(small, tmp_path, flips)
@@ -162,7 +162,7 @@ def test_a_flipped_bit_anywhere_in_the_index_is_told(small, tmp_path):
         python_refuses(data[:at] + bytes([value]) + data[at + 1 :], tmp_path)
 
 
-def test_a_flipped_bit_in_a_kernel_spoils_that_kernel_alone(small, tmp_path):
+def test_a_flipped_bit_in_a_kernel_affects_only_that_kernel(small, tmp_path):
     data = (small / "sm_90.pack").read_bytes()
     starts = [pack.ENTRY.unpack_from(data, 40 + i * pack.ENTRY.size)[3] for i in range(3)]
     random.seed(0)
@@ -177,11 +177,11 @@ def test_a_flipped_bit_in_a_kernel_spoils_that_kernel_alone(small, tmp_path):
 
 
 def based(entries):
-    """The same, deflated with the first as dictionary."""
+    """The same entries, compressed with the first one as dictionary (base)."""
     return [replace(e, base=entries[0].variant) for e in entries]
 
 
-def test_a_flipped_bit_in_a_base_spoils_all_that_need_it(small, tmp_path):
+def test_a_flipped_bit_in_a_base_affects_all_dependent_entries(small, tmp_path):
     kind, arch, entries = pack.read(small / "sm_90.pack")
     pack.write(tmp_path / "based.pack", kind, arch, based(entries))
     data = (tmp_path / "based.pack").read_bytes()
@@ -192,7 +192,7 @@ def test_a_flipped_bit_in_a_base_spoils_all_that_need_it(small, tmp_path):
     python_refuses(data[: start + 500] + bytes([data[start + 500] ^ 4]) + data[start + 501 :], tmp_path)
 
 
-def test_bases_that_go_round_in_circles(small, tmp_path):
+def test_circular_bases(small, tmp_path):
     data = bytearray((small / "sm_90.pack").read_bytes())
     for i in range(3):
         fields = dict(zip(FIELDS, pack.ENTRY.unpack_from(data, 40 + i * pack.ENTRY.size))) | dict(base=(i + 1) % 3)
@@ -212,12 +212,12 @@ def test_a_base_makes_a_pack_smaller_and_changes_nothing_else(tmp_path):
     pack.write(together, kind, arch, entries)
     assert together.stat().st_size < 0.7 * alone.stat().st_size
     assert pack.read(together) == pack.read(alone) == (kind, arch, entries)
-    # An entry whose base is elsewhere stands alone.
+    # An entry whose base is not in the file is stored without one.
     pack.write(together, kind, arch, entries[len(tables.find(KERNEL).configs) :])
     assert pack.read(together)[2] == entries[len(tables.find(KERNEL).configs) :]
 
 
-# A damaged file whose checksum is right all the same: nothing may be read outside of it.
+# Damaged fields with a valid checksum: nothing may be read outside the file.
 WRONG_FIELDS = {
     "offset beyond the file": dict(offset=1 << 40),
     "more bytes than the file has": dict(stored=0xFFFFFFFF),
@@ -226,7 +226,7 @@ WRONG_FIELDS = {
     "a name beyond the names": dict(name_offset=0xFFFFFFFF, name_bytes=0xFFFFFFFF),
     "a decoded size too small": dict(raw=100),
     "a decoded size too large": dict(raw=100_000),
-    "a dictionary that is not there": dict(base=77),
+    "a missing dictionary": dict(base=77),
 }
 FIELDS = "kernel_hash variant checksum offset stored raw shared num_warps name_offset name_bytes base".split()
 
@@ -237,7 +237,7 @@ def checksummed(data):
 
 
 @pytest.mark.parametrize("case", WRONG_FIELDS)
-def test_wrong_fields_under_a_right_checksum(case, small, tmp_path):
+def test_wrong_fields_with_a_valid_checksum(case, small, tmp_path):
     data = bytearray((small / "sm_90.pack").read_bytes())
     fields = dict(zip(FIELDS, pack.ENTRY.unpack_from(data, 40))) | WRONG_FIELDS[case]
     pack.ENTRY.pack_into(data, 40, *fields.values())
@@ -250,7 +250,7 @@ def test_wrong_fields_under_a_right_checksum(case, small, tmp_path):
 
 @pytest.mark.parametrize("field,value", [(3, 0xFFFFFFFF), (3, 2), (4, 0), (5, 7)])
 def test_wrong_counts_in_the_header(field, value, small, tmp_path):
-    """Kind, entries, file bytes and names bytes that the file does not have."""
+    """Kind, number of entries, file size or size of names that does not match the file."""
     data = (small / "sm_90.pack").read_bytes()
     header = list(pack.HEADER.unpack_from(data))
     header[{3: 4, 4: 5, 5: 2}[field]] = value
@@ -260,7 +260,7 @@ def test_wrong_counts_in_the_header(field, value, small, tmp_path):
     assert "corrupt header" in listed or "truncated" in listed
 
 
-# ---- Damage under a launch: one line, and the next source.
+# ---- Damage found by a launch: one log line, then the next source.
 
 
 def wrong_version(path):
@@ -310,21 +310,21 @@ def serve_twice():
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_damaged_pack_gives_one_line_and_the_next_source(case, small, tmp_path):
-    spoil, said = DAMAGES[case]
+def test_a_damaged_pack_logs_one_line_and_the_next_source_serves(case, small, tmp_path):
+    damage_file, expected = DAMAGES[case]
     folder = shutil.copytree(small, tmp_path / "packs")
-    spoil(folder / "sm_90.pack")
+    damage_file(folder / "sm_90.pack")
     by, log = stub_cuda.run(serve_twice, LIGER_OPS_PACK_DIR=folder)
     assert by == ["ptx", "ptx"]
     *lines, last = log
     assert last == "kernels for sm_90 are compiled by the driver from PTX"
-    assert len(lines) == bool(said)
-    if said:
-        assert re.fullmatch(said.format(path=re.escape(f"{folder}/sm_90.pack")), lines[0])
+    assert len(lines) == bool(expected)
+    if expected:
+        assert re.fullmatch(expected.format(path=re.escape(f"{folder}/sm_90.pack")), lines[0])
 
 
 def serve_as_another_user(path):
-    # Root reads everything: step down, with the driver loaded, to a user who reads what everybody can.
+    # Root can read everything, so switch to another user after loading the driver.
     runtime.device_count()
     os.chmod(path, 0)
     if os.geteuid() == 0:
@@ -356,7 +356,7 @@ def test_a_folder_without_packs(present, tmp_path):
 
 
 def test_kernels_of_another_build_are_refused(small, tmp_path):
-    """The hash of a kernel's source is part of its name: a pack left over from other sources serves nothing."""
+    """The source hash is part of a kernel's key, so a pack from other sources serves nothing."""
     for stem in ("sm_90", "ptx"):
         kind, arch, entries = pack.read(small / f"{stem}.pack")
         stale = [
@@ -372,7 +372,7 @@ def test_kernels_of_another_build_are_refused(small, tmp_path):
     assert all(f"{s}.pack: holds no {KERNEL} of this build" in message for s in ("sm_90", "ptx"))
 
 
-# ---- Inflate against zlib.
+# ---- Decompression compared with zlib.
 
 random.seed(1)
 PAYLOADS = {
@@ -403,7 +403,7 @@ def deflate(data, level, strategy, flushes=0):
 
 
 def write_streams(path, streams, monkeypatch):
-    """A pack of (decoded bytes, deflate stream) as variants of KERNEL."""
+    """Writes a pack with the (decoded bytes, deflate stream) pairs as variants of KERNEL."""
     ready = dict(enumerate(stream for _, stream in streams))
     monkeypatch.setattr(pack, "deflate", lambda data, dictionary: ready.pop(min(ready)))
     pack.write(path, pack.CUBIN, 90, [pack.Entry(HASH, i, "stream", 1, 0, data) for i, (data, _) in enumerate(streams)])
@@ -434,7 +434,7 @@ def test_inflate_decodes_what_zlib_encodes(strategy, tmp_path, monkeypatch):
 
 
 def test_inflate_refuses_malformed_streams(tmp_path, monkeypatch):
-    """Under right checksums: noise, cut streams and streams with a flipped bit never crash and never decode wrongly."""
+    """Checksums are valid. Noise, truncated streams and flipped bits cause neither a crash nor a wrong result."""
     text = PAYLOADS["text"][:5000] + PAYLOADS["skewed"][:5000]
     good = [deflate(text, level, strategy) for level in (0, 6) for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_FIXED)]
     bad = [random.randbytes(random.randrange(1, 300)) for _ in range(500)]
@@ -451,7 +451,7 @@ def test_inflate_refuses_malformed_streams(tmp_path, monkeypatch):
             decoded = decoder.decompress(stream)
         except zlib.error:
             decoded = None
-        # Some flips only change the text; zlib tells which streams are whole.
+        # Some flips only change the text. zlib decides which streams are complete.
         if decoded is not None and decoder.eof and len(decoded) == len(text):
             assert result == zlib.crc32(decoded)
         elif decoded is None or not decoder.eof:

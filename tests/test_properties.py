@@ -1,4 +1,4 @@
-"""Every operator against its formula, on what hypothesis draws: shapes, strides, dtypes, options, and which inputs need
+"""Every operator compared with its formula. hypothesis draws shapes, strides, dtypes, options and which inputs require
 gradients (strategies.py)."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check(operator: Operator, arguments: dict[str, Any]) -> None:
     def bind(function: Callable) -> Callable:
         def call(*tensors: Tensor) -> Any:
             named = dict(zip(names, tensors))
-            if overwrites:  # neither a leaf nor the caller's memory
+            if overwrites:  # must not overwrite a leaf or the caller's memory
                 named[names[0]] = named[names[0]] * 1
             return function(**arguments | named)
 
@@ -51,16 +51,16 @@ def check(operator: Operator, arguments: dict[str, Any]) -> None:
         if not results[0].is_floating_point():
             assert torch.equal(results[0], results[2]), f"result {i}"
             continue
-        # The mean over no rows.
+        # NaN is correct for the mean over no rows.
         assert all(torch.equal(t.isnan(), results[2].isnan()) for t in results), f"result {i}: NaN"
         results = [t.nan_to_num() for t in results]
-        # In fp64 eager is the oracle.
+        # In fp64, eager is the oracle and has no error.
         noise = 1e-12 if dtype == torch.float64 else 0.0
         assert_no_worse(f"result {i}", *results, scale=scale if i >= count else 0.0, noise=noise)
 
 
 @pytest.mark.parametrize("name", operators())
-def test_the_operator_is_its_formula(name):
+def test_the_operator_equals_its_formula(name):
     operator = operators()[name]
 
     @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -1,6 +1,6 @@
-"""The formulas beside PyTorch's and transformers' own, and as operators of a torch that no operator library fits.
+"""Reference formulas: compared with PyTorch and transformers, and as the operators if no operator library fits torch.
 
-The copy of the package that lacks a library runs in processes of its own, which import this file too.
+The second part runs a copy of the package without a library in new processes, which also import this file.
 """
 
 import json
@@ -32,7 +32,7 @@ def close(ours, theirs) -> None:
         torch.testing.assert_close(a, b)
 
 
-# ---- The formulas beside others' code
+# ---- Formulas compared with PyTorch and transformers
 
 
 def formula(name: str):
@@ -53,7 +53,7 @@ def test_norms(dtype):
     llama.weight.data, gemma.weight.data = w, w
     close(formula("rms_norm")(x), F.rms_norm(x, [40], None, 1e-6))
     close(formula("rms_norm")(x, w, 1e-3, casting_mode="none"), F.rms_norm(x, [40], w, 1e-3))
-    # transformers takes the mean in fp32.
+    # transformers computes the mean in fp32.
     tolerance = {} if dtype == torch.bfloat16 else dict(rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(formula("rms_norm")(x, w, 1e-5), llama(x), **tolerance)
     ours = formula("rms_norm")(x, w, 1e-5, 1.0, "gemma")
@@ -63,7 +63,7 @@ def test_norms(dtype):
 
 
 def angles_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As models make them: both halves alike."""
+    """Angles as models make them: both halves are equal."""
     angles = randn(*shape[:-1], shape[-1] // 2).repeat((1,) * (len(shape) - 1) + (2,))
     return angles.cos(), angles.sin()
 
@@ -87,18 +87,18 @@ def test_rotation():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_by_sections(interleaved):
-    """As of the angles that Qwen2-VL puts together itself."""
+    """Compares with angles that are combined first, as Qwen2-VL does."""
     q, k, (cos, sin), sections = randn(2, 4, 5, 8), randn(2, 2, 5, 8), angles_of(3, 2, 5, 8), [1, 1, 2]
 
-    def together(t: torch.Tensor) -> torch.Tensor:
+    def combined(t: torch.Tensor) -> torch.Tensor:
         half = torch.cat([m[i % 3] for i, m in enumerate(t[..., :4].split(sections, dim=-1))], dim=-1)
         return half.repeat_interleave(2, -1) if interleaved else torch.cat([half, half], -1)
 
     if interleaved:
         cos, sin = (t[..., :4].repeat_interleave(2, -1) for t in (cos, sin))
-        expected = formula("rope")(q, k, *(together(t[..., ::2]) for t in (cos, sin)), interleaved=True)
+        expected = formula("rope")(q, k, *(combined(t[..., ::2]) for t in (cos, sin)), interleaved=True)
     else:
-        expected = formula("rope")(q, k, together(cos), together(sin))
+        expected = formula("rope")(q, k, combined(cos), combined(sin))
     close(formula("rope")(q, k, cos, sin, interleaved=interleaved, mrope_section=sections), expected)
 
 
@@ -133,7 +133,7 @@ def test_losses(reduction, weighted, smoothing):
     close(linear(x, w, target, b, weight, **options, logits_scale=0.5), expected)
 
 
-def test_losses_have_z_loss_softcap_and_metrics():
+def test_losses_with_z_loss_softcap_and_metrics():
     logits, target = randn(4, 9) * 3, torch.tensor([0, 8, -100, 3])
     counted, capped = target >= 0, 5 * torch.tanh(logits / 5)
     z = 1e-2 * capped.logsumexp(-1).square()[counted].mean()
@@ -143,7 +143,7 @@ def test_losses_have_z_loss_softcap_and_metrics():
     close(tuple(ours), (F.cross_entropy(capped, target) + z, z, right, predicted))
 
 
-def test_losses_describe_predictions():
+def test_losses_with_log_probs_and_entropy():
     x, w, target, each = randn(4, 3), randn(9, 3), torch.tensor([0, 8, -100, 3]), torch.rand(4, dtype=torch.float64)
     distribution = torch.distributions.Categorical(logits=x @ w.T)
     counted = target >= 0
@@ -152,7 +152,7 @@ def test_losses_describe_predictions():
     close(tuple(ours), (-(each * log_probs).sum() / 3, log_probs, distribution.entropy() * counted))
 
 
-def test_the_gradient_is_written_over_the_logits():
+def test_the_gradient_overwrites_the_logits():
     logits, target = randn(3, 9).requires_grad_(), torch.tensor([0, 8, 3])
     loss = F.cross_entropy(logits, target)
     (expected,) = torch.autograd.grad(loss, logits)
@@ -163,7 +163,7 @@ def test_the_gradient_is_written_over_the_logits():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that came from an operator."""
+    """Records the size of the largest tensor that any operator returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_linear_loss_goes_by_chunks(reduction):
+def test_the_linear_loss_computes_chunks(reduction):
     x, w, b, target = randn(40, 8).requires_grad_(), randn(100, 8).requires_grad_(), randn(100), torch.arange(40)
     target[3] = -100
     loss = formula("fused_linear_cross_entropy")
@@ -193,12 +193,12 @@ def test_the_linear_loss_goes_by_chunks(reduction):
     close(gradient, torch.autograd.grad(loss(x, w, target, b), x))
 
 
-# ---- Where no library fits
+# ---- Without a fitting library
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A folder with a package whose libraries are for another torch, and broken."""
+    """A copy of the package with two unusable libraries: one for another torch, one broken."""
     root = tmp_path_factory.mktemp("without")
     shutil.copytree(PACKAGE, root / "liger_ops", ignore=shutil.ignore_patterns("lib", "packs", "__pycache__"))
     libraries = root / "liger_ops" / "lib"
@@ -209,10 +209,10 @@ def copy(tmp_path_factory) -> Path:
 
 
 def run(copy: Path, code: str, *options: str, **env: str) -> str:
-    """What the code prints, both ways, in a process that imports the copy."""
+    """stdout and stderr of code in a process that imports the copy."""
     environment = environment_of_tree(**env)
     environment["PYTHONPATH"] = os.pathsep.join([str(copy), str(TESTS)])
-    # The working directory comes before PYTHONPATH.
+    # Python searches the working directory before PYTHONPATH.
     command = [sys.executable, *options, "-c", code]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -220,15 +220,15 @@ def run(copy: Path, code: str, *options: str, **env: str) -> str:
 
 
 def call(copy: Path, *functions: str) -> None:
-    """Calls functions of this file where the operators are formulas."""
+    """Calls functions of this file in a process where the operators are the formulas."""
     code = "import liger_ops; assert liger_ops._loaded.library is None, liger_ops.__file__\nimport test_reference\n"
     code += "\n".join(f"test_reference.{function}" for function in functions)
     run(copy, code, "-W", "ignore::RuntimeWarning")
 
 
-def test_one_warning_says_what_was_tried_and_the_remedy(copy):
-    said = run(copy, "import liger_ops, torch; torch.ops.liger.rms_norm(torch.ones(2, 8)); import liger_ops._loader")
-    (line,) = [line for line in said.splitlines() if "RuntimeWarning" in line]
+def test_one_warning_lists_the_libraries_tried_and_a_remedy(copy):
+    output = run(copy, "import liger_ops, torch; torch.ops.liger.rms_norm(torch.ones(2, 8)); import liger_ops._loader")
+    (line,) = [line for line in output.splitlines() if "RuntimeWarning" in line]
     minor = liger_ops._loader.torch_minor()
     for part in (
         f"no operator library fits torch {torch.__version__}",
@@ -239,7 +239,7 @@ def test_one_warning_says_what_was_tried_and_the_remedy(copy):
         assert part in line
 
 
-DECLINED = """
+DISABLED = """
 import warnings
 warnings.simplefilter("error", RuntimeWarning)
 import liger_ops
@@ -247,12 +247,12 @@ assert liger_ops._loaded == (None, {"every library": "LIGER_OPS_LIBRARY=0"}), li
 """
 
 
-def test_a_library_that_fits_can_be_declined():
-    """Nothing is wrong then, so nothing warns."""
-    run(PACKAGE.parent, DECLINED, LIGER_OPS_LIBRARY="0")
+def test_a_fitting_library_can_be_disabled():
+    """Disabling it on purpose does not warn."""
+    run(PACKAGE.parent, DISABLED, LIGER_OPS_LIBRARY="0")
 
 
-def test_the_command_line_tells(copy):
+def test_the_command_line_reports_reference(copy):
     main = "import sys; from liger_ops.__main__ import main; sys.argv[1:] = ['--json']; main()"
     facts = json.loads(run(copy, main, "-W", "ignore::RuntimeWarning"))
     assert facts["library"] is None and set(facts["operators"]) == set(operators())
@@ -285,18 +285,18 @@ def save_results(path: str) -> None:
     torch.save([results_of_rows(dtype) for dtype in (torch.float32, torch.bfloat16)], path)
 
 
-def test_results_are_those_of_the_library(copy, tmp_path):
+def test_results_equal_those_of_the_library(copy, tmp_path):
     call(copy, f"save_results({str(tmp_path / 'results')!r})")
     for dtype, theirs in zip((torch.float32, torch.bfloat16), torch.load(tmp_path / "results")):
         for name, *found in zip(NAMES, theirs, results_of_rows(dtype), strict=True):
             for i, (a, b) in enumerate(zip(*found, strict=True)):
                 assert a.dtype == b.dtype and a.shape == b.shape
-                # Predictions too. Sums of a few numbers, rounded in other places.
+                # Also covers predictions. Sums of few numbers, with other intermediate roundings.
                 assert distance(a, b, scale=1.0) <= 4 * torch.finfo(dtype).eps, f"{name}, result {i}, {dtype}"
 
 
 def check_transforms() -> None:
-    """torch.compile makes one graph of every operator, vmap needs no loop over examples."""
+    """torch.compile makes one graph of each operator, and vmap does not fall back to a loop."""
     for row in ROWS:
         torch.manual_seed(0)
         module, inputs = Call(row), list(inputs_of(row, 2, 5, requires_grad=True))
@@ -353,8 +353,8 @@ def check_refusals() -> None:
         assert set(options) <= set(str(caught.value).replace(":", "").split()), caught.value
 
 
-def check_manners() -> None:
-    """What else the package offers works: counts, plans, modules, inference mode."""
+def check_other_functions() -> None:
+    """Launch counts, plans, modules and inference mode work."""
     assert set(liger_ops.launch_counts().values()) == {0}
     liger_ops.reset_launch_counts()
     plan = functional.fused_linear_cross_entropy_plan(16384, 4096, 128256, memory_budget=256 << 20)
@@ -371,8 +371,8 @@ def check_manners() -> None:
     assert x.grad.abs().sum() > 0 and all(p.grad is not None for p in model.parameters())
 
 
-def test_transforms_and_manners(copy):
-    call(copy, "check_transforms()", "check_autocast()", "check_refusals()", "check_manners()")
+def test_transforms_and_other_functions(copy):
+    call(copy, "check_transforms()", "check_autocast()", "check_refusals()", "check_other_functions()")
 
 
 def check_a_model() -> None:

@@ -1,7 +1,7 @@
-"""What torch knows of every operator, beside the record of it in registration.txt.
+"""Schemas and dispatch keys of all operators, compared with registration.txt.
 
-A change of the record is a change for users: of a schema, or of where an operator has an implementation. After one that
-is meant: PYTHONPATH=. python tests/test_registration.py
+A difference is a change that users see. Update the file after an intended change:
+PYTHONPATH=. python tests/test_registration.py
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ KEYS = ("CPU", "CUDA", "Meta", "Autograd", "ADInplaceOrView", "AutocastCPU", "Au
 COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 
 
-# Autocast runs torch's norms in float32 since one release or another; ours follow.
+# Whether autocast runs norms in float32 depends on the torch release; our norms follow torch's.
 AS_TORCH = {"rms_norm": "rms_norm", "fused_add_rms_norm": "rms_norm", "layer_norm": "layer_norm"}
 
 
@@ -42,7 +42,7 @@ def record() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_schemas_and_implementations_are_those_on_record():
+def test_schemas_and_implementations_match_the_record():
     assert liger_ops._loaded.library is not None
     assert record() == RECORD.read_text()
 

@@ -1,4 +1,4 @@
-"""What a release is made of: libraries for older systems and other torches, a wheel, an sdist, one version."""
+"""Releases: libraries for older systems and other torch versions, the wheel, the sdist and the version."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ from liger_ops.aot import built, flags, manylinux, torch_release
 RUNTIME = LIBRARIES / "libliger_runtime.so"
 TORCH = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch.so", "libtorch_cpu.so")]
 
-# ---- Libraries that load where the wheel's tag says.
+# ---- Libraries load on every system that the wheel's tag covers.
 
 
 def library(name: str, code: str, folder: Path, *flags: str) -> Path:
@@ -32,7 +32,7 @@ def test_shipped_libraries_load_on_older_systems():
     assert len(shipped) >= 2 and [sentence for path in shipped for sentence in manylinux.violations(path)] == []
 
 
-def test_what_older_systems_lack_is_named(tmp_path, monkeypatch):
+def test_symbols_missing_on_older_systems_are_named(tmp_path, monkeypatch):
     code = '#include <unistd.h>\nextern "C" int draw(char* c) { return getentropy(c, 1); }\n'
     fine = library("fine", code, tmp_path)
     assert manylinux.violations(fine) == []
@@ -40,22 +40,22 @@ def test_what_older_systems_lack_is_named(tmp_path, monkeypatch):
     assert manylinux.violations(fine) == ["libfine.so: getentropy needs GLIBC_2.25"]
 
 
-def test_a_library_that_no_system_has_is_named(tmp_path):
+def test_a_library_outside_the_standard_set_is_named(tmp_path):
     elsewhere = library("elsewhere", "", tmp_path)
     needing = ("-Wl,--no-as-needed", f"-L{elsewhere.parent}", "-lelsewhere")
     assert manylinux.violations(library("other", "", tmp_path, *needing)) == ["libother.so: needs libelsewhere.so"]
 
 
 def test_every_symbol_of_the_operators_has_a_definition():
-    """Undefined symbols are allowed at link time: torch's own libraries are incomplete without their dependencies."""
+    """The linker allows undefined symbols, because torch's libraries are incomplete without their dependencies."""
     operators = liger_ops._loaded.library
     assert manylinux.missing_symbols(operators, [RUNTIME, *TORCH]) == []
     missing = manylinux.missing_symbols(operators, TORCH)
     assert missing and all("is defined by nobody" in sentence for sentence in missing)
 
 
-def test_no_library_tells_where_it_was_built():
-    """Two builds of one commit are the same, in whatever folders."""
+def test_libraries_contain_no_build_paths():
+    """Builds of one commit are equal, independent of the folder."""
     for path in LIBRARIES.glob("lib*.so"):
         for place in (ROOT, Path(torch.__file__).parents[1]):
             assert str(place).encode() not in path.read_bytes(), f"{path.name}: {place}"
@@ -64,7 +64,7 @@ def test_no_library_tells_where_it_was_built():
 # ---- Torch releases that are not installed.
 
 
-def test_only_what_a_build_needs_is_unpacked(tmp_path):
+def test_only_files_needed_by_a_build_are_unpacked(tmp_path):
     wanted = ["torch/include/ATen/ATen.h", "torch/lib/libc10.so", "torch/share/cmake/Torch/TorchConfig.cmake"]
     with zipfile.ZipFile(tmp_path / "torch.whl", "w") as archive:
         for name in (*wanted, "torch/lib/libtorch_cuda.so", "torch/nn/__init__.py"):
@@ -73,28 +73,28 @@ def test_only_what_a_build_needs_is_unpacked(tmp_path):
     assert sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()) == wanted
 
 
-STATED = {
+STANDARDS = {
     "until 2.14": ("set_target_properties(torch PROPERTIES\n    CXX_STANDARD 20\n)", 17, 20),
     "since 2.15": (
         'if("cxx_std_23" IN_LIST FEATURES)\n  target_compile_features(torch INTERFACE cxx_std_20)\nendif()',
         20,
         20,
     ),
-    "by the headers alone": ("# CXX_STANDARD 20", 17, 17),
+    "in the headers only": ("# CXX_STANDARD 20", 17, 17),
 }
 
 
-def torch_that_states(config: str, header: str, folder: Path) -> Path:
+def write_torch(config: str, header: str, folder: Path) -> Path:
     for path, text in {"share/cmake/Torch/TorchConfig.cmake": config, "include/ATen/ATen.h": header}.items():
         (folder / path).parent.mkdir(parents=True)
         (folder / path).write_text(text)
     return folder
 
 
-@pytest.mark.parametrize("where", STATED)
-def test_the_standard_is_the_one_that_torch_states(where, tmp_path):
-    config, least, standard = STATED[where]
-    torch_that_states(config, f"#error C++{least} or later compatible compiler is required to use ATen.\n", tmp_path)
+@pytest.mark.parametrize("where", STANDARDS)
+def test_the_cxx_standard_is_torchs(where, tmp_path):
+    config, least, standard = STANDARDS[where]
+    write_torch(config, f"#error C++{least} or later compatible compiler is required to use ATen.\n", tmp_path)
     assert torch_release.cxx_standard(tmp_path) == standard
 
 
@@ -107,7 +107,7 @@ def test_the_standard_is_the_one_that_torch_states(where, tmp_path):
     ],
 )
 def test_a_torch_without_a_clear_standard_stops_the_build(config, header, got, tmp_path):
-    torch_that_states(config, header, tmp_path)
+    write_torch(config, header, tmp_path)
     with pytest.raises(SystemExit, match=rf"torch must state one C\+\+ standard that its headers accept \(got {got}\)"):
         torch_release.cxx_standard(tmp_path)
 
@@ -136,8 +136,8 @@ def test_a_release_that_cannot_be_downloaded_is_named(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_the_releases_are_named_once(monkeypatch):
-    """Adding a minor takes one line; what else names minors is checked against it."""
+def test_other_files_agree_with_the_release_table(monkeypatch):
+    """A new minor version is added in one place; other mentions are checked against it."""
     minors = [*torch_release.RELEASES]
     assert minors == sorted(minors, key=lambda minor: [*map(int, minor.split("."))])
     assert all(re.fullmatch(rf"{re.escape(minor)}\.\d+", release) for minor, release in torch_release.RELEASES.items())
@@ -151,14 +151,14 @@ def test_the_releases_are_named_once(monkeypatch):
     assert f'"torch>={minors[0]}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_readme_says_for_each_release_what_ran():
-    text = (ROOT / "README.md").read_text()
-    section = text.split("### Torch versions")[1].split("\n#")[0]
+def test_a_page_lists_the_test_results_of_each_release():
+    text = (ROOT / "docs/installation.md").read_text()
+    section = text.split("## Torch versions")[1].split("\n#")[0]
     rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|(.*)\|(.*)\|(.*)\|$", section, re.M)
     assert {release for release, *_ in rows} == {*torch_release.RELEASES.values()}
     for release, _, *results in rows:
         for result in results:
-            assert re.fullmatch(r"not run|passed|\d+ passed( in [\w ]+)?", result.strip()), f"{release}: {result}"
+            assert re.fullmatch(r"not run|\d+ passed( in [\w ,]+)?", result.strip()), f"{release}: {result}"
 
 
 def test_the_installed_torch_is_among_the_releases():
@@ -178,7 +178,7 @@ print("-".join(wheel.get_tag()))
 """
 
 
-def test_a_wheel_for_several_torches_fits_every_python(monkeypatch):
+def test_a_wheel_for_several_torch_versions_supports_every_python(monkeypatch):
     monkeypatch.chdir(ROOT)
     several = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="2.11 2.13").split()[-1]
     one = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="").split()[-1]
@@ -206,7 +206,7 @@ print("fine")
 """
 
 
-def test_a_wheel_without_a_library_that_it_should_have_is_refused(tmp_path, monkeypatch):
+def test_a_wheel_without_a_required_library_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = WHEEL.format(setup=str(ROOT / "setup.py"))
     assert output_of(code, LIGER_OPS_TORCH_VERSIONS="2.11").splitlines()[-1] == "fine"
@@ -215,7 +215,7 @@ def test_a_wheel_without_a_library_that_it_should_have_is_refused(tmp_path, monk
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, sentence)
 
 
-def test_the_sdist_holds_what_a_build_needs(tmp_path, monkeypatch):
+def test_the_sdist_contains_every_file_needed_by_a_build(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     command = [
         sys.executable,
@@ -249,8 +249,8 @@ def test_the_sdist_holds_what_a_build_needs(tmp_path, monkeypatch):
     assert not [name for name in names if name.endswith((".so", ".pack", ".pyc"))]
 
 
-def test_whoever_installs_setuptools_asks_for_one_that_reads_pyproject():
-    """A license expression is an error before 77; without build isolation pip does not look at `requires`."""
+def test_setuptools_requirements_match_pyproject():
+    """setuptools before 77 rejects license expressions, and pip ignores `requires` without build isolation."""
     (least,) = re.findall(r'requires = \["setuptools>=(\d+)"\]', (ROOT / "pyproject.toml").read_text())
     assert int(least) >= 77
     for path in ("README.md", "Makefile"):
@@ -258,8 +258,8 @@ def test_whoever_installs_setuptools_asks_for_one_that_reads_pyproject():
         assert commands and all(f'"setuptools>={least}"' in c for c in commands), path
 
 
-def test_make_installs_what_pyproject_lists():
-    """The extras need a build of the package; make installs ahead of it."""
+def test_make_installs_the_extras_of_pyproject():
+    """make installs them before the package is built, so it lists them itself."""
     extras = dict(re.findall(r"^(\w+) = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S))
     listed = {
         name: {re.split("[<>=]", item)[0]: item for item in re.findall(r'"(.*?)"', extras[name])} for name in extras
@@ -284,8 +284,8 @@ build.ship_sources(Path({target!r}), Path({generated!r}))
 """
 
 
-def test_the_wheel_holds_the_sources_of_the_operators(tmp_path, monkeypatch):
-    """And every header of ours that they include, so that `python -m liger_ops build` needs no checkout."""
+def test_the_wheel_contains_the_operator_sources(tmp_path, monkeypatch):
+    """With all headers that they include, so that `python -m liger_ops build` needs no checkout."""
     monkeypatch.chdir(ROOT)
     output_of(SHIPPED.format(target=str(tmp_path), generated=str(built.source_folders()[1])))
     files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.*")}

@@ -1,4 +1,4 @@
-"""relu_squared against its formula in fp64, its kernels in the interpreter, and what every operator promises."""
+"""relu_squared against its formula in fp64, its kernels in the interpreter, and the common operator checks."""
 
 import math
 
@@ -62,8 +62,8 @@ def test_layouts(layout, of_grad, device):
     check_op(relu_squared, reference, [x.detach().requires_grad_()], [dy], device)
 
 
-def test_what_is_not_finite(device):
-    """As relu has it: NaN stays, whatever arrives where x is not positive is dropped."""
+def test_nan_and_infinity(device):
+    """Like relu: NaN propagates, and the gradient is zero unless x is positive, even if the upstream is infinite."""
     x = torch.tensor([math.nan, -math.inf, math.inf, -0.0, -1.0, 2.0], device=device, requires_grad=True)
     for grad in (1.0, math.inf):
         dy = torch.full_like(x, grad)
@@ -71,8 +71,7 @@ def test_what_is_not_finite(device):
             torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-def test_the_gradient_takes_the_place_of_the_one_that_arrives(device):
-    """As long as nobody else can see that one."""
+def test_backward_overwrites_an_unreferenced_gradient(device):
     (x,), (dy,) = make((4, 64), torch.float32, device)
     (held,) = torch.autograd.grad(relu_squared(x), x, dy)
     assert held.data_ptr() != dy.data_ptr()
@@ -97,7 +96,7 @@ def test_opcheck(requires_grad, device):
         torch.library.opcheck(bwd.default, (dy.clone(), x.detach()), **checks)
 
 
-def test_what_every_operator_promises(device):
+def test_common_operator_checks(device):
     inputs, grads = make((4, 24), torch.float32, device)
     check_reads_only(relu_squared, inputs, grads)
     check_deterministic(relu_squared, inputs, grads)
@@ -127,7 +126,7 @@ def test_script(device, tmp_path):
     )
 
 
-def test_autocast_leaves_the_dtype(device):
+def test_autocast_keeps_the_dtype(device):
     with torch.autocast(device, torch.bfloat16):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(4, 8, device=device, dtype=dtype)
@@ -154,7 +153,7 @@ def test_errors(case):
         relu_squared(argument())
 
 
-# ---- The kernels themselves, on CPU tensors
+# ---- The kernels in the interpreter
 
 INTERPRETED = """
 import types, sys, torch, numpy
@@ -163,7 +162,7 @@ from liger_ops.kernels import find
 
 def run(path, n, aligned):
     torch.manual_seed(0)
-    # Rows on two levels: 2 blocks of 4, the last of which is short.
+    # Rows in two levels: 2 blocks of 4, the last one partial.
     rows, inner = 7, 4
     wide, y, dy = torch.randn(rows, 2 * n), torch.full((rows, n), float("nan")), torch.randn(rows, n)
     x, kept = wide[:, n:], dy.clone()

@@ -1,8 +1,8 @@
-"""When backward may write over the gradient that it is given: exactly when nobody could tell.
+"""Backward overwrites the incoming gradient if and only if no other reference to it exists.
 
-core::is_sole_owner reads that from reference counts, which are facts about torch's internals: these tests pin them for
-every torch that runs them. Whether a backward wrote in place shows in the name of the private op that it called, and
-once, for proof, in the addresses.
+core::is_sole_owner decides by reference counts, which depend on torch's internals; these tests check them for each
+torch release. The name of the private operator that ran shows whether backward was in place. One test also compares
+addresses.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ def is_backward(name: str) -> bool:
 
 
 def writes_in_place(run) -> bool:
-    """Whether the one norm's backward inside wrote over its gradient."""
+    """Whether the norm's backward, which must run exactly once, overwrote its gradient."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         run()
     names = [event.name for event in seen.events() if is_backward(event.name)]
@@ -46,7 +46,7 @@ def writes_in_place(run) -> bool:
 
 
 class Produce(torch.autograd.Function):
-    """Hands `make()` to its input as the gradient; `see` has a look at it first."""
+    """Returns `make()` as the gradient of its input, after passing it to `see`."""
 
     @staticmethod
     def forward(ctx, y: Tensor, make, see=lambda gradient: None) -> Tensor:
@@ -60,8 +60,8 @@ class Produce(torch.autograd.Function):
         return gradient, None, None
 
 
-class Note(torch.autograd.Function):
-    """Passes everything on and notes where the gradient lies."""
+class RecordAddress(torch.autograd.Function):
+    """Copies x, and records the address of the gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, addresses: list) -> Tensor:
@@ -75,7 +75,7 @@ class Note(torch.autograd.Function):
 
 
 def cosine(y: Tensor):
-    """A gradient for y, of y's layout, that depends on nothing."""
+    """Makes a fixed gradient with the shape of y."""
     return lambda: torch.cos(torch.arange(y.numel(), device=y.device, dtype=y.dtype).view(y.shape))
 
 
@@ -83,39 +83,39 @@ def dense_like(y: Tensor):
     return lambda: torch.empty_like(y).copy_(cosine(y)())
 
 
-# ---- Nobody can tell
+# ---- Unreferenced gradients are overwritten
 
-UNSEEN = {
+UNREFERENCED = {
     "made in C++": lambda y: y.pow(2).sum(),
-    "made in C++, through a matrix product": lambda y: (y @ torch.ones_like(y).t()).square().sum(),
+    "made in C++, through a GEMM": lambda y: (y @ torch.ones_like(y).t()).square().sum(),
     "made in Python": lambda y: Produce.apply(y, dense_like(y)),
-    "looked at and let go": lambda y: Produce.apply(y, dense_like(y), lambda g: g.sum().item()),
+    "read but not kept": lambda y: Produce.apply(y, dense_like(y), lambda g: g.sum().item()),
     "sum of two consumers": lambda y: y.pow(2).sum() + y.sin().sum(),
     "sum of two consumers, one of them in Python": lambda y: y.pow(2).sum() + Produce.apply(y, dense_like(y)),
 }
 
 
-@pytest.mark.parametrize("producer", UNSEEN)
-def test_an_unseen_gradient_is_overwritten(producer, norm, device):
+@pytest.mark.parametrize("producer", UNREFERENCED)
+def test_an_unreferenced_gradient_is_overwritten(producer, norm, device):
     x, w = make(device)
-    kept = torch.autograd.grad(UNSEEN[producer](norm(x, w)), [x, w], retain_graph=True)
-    loss = UNSEEN[producer](norm(x, w))
+    kept = torch.autograd.grad(UNREFERENCED[producer](norm(x, w)), [x, w], retain_graph=True)
+    loss = UNREFERENCED[producer](norm(x, w))
     grads = []
     with path_taken(device):
         assert writes_in_place(lambda: grads.extend(torch.autograd.grad(loss, [x, w])))
     assert equal(grads, kept)
 
 
-def test_the_result_lies_where_the_gradient_lay(norm, device):
+def test_the_result_has_the_address_of_the_gradient(norm, device):
     x, w = make(device)
     incoming, outgoing = [], []
     for retain in (True, False):
-        y = Note.apply(norm(Note.apply(x, outgoing), w), incoming)
+        y = RecordAddress.apply(norm(RecordAddress.apply(x, outgoing), w), incoming)
         y.pow(2).sum().backward(retain_graph=retain)
     assert incoming[0] != outgoing[0] and incoming[1] == outgoing[1]
 
 
-def test_a_hook_that_lets_go(norm, device):
+def test_a_hook_that_keeps_no_reference(norm, device):
     x, w = make(device)
     y, norms = norm(x, w), []
     y.register_hook(lambda gradient: norms.append(gradient.norm().item()))
@@ -123,7 +123,7 @@ def test_a_hook_that_lets_go(norm, device):
 
 
 def test_retain_grad(norm, device):
-    """torch keeps a copy for y.grad: the buffer itself is as free as ever."""
+    """torch stores a copy in y.grad, so the gradient itself may be overwritten."""
     x, w = make(device)
     y = norm(x, w)
     y.retain_grad()
@@ -131,11 +131,11 @@ def test_retain_grad(norm, device):
     assert torch.equal(y.grad, dense_like(y)())
 
 
-# Every kind of kernel reads the gradient where it writes the result: one tile, several, prefetched, looped; two rows a
-# program and more; aligned or not.
+# Every kind of kernel reads the gradient from the memory it writes: one tile, several, prefetched, looped; two or more
+# rows per program; aligned or not.
 @pytest.mark.parametrize("n", [8, 64, 130, 512, 1000, 1024, 2560, 3072, 4096, 5120, 8192, 14336, 20_000, 40_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_do_not_depend_on_it(n, dtype, norm, device):
+def test_results_do_not_depend_on_reuse(n, dtype, norm, device):
     x, w = make(device, (700 if n < 2000 else 40, n), dtype)
     kept = torch.autograd.grad(norm(x, w).pow(2).sum(), [x, w], retain_graph=True)
     loss = norm(x, w).pow(2).sum()
@@ -154,19 +154,19 @@ def test_layouts(layout, grad_layout, norm, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gradient_that_lies_as_the_result_would_is_overwritten(layout, norm, device):
-    """Whatever x's layout: y's is the one that counts."""
+def test_a_gradient_with_the_strides_of_the_result_is_overwritten(layout, norm, device):
+    """The layout of y matters, not that of x."""
     x, w = make(device, (3, 2, 5, 64))
     y = norm(LAYOUTS[layout](x.detach()).requires_grad_(), w)
     loss = Produce.apply(y, dense_like(y))
     assert writes_in_place(loss.backward)
 
 
-# ---- Somebody could
+# ---- Referenced gradients are left unchanged
 
 
-def seen_by(look):
-    """A backward whose gradient `look` sees when it is made, and from which it may keep something."""
+def kept_by_producer(look):
+    """A backward that keeps `look(gradient)` when the gradient is made."""
 
     def run(y: Tensor, wanted: list[Tensor], kept: list):
         return torch.autograd.grad(Produce.apply(y, dense_like(y), lambda g: kept.append(look(g))), wanted)
@@ -185,7 +185,7 @@ def given_to_backward(y, wanted, kept):
     return [t.grad for t in wanted]
 
 
-def asked_for(y, wanted, kept):
+def requested(y, wanted, kept):
     dy, *grads = torch.autograd.grad(Produce.apply(y, dense_like(y)), [y, *wanted])
     kept.append(dy)
     return grads
@@ -201,22 +201,22 @@ def hooked_node(y, wanted, kept):
     return torch.autograd.grad(Produce.apply(y, dense_like(y)), wanted)
 
 
-SEEN = {
+REFERENCED = {
     "given by the caller": given,
     "given to backward by the caller": given_to_backward,
-    "asked for": asked_for,
+    "requested": requested,
     "kept by a hook": hooked,
     "kept by a hook of the node": hooked_node,
-    "kept by its producer": seen_by(lambda g: g),
-    "detached and kept": seen_by(lambda g: g.detach()),
-    "a view kept": seen_by(lambda g: g.view(-1)),
-    "a row kept": seen_by(lambda g: g[1]),
-    "its storage kept": seen_by(lambda g: g.untyped_storage()),
+    "kept by its producer": kept_by_producer(lambda g: g),
+    "detached and kept": kept_by_producer(lambda g: g.detach()),
+    "a view kept": kept_by_producer(lambda g: g.view(-1)),
+    "a row kept": kept_by_producer(lambda g: g[1]),
+    "its storage kept": kept_by_producer(lambda g: g.untyped_storage()),
 }
 
 
-def check_left_alone(run, norm, device) -> list:
-    """Returns what was kept of the gradient."""
+def check_unchanged(run, norm, device) -> list:
+    """Checks that backward is not in place, and returns the objects that `run` kept."""
     x, w = make(device)
     y = norm(x, w)
     expected = torch.autograd.grad(Produce.apply(y, dense_like(y)), [x, w], retain_graph=True)
@@ -226,48 +226,48 @@ def check_left_alone(run, norm, device) -> list:
     return kept
 
 
-@pytest.mark.parametrize("situation", SEEN)
-def test_a_gradient_that_somebody_holds_is_left_alone(situation, norm, device):
-    (held,) = check_left_alone(SEEN[situation], norm, device)
+@pytest.mark.parametrize("situation", REFERENCED)
+def test_a_referenced_gradient_is_unchanged(situation, norm, device):
+    (held,) = check_unchanged(REFERENCED[situation], norm, device)
     if isinstance(held, torch.UntypedStorage):
         held = torch.empty(0, device=device).set_(held)
     made = dense_like(make(device)[0])()
     assert torch.equal(held.flatten(), (made[1] if situation == "a row kept" else made).flatten())
 
 
-def test_a_gradient_kept_as_an_array_is_left_alone(norm):
-    (held,) = check_left_alone(seen_by(lambda g: g.detach().numpy()), norm, "cpu")
+def test_a_gradient_kept_as_an_array_is_unchanged(norm):
+    (held,) = check_unchanged(kept_by_producer(lambda g: g.detach().numpy()), norm, "cpu")
     assert np.array_equal(held, dense_like(make("cpu")[0])().numpy())
 
 
-# Memory that torch has on loan: whoever lent it reads it again, and no count of references says so.
-LENT = {
+# Memory that torch borrows: its owner may read it again, and torch's reference counts do not show this.
+BORROWED = {
     "NumPy": lambda t: torch.from_numpy(t.numpy()),
     "DLPack": lambda t: torch.from_dlpack(t.numpy()),
     "a buffer": lambda t: torch.frombuffer(t.numpy(), dtype=t.dtype).view(t.shape),
 }
 
 
-@pytest.mark.parametrize("lender", LENT)
-def test_a_gradient_in_memory_on_loan_is_left_alone(lender, norm):
+@pytest.mark.parametrize("lender", BORROWED)
+def test_a_gradient_in_borrowed_memory_is_unchanged(lender, norm):
     owned = []
 
-    def lend(y):
+    def borrow(y):
         owned.append(dense_like(y)())
-        return LENT[lender](owned[-1])
+        return BORROWED[lender](owned[-1])
 
     x, w = make("cpu")
-    loss = Produce.apply(norm(x, w), lambda: lend(x.detach()))
+    loss = Produce.apply(norm(x, w), lambda: borrow(x.detach()))
     assert not writes_in_place(loss.backward)
     assert torch.equal(owned[0], dense_like(x.detach())())
 
 
-@pytest.mark.parametrize("lender", LENT)
-def test_an_input_in_memory_on_loan_is_left_alone(lender):
+@pytest.mark.parametrize("lender", BORROWED)
+def test_an_input_in_borrowed_memory_is_unchanged(lender):
     up = torch.randn(6, 160)
     before = up.clone()
     gate = torch.randn(6, 160, requires_grad=True)
-    torch.ops.liger.swiglu(gate * 2, LENT[lender](up)).sum().backward()
+    torch.ops.liger.swiglu(gate * 2, BORROWED[lender](up)).sum().backward()
     assert torch.equal(up, before)
 
 
@@ -276,14 +276,14 @@ def by(make_gradient):
     return lambda y: Produce.apply(y, lambda: make_gradient(y))
 
 
-# name -> (loss, how its gradient is asked for)
-OTHERWISE = {
-    "retain_graph": (UNSEEN["made in C++"], dict(retain_graph=True)),
-    "create_graph": (UNSEEN["made in C++"], dict(create_graph=True)),
+# name -> (loss, options of torch.autograd.grad)
+UNSUITABLE = {
+    "retain_graph": (UNREFERENCED["made in C++"], dict(retain_graph=True)),
+    "create_graph": (UNREFERENCED["made in C++"], dict(create_graph=True)),
     "expanded": (lambda y: y.sum(), {}),
     "expanded rows": (by(lambda y: cosine(y)()[:1].expand_as(y)), {}),
     "part of a larger tensor": (by(lambda y: torch.cat([cosine(y)(), cosine(y)()])[: y.shape[0]]), {}),
-    "zeros without memory": (by(lambda y: torch._efficientzerotensor(y.shape, device=y.device)), {}),
+    "zeros without storage": (by(lambda y: torch._efficientzerotensor(y.shape, device=y.device)), {}),
     "another layout": (by(lambda y: torch.empty(y.shape[::-1], device=y.device).t().copy_(cosine(y)())), {}),
     "another layout, not a view": (
         by(lambda y: torch.empty_strided(y.shape, (1, y.shape[0]), device=y.device).copy_(cosine(y)())),
@@ -292,10 +292,10 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("situation", OTHERWISE)
-def test_a_gradient_that_will_not_do_is_left_alone(situation, norm, device):
+@pytest.mark.parametrize("situation", UNSUITABLE)
+def test_an_unsuitable_gradient_is_unchanged(situation, norm, device):
     x, w = make(device)
-    loss, how = OTHERWISE[situation]
+    loss, how = UNSUITABLE[situation]
     expected = torch.autograd.grad(loss(norm(x, w)), [x, w], retain_graph=True)
     made, grads = loss(norm(x, w)), []
     assert not writes_in_place(lambda: grads.extend(torch.autograd.grad(made, [x, w], **how)))
@@ -317,8 +317,8 @@ def test_y_and_s_may_share_their_gradient(device):
     assert equal(*grads)
 
 
-def test_x_and_residual_may_be_changed_apart(device):
-    """Their gradients come in one buffer, and what accumulates them may not confuse the two."""
+def test_gradients_of_x_and_residual_accumulate_independently(device):
+    """Both gradients share a buffer at first; accumulation must not mix them up."""
     x, w = make(device)
     residual = torch.zeros_like(x, requires_grad=True)
     for _ in range(2):
@@ -331,11 +331,11 @@ def test_x_and_residual_may_be_changed_apart(device):
     torch.testing.assert_close(x.grad, 4 * (once + 1))
 
 
-# ---- A residual stream: the gradient also goes past the norm
+# ---- Residual stream: the gradient has a second consumer
 
 
 @pytest.mark.parametrize("leaf", [True, False])
-def test_a_gradient_that_also_goes_elsewhere(leaf, norm, device):
+def test_a_gradient_with_a_second_consumer(leaf, norm, device):
     x, w = make(device)
     results = []
     for retain in (True, False):
@@ -351,7 +351,7 @@ def test_a_gradient_that_also_goes_elsewhere(leaf, norm, device):
     assert all(equal(results[0], r) for r in results[1:])
 
 
-# ---- Hooks on saved tensors: no norm writes over what it saved
+# ---- Hooks on saved tensors: norms do not overwrite saved tensors
 
 
 @pytest.mark.parametrize("how", ["hooks", "save_on_cpu", "checkpoint", "reentrant checkpoint"])
@@ -380,7 +380,7 @@ def test_saved_tensor_hooks(how, norm, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_saved_tensors_may_come_back_in_another_layout(layout, norm, device):
-    """A hook owes a tensor's values. Rows are numbered as they lie, and x may lie otherwise than its statistics."""
+    """Hooks must preserve values, not strides. Rows are numbered in memory order, so x may not match its statistics."""
     x, w = make(device, (3, 2, 5, 64))
     x = LAYOUTS[layout](x.detach()).requires_grad_()
     upstream = torch.randn(x.shape, device=device)
@@ -392,7 +392,7 @@ def test_saved_tensors_may_come_back_in_another_layout(layout, norm, device):
             torch.testing.assert_close(ours, theirs)
 
 
-# ---- Watched: tracers and modes see functional ops only
+# ---- Tracers and dispatch modes see functional operators only
 
 
 class Log(TorchDispatchMode):
@@ -452,16 +452,16 @@ def test_torch_func(norm, device):
     assert equal(grads, expected)
 
 
-# ---- What it is for
+# ---- Memory saved
 
 
 @pytest.mark.gpu
-def test_backward_needs_one_buffer_less(norm):
+def test_backward_needs_one_buffer_fewer(norm):
     x, w = make("cuda", (4096, 4096))
     c = torch.randn_like(x)
     peaks = []
     for retain in (True, False):
-        # The product's backward makes the norm's incoming gradient and nothing else.
+        # The backward of the multiplication allocates the norm's incoming gradient only.
         loss = (norm(x, w) * c).sum()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""liger_ops.transformers.rewrite: statements of a model's source that operators do at once, and nothing else."""
+"""liger_ops.transformers.rewrite merges statements of a model's source, and changes nothing else."""
 
 import ast
 import linecache
@@ -20,7 +20,7 @@ LINEARS, NORMS = frozenset({"q", "k", "v", "o", "gate", "up"}), frozenset({"norm
 
 
 def function(body: str):
-    """A method with this body, whose source can be found."""
+    """A method with this body, and its source, which `inspect` can find."""
     source = "def forward(self, x, residual=None):\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
     name = f"<test {len(linecache.cache)}>"
     linecache.cache[name] = len(source), None, source.splitlines(True), name
@@ -34,7 +34,7 @@ def after(change, body: str, children) -> str | None:
     found, source = function(body)
     tree = ast.parse(source)
     changed = rewrite.change_all(change, tree.body[0], children)
-    # What models get is code.
+    # Models get bytecode and not the tree: check that path too.
     assert (rewrite.rewritten(found, (change,), children) is not None) == changed
     return "\n".join(map(ast.unparse, tree.body[0].body)) if changed else None
 
@@ -60,8 +60,8 @@ def test_projections_of_one_input_are_called_together():
     ]
 
 
-def test_a_projection_may_be_alone():
-    """Also of what takes its input's name."""
+def test_a_single_projection_is_rewritten():
+    """A call whose result replaces its own input counts as well."""
     body = """
         q = self.q(x)
         k = self.k(q)
@@ -93,6 +93,10 @@ def test_a_projection_may_be_alone():
         "q = self.q(x)\ndel x\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nx += 1\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nx.mul_(2)\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\nx[0] = 2\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\nx.data = q\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\ny = torch.relu_(x)\nk = self.k(x)\nreturn q + k",
+        "q = self.q(x)\ny = torch.relu(q, out=x)\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\ny = x.mul_(2)\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\n(x := q)\nk = self.k(x)\nreturn q + k",
         "q = self.q(x)\nif residual is None:\n    return q\nk = self.k(x)\nreturn q + k",
@@ -103,7 +107,7 @@ def test_a_projection_may_be_alone():
         "q = lambda: self.q(x)\nreturn q()",
     ],
 )
-def test_what_may_be_of_another_value_stays(body):
+def test_calls_stay_if_their_input_may_change(body):
     assert after(rewrite.share_projections, body, LINEARS) is None
 
 
@@ -117,19 +121,19 @@ def test_what_may_be_of_another_value_stays(body):
         "q = self.q(x)\nk = self.other(x)\nreturn q + k",
     ],
 )
-def test_a_call_that_may_not_happen_stays_where_it_is(body):
-    """Beside another that takes no part of it along."""
+def test_a_conditional_call_stays_in_place(body):
+    """Only the unconditional call is rewritten."""
     first, *rest = after(rewrite.share_projections, body, LINEARS).splitlines()
     assert first == "liger_q, = liger_project((self.q,), x)"
     assert rest == ast.unparse(ast.parse(body.replace("self.q(x)", "liger_q"))).splitlines()
 
 
-def test_branches_stay_apart():
+def test_calls_in_different_branches_are_not_merged():
     body = "if residual is None:\n    q = self.q(x)\nelse:\n    q = self.k(x)\nreturn q"
     assert after(rewrite.share_projections, body, LINEARS).count("liger_project((self.") == 2
 
 
-def test_sums_go_into_the_norms_that_read_them():
+def test_a_residual_addition_merges_with_the_next_norm():
     body = """
         residual = x
         x = self.attention(x)
@@ -145,7 +149,7 @@ def test_sums_go_into_the_norms_that_read_them():
             x = self.last(x)
         return residual + x
     """
-    assert after(rewrite.fuse_sums, body, NORMS).splitlines() == [
+    assert after(rewrite.fuse_add_norm, body, NORMS).splitlines() == [
         "residual = x",
         "x = self.attention(x)",
         "x, residual = liger_add_norm(self.norm, x * 2, residual)",
@@ -168,19 +172,19 @@ def test_sums_go_into_the_norms_that_read_them():
         "x += residual\nresidual = x\nx = self.norm(x)\nreturn x + residual",
     ],
 )
-def test_other_sums_stay(body):
-    assert after(rewrite.fuse_sums, body, NORMS) is None
+def test_other_additions_stay(body):
+    assert after(rewrite.fuse_add_norm, body, NORMS) is None
 
 
-def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
+def test_a_norm_also_returns_its_input_as_the_residual():
     body = """
         residual = x
         x = self.norm(x)
         x = self.mlp(x)
         return residual + x
     """
-    assert after(rewrite.keep_inputs, body, NORMS).splitlines() == [
-        "x, residual = liger_keep_norm(self.norm, x)",
+    assert after(rewrite.fuse_norm_and_input, body, NORMS).splitlines() == [
+        "x, residual = liger_norm_and_input(self.norm, x)",
         "x = self.mlp(x)",
         "return residual + x",
     ]
@@ -196,20 +200,20 @@ def test_a_residual_comes_out_of_the_norm_that_reads_it_too():
         "return residual * x",
     ],
 )
-def test_a_residual_that_is_more_than_added_stays(rest):
-    assert after(rewrite.keep_inputs, f"residual = x\nx = self.norm(x)\n{rest}", NORMS) is None
+def test_a_residual_with_other_uses_stays(rest):
+    assert after(rewrite.fuse_norm_and_input, f"residual = x\nx = self.norm(x)\n{rest}", NORMS) is None
 
 
-def test_a_function_whose_source_is_gone_or_another_stays():
+def test_functions_with_missing_or_different_source_stay():
     body = "x = residual + x\nresidual = x\nx = self.norm(x)\nreturn x + residual"
     found, source = function(body)
-    assert rewrite.with_fused_sums(found, NORMS) is not None
+    assert rewrite.with_fused_norms(found, NORMS) is not None
     edited, source = function(body)
     linecache.cache[edited.__code__.co_filename] = 1, None, source.replace("+ x", "- x").splitlines(True), "edited"
     gone, _ = function(body)
     del linecache.cache[gone.__code__.co_filename]
-    assert rewrite.with_fused_sums(edited, NORMS) is rewrite.with_fused_sums(gone, NORMS) is None
-    assert rewrite.with_fused_sums(print, NORMS) is None
+    assert rewrite.with_fused_norms(edited, NORMS) is rewrite.with_fused_norms(gone, NORMS) is None
+    assert rewrite.with_fused_norms(print, NORMS) is None
 
 
 # ---- In models
@@ -224,23 +228,23 @@ def layers_of(report):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "granite"])
-def test_layers_use_both(name):
+def test_layers_call_fused_operators(name):
     model, ids = make(name), tokens()
     plain = step(model, ids)
     assert "fused_add_rms_norm" not in graph_of(model, ids)
     report = apply_liger_kernel(model)
     assert len(layers_of(report)) == 2 and {row.replacement for row in layers_of(report)} == {"fused_add_rms_norm"}
-    ours_alone = {"fused_add_rms_norm", "_ProjectionsBackward", "_NormBesideInputBackward"}
-    assert ours_alone <= graph_of(model, ids)
+    fused_nodes = {"fused_add_rms_norm", "_ProjectionsBackward", "_NormAndInputBackward"}
+    assert fused_nodes <= graph_of(model, ids)
     ours = step(model, ids)
     torch.testing.assert_close(ours[0], plain[0])
     for parameter, gradient in plain[1].items():
         torch.testing.assert_close(ours[1][parameter], gradient, rtol=1e-3, atol=1e-5)
     unpatch(model)
-    assert not ours_alone & graph_of(model, ids)
+    assert not fused_nodes & graph_of(model, ids)
 
 
-def test_norms_switched_off_leave_layers_alone():
+def test_without_rms_norm_layers_are_left_alone():
     model = make("llama")
     report = apply_liger_kernel(model, rms_norm=False)
     assert {row.reason for row in report.left_alone if row.kind == "layer"} == {"rms_norm is switched off"}
@@ -258,7 +262,7 @@ def test_a_hook_on_the_norm_is_called():
     torch.testing.assert_close(y, layer.post_attention_layernorm(x))
 
 
-def test_a_norm_that_someone_put_in_is_called():
+def test_a_norm_installed_later_is_called():
     class Half(nn.Module):
         def forward(self, x):
             return x / 2
@@ -271,7 +275,7 @@ def test_a_norm_that_someone_put_in_is_called():
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
-def test_exported_layers_hold_the_operator(strict):
+def test_exported_layers_contain_the_operator(strict):
     model, ids = make("llama").eval(), tokens()
     expected = model(input_ids=ids, use_cache=False).logits
     apply_liger_kernel(model)
@@ -285,14 +289,14 @@ def test_norms_without_a_weight():
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
     del norm.weight
     norm.weight = None
-    y, residual = rewrite.keep_norm(norm, x)
+    y, residual = rewrite.norm_and_input(norm, x)
     (dx,) = torch.autograd.grad((y * x.detach()).sum() + residual.sum(), x)
     expected = torch.nn.functional.rms_norm(x, (32,), eps=norm.eps)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(dx, torch.autograd.grad((expected * x.detach()).sum() + x.sum(), x)[0])
 
 
-def test_compiled_layers_hold_the_operator():
+def test_compiled_layers_contain_the_operator():
     model, ids = make("llama"), tokens()
     apply_liger_kernel(model)
     backend, graphs = count_graphs()
@@ -301,7 +305,7 @@ def test_compiled_layers_hold_the_operator():
 
 
 def test_layers_with_other_norms_are_left_alone():
-    """Their sums stand before norms too, but no operator of ours takes both."""
+    """Residual additions come before these norms too, but no operator merges an addition with LayerNorm."""
     model, ids = make("llama"), tokens()
     for layer in model.model.layers:
         layer.post_attention_layernorm = nn.LayerNorm(32)
@@ -319,7 +323,7 @@ def patched_norm(weight_needs_grad=True):
 
 @pytest.mark.parametrize("used", ["both", "norm", "input"])
 @pytest.mark.parametrize("frozen", [None, "weight", "input"])
-def test_gradients_of_a_norm_beside_its_input(used, frozen):
+def test_gradients_of_a_norm_and_its_input(used, frozen):
     norm = patched_norm(frozen != "weight")
     x = torch.randn(3, 5, 32, requires_grad=True)
     dy, dx = torch.randn(2, 3, 5, 32)
@@ -331,29 +335,29 @@ def test_gradients_of_a_norm_beside_its_input(used, frozen):
 
     x.requires_grad_(frozen != "input")
     if frozen == "input":
-        assert rewrite.keep_norm(norm, x)[1] is x
+        assert rewrite.norm_and_input(norm, x)[1] is x
         return
-    y, residual = rewrite.keep_norm(norm, x)
-    assert y.grad_fn.name() == "_NormBesideInputBackward" and torch.equal(y, norm(x)) and torch.equal(residual, x)
+    y, residual = rewrite.norm_and_input(norm, x)
+    assert y.grad_fn.name() == "_NormAndInputBackward" and torch.equal(y, norm(x)) and torch.equal(residual, x)
     for ours, plain in zip(gradients(y, residual), gradients(norm(x), x * 1), strict=True):
         assert (ours is None) == (plain is None)
         if ours is not None:
             torch.testing.assert_close(ours, plain)
 
 
-def test_a_norm_beside_its_input_has_no_second_derivative():
+def test_a_norm_and_its_input_have_no_second_derivative():
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
-    y, residual = rewrite.keep_norm(norm, x)
+    y, residual = rewrite.norm_and_input(norm, x)
     (dx,) = torch.autograd.grad((y + residual).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.sum().backward()
 
 
 @pytest.mark.parametrize("mode", ["no grad", "small", "autocast"])
-def test_norms_go_their_usual_way_otherwise(mode, monkeypatch):
+def test_norm_and_input_falls_back_to_the_norm(mode, monkeypatch):
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
     if mode == "small":
         monkeypatch.setattr(projections, "LARGE", x.numel() + 1)
     with torch.set_grad_enabled(mode != "no grad"), torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        y, residual = rewrite.keep_norm(norm, x)
-    assert residual is x and (y.grad_fn is None or y.grad_fn.name() != "_NormBesideInputBackward")
+        y, residual = rewrite.norm_and_input(norm, x)
+    assert residual is x and (y.grad_fn is None or y.grad_fn.name() != "_NormAndInputBackward")

@@ -18,7 +18,7 @@ from support import (
     check_reads_only,
     check_script,
     check_second_backward,
-    more_than_few_rows,
+    more_rows_than_any_limit,
     sizes_around_tiles,
 )
 from torch import Tensor
@@ -39,13 +39,13 @@ def reference(
 
 
 def make(shape, dtype, device, weight_dtype=None, needs_grad=(True, True), with_weight=True):
-    torch.manual_seed(0)  # a comparison of rounding errors must not depend on which tests ran before
+    torch.manual_seed(0)  # compared rounding errors must not depend on which tests ran before
     x = torch.randn(shape, dtype=dtype, device=device).requires_grad_(needs_grad[0])
     weight = torch.randn(shape[-1], dtype=weight_dtype or dtype, device=device).requires_grad_(needs_grad[1])
     return x, weight if with_weight else None, [torch.randn(shape, dtype=dtype, device=device)]
 
 
-# Both sides of every tile boundary, sizes of real models, and widths that only the unaligned configs take.
+# Both sides of every tile boundary, model widths, and widths that only unaligned configs serve.
 SIZES = sorted(
     {1, 7, 33, 72, 130, 576, 1000, 3584, 6656, 11008, 40001, *sizes_around_tiles("rms_norm_fwd", "rms_norm_bwd")}
 )
@@ -62,14 +62,14 @@ def test_sizes(n, dtype, device):
 @pytest.mark.parametrize("n", sizes_around_tiles("rms_norm_fwd", "rms_norm_bwd"))
 @pytest.mark.parametrize("dtype,parameter_dtype", ROWS_AND_PARAMETERS, ids=str)
 def test_many_rows(n, dtype, parameter_dtype):
-    """Few rows have launch shapes of their own."""
-    rows = more_than_few_rows("rms_norm_fwd", "rms_norm_bwd")
+    """The other tests have few rows, for which there are separate configs."""
+    rows = more_rows_than_any_limit("rms_norm_fwd", "rms_norm_bwd")
     x, weight, grads = make((rows, n), dtype, "cuda", parameter_dtype)
     check_op(rms_norm, reference, [x, weight], grads, "cuda")
 
 
 @pytest.mark.parametrize("n", [100_000, 262_144])
-def test_rows_wider_than_any_register_file(n, device):
+def test_rows_wider_than_the_register_file(n, device):
     x, weight, grads = make((3, n), torch.bfloat16, device)
     check_op(rms_norm, reference, [x, weight], grads, device)
 
@@ -89,7 +89,7 @@ def test_options(dtype, weight_dtype, offset, casting_mode, eps, device):
 
 @pytest.mark.parametrize("needs_grad", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("with_weight", [True, False])
-def test_only_the_gradients_that_are_needed(needs_grad, with_weight, device):
+def test_only_required_gradients(needs_grad, with_weight, device):
     x, weight, grads = make((6, 160), torch.float32, device, needs_grad=needs_grad, with_weight=with_weight)
     check_op(rms_norm, reference, [x, weight], grads, device)
 
@@ -104,7 +104,7 @@ def test_layouts(layout, grad_layout, device):
     check_op(rms_norm, reference, [x, weight], [grad], device)
 
 
-def test_a_dense_layout_is_kept(device):
+def test_dense_strides_are_preserved(device):
     x = torch.randn(2, 6, 4, 64, device=device).transpose(1, 2)
     assert rms_norm(x).stride() == x.stride()
 
@@ -218,7 +218,7 @@ def test_autocast_follows_pytorch():
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_more_than_2_to_the_31_elements():
     n = 4096
     x = torch.randn(2**31 // n + 5, n, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
@@ -306,16 +306,16 @@ def run(path, n, aligned, of_rows="fp32", of_weight="fp32", residual=1, mode=1, 
     numpy.savez(path, x=x, r=r, w=w, dy=dy, ds=ds, y=y, s=s, **got)
 """
 INTERPRETED_CASES = [(40, True), (128, True), (2560, True), (5000, True), (60, False), (700, False)]
-# Streamed: a row a slot, a third and half of one.
+# Streamed rows: one row per slot, a third of a row, half a row.
 INTERPRETED_CASES += [(4000, True, "fp16", "fp32"), (12_288, True, "fp16", "fp16"), (12_296, True, "fp16", "fp16")]
-# Alone, with each casting mode (1: a weight, 2: rows are rounded before it).
+# Without a residual, in each casting mode (1: has a weight, 2: rows are rounded before the weight).
 INTERPRETED_CASES += [(n, True, "fp16", "fp16", 0, mode) for n in (40, 12_288) for mode in (0, 1, 3)]
 INTERPRETED_CASES += [(60, False, "fp16", "fp16", 0, 3), (40, True, "fp32", "fp32", 0, 3)]
 INTERPRETED_CASES += [(700, False, "fp32", "fp32", 0, 0)]
 
 
 def formula(s, w, mode, dtype):
-    """In fp64 but for the rounding of a casting mode, which gradients pass as if it were none."""
+    """In fp64, except for the casting mode's rounding, which is the identity in backward."""
     normed = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + 1e-6)
     if mode & 2:
         normed = normed + (normed.to(dtype) - normed).detach()
@@ -324,11 +324,11 @@ def formula(s, w, mode, dtype):
 
 @pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_kernels_interpreted(case, interpreted):
-    """The kernel bodies themselves, on CPU tensors, with every gradient."""
+    """Runs the kernels on CPU tensors and checks every gradient."""
     got, (residual, mode) = interpreted[case], case[4:] or (1, 1)
     s = (got["x"] + residual * got["r"]).double().requires_grad_()
     w = got["w"].double().requires_grad_() if mode & 1 else None
-    few = len(got["dx_final"])  # what one program takes at a time
+    few = len(got["dx_final"])  # rows that one program processes per step
 
     def results(mode, final, rows):
         y = formula(s[:rows], w, mode, got["x"].dtype)
@@ -342,12 +342,12 @@ def test_kernels_interpreted(case, interpreted):
 
     expected = of_mode(mode)
     for name, truth in expected.items():
-        # A sum of rounded rows differs by a rounding where fp32 and fp64 lie on either side of the middle.
+        # fp32 and fp64 may round to neighbouring 16-bit values; the larger tolerance allows for it.
         exact = got[name].dtype == torch.float32 and (got["x"].dtype == torch.float32 or not mode & 2)
         tolerance = 2e-5 if exact else 4e-3
         torch.testing.assert_close(got[name].double(), truth, rtol=tolerance, atol=tolerance)
     if got["x"].dtype == torch.float16 and mode & 1:
-        # That tolerance forgives a rounding: rows are rounded where their mode says, not where the other does.
+        # The tolerance would hide rounding in the wrong place, so results must be closer to their own mode.
         other = of_mode(mode ^ 2)
         for name in ("y", "dw"):
             ours, theirs = (torch.linalg.vector_norm(got[name] - t[name]) for t in (expected, other))

@@ -34,7 +34,7 @@ def rotate(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, mrope_section=None):
-    """Angles in the heads' dtype: in fp64 they are what they are, and eager models cast them."""
+    """Casts the angles to the dtype of q, as eager models do."""
     cos, sin = (t.to(q.dtype) for t in (cos, sin))
     if mrope_section is not None:
         cos, sin = (by_section(t, mrope_section, interleaved) for t in (cos, sin))
@@ -49,7 +49,7 @@ def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool 
 
 
 def by_section(t: Tensor, sections, interleaved: bool) -> Tensor:
-    """t: (3, ..., R) -> (..., R), the column's section choosing the first index."""
+    """t: (3, ..., R) -> (..., R). The section of a column selects the first index."""
     which = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
     which = which.repeat_interleave(2) if interleaved else which.repeat(2)
     return torch.stack([t[w, ..., i] for i, w in enumerate(which.tolist())], -1)
@@ -67,13 +67,13 @@ def reference_freqs_cis(q: Tensor, k: Tensor, freqs_cis: Tensor):
 
 
 def heads(batch, count, sequence, size, dtype, device, requires_grad=True):
-    """As attention makes them: (B, S, H, D) in memory, seen as (B, H, S, D)."""
+    """(B, H, S, D), with the memory layout (B, S, H, D) that attention produces."""
     x = torch.randn(batch, sequence, count, size, dtype=dtype, device=device).transpose(1, 2)
     return x.requires_grad_(requires_grad)
 
 
 def angles(*shape, dtype=torch.float32, device="cpu"):
-    """The two halves of a row differ, which no model's do: nothing may read one for the other."""
+    """The halves of a row differ, unlike in models, to catch code that reads the wrong half."""
     phase = torch.rand(shape, device=device) * 6.3
     return phase.cos().to(dtype), phase.sin().to(dtype)
 
@@ -97,8 +97,8 @@ def check(q, k, cos, sin, grads, device, **options):
     )
 
 
-# Head sizes of real models, those between powers of two, one wider than any tile, and some of fewer pairs than a
-# vector has elements.
+# Head sizes of models, sizes between powers of two, one wider than any tile, and sizes with fewer pairs than a vector
+# has elements.
 @pytest.mark.parametrize("size", [2, 6, 20, 32, 64, 80, 96, 112, 128, 192, 256, 320])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
@@ -117,7 +117,7 @@ def test_partial_rotation(size, rotated, interleaved, dtype, device):
     check(q, k, cos, sin, grads, device, interleaved=interleaved)
 
 
-# Multi-head, grouped, multi-query attention; counts that fill no tile; more heads of k than of q.
+# Multi-head, grouped-query and multi-query attention, counts that do not fill a tile, and more heads in k than in q.
 @pytest.mark.parametrize("q_heads,k_heads", [(32, 8), (8, 8), (71, 1), (7, 3), (1, 1), (2, 9)])
 @pytest.mark.parametrize("batch,sequence", [(1, 1), (2, 17), (3, 1)])
 def test_head_counts(q_heads, k_heads, batch, sequence, device):
@@ -180,7 +180,7 @@ def test_layouts(q_layout, k_layout, grad_layout, device):
 
 @pytest.mark.parametrize("grad_layout", LAYOUTS)
 @pytest.mark.parametrize("layout", ["positions first", "heads first"])
-def test_results_and_gradients_keep_the_layout(layout, grad_layout, device):
+def test_results_and_gradients_preserve_the_layout(layout, grad_layout, device):
     q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
     q, k = (LAYOUTS[layout](t.detach()).requires_grad_() for t in (q, k))
     outs = rope(q, k, cos, sin)
@@ -227,7 +227,7 @@ def test_empty(shape, device):
         torch.testing.assert_close(ours, expected)
 
 
-def test_no_column_may_rotate(device):
+def test_no_rotated_columns(device):
     q, k, cos, sin, _ = make(2, 4, 2, 5, 8, torch.float32, device)
     assert all(torch.equal(a, b) for a, b in zip(rope(q, k, cos[..., :0], sin[..., :0]), (q, k)))
 
@@ -243,7 +243,7 @@ def test_nan_and_infinity_stay_in_their_pair(device):
 
 
 @pytest.mark.parametrize("needs_grad", [(True, False), (False, True), (False, False)])
-def test_only_the_gradients_that_are_needed(needs_grad, device):
+def test_only_required_gradients(needs_grad, device):
     q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
     everything = torch.autograd.grad(rope(q, k, cos, sin), [q, k], grads)
     some = [t.detach().requires_grad_(n) for t, n in zip((q, k), needs_grad)]
@@ -271,7 +271,7 @@ def test_inputs_are_not_written(device):
 
 
 class Probe(torch.autograd.Function):
-    """The identity, which notes where gradients lie as they pass, before `rope` or behind it."""
+    """Copies its inputs and records the addresses of gradients, either before or after `rope`."""
 
     @staticmethod
     def forward(ctx, seen: list, fresh: bool, *tensors: Tensor):
@@ -287,18 +287,18 @@ class Probe(torch.autograd.Function):
 
 @pytest.mark.parametrize("rotated", [32, 16])
 @pytest.mark.parametrize("retain", [False, True])
-def test_backward_rotates_in_place_what_nobody_holds(rotated, retain, device):
+def test_backward_rotates_unreferenced_gradients_in_place(rotated, retain, device):
     q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device, rotated)
     expected = torch.autograd.grad(reference(q, k, cos, sin), [q, k], grads)
-    came, went = [], []
-    outs = Probe.apply(came, True, *rope(*Probe.apply(went, False, q, k), cos, sin))
+    incoming, outgoing = [], []
+    outs = Probe.apply(incoming, True, *rope(*Probe.apply(outgoing, False, q, k), cos, sin))
     got = torch.autograd.grad(outs, [q, k], grads, retain_graph=retain)
     for a, b in zip(got, expected):
         torch.testing.assert_close(a, b)
-    assert (came == went) != retain
+    assert (incoming == outgoing) != retain
 
 
-def test_a_gradient_that_somebody_holds_is_kept(device):
+def test_a_referenced_gradient_is_unchanged(device):
     q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
     outs = rope(q * 1.0, k * 1.0, cos, sin)
     held = []
@@ -425,7 +425,7 @@ def test_meta():
         assert (out.shape, out.stride(), out.dtype, out.device.type) == (t.shape, t.stride(), t.dtype, "meta")
 
 
-def test_autocast_promotes_as_a_product_does(device):
+def test_autocast_promotes_like_multiplication(device):
     q, k, cos, sin, _ = make(2, 4, 2, 5, 32, torch.bfloat16, device)
     with torch.autocast(device, torch.bfloat16):
         assert all(t.dtype == torch.bfloat16 for t in rope(q, k, cos, sin))
@@ -441,7 +441,7 @@ def test_large(dtype, interleaved):
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_more_than_2_to_the_31_elements():
     q = torch.randn(1, 2**31 // 4096 + 5, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     k = q[:, :1]
     cos, sin = angles(q.shape[2], 128, device="cuda")

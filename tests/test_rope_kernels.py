@@ -1,4 +1,4 @@
-"""The kernel of rope itself, on CPU tensors."""
+"""The rope kernel, in Triton's interpreter on CPU tensors."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def interpreted(tmp_path_factory):
 @pytest.mark.parametrize("interleaved,mode", INTERPRETED_MODES)
 @pytest.mark.parametrize("size,rotated,aligned", INTERPRETED_SIZES)
 def test_kernel_interpreted(size, rotated, aligned, interleaved, mode, interpreted):
-    """The kernel body itself, on CPU tensors: forward by two groups of heads, and the inverse in place."""
+    """Forward with two groups of heads, and the inverse rotation in place."""
     prefix = f"{size} {rotated} {interleaved} {mode} "
     got = {k.removeprefix(prefix): torch.from_numpy(interpreted[k]) for k in interpreted.files if k.startswith(prefix)}
     q, k = (got[name].double().requires_grad_() for name in "qk")

@@ -1,4 +1,4 @@
-"""csrc/runtime over a stub driver: launching, from any thread, and what it says when that fails."""
+"""csrc/runtime on a stub driver: launches from any thread, and their error messages."""
 
 import re
 import struct
@@ -25,7 +25,7 @@ def every_kernel():
 
 
 def launch_every_kernel():
-    """The first and the last variant of each, with bytes that all differ from their neighbours."""
+    """Launches the first and last variant of each kernel, with arguments whose neighbouring bytes differ."""
     sent = []
     for kernel in tables().kernels():
         size = runtime.args_bytes(kernel.name)
@@ -51,7 +51,7 @@ def test_arguments_arrive_byte_for_byte(launched):
         assert call["device"] == call["module"] == "0"
 
 
-def test_launch_facts_come_from_the_pack(launched):
+def test_launch_parameters_come_from_the_pack(launched):
     entries = {e.name: e for e in pack.read(PACKS / "sm_90.pack")[2]}
     for (name, variant, _), call, module in launched:
         entry = entries[every_kernel()[name].variant(variant).name]
@@ -59,7 +59,7 @@ def test_launch_facts_come_from_the_pack(launched):
         assert module["hash"] == fnv(entry.binary) and module["bytes"] == str(len(entry.binary))
 
 
-def test_argument_buffers_have_the_size_of_the_table(launched):
+def test_argument_buffers_have_the_size_in_the_table(launched):
     for (name, _, args), *_ in launched:
         *_, offset, size = every_kernel()[name].layout[-1]
         assert len(args) // 2 == offset + size
@@ -72,22 +72,22 @@ def launch_wide_rows():
     return [wide.name, refused, calls("cuFuncSetAttribute")]
 
 
-def test_much_shared_memory_is_asked_for():
+def test_large_shared_memory_is_requested():
     name, refused, asked = stub_cuda.run(launch_wide_rows).value
     (entry,) = (e for e in pack.read(PACKS / "sm_90.pack")[2] if e.name == name)
     assert entry.shared > 48 << 10 and refused == ["", ""]
     assert asked == [{"attribute": "8", "value": str(entry.shared)}]
 
 
-def test_much_shared_memory_that_is_refused():
+def test_large_shared_memory_that_is_refused():
     environment = {"STUB_CUDA_FAIL": "cuFuncSetAttribute=1"}
     name, refused, _ = stub_cuda.run(launch_wide_rows, **environment).value
     assert refused[0] == "" and f"launch of {name} " in refused[1]
     assert "cuFuncSetAttribute returned CUDA_ERROR_INVALID_VALUE (1)" in refused[1]
 
 
-# Of one chip alone, with tensor maps among its arguments, so that the driver puts each in its place.
-PLACED = "fused_linear_cross_entropy_exp_logits"
+# For one architecture only. Has tensor maps as arguments, so the driver receives each argument separately.
+WITH_TENSOR_MAPS = "fused_linear_cross_entropy_exp_logits"
 TYPES = {"i32": ("i", -7), "i64": ("q", -(2**40)), "fp32": ("f", 0.1), "map": ("128s", bytes(range(128)))}
 
 
@@ -97,16 +97,16 @@ def launch_with(kernel, args):
 
 
 @pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
-def test_values_lie_at_the_offsets_of_the_cubin(name):
-    """The parameter offsets that the compiled kernel reads from, not those of the table alone."""
+def test_arguments_are_at_the_offsets_in_the_cubin(name):
+    """Checks the offsets that the compiled kernel reads, not only those in the table."""
     kernel = every_kernel()[name]
     values = [TYPES.get(kind, ("Q", 2**47 + 16 * i)) for i, (_, kind, *_) in enumerate(kernel.layout)]
-    # Native alignment: what a C++ struct of these members looks like.
+    # Native alignment, as in a C++ struct with these members.
     args = struct.pack("@" + "".join(code for code, _ in values), *(v for _, v in values))
     received = bytes.fromhex(stub_cuda.run(launch_with, name, args.hex()).value)
     binary = next(e.binary for e in pack.read(PACKS / "sm_90.pack")[2] if e.name == kernel.variant(0).name)
     places = cubin_parameters(binary)
-    # Where there are maps, the constant bank has all arguments at another boundary.
+    # With tensor maps, arguments start at another boundary of the constant bank.
     start = places[0][0]
     assert start == 0 or kernel.takes_maps
     for (code, value), (offset, size) in zip(values, places, strict=True):
@@ -124,10 +124,12 @@ def launch_on_each(kernel):
     return [refusals, preloaded, paths, launches, loads]
 
 
-def test_a_kernel_of_one_chip_stays_on_it():
-    """Elsewhere nothing loads it, asks for it or lists it."""
+def test_a_kernel_for_one_architecture_runs_only_there():
+    """Other devices do not load, request or list it."""
     devices = "8.0:108:Stub A100;9.0:132:Stub H200;10.0:148:Stub B200"
-    refusals, preloaded, paths, launches, loads = stub_cuda.run(launch_on_each, PLACED, STUB_CUDA_DEVICES=devices).value
+    refusals, preloaded, paths, launches, loads = stub_cuda.run(
+        launch_on_each, WITH_TENSOR_MAPS, STUB_CUDA_DEVICES=devices
+    ).value
     assert refusals[1] == "" and [x["device"] for x in launches] == ["1"] and launches[0]["threads"] == "384,1,1"
     for refused, arch in ((refusals[0], "sm_80"), (refusals[2], "sm_100")):
         assert f"it is not for {arch}" in refused
@@ -136,7 +138,7 @@ def test_a_kernel_of_one_chip_stays_on_it():
     assert len({*missing}) == 1 and loaded[0] == loaded[2] == loaded[1] - 1 and len(loads) == sum(loaded)
 
 
-def test_what_the_driver_is_told_of_a_matrix():
+def test_tensor_map_arguments():
     flags = (f"-I{ROOT / 'csrc'}", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}")
     program = compile_cpp("tensor_map", ROOT / "tests/stub_cuda/tensor_map.cpp", flags=flags)
 
@@ -144,7 +146,7 @@ def test_what_the_driver_is_told_of_a_matrix():
         done = subprocess.run([program], capture_output=True, text=True, env=stub_cuda.environment(**env), check=True)
         return done.stdout.splitlines()
 
-    # Address, columns, rows, bytes a row, the tile, how it is swizzled; an odd address and an odd row are refused.
+    # Address, columns, rows, bytes per row, tile, swizzle. Unaligned addresses and rows are refused.
     mapped = ["1 1000 300 2048 64 128 3", "1 1000 300 2048 32 96 2"]
     refused = "cuTensorMapEncodeTiled returned CUDA_ERROR_INVALID_VALUE (1): the stub's text for error 1"
     assert lines() == ["1", *mapped, refused, refused]
@@ -174,7 +176,7 @@ def wrong_calls():
     return [out, calls("cuLaunchKernel")]
 
 
-def test_a_launch_of_what_the_tables_do_not_hold():
+def test_launches_that_do_not_match_the_tables():
     size = tables.find(KERNEL).layout[-1][2] + 8
     refused = ["no kernel named nothing", f"no such variant of {KERNEL}", f"{KERNEL} takes {size} bytes of arguments"]
     assert stub_cuda.run(wrong_calls).value == [refused, []]
@@ -216,8 +218,8 @@ def test_sixteen_threads_on_each_of_four_devices_load_a_kernel_once():
     assert sorted(c["device"] for c in contexts) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("kernel", ["rms_norm_fwd", PLACED])
-def test_launches_after_the_first_allocate_nothing_and_lock_nothing(kernel):
+@pytest.mark.parametrize("kernel", ["rms_norm_fwd", WITH_TENSOR_MAPS])
+def test_later_launches_do_not_allocate_or_lock(kernel):
     flags = (f"-I{ROOT / 'csrc'}", "-rdynamic", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}", "-ldl")
     program = compile_cpp("hot_path", ROOT / "tests/stub_cuda/hot_path.cpp", flags=flags)
     done = subprocess.run([program, kernel], capture_output=True, text=True, env=stub_cuda.environment())
@@ -227,28 +229,28 @@ def test_launches_after_the_first_allocate_nothing_and_lock_nothing(kernel):
     assert allocations == locks == 0
 
 
-def look_without_launching():
+def query_without_launching():
     facts = [runtime.device(i) for i in range(runtime.device_count())]
     return [facts, driver.record().decode()]
 
 
-def test_looking_at_devices_makes_no_context_on_them():
-    (facts, record), _ = stub_cuda.run(look_without_launching, STUB_CUDA_DEVICES="8.0:108:Stub A100;9.0:132:Stub H200")
+def test_querying_devices_creates_no_context():
+    (facts, record), _ = stub_cuda.run(query_without_launching, STUB_CUDA_DEVICES="8.0:108:Stub A100;9.0:132:Stub H200")
     assert facts == [["Stub A100", 80, 108], ["Stub H200", 90, 132]]
     assert "cuDevicePrimaryCtxRetain" not in record
 
 
-def launch_from_fresh_threads():
-    """One that loads the kernel, and one that finds it loaded."""
+def launch_from_new_threads():
+    """The first thread loads the kernel, the second one finds it loaded."""
     launch("column_sum", stream=1)
     driver.forget()
     launch("column_sum", stream=2)
     return [calls("cuLaunchKernel"), calls("cuCtxSetCurrent"), calls("cuModuleLoadData"), calls("error")]
 
 
-def test_a_thread_that_has_no_context_launches():
-    """As autograd's threads do. Tools that watch the driver report every call that returns an error."""
-    launches, contexts, modules, errors = stub_cuda.run(launch_from_fresh_threads).value
+def test_a_thread_without_a_context_can_launch():
+    """Autograd threads do this. No driver call may fail, because profilers and debuggers report failing calls."""
+    launches, contexts, modules, errors = stub_cuda.run(launch_from_new_threads).value
     assert [c["stream"] for c in launches] == ["2"] and contexts == [{"device": "0"}]
     assert not modules and not errors
 
@@ -263,7 +265,7 @@ def launch_in_one_thread(count):
     return [looks, [c.get("device") for c in calls("cuLaunchKernel")], calls("error")]
 
 
-def test_a_thread_is_asked_for_its_context_once_and_again_when_it_has_lost_it():
+def test_the_context_is_queried_once_per_thread_and_after_it_was_lost():
     looks, devices, errors = stub_cuda.run(launch_in_one_thread, 5).value
     assert looks == 1 and devices == 5 * ["0"] + [None, "0"]
     assert errors == [{"call": "cuLaunchKernel", "code": "201"}]
@@ -278,7 +280,7 @@ def launch_under_device_guards(devices):
 
 
 @pytest.mark.parametrize("devices", [[1], [0, 1, 0, 1]], ids=str)
-def test_a_context_that_the_device_guard_has_chosen_stays(devices):
+def test_a_context_set_by_the_device_guard_is_kept(devices):
     env = {"STUB_CUDA_DEVICES": "9.0:132:Stub;9.0:132:Stub"}
     launched, contexts, errors = stub_cuda.run(launch_under_device_guards, devices, **env).value
     assert launched == [str(d) for d in devices] and not contexts and not errors
@@ -290,12 +292,12 @@ def launch_under_capture():
     return [message, calls("cuModuleLoadData"), driver.capture_mode(), driver.context_depth()]
 
 
-def test_loading_during_a_capture_is_relaxed_and_put_back():
+def test_loading_during_a_capture_uses_relaxed_mode_and_restores_it():
     message, modules, mode, depth = stub_cuda.run(launch_under_capture).value
     assert not message and [m["mode"] for m in modules] == ["2"] and mode == depth == 0
 
 
-def test_a_capture_that_cannot_be_relaxed_says_so():
+def test_a_capture_that_cannot_be_relaxed_raises():
     message, _, mode, _ = stub_cuda.run(
         launch_under_capture, STUB_CUDA_FAIL="cuThreadExchangeStreamCaptureMode=719"
     ).value
@@ -304,7 +306,7 @@ def test_a_capture_that_cannot_be_relaxed_says_so():
 
 # ---- Failures.
 
-# Before the device is known the message cannot name it: what it says instead of "(Stub H200, sm_90)".
+# failing call -> ("known" if the message can name the device's model, expected reason)
 FAILURES = {
     "cuInit=100": ("", r"cuInit returned CUDA_ERROR_NO_DEVICE \(100\)"),
     "cuDeviceGet=101": ("", r"cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE \(101\)"),
@@ -333,16 +335,16 @@ def fail_then_recover():
 
 
 @pytest.mark.parametrize("failing", FAILURES)
-def test_a_failing_driver_call_is_told_in_one_sentence(failing):
-    facts, reason = FAILURES[failing]
-    device = r"device 0 \(Stub H200, sm_90\)" if facts else "device 0"
+def test_a_failing_driver_call_gives_one_sentence(failing):
+    known, reason = FAILURES[failing]
+    device = r"device 0 \(Stub H200, sm_90\)" if known else "device 0"
     (message, _), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
     what = rf"launch of {re.escape(VARIANT)} with grid \(3, 2, 1\) on {device} failed"
     assert re.match(rf"{what}: {reason}: the stub's text for error \d+", message), message
 
 
 @pytest.mark.parametrize("failing", [f for f in FAILURES if FAILURES[f][0]])
-def test_a_failure_that_passes_does_not_stay(failing):
+def test_a_temporary_failure_is_not_remembered(failing):
     (first, second), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
     assert first and not second
 
@@ -354,7 +356,7 @@ def sticky_launch():
 
 
 @pytest.mark.parametrize("blocking", ["", "0", "1"])
-def test_a_launch_is_not_to_blame_unless_it_waits_for_its_kernel(blocking):
+def test_sticky_errors_are_attributed_to_an_earlier_operation(blocking):
     message = stub_cuda.run(sticky_launch, CUDA_LAUNCH_BLOCKING=blocking).value
     assert "cuLaunchKernel (256 threads) returned CUDA_ERROR_ILLEGAL_ADDRESS (700)" in message
     assert ("; an earlier operation in this process caused it" in message) == (blocking != "1")
@@ -365,8 +367,8 @@ def modules_after_a_failure():
     return [len(calls(name)) for name in ("cuModuleLoadData", "cuModuleUnload")]
 
 
-def test_a_module_without_its_kernel_is_given_back():
-    """Every further launch loads it again. What was loaded last is kept, and no module where none was made."""
+def test_a_module_without_its_kernel_is_unloaded():
+    """Later launches load it again, and the last one succeeds. If loading fails, nothing is unloaded."""
     loaded, unloaded = stub_cuda.run(
         modules_after_a_failure, needs=[fail_then_recover], STUB_CUDA_FAIL="cuModuleGetFunction=500"
     ).value
@@ -378,7 +380,7 @@ def test_a_module_without_its_kernel_is_given_back():
 
 
 @pytest.mark.parametrize("failing", ["cuCtxPopCurrent=201", "cuThreadExchangeStreamCaptureMode=1"])
-def test_calls_that_a_launch_can_do_without(failing):
+def test_optional_driver_calls_may_fail(failing):
     (message, _), _ = stub_cuda.run(fail_then_recover, STUB_CUDA_FAIL=failing)
     assert not message
 
@@ -387,7 +389,7 @@ def launch_out_of_range():
     return [refusal(device=d) for d in (1, 64, -1)]
 
 
-def test_devices_that_are_not_there():
+def test_nonexistent_devices():
     missing, *out_of_range = stub_cuda.run(launch_out_of_range).value
     assert "on device 1 failed: cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE" in missing
     assert all(m.endswith("failed: device index out of range (at most 64 devices)") for m in out_of_range)
@@ -401,7 +403,7 @@ def status_of():
     return [json.loads(runtime.status()), driver.record().decode().count("cuDevicePrimaryCtxRetain")]
 
 
-def test_status_tells_what_ran_and_touches_no_other_device():
+def test_status_reports_launches_and_uses_no_other_device():
     env = {"STUB_CUDA_DEVICES": '9.0:1:Stub "A";8.0:1:Stub B', "LIGER_OPS_JIT": "0"}
     (status, contexts), _ = stub_cuda.run(status_of, **env)
     assert contexts == 1

@@ -1,4 +1,4 @@
-"""csrc/runtime over a stub driver: where a kernel's binary comes from, for which architectures, and what is said."""
+"""csrc/runtime on a stub driver: sources of kernel binaries, architectures, preloading and the log."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ def every_kernel():
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """Packs of one entry, the first variant of KERNEL, by file stem."""
+    """A folder with packs of one entry each, the first variant of KERNEL."""
     folder = tmp_path_factory.mktemp("single")
     for source in PACKS.glob("*.pack"):
         kind, arch, entries = pack.read(source)
@@ -31,7 +31,7 @@ def single(tmp_path_factory):
 
 @pytest.fixture
 def packs(tmp_path, single):
-    """A pack folder of one's own: packs("sm_90", "ptx")."""
+    """Makes a folder with these packs: packs("sm_90", "ptx")."""
 
     def make(*stems):
         folder = tmp_path / "packs"
@@ -44,7 +44,7 @@ def packs(tmp_path, single):
 
 
 def fill_cache(folder, single, arch, source=90):
-    """The pack of architecture `source`, as if the JIT had kept it for `arch`."""
+    """Caches the pack of architecture `source` as if the JIT had compiled it for `arch`."""
     kernel = tables.find(KERNEL)
     target = folder / "triton-test" / f"{KERNEL}-{kernel.source_hash}-0-sm_{arch}.pack"
     target.parent.mkdir(parents=True, mode=0o700)
@@ -55,13 +55,13 @@ def fill_cache(folder, single, arch, source=90):
 # ---- The driver library.
 
 
-def ask_without_driver():
+def launch_without_driver():
     return [runtime.device_count(), refusal("column_sum")]
 
 
 def unusable_driver(tmp_path, what):
     if what == "absent":
-        # The loader stops at this one, so that no other libcuda of the machine is found.
+        # The loader stops at this file and does not find a real libcuda.
         (tmp_path / "libcuda.so.1").touch()
     else:
         (tmp_path / "empty.cpp").touch()
@@ -78,8 +78,8 @@ def unusable_driver(tmp_path, what):
         ("too old", "the CUDA driver lacks cuInit"),
     ],
 )
-def test_no_driver_is_no_error_until_a_launch(what, reason, tmp_path):
-    (devices, message), log = stub_cuda.run(ask_without_driver, LD_LIBRARY_PATH=unusable_driver(tmp_path, what))
+def test_a_missing_driver_is_an_error_only_at_a_launch(what, reason, tmp_path):
+    (devices, message), log = stub_cuda.run(launch_without_driver, LD_LIBRARY_PATH=unusable_driver(tmp_path, what))
     assert devices == 0 and not log
     assert message == f"launch of {VARIANT} with grid (1, 1, 1) on device 0 failed: {reason}"
 
@@ -104,7 +104,7 @@ def test_each_source_alone(source, packs, single, tmp_path):
 
 @pytest.mark.parametrize("failing,source", [(0, "pack"), (1, "cache"), (2, "hook"), (3, "ptx")])
 def test_each_source_fails_over_to_the_next(failing, source, packs, single, tmp_path):
-    """All four are there; the driver refuses the first modules that it is given."""
+    """All four sources exist, and the driver refuses the first modules."""
     env = {
         "LIGER_OPS_PACK_DIR": packs("sm_90", "ptx"),
         "LIGER_OPS_CACHE_DIR": fill_cache(tmp_path / "cache", single, 90),
@@ -115,7 +115,7 @@ def test_each_source_fails_over_to_the_next(failing, source, packs, single, tmp_
     assert sum("CUDA_ERROR_NO_BINARY_FOR_GPU" in line for line in log) == failing
 
 
-def test_when_every_source_fails_the_message_names_each(packs, single, tmp_path):
+def test_if_every_source_fails_the_message_names_each(packs, single, tmp_path):
     folder = packs("sm_90", "ptx")
     env = {"LIGER_OPS_CACHE_DIR": fill_cache(tmp_path / "cache", single, 90), "STUB_CUDA_FAIL": "cuModuleLoadData=209"}
     (_, _, message), _ = stub_cuda.run(served, str(single / "sm_90.pack"), LIGER_OPS_PACK_DIR=folder, **env)
@@ -124,7 +124,7 @@ def test_when_every_source_fails_the_message_names_each(packs, single, tmp_path)
     assert re.search("failed: " + "; ".join(f"{s}: {why}" for s in sources) + "$", message), message
 
 
-def test_what_the_driver_refused_comes_before_what_is_not_there(packs, single, tmp_path):
+def test_refused_sources_are_named_before_missing_ones(packs, single, tmp_path):
     folder = packs("sm_80", "ptx")
     env = {"LIGER_OPS_JIT": "0", "STUB_CUDA_FAIL": "cuModuleLoadData=222"}
     (_, _, message), _ = stub_cuda.run(served, None, LIGER_OPS_PACK_DIR=folder, **env)
@@ -136,8 +136,8 @@ def test_what_the_driver_refused_comes_before_what_is_not_there(packs, single, t
 
 # ---- Architectures.
 
-# What serves a device, where there is no compiler: a pack of its own major family and no newer, else PTX, which a
-# device at least as capable compiles. Integrated chips (8.7, 11.0) run only their own cubins.
+# Source of kernels per device without a compiler: a pack of the same major version that is not newer, else PTX of the
+# same or an older version. Integrated chips (8.7, 11.0) run only cubins for exactly their version.
 SERVED = {
     "7.5": None, "8.0": "sm_80", "8.6": "sm_80", "8.7": "ptx", "8.9": "sm_80", "9.0": "sm_90", "10.0": "sm_100",
     "10.3": "sm_100", "11.0": "ptx", "12.0": "sm_120", "12.1": "sm_120", "13.0": "ptx",
@@ -172,7 +172,7 @@ def hook_requests(count, answer):
     return [[served_by(device=d) for d in range(count)], [capability for *_, capability in asked]]
 
 
-def test_what_no_pack_serves_is_compiled_for_its_own_architecture(single):
+def test_devices_without_a_pack_get_kernels_for_their_own_architecture(single):
     answer = str(single / "sm_90.pack")
     (by, asked), _ = stub_cuda.run(
         hook_requests, len(SERVED), answer, STUB_CUDA_DEVICES=ALL_DEVICES, LIGER_OPS_PACK_DIR=single
@@ -194,9 +194,9 @@ def test_every_pair_of_architectures():
         assert ptx == (target <= device), (target, device)
 
 
-# ---- Errors of a source.
+# ---- Driver errors while loading.
 
-# The device failed in an earlier kernel, has no memory or is gone, or the process ends: no binary is at fault.
+# These errors are not caused by the binary: an earlier kernel failed, no memory, device lost, process exit.
 STICKY = [700, 702, 710, 714, 715, 716, 717, 718, 719, 721]
 ENDS_THE_SEARCH = [*STICKY, 2, 3, 4, 46, 100, 101, 201, 214, 220, 709, 900, 999]
 REFUSES_THE_BINARY = [1, 200, 209, 218, 221, 222, 223, 225, 300, 301, 302, 303, 500, 801]
@@ -217,8 +217,8 @@ def loads_that_fail(errors, hook_answer):
     return [out, runtime.loads("column_sum"), served_by()]
 
 
-def test_errors_of_the_device_end_the_search(packs, single):
-    """No other source is tried, nothing is compiled, and the next launch starts anew."""
+def test_device_errors_end_the_search(packs, single):
+    """No other source is tried, nothing is compiled, and the next launch searches again."""
     (failed, loads, by), log = stub_cuda.run(
         loads_that_fail, ENDS_THE_SEARCH, str(single / "sm_90.pack"), LIGER_OPS_PACK_DIR=packs("sm_90", "ptx")
     )
@@ -232,12 +232,12 @@ def test_errors_of_the_device_end_the_search(packs, single):
     assert len(log) == len(ENDS_THE_SEARCH) and all(line.startswith(f"loading {VARIANT} on device 0") for line in log)
 
 
-def test_errors_of_a_binary_lead_to_the_next(packs, single):
+def test_binary_errors_lead_to_the_next_source(packs, single):
     (failed, loads, by), _ = stub_cuda.run(
         loads_that_fail, REFUSES_THE_BINARY, str(single / "sm_90.pack"), LIGER_OPS_PACK_DIR=packs("sm_90", "ptx")
     )
     for error, (verdict, message, loaded, asked) in zip(REFUSES_THE_BINARY, failed, strict=True):
-        # Twice the pack, what the hook compiled, and PTX.
+        # Two attempts, each with the pack, the compiled kernel and PTX.
         assert (verdict, loaded, asked) == ("no", 6, 2), error
         assert "sm_90.pack: cuModuleLoadData returned " in message and EARLIER not in message
     assert loads == "yes" and by == "pack"
@@ -268,7 +268,7 @@ def preload_only():
     return [runtime.preload(0), len(asked)]
 
 
-def test_preload_takes_what_is_there_and_compiles_nothing(single, tmp_path):
+def test_preload_does_not_compile(single, tmp_path):
     total = sum(len([*k.variants()]) for k in every_kernel().values() if k.is_for(130))
     cache = fill_cache(tmp_path / "cache", single, 130)
     env = {"STUB_CUDA_DEVICES": "13.0:200:Stub", "LIGER_OPS_CACHE_DIR": cache, "LIGER_OPS_PACK_DIR": single}
@@ -285,7 +285,7 @@ def public_operators():
 
 
 def test_preload_knows_the_kernels_of_every_operator():
-    """As the sources have it: an operator's own, and those that it launches of others."""
+    """As found in the C++ sources, including kernels shared with other operators."""
     launched_by = codegen.operators_of()
     stems = {stem for stems in launched_by.values() for stem in stems}
     expected = {}
@@ -316,7 +316,7 @@ def preload_fails():
         return str(error)
 
 
-def test_preload_of_a_device_that_is_not_there():
+def test_preload_of_a_nonexistent_device():
     assert stub_cuda.run(preload_fails).value.startswith("cuDeviceGet returned CUDA_ERROR_INVALID_DEVICE (101)")
 
 
@@ -328,18 +328,18 @@ def preload_with_an_error():
         return str(error)
 
 
-def test_preload_stops_at_an_error_of_the_device():
+def test_preload_stops_at_a_device_error():
     message = stub_cuda.run(preload_with_an_error).value
     what = r"loading \S+ on device 0 \(Stub H200, sm_90\) failed: cuModuleLoadData returned CUDA_ERROR_ILLEGAL_ADDRESS"
     assert re.match(what, message) and message.endswith(EARLIER)
 
 
-# ---- What it says.
+# ---- Log and messages.
 
 
 @pytest.mark.parametrize("ptx", [True, False])
 def test_jit_switched_off(ptx, packs, single, tmp_path):
-    """Neither the disk cache nor the hook is asked, and the message says what was switched off."""
+    """Neither the disk cache nor the hook is used, and the message says so."""
     env = {
         "LIGER_OPS_JIT": "0",
         "STUB_CUDA_DEVICES": "13.0:200:Stub",
@@ -356,7 +356,7 @@ def launch_repeatedly(answer):
     return [served_by() for _ in range(3)]
 
 
-def test_each_line_is_said_once(packs, single, tmp_path):
+def test_each_line_is_logged_once(packs, single, tmp_path):
     folder = packs("sm_90")
     (folder / "sm_80.pack").write_bytes(b"LIGER")
     answer = str(single / "sm_90.pack")
@@ -369,7 +369,7 @@ def test_each_line_is_said_once(packs, single, tmp_path):
     ]
 
 
-def test_ptx_is_said_once_for_all_kernels(single):
+def test_ptx_is_logged_once_for_all_kernels(single):
     by, log = stub_cuda.run(launch_repeatedly, "/nowhere", STUB_CUDA_DEVICES="13.0:1:Stub", LIGER_OPS_PACK_DIR=single)
     assert by == ["ptx"] * 3 and log[-1] == "kernels for sm_130 are compiled by the driver from PTX" and len(log) == 3
 

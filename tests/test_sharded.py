@@ -1,4 +1,4 @@
-"""Patched models that FSDP2 or tensor parallelism spreads over processes train as plain ones do."""
+"""Patched models train as unpatched ones do under FSDP2 and tensor parallelism."""
 
 import json
 import subprocess
@@ -14,13 +14,13 @@ PROCESSES = 2
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, str]:
-    """What each case raised. One group of processes runs all of them, for it spends most of its time on starting."""
+    """The error of each case, or "". One process group runs all cases, because starting it takes most of the time."""
     folder = tmp_path_factory.mktemp("sharded")
     script = Path(__file__).with_name("sharded_cases.py")
     command = [sys.executable, str(script), str(folder / "store"), str(folder / "results.json")]
     group = []
     for rank in range(PROCESSES):
-        # transformers reads these where it spreads a model.
+        # transformers reads these variables to distribute a model.
         env = environment_of_tree(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES))
         group.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
     output = [process.communicate(timeout=900)[0] for process in group]

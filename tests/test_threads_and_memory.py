@@ -1,4 +1,4 @@
-"""The norms called from many threads at once, and the memory that they hold on to."""
+"""Norms called from many threads, and the lifetime of their saved tensors."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -32,9 +32,9 @@ def results(norm, x: Tensor, w: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y.pow(2).sum(), [x, w])]
 
 
-def test_threads_do_not_disturb_each_other(norm, device):
+def test_concurrent_calls(norm, device):
     torch.manual_seed(0)
-    # Widths of different kernels, loaded by whichever thread comes first.
+    # These widths use different kernels, which the first thread loads.
     made = [[torch.randn(s, device=device, requires_grad=True) for s in ((6, n), (n,))] for n in (40, 264, 1001, 2056)]
     together = Barrier(THREADS)
 
@@ -56,24 +56,25 @@ def test_backward_in_another_thread(norm, device):
         assert equal(pool.submit(torch.autograd.grad, loss, [x, w]).result(), expected)
 
 
-def saved_and_called(norm, device, needs_grad: bool) -> tuple[object, Tensor, list[StorageWeakRef]]:
-    """Results of a call whose inputs nobody else holds, the weight, and what tells when their memory goes."""
+def call_and_track_memory(norm, device, needs_grad: bool) -> tuple[object, Tensor, list[StorageWeakRef]]:
+    """The results of a call that holds the only references to x, the weight, and weak references to x and the saved
+    tensor."""
     w = torch.randn(160, device=device, requires_grad=needs_grad)
     x = torch.randn(6, 160, device=device, requires_grad=needs_grad) * 2
     out = norm(x, w)
-    # fused_add_rms_norm saves the sum that it returns instead.
+    # fused_add_rms_norm saves the sum that it returns.
     saved = out[1] if isinstance(out, tuple) else x
     return out, w, [StorageWeakRef(t.untyped_storage()) for t in (x, saved)]
 
 
 def test_without_gradients_nothing_is_saved(norm, device):
-    out, _, memory = saved_and_called(norm, device, False)
+    out, _, memory = call_and_track_memory(norm, device, False)
     out = first(out)
     assert all(ref.expired() for ref in memory)
 
 
-def test_backward_frees_what_was_saved(norm, device):
-    out, _, memory = saved_and_called(norm, device, True)
+def test_backward_frees_saved_tensors(norm, device):
+    out, _, memory = call_and_track_memory(norm, device, True)
     out = first(out)
     assert not memory[1].expired()
     loss = out.sum()
@@ -83,15 +84,15 @@ def test_backward_frees_what_was_saved(norm, device):
     assert all(ref.expired() for ref in memory)
 
 
-def test_a_dropped_graph_frees_what_was_saved(norm, device):
-    """Also where a result is saved, which would keep itself alive in a cycle."""
-    out, _, memory = saved_and_called(norm, device, True)
+def test_a_dropped_graph_frees_saved_tensors(norm, device):
+    """A saved result must not form a reference cycle."""
+    out, _, memory = call_and_track_memory(norm, device, True)
     del out
     assert all(ref.expired() for ref in memory)
 
 
 @pytest.mark.gpu
-def test_forward_allocates_its_results_alone(norm):
+def test_forward_allocates_only_its_results(norm):
     x, w = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in ((8192, 4096), (4096,)))
     norm(x, w)
     torch.cuda.synchronize()
@@ -99,7 +100,7 @@ def test_forward_allocates_its_results_alone(norm):
     torch.cuda.reset_peak_memory_stats()
     out = norm(x, w)
     outs = out if isinstance(out, tuple) else (out,)
-    # fused_add_rms_norm's other addend is made in the test.
+    # The call of fused_add_rms_norm in NORMS allocates the residual.
     expected = sum(o.nbytes for o in outs) + (x.nbytes if len(outs) > 1 else 0)
     statistics = 2 * 8192 * 4
     assert torch.cuda.max_memory_allocated() - before <= expected + statistics + 2**20

@@ -1,4 +1,4 @@
-"""liger_ops.transformers: models of many architectures train as they did."""
+"""liger_ops.transformers: patched models of many architectures train as unpatched ones do."""
 
 import collections
 
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.usefixtures("as_large_models")
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_training_converges_to_the_same(name, dtype):
-    """Against the same training in a wider dtype, ours errs as unpatched training does in its own: in the geometric mean
-    over a few trainings, because rounding grows exponentially, and a rare training errs thirty times as much.
+def test_training_is_as_accurate_as_unpatched(name, dtype):
+    """Compares the errors of patched and unpatched training, both relative to unpatched training in a wider dtype.
 
-    The logarithm of the ratio of both errors has a standard deviation of up to 0.56 (twelve trainings of gemma3_text,
-    whose mean ratios are 0.94 to 1.04), so the mean of four has 0.28. Five of these are a factor of 4."""
+    Rounding errors grow exponentially, so a single training may have a large error: compare geometric means over four
+    trainings. The logarithm of the error ratio of one training has a standard deviation of up to 0.56, so that of the
+    mean has 0.28. The allowed factor of 4 is five standard deviations."""
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     errors = {who: collections.defaultdict(lambda: 1.0) for who in ("ours", "eager")}
     trainings = 4
@@ -53,14 +53,14 @@ def test_one_step_and_generation(name):
     model.eval()
     assert torch.equal(model.generate(ids[:1], max_new_tokens=6, do_sample=False), text)
     torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-5)
-    assert unpatch(model) == len(report.replaced) + 1  # and the head
+    assert unpatch(model) == len(report.replaced) + 1  # the head has no row
     model.train()
     after = step(model, ids)
     assert torch.equal(after[0], plain[0]) and all(torch.equal(g, plain[1][n]) for n, g in after[1].items())
 
 
 @pytest.mark.parametrize("weights, dtype", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
-def test_dtypes_under_autocast_stay(weights, dtype):
+def test_dtypes_under_autocast_are_unchanged(weights, dtype):
     model, ids = make("qwen3", dtype=weights), tokens()
     seen = []
     for module in model.modules():
@@ -73,7 +73,7 @@ def test_dtypes_under_autocast_stay(weights, dtype):
         apply_liger_kernel(model)
         seen.clear()
         loss = model(input_ids=ids, labels=ids).loss
-    # Patched MLPs call their activation no more.
+    # Patched MLPs do not call their activation module.
     activations = sum(type(m).__name__.startswith("SiLU") for m in model.modules())
     assert seen and len(seen) == len(before) - activations and set(seen) == set(before)
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)

@@ -1,4 +1,4 @@
-"""Logits of patched models: put off in training, and there for whoever asks."""
+"""Logits of patched models: deferred in training, and materialized on request."""
 
 import collections
 import copy
@@ -20,7 +20,7 @@ from liger_ops.transformers.deferred import DeferredLogits
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
 
-def test_logits_on_request():
+def test_logits_are_returned_on_request():
     model, ids = make("gemma2"), tokens()
     logits = model(input_ids=ids).logits
     plain = step(model, ids)
@@ -90,7 +90,7 @@ def test_logits_are_found_in_any_output(output, logits_of):
             torch.testing.assert_close(logits_of(ours), logits_of(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_the_head_on_its_own_gives_logits():
+def test_the_head_called_directly_returns_logits():
     model, _ = patched("llama")
     assert type(model.lm_head(torch.randn(1, 3, 32))) is torch.Tensor
 
@@ -114,7 +114,7 @@ def test_a_failing_forward_leaves_the_head_usable():
         lambda x, t: TF.cross_entropy((2 * torch.tanh(x / 2)).view(-1, 10), t.view(-1)),
         lambda x, t: nn.CrossEntropyLoss()(x.to(torch.float32).view(-1, 10), t.view(-1)),
         lambda x, t: TF.cross_entropy(x[t > 4], t[t > 4]),
-        # what has to be made first
+        # uses that materialize the logits
         lambda x, t: TF.cross_entropy(x.transpose(1, 2), t),
         lambda x, t: TF.cross_entropy((x + 1).view(-1, 10), t.view(-1)),
         lambda x, t: TF.cross_entropy(torch.tanh(torch.tanh(x)).view(-1, 10), t.view(-1)),
@@ -130,7 +130,7 @@ def test_a_failing_forward_leaves_the_head_usable():
         lambda x, t: torch.cat([x, x]).mean() + TF.log_softmax(x.to(x.device, torch.float64), -1)[0].sum(),
     ],
 )
-def test_deferred_logits_are_logits(use):
+def test_deferred_logits_behave_like_logits(use):
     assert_same_of_deferred(use)
 
 
@@ -153,16 +153,16 @@ def assert_same_of_deferred(use):
         torch.testing.assert_close(a, b)
 
 
-def added_to(x, y):
+def add_in_place(x, y):
     x += y
 
 
-def assigned_to(x, index, y):
+def assign(x, index, y):
     x[index] = y
 
 
 def loss_of(x, target, *written):
-    """What was written to x, whoever returned it, is in the loss."""
+    """The loss of x after the writes to x that the remaining arguments perform."""
     return TF.cross_entropy(x.view(-1, 10), target.flatten())
 
 
@@ -173,25 +173,25 @@ def loss_of(x, target, *written):
         lambda x, t: loss_of(x, t, torch.clamp_(x, -0.1, 0.1)),
         lambda x, t: loss_of(x.float(), t, x.tanh_()),
         lambda x, t: loss_of(x, t, x.float().mul_(3)),
-        lambda x, t: loss_of(x, t, added_to(x, torch.arange(10))),
-        lambda x, t: loss_of(x, t, assigned_to(x, (slice(None), slice(None), [3, 5]), torch.finfo(x.dtype).min)),
-        lambda x, t: loss_of(x, t, assigned_to(x, x > 0.5, 0.5)),
+        lambda x, t: loss_of(x, t, add_in_place(x, torch.arange(10))),
+        lambda x, t: loss_of(x, t, assign(x, (slice(None), slice(None), [3, 5]), torch.finfo(x.dtype).min)),
+        lambda x, t: loss_of(x, t, assign(x, x > 0.5, 0.5)),
         lambda x, t: loss_of(x, t, x.contiguous().mul_(3)),
         lambda x, t: loss_of(x, t, x.view(-1, 10).masked_fill_(t.view(-1, 1) > 4, -3.0)),
         lambda x, t: loss_of(x, t, x[:, 1:][0].reshape(2, 2, 10)[-1].zero_()),
         lambda x, t: loss_of(x[1:], t[1:], x.mul_(3)),
         lambda x, t: loss_of(x.transpose_(0, 1).contiguous(), t.t()) * len(x) * x.shape[0] * x.dim(),
-        # copies stay what they are
+        # copies do not change
         lambda x, t: loss_of(x * 2, t, x.zero_()),
         lambda x, t: loss_of(x.view(-1, 10)[t.view(-1) > 0], t, x.zero_()),
         lambda x, t: loss_of(x[:, :-1].contiguous(), t[:, 1:], x.zero_()),
         lambda x, t: loss_of(x, t, x[:, :-1].reshape(-1, 10).zero_()),
-        # and gradients what they were
+        # gradients are unchanged
         lambda x, t: loss_of(x, t, x.register_hook(lambda gradient: 2 * gradient)),
         lambda x, t: loss_of(x, t, torch.no_grad()(lambda: x.argmax(-1))()),
     ],
 )
-def test_what_is_written_to_deferred_logits_is_kept(use):
+def test_writes_to_deferred_logits_are_kept(use):
     assert_same_of_deferred(use)
 
 
@@ -204,7 +204,7 @@ def test_hooks_on_the_head_see_logits():
 
 
 def test_hooks_that_gather_weights_run_once_around_the_loss():
-    """As those of DeepSpeed's ZeRO-3, between which alone the weight is whole."""
+    """The weight is complete only between the two hooks, as with DeepSpeed's ZeRO-3."""
     model, ids = make("llama"), tokens()
     plain = step(model, ids)
     apply_liger_kernel(model)
@@ -239,7 +239,7 @@ def test_hooks_before_the_head_change_its_input_once(hook):
     assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
 
 
-def test_hooks_on_every_module_see_what_they_saw():
+def test_global_hooks_see_the_same_calls():
     model, ids = make("llama"), tokens()
     seen: list = []
     handle = nn.modules.module.register_module_forward_hook(

@@ -1,4 +1,4 @@
-"""apply_liger_kernel: what it reports, replaces and leaves alone, and what becomes of the model afterwards."""
+"""apply_liger_kernel: the report, replaced and unreplaced modules, and use of the patched model afterwards."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ from liger_ops.transformers import apply_liger_kernel, probe, unpatch
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
 
-def test_the_report_is_a_table_and_data():
+def test_the_report_prints_a_table_and_exports_data():
     model, report = patched("llama")
     assert json.loads(json.dumps(report.as_dict()))["model_type"] == "llama"
     assert {(r.kind, r.replacement) for r in report.rows} == {
@@ -45,7 +45,7 @@ def test_a_second_call_changes_nothing():
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_head_of_another_size_is_patched_too(again):
+def test_a_resized_head_is_patched_too(again):
     model, ids = make("llama"), tokens()
     apply_liger_kernel(model, swiglu=False)
     model.resize_token_embeddings(72, mean_resizing=False)
@@ -61,7 +61,7 @@ def test_a_head_of_another_size_is_patched_too(again):
     assert_same_step(ours, step(model, ids))
 
 
-def test_the_report_tells_when_a_head_was_replaced():
+def test_the_report_shows_a_replaced_head():
     model, ids = make("llama"), tokens()
     apply_liger_kernel(model)
     linear, model.lm_head = model.lm_head, nn.Sequential(model.lm_head)
@@ -104,7 +104,7 @@ def test_embeddings_without_an_operator_are_left_alone():
     assert_same_step(step(model, ids), plain)
 
 
-def test_the_loss_alone():
+def test_cross_entropy_without_the_fused_loss():
     model, ids = make("gemma2"), tokens()
     plain = step(model, ids)
     report = apply_liger_kernel(model, fused_linear_cross_entropy=False)
@@ -119,7 +119,7 @@ def test_the_loss_alone():
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_loss_switched_off_is_not_called(kept):
+def test_a_disabled_loss_is_not_called(kept):
     model, ids = make("llama"), tokens()
     apply_liger_kernel(model, cross_entropy=kept)
     assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
@@ -142,30 +142,30 @@ def test_two_models_in_one_process():
     assert_same_step(step(one, ids), step(other, ids))
 
 
-def uncalled(self, hidden_states, *args, **kwargs):
+def zeros_like_hidden(self, hidden_states, *args, **kwargs):
     return torch.zeros_like(hidden_states)
 
 
-def turned(q, k, cos, sin, unsqueeze_dim=1):
+def reversed_rotation(q, k, cos, sin, unsqueeze_dim=1):
     return apply_rotary_whole(q, k, cos, -sin, unsqueeze_dim)
 
 
-def labelled(self, labels=None, input_ids=None):
+def labels_first_forward(self, labels=None, input_ids=None):
     return CausalLMOutput(loss=self.lm_head(self.model(input_ids).last_hidden_state).float().sum() * labels.sum())
 
 
 @pytest.mark.parametrize(
     "owner, name, value",
     [
-        (modeling_llama.LlamaAttention, "forward", lambda *args, **kwargs: (uncalled(*args, **kwargs), None)),
-        (modeling_llama.LlamaDecoderLayer, "forward", uncalled),
-        (modeling_llama, "apply_rotary_pos_emb", turned),
+        (modeling_llama.LlamaAttention, "forward", lambda *args, **kwargs: (zeros_like_hidden(*args, **kwargs), None)),
+        (modeling_llama.LlamaDecoderLayer, "forward", zeros_like_hidden),
+        (modeling_llama, "apply_rotary_pos_emb", reversed_rotation),
         (modeling_llama, "eager_attention_forward", lambda module, q, *_, **__: (q.transpose(1, 2), None)),
-        (LlamaForCausalLM, "forward", labelled),
+        (LlamaForCausalLM, "forward", labels_first_forward),
     ],
     ids=["attention", "layer", "rotary", "function", "model"],
 )
-def test_what_someone_changed_is_changed_in_later_models(owner, name, value, monkeypatch):
+def test_later_models_use_monkey_patched_functions(owner, name, value, monkeypatch):
     ids, first, plain, later = tokens(), *(make("llama") for _ in range(3))
     apply_liger_kernel(first)
     before = step(first, ids)
@@ -176,7 +176,7 @@ def test_what_someone_changed_is_changed_in_later_models(owner, name, value, mon
     assert not torch.equal(before[0], wanted[0])
 
 
-def test_a_class_makes_patched_models_and_stays_what_it_is():
+def test_a_patching_class_leaves_the_original_class_unchanged():
     Patching = apply_liger_kernel(LlamaForCausalLM, rope=False)
     config = make("llama").config
     model, ids = Patching(config), tokens()
@@ -201,7 +201,7 @@ def test_saved_and_loaded(tmp_path):
     assert "rope" not in nodes(fresh(input_ids=ids, labels=ids).loss)
 
 
-def pickled(model):
+def through_pickle(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -215,12 +215,12 @@ def test_copies_stay_patched_and_pickles_do_not():
     assert twin.lm_head.weight is twin.model.embed_tokens.weight is not model.lm_head.weight
     loss = twin(input_ids=ids, labels=ids).loss
     assert FUSED in nodes(loss)
-    loaded = pickled(model)
+    loaded = through_pickle(model)
     assert type(loaded) is LlamaForCausalLM
     torch.testing.assert_close(loaded(input_ids=ids, labels=ids).loss, loss)
 
 
-def test_models_of_a_class_that_patches_are_pickled_as_the_class_that_it_was():
+def test_models_of_a_patching_class_are_pickled_with_the_original_class():
     config, ids = make("llama").config, tokens()
     for cls in (apply_liger_kernel(LlamaForCausalLM), apply_liger_kernel(apply_liger_kernel(LlamaForCausalLM))):
         model = cls(config)
@@ -229,12 +229,12 @@ def test_models_of_a_class_that_patches_are_pickled_as_the_class_that_it_was():
         unpatched = copy.deepcopy(model)
         unpatch(unpatched)
         assert type(copy.deepcopy(unpatched)) is cls
-        for loaded in (pickled(model), pickled(unpatched)):
+        for loaded in (through_pickle(model), through_pickle(unpatched)):
             assert type(loaded) is LlamaForCausalLM
             torch.testing.assert_close(loaded(input_ids=ids, labels=ids).loss, loss)
 
 
-def test_names_of_models():
+def test_functions_for_single_model_types():
     model = make("qwen3_moe")
     with pytest.raises(ValueError, match=r"apply_liger_kernel_to_llama: model must be of type llama \(got qwen3_moe\)"):
         lt.apply_liger_kernel_to_llama(model)
@@ -244,7 +244,7 @@ def test_names_of_models():
         getattr(lt, "no_such_name")  # noqa: B009
 
 
-# ---- What is not understood
+# ---- Modules that are not recognised
 
 
 class Odd(nn.Module):
@@ -263,7 +263,7 @@ def test_an_unknown_model_is_left_alone_with_a_warning():
     assert not report.replaced and type(model) is Odd and unpatch(model) == 0
 
 
-class LlamaRMSNorm(nn.Module):  # the name promises what the class does not keep
+class LlamaRMSNorm(nn.Module):  # computes an RMSNorm only if `change` is the identity
     def __init__(self, change, size=16, epsilon=1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -286,7 +286,7 @@ class LlamaMLP(nn.Module):
 
 
 @pytest.mark.parametrize("cls, row", [(LlamaRMSNorm, 0), (LlamaMLP, 0)])
-def test_a_module_is_known_by_its_values(cls, row):
+def test_modules_are_identified_by_value(cls, row):
     def rows_of(module):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -314,7 +314,7 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-def test_an_activation_that_learns_is_left_alone():
+def test_an_activation_with_parameters_is_left_alone():
     learnt, kept = Scale(nn.Parameter(torch.ones(()))), Scale(nn.Buffer(torch.ones(())))
     with pytest.warns(RuntimeWarning, match="left as it is"):
         rows = apply_liger_kernel(nn.Sequential(LlamaMLP(learnt), LlamaMLP(kept), LlamaMLP(Scale(2)))).rows
@@ -322,7 +322,7 @@ def test_an_activation_that_learns_is_left_alone():
     assert [row.reason for row in rows[:3]] == reasons
 
 
-def test_epsilon_is_read_where_the_model_keeps_it():
+def test_epsilon_is_read_from_the_module_in_every_call():
     norm = LlamaRMSNorm(lambda y: y, epsilon=1e-2)
     x = 0.01 * torch.randn(3, 16)
     first = norm(x)
@@ -345,7 +345,7 @@ TORCH_NORMS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("norm", TORCH_NORMS, ids=str)
 def test_norms_of_torch(norm, dtype):
-    # So small that epsilon counts, whichever it is by default.
+    # Small inputs, so that the default epsilon affects the result.
     norm, x = copy.deepcopy(norm).to(dtype), (1e-3 * torch.randn(3, 16)).to(dtype)
     expected = norm(x)
     assert apply_liger_kernel(norm).rows[0].replacement
@@ -386,7 +386,7 @@ def apply_rotary_positions(q, k, cos, sin):
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
-def test_rotary_functions_are_known_by_their_values():
+def test_rotary_functions_are_identified_by_value():
     assert probe.identify_rotary(apply_rotary_whole).kind == "half"
     assert probe.identify_rotary(apply_rotary_positions).layout == "SHD"
     with pytest.raises(probe.NotUnderstood, match="apply_rotary_wrong_way computes something else"):
@@ -396,7 +396,7 @@ def test_rotary_functions_are_known_by_their_values():
 @pytest.mark.parametrize(
     "case", ["usual", "heads last", "few angles", "broadcast", "half precision", "two-dimensional"]
 )
-def test_a_rotary_function_goes_on_as_before(case):
+def test_replaced_rotary_functions_agree_with_the_original(case):
     original = apply_rotary_positions if case == "two-dimensional" else apply_rotary_whole
     ours = probe.rotary_function(probe.identify_rotary(original), original)
     options = {}
@@ -406,7 +406,7 @@ def test_a_rotary_function_goes_on_as_before(case):
     q, k = torch.randn(shape), torch.randn(shape)
     angles = torch.randn(5, 8) if case == "two-dimensional" else torch.randn(2, 5, 8)
     if case == "broadcast":
-        angles = angles[:, :1]  # one position for all: nothing that the operator takes
+        angles = angles[:, :1]  # one position for all tokens, which the operator does not support
     if case == "half precision":
         q, k = q.bfloat16(), k.bfloat16()
     for a, b in zip(

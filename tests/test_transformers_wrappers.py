@@ -1,4 +1,4 @@
-"""Patched models in training loops, and inside what wraps them."""
+"""Patched models in training loops and inside wrappers."""
 
 import inspect
 import textwrap
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("as_large_models")
 # ---- Training loops
 
 
-def test_another_thread_gets_logits():
+def test_other_threads_get_logits():
     model, ids = make("llama"), tokens()
     expected = model(input_ids=ids, labels=ids)
     apply_liger_kernel(model)
@@ -46,7 +46,7 @@ def test_another_thread_gets_logits():
     assert FUSED in nodes(losses[0])
 
 
-def test_a_number_of_items_divides_the_sum():
+def test_num_items_in_batch_divides_the_sum():
     model, ids = make("mistral"), tokens()
     plain = step(model, ids, num_items_in_batch=torch.tensor(7))
     apply_liger_kernel(model)
@@ -99,7 +99,7 @@ def test_lora(target, first):
     assert_same_step(step(model, ids), plain)
     loss = model(input_ids=ids, labels=ids).loss
     if target != "lm_head":
-        # A wrapped projection is called and not read.
+        # A wrapped projection is called; its weights are not read.
         assert {"rms_norm", "swiglu" if target == "down_proj" else "swiglu_linear", FUSED} <= nodes(loss)
     else:
         assert FUSED not in nodes(loss)
@@ -128,12 +128,12 @@ def losses_of_a_trainer(folder, patch, **arguments):
     return losses, trainer.evaluate()["eval_loss"], torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_the_trainer_accumulates_gradients_exactly(tmp_path):
+def test_trainer_accumulates_gradients_exactly(tmp_path):
     plain, ours = (losses_of_a_trainer(str(tmp_path / name), name == "ours") for name in ("plain", "ours"))
     assert len(plain[0]) == 6
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=1e-4, atol=1e-4)
     assert abs(ours[1] - plain[1]) < 1e-3
-    # AdamW turns the sign of a vanishing gradient into a whole step.
+    # AdamW takes a full step even for a tiny gradient, whose sign may differ.
     assert float((ours[2] - plain[2]).pow(2).mean().sqrt()) < 1e-3
 
 
@@ -142,7 +142,7 @@ def test_the_trainer_accumulates_gradients_exactly(tmp_path):
 
 @pytest.fixture
 def fresh_dynamo():
-    """torch.compile counts what one function was compiled for; all models share that of transformers."""
+    """torch.compile limits recompilations per function, and all models share the functions of transformers."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -165,9 +165,9 @@ def test_compile_makes_one_graph(name):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_inductor_trains_it(monkeypatch):
-    """In torch 2.11 Inductor spells out an operator's arguments, and all that they are made of, where it meets it first.
-    That is short for operators of every layer; of one that backward ends with it grows exponentially with the layers."""
+def test_inductor_trains_a_patched_model(monkeypatch):
+    """Backward must not end with an operator that Inductor first sees there: Inductor in torch 2.11 prints its arguments
+    as nested expressions, whose length would grow exponentially with the number of layers."""
     import torch._inductor.graph as lowering
 
     model, ids = make("llama", num_hidden_layers=3), tokens()
@@ -183,7 +183,7 @@ def test_inductor_trains_it(monkeypatch):
     assert lengths or not hasattr(lowering, "LazyString")
 
 
-def test_data_parallel_wrappers_are_looked_through():
+def test_data_parallel_wrappers_are_unwrapped():
     model = make("llama")
     assert apply_liger_kernel(nn.DataParallel(model)).replaced and unpatch(nn.DataParallel(model))
 
@@ -220,7 +220,7 @@ def accelerator():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    # The process has one state, which a Trainer may have set.
+    # A Trainer may have set the state of the process.
     AcceleratorState._reset_state(reset_partial_state=True)
     yield Accelerator(mixed_precision="bf16", cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -256,15 +256,15 @@ BODY
 
 dist.init_process_group("gloo", init_method="file://STORE", rank=0, world_size=1)
 run(dist.init_device_mesh("cpu", (1,)), tokens())
-# The group's threads end with it, and it with the last model; none of them may want an interpreter that is gone.
+# Destroy the group and its threads before the interpreter shuts down.
 dist.destroy_process_group()
 gc.collect()
 print("done")
 """
 
 
-def check_in_group(body, tmp_path):
-    """Runs it in the only process of a group, where `mesh` and `ids` are known."""
+def run_in_process_group(body, tmp_path):
+    """Runs the code in a process group of one process, with `mesh` and `ids` defined."""
     code = GROUP.replace("STORE", str(tmp_path / "store")).replace("BODY", textwrap.indent(body, "    "))
     assert output_of(code).endswith("done\n")
 
@@ -290,15 +290,15 @@ for name, plan in plans.values():
     assert_same(step(model, ids), plain)
     assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
 
-# Norms that layers add to, or keep the input of, without a hook that tells them apart.
+# Distributed norms without hooks, in both helpers of rewritten layers.
 projections.LARGE = 0
 norm = distribute_module(model.model.norm, mesh)
 x = distribute_tensor(torch.randn(3, 32, requires_grad=True), mesh)
 expected = norm(x + x).full_tensor()
 torch.testing.assert_close(rewrite.add_norm(norm, x, x)[0].full_tensor(), expected)
-torch.testing.assert_close(rewrite.keep_norm(norm, x + x)[0].full_tensor(), expected)
+torch.testing.assert_close(rewrite.norm_and_input(norm, x + x)[0].full_tensor(), expected)
 """
 
 
 def test_distributed_norms_and_gates(tmp_path):
-    check_in_group(DISTRIBUTED, tmp_path)
+    run_in_process_group(DISTRIBUTED, tmp_path)

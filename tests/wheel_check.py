@@ -1,10 +1,10 @@
-"""Installs a wheel into an empty folder and runs it there with no compiler at hand.
+"""Installs a wheel into an empty folder and runs it there without a compiler.
 
     python tests/wheel_check.py dist/liger_ops-*.whl [--device cuda] [--limit 0.15]
 
 Triton cannot be imported, and PATH is empty: no gcc, no nvcc. Every operator runs forward and backward; on CUDA every
-launch must come from a pack. Then the time from `import liger_ops` to the first finished step of RMSNorm and cross
-entropy, in processes of their own.
+launch must come from a pack. The script then measures, in new processes, the time from `import liger_ops` to the end of
+the first step of RMSNorm and cross entropy.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--limit", type=float, default=0.15, help="seconds that the first step may take")
+    parser.add_argument("--limit", type=float, default=0.15, help="time limit of the first step in seconds")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
 

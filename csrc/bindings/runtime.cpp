@@ -1,4 +1,4 @@
-// The runtime as tests and developer tools see it. Operators do not need this module.
+// Python bindings of the runtime for tests and developer tools. Operators do not need this module.
 
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
@@ -67,8 +67,8 @@ void launch_raw(
   if (!error.empty()) throw std::runtime_error(error);
 }
 
-// For a stub of cuBLAS. None without a plan, else whether it ran.
-std::optional<bool> multiply_at_made_up_addresses(
+// For tests with a stub of cuBLAS, which reads no memory. None without a plan, else whether the GEMM ran.
+std::optional<bool> multiply_at_fake_addresses(
     bool bf16, bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, int device, int64_t alignment,
     double beta, bool sustained) {
   auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
@@ -89,10 +89,10 @@ void try_config_of(
   if (!error.empty()) throw std::runtime_error(error);
 }
 
-// before() and after() run around each launch of the kernel, in the thread that launches; None ends it.
+// Calls before() and after() around each launch of the kernel, in the launching thread. None ends it.
 void watch(const std::string& name, py::object before, py::object after) {
   if (before.is_none()) return kernel_named(name).set_watch(nullptr);
-  // Never freed, as the compile hook below.
+  // Never freed, like the compile hook below.
   auto call = [](py::object function) {
     return [kept = new py::object(std::move(function))] {
       py::gil_scoped_acquire locked;
@@ -113,7 +113,7 @@ py::dict launch_counts(const std::string& name) {
 // hook(kernel, variant, capability) -> bytes of a one-entry pack
 void set_hook(py::object hook) {
   if (hook.is_none()) return set_compile_hook(nullptr);
-  // Never freed: the last reference might go without the interpreter's lock, or after the interpreter.
+  // Never freed: the last reference could be dropped without the GIL, or after the interpreter exits.
   auto* kept = new py::object(std::move(hook));
   set_compile_hook([kept](const KernelSpec& spec, uint32_t variant, int capability, std::string& error) -> std::string {
     py::gil_scoped_acquire locked;
@@ -187,7 +187,7 @@ PYBIND11_MODULE(_runtime, m) {
     return names;
   });
   m.def(
-      "multiply", multiply_at_made_up_addresses, py::arg("bf16"), py::arg("transpose_a"), py::arg("transpose_b"),
+      "multiply", multiply_at_fake_addresses, py::arg("bf16"), py::arg("transpose_a"), py::arg("transpose_b"),
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("device") = 0, py::arg("alignment") = 256,
       py::arg("beta") = 0.0, py::arg("sustained") = false);
   m.def("gemms", gemms);

@@ -1,7 +1,6 @@
 #pragma once
 
-// What every op's backward node needs: saved tensors, blocked double backward, the one rule for
-// reusing buffers, and compiled autograd.
+// Base class of the backward nodes: saved tensors, the error for double backward, buffer reuse and compiled autograd.
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -26,19 +25,19 @@ namespace liger::core {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-/// A typed handle to an operator, for a function-local static: the look-up by name costs microseconds.
+/// Typed handle to an operator. Keep it in a function-local static: the lookup by name takes microseconds.
 template <class Function>
 auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
 }
 
-// Nodes are held by std::shared_ptr before torch 2.13 and by c10::intrusive_ptr since.
+// torch holds nodes by std::shared_ptr before 2.13 and by c10::intrusive_ptr since then.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <class T, class... A>
 auto make_node(A&&... arguments) {
   if constexpr (std::is_same_v<NodePointer, std::shared_ptr<torch::autograd::Node>>) {
-    // Found by argument-dependent look-up, because newer releases have no such function.
+    // Argument-dependent lookup finds deleteNode in old releases. New releases do not have it.
     return std::shared_ptr<T>(new T(std::forward<A>(arguments)...), [](auto* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>(std::forward<A>(arguments)...);
@@ -53,7 +52,7 @@ constexpr int64_t wanted_bits(bool input, bool weight, bool bias = false) {
   return (input ? kWantInput : 0) | (weight ? kWantWeight : 0) | (bias ? kWantBias : 0);
 }
 
-/// Forward-mode derivatives are not implemented: better a sentence than a silent zero.
+/// Forward-mode differentiation is not implemented. Without this check it would silently return zeros.
 template <class... Tensors>
 void check_no_forward_ad(const char* op, const Tensors&... tensors) {
   TORCH_CHECK(
@@ -61,8 +60,8 @@ void check_no_forward_ad(const char* op, const Tensors&... tensors) {
       ": forward-mode automatic differentiation is not supported; use reverse mode (backward)");
 }
 
-/// Whether the torch that this is built against runs its own op of this name in float32 under autocast: norms
-/// joined that list release by release, and ours follow.
+/// True if autocast of this torch version runs its own op of this name in float32. torch added norms to that list
+/// release by release; our norms do the same.
 constexpr bool torch_autocasts_to_float(std::string_view op) {
 #define LIGER_OP_NAME(name, ...) " " #name " "
   constexpr std::string_view names = AT_FORALL_FP32(LIGER_OP_NAME);
@@ -73,7 +72,7 @@ constexpr bool torch_autocasts_to_float(std::string_view op) {
   return false;
 }
 
-/// What autocast on CUDA makes of an argument of an op that it runs in float32.
+/// The cast that CUDA autocast applies to the arguments of float32 ops.
 inline at::Tensor autocast_float(const at::Tensor& t) {
   return at::autocast::cached_cast(at::kFloat, t, c10::DeviceType::CUDA);
 }
@@ -81,7 +80,7 @@ inline std::optional<at::Tensor> autocast_float(const std::optional<at::Tensor>&
   return t && t->defined() ? std::optional(autocast_float(*t)) : t;
 }
 
-/// True if the tensor's memory is ours to reason about: no tracing, no wrapper, no dispatch mode looking on.
+/// True if `t` is an ordinary strided tensor: no tracing, no wrapper, no active dispatch mode.
 inline bool is_plain(const at::Tensor& t) {
   constexpr c10::DispatchKeySet watchers =
       kWrappers | c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
@@ -91,56 +90,60 @@ inline bool is_plain(const at::Tensor& t) {
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::VmapMode);
 }
 
-/// True if `t` is the last trace of its memory, so that overwriting it can be noticed by nobody: one reference to
-/// the tensor besides its own Python object, that object known to nobody else, one reference to the storage, and
-/// a tensor that covers it. The storage is torch's own: what it borrows, of NumPy, DLPack, files or other processes, it
-/// cannot resize. Facts about torch's internals, pinned by tests/test_reuse.py.
+/// True if nothing else can see `t`'s memory, so that overwriting it is safe. This requires one reference to the tensor
+/// besides its own Python object, one reference to that object, one reference to the storage, and a tensor that covers
+/// the storage. torch must also own the storage: one that it borrows from NumPy, DLPack, a file or another process is
+/// not resizable.
+/// These are facts about torch's internals; tests/test_reuse.py checks them.
 inline bool is_sole_owner(const at::Tensor& t) {
   if (!t.defined() || !is_plain(t) || t.is_view() || !t.is_non_overlapping_and_dense()) return false;
   auto* slot = t.unsafeGetTensorImpl()->pyobj_slot();
   bool has_object = slot->load_pyobj() != nullptr;
   if (has_object && !slot->has_unique_reference()) return false;
-  // The Python object, where there is one, holds the second reference.
+  // The Python object, if there is one, holds a second reference.
   return t.use_count() == (has_object ? 2 : 1) && t.storage().use_count() == 1 && t.storage().resizable();
 }
 
-// What compiled autograd tells one node's work from another's by.
+// State that enters compiled autograd's cache key.
 
 using torch::dynamo::autograd::CompiledNodeArgs;
 
-inline void distinguish(CompiledNodeArgs& args, std::string_view value) { args.collect(std::string(value)); }
-inline void distinguish(CompiledNodeArgs& args, const char* value) { distinguish(args, std::string_view(value)); }
-inline void distinguish(CompiledNodeArgs& args, const std::string& value) { args.collect(value); }
-inline void distinguish(CompiledNodeArgs& args, const c10::SymInt& value) {
+inline void add_to_cache_key(CompiledNodeArgs& args, std::string_view value) { args.collect(std::string(value)); }
+inline void add_to_cache_key(CompiledNodeArgs& args, const char* value) {
+  add_to_cache_key(args, std::string_view(value));
+}
+inline void add_to_cache_key(CompiledNodeArgs& args, const std::string& value) { args.collect(value); }
+inline void add_to_cache_key(CompiledNodeArgs& args, const c10::SymInt& value) {
   args.collect(value.guard_int(__FILE__, __LINE__));
 }
 template <class... T>
-void distinguish(CompiledNodeArgs& args, const std::tuple<T...>& values);
+void add_to_cache_key(CompiledNodeArgs& args, const std::tuple<T...>& values);
 template <class T>
-auto distinguish(CompiledNodeArgs& args, const T& value) -> decltype(args.collect(value)) {
+auto add_to_cache_key(CompiledNodeArgs& args, const T& value) -> decltype(args.collect(value)) {
   args.collect(value);
 }
 template <class T>
-auto distinguish(CompiledNodeArgs& args, const T& value) -> decltype(distinguish(args, value.options())) {
-  distinguish(args, value.options());
+auto add_to_cache_key(CompiledNodeArgs& args, const T& value) -> decltype(add_to_cache_key(args, value.options())) {
+  add_to_cache_key(args, value.options());
 }
 template <class T, class = std::enable_if_t<std::is_enum_v<T> && !std::is_same_v<T, at::ScalarType>>>
-void distinguish(CompiledNodeArgs& args, T value) {
+void add_to_cache_key(CompiledNodeArgs& args, T value) {
   args.collect(static_cast<int64_t>(value));
 }
 template <class T>
-void distinguish(CompiledNodeArgs& args, const std::vector<T>& values) {
+void add_to_cache_key(CompiledNodeArgs& args, const std::vector<T>& values) {
   args.collect_size(values.size());
-  for (const auto& value : values) distinguish(args, value);
+  for (const auto& value : values) add_to_cache_key(args, value);
 }
 template <class... T>
-void distinguish(CompiledNodeArgs& args, const std::tuple<T...>& values) {
-  std::apply([&](const auto&... each) { (distinguish(args, each), ...); }, values);
+void add_to_cache_key(CompiledNodeArgs& args, const std::tuple<T...>& values) {
+  std::apply([&](const auto&... each) { (add_to_cache_key(args, each), ...); }, values);
 }
 
-/// Base of all backward nodes: N saved tensors, and a `backward` that never sees a graph being built.
+/// Base class of all backward nodes: N saved tensors, and a `backward` that runs below autograd.
 ///
-/// Self::state() ties what else `backward` depends on: compiled autograd runs it in a node of its own making.
+/// Self::state() returns a std::tie of the other members that `backward` reads. Compiled autograd copies them into a
+/// new node, which runs `backward`.
 template <class Self, size_t N>
 class BackwardNode : public torch::autograd::Node {
  public:
@@ -163,9 +166,9 @@ class BackwardNode : public torch::autograd::Node {
         if (grad.defined()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
       }
     }
-    // Only a graph that is never walked again gives up its saved tensors and its gradients' memory.
+    // Saved tensors may be freed, and gradients overwritten, only if the graph is not used again.
     keep_ = create_graph || torch::autograd::get_current_graph_task_keep_graph();
-    // Before autograd steps aside: a hook may run forward code, as checkpointing does.
+    // Unpack before `run` disables autograd: a hook may run forward code, as checkpointing does.
     for (size_t i = 0; i < N; ++i) unpacked_[i] = saved[i].unpack(getptr());
     const variable_list given = create_graph ? grads : variable_list();
     variable_list out = run(std::move(grads));
@@ -174,7 +177,7 @@ class BackwardNode : public torch::autograd::Node {
       auto error = make_node<torch::autograd::Error>(
           name() + ": double backward is not supported", torch::autograd::edge_list(edges));
       for (auto& grad : out) {
-        // A gradient that was handed on as it came has the caller's history.
+        // A gradient that `backward` returned unchanged keeps the caller's history.
         const bool is_given = std::any_of(given.begin(), given.end(), [&](const auto& g) { return g.is_same(grad); });
         if (grad.defined() && !is_given) torch::autograd::set_history(grad, error);
       }
@@ -184,7 +187,7 @@ class BackwardNode : public torch::autograd::Node {
 
   void compiled_args(CompiledNodeArgs& args) const override {
     args.collect(c10::ArrayRef<SavedVariable>(saved), true);
-    distinguish(args, const_cast<BackwardNode*>(this)->self().state());
+    add_to_cache_key(args, const_cast<BackwardNode*>(this)->self().state());
     for (size_t i = 0; i < next_edges().size(); ++i) args.collect(needs(i));
   }
 
@@ -199,8 +202,8 @@ class BackwardNode : public torch::autograd::Node {
     std::vector<bool> needs_input(next_edges().size());
     for (size_t i = 0; i < needs_input.size(); ++i) needs_input[i] = needs(i);
     auto copied = [](const auto&... values) { return std::make_tuple(values...); };
-    auto again = [state = std::apply(copied, self().state()), needs_input](
-                     const variable_list& grads, const std::vector<at::IValue>& tensors) {
+    auto replay = [state = std::apply(copied, self().state()), needs_input](
+                      const variable_list& grads, const std::vector<at::IValue>& tensors) {
       auto node = make_node<Self>();
       node->state() = state;
       for (size_t i = 0; i < N; ++i) node->unpacked_[i] = tensors[i].toTensor();
@@ -209,7 +212,7 @@ class BackwardNode : public torch::autograd::Node {
     };
     const auto& python = compiled::getPyCompilerInterface();
     const std::string bound = python->bind_function(
-        swap.get_py_compiler(), name(), std::move(again), std::vector<at::TypePtr>(N, at::TensorType::get()),
+        swap.get_py_compiler(), name(), std::move(replay), std::vector<at::TypePtr>(N, at::TensorType::get()),
         /*is_custom_function=*/true, /*is_traceable=*/true);
     using Outputs = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>;
     auto out = python->call_function(
@@ -219,7 +222,7 @@ class BackwardNode : public torch::autograd::Node {
     return out;
   }
 
-  /// Whether this gradient's buffer may be overwritten by what empty_rows_like(x) would hold otherwise.
+  /// True if the result, with the layout of empty_rows_like(x), may overwrite this gradient's buffer.
   bool may_overwrite(const at::Tensor& grad, const at::Tensor& x) const {
     return !keep_ && is_sole_owner(grad) && grad.scalar_type() == x.scalar_type() && has_strides_of_rows_like(grad, x);
   }
@@ -230,7 +233,7 @@ class BackwardNode : public torch::autograd::Node {
   bool needs(size_t output) const { return needs_ ? (*needs_)[output] : task_should_compute_output(output); }
   bool keeps_graph() const { return keep_; }
 
-  /// The saved tensor; where the graph is done with it, the node's own reference goes.
+  /// The saved tensor. If the graph is not used again, the node drops its own reference.
   at::Tensor take(size_t i) {
     if (!keep_) saved[i].reset_data();
     return std::move(unpacked_[i]);
@@ -241,13 +244,13 @@ class BackwardNode : public torch::autograd::Node {
 
   variable_list run(variable_list&& grads) {
     at::AutoDispatchBelowADInplaceOrView below;
-    // What forward code outside autocast computed, its backward computes inside it.
+    // Backward may run inside autocast although forward ran outside. Autocast must not change its dtypes.
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     return backward(std::move(grads));
   }
 
   bool keep_ = true;
-  const std::vector<bool>* needs_ = nullptr;  // of compiled autograd, which knows no graph task
+  const std::vector<bool>* needs_ = nullptr;  // set by compiled autograd, which has no graph task
   std::array<at::Tensor, N> unpacked_;
 };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Argument checks in one voice: "<op>: <argument> must <rule> (got <value>)"; what all ops read from their arguments.
+// Argument checks, all with messages of the form "<op>: <argument> must <rule> (got <value>)".
 
 #include <ATen/ATen.h>
 
@@ -9,19 +9,19 @@
 
 namespace liger::core {
 
-/// Tensors that stand for others, whose memory is not their own.
+/// Dispatch keys of wrapper tensors, which have no memory of their own.
 constexpr c10::DispatchKeySet kWrappers(
     {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
      c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched, c10::DispatchKey::ZeroTensor});
 
 inline at::Tensor value_or_undefined(const std::optional<at::Tensor>& t) { return t ? *t : at::Tensor(); }
 
-/// What sums and statistics of x are kept in.
+/// The dtype of sums and statistics of x.
 inline at::ScalarType compute_type(const at::Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// For the autograd entry: sparse and quantized tensors have no backend implementation that could complain better.
+/// Autograd implementations call this first. Below them, sparse and quantized tensors only get the dispatcher's error.
 inline void check_dense(const char* op, const char* name, const at::Tensor& t) {
   LIGER_CHECK(
       t.layout() == at::kStrided && !t.is_quantized(), op, name, "be a dense, unquantized tensor", t.layout(), " of ",
@@ -31,7 +31,7 @@ inline void check_dense(const char* op, const char* name, const std::optional<at
   if (t && t->defined()) check_dense(op, name, *t);
 }
 
-/// x: dense floating point of at least one dimension. fp64 exists on CPU alone, for gradcheck.
+/// x: dense, floating point, with at least one dimension. fp64 is supported on CPU only, for gradcheck.
 inline void check_activation(const char* op, const char* name, const at::Tensor& x) {
   check_dense(op, name, x);
   auto dtype = x.scalar_type();
@@ -47,7 +47,7 @@ inline void check_same_device(
   LIGER_CHECK(t.device() == x.device(), op, name, c10::str("be on ", x.device(), " like ", like), t.device());
 }
 
-/// A tensor that goes element by element with x.
+/// t must have the device, dtype and shape of x.
 inline void check_same(const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
   check_same_device(op, name, t, like, x);
   check_dense(op, name, t);

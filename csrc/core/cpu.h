@@ -1,6 +1,7 @@
 #pragma once
 
-// CPU loops: rows in parallel, columns in vectors. GCC picks the widest instruction set of the machine at load time.
+// CPU loops: parallel over rows, vectorized over columns. With GCC, the loader picks the widest instruction set that
+// the CPU supports.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -24,7 +25,7 @@ T* data_or_null(const at::Tensor& t) {
   return t.defined() ? t.data_ptr<T>() : nullptr;
 }
 
-/// Splits rows into one range a thread; f(range, begin, end). The ranges depend on nothing but the thread count.
+/// Splits rows into `ranges` ranges and calls f(range, begin, end) in parallel. The ranges do not depend on scheduling.
 template <class F>
 void parallel_ranges(int64_t rows, int64_t ranges, const F& f) {
   at::parallel_for(0, ranges, 1, [&](int64_t begin, int64_t end) {
@@ -32,42 +33,43 @@ void parallel_ranges(int64_t rows, int64_t ranges, const F& f) {
   });
 }
 
-/// Threads worth waking: none for work that fits in the time it takes to wake them.
+/// Number of ranges, at most one per thread. Small work gets fewer, because waking a thread takes longer than the work.
 inline int64_t cpu_ranges(int64_t rows, int64_t n) {
   constexpr int64_t kElementsPerThread = 16384;
   int64_t wanted = std::max<int64_t>(1, rows * n / kElementsPerThread);
   return std::max<int64_t>(1, std::min<int64_t>({wanted, rows, int64_t(at::get_num_threads())}));
 }
 
-/// Ranges for a sum over rows in fp32: short ones, whose partial sums are then added pairwise, keep the error of a
-/// gradient over thousands of rows as small as eager's.
+/// Number of ranges for an fp32 sum over rows. Ranges are short and their partial sums are added pairwise, so that the
+/// error of a gradient over thousands of rows is as small as in eager PyTorch.
 inline int64_t cpu_sum_ranges(int64_t rows, int64_t n) {
   constexpr int64_t kRowsPerSum = 64;
   return std::max(cpu_ranges(rows, n), (rows + kRowsPerSum - 1) / kRowsPerSum);
 }
 
-/// A gradient's sum over rows, in the compute type: one share a range, added up in the end. Undefined: not needed.
-class ColumnShares {
+/// A gradient summed over rows, in the compute type: one partial sum per range, added up by sum(). Undefined if not
+/// needed.
+class PartialColumnSums {
  public:
-  ColumnShares(bool needed, int64_t ranges, int64_t n, const at::TensorOptions& options) : n_(n) {
-    // A single share is the sum.
-    if (needed) shares_ = ranges == 1 ? at::zeros({n}, options) : at::zeros({ranges, n}, options);
+  PartialColumnSums(bool needed, int64_t ranges, int64_t n, const at::TensorOptions& options) : n_(n) {
+    // With one range, its partial sum is the result.
+    if (needed) partials_ = ranges == 1 ? at::zeros({n}, options) : at::zeros({ranges, n}, options);
   }
   template <class C>
   C* of(int64_t range) const {
-    return shares_.defined() ? shares_.data_ptr<C>() + range * n_ : nullptr;
+    return partials_.defined() ? partials_.data_ptr<C>() + range * n_ : nullptr;
   }
   at::Tensor sum(at::ScalarType type) const {
-    if (!shares_.defined()) return {};
-    return (shares_.dim() == 1 ? shares_ : shares_.sum(0)).to(type);
+    if (!partials_.defined()) return {};
+    return (partials_.dim() == 1 ? partials_ : partials_.sum(0)).to(type);
   }
 
  private:
   int64_t n_;
-  at::Tensor shares_;
+  at::Tensor partials_;
 };
 
-/// Columns that one fp32 sum runs over at a stretch: longer rows add up several in double, for the same reason.
+/// Columns per fp32 sum. Longer rows add several such sums in double, to keep the error small.
 constexpr int64_t kColumnsPerSum = 1024;
 
 /// Calls f(x_type{}, parameter_type{}) for the dtype pairs that the checks admit.

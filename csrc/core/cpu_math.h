@@ -1,7 +1,7 @@
 #pragma once
 
-// What CPU loops need to become vector code: conversions apart from arithmetic, and functions without calls. The C
-// library's exp and erf stay calls of one element each unless a whole program is built with -ffast-math.
+// Building blocks of vectorized CPU loops: separate loops for conversions, and math functions without calls. Compilers
+// vectorize calls of the C library's exp and erf only if the whole program is built with -ffast-math.
 
 #include <cmath>
 #include <cstdint>
@@ -25,7 +25,7 @@ inline float vector_exp(float x) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
   const float shifted = x * 1.44269504f + kRound;
   const float n = shifted - kRound;
-  // ln 2 in two parts, of which the first is exact in few bits: r keeps full precision.
+  // ln 2 is split in two. The first part has few significant bits, so n times it is exact and r keeps full precision.
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.f / 5040;
   p = p * r + 1.f / 720;
@@ -35,7 +35,7 @@ inline float vector_exp(float x) {
   p = p * r + 0.5f;
   p = p * r * r + r + 1.f;
   const int32_t exponent = int32_t(detail::bits_of(shifted)) - int32_t(detail::bits_of(kRound));
-  // 2^n in two steps, because alone it overflows or vanishes before the product does.
+  // Multiply by 2^n in two steps: 2^n alone may overflow or underflow where the product does not.
   const int32_t half = exponent >> 1, rest = exponent - half;
   return p * detail::float_of((half + 127) << 23) * detail::float_of((rest + 127) << 23);
 }
@@ -52,7 +52,7 @@ struct Sigmoid {
   C value, slope;
 };
 
-/// With its derivative, which value * (1 - value) would give without its last digits.
+/// The sigmoid and its derivative. value * (1 - value) would lose precision.
 template <class C>
 Sigmoid<C> vector_sigmoid_and_slope(C x) {
   const C e = vector_exp(-std::fabs(x)), r = 1 / (1 + e);
@@ -64,8 +64,8 @@ struct Normal {
   C cdf, pdf;
 };
 
-/// The standard normal distribution at x. Near 0, cdf(x) - 1/2 is a Taylor series in x; further out, cdf(-t) =
-/// exp(-t^2 / 2) * u * P(u) with u = 1 / (1 + 0.31 t): P is a least-maximum fit of degree 9, relative error 1.2e-8.
+/// The standard normal distribution at x. Near 0, cdf(x) - 1/2 is a Taylor series in x. Further out, cdf(-t) = exp(-t^2
+/// / 2) * u * P(u) with u = 1 / (1 + 0.31 t), where P is a minimax fit of degree 9 with relative error 1.2e-8.
 inline Normal<float> vector_normal(float x) {
   const float square = x * x, t = std::fabs(x), u = 1 / (1 + 0.31f * t), e = vector_exp(-0.5f * square);
   constexpr float kScale = 0.3989422804f;  // 1 / sqrt(2 pi)
@@ -97,7 +97,8 @@ inline Normal<double> vector_normal(double x) {
 }
 
 #ifdef LIGER_F16C
-// The processor's own conversions of fp16, which compilers do not find; these return how many they made.
+// The processor's fp16 conversions, which compilers do not generate. Both functions return how many numbers they
+// converted.
 inline bool has_f16c() {
   static const bool found = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
   return found;
@@ -121,8 +122,8 @@ LIGER_F16C inline int64_t narrow_f16c(c10::Half* out, const float* x, int64_t n)
 }
 #endif
 
-// Half precision goes through short buffers: loops that only convert and loops that only calculate are the ones that
-// compilers vectorize.
+// Half-precision numbers are converted through a short buffer, `stage`: compilers vectorize loops that only convert and
+// loops that only calculate. widen_all() returns x itself if no conversion is needed.
 template <class T, class C>
 const C* widen_all(const T* x, C* stage, int64_t n) {
   if constexpr (std::is_same_v<T, C>) {
@@ -140,7 +141,7 @@ const C* widen_all(const T* x, C* stage, int64_t n) {
   }
 }
 
-/// Where results are made: in place, or in the stage that narrow_all() empties.
+/// Where a loop writes its results: in place, or in the stage that narrow_all() converts.
 template <class T, class C>
 C* target(T* out, C* stage) {
   if constexpr (std::is_same_v<T, C>) {
@@ -150,7 +151,7 @@ C* target(T* out, C* stage) {
   }
 }
 
-/// What widen_all() needs for n numbers.
+/// A stage for widen_all() of n numbers; empty if no conversion is needed.
 template <class T, class C>
 std::vector<C> make_stage(int64_t n) {
   return std::vector<C>(std::is_same_v<T, C> ? 0 : n);
@@ -165,7 +166,7 @@ void narrow_all(T* out, const C* stage, int64_t n) {
       if (has_f16c()) done = narrow_f16c(out, stage, n);
     }
 #endif
-    // By their bits: a copy of the struct is opaque to vectorizers.
+    // Assign the bits, because compilers do not vectorize copies of the struct.
 #pragma omp simd
     for (int64_t i = done; i < n; ++i) out[i].x = narrow<T>(stage[i]).x;
   }

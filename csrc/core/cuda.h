@@ -1,6 +1,6 @@
 #pragma once
 
-// From tensors to a launch. No CUDA header: the stream comes through torch's C shim, the device through c10.
+// Launches kernels on tensors. Needs no CUDA header: the stream comes from torch's C shim, the device guard from c10.
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -9,7 +9,7 @@
 #include "runtime/device.h"
 #include "runtime/launch.h"
 
-// Weak: absent where torch was built without CUDA.
+// Weak, because a torch built without CUDA does not define it.
 extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace liger::core {
@@ -27,13 +27,13 @@ inline runtime::DType dtype_of(const at::Tensor& t) { return dtype_of(t.scalar_t
 inline const void* address(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 inline const void* address(const std::optional<at::Tensor>& t) { return t ? address(*t) : nullptr; }
 
-/// True if every pointer is fit for 16-byte accesses. Absent ones are.
+/// True if every pointer is null or 16-byte aligned.
 template <class... Pointers>
 bool aligned16(Pointers... pointers) {
   return ((uintptr_t(pointers) | ...) & 15) == 0;
 }
 
-/// Launches a variant of kernel K on x's current stream. The device guard is the caller's.
+/// Launches a variant of kernel K on the device's current stream. The caller holds the device guard.
 template <class K>
 void launch(
     const char* op, const at::Device& device, uint32_t variant, runtime::Grid grid, const typename K::Args& args) {
@@ -45,7 +45,7 @@ void launch(
   TORCH_CHECK(error.empty(), op, ": ", error);
 }
 
-/// Programs of a persistent kernel: enough to fill the chip, never more than there are blocks of work.
+/// Number of programs of a persistent kernel: enough to fill the GPU, at most one per block of work.
 inline int64_t persistent_programs(const at::Device& device, int64_t blocks, int per_multiprocessor) {
   int64_t full = int64_t(std::max(runtime::multiprocessors(device.index()), 1)) * per_multiprocessor;
   return std::max<int64_t>(1, std::min(blocks, full));

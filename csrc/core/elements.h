@@ -1,6 +1,6 @@
 #pragma once
 
-// Tensors that go element by element with each other: as rows, on both devices.
+// Elementwise operations on tensors of one shape, on CPU and CUDA.
 
 #include "core/cpu.h"
 #include "core/cuda.h"
@@ -8,7 +8,8 @@
 
 namespace liger::core {
 
-// Memory of one layout is one long row, whatever its shape; otherwise rows. tensors[0] leads, as in walk_rows.
+// Tensors of one dense layout become one long row, whatever their shape; others are walked by rows. tensors[0] leads,
+// as in walk_rows.
 template <size_t N>
 Rows<N> walk_elements(const char* op, const std::array<at::Tensor*, N>& tensors) {
   const at::Tensor& lead = *tensors[0];
@@ -21,7 +22,7 @@ Rows<N> walk_elements(const char* op, const std::array<at::Tensor*, N>& tensors)
   return out;
 }
 
-// Cuts rows into spans short enough to share among threads; f(row, first column, columns).
+// Splits rows into short spans and calls f(row, first column, columns) on them in parallel.
 template <size_t N, class F>
 void parallel_spans(const Rows<N>& walk, const F& f) {
   constexpr int64_t kSpan = 8192;
@@ -34,7 +35,7 @@ void parallel_spans(const Rows<N>& walk, const F& f) {
   });
 }
 
-/// One program a tile.
+/// One program per tile.
 template <class Config, size_t N>
 runtime::Grid tile_grid(const Config& config, const Rows<N>& walk) {
   int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M * ((walk.n + config.BLOCK_N - 1) / config.BLOCK_N);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Conversions of half precision for CPU loops, without branches, so that compilers turn them into vector code: c10's
-// own take a branch for NaN or a call, and a loop that holds one runs element by element.
+// Branch-free half-precision conversions for CPU loops, which compilers vectorize. c10's own conversions contain a
+// branch for NaN or a call, so a loop with one of them runs element by element.
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -54,7 +54,7 @@ T narrow(C x) {
   } else if constexpr (std::is_same_v<T, c10::Half>) {
     constexpr uint32_t kRebias = (127 - 15) << 23, kLeastNormal = (127 - 14) << 23, kOverflow = (127 + 16) << 23;
     const uint32_t bits = detail::bits_of(x), size = bits & 0x7FFFFFFF;
-    // Below the least normal number, adding 1/2 leaves the rounded result in the low bits.
+    // Below the smallest normal number, adding 1/2 leaves the rounded result in the low bits.
     const uint32_t subnormal = detail::bits_of(detail::float_of(size) + 0.5f) - detail::bits_of(0.5f);
     const uint32_t normal = (size - kRebias + 0xFFF + (size >> 13 & 1)) >> 13;
     const uint32_t special = size > 0x7F800000 ? 0x7E00 : 0x7C00;
@@ -65,7 +65,7 @@ T narrow(C x) {
   }
 }
 
-/// x as T holds it.
+/// x rounded to T.
 template <class T, class C>
 C round_to(C x) {
   if constexpr (std::is_same_v<T, C>) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// An owner may free a tensor's storage while the tensor keeps its sizes, as FSDP does with parameters. Reading it would
-// crash. implement() registers an operator so that it checks the memory of every tensor argument first.
+// FSDP and others free the storage of parameters whose tensors keep their sizes. Reading such a tensor would crash. So
+// implement() registers operators with a check of every tensor argument's memory.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -16,8 +16,8 @@
 namespace liger::core {
 namespace detail {
 
-/// Bytes of storage up to the end of t's last element. t has elements.
-inline int64_t bytes_reached(const at::Tensor& t) {
+/// Bytes from the start of the storage to the end of t's last element. t must have elements.
+inline int64_t required_bytes(const at::Tensor& t) {
   const auto sizes = t.sizes(), strides = t.strides();
   int64_t last = t.storage_offset();
   for (size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * strides[d];
@@ -28,25 +28,26 @@ C10_NOINLINE inline void refuse_memory(const std::string& op, const std::string&
   const auto& storage = t.unsafeGetTensorImpl()->unsafe_storage();
   const int64_t bytes = storage.data() ? int64_t(storage.nbytes()) : 0;
   const std::string why = bytes == 0 ? std::string("; FSDP or another owner freed it before this call")
-                                     : c10::str(", ", bytes_reached(t), " are needed");
+                                     : c10::str(", ", required_bytes(t), " are needed");
   const std::string rule = c10::str("have memory for its ", t.numel(), " elements");
   LIGER_CHECK(false, op, argument, rule, "a storage of ", bytes, " bytes", why);
 }
 
 }  // namespace detail
 
-/// Whether t's storage holds all of its elements. True for tensors without memory of their own: wrappers, fake tensors.
+/// True if t's storage holds all of its elements. Also true for tensors without memory of their own: wrappers, fake
+/// tensors.
 inline bool has_memory(const at::Tensor& t) {
   if (!t.defined() || !t.has_storage() || t.key_set().has_any(kWrappers) || t.is_meta()) return true;
   const auto* impl = t.unsafeGetTensorImpl();
   if (impl->has_symbolic_sizes_strides() || impl->numel() == 0) return true;
   const auto& storage = impl->unsafe_storage();
-  return storage.data() && int64_t(storage.nbytes()) >= detail::bytes_reached(t);
+  return storage.data() && int64_t(storage.nbytes()) >= detail::required_bytes(t);
 }
 
 namespace detail {
 
-/// What messages call a registered operator: _rms_norm_fwd is part of rms_norm.
+/// The operator's name in messages, e.g. rms_norm for _rms_norm_fwd.
 inline std::string public_name(std::string op) {
   const size_t end = op.find_last_not_of('_') + 1;
   if (op[0] != '_' || end < 5) return op;
@@ -78,7 +79,7 @@ struct Checked;
 
 template <auto function, class R, class... A>
 struct Checked<function, R (*)(A...)> {
-  /// The operator's name. A local, because registration runs among the initialisers of static members.
+  /// The operator's name. A function-local static, because registration may run before static members are initialised.
   static std::string& op() {
     static std::string name;
     return name;
@@ -93,7 +94,7 @@ struct Checked<function, R (*)(A...)> {
 
 }  // namespace detail
 
-/// m.impl(op, function), with a check of every tensor's memory ahead of it. A function implements one operator.
+/// m.impl(op, function), with a check of every tensor's memory first. Each function implements one operator only.
 template <auto function>
 void implement(torch::Library& m, const std::string& op) {
   using Checked = detail::Checked<function>;

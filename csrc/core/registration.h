@@ -1,6 +1,6 @@
 #pragma once
 
-// How operators are defined and implemented: define() and, for a device's functions, implement() of memory.h.
+// Defines operators. implement() in memory.h registers their implementations.
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -21,15 +21,15 @@ inline bool takes_tensors(const c10::FunctionSchema& schema) {
 
 }  // namespace detail
 
-/// Defines an operator of torch.ops.liger. Names of private ones, of which public ones are made, begin with an
-/// underscore. Those run below autograd, but nested functorch transforms differentiate them once more: an error then, and
-/// not the zeros of an operator without a derivative.
+/// Defines an operator of torch.ops.liger. Private operators, which the public ones call, have names that begin with an
+/// underscore. They run below autograd, but nested functorch transforms differentiate them again. That raises an error;
+/// without it the gradients would be zeros, as for any operator without a derivative.
 inline void define(torch::Library& m, const std::string& text) {
   c10::FunctionSchema schema = torch::schema(text.c_str());
   const std::string name = schema.name();
-  const bool is_half = name[0] == '_' && detail::takes_tensors(schema);
+  const bool is_private = name[0] == '_' && detail::takes_tensors(schema);
   m.def(std::move(schema), {at::Tag::pt2_compliant_tag});
-  if (is_half) {
+  if (is_private) {
     m.impl(
         name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
   }

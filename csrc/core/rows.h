@@ -1,6 +1,7 @@
 #pragma once
 
-// A tensor as rows of n contiguous elements on two levels of strides; liger_ops/kernels/rows.py walks them.
+// A tensor as rows of n contiguous elements, with two levels of strides. Kernels walk the rows by
+// liger_ops/kernels/rows.py.
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -13,27 +14,27 @@
 
 namespace liger::core {
 
-/// Layout of a new tensor shaped like x whose rows can be written whole. Works on symbolic sizes.
+/// A new tensor like x, with contiguous rows. Works on symbolic sizes.
 inline at::Tensor empty_rows_like(const at::Tensor& x) {
   bool unit = x.sym_strides().back() == 1;
   return unit ? at::empty_like(x) : at::empty_like(x, x.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
-/// (rows, columns) of what has any leading dimensions, or none: one row. A copy where rows do not follow each other.
+/// t as a matrix (rows, columns). A vector becomes one row. Copies if one stride cannot describe the rows.
 inline at::Tensor as_matrix(const at::Tensor& t) {
   auto sizes = t.sym_sizes();
   return t.reshape_symint({c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()});
 }
 
-/// Whether t, which is plain, lies as empty_rows_like(x) does.
+/// True if t, a plain tensor, has the strides of empty_rows_like(x).
 inline bool has_strides_of_rows_like(const at::Tensor& t, const at::Tensor& x) {
   if (x.strides().back() != 1) return t.is_contiguous();
   if (x.is_non_overlapping_and_dense()) return t.strides() == x.strides();
   return t.strides() == at::IntArrayRef(at::infer_dense_strides(x.sizes(), x.strides()));
 }
 
-/// A number for every row of y, which lies as empty_rows_like makes it, in the order that walk_rows gives rows: that of
-/// memory. planes: so many of them, one after the other. Works on symbolic sizes.
+/// A new tensor with one number per row of y, where y has the layout of empty_rows_like. The numbers are in the order
+/// of y's rows in memory, as in walk_rows. `planes` adds a leading dimension of that size. Works on symbolic sizes.
 inline at::Tensor empty_per_row(
     const at::Tensor& y, at::ScalarType dtype, std::optional<int64_t> planes = std::nullopt) {
   const int64_t levels = y.dim() - 1;
@@ -50,7 +51,7 @@ inline at::Tensor empty_per_row(
   return at::empty_strided_symint(sizes, strides, y.options().dtype(dtype));
 }
 
-/// Such numbers, in the order of lead's rows: saved-tensor hooks and vmap may have laid out either anew.
+/// `numbers` from empty_per_row, in the order of lead's rows. Copies if saved-tensor hooks or vmap changed a layout.
 inline at::Tensor per_row(const at::Tensor& numbers, const at::Tensor& lead) {
   const int64_t rows = lead.dim() - 1, planes = numbers.dim() - rows, n = lead.size(-1);
   bool alike = planes == 0 || numbers.stride(0) == numbers.numel() / std::max<int64_t>(1, numbers.size(0));
@@ -77,10 +78,10 @@ struct Rows {
   int64_t rows = 0, n = 0, inner_rows = 1;
   std::array<RowStrides, N> strides{};
 
-  /// What kernels take for inner_rows: 0 for a single level, which spares them a division.
+  /// inner_rows as kernels take it: 0 for a single level of strides, which saves them a division.
   int32_t kernel_inner_rows() const { return inner_rows == rows ? 0 : int32_t(inner_rows); }
 
-  /// Whether rows begin and end at multiples of 8 elements, where the first begins at one.
+  /// True if all rows start and end at multiples of 8 elements, given that the first row starts at one.
   bool aligned_strides() const {
     for (const auto& s : strides) {
       if ((s.outer | s.inner | n) & 7) return false;
@@ -131,9 +132,9 @@ bool merge_levels(const std::array<at::Tensor*, N>& tensors, Rows<N>& out) {
 
 }  // namespace detail
 
-/// Walks tensors of one shape by the same rows. tensors[0] leads: it is dense and its last dimension has unit
-/// stride, as empty_rows_like makes it. Another tensor that cannot follow is replaced by a copy in its layout;
-/// undefined tensors have no strides.
+/// Walks tensors of one shape by the same rows. tensors[0] leads: it is dense and has unit stride in its last
+/// dimension, as from empty_rows_like. A tensor that two levels of strides cannot describe is replaced by a copy in the
+/// lead's layout. Undefined tensors have no strides.
 template <size_t N>
 Rows<N> walk_rows(const char* op, const std::array<at::Tensor*, N>& tensors) {
   const at::Tensor& lead = *tensors[0];
@@ -149,7 +150,8 @@ Rows<N> walk_rows(const char* op, const std::array<at::Tensor*, N>& tensors) {
     alike = alike && detail::same_strides(lead, *t);
     unit = unit && (t->stride(-1) == 1 || out.n == 1);
   }
-  // Rows are numbered in the lead's memory order, so that forward and backward agree whatever their other tensors.
+  // Rows are numbered in the lead's memory order. So forward and backward agree, whatever layouts the other tensors
+  // have.
   if (!alike && !(unit && lead.is_contiguous() && detail::merge_levels<N>(tensors, out))) {
     for (at::Tensor* t : tensors) {
       if (t->defined() && !detail::same_strides(lead, *t)) *t = at::empty_like(lead, t->options()).copy_(*t);
@@ -157,7 +159,7 @@ Rows<N> walk_rows(const char* op, const std::array<at::Tensor*, N>& tensors) {
     alike = true;
   }
   if (alike) {
-    // Dense and alike: memory order serves as row order.
+    // All tensors are dense and have the same strides, so memory order is row order.
     out.inner_rows = std::max<int64_t>(out.rows, 1);
     for (size_t i = 0; i < N; ++i) out.strides[i] = tensors[i]->defined() ? RowStrides{0, out.n} : RowStrides{};
   }

@@ -14,7 +14,7 @@ struct Loaded {
 
   Loaded() {
     void* library = nullptr;
-    // Never a copy of our own: it would bring kernels for hundreds of megabytes.
+    // Use only a library that is already loaded: loading one would add hundreds of megabytes of kernels.
     for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
       if (!library) library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
     }

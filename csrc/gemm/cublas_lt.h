@@ -1,7 +1,7 @@
 #pragma once
 
-// The part of cuBLASLt that plan.cpp calls, reached by dlopen in the copy that torch has loaded. Numbers and layouts
-// are those of its ABI, the same since CUDA 11.
+// The part of cuBLASLt that plan.cpp calls, found by dlopen in the copy that torch has loaded. Constants and layouts
+// follow its ABI, unchanged since CUDA 11.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@ constexpr LtStatus kLtSuccess = 0, kLtNotInitialized = 1, kLtAllocFailed = 3, kL
 constexpr int kLtComputeF32 = 68;
 constexpr int kLtF32 = 0, kLtF16 = 2, kLtBF16 = 14;
 constexpr int kLtDescTransposeA = 3, kLtDescTransposeB = 4;
-constexpr int kLtPreferenceWorkspace = 1, kLtPreferenceAlignmentA = 5;  // and those of B, C and D
+constexpr int kLtPreferenceWorkspace = 1, kLtPreferenceAlignmentA = 5;  // followed by B, C and D
 constexpr int kLtConfigTile = 1, kLtConfigSplitK = 2, kLtConfigCluster = 8;
 
 struct LtAlgorithm {
@@ -54,7 +54,7 @@ struct CublasLt {
   /// "<call> returned <name of the status>"
   std::string failure(const char* call, LtStatus status) const;
 
-  /// Null where this process has not loaded it.
+  /// Null if this process has not loaded cuBLASLt.
   static const CublasLt* get();
 };
 

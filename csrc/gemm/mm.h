@@ -1,6 +1,6 @@
 #pragma once
 
-// liger::_mm for backward nodes: a graph that torch.compile traces holds it as one call.
+// liger::_mm for backward nodes. torch.compile keeps it as one call in its graph.
 
 #include "core/autograd.h"
 

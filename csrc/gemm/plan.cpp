@@ -25,25 +25,22 @@ namespace {
 
 struct Tile {
   bool transpose_a, transpose_b;
-  int tile, cluster;  // cuBLAS's numbers
+  int tile, cluster;  // cuBLAS's enum values
   int rows, columns, cluster_rows, cluster_columns;
-  // TFLOP/s once the GPU is full and k long (0: not measured, or never the fastest), and the epilogue's cost in k-steps,
-  // small where it overlaps with the next tile's sum; then both for sustained GEMMs.
+  // rate: TFLOP/s of a full GPU at a large k; 0 if not measured or never the fastest. epilogue: its cost in k-steps,
+  // small if it overlaps with the next tile's main loop. sustained_*: the same for sustained GEMMs.
   int rate, epilogue, sustained_rate, sustained_epilogue;
-  int like = 0;  // of a tile that cuBLAS does not propose: one of the same kind that it does
+  int derived_from = 0;  // proposed tile of the same kind, for a tile that cuBLAS does not propose
 };
 
-// Fitted to 121 GEMMs on an H200 (benchmarks/results/nvidia-h200-gemm.md: bf16, cuBLAS 13, hidden 2048 to 8192 by
-// 4096 to 256000, 512 to 16384 tokens), measured in turns of ten milliseconds at the power limit. What these numbers choose
-// is within half a percent of the fastest proposal on average, and faster than what torch gets by 6 % for x @ w.T, 2 % for d
-// input, and 11 to 15 % for d weight (up to 38 % where few tokens are added to it).
+// Fitted to measurements on an H200 (benchmarks/results/nvidia-h200-gemm.md and nvidia-h200-gemm-sustained.md).
+// `python -m benchmarks gemm` and `gemm --sustained` measure and fit.
 //
-// Sustained: after a tenth of a second of one GEMM alone (nvidia-h200-gemm-sustained.md, 25 GEMMs, most of them
-// layers of 7B models), the chip's clock is at what its power allows, 1.4 GHz of 2. Then those tiles are the fastest that
-// read least for each multiplication, and cuBLAS has larger ones than it proposes. In a whole training step the clock is
-// higher, and at k of 4096 tiles that write while they multiply are 2 to 3 % faster beside the others than that measurement
-// has them. So their rates are 2 % above it, and the epilogues of the others 320 instead of 160; the step itself takes as
-// long either way (that page's last table). `python -m benchmarks gemm` and `gemm --sustained` measure and fit.
+// Sustained: after a tenth of a second of GEMMs, the power limit lowers the GPU's clock. The fastest tiles are then
+// those that read least per multiplication, and cuBLAS has larger ones than it proposes. The clock is
+// higher in a whole training step than in the benchmark of sustained GEMMs. At a k of 4096, tiles whose epilogue
+// overlaps are 2 to 3 % faster there, relative to the others. So their sustained rates are 2 % above the measurement,
+// and the sustained epilogue of the others is 320 instead of 160.
 constexpr Tile kTiles[] = {
     {true, false, 29, 3, 128, 160, 2, 1, 710, 64, 690, 0},
     {true, false, 201, 5, 176, 128, 1, 2, 710, 64, 704, 0},
@@ -80,23 +77,23 @@ constexpr Tile kTiles[] = {
     {false, true, 195, 3, 160, 256, 2, 1, 0, 0, 703, 320, 23},
     {false, true, 203, 3, 176, 256, 2, 1, 0, 0, 705, 320, 23},
 };
-// How much of a wave's idle part is lost. Sustained, multiprocessors without a tile leave their power to the others.
+// The fraction of a wave's idle time that is lost. Sustained: idle multiprocessors leave their power to the others.
 constexpr double kIdleLost = 1, kIdleLostSustained = 0.5;
 constexpr int kMeasuredFamily = 9;  // major compute capability
 constexpr int kProposals = 40;
-constexpr size_t kMostWorkspace = 4096;  // counters; what would need more sums in parts
-constexpr size_t kMostPlans = 1024;
+constexpr size_t kMaxWorkspace = 4096;  // for counters; algorithms that need more split the sum over k
+constexpr size_t kMaxPlans = 1024;
 
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Relative to each other; 0 if not known.
+/// Expected time in arbitrary units; 0 if unknown.
 double expected_time(const Tile& t, const Problem& p, int multiprocessors) {
   const auto [rate, epilogue, lost] = p.sustained
       ? std::tuple(t.sustained_rate, t.sustained_epilogue, kIdleLostSustained)
       : std::tuple(t.rate, t.epilogue, kIdleLost);
   if (rate == 0) return 0;
   const int cluster = t.cluster_rows * t.cluster_columns;
-  const int64_t clusters = up(p.m, t.rows * t.cluster_rows) * up(p.n, t.columns * t.cluster_columns);
+  const int64_t clusters = ceil_div(p.m, t.rows * t.cluster_rows) * ceil_div(p.n, t.columns * t.cluster_columns);
   const double waves = double(clusters) / std::max(1, multiprocessors / cluster);
   return (waves + lost * (std::ceil(waves) - waves)) * double(t.rows * t.columns) * double(p.k + epilogue) / rate;
 }
@@ -109,13 +106,13 @@ T config(const CublasLt& lt, const LtAlgorithm& algorithm, int attribute) {
   return value;
 }
 
-/// Of the device or the process, not of what was asked for: the next call may succeed.
-bool may_pass(LtStatus status) {
+/// True for errors of the device or the process, not of the request: the next call may succeed.
+bool is_transient(LtStatus status) {
   return status == kLtNotInitialized || status == kLtAllocFailed || status == kLtExecutionFailed ||
       status == kLtInternalError;
 }
 
-/// One for each device. It is only read by what it is handed to.
+/// One handle per device. Threads can share it, because cuBLASLt calls only read it.
 void* handle_of(const CublasLt& lt, int device) {
   static std::array<void*, runtime::kMaxDevices> handles{};
   static std::mutex mutex;
@@ -149,7 +146,7 @@ class Plan {
     }
   }
 
-  /// cuBLAS's proposals, its favourite first. Returns what it said.
+  /// cuBLAS's proposals, its own choice first. Returns cuBLAS's status.
   LtStatus propose(const Problem& p, std::array<LtHeuristic, kProposals>& proposals, int& found) const {
     void* preference = nullptr;
     LtStatus status = complete ? lt.cublasLtMatmulPreferenceCreate(&preference) : kLtAllocFailed;
@@ -157,7 +154,7 @@ class Plan {
     auto set = [&](int attribute, const auto& value) {
       if (!status) status = lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value);
     };
-    set(kLtPreferenceWorkspace, kMostWorkspace);
+    set(kLtPreferenceWorkspace, kMaxWorkspace);
     for (int i = 0; i < 4; ++i) set(kLtPreferenceAlignmentA + i, uint32_t(p.alignment));
     if (!status) {
       status = lt.cublasLtMatmulAlgoGetHeuristic(
@@ -167,29 +164,29 @@ class Plan {
     return status;
   }
 
-  /// Whether there is an algorithm better than what cuBLAS would take; status: what it said meanwhile.
+  /// Chooses an algorithm. False if none is better than the one that cuBLAS would take. status: cuBLAS's status.
   bool choose(const Problem& p, int multiprocessors, LtStatus& status) {
     std::array<LtHeuristic, kProposals> proposals{};
     int found = 0;
     status = propose(p, proposals, found);
     if (status) return false;
-    // None that splits the sum: cuBLAS rounds its parts to 16 bits, even where it reports fp32.
+    // Drop algorithms that split the sum over k: cuBLAS rounds the parts to 16 bits, even if it reports fp32.
     auto end = std::remove_if(proposals.begin(), proposals.begin() + found, [&](const LtHeuristic& proposal) {
-      return proposal.state || proposal.workspace > kMostWorkspace ||
+      return proposal.state || proposal.workspace > kMaxWorkspace ||
           config<int>(lt, proposal.algorithm, kLtConfigSplitK) > 1;
     });
     return choose_tile(p, multiprocessors, proposals.begin(), end) ||
-        choose_whole_sum(p, multiprocessors, proposals.begin(), end);
+        choose_unsplit_sum(p, multiprocessors, proposals.begin(), end);
   }
 
-  /// Whether there is a tile of the table.
+  /// Chooses the fastest tile of the table. False if cuBLAS proposes none of them.
   bool choose_tile(const Problem& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
     double least = 0;
     for (const Tile& t : kTiles) {
       if (t.transpose_a != p.transpose_a || t.transpose_b != p.transpose_b) continue;
       const double time = expected_time(t, p, multiprocessors);
       if (time == 0 || (least > 0 && time >= least)) continue;
-      const int proposed = t.like ? t.like : t.tile;
+      const int proposed = t.derived_from ? t.derived_from : t.tile;
       auto fits = [&](const LtHeuristic& proposal) {
         return config<int>(lt, proposal.algorithm, kLtConfigTile) == proposed &&
             config<uint16_t>(lt, proposal.algorithm, kLtConfigCluster) == t.cluster;
@@ -197,7 +194,7 @@ class Plan {
       auto proposal = std::find_if(begin, end, fits);
       if (proposal == end) continue;
       LtHeuristic chosen = *proposal;
-      if (t.like && !resize(chosen, t.tile)) continue;
+      if (t.derived_from && !resize(chosen, t.tile)) continue;
       least = time;
       algorithm = chosen.algorithm;
       workspace = chosen.workspace;
@@ -205,22 +202,24 @@ class Plan {
     return least > 0;
   }
 
-  /// Whether cuBLAS may split the sum over k, because tiles are too few for the chip, and proposes to sum it whole, too.
-  bool choose_whole_sum(const Problem& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
+  /// If there are too few tiles to fill the GPU, cuBLAS may split the sum over k. Chooses the first proposal that does
+  /// not.
+  bool choose_unsplit_sum(const Problem& p, int multiprocessors, const LtHeuristic* begin, const LtHeuristic* end) {
     constexpr int64_t kUsualTile = 128;
-    if (begin == end || up(p.m, kUsualTile) * up(p.n, kUsualTile) >= multiprocessors) return false;
+    if (begin == end || ceil_div(p.m, kUsualTile) * ceil_div(p.n, kUsualTile) >= multiprocessors) return false;
     algorithm = begin->algorithm;
     workspace = begin->workspace;
     return true;
   }
 
-  /// Makes a proposal one of the same make in another tile. False, and nothing has changed, if cuBLAS has none.
+  /// Changes the tile of a proposal and keeps everything else. False, with nothing changed, if cuBLAS does not support
+  /// that.
   bool resize(LtHeuristic& proposal, int tile) const {
     LtAlgorithm resized = proposal.algorithm;
     LtHeuristic checked{};
     if (lt.cublasLtMatmulAlgoConfigSetAttribute(&resized, kLtConfigTile, &tile, sizeof tile)) return false;
     if (lt.cublasLtMatmulAlgoCheck(handle, operation, a, b, c, c, &resized, &checked)) return false;
-    if (checked.state || checked.workspace > kMostWorkspace) return false;
+    if (checked.state || checked.workspace > kMaxWorkspace) return false;
     proposal.algorithm = resized;
     proposal.workspace = checked.workspace;
     return true;
@@ -241,7 +240,7 @@ std::shared_ptr<const Plan> plan(const Problem& p, int device) {
     return !value || std::strcmp(value, "0") != 0;
   }();
   if (!enabled || (p.dtype != DType::BF16 && p.dtype != DType::F16)) return nullptr;
-  if (double(p.m) * double(p.n) * double(p.k) < kLeastMultiplications) return nullptr;
+  if (double(p.m) * double(p.n) * double(p.k) < kMinMultiplications) return nullptr;
   std::string error;
   const runtime::DeviceInfo* info = runtime::device_info(device, error);
   if (!info || info->capability / 10 != kMeasuredFamily) return nullptr;
@@ -257,17 +256,17 @@ std::shared_ptr<const Plan> plan(const Problem& p, int device) {
     std::lock_guard<std::mutex> lock(mutex);
     if (auto found = plans.find(key); found != plans.end()) return found->second;
   }
-  if (!runtime::give_context(device).empty()) return nullptr;
+  if (!runtime::ensure_context(device).empty()) return nullptr;
   const runtime::RelaxedCapture relaxed(*Driver::get());
   void* handle = handle_of(*lt, device);
   if (!handle) return nullptr;
   auto made = std::make_shared<Plan>(*lt, handle, p, device);
   LtStatus status = kLtSuccess;
   if (!made->choose(p, info->multiprocessors, status)) made = nullptr;
-  if (may_pass(status)) return nullptr;
+  if (is_transient(status)) return nullptr;
   std::lock_guard<std::mutex> lock(mutex);
-  // Sequences of ever new lengths must not fill memory.
-  if (plans.size() >= kMostPlans) plans.clear();
+  // Bound the memory of programs in which every sequence has a new length.
+  if (plans.size() >= kMaxPlans) plans.clear();
   return plans.emplace(key, std::move(made)).first->second;
 }
 
@@ -276,22 +275,22 @@ size_t workspace_bytes(const Plan& plan) { return plan.workspace; }
 bool run(
     const Plan& plan, void* stream, double alpha, const void* a, const void* b, double beta, void* c, void* workspace,
     std::string& error) {
-  const float one = float(alpha), kept = float(beta);
+  const float alpha_value = float(alpha), beta_value = float(beta);
   const Driver& driver = *Driver::get();
-  if (error = runtime::give_context(plan.device); !error.empty()) {
+  if (error = runtime::ensure_context(plan.device); !error.empty()) {
     error = "GEMM failed: " + error;
     return false;
   }
   const runtime::RelaxedCapture relaxed(driver);  // the first GEMM of its kind loads a kernel
   const LtStatus status = plan.lt.cublasLtMatmul(
-      plan.handle, plan.operation, &one, a, plan.a, b, plan.b, &kept, c, plan.c, c, plan.c, &plan.algorithm, workspace,
-      plan.workspace, stream);
+      plan.handle, plan.operation, &alpha_value, a, plan.a, b, plan.b, &beta_value, c, plan.c, c, plan.c,
+      &plan.algorithm, workspace, plan.workspace, stream);
   if (status == kLtSuccess) {
     runtime::count_gemm();
     return true;
   }
   const std::string failure = plan.lt.failure("cublasLtMatmul", status);
-  // cuBLAS reports every failure of the device as one status. The driver names it.
+  // cuBLAS reports all device failures with one status. The driver returns the specific error.
   size_t free = 0, total = 0;
   if (const runtime::CuResult sticky = driver.cuMemGetInfo(&free, &total); runtime::is_sticky(sticky)) {
     error = "GEMM failed: " + failure + ", " + driver.failure("cuMemGetInfo", sticky);

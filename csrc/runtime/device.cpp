@@ -6,8 +6,8 @@
 namespace liger::runtime {
 namespace {
 
-// True once this thread was seen with a context, so that launches need not look. If that context is popped, a launch
-// fails and looks again.
+// True once this thread is known to have a context, so that launches need not check. If that context is popped, a
+// launch fails and checks again.
 thread_local bool has_context = false;
 
 }  // namespace
@@ -61,7 +61,7 @@ bool retain_context(const Driver& driver, const Device& device, std::string& err
   return true;
 }
 
-std::string give_context(int device) {
+std::string ensure_context(int device) {
   if (has_context) return {};
   const Driver* driver = Driver::get();
   const Device& found = device_at(device);

@@ -28,20 +28,21 @@ struct Device {
   mutable std::atomic<void*> context{nullptr};
 };
 
-/// `error` is set in one that there is not, or that the driver cannot use.
+/// The result has `error` set if there is no such device or the driver cannot use it.
 const Device& device_at(int index);
 
-/// The primary context, which torch uses too. Retained at the first load and not before: a process that only asks what
-/// devices there are must not fill each of them with a context. False with `error` set if the driver refuses.
+/// Retains the primary context, which torch uses too. Called at the first load and not earlier: a process that only
+/// lists devices must not create a context on each of them. False with `error` set if the driver refuses.
 bool retain_context(const Driver& driver, const Device& device, std::string& error);
 
-/// Makes the device's primary context current in a thread that has none, as autograd's threads have before their first
-/// CUDA call. A context that is current stays: the device guard is the caller's. Empty on success.
-std::string give_context(int device);
-/// The next give_context() of this thread looks again.
+/// Makes the device's primary context current in a thread that has none. Autograd's threads have none before their
+/// first CUDA call. A context that is already current stays, because the caller holds the device guard. Empty on
+/// success.
+std::string ensure_context(int device);
+/// Makes the next ensure_context() of this thread check again.
 void forget_context();
 
-/// Makes a context current while it lives.
+/// Makes a context current for its lifetime.
 class CurrentContext {
  public:
   CurrentContext(const Driver& driver, void* context) : result(driver.cuCtxPushCurrent(context)), driver_(driver) {}
@@ -55,10 +56,10 @@ class CurrentContext {
   const Driver& driver_;
 };
 
-/// "<what> on device <index> (<its name and architecture>) failed: <why>"
+/// "<what> on device <index> (<name and architecture>) failed: <why>"
 std::string failed_on(int device, const std::string& what, const std::string& why);
 
-/// Number of multiprocessors; 0 if the device or the driver is unusable, which launch() will then explain.
+/// Number of multiprocessors; 0 if the device or the driver is unusable. launch() then reports the reason.
 LIGER_RUNTIME_API int multiprocessors(int device);
 
 LIGER_RUNTIME_API int device_count();

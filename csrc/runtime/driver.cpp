@@ -79,7 +79,7 @@ std::string Driver::failure(const char* call, CuResult result, bool blocking) co
 
 bool refuses_binary(CuResult result) {
   switch (result) {
-    case 1:  // INVALID_VALUE: of cuFuncSetAttribute, more shared memory than there is
+    case 1:  // INVALID_VALUE: cuFuncSetAttribute asked for more shared memory than the device has
     case 200:  // INVALID_IMAGE
     case 209:  // NO_BINARY_FOR_GPU
     case 218:  // INVALID_PTX

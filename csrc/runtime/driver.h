@@ -1,6 +1,6 @@
 #pragma once
 
-// The CUDA driver API, reached by dlopen: nothing here needs a toolkit to build or a GPU to load.
+// The CUDA driver API, loaded by dlopen. So the build needs no CUDA toolkit, and the library loads without a GPU.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,8 +16,8 @@ constexpr int kCuAttributeMajor = 75;
 constexpr int kCuAttributeMinor = 76;
 constexpr int kCuCaptureModeRelaxed = 2;
 constexpr int kCuFunctionDynamicShared = 8;
-constexpr unsigned kCuPlainShared = 48 << 10;  // what a launch may give a program that did not ask for more
-// Keys of cuLaunchKernel's `extra` list: the arguments come as one packed buffer.
+constexpr unsigned kCuDefaultShared = 48 << 10;  // dynamic shared memory that needs no opt-in
+// Keys of cuLaunchKernel's `extra` list, which pass the arguments as one packed buffer.
 inline void* const kCuLaunchBuffer = reinterpret_cast<void*>(1);
 inline void* const kCuLaunchBufferSize = reinterpret_cast<void*>(2);
 
@@ -47,22 +47,23 @@ struct Driver {
   CuResult (*cuGetErrorName)(CuResult, const char**);
   CuResult (*cuGetErrorString)(CuResult, const char**);
 
-  /// Loaded and initialised at the first call; null where there is no usable driver (reason says why).
+  /// Loads and initialises the driver at the first call. Null if there is no usable driver; `reason` says why.
   static const Driver* get(std::string* reason = nullptr);
 
-  /// "<call> returned <the driver's own name and text of the error>", and where the cause lies if not in this call.
-  /// blocking: the call waits for the device, so that the error may be its own.
+  /// "<call> returned <the driver's name and text of the error>". Adds a hint if an earlier operation caused the error.
+  /// blocking: the call waits for the device, so it may have caused the error itself.
   std::string failure(const char* call, CuResult result, bool blocking = false) const;
 };
 
-/// Whether the driver could not use a binary, so that another one may serve. Any other error is one of the device, its
-/// context or the process, and every binary would meet it.
+/// True if the driver could not use this binary, so that another one may work. All other errors come from the device,
+/// its context or the process, and every binary would meet them.
 bool refuses_binary(CuResult result);
 
-/// Whether the device failed while it ran a kernel. From then on every call of the process returns this error.
+/// True if the device failed while it ran a kernel. Every later call of the process then returns this error.
 bool is_sticky(CuResult result);
 
-/// Loading inside a CUDA graph capture is legal only in relaxed mode; the thread's mode is put back afterwards.
+/// Puts the thread in relaxed capture mode, and back at the end: only that mode allows loading during CUDA graph
+/// capture.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver) : driver_(driver) {

@@ -14,7 +14,7 @@ std::vector<Kernel*>& registry() {
 
 }  // namespace
 
-size_t KernelSpec::serves(const std::string& op) const {
+size_t KernelSpec::match_operator(const std::string& op) const {
   size_t longest = 0;
   for (auto name = operators; *name; ++name) {
     const size_t size = std::strlen(*name);

@@ -1,6 +1,6 @@
 #pragma once
 
-// A kernel as the host knows it: a name, a number of variants, and where each was loaded on each device.
+// The host's view of a kernel: its name, its variants, and the functions loaded on each device.
 
 #include <array>
 #include <atomic>
@@ -18,11 +18,11 @@ namespace liger::runtime {
 
 enum class DType : int { F32, F16, BF16, Other };
 
-/// Where a loaded kernel's bytes came from, in the order in which sources are asked.
+/// Where a loaded kernel's binary came from, in the order in which the loader tries them.
 enum class Source : int { Pack, Cache, Hook, Ptx };
 constexpr int kSources = 4;
 
-/// Arguments that the driver puts in their places one by one, at most.
+/// Maximum number of arguments of a kernel that has KernelSpec::places.
 constexpr size_t kMostPlaced = 16;
 
 struct KernelSpec {
@@ -31,15 +31,17 @@ struct KernelSpec {
   uint64_t hash;
   uint32_t variants;
   uint32_t args_bytes;
-  const char* const* variant_names;  // null where the table has no variant
-  const char* const* operators;  // that launch it, up to a null: these names, and longer ones such as <name>_packed
-  // Where arguments lie in their struct, if the driver has to put each in its place; null: they go as they lie.
+  const char* const* variant_names;  // null for a number without a variant
+  // Operators that launch it, up to a null. A name also covers longer ones such as <name>_packed.
+  const char* const* operators;
+  // Offsets of the arguments in their struct, if the driver must copy each argument separately. Null: pass the struct
+  // as it is.
   const uint32_t* places;
   uint32_t arguments;
-  // Compute capabilities that it is for, up to a 0; null: all. Where such a kernel is not, there is another way.
+  // Supported compute capabilities, up to a 0; null: all. On other devices, operators work without this kernel.
   const int* archs;
 
-  bool is_for(int capability) const {
+  bool supports(int capability) const {
     const int* at = archs;
     while (at && *at && *at != capability) ++at;
     return !at || *at;
@@ -47,8 +49,8 @@ struct KernelSpec {
 
   bool has_variant(uint32_t variant) const { return variant < variants && variant_names[variant]; }
 
-  /// Length of the name above that stands for an operator; 0 if it does not launch this kernel.
-  size_t serves(const std::string& op) const;
+  /// Length of the name above that matches an operator; 0 if the operator does not launch this kernel.
+  size_t match_operator(const std::string& op) const;
 };
 
 struct Function {
@@ -58,16 +60,16 @@ struct Function {
   Source source;
 };
 
-/// A config that a developer's tool tries in place of a kernel's table, and the kernel compiled for it.
+/// A config that a developer tool tries instead of the kernel's table, and the kernel compiled for it.
 struct Trial {
   std::string config;  // bytes of the kernel's Config
   const Function* function;
 };
-/// What a developer's tool does around each launch.
+/// Callbacks of a developer tool around each launch.
 struct Watch {
   std::function<void()> before, after;
 };
-/// Stands for a variant where a trial takes its place.
+/// The variant number of a trial.
 constexpr uint32_t kTrialVariant = std::numeric_limits<uint32_t>::max();
 
 class LIGER_RUNTIME_API Kernel {
@@ -76,7 +78,7 @@ class LIGER_RUNTIME_API Kernel {
   explicit Kernel(const KernelSpec& spec);
 
   const KernelSpec& spec() const { return spec_; }
-  /// What messages call a variant.
+  /// The variant's name in messages.
   std::string name_of(uint32_t variant) const;
 
   /// Wait-free; null if this variant has not been loaded on this device.
@@ -84,12 +86,12 @@ class LIGER_RUNTIME_API Kernel {
     const auto* table = tables_[device].load(std::memory_order_acquire);
     return table ? table[variant].load(std::memory_order_acquire) : nullptr;
   }
-  /// Publishes a function, which lives as long as the process.
+  /// Publishes a function, which must live as long as the process.
   void publish(int device, uint32_t variant, const Function* function);
 
-  /// Null but for a developer's tool.
+  /// Null unless a developer tool has set one.
   const Trial* trial() const noexcept { return trial_.load(std::memory_order_acquire); }
-  /// Null ends it. Trials and watches live as long as the process.
+  /// Null ends the trial. Trials and watches must live as long as the process.
   void set_trial(const Trial* trial) noexcept { trial_.store(trial, std::memory_order_release); }
 
   const Watch* watch() const noexcept { return watch_.load(std::memory_order_acquire); }
@@ -116,10 +118,10 @@ class LIGER_RUNTIME_API Kernel {
   std::atomic<const Watch*> watch_{nullptr};
 };
 
-/// Rows of a call, where no config of the kernel is for few of them.
+/// The number of rows if the caller does not state it: no config of the kernel depends on it.
 constexpr int64_t kManyRows = std::numeric_limits<int64_t>::max();
 
-/// A place on a kernel's axes, of which the last varies fastest.
+/// A combination of choices on a kernel's axes. The last axis varies fastest.
 struct Point {
   uint32_t index;
 };
@@ -134,27 +136,27 @@ constexpr Point point_of(Choices... choices) {
   return {index};
 }
 
-/// First of the kernel's configs that admits rows of n elements; tables end with one that admits everything. Facts: the
-/// call's Point, and how many rows it has. What a call leaves untold, no config of the kernel may ask about: it could choose
-/// a variant that is not there.
+/// The first of the kernel's configs that admits rows of n elements. The last config of every table admits everything.
+/// facts: the call's Point and its number of rows, both optional. A config must not depend on a fact that the caller
+/// omits, because the chosen variant might not exist.
 template <class K, class... Facts>
 const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
-  constexpr auto any = [](auto asks) {
+  constexpr auto any = [](auto depends) {
     for (const auto& c : K::configs) {
-      if (asks(c)) return true;
+      if (depends(c)) return true;
     }
     return false;
   };
-  constexpr size_t kTold = sizeof...(Facts), kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
-  // The last config serves every point.
+  constexpr size_t kFacts = sizeof...(Facts), kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
+  // The last config admits every point.
   constexpr uint64_t kAll = K::configs[kConfigs - 1].points;
   static_assert(
-      kTold > 0 || !any([](const auto& c) { return c.points != kAll; }), "this kernel asks for a call's point");
+      kFacts > 0 || !any([](const auto& c) { return c.points != kAll; }), "a config depends on the call's point");
   static_assert(
-      kTold > 1 || !any([](const auto& c) { return c.max_rows >= 0; }), "this kernel asks how many rows there are");
+      kFacts > 1 || !any([](const auto& c) { return c.max_rows >= 0; }), "a config depends on the number of rows");
   auto fits = [](const auto& c, int64_t n, bool aligned, Point point = {0}, int64_t rows = kManyRows) {
-    const bool large_enough = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
-    return large_enough && (c.points >> point.index & 1) && (aligned || !c.aligned);
+    const bool within_limits = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
+    return within_limits && (c.points >> point.index & 1) && (aligned || !c.aligned);
   };
   if (const Trial* trial = K::kernel.trial()) {
     return *reinterpret_cast<const typename K::Config*>(trial->config.data());
@@ -168,7 +170,7 @@ const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
 template <class K>
 uint32_t variant_index(const typename K::Config& config, Point point) {
   constexpr size_t kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
-  // What lies outside of the table is a trial's.
+  // A config outside of the table belongs to a trial.
   const bool listed = uintptr_t(&config) - uintptr_t(&K::configs[0]) < sizeof(K::configs);
   return listed ? point.index * uint32_t(kConfigs) + uint32_t(&config - K::configs) : kTrialVariant;
 }

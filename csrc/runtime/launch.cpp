@@ -18,7 +18,7 @@ std::string failed_launch(const Kernel& kernel, uint32_t variant, int device, Gr
   return failed_on(device, what, why);
 }
 
-// Launches then wait for their kernel.
+// True if every launch waits for its kernel.
 bool launches_block() {
   const char* value = std::getenv("CUDA_LAUNCH_BLOCKING");
   return value && *value && std::strcmp(value, "0") != 0;
@@ -39,7 +39,7 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
     function = load(kernel, variant, device, true, failure);
     if (!function) return failed_launch(kernel, variant, device, grid, failure.why);
   }
-  if (const std::string error = give_context(device); __builtin_expect(!error.empty(), 0)) {
+  if (const std::string error = ensure_context(device); __builtin_expect(!error.empty(), 0)) {
     return failed_launch(kernel, variant, device, grid, error);
   }
   size_t bytes = kernel.spec().args_bytes;
@@ -60,7 +60,7 @@ std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, G
   CuResult result = attempt();
   if (__builtin_expect(result == kCuInvalidContext, 0)) {
     forget_context();
-    const std::string error = give_context(device);
+    const std::string error = ensure_context(device);
     if (!error.empty()) return failed_launch(kernel, variant, device, grid, error);
     result = attempt();
   }

@@ -53,7 +53,7 @@ HookHolder& hook_holder() {
   return holder;
 }
 
-// refused: whether another binary may load where this one has not.
+// refused: set if the driver could not use this binary, so that another one may load.
 const Function* load_binary(
     const Driver& driver, const Device& device, const KernelSpec& spec, const Binary& binary, Source source,
     std::string& error, bool& refused) {
@@ -70,14 +70,14 @@ const Function* load_binary(
     call = "cuModuleGetFunction";
     result = driver.cuModuleGetFunction(&handle, module, spec.symbol);
   }
-  if (result == kCuSuccess && binary.shared > kCuPlainShared) {
+  if (result == kCuSuccess && binary.shared > kCuDefaultShared) {
     call = "cuFuncSetAttribute";
     result = driver.cuFuncSetAttribute(handle, kCuFunctionDynamicShared, int(binary.shared));
   }
   if (result != kCuSuccess) {
     error = driver.failure(call, result);
     refused = refuses_binary(result);
-    // The next launch tries again.
+    // Unload, because the next launch tries again.
     if (module) driver.cuModuleUnload(module);
     return nullptr;
   }
@@ -89,7 +89,7 @@ struct Attempt {
   uint32_t variant;
   const Device& device;
   const Driver& driver;
-  // What the driver said of binaries, what sources lack, and the error that ends the search.
+  // Errors of binaries that the driver refused, reasons why sources have none, and the error that ends the search.
   std::string refusals, lacks, failure;
 
   const char* name() const { return kernel.spec().variant_names[variant]; }
@@ -174,7 +174,7 @@ struct Attempt {
     return function;
   }
 
-  // After an error that no other source could avoid, compiling for seconds would be in vain.
+  // Stops after an error that every source would meet: compiling takes seconds and could not help.
   bool done(const Function* function) const { return function || !failure.empty(); }
 
   const Function* from_anywhere(bool compile) {
@@ -194,8 +194,8 @@ struct Attempt {
   }
 };
 
-// Each (kernel, variant, device) is loaded by one thread; the others wait without holding any lock of the loader's,
-// because the compile hook may need the interpreter lock that they hold.
+// One thread loads each (kernel, variant, device), and the others wait. No thread holds a lock of the loader meanwhile:
+// the compile hook may need the GIL, which another thread that calls the loader may hold.
 class Loader {
  public:
   const Function* load(Kernel& kernel, uint32_t variant, int index, bool compile, Failure& failure) {
@@ -203,12 +203,12 @@ class Loader {
     const Driver* driver = Driver::get(&failure.why);
     if (!device.error.empty()) failure.why = device.error;
     if (!driver || !device.error.empty()) return nullptr;
-    if (!kernel.spec().is_for(device.info.capability)) {
+    if (!kernel.spec().supports(device.info.capability)) {
       failure.why = "it is not for sm_" + std::to_string(device.info.capability);
       return nullptr;
     }
     if (!retain_context(*driver, device, failure.why)) {
-      failure.may_pass = true;
+      failure.transient = true;
       return nullptr;
     }
     const Key key{&kernel, variant, index};
@@ -217,7 +217,7 @@ class Loader {
     if (auto* function = kernel.loaded(index, variant)) return function;
     busy_.insert(key);
     lock.unlock();
-    // Also when the hook throws: nobody may wait for ever.
+    // Runs even if the hook throws, so that no thread waits forever.
     struct Done {
       Loader& loader;
       const Key& key;
@@ -265,7 +265,7 @@ const std::vector<std::unique_ptr<Pack>>& packs() {
       }
       closedir(listing);
     }
-    // Without a device nobody misses them.
+    // Without a device, packs are not needed.
     if (files.empty() && device_count() > 0) log_once("no kernel packs in " + folder + why);
     for (const auto& file : files) {
       std::string error;
@@ -275,7 +275,7 @@ const std::vector<std::unique_ptr<Pack>>& packs() {
         log_once("kernel pack ignored: " + error);
       }
     }
-    // The closest target first.
+    // The highest target first, because it is the closest of those that fit.
     std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a->arch() > b->arch(); });
     return found;
   }();
@@ -321,7 +321,7 @@ Loads loads(Kernel& kernel, uint32_t variant, int device) {
   Failure failure;
   if (load(kernel, variant, device, true, failure)) return Loads::Yes;
   log_once(failed_load(kernel, variant, device, failure.why));
-  return failure.may_pass ? Loads::NotNow : Loads::No;
+  return failure.transient ? Loads::NotNow : Loads::No;
 }
 
 std::vector<Kernel*> kernels_of(const std::vector<std::string>& ops, std::string& error) {
@@ -329,10 +329,10 @@ std::vector<Kernel*> kernels_of(const std::vector<std::string>& ops, std::string
   std::set<const Kernel*> wanted;
   for (const std::string& op : ops) {
     size_t best = 0;
-    for (const Kernel* kernel : Kernel::all()) best = std::max(best, kernel->spec().serves(op));
+    for (const Kernel* kernel : Kernel::all()) best = std::max(best, kernel->spec().match_operator(op));
     if (best == 0) error = "ops must be operators that launch kernels (got '" + op + "')";
     for (const Kernel* kernel : Kernel::all()) {
-      if (best && kernel->spec().serves(op) == best) wanted.insert(kernel);
+      if (best && kernel->spec().match_operator(op) == best) wanted.insert(kernel);
     }
   }
   std::vector<Kernel*> out;
@@ -346,12 +346,12 @@ Preloaded preload(int device, const std::vector<std::string>& ops) {
   auto kernels = kernels_of(ops, out.error);
   if (!out.error.empty() || !device_info(device, out.error)) return out;
   for (Kernel* kernel : kernels) {
-    if (!kernel->spec().is_for(device_at(device).info.capability)) continue;
+    if (!kernel->spec().supports(device_at(device).info.capability)) continue;
     for (uint32_t variant = 0; variant < kernel->spec().variants; ++variant) {
       if (!kernel->spec().has_variant(variant)) continue;
       Failure failure;
       const bool loaded = load(*kernel, variant, device, false, failure);
-      if (failure.may_pass) {
+      if (failure.transient) {
         out.error = failed_load(*kernel, variant, device, failure.why);
         return out;
       }

@@ -4,7 +4,7 @@
 
 namespace liger::runtime {
 
-/// One line on standard error, the first time this text comes up in the process. LIGER_OPS_LOG=0 silences it.
+/// Writes one line to standard error, once per text and process. LIGER_OPS_LOG=0 silences it.
 void log_once(const std::string& text);
 
 }  // namespace liger::runtime

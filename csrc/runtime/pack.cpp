@@ -23,19 +23,19 @@ struct Header {
   uint32_t version, kind, arch, count;
   uint64_t bytes;
   uint32_t names_bytes;
-  uint32_t checksum;  // of this header up to here, the index and the names
+  uint32_t checksum;  // of the preceding fields, the index and the names
 };
 struct Entry {
   uint64_t kernel_hash;
   uint32_t variant, checksum;
   uint64_t offset;
   uint32_t stored, raw, shared, num_warps, name_offset, name_bytes;
-  uint32_t base;  // the variant whose code is the dictionary of this one's; its own number: none
+  uint32_t base;  // variant whose code is this one's dictionary; its own number if none
 };
 #pragma pack(pop)
 static_assert(sizeof(Header) == 40 && sizeof(Entry) == 52);
 
-// A decoded kernel larger than this is damage, not a kernel.
+// A larger decoded size means that the file is damaged.
 constexpr uint32_t kMaxRawBytes = 64u << 20;
 
 template <class T>
@@ -98,7 +98,7 @@ bool Pack::check(std::string& error) {
   if (header.bytes != bytes_) {
     return refuse("truncated: " + std::to_string(bytes_) + " of " + std::to_string(header.bytes) + " bytes");
   }
-  // 64-bit arithmetic: a damaged count must not wrap round the bound.
+  // 64-bit arithmetic, so that a damaged count cannot overflow.
   uint64_t index_bytes = uint64_t(header.count) * sizeof(Entry) + header.names_bytes;
   if (sizeof(Header) + index_bytes > bytes_ || header.kind > 1) return refuse("corrupt header");
   uint32_t checksum = crc32(data_, offsetof(Header, checksum));
@@ -149,7 +149,7 @@ bool Pack::decode(size_t at, std::string& code) const {
   std::string dictionary;
   if (e.base != e.variant) {
     size_t base = locate(e.kernel_hash, e.base);
-    // No base has a base: a damaged index cannot send this round in circles.
+    // A base has no base itself. Without this check, a damaged index could cause endless recursion.
     if (base == count_ || entry_at(data_, base).base != e.base || !decode(base, dictionary)) return false;
   }
   return crc32(data_ + e.offset, e.stored) == e.checksum &&

@@ -22,9 +22,9 @@ struct Binary {
 
 class LIGER_RUNTIME_API Pack {
  public:
-  /// Memory-maps a file. Null with `error` set if it is missing, truncated, corrupt or of another version.
+  /// Memory-maps a file. Null with `error` set if it is missing, truncated, corrupt or has another version.
   static std::unique_ptr<Pack> open(const std::string& path, std::string& error);
-  /// The same over bytes in memory, which the pack keeps.
+  /// The same for bytes in memory, which the pack owns.
   static std::unique_ptr<Pack> parse(std::string bytes, const std::string& origin, std::string& error);
   ~Pack();
   Pack(const Pack&) = delete;

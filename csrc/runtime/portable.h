@@ -1,8 +1,8 @@
 #pragma once
 
-// Keeps what is built on a new Linux loadable on an old one (glibc 2.28, libstdc++ of GCC 8). Included ahead of every
-// source: where a newer library has a new version of a function, the old one, which is still there, is asked for.
-// What never had an old version is defined in portable.cpp. liger_ops/aot/manylinux.py checks the result.
+// Lets libraries built on a new Linux load on an old one (glibc 2.28, libstdc++ of GCC 8). Included before every
+// source. If a newer library has a new version of a function, these lines select the old version, which is still there.
+// portable.cpp defines functions that have no old version. liger_ops/aot/manylinux.py checks the result.
 
 #include <features.h>
 

@@ -38,8 +38,8 @@ std::string status() {
     const char* separator = "";
     for (const Kernel* kernel : Kernel::all()) {
       const std::string path = path_of(*kernel, device);
-      const bool dispensable = kernel->spec().archs;
-      if (dispensable && (path == "none" || !kernel->spec().is_for(device.info.capability))) continue;
+      const bool has_fallback = kernel->spec().archs;
+      if (has_fallback && (path == "none" || !kernel->spec().supports(device.info.capability))) continue;
       out += separator + quoted(kernel->spec().name) + ": " + quoted(path);
       separator = ", ";
     }

@@ -1,6 +1,6 @@
 #pragma once
 
-// What there is and what ran.
+// The runtime's status, and counts of CPU calls and GEMMs.
 
 #include <cstdint>
 #include <string>
@@ -9,11 +9,11 @@
 
 namespace liger::runtime {
 
-/// JSON: folders, packs, JIT state, devices with the path each kernel takes there, the launches of kernels by source, and
-/// the GEMMs in tiles of our choice.
+/// JSON: folders, packs, JIT state, devices with the path that each kernel takes there, kernel launches by source, and
+/// the number of GEMMs in tiles of our choice.
 LIGER_RUNTIME_API std::string status();
 
-/// Calls that ran on the CPU and GEMMs in tiles of our choice, counted beside the launches so that tests can tell which
+/// Counts calls that ran on the CPU and GEMMs in tiles of our choice. Tests use them and the launch counts to see which
 /// path ran.
 LIGER_RUNTIME_API void count_cpu_call() noexcept;
 LIGER_RUNTIME_API uint64_t cpu_calls() noexcept;

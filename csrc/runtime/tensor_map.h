@@ -1,6 +1,6 @@
 #pragma once
 
-// What the copy engine of compute capability 9.0 knows of a matrix: how it lies in memory, and the tiles it is read in.
+// Tensor maps, by which the copy engine of compute capability 9.0 knows a matrix's layout and the tiles to read it in.
 
 #include <cstdint>
 #include <string>
@@ -13,11 +13,11 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-/// Whether the driver knows such maps.
+/// True if the driver supports tensor maps.
 LIGER_RUNTIME_API bool maps_tiles();
 
-/// A matrix of bf16, in rows of unit stride; bytes from one row to the next are a multiple of 16, as is the address.
-/// A tile's rows are 64 or 128 bytes, which are swizzled in shared memory; what it has beyond the matrix is 0.
+/// Maps a bf16 matrix whose rows have unit stride. The address and row_bytes must be multiples of 16. A tile's rows are
+/// 64 or 128 bytes and are swizzled in shared memory. Elements of a tile beyond the matrix are 0.
 /// Empty on success, else the driver's error.
 LIGER_RUNTIME_API std::string map_tiles(
     TensorMap& map, const void* address, int64_t rows, int64_t columns, int64_t row_bytes, int tile_rows,

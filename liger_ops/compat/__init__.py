@@ -1,11 +1,11 @@
-"""Runs code that was written for `liger_kernel`: after `install()`, its public names are served by liger_ops.
+"""Runs code written for `liger_kernel`: after `install()`, liger_ops serves the public names of that package.
 
     import liger_ops.compat
     liger_ops.compat.install()
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
-Trainer's `use_liger_kernel=True` then finds liger_ops too. What liger_ops does not have raises an ImportError that names
-it. A liger_kernel that is installed is shadowed only by `install(replace=True)`.
+Trainer's `use_liger_kernel=True` then finds liger_ops too. A name without a counterpart raises an ImportError that
+states the name. An installed liger_kernel is shadowed only by `install(replace=True)`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from .._version import __version__
 __all__ = ["install", "installed", "uninstall"]
 
 PACKAGE = "liger_kernel"
-# The release whose public names are answered to: what asks for a version wants to know of those.
-ANSWERS_TO = "0.8.5"
+# The release of liger_kernel whose public names are served, reported as the version.
+SERVED_VERSION = "0.8.5"
 
 
-def contents(name: str) -> Mapping[str, Any] | None:
-    """The names of one module of the package, or None if there is no such module."""
+def module_members(name: str) -> Mapping[str, Any] | None:
+    """The members of a module of the package by name, or None if there is no such module."""
     from . import modules
 
-    return modules.contents(name.removeprefix(PACKAGE).removeprefix("."))
+    return modules.module_members(name.removeprefix(PACKAGE).removeprefix("."))
 
 
-def getattr_of(module: str) -> Callable[[str], Any]:
+def module_getattr(module: str) -> Callable[[str], Any]:
     """The module's `__getattr__`."""
 
     def __getattr__(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        found = contents(module) or {}
+        found = module_members(module) or {}
         if name in found:
             return found[name]
-        if contents(f"{module}.{name}") is not None:
+        if module_members(f"{module}.{name}") is not None:
             return importlib.import_module(f"{module}.{name}")
         raise ImportError(f"liger_ops.compat: {module}.{name} has no counterpart in liger_ops", name=module)
 
@@ -52,13 +52,13 @@ def getattr_of(module: str) -> Callable[[str], Any]:
 
 
 class Distribution(importlib.metadata.Distribution):
-    """What importlib.metadata says of the package."""
+    """The package as importlib.metadata sees it."""
 
     def read_text(self, filename: str) -> str | None:
         fields = (
             "Metadata-Version: 2.1",
             "Name: liger-kernel",
-            f"Version: {ANSWERS_TO}",
+            f"Version: {SERVED_VERSION}",
             f"Summary: liger_ops {__version__}",
         )
         return "\n".join(fields) + "\n" if filename in ("METADATA", "PKG-INFO") else None
@@ -73,7 +73,7 @@ class LigerKernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] != PACKAGE or contents(name) is None:
+        if name.split(".")[0] != PACKAGE or module_members(name) is None:
             return None
         return importlib.util.spec_from_loader(name, self, origin=__file__, is_package=True)
 
@@ -89,11 +89,11 @@ class LigerKernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(
             __file__=__file__,
             __doc__=f"{name}, served by liger_ops",
-            __all__=[n for n in contents(name) or () if not n.startswith("__")],
-            __getattr__=getattr_of(name),
+            __all__=[n for n in module_members(name) or () if not n.startswith("__")],
+            __getattr__=module_getattr(name),
         )
         if name == PACKAGE:
-            vars(module)["__version__"] = ANSWERS_TO
+            vars(module)["__version__"] = SERVED_VERSION
 
 
 _finder = LigerKernelFinder()
@@ -115,31 +115,31 @@ def install(replace: bool = False) -> None:
     real = importlib.util.find_spec(PACKAGE)
     if real is not None and not replace:
         raise ImportError(
-            f"liger_ops.compat: {PACKAGE} is installed ({real.origin}); uninstall it, or push it aside in this process "
+            f"liger_ops.compat: {PACKAGE} is installed ({real.origin}); uninstall it, or replace it in this process "
             "with liger_ops.compat.install(replace=True)"
         )
     _shadowed.update({name: sys.modules.pop(name) for name in imported()})
     sys.meta_path.insert(0, _finder)
-    forget_availability()
+    clear_availability_cache()
 
 
 def uninstall() -> None:
-    """Ends what `install` began, for imports and for models made from now on."""
+    """Undoes `install` for later imports and for models constructed from now on."""
     if not installed():
         return
-    from .patching import forget
+    from .patching import stop_patching
 
-    forget()
+    stop_patching()
     sys.meta_path.remove(_finder)
     for name in imported():
         del sys.modules[name]
     sys.modules.update(_shadowed)
     _shadowed.clear()
-    forget_availability()
+    clear_availability_cache()
 
 
-def forget_availability() -> None:
-    """transformers remembers whether it found the package."""
+def clear_availability_cache() -> None:
+    """Clears the cached result of transformers, which remembers whether it found the package."""
     importlib.invalidate_caches()
     utils = sys.modules.get("transformers.utils.import_utils")
     clear = getattr(getattr(utils, "is_liger_kernel_available", None), "cache_clear", None)

@@ -1,4 +1,4 @@
-"""`liger_kernel.functional`. There is one implementation of each operator: which one is asked for has no meaning here."""
+"""`liger_kernel.functional`. Each operator has one implementation, so `impl`, `mode` and `backend` are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's functions, those of `liger_kernel.transformers.functional` among them."""
+"""The package's functions, including those of `liger_kernel.transformers.functional`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CrossEntropyOutput:
 
 
 def output(loss: Tensor, *metrics: Tensor | None) -> Tensor | CrossEntropyOutput:
-    """The loss alone, unless more was asked for."""
+    """The loss alone if no other result was requested."""
     return loss if all(m is None for m in metrics) else CrossEntropyOutput(loss, *metrics)
 
 
@@ -43,7 +43,7 @@ def liger_rotary_pos_emb(
 
 
 def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin: of half the head size, for all of it is rotated."""
+    """cos, sin: (..., D / 2). All D columns of a head are rotated."""
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
@@ -65,8 +65,8 @@ def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) 
 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
-    """query, key: (B, S, H, D), freqs_ci: (S, D / 2) with dimensions of 1 anywhere."""
-    if not freqs_ci.is_complex():  # a cast of the model drops the imaginary part of its buffer
+    """query, key: (B, S, H, D), freqs_ci: (S, D / 2) with any extra dimensions of size 1."""
+    if not freqs_ci.is_complex():  # casting a model drops the imaginary part of its buffers
         freqs_ci = torch.complex(freqs_ci.float(), torch.zeros_like(freqs_ci, dtype=torch.float32))
     return ops.LigerLlama4RopeFunction.apply(query, key, freqs_ci.reshape(query.shape[1], -1))
 
@@ -160,7 +160,7 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
 def unpack_cross_entropy_result(
     result: Tensor | CrossEntropyOutput | tuple,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, z-loss, token accuracy and predicted tokens; None stands for what is not there."""
+    """Loss, z-loss, token accuracy and predicted tokens, with None for absent values."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     results = result if isinstance(result, tuple) else (result,)
@@ -179,7 +179,7 @@ def fixed_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """The mean over `num_items_in_batch` if given, else over the targets that count."""
+    """The sum of the losses divided by `num_items_in_batch` if given, else the mean over the targets that count."""
     result = liger_fused_linear_cross_entropy(
         hidden_states,
         lm_head_weight,
@@ -211,8 +211,8 @@ def LigerForCausalLMLoss(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """hidden_states: (..., hidden_size). Each position predicts the label of the next one, unless `shift_labels` says
-    what it predicts. Keywords that the loss does not know are dropped."""
+    """hidden_states: (..., hidden_size). Each position predicts the label of the next position, or its entry in
+    `shift_labels` if given. Unknown keywords are ignored."""
     if shift_labels is None:
         if labels is None:
             raise TypeError("LigerForCausalLMLoss: labels or shift_labels must be given (got neither)")
@@ -238,7 +238,7 @@ def is_transformers_available() -> bool:
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
 liger_rope = liger_rotary_pos_emb
 
-# What `liger_kernel.transformers.functional` and `liger_kernel.transformers.model.loss_utils` hold.
+# The names in `liger_kernel.transformers.functional` and `liger_kernel.transformers.model.loss_utils`.
 FUNCTIONAL = [
     "CrossEntropyOutput",
     "liger_cross_entropy",

@@ -1,4 +1,4 @@
-"""The package's norms, embedding and losses as modules: same constructors, same arguments, same results."""
+"""The package's norms, activation, embedding and losses as modules with the same constructors and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .functions import CrossEntropyOutput, output
 # ---- Norms
 
 
-def filled(size: int | None, init_fn: str) -> nn.Parameter:
+def filled_parameter(size: int | None, init_fn: str) -> nn.Parameter:
     if size is None:
         raise TypeError("hidden_size must be given for a norm with a weight (got None)")
     if init_fn not in ("ones", "zeros"):
@@ -37,7 +37,7 @@ class LigerRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.elementwise_affine = elementwise_affine
-        self.register_parameter("weight", filled(hidden_size, init_fn) if elementwise_affine else None)
+        self.register_parameter("weight", filled_parameter(hidden_size, init_fn) if elementwise_affine else None)
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
         self.in_place, self.row_mode = in_place, row_mode
 
@@ -119,7 +119,7 @@ class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """Without a scale there is no weight, and the offset has no meaning."""
+    """Without a scale there is no weight, and the offset is ignored."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class LigerFusedAddRMSNorm(nn.Module):
         in_place: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = filled(hidden_size, init_fn)
+        self.weight = filled_parameter(hidden_size, init_fn)
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class LigerLayerNorm(nn.Module):
         self.hidden_size = hidden_size
         self.eps = self.variance_epsilon = eps
         self.impl, self.mode = impl if impl is not None else backend, mode
-        self.weight = filled(hidden_size, init_fn)
+        self.weight = filled_parameter(hidden_size, init_fn)
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -218,14 +218,14 @@ class LigerEmbedding(nn.Module):
         embedded = ops.LigerEmbeddingFunction.apply(self.weight, indices)
         if self.padding_idx is None:
             return embedded
-        # Zero whatever the row holds, unlike nn.Embedding.
+        # Unlike nn.Embedding, the result is zero even if the row in the weight is not.
         return embedded.masked_fill((indices == self.padding_idx).unsqueeze(-1), 0.0)
 
 
 # ---- Losses
 
 
-def demand_loss_options(label_smoothing: float, reduction: str, softcap: float | None) -> None:
+def check_loss_options(label_smoothing: float, reduction: str, softcap: float | None) -> None:
     if not 0 <= label_smoothing <= 1:
         raise AssertionError(f"label_smoothing must be between 0.0 and 1.0 (got {label_smoothing})")
     if reduction not in ("mean", "sum", "none"):
@@ -248,7 +248,7 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        demand_loss_options(label_smoothing, reduction, softcap)
+        check_loss_options(label_smoothing, reduction, softcap)
         self.weight = weight
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
@@ -278,7 +278,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
-        demand_loss_options(label_smoothing, reduction, softcap)
+        check_loss_options(label_smoothing, reduction, softcap)
         self.ce_weight = ce_weight
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss

@@ -1,4 +1,4 @@
-"""The package's MLPs: same constructors, same parameters, same results."""
+"""The package's MLPs with the same constructors, parameters and results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import ops
 
 
-def demand_silu(activation: str | None) -> None:
+def check_silu(activation: str | None) -> None:
     if activation not in ("silu", "swish"):
         raise ValueError(f"Activation function {activation} not supported.")
 
@@ -35,7 +35,7 @@ class LigerSwiGLUMLP(GatedMLP):
     product = ops.LigerSiLUMulFunction
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
-        demand_silu(config.hidden_act)
+        check_silu(config.hidden_act)
         super().__init__(config, intermediate_size)
 
 
@@ -51,7 +51,7 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
     def __init__(self, config: Any) -> None:
-        demand_silu(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
+        check_silu(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
         GatedMLP.__init__(self, config)
 
 
@@ -59,7 +59,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
     """``down_proj(silu(gate_proj(x) * gate_multiplier) * up_proj(x)) * down_multiplier``"""
 
     def __init__(self, config: Any) -> None:
-        demand_silu(config.hidden_act)
+        check_silu(config.hidden_act)
         GatedMLP.__init__(self, config, bias=getattr(config, "mlp_bias", False))
         self.gate_multiplier, self.down_multiplier = (float(m) for m in config.mlp_multipliers)
 
@@ -69,7 +69,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerMLP(LigerSwiGLUMLP):
-    """From the weights alone: hooks and adapters of the projections are not called."""
+    """Reads only the weights of its projections: their hooks and adapters are not called."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -98,7 +98,7 @@ class LigerGEGLUMLP(GatedMLP):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """Layers that share keys and values are twice as wide where the config says so."""
+    """With `use_double_wide_mlp` in the config, layers that share keys and values are twice as wide."""
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         shared = getattr(config, "num_kv_shared_layers", 0)
@@ -133,7 +133,7 @@ class LigerTiledGEGLUMLP(TiledMLP):
 
 class LigerPhi3SwiGLUMLP(nn.Module):
     def __init__(self, config: Any) -> None:
-        demand_silu(config.hidden_act)
+        check_silu(config.hidden_act)
         super().__init__()
         self.config = config
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
@@ -146,7 +146,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
 class LigerBlockSparseTop2MLP(nn.Module):
     def __init__(self, config: Any) -> None:
-        demand_silu(config.hidden_act)
+        check_silu(config.hidden_act)
         super().__init__()
         self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
@@ -158,10 +158,10 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerExperts(nn.Module):
-    """A mixture's experts, whose weights are stored together. The router is not part of it."""
+    """The experts of a mixture without its router. Each parameter holds the weights of all experts."""
 
     def __init__(self, config: Any) -> None:
-        demand_silu(config.hidden_act)
+        check_silu(config.hidden_act)
         super().__init__()
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         self.num_experts = next(getattr(config, name) for name in names if hasattr(config, name))
@@ -171,7 +171,7 @@ class LigerExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states: (..., H); the experts of each token and their weights: (..., K)."""
+        """hidden_states: (..., H), top_k_index and top_k_weights: (..., K), each token's experts and their weights."""
         rows, index, weights = (t.flatten(0, -2) for t in (hidden_states, top_k_index, top_k_weights))
         out = ops.LigerFusedMoEFunction.apply(rows, self.gate_up_proj, self.down_proj, index, weights)
         return out.view(hidden_states.shape)

@@ -1,4 +1,4 @@
-"""Which names the modules of the package hold."""
+"""The names in each module of the package."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OPS = {
     "swiglu": ["LigerFusedGateUpSiLUMulFunction", "LigerSiLUMulFunction"],
     "tiled_mlp": ["LigerTiledMLPFunction", "apply_tiled_mlp"],
 }
-# By path below the package.
+# Path below the package: names.
 MODULES: dict[str, list[str]] = {
     "functional": functional.__all__,
     "utils": utils.__all__,
@@ -102,8 +102,8 @@ def value(module: str, name: str) -> Any:
     return patching.APPLIERS[name]
 
 
-class Lazy(Mapping):
-    """Values made when they are asked for: some need transformers."""
+class LazyMembers(Mapping):
+    """The members of a module, created on access because some need transformers."""
 
     def __init__(self, module: str) -> None:
         self.module, self.names = module, MODULES.get(module, [])
@@ -120,8 +120,8 @@ class Lazy(Mapping):
         return len(self.names)
 
 
-def contents(module: str) -> Mapping[str, Any] | None:
-    """The names in a module, by its path below the package; none in a package that only holds modules."""
+def module_members(module: str) -> Mapping[str, Any] | None:
+    """The members of the module with this path below the package: an empty mapping if it only holds modules."""
     if module in MODULES or module == "" or any(path.startswith(f"{module}.") for path in MODULES):
-        return Lazy(module)
+        return LazyMembers(module)
     return None

@@ -1,6 +1,6 @@
-"""Classes whose `apply` takes the arguments, in the order, of the package's autograd functions.
+"""Classes whose `apply` takes the same arguments as the package's autograd functions.
 
-Arguments about how a kernel works, such as `in_place`, are accepted and have no meaning here.
+Arguments that control a kernel, such as `in_place`, are ignored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LigerSiLUMulFunction:
 class LigerFusedGateUpSiLUMulFunction:
     @staticmethod
     def apply(y: Tensor, in_place: bool = False) -> Tensor:
-        """y: gate and up side by side, (..., 2 n) -> (..., n)."""
+        """y: (..., 2 n), the concatenated gate and up projections -> (..., n)."""
         return F.swiglu_packed(y)
 
 
@@ -94,40 +94,40 @@ class LigerMLPFunction:
 
 
 class LigerFusedMoEFunction:
-    """A loop over experts, with the gated activation of all of them in one launch."""
+    """A loop over the experts. One launch computes the gated activation of all experts."""
 
     @staticmethod
     def apply(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """x: (T, H), gate_up_proj: (E, 2 I, H), down_proj: (E, H, I), top_k_index and top_k_weights: (T, K) -> (T, H)."""
+        """x: (T, H), gate_up_proj: (E, 2 I, H), down_proj: (E, H, I), top_k_index, top_k_weights: (T, K) -> (T, H)."""
         tokens, k = top_k_index.shape
-        # Pairs of a token and one of its experts, in the order of the experts.
+        # Sort the pairs of a token and one of its experts by expert.
         order = top_k_index.flatten().argsort(stable=True)
         counts = top_k_index.flatten().bincount(minlength=len(gate_up_proj)).tolist()
         if len(counts) > len(gate_up_proj):
             limit = f"the number of experts, {len(gate_up_proj)} (got {len(counts) - 1})"
             raise IndexError(f"LigerFusedMoEFunction: top_k_index must be below {limit}")
         rows = x[order // k].split(counts)
-        # One unbind: its backward stacks the experts' gradients once, indexing would make a full one for each expert.
+        # unbind stacks the experts' gradients once in backward; indexing would make a full gradient per expert.
         linear = torch.nn.functional.linear
         gate_up = [linear(r, w) for r, w in zip(rows, gate_up_proj.unbind(), strict=True)]
         hidden = F.swiglu_packed(torch.cat(gate_up)).split(counts)
         outputs = torch.cat([linear(h, w) for h, w in zip(hidden, down_proj.unbind(), strict=True)])
-        # Back to the order of the tokens by a gather, so that sums are made in one order.
+        # Gather back to the order of the tokens, which keeps the order of additions the same in every run.
         outputs = outputs[order.argsort()].view(tokens, k, x.shape[-1])
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return (outputs * top_k_weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 class LigerTiledMLPFunction:
-    """A call by pieces of the sequence; backward runs each piece again, so that one piece's activations exist at a time."""
+    """Calls a module on one chunk of the sequence at a time. Backward recomputes the activations of each chunk."""
 
     @staticmethod
     def apply(
         fn: Callable[[Any, Tensor], Tensor], mlp_module: Any, x: Tensor, shards: int, compute_params: Any = None
     ) -> Tensor:
         """x: (..., S, H)."""
-        pieces = [checkpoint(fn, mlp_module, piece, use_reentrant=False) for piece in x.chunk(shards, -2)]
-        return torch.cat(pieces, -2)
+        chunks = [checkpoint(fn, mlp_module, chunk, use_reentrant=False) for chunk in x.chunk(shards, -2)]
+        return torch.cat(chunks, -2)
 
 
 def apply_tiled_mlp(
@@ -137,7 +137,7 @@ def apply_tiled_mlp(
     num_shards: int | None = None,
     compute_params: Any = None,
 ) -> Tensor:
-    """num_shards: as many as make the pieces about as long as the hidden size, if not given."""
+    """num_shards: the number of chunks; by default, a chunk is about as long as the hidden size."""
     shards = num_shards if num_shards is not None else math.ceil(x.shape[-2] / x.shape[-1])
     return LigerTiledMLPFunction.apply(fn, mlp_module, x, max(1, shards), compute_params)
 
@@ -148,7 +148,7 @@ class LigerEmbeddingFunction:
         return F.embedding(indices, embeddings)
 
 
-def demand_rotary_dim(rotary_dim: int, head_dim: int, columns: int) -> None:
+def check_rotary_dim(rotary_dim: int, head_dim: int, columns: int) -> None:
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim must be even and in (0, head_dim={head_dim}] (got {rotary_dim})")
     if 2 * columns < rotary_dim:
@@ -166,12 +166,12 @@ class LigerRopeFunction:
         unsqueeze_dim: int = 1,
         rotary_dim: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """cos, sin: (S, R), (1 or B, S, R), or with a dimension of 1 for the heads; R is rotary_dim or half of it."""
+        """cos, sin: (S, R) or (1 or B, S, R), or 4-d with one head. R is rotary_dim or half of it."""
         if cos.dim() == 4:
             heads = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
             cos, sin = cos.squeeze(heads), sin.squeeze(heads)
         if rotary_dim is not None and cos.shape[-1] != rotary_dim:
-            demand_rotary_dim(rotary_dim, q.shape[-1], cos.shape[-1])
+            check_rotary_dim(rotary_dim, q.shape[-1], cos.shape[-1])
             cos, sin = (torch.cat([t[..., : rotary_dim // 2]] * 2, -1) for t in (cos, sin))
         return F.rope(q, k, cos, sin)
 
@@ -187,15 +187,20 @@ class LigerQwen2VLMRopeFunction:
 class LigerLlama4RopeFunction:
     @staticmethod
     def apply(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: Any = None) -> tuple[Tensor, Tensor]:
-        """q, k: (B, S, H, D), freqs_cis: (S, D / 2) or (1 or B, S, D / 2), for S positions or more."""
+        """q, k: (B, S, H, D), freqs_cis: (S, D / 2) or (1 or B, S, D / 2), with at least S positions."""
         freqs_cis = freqs_cis[..., : q.shape[1], :]
         q, k = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def wanted(results: F.CrossEntropyMetrics, input: Tensor, counted: Tensor | None, *flags: bool) -> LossAndMetrics:
-    """The z-loss in the dtype of the input and the accuracy in fp32, as in the package. counted: the targets of a sum,
-    whose accuracy is a mean in the package and a number of hits in the operators."""
+def select_metrics(
+    results: F.CrossEntropyMetrics, input: Tensor, counted: Tensor | None, *flags: bool
+) -> LossAndMetrics:
+    """The loss and the requested metrics, with the z-loss in the dtype of the input and the accuracy in fp32.
+
+    counted: with reduction="sum", a mask of the targets that count. The package's accuracy is then still a mean; the
+    operator's is the number of hits.
+    """
     accuracy = results.token_accuracy if counted is None else results.token_accuracy / counted.sum()
     metrics = results.z_loss.to(input.dtype), accuracy, results.predicted_tokens
     z_loss, token_accuracy, predicted = (m if flag else None for m, flag in zip(metrics, flags))
@@ -223,7 +228,7 @@ class LigerCrossEntropyFunction:
         arguments = _input, target, weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
         if any(flags):
             counted = target != ignore_index if reduction == "sum" else None
-            loss, z_loss, accuracy, predicted = wanted(
+            loss, z_loss, accuracy, predicted = select_metrics(
                 F.cross_entropy_with_metrics(*arguments), _input, counted, *flags
             )
             return loss.to(_input.dtype), z_loss, accuracy, predicted
@@ -259,7 +264,7 @@ class LigerFusedLinearCrossEntropyFunction:
             _input, weight, target, bias, ce_weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap
         )  # fmt: skip
         token_weight = None
-        if use_token_scaling:  # each token's loss times the probability that the model gives it
+        if use_token_scaling:  # multiply each token's loss by its predicted probability
             with torch.no_grad():
                 found = F.fused_linear_cross_entropy_with_log_probs(
                     _input, weight, target, bias, reduction="none", ignore_index=ignore_index, softcap=softcap
@@ -267,5 +272,5 @@ class LigerFusedLinearCrossEntropyFunction:
             token_weight = found.log_probs.exp()
         if any(flags):
             results = F.fused_linear_cross_entropy_with_metrics(*arguments, token_weight=token_weight)
-            return wanted(results, _input, target != ignore_index if reduction == "sum" else None, *flags)
+            return select_metrics(results, _input, target != ignore_index if reduction == "sum" else None, *flags)
         return F.fused_linear_cross_entropy(*arguments, token_weight=token_weight), None, None, None

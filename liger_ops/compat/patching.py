@@ -1,4 +1,4 @@
-"""The package's functions that patch models, those that are there and those that are yet to be made."""
+"""The package's functions that patch a model, or all models of a type that are constructed later."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch import nn
 from ..transformers import SWITCHES, apply_liger_kernel
 from ..transformers.models import MODELS
 
-# What apply_liger_kernel is told of the model types whose instances are patched as they are made.
-_pending: dict[str, dict[str, Any]] = {}
-_post_init: Any = None
+# Model type: the options of apply_liger_kernel for models that are constructed later.
+_options_by_type: dict[str, dict[str, Any]] = {}
+_original_post_init: Any = None
 
 
-def for_models_to_come(types: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Without a model, the package patches transformers itself; here, models of these types when they are made."""
-    global _post_init
+def patch_future_models(types: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Patches models of these types on construction. The package instead patches the module in transformers."""
+    global _original_post_init
     from transformers import PreTrainedModel
 
-    _pending.update(dict.fromkeys(types, options))
-    if _post_init is not None:
+    _options_by_type.update(dict.fromkeys(types, options))
+    if _original_post_init is not None:
         return
-    original = _post_init = PreTrainedModel.post_init
+    original = _original_post_init = PreTrainedModel.post_init
 
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         original(self)
-        chosen = _pending.get(getattr(self.config, "model_type", ""))
+        chosen = _options_by_type.get(getattr(self.config, "model_type", ""))
         if chosen is None:
             return
         with warnings.catch_warnings():
-            # The base model inside a model comes first, and has no loss; its own modules are found patched by the
-            # second, which knows better whether anything was left.
+            # The inner base model is patched first. It has no loss, so its warning would say nothing about the whole
+            # model, which is patched next.
             if "labels" not in inspect.signature(type(self).forward).parameters:
                 warnings.filterwarnings("ignore", "liger_ops: .* is left as it is", RuntimeWarning)
             apply_liger_kernel(self, **chosen)
@@ -44,24 +44,24 @@ def for_models_to_come(types: tuple[str, ...], options: dict[str, Any]) -> None:
     PreTrainedModel.post_init = post_init
 
 
-def forget() -> None:
-    global _post_init
-    _pending.clear()
-    if _post_init is not None:
+def stop_patching() -> None:
+    global _original_post_init
+    _options_by_type.clear()
+    if _original_post_init is not None:
         from transformers import PreTrainedModel
 
-        PreTrainedModel.post_init = _post_init
-        _post_init = None
+        PreTrainedModel.post_init = _original_post_init
+        _original_post_init = None
 
 
-# The parameters of the package's functions, in order. A minus: off unless asked for.
+# The parameters of the package's functions, in order. A minus sign means that the default is False.
 USUAL = "rope -cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 NO_ROPE = "-rope -cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 NO_SWIGLU = "rope -cross_entropy fused_linear_cross_entropy rms_norm -swiglu model"
 WITH_LAYER_NORM = "rope -cross_entropy fused_linear_cross_entropy layer_norm rms_norm swiglu model"
 WITH_GEGLU = "rope -cross_entropy fused_linear_cross_entropy rms_norm geglu model"
 WITH_BOTH = "rope -cross_entropy fused_linear_cross_entropy layer_norm rms_norm geglu model"
-OF_PARTS = "-cross_entropy fused_linear_cross_entropy rms_norm layer_norm model **kwargs"
+COMPOSITE = "-cross_entropy fused_linear_cross_entropy rms_norm layer_norm model **kwargs"
 PARAMETERS: dict[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4", "glm4v", "glm4v_moe"), NO_ROPE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), NO_ROPE),
@@ -74,7 +74,7 @@ PARAMETERS: dict[str, str] = {
     "gemma4_text": "-rope -cross_entropy fused_linear_cross_entropy rms_norm geglu model",
     "gpt_oss": NO_SWIGLU,
     "granite": "rope cross_entropy -fused_linear_cross_entropy rms_norm swiglu model",
-    "internvl": OF_PARTS,
+    "internvl": COMPOSITE,
     "llama4": f"{USUAL} layer_norm",
     "llava": "-cross_entropy fused_linear_cross_entropy model **kwargs",
     "mllama": WITH_LAYER_NORM,
@@ -84,7 +84,7 @@ PARAMETERS: dict[str, str] = {
     "pixtral": "rope rms_norm swiglu model",
     "qwen2_vl": "rope -cross_entropy fused_linear_cross_entropy rms_norm layer_norm swiglu model",
     "qwen3_vl": NO_SWIGLU,
-    "smolvlm": OF_PARTS,
+    "smolvlm": COMPOSITE,
 }
 
 
@@ -96,7 +96,7 @@ def parameter(word: str) -> inspect.Parameter:
 
 
 def signature_of(words: list[str]) -> inspect.Signature:
-    """The package's parameters, then those of apply_liger_kernel that it does not have, by keyword alone."""
+    """The package's parameters, then the remaining parameters of apply_liger_kernel as keyword-only."""
     theirs = [parameter(word) for word in words]
     rest = {name: name != "cross_entropy" for name in SWITCHES} | {"memory_budget": None}
     ours = [
@@ -121,7 +121,7 @@ def applier(name: str, types: tuple[str, ...], words: str) -> Callable[..., None
             raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True.")
         options = {key: given[key] for key in (*SWITCHES, "memory_budget")}
         if given["model"] is None:
-            for_models_to_come(types, options)
+            patch_future_models(types, options)
         else:
             apply_liger_kernel(given["model"], **options)
 
@@ -141,7 +141,7 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
     if model_type:
-        for_models_to_come((model_type,), applicable(kwargs))
+        patch_future_models((model_type,), applicable(kwargs))
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""`liger_kernel.utils`: which devices, backends and packages are there."""
+"""`liger_kernel.utils`: available devices, backends and packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
-# The package's names for GPU families: by compute capability, and by AMD's target.
+# The package's names of GPU families, by compute capability for NVIDIA and by target for AMD.
 NVIDIA = {
     (7, 0): "volta_turing",
     (7, 5): "volta_turing",
@@ -44,7 +44,7 @@ AMD = {
     "gfx1101": "rdna3",
     "gfx1102": "rdna3",
 }
-# Parts of device names, in lower case.
+# Substrings of device names, in lower case: family.
 XPU = {"max": "pvc", "pvc": "pvc", "ponte": "pvc", "arc": "arc", "battlemage": "arc", "alchemist": "arc"}
 NPU = {"910": "ascend910", "310": "ascend310"}
 
@@ -67,7 +67,7 @@ def infer_device() -> str:
 
 
 def infer_comm_backend() -> str:
-    """The name for torch.distributed.init_process_group."""
+    """The backend to pass to torch.distributed.init_process_group."""
     distributed = torch.distributed
     for name, available in (
         ("nccl", distributed.is_nccl_available),
@@ -83,7 +83,7 @@ def infer_comm_backend() -> str:
 
 @functools.cache
 def infer_device_arch(device_id: int = 0) -> str:
-    """The family of the GPU, or the type of the device where the family is unknown."""
+    """The family of the GPU, or its architecture or device type if the family is unknown."""
     device = infer_device()
     try:
         if device == "cuda" and torch.version.hip is None:
@@ -95,13 +95,13 @@ def infer_device_arch(device_id: int = 0) -> str:
         if device in ("xpu", "npu"):
             name = getattr(torch, device).get_device_properties(device_id).name.lower()
             return next((family for part, family in {"xpu": XPU, "npu": NPU}[device].items() if part in name), device)
-    except Exception:  # a driver that does not answer
+    except Exception:  # the driver may fail
         pass
     return device
 
 
 def get_total_gpu_memory() -> int:
-    """In GiB, rounded down."""
+    """The memory of the first device in GiB, rounded down."""
     device = infer_device()
     if device == "cpu":
         raise RuntimeError("liger_kernel.utils.get_total_gpu_memory: there is no GPU")
@@ -117,7 +117,7 @@ def transformers_version_dispatch(
     before_kwargs: dict[str, Any] | None = None,
     after_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """before_fn's result where transformers is older than the version, else after_fn's."""
+    """The result of before_fn if transformers is older than the version, else of after_fn."""
     import transformers
     from packaging.version import parse
 

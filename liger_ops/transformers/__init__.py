@@ -1,6 +1,6 @@
 """The operators inside Hugging Face models: `apply_liger_kernel(model)`.
 
-Needs transformers only where AutoLigerKernelForCausalLM is used.
+Only AutoLigerKernelForCausalLM needs transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models that are patched when they are made."""
+"""Models that are patched on construction."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from .patch import SWITCHES, apply_liger_kernel
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """:class:`transformers.AutoModelForCausalLM` whose models carry the operators. Takes the switches too."""
+    """:class:`transformers.AutoModelForCausalLM` that patches its models. Accepts the switches as keywords."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
-        switches = taken(kwargs)
+        switches = pop_switches(kwargs)
         return patched(super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs), switches)
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
-        switches = taken(kwargs)
+        switches = pop_switches(kwargs)
         return patched(super().from_config(config, **kwargs), switches)
 
 
-def taken(kwargs: dict[str, Any]) -> dict[str, Any]:
+def pop_switches(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs.pop(name) for name in (*SWITCHES, "memory_budget") if name in kwargs}
 
 
 def patched(model: Any, switches: dict[str, Any]) -> Any:
-    # output_loading_info=True makes it a pair.
+    # With output_loading_info=True the model comes in a tuple.
     apply_liger_kernel(model[0] if isinstance(model, tuple) else model, **switches)
     return model

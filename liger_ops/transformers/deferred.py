@@ -1,9 +1,9 @@
-"""Logits that are not there yet.
+"""Logits that are computed only if something other than the loss needs them.
 
-In training, a patched head returns a DeferredLogits: it remembers the hidden states and what the model does to the
-logits on the way to its loss: casts, shapes, slices of positions, scaling, a softcap. When `cross_entropy` meets it,
-the loss comes from the fused operator. Anything else that a model does with it makes the logits, and all that follows
-goes on with those, so a model that is not understood is only slower, never wrong.
+In training, a patched head returns DeferredLogits. They hold the hidden states and record what the model does to the
+logits before the loss: casts, reshapes, slices of positions, scaling, a softcap. `cross_entropy` of DeferredLogits
+calls the fused operator. Every other operation first materializes the logits and then runs on them, so an unknown
+model is slower but never wrong.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from .. import functional as F
 
 
 class LossCall:
-    """What the head computes instead of logits, inside its own call: sharded weights are whole only there.
+    """Arguments of the loss that the head computes in place of logits.
 
-    Neither a tuple nor a dataclass: hooks that cast tensors in the head's arguments must not find the class weights.
+    The head computes it inside its own call, because FSDP gathers sharded weights only for that call. This is neither a
+    tuple nor a dataclass, so that hooks that cast the tensors in the head's arguments do not find the class weights.
     """
 
-    loss: Tensor  # of `run`
+    loss: Tensor  # set by `run`
 
     def __init__(
         self,
@@ -56,34 +57,34 @@ class LossCall:
 
 
 def call_head(head: nn.Module, *inputs: Any) -> Tensor:
-    """The head's one call, with its hooks. Its own __call__ would put logits off again."""
+    """Calls the head with its hooks, but without its patched __call__, which would defer the logits again."""
     return nn.Module.__call__(head, *inputs)
 
 
-def through_logits(name: str) -> Callable:
+def on_logits(name: str) -> Callable:
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.logits(), name)(*made(args), **made(kwargs))
+        return getattr(self.logits(), name)(*materialize(args), **materialize(kwargs))
 
     method.__name__ = name
     return method
 
 
-def until_made(method: Callable) -> Callable:
-    """The method as long as there are no logits. Those that are there may have been written to."""
-    afterwards = through_logits(method.__name__)
+def unless_materialized(method: Callable) -> Callable:
+    """The method while the logits are deferred. Later calls use the materialized logits, in case they were modified."""
+    after = on_logits(method.__name__)
 
     @functools.wraps(method)
     def either(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return (afterwards if self.is_made() else method)(self, *args, **kwargs)
+        return (after if self.is_materialized() else method)(self, *args, **kwargs)
 
     return either
 
 
 class DeferredLogits:
-    """``scale * x``, or ``cap * tanh(scale * x)``, where x is ``head(hidden)``, or `hidden` itself with no head.
+    """``scale * x``, or ``cap * tanh(scale * x)``, where x is ``head(hidden)``, or `hidden` itself without a head.
 
-    hidden: (..., n), x: (..., V). Without a head the logits are there, wanted by the caller, and only casts, scaling
-    and softcap are put off: the loss takes the logits as they are.
+    hidden: (..., n), x: (..., V). Without a head, `hidden` holds the logits because the caller needs them. Only casts,
+    scaling and softcap are deferred, so that the cross_entropy operator can read the logits unchanged.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class DeferredLogits:
         self.scale = scale
         self.cap = cap
         self.requires_grad = torch.is_grad_enabled()
-        # Whose memory these logits lie in, and how, if they are a view.
+        # The base of a view, and the function that makes the view from the base's logits.
         self.view_from: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None
-        self.made: Tensor | None = None
+        self.computed: Tensor | None = None
 
     def like(self, hidden: Tensor | None = None, dtype: torch.dtype | None = None) -> DeferredLogits:
         return DeferredLogits(
@@ -115,17 +116,17 @@ class DeferredLogits:
         out.view_from = self, view
         return out
 
-    def is_made(self) -> bool:
-        return self.made is not None or (self.view_from is not None and self.view_from[0].is_made())
+    def is_materialized(self) -> bool:
+        return self.computed is not None or (self.view_from is not None and self.view_from[0].is_materialized())
 
     def logits(self) -> Tensor:
-        if self.made is None:
-            # Whoever asks first may do so where nothing is differentiated.
+        if self.computed is None:
+            # The first use may be under torch.no_grad().
             with torch.set_grad_enabled(self.requires_grad):
-                self.made = self.computed()
-        return self.made
+                self.computed = self.compute()
+        return self.computed
 
-    def computed(self) -> Tensor:
+    def compute(self) -> Tensor:
         if self.view_from is not None:
             base, view = self.view_from
             return view(base.logits())
@@ -138,11 +139,11 @@ class DeferredLogits:
             y = torch.tanh(y) * self.cap
         return y
 
-    # ---- What a model asks of its logits
+    # ---- Properties of tensors
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.vocabulary)) if self.made is None else self.made.shape
+        return torch.Size((*self.hidden.shape[:-1], self.vocabulary)) if self.computed is None else self.computed.shape
 
     @property
     def device(self) -> torch.device:
@@ -158,13 +159,13 @@ class DeferredLogits:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    # ---- What it does to them
+    # ---- Operations that stay deferred
 
-    @until_made
+    @unless_materialized
     def float(self) -> DeferredLogits:
         return self.to(torch.float32)
 
-    @until_made
+    @unless_materialized
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
             if isinstance(args[0], torch.dtype):
@@ -173,13 +174,13 @@ class DeferredLogits:
                 return self
         return self.logits().to(*args, **kwargs)
 
-    @until_made
+    @unless_materialized
     def contiguous(self, **options: Any) -> Any:
         if options:
             return self.logits().contiguous(**options)
         return self if self.hidden.is_contiguous() else self.like(self.hidden.contiguous())
 
-    @until_made
+    @unless_materialized
     def view(self, *shape: Any, **options: Any) -> Any:
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if options or len(sizes) < 2 or sizes[-1] != self.vocabulary:
@@ -187,14 +188,14 @@ class DeferredLogits:
         hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
         return self.view_of(hidden, lambda logits: logits.reshape(sizes))
 
-    @until_made
+    @unless_materialized
     def reshape(self, *shape: Any, **options: Any) -> Any:
         return self.logits().reshape(**options) if options else self.contiguous().view(*shape)
 
-    @until_made
+    @unless_materialized
     def __getitem__(self, index: Any) -> Any:
         entries = index if isinstance(index, tuple) else (index,)
-        if not leaves_last_dimension(entries, self.dim()):
+        if not keeps_last_dimension(entries, self.dim()):
             return self.logits()[index]
         if all(isinstance(entry, (int, slice, type(None), type(Ellipsis))) for entry in entries):
             return self.view_of(self.hidden[index], lambda logits: logits[index])
@@ -208,17 +209,17 @@ class DeferredLogits:
             out.cap = out.cap * factor
         return out
 
-    @until_made
+    @unless_materialized
     def __mul__(self, other: Any) -> Any:
         return self.scaled(other) if isinstance(other, (int, float)) else self.logits() * other
 
     __rmul__ = __mul__
 
-    @until_made
+    @unless_materialized
     def __truediv__(self, other: Any) -> Any:
         return self.scaled(1.0 / other) if isinstance(other, (int, float)) and other else self.logits() / other
 
-    @until_made
+    @unless_materialized
     def tanh(self) -> Any:
         if self.cap is not None:
             return self.logits().tanh()
@@ -245,29 +246,29 @@ class DeferredLogits:
                 self.logits(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
         if self.head is None:
-            alone = self.scale == 1.0 if self.cap is None else self.scale * self.cap == 1.0
-            logits, cap = (self.hidden, self.cap) if alone else (self.logits(), None)
+            unscaled = self.scale == 1.0 if self.cap is None else self.scale * self.cap == 1.0
+            logits, cap = (self.hidden, self.cap) if unscaled else (self.logits(), None)
             return F.cross_entropy(logits, target, weight, reduction, ignore_index, label_smoothing, softcap=cap)
         # cap * tanh(scale * x) = softcap * tanh(logits_scale * x / softcap)
         scale = self.scale if self.cap is None else self.scale * self.cap
         call = LossCall(target, weight, reduction, ignore_index, label_smoothing, self.cap, scale)
         loss = call_head(self.head, self.hidden, call)
-        # A hook that casts the head's output, as FSDP's output_dtype does, is for logits.
+        # A hook that casts the head's output, such as FSDP's output_dtype, is meant for logits and not for the loss.
         return loss if loss.dtype == call.loss.dtype else call.loss
 
-    # ---- Anything else
+    # ---- Operations that materialize the logits
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, DeferredLogits) and not first.is_made():
+        if isinstance(first, DeferredLogits) and not first.is_materialized():
             if func is functional.cross_entropy:
                 options = {k: v for k, v in kwargs.items() if k != "input"}
                 return first.cross_entropy(*args[1:], **options)
             if func is torch.tanh and len(args) == 1 and not kwargs:
                 return first.tanh()
-        return func(*made(args), **made(kwargs))
+        return func(*materialize(args), **materialize(kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -275,13 +276,13 @@ class DeferredLogits:
         return getattr(self.logits(), name)
 
 
-def made(tree: Any) -> Any:
-    """The same with logits in place of what was deferred."""
+def materialize(tree: Any) -> Any:
+    """The tree with logits in place of DeferredLogits."""
     return tree_map(lambda leaf: leaf.logits() if isinstance(leaf, DeferredLogits) else leaf, tree)
 
 
-def leaves_last_dimension(entries: tuple, dims: int) -> bool:
-    """Whether an index takes whole rows of logits."""
+def keeps_last_dimension(entries: tuple, dims: int) -> bool:
+    """Whether an index keeps the last dimension whole."""
     last = entries[-1]
     if isinstance(last, slice) and last == slice(None):
         return True
@@ -291,15 +292,15 @@ def leaves_last_dimension(entries: tuple, dims: int) -> bool:
 
 
 def dimensions_of(entry: Any) -> int:
-    """How many dimensions an entry of an index takes up."""
+    """How many dimensions an entry of an index consumes."""
     if entry is None:
         return 0
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
-# Operators are looked up on the class, where __getattr__ is not asked.
+# Python looks operators up on the class and ignores __getattr__.
 BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
 OTHERS = "neg pos abs invert eq ne lt le gt ge len iter contains setitem bool int float".split()
 for _name in {*OTHERS, *BINARY, *(side + n for side in "ri" for n in BINARY)} - {"imatmul"}:
     if f"__{_name}__" not in vars(DeferredLogits):
-        setattr(DeferredLogits, f"__{_name}__", through_logits(f"__{_name}__"))
+        setattr(DeferredLogits, f"__{_name}__", on_logits(f"__{_name}__"))

@@ -19,7 +19,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
-    # A distributed or quantised weight is of another class.
+    # Distributed and quantised weights have other classes.
     understood = type(self.weight) in (nn.Parameter, Tensor) and self.weight.dtype in FLOATS
     if understood and not use_torch_embedding():
         return F.embedding(input, self.weight, self.padding_idx)

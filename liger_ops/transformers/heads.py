@@ -1,4 +1,4 @@
-"""The head of a language model and its loss, which in training comes without logits."""
+"""The head of a language model and its loss, which in training is computed without the logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..projections import hooks_of
 from .deferred import DeferredLogits, LossCall, call_head
 from .outputs import without_deferred
-from .patched import Patched, Switches, give_subclass, has_own_forward
+from .patched import Patched, Switches, give_subclass, has_replaced_forward
 from .probe import NotUnderstood, original_class
 from .rebinding import inner_function
 
@@ -28,56 +28,58 @@ def head_of(model: Any) -> Any:
         return None
 
 
-# Whose hooks gather and free the head's weights, whatever goes in and comes out.
-GATHERING = ("torch.distributed.fsdp", "deepspeed.runtime.zero")
+# Modules whose hooks only gather and free weights, whatever the head's arguments and results are.
+GATHERING_HOOKS = ("torch.distributed.fsdp", "deepspeed.runtime.zero")
 
 
 def has_other_hooks(head: nn.Module) -> bool:
-    """Whether hooks expect logits of the head, or a tensor alone for its input."""
+    """Whether the head has hooks that expect a single tensor as its input and logits as its output."""
     hooks = itertools.chain.from_iterable(found.values() for found in hooks_of(head))
-    return any(not getattr(inner_function(h), "__module__", "").startswith(GATHERING) for h in hooks)
+    return any(not getattr(inner_function(h), "__module__", "").startswith(GATHERING_HOOKS) for h in hooks)
 
 
-class Mode(NamedTuple):
-    """What the head does in a call of its model with labels."""
+class HeadMode(NamedTuple):
+    """What the head returns while its model is called with labels."""
 
-    fuses: bool  # puts logits off
-    keeps: bool  # or else hands on those that are there, to another loss
-    thread: int = 0  # whose call that is
+    defers: bool  # deferred logits, for fused_linear_cross_entropy
+    wraps: bool  # otherwise: computed logits in DeferredLogits, for cross_entropy
+    thread: int = 0  # the thread that calls the model
 
     def operator(self, head: nn.Module) -> str:
-        """Which one the losses of such calls come from."""
-        # Who replaced the head's forward, as tensor parallelism does, gets its logits.
-        if self.fuses and not has_own_forward(head):
+        """The operator that computes the loss."""
+        # A replaced forward, as tensor parallelism installs, must be called to compute the logits.
+        if self.defers and not has_replaced_forward(head):
             return "fused_linear_cross_entropy"
-        if not self.keeps:
+        if not self.wraps:
             raise NotUnderstood("its head's forward was replaced")
         return "cross_entropy"
 
     def is_of_this_thread(self) -> bool:
-        # What is compiled neither asks for threads nor runs in two.
+        # Dynamo cannot trace get_ident.
         return torch.compiler.is_compiling() or self.thread in (0, threading.get_ident())
 
 
 def may_defer(head: nn.Linear) -> bool:
-    """Whether the head may be called for a loss in place of logits."""
-    # A weight that is distributed in other ways than FSDP's, or quantised, is of another class.
+    """Whether the head may compute a loss in place of logits."""
+    # Quantised weights, and weights that something other than FSDP distributes, have other classes.
     whole = type(head.weight) in (nn.Parameter, Tensor) or is_fully_sharded(head)
-    return whole and not has_own_forward(head) and not has_other_hooks(head)
+    return whole and not has_replaced_forward(head) and not has_other_hooks(head)
 
 
-def head_call(self: Any, input: Tensor) -> Any:
-    """Puts the logits off ahead of all hooks: these run once, around what is computed in the end. FSDP frees the
-    weights after one call, and two would be two gathers."""
+def deferring_call(self: Any, input: Tensor) -> Any:
+    """Defers the logits before any hook runs, so that hooks run once, around the computation of the loss or the logits.
+
+    FSDP gathers the weights before each call and frees them after it, so a second call would gather them again.
+    """
     mode = self.liger_mode
     if mode is None or not mode.is_of_this_thread():
         return call_head(self, input)
-    if mode.fuses and may_defer(self):
+    if mode.defers and may_defer(self):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         return DeferredLogits(self, input, dtype)
     logits = call_head(self, input)
-    return DeferredLogits(None, logits, logits.dtype) if mode.keeps and type(logits) is Tensor else logits
+    return DeferredLogits(None, logits, logits.dtype) if mode.wraps and type(logits) is Tensor else logits
 
 
 def head_forward(self: Any, input: Tensor, liger_call: LossCall | None = None) -> Tensor:
@@ -93,10 +95,10 @@ def patch_loss(model: nn.Module, switches: Switches, memory_budget: int | None) 
     parameters = list(inspect.signature(original).parameters)
     if "labels" not in parameters:
         raise NotUnderstood("its forward takes no labels")
-    take_head(model, memory_budget)
-    mode = Mode(switches["fused_linear_cross_entropy"], switches["cross_entropy"])
+    prepare_head(model, memory_budget)
+    mode = HeadMode(switches["fused_linear_cross_entropy"], switches["cross_entropy"])
     op = mode.operator(head_of(model))
-    has_loss = mode.fuses and isinstance(getattr(type(model), "loss_function", None), property)
+    has_loss = mode.defers and isinstance(getattr(type(model), "loss_function", None), property)
     loss: Any = model.loss_function if has_loss else None
 
     def members(cls: Any) -> dict[str, Any]:
@@ -108,15 +110,16 @@ def patch_loss(model: nn.Module, switches: Switches, memory_budget: int | None) 
     return op
 
 
-def operator_of(model: Any) -> str:
-    """Which one the losses of a patched model come from."""
+def loss_operator(model: Any) -> str:
+    """The operator that computes the losses of a patched model."""
     return type(model).liger_mode.operator(head_of(model))
 
 
 def loss_property(original: Any, loss: Callable) -> property:
-    """The model's loss function, which torch.compile leaves to Python where it ends in the call of a sharded head.
+    """The model's loss function, excluded from torch.compile if the head is sharded.
 
-    FSDP's hooks break graphs. Here they would break each function between the model's forward and the head.
+    FSDP's hooks break graphs. Otherwise they would break the graph of every function between the model's forward and
+    the head.
     """
     uncompiled = torch.compiler.disable(loss)
 
@@ -128,8 +131,8 @@ def loss_property(original: Any, loss: Callable) -> property:
     return property(loss_function, original.fset)
 
 
-def take_head(model: nn.Module, memory_budget: int | None) -> None:
-    """Patches the model's head, unless it is."""
+def prepare_head(model: nn.Module, memory_budget: int | None) -> None:
+    """Patches the model's head, unless it is patched already."""
     head = head_of(model)
     if head is None:
         raise NotUnderstood("has no output embedding")
@@ -138,41 +141,41 @@ def take_head(model: nn.Module, memory_budget: int | None) -> None:
     if type(head) is not nn.Linear and not (is_fully_sharded(head) and nn.Linear in type(head).__bases__):
         wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
         raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
-    members = {"__call__": head_call, "forward": head_forward, "liger_memory_budget": memory_budget}
+    members = {"__call__": deferring_call, "forward": head_forward, "liger_memory_budget": memory_budget}
     give_subclass(head, "head", "", memory_budget, lambda cls: members)
-    # On the instance from the start: torch.compile guards on where it lies.
+    # Always set it on the instance: torch.compile guards on where the attribute is found.
     head.liger_mode = None
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard manages the module, to which it gives a subclass of its class."""
+    """Whether fully_shard manages the module. It replaces the module's class by a subclass."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
 def is_unpatched(head: Any) -> bool:
-    return type(head) is nn.Linear and not has_own_forward(head)
+    return type(head) is nn.Linear and not has_replaced_forward(head)
 
 
-def model_forward(cls: type[nn.Module], labels_at: int, mode: Mode, memory_budget: int | None) -> Callable:
+def model_forward(cls: type[nn.Module], labels_position: int, mode: HeadMode, memory_budget: int | None) -> Callable:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        labels = kwargs.get("labels", args[labels_at] if len(args) > labels_at else None)
+        labels = kwargs.get("labels", args[labels_position] if len(args) > labels_position else None)
         head = head_of(self)
-        # resize_token_embeddings puts in another. Who wrapped this forward still calls it once the model is unpatched.
+        # resize_token_embeddings installs a new head. Wrappers may call this forward after the model is unpatched.
         if is_unpatched(head) and isinstance(self, Patched) and not torch.compiler.is_compiling():
-            take_head(self, memory_budget)
+            prepare_head(self, memory_budget)
         if labels is None or not isinstance(head, Patched) or head.liger_mode is not None:
             return cls.forward(self, *args, **kwargs)
         skip = self.training if skip_logits is None else skip_logits
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        head.liger_mode = Mode(skip and mode.fuses, mode.keeps, thread)
+        head.liger_mode = HeadMode(skip and mode.defers, mode.wraps, thread)
         try:
             out = cls.forward(self, *args, **kwargs)
         finally:
             head.liger_mode = None
         return without_deferred(out)
 
-    # Who unwraps functions stops here.
+    # inspect.unwrap must not go past this function.
     vars(forward).pop("__wrapped__")
     vars(forward)["__signature__"] = inspect.signature(cls.forward)
     return forward

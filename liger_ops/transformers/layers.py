@@ -1,4 +1,4 @@
-"""Decoder layers, in which a sum and the norm that reads it become one operator."""
+"""Decoder layers: a residual addition and the RMSNorm that follows become one operator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .probe import original_class
 from .rebinding import inner_function, rebinding_key, rebound
 
 
-def adds_before_norms(module: nn.Module) -> bool:
-    # The source first: to find out what norms compute takes longer.
+def has_fusable_norms(module: nn.Module) -> bool:
+    # Check the source first: probing norms takes longer.
     norms = frozenset(name for name, child in module.named_children() if looks_like_norm(child))
     forward = inner_function(original_class(type(module)).forward)
-    if not norms or rewrite.with_fused_sums(forward, norms) is None:
+    if not norms or rewrite.with_fused_norms(forward, norms) is None:
         return False
-    return rewrite.with_fused_sums(forward, rms_norms_of(module)) is not None
+    return rewrite.with_fused_norms(forward, rms_norms_of(module)) is not None
 
 
 def rms_norms_of(module: nn.Module) -> frozenset[str]:
@@ -31,7 +31,7 @@ def patch_layer(module: nn.Module, switches: Switches) -> str:
     norms = rms_norms_of(module)
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
-        code = rewrite.with_fused_sums(inner_function(cls.forward), norms)
+        code = rewrite.with_fused_norms(inner_function(cls.forward), norms)
         return {"forward": rebound(cls.forward, rewrite.HELPERS, code)}
 
     give_subclass(module, "layer", "fused_add_rms_norm", (norms, rebinding_key(type(module).forward)), members)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from . import probe
-from .patched import Switches, by_any_name, give_subclass, require_switch
+from .patched import Switches, accept_any_keyword, give_subclass, require_switch
 
 
 def looks_like_mlp(module: nn.Module) -> bool:
@@ -15,7 +15,7 @@ def looks_like_mlp(module: nn.Module) -> bool:
 
 
 def switch_of(gate: str) -> str:
-    """The switch for a key of probe.GATES."""
+    """The switch of a key of probe.GATES."""
     return gate.split()[0]
 
 
@@ -23,7 +23,7 @@ def patch_mlp(module: nn.Module, switches: Switches) -> str:
     mlp = probe.identify_mlp(module)
     gate = switch_of(mlp.gate)
     require_switch(switches, gate)
-    give_subclass(module, "mlp", gate, mlp, lambda cls: {"forward": by_any_name(probe.mlp_forward(mlp))})
+    give_subclass(module, "mlp", gate, mlp, lambda cls: {"forward": accept_any_keyword(probe.mlp_forward(mlp))})
     return gate
 
 

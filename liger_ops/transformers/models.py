@@ -1,6 +1,6 @@
-"""Names for models that have one of their own: `apply_liger_kernel_to_<name>(model, **switches)`.
+"""Functions for single model types: `apply_liger_kernel_to_<name>(model, **switches)`.
 
-They differ from `apply_liger_kernel` in one thing: they refuse a model of another type.
+They work as `apply_liger_kernel`, but refuse a model of another type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from .patch import apply_liger_kernel, unwrapped
 from .report import Report
 
-# name: the model types that it serves. Composite models have a type of their own and one for their text part.
+# name: accepted model types. Composite models have one type for the whole model and one for its text part.
 MODELS: dict[str, tuple[str, ...]] = {
     "cohere": ("cohere",),
     "cohere2": ("cohere2",),

@@ -1,4 +1,4 @@
-"""Norms."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from . import probe
-from .patched import Switches, by_any_name, give_subclass, require_switch
+from .patched import Switches, accept_any_keyword, give_subclass, require_switch
 from .probe import NotUnderstood, original_class
 
 
@@ -45,7 +45,7 @@ def patch_norm(module: nn.Module, switches: Switches) -> str:
             y = F.layer_norm(x, weight, self.bias, eps)
         return y if y.dtype == dtype else y.to(dtype)
 
-    members: dict[str, Any] = {"forward": by_any_name(forward), "liger_norm": norm}
+    members: dict[str, Any] = {"forward": accept_any_keyword(forward), "liger_norm": norm}
     for name in ("weight", "bias"):
         if not hasattr(module, name):
             members[name] = None

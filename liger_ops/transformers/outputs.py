@@ -1,4 +1,4 @@
-"""The output of a model whose logits were put off."""
+"""Outputs of models that hold deferred logits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .deferred import DeferredLogits
 
 
 def without_deferred(out: Any) -> Any:
-    """A model's output with logits, or without those that were never made."""
+    """A model's output with logits in place of DeferredLogits, and without those that were never materialized."""
     if isinstance(out, tuple) and not hasattr(out, "_fields"):
-        out = tuple(item for item in out if not never_made(item))
+        out = tuple(item for item in out if not never_materialized(item))
     return resolved(out)
 
 
-def never_made(item: Any) -> bool:
-    return isinstance(item, DeferredLogits) and item.head is not None and not item.is_made()
+def never_materialized(item: Any) -> bool:
+    return isinstance(item, DeferredLogits) and item.head is not None and not item.is_materialized()
 
 
 def resolved(item: Any) -> Any:
-    """The same with what deferred logits have become, or None, in their place."""
+    """The item with logits, or None if they were never materialized, in place of DeferredLogits."""
     if isinstance(item, DeferredLogits):
-        return None if never_made(item) else item.logits()
+        return None if never_materialized(item) else item.logits()
     if not any(map(holds_deferred, values_of(item))):
         return item
     if isinstance(item, Mapping):
@@ -51,7 +51,7 @@ def values_of(item: Any) -> Iterable[Any]:
 
 
 def fields_of(item: Any) -> dict[str, Any]:
-    """What a dataclass is made from."""
+    """The fields that a dataclass takes in its constructor."""
     if not dataclasses.is_dataclass(item) or isinstance(item, type):
         return {}
     return {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.init}

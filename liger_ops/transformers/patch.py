@@ -1,7 +1,7 @@
-"""Puts operators into one model, and takes them out again.
+"""Patches one model with the operators, and removes them again. See docs/rewriting.md.
 
-Nothing outside the model changes: not its classes, not transformers, not torch. Parameters, hooks, wrappers and
-state_dict keys stay what they are.
+Nothing outside the model changes: neither its classes, nor transformers, nor torch. Parameters, hooks, wrappers and
+state_dict keys stay the same.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, overload
 from torch import nn
 
 from .embeddings import is_embedding, patch_embedding
-from .heads import operator_of, patch_loss, take_head
-from .layers import adds_before_norms, patch_layer
+from .heads import loss_operator, patch_loss, prepare_head
+from .layers import has_fusable_norms, patch_layer
 from .mlps import looks_like_mlp, patch_experts, patch_mlp
 from .norms import looks_like_norm, patch_norm
-from .patched import Patched, Switches, deepcopy_as_patched, has_own_forward, reduce_as_original, restore
+from .patched import Patched, Switches, deepcopy_as_patched, has_replaced_forward, reduce_as_original, restore
 from .probe import NotUnderstood
-from .rebinding import calls
+from .rebinding import is_wrapper_of
 from .report import Report, Row
 from .rotary import patch_rotary, rotary_methods
 
@@ -40,7 +40,7 @@ def kind_of(module: nn.Module) -> tuple[str, Callable[[Any, Switches], str]] | N
         return "experts", patch_experts
     if looks_like_mlp(module):
         return "mlp", patch_mlp
-    if adds_before_norms(module):
+    if has_fusable_norms(module):
         return "layer", patch_layer
     return None
 
@@ -54,7 +54,7 @@ def patch_module(path: str, module: nn.Module, switches: Switches) -> Row | None
         return None
     kind, patch = found
     try:
-        if has_own_forward(module):
+        if has_replaced_forward(module):
             raise NotUnderstood("its forward was replaced")
         return Row(path, type(module).__name__, kind, patch(module, switches), "")
     except NotUnderstood as reason:
@@ -63,11 +63,13 @@ def patch_module(path: str, module: nn.Module, switches: Switches) -> Row | None
 
 def patch_head(model: nn.Module, switches: Switches, memory_budget: int | None) -> Row:
     try:
-        if has_own_forward(model) and not (isinstance(model, Patched) and calls(model.forward, type(model).forward)):
+        if has_replaced_forward(model) and not (
+            isinstance(model, Patched) and is_wrapper_of(model.forward, type(model).forward)
+        ):
             raise NotUnderstood("its forward was replaced")
         if isinstance(model, Patched):
-            take_head(model, memory_budget)
-            op = operator_of(model)
+            prepare_head(model, memory_budget)
+            op = loss_operator(model)
         else:
             op = patch_loss(model, switches, memory_budget)
         return Row("", type(model).__name__, "loss", op, "")
@@ -105,15 +107,15 @@ def apply_liger_kernel(
 def apply_liger_kernel(
     model_or_class: nn.Module | type[nn.Module], *, memory_budget: int | None = None, **switches: bool
 ) -> Report | type[nn.Module]:
-    """Puts the operators into a model and reports which module got which, and why others did not.
+    """Replaces modules of a model by operators, and reports which were replaced and why others were not.
 
-    Any causal language model of transformers will do, and modules of other origin as far as they are understood. Only
-    this instance changes; :func:`unpatch` undoes it; a second call finds nothing left to do. Given a class, returns a
-    subclass whose instances are patched when they are made.
+    Accepts any causal language model of transformers, and other modules whose computation is recognised. Only this
+    instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
+    that patches its instances on construction.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, embedding, cross_entropy, fused_linear_cross_entropy, all on by
-    default.
-    memory_budget: bytes that the fused loss may take for pieces of the logits.
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, embedding, cross_entropy, fused_linear_cross_entropy. All are
+    on by default.
+    memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 
     In training with labels the model returns no logits, unless its forward is called with ``skip_logits=False``.
     """
@@ -128,7 +130,7 @@ def apply_liger_kernel(
     rows = [row for path, module in others if (row := patch_module(path, module, chosen))]
     head = patch_head(model, chosen, memory_budget)
     if head.replacement or any(row.replacement for row in rows):
-        # They alone would be no reason to call a model understood.
+        # Patch embeddings only in models in which something else was recognised.
         rows = [row for path, module in embeddings if (row := patch_module(path, module, chosen))] + rows
     rows.append(head)
     report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
@@ -156,5 +158,5 @@ def patching_class(cls: type[nn.Module], memory_budget: int | None, switches: Sw
 
 
 def unpatch(model: nn.Module) -> int:
-    """Gives every module of the model its own class back. Returns how many had another."""
+    """Gives every module of the model its original class back. Returns the number of patched modules."""
     return sum(restore(module) for module in unwrapped(model).modules())

@@ -1,4 +1,4 @@
-"""A module is patched by giving it a subclass of its own class, with the same name, whose forward calls an operator."""
+"""Patching replaces the class of a module by a subclass with the same name, whose forward calls an operator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Switches = Mapping[str, bool]
 
 
 class Patched(nn.Module):
-    """Base of the subclasses that patched modules have."""
+    """Base of the subclasses of patched modules."""
 
     liger_original: type[nn.Module]
-    liger_row: tuple[str, str]  # kind and replacement, of a Row
+    liger_row: tuple[str, str]  # kind and replacement of the report's Row
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_as_original(self, protocol)
@@ -28,7 +28,7 @@ class Patched(nn.Module):
 
 
 def reduce_as_original(module: nn.Module, protocol: Any) -> Any:
-    """Pickled as what it was: the subclass exists in this process alone."""
+    """Pickles the module with its original class, because the subclass exists only in this process."""
     cls: Any = original_class(type(module))
     while "liger_base" in vars(cls):
         cls = cls.liger_base
@@ -56,7 +56,7 @@ def give_subclass(
     key: Any,
     members: Callable[[type[nn.Module]], dict[str, Any]],
 ) -> None:
-    """Gives the module the subclass of its class that `members` describe: one for all modules with the same key."""
+    """Sets the module's class to a subclass with these members. Modules with the same class, kind and key share it."""
     cls = type(module)
     found = _subclasses.get((cls, kind, key))
     if found is None:
@@ -73,13 +73,13 @@ def give_subclass(
 
 
 def restore(module: nn.Module) -> bool:
-    """Gives the module its own class back. Returns whether it had another."""
+    """Gives the module its original class back. Returns whether it was patched."""
     cls = type(module)
     if not issubclass(cls, Patched):
         return False
     if "liger_original" in cls.__dict__:
         module.__class__ = cls.liger_original
-    else:  # someone subclassed the class again, as fully_shard does
+    else:  # something else made a subclass of the patched class, as fully_shard does
         bases = tuple(b.__dict__.get("liger_original", b) for b in cls.__bases__)
         members = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(cls.__name__, bases, members)
@@ -89,18 +89,18 @@ def restore(module: nn.Module) -> bool:
 
 
 def rebind_forward(module: nn.Module) -> None:
-    """For accelerate, which moves inputs around the forward that it found on the instance."""
+    """Updates the forward that accelerate saved on the instance and calls between its hooks."""
     if "_old_forward" in module.__dict__:
         module.__dict__["_old_forward"] = types.MethodType(type(module).forward, module)
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether someone replaced this module's forward, other than accelerate, which calls the one that it found."""
+def has_replaced_forward(module: nn.Module) -> bool:
+    """Whether the instance has its own forward. Accelerate's does not count: it calls the one that it replaced."""
     return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
 
 
-def by_any_name(function: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The function for classes that differ in what they call its tensor."""
+def accept_any_keyword(function: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A forward that accepts its tensor under any keyword, because classes name it differently."""
 
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
         return function(self, *args, *named.values())

@@ -1,7 +1,7 @@
-"""Finds out by value which operator computes what a module or function computes.
+"""Identifies the operator that computes the same values as a module or function.
 
-A class is never trusted for its name: it runs on small random inputs on the CPU, with random parameters, and an
-operator takes its place only if the formula of that operator gives the same.
+The name of a class proves nothing. The class runs on small random inputs on the CPU, with random parameters. An
+operator replaces it only if the operator's formula gives the same values.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch.nn import functional
 from .. import functional as F
 from ..projections import is_bare_linear, project
 
-# Formulas that differ do so in the first digits; those that agree differ by rounding in fp32.
-SAME = 1e-4
+# Equal formulas differ by fp32 rounding; different formulas differ in the first digits.
+TOLERANCE = 1e-4
 
 
 class NotUnderstood(Exception):
-    """Says why no operator takes the place of a module."""
+    """The reason why no operator replaces a module."""
 
 
-def same(ours: Tensor, theirs: Any, tolerance: float = SAME) -> bool:
+def agrees(ours: Tensor, theirs: Any, tolerance: float = TOLERANCE) -> bool:
     if not isinstance(theirs, Tensor) or theirs.shape != ours.shape:
         return False
     scale = max(float(theirs.abs().max()), 1e-6)
     return float((ours.double() - theirs.double()).abs().max()) <= tolerance * scale
 
 
-def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers that neither the default device, nor the default dtype, nor the user's seed touch."""
+def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A random tensor that depends neither on the default device or dtype, nor on the user's seed."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
 
-def twin(module: nn.Module, **replaced: Any) -> nn.Module:
-    """A module that shares everything with `module` except the given entries of its __dict__."""
-    # FSDP's classes have a __new__ that makes and initialises modules of the class that they were.
+def shallow_copy(module: nn.Module, **replaced: Any) -> nn.Module:
+    """A copy of `module` that shares every attribute, except the given entries of its __dict__."""
+    # The __new__ of FSDP's classes would construct and initialise a module.
     copy: nn.Module = object.__new__(original_class(type(module)))
     copy.__dict__.update(module.__dict__, **replaced)
     copy.__dict__.pop("forward", None)
@@ -55,7 +55,8 @@ def original_class(cls: type) -> type[nn.Module]:
 
 
 def is_distributed(tensor: Tensor | None) -> bool:
-    """Whether this is a DTensor, whose class takes long to import. No operator knows how to shard."""
+    """Whether the tensor is a DTensor, for which the operators have no sharding rules."""
+    # isinstance would need DTensor, which is slow to import.
     return hasattr(tensor, "device_mesh")
 
 
@@ -70,15 +71,15 @@ def only_tensor_argument(function: Callable) -> bool:
 @dataclass(frozen=True)
 class Norm:
     op: str  # "rms_norm" or "layer_norm"
-    epsilon: str  # the attribute that holds it
+    epsilon: str  # name of the module's attribute
     offset: float = 0.0
     casting_mode: str = "llama"
-    promotes: bool = False  # whether a wider weight widens the result
+    promotes: bool = False  # whether a wider weight makes the result wider
 
 
 def epsilon_of(module: nn.Module, attribute: str, x: Tensor) -> float:
     value = getattr(module, attribute)
-    # torch's norms compute in fp32 at least.
+    # torch's norms compute in fp32 or wider.
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if value is None else value
 
 
@@ -108,15 +109,16 @@ def identify_norm(module: nn.Module) -> Norm:
     n = next((p.shape[0] for p in parameters.values()), math.prod(getattr(module, "normalized_shape", (24,))))
 
     def run(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # Large enough for whatever clamps.
-        made = {k: (20 * numbers(n, seed=7 + i)).to(dtype) for i, k in enumerate(parameters)}
-        held = {k: made.get(k) for k in module._parameters}
-        probe = twin(module, _parameters={k: None if v is None else nn.Parameter(v, False) for k, v in held.items()})
+        # Large values, so that a module that clamps differs from the formula.
+        values = {k: (20 * random_tensor(n, seed=7 + i)).to(dtype) for i, k in enumerate(parameters)}
+        held = {k: values.get(k) for k in module._parameters}
+        frozen = {k: None if v is None else nn.Parameter(v, False) for k, v in held.items()}
+        probe = shallow_copy(module, _parameters=frozen)
         with torch.no_grad():
             return cls.forward(probe, x), held.get("weight"), held.get("bias")
 
-    # Rows of which one is so small that epsilon counts.
-    rows = numbers(4, n) * torch.tensor([[1.0], [1e-3], [30.0], [1.0]], device="cpu")
+    # In the row of small values, epsilon affects the result.
+    rows = random_tensor(4, n) * torch.tensor([[1.0], [1e-3], [30.0], [1.0]], device="cpu")
     rows[3] += 2.0
     try:
         theirs, weight, bias = run(rows, torch.float32)
@@ -126,13 +128,13 @@ def identify_norm(module: nn.Module) -> Norm:
     candidates += [Norm("layer_norm", e) for e in names]
     for norm in candidates:
         exact = norm_formula(rows, weight, bias, epsilon_of(module, norm.epsilon, rows), norm)
-        if all(same(a, b) for a, b in zip(exact, theirs)):
+        if all(agrees(a, b) for a, b in zip(exact, theirs)):
             return refine_casting(norm, run, rows, epsilon_of(module, norm.epsilon, rows))
     raise NotUnderstood("computes something else")
 
 
 def refine_casting(norm: Norm, run: Callable, rows: Tensor, eps: float) -> Norm:
-    """Which rounding comes nearest in half precision, and whether a wider weight makes a wider result."""
+    """Finds the casting mode that is closest in bf16, and whether a wider weight makes the result wider."""
     half = rows.to(torch.bfloat16)
     promotes = run(half, torch.float32)[0].dtype == torch.float32
     if norm.op == "layer_norm":
@@ -166,7 +168,7 @@ PACKED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# For what no operator takes.
+# For distributed tensors, which the operators do not take.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": functional.silu,
     "geglu": lambda gate: functional.gelu(gate, approximate="tanh"),
@@ -176,12 +178,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class MLP:
-    gate: str  # of GATES
+    gate: str  # a key of GATES
     projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A projection, or what someone wrapped around one."""
+    """Whether the module is a projection, or a wrapper around one such as a LoRA layer."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
@@ -198,24 +200,24 @@ def identify_mlp(module: nn.Module) -> MLP:
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
         raise NotUnderstood("has dropout")
 
-    # The same module over small projections.
+    # Run the module with small projections.
     hidden, inner = 6, 10
     down = [n for n in linears if linears[n].out_features == next(iter(linears.values())).in_features][-1:]
     if not down:
-        raise NotUnderstood("its projections do not return to the input's size")
+        raise NotUnderstood("no projection returns to the size of the input")
     sizes = {linears[down[0]].out_features: hidden, linears[down[0]].in_features: inner}
     sizes.setdefault(2 * linears[down[0]].in_features, 2 * inner)
     if any(m.in_features not in sizes or m.out_features not in sizes for m in linears.values()):
-        raise NotUnderstood("its projections have sizes of their own")
+        raise NotUnderstood("its projections have unexpected sizes")
     small: dict[str, nn.Module] = {}
     for i, (name, linear) in enumerate(linears.items()):
         shape = sizes[linear.out_features], sizes[linear.in_features]
         small[name] = nn.Linear(*shape[::-1], bias=False, device="meta")
-        small[name].weight = nn.Parameter(numbers(*shape, seed=i).double(), False)
+        small[name].weight = nn.Parameter(random_tensor(*shape, seed=i).double(), False)
     scalars = {k: sizes.get(v, v) for k, v in vars(module).items() if type(v) is int}
-    probe = twin(module, _modules={**module._modules, **small}, training=True, **scalars)
-    # The second input is large enough for whatever clamps.
-    inputs = [numbers(5, hidden, seed=9).double(), 50 * numbers(5, hidden, seed=10).double()]
+    probe = shallow_copy(module, _modules={**module._modules, **small}, training=True, **scalars)
+    # The second input is large, so that an MLP that clamps differs from the formula.
+    inputs = [random_tensor(5, hidden, seed=9).double(), 50 * random_tensor(5, hidden, seed=10).double()]
     try:
         with torch.no_grad():
             theirs = [cls.forward(probe, x) for x in inputs]
@@ -224,7 +226,7 @@ def identify_mlp(module: nn.Module) -> MLP:
     for names, gate in itertools.product(itertools.permutations(linears), GATES):
         mlp = MLP(gate, names)
         try:
-            if all(same(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
+            if all(agrees(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
                 return mlp
         except RuntimeError:
             continue
@@ -238,12 +240,12 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
         product, product_linear = GATES[mlp.gate], LINEAR[mlp.gate]
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
-            (gated, by), last = project((getattr(self, gate), getattr(self, up)), x), getattr(self, down)
-            if is_distributed(gated):
-                return last(activation(gated) * by)
+            (gate_out, up_out), last = project((getattr(self, gate), getattr(self, up)), x), getattr(self, down)
+            if is_distributed(gate_out):
+                return last(activation(gate_out) * up_out)
             if is_bare_linear(last):
-                return product_linear(gated, by, last.weight, last.bias)
-            return last(product(gated, by))
+                return product_linear(gate_out, up_out, last.weight, last.bias)
+            return last(product(gate_out, up_out))
 
         return forward
     gate_up, down = mlp.projections
@@ -252,24 +254,24 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     def packed_forward(self: nn.Module, x: Tensor) -> Tensor:
         both, last = getattr(self, gate_up)(x), getattr(self, down)
         if is_distributed(both):
-            gated, by = both.chunk(2, -1)
-            return last(activation(gated) * by)
+            gate_out, up_out = both.chunk(2, -1)
+            return last(activation(gate_out) * up_out)
         return last(packed(both))
 
     return packed_forward
 
 
 def identify_experts(module: nn.Module) -> str:
-    """The gate of a stack of experts, which transformers applies by a method of its own."""
+    """The key of GATES for a stack of experts, whose gate transformers applies in the method `_apply_gate`."""
     cls: Any = original_class(type(module))
-    x = torch.cat([numbers(5, 12, seed=9), 50 * numbers(5, 12, seed=10)])
+    x = torch.cat([random_tensor(5, 12, seed=9), 50 * random_tensor(5, 12, seed=10)])
     try:
         with torch.no_grad():
-            theirs = cls._apply_gate(twin(module), x)
+            theirs = cls._apply_gate(shallow_copy(module), x)
     except Exception as error:
         raise NotUnderstood(f"its gate does not run on a small input ({type(error).__name__})") from None
     for gate, packed in PACKED.items():
-        if same(packed(x), theirs, 1e-6):
+        if agrees(packed(x), theirs, 1e-6):
             return gate
     raise NotUnderstood("its gate computes something else")
 
@@ -279,26 +281,26 @@ def identify_experts(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Rotary:
-    kind: str  # of KINDS, or "complex"
-    arguments: tuple[str, ...]  # of the function
-    tensors: int  # how many it rotates
+    kind: str  # a key of KINDS, or "complex"
+    arguments: tuple[str, ...]  # names of the function's parameters
+    tensors: int  # number of rotated tensors: q and k, or one
     layout: str  # "BHSD", "BSHD" or "SHD"
-    promotes: bool = False  # whether wider angles widen the result
+    promotes: bool = False  # whether wider cos and sin make the result wider
 
 
-def turn_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     r = cos.shape[-1]
     a, b = x[..., : r // 2], x[..., r // 2 : r]
     return torch.cat([x[..., :r] * cos + torch.cat([-b, a], -1) * sin, x[..., r:]], -1)
 
 
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     r = cos.shape[-1]
     turned = torch.stack([-x[..., 1:r:2], x[..., 0:r:2]], -1).flatten(-2)
     return torch.cat([x[..., :r] * cos + turned * sin, x[..., r:]], -1)
 
 
-# What each kind makes of the angles' table, and how it pairs columns.
+# kind: (how cos and sin are expanded to all rotated columns, whether neighbouring columns form a pair)
 KINDS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "half": (lambda t: t, False),
     "interleaved": (lambda t: t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1), True),
@@ -318,7 +320,7 @@ def identify_rotary(function: Callable) -> Rotary:
     raise NotUnderstood(f"{function.__name__} takes ({', '.join(names)})")
 
 
-def attempt(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def try_call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     try:
         with torch.no_grad():
             out = function(*args, **kwargs)
@@ -331,23 +333,23 @@ def identify_angles(function: Callable, names: tuple[str, ...], tensors: int) ->
     size, positions = 8, 5
     for layout in ("BHSD", "SHD"):
         shapes = [(2, 3, positions, size), (2, 2, positions, size)] if layout == "BHSD" else [(positions, 3, size)] * 2
-        x = [numbers(*shape, seed=i) for i, shape in enumerate(shapes[:tensors])]
+        x = [random_tensor(*shape, seed=i) for i, shape in enumerate(shapes[:tensors])]
         for kind, (widen, pairs) in KINDS.items():
             seen = False
             for width in (size, size // 2):
-                table = [numbers(*shapes[0][:-3], positions, width // 2, seed=3 + i) for i in range(2)]
+                table = [random_tensor(*shapes[0][:-3], positions, width // 2, seed=3 + i) for i in range(2)]
                 if kind != "half table":
                     table = [torch.cat([t, t], -1) for t in table]
-                theirs = attempt(function, *x, *table)
+                theirs = try_call(function, *x, *table)
                 if theirs is None:
                     continue
                 heads = -3 if layout == "BHSD" else -2
                 cos, sin = (widen(t).unsqueeze(heads).double() for t in table)
-                turn = turn_pairs if pairs else turn_half
-                if cos.shape[-1] > size or not all(same(turn(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
+                rotate = rotate_pairs if pairs else rotate_halves
+                if cos.shape[-1] > size or not all(agrees(rotate(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
                     break
                 seen = True
-                half = attempt(function, *(t.to(torch.bfloat16) for t in x), *table)
+                half = try_call(function, *(t.to(torch.bfloat16) for t in x), *table)
             else:
                 if seen:
                     return Rotary(kind, names, tensors, layout, half is not None and half[0].dtype == torch.float32)
@@ -355,22 +357,22 @@ def identify_angles(function: Callable, names: tuple[str, ...], tensors: int) ->
 
 
 def identify_complex(function: Callable, names: tuple[str, ...]) -> Rotary:
-    angles = numbers(2, 5, 4, seed=5)
+    angles = random_tensor(2, 5, 4, seed=5)
     freqs = torch.polar(torch.ones_like(angles), angles)
     for layout in ("BHSD", "BSHD"):
-        x = [numbers(2, *((heads, 5) if layout == "BHSD" else (5, heads)), 8, seed=heads) for heads in (3, 2)]
-        theirs = attempt(function, *x, freqs)
+        x = [random_tensor(2, *((heads, 5) if layout == "BHSD" else (5, heads)), 8, seed=heads) for heads in (3, 2)]
+        theirs = try_call(function, *x, freqs)
         if theirs is None:
             continue
         heads = layout.index("H")
         cos, sin = (t.repeat_interleave(2, -1).unsqueeze(heads).double() for t in (angles.cos(), angles.sin()))
-        if all(same(turn_pairs(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
+        if all(agrees(rotate_pairs(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
             return Rotary("complex", names, 2, layout)
     raise NotUnderstood(f"{function.__name__} computes something else")
 
 
 def rotary_function(rotary: Rotary, original: Callable) -> Callable:
-    """A function with the original's signature. What it was not tried on goes to the original."""
+    """A function with the original's signature. Calls with arguments that were not probed go to the original."""
     if rotary.kind == "complex":
         return complex_rotary_function(rotary, original)
     widen, pairs = KINDS[rotary.kind]
@@ -379,7 +381,7 @@ def rotary_function(rotary: Rotary, original: Callable) -> Callable:
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
         table = widen(cos), widen(sin)
-        # Autocast narrows the result for attention anyway.
+        # Under autocast, attention casts q and k to half precision anyway.
         if rotary.promotes and cos.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
             q, k = q.to(cos.dtype), k.to(cos.dtype)
         elif cos.dtype not in (q.dtype, torch.float32):

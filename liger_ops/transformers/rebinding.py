@@ -1,4 +1,4 @@
-"""Copies of functions that see other globals."""
+"""Copies of functions with other globals."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import Any
 
 
 def inner_function(function: Any) -> Any:
-    """What decorators wrap."""
+    """The function inside its decorators."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
-def calls(wrapper: Any, function: Any) -> bool:
-    """Whether this is the function, as decorators and methods have it."""
+def is_wrapper_of(wrapper: Any, function: Any) -> bool:
+    """Whether the wrapper, a decorated function or a bound method, ends in a call of the function."""
     return getattr(inner_function(wrapper), "__func__", inner_function(wrapper)) is function
 
 
 def rebound(function: Any, replaced: dict[str, Callable], code: types.CodeType | None = None) -> Any:
-    """A copy of a function, and of the decorators around it, that sees `replaced` among its globals, with `code` in place
-    of its own if given.
+    """A copy of a function and its decorators, with `replaced` among its globals and, if given, `code` as its code.
 
-    The copy's globals hold only what its code names and not the module's __name__, by which torch.compile would look
-    them up in the module instead.
+    The copy's globals hold only the names that its code uses. They must not hold the module's __name__, because
+    torch.compile would then read the globals from the module.
     """
     cells = function.__closure__
     wrapped = getattr(function, "__wrapped__", None)
@@ -48,7 +47,7 @@ def rebound(function: Any, replaced: dict[str, Callable], code: types.CodeType |
 
 
 def rebinding_key(function: Any) -> tuple:
-    """The function and the globals that it names now: by the time of the next model, others may stand in their place."""
+    """A cache key: the function and the identity of the globals that it uses, which may change between patches."""
     inner = inner_function(function)
     known = inner.__globals__
     return function, *(id(known[name]) for name in sorted(names_in(inner.__code__)) if name in known)

@@ -1,4 +1,4 @@
-"""What a patch replaced, what it left alone, and why: a table, and the same as data."""
+"""The report of a patch: which modules it replaced and left alone, and why, as a table and as data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    module: str  # its path in the model
-    type: str  # the name of its class
+    module: str  # path in the model
+    type: str  # name of the class
     kind: str  # "layer", "norm", "mlp", "experts", "rope", "embedding" or "loss"
-    replacement: str  # the operator that serves it now, or nothing
-    reason: str  # why it was left alone
+    replacement: str  # the operator that computes it now, or ""
+    reason: str  # why it was left alone, or ""
 
 
 class Report:
@@ -35,8 +35,8 @@ class Report:
 
     def __str__(self) -> str:
         groups = Counter((row.kind, row.type, row.replacement, row.reason) for row in self.rows)
-        lines = [("kind", "class", "modules", "now", "why not")]
-        lines += [(kind, cls, str(n), now or "as it was", why) for (kind, cls, now, why), n in groups.items()]
+        lines = [("kind", "class", "modules", "operator", "reason")]
+        lines += [(kind, cls, str(n), op or "left alone", reason) for (kind, cls, op, reason), n in groups.items()]
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
         return "\n".join([f"liger_ops on {self.model_type}", *table])

@@ -1,18 +1,24 @@
-"""What a model's source says in two statements and operators do in one, found in the source of its forwards.
+"""Rewrites the source of a forward so that one call replaces several statements. See docs/rewriting.md.
 
-    q = self.q_proj(x) ...                 projections of one input, or one alone
-    k = self.k_proj(x) ...
-    v = self.v_proj(x) ...
+Projections of one input (or a single projection):
 
-    residual = h                           a residual that a norm reads too: its two gradients meet in the norm's
+    q = self.q_proj(x) ...                 liger_q_proj, liger_k_proj = liger_project((self.q_proj, self.k_proj), x)
+    k = self.k_proj(x) ...                 q = liger_q_proj ...
+                                           k = liger_k_proj ...
+
+A norm whose input is also the residual (one backward kernel adds both gradients):
+
+    residual = h                           h, residual = liger_norm_and_input(self.norm, h)
     h = self.norm(h)
 
-    h = residual + h                       the sum of a residual, which the next norm reads
+A residual addition and the norm that follows:
+
+    h = residual + h                       h, residual = liger_add_norm(self.norm, h, residual)
     residual = h
     h = self.norm(h)
 
-A function is rewritten only if its source compiles to the very code that it runs, and only in these statements. What the
-modules are is looked up in every call: whoever wraps or hooks one of them is called as before.
+A function is rewritten only if its source compiles to the bytecode that it runs. The helpers look modules up in every
+call, so wrapped or hooked modules are still called.
 """
 
 from __future__ import annotations
@@ -31,11 +37,11 @@ from .. import functional as F
 from ..projections import has_hooks, project, saves_passes
 from . import probe
 
-PROJECT, KEEP_NORM, ADD_NORM = "liger_project", "liger_keep_norm", "liger_add_norm"
+PROJECT, NORM_AND_INPUT, ADD_NORM = "liger_project", "liger_norm_and_input", "liger_add_norm"
 
 
 def bare_rms_norm(norm: Any, x: Tensor) -> probe.Norm | None:
-    """What a patched norm computes of x, if nobody wraps or hooks it."""
+    """The formula of a patched RMSNorm, or None if its forward must be called: it is hooked, wrapped or distributed."""
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
         return None
@@ -44,8 +50,8 @@ def bare_rms_norm(norm: Any, x: Tensor) -> probe.Norm | None:
     return found if norm.weight is None or norm.weight.dtype == x.dtype else None
 
 
-class _NormBesideInput(torch.autograd.Function):
-    """rms_norm(x) and x, whose gradients one kernel adds up."""
+class _NormAndInput(torch.autograd.Function):
+    """rms_norm(x) and x. In backward, one kernel adds the gradients of both."""
 
     @staticmethod
     def forward(
@@ -68,13 +74,13 @@ class _NormBesideInput(torch.autograd.Function):
         return dx, dweight if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def keep_norm(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def norm_and_input(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """``norm(x)`` and ``x``."""
     found = bare_rms_norm(norm, x) if saves_passes(x) else None
     if found is None:
         return norm(x), x
     eps = probe.epsilon_of(norm, found.epsilon, x)
-    return _NormBesideInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
+    return _NormAndInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +93,11 @@ def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return F.fused_add_rms_norm(x, residual, norm.weight, eps, found.offset, found.casting_mode)
 
 
-HELPERS: dict[str, Callable] = {PROJECT: project, KEEP_NORM: keep_norm, ADD_NORM: add_norm}
+HELPERS: dict[str, Callable] = {PROJECT: project, NORM_AND_INPUT: norm_and_input, ADD_NORM: add_norm}
 
 
 def child_called(node: ast.AST) -> tuple[str, str] | None:
-    """(child, argument) where the node is ``self.child(argument)``."""
+    """(child, argument) if the node is ``self.child(argument)``."""
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -106,22 +112,29 @@ def child_called(node: ast.AST) -> tuple[str, str] | None:
 
 
 def writes(node: ast.AST, name: str) -> bool:
-    """Whether a name may hold something else, or its tensor other numbers, after what is below the node."""
+    """Whether the code below the node may rebind the name, or write to its tensor, as ``x[0] = y``, ``x.mul_()``,
+    ``torch.relu_(x)`` or ``out=x`` do."""
     for below in ast.walk(node):
         if isinstance(below, ast.Name) and below.id == name and not isinstance(below.ctx, ast.Load):
             return True
-        if isinstance(below, ast.Attribute) and is_name(below.value, name) and below.attr.endswith("_"):
-            return True
+        if isinstance(below, (ast.Attribute, ast.Subscript)) and is_name(below.value, name):
+            if isinstance(below.ctx, ast.Store) or getattr(below, "attr", "").endswith("_"):
+                return True
+        if isinstance(below, ast.Call):
+            function = getattr(below.func, "attr", getattr(below.func, "id", ""))
+            given = [k.value for k in below.keywords if k.arg == "out"] + (below.args if function.endswith("_") else [])
+            if any(is_name(argument, name) for argument in given):
+                return True
     return False
 
 
 def may_change(statement: ast.stmt, name: str) -> bool:
-    """Whether that holds for a statement, or the next one may not be reached."""
+    """Whether the statement may change the name, or may keep the next statement from running."""
     return not isinstance(statement, ast.Assign) or writes(statement, name)
 
 
 def always_evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and what is below it, except for what may be evaluated later, more than once, or not at all."""
+    """The node and its descendants, except those that may be evaluated later, more than once, or never."""
     yield node
     if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         return
@@ -147,7 +160,7 @@ def expression(text: str) -> ast.expr:
 
 
 def share_projections(block: list[ast.stmt], linears: frozenset[str], function: ast.FunctionDef) -> bool:
-    """Makes one call of all calls of `linears` with one name, between which the name keeps its value."""
+    """Merges the calls of `linears` with the same name as argument, if the name keeps its value between the calls."""
     calls: dict[str, list[tuple[int, ast.AST, str]]] = {}
     for position, statement in enumerate(block):
         if not isinstance(statement, ast.Assign):
@@ -193,17 +206,17 @@ def is_name(node: ast.AST, name: str) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    """(name, value) where the statement is ``name = value``."""
+def simple_assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """(name, value) if the statement is ``name = value``."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
         return statement.targets[0].id, statement.value
     return None
 
 
-def fuse_sums(block: list[ast.stmt], norms: frozenset[str], function: ast.FunctionDef) -> bool:
-    """Makes one statement of a ``h = residual + x; residual = h; h = self.norm(h)``."""
+def fuse_add_norm(block: list[ast.stmt], norms: frozenset[str], function: ast.FunctionDef) -> bool:
+    """Merges ``h = residual + x; residual = h; h = self.norm(h)`` into one statement."""
     for i in range(len(block) - 2):
-        total, kept, normed = map(assigned, block[i : i + 3])
+        total, kept, normed = map(simple_assignment, block[i : i + 3])
         if total is None or kept is None or normed is None:
             continue
         (h, summed), (residual, copied), (result, called) = total, kept, normed
@@ -222,10 +235,10 @@ def fuse_sums(block: list[ast.stmt], norms: frozenset[str], function: ast.Functi
     return False
 
 
-def keep_inputs(block: list[ast.stmt], norms: frozenset[str], function: ast.FunctionDef) -> bool:
-    """Makes one statement of a ``residual = h; h = self.norm(h)``, if all that follows from the residual is sums."""
+def fuse_norm_and_input(block: list[ast.stmt], norms: frozenset[str], function: ast.FunctionDef) -> bool:
+    """Merges ``residual = h; h = self.norm(h)`` into one statement, if the residual is read only in additions."""
     for i in range(len(block) - 1):
-        kept, normed = map(assigned, block[i : i + 2])
+        kept, normed = map(simple_assignment, block[i : i + 2])
         if kept is None or normed is None:
             continue
         (residual, copied), (h, called) = kept, normed
@@ -234,13 +247,13 @@ def keep_inputs(block: list[ast.stmt], norms: frozenset[str], function: ast.Func
         child, argument = child_called(called) or ("", "")
         if child not in norms or argument != h or not only_added(residual, function):
             continue
-        block[i : i + 2] = [assignment((h, residual), expression(f"{KEEP_NORM}(self.{child}, {h})"), block[i + 1])]
+        block[i : i + 2] = [assignment((h, residual), expression(f"{NORM_AND_INPUT}(self.{child}, {h})"), block[i + 1])]
         return True
     return False
 
 
 def only_added(name: str, function: ast.FunctionDef) -> bool:
-    """Whether a function reads a name in sums alone: nobody then writes to the tensor, or asks what it is."""
+    """Whether the function reads a name only as an operand of ``+``: nothing writes to its tensor or inspects it."""
     added: set[int] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.AugAssign) and is_name(node.target, name):
@@ -253,7 +266,7 @@ def only_added(name: str, function: ast.FunctionDef) -> bool:
     return all(id(node) in added for node in reads)
 
 
-def definition_of(code: types.CodeType, module: ast.Module) -> ast.FunctionDef | None:
+def find_definition(code: types.CodeType, module: ast.Module) -> ast.FunctionDef | None:
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
             if code.co_firstlineno == min([node.lineno, *(d.lineno for d in node.decorator_list)]):
@@ -261,12 +274,12 @@ def definition_of(code: types.CodeType, module: ast.Module) -> ast.FunctionDef |
     return None
 
 
-def code_within(module: types.CodeType, like: types.CodeType) -> types.CodeType | None:
+def find_code(module: types.CodeType, like: types.CodeType) -> types.CodeType | None:
     for constant in module.co_consts:
         if isinstance(constant, types.CodeType):
             if (constant.co_name, constant.co_firstlineno) == (like.co_name, like.co_firstlineno):
                 return constant
-            if (found := code_within(constant, like)) is not None:
+            if (found := find_code(constant, like)) is not None:
                 return found
     return None
 
@@ -286,32 +299,32 @@ def change_all(change: Change, function: ast.FunctionDef, children: frozenset[st
 def rewritten(
     function: types.FunctionType, changes: tuple[Change, ...], children: frozenset[str]
 ) -> types.CodeType | None:
-    """The function's code after these changes, one after the other; None if the first finds nothing to change."""
+    """The function's code after applying the changes in order, or None if the first one does not apply."""
     try:
         code = function.__code__
         source = "".join(inspect.findsource(function)[0])
         module = ast.parse(source)
-        plain = code_within(compile(source, code.co_filename, "exec", dont_inherit=True), code)
+        plain = find_code(compile(source, code.co_filename, "exec", dont_inherit=True), code)
     except (AttributeError, OSError, SyntaxError):
         return None
-    definition = definition_of(code, module)
+    definition = find_definition(code, module)
     if plain is None or definition is None or plain.co_code != code.co_code:
         return None
-    # The whole module once more: how a name is called depends on whether the module imports it.
     for i, change in enumerate(changes):
         if not change_all(change, definition, children) and i == 0:
             return None
-    return code_within(compile(ast.fix_missing_locations(module), code.co_filename, "exec", dont_inherit=True), code)
+    # Compile the whole module again: CPython calls a name differently if the module imports it.
+    return find_code(compile(ast.fix_missing_locations(module), code.co_filename, "exec", dont_inherit=True), code)
 
 
 def with_shared_projections(function: types.FunctionType, linears: frozenset[str]) -> types.CodeType | None:
-    """The function's code with the calls of these children brought together; None where there are none."""
+    """The function's code with merged calls of these children, or None if it has none."""
     return rewritten(function, (share_projections,), linears)
 
 
-def with_fused_sums(function: types.FunctionType, norms: frozenset[str]) -> types.CodeType | None:
-    """The function's code with the sums that these children read taken into their calls; None where there are none."""
-    return rewritten(function, (fuse_sums, keep_inputs), norms)
+def with_fused_norms(function: types.FunctionType, norms: frozenset[str]) -> types.CodeType | None:
+    """The function's code with residual additions merged into the calls of these norms, or None if it has none."""
+    return rewritten(function, (fuse_add_norm, fuse_norm_and_input), norms)
 
 
 def projections_of(module: nn.Module) -> frozenset[str]:

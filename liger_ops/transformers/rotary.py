@@ -1,4 +1,4 @@
-"""Rotary position embedding: the modules whose methods call a rotary function."""
+"""Rotary position embedding: modules with a method that calls a rotary function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_rotary(name: str, value: Any) -> bool:
 
 
 def rotary_methods(cls: type) -> dict[str, dict[str, Any]]:
-    """Methods that rotate, and the functions of their module that they do it with."""
+    """The methods of a class that call rotary functions, with these functions by name."""
     found = {}
     for method, function in methods_of(cls):
         inner = inner_function(function)

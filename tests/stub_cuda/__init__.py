@@ -1,4 +1,4 @@
-"""The runtime over a stub driver: tests run functions in processes of their own, where libcuda.so.1 is the stub."""
+"""Tests of the runtime without a GPU: they run functions in a new process, where libcuda.so.1 is a stub driver."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LIBRARIES = ROOT / "liger_ops" / "lib"
 
 class Run(NamedTuple):
     value: Any
-    log: list[str]  # what the runtime said, without its prefix
+    log: list[str]  # lines that the runtime logged, without their prefix
 
 
 @cache
 def scratch() -> Path:
-    """A folder of this test session, writable by this user alone."""
+    """A temporary folder of this test session, writable only by this user."""
     folder = tempfile.mkdtemp(prefix="liger_ops_stub")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -54,7 +54,7 @@ def cublas_folder() -> Path:
 
 
 def environment(**changes: Any) -> dict[str, str]:
-    """The stub for a driver, the packs of this tree, and no folder that could cache compiled kernels."""
+    """Environment variables that select the stub driver and the test packs, and disable the kernel cache."""
     no_cache = dict.fromkeys(["LIGER_OPS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"], "")
     defaults = {
         "LD_LIBRARY_PATH": driver_folder(),
@@ -66,8 +66,8 @@ def environment(**changes: Any) -> dict[str, str]:
 
 
 def run(function: Callable, *arguments: Any, needs: Sequence[Callable] = (), **env: Any) -> Run:
-    """Calls a function of a test file, by its source and that of others that it calls, in a process that has the names
-    of stub_cuda.client."""
+    """Calls `function` in a new process and returns its value and log. The process runs the source of `function` and of
+    `needs`, the helpers that it calls; both can use the names of stub_cuda.client."""
     from support import run_python
 
     call = f"{function.__name__}(*json.loads({json.dumps(arguments)!r}))"
@@ -80,7 +80,7 @@ def run(function: Callable, *arguments: Any, needs: Sequence[Callable] = (), **e
 
 
 def fnv(data: bytes) -> str:
-    """The hash that the stub records of a module."""
+    """The hash that the stub records for a module (FNV-1a)."""
     value = 0xCBF29CE484222325
     for byte in data:
         value = (value ^ byte) * 0x100000001B3 & (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""What a function sees that stub_cuda.run calls: the torch-free runtime, and the stub's record."""
+"""Names for functions that stub_cuda.run calls: the torch-free runtime and the stub driver's record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ runtime = importlib.import_module("_runtime")
 
 
 class Driver:
-    """The stub's own functions. Loading it is the runtime's business, so it happens at first use."""
+    """The stub's control functions. Opens the library at first use, because the runtime must load it first."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(ctypes.CDLL("libcuda.so.1"), f"stub_{name}")
@@ -38,7 +38,7 @@ driver = Driver()
 
 
 def calls(name: str) -> list[dict[str, str]]:
-    """The facts of every recorded call of this name."""
+    """The recorded key=value pairs of every call with this name."""
     lines = [line.split() for line in driver.record().decode().splitlines()]
     return [dict(fact.split("=", 1) for fact in facts) for call, *facts in lines if call == name]
 
@@ -46,7 +46,7 @@ def calls(name: str) -> list[dict[str, str]]:
 def launch(
     kernel: str, variant: int = 0, device: int = 0, grid=(1, 1, 1), args: bytes | None = None, stream: int = 0
 ) -> None:
-    """Launches from a thread of its own, as torch's device guard would: with no other device current."""
+    """Launches from a new thread, in which no device is current yet."""
     failure: list[Exception] = []
 
     def body() -> None:
@@ -64,7 +64,7 @@ def launch(
 
 
 def refusal(kernel: str = "column_sum", **options: Any) -> str:
-    """The message of a launch that fails; empty if it does not."""
+    """The error message of a launch; empty if it succeeds."""
     try:
         launch(kernel, **options)
     except RuntimeError as error:
@@ -73,7 +73,7 @@ def refusal(kernel: str = "column_sum", **options: Any) -> str:
 
 
 def served_by(kernel: str = "column_sum", **options: Any) -> str | None:
-    """The source that served a launch; None if none did."""
+    """The source of the kernel that a launch used (aot, jit, ...); None if the launch failed."""
     runtime.reset_counts()
     if refusal(kernel, **options):
         return None
@@ -82,7 +82,7 @@ def served_by(kernel: str = "column_sum", **options: Any) -> str | None:
 
 
 def tables() -> Any:
-    """liger_ops.kernels, without the package's own __init__, which would load torch."""
+    """Imports liger_ops.kernels without liger_ops/__init__.py, which would import torch."""
     package = types.ModuleType("liger_ops")
     package.__path__ = [str(ROOT / "liger_ops")]
     sys.modules["liger_ops"] = package
@@ -90,7 +90,7 @@ def tables() -> Any:
 
 
 def call_hook_with(path: str) -> list[tuple[str, int, int]]:
-    """Registers a hook that answers with this file's bytes; the list grows by what it was asked for."""
+    """Registers a JIT hook that returns this file's bytes. Each request is added to the returned list."""
     asked: list[tuple[str, int, int]] = []
 
     def hook(kernel: str, variant: int, capability: int) -> bytes:

@@ -1,4 +1,4 @@
-// Counts what launches do after the first: this program's own malloc and pthread_mutex_lock stand in for the library's.
+// Counts allocations and locks in the first launch and in later ones, by replacing malloc and pthread_mutex_lock.
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -51,7 +51,7 @@ int main(int, char** argv) {
   counting = false;
   std::printf("%ld %ld ", allocations, locks);
   if (!error.empty()) return std::puts(error.c_str()), 1;
-  // The stub's own record allocates.
+  // The stub's record allocates memory.
   reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "stub_record_launches"))(0);
 
   allocations = locks = 0;

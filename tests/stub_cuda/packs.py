@@ -1,7 +1,7 @@
-"""The packs that tests look at, kept in build/ and shared by whoever runs tests: python tests/stub_cuda/packs.py.
+"""Builds the kernel packs that tests read, in build/test-packs: python tests/stub_cuda/packs.py.
 
-They hold a sample of each kernel for every architecture: each config at the first and at the last point of the axes that
-it serves, in bf16 and in fp32 as a rule. With LIGER_OPS_TEST_PACKS=all they hold every variant, as those of a wheel do.
+The packs hold a sample of each kernel for every architecture: each config at the first and the last axis point that it
+serves (usually bf16 and fp32). With LIGER_OPS_TEST_PACKS=all they hold every variant, like the packs of a wheel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = ROOT / "build" / "test-packs"
-# The package cannot be imported where the driver is the stub: it would load torch.
+# Importing the package would import torch, which must not load the stub driver.
 spec = importlib.util.spec_from_file_location("archs", ROOT / "liger_ops" / "aot" / "archs.py")
 archs = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(archs)
@@ -38,14 +38,14 @@ def sample(kernel: Any) -> list[Any]:
 
 
 def state() -> str:
-    """Of what the packs depend on."""
+    """Hash of everything the packs depend on."""
     sources = [*(ROOT / "liger_ops/kernels").rglob("*.py"), *(ROOT / "liger_ops/aot").glob("*.py"), Path(__file__)]
     facts = [str(WHOLE).encode(), *(path.read_bytes() for path in sorted(sources))]
     return hashlib.sha256(b"\n".join(facts)).hexdigest()
 
 
 def ensure() -> None:
-    """Builds the packs unless they are there. One process does, and others wait for it."""
+    """Builds the packs if they are missing or stale. Only one process builds; others wait."""
     PACKS.parent.mkdir(exist_ok=True)
     with open(PACKS.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

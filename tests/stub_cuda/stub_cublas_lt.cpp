@@ -1,12 +1,12 @@
-// cuBLASLt without a GPU: the functions that csrc/gemm/cublas_lt.cpp resolves. Proposals are the same for every
-// GEMM; what would run is recorded.
+// cuBLASLt without a GPU: the functions that csrc/gemm/cublas_lt.cpp resolves. The heuristic proposes the same
+// algorithms for every GEMM. GEMMs are recorded, not computed.
 //
-//   STUB_LT_PROPOSALS  "tile:cluster:parts of the sum:workspace;..."
-//   STUB_LT_TILES      "tile:workspace;...": what a proposal may be given for a tile, beside its own
-//   STUB_LT_REFUSES    the status of every GEMM that is to run
-//   STUB_LT_PLAN_FAILS the status of the first request for proposals
+//   STUB_LT_PROPOSALS  "tile:cluster:split-k:workspace;..."
+//   STUB_LT_TILES      "tile:workspace;...": other tiles that a proposal accepts
+//   STUB_LT_REFUSES    the status that every GEMM returns
+//   STUB_LT_PLAN_FAILS the status that the first heuristic request returns
 //
-// Tests read the record through stub_lt_record(): a JSON object for each GEMM, with a comma behind it.
+// Tests read the record through stub_lt_record(): JSON objects, one per GEMM, each followed by a comma.
 
 #include <dlfcn.h>
 
@@ -51,7 +51,7 @@ struct Preference {
 std::string record;
 int handles = 0;
 
-// The device whose context is current in the stub of the driver; -1: none, -2: no such stub.
+// The device whose context is current in the stub driver; -1: none, -2: the stub driver is not loaded.
 int current_device() {
   auto* ask = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "stub_current_device"));
   return ask ? ask() : -2;

@@ -1,12 +1,12 @@
 // A CUDA driver without a GPU: the functions that csrc/runtime/driver.cpp resolves, and nothing else. Every call is
 // recorded; any call can be made to fail.
 //
-//   STUB_CUDA_DEVICES  one device a semicolon: "9.0:132:Stub H200;8.0:108:Stub A100". Without it: a "Stub H200".
-//   STUB_CUDA_FAIL     "cuInit=100;cuModuleLoadData=209@2;cuLaunchKernel=719@1-3": this call returns this error,
-//                      always, from its second time on, its first three times
+//   STUB_CUDA_DEVICES  devices, separated by semicolons: "9.0:132:Stub H200;8.0:108:Stub A100". Default: a "Stub H200".
+//   STUB_CUDA_FAIL     "cuInit=100;cuModuleLoadData=209@2;cuLaunchKernel=719@1-3": cuInit always fails with error 100,
+//                      cuModuleLoadData fails from its second call on, cuLaunchKernel fails in its first three calls
 //
-// Tests read the record through stub_record(): one line a call, "call key=value ...", and "error call=... code=..." for
-// every call that returned an error.
+// Tests read the record through stub_record(): one line per call, "call key=value ...", followed by
+// "error call=... code=..." if the call returned an error.
 
 #include <algorithm>
 #include <atomic>
@@ -106,14 +106,14 @@ void record_error(const char* call, int error) {
   record += std::string("error call=") + call + " code=" + std::to_string(error) + "\n";
 }
 
-// What a call returns that fails for a reason of its own.
+// Records and returns an error that the stub itself detects.
 int refuse(const char* call, int error) {
   std::lock_guard<std::mutex> lock(mutex);
   record_error(call, error);
   return error;
 }
 
-// Records the call and says whether it is to fail.
+// Records the call. Returns the error configured for it, or 0.
 int enter(const char* call, const std::string& facts = "") {
   std::lock_guard<std::mutex> lock(mutex);
   record += std::string(call) + (facts.empty() ? "" : " ") + facts + "\n";
@@ -141,7 +141,7 @@ T field(const char* image, size_t offset) {
   return value;
 }
 
-// The driver is given no length: an ELF file says where it ends, PTX ends with a null byte.
+// The driver receives no length: ELF headers give the size, PTX ends with a null byte.
 size_t image_size(const char* image) {
   if (std::memcmp(image, "\177ELF", 4) != 0) return std::strlen(image);
   auto table = field<uint64_t>(image, 40);
@@ -164,7 +164,7 @@ uint64_t fnv(const std::string& bytes) {
   return hash;
 }
 
-// Arguments as they lie in the constant bank: each from where the launch says, where the image's KPARAM_INFO records say.
+// Packs the arguments as the constant bank holds them, at the offsets in the image's KPARAM_INFO records.
 std::string gather(const std::string& image, void** parameters) {
   std::map<unsigned, std::pair<unsigned, unsigned>> places;  // offset, size
   const std::string mark("\x04\x17\x0c\x00", 4);
@@ -183,9 +183,9 @@ std::string gather(const std::string& image, void** parameters) {
 
 }  // namespace
 
-// ---- What tests call.
+// ---- Functions that tests call.
 
-/// Everything recorded so far; the text lives until the next call.
+/// Everything recorded so far. The text is valid until the next call.
 EXPORT const char* stub_record() {
   static std::string copy;
   std::lock_guard<std::mutex> lock(mutex);
@@ -198,16 +198,16 @@ EXPORT void stub_forget() {
   record.clear();
 }
 
-/// As STUB_CUDA_FAIL, for calls from now on.
+/// Replaces STUB_CUDA_FAIL for later calls.
 EXPORT void stub_fail(const char* failing) {
   std::lock_guard<std::mutex> lock(mutex);
   set_failures(failing);
 }
 
-/// Off: launches succeed without a trace, so that what the runtime itself does on its way here can be measured.
+/// 0: launches succeed without being recorded, so that only the runtime's own cost is measured.
 EXPORT void stub_record_launches(int on) { recording = on; }
 
-/// As if this thread had a global-mode stream capture open: loading a module is then an error.
+/// 1: behaves as if a global-mode stream capture were active, during which loading a module is an error.
 EXPORT void stub_capture(int on) { capturing = on; }
 
 EXPORT int stub_capture_mode() { return capture_mode; }
@@ -217,7 +217,7 @@ EXPORT int stub_context_depth() { return int(stack.size()); }
 /// The device whose context is current in this thread; -1: none.
 EXPORT int stub_current_device() { return current() ? current()->device : -1; }
 
-/// As the CUDA runtime's cudaSetDevice does; -1 leaves the thread without a context.
+/// Like cudaSetDevice of the CUDA runtime; -1 leaves the thread without a context.
 EXPORT void stub_set_device(int device) {
   stack.clear();
   if (device >= 0 && device < int(devices().size())) stack.push_back(&contexts[device]);
@@ -338,7 +338,7 @@ EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {
   return 0;
 }
 
-// A map is no more than what it was made of: address, sizes, stride, tile, swizzle.
+// Stores the arguments as the map: address, sizes, stride, tile, swizzle.
 EXPORT int cuTensorMapEncodeTiled(
     uint64_t* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
     const uint32_t* tile, const uint32_t* every, int interleave, int swizzle, int promotion, int fill) {
@@ -363,7 +363,7 @@ EXPORT int cuLaunchKernel(
   }
   if (int(shared) > function->most_shared) return refuse("cuLaunchKernel", kInvalidValue);
   if (!recording) return 0;
-  // Keys of the list: 1 the packed buffer, 2 the address of its size, 0 the end.
+  // Keys in the list: 1 is the packed buffer, 2 the address of its size, 0 the end.
   const void* buffer = nullptr;
   size_t bytes = 0;
   for (; !parameters && extra && *extra; extra += 2) {

@@ -1,4 +1,4 @@
-// Prints what the driver is told of a matrix: one line a case, the error where there is one.
+// Prints one line per case: the arguments of cuTensorMapEncodeTiled, or the error.
 
 #include <cstdio>
 #include <string>

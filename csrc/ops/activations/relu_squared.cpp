@@ -1,7 +1,7 @@
-// relu_squared(x) = relu(x)^2, as the MLPs of Primer and Nemotron have it
+// relu_squared(x) = relu(x)^2, the activation of Primer's and Nemotron's MLPs
 //
-// x: (...) of at least one dimension and any strides; the result in x's dtype, with one rounding of fp32 arithmetic. Only x
-// is saved. Backward writes over the incoming gradient if nobody else can see it.
+// x: (...) with at least one dimension, of any strides. The result has x's dtype; arithmetic is fp32 with one rounding.
+// Only x is saved. Backward overwrites the incoming gradient if nothing else can see it.
 
 #include "core/autograd.h"
 #include "core/cpu_math.h"
@@ -146,7 +146,7 @@ Tensor bwd(const Tensor& dy, const Tensor& x) {
   return dx;
 }
 
-// Leaves the gradient in dy.
+// Overwrites dy with the gradient.
 template <class Device>
 void bwd_(Tensor& dy, const Tensor& x) {
   core::check_same(kBackward, "dy", dy, "x", x);
@@ -199,7 +199,7 @@ Tensor autograd(const Tensor& x) {
 
 }  // namespace
 
-// No autocast: like torch's own activations it computes in the dtype that comes.
+// No autocast: like torch's own activations, it computes in the dtype of its input.
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   core::define(m, "relu_squared(Tensor x) -> Tensor");
   core::define(m, "_relu_squared_bwd(Tensor dy, Tensor x) -> Tensor");

@@ -1,9 +1,9 @@
-// embedding(input, weight, padding_idx=None) = F.embedding: the rows of weight that input names
+// embedding(input, weight, padding_idx=None) = F.embedding: the rows of weight with the indices in input
 //
 // input: int64 or int32 of any shape, weight: (classes, n). The row of padding_idx has no gradient.
 //
-// Forward is ATen's. So is the gradient of few indices, which ATen adds up without sorting them; that of more sorts them
-// once and writes every row once, where ATen keeps partial sums.
+// Forward calls ATen. So does the gradient of few indices, because ATen then adds up rows without sorting. For more
+// indices, our kernel sorts once and writes every row once, while ATen keeps partial sums.
 
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -21,8 +21,8 @@ using at::Tensor;
 
 constexpr const char* kOp = "embedding";
 constexpr int64_t kNoPadding = -1;
-// Indices up to which ATen does not sort.
-constexpr int64_t kFew = 3072;
+// ATen does not sort this many indices or fewer.
+constexpr int64_t kMaxUnsorted = 3072;
 
 void check(const Tensor& input, const Tensor& weight) {
   core::check_dense(kOp, "input", input);
@@ -34,7 +34,7 @@ void check(const Tensor& input, const Tensor& weight) {
   core::check_same_device(kOp, "weight", weight, "input", input);
 }
 
-/// As F.embedding counts: from the end where it is negative.
+/// padding_idx as a class. A negative padding_idx counts from the end, as in F.embedding.
 int64_t padding_of(const Tensor& weight, std::optional<int64_t> padding_idx) {
   if (!padding_idx) return kNoPadding;
   const auto classes = weight.sym_size(0);
@@ -61,17 +61,17 @@ Tensor bwd_aten(const Tensor& dout, const Tensor& input, c10::SymInt classes, in
 Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes, int64_t padding_idx) {
   using K = kernels::embedding_bwd;
   const int64_t rows = input.numel(), columns = dout_in.size(-1);
-  // Kernels, ATen's too, are for tensors with elements.
+  // Neither our kernel nor ATen's accepts empty tensors.
   if (dout_in.numel() == 0) return at::zeros_symint({std::move(classes), columns}, dout_in.options());
-  if (rows <= kFew) return bwd_aten(dout_in, input, std::move(classes), padding_idx);
+  if (rows <= kMaxUnsorted) return bwd_aten(dout_in, input, std::move(classes), padding_idx);
   LIGER_CHECK(
       rows <= std::numeric_limits<int32_t>::max() && columns <= std::numeric_limits<int32_t>::max(), kOp, "input",
-      "have fewer than 2^31 indices, and weight as many columns", rows, " and ", columns);
+      "have fewer than 2^31 indices, and weight fewer than 2^31 columns", rows, " and ", columns);
   c10::DeviceGuard guard(dout_in.device());
   Tensor dout = dout_in.reshape({rows, columns});
   if (dout.stride(1) != 1) dout = dout.contiguous();
   Tensor dweight = at::zeros({classes.guard_int(__FILE__, __LINE__), columns}, dout.options());
-  // Half of a radix sort's passes: no weight has 2^31 rows.
+  // int32 halves the passes of the radix sort. It is enough, because no weight has 2^31 rows.
   auto [indices, order] = input.reshape(-1).to(at::kInt).sort(/*stable=*/true, 0, false);
   const bool aligned =
       ((columns | dout.stride(0)) & 7) == 0 && core::aligned16(core::address(dweight), core::address(dout));
@@ -80,7 +80,8 @@ Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes,
                int32_t(rows),          int32_t(columns),    dout.stride(0),         int32_t(padding_idx)};
   const int64_t programs = rows * ((columns + config.BLOCK_N - 1) / config.BLOCK_N);
   LIGER_CHECK(
-      programs <= std::numeric_limits<int32_t>::max(), kOp, "input", "have fewer indices for weights this wide", rows);
+      programs <= std::numeric_limits<int32_t>::max(), kOp, "input",
+      c10::str("have fewer indices for a weight of ", columns, " columns"), rows);
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(dout)));
   core::launch<K>(kOp, dout.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   return dweight;

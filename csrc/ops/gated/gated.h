@@ -1,18 +1,18 @@
 #pragma once
 
-// out = act(gate) * up, element by element, and its gradients, for any activation: what swiglu and geglu share.
+// out = act(gate) * up, elementwise, and its gradients, for any activation. Shared by swiglu and geglu.
 //
 // gate, up: (..., n) of any strides, or gate_up: (..., 2 n) with gate in the first half and up in the second.
-// Only the inputs are saved; backward recomputes act(gate), and writes over the inputs when nobody else holds them.
-// The third form goes on to F.linear(out, weight, bias), whose own node would keep the product: here backward makes it
-// again in the pass over gate and up that it needs anyway.
+// Only the inputs are saved. Backward recomputes act(gate), and overwrites the inputs if nothing else can see them.
+// The third form returns F.linear(out, weight, bias). F.linear alone would save the product; here backward recomputes
+// it in the pass over gate and up that it makes anyway.
 //
 // An Activation has
 //   kOp, kPackedOp, kLinearOp         the names of its ops
 //   Forward, Backward                 its kernels
-//   options()                         what follows the tensors in the op's schema, as a tuple; its constructor checks it
-//   with_math(f)                      calls f with a type of value(x) and value_and_slope(x), act and act'
-//   set(args)                         passes the options on to a kernel
+//   options()                         the options in the op's schema, as a tuple; the constructor checks them
+//   with_math(f)                      calls f with an object that has value(x) and value_and_slope(x), for act and act'
+//   set(args)                         writes the options to a kernel's arguments
 
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -94,7 +94,7 @@ struct Gated {
 
   using Cpu = gated::Cpu<Activation>;
   using Cuda = gated::Cuda<Activation>;
-  // Allocates as the others do and computes nothing.
+  // Allocates like the others and computes nothing.
   struct Meta {};
 
   // ---- The dispatched ops
@@ -135,7 +135,7 @@ struct Gated {
     return {dgate, dup, product};
   }
 
-  /// Leaves the three in gate, up and dout.
+  /// Writes dgate over gate, dup over up, and the product over dout.
   template <class Device>
   static void product_bwd_(Tensor& dout, Tensor& gate, Tensor& up, Options... options) {
     Activation activation = check(gate, up, options...);
@@ -197,7 +197,7 @@ struct Gated {
     return node.may_overwrite(gate, up) && node.may_overwrite(up, gate) && gate.stride(-1) == 1;
   }
 
-  /// Of gate and up, over them where that is allowed.
+  /// Gradients of gate and up. `overwrite` writes them over gate and up.
   static std::tuple<Tensor, Tensor> gradients(
       const Activation& activation, const Tensor& dout, Tensor& gate, Tensor& up, bool overwrite) {
     if (overwrite) {
@@ -224,7 +224,7 @@ struct Gated {
     }
   };
 
-  struct LinearNode : BackwardNode<LinearNode, 3> {  // gate, up, weight; with the edge of bias as a fourth
+  struct LinearNode : BackwardNode<LinearNode, 3> {  // gate, up, weight; bias is the fourth edge
     Activation activation;
 
     auto state() { return std::tie(activation); }
@@ -239,7 +239,7 @@ struct Gated {
       if (this->needs(0) || this->needs(1)) {
         if (!has_memory(weight)) detail::refuse_memory(std::string(kLinearOp) + " backward", "weight", weight);
         at::SymDimVector sizes(gate.sym_sizes().begin(), gate.sym_sizes().end());
-        // A view would be a second owner.
+        // An ordinary view would be a second owner, so the buffer could not be overwritten.
         Tensor d = at::_unsafe_view_symint(gemm::mm(as_matrix(dout), weight), sizes);
         const bool overwrite = may_overwrite_both(*this, gate, up);
         if (!wants_weight) {
@@ -347,7 +347,7 @@ struct Gated {
     return out;
   }
 
-  // What F.linear does to its arguments.
+  // Casts its arguments as F.linear does under autocast.
   template <c10::DeviceType kDevice>
   static Tensor autocast_linear(
       const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
@@ -360,7 +360,7 @@ struct Gated {
     return op.call(cast(gate), cast(up), cast(weight), cast_bias, options...);
   }
 
-  // Products promote their operands under autocast as they do without; this op asks for one dtype.
+  // Multiplication promotes mixed dtypes, with autocast and without. This op requires one dtype.
   template <c10::DeviceType kDevice>
   static Tensor autocast(const Tensor& gate, const Tensor& up, Options... options) {
     static const auto op = find<decltype(apply<Cpu>)>("", "");
@@ -369,7 +369,7 @@ struct Gated {
     return op.call(gate.to(wider), up.to(wider), options...);
   }
 
-  // ---- Registration, beside the op's schemas
+  // ---- Registration; each op's own file defines the schemas
 
   template <class Device>
   static void implement(torch::Library& m) {
@@ -406,7 +406,7 @@ struct Gated {
     return find_op<Function>((std::string("liger::") + before + kOp + after).c_str());
   }
 
-  // A gradient may come expanded, or in a layout of its own; the walk needs a lead with dense, whole rows.
+  // An incoming gradient may be expanded or have another layout. walk_rows() needs a dense lead with contiguous rows.
   static Tensor in_layout_of(const Tensor& like, const Tensor& t) {
     return detail::same_strides(like, t) ? t : at::empty_like(like).copy_(t);
   }
@@ -425,7 +425,7 @@ struct Gated {
         c10::str("have half the columns of gate_up, ", gate_up.sym_sizes()), dout.sym_sizes());
     if constexpr (computes<Device>) {
       auto [dgate, dup] = halves(dgate_up);
-      // Only contiguous tensors can be followed by halves of a contiguous one.
+      // dgate_up is contiguous, and its halves can only be walked together with contiguous tensors.
       auto [gate, up] = halves(gate_up.contiguous());
       Device::backward(activation, dgate, dup, {}, dout.contiguous(), gate, up);
     }

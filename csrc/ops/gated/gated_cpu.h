@@ -1,6 +1,6 @@
 #pragma once
 
-// The loops of gated activations on CPU.
+// CPU loops of gated activations.
 
 #include "core/cpu_math.h"
 #include "core/elements.h"
@@ -26,7 +26,7 @@ LIGER_VECTORIZED void gated_forward(T* out, const T* gate, const T* up, int64_t 
   }
 }
 
-// dgate may be gate, dup may be up, and product, where it is wanted, dout.
+// dgate may be gate, and dup may be up. product may be dout, or null if it is not needed.
 template <class Math, class T>
 LIGER_VECTORIZED void gated_backward(
     T* dgate, T* dup, T* product, const T* dout, const T* gate, const T* up, int64_t n) {
@@ -52,8 +52,8 @@ LIGER_VECTORIZED void gated_backward(
   }
 }
 
-/// out is dense, with unit stride in the last dimension; so are the gradients of an unpacked call. product is undefined or
-/// lies as dout does.
+/// out is dense with unit stride in the last dimension, and so are the gradients of an unpacked call. product is
+/// undefined or has the layout of dout.
 template <class Activation>
 struct Cpu {
   static void forward(const Activation& activation, Tensor out, Tensor gate, Tensor up) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The launches of gated activations' kernels: liger_ops/kernels/gated.
+// Launches the kernels of gated activations, in liger_ops/kernels/gated.
 
 #include "core/elements.h"
 #include "kernels/swiglu.h"

@@ -1,8 +1,9 @@
 // geglu(gate, up, approximate) = gelu(gate) * up
 //
-// gate, up: (..., n) of any strides, in one dtype, which is the result's. approximate: "tanh", or "none" for the exact
-// normal distribution. geglu_packed takes gate and up as the halves of one tensor, (..., 2 n), and gives one gradient.
-// geglu_linear is F.linear of the product, which it does not keep. Arithmetic is fp32 with one rounding.
+// gate, up: (..., n) of any strides, of one dtype, which the result has too. approximate: "tanh", or "none" for the
+// exact normal distribution. geglu_packed takes gate and up as the halves of one tensor, (..., 2 n), and has one
+// gradient. geglu_linear applies F.linear to the product without saving the product. Arithmetic is fp32 with one
+// rounding.
 
 #include "ops/gated/gated.h"
 #include "kernels/geglu.h"

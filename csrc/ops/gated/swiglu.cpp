@@ -1,8 +1,8 @@
 // swiglu(gate, up) = silu(gate) * up, with silu(x) = x * sigmoid(x)
 //
-// gate, up: (..., n) of any strides, in one dtype, which is the result's. swiglu_packed takes them as the halves of
-// one tensor, (..., 2 n), and gives one gradient. swiglu_linear is F.linear of the product, which it does not keep.
-// Arithmetic is fp32 with one rounding.
+// gate, up: (..., n) of any strides, of one dtype, which the result has too. swiglu_packed takes gate and up as the
+// halves of one tensor, (..., 2 n), and has one gradient. swiglu_linear applies F.linear to the product without saving
+// the product. Arithmetic is fp32 with one rounding.
 
 #include "ops/gated/gated.h"
 #include "kernels/swiglu.h"

@@ -1,5 +1,4 @@
-// at::mm with an algorithm chosen by gemm/multiply.h, for layers and what is above dispatch: graphs of torch.compile hold
-// it as it is.
+// at::mm with an algorithm chosen by gemm/multiply.h. It is an operator, so that torch.compile keeps it in its graph.
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>

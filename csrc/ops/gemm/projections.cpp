@@ -1,4 +1,5 @@
-// What liger_ops/projections.py cannot say to torch.compile, which would copy the sum ahead of every GEMM.
+// The input gradient of liger_ops/projections.py as one operator. Otherwise torch.compile would copy the sum before
+// every GEMM.
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>

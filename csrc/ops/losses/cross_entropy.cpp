@@ -1,13 +1,15 @@
-// cross_entropy(logits, target, ...): softmax cross entropy against class indices over the last dimension, as
-// torch.nn.functional.cross_entropy, plus lse_square_scale * logsumexp^2 (z-loss), of softcap * tanh(logits / softcap).
+// cross_entropy(logits, target, ...): torch.nn.functional.cross_entropy against class indices, over the last dimension.
+// In addition, softcap replaces the logits by softcap * tanh(logits / softcap), and lse_square_scale adds the z-loss
+// lse_square_scale * logsumexp^2.
 //
 // logits: (..., V) of any strides, target: (...) int64 or int32, weight: (V,) in fp32 or the logits' dtype.
-// Losses and statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights; its z-loss,
-// which has no weight, by the number of targets. On CUDA a target out of range makes its row's loss and gradient NaN.
+// Losses and statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights. Its z-loss
+// has no weights and is divided by the number of targets. On CUDA, a target out of range makes its row's loss and
+// gradient NaN.
 //
-// cross_entropy               keeps three numbers a row; backward writes over the logits if nobody else can see them
-// cross_entropy_with_metrics  (loss, z_loss, token_accuracy, predicted_tokens); the loss alone has a gradient
-// cross_entropy_              leaves d loss / d logits in the logits, whose memory then belongs to the gradient
+// cross_entropy               saves three numbers per row; backward overwrites the logits if nothing else can see them
+// cross_entropy_with_metrics  (loss, z_loss, token_accuracy, predicted_tokens); only the loss has a gradient
+// cross_entropy_              overwrites the logits with d loss / d logits
 
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -66,7 +68,7 @@ struct InplaceBackwardNode : core::BackwardNode<InplaceBackwardNode, 1> {  // d 
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
-/// O: what Options holds, as the schemas spell it.
+/// O: the types of the options in the schemas.
 template <class... O>
 struct Ops {
   template <class Device>
@@ -124,7 +126,7 @@ struct Ops {
         o);
   }
 
-  /// op: whose gradient it is.
+  /// op: the operator's name in messages.
   template <class Device>
   static void scale_(Tensor& dlogits, const Tensor& grad, c10::string_view op) {
     Device::scale(std::string(op).c_str(), dlogits, grad);
@@ -203,7 +205,7 @@ struct Ops {
     return op.call(logits, target, weight, options...);
   }
 
-  // Where inference mode has left autograd out, tensors that others saved before it still must know.
+  // Inference mode skips autograd, but graphs that saved the logits earlier must still see a new version.
   static Tensor versioned_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
     static const auto op = core::find_op<decltype(cross_entropy_<Cpu>)>("liger::cross_entropy_");
     Tensor loss;
@@ -227,7 +229,7 @@ struct Ops {
     node->saved = {core::SavedVariable(logits.detach(), false)};
     torch::autograd::set_history(loss, node);
     auto refuse = core::make_node<torch::autograd::Error>(
-        "cross_entropy_: the logits hold their gradient now and have none", std::move(edges));
+        "cross_entropy_: the logits hold their gradient now, so they cannot be differentiated", std::move(edges));
     torch::autograd::rebase_history(logits, refuse);
     return loss;
   }
@@ -267,7 +269,8 @@ core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
 
 }  // namespace
 
-// No autocast: PyTorch runs this loss in float32 there, and so does this op on logits of any dtype, without a copy.
+// No autocast: under autocast, PyTorch computes this loss in float32. This op does that for logits of any dtype,
+// without a copy.
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string tail =

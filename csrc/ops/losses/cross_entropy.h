@@ -1,10 +1,10 @@
 #pragma once
 
-// Cross entropy of rows of logits on CPU and CUDA, below dispatch and autograd: what the ops that compute it share.
+// Cross entropy of rows of logits on CPU and CUDA, below dispatch and autograd. Shared by the ops that compute it.
 //
-// logits: (..., V) of any strides, target: (...) int64 or int32, weight: (V,), all as check() admits them. Losses and
-// statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights; its z-loss, which has
-// no weight, by the number of targets. Both stay on the device.
+// logits: (..., V) of any strides, target: (...) int64 or int32, weight: (V,), all checked by check(). Losses and
+// statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights. Its z-loss has no
+// weights and is divided by the number of targets. Both divisors stay on the device.
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
@@ -28,7 +28,7 @@ namespace flags = kernels::constants::cross_entropy;
 
 enum class Reduction { None, Mean, Sum };
 
-/// What follows the tensors in every schema.
+/// The options that follow the tensors in every schema.
 struct Options {
   Reduction reduction;
   int64_t ignore_index;
@@ -45,7 +45,7 @@ struct Options {
   }
 };
 
-/// Undefined: not asked for. stats: (3, rows), totals: (2,), see the kernels.
+/// Undefined tensors were not requested. stats: (3, rows), totals: (2,), see the kernels.
 struct Results {
   Tensor loss, z_loss, accuracy, predicted, stats, totals;
 };
@@ -90,7 +90,7 @@ Options check(
         c10::str("be float32 or have the dtype of logits, ", like), dtype);
     LIGER_CHECK(
         weight->dim() == 1 && weight->sym_size(0) == logits.sym_sizes().back(), op, "weight",
-        c10::str("have shape [", logits.sym_sizes().back(), "], one value a class"), weight->sym_sizes());
+        c10::str("have shape [", logits.sym_sizes().back(), "], one value per class"), weight->sym_sizes());
   }
   return parse(op, options...);
 }
@@ -101,8 +101,7 @@ inline void check_no_overlap(const char* op, const Tensor& logits) {
       logits.strides());
 }
 
-/// Rows in logical order, as targets are numbered. A tensor that two levels of strides cannot describe gives way to a
-/// copy.
+/// Rows in logical order, like targets. Tensors that two levels of strides cannot describe are replaced by copies.
 template <size_t N>
 Rows<N> walk_logical(const char* op, int64_t rows, const std::array<Tensor*, N>& tensors) {
   Rows<N> out;
@@ -121,12 +120,12 @@ Rows<N> walk_logical(const char* op, int64_t rows, const std::array<Tensor*, N>&
   return out;
 }
 
-/// What arrives for the loss of each row: one number a row, or one for all (stride 0).
+/// The incoming gradient of each row's loss: one number per row, or one for all rows (stride 0).
 struct Upstream {
   Tensor values;
   int64_t stride = 0;
 
-  /// One number a row, contiguous and in compute type; undefined: 1 for every row.
+  /// One number per row, contiguous and in the compute type. Undefined: 1 for every row.
   explicit Upstream(const Tensor& rows) : values(rows), stride(1) {}
   Upstream(const char* op, const Tensor& grad, const Tensor& logits, bool reduced) {
     auto expected = reduced ? at::IntArrayRef() : logits.sizes().slice(0, logits.dim() - 1);
@@ -155,12 +154,12 @@ inline Results empty_results(const Tensor& logits, const Tensor& target, const O
   return out;
 }
 
-/// Where the results of rows go; null: not asked for.
+/// Addresses for the results of rows; null if not requested.
 struct RowsOut {
   char *loss = nullptr, *z_loss = nullptr, *accuracy = nullptr, *stats = nullptr;
   int64_t* predicted = nullptr;
 
-  /// Where those of the rows from `row` on go, which keep statistics of their own.
+  /// Addresses for the rows from `row` on, whose statistics form an array (3, rows) of their own.
   RowsOut from(int64_t row, size_t element) const {
     auto move = [&](char* at, int64_t elements) { return at ? at + elements * int64_t(element) : nullptr; };
     return {
@@ -169,7 +168,7 @@ struct RowsOut {
   }
 };
 
-/// Straight into the results if those are not reduced, else into memory of their own: losses, z-losses, accuracies.
+/// Memory for the losses, z-losses and accuracies of rows: the results if those are not reduced, else scratch memory.
 struct RowBuffers {
   Tensor scratch;
   RowsOut out;
@@ -197,7 +196,8 @@ void write_scalars(const Tensor& to, std::initializer_list<double> values) {
 
 void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t n, const Options& o);
 
-/// A conversion that changes nothing is a dispatched call all the same, which shows beside a small loss.
+/// target as contiguous int64. Avoids conversions that change nothing, because even their dispatch slows down a small
+/// loss.
 Tensor class_indices(const Tensor& target);
 
 void forward_rows_cpu(
@@ -206,7 +206,7 @@ void forward_rows_cpu(
 /// (sum of w_y, number of targets)
 std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o);
 
-/// Losses and metrics of all rows -> the call's results, and `totals` where those are asked for.
+/// Reduces losses and metrics of all rows to the call's results. Stores `totals` if out.totals is defined.
 void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, const Options& o, const Results& out);
 
 Results forward_cpu(
@@ -234,7 +234,7 @@ void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad);
 
 // ---- CUDA
 
-/// What all launches of one call pass alike.
+/// Arguments that all launches of one call share.
 struct CudaCall {
   const char* op;
   at::Device device;
@@ -264,12 +264,12 @@ struct CudaCall {
   }
 };
 
-/// Losses and metrics of all rows -> the call's results; without losses: the totals of a mean alone. known: these, from
-/// before.
+/// Reduces losses and metrics of all rows to the call's results. Without out.loss it only computes the totals of a
+/// mean. known: these totals, if they were computed before.
 void sum_rows_cuda(
     const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known = {});
 
-/// The rows of `logits` are those of the call from `first` on; likewise below.
+/// `logits` holds the rows of the call from `first` on, here and in the functions below.
 void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out);
 
 /// dlogits may be logits. totals: undefined unless the loss is a mean.
@@ -277,7 +277,7 @@ void backward_rows_cuda(
     const CudaCall& call, const Options& o, Tensor& dlogits, Tensor logits, int64_t first, const void* stats,
     const Tensor& totals, const Upstream& upstream);
 
-/// Leaves the gradient in the logits.
+/// Overwrites the logits with their gradient.
 void forward_backward_rows_cuda(
     const CudaCall& call, const Options& o, Tensor& logits, int64_t first, const RowsOut& out, const Tensor& totals,
     const Upstream& upstream);

@@ -1,4 +1,4 @@
-// Rows of cross entropy on CPU.
+// Cross entropy of rows on CPU.
 
 #include "core/cpu.h"
 #include "core/cpu_math.h"
@@ -51,7 +51,8 @@ LIGER_VECTORIZED Compute<T> largest(const T* x, int64_t n, Compute<T> start) {
   return out;
 }
 
-/// f(0) + ... + f(n - 1), in lanes that are few additions deep: a large term does not cost the small ones their digits.
+/// f(0) + ... + f(n - 1). Every lane makes few additions, so that a large term does not cost the small ones their
+/// digits.
 template <class C, class F>
 C sum_in_lanes(int64_t n, const F& f) {
   constexpr int64_t kLanes = 64, kBlock = 64 * kLanes;
@@ -131,7 +132,7 @@ struct CpuRows {
   C weight_of(int64_t y) const { return weight ? weight[y] : C(1); }
 };
 
-// The true class stays out of the sums and joins last: 1 - p_y and small losses keep all their digits.
+// The true class is added to the sums last, so that 1 - p_y and small losses keep all their digits.
 template <bool kCap, class T>
 void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
   using C = Compute<T>;
@@ -151,12 +152,12 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
   const C lse = top + std::log(total), z_loss = C(o.lse_square_scale) * lse * lse;
   C loss = a.weight_of(y) * nll;
   if (o.label_smoothing > 0) {
-    // Distances from x_y rather than from 0: no digits lost to a common offset of the logits.
-    const bool bottomless = own == -std::numeric_limits<C>::infinity();
-    const C reference = bottomless ? C(0) : own, level = bottomless ? lse : nll;
+    // Sum distances from x_y rather than from 0, so that a common offset of the logits costs no digits.
+    const bool own_is_minus_inf = own == -std::numeric_limits<C>::infinity();
+    const C reference = own_is_minus_inf ? C(0) : own, level = own_is_minus_inf ? lse : nll;
     C away = sum_away<kCap>(x, a.weight, y, reference, a.cap);
     away += sum_away<kCap>(x + y + 1, a.weight ? a.weight + y + 1 : nullptr, after, reference, a.cap);
-    if (bottomless) away += a.weight_of(y) * own;
+    if (own_is_minus_inf) away += a.weight_of(y) * own;
     loss = (1 - C(o.label_smoothing)) * loss + C(o.label_smoothing) / a.n * (level * a.weight_sum - away);
   }
   a.loss[row] = o.reduced() ? loss : loss + z_loss;
@@ -173,7 +174,7 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
   }
 }
 
-/// grad: what arrives for this row's loss, grad_z: for its z-loss, which has another divisor in a mean.
+/// grad, grad_z: the incoming gradients of this row's loss and z-loss. In a mean they have different divisors.
 template <bool kCap, class T>
 void backward_row(const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<T> grad, Compute<T> grad_z) {
   using C = Compute<T>;
@@ -210,7 +211,7 @@ Tensor class_indices(const Tensor& target) {
   return (target.scalar_type() == at::kLong ? target : target.to(at::kLong)).contiguous();
 }
 
-/// Calls f(rows, std::bool_constant<softcap>) with everything but the results filled in.
+/// Calls f(rows, std::bool_constant<softcap>). `rows` has all fields set but the results.
 template <class F>
 void with_cpu_rows(
     const char* op, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in, const Options& o,
@@ -280,7 +281,7 @@ void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, c
       const C* at = rows.scratch.const_data_ptr<C>() + which * count;
       return std::accumulate(at, at + count, 0.0);
     };
-    // 0 / 0 without any target: NaN, as in PyTorch.
+    // Without any target this is 0 / 0 = NaN, as in PyTorch.
     const double by_weight = o.mean() ? totals[0] : 1, by_count = o.mean() ? totals[1] : 1;
     const double z_loss = rows.scratch.size(0) > 1 ? total(1) / by_count : 0;
     write_scalars<C>(out.loss, {total(0) / by_weight + z_loss});
@@ -311,7 +312,7 @@ void backward_rows_cpu(
     using T = std::remove_const_t<std::remove_pointer_t<decltype(a.logits)>>;
     using C = Compute<T>;
     T* to = out.template data_ptr<T>();
-    // Read alone: the rows' code takes it as it takes what forward writes.
+    // backward_row() only reads stats. The field is not const because forward_row() writes it.
     a.stats = const_cast<C*>(reinterpret_cast<const C*>(stats));
     const C* grads = upstream.values.defined() ? upstream.values.template const_data_ptr<C>() : nullptr;
     const C* divisors = o.mean() ? totals.const_data_ptr<C>() : nullptr;

@@ -1,4 +1,4 @@
-// Rows of cross entropy on CUDA: launches of liger_ops/kernels/losses/cross_entropy.py.
+// Cross entropy of rows on CUDA. Launches the kernels of liger_ops/kernels/losses/cross_entropy.py.
 
 #include "ops/losses/cross_entropy.h"
 
@@ -19,10 +19,10 @@ void sum_rows_cuda(
     return runtime::first_fit<K>(call.n, false, point, count);
   };
   const int64_t block = config_for(rows).BLOCK, blocks = (rows + block - 1) / block;
-  // One program reads a few blocks faster than a second launch starts.
-  const int64_t shares = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
+  // For a few blocks, one program takes less time than a second launch.
+  const int64_t partial_sums = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
   auto floats = call.target.options().dtype(at::kFloat);
-  Tensor partial = shares > 1 ? at::empty({shares, 5}, floats) : Tensor();
+  Tensor partial = partial_sums > 1 ? at::empty({partial_sums, 5}, floats) : Tensor();
   const bool counts = !known.defined() && (o.mean() || out.totals.defined());
   int32_t flags = (call.flags & (flags::HAS_WEIGHT | flags::MEAN)) | (rows_of.z_loss ? flags::SAVE_Z_LOSS : 0) |
       (out.accuracy.defined() ? flags::SAVE_Z_LOSS | flags::SAVE_METRICS : 0) |
@@ -43,15 +43,15 @@ void sum_rows_cuda(
     auto variant = runtime::variant_index<K>(config_for(rows_read), point);
     launch<K>(call.op, call.device, variant, {uint32_t(programs)}, args);
   };
-  if (shares > 1) {
-    launch_on(rows, shares, flags::TO_PARTIAL);
-    launch_on(shares, 1, flags::FROM_PARTIAL);
+  if (partial_sums > 1) {
+    launch_on(rows, partial_sums, flags::TO_PARTIAL);
+    launch_on(partial_sums, 1, flags::FROM_PARTIAL);
   } else {
     launch_on(rows, 1, 0);
   }
 }
 
-/// Where rows of n columns end at the latest, whatever their skew.
+/// Upper bound of the end of a row of n columns, whatever its skew.
 template <class Config>
 int64_t columns_end(const Config& config, int64_t n) {
   return n + (config.SKEWED ? flags::MOST_SKEW : 0);
@@ -61,21 +61,22 @@ void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, in
   using K = kernels::cross_entropy_fwd;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&logits});
   bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
-  // Shared or not, rows of one dtype have one config.
+  // The config does not depend on whether rows are split.
   auto point_of = [&](int form) { return runtime::point_of<K>(K::dtype(dtype_of(logits)), form); };
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point_of(call.extras ? 2 : 0));
   const auto& from = walk.strides[0];
-  // Rows too few to fill the GPU are split among programs, except with extras, for which no such variants are compiled.
-  // A step: what a program reads at a time, of 16-bit logits. Below two steps, synchronising costs more than it saves.
+  // Rows are split among programs if they are too few to fill the GPU. Calls with extras are not split, because no such
+  // variants are compiled.
+  // step: 16-bit logits that a program reads at a time. Below two steps, synchronising costs more than it saves.
   const int64_t step = int64_t(config.LANES) * config.TILES * 8, columns = columns_end(config, walk.n);
   const int64_t processors = call.extras ? 0 : runtime::multiprocessors(call.device.index());
   const int64_t wanted = std::min(
       {2 * processors / std::max<int64_t>(walk.rows, 1), columns / step, int64_t(flags::MOST_PARTS), processors});
   const int64_t part = wanted < 2 ? 0 : ((columns + wanted - 1) / wanted + step - 1) / step * step;
   const int64_t parts = part ? (columns + part - 1) / part : 1;
-  Tensor shares, arrived;
+  Tensor partials, arrived;
   if (parts > 1) {
-    shares = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
+    partials = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
     arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
   }
   K::Args args{
@@ -88,7 +89,7 @@ void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, in
       call.target_at(first),
       address(call.weight),
       address(call.weight_sum),
-      address(shares),
+      address(partials),
       address(arrived),
       int32_t(walk.rows),
       int32_t(walk.n),
@@ -149,10 +150,10 @@ void forward_backward_rows_cuda(
   using K = kernels::cross_entropy_fwd_bwd;
   Tensor x = logits;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&x});
-  // What takes any width shares no row out.
+  // The config for any width does not split rows.
   constexpr int64_t kAnyWidth = std::numeric_limits<int64_t>::max();
   const bool aligned = walk.aligned_strides() && aligned16(address(x), address(call.weight));
-  // Configs count 16-bit logits.
+  // Configs count in 16-bit logits.
   const int64_t counted = x.element_size() / 2;
   const auto point = runtime::point_of<K>(K::dtype(dtype_of(x)), call.extras);
   const auto* config = &runtime::first_fit<K>(walk.n * counted, aligned, point);
@@ -163,9 +164,9 @@ void forward_backward_rows_cuda(
     part = 0;
     parts = 1;
   }
-  Tensor shares, arrived;
+  Tensor partials, arrived;
   if (part) {
-    shares = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
+    partials = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
     arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
   }
   const auto& at = walk.strides[0];
@@ -181,7 +182,7 @@ void forward_backward_rows_cuda(
       address(totals),
       address(call.weight),
       address(call.weight_sum),
-      address(shares),
+      address(partials),
       address(arrived),
       int32_t(walk.rows),
       int32_t(walk.n),

@@ -1,21 +1,23 @@
-// fused_linear_cross_entropy(input, weight, target, ...): cross_entropy of logits that exist a chunk of tokens at a time,
+// fused_linear_cross_entropy(input, weight, target, ...): cross_entropy of logits that exist for one chunk of tokens at
+// a time,
 //
 //   logits = logits_scale * (input @ weight.T + bias)
 //
-// input: (..., H), weight: (V, H), target: (...), bias: (V,), all but target of one dtype; ce_weight: (V,), the weights
-// of the classes; token_weight: (...), what each token's loss is multiplied by (a mean still divides by the sum of the
-// targets' class weights). Everything else is as in cross_entropy.
+// input: (..., H), weight: (V, H), target: (...), bias: (V,), all of one dtype except target. ce_weight: (V,), the
+// class weights. token_weight: (...), a factor for each token's loss; a mean still divides by the sum of the targets'
+// class weights. Everything else is as in cross_entropy.
 //
-// A loss that is reduced has its gradients made in forward, while a chunk's logits are there: three GEMMs a
-// chunk, the floor. Backward multiplies them by what arrives, on the device, and touches nothing where that is 1.
-// reduction="none" cannot know what will arrive: backward makes the logits again.
+// For a reduced loss, forward computes the gradients while a chunk's logits exist. That takes three GEMMs per chunk,
+// the minimum. Backward multiplies them by the incoming gradient, on the device, and writes nothing if that is 1.
+// With reduction="none", forward cannot know the incoming gradients, so backward computes the logits again.
 //
-// fp16 has no small numbers: there forward makes the gradients of the sum, smaller by a power of two, and backward
-// brings in the mean's divisor together with what arrives.
+// fp16 cannot represent small gradients. So in fp16, forward computes the gradients of the sum rather than the mean,
+// and scales those of weight and bias down by a power of two. Backward multiplies by the deferred scale, which includes
+// the mean's divisor.
 //
 // fused_linear_cross_entropy_with_metrics    (loss, z_loss, token_accuracy, predicted_tokens)
 // fused_linear_cross_entropy_with_log_probs  (loss, log p of the targets, entropy of the predictions)
-// Of their results the first alone has a gradient.
+// Only the first of their results has a gradient.
 
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -80,8 +82,8 @@ Settings check(
         dtype == like || (float_too && dtype == at::kFloat && like != at::kDouble), op, name,
         c10::str(float_too ? "be float32 or " : "", "have the dtype of input, ", like), dtype);
     LIGER_CHECK(
-        t->dim() == 1 && t->sym_size(0) == classes, op, name, c10::str("have shape [", classes, "], one value a class"),
-        t->sym_sizes());
+        t->dim() == 1 && t->sym_size(0) == classes, op, name,
+        c10::str("have shape [", classes, "], one value per class"), t->sym_sizes());
   };
   check_classes("bias", bias, false);
   check_classes("ce_weight", ce_weight, true);
@@ -100,7 +102,7 @@ Settings check(
   return {o, logits_scale, token_weight, memory_budget};
 }
 
-struct ReducedBackwardNode : core::BackwardNode<ReducedBackwardNode, 4> {  // d loss / d (input, weight, bias), late
+struct ReducedBackwardNode : core::BackwardNode<ReducedBackwardNode, 4> {  // gradients of input, weight, bias; scale
   std::string name() const override { return "fused_linear_cross_entropy"; }
   core::variable_list backward(core::variable_list&& grads) override;
 };
@@ -116,7 +118,7 @@ struct BackwardNode : core::BackwardNode<BackwardNode, 8> {
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
-/// O: what Settings holds, as the schemas spell it.
+/// O: the types of the options in the schemas.
 template <class... O>
 struct Ops {
   using Everything =
@@ -168,7 +170,7 @@ struct Ops {
     Forward out = run<Device>(w.op(), input, weight, target, bias, ce_weight, w, options...);
     return {out.rows.loss,      out.rows.z_loss, out.rows.accuracy,   out.rows.predicted,
             out.log_probs,      out.entropy,     out.gradients.input, out.gradients.weight,
-            out.gradients.bias, out.rows.stats,  out.rows.totals,     out.late};
+            out.gradients.bias, out.rows.stats,  out.rows.totals,     out.deferred_scale};
   }
 
   template <class Device>
@@ -195,7 +197,7 @@ struct Ops {
 
   // ---- Autograd
 
-  /// Nothing if no argument needs a gradient.
+  /// std::nullopt if no argument requires a gradient.
   static std::optional<Forward> forward_with_graph(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, O... options) {
@@ -221,15 +223,16 @@ struct Ops {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tie(
           out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
-          out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals, out.late) =
-          fwd_op.call(input, weight, target, bias, ce_weight, options..., wanted.bits());
+          out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals,
+          out.deferred_scale) = fwd_op.call(input, weight, target, bias, ce_weight, options..., wanted.bits());
     }
     auto edges = torch::autograd::collect_next_edges(input, weight, bias);
     auto save = [](const auto& t) { return core::SavedVariable(t, false); };
     if (s.o.reduced()) {
       auto node = core::make_node<ReducedBackwardNode>();
       node->set_next_edges(std::move(edges));
-      node->saved = {save(out.gradients.input), save(out.gradients.weight), save(out.gradients.bias), save(out.late)};
+      node->saved = {
+          save(out.gradients.input), save(out.gradients.weight), save(out.gradients.bias), save(out.deferred_scale)};
       torch::autograd::set_history(out.rows.loss, node);
     } else {
       auto node = core::make_node<BackwardNode>();
@@ -241,7 +244,7 @@ struct Ops {
       node->wanted = wanted.bits();
       torch::autograd::set_history(out.rows.loss, node);
     }
-    // The node alone holds them: backward may then write over them.
+    // Only the node may hold the gradients, so that backward can overwrite them.
     out.gradients = {};
     return out;
   }
@@ -287,7 +290,7 @@ struct Ops {
     return op.call(input, weight, target, bias, ce_weight, options...);
   }
 
-  // ---- Autocast: what F.linear does to its arguments. The loss is fp32 in any case.
+  // ---- Autocast: casts the arguments that F.linear casts. The loss is fp32 in any case.
 
   template <c10::DeviceType kDevice>
   struct Autocast {
@@ -337,12 +340,12 @@ using Linear =
     Ops<c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
         std::optional<int64_t>>;
 
-/// The gradient that forward made, times what arrives.
-Tensor scaled(const Tensor& gradient, const Tensor& factor, bool ours) {
+/// Multiplies a gradient from forward by a factor; in place if `overwrite`.
+Tensor scaled(const Tensor& gradient, const Tensor& factor, bool overwrite) {
   using Function = Tensor(const Tensor&, const Tensor&, c10::string_view);
   using InPlace = void(Tensor&, const Tensor&, c10::string_view);
   constexpr const char* kOp = "fused_linear_cross_entropy backward";
-  if (!ours) {
+  if (!overwrite) {
     static const auto op = core::find_op<Function>("liger::_cross_entropy_scale");
     return op.call(gradient, factor, kOp);
   }
@@ -356,11 +359,11 @@ core::variable_list ReducedBackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
   if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
   core::variable_list out;
-  Tensor late = take(3);
+  Tensor deferred_scale = take(3);
   for (size_t i = 0; i < 3; ++i) {
     Tensor gradient = take(i);
     if (gradient.defined()) {
-      Tensor factor = late.defined() ? grad * late.select(0, i > 0) : grad;
+      Tensor factor = deferred_scale.defined() ? grad * deferred_scale.select(0, i > 0) : grad;
       gradient = scaled(gradient, factor, may_overwrite(gradient, gradient));
     }
     out.push_back(std::move(gradient));
@@ -381,7 +384,7 @@ core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   return {dinput, dweight, dbias};
 }
 
-/// (tokens a chunk, chunks, bytes of workspace, bytes of gradients)
+/// (tokens per chunk, chunks, bytes of workspace, bytes of gradients)
 std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
     int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, int64_t wanted_bits,
     std::optional<int64_t> memory_budget) {

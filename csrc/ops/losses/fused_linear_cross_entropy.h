@@ -1,6 +1,6 @@
 #pragma once
 
-// What the files of fused_linear_cross_entropy share: what callers ask for, how it will be done, and the results.
+// Shared by the files of fused_linear_cross_entropy: the caller's request, the plan, and the results.
 
 #include <ATen/ATen.h>
 
@@ -10,7 +10,7 @@ namespace liger::ops::fused_linear_cross_entropy {
 
 using namespace cross_entropy;
 
-/// What the caller asks for beside the loss.
+/// Results that the caller requests besides the loss.
 struct Wanted {
   bool metrics = false, log_probs = false, input = false, weight = false, bias = false;
 
@@ -38,20 +38,21 @@ struct Gradients {
   Tensor input, weight, bias;
 };
 
-/// late: what the gradients have yet to be multiplied by, (that of input, those of weight and bias); undefined: 1.
+/// deferred_scale: factors that backward applies, (of input's gradient, of weight's and bias's); undefined: 1.
 struct Forward {
   Results rows;
-  Tensor log_probs, entropy, late;
+  Tensor log_probs, entropy, deferred_scale;
   Gradients gradients;
 };
 
 struct Plan {
-  int64_t chunk = 1, chunks = 0;  // tokens a chunk
-  int64_t row;  // elements from one row of logits to the next: whole cache lines, which GEMMs want
-  int64_t bytes;  // of everything that lives no longer than the call
+  int64_t chunk = 1, chunks = 0;  // chunk: tokens per chunk
+  int64_t row;  // row stride of logits in elements: whole cache lines, for fast GEMMs
+  int64_t bytes;  // of everything that is freed when the call returns
 };
 
-/// Whether d weight is summed apart from the targets' part, see liger_ops/kernels/losses/fused_linear_cross_entropy.py.
+/// True if d weight is summed separately from the true classes' part, see
+/// liger_ops/kernels/losses/fused_linear_cross_entropy.py.
 bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted);
 
 Plan make_plan(
@@ -64,13 +65,13 @@ Forward empty_forward(
     const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Settings& s,
     Wanted wanted);
 
-/// A dense tensor as the fewest rows that the scaling kernel's 32-bit columns admit.
+/// A dense tensor as few rows as possible, within the 32-bit columns of the scaling kernel.
 Tensor as_long_rows(const Tensor& t);
 
-/// Targets as classes, int32; -1 where there is none.
+/// Targets as int32 classes; -1 for tokens without one.
 Tensor classes_of(const Tensor& target, int64_t n, const Options& o);
 
-/// (classes in ascending order, the row that each belongs to), as order_targets of the kernels finds them.
+/// (classes in ascending order, the row of each), like the kernel order_targets.
 std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, int64_t n, const Options& o);
 
 using ForwardOn = Forward(

@@ -45,7 +45,7 @@ struct CpuRows {
     sum_rows_cpu(rows, count_targets(target, weight, o), o, out);
   }
 
-  /// Moves the gradients of true logits out of dlogits.
+  /// Moves the gradients of true logits from dlogits to `taken`.
   void take_targets(Tensor& dlogits, int64_t first, Tensor& taken) const {
     const int64_t* y = target.const_data_ptr<int64_t>() + first;
     float* to = taken.data_ptr<float>() + first;
@@ -60,7 +60,7 @@ struct CpuRows {
       }
     });
   }
-  /// And adds what they contribute to d weight.
+  /// Adds the contribution of the gradients in `taken` to d weight.
   void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& taken, double scale) const {
     auto [classes, order] = sort_targets(target, n, o);
     const int32_t *y = classes.template const_data_ptr<int32_t>(), *row_of = order.template const_data_ptr<int32_t>();
@@ -73,7 +73,7 @@ struct CpuRows {
       at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
         std::vector<float> sum(columns);
         for (int64_t start = begin; start < end; ++start) {
-          // Whoever meets a class first adds all of its rows.
+          // The first row of a class adds all of its rows.
           if (y[start] < 0 || (start > 0 && y[start - 1] == y[start])) continue;
           std::fill(sum.begin(), sum.end(), 0.f);
           for (int64_t i = start; i < rows && y[i] == y[start]; ++i) {

@@ -1,4 +1,4 @@
-// fused_linear_cross_entropy on CUDA: launches of liger_ops/kernels/losses.
+// fused_linear_cross_entropy on CUDA. Launches the kernels of liger_ops/kernels/losses.
 
 #include "kernels/fused_linear_cross_entropy.h"
 #include "ops/losses/fused_linear_cross_entropy_pass.h"
@@ -6,9 +6,8 @@
 namespace liger::ops::fused_linear_cross_entropy {
 namespace {
 
-// Tokens up to which comparing all pairs should take no longer than a sort. On an H200, 8192 took 18 us, and twice as
-// many are four times the pairs; a sort of 8192 as int64 took 125 us, and as int32 has half of its passes to make.
-constexpr int64_t kMostCompared = 16384;
+// Up to this many tokens, comparing all pairs is expected to be faster than a sort.
+constexpr int64_t kMaxCompared = 16384;
 
 struct CudaRows {
   CudaCall call;
@@ -27,7 +26,7 @@ struct CudaRows {
   }
   void backward(
       Tensor& logits, int64_t first, const char* stats, const Tensor& totals, const Upstream& upstream) const {
-    // This kernel has no word for "no gradient arrives": a single 1 with stride 0.
+    // This kernel always reads incoming gradients, so pass a single 1 with stride 0.
     Upstream one = upstream;
     if (!one.values.defined()) {
       one.values = at::ones({}, call.target.options().dtype(at::kFloat));
@@ -59,7 +58,7 @@ struct CudaRows {
   std::tuple<Tensor, Tensor> order_targets() const {
     using K = kernels::fused_linear_cross_entropy_order_targets;
     const int64_t rows = call.target.numel();
-    if (rows > kMostCompared) return sort_targets(call.target, call.n, o);
+    if (rows > kMaxCompared) return sort_targets(call.target, call.n, o);
     const auto& config = runtime::first_fit<K>(call.n, false);
     auto numbers = call.target.options().dtype(at::kInt);
     Tensor classes = at::empty({rows}, numbers), order = at::empty({rows}, numbers);

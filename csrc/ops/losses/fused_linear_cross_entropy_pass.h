@@ -1,11 +1,11 @@
 #pragma once
 
-// The loop over chunks of tokens below fused_linear_cross_entropy, on CPU and CUDA.
+// The loop over chunks of tokens of fused_linear_cross_entropy, on CPU and CUDA.
 //
-// M tokens, H hidden, V classes. A chunk of T tokens costs three GEMMs (logits, d input, d weight) around the
-// rows of cross_entropy, all in one buffer of T x V logits that its gradient overwrites; some need no such rows, see
-// exponentials.h. What T decides: small chunks are slow GEMMs that read and write d weight once each; large ones are
-// memory.
+// M tokens, H hidden, V classes. A chunk of T tokens takes three GEMMs (logits, d input, d weight). Between them, the
+// rows of cross_entropy overwrite the buffer of T x V logits with its gradient. The logits-free path skips these rows,
+// see exponentials.h.
+// Small chunks make GEMMs slow, and each chunk reads and writes d weight once. Large chunks take more memory.
 
 #include "gemm/multiply.h"
 #include "ops/losses/exponentials.h"
@@ -13,11 +13,11 @@
 
 namespace liger::ops::fused_linear_cross_entropy {
 
-/// A call's way through the chunks.
+/// One call's state while it loops over the chunks.
 template <class Rows>
 struct Pass {
-  // Multiplications of a call that takes some 13 ms on an H200.
-  static constexpr double kSustained = double(int64_t(1) << 42);
+  // Multiplications of a call that keeps an H200 busy for some 13 ms.
+  static constexpr double kSustainedMultiplications = double(int64_t(1) << 42);
 
   Rows rows;
   const Tensor x, weight, bias;  // x: (M, H)
@@ -25,7 +25,7 @@ struct Pass {
   Plan plan;
   const bool sustained;
   Gradients into;
-  double shrink = 1;  // of d weight and d bias
+  double shrink = 1;  // scale of d weight and d bias
   Tensor bias_sum, taken;
 
   Pass(
@@ -37,7 +37,7 @@ struct Pass {
         bias(bias_in),
         logits_scale(s.logits_scale),
         plan(make_plan(op, x_in.size(0), weight_in.size(0), x_in.scalar_type(), wanted, s.memory_budget)),
-        sustained(3.0 * double(x_in.numel()) * double(weight_in.size(0)) >= kSustained),
+        sustained(3.0 * double(x_in.numel()) * double(weight_in.size(0)) >= kSustainedMultiplications),
         into(gradients) {
     auto floats = x.options().dtype(compute_type(x));
     if (into.input.defined()) into.input = into.input.view({x.size(0), x.size(1)});
@@ -50,11 +50,12 @@ struct Pass {
 
   Tensor buffer() const { return at::empty({std::min(plan.chunk, x.size(0)), plan.row}, x.options()); }
 
-  /// Where the logits of the tokens from `first` on go, in the buffer's rows.
+  /// The part of the buffer for the logits of the tokens from `first` on.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
     const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
-    // Rows without gaps where a GEMM would read these, which nobody writes: oneDNN does on CPUs with AMX (torch 2.13).
-    // On CUDA, ATen adds a bias to rows with gaps after it has rounded them, where classes are a multiple of 8.
+    // On CPU, rows must have no gaps: on CPUs with AMX, oneDNN's GEMM (torch 2.13) reads the uninitialised gaps.
+    // On CUDA with a bias, rows have no gaps if classes are a multiple of 8. With gaps, ATen would add the bias after
+    // rounding.
     const bool dense = x.is_cpu() || (bias.defined() && classes % 8 == 0);
     if (dense) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
     return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
@@ -70,7 +71,7 @@ struct Pass {
     return out;
   }
 
-  /// From a chunk's d logits, which this spends.
+  /// Adds a chunk's gradients, computed from its d logits. Overwrites dlogits.
   void add(Tensor& dlogits, int64_t first) {
     const int64_t count = dlogits.size(0);
     if (into.input.defined()) {
@@ -82,14 +83,15 @@ struct Pass {
     gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
   }
 
-  /// A chunk without its logits. d_input doubles as scratch space: for the sums, then for the weighed tokens.
+  /// The same on the logits-free path. d input doubles as scratch space: first for the sums, then for the weighed
+  /// tokens.
   void add_exponentials(
       const Exponentials& by, const Tensor& buffer, int64_t first, const RowsOut& out, const Tensor& totals,
       const Tensor& grad) {
     Tensor e = rows_of(buffer, first);
-    if (!into.input.defined()) return by.make(e, {}, first, out, {}, {}, {}, false);
+    if (!into.input.defined()) return by.compute(e, {}, first, out, {}, {}, {}, false);
     Tensor dx = into.input.narrow(0, first, e.size(0));
-    by.make(e, dx, first, out, totals, grad, taken, into.weight.defined());
+    by.compute(e, dx, first, out, totals, grad, taken, into.weight.defined());
     if (into.weight.defined()) gemm::multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
     gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
     by.rescale(dx, first, taken);
@@ -101,7 +103,7 @@ struct Pass {
   }
 };
 
-/// Tokens in rows of unit stride, as GEMMs and our kernels take them.
+/// Tokens as rows of unit stride, which GEMMs and our kernels require.
 inline Tensor as_rows(const Tensor& input) {
   Tensor x = as_matrix(input);
   return x.stride(1) == 1 || x.size(1) == 1 ? x : x.contiguous();
@@ -112,9 +114,9 @@ inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
   return s.token_weight->reshape(-1).to(compute_type(input)).contiguous();
 }
 
-/// True if the logits-free path applies: nothing but the loss and its gradients is asked for, and the gradient of input, if
-/// any gradient is, whose memory doubles as scratch space.
-inline bool is_loss_alone(const Settings& s, const Tensor& bias, const Wanted& wanted) {
+/// True if the call allows the logits-free path: it requests only the loss and gradients. If it requests any gradient,
+/// it must request that of input, because d input doubles as scratch space.
+inline bool allows_logits_free_path(const Settings& s, const Tensor& bias, const Wanted& wanted) {
   const bool extras = bias.defined() || s.o.label_smoothing != 0 || s.o.softcap || wanted.metrics || wanted.log_probs;
   const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;
   return made_now && !extras && s.logits_scale > 0;
@@ -139,28 +141,28 @@ Forward forward(
     pass.rows.count(totals);
   }
   const Tensor counted = totals;
-  if (out.late.defined()) {
+  if (out.deferred_scale.defined()) {
     int64_t halvings = 0;
     while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
     pass.shrink = std::ldexp(1.0, -int(halvings));
-    Tensor grow = at::empty_like(out.late);
+    Tensor grow = at::empty_like(out.deferred_scale);
     grow.select(0, 0).fill_(1);
     grow.select(0, 1).fill_(std::ldexp(1.0, int(halvings)));
     if (o.mean()) {
-      // Without any target gradients are 0, not 0 / 0.
+      // Without any target, gradients are 0 and not 0 / 0.
       Tensor by = totals.select(0, 0), inverse = at::where(by == 0, at::zeros_like(by), by.reciprocal());
-      out.late.copy_(grow * inverse);
-      // Relative to each other: the first has become 1.
+      out.deferred_scale.copy_(grow * inverse);
+      // Both totals are now relative to the first, which is 1.
       totals = totals * inverse;
     } else {
-      out.late.copy_(grow);
+      out.deferred_scale.copy_(grow);
     }
   }
   Tensor buffer = pass.buffer(), scratch_stats;
   std::optional<Exponentials> exponentials;
-  // The plan has room for sums where there are no gradients.
+  // Without gradients, the plan's memory includes the sums.
   const bool has_room = !s.memory_budget || !now;
-  if (is_loss_alone(s, bias, wanted) && Exponentials::serve(pass.x, weight, pass.plan.chunk, has_room)) {
+  if (allows_logits_free_path(s, bias, wanted) && Exponentials::applies(pass.x, weight, pass.plan.chunk, has_room)) {
     exponentials.emplace(op, pass.x, weight, target.reshape(-1), ce_weight, o, s.logits_scale, buffer.size(0), now);
   }
   const bool describe = wanted.log_probs;
@@ -206,7 +208,7 @@ Forward forward(
   return out;
 }
 
-/// For reduction="none": the chunks' logits again, and what arrives for each row.
+/// For reduction="none": computes the logits of each chunk again and applies the incoming gradient of each row.
 template <class Rows>
 Gradients backward(
     const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
@@ -217,15 +219,15 @@ Gradients backward(
       grad.sizes().equals(target.sizes()), op, "the gradient", c10::str("have shape ", target.sizes()), grad.sizes());
   Gradients out = empty_gradients(input, weight, bias, wanted);
   Pass<Rows> pass(op, as_rows(input), weight, target, bias, ce_weight, s, wanted, out);
-  Tensor arrives = grad.reshape(-1).to(compute_type(input)).contiguous();
+  Tensor incoming = grad.reshape(-1).to(compute_type(input)).contiguous();
   Tensor token_weight = rows_of_token_weight(s, input);
-  if (token_weight.defined()) arrives = arrives * token_weight;
+  if (token_weight.defined()) incoming = incoming * token_weight;
   const auto* at = static_cast<const char*>(stats.const_data_ptr());
   Tensor buffer = pass.buffer();
   for (int64_t first = 0; first < pass.x.size(0); first += pass.plan.chunk) {
     Tensor logits = pass.logits(buffer, first);
     const char* stats_of = at + 3 * first * int64_t(stats.element_size());
-    pass.rows.backward(logits, first, stats_of, totals, Upstream(arrives.narrow(0, first, logits.size(0))));
+    pass.rows.backward(logits, first, stats_of, totals, Upstream(incoming.narrow(0, first, logits.size(0))));
     pass.add(logits, first);
   }
   pass.finish();

@@ -1,4 +1,4 @@
-// How a call of fused_linear_cross_entropy goes through its tokens, and what it allocates.
+// How a call of fused_linear_cross_entropy splits its tokens into chunks, and the tensors that it allocates.
 
 #include "ops/losses/exponentials.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
@@ -16,13 +16,13 @@ Plan make_plan(
   const int64_t element = c10::elementSize(dtype), line = 128 / element;
   Plan plan;
   plan.row = (classes + line - 1) / line * line;
-  // Statistics and what programs of a row exchange; losses of all tokens, and what a sort of their targets takes.
-  // Without gradients, sums of exponentials have nobody's rows to lie in.
+  // per_row: logits, statistics, and partial results that the programs of a row exchange. per_token: losses, and the
+  // memory for sorting the targets. Without gradients there is no buffer that the sums of exponentials could share.
   const bool has_sums = dtype == at::kBFloat16 && !wanted.any_gradient();
   const int64_t sums = has_sums ? Exponentials::bytes_of_sums(classes) : 0;
   const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;
   const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted) ? 40 : 0);
-  // Enough for GEMMs that run at full speed; without gradients less will do.
+  // Enough for GEMMs at full speed. Calls without gradients need less.
   const int64_t usual = (wanted.any_gradient() ? 1280 : 320) * kMiB + tokens * per_token;
   const int64_t budget = memory_budget.value_or(std::max(usual, per_row * kTile / 2 + tokens * per_token));
   const int64_t least = tokens * per_token + per_row;
@@ -30,13 +30,12 @@ Plan make_plan(
       budget >= least || tokens == 0, op, "memory_budget",
       c10::str("be at least ", least, " bytes for the logits of one of ", tokens, " tokens"), budget);
   int64_t most = std::min<int64_t>((budget - tokens * per_token) / per_row, 8192);
-  // cuBLAS cuts GEMMs of this size into pairs of tiles, 256 tokens: 768 a chunk take less time than 832 or 896, and
-  // 1280 than 1408 (H200, 4096 x 128256 and 3584 x 151936).
+  // cuBLAS splits GEMMs of this size into pairs of tiles, 256 tokens, so other chunk sizes are slower.
   const int64_t tile = most < 2 * kTile ? kTile / 4 : kTile;
   if (most > tile) most = most / tile * tile;
   if (tokens > 0) {
     plan.chunks = (tokens + most - 1) / most;
-    // Chunks of one size: none is a remainder that runs slowly.
+    // Chunks have one size, because a small remainder would be slow.
     plan.chunk = (tokens + plan.chunks - 1) / plan.chunks;
     if (plan.chunks > 1) plan.chunk = std::min(most, (plan.chunk + tile - 1) / tile * tile);
     plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
@@ -68,7 +67,7 @@ Forward empty_forward(
   }
   if (s.o.reduced()) {
     out.gradients = empty_gradients(input, weight, bias, wanted);
-    if (wanted.any_gradient() && input.scalar_type() == at::kHalf) out.late = at::empty({2}, numbers);
+    if (wanted.any_gradient() && input.scalar_type() == at::kHalf) out.deferred_scale = at::empty({2}, numbers);
   }
   return out;
 }
@@ -86,7 +85,7 @@ Tensor classes_of(const Tensor& target, int64_t n, const Options& o) {
 }
 
 std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, int64_t n, const Options& o) {
-  // A statement of its own: what it takes is free again before the sort, which takes most.
+  // A separate statement frees its temporaries before the sort, which takes the most memory.
   Tensor unsorted = classes_of(target, n, o);
   auto [classes, order] = unsorted.sort(/*stable=*/true, 0, false);
   return {classes, order.to(at::kInt)};

@@ -5,7 +5,7 @@
 
 namespace liger::ops {
 
-/// Sums fp32 partials over their rows into one or two columns vectors, in a fixed order.
+/// Sums fp32 partials over their rows into one or two vectors, in a fixed order.
 /// partial: (outputs, rows, n); outs: (n,), the second may be undefined.
 inline void column_sum(const char* op, const at::Tensor& partial, const at::Tensor& out0, const at::Tensor& out1 = {}) {
   using K = kernels::column_sum;

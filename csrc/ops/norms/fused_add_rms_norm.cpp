@@ -1,5 +1,5 @@
-// fused_add_rms_norm(x, residual, weight, ...) -> (rms_norm(s, weight, ...), s) with s = x + residual, rounded as the
-// addition alone would round it. One pass over memory where the two steps take two.
+// fused_add_rms_norm(x, residual, weight, ...) -> (rms_norm(s, weight, ...), s), where s = x + residual is rounded as a
+// separate addition would round it. Makes one pass over memory instead of two.
 //
 // x, residual: (..., n); weight: (n,). Kernels, casting modes and backward are those of rms_norm.
 
@@ -20,7 +20,7 @@ using core::value_or_undefined;
 
 constexpr const char* kOp = "fused_add_rms_norm";
 
-// The forward with and without what backward needs.
+// Forward for autograd, which also returns rstd; `fused` below is forward without autograd.
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> fwd(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor> fused_autograd(
     std::tie(y, s, rstd) = op.call(x, residual, weight, eps, offset, mode);
   }
   torch::autograd::set_history(y, node);
-  // A weight's gradient alone makes no sum differentiable.
+  // The sum does not depend on weight, so a gradient of weight alone does not make it differentiable.
   bool s_has_gradient = torch::autograd::compute_requires_grad(x, residual);
   if (s_has_gradient) torch::autograd::set_history(s, node);
   node->saved = {
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor> fused_autograd(
   return {y, s};
 }
 
-// The sum is in the wider dtype, as it is without autocast, and the norm as torch's own.
+// The sum has the wider dtype, as without autocast. The norm follows torch's own rms_norm.
 template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> fused_autocast(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,

@@ -1,6 +1,6 @@
 // layer_norm(x, weight, bias, eps) = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias
 //
-// x: (..., n) of any strides; weight, bias: (n,) in x's dtype or fp32, either may be absent; the result in x's dtype.
+// x: (..., n) of any strides; weight, bias: (n,) in x's dtype or fp32, both optional. The result has x's dtype.
 // Statistics are fp32.
 
 #include "ops/norms/layer_norm.h"
@@ -42,7 +42,7 @@ void check(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& 
   core::check_eps(kOp, eps);
 }
 
-// ---- The dispatched ops, over the three backends
+// ---- The dispatched ops, for each of the three backends
 
 template <class Device>
 Tensor apply(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd(
   return {out.dx, out.dweight, out.dbias};
 }
 
-// Writes dx over dy.
+// Overwrites dy with dx.
 template <class Device>
 std::tuple<Tensor, Tensor> bwd_(
     Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, int64_t wanted,

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the files of layer_norm share.
+// Shared by the files of layer_norm.
 
 #include <ATen/ATen.h>
 
@@ -18,7 +18,7 @@ inline Tensor contiguous_or_undefined(const OptionalTensor& t) {
   return t && t->defined() ? t->contiguous() : Tensor();
 }
 
-/// Means, then reciprocal standard deviations: (2, ...rows of x).
+/// Means, then reciprocal standard deviations: (2, *rows of x).
 inline Tensor empty_statistics(const Tensor& y) { return core::empty_per_row(y, core::compute_type(y), 2); }
 
 inline at::ScalarType parameter_type(const Tensor& x, const Tensor& weight, const Tensor& bias) {
@@ -35,7 +35,7 @@ struct Gradients {
 
 using ForwardOn =
     Forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool save);
-/// Writes dx, which may be dy and is undefined where nobody asks for it.
+/// Writes dx. dx may be dy; it is undefined if it is not needed.
 using BackwardOn = Gradients(
     const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, const Tensor& dx,
     bool needs_dweight, bool needs_dbias, at::ScalarType parameters);

@@ -18,7 +18,7 @@ struct CpuForward {
   C eps;
 };
 
-// A row of half precision is widened once, and its results are narrowed a block of columns at a time.
+// A half-precision row is widened once. Its results are narrowed one block of columns at a time.
 template <class T, class W>
 LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
@@ -39,8 +39,8 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
       for (int64_t i = 0; i < count; ++i) part += v[i];
       total += part;
     }
-    // A sum of fp32 values much larger than their deviations is good to a few units in the last place of the mean:
-    // the sum of the centred values says how far it is off.
+    // If values are much larger than their deviations, this mean is wrong in its last digits. The sum of the centred
+    // values corrects it.
     const C near = C(total / n);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
@@ -94,7 +94,7 @@ struct CpuBackward {
   const core::Rows<3>& walk;  // dx, dy, x
 };
 
-// dweight, dbias: this range's shares, both or neither.
+// dweight, dbias: partial sums of this range; both or neither may be null.
 template <class T>
 LIGER_VECTORIZED void backward_rows(
     const CpuBackward<T>& a, core::Compute<T>* dweight, core::Compute<T>* dbias, int64_t begin, int64_t end) {
@@ -102,7 +102,7 @@ LIGER_VECTORIZED void backward_rows(
   constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
   C blocks[2][kBlock];
-  // A block of columns of several rows at a time: the sums over rows stay in the first-level cache meanwhile.
+  // Process several rows of a block of columns together, so that the block's sums over rows stay in the L1 cache.
   constexpr int64_t kRowsAtATime = 8;
   for (int64_t group = begin; group < end; group += kRowsAtATime) {
     const int64_t rows = std::min(kRowsAtATime, end - group);
@@ -197,9 +197,9 @@ Gradients Cpu::backward(
   auto walk = core::walk_rows<3>(kOp, {&lead, &dy, &x});
   bool needs_parameters = needs_dweight || needs_dbias;
   int64_t ranges = needs_parameters ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
-  // The rows' code fills both or neither.
-  core::ColumnShares dweight(needs_parameters, ranges, walk.n, statistics.options());
-  core::ColumnShares dbias(needs_parameters, ranges, walk.n, statistics.options());
+  // backward_rows() fills both or neither.
+  core::PartialColumnSums dweight(needs_parameters, ranges, walk.n, statistics.options());
+  core::PartialColumnSums dbias(needs_parameters, ranges, walk.n, statistics.options());
   if (x.numel() > 0) {
     Tensor weight = contiguous_or_undefined(weight_in);
     weight = weight.defined() ? weight.to(statistics.scalar_type()) : at::ones({walk.n}, statistics.options());

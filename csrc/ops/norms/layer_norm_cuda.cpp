@@ -1,4 +1,4 @@
-// layer_norm on CUDA: launches of liger_ops/kernels/norms/layer_norm.py.
+// layer_norm on CUDA. Launches the kernels of liger_ops/kernels/norms/layer_norm.py.
 
 #include "core/cuda.h"
 #include "kernels/layer_norm.h"
@@ -55,7 +55,7 @@ Gradients Cuda::backward(
     }
     return out;
   }
-  // A gradient that nobody asked for goes to a buffer that is dropped: only frozen inputs pay for it.
+  // The kernel always writes dx. If dx is not needed (frozen inputs), a temporary buffer receives it.
   Tensor written = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, written);
   auto walk = core::walk_rows<3>(op, {&written, &dy, &x});
   bool aligned = walk.aligned_strides() &&

@@ -1,8 +1,8 @@
 // rms_norm(x, weight, eps, offset, casting_mode) = x * rsqrt(mean(x^2) + eps) * (weight + offset)
 //
-// x: (..., n) of any strides, weight: (n,) in x's dtype or fp32, the result in x's dtype. Statistics are fp32.
-// casting_mode says where the normalised row is rounded: "llama" before the weight is applied, as Hugging Face's
-// LlamaRMSNorm does; "gemma" and "none" once, at the end.
+// x: (..., n) of any strides; weight: (n,) in x's dtype or fp32. The result has x's dtype. Statistics are fp32.
+// casting_mode says where the normalised row is rounded: "llama" before the weight is applied, as in Hugging Face's
+// LlamaRMSNorm; "gemma" and "none" once, at the end.
 
 #include "ops/norms/rms_norm.h"
 
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> Meta::backward(
 
 namespace {
 
-// ---- The dispatched halves: forward that saves, backward, backward into the gradient's own buffer
+// ---- The private ops: forward that also returns rstd, backward, and backward that overwrites dy
 
 template <class Device>
 std::tuple<Tensor, Tensor> fwd(
@@ -143,7 +143,7 @@ Tensor rms_norm_autograd(
   return y;
 }
 
-// PyTorch's policy for its own norms on CUDA: float32 in and out, since the release that says so.
+// PyTorch's policy for its own rms_norm on CUDA: float32 in and out, in releases that autocast it.
 Tensor rms_norm_autocast(
     const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
   static const auto op = core::find_op<decltype(apply<Meta>)>("liger::rms_norm");

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the files of rms_norm share, and what fused_add_rms_norm takes from them: the same kernels with a residual, the
-// same backward.
+// Shared by the files of rms_norm and by fused_add_rms_norm, which uses the same kernels with a residual, and the same
+// backward.
 
 #include <ATen/ATen.h>
 
@@ -16,7 +16,7 @@ using at::Tensor;
 constexpr const char* kOp = "rms_norm";
 
 struct Forward {
-  Tensor y, s, rstd;  // s is undefined without a residual, rstd unless asked for
+  Tensor y, s, rstd;  // s: undefined without a residual; rstd: undefined unless requested
 };
 
 void check(
@@ -28,8 +28,8 @@ inline bool rounds_first(std::string_view casting_mode) { return casting_mode ==
 using ForwardOn = Forward(
     const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset,
     std::string_view casting_mode, bool save_rstd);
-/// Writes dx, which may be dy and is undefined where nobody asks for it; ds is undefined without a residual, or where
-/// nothing arrives for the sum. (dx, dweight)
+/// Writes dx and returns (dx, dweight). dx may be dy; it is undefined if it is not needed. ds is undefined without a
+/// residual, or if the sum receives no gradient.
 using BackwardOn = std::tuple<Tensor, Tensor>(
     const Tensor& dy, const Tensor& ds, const Tensor& x, const Tensor& weight, const Tensor& rstd, double offset,
     std::string_view casting_mode, const Tensor& dx, bool needs_dweight);
@@ -47,7 +47,7 @@ struct Meta {
   static BackwardOn backward;
 };
 
-/// Gradients of s and weight; may use up dy's buffer where `overwrite_dy`.
+/// Gradients of s and weight. `overwrite_dy` allows the result to overwrite dy.
 std::tuple<Tensor, Tensor> backward(
     const Tensor& dy, const Tensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, double offset,
     const std::string& casting_mode, int64_t wanted, bool overwrite_dy);

@@ -21,7 +21,7 @@ struct CpuForward {
   bool round;
 };
 
-// A row of half precision is widened once, and its results are narrowed a block of columns at a time.
+// A half-precision row is widened once. Its results are narrowed one block of columns at a time.
 template <class T, class W>
 LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
@@ -84,13 +84,13 @@ template <class T>
 struct CpuBackward {
   using C = core::Compute<T>;
   const T *dy, *ds, *x;
-  const C *weight, *rstd;  // weight with its offset
+  const C *weight, *rstd;  // weight: with the offset added
   T* dx;
   const core::Rows<4>& walk;  // dx, dy, ds, x
   bool round;
 };
 
-// sums: this range's share of dweight, or null.
+// sums: this range's partial sum for dweight, or null.
 template <class T>
 LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* sums, int64_t begin, int64_t end) {
   using C = core::Compute<T>;
@@ -102,7 +102,7 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* s
     const T* x = a.x + a.walk.strides[3].offset(row, inner);
     const C scale = a.rstd[row];
     double dot = 0;
-    // One pass for both sums: the row is read from cache once less.
+    // One pass computes both sums, so that the row is read from cache once.
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       const C *g = core::widen_all(dy + first, blocks[0], count), *v = core::widen_all(x + first, blocks[1], count);
@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor> Cpu::backward(
   Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, lead);
   auto walk = core::walk_rows<4>("rms_norm backward", {&lead, &dy, &ds, &x});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
-  core::ColumnShares dweight(needs_dweight, ranges, walk.n, rstd.options());
+  core::PartialColumnSums dweight(needs_dweight, ranges, walk.n, rstd.options());
   if (x.numel() > 0) {
     Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
     core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {

@@ -1,4 +1,4 @@
-// rms_norm and fused_add_rms_norm on CUDA: launches of liger_ops/kernels/norms/rms_norm.py.
+// rms_norm and fused_add_rms_norm on CUDA. Launches the kernels of liger_ops/kernels/norms/rms_norm.py.
 
 #include "core/cuda.h"
 #include "core/rows.h"
@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor> Cuda::backward(
   Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
   Tensor dweight = needs_dweight ? at::empty_like(weight) : Tensor();
   if (x.numel() == 0) return {dx, needs_dweight ? dweight.zero_() : dweight};
-  // A gradient that nobody asked for goes to a buffer that is dropped: only frozen inputs pay for it.
+  // The kernel always writes dx. If dx is not needed (frozen inputs), a temporary buffer receives it.
   Tensor out = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, out);
   auto walk = core::walk_rows<4>(op, {&out, &dy, &ds, &x});
   bool aligned = walk.aligned_strides() &&

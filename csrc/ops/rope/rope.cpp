@@ -2,12 +2,13 @@
 // y = x * cos + rotate(x) * sin, where rotate maps a pair (a, b) to (-b, a).
 //
 // q: (B, Hq, S, D), k: (B, Hk, S, D) of any strides; results and gradients keep q's and k's own dense layouts.
-// cos, sin: (S, R) or (1 or B, S, R) in q's dtype or fp32, R <= D; the other columns pass through. Pairs are columns
-// (i, i + R / 2), or (2 i, 2 i + 1) where interleaved. With mrope_section = [t, h, w] (multimodal positions,
-// t + h + w = R / 2) cos and sin have a leading dimension of 3, of which pairs take index 0, 1 and 2 in turn.
+// cos, sin: (S, R) or (1 or B, S, R) in q's dtype or fp32, R <= D; the other columns are copied. Pairs are columns
+// (i, i + R / 2), or (2 i, 2 i + 1) if interleaved. With mrope_section = [t, h, w] (multimodal positions,
+// t + h + w = R / 2) cos and sin have a leading dimension of 3. The first t pairs use its index 0, the next h pairs
+// index 1 and the last w pairs index 2.
 //
-// rope_freqs_cis(q, k, freqs_cis) takes the angles as complex numbers cos + i sin, (S, D / 2) or (1 or B, S, R / 2),
-// and neighbouring columns as pairs, as Llama 4 does.
+// rope_freqs_cis(q, k, freqs_cis) takes the angles as complex numbers cos + i sin, (S, R / 2) or (1 or B, S, R / 2).
+// Its pairs are neighbouring columns, as in Llama 4.
 
 #include "ops/rope/rope.h"
 
@@ -41,9 +42,9 @@ void check_heads(const char* op, const Tensor& q, const Tensor& k) {
       op, "k", c10::str("have the batch, sequence and head size of q, ", q.sym_sizes()), k.sym_sizes());
 }
 
-// columns_an_angle: 2 for complex angles, of which one turns a pair of columns; 1 where every column has its own.
+// columns_per_angle: 2 for complex angles, which rotate a pair of columns each; 1 if every column has its own angle.
 void check_angles(
-    const char* op, const char* name, const Tensor& angles, const Tensor& q, bool sections, int64_t columns_an_angle) {
+    const char* op, const char* name, const Tensor& angles, const Tensor& q, bool sections, int64_t columns_per_angle) {
   core::check_same_device(op, name, angles, "q", q);
   LIGER_CHECK(angles.layout() == at::kStrided, op, name, "be a dense tensor", angles.layout());
   int64_t lead = sections ? 1 : 0, dims = angles.dim() - lead;
@@ -58,14 +59,14 @@ void check_angles(
   LIGER_CHECK(
       dims == 2 || angles.sym_size(lead) == 1 || angles.sym_size(lead) == q.sym_size(0), op, name,
       c10::str("have a batch of 1 or ", q.sym_size(0), ", that of q"), angles.sym_size(lead));
-  auto rotated = angles.sym_size(-1) * columns_an_angle;
+  auto rotated = angles.sym_size(-1) * columns_per_angle;
   LIGER_CHECK(rotated % 2 == 0, op, name, "have an even last dimension", rotated);
   LIGER_CHECK(
       rotated <= q.sym_size(3), op, name, c10::str("rotate at most q's head size, ", q.sym_size(3)), rotated,
       " columns");
 }
 
-// sin is absent where cos holds cos + i sin.
+// sin is absent if cos holds cos + i sin.
 void check(const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin, const Sections& sections) {
   if (!sin) {
     check_heads(kComplexOp, q, k);
@@ -108,7 +109,7 @@ Angles make_angles(Tensor cos, const OptionalTensor& sin_in, const Sections& sec
   return out;
 }
 
-// ---- The dispatched ops: rotation by the angles or back, into new tensors or in place
+// ---- The dispatched ops: rotation by the angles or their inverse, into new tensors or in place
 
 Tensor with_unit_columns(const Tensor& t) {
   return t.stride(3) == 1 || t.size(3) <= 1 ? t : core::empty_rows_like(t).copy_(t);
@@ -153,7 +154,7 @@ std::tuple<Tensor, Tensor> apply_freqs_cis(const Tensor& q, const Tensor& k, con
   return forward<rotate>(q, k, freqs_cis, std::nullopt, true, std::nullopt);
 }
 
-// The gradients' layouts are those of the inputs, whatever layouts the incoming gradients have.
+// Gradients have the layouts of the inputs, whatever layouts the incoming gradients have.
 template <Rotate* rotate>
 std::tuple<Tensor, Tensor> bwd(
     const Tensor& dq, const Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
@@ -195,7 +196,7 @@ struct RopeBackward : core::BackwardNode<RopeBackward, 2> {  // cos, sin
       in_place.call(dq, dk, cos, sin, interleaved, given);
       return {dq, dk};
     }
-    // What is not asked for takes part without heads.
+    // A gradient that is not needed is replaced by a tensor without heads.
     if (!needs_q) dq = dk.narrow(1, 0, 0);
     if (!needs_k) dk = dq.narrow(1, 0, 0);
     static const auto out_of_place = core::find_op<decltype(bwd<rotate_cpu>)>("liger::_rope_bwd");
@@ -250,8 +251,8 @@ std::tuple<Tensor, Tensor> rope_freqs_cis_autograd(const Tensor& q, const Tensor
       kComplexOp, q, k, freqs_cis, std::nullopt, true, std::nullopt, [&] { return op.call(q, k, freqs_cis); });
 }
 
-// Products promote their operands under autocast as they do without; this op asks for one dtype, and for angles in it
-// or in float32.
+// Multiplication promotes mixed dtypes, with autocast and without. This op requires one dtype for q and k, and angles
+// in that dtype or float32.
 template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> rope_autocast(
     const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, Sections sections) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the files of rope share.
+// Shared by the files of rope.
 
 #include <ATen/ATen.h>
 
@@ -22,8 +22,8 @@ struct HeadStrides {
 struct Angles {
   Tensor cos, sin;
   int64_t half;
-  int64_t batch = 0, position = 0, section = 0;  // strides of both
-  int64_t section_1, section_2;  // first pairs of sections 1 and 2
+  int64_t batch = 0, position = 0, section = 0;  // strides of cos and sin
+  int64_t section_1, section_2;  // index of the first pair of sections 1 and 2
   bool is_complex;
 };
 

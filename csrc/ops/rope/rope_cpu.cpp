@@ -8,7 +8,7 @@ namespace liger::ops::rope {
 
 namespace {
 
-// The angles of one position, a pair's two members apart.
+// The angles of one position: those of the pairs' first columns, then those of the second columns.
 template <class C>
 struct PairAngles {
   explicit PairAngles(int64_t half) : half(half), cos(2 * half), sin(2 * half) {}

@@ -1,4 +1,4 @@
-// rope on CUDA: launches of liger_ops/kernels/rope/rope.py.
+// rope on CUDA. Launches the kernel of liger_ops/kernels/rope/rope.py.
 
 #include "core/cuda.h"
 #include "kernels/rope.h"
@@ -16,7 +16,7 @@ void rotate_cuda(const char* op, const Call& call) {
   LIGER_CHECK(rows <= std::numeric_limits<int32_t>::max(), op, "q", "have fewer than 2^31 positions", rows);
   const Angles& angles = call.angles;
   const HeadStrides q(call.q), k(call.k), out_q(call.out_q), out_k(call.out_k);
-  // Columns beyond the rotated ones are where they belong already if the rotation is in place.
+  // If the rotation is in place, the columns that are not rotated need no copy.
   const int64_t rotated = 2 * angles.half, width = call.in_place() ? rotated : call.head_size();
   const int64_t multiples =
       angles.half | width | angles.section_1 | angles.section_2 | angles.batch | angles.position | angles.section;
@@ -55,7 +55,7 @@ void rotate_cuda(const char* op, const Call& call) {
       angles.position,
       angles.section,
       flags};
-  // Few positions (decoding, short prompts) share their heads among programs, or most of the chip would idle.
+  // With few positions (decoding, short prompts), heads are split among programs to fill the GPU.
   constexpr int64_t kProgramsPerMultiprocessor = 8;
   int64_t wanted = kProgramsPerMultiprocessor * std::max(runtime::multiprocessors(call.q.device().index()), 1);
   int64_t pieces = heads * (config.ALIGNED ? std::max(angles.half, width - rotated) / config.PIECE : 1);

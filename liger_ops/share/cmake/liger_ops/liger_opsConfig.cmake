@@ -1,6 +1,6 @@
-# find_package(liger_ops): the target liger_ops::liger_ops, which registers torch.ops.liger.* in what links it.
-# The package has one operator library per torch minor version; find_package(Torch) decides which. A library that
-# `python -m liger_ops build` made is named by -Dliger_ops_LIBRARY=PATH.
+# find_package(liger_ops) defines the target liger_ops::liger_ops. Programs that link it can use torch.ops.liger.*.
+# The package has one operator library per torch minor version, and find_package(Torch) decides which one is used.
+# -Dliger_ops_LIBRARY=PATH selects a library that `python -m liger_ops build` made.
 
 include(CMakeFindDependencyMacro)
 find_dependency(Torch)
@@ -28,9 +28,10 @@ if(NOT TARGET liger_ops::liger_ops)
                IMPORTED_LINK_DEPENDENT_LIBRARIES "${liger_ops_ROOT_DIR}/lib/libliger_runtime.so"
                INTERFACE_INCLUDE_DIRECTORIES "${liger_ops_ROOT_DIR}/include"
                INTERFACE_LINK_LIBRARIES "${TORCH_LIBRARIES}"
-               # A program may use the operators through a saved model alone, which names no symbol of the library.
+               # A program that uses the operators only through a saved model names no symbol of the library. The linker
+               # would then drop it.
                INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed")
-  # Until 2.14, torch's target keeps to itself the C++ standard that its headers need.
+  # Before 2.14, torch's target does not export the C++ standard that its headers need.
   get_target_property(liger_ops_STANDARD torch CXX_STANDARD)
   if(liger_ops_STANDARD)
     set_target_properties(

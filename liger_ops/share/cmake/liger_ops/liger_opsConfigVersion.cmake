@@ -1,7 +1,7 @@
 file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../../../_version.py" PACKAGE_VERSION REGEX "__version__")
 string(REGEX REPLACE ".*\"(.*)\".*" "\\1" PACKAGE_VERSION "${PACKAGE_VERSION}")
 
-# Before 1.0 a minor version may break what a program was built for; after, a major one.
+# Minor versions may break compatibility before 1.0, and only major versions afterwards.
 set(PACKAGE_VERSION_COMPATIBLE FALSE)
 if(NOT PACKAGE_VERSION VERSION_LESS PACKAGE_FIND_VERSION)
   string(REGEX MATCH "^(0\\.[0-9]+|[1-9][0-9]*)" liger_ops_series "${PACKAGE_VERSION}")

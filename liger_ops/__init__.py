@@ -16,7 +16,6 @@ from .distributed._lazy import when_imported
 __all__ = ["__version__", "functional", "launch_counts", "nn", "preload", "reset_launch_counts", "status"]
 
 
-
 def _register_sharding() -> None:
     from .distributed import _sharding
 

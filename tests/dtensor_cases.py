@@ -1,8 +1,9 @@
-"""Operators on DTensors next to the same operators on whole tensors: what tests/test_dtensor.py runs in a group of
-processes. Everything is float64, so any difference beyond rounding is a wrong rule."""
+"""Compares operators on DTensors with the same operators on whole tensors. tests/test_dtensor.py runs the cases in a group
+of processes. Everything is float64, so a difference beyond rounding means a wrong rule."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -55,7 +56,7 @@ def check(
     backward: dict[str, int] | None = None,
     **options: Any,
 ) -> None:
-    """placements, results: over each mesh dimension, or one for a mesh of one dimension."""
+    """placements and results have a placement for each mesh dimension, or a single one."""
 
     def each(p: Any) -> list[Placement]:
         return [p] if isinstance(p, Placement) else [*p]
@@ -93,12 +94,14 @@ def check(
                 torch.testing.assert_close(a.full_tensor(), b)
 
 
-def case(name: str, op: Callable, tensors: dict[str, Tensor], placements: dict[str, Any], results: Any, **more: Any) -> None:
+def case(
+    name: str, op: Callable, tensors: dict[str, Tensor], placements: dict[str, Any], results: Any, **more: Any
+) -> None:
     assert name not in CASES
     CASES[name] = partial(check, op=op, tensors=tensors, placements=placements, results=results, **more)
 
 
-# Sizes that four devices share unevenly, and of which some get nothing.
+# Sizes that do not divide by four devices.
 X, W, B = randn(5, 7, 24), randn(24), randn(24) + 1
 
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
@@ -120,7 +123,7 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1),
         case(f"{op.__name__} {where}", op, dict(gate=X, up=X + 1), dict(gate=p, up=p), p)
     case(f"relu_squared {where}", F.relu_squared, dict(x=X), dict(x=p), p)
 
-# A row is gathered, in backward again.
+# The rows are gathered, and in backward again.
 case(
     "rms_norm by columns",
     F.rms_norm,
@@ -135,7 +138,12 @@ case(
 
 Q, K = randn(5, 6, 7, 8).transpose(1, 2), randn(5, 6, 4, 8).transpose(1, 2)  # (B, H, S, D)
 COS, SIN = randn(6, 8), randn(6, 8) + 1
-for where, p, angles in (("replicated", R, R), ("by batch", Shard(0), R), ("by heads", Shard(1), R), ("by sequence", Shard(2), Shard(0))):
+for where, p, angles in (
+    ("replicated", R, R),
+    ("by batch", Shard(0), R),
+    ("by heads", Shard(1), R),
+    ("by sequence", Shard(2), Shard(0)),
+):
     case(
         f"rope {where}",
         F.rope,
@@ -143,7 +151,13 @@ for where, p, angles in (("replicated", R, R), ("by batch", Shard(0), R), ("by h
         dict(q=p, k=p, cos=angles, sin=angles),
         [p, p],
     )
-case("rope by heads, one for all", F.rope, dict(q=Q, k=K, cos=COS, sin=SIN), dict(q=Shard(1), k=R, cos=R, sin=R), [Shard(1), R])
+case(
+    "rope by heads, one for all",
+    F.rope,
+    dict(q=Q, k=K, cos=COS, sin=SIN),
+    dict(q=Shard(1), k=R, cos=R, sin=R),
+    [Shard(1), R],
+)
 
 # ---- GEMMs
 
@@ -164,9 +178,15 @@ case(
 )
 
 
-# ---- A mesh of two dimensions
+case(
+    "swiglu_linear, sharded weight",
+    F.swiglu_linear,
+    dict(gate=GATE, up=GATE + 1, weight=DOWN),
+    dict(gate=R, up=R, weight=Shard(0)),
+    Shard(2),
+)
 
-two = partial(case)
+# ---- A mesh of two dimensions
 
 
 def on_two_dimensions(mesh: Any, **arguments: Any) -> None:
@@ -185,10 +205,16 @@ case_2d(
     dict(x=[Shard(0), Shard(1)], weight=[R, R]),
     [[Shard(0), Shard(1)]],
 )
-case_2d("swiglu by batch and columns", F.swiglu, dict(gate=X, up=X), dict(gate=[Shard(0), Shard(2)], up=[Shard(0), Shard(2)]), [[Shard(0), Shard(2)]])
+case_2d(
+    "swiglu by batch and columns",
+    F.swiglu,
+    dict(gate=X, up=X),
+    dict(gate=[Shard(0), Shard(2)], up=[Shard(0), Shard(2)]),
+    [[Shard(0), Shard(2)]],
+)
 
 
-# ---- What no rule lists
+# ---- Layouts that no rule lists
 
 REFUSED = {
     "rms_norm, sharded weight": (
@@ -210,8 +236,6 @@ REFUSED = {
 
 
 def refused(mesh: Any, op: Callable, arguments: dict[str, Any], message: str) -> None:
-    import re
-
     try:
         op(**{name: spread(t, mesh, [p]) for name, (t, p) in arguments.items()})
     except Exception as error:

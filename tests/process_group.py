@@ -1,4 +1,4 @@
-"""A group of gloo processes that runs a file's cases. Each case raises where something differs."""
+"""Runs a file's cases in a group of gloo processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from support import environment_of_tree
 
 
 def results_of(script: Path, processes: int, folder: Path, names: list[str]) -> dict[str, str]:
-    """The text of what each case raised, or nothing. One group runs all cases, because starting takes longest."""
+    """The error of each case, or "". One process group runs all cases, because starting it takes most of the time."""
     command = [sys.executable, str(script), str(folder / "store"), str(folder / "results.json")]
     group = []
     for rank in range(processes):
-        # transformers reads these when it distributes a model.
+        # transformers reads these variables to distribute a model.
         env = environment_of_tree(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
         group.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
     output = [process.communicate(timeout=900)[0] for process in group]
@@ -30,7 +30,7 @@ def results_of(script: Path, processes: int, folder: Path, names: list[str]) -> 
 
 
 def run_cases(cases: dict[str, Callable[..., None]]) -> None:
-    """In each process of the group: runs all cases and writes what they raised."""
+    """In each process of the group: runs all cases and writes their errors."""
     store, results = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)

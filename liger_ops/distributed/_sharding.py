@@ -41,7 +41,9 @@ def summed(placement: Placement) -> Placement:
 
 
 def text_of(placement: Placement) -> str:
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Partial()" if placement.is_partial() else "Replicate()"
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return "Partial()" if placement.is_partial() else "Replicate()"
 
 
 class Rule:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 
 from .._sharding import SUM, Layout, R, any_placements, row_placements, sharding
 
+
 @sharding("swiglu", "geglu")
 def forward(gate: Any, **_: Any) -> Iterator[Layout]:
     for part in any_placements(gate):

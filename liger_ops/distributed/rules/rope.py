@@ -41,5 +41,7 @@ def backward(
     turned = torch.ops.liger._rope_bwd(*parts, interleaved, mrope_section, *strides)
     return tuple(
         DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=of)
-        for part, whole, of in zip(turned, (dq, dk), (dense_strides(dq.shape, q_strides), dense_strides(dk.shape, k_strides)))
+        for part, whole, of in zip(
+            turned, (dq, dk), (dense_strides(dq.shape, q_strides), dense_strides(dk.shape, k_strides))
+        )
     )

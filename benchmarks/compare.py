@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"The machines differ in {fact}: {old}, then {new}.")
     old, new = measured(befores), measured(afters)
     if args.provider not in (known := dict.fromkeys(k[-1] for k in old)):
-        parser.error(f"--provider must be among what {args.before} measured, {', '.join(known)} (got {args.provider})")
+        parser.error(f"--provider must be a provider in {args.before}: {', '.join(known)} (got {args.provider})")
     rows, regressions = [], 0
     for key in (k for k in old if k[-1] == args.provider and k in new):
         word = verdict(old[key], new[key])

@@ -11,8 +11,16 @@ import torch
 from . import _jit, _vmap
 from ._loader import load as _load
 from ._version import __version__
+from .distributed._lazy import when_imported
 
 __all__ = ["__version__", "functional", "launch_counts", "nn", "preload", "reset_launch_counts", "status"]
+
+
+def _register_sharding() -> None:
+    from .distributed import _sharding
+
+    _sharding.register()
+
 
 _loaded = _load()
 if _loaded.library is not None:
@@ -20,6 +28,7 @@ if _loaded.library is not None:
     # Kept alive: a Library unregisters its operators when it is deleted.
     _library = torch.library.Library("liger", "FRAGMENT")
     _vmap.register(_library)
+    when_imported("torch.distributed.tensor", _register_sharding)
 
 from . import functional, nn  # noqa: E402  need the operators
 

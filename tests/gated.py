@@ -499,7 +499,7 @@ class GatedTests:
         "another dtype": (lambda w: w.half(), None, "weight must have the dtype of gate, Float"),
         "elsewhere": (lambda w: w.to("meta"), None, "weight must be on cpu like gate"),
         "sparse": (lambda w: w.to_sparse(), None, "weight must be a dense, unquantized tensor"),
-        "length of bias": (lambda w: w, torch.ones(4), r"bias must have shape \[3\], one value a feature"),
+        "length of bias": (lambda w: w, torch.ones(4), r"bias must have shape \[3\], one value per feature"),
         "dtype of bias": (lambda w: w, torch.ones(3).half(), "bias must have the dtype of gate, Float"),
         "sparse bias": (lambda w: w, torch.ones(3).to_sparse(), "bias must be a dense, unquantized tensor"),
     }

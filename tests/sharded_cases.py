@@ -3,15 +3,11 @@ parallelism. A case raises if the two differ."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from language_models import make, nodes, tokens
+from process_group import run_cases
 from support import count_graphs
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -431,27 +428,7 @@ def tensor_parallel(mesh: Any, order: str) -> None:
     assert_same(gradients(loaded(LlamaForCausalLM)), gradients(model))
 
 
-def main(store: str, results: str) -> None:
-    """Runs all cases and writes the error of each, or ""."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    # Accumulate input gradients inside the GEMMs, as in large models.
-    projections.LARGE = 0
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    found: dict[str, str] = {}
-    for name, run in CASES.items():
-        try:
-            run(mesh=dist.init_device_mesh("cpu", (world,)))
-            mine = ""
-        except Exception:
-            mine = traceback.format_exc()
-        all_ranks: list = [None] * world
-        dist.all_gather_object(all_ranks, mine)
-        found[name] = "\n".join(f"rank {i}: {text}" for i, text in enumerate(all_ranks) if text)
-        if rank == 0:
-            Path(results).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # As in large models: input gradients accumulate inside GEMMs.
+    projections.LARGE = 0
+    run_cases(CASES)

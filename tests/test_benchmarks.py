@@ -165,7 +165,7 @@ def test_compare_refuses_an_empty_comparison(tmp_path, capsys):
     for arguments in ([before, before, "--provider", "our"], [nothing, before]):
         with pytest.raises(SystemExit, match="2"):
             compare.main(arguments)
-        assert "error: --provider must be among what" in capsys.readouterr().err
+        assert "error: --provider must be a provider in" in capsys.readouterr().err
     assert compare.main([before, nothing]) == 1
 
 

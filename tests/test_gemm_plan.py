@@ -160,7 +160,7 @@ def test_a_refused_gemm_is_logged_once():
     (served, _, _), log = run_stub(LOGITS, LOGITS, D_WEIGHT, STUB_LT_REFUSES="15")
     assert served == [False] * 3
     assert log == [
-        "a GEMM in a tile that cuBLAS had proposed failed: cublasLtMatmul returned "
+        "a GEMM failed in a tile that cuBLAS had proposed: cublasLtMatmul returned "
         "CUBLAS_STATUS_NOT_SUPPORTED (15); its own choice runs instead"
     ]
 

@@ -238,10 +238,10 @@ def make_unsafe(folder, how):
 
 
 UNSAFE = {
-    "writable by the group": "it must belong to this user and be writable by nobody else",
-    "writable by all": "it must belong to this user and be writable by nobody else",
-    "a link": "it must be a folder, and no link to one",
-    "a file": "it must be a folder, and no link to one",
+    "writable by the group": "it must belong to this user and not be writable by others",
+    "writable by all": "it must belong to this user and not be writable by others",
+    "a link": "it must be a folder and not a link",
+    "a file": "it must be a folder and not a link",
 }
 
 
@@ -263,13 +263,13 @@ def test_a_folder_of_another_user_is_not_used(source_of, tmp_path):
         folder = "/usr"
     by, log = source_of(LIGER_OPS_CACHE_DIR=folder)
     assert by == "hook"
-    assert log == [f"JIT cache folder {folder} is not used: it must belong to this user and be writable by nobody else"]
+    assert log == [f"JIT cache folder {folder} is not used: it must belong to this user and not be writable by others"]
 
 
 def test_a_folder_that_cannot_be_created(source_of):
     by, log = source_of(LIGER_OPS_CACHE_DIR="/dev/null/cache")
     assert by == "hook"
-    assert log == ["JIT cache folder /dev/null/cache cannot be made: Not a directory; compiled kernels are not kept"]
+    assert log == ["JIT cache folder /dev/null/cache cannot be created: Not a directory; compiled kernels are not kept"]
 
 
 @pytest.mark.parametrize("content", [b"", b"LIGERPAK", None])

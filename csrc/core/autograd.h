@@ -44,6 +44,14 @@ auto make_node(A&&... arguments) {
   }
 }
 
+/// Bits of a private backward operator's argument `wanted`: the gradients to compute. An int that follows the tensors,
+/// because DTensor's cache of sharding decisions ignores arguments up to the first int.
+constexpr int64_t kWantInput = 1, kWantWeight = 2, kWantBias = 4;
+
+constexpr int64_t wanted_bits(bool input, bool weight, bool bias = false) {
+  return (input ? kWantInput : 0) | (weight ? kWantWeight : 0) | (bias ? kWantBias : 0);
+}
+
 /// Forward-mode differentiation is not implemented. Without this check it would silently return zeros.
 template <class... Tensors>
 void check_no_forward_ad(const char* op, const Tensors&... tensors) {

@@ -296,7 +296,7 @@ bool run(
     error = "GEMM failed: " + failure + ", " + driver.failure("cuMemGetInfo", sticky);
     return false;
   }
-  runtime::log_once("a GEMM in a tile that cuBLAS had proposed failed: " + failure + "; its own choice runs instead");
+  runtime::log_once("a GEMM failed in a tile that cuBLAS had proposed: " + failure + "; its own choice runs instead");
   return false;
 }
 

@@ -29,16 +29,16 @@ bool private_folder(const std::string& path, bool create) {
   struct stat info{};
   if (lstat(path.c_str(), &info) != 0) {
     std::string why = std::strerror(errno);
-    if (create) log_once("JIT cache folder " + path + " cannot be made: " + why + "; compiled kernels are not kept");
+    if (create) log_once("JIT cache folder " + path + " cannot be created: " + why + "; compiled kernels are not kept");
     return false;
   }
   if (!S_ISDIR(info.st_mode)) {
-    log_once("JIT cache folder " + path + " is not used: it must be a folder, and no link to one");
+    log_once("JIT cache folder " + path + " is not used: it must be a folder and not a link");
     return false;
   }
   // A kernel that another user could have written must never be loaded.
   if (info.st_uid != geteuid() || (info.st_mode & (S_IWGRP | S_IWOTH))) {
-    log_once("JIT cache folder " + path + " is not used: it must belong to this user and be writable by nobody else");
+    log_once("JIT cache folder " + path + " is not used: it must belong to this user and not be writable by others");
     return false;
   }
   return true;

@@ -38,7 +38,7 @@ def missing_symbols(library: Path, providers: list[Path]) -> list[str]:
     wanted = re.findall(r" U (\w+)$", read("nm", "-D", library), re.M)
     defined = {name for provider in providers for name in re.findall(r" [A-TV-Zi] (\w+)", read("nm", "-D", provider))}
     missing = [name for name in wanted if name not in defined and not OPENMP.fullmatch(name)]
-    return [f"{library.name}: {name} is defined by nobody" for name in missing]
+    return [f"{library.name}: {name} is not defined by any of its libraries" for name in missing]
 
 
 def main(libraries: list[str]) -> None:

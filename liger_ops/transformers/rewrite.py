@@ -69,7 +69,8 @@ class _NormAndInput(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dx, None, None, None, None
-        dx, dweight = torch.ops.liger._rms_norm_bwd(dy, dx, x, weight, rstd, *ctx.options, *ctx.needs_input_grad[:2])
+        wanted = ctx.needs_input_grad[0] | 2 * ctx.needs_input_grad[1]
+        dx, dweight = torch.ops.liger._rms_norm_bwd(dy, dx, x, weight, rstd, wanted, *ctx.options)
         return dx, dweight if ctx.needs_input_grad[1] else None, None, None, None
 
 

@@ -80,7 +80,7 @@ struct Gated {
       check_parameter("bias", *bias);
       LIGER_CHECK(
           bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kLinearOp, "bias",
-          c10::str("have shape [", weight.sym_size(0), "], one value a feature"), bias->sym_sizes());
+          c10::str("have shape [", weight.sym_size(0), "], one value per feature"), bias->sym_sizes());
     }
     return Activation(kLinearOp, options...);
   }

@@ -18,8 +18,8 @@ constexpr const char* kOp = "_projections_grad";
 
 void check(at::TensorList grads, at::TensorList weights) {
   LIGER_CHECK(
-      !grads.empty() && grads.size() == weights.size(), kOp, "weights", "be as many as gradients, and at least one",
-      weights.size(), " beside ", grads.size());
+      !grads.empty() && grads.size() == weights.size(), kOp, "grads and weights", "have equal, non-zero length",
+      grads.size(), " and ", weights.size());
 }
 
 // grads: (rows, out) each, weights: (out, n) -> (rows, n), the sum of grad @ weight, accumulated in the GEMMs.

@@ -51,9 +51,8 @@ struct Node : core::BackwardNode<Node, 3> {  // s, weight, rstd
     Tensor s = take(0), weight = take(1), rstd = take(2);
     if (!dy.defined()) return {ds, ds, Tensor()};
     bool overwrite = may_overwrite(dy, s);
-    bool needs_dx = needs(0) || needs(1);
-    auto [dx, dweight] =
-        rms_norm::backward(dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, needs(2), overwrite);
+    int64_t wanted = core::wanted_bits(needs(0) || needs(1), needs(2));
+    auto [dx, dweight] = rms_norm::backward(dy, ds, s, weight, rstd, offset, casting_mode, wanted, overwrite);
     return {dx, dx, dweight};
   }
 };

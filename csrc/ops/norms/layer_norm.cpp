@@ -59,19 +59,21 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& x, const OptionalTensor& weight, co
 
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> bwd(
-    const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, bool needs_dx,
-    bool needs_dweight, bool needs_dbias, at::ScalarType parameters) {
-  Tensor dx = needs_dx ? core::empty_rows_like(x) : Tensor();
-  auto out = Device::backward(dy, x, weight, statistics, dx, needs_dweight, needs_dbias, parameters);
+    const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, int64_t wanted,
+    at::ScalarType parameters) {
+  Tensor dx = wanted & core::kWantInput ? core::empty_rows_like(x) : Tensor();
+  auto out =
+      Device::backward(dy, x, weight, statistics, dx, wanted & core::kWantWeight, wanted & core::kWantBias, parameters);
   return {out.dx, out.dweight, out.dbias};
 }
 
 // Overwrites dy with dx.
 template <class Device>
 std::tuple<Tensor, Tensor> bwd_(
-    Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, bool needs_dweight,
-    bool needs_dbias, at::ScalarType parameters) {
-  auto out = Device::backward(dy, x, weight, statistics, dy, needs_dweight, needs_dbias, parameters);
+    Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, int64_t wanted,
+    at::ScalarType parameters) {
+  auto out =
+      Device::backward(dy, x, weight, statistics, dy, wanted & core::kWantWeight, wanted & core::kWantBias, parameters);
   return {out.dweight, out.dbias};
 }
 
@@ -87,15 +89,14 @@ struct LayerNormBackward : core::BackwardNode<LayerNormBackward, 3> {  // x, wei
     Tensor dy = std::move(grads[0]);
     if (!dy.defined()) return {Tensor(), Tensor(), Tensor()};
     Tensor x = take(0), weight = take(1), statistics = take(2);
-    bool needs_dx = needs(0);
-    bool needs_dweight = needs(1), needs_dbias = needs(2);
-    if (needs_dx && may_overwrite(dy, x)) {
+    int64_t wanted = core::wanted_bits(needs(0), needs(1), needs(2));
+    if (needs(0) && may_overwrite(dy, x)) {
       static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_layer_norm_bwd_");
-      auto [dweight, dbias] = op.call(dy, x, weight, statistics, needs_dweight, needs_dbias, parameters);
+      auto [dweight, dbias] = op.call(dy, x, weight, statistics, wanted, parameters);
       return {dy, dweight, dbias};
     }
     static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_layer_norm_bwd");
-    auto [dx, dweight, dbias] = op.call(dy, x, weight, statistics, needs_dx, needs_dweight, needs_dbias, parameters);
+    auto [dx, dweight, dbias] = op.call(dy, x, weight, statistics, wanted, parameters);
     return {dx, dweight, dbias};
   }
 };
@@ -147,12 +148,12 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   core::define(m, "_layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)");
   core::define(
       m,
-      "_layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dx, bool needs_dweight, bool "
-      "needs_dbias, ScalarType parameters) -> (Tensor, Tensor, Tensor)");
+      "_layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, int wanted, ScalarType parameters) -> "
+      "(Tensor, Tensor, Tensor)");
   core::define(
       m,
-      "_layer_norm_bwd_(Tensor(a!) dy, Tensor x, Tensor? weight, Tensor statistics, bool needs_dweight, bool "
-      "needs_dbias, ScalarType parameters) -> (Tensor, Tensor)");
+      "_layer_norm_bwd_(Tensor(a!) dy, Tensor x, Tensor? weight, Tensor statistics, int wanted, ScalarType parameters) "
+      "-> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }

@@ -61,33 +61,33 @@ std::tuple<Tensor, Tensor> fwd(
 template <class Device>
 std::tuple<Tensor, Tensor> bwd(
     const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
-    double offset, c10::string_view mode, bool needs_dx, bool needs_dweight) {
-  Tensor dx = needs_dx ? core::empty_rows_like(x) : Tensor();
+    int64_t wanted, double offset, c10::string_view mode) {
+  Tensor dx = wanted & core::kWantInput ? core::empty_rows_like(x) : Tensor();
   return Device::backward(
-      dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dx, needs_dweight);
+      dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dx, wanted & core::kWantWeight);
 }
 
 template <class Device>
 Tensor bwd_(
     Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
-    double offset, c10::string_view mode, bool needs_dweight) {
+    int64_t wanted, double offset, c10::string_view mode) {
   return std::get<1>(Device::backward(
-      dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dy, needs_dweight));
+      dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dy, wanted & core::kWantWeight));
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> backward(
     const Tensor& dy, const Tensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, double offset,
-    const std::string& casting_mode, bool needs_dx, bool needs_dweight, bool overwrite_dy) {
-  if (overwrite_dy && needs_dx) {
+    const std::string& casting_mode, int64_t wanted, bool overwrite_dy) {
+  if (overwrite_dy && (wanted & core::kWantInput)) {
     static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_rms_norm_bwd_");
     Tensor dx = dy;
-    Tensor dweight = op.call(dx, ds, s, weight, rstd, offset, casting_mode, needs_dweight);
+    Tensor dweight = op.call(dx, ds, s, weight, rstd, wanted, offset, casting_mode);
     return {dx, dweight};
   }
   static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_rms_norm_bwd");
-  return op.call(dy, ds, s, weight, rstd, offset, casting_mode, needs_dx, needs_dweight);
+  return op.call(dy, ds, s, weight, rstd, wanted, offset, casting_mode);
 }
 
 // ---- The public op
@@ -112,8 +112,8 @@ struct Node : core::BackwardNode<Node, 3> {  // x, weight, rstd
     if (!dy.defined()) return {Tensor(), Tensor()};
     Tensor x = take(0), weight = take(1), rstd = take(2);
     bool overwrite = may_overwrite(dy, x);
-    auto [dx, dweight] =
-        rms_norm::backward(dy, {}, x, weight, rstd, offset, casting_mode, needs(0), needs(1), overwrite);
+    auto [dx, dweight] = rms_norm::backward(
+        dy, {}, x, weight, rstd, offset, casting_mode, core::wanted_bits(needs(0), needs(1)), overwrite);
     return {dx, dweight};
   }
 };
@@ -171,12 +171,12 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
       m, "_rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, str casting_mode) -> (Tensor, Tensor)");
   core::define(
       m,
-      "_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode, "
-      "bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)");
+      "_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, int wanted, float offset, "
+      "str casting_mode) -> (Tensor, Tensor)");
   core::define(
       m,
-      "_rms_norm_bwd_(Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, str "
-      "casting_mode, bool needs_dweight) -> Tensor");
+      "_rms_norm_bwd_(Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, int wanted, float "
+      "offset, str casting_mode) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }

@@ -50,6 +50,6 @@ struct Meta {
 /// Gradients of s and weight. `overwrite_dy` allows the result to overwrite dy.
 std::tuple<Tensor, Tensor> backward(
     const Tensor& dy, const Tensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, double offset,
-    const std::string& casting_mode, bool needs_dx, bool needs_dweight, bool overwrite_dy);
+    const std::string& casting_mode, int64_t wanted, bool overwrite_dy);
 
 }  // namespace liger::ops::rms_norm

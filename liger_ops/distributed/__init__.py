@@ -1,0 +1,1 @@
+"""Operators on many devices: their sharding rules for DTensor, registered when a process first imports it."""

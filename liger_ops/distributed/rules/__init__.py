@@ -1,0 +1,1 @@
+"""Sharding rules, one file for each operator."""

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.tensor import Placement, Shard
+
+from .._sharding import Layout, R, row_placements, sharding, summed
+
+
+def of_statistics(rows: Placement) -> Placement:
+    """Mean and reciprocal deviation: (2, ...)."""
+    return Shard(rows.dim + 1) if isinstance(rows, Shard) else rows
+
+
+@sharding("layer_norm", gathered=("x",))
+def forward(x: Any, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        yield [rows], dict(x=rows, weight=R, bias=R)
+
+
+@sharding("_layer_norm_fwd", gathered=("x",))
+def forward_with_graph(x: Any, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        yield [rows, of_statistics(rows)], dict(x=rows, weight=R, bias=R)
+
+
+@sharding("_layer_norm_bwd", reduced=("dy",), gathered=("x",))
+def backward(x: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        placements = {1: rows, 2: summed(rows), 4: summed(rows)}
+        results = [placement if wanted & bit else None for bit, placement in placements.items()]
+        yield results, dict(dy=rows, x=rows, weight=R, statistics=of_statistics(rows))

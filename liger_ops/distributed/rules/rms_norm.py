@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .._sharding import Layout, R, row_placements, sharding, summed
+
+
+@sharding("rms_norm", gathered=("x",))
+def forward(x: Any, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        yield [rows], dict(x=rows, weight=R)
+
+
+@sharding("_rms_norm_fwd", gathered=("x",))
+def forward_with_graph(x: Any, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        yield [rows, rows], dict(x=rows, weight=R)
+
+
+@sharding("_rms_norm_bwd", reduced=("dy", "ds"), gathered=("x",))
+def backward(x: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+    """Shared with fused_add_rms_norm. `ds` is the gradient of the sum, which the norm's is added to."""
+    for rows in row_placements(x):
+        results = [rows if wanted & 1 else None, summed(rows) if wanted & 2 else None]
+        yield results, dict(dy=rows, ds=rows, x=rows, weight=R, rstd=rows)

@@ -94,7 +94,8 @@ def test_commands_exist(page, tmp_path):
         elif words[:2] == ["python", "-m"]:
             checked = [sys.executable, *words[1:], "--help"]
         elif words[:2] == ["pip", "install"]:
-            assert all(word == "." or word in (ROOT / "Makefile").read_text() or word[0] == "-" for word in words[2:])
+            known = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
+            assert all(word == "." or word in known or word[0] == "-" for word in words[2:]), command
             continue
         else:
             # tests/test_cpp_example.py runs them.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from .._sharding import Layout, R, on_dtensors, sharding
@@ -39,9 +40,10 @@ def backward(
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in (dq, dk, cos, sin)]
     strides = [dense_strides(part.shape, of) for part, of in zip(parts, (q_strides, k_strides))]
     turned = torch.ops.liger._rope_bwd(*parts, interleaved, mrope_section, *strides)
-    return tuple(
-        DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=of)
-        for part, whole, of in zip(
-            turned, (dq, dk), (dense_strides(dq.shape, q_strides), dense_strides(dk.shape, k_strides))
-        )
-    )
+
+    def whole(part: Tensor, like: DTensor, strides: Any) -> DTensor:
+        stride = dense_strides(like.shape, strides)
+        placements = like.placements
+        return DTensor.from_local(part, like.device_mesh, placements, run_check=False, shape=like.shape, stride=stride)
+
+    return whole(turned[0], dq, q_strides), whole(turned[1], dk, k_strides)

@@ -6,7 +6,9 @@ import datetime
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -39,9 +41,19 @@ def driver() -> str | None:
         return None
 
 
+def command() -> str:
+    """The command line of this process, without the folder of its results."""
+    words = sys.orig_argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return shlex.join(["python", *words])
+
+
 def describe(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kind": "machine",
+        "command": command(),
         "device": device,
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_name(),

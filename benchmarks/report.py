@@ -85,13 +85,16 @@ def by_provider(records: Sequence[Record], bars: Sequence[Record], cell: Callabl
 
 def machine_lines(records: Sequence[Record]) -> list[str]:
     machine = records[0]
-    facts = {k: v for k, v in machine.items() if k not in ("kind", "suite", "providers", "rounds", "device", "flushes")}
+    left_out = ("kind", "suite", "providers", "rounds", "device", "flushes", "command")
+    facts = {k: v for k, v in machine.items() if k not in left_out}
     ceilings = [r for r in records if r["kind"] == "ceiling"]
     copies = " and ".join(number(r["copy_gb_s"]) for r in ceilings)
     lines = [", ".join(f"{k} {v}" for k, v in facts.items())]
     lines.append(f"Copy bandwidth at the start and end of the run: {copies} GB/s.")
     if ceilings and "matmul_tflop_s" in ceilings[0]:
         lines.append(f"bf16 GEMM: {number(ceilings[0]['matmul_tflop_s'])} TFLOP/s.")
+    if "command" in machine:
+        lines.append(f"Made by `{machine['command']}`.")
     if machine["device"] == "cuda" and machine.get("flushes", 1) == 1:
         lines.append(
             "If the host needs longer than the write that evicts the L2 cache (about 60 µs), times include host time."

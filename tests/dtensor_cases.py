@@ -19,7 +19,7 @@ from liger_ops import functional as F
 
 CASES: dict[str, Callable[..., None]] = {}
 R, SUM = Replicate(), Partial("sum")
-GATHER, REDUCE, SCATTER = "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"
+GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
 
 
 def randn(*shape: int) -> Tensor:
@@ -61,7 +61,7 @@ def check(
     def each(p: Any) -> list[Placement]:
         return [p] if isinstance(p, Placement) else [*p]
 
-    names = [name for name in tensors if name not in ("cos", "sin")]
+    names = [name for name, t in tensors.items() if t.is_floating_point() and name not in ("cos", "sin")]
     plain = {name: t.clone().requires_grad_(name in names) for name, t in tensors.items()}
     ours = {
         name: spread(t, mesh, each(placements[name])).detach().requires_grad_(name in names)
@@ -159,6 +159,22 @@ case(
     [Shard(1), R],
 )
 
+case(
+    "rope by batch, with its positions",
+    F.rope,
+    dict(q=Q, k=K, cos=randn(5, 6, 8), sin=randn(5, 6, 8) + 1),
+    dict(q=Shard(0), k=Shard(0), cos=Shard(0), sin=Shard(0)),
+    [Shard(0), Shard(0)],
+)
+
+# ---- Embedding
+
+IDS = torch.randint(10, (5, 7), generator=torch.Generator().manual_seed(0))
+case("embedding by batch", F.embedding, dict(input=IDS, weight=randn(10, 24)), dict(input=Shard(0), weight=R), Shard(0))
+case(
+    "embedding by columns", F.embedding, dict(input=IDS, weight=randn(10, 24)), dict(input=R, weight=Shard(1)), Shard(2)
+)
+
 # ---- GEMMs
 
 GATE, DOWN = randn(4, 6, 16), randn(12, 16)
@@ -185,6 +201,36 @@ case(
     dict(gate=R, up=R, weight=Shard(0)),
     Shard(2),
 )
+
+# ---- Upstream gradients that are partial sums, as a column-parallel linear layer's backward returns them
+
+
+def partial_upstream(
+    mesh: Any, op: Callable, tensors: dict[str, Tensor], gradients: list[Placement], collectives_wanted: dict[str, int]
+) -> None:
+    plain = [t.clone().requires_grad_() for t in tensors.values()]
+    ours = [spread(t, mesh, [R]).requires_grad_() for t in tensors.values()]
+    expected, found = op(*plain), op(*ours)
+    upstream = randn(*expected.shape)
+    shares = spread(upstream, mesh, [SUM])
+    with CommDebugMode() as mode:
+        results = torch.autograd.grad(found, ours, shares)
+    assert collectives(mode) == collectives_wanted, collectives(mode)
+    assert [t.placements[0] for t in results] == gradients, [t.placements for t in results]
+    for a, b in zip(results, torch.autograd.grad(expected, plain, upstream), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+
+
+for op, tensors, gradients, wanted in (
+    (F.rms_norm, dict(x=X, weight=W), [R, R], {REDUCE: 1}),
+    (F.layer_norm, dict(x=X, weight=W, bias=B), [R, R, R], {REDUCE: 1}),
+    (F.swiglu, dict(gate=X, up=X + 1), [SUM, SUM], {}),
+    (F.swiglu_packed, dict(gate_up=X), [SUM], {}),
+    (F.relu_squared, dict(x=X), [SUM], {}),
+):
+    CASES[f"{op.__name__}, partial upstream gradient"] = partial(
+        partial_upstream, op=op, tensors=tensors, gradients=gradients, collectives_wanted=wanted
+    )
 
 # ---- A mesh of two dimensions
 

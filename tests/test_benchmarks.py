@@ -17,7 +17,7 @@ from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
 from benchmarks import __main__ as main
-from benchmarks import clock, compare, harness, loss_curves, plots, report, swiglu, training, tune
+from benchmarks import clock, compare, harness, loss_curves, machine, plots, report, swiglu, training, tune
 from benchmarks import records as files
 from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
@@ -277,6 +277,12 @@ def test_a_picture_suits_the_suite(kind, tmp_path):
     report.write([machine_of(suite), *records], tmp_path / "run")
     assert [p.name for p in tmp_path.glob("*.png")] == [f"run-{name}.png"]
     assert 5_000 < (tmp_path / f"run-{name}.png").stat().st_size < 80_000
+
+
+def test_a_page_shows_its_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "benchmarks", "--suite", "quick", "--out", "folder"])
+    records = [machine.describe("cpu") | machine_of("quick"), *measured("rms_norm", NORMS)]
+    assert "Made by `python -m benchmarks --suite quick`." in report.write(records, tmp_path / "run")
 
 
 def test_every_provider_has_a_color():

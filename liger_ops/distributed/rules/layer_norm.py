@@ -26,8 +26,10 @@ def forward_with_graph(x: Any, **_: Any) -> Iterator[Layout]:
 
 
 @sharding("_layer_norm_bwd", reduced=("dy",), gathered=("x",))
-def backward(x: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+def backward(x: Any, statistics: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for rows in row_placements(x):
+        if of_statistics(rows) not in statistics.placements:  # backward runs where forward ran
+            continue
         placements = {1: rows, 2: summed(rows), 4: summed(rows)}
         results = [placement if wanted & bit else None for bit, placement in placements.items()]
         yield results, dict(dy=rows, x=rows, weight=R, statistics=of_statistics(rows))

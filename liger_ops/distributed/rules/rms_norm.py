@@ -19,8 +19,8 @@ def forward_with_graph(x: Any, **_: Any) -> Iterator[Layout]:
 
 
 @sharding("_rms_norm_bwd", reduced=("dy", "ds"), gathered=("x",))
-def backward(x: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+def backward(rstd: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     """Shared with fused_add_rms_norm. `ds` is the gradient of the sum, which the norm's is added to."""
-    for rows in row_placements(x):
+    for rows in dict.fromkeys(rstd.placements):  # backward runs where forward ran
         results = [rows if wanted & 1 else None, summed(rows) if wanted & 2 else None]
         yield results, dict(dy=rows, ds=rows, x=rows, weight=R, rstd=rows)

@@ -1,6 +1,8 @@
 """What the command lines of the benchmarks share."""
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 
 # Ignored by git. Results that are kept are copied to benchmarks/results.
@@ -23,3 +25,12 @@ def shape_of(text: str) -> tuple[int, ...]:
     if not all(map(str.isdecimal, parts)):
         raise argparse.ArgumentTypeError(f"must be 1 or more sizes, as 16x1024 (got {text})")
     return tuple(map(positive, parts))
+
+
+def command() -> str:
+    """The command line of this process, without the folder of its results."""
+    words = sys.orig_argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return shlex.join(["python", *words])

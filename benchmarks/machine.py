@@ -6,14 +6,13 @@ import datetime
 import os
 import platform
 import re
-import shlex
 import subprocess
-import sys
 from importlib import metadata
 from typing import Any
 
 import torch
 
+from benchmarks.arguments import command
 from benchmarks.providers import PACKAGES
 
 
@@ -39,15 +38,6 @@ def driver() -> str | None:
         return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
         return None
-
-
-def command() -> str:
-    """The command line of this process, without the folder of its results."""
-    words = sys.orig_argv[1:]
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
-    return shlex.join(["python", *words])
 
 
 def describe(device: str) -> dict[str, Any]:

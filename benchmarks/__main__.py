@@ -1,5 +1,5 @@
-"""python -m benchmarks: time ours beside its peers; compare two results; redraw a report; tune launch shapes and the
-choice of tiles for GEMMs."""
+"""python -m benchmarks: time ours and its peers, compare two results, write a page again, tune launch configs and the
+tiles of GEMMs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.records import Record, line, size
 
 ROUNDS = {"quick": 5, "full": 5, "paper": 5, "anchors": 9}
 FLUSHES = {"full": COVER, "paper": COVER}
-KNOWN_DTYPES = ("float32", "float16", "bfloat16")  # fp64 is what results are checked against
+KNOWN_DTYPES = ("float32", "float16", "bfloat16")  # fp64 is the reference
 DTYPES = {
     "quick": ("bfloat16",),
     "quick-cpu": ("float32",),
@@ -31,7 +31,7 @@ DTYPES = {
 
 
 class Progress:
-    """One line that rewrites itself on a terminal; elsewhere a line for every tenth of the way."""
+    """One line that is updated on a terminal; elsewhere one line for every 10 % of the run."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.printed = max(total, 1), 0, -1
@@ -60,18 +60,20 @@ def names(text: str) -> list[str]:
 def parse(argv: Sequence[str], ops: dict[str, Op]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time the ops beside their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl --add B.jsonl', "
+        description="Time the ops and their peers. Also: 'compare A.jsonl B.jsonl', 'report A.jsonl --add B.jsonl', "
         "'tune OP', 'gemm'.",
     )
     parser.add_argument("--suite", choices=ROUNDS, default="quick")
     parser.add_argument("--ops", type=names, help=f"comma-separated; default: {','.join(ops)}")
     parser.add_argument("--providers", type=names, help=f"comma-separated; known: {','.join(PROVIDERS)}")
     parser.add_argument("--dtypes", type=names, help="comma-separated; default: the suite's")
-    parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="ROWSxN", help="of the suite's, these alone")
+    parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="ROWSxN", help="only these shapes of the suite")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add_out(parser)
     parser.add_argument("--rounds", type=positive)
-    parser.add_argument("--warm", type=positive, metavar="JOBS", help="processes that compile beforehand")
+    parser.add_argument(
+        "--warm", type=positive, metavar="JOBS", help="processes that compile the cases of torch.compile first"
+    )
     args = parser.parse_args(argv)
     args.providers = args.providers or list(DEFAULT_PROVIDERS.get((args.suite, args.device), PROVIDERS))
     args.ops = args.ops or list(ops)
@@ -149,7 +151,7 @@ def run(args: argparse.Namespace, ops: dict[str, Op]) -> int:
 
 
 def failed(record: Record) -> bool:
-    """Peers may crash or be wrong: that is said, and theirs."""
+    """Whether a record fails the run. Peers that crash or are wrong are reported and do not fail it."""
     if record.get("state") in ("crashed", "wrong"):
         return record["provider"] == "every provider" or is_ours(record["provider"])
     return record.get("verdict") in ("FAIL", "NOT MEASURED")

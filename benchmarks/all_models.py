@@ -1,10 +1,10 @@
-"""Every causal language model of the installed transformers that builds from a tiny config, patched against unpatched.
+"""Compares patched and unpatched models: every causal language model of the installed transformers with a tiny config.
 
     python -m benchmarks.all_models [--types llama gemma2 ...] [--json FILE] [--markdown FILE]
 
-Each model runs in float32: the loss in training, its gradients, the evaluation logits and the tokens of a greedy
-`generate` must be the unpatched ones, or the model must be reported as left alone. Models run in worker processes, so
-that one that crashes or hangs does not end the sweep.
+Each model runs in float32. The training loss, its gradients, the evaluation logits and the tokens of a greedy `generate`
+must agree with the unpatched model, or the model must be reported as left alone. Models run in worker processes, so that a
+crash or a hang does not end the sweep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TINY = {
     "shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_topk": 2,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    # other names for the same
+    # other names of the same sizes
     "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48, "d_model": 32, "num_layers": 2,
     "num_heads": 4,
     "ffn_dim": 48, "d_ff": 48, "n_layers": 2, "n_heads": 4, "word_embed_proj_dim": 32, "embedding_size": 32,
@@ -38,7 +38,7 @@ TINY = {
     "block_types": ["recurrent", "attention"],
 }  # fmt: skip
 EVEN_IF_NONE = {"head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts"}
-# Where the sizes above contradict each other; None leaves the config's own.
+# For models in which the sizes above contradict each other. None keeps the config's own value.
 OVERRIDES = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -64,7 +64,7 @@ def model_types() -> list[str]:
 
 
 def sizes_for(default) -> dict:
-    """What makes a config of this class small."""
+    """Arguments that make a config of this class small."""
     mine = OVERRIDES.get(default.model_type, {})
     sizes = {}
     for name, value in {**TINY, **mine}.items():
@@ -102,10 +102,10 @@ def build(model_type: str):
     with torch.device("meta"):
         count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **options).parameters())
     if count > 120e6:
-        raise ValueError(f"the tiny config leaves it {count} parameters")
+        raise ValueError(f"{count} parameters with the tiny config")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, **options)
-    for p in model.parameters():  # norms that start at one, biases at zero, would agree with anything
+    for p in model.parameters():  # with weights of one and biases of zero, errors would not show
         if p.dim() <= 1:
             p.data += 0.1 * torch.randn_like(p)
     return model
@@ -153,7 +153,7 @@ def compare(model_type: str) -> dict:
     from liger_ops import projections
     from liger_ops.transformers import apply_liger_kernel, unpatch
 
-    # As in a large model.
+    # Patches small projections, too.
     projections.LARGE = 0
 
     result = {"model_type": model_type, "outcome": "", "detail": "", "replaced": {}, "left_alone": {}}
@@ -181,7 +181,7 @@ def compare(model_type: str) -> dict:
         after = measure(model, ids)
     except Exception as error:
         return result | {"outcome": "differs", "detail": f"{type(error).__name__}: {error}"[:300]}
-    if not after.pop("fused"):  # its own code asked for more than a loss, and got logits
+    if not after.pop("fused"):  # the model used the logits for more than the loss
         result["replaced"] = {k: n for k, n in result["replaced"].items() if not k.startswith("loss")}
         result["left_alone"]["loss: its forward needs the logits"] = 1
     worst, where = difference(before, after)
@@ -189,7 +189,7 @@ def compare(model_type: str) -> dict:
     restored = measure(model, ids)
     restored.pop("fused")
     restored = difference(before, restored)[0]
-    # Models that draw numbers differ from themselves.
+    # Models with random numbers differ from run to run.
     agrees = worst <= max(1e-3, 2 * noise) and restored <= max(1e-6, 2 * noise)
     detail = "" if agrees else f"{where} by {worst:.2g}, from run to run {noise:.2g}, after unpatching {restored:.2g}"
     return result | {"outcome": "agrees" if agrees else "differs", "detail": detail, "worst": worst, "noise": noise}
@@ -209,7 +209,7 @@ def difference(a: dict, b: dict) -> tuple[float, str]:
             return float("inf"), name
         if not x.numel():
             continue
-        # A gradient that is zero but for rounding is measured against the others.
+        # A gradient that is only rounding noise is compared with the size of the other gradients.
         scale = max(float(x.abs().max()), 0.0 if name in ("loss", "logits", "tokens") else 1e-3 * top, 1e-9)
         gap = float((x.double() - y.double()).abs().nan_to_num(0.0 if x.isnan().any() else float("inf")).max()) / scale
         worst = max(worst, (gap, name))
@@ -259,9 +259,10 @@ def markdown(results: list[dict]) -> str:
     agreeing = [{op.split(": ")[1] for op in r["replaced"]} for r in results if r["outcome"] == "agrees"]
     ops = collections.Counter(op for used in agreeing for op in used)
     lines = [
+        "# Patched models of transformers", "",
         f"{len(results)} causal language models of transformers {transformers.__version__}, torch {torch.__version__}:",
         ", ".join(f"{counts[c]} {c}" for c in COUNTED if counts[c]) + ".",
-        "Of those that agree, " + ", ".join(f"{n} use {op}" for op, n in ops.most_common()) + ".",
+        "Operators used by the models that agree: " + ", ".join(f"{op} in {n}" for op, n in ops.most_common()) + ".",
         "", "| model type | outcome | replaced | left alone |", "|---|---|---|---|",
     ]  # fmt: skip
     for r in results:

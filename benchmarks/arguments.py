@@ -1,11 +1,11 @@
-"""What the command lines of the benchmarks share."""
+"""Arguments that several command lines share."""
 
 import argparse
 import shlex
 import sys
 from pathlib import Path
 
-# Ignored by git. Results that are kept are copied to benchmarks/results.
+# Ignored by git. Copy results to keep to benchmarks/results.
 OUT = Path(__file__).parent / "out"
 
 

@@ -1,4 +1,4 @@
-"""The clocks of the benchmarks: events around a call on CUDA, the host's clock on CPU; and what a machine reaches."""
+"""Clocks: events around a call on CUDA, the host's clock on CPU. Also the copy bandwidth and GEMM rate of a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 Record = dict[str, Any]
 
-# Flushes that outlast the host's part of a call: half a millisecond on an H200.
+# As many flushes take longer than the host part of a call: half a millisecond on an H200.
 COVER = 8
 
 
@@ -25,7 +25,7 @@ class CudaClock:
     device = "cuda"
     ceiling_bytes = 2 << 30
     seconds_a_round = 0.01
-    host_batch = 50  # stays far below the driver's queue of about a thousand launches
+    host_batch = 50  # the queue of the driver holds about a thousand launches
 
     def __init__(self, flushes: int = 1) -> None:
         self.flushes = flushes
@@ -87,9 +87,9 @@ class CpuClock:
         return out
 
     def peak_bytes(self, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> int:
-        """The CPU allocator keeps no peak, so the profiler's record of allocations is added up."""
+        """The CPU allocator records no peak, so the allocations in a profile are added up."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            # Inside too: the profiler knows the size of a freed block only if it saw its allocation.
+            # Inside the profile: it knows the size of a freed block only if it saw the allocation.
             state = prepare()
             with torch.profiler.record_function("measured"):
                 result = call(state)
@@ -112,7 +112,7 @@ Clock = CudaClock | CpuClock
 
 
 def measure_copies(clock: Clock) -> Record:
-    """What copies of many sizes take, launch and all: a kernel that moves as many bytes does well to keep up with them."""
+    """The times of copies of several sizes, including the launch: a realistic goal for kernels that move as many bytes."""
     source = torch.randn(clock.ceiling_bytes // 4, device=clock.device)
     target = torch.empty_like(source)
     found, count = [], len(source)
@@ -134,7 +134,7 @@ def fastest_copy(clock: Clock) -> float:
 
 
 def measure_ceilings(clock: Clock, with_matmul: bool) -> Record:
-    """What this machine reaches now: bytes per second of a large copy, bf16 operations per second of a GEMM."""
+    """Bytes per second of a large copy and bf16 operations per second of a large GEMM, now, on this machine."""
     record: Record = {"kind": "ceiling", "copy_gb_s": 2 * clock.ceiling_bytes / fastest_copy(clock) / 1e3}
     if with_matmul:
         size = 8192 if clock.device == "cuda" else 1024

@@ -1,4 +1,4 @@
-"""python -m benchmarks.cold_start OP PROVIDER DEVICE: seconds from the provider's import to its first finished step."""
+"""python -m benchmarks.cold_start OP PROVIDER DEVICE: seconds from the import of a provider to its first finished step."""
 
 import importlib
 import os
@@ -13,7 +13,7 @@ from benchmarks.providers import load
 
 def main(name: str, provider: str, device: str) -> None:
     if provider == "ours JIT":
-        # The same operators with nothing compiled ahead of time.
+        # The same operators without kernel packs.
         os.environ["LIGER_OPS_PACK_DIR"], provider = os.devnull, "ours"
     op = importlib.import_module(f"benchmarks.{name}").OP
     spec = op.host[device]
@@ -25,7 +25,7 @@ def main(name: str, provider: str, device: str) -> None:
     start = time.perf_counter()
     outputs = load(op, provider)(*tensors.values())
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    # A scalar, as in training: torch imports sympy when it is given upstream gradients.
+    # backward() of a scalar, as in training: with upstream gradients torch imports sympy.
     sum(o.sum() for o in outputs).backward()
     synchronize()
     print(time.perf_counter() - start)

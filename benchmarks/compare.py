@@ -1,5 +1,8 @@
-"""python -m benchmarks compare BEFORE.jsonl AFTER.jsonl: what got slower or bigger by more than its spread and by more
-than two runs of the same code differ, 5 % (10 % of the host's time and of a cold start)."""
+"""python -m benchmarks compare BEFORE.jsonl AFTER.jsonl: list the cases that got slower or need more memory.
+
+A difference counts if it exceeds the spread of the runs and 5 % (10 % for host time and cold start), by which two runs of
+the same code differ.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from benchmarks.report import grid, number, read, size, spread
 
 Record = dict[str, Any]
-# Quartiles are of one process; from one to the next, clocks and memory are not the same.
+# Quartiles show the spread within one process. Clocks and memory layout also differ between processes.
 DRIFT, DRIFT_OF_HOSTS = 1.05, 1.1
 SAME_MACHINE = ("device", "gpu", "cpu", "driver", "torch", "triton")
 
@@ -25,7 +28,7 @@ def measured(records: Sequence[Record]) -> dict[tuple, Record]:
 
 
 def verdict(before: Record, after: Record) -> str:
-    """The quartiles must part, and the medians by more than runs drift: a smaller difference is noise."""
+    """A difference counts if the quartiles do not overlap and the medians differ by more than the drift of runs."""
     drift = DRIFT_OF_HOSTS if before["kind"] in ("host", "cold start") else DRIFT
     if after["q1"] > before["q3"] and after["median"] > drift * before["median"]:
         return "REGRESSION"
@@ -37,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--provider", default="ours", help="whose regressions count (default: ours)")
-    parser.add_argument("--all", action="store_true", help="show what did not change too")
+    parser.add_argument("--all", action="store_true", help="show unchanged cases too")
     args = parser.parse_args(argv)
     befores, afters = read(args.before), read(args.after)
     for fact in SAME_MACHINE:

@@ -62,7 +62,7 @@ OP = Op(
     shapes={
         "quick-cpu": [(16, 1000), (256, 32000)],
         "quick": [(16, 1024), (2048, 32000), (2048, 50257), (1024, 128256)],
-        # Vocabularies of Llama 2 and 3, GPT-2 (no multiple of anything), Qwen2, DeepSeek and Gemma.
+        # Vocabularies of Llama 2 and 3, GPT-2 (odd), Qwen2, DeepSeek and Gemma.
         "full": [
             (rows, classes)
             for rows in (16, 1024, 8192)
@@ -71,7 +71,7 @@ OP = Op(
         "paper": [(8192, classes) for classes in (40960, 81920, 122880, 163840)],
     },
     constants=frozenset({"target"}),
-    # A training step holds on to the loss alone.
+    # A training step keeps only the loss.
     transient=frozenset({"logits"}),
     anchors=(
         Anchor((8192, 32000), "bfloat16", {"forward": 150, "full": 420}, {"full": 1}),

@@ -1,4 +1,4 @@
-"""cross_entropy_(logits: (rows, classes), target: (rows,)): the loss, and its gradient over the logits"""
+"""cross_entropy_(logits: (rows, classes), target: (rows,)): the loss; its gradient overwrites the logits"""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from benchmarks.cross_entropy import formula, inputs, liger_kernel
 from benchmarks.op import Anchor, Op, Relative
 
 LOGITS = 1 << 29
-# Vocabularies of Llama 2 and 3, GPT-2 (no multiple of anything), Qwen2 and Gemma.
+# Vocabularies of Llama 2 and 3, GPT-2 (odd), Qwen2 and Gemma; 65536.
 SHAPES = [(LOGITS // classes, classes) for classes in (32000, 50257, 65536, 128256, 151936, 262144)]
 FASTEST = Relative(1.0, ("torch", "torch.compile", "liger-kernel"))
 
@@ -37,7 +37,7 @@ OP = Op(
         "quick": [(1024, 32000), (1024, 50257)],
         "full": SHAPES,
     },
-    # Forward makes the gradient, and finds it done for a loss that nothing multiplies.
+    # Forward computes the gradient, so the passes cannot be timed separately.
     passes=("full",),
     checked=lambda rows, classes: (min(rows, 1024), classes),
     constants=frozenset({"target"}),

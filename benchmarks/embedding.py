@@ -13,7 +13,7 @@ def inputs(make, rows, classes, n):
 
 
 def traffic(size, rows, classes, n):
-    # Rows in and out; upstream rows in, every row of the gradient out.
+    # Forward: rows in and out. Backward: upstream rows in, the whole gradient out.
     return 2 * rows * n * size, (rows + classes) * n * size
 
 
@@ -45,7 +45,7 @@ OP = Op(
     providers={"torch": aten, "liger-kernel": liger_kernel, "ours": ours},
     shapes={
         "quick-cpu": [(16, 1000, 512), (2048, 32000, 512)],
-        # On CUDA few indices are ATen's.
+        # Large: on CUDA, few indices take ATen's path.
         "quick": [(4096, 32000, 4096), (16384, 32000, 1024)],
         # Llama 2 and 3 8B, Qwen2 7B and 0.5B.
         "full": [

@@ -9,10 +9,10 @@ from benchmarks.op import Anchor, Op, Relative
 
 MIB = 1 << 20
 CPU_SHAPE = (512, 1024, 32000)
-CHECKED_LOGITS = 1 << 30  # fp64 code keeps several of these
-CHECKED_TOKENS = 128  # some peers take multiples of this
+CHECKED_LOGITS = 1 << 30  # elements; the fp64 reference keeps several such tensors
+CHECKED_TOKENS = 128  # some peers need multiples of this
 GRADIENTS_WANTED = 4 | 8  # input, weight
-# Wide vocabularies and long batches cost seconds a call: the sweep asks those whose memory it can compare.
+# A call of the sweep can take seconds, so it only measures providers with bounded memory.
 SWEPT = ("three GEMMs", "liger-kernel", "ours", "ours compact", "ours 64 MiB")
 COMPACT = 256 * MIB
 
@@ -20,7 +20,7 @@ COMPACT = 256 * MIB
 def inputs(make, tokens, hidden, classes):
     return {
         "input": make.normal(tokens, hidden),
-        # Logits with a deviation of 1.
+        # Gives logits a standard deviation of 1.
         "weight": make.normal(classes, hidden).mul_(hidden**-0.5),
         "target": make.integers(classes, tokens),
     }
@@ -50,7 +50,7 @@ def formula(input, weight, target):
 
 
 class ThreeGemms(torch.autograd.Function):
-    """The GEMMs alone, all tokens at once; whatever stands where the gradient of the logits would is as good."""
+    """The GEMMs alone, all tokens at once. The logits replace their gradient, which has the same size."""
 
     @staticmethod
     def forward(ctx, input, weight):
@@ -65,7 +65,7 @@ class ThreeGemms(torch.autograd.Function):
 
 
 class ChunkedGemms(torch.autograd.Function):
-    """The GEMMs alone as ours makes them, `chunk` tokens at a time, the weight's gradient added up."""
+    """The GEMMs alone in the chunks of ours, with the gradient of the weight accumulated."""
 
     @staticmethod
     def forward(ctx, input, weight, chunk, with_gradients):
@@ -149,14 +149,14 @@ def ours_within(budget):
 
 @cache
 def budget_for_chunks(most, tokens, hidden, classes, dtype):
-    """The smallest budget that makes no more chunks."""
+    """The smallest memory budget that needs at most `most` chunks."""
     plan = torch.ops.liger._fused_linear_cross_entropy_plan
     low, high = 0, 1 << 45
     while high - low > 1:
         middle = (low + high) // 2
         try:
             enough = plan(tokens, hidden, classes, dtype, GRADIENTS_WANTED, middle)[1] <= most
-        except RuntimeError:  # not even a token
+        except RuntimeError:  # too small for one token
             enough = False
         low, high = (low, middle) if enough else (middle, high)
     return high

@@ -1,8 +1,8 @@
-"""What swiglu and geglu share: out = act(gate) * up, for gate and up of (rows, n)."""
+"""Shared by swiglu and geglu: out = act(gate) * up, with gate and up: (rows, n)"""
 
 from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Host, Op, Relative
 
-# 2816, 5504, 11008, 14336, 18944: intermediate sizes of real models, none a power of two.
+# 2816, 5504, 11008, 14336, 18944: intermediate sizes of real models, which are no powers of two.
 SHAPES = {
     "quick-cpu": [(16, 512), (512, 1376), (2048, 2816)],
     "quick": [(16, 1024), (2048, 5504), (8192, 14336)],
@@ -23,7 +23,7 @@ def traffic(size, rows, n):
 
 
 def gated_op(formula, providers, forward, full):
-    """forward, full: µs at 8192 x 14336."""
+    """forward, full: limits in µs at 8192 x 14336."""
     return Op(
         dims=("rows", "n"),
         inputs=inputs,
@@ -31,7 +31,7 @@ def gated_op(formula, providers, forward, full):
         traffic=traffic,
         providers=providers,
         shapes=SHAPES,
-        # A model drops both projections: gradients may take their place.
+        # A model drops both projections, so gradients may reuse their memory.
         transient=frozenset({"gate", "up"}),
         anchors=(
             Anchor((8192, 14336), "bfloat16", {"forward": forward, "full": full}),

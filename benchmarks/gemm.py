@@ -1,10 +1,10 @@
-"""python -m benchmarks gemm: how long cuBLAS's proposals for large GEMMs of half precision take, and the rates of tiles
-that follow for the table in csrc/gemm/plan.cpp.
+"""python -m benchmarks gemm: time the algorithms that cuBLAS proposes for large 16-bit GEMMs, and fit the rates of tiles
+for the table in csrc/gemm/plan.cpp.
 
-For linear layers x @ w.T of some shapes: the output, the gradient of x, and that of w, written and added to. Every
-proposal takes turns with the others and with torch, without a pause: the chip is at its power limit, as in training. Turns
-are short, so that all run at the same clock; with --sustained they are long enough for it to settle at what the power of
-one GEMM allows. With --fit FILE nothing is measured: rates are fitted to what FILE holds.
+The GEMMs are those of linear layers x @ w.T: the output, the gradient of x, and the gradient of w, written and
+accumulated. The proposals and torch alternate without a pause, so that the GPU is at its power limit, as in training.
+Turns are short, so that all run at the same clock. With --sustained they are long, so that the clock settles at the power
+of one GEMM. With --fit FILE nothing is measured: the rates are fitted to the records in FILE.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ EPILOGUES = (0, 32, 64, 128, 200, 300)
 class Turns:
     rounds: int
     seconds: float
-    most: int  # calls a turn
-    settling: float  # seconds at the beginning that do not count
-    contenders: int  # as many as are the fastest at first sight
+    most: int  # calls per turn
+    settling: float  # seconds at the start of a turn that are not measured
+    contenders: int  # only the fastest in a first call take turns
 
 
 SHORT = Turns(rounds=4, seconds=0.01, most=8, settling=0.0, contenders=PROPOSALS)
 SUSTAINED = Turns(rounds=2, seconds=0.1, most=10000, settling=0.1, contenders=10)
-# (tokens, in, out): heads of language models by the chunk, and the layers of MLPs.
+# (tokens, in, out): heads of language models with chunks of tokens, and layers of MLPs.
 LAYERS = [
     *((t, 4096, 128256) for t in (512, 1024, 2048, 4096, 8192)),
     *((t, 3584, 151936) for t in (768, 1024, 1280, 2048, 4096, 8192)),
@@ -62,23 +62,23 @@ SUSTAINED_LAYERS = [
     (16384, 4096, 4096), (16384, 4096, 14336), (16384, 14336, 4096), (16384, 3584, 18944), (16384, 18944, 3584),
     (8192, 3072, 24576), (8192, 24576, 3072), (4096, 4096, 128256),
 ]  # fmt: skip
-# The gradient of a head is summed over chunks of tokens.
+# Layers with as many outputs are heads. The gradient of their weight is accumulated over chunks of tokens.
 HEAD = 32000
 ROLES = ("output", "d input", "d weight", "d weight +=")
-# Tiles that cuBLAS has and does not propose: kernels of the same make as one that it proposes, in another size.
+# Tiles that cuBLAS supports but does not propose: a proposed algorithm, with its tile replaced.
 RELATIVES = {
     "256x128/1x2": [(256, n) for n in range(136, 200, 8)],
     "128x256/2x1": [(n, 256) for n in range(136, 200, 8)],
 }
-# How much of a wave's idle part is lost, as csrc/gemm/plan.cpp has it.
+# The part of the last wave's idle time that is lost, as in csrc/gemm/plan.cpp.
 IDLE_LOST = {False: 1.0, True: 0.5}
-# Sustained, too few GEMMs were measured to tell tiles' epilogues apart. Tiles below this size have one that overlaps.
+# The sustained GEMMs are too few to fit epilogues. Smaller tiles than this overlap their epilogue.
 OVERLAPS_BELOW = 128 * 192
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What c is computed in, columns first, and by how many tiles of a cluster; parts: of the sum over k."""
+    """A tile of c, columns first, and the cluster of tiles. parts: the number of split-k parts."""
 
     rows: int
     columns: int
@@ -102,7 +102,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Gemm:
-    """c (m x n) = op(a) op(b), columns first."""
+    """c (m x n) = op(a) op(b), column-major."""
 
     role: str
     layer: tuple[int, int, int]
@@ -119,7 +119,7 @@ class Gemm:
         )
 
     def operands(self, x: torch.Tensor, w: torch.Tensor, d: torch.Tensor, out: Sequence[torch.Tensor]) -> Any:
-        """(a, b, c, beta, what torch does)"""
+        """(a, b, c, beta, the same GEMM by torch)"""
         y, dx, dw = out
         if self.role == "output":
             return w, x, y, 0.0, lambda: torch.mm(x, w.t(), out=y)
@@ -150,7 +150,7 @@ TILE, PARTS, CLUSTER = 1, 2, 8
 
 @dataclass
 class Cublas:
-    """cuBLASLt in the copy that torch has loaded. tiles, clusters: (rows, columns) by their number in its header."""
+    """The cuBLASLt that torch has loaded. tiles, clusters: (rows, columns) by their number in its header."""
 
     library: ctypes.CDLL
     tiles: dict[int, tuple[int, int]]
@@ -219,7 +219,7 @@ class Cublas:
                     yield found
 
     def tile(self, algorithm: Algorithm) -> Tile | None:
-        """None where the header does not know it."""
+        """The tile of an algorithm, or None if the header does not list it."""
 
         def config(attribute: int, kind: Callable) -> int:
             value, written = kind(), c_size_t()
@@ -256,7 +256,7 @@ def load() -> Cublas:
     (path,) = {line.split()[-1] for line in open("/proc/self/maps") if "libcublasLt.so" in line}
     header = next(iter(Path(path).parents[1].glob("include/cublasLt.h")), None)
     if header is None:
-        raise SystemExit(f"gemm: no include/cublasLt.h beside {path}")
+        raise SystemExit(f"gemm: no include/cublasLt.h next to {path}")
     text = header.read_text()
     return Cublas(ctypes.CDLL(path), numbers_of(text, "MATMUL_TILE"), numbers_of(text, "CLUSTER_SHAPE"))
 
@@ -267,9 +267,9 @@ def load() -> Cublas:
 def in_turns(
     ways: dict[str, Callable[[], None]], clock: Callable[[Callable, int], Callable[[], float]], turns: Turns = SHORT
 ) -> dict[str, float]:
-    """Median milliseconds of each. clock(way, calls): has them run, and gives a function that says what one took."""
+    """Median milliseconds of each way. clock(way, calls) runs it and returns a function that gives the time of one call."""
     for way in ways.values():
-        way()  # a first call loads its kernel
+        way()  # the first call loads the kernel
     looks = {name: clock(way, 1) for name, way in ways.items()}
     first = {name: max(look(), 1e-3) for name, look in looks.items()}
     names = sorted(first, key=lambda name: (name != TORCH, first[name]))[: turns.contenders + 1]
@@ -327,7 +327,7 @@ def multiplications(gemm: Gemm) -> int:
 def expected_ms(
     gemm: Gemm, tile: Tile, rate: float, epilogue: int, multiprocessors: int, sustained: bool = False
 ) -> float:
-    """As csrc/gemm/plan.cpp has it; rate in TFLOP/s."""
+    """The model of csrc/gemm/plan.cpp. rate: in TFLOP/s."""
     m, n, k = gemm.sizes
     waves = tile.waves(m, n, multiprocessors)
     waves += IDLE_LOST[sustained] * (math.ceil(waves) - waves)
@@ -358,7 +358,7 @@ def fit(
 
 
 def table(sustained: bool = False) -> dict[tuple, tuple[int, int]]:
-    """(transposed, tile) -> (rate, epilogue), as the library has them."""
+    """(transposed, tile) -> (rate, epilogue), read from the library's source."""
     rows = re.findall(r"^ +\{(true|false), (true|false), \d+, \d+, ([\d, ]+)\},$", TABLE.read_text(), re.MULTILINE)
     out = {}
     for a, b, numbers in rows:
@@ -372,7 +372,7 @@ def table(sustained: bool = False) -> dict[tuple, tuple[int, int]]:
 def choice(
     gemm: Gemm, proposed: Sequence[str], rates: dict[tuple, tuple], multiprocessors: int, sustained: bool = False
 ) -> str:
-    """What the library would run."""
+    """The tile that the library chooses."""
     times = {}
     for name in proposed:
         if name != TORCH and (known := rates.get((gemm.transposed, Tile.of(name)))):
@@ -404,9 +404,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join([
         f"# {machine.get('gpu', 'stub')}: large GEMMs in bf16{', sustained' * sustained}", "",
         ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "device")), "",
-        "Linear layers by cuBLAS in the tile that torch gets, in the one that the table of csrc/gemm/plan.cpp expects to "
-        "be the fastest, and in the fastest of all that were measured. Median of turns that follow each other without a pause"
-        + (f", each of {SUSTAINED.seconds} s after {SUSTAINED.settling} s for the clock to settle." if sustained else "."), "",
+        "GEMMs of linear layers by cuBLAS, in three tiles: the tile that torch gets, the tile that the table in "
+        "csrc/gemm/plan.cpp chooses (ours), and the fastest tile measured. Medians of turns without a pause between them"
+        + (f", each {SUSTAINED.seconds} s long after {SUSTAINED.settling} s for the clock to settle." if sustained else "."), "",
         grid(["GEMM", "measured", "faster by, mean", "least", "most"], [[str(c) for c in row] for row in summary]), "",
         grid(header, rows), "",
     ])  # fmt: skip
@@ -416,12 +416,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gemm", description=__doc__.split("\n\n")[0])
     layer = lambda text: tuple(map(int, text.replace("×", "x").split("x")))  # noqa: E731
     parser.add_argument("--layers", nargs="*", type=layer, metavar="TOKENSxINxOUT")
-    parser.add_argument("--sustained", action="store_true", help="long turns, for layers of models")
+    parser.add_argument("--sustained", action="store_true", help="long turns, for layers in training")
     add_out(parser)
-    parser.add_argument("--fit", type=Path, metavar="FILE", help="what an earlier run wrote")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="records of an earlier run")
     args = parser.parse_args(argv)
     if args.fit is None and not torch.cuda.is_available():
-        parser.error("measuring needs a CUDA device, torch sees none (with --fit FILE nothing is measured)")
+        parser.error("measuring needs a CUDA device, but torch sees none (--fit FILE needs none)")
     path = args.fit
     if path is None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

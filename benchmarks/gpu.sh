@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine whose Python already has a CUDA torch.
+# Runs the tests and benchmarks that need a GPU. Python must have a CUDA build of torch.
 #   benchmarks/gpu.sh OUT [STEP ...]     default: build test anchors
-# Steps: build, unpack (instead of it: the libraries and packs of dist/*.whl), test, jit (the tests with no packs), sanitize
-# (the norms under compute-sanitizer), wheel (dist/*.whl in a process without Triton and compiler), the suites anchors, quick,
-# full and paper, rows (the kernel of the losses' rows alone), gemm (cuBLAS's proposals), training, loss_curves.
-# A failed step is reported and the next one runs. Options for the suites go in BENCH, e.g. BENCH="--ops rms_norm".
-# On an H200 with 16 cores: build 70 s, test 7 min (AOTInductor half of it), anchors of all ops 6 min, a model of training 2 min.
+# Steps: build, unpack (use the libraries and packs of dist/*.whl instead of a build), test, jit (tests without packs),
+# sanitize (the norms under compute-sanitizer), wheel (dist/*.whl in a process without Triton and compiler), anchors,
+# quick, full, paper, rows (the row kernel of the losses alone), gemm (cuBLAS's proposals), training, loss_curves.
+# After a failed step the next step runs. BENCH holds options for the suites, e.g. BENCH="--ops rms_norm".
+# On an H200 with 16 cores: build 70 s, test 7 min (half of it AOTInductor), anchors 6 min, training 2 min per model.
 set -uo pipefail
 
 if [ $# -lt 1 ]; then

@@ -1,10 +1,9 @@
-"""Timing: one process, every provider's turn in every round, and nothing timed before it is right.
+"""Timing: in one process, all providers take turns in every round. A result is checked before it is timed.
 
-A pass is "forward" (no grad), "backward" (its forward outside the clock) or "full" (both). Device time is the time
-between two events around one call, after a write that evicts the L2; where the host needs longer to enqueue the call
-than that write takes, the host's time is in it. In the grids of sizes, which are about kernels, the write is repeated
-until no host needs longer. The host's own cost is measured apart, on a tensor so small that the device never falls
-behind.
+A pass is "forward" (no grad), "backward" (its forward is not timed) or "full" (both). Device time is the time between
+two events around one call, after a write that evicts the L2 cache. If the host needs longer to enqueue the call than the
+write takes, the measured time includes host time. The full and the paper suite repeat the write to avoid that. Host cost
+is measured separately, on a tensor so small that the device never falls behind.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from benchmarks.providers import PathWitness, concerns, is_ours, load, reason
 
 HOST_PASSES = ("no-grad", "grad", "fwd+bwd")
 COLD_START_RUNS = 3
-# In a round. Hosts change their pace within seconds: a provider's batches spread over the others'.
-HOST_TURNS = 4
+HOST_TURNS = 4  # per round: the speed of a host changes within seconds, so providers alternate often
 
 Emit = Callable[[Record], None]
 
@@ -64,15 +62,15 @@ class Case:
 
 
 class WrongResult(Exception):
-    """What a provider returned is not the op's result, or less accurate than allowed: then with both numbers."""
+    """A provider's result is wrong, or less accurate than allowed; then both errors are given."""
 
-    def __init__(self, what: str, error: float | None = None, allowed: float | None = None) -> None:
-        super().__init__(what)
-        self.record = {"reason": what} if error is None else {"reason": what, "error": error, "allowed": allowed}
+    def __init__(self, reason: str, error: float | None = None, allowed: float | None = None) -> None:
+        super().__init__(reason)
+        self.record = {"reason": reason} if error is None else {"reason": reason, "error": error, "allowed": allowed}
 
 
 class Unheld(torch.autograd.Function):
-    """Hands on a leaf's values in a tensor that no name holds, and its gradient as it comes."""
+    """Copies a leaf into a tensor that only autograd references; passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -88,7 +86,7 @@ def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 class Problem:
-    """Inputs and upstream gradients of a case, the truth in fp64, and how wrong eager code is in the case's dtype."""
+    """Inputs and upstream gradients of a case, the fp64 reference, and the errors of eager code in the case's dtype."""
 
     def __init__(self, case: Case, device: str, upstream: Callable[..., torch.Tensor] = torch.randn) -> None:
         self.case = case
@@ -109,7 +107,7 @@ class Problem:
         return [t for t in self.tensors if t.requires_grad]
 
     def restore(self) -> None:
-        """Some providers write into their inputs or into the upstream gradient."""
+        """Undoes the writes of providers that change their inputs or the upstream gradient."""
         with torch.no_grad():
             for tensor, value in zip((*self.tensors, *self.upstream), self.pristine):
                 tensor.copy_(value)
@@ -138,7 +136,7 @@ class Problem:
             count = self.case.op.averaged(*self.case.shape)
             self.slack = torch.finfo(self.case.torch_dtype).eps / math.sqrt(count)
         if "torch" in op.providers:
-            with suppress(Exception):  # reported when its own turn comes
+            with suppress(Exception):  # reported when this provider is checked
                 aten = self.checked_results(op.providers["torch"]())
                 for i, error in enumerate(self.errors(aten)):
                     if aten[i].dtype == self.dtypes[i] and error <= self.other_function:
@@ -146,7 +144,7 @@ class Problem:
 
     @property
     def other_function(self) -> float:
-        """An error of half the type's digits is no rounding: something else was computed."""
+        """Larger errors than half the digits of the dtype do not come from rounding: the result is wrong."""
         return math.sqrt(torch.finfo(self.case.torch_dtype).eps)
 
     def forget_truth(self) -> None:
@@ -158,42 +156,42 @@ class Problem:
     def error_records(self, provider: str, results: Sequence[torch.Tensor]) -> list[Record]:
         key = {"kind": "error", **self.case.key, "provider": provider}
         errors = [relative_error(got, truth) for got, truth in zip(results, self.truth)]
-        return [{**key, "pass": self.what(i), **summary([error])} for i, error in enumerate(errors)]
+        return [{**key, "pass": self.name_of(i), **summary([error])} for i, error in enumerate(errors)]
 
     def checked_results(self, call: Callable[..., Any]) -> list[torch.Tensor]:
         """Outputs, then gradients, of the right number and shapes."""
         self.restore()
-        # Freed blocks full of NaN: so an element that is never written cannot be right by luck.
+        # Fills blocks of the allocator with NaN, so that an element that is never written is found.
         poison = [torch.full_like(t, math.nan, dtype=self.case.torch_dtype) for t in self.truth]
         del poison
         results = self.results(call)
         self.restore()
         for i, (got, truth) in enumerate(zip(results, self.truth, strict=True)):
             if got.shape != truth.shape:
-                raise WrongResult(f"{self.what(i)} has shape {tuple(got.shape)} (expected {tuple(truth.shape)})")
+                raise WrongResult(f"{self.name_of(i)} has shape {tuple(got.shape)} (expected {tuple(truth.shape)})")
         return results
 
-    def what(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
         outputs = len(self.upstream)
         return f"output {index}" if index < outputs else self.names[index - outputs]
 
     def check(self, results: Sequence[torch.Tensor], strict: bool) -> list[WrongResult]:
-        """Raises on a wrong result; one that is only less accurate than eager code is returned, unless `strict`."""
+        """Raises on a wrong result. A less accurate result than eager code raises if `strict`, else it is returned."""
         complaints = []
         for i, (error, eager, dtype) in enumerate(zip(self.errors(results), self.eager_errors, self.dtypes)):
-            # The rule of the tests: 1.5 times the error of eager code, and one rounding.
+            # As in the tests: 1.5 times the error of eager code, and one rounding.
             allowed = 1.5 * eager + torch.finfo(dtype).eps + (self.slack if i < len(self.upstream) else 0.0)
             if not error <= allowed:
                 wrong = not error <= self.other_function
                 verdict = "is wrong" if wrong else "is less accurate than eager code"
-                complaints.append(WrongResult(f"{self.what(i)} {verdict}", error, allowed))
+                complaints.append(WrongResult(f"{self.name_of(i)} {verdict}", error, allowed))
                 if strict or wrong:
                     raise complaints[-1]
         return complaints
 
 
 def worst_error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest error of any element, relative to the largest element of its row: one wrong row cannot hide."""
+    """Largest error of any element, relative to the largest element of its row, so that one wrong row is found."""
     if truth.numel() == 0:
         return 0.0
     scale = truth.abs().amax(-1, keepdim=True) if truth.dim() else truth.abs()
@@ -201,18 +199,18 @@ def worst_error(got: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Of the whole: |got - truth| / |truth| in the Euclidean norm."""
+    """|got - truth| / |truth| in the Euclidean norm of the whole tensor."""
     return ((got.double() - truth).norm() / truth.norm()).item()
 
 
 class Subject:
-    """One provider's callable bound to a problem, by pass."""
+    """The steps of one provider on a problem, by pass."""
 
     def __init__(self, problem: Problem, call: Callable[..., Any]) -> None:
         self.problem, self.call = problem, call
 
     def steps(self, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-        """(what happens before the clock starts, what is timed)"""
+        """(the untimed step, the timed step)"""
         problem, call = self.problem, self.call
         leaves, upstream = problem.leaves, problem.upstream
 
@@ -222,7 +220,7 @@ class Subject:
 
         def graph(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             outputs = as_tuple(call(*arguments))
-            arguments.clear()  # from here on only the graph holds what is transient
+            arguments.clear()  # now only the graph references transient inputs
             return outputs
 
         def backward(outputs: tuple[torch.Tensor, ...]) -> Any:
@@ -243,9 +241,9 @@ class Subject:
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:
-    """The order of one round. Over as many rounds as there are names, twice as many where that is odd, each comes right
-    after every other equally often: nobody gains from what a neighbour left of the chip's power, clock or cache."""
-    # Williams' square: neighbours of the first row lie at every distance once, and each later row is one further.
+    """The order of one round, balanced: after len(names) rounds (twice as many if odd), each name has followed every other
+    equally often. So no provider profits from the power, clock or cache state that its predecessor leaves."""
+    # Williams' square: neighbors in the first row have every distance once, and each later row is shifted by one.
     count = len(names)
     first = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
     ordered = [names[(place + turn) % count] for place in first]
@@ -269,7 +267,7 @@ def summary(values: Sequence[float]) -> Record:
 def judge(
     kind: str, case: Case, records: Sequence[Record], must: Mapping[str, Bar], provider: str = "ours"
 ) -> list[Record]:
-    """Ours against the bar of each pass; "within spread" where only its lower quartile meets it."""
+    """Compares ours with the limit of each pass. "within spread": only the lower quartile meets it."""
     bars = []
     for pass_name, bar in must.items():
         here = {r["provider"]: r for r in records if r["pass"] == pass_name}
@@ -306,7 +304,7 @@ class Runner:
         self.clock, self.suite, self.providers = clock, suite, providers
         self.rounds, self.emit, self.tick = rounds, emit, tick
         self.ceiling: Record = {}
-        gc.freeze()  # what the imports brought is not searched for garbage again and again
+        gc.freeze()  # later collections skip the objects of the imports
 
     def measure_ceilings(self, with_matmul: bool) -> None:
         self.ceiling = measure_ceilings(self.clock, with_matmul)
@@ -315,7 +313,7 @@ class Runner:
             self.emit(measure_copies(self.clock))
 
     def floors(self, case: Case) -> dict[str, float]:
-        """Microseconds that the bytes take at the copy ceiling, or the operations at the matrix ceiling if longer."""
+        """Microseconds for the bytes at the copy bandwidth, or for the operations at the GEMM rate if that is longer."""
         bytes_moved = case.op.traffic(case.torch_dtype.itemsize, *case.shape)
         floor = [b / self.ceiling["copy_gb_s"] / 1e3 for b in bytes_moved]
         if case.op.flops:
@@ -324,7 +322,7 @@ class Runner:
         return {"forward": floor[0], "backward": floor[1], "full": sum(floor)}
 
     def prepare(self, case: Case, kind: str) -> tuple[Problem, dict[str, Subject], dict[str, PathWitness]]:
-        """The providers that are there and right on this case; the others leave a record that says why."""
+        """The providers that work and are right on this case. For the others a record gives the reason."""
         op = case.op
         smaller = replace(case, shape=op.checked(*case.shape)) if op.checked else case
         problem = Problem(smaller, self.clock.device)
@@ -335,7 +333,7 @@ class Runner:
             self.tick(f"{case.name} {'×'.join(map(str, case.shape))} {case.dtype}: checking {name}")
             with self.guard(case, kind, name):
                 if name not in asked:
-                    raise Absent("not asked in this suite")
+                    raise Absent("not part of this suite")
                 call = load(op, name)
                 witness = PathWitness(name, self.clock.device)
                 if name != op.floor and name not in op.unchecked:
@@ -496,7 +494,7 @@ class Runner:
 
 
 def cold_start_seconds(name: str, provider: str, device: str) -> float:
-    """From the import of a provider to its first finished step, in a process of its own with empty caches."""
+    """From the import of a provider to its first finished step, in a separate process with empty caches."""
     with tempfile.TemporaryDirectory() as empty:
         caches = ("LIGER_OPS_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
         environment = os.environ | {v: os.path.join(empty, v) for v in caches}

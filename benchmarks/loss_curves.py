@@ -1,8 +1,8 @@
 """python -m benchmarks.loss_curves: the same training with eager cross entropy and with fused_linear_cross_entropy.
 
-A small Llama learns a fixed Markov chain in bf16 from the same weights and batches. Eager runs differ among themselves
-too, for rounding alone: the head's classes in another order, which changes no loss and no gradient but the order in
-which they are summed. Ours, whatever its chunks, should stay as close to eager as those.
+A small Llama learns a fixed Markov chain in bf16, always from the same weights and batches. Rounding alone makes eager
+runs differ: with the head's classes in another order, losses and gradients are the same sums in another order. Ours, with
+any number of chunks, should differ from eager no more than these runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, head, targe
 CHUNKS = 16
 SUCCESSORS = 4  # of every class in the chain
 RATE = 1e-3
-END = 20  # steps whose mean is where a training ends
+END = 20  # the last steps, whose mean is the final loss
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Up to the hidden states that the head takes: the loss is for the caller to choose."""
+    """Computes the hidden states that enter the head. The caller applies the loss."""
 
     def __init__(self, s: Size) -> None:
         super().__init__()
@@ -110,13 +110,13 @@ class Llama(nn.Module):
 
 
 class Chain:
-    """Every class is followed by one of a few, of which the first is the likeliest."""
+    """A Markov chain: every class has a few successors, the first of which is the likeliest."""
 
     def __init__(self, s: Size, seed: int, device: str) -> None:
         self.s = s
         self.generator = torch.Generator(device).manual_seed(seed)
         self.device = device
-        # Few classes are common, as in text: else most are never seen twice in a short training.
+        # Few classes are common, as in text. Otherwise a short training sees most of them only once.
         self.common = min(s.vocabulary, 512)
         self.classes = torch.randperm(s.vocabulary, generator=self.generator, device=device)[: self.common]
         shape = (self.common, SUCCESSORS)
@@ -140,7 +140,7 @@ def eager(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
 
 
 def eager_in_another_order(seed: int) -> Loss:
-    """Classes permuted, and targets with them."""
+    """Permutes the classes and the targets."""
 
     def loss(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
         generator = torch.Generator(head.device).manual_seed(seed)
@@ -227,9 +227,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
+    parser.add_argument("--rate", type=float, default=RATE, help="maximum learning rate")
     parser.add_argument("--orders", type=positive, default=2, help="eager runs with classes in another order")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="draw an earlier run again and measure nothing")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="only draw an earlier run again")
     add_out(parser)
     args = parser.parse_args()
     if args.redraw:
@@ -259,7 +259,7 @@ def main() -> int:
     eagers = [curve for name, curve in curves.items() if name.startswith("eager")]
     apart = [distance(a, b) for a, b in combinations(eagers, 2)]
     noise = {key: max(far[key] for far in apart) for key in ("largest", "mean", "end")}
-    # The rule of the tests: 1.5 times what eager code makes.
+    # As in the tests: 1.5 times the difference between eager runs.
     verdicts = {
         name: "within" if all(far[key] <= 1.5 * noise[key] for key in noise) else "OUTSIDE"
         for name, far in away.items() if name.startswith("ours")

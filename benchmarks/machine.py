@@ -1,4 +1,4 @@
-"""The machine that a result was measured on."""
+"""A description of the machine, for the first record of a result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A Llama MLP, down(act(gate(x)) * up(x)), compiled: its middle left to Inductor, or one operator of ours.
+"""A compiled Llama MLP, down(act(gate(x)) * up(x)), whose activation is Inductor's or ours.
 
-And, not compiled, the operator that goes on to the last product and keeps no act(gate) * up.
+"ours eager" is not compiled. "ours linear" includes the down projection and does not save act(gate) * up.
 """
 
 import torch
@@ -38,11 +38,11 @@ def mlp(gated):
 
 
 def mlp_op(formula, load_ours, load_linear):
-    """formula: (gate, up) -> act(gate) * up, as for the op alone; load_linear(): the op that ends in the projection."""
+    """formula: (gate, up) -> act(gate) * up. load_linear(): returns the op that includes the down projection."""
 
     def linear():
-        product_linear = load_linear()
-        return lambda x, gate, up, down: product_linear(F.linear(x, gate), F.linear(x, up), down)
+        gated_linear = load_linear()
+        return lambda x, gate, up, down: gated_linear(F.linear(x, gate), F.linear(x, up), down)
 
     return Op(
         dims=("tokens", "hidden", "intermediate"),
@@ -51,7 +51,7 @@ def mlp_op(formula, load_ours, load_linear):
         traffic=traffic,
         flops=flops,
         providers={
-            # The case's torch.compile has reset the caches; resetting them again would throw its code away.
+            # No reset of the caches here: it would drop the code of the provider torch.compile.
             "ours": lambda: torch.compile(mlp(load_ours()), dynamic=False),
             "ours eager": lambda: mlp(load_ours()),
             "ours linear": linear,

@@ -1,10 +1,10 @@
-"""What the norms share: their sizes, and the cost of a call that they are held to."""
+"""Shared by the norms: sizes and limits of the host cost."""
 
 from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Host, Relative
 
 EPS = 1e-6
 
-# 2560, 5120, 11008: hidden sizes that are no power of two. 1 and 16 rows: decoding.
+# 2560, 5120, 11008: hidden sizes that are no powers of two. 1 and 16 rows: decoding.
 SHAPES = {
     "quick-cpu": [(16, 512), (512, 1024), (2048, 2048), (1024, 5120)],
     "quick": [(16, 1024), (2048, 2560), (8192, 4096), (4096, 16384)],

@@ -1,4 +1,4 @@
-"""What the benchmark file of an op declares: shapes, floor, inputs and who is asked."""
+"""The declaration in an op's benchmark file: inputs, shapes, floor and providers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Shape = tuple[int, ...]
 
 
 class Absent(Exception):
-    """A provider that has nothing to measure here; the message says why."""
+    """A provider cannot be measured; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Relative:
-    """A bar taken from the same run: factor times the fastest of these providers."""
+    """A limit relative to the same run: factor times the fastest of these providers."""
 
     factor: float
     providers: tuple[str, ...]
@@ -33,8 +33,7 @@ NO_SLOWER_THAN_EAGER = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch"
 
 @dataclass(frozen=True)
 class Anchor:
-    """A case that ours (or a setting of it) must run no slower (µs) and no bigger (MiB above the inputs) than stated,
-    by pass."""
+    """A case with limits for ours, or for a setting of it, by pass: µs and MiB above the inputs."""
 
     shape: Shape
     dtype: str
@@ -46,7 +45,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Host:
-    """The tensor, too small to keep the device busy, on which the cost of a call itself is measured."""
+    """A tensor so small that the host is slower than the device. The host cost of a call is measured on it."""
 
     shape: Shape
     dtype: str
@@ -55,35 +54,39 @@ class Host:
 
 @dataclass(frozen=True)
 class Op:
-    dims: tuple[str, ...]  # names of a shape's numbers
+    dims: tuple[str, ...]  # names of a shape's dimensions
     inputs: Callable[..., dict[str, torch.Tensor]]  # (make, *shape) -> arguments in call order
-    # Plain eager code: the provider "hf", the oracle when fed fp64, and what torch.compile compiles.
+    # Eager code: the provider "hf", the code that torch.compile compiles, and, with fp64 inputs, the reference.
     formula: Callable[..., Any]
     traffic: Callable[..., tuple[int, int]]  # (element size, *shape) -> fewest bytes moved forward, backward
-    providers: Mapping[str, Callable[[], Callable[..., Any]]]  # name -> loader of the callable
+    providers: Mapping[str, Callable[[], Callable[..., Any]]]  # name -> function that returns the callable
     shapes: Mapping[str, Sequence[Shape]]  # suite (and "quick-cpu") -> shapes
     anchors: Sequence[Anchor] = ()
     host: Mapping[str, Host] = field(default_factory=dict)  # by device
     constants: frozenset[str] = frozenset()  # inputs that take no gradient
-    # Inputs that a model would drop after the call; they are passed so that no one else can see them.
+    # Inputs that a model drops after the call. The benchmark then holds no reference to them either.
     transient: frozenset[str] = frozenset()
     flops: Callable[..., tuple[int, int]] | None = None  # (*shape) -> matrix-unit operations forward, backward
-    floor: str | None = None  # a provider that does but what nobody can leave out: its time is the floor, where it ran
-    unchecked: frozenset[str] = frozenset()  # providers that do only a part of the work, like the floor's
-    gradients: Callable[..., int] | None = None  # (element size, *shape) -> bytes of the gradients, the least peak
+    floor: str | None = None  # a provider that does only the unavoidable work: its time is the floor if it ran
+    unchecked: frozenset[str] = frozenset()  # providers that do only a part of the work, like that of the floor
+    gradients: Callable[..., int] | None = (
+        None  # (element size, *shape) -> bytes of the gradients, the smallest possible peak
+    )
     passes: tuple[str, ...] = ("forward", "backward", "full")
     # (*shape) -> the smaller shape on which results are checked and their errors reported, with random upstream
-    # gradients. The case itself is then timed with upstream gradients of 1, which is what arrives for a loss.
+    # gradients. The case itself is timed with upstream gradients of 1, as a loss gets them.
     checked: Callable[..., Shape] | None = None
-    # (*shape) -> how many values, rounded to the inputs' dtype on the way, an output is the mean of.
+    # (*shape) -> the number of values whose mean is an output. Eager code rounds each to the dtype of the inputs.
     averaged: Callable[..., int] | None = None
-    must_error: Mapping[str, Bar] = field(default_factory=dict)  # of every setting of ours, by gradient ("d input")
-    asked: Mapping[str, Sequence[str]] = field(default_factory=dict)  # suite -> providers, where not all are
-    dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # suite -> dtypes, where not the suite's
-    # Providers timed from import to first finished step, and the bar for ours in seconds by device.
+    must_error: Mapping[str, Bar] = field(
+        default_factory=dict
+    )  # limits for every setting of ours, by gradient ("d input")
+    asked: Mapping[str, Sequence[str]] = field(default_factory=dict)  # suite -> providers, if not all
+    dtypes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # suite -> dtypes, if not those of the suite
+    # Providers timed from import to the first finished step, and the limit for ours in seconds, by device.
     cold_start: tuple[str, ...] = ()
     cold_start_must: Mapping[str, float] = field(default_factory=dict)
-    # Kernels that alone must move the op's bytes at this share of the copy ceiling: `tune --as-is` measures and judges.
+    # Kernel -> the share of the copy bandwidth at which it must move the op's bytes; `tune --as-is` checks it.
     kernels_must: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Who is measured: loading a provider's callable, and proof of which path ours took."""
+"""Providers: how they are loaded, and a check of the path that ours took."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.op import Absent, Op
 
-# Asked about every op; an op's own providers may add to them.
+# Measured for every op; an op may add providers.
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
     "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", *COMMON[4:],
@@ -20,12 +20,12 @@ PROVIDERS = (
 )  # fmt: skip
 PARTS = ("three GEMMs", "GEMMs of ours", "GEMMs of compact")  # do only a part of the work
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers")
-# Compiling takes longer than everything else in a quick run without a GPU.
+# Without a GPU, compilation takes longer than the rest of a quick run.
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}
 
 
 def discover() -> dict[str, Op]:
-    """Every op of this folder: a file that defines OP, under the file's name."""
+    """The ops of this folder: every file that defines OP, by its name."""
     stems = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("__"))
     modules = {stem: importlib.import_module(f"{__package__}.{stem}") for stem in stems}
     return {stem: module.OP for stem, module in modules.items() if hasattr(module, "OP")}
@@ -40,11 +40,11 @@ def concerns(op: Op, name: str) -> bool:
 
 
 def load(op: Op, name: str) -> Callable[..., Any]:
-    """The provider's callable; raises Absent, or whatever the provider raises."""
+    """The provider's callable. Raises Absent, or any error of the provider."""
     if name == "hf":
         return op.formula
     if name == "torch.compile":
-        torch._dynamo.reset()  # every case gets kernels compiled for its own sizes
+        torch._dynamo.reset()  # every case gets kernels for its own sizes
         return torch.compile(op.formula, dynamic=False)
     if name not in op.providers:
         raise Absent("has no such op")
@@ -55,7 +55,7 @@ def load(op: Op, name: str) -> Callable[..., Any]:
 
 
 class PathWitness:
-    """Which of our paths ran since the last look, by the library's own launch counts."""
+    """Reads from the library's launch counts which of its paths ran since the last look."""
 
     def __init__(self, provider: str, device: str) -> None:
         self.active = is_ours(provider)
@@ -73,14 +73,14 @@ class PathWitness:
         before, self.counts = self.counts, self.read()
         ran = sorted(path for path, count in self.counts.items() if count > before.get(path, 0))
         if self.active and not ran:
-            raise RuntimeError("launch_counts() did not move: which path ran is unknown")
+            raise RuntimeError("launch_counts() did not change: the path that ran is unknown")
         if unexpected := set(ran) - set(self.expected):
             raise RuntimeError(f"took the path {', '.join(unexpected)} (expected {' or '.join(self.expected)})")
         return "+".join(ran)
 
 
 def reason(error: BaseException) -> str:
-    """One line for a report that is committed: no paths of the machine, no colours of a terminal."""
+    """An error as one line for a page, without paths of the machine and terminal colors."""
     if isinstance(error, Absent):
         return str(error)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines() or [""]

@@ -42,7 +42,7 @@ OP = Op(
         "quick": [(16, 1024), (2048, 9216), (8192, 16384)],
         "full": [(rows, n) for rows in (16, 1024, 4096, 16384) for n in (1024, 9216, 16384, 24576)],
     },
-    # A model drops the projection: its gradient may take its place.
+    # A model drops the projection, so the gradient may reuse its memory.
     transient=frozenset({"x"}),
     anchors=(
         Anchor((8192, 16384), "bfloat16", NO_SLOWER_THAN_EAGER),

@@ -1,6 +1,6 @@
 """rope(q: (batch, q_heads, sequence, size), k: (batch, k_heads, sequence, size), cos, sin: (1, sequence, size))
 
-Heads are as projections leave them: views of (batch, sequence, heads, size).
+q and k are views of (batch, sequence, heads, size), as projections return them.
 """
 
 import torch
@@ -33,7 +33,7 @@ def formula(q, k, cos, sin):
 def liger_kernel():
     from liger_kernel.ops import LigerRopeFunction
 
-    # It rotates in place; an input that is used again must be copied.
+    # It rotates in place, so inputs that are used again must be copied.
     return lambda q, k, cos, sin: LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin)
 
 

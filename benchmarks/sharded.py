@@ -1,11 +1,11 @@
-"""Training steps of a Llama-3-8B shape under FSDP2, grouped as each engine groups its modules.
+"""Training steps of a Llama-3-8B shape under FSDP2, with modules grouped as several engines group them.
 
     torchrun --nproc-per-node 2 -m benchmarks.sharded --providers hf,liger,ours --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.sharded --tiny --device cpu --out DIR     (anywhere, in a minute)
 
 Random weights, fp32 master weights, bf16 compute, causal SDPA, fused AdamW. Losses are compared with those of the
-unpatched model in the same grouping, and the gathers of the head are counted in a profile of one step. Writes
-sharded.jsonl and sharded.md.
+unpatched model in the same grouping. A profile of one step counts how often the head is gathered. Writes sharded.jsonl
+and sharded.md.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def by_layers(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Modul
 
 
 def norm_and_head(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-    """As accelerate and transformers do."""
+    """As in accelerate and transformers."""
     fully_shard([model.model.norm, model.lm_head], **options)
     return by_layers(model, options)
 
 
 def torchtitan(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-    """As its apply_fsdp does: norm and head stay gathered between forward and backward."""
+    """As in torchtitan's apply_fsdp: norm and head stay gathered between forward and backward."""
     fully_shard(model.model.embed_tokens, **options)
     fully_shard([model.model.norm, model.lm_head], **options | {"reshard_after_forward": False})
     return by_layers(model, options)
 
 
 def head_alone(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-    """In a group of its own. The fused loss computes its gradients in forward, so backward needs no gather."""
+    """The head in a separate group. The fused loss computes its gradients in forward, so backward needs no gather."""
     fully_shard(model.lm_head, **options)
     if hasattr(type(model), "liger_original"):
         model.lm_head.set_unshard_in_backward(False)
@@ -62,7 +62,7 @@ def head_alone(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Modu
 
 
 def accelerate(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-    """Accelerator.prepare itself, under mixed_precision="bf16". It shards no model without an optimizer."""
+    """Accelerator.prepare with mixed_precision="bf16". Without an optimizer it would not shard the model."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -81,7 +81,7 @@ GROUPINGS: dict[str, Callable] = {f.__name__: f for f in (by_layers, norm_and_he
 
 
 def head_gathers(step: Callable[[int], Any]) -> int:
-    """How often the group that holds the head is gathered in a step; the root's has no name."""
+    """How often a step gathers the group of the head. The gather of the root group has no name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step(0)
     seen = Counter(e.name for e in profiler.events() if e.name == GATHER or e.name.startswith(f"{GATHER} ("))
@@ -144,13 +144,13 @@ def markdown(machine: dict[str, Any], records: list[dict[str, Any]], arguments: 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="torchrun -m benchmarks.sharded", description=__doc__)
     parser.add_argument("--groupings", default=",".join(GROUPINGS), help="default: %(default)s")
-    parser.add_argument("--providers", default="hf,ours", help=f"of {','.join(PROVIDERS)}")
+    parser.add_argument("--providers", default="hf,ours", help=f"comma-separated; known: {','.join(PROVIDERS)}")
     parser.add_argument("--layers", type=positive)
     parser.add_argument("--length", type=positive)
     parser.add_argument("--batch", type=positive, default=4)
     parser.add_argument("--steps", type=positive, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to test the script")
     add_out(parser)
     arguments = parser.parse_args()
     arguments.layers = arguments.layers or (2 if arguments.tiny else 8)
@@ -158,7 +158,7 @@ def main() -> None:
     groupings, providers = arguments.groupings.split(","), arguments.providers.split(",")
     for option, given, known in (("--groupings", groupings, GROUPINGS), ("--providers", providers, PROVIDERS)):
         if not set(given) <= set(known):
-            parser.error(f"{option} must be of {','.join(known)} (got {','.join(given)})")
+            parser.error(f"{option} must be among {','.join(known)} (got {','.join(given)})")
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")

@@ -1,12 +1,12 @@
-"""Whole training steps of Hugging Face models: as they are, compiled, and with kernels put in.
+"""Whole training steps of Hugging Face models: eager, compiled, and patched with kernels.
 
     python -m benchmarks.training --models llama qwen2 --providers hf,compile,liger,ours,ours-compile --out DIR
     python -m benchmarks.training --tiny --out DIR        (anywhere, in a minute)
 
-Some layers of each model's shape, random weights, bf16, causal SDPA, fused AdamW. Every run has a process of its own, so that
-one that fails does not end the others; what it measured is written at once. The losses of the first steps are compared
-with those of the unpatched model. Writes training.jsonl, training.md and training.png. With --kernels, the page also says
-what each kernel of a step takes.
+Some layers of each model's shape, random weights, bf16, causal SDPA, fused AdamW. Every run has its own process, so that
+a failure does not end the others, and its record is written at once. The losses of the first steps are compared with
+those of the unpatched model. Writes training.jsonl, training.md and training.png. With --kernels, the page also lists the
+kernels of a step and their times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROVIDERS = {
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
 COMPARED_STEPS = 4
 PROFILED_STEPS = 3
-LEAST_SHARE = 1e-3  # of the time of all kernels, of one that the page names
+LEAST_SHARE = 1e-3  # of the time of all kernels: faster kernels are not listed
 
 
 class Shape(NamedTuple):
@@ -84,8 +84,8 @@ def tiny(shape: Shape) -> Shape:
 
 
 def causal_attention() -> str:
-    """SDPA without a mask: nothing is padded here. Compiled, transformers' own would build one before torch 2.14, and
-    with a mask SDPA has no flash kernel: every compiled run would measure that."""
+    """SDPA without a mask, since nothing is padded here. Before torch 2.14, transformers builds a mask when it is compiled,
+    and then SDPA cannot use its flash kernel."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -138,7 +138,7 @@ def resident_peak() -> int:
 
 
 def marks(device: str) -> Callable[[], Any]:
-    """What notes the time. On a GPU events do, so that one step is enqueued while another runs, as in a training."""
+    """A function that marks the time. On a GPU it records an event, so that steps overlap as in a real training."""
 
     def event() -> torch.cuda.Event:
         here = torch.cuda.Event(enable_timing=True)
@@ -153,7 +153,7 @@ def elapsed(start: Any, end: Any) -> float:
 
 
 def stepper(forward: Callable, optimizer: Optimizer, data: Tensor, mask: Tensor) -> Callable[[int], Tensor]:
-    """One step of a training, whose batches are the COMPARED_STEPS of `data` again and again."""
+    """A training step. It cycles through the COMPARED_STEPS batches of `data`."""
 
     def step(i: int) -> Tensor:
         ids = data[i % COMPARED_STEPS]
@@ -167,7 +167,7 @@ def stepper(forward: Callable, optimizer: Optimizer, data: Tensor, mask: Tensor)
 
 
 def timed(step: Callable[[int], Any], steps: int, tokens: int, device: str) -> dict[str, float]:
-    """The median time of steps that have warmed up, of so many tokens each, and the peak of their memory."""
+    """The median time of warm steps with `tokens` tokens each, and their peak memory."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -184,7 +184,7 @@ def timed(step: Callable[[int], Any], steps: int, tokens: int, device: str) -> d
 
 
 def by_name(kernels: Iterable[tuple[str, float]], steps: int) -> list[tuple[str, float, float]]:
-    """(name, calls, ms) a step, the longest first, of (name, us) of all calls of some steps."""
+    """(name, calls per step, ms per step), the longest first, from the (name, us) of every call in `steps` steps."""
     found: dict[str, list[float]] = {}
     for name, us in kernels:
         found.setdefault(name, []).append(us)
@@ -214,7 +214,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(3, shape.vocabulary, (COMPARED_STEPS, batch, arguments.length), generator=generator).to(device)
-    # As collators pass it. Without one, transformers looks through the positions for packed sequences and waits for the
+    # As collators pass it. Without a mask, transformers searches the positions for packed sequences, which waits for the
     # device in every step.
     mask = torch.ones(batch, arguments.length, dtype=torch.long, device=device)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -240,7 +240,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Run:
-    """One model with one provider, in a process that starts, and waits for its turn."""
+    """One model with one provider. Its process starts at once and waits for its turn."""
 
     def __init__(self, model: str, batch: int | None, provider: str, arguments: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "benchmarks.training", "--worker", "--model", model, "--provider", provider]
@@ -254,7 +254,7 @@ class Run:
             "kind": "training", "model": model, "provider": provider, "batch": batch or shape.batch,
             "length": arguments.length, "layers": arguments.layers,
         }  # fmt: skip
-        # Fragments that no block fits into would count against whoever frees most.
+        # Without it, fragmentation adds to the peak of providers that free much memory.
         environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -274,7 +274,7 @@ class Run:
 
 
 def load(arguments: argparse.Namespace) -> None:
-    """What takes seconds and no GPU, ahead of a worker's turn."""
+    """Slow imports that need no GPU, before the turn of a worker."""
     kind = MODELS[arguments.model].model_type
     modules = ["transformers", f"transformers.models.{kind}.modeling_{kind}"]
     provider, _, compiled = arguments.provider.partition("-")
@@ -285,7 +285,7 @@ def load(arguments: argparse.Namespace) -> None:
 
 
 def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
-    """The largest difference of a loss from the unpatched model's."""
+    """The largest difference from a loss of the unpatched model."""
     for other in records:
         same = all(other[k] == record[k] for k in ("model", "batch", "length", "layers"))
         if same and other["provider"] == "hf" and "losses" in other and "losses" in record:
@@ -326,7 +326,7 @@ def kernel_table(record: dict[str, Any]) -> str:
     rows = [[name[:100], f"{n:.0f}", f"{ms:.2f}"] for name, n, ms in kernels if ms >= LEAST_SHARE * total]
     title = f"{record['model']}, batch {record['batch']}, {PROVIDERS[record['provider']]}"
     return (
-        f"\n## {title}: kernels of a step, {total:.1f} ms\n\nThose of at least {LEAST_SHARE:.1%}.\n\n"
+        f"\n## {title}: kernels of a step, {total:.1f} ms\n\nKernels with at least {LEAST_SHARE:.1%} of the time.\n\n"
         + grid(["kernel", "calls", "ms"], rows)
         + "\n"
     )
@@ -367,15 +367,15 @@ def write(machine: dict[str, Any], records: list[dict[str, Any]], stem: Path) ->
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama", "qwen2", "gemma", "mistral"])
-    parser.add_argument("--providers", default=DEFAULT_PROVIDERS, help=f"of {','.join(PROVIDERS)}")
+    parser.add_argument("--providers", default=DEFAULT_PROVIDERS, help=f"comma-separated; known: {','.join(PROVIDERS)}")
     parser.add_argument("--batches", nargs="+", type=positive, help="default: 8, and 4 for Gemma")
     parser.add_argument("--layers", type=positive)
     parser.add_argument("--length", type=positive)
     parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--kernels", action="store_true", help="profile some steps more, on a GPU")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--timeout", type=positive, default=300, help="seconds that one run may take")
+    parser.add_argument("--kernels", action="store_true", help="also profile some steps, on a GPU")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to test the script")
+    parser.add_argument("--timeout", type=positive, default=300, help="time limit of one run in seconds")
     add_out(parser)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for name, kind in (("--model", str), ("--provider", str), ("--batch", positive)):
@@ -393,14 +393,14 @@ def main() -> None:
     providers = arguments.providers.split(",")
     unknown = [p for p in providers if p not in PROVIDERS]
     if unknown:
-        parser.error(f"--providers must be of {','.join(PROVIDERS)} (got {','.join(unknown)})")
+        parser.error(f"--providers must be among {','.join(PROVIDERS)} (got {','.join(unknown)})")
     arguments.out.mkdir(parents=True, exist_ok=True)
     machine = describe(arguments.device)
     jobs = [(m, b, p) for m in arguments.models for b in arguments.batches or [None] for p in providers]
     records: list[dict[str, Any]] = []
     with open(arguments.out / "training.jsonl", "w") as log:
         print(json.dumps(machine), file=log, flush=True)
-        early = arguments.device == "cuda"  # on a CPU it would take the time that is measured
+        early = arguments.device == "cuda"  # on a CPU, a starting process would slow down the measured one
         waiting = None
         for done, job in enumerate(jobs, 1):
             run = waiting or Run(*job, arguments)

@@ -1,10 +1,10 @@
 """python -m benchmarks tune OP: sweep the launch shapes of an op's kernels on this GPU, propose rows for their tables.
 
-With --as-is it sweeps nothing: it says what each kernel takes alone, without the others that its op launches.
+With --as-is nothing is swept: it times each kernel of the op alone, with the configs of the tables.
 
-The op runs whole, forward and backward, on its own host code, which takes a candidate's config in place of the table's. A
-candidate must leave the op's results right before it is timed. Its time is that kernel's alone, between two events around
-each launch, with a cold cache.
+The op runs forward and backward on its own host code, with a candidate in place of the config in the table. A candidate is
+timed only if the op's results are right. Its time is that of the kernel alone, between two events around each launch, with
+a cold cache.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from benchmarks.clock import COVER, CudaClock, measure_ceilings
 from benchmarks.harness import Case, Problem, WrongResult
 from benchmarks.providers import discover, load
 
-# What the code assumes of its arguments, or the host's buffers of the code: no matter of speed alone. KEEP, what a program
-# keeps in shared memory, changes by tiles of its own.
+# The kernel or the host's buffers depend on these values, so they are not varied. KEEP, the columns that a program keeps in
+# shared memory, is varied in whole tiles.
 FIXED = {"ALIGNED", "SKEWED", "SHARE", "KEEP", "KEEPS_ALL", "ONE_ROW"}
 LANE_COLUMNS = 8  # 16-bit ones
 SWITCHES = {"PREFETCH", "EARLY", "AHEAD"}
 MOST_WARPS, MOST_PROGRAMS_PER_SM = 32, 8
 SAMPLES, STEPS = 30, 6
 COLUMNS = ("kernel", "shape", "dtype", "the op's bytes, µs", "kernel, µs", "of the ceiling", "must be")  # of --as-is
-FASTER = 0.98  # a smaller gain is no reason to change a row
+FASTER = 0.98  # a smaller gain does not change a row
 
 
 def compile_one(name: str, point: int, config: Any, capability: int) -> Any:
-    """A variant's binary, or why there is none. Whole variants do not pickle."""
+    """A variant's binary, or the reason why there is none. The arguments are small because variants cannot be pickled."""
     from liger_ops.aot.compile import compile_variant
     from liger_ops.kernels import find
 
     try:
         return compile_variant(replace(find(name), configs=[config]).variant(point), [capability])
-    except Exception as error:  # a shape that the compiler refuses is a candidate less
-        # Triton's own error quotes the source; what it came of says why.
+    except Exception as error:  # a config that the compiler rejects is no candidate
+        # Triton's error quotes the source; its cause gives the reason.
         why: BaseException = error
         while why.__cause__:
             why = why.__cause__
@@ -55,17 +55,17 @@ def compile_one(name: str, point: int, config: Any, capability: int) -> Any:
 
 
 class Host:
-    """The operators' own host code, with a candidate in place of one kernel's config."""
+    """The host code of the operators, with a candidate in place of one kernel's config."""
 
     def __init__(self, runtime: Any, device: int, capability: int, clock: Any, jobs: int | None = None) -> None:
         self.runtime, self.device, self.capability, self.clock = runtime, device, capability, clock
         self.binaries: dict[tuple[str, int, str], Any] = {}
-        # This process has threads and a context of CUDA, which a fork would carry along.
+        # Not a fork: this process has threads and a CUDA context.
         spawn = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), mp_context=spawn)
 
     def launched(self, run: Callable[[], Any]) -> dict[str, Any]:
-        """Kernel -> the variant of it that a run launches last."""
+        """Kernel name -> the variant that a run launches last."""
         from liger_ops.kernels import kernels
 
         self.runtime.reset_counts()
@@ -74,7 +74,7 @@ class Host:
         return {k.name: k.variant(self.runtime.last_variant(k.name)) for k in used}
 
     def compile(self, variant: Any, configs: Sequence[Any]) -> list[str | None]:
-        """What is wrong with each config in this variant's place, if anything."""
+        """For each config, the reason why it cannot replace this variant's, or None."""
         point = variant.index // len(variant.kernel.configs)
         keys = [(variant.kernel.name, point, repr(config)) for config in configs]
         tasks = {
@@ -101,7 +101,7 @@ class Host:
         self.runtime.end_trial(name)
 
     def time(self, name: str, run: Callable[[], Any]) -> float:
-        """Median microseconds of all its launches in a run."""
+        """Median microseconds of all launches of a kernel in a run."""
         events: list[Any] = []
         moments = []
 
@@ -128,7 +128,7 @@ class Host:
 
 
 def developers_runtime() -> Any:
-    """The runtime's Python module, which only a build from source has."""
+    """The runtime's Python module. Only a build from source has it."""
     import liger_ops
 
     sys.path.insert(0, str(Path(liger_ops.__file__).parent / "lib"))
@@ -143,9 +143,9 @@ def developers_runtime() -> Any:
 def climb(
     host: Host, variant: Any, run: Callable[[], Any], check: Callable[[], None], tell: Callable[[str], None]
 ) -> list[tuple[float, Any]]:
-    """(microseconds, config) of the table's row and of every right candidate met on the way to faster ones.
+    """(microseconds, config) of the row in the table and of every right candidate that was tried.
 
-    run: the op; check: raises WrongResult if the op's results are not what they should be.
+    run: runs the op. check: raises WrongResult if the op's results are wrong.
     """
     name = variant.kernel.name
     times = {repr(variant.config): (host.time(name, run), variant.config)}
@@ -172,12 +172,12 @@ def climb(
 
 
 def smallest_share(kernel: Any) -> int:
-    """The host has room for as many parts of a row as the table's smallest part makes."""
+    """The smallest SHARE in the table: the host has no room for more parts of a row."""
     return min((c.constexprs["SHARE"] for c in kernel.configs if c.constexprs.get("SHARE")), default=0)
 
 
 def keeping(config: Any, more_tiles: int = 0) -> Any:
-    """With KEEP in whole tiles; SHARE goes with it where a program's part is what it keeps."""
+    """The config with KEEP rounded up to whole tiles. SHARE follows if it equals KEEP."""
     c = config.constexprs
     if not c.get("KEEP"):
         return config
@@ -187,8 +187,8 @@ def keeping(config: Any, more_tiles: int = 0) -> Any:
 
 
 def neighbours(config: Any, least_share: int = 0) -> Iterator[Any]:
-    """One number doubled or halved, or one doubled and another halved, or a switch turned, or a tile more or less kept,
-    for a program less or more."""
+    """Configs with one number doubled or halved; with one doubled and another halved; with one switch flipped; or with one
+    tile more or less in KEEP, also with one program per SM less or more."""
     numbers = {"num_warps": config.num_warps, "programs_per_sm": config.programs_per_sm, **config.constexprs}
     free = [k for k, v in numbers.items() if v > 0 and k not in FIXED | SWITCHES]
 
@@ -216,7 +216,7 @@ def neighbours(config: Any, least_share: int = 0) -> Iterator[Any]:
 
 
 def row(config: Any) -> str:
-    """As a table has it, without what an argument's default says."""
+    """The config as in a table, without default arguments."""
     programs = f", programs_per_sm={config.programs_per_sm}" if config.programs_per_sm else ""
     constexprs = ", ".join(f"{k}={v}" for k, v in config.constexprs.items())
     return f"Config({config.max_n}, {config.aligned}, {config.num_warps}{programs}, constexprs=dict({constexprs}))"
@@ -234,8 +234,8 @@ def proposal(name: str, case: Case, found: Sequence[tuple[float, Any]], gpu: str
 
 
 def measurement(name: str, case: Case, time: float, copy_gb_s: float) -> tuple[str, bool]:
-    """A row of the table of --as-is, and whether it is as it must be. The op's bytes: what all of its kernels together must
-    move."""
+    """A row of the table of --as-is, and whether it meets its limit. The op's bytes are those that all of its kernels must
+    move together."""
     floor = sum(case.op.traffic(case.torch_dtype.itemsize, *case.shape)) / copy_gb_s / 1e3
     least = case.op.kernels_must.get(name)
     passes = least is None or floor >= least * time
@@ -249,11 +249,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     ops = discover()
     parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__.splitlines()[0])
     parser.add_argument("op", choices=ops, metavar="OP", help=", ".join(ops))
-    parser.add_argument("--kernels", nargs="*", metavar="KERNEL", help="default: every one that the op launches")
+    parser.add_argument("--kernels", nargs="*", metavar="KERNEL", help="default: all that the op launches")
     parser.add_argument("--shapes", nargs="*", type=shape_of, metavar="ROWSxN", help="default: the op's anchors")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--as-is", action="store_true", help="time the tables' rows alone")
-    parser.add_argument("--top", type=positive, default=4, help="how many candidates to list for each")
+    parser.add_argument("--as-is", action="store_true", help="only time the configs of the tables")
+    parser.add_argument("--top", type=positive, default=4, help="number of candidates to list for each kernel")
     args = parser.parse_args(argv)
     args.op_file = ops[args.op]
     anchors = (a.shape for a in args.op_file.anchors if a.device == "cuda" and a.dtype == args.dtype)
@@ -261,7 +261,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not args.shapes:
         parser.error(f"--shapes must be given: {args.op} has no anchors in {args.dtype}")
     if not torch.cuda.is_available():
-        parser.error("tuning needs a CUDA device, torch sees none")
+        parser.error("tuning needs a CUDA device, but torch sees none")
     return args
 
 

@@ -1,5 +1,5 @@
-"""Compiles the cases of torch.compile ahead, in many processes: Inductor keeps what they compile in its cache on disk, where
-the process that measures finds it. Compiling takes seconds a case, and a grid has hundreds."""
+"""Compiles the cases of torch.compile before the run, in many processes: a case takes seconds, and a grid has hundreds.
+The process that measures finds the results in Inductor's disk cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROVIDER = "torch.compile"
 
 
 def compile_case(name: str, shape: tuple[int, ...], dtype: str, device: str) -> None:
-    """All graphs that measuring makes: with gradients and without. What fails here fails, and is reported, there."""
+    """Compiles with and without gradients, as the run does. An error occurs again in the run, which reports it."""
     op = discover()[name]
     with suppress(Exception):
         problem = Problem(Case(name, op, shape, dtype), device)
@@ -26,7 +26,7 @@ def compile_case(name: str, shape: tuple[int, ...], dtype: str, device: str) -> 
 
 
 def compile_ahead(cases: Sequence[Case], device: str, jobs: int, tick: Callable[[str], None]) -> None:
-    # This process may have threads and a CUDA context, which a fork would carry along.
+    # Not a fork: this process may have threads and a CUDA context.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         tasks = {pool.submit(compile_case, case.name, case.shape, case.dtype, device): case for case in cases}
         for task in as_completed(tasks):

@@ -18,6 +18,19 @@ def test_dtensor(case, results):
     assert not results[case], results[case]
 
 
+@pytest.mark.parametrize("imports", ["liger_ops, torch.distributed.tensor", "torch.distributed.tensor, liger_ops"])
+def test_rules_are_registered_in_either_order_of_imports(imports):
+    code = f"""
+import {imports}
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+mesh = torch.distributed.init_device_mesh("cpu", (1,))
+print(torch.ops.liger.rms_norm(distribute_tensor(torch.ones(2, 8), mesh, [Shard(0)])).placements)
+"""
+    assert output_of(code) == "(Shard(dim=0),)\n"
+
+
 def test_importing_loads_no_dtensor():
     loaded = output_of("import sys, liger_ops; print('torch.distributed.tensor' in sys.modules)")
     assert loaded == "False\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -42,10 +43,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    module = sys.modules.get(name)
-    if module is None:
-        sys.meta_path.insert(0, _Finder(name, then))
-    elif getattr(module.__spec__, "_initializing", False):
-        raise ImportError(f"liger_ops must not be imported while {name} is being imported")
-    else:
+    if name in sys.modules:
+        importlib.import_module(name)  # waits if another thread is importing it
         then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from .._wanted import WANT_INPUT, WANT_WEIGHT
 from ..projections import has_hooks, project, saves_passes
 from . import probe
 
@@ -69,7 +70,8 @@ class _NormAndInput(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dx, None, None, None, None
-        wanted = ctx.needs_input_grad[0] | 2 * ctx.needs_input_grad[1]
+        needs = ctx.needs_input_grad
+        wanted = WANT_INPUT * needs[0] | WANT_WEIGHT * needs[1]
         dx, dweight = torch.ops.liger._rms_norm_bwd(dy, dx, x, weight, rstd, wanted, *ctx.options)
         return dx, dweight if ctx.needs_input_grad[1] else None, None, None, None
 

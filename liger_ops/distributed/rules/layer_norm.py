@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.distributed.tensor import Placement, Shard
 
+from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 from .._sharding import Layout, R, row_placements, sharding, summed
 
 
@@ -30,6 +31,6 @@ def backward(x: Any, statistics: Any, wanted: int, **_: Any) -> Iterator[Layout]
     for rows in row_placements(x):
         if of_statistics(rows) not in statistics.placements:  # backward runs where forward ran
             continue
-        placements = {1: rows, 2: summed(rows), 4: summed(rows)}
+        placements = {WANT_INPUT: rows, WANT_WEIGHT: summed(rows), WANT_BIAS: summed(rows)}
         results = [placement if wanted & bit else None for bit, placement in placements.items()]
         yield results, dict(dy=rows, x=rows, weight=R, statistics=of_statistics(rows))

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from process_group import SOLO, solo_group
 from stub_cuda import scratch
 from torch import Tensor, nn
 
@@ -45,6 +46,7 @@ GATED, LOSS, LINEAR_LOSS = (
 )
 SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
+SPLIT = dict(group=SOLO, classes=VOCABULARY)
 
 ROWS = [
     Row("rms_norm", NORM, SCALE),
@@ -70,6 +72,12 @@ ROWS = [
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
+    Row("vocab_parallel_cross_entropy", LOSS, {}, SPLIT),
+    Row("vocab_parallel_cross_entropy_with_metrics", LOSS, {}, SPLIT),
+    Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT),
+    Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT | dict(reduction="none", sequence_dim=1)),
+    Row("vocab_parallel_fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD, SPLIT),
+    Row("vocab_parallel_fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD, SPLIT),
 ]
 ROWS += [
     Row(
@@ -87,6 +95,8 @@ class Call(nn.Module):
 
     def __init__(self, row: Row) -> None:
         super().__init__()
+        if "group" in row.options:
+            solo_group()
         self.op, self.names, self.options = getattr(torch.ops.liger, row.op), tuple(row.inputs), dict(row.options)
         self.overwrites = row.op.endswith("_")
         self.parameters_of_op = nn.ParameterDict({k: torch.randn(shape) for k, shape in row.parameters.items()})

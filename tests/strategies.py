@@ -83,6 +83,8 @@ def tensors_of(operator: Operator) -> dict[str, tuple[str, str]]:
 
 
 def option(draw: st.DrawFn, operator: Operator, p: inspect.Parameter) -> Any:
+    if p.default is p.empty:
+        return None  # set by `vary`
     match p.annotation:
         case "str":
             return draw(st.sampled_from(operator.choices[p.name]))

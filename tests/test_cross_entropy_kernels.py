@@ -15,6 +15,7 @@ from liger_ops.kernels.losses._flags import MOST_SKEW
 SKEW = MOST_SKEW.value
 BOTH = find("cross_entropy_fwd_bwd")
 HAS_WEIGHT, SMOOTH, CAP, STATS, Z, METRICS, ADD_Z, MEAN, FROM, TO, TOTALS, GRAD, COUNT, KNOWN = (2**i for i in range(14))
+LOCAL = 2**14
 nan = float("nan")
 
 def run(path, n, mean, extras, x="fp32"):
@@ -48,8 +49,8 @@ def run(path, n, mean, extras, x="fp32"):
         small = {"BLOCK": 2} if name == "cross_entropy_sum" else {}
         kernel.function[(grid,)](*args, **variant.constexprs | small)
 
-    def spans(c):
-        return rows * -(-(n + SKEW * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
+    def spans(c, columns=n):
+        return rows * -(-(columns + SKEW * c.get("SKEWED", 0)) // (c["BLOCK_N"] * c["BLOCKS"]))
 
     def results(gradient):
         totals, outs = torch.full((2,), nan), [torch.full((), nan) for _ in range(3)]
@@ -72,12 +73,37 @@ def run(path, n, mean, extras, x="fp32"):
         stats = torch.full((3, rows), nan)
         shape = (rows, n, rows, 0, n)
         # The loss of each row is stored, as if several programs shared a row.
-        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, logits, packed, w, w.sum(),
+        launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, stats, logits, packed, w, w.sum(),
                torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + SKEW) // 8) * 8, *shape[2:],
-               words, -100, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean and not extras))
+               words, -100, 0, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean and not extras))
         add(flags)
         launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
-               0 if mean else 1, -100, *options, flags)
+               0 if mean else 1, -100, 0, n, *options, flags)
+    split = torch.full((rows, n), nan, dtype=dtype)
+    def ranks(loss, z, accuracy, predicted, totals, add):
+        # The classes are split over two ranks, the second of which has fewer.
+        stats, middle, facts = torch.full((3, rows), nan), n * 3 // 4 // 8 * 8, []
+        parts = [(0, middle), (middle, n)]
+        for first, end in parts:
+            c, x_of, w_of = end - first, logits[:, first:end].contiguous(), w[first:end].contiguous()
+            facts.append(torch.full((6 if extras else 5, rows), nan))
+            launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, facts[-1], x_of, packed, w_of,
+                   w_of.sum(), torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, c,
+                   -(-(c + SKEW) // 8) * 8, rows, 0, c, words, -100, first, *options, flags | LOCAL,
+                   X=x, EXTRAS=extras, SHARED=0)
+        assert loss.isnan().all()
+        weights = torch.stack([w[first:end].sum() for first, end in parts])
+        launch("cross_entropy_combine", 2, loss, z, accuracy, predicted, stats, stats, stats, torch.stack(facts), packed,
+               w, weights, rows, 2, n, -100, *options[:2], flags | STATS, WORDS=words)
+        add(flags)
+        for first, end in parts:
+            c, x_of, w_of = end - first, logits[:, first:end].contiguous(), w[first:].contiguous()
+            out = torch.full((rows, c), nan, dtype=dtype)
+            # w_of is the weight from this rank's first class on; classes of other ranks lie before and after it.
+            whole = torch.cat([w[:first], w_of])
+            launch("cross_entropy_bwd", lambda config: spans(config, c), out, x_of, packed, stats, grad, totals, whole[first:], w.sum(), rows, c,
+                   rows, 0, c, 0, c, words, 0 if mean else 1, -100, first, n, *options, flags)
+            split[:, first:end] = out
     def one(loss, z, accuracy, predicted, totals, add, x=both, split_rows=False):
         add(flags & ~(Z | METRICS) | COUNT)
         launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
@@ -86,12 +112,14 @@ def run(path, n, mean, extras, x="fp32"):
         add(flags, KNOWN)
     first, second = results(two), results(one)
     # The interpreter runs programs one after another, so none may wait for another: one part per row.
+    fourth = results(ranks)
     some = any(map(is_split_into_one_part, BOTH.variants()))
     third = results(lambda *a: one(*a, x=shared, split_rows=True)) if some else second
     launch("cross_entropy_scale", spans, scaled, grad, n, rows, 0, n, 0 if mean else 1, X=x)
-    logits, dx, both, scaled, shared = (t.float() for t in (logits, dx, both, scaled, shared))
+    logits, dx, both, scaled, shared, split = (t.float() for t in (logits, dx, both, scaled, shared, split))
     numpy.savez(path, logits=logits, target=target, weight=w, grad=grad, dx=dx, both=both, scaled=scaled,
-                shared=shared if some else both, **{"first_" + k: v for k, v in first.items()},
+                shared=shared if some else both, split=split, **{"fourth_" + k: v for k, v in fourth.items()},
+                **{"first_" + k: v for k, v in first.items()},
                 **{"second_" + k: v for k, v in second.items()}, **{"third_" + k: v for k, v in third.items()})
 """
 
@@ -122,10 +150,10 @@ def test_kernels_interpreted(case, interpreted):
     expected = reference_with_metrics(logits, got["target"], weight, reduction, lse_square_scale=1e-3, **options)
     upstream = got["grad"].double()
     (grad,) = torch.autograd.grad(expected[0], logits, upstream.view(expected[0].shape))
-    for form in ("first", "second", "third"):
+    for form in ("first", "second", "third", "fourth"):
         for name, value in zip(("loss", "z", "accuracy", "predicted"), expected):
             torch.testing.assert_close(got[f"{form}_{name}"].to(value.dtype), value.detach(), rtol=2e-6, atol=2e-6)
-    for name in ("dx", "both", "shared"):
+    for name in ("dx", "both", "shared", "split"):
         torch.testing.assert_close(got[name].double(), grad, rtol=max(2e-5, digits), atol=2e-7)
     scaled = got["logits"] * got["grad"].reshape(-1, 1)
     torch.testing.assert_close(got["scaled"], scaled, rtol=max(1.3e-6, digits), atol=1e-5)

@@ -281,22 +281,56 @@ def run(path, rows, n, columns, words, takes, arrives, extras, large):
         variant = find("fused_linear_cross_entropy_" + name).pick({"X": "bf16"}, columns, columns % 8 == 0)
         variant.kernel.function[(rows,)](*args, **variant.constexprs)
 
-    launch("true_logits", base, classes, highest, raised, x, weight, packed, n, columns, columns, columns, words, -100, scale)
+    launch("true_logits", base, classes, highest, raised, x, weight, packed, n, columns, columns, columns, words, -100,
+           0, n, scale)
     exponentials(e, sums, x, weight, base, classes, highest, raised, scale)
     # A loss without gradients: sums have their own memory.
     alone, nothing = torch.full((rows,), float("nan")), torch.empty(1)
-    launch("weigh", alone, nothing, factor, taken, nothing, e.clone(), x, sums.clone(), base, classes, highest,
-           class_weight, grad, totals, columns, tiles, tiles, e.stride(0), columns, 1, z_scale, HAS_WEIGHT * extras | ADD_Z_LOSS)
+    launch("weigh", alone, nothing, factor, taken, nothing, e.clone(), x, sums.clone(), nothing, base, classes, highest,
+           packed, class_weight, grad, totals, rows, columns, tiles, tiles, 0, e.stride(0), columns, words, 1, z_scale,
+           HAS_WEIGHT * extras | ADD_Z_LOSS)
     flags = MEAN | HAS_GRAD * arrives | TAKES * takes | WEIGHS | HAS_WEIGHT * extras | SAVE_Z_LOSS
-    launch("weigh", lost, z_loss, factor, taken, weighed, e, x, sums, base, classes, highest, class_weight, grad, totals, columns,
-           tiles, sums.stride(0), e.stride(0), columns, 1, z_scale, flags)
+    launch("weigh", lost, z_loss, factor, taken, weighed, e, x, sums, nothing, base, classes, highest, packed,
+           class_weight, grad, totals, rows, columns, tiles, sums.stride(0), 0, e.stride(0), columns, words, 1, z_scale, flags)
     dweight = scale * e[:, :n].T @ weighed
     dx = scale * e[:, :n] @ weight
     if takes:
         known = (classes >= 0).nonzero().flatten()
         dweight.index_add_(0, classes[known].long(), scale * taken[known, None] * x[known])
     launch("rescale", dx, factor, taken, classes, weight, columns, columns, scale, flags)
-    numpy.savez(path, loss=lost, z_loss=z_loss, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad,
+
+    # The same with the classes split over two ranks.
+    ranks, facts = [], []
+    for first, end in ((0, n - n // 3), (n - n // 3, n)):
+        r = types.SimpleNamespace(first=first, w=weight[first:end].contiguous(), n=end - first)
+        r.base, r.factor, r.taken, r.loss, r.z_loss = torch.full((5, rows), float("nan"))
+        r.classes, r.highest, r.raised = classes.clone(), highest.clone(), raised.clone()
+        launch("true_logits", r.base, r.classes, r.highest, r.raised, x, r.w, packed, r.n, columns, columns, columns, words,
+               -100, first, n, scale)
+        ranks.append(r)
+    base_of_all = torch.stack([r.base for r in ranks]).amax(0)
+    for r in ranks:
+        r.base.copy_(base_of_all)
+        r.e, r.sums = torch.full((rows, r.n + 3), float("nan")), torch.full((rows, -(-r.n // TILE)), float("nan"))
+        exponentials(r.e, r.sums, x, r.w, r.base, r.classes, r.highest, r.raised, scale)
+        facts.append(torch.full((2, rows), float("nan")))
+        add_sums = find("fused_linear_cross_entropy_add_sums").variant(0)
+        add_sums.kernel.function[(rows,)](facts[-1], r.sums, r.base, r.highest, rows, *[r.sums.shape[1]] * 2,
+                                          **add_sums.constexprs)
+    facts, flags, split_dx, split_dweight = torch.stack(facts), flags | TAKES, 0, []
+    for r in ranks:
+        r.weighed = torch.full((rows, columns), float("nan"))
+        launch("weigh", r.loss, r.z_loss, r.factor, r.taken, r.weighed, r.e, x, r.sums, facts, r.base, r.classes, r.highest,
+               packed, class_weight, grad, totals, rows, columns, *[r.sums.shape[1]] * 2, 2, r.e.stride(0), columns, words,
+               1, z_scale, flags)
+        dweight_here, part = scale * r.e[:, : r.n].T @ r.weighed, scale * r.e[:, : r.n] @ r.w
+        known = (r.classes >= 0).nonzero().flatten()
+        dweight_here.index_add_(0, r.classes[known].long(), scale * r.taken[known, None] * x[known])
+        launch("rescale", part, r.factor, r.taken, r.classes, r.w, columns, columns, scale, flags)
+        split_dx = split_dx + part
+        split_dweight.append(dweight_here)
+        assert torch.equal(r.loss.nan_to_num(), ranks[0].loss.nan_to_num())
+    numpy.savez(path, split_loss=r.loss, split_z_loss=r.z_loss, split_dx=split_dx, split_dweight=torch.cat(split_dweight), loss=lost, z_loss=z_loss, alone=alone, dx=dx, dweight=dweight, x=x, weight=weight, target=target, grad=grad,
                 classes=classes, class_weight=class_weight, rescued=highest != UNKNOWN)
 """
 
@@ -335,8 +369,10 @@ def test_exponentials_interpreted(case, exponentials_interpreted):
     with torch.no_grad():
         allowed = torch.finfo(torch.float32).eps * float((x.abs() @ weight.abs().T).max())
         steepest = 1 + 2e-3 * float(logits.logsumexp(1).abs().max())
-    for name, truth in (("loss", loss), ("z_loss", z_loss), ("alone", loss + z_loss)):
+    losses = {"loss": loss, "z_loss": z_loss, "alone": loss + z_loss, "split_loss": loss, "split_z_loss": z_loss}
+    for name, truth in losses.items():
         assert got[name][bad].isnan().all()
         assert (got[name].double() - truth.detach())[~bad].abs().max() <= allowed * steepest, name
-    for mine, truth in ((got["dx"], x.grad), (got["dweight"], weight.grad)):
+    gradients_of = {"dx": x, "dweight": weight, "split_dx": x, "split_dweight": weight}
+    for mine, truth in ((got[name], leaf.grad) for name, leaf in gradients_of.items()):
         assert torch.linalg.vector_norm(mine.double() - truth) <= allowed * torch.linalg.vector_norm(truth)

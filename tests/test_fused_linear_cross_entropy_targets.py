@@ -77,8 +77,8 @@ def run(path, rows, n, columns, words, ignored):
         kernel.function[(grid(variant.constexprs),)](*args, **variant.constexprs)
 
     blocks, halves = lambda c: -(-rows // c["BLOCK"]), {"X": "fp16"}
-    launch("take_targets", halves, blocks, False, dlogits, packed, taken, rows, n, n + 3, words, ignored)
-    launch("order_targets", {"WORDS": words}, blocks, False, packed, classes, order, rows, n, ignored)
+    launch("take_targets", halves, blocks, False, dlogits, packed, taken, rows, n, n + 3, words, ignored, 0)
+    launch("order_targets", {"WORDS": words}, blocks, False, packed, classes, order, rows, n, ignored, 0)
     launch("add_targets", halves, lambda c: rows * -(-columns // c["BLOCK_N"]), columns % 8 == 0, dweight, x, taken, classes,
            order, rows, columns, columns, 1, columns, 0.5)
     numpy.savez(path, dlogits=dlogits, taken=taken, dweight=dweight, target=target, x=x, dlogits_before=before[0],

@@ -61,15 +61,17 @@ def _of_linear(
     logits_scale: float,
     token_weight: Tensor | None,
     memory_budget: int | None,
+    whole: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> tuple[Tensor, ...]:
-    """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V) and targets (tokens,)."""
+    """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V) and targets (tokens,).
+    whole: makes the logits of all classes."""
     _check(op, label_smoothing, lse_square_scale, softcap)
     demand(math.isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale)
     positive = memory_budget is None or memory_budget > 0
     demand(positive, op, "memory_budget", "be a positive number of bytes", memory_budget)
 
     def of_chunk(x: Tensor, y: Tensor, factor: Tensor | None) -> tuple[Tensor, ...]:
-        logits = logits_scale * functional.linear(x, weight, bias)
+        logits = whole(logits_scale * functional.linear(x, weight, bias))
         losses, z, seen = _of_tokens(logits, y, ce_weight, ignore_index, label_smoothing, lse_square_scale, softcap)
         if factor is not None:
             losses, z = losses * factor.to(losses.dtype), z * factor.to(z.dtype)
@@ -94,6 +96,12 @@ def _of_linear(
         found = tuple(map(torch.cat, zip(*parts)))
     losses, z, *described = (t.view(target.shape) for t in found)
     return *_reduced(losses, z, target, ce_weight, reduction, ignore_index), *described
+
+
+def _log_probs(x: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(log p of the target, entropy of the prediction) of each token."""
+    losses = functional.cross_entropy(x, y.long(), None, None, ignore_index, None, "none")
+    return -losses, torch.special.entr(x.softmax(-1)).sum(-1).masked_fill(y == ignore_index, 0)
 
 
 @operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
@@ -187,12 +195,8 @@ def fused_linear_cross_entropy_with_log_probs(
     tensor([-0.6931])
     """
 
-    def describe(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        losses = functional.cross_entropy(x, y.long(), None, None, ignore_index, None, "none")
-        return -losses, torch.special.entr(x.softmax(-1)).sum(-1).masked_fill(y == ignore_index, 0)
-
     loss, _, log_probs, entropy = _of_linear(
-        "fused_linear_cross_entropy_with_log_probs", describe, input, weight, target, bias, ce_weight, reduction,
+        "fused_linear_cross_entropy_with_log_probs", lambda x, y: _log_probs(x, y, ignore_index), input, weight, target, bias, ce_weight, reduction,
         ignore_index, label_smoothing, lse_square_scale, softcap, logits_scale, token_weight, memory_budget,
     )  # fmt: skip
     return LogProbabilities(loss, log_probs, entropy)

@@ -10,6 +10,9 @@
 // cross_entropy               saves three numbers per row; backward overwrites the logits if nothing else can see them
 // cross_entropy_with_metrics  (loss, z_loss, token_accuracy, predicted_tokens); only the loss has a gradient
 // cross_entropy_              overwrites the logits with d loss / d logits
+//
+// vocab_parallel_cross_entropy (and _with_metrics) takes the logits of this rank's classes and the name of the process
+// group over which the classes are split. Losses and metrics are the same on all ranks.
 
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -31,6 +34,7 @@ struct Cpu {
   static constexpr auto backward = backward_cpu;
   static constexpr auto forward_backward = forward_backward_cpu;
   static constexpr auto scale = scale_cpu;
+  static constexpr auto totals = totals_cpu;
 };
 
 struct Cuda {
@@ -38,11 +42,12 @@ struct Cuda {
   static constexpr auto backward = backward_cuda;
   static constexpr auto forward_backward = forward_backward_cuda;
   static constexpr auto scale = scale_cuda;
+  static constexpr auto totals = totals_cuda;
 };
 
 struct Meta {
   static Results forward(
-      const char*, Tensor logits, const Tensor& target, const Tensor&, const Options& o, Wanted wanted) {
+      const char*, Tensor logits, const Tensor& target, const Tensor&, const Tensor&, const Options& o, Wanted wanted) {
     return empty_results(logits, target, o, wanted);
   }
   static void backward(
@@ -52,14 +57,22 @@ struct Meta {
     return empty_results(logits, target, o, {});
   }
   static void scale(const char*, Tensor&, const Tensor&) {}
+  static Tensor totals(const Tensor& target, const Tensor&, const Options&, int64_t, at::ScalarType dtype) {
+    return at::empty({2}, target.options().dtype(dtype));
+  }
 };
+
+const char* name_of(bool split, bool metrics = false) {
+  if (split) return metrics ? "vocab_parallel_cross_entropy_with_metrics" : "vocab_parallel_cross_entropy";
+  return metrics ? "cross_entropy_with_metrics" : "cross_entropy";
+}
 
 struct BackwardNode : core::BackwardNode<BackwardNode, 5> {  // logits, target, weight, stats, totals
   Options o;
 
   auto state() { return o.tie(); }
 
-  std::string name() const override { return "cross_entropy"; }
+  std::string name() const override { return name_of(o.vocabulary.is_split()); }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
@@ -68,22 +81,43 @@ struct InplaceBackwardNode : core::BackwardNode<InplaceBackwardNode, 1> {  // d 
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
-/// O: the types of the options in the schemas.
+using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+/// O: the types of the options in the schemas. Private operators take the split of the classes after these.
 template <class... O>
 struct Ops {
-  template <class Device>
-  static Tensor loss(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    const char* op = "cross_entropy";
-    Options o = check(op, logits, target, weight, options...);
-    return Device::forward(op, logits, target, value_or_undefined(weight), o, {}).loss;
+  template <class Device, class... Split>
+  static Results run(
+      bool metrics, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options,
+      Split... split) {
+    const char* op = name_of(sizeof...(split) > 0, metrics);
+    Options o = check(op, logits, target, weight, options..., split...);
+    return Device::forward(op, logits, target, value_or_undefined(weight), {}, o, {metrics, false});
   }
 
   template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_with_metrics(
-      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    const char* op = "cross_entropy_with_metrics";
-    Options o = check(op, logits, target, weight, options...);
-    Results out = Device::forward(op, logits, target, value_or_undefined(weight), o, {true, false});
+  static Tensor loss(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    return run<Device>(false, logits, target, weight, options...).loss;
+  }
+
+  template <class Device>
+  static Metrics with_metrics(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    Results out = run<Device>(true, logits, target, weight, options...);
+    return {out.loss, out.z_loss, out.accuracy, out.predicted};
+  }
+
+  template <class Device>
+  static Tensor split_loss(
+      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
+      O... options, ClassSizes sizes) {
+    return run<Device>(false, logits, target, weight, options..., group, classes, sizes).loss;
+  }
+
+  template <class Device>
+  static Metrics split_with_metrics(
+      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
+      O... options, ClassSizes sizes) {
+    Results out = run<Device>(true, logits, target, weight, options..., group, classes, sizes);
     return {out.loss, out.z_loss, out.accuracy, out.predicted};
   }
 
@@ -95,35 +129,38 @@ struct Ops {
     return Device::forward_backward(op, logits, target, value_or_undefined(weight), o).loss;
   }
 
+  /// known: the divisors of a mean, if they are not those of `target`.
   template <class Device>
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
-      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, bool metrics, O... options) {
-    const char* op = metrics ? "cross_entropy_with_metrics" : "cross_entropy";
-    Options o = check(op, logits, target, weight, options...);
-    Results out = Device::forward(op, logits, target, value_or_undefined(weight), o, {metrics, true});
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& known,
+      bool metrics, O... options, c10::string_view group, int64_t classes, ClassSizes sizes) {
+    const char* op = name_of(!group.empty(), metrics);
+    Options o = check(op, logits, target, weight, options..., group, classes, sizes);
+    Results out =
+        Device::forward(op, logits, target, value_or_undefined(weight), value_or_undefined(known), o, {metrics, true});
     return {out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals};
   }
 
   template <class Device>
   static Tensor bwd(
       const Tensor& grad, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& stats,
-      const OptionalTensor& totals, O... options) {
-    Options o = check("cross_entropy", logits, target, weight, options...);
+      const OptionalTensor& totals, O... options, c10::string_view group, int64_t classes, ClassSizes sizes) {
+    const char* op = name_of(!group.empty());
+    Options o = check(op, logits, target, weight, options..., group, classes, sizes);
     Tensor dlogits = core::empty_rows_like(logits);
     Device::backward(
-        "cross_entropy", dlogits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad,
-        o);
+        op, dlogits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad, o);
     return dlogits;
   }
 
   template <class Device>
   static void bwd_(
       const Tensor& grad, Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& stats,
-      const OptionalTensor& totals, O... options) {
-    Options o = check("cross_entropy", logits, target, weight, options...);
+      const OptionalTensor& totals, O... options, c10::string_view group, int64_t classes, ClassSizes sizes) {
+    const char* op = name_of(!group.empty());
+    Options o = check(op, logits, target, weight, options..., group, classes, sizes);
     Device::backward(
-        "cross_entropy", logits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad,
-        o);
+        op, logits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad, o);
   }
 
   /// op: the operator's name in messages.
@@ -140,15 +177,25 @@ struct Ops {
   }
 
   template <class Device>
+  static Tensor totals(
+      const Tensor& target, const OptionalTensor& weight, int64_t classes, int64_t ignore_index, at::ScalarType dtype) {
+    return Device::totals(
+        target, value_or_undefined(weight), {Reduction::Mean, ignore_index, 0, 0, {}, {}}, classes, dtype);
+  }
+
+  template <class Device>
   static void implement(torch::Library& m) {
     core::implement<loss<Device>>(m, "cross_entropy");
-    core::implement<cross_entropy_with_metrics<Device>>(m, "cross_entropy_with_metrics");
+    core::implement<with_metrics<Device>>(m, "cross_entropy_with_metrics");
+    core::implement<split_loss<Device>>(m, "vocab_parallel_cross_entropy");
+    core::implement<split_with_metrics<Device>>(m, "vocab_parallel_cross_entropy_with_metrics");
     core::implement<cross_entropy_<Device>>(m, "cross_entropy_");
     core::implement<fwd<Device>>(m, "_cross_entropy_fwd");
     core::implement<bwd<Device>>(m, "_cross_entropy_bwd");
     core::implement<bwd_<Device>>(m, "_cross_entropy_bwd_");
     core::implement<scale<Device>>(m, "_cross_entropy_scale");
     core::implement<scale_<Device>>(m, "_cross_entropy_scale_");
+    core::implement<totals<Device>>(m, "_cross_entropy_totals");
   }
 
   // ---- Autograd
@@ -164,16 +211,17 @@ struct Ops {
   }
 
   static Results forward_with_graph(
-      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, bool metrics, O... options) {
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, bool metrics, O... options,
+      c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {}) {
     static const auto op = core::find_op<decltype(fwd<Cpu>)>("liger::_cross_entropy_fwd");
     Results out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tie(out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals) =
-          op.call(logits, target, weight, metrics, options...);
+          op.call(logits, target, weight, {}, metrics, options..., group, classes, sizes);
     }
     auto node = core::make_node<BackwardNode>();
-    node->o = parse("cross_entropy", options...);
+    node->o = parse(name_of(!group.empty()), options..., group, classes, sizes);
     node->set_next_edges(torch::autograd::collect_next_edges(logits));
     node->saved = {
         core::SavedVariable(logits, false), core::SavedVariable(target, false), core::SavedVariable(weight, false),
@@ -192,17 +240,42 @@ struct Ops {
     return op.call(logits, target, weight, options...);
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> autograd_with_metrics(
+  static Metrics autograd_with_metrics(
       const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
     check_differentiable("cross_entropy_with_metrics", logits, target, weight);
     if (torch::autograd::compute_requires_grad(logits)) {
       Results out = forward_with_graph(logits, target, weight, true, options...);
       return {out.loss, out.z_loss, out.accuracy, out.predicted};
     }
-    using Function = decltype(cross_entropy_with_metrics<Cpu>);
-    static const auto op = core::find_op<Function>("liger::cross_entropy_with_metrics");
+    static const auto op = core::find_op<decltype(with_metrics<Cpu>)>("liger::cross_entropy_with_metrics");
     at::AutoDispatchBelowADInplaceOrView below;
     return op.call(logits, target, weight, options...);
+  }
+
+  static Tensor autograd_split(
+      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
+      O... options, ClassSizes sizes) {
+    check_differentiable(name_of(true), logits, target, weight);
+    if (torch::autograd::compute_requires_grad(logits)) {
+      return forward_with_graph(logits, target, weight, false, options..., group, classes, sizes).loss;
+    }
+    static const auto op = core::find_op<decltype(split_loss<Cpu>)>("liger::vocab_parallel_cross_entropy");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(logits, target, group, classes, weight, options..., sizes);
+  }
+
+  static Metrics autograd_split_with_metrics(
+      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
+      O... options, ClassSizes sizes) {
+    check_differentiable(name_of(true, true), logits, target, weight);
+    if (torch::autograd::compute_requires_grad(logits)) {
+      Results out = forward_with_graph(logits, target, weight, true, options..., group, classes, sizes);
+      return {out.loss, out.z_loss, out.accuracy, out.predicted};
+    }
+    using Function = decltype(split_with_metrics<Cpu>);
+    static const auto op = core::find_op<Function>("liger::vocab_parallel_cross_entropy_with_metrics");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(logits, target, group, classes, weight, options..., sizes);
   }
 
   // Inference mode skips autograd, but graphs that saved the logits earlier must still see a new version.
@@ -241,17 +314,18 @@ core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
   if (!grad.defined()) return {Tensor()};
   Tensor logits = take(0), target = take(1), weight = take(2), stats = take(3), totals = take(4);
+  const Vocabulary& v = o.vocabulary;
   if (may_overwrite(logits, logits)) {
     static const auto op = core::find_op<decltype(CrossEntropy::bwd_<Cpu>)>("liger::_cross_entropy_bwd_");
     op.call(
         grad, logits, target, weight, stats, totals, o.reduction_name(), o.ignore_index, o.label_smoothing,
-        o.lse_square_scale, o.softcap);
+        o.lse_square_scale, o.softcap, v.group, v.classes, v.class_sizes());
     return {logits.detach()};
   }
   static const auto op = core::find_op<decltype(CrossEntropy::bwd<Cpu>)>("liger::_cross_entropy_bwd");
   return {op.call(
       grad, logits, target, weight, stats, totals, o.reduction_name(), o.ignore_index, o.label_smoothing,
-      o.lse_square_scale, o.softcap)};
+      o.lse_square_scale, o.softcap, v.group, v.classes, v.class_sizes())};
 }
 
 core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
@@ -273,21 +347,31 @@ core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
 // without a copy.
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  const std::string tail =
-      "Tensor target, Tensor? weight=None, str reduction=\"mean\", int ignore_index=-100, float label_smoothing=0.0, "
-      "float lse_square_scale=0.0, float? softcap=None) -> ";
+  const std::string options =
+      "Tensor? weight=None, str reduction=\"mean\", int ignore_index=-100, float label_smoothing=0.0, "
+      "float lse_square_scale=0.0, float? softcap=None";
+  const std::string tail = "Tensor target, " + options + ") -> ";
+  const std::string split_tail =
+      "Tensor logits, Tensor target, str group, int classes, " + options + ", *, int[]? class_sizes=None) -> ";
   const std::string private_tail =
-      "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ";
+      "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str group, "
+      "int classes, int[]? class_sizes) -> ";
   const std::string saved = "Tensor target, Tensor? weight, Tensor stats, Tensor? totals, ";
   core::define(m, "cross_entropy(Tensor logits, " + tail + "Tensor");
   core::define(m, "cross_entropy_with_metrics(Tensor logits, " + tail + "(Tensor, Tensor, Tensor, Tensor)");
+  core::define(m, "vocab_parallel_cross_entropy(" + split_tail + "Tensor");
+  core::define(m, "vocab_parallel_cross_entropy_with_metrics(" + split_tail + "(Tensor, Tensor, Tensor, Tensor)");
   core::define(m, "cross_entropy_(Tensor(a!) logits, " + tail + "Tensor");
   core::define(
       m,
-      "_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, bool metrics, " + private_tail +
+      "_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, Tensor? totals, bool metrics, " + private_tail +
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   core::define(m, "_cross_entropy_bwd(Tensor grad, Tensor logits, " + saved + private_tail + "Tensor");
   core::define(m, "_cross_entropy_bwd_(Tensor grad, Tensor(a!) logits, " + saved + private_tail + "()");
+  core::define(
+      m,
+      "_cross_entropy_totals(Tensor target, Tensor? weight, int classes, int ignore_index, ScalarType dtype) -> "
+      "Tensor");
   core::define(m, "_cross_entropy_scale(Tensor dlogits, Tensor grad, str op) -> Tensor");
   core::define(m, "_cross_entropy_scale_(Tensor(a!) dlogits, Tensor grad, str op) -> ()");
 }
@@ -299,6 +383,8 @@ TORCH_LIBRARY_IMPL(liger, Meta, m) { CrossEntropy::implement<Meta>(m); }
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
   m.impl("cross_entropy", CrossEntropy::autograd);
   m.impl("cross_entropy_with_metrics", CrossEntropy::autograd_with_metrics);
+  m.impl("vocab_parallel_cross_entropy", CrossEntropy::autograd_split);
+  m.impl("vocab_parallel_cross_entropy_with_metrics", CrossEntropy::autograd_split_with_metrics);
   m.impl("cross_entropy_", CrossEntropy::autograd_);
 }
 

@@ -5,6 +5,9 @@
 // logits: (..., V) of any strides, target: (...) int64 or int32, weight: (V,), all checked by check(). Losses and
 // statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights. Its z-loss has no
 // weights and is divided by the number of targets. Both divisors stay on the device.
+//
+// The classes may be split over the ranks of a process group (vocabulary.h). Each rank then writes facts about its own
+// columns of a row; from the facts of all ranks, each computes the same losses and statistics.
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
@@ -16,6 +19,7 @@
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "kernels/cross_entropy.h"
+#include "ops/losses/vocabulary.h"
 
 namespace liger::ops::cross_entropy {
 
@@ -34,8 +38,12 @@ struct Options {
   int64_t ignore_index;
   double label_smoothing, lse_square_scale;
   std::optional<double> softcap;
+  Vocabulary vocabulary;
 
-  auto tie() { return std::tie(reduction, ignore_index, label_smoothing, lse_square_scale, softcap); }
+  auto tie() {
+    auto own = std::tie(reduction, ignore_index, label_smoothing, lse_square_scale, softcap);
+    return std::tuple_cat(own, vocabulary.tie());
+  }
   bool mean() const { return reduction == Reduction::Mean; }
   bool reduced() const { return reduction != Reduction::None; }
   const char* reduction_name() const { return mean() ? "mean" : reduced() ? "sum" : "none"; }
@@ -56,7 +64,7 @@ struct Wanted {
 
 inline Options parse(
     const char* op, c10::string_view reduction, int64_t ignore_index, double label_smoothing, double lse_square_scale,
-    std::optional<double> softcap) {
+    std::optional<double> softcap, c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {}) {
   LIGER_CHECK(
       reduction == "mean" || reduction == "sum" || reduction == "none", op, "reduction", "be 'mean', 'sum' or 'none'",
       "'", reduction, "'");
@@ -65,7 +73,7 @@ inline Options parse(
   LIGER_CHECK(std::isfinite(lse_square_scale), op, "lse_square_scale", "be finite", lse_square_scale);
   LIGER_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, "softcap", "be positive and finite", *softcap);
   auto kind = reduction == "mean" ? Reduction::Mean : reduction == "sum" ? Reduction::Sum : Reduction::None;
-  return {kind, ignore_index, label_smoothing, lse_square_scale, softcap};
+  return {kind, ignore_index, label_smoothing, lse_square_scale, softcap, parse_vocabulary(op, group, classes, sizes)};
 }
 
 template <class... O>
@@ -77,6 +85,7 @@ Options check(
   LIGER_CHECK(
       target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target",
       "be int64 or int32 class indices", target.scalar_type());
+  Options parsed = parse(op, options...);
   auto row_sizes = logits.sym_sizes().slice(0, logits.dim() - 1);
   LIGER_CHECK(
       target.sym_sizes().equals(row_sizes), op, "target",
@@ -88,11 +97,13 @@ Options check(
     LIGER_CHECK(
         dtype == like || (dtype == at::kFloat && like != at::kDouble), op, "weight",
         c10::str("be float32 or have the dtype of logits, ", like), dtype);
+    const auto& v = parsed.vocabulary;
+    auto classes = v.is_split() ? c10::SymInt(v.classes) : logits.sym_sizes().back();
     LIGER_CHECK(
-        weight->dim() == 1 && weight->sym_size(0) == logits.sym_sizes().back(), op, "weight",
-        c10::str("have shape [", logits.sym_sizes().back(), "], one value per class"), weight->sym_sizes());
+        weight->dim() == 1 && weight->sym_size(0) == classes, op, "weight",
+        c10::str("have shape [", classes, "], one value per class"), weight->sym_sizes());
   }
-  return parse(op, options...);
+  return parsed;
 }
 
 inline void check_no_overlap(const char* op, const Tensor& logits) {
@@ -154,17 +165,45 @@ inline Results empty_results(const Tensor& logits, const Tensor& target, const O
   return out;
 }
 
-/// Addresses for the results of rows; null if not requested.
+/// What a rank knows about its columns of each row, as (count, rows). See store_facts in
+/// liger_ops/kernels/losses/_rows.py. The entropy of its own classes comes last.
+struct Facts {
+  bool smoothing = false, metrics = false, entropy = false;
+  Tensor values;
+
+  Facts(const Options& o, bool with_metrics, bool with_entropy)
+      : smoothing(o.label_smoothing > 0), metrics(with_metrics), entropy(with_entropy) {}
+
+  int64_t count() const { return 3 + smoothing + 2 * metrics + entropy; }
+  char* at(int64_t fact) const { return static_cast<char*>(values.select(0, fact).mutable_data_ptr()); }
+
+  void allocate(int64_t rows, const at::TensorOptions& options) { values = at::empty({count(), rows}, options); }
+
+  /// Of a rank that has no classes.
+  void fill_empty() {
+    values.zero_();
+    values.select(0, 0).fill_(std::numeric_limits<float>::lowest());
+    values.select(0, 2).fill_(-std::numeric_limits<float>::infinity());
+    if (metrics) values.select(0, 3 + smoothing).fill_(std::numeric_limits<float>::lowest());
+  }
+};
+
+/// Addresses for the results of rows; null if not requested. facts: written instead of losses and metrics.
 struct RowsOut {
   char *loss = nullptr, *z_loss = nullptr, *accuracy = nullptr, *stats = nullptr;
   int64_t* predicted = nullptr;
+  const Facts* facts = nullptr;
 
   /// Addresses for the rows from `row` on, whose statistics form an array (3, rows) of their own.
   RowsOut from(int64_t row, size_t element) const {
     auto move = [&](char* at, int64_t elements) { return at ? at + elements * int64_t(element) : nullptr; };
     return {
-        move(loss, row), move(z_loss, row), move(accuracy, row), move(stats, 3 * row),
-        predicted ? predicted + row : nullptr};
+        move(loss, row),
+        move(z_loss, row),
+        move(accuracy, row),
+        move(stats, 3 * row),
+        predicted ? predicted + row : nullptr,
+        facts};
   }
 };
 
@@ -194,28 +233,42 @@ void write_scalars(const Tensor& to, std::initializer_list<double> values) {
   if (to.defined()) std::copy(values.begin(), values.end(), to.template data_ptr<C>());
 }
 
-void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t n, const Options& o);
+void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t classes, const Options& o);
 
 /// target as contiguous int64. Avoids conversions that change nothing, because even their dispatch slows down a small
 /// loss.
 Tensor class_indices(const Tensor& target);
 
 void forward_rows_cpu(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, const RowsOut& out);
+    const char* op, const Shard& shard, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o,
+    const RowsOut& out);
+
+/// Losses, metrics and statistics from the facts of all ranks (ranks, facts, rows). log_prob, entropy: null if not
+/// requested.
+void combine_rows_cpu(
+    const Shard& shard, const Facts& facts, const Tensor& gathered, const Tensor& target, const Tensor& weight,
+    const Options& o, const RowsOut& out, char* log_prob, char* entropy);
 
 /// (sum of w_y, number of targets)
 std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o);
+
+/// `totals` if they are defined, else those of `target`.
+std::array<double, 2> known_or_counted(
+    const Tensor& totals, const Tensor& target, const Tensor& weight, const Options& o);
+
+Tensor totals_cpu(const Tensor& target, const Tensor& weight, const Options& o, int64_t classes, at::ScalarType dtype);
 
 /// Reduces losses and metrics of all rows to the call's results. Stores `totals` if out.totals is defined.
 void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, const Options& o, const Results& out);
 
 Results forward_cpu(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted);
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
+    Wanted wanted);
 
 /// dlogits may be logits. totals: undefined unless the loss is a mean.
 void backward_rows_cpu(
-    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const char* stats,
-    const Tensor& totals, const Upstream& upstream, const Options& o);
+    const char* op, const Shard& shard, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight,
+    const char* stats, const Tensor& totals, const Upstream& upstream, const Options& o);
 
 /// dlogits may be logits.
 void backward_cpu(
@@ -225,10 +278,11 @@ void backward_cpu(
 Results forward_backward_cpu(
     const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o);
 
-/// log p_y and the entropy of every row with a target, from the statistics of forward.
+/// log p_y and the entropy of every row with a target, from the statistics of forward. log_prob: null if the target's
+/// column is not here.
 void describe_rows_cpu(
-    const char* op, Tensor logits, const Tensor& target, const char* stats, const Options& o, char* log_prob,
-    char* entropy);
+    const char* op, const Shard& shard, Tensor logits, const Tensor& target, const char* stats, const Options& o,
+    char* log_prob, char* entropy);
 
 void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad);
 
@@ -238,15 +292,25 @@ void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad);
 struct CudaCall {
   const char* op;
   at::Device device;
+  Shard shard;
   int64_t n;
-  Tensor target, weight, weight_sum;
+  // Of all classes. rank_weights: the sum of each rank's weights, for smoothing.
+  Tensor target, weight, weight_sum, rank_weights;
   int32_t target_words, flags;
   bool extras;
 
-  CudaCall(const char* name, int64_t classes, const Tensor& target_in, const Tensor& weight_in, const Options& o)
-      : op(name), device(target_in.device()), n(classes), target(target_in.contiguous()) {
+  CudaCall(const char* name, Shard part, const Tensor& target_in, const Tensor& weight_in, const Options& o)
+      : op(name), device(target_in.device()), shard(std::move(part)), n(shard.n), target(target_in.contiguous()) {
     if (weight_in.defined()) weight = weight_in.to(at::kFloat).contiguous();
     if (weight.defined() && o.label_smoothing > 0) weight_sum = weight.sum();
+    if (shard.is_split() && o.label_smoothing > 0) {
+      rank_weights = at::empty({shard.ranks()}, target.options().dtype(at::kFloat));
+      for (int64_t rank = 0; rank < shard.ranks(); ++rank) {
+        Tensor to = rank_weights.select(0, rank);
+        const int64_t from = shard.firsts[rank], count = shard.firsts[rank + 1] - from;
+        weight.defined() ? to.copy_(weight.narrow(0, from, count).sum()) : to.fill_(count);
+      }
+    }
     target_words = target.scalar_type() == at::kLong ? 2 : 1;
     flags = o.flags(weight);
     extras = flags & (flags::HAS_WEIGHT | flags::HAS_SMOOTHING | flags::HAS_SOFTCAP);
@@ -254,13 +318,21 @@ struct CudaCall {
 
   int64_t rows_of(const Tensor& logits) const { return n > 0 ? logits.numel() / n : target.numel(); }
 
+  /// The weights of this rank's classes, and their sum.
+  const void* local_weight() const { return weight.defined() ? weight.const_data_ptr<float>() + shard.first : nullptr; }
+  const void* local_weight_sum() const {
+    if (!rank_weights.defined()) return address(weight_sum);
+    return rank_weights.const_data_ptr<float>() + shard.group->rank();
+  }
+
   const void* target_at(int64_t row) const {
     return static_cast<const char*>(address(target)) + row * int64_t(target.element_size());
   }
 
   int32_t flags_for(const RowsOut& out, const Options& o) const {
     return flags | (out.stats ? flags::SAVE_STATS : 0) | (out.z_loss ? flags::SAVE_Z_LOSS : 0) |
-        (out.predicted ? flags::SAVE_METRICS : 0) | (o.reduced() ? 0 : flags::ADD_Z_LOSS);
+        (out.predicted || (out.facts && out.facts->metrics) ? flags::SAVE_METRICS : 0) |
+        (out.facts ? flags::LOCAL : 0) | (o.reduced() ? 0 : flags::ADD_Z_LOSS);
   }
 };
 
@@ -272,6 +344,11 @@ void sum_rows_cuda(
 /// `logits` holds the rows of the call from `first` on, here and in the functions below.
 void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out);
 
+/// See combine_rows_cpu.
+void combine_rows_cuda(
+    const CudaCall& call, const Options& o, const Facts& facts, const Tensor& gathered, int64_t first,
+    const RowsOut& out, const void* log_prob, const void* entropy);
+
 /// dlogits may be logits. totals: undefined unless the loss is a mean.
 void backward_rows_cuda(
     const CudaCall& call, const Options& o, Tensor& dlogits, Tensor logits, int64_t first, const void* stats,
@@ -282,13 +359,16 @@ void forward_backward_rows_cuda(
     const CudaCall& call, const Options& o, Tensor& logits, int64_t first, const RowsOut& out, const Tensor& totals,
     const Upstream& upstream);
 
-/// log p_y and the entropy of every row with a target, from the statistics of forward. logits: (rows, n), unit stride.
+/// See describe_rows_cpu. logits: (rows, n), unit stride.
 void describe_rows_cuda(
     const CudaCall& call, const Options& o, const Tensor& logits, int64_t first, const void* stats,
     const void* log_prob, const void* entropy);
 
+Tensor totals_cuda(const Tensor& target, const Tensor& weight, const Options& o, int64_t classes, at::ScalarType dtype);
+
 Results forward_cuda(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted);
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
+    Wanted wanted);
 
 /// dlogits may be logits.
 void backward_cuda(

@@ -5,6 +5,7 @@
 #include "core/half.h"
 #include "ops/losses/cross_entropy.h"
 
+#include <cstring>
 #include <numeric>
 
 namespace liger::ops::cross_entropy {
@@ -122,21 +123,92 @@ struct CpuRows {
   using C = Compute<T>;
   const T* logits;
   const int64_t* target;
-  const C* weight;
-  int64_t rows, n;
+  const C* weight;  // of all classes
+  int64_t rows, n, first, classes;
   C weight_sum, cap;
   Options options;
   C *loss, *z_loss, *accuracy, *stats;
   int64_t* predicted;
+  const Facts* facts;
 
   C weight_of(int64_t y) const { return weight ? weight[y] : C(1); }
+  const C* weights_from(int64_t column) const { return weight ? weight + first + column : nullptr; }
 };
+
+/// A row's columns around the true class. If another rank has that class: all columns before, none after.
+struct Around {
+  bool here;
+  int64_t y, before, after;
+
+  template <class T>
+  Around(const CpuRows<T>& a, int64_t row)
+      : here(a.target[row] >= a.first && a.target[row] < a.first + a.n),
+        y(a.target[row] - a.first),
+        before(here ? y : a.n),
+        after(here ? a.n - y - 1 : 0) {}
+};
+
+/// Of no columns, `lowest` remains.
+template <class T>
+Compute<T> largest_other(const T* x, const Around& c) {
+  return largest(x + c.before + 1, c.after, largest(x, c.before, std::numeric_limits<Compute<T>>::lowest()));
+}
+
+template <bool kCap, class T>
+Compute<T> sum_exp_others(const T* x, const Around& c, Compute<T> top, Compute<T> cap) {
+  return sum_exp<kCap>(x, c.before, top, cap) + sum_exp<kCap>(x + c.before + 1, c.after, top, cap);
+}
+
+template <bool kCap, class T>
+Compute<T> sum_away_others(const CpuRows<T>& a, const T* x, const Around& c, Compute<T> reference) {
+  return sum_away<kCap>(x, a.weights_from(0), c.before, reference, a.cap) +
+      sum_away<kCap>(x + c.before + 1, a.weights_from(c.before + 1), c.after, reference, a.cap);
+}
+
+template <class C, class T>
+int64_t first_largest(const T* x, int64_t n, C value) {
+  const int64_t best = std::find_if(x, x + n, [&](T v) { return C(v) >= value; }) - x;
+  return best == n ? 0 : best;
+}
+
+/// The facts of a row of one rank's columns.
+template <bool kCap, class T>
+void local_row(const CpuRows<T>& a, const T* x, int64_t row) {
+  using C = Compute<T>;
+  constexpr C kMinusInf = -std::numeric_limits<C>::infinity();
+  if (a.target[row] == a.options.ignore_index) return;
+  const Around c(a, row);
+  const C raw = largest_other(x, c), own = c.here ? capped<kCap>(C(x[c.y]), a.cap) : kMinusInf;
+  const C peak = capped<kCap>(raw, a.cap), top = own > peak ? own : peak;
+  const C others = sum_exp_others<kCap>(x, c, top, a.cap);
+  C* to = reinterpret_cast<C*>(a.facts->at(0)) + row;
+  to[0] = top;
+  to[a.rows] = others;
+  to[2 * a.rows] = own;
+  to += 3 * a.rows;
+  if (a.facts->smoothing) {
+    *to = sum_away_others<kCap>(a, x, c, top) + (c.here ? a.weight_of(a.target[row]) * (own - top) : C(0));
+    to += a.rows;
+  }
+  if (a.facts->metrics) {
+    const C highest = c.here && C(x[c.y]) > raw ? C(x[c.y]) : raw;
+    to[0] = highest;
+    // As bits, because a float does not hold every class.
+    const auto predicted = int32_t(a.first + first_largest(x, a.n, highest));
+    std::memcpy(to + a.rows, &predicted, sizeof(predicted));
+  }
+  if (!a.stats) return;
+  const C total = others + std::exp(own - top);
+  a.stats[row] = top;
+  a.stats[a.rows + row] = total;
+  a.stats[2 * a.rows + row] = others / total;
+}
 
 // The true class is added to the sums last, so that 1 - p_y and small losses keep all their digits.
 template <bool kCap, class T>
 void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
   using C = Compute<T>;
-  const int64_t y = a.target[row], after = a.n - y - 1;
+  const int64_t y = a.target[row];
   const auto& o = a.options;
   if (y == o.ignore_index) {
     a.loss[row] = 0;
@@ -144,9 +216,10 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
     if (a.predicted) a.accuracy[row] = 0, a.predicted[row] = -1;
     return;
   }
-  const C raw = largest(x + y + 1, after, largest(x, y, std::numeric_limits<C>::lowest()));
+  const Around around(a, row);
+  const C raw = largest_other(x, around);
   const C own = capped<kCap>(C(x[y]), a.cap), peak = capped<kCap>(raw, a.cap), top = own > peak ? own : peak;
-  const C others = sum_exp<kCap>(x, y, top, a.cap) + sum_exp<kCap>(x + y + 1, after, top, a.cap);
+  const C others = sum_exp_others<kCap>(x, around, top, a.cap);
   const C total = std::exp(own - top) + others;
   const C nll = top - own + (own >= peak ? std::log1p(others) : std::log(total));
   const C lse = top + std::log(total), z_loss = C(o.lse_square_scale) * lse * lse;
@@ -155,8 +228,7 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
     // Sum distances from x_y rather than from 0, so that a common offset of the logits costs no digits.
     const bool own_is_minus_inf = own == -std::numeric_limits<C>::infinity();
     const C reference = own_is_minus_inf ? C(0) : own, level = own_is_minus_inf ? lse : nll;
-    C away = sum_away<kCap>(x, a.weight, y, reference, a.cap);
-    away += sum_away<kCap>(x + y + 1, a.weight ? a.weight + y + 1 : nullptr, after, reference, a.cap);
+    C away = sum_away_others<kCap>(a, x, around, reference);
     if (own_is_minus_inf) away += a.weight_of(y) * own;
     loss = (1 - C(o.label_smoothing)) * loss + C(o.label_smoothing) / a.n * (level * a.weight_sum - away);
   }
@@ -168,10 +240,72 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
     a.stats[2 * a.rows + row] = others / total;
   }
   if (a.predicted) {
-    int64_t best = std::find_if(x, x + a.n, [&](T v) { return C(v) >= raw && C(v) >= C(x[y]); }) - x;
-    a.predicted[row] = best = best == a.n ? 0 : best;
-    a.accuracy[row] = best == y;
+    a.predicted[row] = first_largest(x, a.n, C(x[y]) > raw ? C(x[y]) : raw);
+    a.accuracy[row] = a.predicted[row] == y;
   }
+}
+
+/// Losses, metrics and statistics of row `row` of `rows` from the facts of all ranks.
+template <class C>
+void combine_row(
+    const Shard& shard, const Facts& facts, const C* gathered, const int64_t* target, const C* weight,
+    const std::vector<C>& rank_weights, const Options& o, int64_t rows, int64_t row, const RowsOut& out, char* log_prob,
+    char* entropy) {
+  const int64_t y = target[row], ranks = shard.ranks();
+  auto to = [&](char* at, int64_t i, C value) {
+    if (at) reinterpret_cast<C*>(at)[i] = value;
+  };
+  auto fact = [&](int64_t rank, int64_t which) { return gathered[(rank * facts.count() + which) * rows + row]; };
+  const bool counted = y != o.ignore_index;
+  C top = std::numeric_limits<C>::lowest(), own = -std::numeric_limits<C>::infinity(), others = 0;
+  C loss = 0, z_loss = 0, nll = 0, spread = 0, total = 1;
+  int64_t predicted = -1;
+  if (counted) {
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      top = std::max(top, fact(rank, 0));
+      if (y >= shard.firsts[rank] && y < shard.firsts[rank + 1]) own = fact(rank, 2);
+    }
+    for (int64_t rank = 0; rank < ranks; ++rank) others += fact(rank, 1) * std::exp(fact(rank, 0) - top);
+    total = std::exp(own - top) + others;
+    nll = top - own + (own == top ? std::log1p(others) : std::log(total));
+    const C lse = top + std::log(total);
+    z_loss = C(o.lse_square_scale) * lse * lse;
+    loss = (weight ? weight[y] : C(1)) * nll;
+    if (facts.smoothing) {
+      C smooth = 0;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        const C w = rank_weights[rank];
+        smooth += (w == 0 ? C(0) : w * (top - fact(rank, 0) + std::log(total))) - fact(rank, 3);
+      }
+      loss = (1 - C(o.label_smoothing)) * loss + C(o.label_smoothing) / shard.classes * smooth;
+    }
+    if (facts.metrics) {
+      C highest = 0;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        const C value = fact(rank, 3 + facts.smoothing);
+        if (rank > 0 && !(value > highest)) continue;
+        highest = value;
+        const C bits = fact(rank, 4 + facts.smoothing);
+        int32_t here;
+        std::memcpy(&here, &bits, sizeof(here));
+        predicted = here;
+      }
+    }
+    for (int64_t rank = 0; facts.entropy && rank < ranks; ++rank) {
+      const C sum_here = fact(rank, 1) + std::exp(fact(rank, 2) - fact(rank, 0));
+      const C p = sum_here * std::exp(fact(rank, 0) - top) / total;
+      if (p != 0) spread += p * (fact(rank, facts.count() - 1) - std::log(p));
+    }
+  }
+  to(out.loss, row, o.reduced() ? loss : loss + z_loss);
+  to(out.z_loss, row, z_loss);
+  to(out.accuracy, row, counted && predicted == y);
+  if (out.predicted) out.predicted[row] = predicted;
+  to(out.stats, row, top);
+  to(out.stats, rows + row, total);
+  to(out.stats, 2 * rows + row, others / total);
+  to(log_prob, row, -nll);
+  to(entropy, row, spread);
 }
 
 /// grad, grad_z: the incoming gradients of this row's loss and z-loss. In a mean they have different divisors.
@@ -179,6 +313,7 @@ template <bool kCap, class T>
 void backward_row(const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<T> grad, Compute<T> grad_z) {
   using C = Compute<T>;
   const int64_t y = a.target[row], n = a.n;
+  const Around around(a, row);
   const auto& o = a.options;
   if (y == o.ignore_index) {
     std::fill(out, out + n, T(0));
@@ -188,22 +323,26 @@ void backward_row(const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<
   // d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
   //                  p_y * spill - (1 - p_y) * pull - tilt * w_y
   const C smoothing = C(o.label_smoothing), pull = grad * a.weight_of(y) * (1 - smoothing);
-  const C tilt = grad * smoothing / n;
+  const C tilt = grad * smoothing / a.classes;
   const C z_slope = grad_z * 2 * C(o.lse_square_scale) * (top + std::log(total));
-  const C spill = smoothing > 0 ? z_slope + grad * smoothing * (a.weight_sum / n) : z_slope;
-  C at_y = std::exp(capped<kCap>(C(x[y]), a.cap) - top) / total * spill - miss * pull - tilt * a.weight_of(y);
-  if constexpr (kCap) at_y *= softcapped(C(x[y]), a.cap).slope;
-  gradient<kCap>(out, x, a.weight, n, top, (pull + spill) / total, tilt, a.cap);
-  out[y] = T(at_y);
+  const C spill = smoothing > 0 ? z_slope + grad * smoothing * (a.weight_sum / a.classes) : z_slope;
+  C at_y = 0;
+  if (around.here) {
+    const C own = C(x[around.y]);
+    at_y = std::exp(capped<kCap>(own, a.cap) - top) / total * spill - miss * pull - tilt * a.weight_of(y);
+    if constexpr (kCap) at_y *= softcapped(own, a.cap).slope;
+  }
+  gradient<kCap>(out, x, a.weights_from(0), n, top, (pull + spill) / total, tilt, a.cap);
+  if (around.here) out[around.y] = T(at_y);
 }
 
 }  // namespace
 
-void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t n, const Options& o) {
+void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t classes, const Options& o) {
   for (int64_t row = 0; row < rows; ++row) {
     LIGER_CHECK(
-        y[row] == o.ignore_index || (y[row] >= 0 && y[row] < n), op, "target",
-        c10::str("lie in [0, ", n, ") or be ignore_index, ", o.ignore_index), y[row]);
+        y[row] == o.ignore_index || (y[row] >= 0 && y[row] < classes), op, "target",
+        c10::str("lie in [0, ", classes, ") or be ignore_index, ", o.ignore_index), y[row]);
   }
 }
 
@@ -214,13 +353,12 @@ Tensor class_indices(const Tensor& target) {
 /// Calls f(rows, std::bool_constant<softcap>). `rows` has all fields set but the results.
 template <class F>
 void with_cpu_rows(
-    const char* op, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in, const Options& o,
-    const F& f) {
+    const char* op, const Shard& shard, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in,
+    const Options& o, const F& f) {
   Tensor target = class_indices(target_in);
   Tensor weight = weight_in.defined() ? weight_in.to(compute_type(logits)).contiguous() : weight_in;
-  const int64_t n = logits.size(-1);
   const int64_t* y = target.const_data_ptr<int64_t>();
-  check_classes(op, y, target.numel(), n, o);
+  check_classes(op, y, target.numel(), shard.classes, o);
   dispatch_activation_parameter(logits.scalar_type(), logits.scalar_type(), [&](auto t, auto) {
     using T = decltype(t);
     using C = Compute<T>;
@@ -229,8 +367,10 @@ void with_cpu_rows(
     a.target = y;
     a.weight = weight.defined() ? weight.const_data_ptr<C>() : nullptr;
     a.rows = target.numel();
-    a.n = n;
-    a.weight_sum = weight.defined() ? weight.sum().item<C>() : C(n);
+    a.n = shard.n;
+    a.first = shard.first;
+    a.classes = shard.classes;
+    a.weight_sum = weight.defined() ? weight.sum().item<C>() : C(shard.classes);
     a.cap = C(o.softcap.value_or(1));
     a.options = o;
     if (o.softcap) {
@@ -242,21 +382,46 @@ void with_cpu_rows(
 }
 
 void forward_rows_cpu(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, const RowsOut& out) {
+    const char* op, const Shard& shard, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o,
+    const RowsOut& out) {
   auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  with_cpu_rows(op, logits, target, weight, o, [&](auto& a, auto cap) {
+  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a, auto cap) {
     using C = std::remove_pointer_t<decltype(a.loss)>;
     a.loss = reinterpret_cast<C*>(out.loss);
     a.z_loss = reinterpret_cast<C*>(out.z_loss);
     a.accuracy = reinterpret_cast<C*>(out.accuracy);
     a.stats = reinterpret_cast<C*>(out.stats);
     a.predicted = out.predicted;
+    a.facts = out.facts;
     parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        forward_row<decltype(cap)::value>(a, a.logits + walk.strides[0].offset(row, walk.inner_rows), row);
+        const auto* x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
+        a.facts ? local_row<decltype(cap)::value>(a, x, row) : forward_row<decltype(cap)::value>(a, x, row);
       }
     });
   });
+}
+
+void combine_rows_cpu(
+    const Shard& shard, const Facts& facts, const Tensor& gathered, const Tensor& target_in, const Tensor& weight_in,
+    const Options& o, const RowsOut& out, char* log_prob, char* entropy) {
+  Tensor target = class_indices(target_in);
+  Tensor weight = weight_in.defined() ? weight_in.to(gathered.scalar_type()).contiguous() : weight_in;
+  auto run = [&](auto zero) {
+    using C = decltype(zero);
+    std::vector<C> rank_weights;
+    for (int64_t rank = 0; facts.smoothing && rank < shard.ranks(); ++rank) {
+      const int64_t from = shard.firsts[rank], count = shard.firsts[rank + 1] - from;
+      rank_weights.push_back(weight.defined() ? weight.narrow(0, from, count).sum().template item<C>() : C(count));
+    }
+    for (int64_t row = 0; row < target.numel(); ++row) {
+      combine_row<C>(
+          shard, facts, gathered.const_data_ptr<C>(), target.const_data_ptr<int64_t>(),
+          weight.defined() ? weight.const_data_ptr<C>() : nullptr, rank_weights, o, target.numel(), row, out, log_prob,
+          entropy);
+    }
+  };
+  gathered.scalar_type() == at::kDouble ? run(double()) : run(float());
 }
 
 std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o) {
@@ -293,22 +458,49 @@ void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, c
   out.loss.scalar_type() == at::kDouble ? sum_into(double()) : sum_into(float());
 }
 
+std::array<double, 2> known_or_counted(
+    const Tensor& totals, const Tensor& target, const Tensor& weight, const Options& o) {
+  if (!totals.defined()) return count_targets(target, weight, o);
+  return {totals[0].item<double>(), totals[1].item<double>()};
+}
+
+Tensor totals_cpu(const Tensor& target, const Tensor& weight, const Options& o, int64_t classes, at::ScalarType dtype) {
+  check_classes("cross_entropy", class_indices(target).const_data_ptr<int64_t>(), target.numel(), classes, o);
+  Tensor out = at::empty({2}, target.options().dtype(dtype));
+  auto [by_weight, by_count] = count_targets(target, weight, o);
+  dtype == at::kDouble ? write_scalars<double>(out, {by_weight, by_count})
+                       : write_scalars<float>(out, {by_weight, by_count});
+  return out;
+}
+
 Results forward_cpu(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted) {
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
+    Wanted wanted) {
   runtime::count_cpu_call();
   Results out = empty_results(logits, target, o, wanted);
   RowBuffers rows(out, target.numel(), o, wanted);
-  forward_rows_cpu(op, logits, target, weight, o, rows.out);
-  if (o.reduced()) sum_rows_cpu(rows, count_targets(target, weight, o), o, out);
+  const Shard shard(op, o.vocabulary, logits.size(-1), "logits");
+  if (shard.is_split() && target.numel() > 0) {
+    Facts facts(o, wanted.metrics, false);
+    facts.allocate(target.numel(), out.loss.options());
+    RowsOut local;
+    local.facts = &facts;
+    shard.n > 0 ? forward_rows_cpu(op, shard, logits, target, weight, o, local) : facts.fill_empty();
+    Tensor gathered = shard.group->all_gather(facts.values).wait();
+    combine_rows_cpu(shard, facts, gathered, target, weight, o, rows.out, nullptr, nullptr);
+  } else {
+    forward_rows_cpu(op, shard, logits, target, weight, o, rows.out);
+  }
+  if (o.reduced()) sum_rows_cpu(rows, known_or_counted(totals, target, weight, o), o, out);
   return out;
 }
 
 void backward_rows_cpu(
-    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const char* stats,
-    const Tensor& totals, const Upstream& upstream, const Options& o) {
+    const char* op, const Shard& shard, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight,
+    const char* stats, const Tensor& totals, const Upstream& upstream, const Options& o) {
   Tensor out = dlogits;
   auto walk = walk_logical<2>(op, target.numel(), {&out, &logits});
-  with_cpu_rows(op, logits, target, weight, o, [&](auto& a, auto cap) {
+  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a, auto cap) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(a.logits)>>;
     using C = Compute<T>;
     T* to = out.template data_ptr<T>();
@@ -335,31 +527,35 @@ void backward_cpu(
   runtime::count_cpu_call();
   Upstream upstream(op, grad, logits, o.reduced());
   if (logits.numel() == 0) return;
+  const Shard shard(op, o.vocabulary, logits.size(-1), "logits");
   backward_rows_cpu(
-      op, dlogits, logits, target, weight, static_cast<const char*>(stats.const_data_ptr()), totals, upstream, o);
+      op, shard, dlogits, logits, target, weight, static_cast<const char*>(stats.const_data_ptr()), totals, upstream,
+      o);
 }
 
 Results forward_backward_cpu(
     const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o) {
-  Results out = forward_cpu(op, logits, target, weight, o, {false, true});
+  Results out = forward_cpu(op, logits, target, weight, {}, o, {false, true});
   if (logits.numel() == 0) return out;
   const auto* stats = static_cast<const char*>(out.stats.const_data_ptr());
-  backward_rows_cpu(op, logits, logits, target, weight, stats, out.totals, Upstream(Tensor()), o);
+  const Shard shard(logits.size(-1));
+  backward_rows_cpu(op, shard, logits, logits, target, weight, stats, out.totals, Upstream(Tensor()), o);
   return out;
 }
 
 void describe_rows_cpu(
-    const char* op, Tensor logits, const Tensor& target, const char* stats, const Options& o, char* log_prob,
-    char* entropy) {
+    const char* op, const Shard& shard, Tensor logits, const Tensor& target, const char* stats, const Options& o,
+    char* log_prob, char* entropy) {
   auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  with_cpu_rows(op, logits, target, Tensor(), o, [&](auto& a, auto cap) {
+  with_cpu_rows(op, shard, logits, target, Tensor(), o, [&](auto& a, auto cap) {
     using C = std::remove_pointer_t<decltype(a.loss)>;
     const C* of = reinterpret_cast<const C*>(stats);
     C *p = reinterpret_cast<C*>(log_prob), *h = reinterpret_cast<C*>(entropy);
     parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t y = a.target[row];
-        p[row] = h[row] = 0;
+        if (p) p[row] = 0;
+        h[row] = 0;
         if (y == o.ignore_index) continue;
         const auto* x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
         const C top = of[row], total = of[a.rows + row], miss = of[2 * a.rows + row];
@@ -368,7 +564,7 @@ void describe_rows_cpu(
           const C away = value(i) - top, e = std::exp(away);
           return e == 0 ? C(0) : e * away;
         });
-        p[row] = miss < C(0.5) ? std::log1p(-miss) : value(y) - top - std::log(total);
+        if (p) p[row] = miss < C(0.5) ? std::log1p(-miss) : value(y) - top - std::log(total);
         h[row] = std::log(total) - spread / total;
       }
     });

@@ -35,7 +35,7 @@ void sum_rows_cuda(
                address(partial),      rows_of.loss,
                rows_of.z_loss,        rows_of.accuracy,
                address(call.target),  address(call.weight),
-               int32_t(rows),         int32_t(call.n),
+               int32_t(rows),         int32_t(call.shard.classes),
                o.ignore_index,        flags};
   auto launch_on = [&](int64_t rows_read, int64_t programs, int32_t more) {
     args.rows = int32_t(rows_read);
@@ -60,7 +60,7 @@ int64_t columns_end(const Config& config, int64_t n) {
 void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out) {
   using K = kernels::cross_entropy_fwd;
   auto walk = walk_logical<1>(call.op, call.rows_of(logits), {&logits});
-  bool aligned = walk.aligned_strides() && aligned16(address(logits), address(call.weight));
+  bool aligned = walk.aligned_strides() && aligned16(address(logits), call.local_weight());
   // The config does not depend on whether rows are split.
   auto point_of = [&](int form) { return runtime::point_of<K>(K::dtype(dtype_of(logits)), form); };
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point_of(call.extras ? 2 : 0));
@@ -85,10 +85,11 @@ void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, in
       out.accuracy,
       out.predicted,
       out.stats,
+      out.facts ? out.facts->at(0) : nullptr,
       address(logits),
       call.target_at(first),
-      address(call.weight),
-      address(call.weight_sum),
+      call.local_weight(),
+      call.local_weight_sum(),
       address(partials),
       address(arrived),
       int32_t(walk.rows),
@@ -99,6 +100,7 @@ void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, in
       from.inner,
       call.target_words,
       o.ignore_index,
+      int32_t(call.shard.first),
       float(o.label_smoothing),
       float(o.lse_square_scale),
       float(o.softcap.value_or(1)),
@@ -113,7 +115,7 @@ void backward_rows_cuda(
   using K = kernels::cross_entropy_bwd;
   Tensor out = dlogits;
   auto walk = walk_logical<2>(call.op, call.rows_of(logits), {&out, &logits});
-  bool aligned = walk.aligned_strides() && aligned16(address(out), address(logits), address(call.weight));
+  bool aligned = walk.aligned_strides() && aligned16(address(out), address(logits), call.local_weight());
   const auto& config = runtime::first_fit<K>(walk.n, aligned);
   const auto& [to, from] = walk.strides;
   K::Args args{
@@ -123,7 +125,7 @@ void backward_rows_cuda(
       stats,
       address(upstream.values),
       address(totals),
-      address(call.weight),
+      call.local_weight(),
       address(call.weight_sum),
       int32_t(walk.rows),
       int32_t(walk.n),
@@ -135,6 +137,8 @@ void backward_rows_cuda(
       call.target_words,
       upstream.stride,
       o.ignore_index,
+      int32_t(call.shard.first),
+      int32_t(call.shard.classes),
       float(o.label_smoothing),
       float(o.lse_square_scale),
       float(o.softcap.value_or(1)),
@@ -210,30 +214,81 @@ void describe_rows_cuda(
   const int64_t rows = logits.size(0), stride = logits.stride(0);
   bool aligned = ((stride | call.n) & 7) == 0 && aligned16(address(logits));
   const auto& config = runtime::first_fit<K>(call.n, aligned);
-  K::Args args{log_prob,
-               entropy,
-               address(logits),
-               call.target_at(first),
-               stats,
-               int32_t(rows),
-               int32_t(call.n),
-               stride,
-               call.target_words,
-               o.ignore_index,
-               float(o.softcap.value_or(1)),
-               call.flags};
+  K::Args args{
+      log_prob,
+      entropy,
+      address(logits),
+      call.target_at(first),
+      stats,
+      int32_t(rows),
+      int32_t(call.n),
+      stride,
+      call.target_words,
+      o.ignore_index,
+      float(o.softcap.value_or(1)),
+      call.flags | (log_prob ? 0 : flags::LOCAL)};
   auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(logits))));
   launch<K>(call.op, call.device, variant, {uint32_t(rows)}, args);
 }
 
+void combine_rows_cuda(
+    const CudaCall& call, const Options& o, const Facts& facts, const Tensor& gathered, int64_t first,
+    const RowsOut& out, const void* log_prob, const void* entropy) {
+  using K = kernels::cross_entropy_combine;
+  const int64_t rows = gathered.size(2);
+  const auto point = runtime::point_of<K>(call.target_words - 1);
+  const auto& config = runtime::first_fit<K>(call.n, false, point);
+  K::Args args{
+      out.loss,
+      out.z_loss,
+      out.accuracy,
+      out.predicted,
+      out.stats,
+      log_prob,
+      entropy,
+      address(gathered),
+      call.target_at(first),
+      address(call.weight),
+      address(call.rank_weights),
+      int32_t(rows),
+      int32_t(gathered.size(0)),
+      int32_t(call.shard.classes),
+      o.ignore_index,
+      float(o.label_smoothing),
+      float(o.lse_square_scale),
+      call.flags_for(out, o) | (facts.entropy ? flags::SAVE_ENTROPY : 0)};
+  const auto blocks = uint32_t((rows + config.BLOCK - 1) / config.BLOCK);
+  launch<K>(call.op, call.device, runtime::variant_index<K>(config, point), {blocks}, args);
+}
+
+Tensor totals_cuda(
+    const Tensor& target, const Tensor& weight, const Options& o, int64_t classes, at::ScalarType dtype) {
+  c10::DeviceGuard guard(target.device());
+  Results out;
+  out.totals = at::empty({2}, target.options().dtype(dtype));
+  sum_rows_cuda(CudaCall("cross_entropy", Shard(classes), target, weight, o), o, {}, out);
+  return out.totals;
+}
+
 Results forward_cuda(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o, Wanted wanted) {
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
+    Wanted wanted) {
   c10::DeviceGuard guard(logits.device());
   Results out = empty_results(logits, target, o, wanted);
   RowBuffers rows(out, target.numel(), o, wanted);
-  CudaCall call(op, logits.size(-1), target, weight, o);
-  if (target.numel() > 0) forward_rows_cuda(call, o, logits, 0, rows.out);
-  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out);
+  CudaCall call(op, Shard(op, o.vocabulary, logits.size(-1), "logits"), target, weight, o);
+  if (target.numel() > 0 && !call.shard.is_split()) forward_rows_cuda(call, o, logits, 0, rows.out);
+  if (target.numel() > 0 && call.shard.is_split()) {
+    Facts facts(o, wanted.metrics, false);
+    facts.allocate(target.numel(), out.loss.options());
+    RowsOut local;
+    local.facts = &facts;
+    call.n > 0 ? forward_rows_cuda(call, o, logits, 0, local) : facts.fill_empty();
+    Tensor gathered = call.shard.group->all_gather(facts.values).wait();
+    combine_rows_cuda(call, o, facts, gathered, 0, rows.out, nullptr, nullptr);
+  }
+  if (totals.defined() && out.totals.defined()) out.totals.copy_(totals);
+  if (o.reduced()) sum_rows_cuda(call, o, rows.out, out, totals);
   return out;
 }
 
@@ -243,7 +298,7 @@ void backward_cuda(
   c10::DeviceGuard guard(logits.device());
   Upstream upstream(op, grad, logits, o.reduced());
   if (logits.numel() == 0) return;
-  CudaCall call(op, logits.size(-1), target, weight, o);
+  CudaCall call(op, Shard(op, o.vocabulary, logits.size(-1), "logits"), target, weight, o);
   backward_rows_cuda(call, o, dlogits, logits, 0, address(stats), totals, upstream);
 }
 
@@ -252,7 +307,7 @@ Results forward_backward_cuda(
   c10::DeviceGuard guard(logits.device());
   Results out = empty_results(logits, target, o, {});
   RowBuffers rows(out, target.numel(), o, {});
-  CudaCall call(op, logits.size(-1), target, weight, o);
+  CudaCall call(op, Shard(logits.size(-1)), target, weight, o);
   Results counted;
   if (target.numel() > 0) {
     if (o.mean()) {

@@ -18,6 +18,10 @@
 // fused_linear_cross_entropy_with_metrics    (loss, z_loss, token_accuracy, predicted_tokens)
 // fused_linear_cross_entropy_with_log_probs  (loss, log p of the targets, entropy of the predictions)
 // Only the first of their results has a gradient.
+//
+// vocab_parallel_fused_linear_cross_entropy, and the same with metrics or log probabilities, take the rows of `weight`
+// and `bias` of this rank's classes, and the name of the process group over which the classes are split. Results and d
+// input are the same on all ranks. With sequence_dim, input and d input are this rank's part along that dimension.
 
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -33,7 +37,7 @@ using core::value_or_undefined;
 
 Forward Meta::forward(
     const char*, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Tensor&,
-    const Settings& s, Wanted wanted) {
+    const Tensor&, const Settings& s, Wanted wanted) {
   return empty_forward(input, weight, target, bias, s, wanted);
 }
 
@@ -49,7 +53,10 @@ Settings check(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     const OptionalTensor& ce_weight, c10::string_view reduction, int64_t ignore_index, double label_smoothing,
     double lse_square_scale, std::optional<double> softcap, double logits_scale, const OptionalTensor& token_weight,
-    std::optional<int64_t> memory_budget) {
+    std::optional<int64_t> memory_budget, c10::string_view group = "", int64_t all_classes = 0, ClassSizes sizes = {},
+    std::optional<int64_t> sequence_dim = {}) {
+  auto o = cross_entropy::parse(
+      op, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, group, all_classes, sizes);
   check_activation(op, "input", input);
   check_dense(op, "weight", weight);
   check_same_device(op, "weight", weight, "input", input);
@@ -66,14 +73,25 @@ Settings check(
   LIGER_CHECK(
       target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target",
       "be int64 or int32 class indices", target.scalar_type());
-  auto tokens = input.sym_sizes().slice(0, input.dim() - 1);
+  // Along sequence_dim only the ranks together know the size.
+  const int64_t token_dims = input.dim() - 1;
+  if (sequence_dim) {
+    LIGER_CHECK(
+        *sequence_dim >= -input.dim() && *sequence_dim < input.dim() &&
+            at::maybe_wrap_dim(*sequence_dim, input.dim()) < token_dims,
+        op, "sequence_dim", "be a dimension of input other than the last", *sequence_dim);
+    sequence_dim = at::maybe_wrap_dim(*sequence_dim, input.dim());
+  }
+  std::vector<c10::SymInt> token_sizes = input.sym_sizes().slice(0, token_dims).vec();
+  if (sequence_dim && target.dim() == token_dims) token_sizes[*sequence_dim] = target.sym_size(*sequence_dim);
+  c10::SymIntArrayRef tokens = token_sizes;
   auto check_tokens = [&](const char* name, const Tensor& t) {
     LIGER_CHECK(
         t.sym_sizes().equals(tokens), op, name,
         c10::str("have shape ", tokens, ", that of input without its last dimension"), t.sym_sizes());
   };
   check_tokens("target", target);
-  auto check_classes = [&](const char* name, const OptionalTensor& t, bool float_too) {
+  auto check_classes = [&](const char* name, const OptionalTensor& t, const c10::SymInt& classes, bool float_too) {
     if (!t || !t->defined()) return;
     check_dense(op, name, *t);
     check_same_device(op, name, *t, "input", input);
@@ -85,8 +103,8 @@ Settings check(
         t->dim() == 1 && t->sym_size(0) == classes, op, name,
         c10::str("have shape [", classes, "], one value per class"), t->sym_sizes());
   };
-  check_classes("bias", bias, false);
-  check_classes("ce_weight", ce_weight, true);
+  check_classes("bias", bias, classes, false);
+  check_classes("ce_weight", ce_weight, o.vocabulary.is_split() ? c10::SymInt(all_classes) : classes, true);
   if (token_weight && token_weight->defined()) {
     check_dense(op, "token_weight", *token_weight);
     check_same_device(op, "token_weight", *token_weight, "input", input);
@@ -98,12 +116,15 @@ Settings check(
   LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
   LIGER_CHECK(
       !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
-  auto o = cross_entropy::parse(op, reduction, ignore_index, label_smoothing, lse_square_scale, softcap);
-  return {o, logits_scale, token_weight, memory_budget};
+  return {o, logits_scale, token_weight, memory_budget, sequence_dim};
 }
 
 struct ReducedBackwardNode : core::BackwardNode<ReducedBackwardNode, 4> {  // gradients of input, weight, bias; scale
-  std::string name() const override { return "fused_linear_cross_entropy"; }
+  bool is_split = false;
+
+  auto state() { return std::tie(is_split); }
+
+  std::string name() const override { return Wanted().op(is_split); }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
@@ -112,62 +133,77 @@ struct BackwardNode : core::BackwardNode<BackwardNode, 8> {
   Settings s;
   int64_t wanted;
 
-  auto state() { return std::tuple_cat(s.o.tie(), std::tie(s.logits_scale, s.memory_budget, wanted)); }
+  auto state() { return std::tuple_cat(s.o.tie(), std::tie(s.logits_scale, s.memory_budget, s.sequence_dim, wanted)); }
 
-  std::string name() const override { return "fused_linear_cross_entropy"; }
+  std::string name() const override { return Wanted().op(s.is_split()); }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
-/// O: the types of the options in the schemas.
+using Loss = Tensor;
+using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using LogProbs = std::tuple<Tensor, Tensor, Tensor>;
+
+/// O: the types of the options in the schemas. Private operators take the split of classes and tokens after these.
 template <class... O>
 struct Ops {
   using Everything =
       std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  using Dim = std::optional<int64_t>;
 
-  template <class Device>
+  template <class Device, class... Split>
   static Forward run(
-      const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, Wanted wanted, O... options) {
-    Settings s = check(op, input, weight, target, bias, ce_weight, options...);
+      Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, Split... split) {
+    Settings s = check(wanted.op(sizeof...(split) > 0), input, weight, target, bias, ce_weight, options..., split...);
     return Device::forward(
-        op, input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight), s, wanted);
+        wanted.op(s.is_split()), input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight),
+        value_or_undefined(known), s, wanted);
   }
 
-  template <class Device>
-  static Tensor loss(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    return run<Device>("fused_linear_cross_entropy", input, weight, target, bias, ce_weight, {}, options...).rows.loss;
-  }
-
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> with_metrics(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    Wanted wanted;
-    wanted.metrics = true;
-    const char* op = "fused_linear_cross_entropy_with_metrics";
-    Forward out = run<Device>(op, input, weight, target, bias, ce_weight, wanted, options...);
+  static Loss result(const Forward& out, Loss*) { return out.rows.loss; }
+  static Metrics result(const Forward& out, Metrics*) {
     return {out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted};
   }
+  static LogProbs result(const Forward& out, LogProbs*) { return {out.rows.loss, out.log_probs, out.entropy}; }
 
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor> with_log_probs(
+  /// The public operators, by their results.
+  template <class Device, class Result>
+  static Result whole(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, O... options) {
-    Wanted wanted;
-    wanted.log_probs = true;
-    const char* op = "fused_linear_cross_entropy_with_log_probs";
-    Forward out = run<Device>(op, input, weight, target, bias, ce_weight, wanted, options...);
-    return {out.rows.loss, out.log_probs, out.entropy};
+    return result(
+        run<Device>(wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options...),
+        static_cast<Result*>(nullptr));
   }
 
+  template <class Device, class Result>
+  static Result split(
+      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
+      const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options, ClassSizes sizes, Dim sequence_dim) {
+    return result(
+        run<Device>(
+            wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options..., group, classes, sizes,
+            sequence_dim),
+        static_cast<Result*>(nullptr));
+  }
+
+  template <class Result>
+  static Wanted wanted_of() {
+    Wanted wanted;
+    wanted.metrics = std::is_same_v<Result, Metrics>;
+    wanted.log_probs = std::is_same_v<Result, LogProbs>;
+    return wanted;
+  }
+
+  /// known: the divisors of a mean, if they are not those of `target`.
   template <class Device>
   static Everything fwd(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options, int64_t wanted) {
-    Wanted w = Wanted::from_bits(wanted);
-    Forward out = run<Device>(w.op(), input, weight, target, bias, ce_weight, w, options...);
+      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, c10::string_view group,
+      int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
+    Forward out = run<Device>(
+        Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, known, options..., group, classes, sizes,
+        sequence_dim);
     return {out.rows.loss,      out.rows.z_loss, out.rows.accuracy,   out.rows.predicted,
             out.log_probs,      out.entropy,     out.gradients.input, out.gradients.weight,
             out.gradients.bias, out.rows.stats,  out.rows.totals,     out.deferred_scale};
@@ -177,20 +213,26 @@ struct Ops {
   static std::tuple<Tensor, Tensor, Tensor> bwd(
       const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, const Tensor& stats, const OptionalTensor& totals, O... options,
-      int64_t wanted) {
-    const char* op = "fused_linear_cross_entropy";
-    Settings s = check(op, input, weight, target, bias, ce_weight, options...);
+      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
+    const char* op = Wanted().op(!group.empty());
+    Settings s = check(op, input, weight, target, bias, ce_weight, options..., group, classes, sizes, sequence_dim);
     Gradients out = Device::backward(
         op, grad, input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight), stats,
         value_or_undefined(totals), s, Wanted::from_bits(wanted));
     return {out.input, out.weight, out.bias};
   }
 
+  template <class Device, class Result>
+  static void implement_as(torch::Library& m) {
+    core::implement<whole<Device, Result>>(m, wanted_of<Result>().op(false));
+    core::implement<split<Device, Result>>(m, wanted_of<Result>().op(true));
+  }
+
   template <class Device>
   static void implement(torch::Library& m) {
-    core::implement<loss<Device>>(m, "fused_linear_cross_entropy");
-    core::implement<with_metrics<Device>>(m, "fused_linear_cross_entropy_with_metrics");
-    core::implement<with_log_probs<Device>>(m, "fused_linear_cross_entropy_with_log_probs");
+    implement_as<Device, Loss>(m);
+    implement_as<Device, Metrics>(m);
+    implement_as<Device, LogProbs>(m);
     core::implement<fwd<Device>>(m, "_fused_linear_cross_entropy_fwd");
     core::implement<bwd<Device>>(m, "_fused_linear_cross_entropy_bwd");
   }
@@ -200,12 +242,13 @@ struct Ops {
   /// std::nullopt if no argument requires a gradient.
   static std::optional<Forward> forward_with_graph(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    const char* op = wanted.op();
+      const OptionalTensor& ce_weight, O... options, c10::string_view group = "", int64_t classes = 0,
+      ClassSizes sizes = {}, Dim sequence_dim = {}) {
+    const char* op = wanted.op(!group.empty());
     core::check_dense(op, "input", input);
     core::check_dense(op, "weight", weight);
     core::check_dense(op, "target", target);
-    Settings s = check(op, input, weight, target, bias, ce_weight, options...);
+    Settings s = check(op, input, weight, target, bias, ce_weight, options..., group, classes, sizes, sequence_dim);
     core::check_no_forward_ad(op, input, weight, bias, ce_weight, s.token_weight);
     auto check_constant = [&](const char* name, const OptionalTensor& t) {
       bool learned = torch::autograd::compute_requires_grad(t);
@@ -224,12 +267,16 @@ struct Ops {
       std::tie(
           out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
           out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals,
-          out.deferred_scale) = fwd_op.call(input, weight, target, bias, ce_weight, options..., wanted.bits());
+          out.deferred_scale) =
+          fwd_op.call(
+              input, weight, target, bias, ce_weight, {}, options..., group, classes, sizes, sequence_dim,
+              wanted.bits());
     }
     auto edges = torch::autograd::collect_next_edges(input, weight, bias);
     auto save = [](const auto& t) { return core::SavedVariable(t, false); };
     if (s.o.reduced()) {
       auto node = core::make_node<ReducedBackwardNode>();
+      node->is_split = s.is_split();
       node->set_next_edges(std::move(edges));
       node->saved = {
           save(out.gradients.input), save(out.gradients.weight), save(out.gradients.bias), save(out.deferred_scale)};
@@ -249,45 +296,39 @@ struct Ops {
     return out;
   }
 
-  using Loss = Tensor;
-  using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-  using LogProbs = std::tuple<Tensor, Tensor, Tensor>;
-
-  static Loss autograd(
+  template <class Result>
+  static Result autograd(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, O... options) {
-    if (auto out = forward_with_graph({}, input, weight, target, bias, ce_weight, options...)) return out->rows.loss;
-    static const auto op = core::find_op<decltype(loss<Meta>)>("liger::fused_linear_cross_entropy");
+    const Wanted wanted = wanted_of<Result>();
+    if (auto out = forward_with_graph(wanted, input, weight, target, bias, ce_weight, options...)) {
+      return result(*out, static_cast<Result*>(nullptr));
+    }
+    static const auto op = core::find_op<decltype(whole<Meta, Result>)>(qualified(wanted.op(false)).c_str());
     at::AutoDispatchBelowADInplaceOrView below;
     return op.call(input, weight, target, bias, ce_weight, options...);
   }
 
-  static Metrics autograd_with_metrics(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    Wanted wanted;
-    wanted.metrics = true;
-    if (auto out = forward_with_graph(wanted, input, weight, target, bias, ce_weight, options...)) {
-      return {out->rows.loss, out->rows.z_loss, out->rows.accuracy, out->rows.predicted};
+  template <class Result>
+  static Result autograd_split(
+      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
+      const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options, ClassSizes sizes, Dim sequence_dim) {
+    const Wanted wanted = wanted_of<Result>();
+    if (auto out = forward_with_graph(
+            wanted, input, weight, target, bias, ce_weight, options..., group, classes, sizes, sequence_dim)) {
+      return result(*out, static_cast<Result*>(nullptr));
     }
-    static const auto op =
-        core::find_op<decltype(with_metrics<Meta>)>("liger::fused_linear_cross_entropy_with_metrics");
+    static const auto op = core::find_op<decltype(split<Meta, Result>)>(qualified(wanted.op(true)).c_str());
     at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(input, weight, target, bias, ce_weight, options...);
+    return op.call(input, weight, target, group, classes, bias, ce_weight, options..., sizes, sequence_dim);
   }
 
-  static LogProbs autograd_with_log_probs(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    Wanted wanted;
-    wanted.log_probs = true;
-    if (auto out = forward_with_graph(wanted, input, weight, target, bias, ce_weight, options...)) {
-      return {out->rows.loss, out->log_probs, out->entropy};
-    }
-    static const auto op =
-        core::find_op<decltype(with_log_probs<Meta>)>("liger::fused_linear_cross_entropy_with_log_probs");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(input, weight, target, bias, ce_weight, options...);
+  static std::string qualified(const char* op) { return std::string("liger::") + op; }
+
+  template <class Result>
+  static void implement_autograd(torch::Library& m) {
+    m.impl(wanted_of<Result>().op(false), autograd<Result>);
+    m.impl(wanted_of<Result>().op(true), autograd_split<Result>);
   }
 
   // ---- Autocast: casts the arguments that F.linear casts. The loss is fp32 in any case.
@@ -299,39 +340,37 @@ struct Ops {
     }
     static OptionalTensor cast(const OptionalTensor& t) { return t && t->defined() ? OptionalTensor(cast(*t)) : t; }
 
-    template <class Function>
-    static auto redispatch(
-        const c10::TypedOperatorHandle<Function>& op, const Tensor& input, const Tensor& weight, const Tensor& target,
-        const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options) {
+    template <class Result>
+    static Result whole(
+        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+        const OptionalTensor& ce_weight, O... options) {
+      static const auto op =
+          core::find_op<decltype(Ops::whole<Meta, Result>)>(qualified(wanted_of<Result>().op(false)).c_str());
       c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
       return op.call(cast(input), cast(weight), target, cast(bias), ce_weight, options...);
     }
 
-    static Tensor loss(
-        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-        const OptionalTensor& ce_weight, O... options) {
-      static const auto op = core::find_op<decltype(Ops::loss<Meta>)>("liger::fused_linear_cross_entropy");
-      return redispatch(op, input, weight, target, bias, ce_weight, options...);
-    }
-    static Metrics with_metrics(
-        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-        const OptionalTensor& ce_weight, O... options) {
+    template <class Result>
+    static Result split(
+        const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
+        const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options, ClassSizes sizes, Dim sequence_dim) {
       static const auto op =
-          core::find_op<decltype(Ops::with_metrics<Meta>)>("liger::fused_linear_cross_entropy_with_metrics");
-      return redispatch(op, input, weight, target, bias, ce_weight, options...);
+          core::find_op<decltype(Ops::split<Meta, Result>)>(qualified(wanted_of<Result>().op(true)).c_str());
+      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+      return op.call(
+          cast(input), cast(weight), target, group, classes, cast(bias), ce_weight, options..., sizes, sequence_dim);
     }
-    static LogProbs with_log_probs(
-        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-        const OptionalTensor& ce_weight, O... options) {
-      static const auto op =
-          core::find_op<decltype(Ops::with_log_probs<Meta>)>("liger::fused_linear_cross_entropy_with_log_probs");
-      return redispatch(op, input, weight, target, bias, ce_weight, options...);
+
+    template <class Result>
+    static void implement_as(torch::Library& m) {
+      core::implement<whole<Result>>(m, wanted_of<Result>().op(false));
+      core::implement<split<Result>>(m, wanted_of<Result>().op(true));
     }
 
     static void implement(torch::Library& m) {
-      core::implement<loss>(m, "fused_linear_cross_entropy");
-      core::implement<with_metrics>(m, "fused_linear_cross_entropy_with_metrics");
-      core::implement<with_log_probs>(m, "fused_linear_cross_entropy_with_log_probs");
+      implement_as<Loss>(m);
+      implement_as<Metrics>(m);
+      implement_as<LogProbs>(m);
     }
   };
 };
@@ -378,9 +417,11 @@ core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   OptionalTensor token_weight = take(5);
   Tensor stats = take(6), totals = take(7);
   static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_cross_entropy_bwd");
+  const Vocabulary& v = s.o.vocabulary;
   auto [dinput, dweight, dbias] = op.call(
       grad, input, weight, target, bias, ce_weight, stats, totals, s.o.reduction_name(), s.o.ignore_index,
-      s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget, wanted);
+      s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget, v.group,
+      v.classes, v.class_sizes(), s.sequence_dim, wanted);
   return {dinput, dweight, dbias};
 }
 
@@ -394,7 +435,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
       tokens >= 0 && hidden > 0 && classes > 0, op, "the sizes", "be positive",
       c10::str(tokens, " tokens, ", hidden, " hidden, ", classes, " classes"));
   LIGER_CHECK(at::isFloatingType(dtype), op, "dtype", "be floating point", dtype);
-  Plan plan = make_plan(op, tokens, classes, dtype, wanted, memory_budget);
+  Plan plan = make_plan(op, tokens, classes, dtype, wanted, memory_budget, false);
   const int64_t gradients =
       (wanted.input ? tokens * hidden : 0) + (wanted.weight ? classes * hidden : 0) + (wanted.bias ? classes : 0);
   return {plan.chunk, plan.chunks, plan.bytes, gradients * int64_t(c10::elementSize(dtype))};
@@ -404,19 +445,29 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
-  const std::string tail = tensors +
+  const std::string public_options =
       "Tensor? bias=None, Tensor? ce_weight=None, str reduction=\"mean\", int ignore_index=-100, "
       "float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, *, float logits_scale=1.0, "
-      "Tensor? token_weight=None, int? memory_budget=None) -> ";
+      "Tensor? token_weight=None, int? memory_budget=None";
   const std::string options =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, "
-      "float logits_scale, Tensor? token_weight, int? memory_budget, int wanted) -> ";
-  core::define(m, "fused_linear_cross_entropy(" + tail + "Tensor");
-  core::define(m, "fused_linear_cross_entropy_with_metrics(" + tail + "(Tensor, Tensor, Tensor, Tensor)");
-  core::define(m, "fused_linear_cross_entropy_with_log_probs(" + tail + "(Tensor, Tensor, Tensor)");
+      "float logits_scale, Tensor? token_weight, int? memory_budget, str group, int classes, int[]? class_sizes, "
+      "int? sequence_dim, int wanted) -> ";
+  const std::pair<const char*, const char*> forms[] = {
+      {"", "Tensor"},
+      {"_with_metrics", "(Tensor, Tensor, Tensor, Tensor)"},
+      {"_with_log_probs", "(Tensor, Tensor, Tensor)"}};
+  for (const auto& [suffix, results] : forms) {
+    const std::string name = std::string("fused_linear_cross_entropy") + suffix;
+    core::define(m, name + "(" + tensors + public_options + ") -> " + results);
+    core::define(
+        m,
+        "vocab_parallel_" + name + "(" + tensors + "str group, int classes, " + public_options +
+            ", int[]? class_sizes=None, int? sequence_dim=None) -> " + results);
+  }
   core::define(
       m,
-      "_fused_linear_cross_entropy_fwd(" + tensors + "Tensor? bias, Tensor? ce_weight, " + options +
+      "_fused_linear_cross_entropy_fwd(" + tensors + "Tensor? bias, Tensor? ce_weight, Tensor? totals, " + options +
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   core::define(
       m,
@@ -433,9 +484,9 @@ TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
 
 TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("fused_linear_cross_entropy", Linear::autograd);
-  m.impl("fused_linear_cross_entropy_with_metrics", Linear::autograd_with_metrics);
-  m.impl("fused_linear_cross_entropy_with_log_probs", Linear::autograd_with_log_probs);
+  Linear::implement_autograd<Loss>(m);
+  Linear::implement_autograd<Metrics>(m);
+  Linear::implement_autograd<LogProbs>(m);
 }
 
 TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Linear::Autocast<c10::DeviceType::CUDA>::implement(m); }

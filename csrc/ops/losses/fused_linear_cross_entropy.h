@@ -20,18 +20,24 @@ struct Wanted {
     auto bit = [&](int i) { return bool(bits >> i & 1); };
     return {bit(0), bit(1), bit(2), bit(3), bit(4)};
   }
-  const char* op() const {
-    return metrics  ? "fused_linear_cross_entropy_with_metrics"
-        : log_probs ? "fused_linear_cross_entropy_with_log_probs"
-                    : "fused_linear_cross_entropy";
+  const char* op(bool split) const {
+    // The names without the prefix begin after it.
+    constexpr size_t kPrefix = sizeof("vocab_parallel_") - 1;
+    const char* name = metrics ? "vocab_parallel_fused_linear_cross_entropy_with_metrics"
+        : log_probs            ? "vocab_parallel_fused_linear_cross_entropy_with_log_probs"
+                               : "vocab_parallel_fused_linear_cross_entropy";
+    return split ? name : name + kPrefix;
   }
 };
 
+/// sequence_dim: the dimension along which input is split over the ranks of the group.
 struct Settings {
   Options o;
   double logits_scale;
   OptionalTensor token_weight;
-  std::optional<int64_t> memory_budget;
+  std::optional<int64_t> memory_budget, sequence_dim;
+
+  bool is_split() const { return o.vocabulary.is_split(); }
 };
 
 struct Gradients {
@@ -47,17 +53,20 @@ struct Forward {
 
 struct Plan {
   int64_t chunk = 1, chunks = 0;  // chunk: tokens per chunk
+  int64_t buffers = 1;  // of logits; with two, a chunk's collective runs during another chunk's GEMMs
   int64_t row;  // row stride of logits in elements: whole cache lines, for fast GEMMs
   int64_t bytes;  // of everything that is freed when the call returns
 };
 
-/// True if d weight is summed separately from the true classes' part, see
-/// liger_ops/kernels/losses/fused_linear_cross_entropy.py.
-bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted);
+/// True if the gradients of true logits are kept apart from d logits. One chunk per call does not need that for d weight
+/// (see liger_ops/kernels/losses/fused_linear_cross_entropy.py), but if classes are split, a rank's factor may be too
+/// small for the true logit's gradient (see exponentials.h).
+bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted, bool is_split);
 
+/// classes: the most of any rank, so that all ranks have the same plan.
 Plan make_plan(
     const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, const Wanted& wanted,
-    std::optional<int64_t> memory_budget);
+    std::optional<int64_t> memory_budget, bool is_split);
 
 Gradients empty_gradients(const Tensor& input, const Tensor& weight, const Tensor& bias, Wanted wanted);
 
@@ -68,15 +77,13 @@ Forward empty_forward(
 /// A dense tensor as few rows as possible, within the 32-bit columns of the scaling kernel.
 Tensor as_long_rows(const Tensor& t);
 
-/// Targets as int32 classes; -1 for tokens without one.
-Tensor classes_of(const Tensor& target, int64_t n, const Options& o);
-
 /// (classes in ascending order, the row of each), like the kernel order_targets.
-std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, int64_t n, const Options& o);
+std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, const Shard& shard, const Options& o);
 
+/// totals: the divisors of a mean, if they are not those of `target`.
 using ForwardOn = Forward(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Settings& s, Wanted wanted);
+    const Tensor& ce_weight, const Tensor& totals, const Settings& s, Wanted wanted);
 /// For reduction="none".
 using BackwardOn = Gradients(
     const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,

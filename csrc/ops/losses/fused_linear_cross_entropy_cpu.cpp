@@ -8,28 +8,35 @@ namespace {
 
 struct CpuRows {
   const char* op;
-  int64_t n;
+  Shard shard;
   Tensor target, weight;
   Options o;
 
-  CpuRows(const char* name, int64_t classes, const Tensor& targets, const Tensor& ce_weight, const Options& options)
-      : op(name), n(classes), target(class_indices(targets)), weight(ce_weight), o(options) {
+  CpuRows(const char* name, Shard part, const Tensor& targets, const Tensor& ce_weight, const Options& options)
+      : op(name), shard(std::move(part)), target(class_indices(targets)), weight(ce_weight), o(options) {
     runtime::count_cpu_call();
-    check_classes(op, target.const_data_ptr<int64_t>(), target.numel(), n, o);
+    check_classes(op, target.const_data_ptr<int64_t>(), target.numel(), shard.classes, o);
   }
   Tensor part(int64_t first, const Tensor& logits) const { return target.narrow(0, first, logits.size(0)); }
 
+  const Tensor& target_rows() const { return target; }
   void count(const Tensor& totals) const {
     auto [by_weight, by_count] = count_targets(target, weight, o);
     totals.scalar_type() == at::kDouble ? write_scalars<double>(totals, {by_weight, by_count})
                                         : write_scalars<float>(totals, {by_weight, by_count});
   }
   void forward(const Tensor& logits, int64_t first, const RowsOut& out) const {
-    forward_rows_cpu(op, logits, part(first, logits), weight, o, out);
+    forward_rows_cpu(op, shard, logits, part(first, logits), weight, o, out);
+  }
+  void combine(
+      const Facts& facts, const Tensor& gathered, int64_t first, const RowsOut& out, char* log_prob,
+      char* entropy) const {
+    Tensor y = target.narrow(0, first, gathered.size(2));
+    combine_rows_cpu(shard, facts, gathered, y, weight, o, out, log_prob, entropy);
   }
   void backward(
       Tensor& logits, int64_t first, const char* stats, const Tensor& totals, const Upstream& upstream) const {
-    backward_rows_cpu(op, logits, logits, part(first, logits), weight, stats, totals, upstream, o);
+    backward_rows_cpu(op, shard, logits, logits, part(first, logits), weight, stats, totals, upstream, o);
   }
   void forward_backward(
       Tensor& logits, int64_t first, RowsOut out, const Tensor& totals, const Upstream& upstream) const {
@@ -39,10 +46,10 @@ struct CpuRows {
     backward(logits, first, out.stats, totals, upstream);
   }
   void describe(const Tensor& logits, int64_t first, const char* stats, char* log_prob, char* entropy) const {
-    describe_rows_cpu(op, logits, part(first, logits), stats, o, log_prob, entropy);
+    describe_rows_cpu(op, shard, logits, part(first, logits), stats, o, log_prob, entropy);
   }
-  void sum(const RowBuffers& rows, const Results& out, const Tensor&) const {
-    sum_rows_cpu(rows, count_targets(target, weight, o), o, out);
+  void sum(const RowBuffers& rows, const Results& out, const Tensor& totals) const {
+    sum_rows_cpu(rows, known_or_counted(totals, target, weight, o), o, out);
   }
 
   /// Moves the gradients of true logits from dlogits to `taken`.
@@ -53,8 +60,9 @@ struct CpuRows {
       auto* rows = dlogits.data_ptr<scalar_t>();
       for (int64_t row = 0; row < dlogits.size(0); ++row) {
         to[row] = 0;
-        if (y[row] == o.ignore_index) continue;
-        auto& at = rows[row * dlogits.stride(0) + y[row]];
+        const int64_t column = y[row] - shard.first;
+        if (y[row] == o.ignore_index || column < 0 || column >= shard.n) continue;
+        auto& at = rows[row * dlogits.stride(0) + column];
         to[row] = float(at);
         at = scalar_t(0);
       }
@@ -62,7 +70,7 @@ struct CpuRows {
   }
   /// Adds the contribution of the gradients in `taken` to d weight.
   void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& taken, double scale) const {
-    auto [classes, order] = sort_targets(target, n, o);
+    auto [classes, order] = sort_targets(target, shard, o);
     const int32_t *y = classes.template const_data_ptr<int32_t>(), *row_of = order.template const_data_ptr<int32_t>();
     const float* factor = taken.const_data_ptr<float>();
     const int64_t rows = target.numel(), columns = dweight.size(1);
@@ -96,8 +104,8 @@ struct CpuRows {
 
 Forward Cpu::forward(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Settings& s, Wanted wanted) {
-  return fused_linear_cross_entropy::forward<CpuRows>(op, input, weight, target, bias, ce_weight, s, wanted);
+    const Tensor& ce_weight, const Tensor& totals, const Settings& s, Wanted wanted) {
+  return fused_linear_cross_entropy::forward<CpuRows>(op, input, weight, target, bias, ce_weight, totals, s, wanted);
 }
 
 Gradients Cpu::backward(

@@ -13,9 +13,10 @@ struct CudaRows {
   CudaCall call;
   Options o;
 
-  CudaRows(const char* op, int64_t classes, const Tensor& target, const Tensor& ce_weight, const Options& options)
-      : call(op, classes, target, ce_weight, options), o(options) {}
+  CudaRows(const char* op, Shard part, const Tensor& target, const Tensor& ce_weight, const Options& options)
+      : call(op, std::move(part), target, ce_weight, options), o(options) {}
 
+  const Tensor& target_rows() const { return call.target; }
   void count(const Tensor& totals) const {
     Results out;
     out.totals = totals;
@@ -23,6 +24,11 @@ struct CudaRows {
   }
   void forward(const Tensor& logits, int64_t first, const RowsOut& out) const {
     forward_rows_cuda(call, o, logits, first, out);
+  }
+  void combine(
+      const Facts& facts, const Tensor& gathered, int64_t first, const RowsOut& out, char* log_prob,
+      char* entropy) const {
+    combine_rows_cuda(call, o, facts, gathered, first, out, log_prob, entropy);
   }
   void backward(
       Tensor& logits, int64_t first, const char* stats, const Tensor& totals, const Upstream& upstream) const {
@@ -51,19 +57,19 @@ struct CudaRows {
     const int64_t rows = dlogits.size(0);
     K::Args args{address(dlogits),  call.target_at(first), taken.const_data_ptr<float>() + first,
                  int32_t(rows),     int32_t(call.n),       dlogits.stride(0),
-                 call.target_words, o.ignore_index};
+                 call.target_words, o.ignore_index,        int32_t(call.shard.first)};
     auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(dlogits))));
     launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
   }
   std::tuple<Tensor, Tensor> order_targets() const {
     using K = kernels::fused_linear_cross_entropy_order_targets;
     const int64_t rows = call.target.numel();
-    if (rows > kMaxCompared) return sort_targets(call.target, call.n, o);
+    if (rows > kMaxCompared) return sort_targets(call.target, call.shard, o);
     const auto& config = runtime::first_fit<K>(call.n, false);
     auto numbers = call.target.options().dtype(at::kInt);
     Tensor classes = at::empty({rows}, numbers), order = at::empty({rows}, numbers);
-    K::Args args{address(call.target), address(classes), address(order),
-                 int32_t(rows),        int32_t(call.n),  o.ignore_index};
+    K::Args args{address(call.target), address(classes), address(order),           int32_t(rows),
+                 int32_t(call.n),      o.ignore_index,   int32_t(call.shard.first)};
     auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(call.target_words - 1));
     launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
     return {classes, order};
@@ -88,8 +94,8 @@ struct CudaRows {
 
 Forward Cuda::forward(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Settings& s, Wanted wanted) {
-  return fused_linear_cross_entropy::forward<CudaRows>(op, input, weight, target, bias, ce_weight, s, wanted);
+    const Tensor& ce_weight, const Tensor& totals, const Settings& s, Wanted wanted) {
+  return fused_linear_cross_entropy::forward<CudaRows>(op, input, weight, target, bias, ce_weight, totals, s, wanted);
 }
 
 Gradients Cuda::backward(

@@ -5,6 +5,12 @@
 // M tokens, H hidden, V classes. A chunk of T tokens takes three GEMMs (logits, d input, d weight). Between them, the
 // rows of cross_entropy overwrite the buffer of T x V logits with its gradient. The logits-free path skips these rows,
 // see exponentials.h.
+//
+// If the classes are split over ranks, a rank computes facts about its logits of a chunk, and needs those of all ranks
+// before the gradients. d input is a sum over ranks: it is reduced while d weight's GEMM runs. With two buffers of
+// logits, the next chunk's logits are computed before this chunk's gradients, so that no GEMM waits for facts.
+// If input is split along the sequence, it is gathered chunk by chunk, and d input is scattered.
+//
 // Small chunks make GEMMs slow, and each chunk reads and writes d weight once. Large chunks take more memory.
 
 #include "gemm/multiply.h"
@@ -13,39 +19,121 @@
 
 namespace liger::ops::fused_linear_cross_entropy {
 
+/// Tokens as rows of unit stride, which GEMMs and our kernels require.
+inline Tensor as_rows(const Tensor& input) {
+  Tensor x = as_matrix(input);
+  return x.stride(1) == 1 || x.size(1) == 1 ? x : x.contiguous();
+}
+
+/// The order in which a call takes its tokens: the caller's, unless input is split along the sequence. Then a chunk has
+/// the same number of tokens of every rank, rank by rank.
+struct TokenOrder {
+  int64_t ranks = 1, dim = 0, tokens = 0, step = 0;  // tokens: of one rank; step: of them in a chunk
+
+  bool is_split() const { return ranks > 1; }
+
+  /// One number per token, from the caller's order.
+  Tensor arrange(const Tensor& t) const {
+    if (!is_split() || tokens == 0) return t.reshape(-1);
+    Tensor by_rank = ranks_first(t).reshape({ranks, tokens});
+    std::vector<Tensor> chunks;
+    for (int64_t first = 0; first < tokens; first += step) {
+      chunks.push_back(by_rank.narrow(1, first, std::min(step, tokens - first)).reshape(-1));
+    }
+    return chunks.size() == 1 ? chunks[0] : at::cat(chunks);
+  }
+
+  /// The reverse, into the caller's shape.
+  Tensor restore(const Tensor& t, at::IntArrayRef shape) const {
+    if (!is_split() || tokens == 0) return t.view(shape);
+    std::vector<Tensor> chunks;
+    for (int64_t first = 0; first < tokens; first += step) {
+      const int64_t count = std::min(step, tokens - first);
+      chunks.push_back(t.narrow(0, ranks * first, ranks * count).view({ranks, count}));
+    }
+    Tensor out = at::empty(shape, t.options()), to = ranks_first(out);
+    to.copy_((chunks.size() == 1 ? chunks[0] : at::cat(chunks, 1)).view(to.sizes()));
+    return out;
+  }
+
+ private:
+  Tensor ranks_first(const Tensor& t) const {
+    return t.unflatten(dim, at::IntArrayRef({ranks, t.size(dim) / ranks})).movedim(dim, 0);
+  }
+};
+
+/// Of this call. Fits the plan's chunks to whole numbers of tokens of every rank.
+inline TokenOrder order_of(
+    const char* op, const Tensor& input, const Tensor& target, const Shard& shard, const Settings& s, Plan& plan) {
+  if (!s.sequence_dim || !shard.is_split()) return {};
+  TokenOrder order{shard.ranks(), at::maybe_wrap_dim(*s.sequence_dim, input.dim()), target.numel() / shard.ranks(), 0};
+  const int64_t have = input.size(order.dim), all = target.size(order.dim);
+  LIGER_CHECK(
+      have * order.ranks == all, op, "input",
+      c10::str("have ", all, " / ", order.ranks, " positions along sequence_dim, the same on every rank"), have);
+  order.step = std::max<int64_t>(1, plan.chunk / order.ranks);
+  plan.chunk = order.step * order.ranks;
+  plan.chunks = order.tokens ? (order.tokens + order.step - 1) / order.step : 0;
+  return order;
+}
+
 /// One call's state while it loops over the chunks.
 template <class Rows>
 struct Pass {
   // Multiplications of a call that keeps an H200 busy for some 13 ms.
   static constexpr double kSustainedMultiplications = double(int64_t(1) << 42);
 
-  Rows rows;
-  const Tensor x, weight, bias;  // x: (M, H)
-  const double logits_scale;
+  const Shard shard;
   Plan plan;
+  TokenOrder order;
+  Rows rows;
+  const Tensor local, bias;  // local: (tokens of this rank, H)
+  Tensor weight;
+  const double logits_scale;
   const bool sustained;
   Gradients into;
   double shrink = 1;  // scale of d weight and d bias
-  Tensor bias_sum, taken;
+  Tensor x, bias_sum, taken;  // x: (M, H)
+  core::Pending reducing;
 
   Pass(
-      const char* op, const Tensor& x_in, const Tensor& weight_in, const Tensor& target, const Tensor& bias_in,
+      const char* op, const Tensor& input, const Tensor& weight_in, const Tensor& target, const Tensor& bias_in,
       const Tensor& ce_weight, const Settings& s, Wanted wanted, const Gradients& gradients)
-      : rows(op, weight_in.size(0), target.reshape(-1), ce_weight, s.o),
-        x(x_in),
-        weight(weight_in),
+      : shard(op, s.o.vocabulary, weight_in.size(0), "weight"),
+        plan(make_plan(
+            op, target.numel(), shard.largest, input.scalar_type(), wanted, s.memory_budget, shard.is_split())),
+        order(order_of(op, input, target, shard, s, plan)),
+        rows(op, shard, order.arrange(target), ce_weight, s.o),
+        local(as_rows(input)),
         bias(bias_in),
+        weight(weight_in),
         logits_scale(s.logits_scale),
-        plan(make_plan(op, x_in.size(0), weight_in.size(0), x_in.scalar_type(), wanted, s.memory_budget)),
-        sustained(3.0 * double(x_in.numel()) * double(weight_in.size(0)) >= kSustainedMultiplications),
-        into(gradients) {
+        sustained(
+            3.0 * double(target.numel()) * double(local.size(1)) * double(weight.size(0)) >= kSustainedMultiplications),
+        into(gradients),
+        x(order.is_split() ? at::empty({target.numel(), local.size(1)}, local.options()) : local) {
     auto floats = x.options().dtype(compute_type(x));
-    if (into.input.defined()) into.input = into.input.view({x.size(0), x.size(1)});
+    if (into.input.defined()) into.input = into.input.view({local.size(0), local.size(1)});
     if (into.bias.defined()) bias_sum = at::zeros({weight.size(0)}, floats);
     if (into.weight.defined() && plan.chunks == 0) into.weight.zero_();
-    if (into.weight.defined() && takes_targets(x.scalar_type(), plan.chunks, wanted)) {
+    if ((into.weight.defined() || into.input.defined()) &&
+        takes_targets(x.scalar_type(), plan.chunks, wanted, shard.is_split())) {
       taken = at::empty({x.size(0)}, floats);
     }
+  }
+
+  /// Gives input and weight the layout that the kernel of the exponentials takes.
+  void align() {
+    if (!Exponentials::fits(x)) x = x.clone(at::MemoryFormat::Contiguous);
+    if (weight.size(0) > 0 && !Exponentials::fits(weight)) weight = weight.clone(at::MemoryFormat::Contiguous);
+  }
+
+  /// Gathers the tokens of a chunk, if input is split.
+  core::Pending fetch(int64_t first) const {
+    if (!order.is_split()) return {};
+    const int64_t count = std::min(plan.chunk, x.size(0) - first) / order.ranks;
+    Tensor part = local.narrow(0, first / order.ranks, count).contiguous();
+    return shard.group->all_gather(x.narrow(0, first, order.ranks * count), part);
   }
 
   Tensor buffer() const { return at::empty({std::min(plan.chunk, x.size(0)), plan.row}, x.options()); }
@@ -71,11 +159,31 @@ struct Pass {
     return out;
   }
 
+  /// Memory for d input of a chunk. It is complete after reduce().
+  Tensor input_gradient(int64_t first, int64_t count) const {
+    if (!order.is_split()) return into.input.narrow(0, first, count);
+    return at::empty({count, x.size(1)}, x.options());
+  }
+
+  /// Starts the sum over ranks of what input_gradient() returned.
+  void reduce(const Tensor& dx, int64_t first) {
+    if (!shard.is_split()) return;
+    reducing.wait();
+    if (!order.is_split()) {
+      reducing = shard.group->all_reduce(dx);
+    } else {
+      const int64_t count = dx.size(0) / order.ranks;
+      reducing = shard.group->reduce_scatter(into.input.narrow(0, first / order.ranks, count), dx);
+    }
+  }
+
   /// Adds a chunk's gradients, computed from its d logits. Overwrites dlogits.
   void add(Tensor& dlogits, int64_t first) {
     const int64_t count = dlogits.size(0);
     if (into.input.defined()) {
-      gemm::multiply(into.input.narrow(0, first, count), dlogits, weight, 0, logits_scale, sustained);
+      Tensor dx = input_gradient(first, count);
+      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);
+      reduce(dx, first);
     }
     if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * shrink);
     if (!into.weight.defined()) return;
@@ -86,32 +194,47 @@ struct Pass {
   /// The same on the logits-free path. d input doubles as scratch space: first for the sums, then for the weighed
   /// tokens.
   void add_exponentials(
-      const Exponentials& by, const Tensor& buffer, int64_t first, const RowsOut& out, const Tensor& totals,
-      const Tensor& grad) {
+      const Exponentials& by, Exponentials::Chunk& chunk, const Tensor& buffer, int64_t first, const RowsOut& out,
+      const Tensor& totals, const Tensor& grad) {
     Tensor e = rows_of(buffer, first);
-    if (!into.input.defined()) return by.compute(e, {}, first, out, {}, {}, {}, false);
+    if (!into.input.defined()) return by.compute(chunk, e, {}, first, out, {}, {}, {}, false);
     Tensor dx = into.input.narrow(0, first, e.size(0));
-    by.compute(e, dx, first, out, totals, grad, taken, into.weight.defined());
+    by.compute(chunk, e, dx, first, out, totals, grad, taken, into.weight.defined());
     if (into.weight.defined()) gemm::multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
     gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
-    by.rescale(dx, first, taken);
+    by.rescale(chunk, dx, taken);
+  }
+
+  /// The last steps of the logits-free path if classes are split. d input comes before d weight, which hides its sum
+  /// over ranks.
+  void add_split_exponentials(
+      const Exponentials& by, const Exponentials::Chunk& chunk, const Tensor& e, const Tensor& gathered,
+      const RowsOut& out, const Tensor& totals, const Tensor& grad) {
+    const int64_t first = chunk.first;
+    Tensor weighed;
+    if (into.weight.defined()) weighed = at::empty({chunk.rows, x.size(1)}, x.options());
+    by.weigh(chunk, e, weighed, gathered, out, totals, grad, taken, weighed.defined());
+    if (into.input.defined()) {
+      Tensor dx = input_gradient(first, chunk.rows);
+      gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
+      by.rescale(chunk, dx, taken);
+      reduce(dx, first);
+    }
+    if (weighed.defined()) {
+      gemm::multiply(into.weight, e.t(), weighed, first > 0, logits_scale * shrink, sustained);
+    }
   }
 
   void finish() {
-    if (taken.defined()) rows.add_targets(into.weight, x, taken, logits_scale * shrink);
+    if (taken.defined() && into.weight.defined()) rows.add_targets(into.weight, x, taken, logits_scale * shrink);
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
+    reducing.wait();
   }
 };
 
-/// Tokens as rows of unit stride, which GEMMs and our kernels require.
-inline Tensor as_rows(const Tensor& input) {
-  Tensor x = as_matrix(input);
-  return x.stride(1) == 1 || x.size(1) == 1 ? x : x.contiguous();
-}
-
-inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input) {
+inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input, const TokenOrder& order) {
   if (!s.token_weight || !s.token_weight->defined()) return Tensor();
-  return s.token_weight->reshape(-1).to(compute_type(input)).contiguous();
+  return order.arrange(*s.token_weight).to(compute_type(input)).contiguous();
 }
 
 /// True if the call allows the logits-free path: it requests only the loss and gradients. If it requests any gradient,
@@ -122,25 +245,182 @@ inline bool allows_logits_free_path(const Settings& s, const Tensor& bias, const
   return made_now && !extras && s.logits_scale > 0;
 }
 
+/// A call's loop over chunks. now: compute gradients.
+template <class Rows>
+void run_chunks(
+    Pass<Rows>& pass, const RowsOut& out, const Exponentials* exponentials, const Tensor& totals,
+    const Tensor& token_weight, const Forward& results, Wanted wanted, bool now) {
+  const int64_t tokens = pass.x.size(0);
+  const size_t element = results.rows.loss.element_size();
+  Tensor buffer = pass.buffer(), scratch_stats;
+  Exponentials::Chunk chunk;
+  if (exponentials) chunk = exponentials->chunk(buffer.size(0));
+  const bool describe = wanted.log_probs;
+  if (describe && !out.stats) scratch_stats = at::empty({3, buffer.size(0)}, results.rows.loss.options());
+  auto at_token = [&](const Tensor& t, int64_t first) {
+    return static_cast<char*>(t.mutable_data_ptr()) + first * int64_t(element);
+  };
+  for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
+    RowsOut part = out.from(first, element);
+    Tensor weights;
+    if (token_weight.defined()) weights = token_weight.narrow(0, first, std::min(pass.plan.chunk, tokens - first));
+    if (exponentials) {
+      pass.add_exponentials(*exponentials, chunk, buffer, first, part, totals, weights);
+      continue;
+    }
+    Tensor logits = pass.logits(buffer, first);
+    if (scratch_stats.defined()) part.stats = static_cast<char*>(scratch_stats.mutable_data_ptr());
+    Upstream upstream(weights);
+    if (now && !describe) {
+      pass.rows.forward_backward(logits, first, part, totals, upstream);
+    } else {
+      pass.rows.forward(logits, first, part);
+      if (describe) {
+        pass.rows.describe(
+            logits, first, part.stats, at_token(results.log_probs, first), at_token(results.entropy, first));
+      }
+      if (now) pass.rows.backward(logits, first, part.stats, totals, upstream);
+    }
+    if (now) pass.add(logits, first);
+  }
+}
+
+/// One chunk of a call with split classes, between its steps.
+struct SplitChunk {
+  int64_t first;
+  core::Pending tokens, gathered;
+  Tensor logits;
+  Facts facts;
+  Exponentials::Chunk exponentials;
+};
+
+/// A call's loop over chunks whose classes are split.
+template <class Rows>
+struct SplitLoop {
+  Pass<Rows>& pass;
+  const RowsOut& out;
+  const Exponentials* exponentials;
+  const Tensor &totals, &token_weight;
+  const Forward& results;
+  const Options& o;
+  const Wanted wanted;
+  const bool now;  // compute gradients
+
+  const core::Group& group() const { return *pass.shard.group; }
+
+  SplitChunk fetch(int64_t first) const {
+    return {first, pass.fetch(first), {}, {}, Facts(o, wanted.metrics, wanted.log_probs), {}};
+  }
+
+  /// Exponentials are relative to the true logits, which other ranks may have.
+  void prepare(SplitChunk& c) const {
+    c.tokens.wait();
+    if (!exponentials) return;
+    c.exponentials = exponentials->chunk(std::min(pass.plan.chunk, pass.x.size(0) - c.first));
+    c.exponentials.first = c.first;
+    exponentials->start(c.exponentials);
+    c.gathered = group().all_gather(c.exponentials.base());
+  }
+
+  /// This rank's logits or exponentials, and the facts about them.
+  void open(SplitChunk& c, const Tensor& buffer) const {
+    if (exponentials) {
+      Tensor base = c.exponentials.base();
+      at::amax_out(base, c.gathered.wait(), 0);
+      c.logits = pass.rows_of(buffer, c.first);
+      exponentials->multiply(c.exponentials, c.logits, {});
+      c.gathered = group().all_gather(exponentials->add_sums(c.exponentials));
+      return;
+    }
+    c.logits = pass.logits(buffer, c.first);
+    const int64_t rows = c.logits.size(0);
+    auto numbers = results.rows.loss.options();
+    c.facts.allocate(rows, numbers);
+    if (c.logits.size(1) == 0) {
+      c.facts.fill_empty();
+    } else {
+      RowsOut local;
+      local.facts = &c.facts;
+      Tensor stats;
+      if (c.facts.entropy) {
+        stats = at::empty({3, rows}, numbers);
+        local.stats = static_cast<char*>(stats.mutable_data_ptr());
+      }
+      pass.rows.forward(c.logits, c.first, local);
+      if (c.facts.entropy) {
+        pass.rows.describe(c.logits, c.first, local.stats, nullptr, c.facts.at(c.facts.count() - 1));
+      }
+    }
+    c.gathered = group().all_gather(c.facts.values);
+  }
+
+  /// Losses and gradients, from the facts of all ranks.
+  void close(SplitChunk& c) const {
+    const Tensor gathered = c.gathered.wait();
+    const int64_t rows = c.logits.size(0);
+    const size_t element = results.rows.loss.element_size();
+    RowsOut part = out.from(c.first, element);
+    Tensor weights = token_weight.defined() ? token_weight.narrow(0, c.first, rows) : Tensor();
+    if (exponentials) {
+      return pass.add_split_exponentials(*exponentials, c.exponentials, c.logits, gathered, part, totals, weights);
+    }
+    Tensor stats;
+    if (now) {
+      stats = at::empty({3, rows}, results.rows.loss.options());
+      part.stats = static_cast<char*>(stats.mutable_data_ptr());
+    }
+    auto at_token = [&](const Tensor& t) {
+      return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) + c.first * int64_t(element) : nullptr;
+    };
+    pass.rows.combine(c.facts, gathered, c.first, part, at_token(results.log_probs), at_token(results.entropy));
+    if (!now) return;
+    if (c.logits.size(1) > 0) pass.rows.backward(c.logits, c.first, part.stats, totals, Upstream(weights));
+    pass.add(c.logits, c.first);
+  }
+
+  void run() const {
+    const int64_t chunks = pass.plan.chunks, size = pass.plan.chunk;
+    if (chunks == 0) return;
+    std::vector<Tensor> buffers;
+    for (int64_t i = 0; i < pass.plan.buffers; ++i) buffers.push_back(pass.buffer());
+    SplitChunk next = fetch(0);
+    prepare(next);
+    std::optional<SplitChunk> opened;
+    for (int64_t i = 0; i < chunks; ++i) {
+      SplitChunk c = std::move(next);
+      const bool is_last = i + 1 == chunks;
+      if (!is_last) next = fetch((i + 1) * size);
+      open(c, buffers[i % buffers.size()]);
+      if (!is_last) prepare(next);
+      if (opened) close(*opened);
+      opened.reset();
+      if (buffers.size() > 1 && !is_last) {
+        opened = std::move(c);
+      } else {
+        close(c);
+      }
+    }
+  }
+};
+
 template <class Rows>
 Forward forward(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Settings& s, Wanted wanted) {
+    const Tensor& ce_weight, const Tensor& known, const Settings& s, Wanted wanted) {
   c10::DeviceGuard guard(input.device());
   const Options& o = s.o;
   Forward out = empty_forward(input, weight, target, bias, s, wanted);
-  Tensor token_weight = rows_of_token_weight(s, input);
-  Pass<Rows> pass(op, as_rows(input), weight, target, bias, ce_weight, s, wanted, out.gradients);
+  Pass<Rows> pass(op, input, weight, target, bias, ce_weight, s, wanted, out.gradients);
+  Tensor token_weight = rows_of_token_weight(s, input, pass.order);
   const int64_t tokens = pass.x.size(0);
   const bool now = wanted.any_gradient() && o.reduced();
-  const size_t element = out.rows.loss.element_size();
   RowBuffers rows(out.rows, tokens, o, {wanted.metrics, false});
   Tensor totals = out.rows.totals;
   if (o.mean() && (now || totals.defined())) {
     if (!totals.defined()) totals = at::empty({2}, out.rows.loss.options());
-    pass.rows.count(totals);
+    known.defined() ? void(totals.copy_(known)) : pass.rows.count(totals);
   }
-  const Tensor counted = totals;
+  const Tensor counted = totals.defined() ? totals : known;
   if (out.deferred_scale.defined()) {
     int64_t halvings = 0;
     while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
@@ -158,41 +438,23 @@ Forward forward(
       out.deferred_scale.copy_(grow);
     }
   }
-  Tensor buffer = pass.buffer(), scratch_stats;
   std::optional<Exponentials> exponentials;
-  // Without gradients, the plan's memory includes the sums.
-  const bool has_room = !s.memory_budget || !now;
-  if (allows_logits_free_path(s, bias, wanted) && Exponentials::applies(pass.x, weight, pass.plan.chunk, has_room)) {
-    exponentials.emplace(op, pass.x, weight, target.reshape(-1), ce_weight, o, s.logits_scale, buffer.size(0), now);
-  }
-  const bool describe = wanted.log_probs;
-  if (describe && !rows.out.stats) {
-    scratch_stats = at::empty({3, buffer.size(0)}, out.rows.loss.options());
-  }
-  auto at_token = [&](const Tensor& t, int64_t first) {
-    return static_cast<char*>(t.mutable_data_ptr()) + first * int64_t(element);
-  };
-  for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
-    RowsOut part = rows.out.from(first, element);
-    Tensor weights;
-    if (token_weight.defined()) weights = token_weight.narrow(0, first, std::min(pass.plan.chunk, tokens - first));
-    if (exponentials) {
-      pass.add_exponentials(*exponentials, buffer, first, part, totals, weights);
-      continue;
+  const int64_t largest_chunk = std::min(pass.plan.chunk, tokens);
+  if (allows_logits_free_path(s, bias, wanted) && Exponentials::applies(pass.x, pass.shard.largest, largest_chunk)) {
+    // Without gradients, the plan's memory includes the sums.
+    const bool has_room = !s.memory_budget || !now || Exponentials::sums_fit(pass.x, weight);
+    // All ranks must decide alike, whatever the layouts of their weights.
+    if (s.is_split() || (has_room && Exponentials::fits(pass.x) && Exponentials::fits(weight))) {
+      pass.align();
+      exponentials.emplace(
+          op, pass.x, pass.weight, pass.rows.target_rows(), ce_weight, pass.shard, o, s.logits_scale, now);
     }
-    Tensor logits = pass.logits(buffer, first);
-    if (scratch_stats.defined()) part.stats = static_cast<char*>(scratch_stats.mutable_data_ptr());
-    Upstream upstream(weights);
-    if (now && !describe) {
-      pass.rows.forward_backward(logits, first, part, totals, upstream);
-    } else {
-      pass.rows.forward(logits, first, part);
-      if (describe) {
-        pass.rows.describe(logits, first, part.stats, at_token(out.log_probs, first), at_token(out.entropy, first));
-      }
-      if (now) pass.rows.backward(logits, first, part.stats, totals, upstream);
-    }
-    if (now) pass.add(logits, first);
+  }
+  if (s.is_split()) {
+    SplitLoop<Rows>{pass, rows.out, exponentials ? &*exponentials : nullptr, totals, token_weight, out, o, wanted, now}
+        .run();
+  } else {
+    run_chunks(pass, rows.out, exponentials ? &*exponentials : nullptr, totals, token_weight, out, wanted, now);
   }
   if (now) pass.finish();
   if (token_weight.defined()) {
@@ -205,6 +467,15 @@ Forward forward(
     }
   }
   if (o.reduced()) pass.rows.sum(rows, out.rows, counted);
+  if (pass.order.is_split()) {
+    auto restore = [&](Tensor& t) {
+      if (t.defined() && t.numel() == tokens && t.dim() > 0) t = pass.order.restore(t.view(-1), target.sizes());
+    };
+    for (Tensor* t : {&out.rows.loss, &out.rows.z_loss, &out.rows.accuracy}) {
+      if (!o.reduced()) restore(*t);
+    }
+    for (Tensor* t : {&out.rows.predicted, &out.log_probs, &out.entropy}) restore(*t);
+  }
   return out;
 }
 
@@ -218,16 +489,21 @@ Gradients backward(
   LIGER_CHECK(
       grad.sizes().equals(target.sizes()), op, "the gradient", c10::str("have shape ", target.sizes()), grad.sizes());
   Gradients out = empty_gradients(input, weight, bias, wanted);
-  Pass<Rows> pass(op, as_rows(input), weight, target, bias, ce_weight, s, wanted, out);
-  Tensor incoming = grad.reshape(-1).to(compute_type(input)).contiguous();
-  Tensor token_weight = rows_of_token_weight(s, input);
+  Pass<Rows> pass(op, input, weight, target, bias, ce_weight, s, wanted, out);
+  Tensor incoming = pass.order.arrange(grad).to(compute_type(input)).contiguous();
+  Tensor token_weight = rows_of_token_weight(s, input, pass.order);
   if (token_weight.defined()) incoming = incoming * token_weight;
   const auto* at = static_cast<const char*>(stats.const_data_ptr());
   Tensor buffer = pass.buffer();
+  core::Pending next = pass.fetch(0);
   for (int64_t first = 0; first < pass.x.size(0); first += pass.plan.chunk) {
+    next.wait();
+    const int64_t after = first + pass.plan.chunk;
+    if (after < pass.x.size(0)) next = pass.fetch(after);
     Tensor logits = pass.logits(buffer, first);
     const char* stats_of = at + 3 * first * int64_t(stats.element_size());
-    pass.rows.backward(logits, first, stats_of, totals, Upstream(incoming.narrow(0, first, logits.size(0))));
+    if (logits.size(1) > 0)
+      pass.rows.backward(logits, first, stats_of, totals, Upstream(incoming.narrow(0, first, logits.size(0))));
     pass.add(logits, first);
   }
   pass.finish();

@@ -5,13 +5,14 @@
 
 namespace liger::ops::fused_linear_cross_entropy {
 
-bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted) {
-  return wanted.weight && chunks > 1 && at::isReducedFloatingType(dtype);
+bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted, bool is_split) {
+  if (!at::isReducedFloatingType(dtype)) return false;
+  return is_split ? wanted.weight || wanted.input : wanted.weight && chunks > 1;
 }
 
 Plan make_plan(
     const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, const Wanted& wanted,
-    std::optional<int64_t> memory_budget) {
+    std::optional<int64_t> memory_budget, bool is_split) {
   constexpr int64_t kMiB = 1 << 20, kTile = 256;
   const int64_t element = c10::elementSize(dtype), line = 128 / element;
   Plan plan;
@@ -21,7 +22,7 @@ Plan make_plan(
   const bool has_sums = dtype == at::kBFloat16 && !wanted.any_gradient();
   const int64_t sums = has_sums ? Exponentials::bytes_of_sums(classes) : 0;
   const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;
-  const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted) ? 40 : 0);
+  const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted, is_split) ? 40 : 0);
   // Enough for GEMMs at full speed. Calls without gradients need less.
   const int64_t usual = (wanted.any_gradient() ? 1280 : 320) * kMiB + tokens * per_token;
   const int64_t budget = memory_budget.value_or(std::max(usual, per_row * kTile / 2 + tokens * per_token));
@@ -40,8 +41,11 @@ Plan make_plan(
     if (plan.chunks > 1) plan.chunk = std::min(most, (plan.chunk + tile - 1) / tile * tile);
     plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
   }
-  plan.bytes =
-      std::min(plan.chunk, tokens) * per_row + tokens * (16 + (takes_targets(dtype, plan.chunks, wanted) ? 40 : 0));
+  const int64_t of_chunk = std::min(plan.chunk, tokens) * per_row;
+  const int64_t of_tokens = tokens * (16 + (takes_targets(dtype, plan.chunks, wanted, is_split) ? 40 : 0));
+  // Smaller chunks for the sake of two buffers would cost more time than they hide.
+  if (is_split && plan.chunks > 1 && 2 * of_chunk + of_tokens <= budget) plan.buffers = 2;
+  plan.bytes = plan.buffers * of_chunk + of_tokens;
   return plan;
 }
 
@@ -79,14 +83,19 @@ Tensor as_long_rows(const Tensor& t) {
   return flat.view({-1, flat.size(-1)});
 }
 
-Tensor classes_of(const Tensor& target, int64_t n, const Options& o) {
-  Tensor y = target.to(at::kLong);
-  return y.masked_fill((y < 0) | (y >= n) | (y == o.ignore_index), -1).to(at::kInt);
+namespace {
+
+/// Targets as int32 columns of this rank; -1 for tokens without one.
+Tensor columns_of(const Tensor& target, const Shard& shard, const Options& o) {
+  Tensor y = target.to(at::kLong), column = y - shard.first;
+  return column.masked_fill_((column < 0) | (column >= shard.n) | (y == o.ignore_index), -1).to(at::kInt);
 }
 
-std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, int64_t n, const Options& o) {
+}  // namespace
+
+std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, const Shard& shard, const Options& o) {
   // A separate statement frees its temporaries before the sort, which takes the most memory.
-  Tensor unsorted = classes_of(target, n, o);
+  Tensor unsorted = columns_of(target, shard, o);
   auto [classes, order] = unsorted.sort(/*stable=*/true, 0, false);
   return {classes, order.to(at::kInt)};
 }

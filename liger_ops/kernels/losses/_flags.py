@@ -16,6 +16,8 @@ SAVE_TOTALS = tl.constexpr(1024)
 HAS_GRAD = tl.constexpr(2048)
 COUNT_ONLY = tl.constexpr(4096)
 HAS_TOTALS = tl.constexpr(8192)
+LOCAL = tl.constexpr(16384)  # the logits of one process's classes: store facts instead of losses
+SAVE_ENTROPY = tl.constexpr(32768)
 
 # A column index that no row has.
 NOWHERE = tl.constexpr(0x7FFFFFFF)

@@ -46,11 +46,11 @@ def upstream_gradients(grad, totals, row, stride, flags, known):
 
 @triton.jit
 def gradient_terms(
-    n, y, top, total, miss, grad, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
+    classes, y, is_class, top, total, miss, grad, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
     EXTRAS: tl.constexpr,
 ):  # fmt: skip
     """(slope, slope_y, drop_y, tilt): d loss / d x_k = exp(x_k - top) * slope - tilt * w_k. For the true class, slope_y
-    replaces slope, and drop_y is subtracted."""
+    replaces slope, and drop_y is subtracted. y: index of the true class's weight, valid if is_class."""
     # With p = exp(x - top) / total:
     # d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
     #                  p_y * spill - (1 - p_y) * pull - tilt * w_y
@@ -58,13 +58,13 @@ def gradient_terms(
     spill = grad_z * 2 * lse_square_scale * (top + tl.log(total))
     tilt = 0.0
     if EXTRAS:
-        w_y = load_weight(weight, y, (y >= 0) & (y < n), flags)
+        w_y = load_weight(weight, y, is_class, flags)
         pull = grad * w_y
         if flags & HAS_SMOOTHING:
             pull *= 1 - label_smoothing
-            tilt = grad * label_smoothing / n
-            mean_weight = tl.load(weight_sum, mask=(flags & HAS_WEIGHT) != 0, other=n.to(tl.float32)) / n
-            spill += grad * label_smoothing * mean_weight
+            tilt = grad * label_smoothing / classes
+            sum_w = tl.load(weight_sum, mask=(flags & HAS_WEIGHT) != 0, other=classes.to(tl.float32))
+            spill += grad * label_smoothing * (sum_w / classes)
     return tl.div_rn(pull + spill, total), tl.div_rn(spill, total), pull * miss, tilt
 
 

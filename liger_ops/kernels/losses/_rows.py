@@ -12,6 +12,7 @@ from ._flags import (
     HAS_SOFTCAP,
     HAS_WEIGHT,
     LN2,
+    LOCAL,
     LOG2E_TAIL,
     LOWEST,
     MOST_PARTS,
@@ -288,16 +289,18 @@ def combine_parts(shares, arrived, peak, total, tilt, first, parts, softcap, fla
 
 @triton.jit
 def scan_row(
-    row, kept, begin, end, n, y, x_y, reference, weight, softcap, flags, shares, arrived, parts,
+    row, kept, begin, end, n, y, x_y, true, reference, weight, softcap, flags, shares, arrived, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
     KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Reads a row once, or one of its `parts`, the columns begin..end: (top, total, miss, nll, tilt, predicted).
+    """Reads a row once, or one of its `parts`, the columns begin..end:
+    (top, total, others, nll, tilt, highest, predicted).
 
     `kept` holds the first KEPT columns; REST: there may be more.
 
-    top: largest x, total: sum_j exp(x_j - top), miss: 1 - p_y, nll: lse - x_y,
-    tilt: sum_j w_j * (x_j - reference) for j != y
+    x_y: the true class's logit, true: the same softcapped
+    top: largest x, total: sum_j exp(x_j - top), others: the same for j != y, nll: lse - x_y,
+    tilt: sum_j w_j * (x_j - reference) for j != y, highest: largest logit
     """
     DTYPE: tl.constexpr = row.dtype.element_ty
     VEC: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -354,10 +357,6 @@ def scan_row(
             shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
         )
 
-    true = x_y
-    if EXTRAS:
-        if flags & HAS_SOFTCAP:
-            true, _ = softcapped(x_y, softcap)
     top = tl.maximum(true, top_others)
     others *= exp(top_others - top, row.dtype.element_ty)
     total = exp(true - top, row.dtype.element_ty) + others
@@ -365,7 +364,7 @@ def scan_row(
     predicted = tl.where((x_y > raw_others) | ((x_y == raw_others) & (y < first)), y, first)
     # A row that contains only -inf or NaN.
     predicted = tl.where(predicted == NOWHERE, 0, predicted - skew)
-    return top, total, tl.div_rn(others, total), nll, tilt, predicted
+    return top, total, others, nll, tilt, tl.maximum(x_y, raw_others), predicted
 
 
 @triton.jit
@@ -399,13 +398,34 @@ def store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, row_
 
 
 @triton.jit
+def store_facts(facts, row, rows, top, others, true, tilt, highest, predicted, leads, flags):
+    """Stores what the other processes must know about this process's classes in one row, as (facts, rows):
+    top, others, the true class's x or -inf, then tilt with HAS_SMOOTHING, then highest and predicted with SAVE_METRICS."""
+    at = facts + row
+    rows = rows.to(tl.int64)
+    tl.store(at, top, mask=leads)
+    tl.store(at + rows, others, mask=leads)
+    tl.store(at + rows * 2, true, mask=leads)
+    at += rows * 3
+    if flags & HAS_SMOOTHING:
+        tl.store(at, tilt, mask=leads)
+        at += rows
+    if flags & SAVE_METRICS:
+        tl.store(at, highest, mask=leads)
+        tl.store(at + rows, predicted.to(tl.float32, bitcast=True), mask=leads)
+
+
+@triton.jit
 def forward_row(
-    loss, z_loss, accuracy, predicted, row, x_row, kept, begin, end, y, weight, weight_sum,
+    loss, z_loss, accuracy, predicted, facts, row, rows, x_row, kept, begin, end, y, first_class, weight, weight_sum,
     n, label_smoothing, lse_square_scale, softcap, flags, shares, arrived, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
-    KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr,
+    KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Stores losses and metrics of one row with a target. Returns (top, total, miss) for its gradient."""
+    """Stores losses and metrics of one row with a target, or its facts. Returns (top, total, miss) for its gradient.
+
+    y: the class as a column of the row; first_class: the class of the first column. SPLIT: the flag LOCAL may be set.
+    """
     valid = (y >= 0) & (y < n)
     x_y = tl.load(x_row + y, mask=valid, other=float("nan")).to(tl.float32)
     reference = x_y
@@ -418,14 +438,39 @@ def forward_row(
         if flags & HAS_SMOOTHING:
             sum_w = tl.load(weight_sum, mask=(flags & HAS_WEIGHT) != 0, other=sum_w)
     true = reference
+    if SPLIT:
+        # If it is not a column here, another process has the true class.
+        here = valid | ((flags & LOCAL) == 0)
+        x_y = tl.where(here, x_y, float("-inf"))
+        true = tl.where(here, true, float("-inf"))
     reference = tl.where(true == float("-inf"), 0.0, true)
+    if EXTRAS and SPLIT:
+        if flags & LOCAL:
+            # Any logit near the others keeps the digits of their sum.
+            nearby = tl.load(x_row).to(tl.float32)
+            if flags & HAS_SOFTCAP:
+                nearby, _ = softcapped(nearby, softcap)
+            nearby = tl.where(tl.abs(nearby) < float("inf"), nearby, 0.0)
+            reference = tl.where(valid, reference, nearby)
     # An invalid y matches no column.
-    top, total, miss, nll, tilt, best = scan_row(
-        x_row, kept, begin, end, n, tl.where(valid, y, -64), x_y, reference, weight, softcap, flags, shares, arrived,
+    top, total, others, nll, tilt, highest, best = scan_row(
+        x_row, kept, begin, end, n, tl.where(valid, y, -64), x_y, true, reference, weight, softcap, flags, shares, arrived,
         parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, POLICY,
     )  # fmt: skip
+    leads = begin == 0
+    if SPLIT:
+        if EXTRAS:
+            # Of all columns, with distances from `top`.
+            all_tilt = tilt + (sum_w - tl.where(valid, w_y, 0.0)) * (reference - top)
+            all_tilt += tl.where(valid, w_y * (true - top), 0.0)
+        else:
+            all_tilt = tilt
+        local = (flags & LOCAL) != 0
+        if local:
+            store_facts(facts, row, rows, top, others, true, all_tilt, highest, best + first_class, leads, flags)
+        leads = leads & (local == 0)
     row_loss, row_z_loss = row_losses(
         top, total, nll, tilt, true, reference, w_y, sum_w, n, label_smoothing, lse_square_scale, flags, EXTRAS
     )
-    store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, best, y, begin == 0, flags)
-    return top, total, miss
+    store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, best, y, leads, flags)
+    return top, total, tl.div_rn(others, total)

@@ -40,12 +40,16 @@ from ._flags import (
     COUNT_ONLY,
     FROM_PARTIAL,
     HAS_GRAD,
+    HAS_SMOOTHING,
     HAS_SOFTCAP,
     HAS_TOTALS,
     HAS_WEIGHT,
+    LOCAL,
+    LOWEST,
     MEAN,
     MOST_PARTS,
     MOST_SKEW,
+    SAVE_ENTROPY,
     SAVE_METRICS,
     SAVE_STATS,
     SAVE_TOTALS,
@@ -61,13 +65,13 @@ from ._gradient import (
     write_true,
     zero_span,
 )
-from ._rows import forward_row, load_target, log1p, skew_of, softcapped, store_row
+from ._rows import exp, forward_row, load_target, load_weight, log1p, skew_of, softcapped, store_row
 
 
 @triton.jit
 def cross_entropy_fwd_kernel(
-    loss, z_loss, accuracy, predicted, stats, logits, target, weight, weight_sum, shares, arrived,
-    rows, n, part, inner_rows, logits_outer, logits_inner, target_words, ignore_index,
+    loss, z_loss, accuracy, predicted, stats, facts, logits, target, weight, weight_sum, shares, arrived,
+    rows, n, part, inner_rows, logits_outer, logits_inner, target_words, ignore_index, first_class,
     label_smoothing, lse_square_scale, softcap, flags,
     EXTRAS: tl.constexpr, SHARED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
@@ -83,13 +87,14 @@ def cross_entropy_fwd_kernel(
         end = tl.minimum(columns_end(n, SKEWED), begin + part)
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
-        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, begin == 0, flags)
+        leads = (begin == 0) & ((flags & LOCAL) == 0)
+        store_row(loss, z_loss, accuracy, predicted, row, 0.0, 0.0, tl.full([], -1, tl.int32), y, leads, flags)
     else:
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, 0, begin, end, y, weight, weight_sum, n,
-            label_smoothing, lse_square_scale, softcap, flags, shares + row * (parts * 4), arrived + row, parts,
-            LANES, TILES, SKEWED, SHARED, EXTRAS, 0, True, "",
+            loss, z_loss, accuracy, predicted, facts, row, rows, x_row, 0, begin, end, y - first_class, first_class,
+            weight, weight_sum, n, label_smoothing, lse_square_scale, softcap, flags, shares + row * (parts * 4),
+            arrived + row, parts, LANES, TILES, SKEWED, SHARED, EXTRAS, 0, True, "", True,
         )  # fmt: skip
         save = (begin == 0) & ((flags & SAVE_STATS) != 0)
         tl.store(stats + row, top, mask=save)
@@ -101,7 +106,7 @@ def cross_entropy_fwd_kernel(
 def cross_entropy_bwd_kernel(
     dlogits, logits, target, stats, grad, totals, weight, weight_sum,
     rows, n, inner_rows, dlogits_outer, dlogits_inner, logits_outer, logits_inner, target_words, grad_stride,
-    ignore_index, label_smoothing, lse_square_scale, softcap, flags,
+    ignore_index, first_class, classes, label_smoothing, lse_square_scale, softcap, flags,
     EXTRAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
     spans = tl.cdiv(columns_end(n, SKEWED), BLOCK_N * BLOCKS)
@@ -113,6 +118,8 @@ def cross_entropy_bwd_kernel(
     if y == ignore_index:
         zero_span(out, begin, end, n, BLOCK_N, SKEWED)
     else:
+        is_class = (y >= 0) & (y < classes)
+        y -= first_class
         grad_here, grad_z = upstream_gradients(grad, totals, row, grad_stride, flags, True)
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         x_y = tl.load(x_row + y, mask=(y >= 0) & (y < n), other=0.0).to(tl.float32)
@@ -120,8 +127,8 @@ def cross_entropy_bwd_kernel(
         total = tl.load(stats + rows.to(tl.int64) + row)
         miss = tl.load(stats + rows.to(tl.int64) * 2 + row)
         slope, slope_y, drop_y, tilt = gradient_terms(
-            n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
-            EXTRAS,
+            classes, y, is_class, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing,
+            lse_square_scale, flags, EXTRAS,
         )  # fmt: skip
         # The gradient may overwrite the logits: all reads come first.
         tl.debug_barrier()
@@ -188,13 +195,13 @@ def cross_entropy_fwd_bwd_kernel(
         # Long rows need no hint to stay in the cache, because few are in use; it would only evict other data.
         FIRST_READ: tl.constexpr = "" if PART else "evict_last"
         top, total, miss = forward_row(
-            loss, z_loss, accuracy, predicted, row, x_row, kept, begin, end, y, weight, weight_sum,
+            loss, z_loss, accuracy, predicted, 0, row, rows, x_row, kept, begin, end, y, 0, weight, weight_sum,
             n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4),
-            arrived + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, FIRST_READ,
+            arrived + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, FIRST_READ, False,
         )  # fmt: skip
         slope, slope_y, drop_y, tilt = gradient_terms(
-            n, y, top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing, lse_square_scale, flags,
-            EXTRAS,
+            n, y, (y >= 0) & (y < n), top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing,
+            lse_square_scale, flags, EXTRAS,
         )  # fmt: skip
         # No thread may overwrite a logit before all threads have read it.
         tl.debug_barrier()
@@ -214,7 +221,8 @@ def cross_entropy_describe_kernel(
     log_prob, entropy, logits, target, stats, rows, n, stride, target_words, ignore_index, softcap, flags,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """log p_y and the entropy of the distribution, for every row with a target; zeros for a row without one."""
+    """log p_y and the entropy of the distribution, for every row with a target; zeros for a row without one. With the
+    flag LOCAL, only the entropy."""
     row = tl.program_id(0)
     y = load_target(target, row, target_words, True)
     counted = y != ignore_index
@@ -237,8 +245,85 @@ def cross_entropy_describe_kernel(
         x_y, _ = softcapped(x_y, softcap)
     # Near p_y = 1, log(1 - miss) is more accurate than the distance to the largest logit.
     known = tl.where(miss < 0.5, log1p(-miss), x_y - top - tl.log(total))
-    tl.store(log_prob + row, tl.where(counted, tl.where(x_y == x_y, known, x_y), 0.0))
+    tl.store(log_prob + row, tl.where(counted, tl.where(x_y == x_y, known, x_y), 0.0), mask=(flags & LOCAL) == 0)
     tl.store(entropy + row, tl.where(counted, tl.log(total) - tl.sum(spread, axis=0) / total, 0.0))
+
+
+@triton.jit
+def cross_entropy_combine_kernel(
+    loss, z_loss, accuracy, predicted, stats, log_prob, entropy, gathered, target, weight, rank_weights,
+    rows, ranks, classes, ignore_index, label_smoothing, lse_square_scale, flags,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Losses, metrics and statistics of rows whose classes are split over processes. gathered: (ranks, facts, rows), see
+    store_facts; with SAVE_ENTROPY, the last fact is the entropy of the process's own classes. rank_weights: the sum of
+    class weights of each process. All processes compute the same bits."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    y = load_target(target, row, WORDS, inside)
+    counted = inside & (y != ignore_index)
+    is_class = (y >= 0) & (y < classes)
+    stride = rows.to(tl.int64)
+    smooths = (flags & HAS_SMOOTHING) != 0
+    metrics = (flags & SAVE_METRICS) != 0
+    describes = (flags & SAVE_ENTROPY) != 0
+    facts = 3 + smooths.to(tl.int64) + 2 * metrics.to(tl.int64) + describes.to(tl.int64)
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    top = tl.full([BLOCK], LOWEST, tl.float32)
+    true = tl.full([BLOCK], float("-inf"), tl.float32)
+    for rank in range(ranks):
+        at = gathered + rank * facts * stride + row
+        top = tl.maximum(top, tl.load(at, mask=counted, other=LOWEST))
+        true = tl.maximum(true, tl.load(at + 2 * stride, mask=counted, other=float("-inf")), propagate_nan=ALL)
+    true = tl.where(is_class, true, float("nan"))
+    others = tl.zeros([BLOCK], tl.float32)
+    for rank in range(ranks):
+        at = gathered + rank * facts * stride + row
+        base = tl.load(at, mask=counted, other=LOWEST)
+        others += tl.load(at + stride, mask=counted, other=0.0) * exp(base - top, tl.float32)
+    total = exp(true - top, tl.float32) + others
+    log_total = tl.log(total)
+    nll = tl.where(counted, top - true + tl.where(true == top, log1p(others), log_total), 0.0)
+    lse = top + log_total
+    row_z_loss = tl.where(counted, lse_square_scale * lse * lse, 0.0)
+    w_y = load_weight(weight, y, counted & is_class, flags)
+    row_loss = w_y * nll
+    if smooths:
+        smooth = tl.zeros([BLOCK], tl.float32)
+        for rank in range(ranks):
+            at = gathered + rank * facts * stride + row
+            w = tl.load(rank_weights + rank)
+            level = top - tl.load(at, mask=counted, other=0.0) + log_total
+            tilt = tl.load(at + 3 * stride, mask=counted, other=0.0)
+            smooth += tl.where(w == 0, 0.0, w * level) - tilt
+        row_loss = (1 - label_smoothing) * row_loss + label_smoothing / classes * smooth
+        row_loss = tl.where(counted, row_loss, 0.0)
+    best = tl.full([BLOCK], -1, tl.int32)
+    if metrics:
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        for rank in range(ranks):
+            at = gathered + (rank * facts + 3 + smooths.to(tl.int64)) * stride + row
+            value = tl.load(at, mask=counted, other=float("-inf"))
+            here = tl.load(at + stride, mask=counted, other=0.0).to(tl.int32, bitcast=True)
+            best = tl.where(counted & ((rank == 0) | (value > highest)), here, best)
+            highest = tl.maximum(highest, value)
+    store_row(loss, z_loss, accuracy, predicted, row, row_loss, row_z_loss, best, y, inside, flags)
+    save = inside & ((flags & SAVE_STATS) != 0)
+    tl.store(stats + row, top, mask=save)
+    tl.store(stats + stride + row, total, mask=save)
+    tl.store(stats + 2 * stride + row, tl.div_rn(others, total), mask=save)
+    if describes:
+        spread = tl.zeros([BLOCK], tl.float32)
+        for rank in range(ranks):
+            at = gathered + rank * facts * stride + row
+            base = tl.load(at, mask=counted, other=LOWEST)
+            own = tl.load(at + 2 * stride, mask=counted, other=float("-inf"))
+            sum_here = tl.load(at + stride, mask=counted, other=0.0) + exp(own - base, tl.float32)
+            p = sum_here * exp(base - top, tl.float32) / total
+            inner = tl.load(at + (facts - 1) * stride, mask=counted, other=0.0)
+            spread += tl.where(p == 0, 0.0, p * (inner - tl.log(p)))
+        tl.store(log_prob + row, -nll, mask=inside)
+        tl.store(entropy + row, tl.where(counted, spread, 0.0), mask=inside)
 
 
 @triton.jit
@@ -390,10 +475,10 @@ KERNELS = [
         function=cross_entropy_fwd_kernel,
         args={
             "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "predicted": "*i64", "stats": "*fp32",
-            "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32",
+            "facts": "*fp32", "logits": "*X", "target": "*i32", "weight": "*fp32", "weight_sum": "*fp32",
             "shares": "*fp32", "arrived": "*i32",
             "rows": "i32", "n": "i32", "part": "i32", "inner_rows": "i32", "logits_outer": "i64", "logits_inner": "i64",
-            "target_words": "i32", "ignore_index": "i64",
+            "target_words": "i32", "ignore_index": "i64", "first_class": "i32",
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
         aligned=["logits", "weight", "n", "part", "logits_outer", "logits_inner"],
@@ -417,7 +502,7 @@ KERNELS = [
             "weight": "*fp32", "weight_sum": "*fp32",
             "rows": "i32", "n": "i32", "inner_rows": "i32",
             "dlogits_outer": "i64", "dlogits_inner": "i64", "logits_outer": "i64", "logits_inner": "i64",
-            "target_words": "i32", "grad_stride": "i64", "ignore_index": "i64",
+            "target_words": "i32", "grad_stride": "i64", "ignore_index": "i64", "first_class": "i32", "classes": "i32",
             "label_smoothing": "fp32", "lse_square_scale": "fp32", "softcap": "fp32", "flags": "i32",
         },
         aligned=["dlogits", "logits", "weight", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
@@ -477,6 +562,18 @@ KERNELS = [
             Config(None, True, 8, constexprs=dict(BLOCK_N=4096)),
             Config(None, False, 8, constexprs=dict(BLOCK_N=4096)),
         ],
+    ),
+    Kernel(
+        function=cross_entropy_combine_kernel,
+        args={
+            "loss": "*fp32", "z_loss": "*fp32", "accuracy": "*fp32", "predicted": "*i64", "stats": "*fp32",
+            "log_prob": "*fp32", "entropy": "*fp32", "gathered": "*fp32", "target": "*i32", "weight": "*fp32",
+            "rank_weights": "*fp32", "rows": "i32", "ranks": "i32", "classes": "i32", "ignore_index": "i64",
+            "label_smoothing": "fp32", "lse_square_scale": "fp32", "flags": "i32",
+        },
+        aligned=[],
+        axes={"words": [{"WORDS": 1}, {"WORDS": 2}]},
+        configs=[Config(None, False, 4, constexprs=dict(BLOCK=128))],
     ),
     Kernel(
         function=cross_entropy_scale_kernel,

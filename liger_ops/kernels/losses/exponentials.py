@@ -15,6 +15,9 @@ With upstream gradients a of the loss (including the class weight) and c of its 
 If a token's loss exceeds about 44, E may overflow. A tile with such a row records the row's largest logit (`highest`),
 and a second launch computes the tiles of such rows again, with that logit in place of x_y. In `raised`, the first flag
 is for all rows, and one flag follows per 256 rows. If the first flag is not set, the second launch returns at once.
+
+If the classes are split over processes, x_y comes from the process that has class y, before the GEMM. Each process adds
+up its own sums (`add_sums`), and may have raised its own rows. `weigh` combines the sums of all processes.
 """
 
 import triton
@@ -27,8 +30,9 @@ from ._flags import ADD_Z_LOSS, HAS_GRAD, SAVE_Z_LOSS
 from ._gradient import upstream_gradients
 from ._rows import load_target, load_weight, log1p
 
-# Special values of `highest`, of `classes`, and of `base` for a row without a class.
+# Special values of `highest`, of `classes`, and of `base` for a row without a class. ELSEWHERE: another process's class.
 UNKNOWN, BAD_CLASS, NO_CLASS = tl.constexpr(-(1 << 31)), tl.constexpr(-2), tl.constexpr(1e30)
+ELSEWHERE = tl.constexpr(-3)
 ROWS_TO_A_FLAG = tl.constexpr(256)
 # In addition to the flags of _flags.py.
 TAKES, WEIGHS = tl.constexpr(1 << 16), tl.constexpr(1 << 17)
@@ -321,14 +325,17 @@ def float_of_order(order):
 
 @triton.jit
 def fused_linear_cross_entropy_true_logits_kernel(
-    base, classes, highest, raised, x, weight, target, n, columns, x_row, weight_row, target_words, ignore_index, scale,
-    BLOCK_N: tl.constexpr,
+    base, classes, highest, raised, x, weight, target, n, columns, x_row, weight_row, target_words, ignore_index,
+    first_class, all_classes, scale, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """base: the logit of each row's true class; classes: that class, -1 for a row without one. Also initialises
-    `highest` and `raised`."""
+    """base: the logit of each row's true class, -inf if another process has that class; classes: that class, counted
+    from first_class, -1 for a row without one. Also initialises `highest` and `raised`."""
     row = tl.program_id(0)
     y = load_target(target, row, target_words, True)
-    known = (y != ignore_index) & (y >= 0) & (y < n)
+    counted = y != ignore_index
+    is_class = counted & (y >= 0) & (y < all_classes)
+    y -= first_class
+    known = is_class & (y >= 0) & (y < n)
     total = tl.zeros([BLOCK_N], tl.float32)
     x_at, w_at = x + row * x_row, weight + y * weight_row
     for start in range(0, tl.where(known, columns, 0), BLOCK_N):
@@ -337,37 +344,66 @@ def fused_linear_cross_entropy_true_logits_kernel(
         left = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
         total += left * tl.load(w_at + cols, mask=inside, other=0.0).to(tl.float32)
     # For a row without a class, every exponential is 0.
-    tl.store(base + row, tl.where(known, scale * tl.sum(total), NO_CLASS))
-    tl.store(classes + row, tl.where(known, y, tl.where(y == ignore_index, -1, BAD_CLASS)).to(tl.int32))
+    tl.store(base + row, tl.where(known, scale * tl.sum(total), tl.where(is_class, float("-inf"), NO_CLASS)))
+    absent = tl.where(counted, tl.where(is_class, ELSEWHERE, BAD_CLASS), -1)
+    tl.store(classes + row, tl.where(known, y, absent).to(tl.int32))
     tl.store(highest + row, UNKNOWN)
     tl.store(raised, 0, mask=row == 0)
     tl.store(raised + 1 + row // ROWS_TO_A_FLAG, 0, mask=row % ROWS_TO_A_FLAG == 0)
 
 
 @triton.jit
+def row_sum(sums, row, tiles, sums_row, BLOCK_T: tl.constexpr):
+    partial = tl.zeros([BLOCK_T], tl.float32)
+    for start in range(0, tiles, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        partial += tl.load(sums + row.to(tl.int64) * sums_row + tile, mask=tile < tiles, other=0.0)
+    return tl.sum(partial)
+
+
+@triton.jit
+def fused_linear_cross_entropy_add_sums_kernel(
+    facts, sums, base, highest, rows, tiles, sums_row, BLOCK_T: tl.constexpr
+):
+    """facts (2, rows): the logit that a row's exponentials are relative to, and their sum."""
+    row = tl.program_id(0)
+    order = tl.load(highest + row)
+    tl.store(facts + row, tl.where(order != UNKNOWN, float_of_order(order), tl.load(base + row)))
+    tl.store(facts + rows + row, row_sum(sums, row, tiles, sums_row, BLOCK_T))
+
+
+@triton.jit
 def fused_linear_cross_entropy_weigh_kernel(
-    loss, z_loss, factor, taken, weighed, e, x, sums, base, classes, highest, class_weight, grad, totals,
-    columns, tiles, sums_row, e_row, x_row, grad_stride, lse_square_scale, flags,
+    loss, z_loss, factor, taken, weighed, e, x, sums, gathered, base, classes, highest, target, class_weight, grad, totals,
+    rows, columns, tiles, sums_row, ranks, e_row, x_row, target_words, grad_stride, lse_square_scale, flags,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Computes the losses, factor (v) and weighed (v x) of every row, and the gradient of its true logit: into e
-    without the factor, or, with the flag TAKES, into `taken` including it. A row's weighed x may overwrite its sums."""
+    without the factor, or, with the flag TAKES, into `taken` including it. A row's weighed x may overwrite its sums. class_weight, target: of all classes. gathered: the facts of
+    all `ranks` processes (ranks, 2, rows); without processes `ranks` is 0, and the row's own sums are read."""
     row = tl.program_id(0)
     at_row = row.to(tl.int64)
     y = tl.load(classes + row)
     x_y = tl.load(base + row)
     order = tl.load(highest + row)
-    partial = tl.zeros([BLOCK_T], tl.float32)
-    for start in range(0, tiles, BLOCK_T):
-        tile = start + tl.arange(0, BLOCK_T)
-        partial += tl.load(sums + at_row * sums_row + tile, mask=tile < tiles, other=0.0)
-    others = tl.sum(partial)
     rescued = order != UNKNOWN
-    top = tl.where(rescued, float_of_order(order), x_y)
+    # What this process's exponentials are relative to.
+    here = tl.where(rescued, float_of_order(order), x_y)
+    top = here
+    others = 0.0
+    if ranks == 0:
+        others = row_sum(sums, row, tiles, sums_row, BLOCK_T)
+    else:
+        for rank in range(ranks):
+            top = tl.maximum(top, tl.load(gathered + rank * 2 * rows + row))
+        for rank in range(ranks):
+            at = gathered + rank * 2 * rows + row
+            others += tl.load(at + rows) * tl.exp2((tl.load(at) - top) * LOG2E)
+        rescued = top != x_y
     true = tl.where(rescued, tl.exp2((x_y - top) * LOG2E), 1.0)
     total = others + true
-    known = y >= 0
-    w_y = load_weight(class_weight, y, known, flags)
+    known = (y >= 0) | (y == ELSEWHERE)
+    w_y = load_weight(class_weight, load_target(target, row, target_words, True), known, flags)
     nll = tl.where(rescued, top - x_y + tl.log(total), log1p(others))
     lse = x_y + nll
     row_z_loss = lse_square_scale * lse * lse
@@ -380,13 +416,13 @@ def fused_linear_cross_entropy_weigh_kernel(
     pull = by_weight * w_y
     spill = by_count * 2 * lse_square_scale * lse
     slope = pull + spill
-    f = tl.where(known, slope / total, 0.0)
+    f = tl.where(known, slope / total * tl.exp2((here - top) * LOG2E), 0.0)
     own = spill * true - pull * others
     tl.store(factor + row, f)
     if flags & TAKES:
-        tl.store(taken + row, tl.where(known, own / total, 0.0))
+        tl.store(taken + row, tl.where(y >= 0, own / total, 0.0))
     else:
-        tl.store(e + at_row * e_row + y, tl.where(slope == 0, 0.0, own / slope).to(e.dtype.element_ty), mask=known)
+        tl.store(e + at_row * e_row + y, tl.where(slope == 0, 0.0, own / slope).to(e.dtype.element_ty), mask=y >= 0)
     if flags & WEIGHS:
         for start in range(0, columns, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
@@ -406,14 +442,14 @@ def fused_linear_cross_entropy_rescale_kernel(
     back = 0.0
     if flags & TAKES:
         back = tl.load(taken + row) * scale
-    known = y >= 0
+    known = (y >= 0) | (y == ELSEWHERE)
     for start in range(0, columns, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         inside = cols < columns
         at = dx + row.to(tl.int64) * columns + cols
         part = tl.load(at, mask=inside & known, other=0.0).to(tl.float32) * f
         if flags & TAKES:
-            w = tl.load(weight + y.to(tl.int64) * weight_row + cols, mask=inside & known, other=0.0)
+            w = tl.load(weight + y.to(tl.int64) * weight_row + cols, mask=inside & (y >= 0), other=0.0)
             part += back * w.to(tl.float32)
         tl.store(at, part.to(dx.dtype.element_ty), mask=inside)
 
@@ -444,19 +480,30 @@ KERNELS = [
         args={
             "base": "*fp32", "classes": "*i32", "highest": "*i32", "raised": "*i32", "x": "*X", "weight": "*X",
             "target": "*i32", "n": "i32", "columns": "i32", "x_row": "i64", "weight_row": "i64", "target_words": "i32",
-            "ignore_index": "i64", "scale": "fp32",
+            "ignore_index": "i64", "first_class": "i32", "all_classes": "i32", "scale": "fp32",
         },
         aligned=["x", "weight", "columns", "x_row", "weight_row"],
         axes=BFLOAT,
         configs=row_configs(),
     ),
     Kernel(
+        function=fused_linear_cross_entropy_add_sums_kernel,
+        args={
+            "facts": "*fp32", "sums": "*fp32", "base": "*fp32", "highest": "*i32", "rows": "i32", "tiles": "i32",
+            "sums_row": "i32",
+        },
+        aligned=[],
+        axes={"kind": [{"BLOCK_T": 1024}]},
+        configs=[Config(None, False, 4)],
+    ),
+    Kernel(
         function=fused_linear_cross_entropy_weigh_kernel,
         args={
             "loss": "*fp32", "z_loss": "*fp32", "factor": "*fp32", "taken": "*fp32", "weighed": "*X", "e": "*bf16", "x": "*X",
-            "sums": "*fp32", "base": "*fp32", "classes": "*i32", "highest": "*i32", "class_weight": "*fp32",
-            "grad": "*fp32", "totals": "*fp32", "columns": "i32", "tiles": "i32", "sums_row": "i32", "e_row": "i64",
-            "x_row": "i64", "grad_stride": "i64", "lse_square_scale": "fp32", "flags": "i32",
+            "sums": "*fp32", "gathered": "*fp32", "base": "*fp32", "classes": "*i32", "highest": "*i32",
+            "target": "*i32", "class_weight": "*fp32", "grad": "*fp32", "totals": "*fp32", "rows": "i32",
+            "columns": "i32", "tiles": "i32", "sums_row": "i32", "ranks": "i32", "e_row": "i64", "x_row": "i64",
+            "target_words": "i32", "grad_stride": "i64", "lse_square_scale": "fp32", "flags": "i32",
         },
         aligned=["weighed", "x", "columns", "x_row"],
         axes=BFLOAT,

@@ -18,30 +18,36 @@ from ._rows import load_target
 
 @triton.jit
 def fused_linear_cross_entropy_take_targets_kernel(
-    dlogits, target, taken, rows, n, stride, target_words, ignore_index,
+    dlogits, target, taken, rows, n, stride, target_words, ignore_index, first_class,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Moves the gradient of every row's true logit from dlogits (rows, n) to `taken`; 0 for a row without a target."""
+    """Moves the gradient of every row's true logit from dlogits (rows, n) to `taken`; 0 for a row without a target.
+    first_class: the class of the first column."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     y = load_target(target, row, target_words, inside)
-    known = inside & (y != ignore_index) & (y >= 0) & (y < n)
+    counted = inside & (y != ignore_index)
+    y -= first_class
+    known = counted & (y >= 0) & (y < n)
     at = dlogits + row.to(tl.int64) * stride + y
     tl.store(taken + row, tl.load(at, mask=known, other=0.0).to(tl.float32), mask=inside)
     tl.store(at, tl.zeros([BLOCK], dlogits.dtype.element_ty), mask=known)
 
 
 @triton.jit
-def class_of(target, row, rows, n, ignore_index, WORDS: tl.constexpr):
-    """The class of a row in 32 bits; -1 if it has no valid class; n beyond the last row."""
+def class_of(target, row, rows, n, ignore_index, first_class, WORDS: tl.constexpr):
+    """The class of a row, counted from first_class, in 32 bits; -1 if it is not one of n classes; n beyond the last
+    row."""
     y = load_target(target, row, WORDS, row < rows)
-    known = (y != ignore_index) & (y >= 0) & (y < n)
+    counted = y != ignore_index
+    y -= first_class
+    known = counted & (y >= 0) & (y < n)
     return tl.where(row < rows, tl.where(known, y, -1), n).to(tl.int32)
 
 
 @triton.jit
 def fused_linear_cross_entropy_order_targets_kernel(
-    target, classes, order, rows, n, ignore_index,
+    target, classes, order, rows, n, ignore_index, first_class,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """classes: the classes of all rows in ascending order, -1 for none; order: the row of each entry. Rows of equal
@@ -51,17 +57,17 @@ def fused_linear_cross_entropy_order_targets_kernel(
     needs one launch; a sort needs about twenty dependent launches. For very many rows the host sorts instead.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = class_of(target, row, rows, n, ignore_index, WORDS)
+    mine = class_of(target, row, rows, n, ignore_index, first_class, WORDS)
     own = tl.program_id(0) * BLOCK // BLOCK_N * BLOCK_N
     # Counts in fp32 are exact up to 2^24 rows and take two instructions per pair; integers take more.
     before = tl.zeros([BLOCK, BLOCK_N], tl.float32)
     for first in range(0, rows, BLOCK_N):
-        theirs = class_of(target, first + tl.arange(0, BLOCK_N), rows, n, ignore_index, WORDS)
+        theirs = class_of(target, first + tl.arange(0, BLOCK_N), rows, n, ignore_index, first_class, WORDS)
         # In tiles before the program's own, rows of equal class come first too.
         theirs -= (first < own).to(tl.int32)
         before = tl.where(theirs[None, :] < mine[:, None], before + 1, before)
     other = own + tl.arange(0, BLOCK_N)
-    theirs = class_of(target, other, rows, n, ignore_index, WORDS)
+    theirs = class_of(target, other, rows, n, ignore_index, first_class, WORDS)
     tied = (theirs[None, :] == mine[:, None]) & (other[None, :] < row[:, None])
     place = tl.sum(tl.where(tied, before + 1, before), axis=1).to(tl.int32)
     tl.store(classes + place, mine, mask=row < rows)
@@ -122,7 +128,7 @@ KERNELS = [
         function=fused_linear_cross_entropy_take_targets_kernel,
         args={
             "dlogits": "*X", "target": "*i32", "taken": "*fp32", "rows": "i32", "n": "i32", "stride": "i64",
-            "target_words": "i32", "ignore_index": "i64",
+            "target_words": "i32", "ignore_index": "i64", "first_class": "i32",
         },
         aligned=[],
         axes=HALVES,
@@ -132,6 +138,7 @@ KERNELS = [
         function=fused_linear_cross_entropy_order_targets_kernel,
         args={
             "target": "*i32", "classes": "*i32", "order": "*i32", "rows": "i32", "n": "i32", "ignore_index": "i64",
+            "first_class": "i32",
         },
         aligned=[],
         axes={"words": [{"WORDS": 1}, {"WORDS": 2}]},

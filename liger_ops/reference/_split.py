@@ -1,0 +1,73 @@
+"""Collectives with gradients, for the formulas of losses whose classes are split over the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._operator import demand
+
+
+def group_of(op: str, name: str) -> Any:
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, KeyError):
+        raise RuntimeError(f"{op}: group must be the name of a process group (got '{name}')") from None
+
+
+def sizes_of(op: str, group: Any, classes: int, class_sizes: Sequence[int] | None) -> list[int]:
+    """The number of classes of each rank."""
+    demand(classes > 0, op, "classes", "be positive", classes)
+    ranks = group.size()
+    if class_sizes is None:
+        each = -(-classes // ranks)
+        return [max(0, min(each, classes - rank * each)) for rank in range(ranks)]
+    adds_up = sum(class_sizes) == classes and min(class_sizes) >= 0
+    demand(adds_up, op, "class_sizes", f"be the classes of each rank, {classes} in all", list(class_sizes))
+    numbers = f"{len(class_sizes)} numbers"
+    demand(len(class_sizes) == ranks, op, "class_sizes", f"have one number for each of the {ranks} ranks", numbers)
+    return list(class_sizes)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
+        ctx.dim, ctx.first, ctx.size = dim, sum(sizes[: group.rank()]), sizes[group.rank()]
+        shape = list(part.shape)
+        shape[dim] = max(sizes)
+        sent = part.new_zeros(shape)
+        sent.narrow(dim, 0, ctx.size).copy_(part)
+        received = [torch.empty_like(sent) for _ in sizes]
+        dist.all_gather(received, sent, group)
+        return torch.cat([t.narrow(dim, 0, size) for t, size in zip(received, sizes)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].narrow(ctx.dim, ctx.first, ctx.size), None, None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def joined(part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
+    """The parts of all ranks, from which every rank computes the same: the gradient of a part is its slice."""
+    return _Join.apply(part, dim, group, sizes)
+
+
+def shared(x: Tensor, group: Any) -> Tensor:
+    """x, from which every rank computes a part: its gradient is the sum over ranks."""
+    return _Share.apply(x, group)

@@ -16,6 +16,7 @@ __all__ = [
     "FusedLinearCrossEntropyLoss",
     "GEGLUMLP",
     "LayerNorm",
+    "LinearLossHead",
     "RMSNorm",
     "SwiGLUMLP",
     "apply_rotary_pos_emb",
@@ -273,6 +274,43 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         return _options(
             self, reduction="mean", ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, softcap=None,
             logits_scale=1.0, memory_budget=None,
+        )  # fmt: skip
+
+
+class LinearLossHead(nn.Linear):
+    """The output layer of a language model: logits, or with `target` the loss, computed without storing the logits.
+
+    The weight may be a DTensor that is sharded by class, ``Shard(0)``, over one mesh dimension: the loss is then
+    vocab-parallel, and `input` may be sharded along the sequence. The other arguments are those of
+    :func:`liger_ops.functional.fused_linear_cross_entropy`.
+
+    >>> head = LinearLossHead(8, 16, bias=False)
+    >>> hidden, target = torch.randn(2, 3, 8), torch.randint(16, (2, 3))
+    >>> head(hidden).shape
+    torch.Size([2, 3, 16])
+    >>> head(hidden, target).backward()
+    """
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        logits_scale: float = 1.0,
+        token_weight: Tensor | None = None,
+        memory_budget: int | None = None,
+    ) -> Tensor:
+        if target is None:
+            return nn.functional.linear(input, self.weight, self.bias)
+        return torch.ops.liger.fused_linear_cross_entropy(
+            input, self.weight, target, self.bias, ce_weight, reduction, ignore_index, label_smoothing,
+            lse_square_scale, softcap, logits_scale=logits_scale, token_weight=token_weight,
+            memory_budget=memory_budget,
         )  # fmt: skip
 
 

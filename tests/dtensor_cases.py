@@ -14,7 +14,10 @@ from process_group import run_cases
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
 
+import liger_ops
+import liger_ops.distributed
 from liger_ops import functional as F
 
 CASES: dict[str, Callable[..., None]] = {}
@@ -260,6 +263,164 @@ case_2d(
 )
 
 
+# ---- Losses: rows over some mesh dimensions, classes over one
+
+TOKENS = torch.randint(22, (5, 8), generator=torch.Generator().manual_seed(1)).masked_fill(torch.eye(5, 8).bool(), -100)
+LOGITS, HIDDEN, HEAD, HEAD_BIAS = randn(5, 8, 22), randn(5, 8, 24), randn(22, 24), randn(22)
+
+
+def loss_placements(rows: Placement, reduction: str) -> Placement:
+    return rows if reduction == "none" else SUM if isinstance(rows, Shard) else R
+
+
+for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by class": Shard(2)}.items():
+    rows = R if p == Shard(2) else p
+    for reduction in ("mean", "sum", "none"):
+        # The divisors of a mean are summed over the devices. The facts about classes are gathered inside the operator.
+        counted = {REDUCE: 1} if reduction == "mean" and isinstance(rows, Shard) else {}
+        case(
+            f"cross_entropy {where}, {reduction}", F.cross_entropy, dict(logits=LOGITS, target=TOKENS),
+            dict(logits=p, target=rows), loss_placements(rows, reduction), forward=counted, reduction=reduction,
+            label_smoothing=0.1, lse_square_scale=1e-2,
+        )  # fmt: skip
+for where, x, w in (
+    ("replicated", R, R),
+    ("by batch", Shard(0), R),
+    ("by class", R, Shard(0)),
+    ("by class and sequence", Shard(1), Shard(0)),
+):
+    rows = R if w == Shard(0) else x
+    for reduction in ("mean", "sum", "none"):
+        counted = {REDUCE: 1} if reduction == "mean" and isinstance(rows, Shard) else {}
+        case(
+            f"fused_linear_cross_entropy {where}, {reduction}", F.fused_linear_cross_entropy,
+            dict(input=HIDDEN, weight=HEAD, target=TOKENS, bias=HEAD_BIAS),
+            dict(input=x, weight=w, target=rows, bias=w), loss_placements(rows, reduction), forward=counted,
+            reduction=reduction, softcap=5.0,
+        )  # fmt: skip
+case_2d(
+    "cross_entropy by batch and class",
+    F.cross_entropy,
+    dict(logits=LOGITS, target=TOKENS),
+    dict(logits=[Shard(0), Shard(2)], target=[Shard(0), R]),
+    [[SUM, R]],
+    forward={REDUCE: 1},
+)
+case_2d(
+    "fused_linear_cross_entropy by batch, sequence and class",
+    F.fused_linear_cross_entropy,
+    dict(input=HIDDEN, weight=HEAD, target=TOKENS),
+    dict(input=[Shard(0), Shard(1)], weight=[R, Shard(0)], target=[Shard(0), R]),
+    [[SUM, R]],
+    forward={REDUCE: 1},
+)
+
+
+def with_metrics(mesh: Any) -> None:
+    logits, head = spread(LOGITS, mesh, [Shard(2)]), spread(HEAD, mesh, [Shard(0)])
+    hidden = spread(HIDDEN, mesh, [Shard(1)]).requires_grad_()
+    for found, expected in (
+        (F.cross_entropy_with_metrics(logits, TOKENS), F.cross_entropy_with_metrics(LOGITS, TOKENS)),
+        (
+            F.fused_linear_cross_entropy_with_metrics(hidden, head, TOKENS),
+            F.fused_linear_cross_entropy_with_metrics(HIDDEN, HEAD, TOKENS),
+        ),
+        (
+            F.fused_linear_cross_entropy_with_log_probs(hidden, head, TOKENS),
+            F.fused_linear_cross_entropy_with_log_probs(HIDDEN, HEAD, TOKENS),
+        ),
+    ):
+        for a, b in zip(found, expected, strict=True):
+            assert a.placements == (R,)
+            torch.testing.assert_close(a.to_local(), b)
+
+
+CASES["losses with metrics"] = with_metrics
+
+
+def gradients_of(function: Callable, *leaves: Tensor) -> list[Tensor]:
+    given = [t.detach().clone().requires_grad_() for t in leaves]
+    loss = function(*given)
+    return [loss.detach(), *torch.autograd.grad(loss, given)]
+
+
+def plain_beside(mesh: Any) -> None:
+    """A plain tensor beside DTensors is replicated, and gets a plain gradient."""
+    head = spread(HEAD, mesh, [Shard(0)])
+    found = gradients_of(lambda x, w: F.fused_linear_cross_entropy(x, w, TOKENS), HIDDEN, head)
+    expected = gradients_of(lambda x, w: F.fused_linear_cross_entropy(x, w, TOKENS), HIDDEN, HEAD)
+    assert [isinstance(t, DTensor) for t in found] == [True, False, True]
+    whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
+    torch.testing.assert_close(whole, expected)
+
+
+CASES["plain input of a sharded head"] = plain_beside
+
+
+def in_loss_parallel(mesh: Any) -> None:
+    logits = LOGITS.flatten(0, 1)
+    target = TOKENS.flatten()
+
+    def loss_of(x: Tensor) -> Tensor:
+        return torch.nn.CrossEntropyLoss(label_smoothing=0.1)(x, target)
+
+    with liger_ops.distributed.loss_parallel():
+        parts = spread(logits, mesh, [Shard(1)])
+        with CommDebugMode() as mode:
+            loss_of(parts)
+        found = gradients_of(loss_of, parts)
+        # Plain logits, and targets that are probabilities, are PyTorch's.
+        torch.testing.assert_close(gradients_of(loss_of, logits), gradients_of(loss_of, logits))
+        torch.nn.functional.cross_entropy(logits, logits.softmax(1))
+    assert not collectives(mode), collectives(mode)
+    assert found[1].placements == (Shard(1),), found[1].placements
+    torch.testing.assert_close([t.full_tensor() for t in found], gradients_of(loss_of, logits))
+
+
+CASES["torch's cross entropy in loss_parallel"] = in_loss_parallel
+
+
+def parallel_head(mesh: Any, layout: Placement) -> None:
+    torch.manual_seed(0)
+    head = liger_ops.nn.LinearLossHead(24, 22, dtype=torch.float64)
+    expected = gradients_of(lambda x: head(x, TOKENS, softcap=5.0), HIDDEN)
+    whole = head(HIDDEN)
+    head.zero_grad()
+    head(HIDDEN, TOKENS).backward()
+    weight_grad = head.weight.grad.clone()
+    head.zero_grad()
+    style = liger_ops.distributed.LossHeadParallel(input_layouts=layout)
+    parallelize_module(head, mesh, style)
+    part = HIDDEN if layout == R else HIDDEN.chunk(mesh.size(), layout.dim)[mesh.get_local_rank()]
+    found = gradients_of(lambda x: head(x, TOKENS, softcap=5.0), part)
+    assert not isinstance(found[0], DTensor)
+    torch.testing.assert_close(found[0], expected[0])
+    grad = expected[1] if layout == R else expected[1].chunk(mesh.size(), layout.dim)[mesh.get_local_rank()]
+    torch.testing.assert_close(found[1], grad)
+    torch.testing.assert_close(head(part), whole)
+    head(part, TOKENS).backward()
+    torch.testing.assert_close(head.weight.grad.full_tensor(), weight_grad)
+
+
+CASES["parallel head, replicated input"] = partial(parallel_head, layout=R)
+CASES["parallel head, input along the sequence"] = partial(parallel_head, layout=Shard(1))
+
+
+def compiled_losses(mesh: Any) -> None:
+    def losses(x: Tensor, w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+        return F.fused_linear_cross_entropy(2 * x, w, target) + F.cross_entropy(2 * logits, target, reduction="sum")
+
+    x, w = spread(HIDDEN, mesh, [Shard(1)]), spread(randn(24, 24), mesh, [Shard(0)])
+    logits, target = spread(randn(5, 8, 24), mesh, [Shard(2)]), spread(TOKENS, mesh, [R])
+    runs = (losses, torch.compile(losses, fullgraph=True, backend="aot_eager"))
+    found = [gradients_of(lambda *t, run=run: run(*t, target), x, w, logits) for run in runs]
+    for a, b in zip(*found):
+        torch.testing.assert_close(a.full_tensor(), b.full_tensor())
+
+
+CASES["losses compiled with fullgraph"] = compiled_losses
+
+
 # ---- Layouts that no rule lists
 
 REFUSED = {
@@ -272,6 +433,16 @@ REFUSED = {
         F.swiglu_packed,
         dict(gate_up=(X, Shard(2))),
         r"swiglu_packed: gate_up must be Replicate\(\) or Shard\(0\) or Shard\(1\) over mesh dimension 0 \(got Shard\(2\)\)",
+    ),
+    "cross_entropy, partial logits": (
+        F.cross_entropy,
+        dict(logits=(LOGITS, SUM), target=(TOKENS, R)),
+        r"cross_entropy: logits must be .* over mesh dimension 0 \(got Partial\(\)\)",
+    ),
+    "fused_linear_cross_entropy by hidden": (
+        F.fused_linear_cross_entropy,
+        dict(input=(HIDDEN, Shard(2)), weight=(HEAD, Shard(1)), target=(TOKENS, R)),
+        r"fused_linear_cross_entropy: input must be .* over mesh dimension 0 \(got Shard\(2\)\)",
     ),
     "swiglu, two ways": (
         F.swiglu,

@@ -398,7 +398,7 @@ def two_steps(mesh: Any, shard: Callable) -> None:
     assert_same(trained(True), trained(False))
 
 
-# ---- Tensor parallelism in transformers, whose heads return complete logits
+# ---- Tensor parallelism in transformers: the loss of a head whose classes are split
 
 
 @case("tp_plan, patched after", order="after")
@@ -423,7 +423,13 @@ def tensor_parallel(mesh: Any, order: str) -> None:
     if order == "after":
         apply_liger_kernel(ours)
     assert type(ours.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
-    assert "cross_entropy" in nodes(ours(input_ids=ids, labels=labels).loss)
+    report = apply_liger_kernel(loaded(LlamaForCausalLM))
+    replacements = {row.replacement for row in report.rows if row.kind == "loss"}
+    assert replacements == {"fused_linear_cross_entropy, vocab-parallel over tp"}, replacements
+    with torch.no_grad():
+        assert ours(input_ids=ids).logits.shape[-1] == model.config.vocab_size
+    out = ours(input_ids=ids, labels=labels)
+    assert out.logits is None and "fused_linear_cross_entropy" in nodes(out.loss)
     assert_same(gradients(ours), gradients(loaded(LlamaForCausalLM)))
     assert_same(gradients(loaded(LlamaForCausalLM)), gradients(model))
 

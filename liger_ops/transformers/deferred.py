@@ -49,10 +49,12 @@ class LossCall:
         self.logits_scale = logits_scale
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, memory_budget: int | None) -> Tensor:
-        self.loss = F.fused_linear_cross_entropy(
+        loss = F.fused_linear_cross_entropy(
             input, weight, self.target, bias, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
             softcap=self.softcap, logits_scale=self.logits_scale, memory_budget=memory_budget,
         )  # fmt: skip
+        # Of a head whose classes are split: a DTensor, the same on all devices.
+        self.loss = loss.to_local() if hasattr(loss, "to_local") else loss
         return self.loss
 
 
@@ -252,6 +254,9 @@ class DeferredLogits:
         # cap * tanh(scale * x) = softcap * tanh(logits_scale * x / softcap)
         scale = self.scale if self.cap is None else self.scale * self.cap
         call = LossCall(target, weight, reduction, ignore_index, label_smoothing, self.cap, scale)
+        if "forward" in vars(self.head):
+            # Tensor parallelism's forward computes logits. It has no hooks.
+            return call.run(self.hidden, self.head.weight, self.head.bias, self.head.liger_memory_budget)  # type: ignore[arg-type]
         loss = call_head(self.head, self.hidden, call)
         # A hook that casts the head's output, such as FSDP's output_dtype, is meant for logits and not for the loss.
         return loss if loss.dtype == call.loss.dtype else call.loss

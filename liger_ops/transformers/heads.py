@@ -47,9 +47,10 @@ class HeadMode(NamedTuple):
 
     def operator(self, head: nn.Module) -> str:
         """The operator that computes the loss."""
-        # A replaced forward, as tensor parallelism installs, must be called to compute the logits.
-        if self.defers and not has_replaced_forward(head):
-            return "fused_linear_cross_entropy"
+        # An unknown forward must be called to compute the logits.
+        if self.defers and (not has_replaced_forward(head) or splits_classes(head)):
+            over = f", vocab-parallel over {mesh_dimension(head)}" if splits_classes(head) else ""
+            return "fused_linear_cross_entropy" + over
         if not self.wraps:
             raise NotUnderstood("its head's forward was replaced")
         return "cross_entropy"
@@ -61,9 +62,28 @@ class HeadMode(NamedTuple):
 
 def may_defer(head: nn.Linear) -> bool:
     """Whether the head may compute a loss in place of logits."""
+    if splits_classes(head):
+        return not has_other_hooks(head)
     # Quantised weights, and weights that something other than FSDP distributes, have other classes.
     whole = type(head.weight) in (nn.Parameter, Tensor) or is_fully_sharded(head)
     return whole and not has_replaced_forward(head) and not has_other_hooks(head)
+
+
+def splits_classes(head: nn.Module) -> bool:
+    """Whether tensor parallelism of transformers splits the head's classes over one mesh dimension and gives it complete
+    hidden states. Its loss then needs no complete logits."""
+    forward: Any = vars(head).get("forward")
+    if getattr(forward, "__module__", "") != "transformers.distributed.tensor_parallel" or is_fully_sharded(head):
+        return False
+    layer = inspect.getclosurevars(forward).nonlocals.get("self")
+    placements = getattr(head.weight, "placements", ())
+    quantised = getattr(head, "_hf_quantized_needs_local_tp", False)
+    whole_input = layer is not None and layer.input_layouts.is_replicate()
+    return whole_input and not quantised and [p.is_shard(0) for p in placements] == [True]
+
+
+def mesh_dimension(head: Any) -> str:
+    return (head.weight.device_mesh.mesh_dim_names or ("0",))[0]
 
 
 def deferring_call(self: Any, input: Tensor) -> Any:

@@ -3,6 +3,7 @@
 #include "core/cpu.h"
 #include "core/cpu_math.h"
 #include "core/rows.h"
+#include "ops/norms/inverse_rms.h"
 #include "ops/norms/rms_norm.h"
 
 namespace liger::ops::rms_norm {
@@ -49,16 +50,7 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
       }
       x = sums;
     }
-    double squares = 0;
-    for (int64_t first = 0; first < n; first += kBlock) {
-      const int64_t count = std::min(kBlock, n - first);
-      const C* v = x + first;
-      C part = 0;
-#pragma omp simd reduction(+ : part)
-      for (int64_t i = 0; i < count; ++i) part += v[i] * v[i];
-      squares += part;
-    }
-    const C scale = C(1 / std::sqrt(squares / n + a.eps));
+    const C scale = inverse_rms(x, n, a.eps);
     if (a.rstd) a.rstd[row] = scale;
     T* y = a.y + a.walk.strides[0].offset(row, inner);
     for (int64_t first = 0; first < n; first += kBlock) {

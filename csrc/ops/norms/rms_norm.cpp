@@ -24,7 +24,7 @@ void check(
   if (residual.defined()) core::check_same(op, "residual", residual, "x", x);
   if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);
   core::check_eps(op, eps);
-  check_casting_mode(op, casting_mode);
+  core::check_casting_mode(op, casting_mode);
 }
 
 Forward Meta::forward(

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "ops/norms/casting_mode.h"
+#include "core/casting_mode.h"
 
 namespace liger::ops::rms_norm {
 

@@ -2,8 +2,8 @@
 
 #include "core/cpu.h"
 #include "core/cpu_math.h"
+#include "core/inverse_rms.h"
 #include "core/rows.h"
-#include "ops/norms/inverse_rms.h"
 #include "ops/norms/rms_norm.h"
 
 namespace liger::ops::rms_norm {
@@ -50,7 +50,7 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
       }
       x = sums;
     }
-    const C scale = inverse_rms(x, n, a.eps);
+    const C scale = core::inverse_rms(x, n, a.eps);
     if (a.rstd) a.rstd[row] = scale;
     T* y = a.y + a.walk.strides[0].offset(row, inner);
     for (int64_t first = 0; first < n; first += kBlock) {
@@ -169,7 +169,7 @@ Forward Cpu::forward(
         walk,
         C(eps),
         C(offset),
-        rounds_first(casting_mode)};
+        core::rounds_first(casting_mode)};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
       forward_rows(a, begin, end);
     });
@@ -200,7 +200,7 @@ std::tuple<Tensor, Tensor> Cpu::backward(
           rstd.const_data_ptr<C>(),
           core::data_or_null<T>(dx),
           walk,
-          rounds_first(casting_mode) && weight.defined()};
+          core::rounds_first(casting_mode) && weight.defined()};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
         backward_rows(a, dweight.of<C>(range), begin, end);
       });

@@ -12,10 +12,10 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
+#include "core/casting_mode.h"
 #include "core/memory.h"
 #include "core/registration.h"
 #include "core/rows.h"
-#include "ops/norms/casting_mode.h"
 
 namespace liger::ops::qk_norm_rope {
 namespace {
@@ -53,7 +53,7 @@ void check(
         c10::str("have the dtype of q_weight, ", q_weight.scalar_type()), k_weight.scalar_type());
   }
   core::check_eps(op, options.eps);
-  check_casting_mode(op, options.casting_mode);
+  core::check_casting_mode(op, options.casting_mode);
 }
 
 template <class Device>
@@ -61,7 +61,7 @@ Forward describe(
     const Tensor& out_q, const Tensor& out_k, const Tensor& q, const Tensor& k, const Tensor& q_weight,
     const Tensor& k_weight, const Tensor& cos, const Tensor& sin, const Options& options) {
   Forward out{out_q, out_k, q, k, q_weight, k_weight, {}, options.eps, options.offset};
-  out.round_first = rounds_first(options.casting_mode);
+  out.round_first = core::rounds_first(options.casting_mode);
   out.interleaved = options.interleaved;
   if constexpr (!std::is_same_v<Device, Meta>) {
     out.q = rope::with_unit_columns(q);

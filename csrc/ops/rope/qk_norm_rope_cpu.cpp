@@ -2,7 +2,7 @@
 
 #include "core/cpu.h"
 #include "core/cpu_math.h"
-#include "ops/norms/inverse_rms.h"
+#include "core/inverse_rms.h"
 #include "ops/rope/angles_cpu.h"
 #include "ops/rope/qk_norm_rope.h"
 
@@ -49,7 +49,7 @@ LIGER_VECTORIZED void forward_heads(
   T* out = a.out + a.out_strides.offset(b, s);
   for (int64_t h = 0; h < a.heads; ++h, x += a.strides.head, out += a.out_strides.head) {
     const C* v = core::widen_all(x, wide, a.n);
-    const C scale = inverse_rms(v, a.n, eps);
+    const C scale = core::inverse_rms(v, a.n, eps);
     if (a.round_first) {
 #pragma omp simd
       for (int64_t i = 0; i < a.n; ++i) {
@@ -83,7 +83,7 @@ LIGER_VECTORIZED void backward_heads(
     if (g != turned) std::copy(g, g + a.n, turned);
     rope::rotate_row(turned, turned, inverse, interleaved);
     const C* v = core::widen_all(x, wide, a.n);
-    const C scale = inverse_rms(v, a.n, eps);
+    const C scale = core::inverse_rms(v, a.n, eps);
     if (sums && a.round_first) {
 #pragma omp simd
       for (int64_t i = 0; i < a.n; ++i) sums[i] += turned[i] * core::round_to<T>(v[i] * scale);

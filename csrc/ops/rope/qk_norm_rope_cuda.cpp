@@ -1,8 +1,8 @@
 // qk_norm_rope on CUDA. Launches the kernels of liger_ops/kernels/rope/qk_norm_rope.py.
 
+#include "core/column_sum.h"
 #include "core/cuda.h"
 #include "kernels/qk_norm_rope.h"
-#include "ops/norms/column_sum.h"
 #include "ops/rope/qk_norm_rope.h"
 
 namespace liger::ops::qk_norm_rope {
@@ -193,9 +193,9 @@ WeightGradients Cuda::backward(Backward call) {
       flags_of(call) | (sums_q || sums_k ? flags::NEEDS_WEIGHTS : 0)};
   core::launch<K>(kBackward, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   if (sums_q && sums_k) {
-    column_sum(kBackward, partial, dq_weight, dk_weight);
+    core::column_sum(kBackward, partial, dq_weight, dk_weight);
   } else if (sums_q || sums_k) {
-    column_sum(kBackward, partial.narrow(0, sums_q ? 0 : 1, 1), sums_q ? dq_weight : dk_weight);
+    core::column_sum(kBackward, partial.narrow(0, sums_q ? 0 : 1, 1), sums_q ? dq_weight : dk_weight);
   }
   return {dq_weight, dk_weight};
 }

@@ -7,7 +7,7 @@
 
 #include "core/checks.h"
 
-namespace liger::ops {
+namespace liger::core {
 
 inline void check_casting_mode(const char* op, std::string_view mode) {
   LIGER_CHECK(
@@ -17,4 +17,4 @@ inline void check_casting_mode(const char* op, std::string_view mode) {
 
 inline bool rounds_first(std::string_view mode) { return mode == "llama"; }
 
-}  // namespace liger::ops
+}  // namespace liger::core

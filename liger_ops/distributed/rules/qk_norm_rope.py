@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.tensor import Placement
-
 from ..._wanted import WANT_INPUT, WANT_WEIGHT
 from .._sharding import Layout, R, sharding, summed
 from . import rope
+
+NONE = [None, None]
 
 
 @sharding("qk_norm_rope")
@@ -19,11 +19,8 @@ def forward(q: Any, cos: Any, **_: Any) -> Iterator[Layout]:
 
 @sharding("_qk_norm_rope_bwd", reduced=("grad_q", "grad_k"))
 def backward(q: Any, cos: Any, wanted: int, **_: Any) -> Iterator[Layout]:
-    for _, arguments in forward(q=q, cos=cos):
+    for results, arguments in forward(q=q, cos=cos):
         of_q, of_k = arguments["q"], arguments["k"]
-        results: list[Placement | None] = [None] * 4
-        if wanted & WANT_INPUT:
-            results[:2] = of_q, of_k
-        if wanted & WANT_WEIGHT:
-            results[2:] = summed(of_q), summed(of_k)
-        yield results, dict(arguments, grad_q=of_q, grad_k=of_k)
+        weights = [summed(of_q), summed(of_k)]
+        gradients = [*(results if wanted & WANT_INPUT else NONE), *(weights if wanted & WANT_WEIGHT else NONE)]
+        yield gradients, dict(arguments, grad_q=of_q, grad_k=of_k)

@@ -33,7 +33,7 @@ def run(path, D, R, aligned, interleaved, sections=0, heads=(5, 2), of_rows="fp3
     sizes = [S, H, K, half, rest, D, first, second]
     angles = [*cos.stride()[1:3], section, 1e-6, 0.5]
     out_q, out_k = torch.full_like(q, float("nan")), torch.full_like(k, float("nan"))
-    forward.kernel.function[(B * S, 2)](
+    forward.kernel.function[(B * S * -(-(H + K) // forward.constexprs["BLOCK_M"]),)](
         out_q, out_k, q, k, q_weight, k_weight, cos, sin, *sizes, *strides(out_q, out_k, q, k), *angles, mode << 2,
         **forward.constexprs)
     saved |= dict(out_q=out_q, out_k=out_k)
@@ -67,7 +67,7 @@ def interpreted(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_kernels_interpreted(case, interpreted):
-    """Forward with two groups of heads; backward in three programs, and in place of the incoming gradients."""
+    """Forward; backward in three programs, and in place of the incoming gradients."""
     got, rotated, interleaved = interpreted[case], case[1], bool(case[3])
     sections, _, of_rows, _, mode = (*case[4:], *(0, (5, 2), "fp32", "fp32", 7)[len(case) - 4 :])
     names = ["q", "k", *(["q_weight"] if mode & 1 else []), *(["k_weight"] if mode & 2 else [])]

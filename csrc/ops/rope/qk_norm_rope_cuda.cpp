@@ -36,7 +36,7 @@ void check_sizes(const char* op, const Forward& call) {
   LIGER_CHECK(
       call.head_size() <= flags::MAX_WIDTH, op, "q", c10::str("have heads of at most ", flags::MAX_WIDTH, " columns"),
       call.head_size());
-  const int64_t rows = call.tokens() * std::max<int64_t>(1, std::max(call.q.size(1), call.k.size(1)));
+  const int64_t rows = call.tokens() * (call.q.size(1) + call.k.size(1));
   LIGER_CHECK(rows <= std::numeric_limits<int32_t>::max(), op, "q", "have fewer than 2^31 heads and positions", rows);
 }
 
@@ -107,14 +107,9 @@ void Cuda::forward(const Forward& call) {
       float(call.eps),
       float(call.offset),
       flags_of(call)};
-  // With few tokens (decoding, short prompts), heads are split among programs to fill the GPU.
-  constexpr int64_t kProgramsPerMultiprocessor = 8;
-  const int64_t wanted = kProgramsPerMultiprocessor * std::max(runtime::multiprocessors(call.q.device().index()), 1);
-  const int64_t blocks = (std::max(q_heads, k_heads) + config.BLOCK_M - 1) / config.BLOCK_M;
-  const int64_t groups = std::clamp<int64_t>(wanted / call.tokens(), 1, std::max<int64_t>(blocks, 1));
+  const int64_t blocks = (q_heads + k_heads + config.BLOCK_M - 1) / config.BLOCK_M;
   core::launch<K>(
-      kOp, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(call.tokens()), uint32_t(groups)},
-      args);
+      kOp, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(call.tokens() * blocks)}, args);
 }
 
 WeightGradients Cuda::backward(Backward call) {

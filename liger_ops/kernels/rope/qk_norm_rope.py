@@ -7,8 +7,7 @@ A head is a row of pairs. The first R / 2 pairs are those that rope rotates. The
 well, which are not rotated: column R + i and the one `rest` columns after it, or neighbours if INTERLEAVED. So one tile
 of PAIRS pairs holds whole heads for any R, and a thread has both members of its pairs.
 
-Forward: a program processes the heads of one token, or some of them, BLOCK_M at a time. The heads of k are numbered
-after those of q.
+Forward: a program processes BLOCK_M heads of one token. The heads of k are numbered after those of q.
 
 Backward: programs are persistent. They process BLOCK_M heads at a time, of all tokens: first those of q, then those of
 k. Heads are numbered across tokens, so that few heads of k fill a tile. A program sums the gradient of a weight in
@@ -28,17 +27,20 @@ HAS_Q_WEIGHT = tl.constexpr(4)
 HAS_K_WEIGHT = tl.constexpr(8)
 ROUND_FIRST = tl.constexpr(16)  # casting mode "llama": heads are rounded before they are multiplied by the weight
 NEEDS_WEIGHTS = tl.constexpr(32)
-MAX_WIDTH = tl.constexpr(4096)  # columns of a head; they must fit into registers
+MAX_WIDTH = tl.constexpr(2048)  # columns of a head; they must fit into registers
 
 
 @triton.jit
-def pair_columns(half, rest, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def pair_columns(half, rest, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, JOINT: tl.constexpr):
     """(pairs, columns, distances), each with a leading dimension of 1. A pair's second member lies `distances` after
-    its column. If INTERLEAVED, columns are those of both members."""
+    its column. If JOINT, columns are those of both members."""
     pairs = tl.arange(0, PAIRS)[None, :]
-    if INTERLEAVED:
+    if JOINT:
         columns = tl.arange(0, 2 * PAIRS)[None, :]
         distances = columns
+    elif INTERLEAVED:
+        columns = 2 * pairs
+        distances = tl.full([1, PAIRS], 1, tl.int32)
     else:
         columns = pairs + tl.where(pairs < half, 0, half)
         distances = tl.where(pairs < half, half, rest)
@@ -46,10 +48,10 @@ def pair_columns(half, rest, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def load_members(head, at, exists, half, rest, width, other: tl.constexpr, INTERLEAVED: tl.constexpr):
+def load_members(head, at, exists, half, rest, width, other: tl.constexpr, JOINT: tl.constexpr):
     """Both members of the pairs `at` of heads that start at `head`, in fp32."""
     pairs, columns, distances = at
-    if INTERLEAVED:
+    if JOINT:
         both = tl.load(head + columns, mask=exists & (columns < width), other=other)
         a, b = tl.split(tl.reshape(both, [both.shape[0], both.shape[1] // 2, 2]))
     else:
@@ -60,9 +62,9 @@ def load_members(head, at, exists, half, rest, width, other: tl.constexpr, INTER
 
 
 @triton.jit
-def store_members(head, at, a, b, exists, half, rest, width, INTERLEAVED: tl.constexpr):
+def store_members(head, at, a, b, exists, half, rest, width, JOINT: tl.constexpr):
     pairs, columns, distances = at
-    if INTERLEAVED:
+    if JOINT:
         tl.store(head + columns, tl.interleave(a, b), mask=exists & (columns < width))
     else:
         inside = exists & (pairs < half + rest)
@@ -71,18 +73,21 @@ def store_members(head, at, a, b, exists, half, rest, width, INTERLEAVED: tl.con
 
 
 @triton.jit
-def load_weight(weight, at, present, half, rest, width, offset, INTERLEAVED: tl.constexpr):
-    a, b = load_members(weight, at, present, half, rest, width, 1.0, INTERLEAVED)
+def load_weight(weight, at, present, half, rest, width, offset, JOINT: tl.constexpr):
+    a, b = load_members(weight, at, present, half, rest, width, 1.0, JOINT)
     return tl.where(present, a + offset, 1.0), tl.where(present, b + offset, 1.0)
 
 
 @triton.jit
-def angles_of(cos, sin, at, exists, half, section_1, section_2, angle_section, flags, INTERLEAVED: tl.constexpr):
-    _, columns, _ = at
+def angles_of(
+    cos, sin, at, exists, half, section_1, section_2, angle_section, flags,
+    INTERLEAVED: tl.constexpr, JOINT: tl.constexpr,
+):  # fmt: skip
+    _, columns, distances = at
     SPREAD: tl.constexpr = 2 if INTERLEAVED else 1
     section = (columns >= SPREAD * section_1).to(tl.int64) + (columns >= SPREAD * section_2).to(tl.int64)
     places = section * angle_section + columns
-    return load_angles(cos, sin, places, exists & (columns < SPREAD * half), half, flags, INTERLEAVED)
+    return load_angles(cos, sin, places, exists & (columns < SPREAD * half), distances, flags, JOINT)
 
 
 @triton.jit
@@ -107,8 +112,11 @@ def qk_norm_rope_fwd_kernel(
     INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     BYTES: tl.constexpr = 16 if ALIGNED else 1
+    # Unaligned columns are loaded one by one; together, they would have to change threads.
+    JOINT: tl.constexpr = INTERLEAVED and ALIGNED
     dtype: tl.constexpr = q.dtype.element_ty
-    token = tl.program_id(0)
+    blocks = tl.cdiv(q_heads + k_heads, BLOCK_M)
+    token = tl.program_id(0) // blocks
     # 64-bit before the multiplications: a tensor may have more than 2**31 elements.
     batch = (token // positions).to(tl.int64)
     position = token.to(tl.int64) - batch * positions
@@ -116,30 +124,28 @@ def qk_norm_rope_fwd_kernel(
     k += batch * k_batch + position * k_position
     out_q += batch * out_q_batch + position * out_q_position
     out_k += batch * out_k_batch + position * out_k_position
-    at = pair_columns(half, rest, PAIRS, INTERLEAVED)
+    at = pair_columns(half, rest, PAIRS, INTERLEAVED, JOINT)
     rotated = at[0] < half
-    heads = q_heads + k_heads
-    for first in range(tl.program_id(1) * BLOCK_M, heads, tl.num_programs(1) * BLOCK_M):
-        head = first + tl.arange(0, BLOCK_M)
-        exists = (head < heads)[:, None]
-        of_q = (head < q_heads)[:, None]
-        x = head_pointers(q, k, head, q_heads, q_head, k_head, BYTES)
-        a, b = load_members(x, at, exists, half, rest, width, 0.0, INTERLEAVED)
-        # One address per head, so that a thread reads its own angles and weights, mostly from the cache. Shared by the
-        # heads, they would pass through shared memory before the heads are loaded.
-        start = batch * angle_batch + position * angle_position + tl.zeros([BLOCK_M, 1], tl.int64)
-        angles = angles_of(
-            cos + start, sin + start, at, exists, half, section_1, section_2, angle_section, flags, INTERLEAVED
-        )
-        weight = head_pointers(q_weight, k_weight, head, q_heads, 0, 0, BYTES)
-        present = exists & ((flags & tl.where(of_q, HAS_Q_WEIGHT, HAS_K_WEIGHT)) != 0)
-        weight_a, weight_b = load_weight(weight, at, present, half, rest, width, offset, INTERLEAVED)
-        scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / width + eps)
-        a = round_if(a * scale, flags & ROUND_FIRST, dtype) * weight_a
-        b = round_if(b * scale, flags & ROUND_FIRST, dtype) * weight_b
-        a, b = rotate(a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32), angles, rotated)
-        out = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, BYTES)
-        store_members(out, at, a, b, exists, half, rest, width, INTERLEAVED)
+    head = (tl.program_id(0) - token * blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = (head < q_heads + k_heads)[:, None]
+    of_q = (head < q_heads)[:, None]
+    x = head_pointers(q, k, head, q_heads, q_head, k_head, BYTES)
+    a, b = load_members(x, at, exists, half, rest, width, 0.0, JOINT)
+    # One address per head, so that a thread reads its own angles and weights, mostly from the cache. Shared by the
+    # heads, they would pass through shared memory before the heads are loaded.
+    start = batch * angle_batch + position * angle_position + tl.zeros([BLOCK_M, 1], tl.int64)
+    angles = angles_of(
+        cos + start, sin + start, at, exists, half, section_1, section_2, angle_section, flags, INTERLEAVED, JOINT
+    )
+    weight = head_pointers(q_weight, k_weight, head, q_heads, 0, 0, BYTES)
+    present = exists & ((flags & tl.where(of_q, HAS_Q_WEIGHT, HAS_K_WEIGHT)) != 0)
+    weight_a, weight_b = load_weight(weight, at, present, half, rest, width, offset, JOINT)
+    scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / width + eps)
+    a = round_if(a * scale, flags & ROUND_FIRST, dtype) * weight_a
+    b = round_if(b * scale, flags & ROUND_FIRST, dtype) * weight_b
+    a, b = rotate(a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32), angles, rotated)
+    out = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, BYTES)
+    store_members(out, at, a, b, exists, half, rest, width, JOINT)
 
 
 @triton.jit
@@ -154,16 +160,17 @@ def qk_norm_rope_bwd_kernel(
 ):  # fmt: skip
     BYTES: tl.constexpr = 16 if ALIGNED else 1
     ELEMENTS: tl.constexpr = 8 if ALIGNED else 1
+    JOINT: tl.constexpr = INTERLEAVED and ALIGNED
     dtype: tl.constexpr = q.dtype.element_ty
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    at = pair_columns(half, rest, PAIRS, INTERLEAVED)
+    at = pair_columns(half, rest, PAIRS, INTERLEAVED, JOINT)
     rotated = at[0] < half
 
     for which in range(0, 2):
         present = (flags & tl.where(which == 0, HAS_Q_WEIGHT, HAS_K_WEIGHT)) != 0
         weight = choose(which, q_weight, k_weight, BYTES)
-        weight_a, weight_b = load_weight(weight, at, present, half, rest, width, offset, INTERLEAVED)
+        weight_a, weight_b = load_weight(weight, at, present, half, rest, width, offset, JOINT)
         heads = tl.where(which == 0, q_heads, k_heads)
         x = choose(which, q, k, BYTES)
         x_batch = choose(which, q_batch, k_batch, ELEMENTS)
@@ -188,15 +195,15 @@ def qk_norm_rope_bwd_kernel(
             position = (token - batch * positions).to(tl.int64)
             batch = batch.to(tl.int64)
             grads = grad + batch * grad_batch + head * grad_head + position * grad_position
-            grad_a, grad_b = load_members(grads, at, exists, half, rest, width, 0.0, INTERLEAVED)
+            grad_a, grad_b = load_members(grads, at, exists, half, rest, width, 0.0, JOINT)
             a, b = load_members(
                 x + batch * x_batch + head * x_head + position * x_position,
-                at, exists, half, rest, width, 0.0, INTERLEAVED,
+                at, exists, half, rest, width, 0.0, JOINT,
             )  # fmt: skip
             start_of_angles = batch * angle_batch + position * angle_position
             angles = angles_of(
                 cos + start_of_angles, sin + start_of_angles,
-                at, exists, half, section_1, section_2, angle_section, flags | INVERSE, INTERLEAVED,
+                at, exists, half, section_1, section_2, angle_section, flags | INVERSE, INTERLEAVED, JOINT,
             )  # fmt: skip
             grad_a, grad_b = rotate(grad_a, grad_b, angles, rotated)
             scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / width + eps)
@@ -209,12 +216,12 @@ def qk_norm_rope_bwd_kernel(
             store_members(
                 out + batch * out_batch + head * out_head + position * out_position, at,
                 (grad_a * weight_a - a * mean) * scale, (grad_b * weight_b - b * mean) * scale,
-                exists, half, rest, width, INTERLEAVED,
+                exists, half, rest, width, JOINT,
             )  # fmt: skip
         store_members(
             partial + (which * programs + program).to(tl.int64) * width, at,
             tl.sum(sums_a, axis=0)[None, :], tl.sum(sums_b, axis=0)[None, :],
-            (flags & NEEDS_WEIGHTS) != 0, half, rest, width, INTERLEAVED,
+            (flags & NEEDS_WEIGHTS) != 0, half, rest, width, JOINT,
         )  # fmt: skip
 
 
@@ -256,13 +263,13 @@ KERNELS = [
         axes=AXES,
         # max_n limits the columns of a head. A thread has eight pairs of one head.
         configs=fewer_when_mixed([
-            config(64, 32, 32, 4),
-            config(128, 16, 64, 4),
+            config(64, 16, 32, 2),
+            config(128, 8, 64, 2),
             config(256, 8, 128, 4),
             config(512, 4, 256, 4),
             config(128, 16, 64, 4, aligned=False),
             config(512, 4, 256, 4, aligned=False),
-            config(None, 1, 2048, 8, aligned=False),
+            config(None, 1, 1024, 8, aligned=False),
         ]),
     ),
     Kernel(
@@ -279,8 +286,8 @@ KERNELS = [
             config(256, 8, 128, 4, 4),
             config(512, 4, 256, 4, 4),
             config(128, 8, 64, 4, 4, aligned=False),
-            config(512, 4, 256, 4, 4, aligned=False),
-            config(None, 1, 2048, 8, 1, aligned=False),
+            config(512, 2, 256, 4, 4, aligned=False),
+            config(None, 1, 1024, 8, 1, aligned=False),
         ]),
     ),
 ]  # fmt: skip

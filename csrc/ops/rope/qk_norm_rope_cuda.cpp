@@ -107,7 +107,7 @@ void Cuda::forward(const Forward& call) {
       float(call.eps),
       float(call.offset),
       flags_of(call)};
-  const int64_t blocks = (q_heads + k_heads + config.BLOCK_M - 1) / config.BLOCK_M;
+  const int64_t blocks = (q_heads + k_heads + config.HEADS - 1) / config.HEADS;
   core::launch<K>(
       kOp, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(call.tokens() * blocks)}, args);
 }
@@ -138,7 +138,7 @@ WeightGradients Cuda::backward(Backward call) {
                       core::address(call.out_k));
   const auto point = point_of<K>(call, angles);
   const auto& config = runtime::first_fit<K>(2 * (angles.half + rest), fits, point);
-  const int64_t blocks = (call.tokens() * std::max(q_heads, k_heads) + config.BLOCK_M - 1) / config.BLOCK_M;
+  const int64_t blocks = (call.tokens() * std::max(q_heads, k_heads) + config.HEADS - 1) / config.HEADS;
   const int64_t programs = core::persistent_programs(call.q.device(), blocks, config.programs_per_sm);
   Tensor partial = sums_q || sums_k ? at::empty({2, programs, width}, call.q.options().dtype(at::kFloat)) : Tensor();
   K::Args args{

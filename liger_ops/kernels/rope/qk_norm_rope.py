@@ -7,9 +7,9 @@ A head is a row of pairs. The first R / 2 pairs are those that rope rotates. The
 well, which are not rotated: column R + i and the one `rest` columns after it, or neighbours if INTERLEAVED. So one tile
 of PAIRS pairs holds whole heads for any R, and a thread has both members of its pairs.
 
-Forward: a program processes BLOCK_M heads of one token. The heads of k are numbered after those of q.
+Forward: a program processes HEADS heads of one token. The heads of k are numbered after those of q.
 
-Backward: programs are persistent. They process BLOCK_M heads at a time, of all tokens: first those of q, then those of
+Backward: programs are persistent. They process HEADS heads at a time, of all tokens: first those of q, then those of
 k. Heads are numbered across tokens, so that few heads of k fill a tile. A program sums the gradient of a weight in
 registers and writes it once, as one row of partial sums. Statistics are recomputed, because x is read anyway.
 A tile is read completely before it is written, so gradients may overwrite the incoming gradients.
@@ -109,13 +109,13 @@ def qk_norm_rope_fwd_kernel(
     out_q_batch, out_q_head, out_q_position, out_k_batch, out_k_head, out_k_position,
     q_batch, q_head, q_position, k_batch, k_head, k_position,
     angle_batch, angle_position, angle_section, eps, offset, flags,
-    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     BYTES: tl.constexpr = 16 if ALIGNED else 1
     # Unaligned columns are loaded one by one; together, they would have to change threads.
     JOINT: tl.constexpr = INTERLEAVED and ALIGNED
     dtype: tl.constexpr = q.dtype.element_ty
-    blocks = tl.cdiv(q_heads + k_heads, BLOCK_M)
+    blocks = tl.cdiv(q_heads + k_heads, HEADS)
     token = tl.program_id(0) // blocks
     # 64-bit before the multiplications: a tensor may have more than 2**31 elements.
     batch = (token // positions).to(tl.int64)
@@ -126,14 +126,14 @@ def qk_norm_rope_fwd_kernel(
     out_k += batch * out_k_batch + position * out_k_position
     at = pair_columns(half, rest, PAIRS, INTERLEAVED, JOINT)
     rotated = at[0] < half
-    head = (tl.program_id(0) - token * blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = (tl.program_id(0) - token * blocks) * HEADS + tl.arange(0, HEADS)
     exists = (head < q_heads + k_heads)[:, None]
     of_q = (head < q_heads)[:, None]
     x = head_pointers(q, k, head, q_heads, q_head, k_head, BYTES)
     a, b = load_members(x, at, exists, half, rest, width, 0.0, JOINT)
     # One address per head, so that a thread reads its own angles and weights, mostly from the cache. Shared by the
     # heads, they would pass through shared memory before the heads are loaded.
-    start = batch * angle_batch + position * angle_position + tl.zeros([BLOCK_M, 1], tl.int64)
+    start = batch * angle_batch + position * angle_position + tl.zeros([HEADS, 1], tl.int64)
     angles = angles_of(
         cos + start, sin + start, at, exists, half, section_1, section_2, angle_section, flags, INTERLEAVED, JOINT
     )
@@ -156,7 +156,7 @@ def qk_norm_rope_bwd_kernel(
     grad_q_batch, grad_q_head, grad_q_position, grad_k_batch, grad_k_head, grad_k_position,
     q_batch, q_head, q_position, k_batch, k_head, k_position,
     angle_batch, angle_position, angle_section, eps, offset, flags,
-    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     BYTES: tl.constexpr = 16 if ALIGNED else 1
     ELEMENTS: tl.constexpr = 8 if ALIGNED else 1
@@ -184,10 +184,10 @@ def qk_norm_rope_bwd_kernel(
         out_batch = choose(which, dq_batch, dk_batch, ELEMENTS)
         out_head = choose(which, dq_head, dk_head, ELEMENTS)
         out_position = choose(which, dq_position, dk_position, ELEMENTS)
-        sums_a = tl.zeros([BLOCK_M, PAIRS], tl.float32)
-        sums_b = tl.zeros([BLOCK_M, PAIRS], tl.float32)
-        for block in range(program, tl.cdiv(tokens * heads, BLOCK_M), programs):
-            row = (block * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        sums_a = tl.zeros([HEADS, PAIRS], tl.float32)
+        sums_b = tl.zeros([HEADS, PAIRS], tl.float32)
+        for block in range(program, tl.cdiv(tokens * heads, HEADS), programs):
+            row = (block * HEADS + tl.arange(0, HEADS))[:, None]
             exists = row < tokens * heads
             token = row // heads
             batch = token // positions
@@ -225,8 +225,8 @@ def qk_norm_rope_bwd_kernel(
         )  # fmt: skip
 
 
-def config(max_n, block_m, pairs, num_warps, programs_per_sm=0, aligned=True):
-    constexprs = dict(BLOCK_M=block_m, PAIRS=pairs, ALIGNED=int(aligned))
+def config(max_n, heads, pairs, num_warps, programs_per_sm=0, aligned=True):
+    constexprs = dict(HEADS=heads, PAIRS=pairs, ALIGNED=int(aligned))
     return Config(max_n, aligned, num_warps, programs_per_sm, constexprs)
 
 

@@ -40,6 +40,13 @@ struct Heads {
   bool round_first;
 };
 
+// y may be x.
+template <class C>
+void rotate_head(C* y, const C* x, int64_t n, const PairAngles<C>& angles, bool interleaved) {
+  rope::rotate_row(y, x, angles, interleaved);
+  if (y != x) std::copy(x + 2 * angles.half, x + n, y + 2 * angles.half);
+}
+
 template <class T>
 LIGER_VECTORIZED void forward_heads(
     const Heads<T>& a, int64_t b, int64_t s, const PairAngles<core::Compute<T>>& angles, bool interleaved,
@@ -59,12 +66,9 @@ LIGER_VECTORIZED void forward_heads(
 #pragma omp simd
       for (int64_t i = 0; i < a.n; ++i) normed[i] = core::round_to<T>(v[i] * scale * a.weight[i]);
     }
-    rope::rotate_row(normed, normed, angles, interleaved);
-    if constexpr (std::is_same_v<T, C>) {
-      std::copy(normed, normed + a.n, out);
-    } else {
-      core::narrow_all(out, normed, a.n);
-    }
+    C* y = core::target(out, normed);
+    rotate_head(y, normed, a.n, angles, interleaved);
+    core::narrow_all(out, y, a.n);
   }
 }
 
@@ -79,9 +83,7 @@ LIGER_VECTORIZED void backward_heads(
   grad += grad_strides.offset(b, s);
   T* out = a.out ? a.out + a.out_strides.offset(b, s) : nullptr;
   for (int64_t h = 0; h < a.heads; ++h, x += a.strides.head, grad += grad_strides.head) {
-    const C* g = core::widen_all(grad, turned, a.n);
-    if (g != turned) std::copy(g, g + a.n, turned);
-    rope::rotate_row(turned, turned, inverse, interleaved);
+    rotate_head(turned, core::widen_all(grad, turned, a.n), a.n, inverse, interleaved);
     const C* v = core::widen_all(x, wide, a.n);
     const C scale = core::inverse_rms(v, a.n, eps);
     if (sums && a.round_first) {
@@ -92,20 +94,17 @@ LIGER_VECTORIZED void backward_heads(
       for (int64_t i = 0; i < a.n; ++i) sums[i] += turned[i] * v[i] * scale;
     }
     if (!out) continue;
+    // Two loops: compilers do not vectorize a sum in a loop that also stores.
+#pragma omp simd
+    for (int64_t i = 0; i < a.n; ++i) turned[i] *= a.weight[i];
     C dot = 0;
 #pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < a.n; ++i) {
-      turned[i] *= a.weight[i];
-      dot += turned[i] * v[i];
-    }
+    for (int64_t i = 0; i < a.n; ++i) dot += turned[i] * v[i];
     const C mean = dot * scale * scale / a.n;
+    C* dx = core::target(out, turned);
 #pragma omp simd
-    for (int64_t i = 0; i < a.n; ++i) turned[i] = (turned[i] - v[i] * mean) * scale;
-    if constexpr (std::is_same_v<T, C>) {
-      std::copy(turned, turned + a.n, out);
-    } else {
-      core::narrow_all(out, turned, a.n);
-    }
+    for (int64_t i = 0; i < a.n; ++i) dx[i] = (turned[i] - v[i] * mean) * scale;
+    core::narrow_all(out, dx, a.n);
     out += a.out_strides.head;
   }
 }

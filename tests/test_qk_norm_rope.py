@@ -71,8 +71,8 @@ def check(inputs, grads, device, **options):
     )
 
 
-# Head sizes of models, sizes between powers of two, both sides of every tile boundary, and fewer pairs than a vector has
-# elements.
+# Head sizes of models, sizes between powers of two, both sides of every tile boundary, and fewer pairs than a vector
+# has elements.
 SIZES = sorted(
     {2, 6, 20, 80, 96, 112, 192, 320, 1000}
     | {n + n % 2 for n in sizes_around_tiles("qk_norm_rope_fwd", "qk_norm_rope_bwd") if n > 1}
@@ -476,7 +476,7 @@ ERRORS = {
     "narrow q_weight": (dict(q_weight=torch.ones(16).half()), "q_weight must be float32 or have the dtype of q, Float"),
     "k_weight elsewhere": (dict(k_weight=torch.ones(16, device="meta")), "k_weight must be on cpu like k"),
     "weights of two dtypes": (
-        {**arguments(), **{n: t.half() for n, t in arguments().items() if n[1:] != "_weight"}, "k_weight": torch.ones(16).half()},
+        {n: t if n == "q_weight" else t.half() for n, t in arguments().items()},
         "k_weight must have the dtype of q_weight, Float",
     ),
     "negative eps": (dict(eps=-1.0), "eps must be finite and not negative"),

@@ -3,8 +3,8 @@
     q = self.q_norm(x).transpose(1, 2)      q, liger_norm_of_q = liger_delay_norm(self.q_norm, x)
                                             q = q.transpose(1, 2)
     k = self.k_norm(y).transpose(1, 2)      ...
-    q, k = rotate(q, k, cos, sin)           q, k = liger_norm_and_rotate(rotate, (liger_norm_of_q, liger_norm_of_k), q, k,
-                                                                         cos, sin)
+    q, k = rotate(q, k, cos, sin)           q, k = liger_norm_and_rotate(
+                                                rotate, (liger_norm_of_q, liger_norm_of_k), q, k, cos, sin)
 
 A norm of heads may be delayed over transpositions of the other dimensions. Norm and rotation may be in an `if` each.
 """

@@ -390,8 +390,8 @@ def norm_heads(norms: HeadNorms | None, *heads: Tensor) -> tuple[Tensor, ...]:
 def rotary_function(rotary: Rotary, original: Callable) -> Callable:
     """A function with the original's signature. Calls with arguments that were not probed go to the original.
 
-    If its attribute `takes_norms` is not 0, the function also takes HeadNorms of that many tensors as `norms`. It applies
-    them before it rotates.
+    If its attribute `takes_norms` is not 0, the function also takes HeadNorms of that many tensors as `norms`, and
+    applies them before it rotates.
     """
     if rotary.kind == "complex":
         return complex_rotary_function(rotary, original)

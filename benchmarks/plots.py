@@ -14,7 +14,7 @@ from benchmarks.records import Record, number, size
 
 # Ours is red and its settings are tints of it; peers are muted.
 COLORS = {
-    "ours": "#d7191c", "ours JIT": "#8f1d14", "ours eager": "#b5532a", "ours linear": "#c2567f",
+    "ours": "#d7191c", "ours JIT": "#8f1d14", "ours eager": "#b5532a", "ours linear": "#c2567f", "ours two": "#f08a8a",
     "ours compact": "#f58a52", "ours 16 chunks": "#f9b99a", "ours 64 MiB": "#e8b93c", "ours + torch.compile": "#f08080",
     "torch": "#9aa3ad", "hf": "#cdb68a", "torch.compile": "#9186c9", "quack": "#6bb182", "cut-cross-entropy": "#bb83b3",
     "liger-kernel": "#6aa6d8", "liger-sm90": "#33709f", "liger-kernel + torch.compile": "#264f73",

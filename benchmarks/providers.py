@@ -17,6 +17,7 @@ COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
     "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", *COMMON[4:],
     "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
+    "ours two",
 )  # fmt: skip
 PARTS = ("three GEMMs", "GEMMs of ours", "GEMMs of compact")  # do only a part of the work
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers")

@@ -137,38 +137,28 @@ case(
     backward={GATHER: 1},
 )
 
-# ---- Rope
+# ---- Rope, alone and after the norms of q and k
 
 Q, K = randn(5, 6, 7, 8).transpose(1, 2), randn(5, 6, 4, 8).transpose(1, 2)  # (B, H, S, D)
 COS, SIN = randn(6, 8), randn(6, 8) + 1
-for where, p, angles in (
-    ("replicated", R, R),
-    ("by batch", Shard(0), R),
-    ("by heads", Shard(1), R),
-    ("by sequence", Shard(2), Shard(0)),
-):
-    case(
-        f"rope {where}",
-        F.rope,
-        dict(q=Q, k=K, cos=COS, sin=SIN),
-        dict(q=p, k=p, cos=angles, sin=angles),
-        [p, p],
-    )
-case(
-    "rope by heads, one for all",
-    F.rope,
-    dict(q=Q, k=K, cos=COS, sin=SIN),
-    dict(q=Shard(1), k=R, cos=R, sin=R),
-    [Shard(1), R],
-)
+OF_HEADS = dict(q_weight=randn(8), k_weight=randn(8) + 1)
 
-case(
-    "rope by batch, with its positions",
-    F.rope,
-    dict(q=Q, k=K, cos=randn(5, 6, 8), sin=randn(5, 6, 8) + 1),
-    dict(q=Shard(0), k=Shard(0), cos=Shard(0), sin=Shard(0)),
-    [Shard(0), Shard(0)],
-)
+
+def rotary_cases(
+    where: str, q: Placement, k: Placement, angles: Placement = R, cos: Tensor = COS, sin: Tensor = SIN
+) -> None:
+    tensors, placements = dict(q=Q, k=K, cos=cos, sin=sin), dict(q=q, k=k, cos=angles, sin=angles)
+    case(f"rope {where}", F.rope, tensors, placements, [q, k])
+    weights = dict.fromkeys(OF_HEADS, R)
+    case(f"qk_norm_rope {where}", F.qk_norm_rope, {**tensors, **OF_HEADS}, {**placements, **weights}, [q, k])
+
+
+rotary_cases("replicated", R, R)
+rotary_cases("by batch", Shard(0), Shard(0))
+rotary_cases("by heads", Shard(1), Shard(1))
+rotary_cases("by sequence", Shard(2), Shard(2), Shard(0))
+rotary_cases("by heads, one for all", Shard(1), R)
+rotary_cases("by batch, with its positions", Shard(0), Shard(0), Shard(0), randn(5, 6, 8), randn(5, 6, 8) + 1)
 
 # ---- Embedding
 

@@ -35,6 +35,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 4, **MOE},
+    "glm4_moe": {"use_qk_norm": True, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **MOE},
+    "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {},
     "olmo2": {},
     "glm4": {"partial_rotary_factor": 0.5},

@@ -39,6 +39,7 @@ HIDDEN, PACKED, LOGITS, TARGET = ("B", "S", WIDTH), ("B", "S", 2 * WIDTH), ("B",
 QUERY, ANGLES = ("B", HEADS, "S", SIZE), (1, "S", SIZE)
 NORM, ADD_NORM = dict(x=HIDDEN), dict(x=HIDDEN, residual=HIDDEN)
 ROPE = dict(q=QUERY, k=QUERY, cos=ANGLES, sin=ANGLES)
+HEAD_NORMS = dict(q_weight=(SIZE,), k_weight=(SIZE,))
 GATED, LOSS, LINEAR_LOSS = (
     dict(gate=HIDDEN, up=HIDDEN),
     dict(logits=LOGITS, target=TARGET),
@@ -56,6 +57,8 @@ ROWS = [
     Row("rope", ROPE),
     Row("rope", ROPE, {}, dict(interleaved=True)),
     Row("rope_freqs_cis", dict(q=QUERY, k=QUERY, freqs_cis=("S", SIZE // 2))),
+    Row("qk_norm_rope", ROPE, HEAD_NORMS),
+    Row("qk_norm_rope", ROPE, HEAD_NORMS, dict(offset=1.0, casting_mode="gemma", interleaved=True)),
     Row("swiglu", GATED),
     Row("swiglu_packed", dict(gate_up=PACKED)),
     Row("swiglu_linear", GATED, DOWN),

@@ -73,6 +73,13 @@ def torchtitan(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return by_layers(model, mesh, **options)
 
 
+def norms_of_heads(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    for layer in model.model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            fully_shard(norm, mesh=mesh, **options)
+    return by_layers(model, mesh, **options)
+
+
 def tied(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     """Modules that share a weight must be in one group."""
     fully_shard([model.model.norm, model.model.embed_tokens, model.lm_head], mesh=mesh, **options)
@@ -184,12 +191,12 @@ class Gathers:
 
 def check(shard: Callable, mesh: Any, order: str = "before", prepare: Callable | None = None, **options: Any) -> None:
     """Loss and gradients agree with the unpatched model, and the expected operator computed them."""
-    arch = options.pop("arch", {})
+    name, arch = options.pop("model", "llama"), options.pop("arch", {})
     taken = options.pop("taken", FUSED)
     switches, run = options.pop("switches", {}), options.pop("run", {})
 
     def built(patch: bool) -> nn.Module:
-        model = make("llama", **arch)
+        model = make(name, **arch)
         if patch and order == "class":
             cls = apply_liger_kernel(type(model), **switches)
             twin = cls(model.config)
@@ -215,6 +222,10 @@ def check(shard: Callable, mesh: Any, order: str = "before", prepare: Callable |
 for _shard in (by_layers, head_alone, norm_and_head, torchtitan):
     for _order in ("before", "after", "class"):
         case(f"{_shard.__name__}, patched {_order}", shard=_shard, order=_order)(check)
+for _order in ("before", "after", "class"):
+    case(f"qwen3, patched {_order}", shard=by_layers, order=_order, model="qwen3", taken="qk_norm_rope")(check)
+    # FSDP gathers a norm of its own group in a hook of the norm, so the norm must be called.
+    case(f"norms_of_heads, patched {_order}", shard=norms_of_heads, order=_order, model="qwen3", taken="rope")(check)
 case("accelerate, patched before", shard=accelerate)(check)
 case("accelerate, patched after", shard=accelerate, order="after")(check)
 case("transformers", shard=transformers_own, order="after")(check)

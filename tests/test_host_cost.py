@@ -52,6 +52,12 @@ OPS = {
         [HEADS],
         [torch.randn(ANGLES), torch.randn(ANGLES)],
     ),
+    "qk_norm_rope": (
+        lambda q, w, cos, sin: ops.qk_norm_rope(q, q, w, w, cos, sin)[0],
+        lambda q, w, cos, sin: rotate(F.rms_norm(q, (N,), w, 1e-6), cos, sin),
+        [HEADS, COLUMN],
+        [torch.randn(ANGLES), torch.randn(ANGLES)],
+    ),
     "embedding": (
         lambda w, indices: ops.embedding(indices, w),
         lambda w, indices: F.embedding(indices, w),

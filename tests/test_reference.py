@@ -102,6 +102,17 @@ def test_rotation_by_sections(interleaved):
     close(formula("rope")(q, k, cos, sin, interleaved=interleaved, mrope_section=sections), expected)
 
 
+def test_norms_of_heads_before_a_rotation():
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    q, k, (cos, sin), weights = randn(2, 4, 5, 8), randn(2, 2, 5, 8), angles_of(2, 5, 8), [randn(8), randn(8)]
+    norms = [qwen3.Qwen3RMSNorm(8, eps=1e-3) for _ in weights]
+    for norm, weight in zip(norms, weights):
+        norm.weight = torch.nn.Parameter(weight)
+    expected = qwen3.apply_rotary_pos_emb(norms[0](q), norms[1](k), cos, sin)
+    close(formula("qk_norm_rope")(q, k, *weights, cos, sin, 1e-3), expected)
+
+
 def test_gated_activations():
     gate, up, w, b = (randn(*shape) for shape in ((3, 8), (3, 8), (5, 8), (5,)))
     packed = torch.cat([gate, up], -1)

@@ -35,7 +35,7 @@ def after(change, body: str, children) -> str | None:
     tree = ast.parse(source)
     changed = rewrite.change_all(change, tree.body[0], children)
     # Models get bytecode and not the tree: check that path too.
-    assert (rewrite.rewritten(found, (change,), children) is not None) == changed
+    assert (rewrite.rewritten(found, (change, children)) is not None) == changed
     return "\n".join(map(ast.unparse, tree.body[0].body)) if changed else None
 
 

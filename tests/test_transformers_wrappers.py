@@ -54,8 +54,9 @@ def test_num_items_in_batch_divides_the_sum():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
-    model, ids = make("qwen2"), tokens()
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_gradient_checkpointing(name, reentrant):
+    model, ids = make(name), tokens()
     plain = step(model, ids)
     apply_liger_kernel(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -148,18 +149,21 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "phi3", "glm4", "granite", "cohere"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gemma3_text", "qwen3", "exaone4", "phi3", "glm4", "granite", "cohere"]
+)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_makes_one_graph(name):
     model, ids = make(name), tokens()
     plain = step(model, ids)
-    apply_liger_kernel(model)
+    report = apply_liger_kernel(model)
     backend, graphs = count_graphs()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     ours = step(compiled, ids)
     assert_same_step((ours[0], {n.removeprefix("_orig_mod."): g for n, g in ours[1].items()}), plain)
     called = {str(n.target) for g in graphs for n in g.graph.nodes}
-    assert len(graphs) == 1 and f"liger.{FUSED}" in str(called) and "liger.rope" in str(called)
+    rotary = {row.replacement for row in report.replaced if row.kind == "rope"}
+    assert len(graphs) == 1 and all(f"liger.{op}" in str(called) for op in {FUSED, *rotary})
     step(compiled, tokens(seed=5))
     assert len(graphs) == 1
 

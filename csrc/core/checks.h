@@ -59,16 +59,17 @@ inline void check_same(const char* op, const char* name, const at::Tensor& t, co
       t.sym_sizes());
 }
 
-/// A parameter with one value per column of x, in x's dtype or in float32.
-inline void check_column_parameter(const char* op, const char* name, const at::Tensor& w, const at::Tensor& x) {
-  check_same_device(op, name, w, "x", x);
+/// A parameter with one value per column of x, in x's dtype or in float32. `like` is x's name.
+inline void check_column_parameter(
+    const char* op, const char* name, const at::Tensor& w, const at::Tensor& x, const char* like = "x") {
+  check_same_device(op, name, w, like, x);
   check_dense(op, name, w);
   LIGER_CHECK(
       w.scalar_type() == x.scalar_type() || (w.scalar_type() == at::kFloat && x.scalar_type() != at::kDouble), op, name,
-      c10::str("be float32 or have the dtype of x, ", x.scalar_type()), w.scalar_type());
+      c10::str("be float32 or have the dtype of ", like, ", ", x.scalar_type()), w.scalar_type());
   LIGER_CHECK(
       w.dim() == 1 && w.sym_sizes()[0] == x.sym_sizes().back(), op, name,
-      c10::str("have shape [", x.sym_sizes().back(), "], the last dimension of x"), w.sym_sizes());
+      c10::str("have shape [", x.sym_sizes().back(), "], the last dimension of ", like), w.sym_sizes());
 }
 
 inline void check_eps(const char* op, double eps) {

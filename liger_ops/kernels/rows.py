@@ -65,6 +65,11 @@ def row_mean(tile, n):
 
 
 @triton.jit
+def round_if(value, condition, dtype: tl.constexpr):
+    return tl.where(condition != 0, value.to(dtype).to(tl.float32), value)
+
+
+@triton.jit
 def load_per_row(pointer, row, mask, BLOCK_M: tl.constexpr):
     if BLOCK_M == 1:
         value = tl.load(pointer + row, mask=mask, other=0.0)

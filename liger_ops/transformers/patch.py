@@ -48,7 +48,8 @@ def kind_of(module: nn.Module) -> tuple[str, Callable[[Any, Switches], str]] | N
 def patch_module(path: str, module: nn.Module, switches: Switches) -> Row | None:
     if isinstance(module, Patched):
         kind, replacement = type(module).liger_row
-        return Row(path, type(module).__name__, kind, replacement, "") if replacement and kind != "loss" else None
+        row = Row(path, type(module).__name__, kind, replacement, module.liger_reason)
+        return row if replacement and kind != "loss" else None
     found = kind_of(module)
     if found is None:
         return None
@@ -56,7 +57,8 @@ def patch_module(path: str, module: nn.Module, switches: Switches) -> Row | None
     try:
         if has_replaced_forward(module):
             raise NotUnderstood("its forward was replaced")
-        return Row(path, type(module).__name__, kind, patch(module, switches), "")
+        replacement = patch(module, switches)
+        return Row(path, type(module).__name__, kind, replacement, getattr(module, "liger_reason", ""))
     except NotUnderstood as reason:
         return Row(path, type(module).__name__, kind, "", str(reason))
 

@@ -19,6 +19,7 @@ class Patched(nn.Module):
 
     liger_original: type[nn.Module]
     liger_row: tuple[str, str]  # kind and replacement of the report's Row
+    liger_reason = ""  # the Row's reason
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_as_original(self, protocol)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -371,25 +371,55 @@ def identify_complex(function: Callable, names: tuple[str, ...]) -> Rotary:
     raise NotUnderstood(f"{function.__name__} computes something else")
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads that a rotation takes; all have the same options."""
+
+    weights: tuple[Tensor | None, ...]  # one for each tensor
+    eps: float
+    offset: float
+    casting_mode: str
+
+
+def norm_heads(norms: HeadNorms | None, *heads: Tensor) -> tuple[Tensor, ...]:
+    if norms is None:
+        return heads
+    options = norms.eps, norms.offset, norms.casting_mode
+    return tuple(F.rms_norm(x, weight, *options) for x, weight in zip(heads, norms.weights))
+
+
 def rotary_function(rotary: Rotary, original: Callable) -> Callable:
-    """A function with the original's signature. Calls with arguments that were not probed go to the original."""
+    """A function with the original's signature. Calls with arguments that were not probed go to the original.
+
+    If its attribute `takes_norms` is not 0, the function also takes HeadNorms of that many tensors as `norms`, and
+    applies them before it rotates.
+    """
     if rotary.kind == "complex":
         return complex_rotary_function(rotary, original)
     widen, pairs = KINDS[rotary.kind]
     defaults = {n: p.default for n, p in inspect.signature(original).parameters.items() if p.default is not p.empty}
     default_dim = defaults.get("unsqueeze_dim", 1)
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+    def rotate(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, norms: HeadNorms | None = None
+    ) -> tuple[Tensor, Tensor]:
         table = widen(cos), widen(sin)
         # Under autocast, attention casts q and k to half precision anyway.
         if rotary.promotes and cos.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
-            q, k = q.to(cos.dtype), k.to(cos.dtype)
+            q, k = (x.to(cos.dtype) for x in norm_heads(norms, q, k))
+            norms = None
         elif cos.dtype not in (q.dtype, torch.float32):
             table = table[0].to(q.dtype), table[1].to(q.dtype)
-        if unsqueeze_dim == 1:
-            return F.rope(q, k, *table, interleaved=pairs)
-        q, k = F.rope(q.transpose(1, 2), k.transpose(1, 2), *table, interleaved=pairs)
-        return q.transpose(1, 2), k.transpose(1, 2)
+        if unsqueeze_dim == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if norms is None:
+            q, k = F.rope(q, k, *table, interleaved=pairs)
+        else:
+            q_weight, k_weight = norms.weights
+            options = norms.eps, norms.offset, norms.casting_mode
+            q, k = F.qk_norm_rope(q, k, q_weight, k_weight, table[0], table[1], *options, interleaved=pairs)
+        if unsqueeze_dim == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return q, k
 
     def known(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
         if not isinstance(k, Tensor) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or unsqueeze_dim not in (1, 2):
@@ -415,21 +445,34 @@ def rotary_function(rotary: Rotary, original: Callable) -> Callable:
 
     if rotary.tensors == 1:
 
-        def rotated_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = default_dim) -> Any:
+        def rotated_one(
+            x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = default_dim, norms: HeadNorms | None = None
+        ) -> Any:
             if not known(x, x, cos, sin, unsqueeze_dim):
+                (x,) = norm_heads(norms, x)
                 return original(x, cos, sin, unsqueeze_dim)
             none = x[:, :0] if unsqueeze_dim == 1 else x[:, :, :0]
-            return rotate(x, none, cos, sin, unsqueeze_dim)[0]
+            if norms is not None:
+                norms = norms._replace(weights=(*norms.weights, None))
+            return rotate(x, none, cos, sin, unsqueeze_dim, norms)[0]
 
-        return rotated_one
+        return taking_norms(rotated_one, 1)
 
-    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def rotated(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, norms: HeadNorms | None = None, **kwargs: Any
+    ) -> Any:
         dim = kwargs.get("unsqueeze_dim", default_dim)
         if args or kwargs.keys() - {"unsqueeze_dim"} or not known(q, k, cos, sin, dim):
+            q, k = norm_heads(norms, q, k)
             return original(q, k, cos, sin, *args, **kwargs)
-        return rotate(q, k, cos, sin, dim)
+        return rotate(q, k, cos, sin, dim, norms)
 
-    return rotated
+    return taking_norms(rotated, 2)
+
+
+def taking_norms(function: Any, tensors: int) -> Callable:
+    function.takes_norms = tensors
+    return function
 
 
 def complex_rotary_function(rotary: Rotary, original: Callable) -> Callable:

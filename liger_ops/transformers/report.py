@@ -12,7 +12,7 @@ class Row(NamedTuple):
     type: str  # name of the class
     kind: str  # "layer", "norm", "mlp", "experts", "rope", "embedding" or "loss"
     replacement: str  # the operator that computes it now, or ""
-    reason: str  # why it was left alone, or ""
+    reason: str  # why it was left alone, or why no larger operator replaces it, or ""
 
 
 class Report:

@@ -17,6 +17,8 @@ A residual addition and the norm that follows:
     residual = h
     h = self.norm(h)
 
+Norms of heads and the rotation that follows: head_norms.py.
+
 A function is rewritten only if its source compiles to the bytecode that it runs. The helpers look modules up in every
 call, so wrapped or hooked modules are still called.
 """
@@ -28,7 +30,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +43,16 @@ from . import probe
 PROJECT, NORM_AND_INPUT, ADD_NORM = "liger_project", "liger_norm_and_input", "liger_add_norm"
 
 
-def bare_rms_norm(norm: Any, x: Tensor) -> probe.Norm | None:
-    """The formula of a patched RMSNorm, or None if its forward must be called: it is hooked, wrapped or distributed."""
+def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> probe.Norm | None:
+    """The formula of a patched RMSNorm, or None if its forward must be called: it is hooked, wrapped or distributed, or
+    its weight has another dtype than x. wider_weight: the weight may be fp32."""
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
         return None
     if probe.is_distributed(x) or probe.is_distributed(norm.weight):
         return None
-    return found if norm.weight is None or norm.weight.dtype == x.dtype else None
+    fits = norm.weight is None or norm.weight.dtype == x.dtype or (wider_weight and norm.weight.dtype == torch.float32)
+    return found if fits else None
 
 
 class _NormAndInput(torch.autograd.Function):
@@ -297,11 +301,13 @@ def change_all(change: Change, function: ast.FunctionDef, children: frozenset[st
     return found
 
 
-@functools.lru_cache(None)
-def rewritten(
-    function: types.FunctionType, changes: tuple[Change, ...], children: frozenset[str]
-) -> types.CodeType | None:
-    """The function's code after applying the changes in order, or None if the first one does not apply."""
+class Rewritten(NamedTuple):
+    code: types.CodeType
+    applied: tuple[bool, ...]  # for each change, whether it found something
+
+
+def parsed(function: types.FunctionType) -> tuple[ast.Module, ast.FunctionDef] | None:
+    """The tree of the function's module and the function's node, if its source is what it runs."""
     try:
         code = function.__code__
         source = "".join(inspect.findsource(function)[0])
@@ -312,21 +318,29 @@ def rewritten(
     definition = find_definition(code, module)
     if plain is None or definition is None or plain.co_code != code.co_code:
         return None
-    for i, change in enumerate(changes):
-        if not change_all(change, definition, children) and i == 0:
-            return None
+    return module, definition
+
+
+@functools.lru_cache(None)
+def rewritten(function: types.FunctionType, *changes: tuple[Change, frozenset[str]]) -> Rewritten | None:
+    """The function's code after the changes, each with the names that it takes, or None if no change applies."""
+    found = parsed(function)
+    if found is None:
+        return None
+    module, definition = found
+    applied = tuple(change_all(change, definition, names) for change, names in changes)
+    if not any(applied):
+        return None
     # Compile the whole module again: CPython calls a name differently if the module imports it.
-    return find_code(compile(ast.fix_missing_locations(module), code.co_filename, "exec", dont_inherit=True), code)
-
-
-def with_shared_projections(function: types.FunctionType, linears: frozenset[str]) -> types.CodeType | None:
-    """The function's code with merged calls of these children, or None if it has none."""
-    return rewritten(function, (share_projections,), linears)
+    compiled = compile(ast.fix_missing_locations(module), function.__code__.co_filename, "exec", dont_inherit=True)
+    code = find_code(compiled, function.__code__)
+    return None if code is None else Rewritten(code, applied)
 
 
 def with_fused_norms(function: types.FunctionType, norms: frozenset[str]) -> types.CodeType | None:
     """The function's code with residual additions merged into the calls of these norms, or None if it has none."""
-    return rewritten(function, (fuse_add_norm, fuse_norm_and_input), norms)
+    found = rewritten(function, (fuse_add_norm, norms), (fuse_norm_and_input, norms))
+    return found.code if found and found.applied[0] else None
 
 
 def projections_of(module: nn.Module) -> frozenset[str]:

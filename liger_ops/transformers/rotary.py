@@ -10,8 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from ..projections import has_hooks
 from . import probe, rewrite
-from .patched import Switches, give_subclass, require_switch
+from .head_norms import HELPERS, fuse_head_norms, why_separate
+from .norms import is_rms_norm, looks_like_norm
+from .patched import Switches, give_subclass, has_replaced_forward, require_switch
 from .probe import NotUnderstood
 from .rebinding import inner_function, rebinding_key, rebound
 
@@ -51,6 +54,17 @@ def rotary_replacement(function: Any) -> Callable | str:
         return str(reason)
 
 
+def unfit_norms(module: nn.Module, switches: Switches) -> dict[str, str]:
+    """For each child that looks like a norm, why it cannot become a part of the rotation, or ""."""
+    found = {}
+    for name, child in module.named_children():
+        if looks_like_norm(child):
+            unfit = "is hooked or wrapped" if has_hooks(child) or has_replaced_forward(child) else ""
+            unfit = unfit or ("" if is_rms_norm(child) else "is no RMSNorm")
+            found[name] = unfit or ("" if switches["rms_norm"] else "stays, because rms_norm is switched off")
+    return found
+
+
 def patch_rotary(module: nn.Module, switches: Switches) -> str:
     require_switch(switches, "rope")
     methods = rotary_methods(type(module))
@@ -58,17 +72,38 @@ def patch_rotary(module: nn.Module, switches: Switches) -> str:
     replacements = {f: choice for f, choice in choices.items() if not isinstance(choice, str)}
     if not replacements:
         raise NotUnderstood("; ".join(dict.fromkeys(map(str, choices.values()))))
+    unfit, linears = unfit_norms(module, switches), rewrite.projections_of(module)
+    norms = frozenset(name for name, reason in unfit.items() if not reason)
+
+    def rotary_of(method: str) -> frozenset[str]:
+        """Rotary functions that take norms."""
+        used = methods[method].items()
+        return frozenset(name for name, f in used if getattr(replacements.get(f), "takes_norms", 0))
+
+    def rewritten(function: Any, method: str) -> rewrite.Rewritten | None:
+        merged = fuse_head_norms, norms | rotary_of(method)
+        return rewrite.rewritten(inner_function(function), merged, (rewrite.share_projections, linears))
 
     def members(cls: type) -> dict[str, Any]:
-        bound = {}
+        bound: dict[str, Any] = {"liger_reason": reason}
         for method, used in methods.items():
             replaced = {n: replacements[f] for n, f in used.items() if f in replacements}
             function = getattr(cls, method)
-            code = rewrite.with_shared_projections(inner_function(function), linears)
-            bound[method] = rebound(function, replaced | rewrite.HELPERS, code)
+            found = rewritten(function, method)
+            helpers = rewrite.HELPERS | HELPERS
+            bound[method] = rebound(function, replaced | helpers, found.code if found else None)
         return bound
 
-    linears = rewrite.projections_of(module)
-    key = linears, tuple(rebinding_key(getattr(type(module), method)) for method in methods)
-    give_subclass(module, "rope", "rope", key, members)
-    return "rope"
+    originals = {method: getattr(type(module), method) for method in methods}
+    found = [rewritten(function, method) for method, function in originals.items()]
+    fused = any(code is not None and code.applied[0] for code in found)
+    reasons = [
+        why_separate(inner_function(function), unfit, rotary_of(method))
+        for method, function in originals.items()
+        if unfit and not fused
+    ]
+    reason = next((f"no qk_norm_rope: {text}" for text in reasons if text), "")
+    key = linears, norms, reason, tuple(map(rebinding_key, originals.values()))
+    replacement = "qk_norm_rope" if fused else "rope"
+    give_subclass(module, "rope", replacement, key, members)
+    return replacement

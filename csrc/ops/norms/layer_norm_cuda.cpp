@@ -1,8 +1,8 @@
 // layer_norm on CUDA. Launches the kernels of liger_ops/kernels/norms/layer_norm.py.
 
+#include "core/column_sum.h"
 #include "core/cuda.h"
 #include "kernels/layer_norm.h"
-#include "ops/norms/column_sum.h"
 #include "ops/norms/layer_norm.h"
 
 namespace liger::ops::layer_norm {
@@ -90,9 +90,9 @@ Gradients Cuda::backward(
       flags};
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
   if (adds_up && needs_dweight && needs_dbias) {
-    column_sum(op, partial, out.dweight, out.dbias);
+    core::column_sum(op, partial, out.dweight, out.dbias);
   } else if (adds_up) {
-    column_sum(op, partial.narrow(0, needs_dweight ? 0 : 1, 1), needs_dweight ? out.dweight : out.dbias);
+    core::column_sum(op, partial.narrow(0, needs_dweight ? 0 : 1, 1), needs_dweight ? out.dweight : out.dbias);
   }
   return out;
 }

@@ -1,8 +1,7 @@
 // rms_norm(x, weight, eps, offset, casting_mode) = x * rsqrt(mean(x^2) + eps) * (weight + offset)
 //
 // x: (..., n) of any strides; weight: (n,) in x's dtype or fp32. The result has x's dtype. Statistics are fp32.
-// casting_mode says where the normalised row is rounded: "llama" before the weight is applied, as in Hugging Face's
-// LlamaRMSNorm; "gemma" and "none" once, at the end.
+// casting_mode says where the normalised row is rounded: see casting_mode.h.
 
 #include "ops/norms/rms_norm.h"
 
@@ -25,9 +24,7 @@ void check(
   if (residual.defined()) core::check_same(op, "residual", residual, "x", x);
   if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);
   core::check_eps(op, eps);
-  LIGER_CHECK(
-      casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op, "casting_mode",
-      "be 'llama', 'gemma' or 'none'", "'", casting_mode, "'");
+  core::check_casting_mode(op, casting_mode);
 }
 
 Forward Meta::forward(

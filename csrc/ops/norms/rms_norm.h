@@ -9,6 +9,8 @@
 #include <string_view>
 #include <tuple>
 
+#include "core/casting_mode.h"
+
 namespace liger::ops::rms_norm {
 
 using at::Tensor;
@@ -22,8 +24,6 @@ struct Forward {
 void check(
     const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
     std::string_view casting_mode);
-
-inline bool rounds_first(std::string_view casting_mode) { return casting_mode == "llama"; }
 
 using ForwardOn = Forward(
     const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset,

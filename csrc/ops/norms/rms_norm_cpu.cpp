@@ -2,6 +2,7 @@
 
 #include "core/cpu.h"
 #include "core/cpu_math.h"
+#include "core/inverse_rms.h"
 #include "core/rows.h"
 #include "ops/norms/rms_norm.h"
 
@@ -49,16 +50,7 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
       }
       x = sums;
     }
-    double squares = 0;
-    for (int64_t first = 0; first < n; first += kBlock) {
-      const int64_t count = std::min(kBlock, n - first);
-      const C* v = x + first;
-      C part = 0;
-#pragma omp simd reduction(+ : part)
-      for (int64_t i = 0; i < count; ++i) part += v[i] * v[i];
-      squares += part;
-    }
-    const C scale = C(1 / std::sqrt(squares / n + a.eps));
+    const C scale = core::inverse_rms(x, n, a.eps);
     if (a.rstd) a.rstd[row] = scale;
     T* y = a.y + a.walk.strides[0].offset(row, inner);
     for (int64_t first = 0; first < n; first += kBlock) {
@@ -177,7 +169,7 @@ Forward Cpu::forward(
         walk,
         C(eps),
         C(offset),
-        rounds_first(casting_mode)};
+        core::rounds_first(casting_mode)};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
       forward_rows(a, begin, end);
     });
@@ -208,7 +200,7 @@ std::tuple<Tensor, Tensor> Cpu::backward(
           rstd.const_data_ptr<C>(),
           core::data_or_null<T>(dx),
           walk,
-          rounds_first(casting_mode) && weight.defined()};
+          core::rounds_first(casting_mode) && weight.defined()};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
         backward_rows(a, dweight.of<C>(range), begin, end);
       });

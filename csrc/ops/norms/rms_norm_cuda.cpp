@@ -1,9 +1,9 @@
 // rms_norm and fused_add_rms_norm on CUDA. Launches the kernels of liger_ops/kernels/norms/rms_norm.py.
 
+#include "core/column_sum.h"
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "kernels/rms_norm.h"
-#include "ops/norms/column_sum.h"
 #include "ops/norms/rms_norm.h"
 
 namespace liger::ops::rms_norm {
@@ -29,8 +29,8 @@ Forward Cuda::forward(
   const auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(weight_type)), residual.defined());
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
-  int32_t flags = (weight.defined() ? flags::HAS_WEIGHT : 0) | (rounds_first(casting_mode) ? flags::ROUND_FIRST : 0) |
-      (save_rstd ? flags::SAVE_RSTD : 0);
+  int32_t flags = (weight.defined() ? flags::HAS_WEIGHT : 0) |
+      (core::rounds_first(casting_mode) ? flags::ROUND_FIRST : 0) | (save_rstd ? flags::SAVE_RSTD : 0);
   const auto& [y_walk, s_walk, x_walk, residual_walk] = walk.strides;
   K::Args args{
       core::address(out.y),
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor> Cuda::backward(
   const bool final = blocks == 1, adds_up = needs_dweight && !final;
   Tensor partial = adds_up ? at::empty({1, programs, walk.n}, x.options().dtype(at::kFloat)) : Tensor();
   int32_t flags = (weight.defined() ? flags::HAS_WEIGHT : 0) |
-      (weight.defined() && rounds_first(casting_mode) ? flags::ROUND_FIRST : 0) |
+      (weight.defined() && core::rounds_first(casting_mode) ? flags::ROUND_FIRST : 0) |
       (needs_dweight ? flags::NEEDS_DWEIGHT : 0) | (final ? flags::FINAL : 0);
   const auto& [dx_walk, dy_walk, ds_walk, x_walk] = walk.strides;
   K::Args args{
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor> Cuda::backward(
       weight.defined() ? float(offset) : 0.f,
       flags};
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
-  if (adds_up) column_sum(op, partial, dweight);
+  if (adds_up) core::column_sum(op, partial, dweight);
   return {dx, dweight};
 }
 

@@ -22,98 +22,12 @@
 namespace liger::ops::rope {
 namespace {
 
-using Sections = at::OptionalIntArrayRef;
-
 constexpr const char* kOp = "rope";
 constexpr const char* kComplexOp = "rope_freqs_cis";
 
-// ---- Checks
-
-void check_heads(const char* op, const Tensor& q, const Tensor& k) {
-  core::check_activation(op, "q", q);
-  LIGER_CHECK(q.dim() == 4, op, "q", "have shape (batch, heads, sequence, head size)", q.sym_sizes());
-  core::check_same_device(op, "k", k, "q", q);
-  core::check_dense(op, "k", k);
-  LIGER_CHECK(
-      k.scalar_type() == q.scalar_type(), op, "k", c10::str("have the dtype of q, ", q.scalar_type()), k.scalar_type());
-  LIGER_CHECK(
-      k.dim() == 4 && k.sym_size(0) == q.sym_size(0) && k.sym_size(2) == q.sym_size(2) &&
-          k.sym_size(3) == q.sym_size(3),
-      op, "k", c10::str("have the batch, sequence and head size of q, ", q.sym_sizes()), k.sym_sizes());
-}
-
-// columns_per_angle: 2 for complex angles, which rotate a pair of columns each; 1 if every column has its own angle.
-void check_angles(
-    const char* op, const char* name, const Tensor& angles, const Tensor& q, bool sections, int64_t columns_per_angle) {
-  core::check_same_device(op, name, angles, "q", q);
-  LIGER_CHECK(angles.layout() == at::kStrided, op, name, "be a dense tensor", angles.layout());
-  int64_t lead = sections ? 1 : 0, dims = angles.dim() - lead;
-  LIGER_CHECK(
-      (dims == 2 || dims == 3) && (!sections || angles.sym_size(0) == 3), op, name,
-      (sections ? "have shape (3, sequence, R) or (3, 1 or batch, sequence, R)"
-                : "have shape (sequence, R) or (1 or batch, sequence, R)"),
-      angles.sym_sizes());
-  LIGER_CHECK(
-      angles.sym_size(-2) == q.sym_size(2), op, name,
-      c10::str("have one row for each of q's ", q.sym_size(2), " positions"), angles.sym_size(-2));
-  LIGER_CHECK(
-      dims == 2 || angles.sym_size(lead) == 1 || angles.sym_size(lead) == q.sym_size(0), op, name,
-      c10::str("have a batch of 1 or ", q.sym_size(0), ", that of q"), angles.sym_size(lead));
-  auto rotated = angles.sym_size(-1) * columns_per_angle;
-  LIGER_CHECK(rotated % 2 == 0, op, name, "have an even last dimension", rotated);
-  LIGER_CHECK(
-      rotated <= q.sym_size(3), op, name, c10::str("rotate at most q's head size, ", q.sym_size(3)), rotated,
-      " columns");
-}
-
-// sin is absent if cos holds cos + i sin.
-void check(const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin, const Sections& sections) {
-  if (!sin) {
-    check_heads(kComplexOp, q, k);
-    auto wanted = q.scalar_type() == at::kDouble ? at::kComplexDouble : at::kComplexFloat;
-    LIGER_CHECK(cos.scalar_type() == wanted, kComplexOp, "freqs_cis", c10::str("be ", wanted), cos.scalar_type());
-    check_angles(kComplexOp, "freqs_cis", cos, q, false, 2);
-    return;
-  }
-  check_heads(kOp, q, k);
-  check_angles(kOp, "cos", cos, q, sections.has_value(), 1);
-  LIGER_CHECK(
-      cos.scalar_type() == q.scalar_type() || (cos.scalar_type() == at::kFloat && q.scalar_type() != at::kDouble), kOp,
-      "cos", c10::str("be float32 or have the dtype of q, ", q.scalar_type()), cos.scalar_type());
-  core::check_same(kOp, "sin", *sin, "cos", cos);
-  if (sections) {
-    bool fits = sections->size() == 3 && (*sections)[0] >= 0 && (*sections)[1] >= 0 && (*sections)[2] >= 0;
-    LIGER_CHECK(
-        fits && cos.sym_size(-1) == 2 * ((*sections)[0] + (*sections)[1] + (*sections)[2]), kOp, "mrope_section",
-        c10::str("be three sizes that add up to ", cos.sym_size(-1), " / 2"), *sections);
-  }
-}
-
-Angles make_angles(Tensor cos, const OptionalTensor& sin_in, const Sections& sections) {
-  bool is_complex = !sin_in;
-  if (is_complex) cos = at::view_as_real(cos).flatten(-2);
-  Tensor sin = is_complex ? cos : *sin_in;
-  bool alike = cos.stride(-1) == 1 && (is_complex || cos.strides() == sin.strides());
-  if (!alike) {
-    cos = cos.contiguous();
-    sin = sin.contiguous();
-  }
-  int64_t half = cos.size(-1) / 2, lead = sections ? 1 : 0;
-  Angles out{cos, sin, half};
-  out.position = cos.stride(-2);
-  if (cos.dim() - lead == 3 && cos.size(lead) > 1) out.batch = cos.stride(lead);
-  if (sections) out.section = cos.stride(0);
-  out.section_1 = sections ? (*sections)[0] : half;
-  out.section_2 = sections ? (*sections)[0] + (*sections)[1] : half;
-  out.is_complex = is_complex;
-  return out;
-}
+const char* name_of(const OptionalTensor& sin) { return sin ? kOp : kComplexOp; }
 
 // ---- The dispatched ops: rotation by the angles or their inverse, into new tensors or in place
-
-Tensor with_unit_columns(const Tensor& t) {
-  return t.stride(3) == 1 || t.size(3) <= 1 ? t : core::empty_rows_like(t).copy_(t);
-}
 
 template <Rotate* rotate>
 void rotate_into(
@@ -129,7 +43,7 @@ void rotate_into(
         make_angles(cos, sin, sections),
         interleaved || !sin,
         inverse};
-    rotate(sin ? kOp : kComplexOp, call);
+    rotate(name_of(sin), call);
   }
 }
 
@@ -137,7 +51,7 @@ template <Rotate* rotate>
 std::tuple<Tensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
     const Sections& sections) {
-  check(q, k, cos, sin, sections);
+  check_heads_and_angles(name_of(sin), q, k, cos, sin, sections);
   Tensor out_q = core::empty_rows_like(q), out_k = core::empty_rows_like(k);
   rotate_into<rotate>(out_q, out_k, q, k, cos, sin, interleaved, sections, false);
   return {out_q, out_k};
@@ -159,7 +73,7 @@ template <Rotate* rotate>
 std::tuple<Tensor, Tensor> bwd(
     const Tensor& dq, const Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
     Sections sections, c10::SymIntArrayRef q_strides, c10::SymIntArrayRef k_strides) {
-  check(dq, dk, cos, sin, sections);
+  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections);
   Tensor out_q = at::empty_strided_symint(dq.sym_sizes(), q_strides, dq.options());
   Tensor out_k = at::empty_strided_symint(dk.sym_sizes(), k_strides, dk.options());
   rotate_into<rotate>(out_q, out_k, dq, dk, cos, sin, interleaved, sections, true);
@@ -168,7 +82,7 @@ std::tuple<Tensor, Tensor> bwd(
 
 template <Rotate* rotate>
 void bwd_(Tensor& dq, Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved, Sections sections) {
-  check(dq, dk, cos, sin, sections);
+  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections);
   rotate_into<rotate>(dq, dk, dq, dk, cos, sin, interleaved, sections, true);
 }
 

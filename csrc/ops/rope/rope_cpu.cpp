@@ -2,57 +2,12 @@
 
 #include "core/cpu.h"
 #include "core/cpu_math.h"
+#include "ops/rope/angles_cpu.h"
 #include "ops/rope/rope.h"
 
 namespace liger::ops::rope {
 
 namespace {
-
-// The angles of one position: those of the pairs' first columns, then those of the second columns.
-template <class C>
-struct PairAngles {
-  explicit PairAngles(int64_t half) : half(half), cos(2 * half), sin(2 * half) {}
-  int64_t half;
-  std::vector<C> cos, sin;
-
-  template <class W>
-  void load(const Angles& a, bool interleaved, bool inverse, int64_t b, int64_t s) {
-    const int64_t start = b * a.batch + s * a.position;
-    const W *cos_at = a.cos.const_data_ptr<W>() + start, *sin_at = a.sin.const_data_ptr<W>() + start;
-    for (int64_t i = 0; i < half; ++i) {
-      const int64_t section = ((i >= a.section_1) + (i >= a.section_2)) * a.section;
-      const int64_t first = section + (interleaved ? 2 * i : i),
-                    second = section + (interleaved ? 2 * i + 1 : i + half);
-      cos[i] = C(cos_at[first]);
-      cos[half + i] = C(cos_at[a.is_complex ? first : second]);
-      sin[i] = C(sin_at[a.is_complex ? second : first]);
-      sin[half + i] = C(sin_at[second]);
-      if (inverse) std::tie(sin[i], sin[half + i]) = std::make_pair(-sin[half + i], -sin[i]);
-    }
-  }
-};
-
-// y may be x.
-template <class C>
-void rotate_row(C* y, const C* x, const PairAngles<C>& angles, bool interleaved) {
-  const int64_t half = angles.half;
-  const C *cos = angles.cos.data(), *sin = angles.sin.data();
-  if (interleaved) {
-#pragma omp simd
-    for (int64_t i = 0; i < half; ++i) {
-      const C a = x[2 * i], b = x[2 * i + 1];
-      y[2 * i] = a * cos[i] - b * sin[i];
-      y[2 * i + 1] = b * cos[half + i] + a * sin[half + i];
-    }
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < half; ++i) {
-      const C a = x[i], b = x[half + i];
-      y[i] = a * cos[i] - b * sin[i];
-      y[half + i] = b * cos[half + i] + a * sin[half + i];
-    }
-  }
-}
 
 template <class T>
 LIGER_VECTORIZED void rotate_heads(

@@ -18,9 +18,8 @@ void rotate_cuda(const char* op, const Call& call) {
   const HeadStrides q(call.q), k(call.k), out_q(call.out_q), out_k(call.out_k);
   // If the rotation is in place, the columns that are not rotated need no copy.
   const int64_t rotated = 2 * angles.half, width = call.in_place() ? rotated : call.head_size();
-  const int64_t multiples =
-      angles.half | width | angles.section_1 | angles.section_2 | angles.batch | angles.position | angles.section;
-  const bool aligned = (multiples & 7) == 0 && q.aligned() && k.aligned() && out_q.aligned() && out_k.aligned() &&
+  const bool aligned = (width & 7) == 0 && angles.aligned() && q.aligned() && k.aligned() && out_q.aligned() &&
+      out_k.aligned() &&
       core::aligned16(core::address(call.out_q), core::address(call.out_k), core::address(call.q),
                       core::address(call.k), core::address(angles.cos), core::address(angles.sin));
   const auto& config = runtime::first_fit<K>(rotated, aligned);

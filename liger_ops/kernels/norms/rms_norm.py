@@ -29,6 +29,7 @@ from ..rows import (
     load_tiles,
     prefetch,
     programs_ahead,
+    round_if,
     row_mean,
     row_offset,
     rows_config,
@@ -63,11 +64,6 @@ ROUND_FIRST = tl.constexpr(2)  # casting mode "llama": rows are rounded before t
 SAVE_RSTD = tl.constexpr(8)
 NEEDS_DWEIGHT = tl.constexpr(16)
 FINAL = tl.constexpr(32)
-
-
-@triton.jit
-def round_if(value, condition, dtype: tl.constexpr):
-    return tl.where(condition != 0, value.to(dtype).to(tl.float32), value)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def jsd(
 ) -> Tensor:
     """The Jensen-Shannon divergence of log-probabilities, generalised by the target's weight `beta` in the mixture.
 
-    input and target: (..., V), shift_labels: (...). With p and q the probabilities of target and input, and the mixture
+    input and target: (..., V), shift_labels: (...) indices. With p and q the probabilities of target and input, and the mixture
     ``m = beta * p + (1 - beta) * q``, it is ``beta * KL(p || m) + (1 - beta) * KL(q || m)``; for beta 0 it is KL(p || q),
     for beta 1 KL(q || p). Rows whose label is `ignore_index` do not count. "batchmean" divides by the number of rows that
     count, as liger_kernel does, "mean" by the number of their elements. The target takes no gradient. A probability of

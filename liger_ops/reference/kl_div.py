@@ -19,7 +19,7 @@ def kl_div(
 ) -> Tensor:
     """:func:`torch.nn.functional.kl_div`, in fp32 even for half-precision rows; the target takes no gradient.
 
-    input and target: (..., V), shift_labels: (...). The input holds log-probabilities, the target probabilities, or
+    input and target: (..., V), shift_labels: (...) indices. The input holds log-probabilities, the target probabilities, or
     log-probabilities with `log_target`. Rows whose label is `ignore_index` do not count. "mean" divides by the number of
     elements that count, "batchmean" by ``input.shape[0]``, or by the number of rows that count if there are labels. As in
     liger_kernel, a probability below `eps` has the logarithm of `eps`; PyTorch has no such limit.

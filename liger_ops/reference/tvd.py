@@ -16,7 +16,7 @@ def tvd(
 ) -> Tensor:
     """The total variation distance of probabilities, half the sum of ``|input - target|``.
 
-    input and target: (..., V), shift_labels: (...). Rows whose label is `ignore_index` do not count. "batchmean" divides
+    input and target: (..., V), shift_labels: (...) indices. Rows whose label is `ignore_index` do not count. "batchmean" divides
     by the number of rows that count, "mean" by the number of their elements. The target takes no gradient; where both are
     equal, that of the input is 0.
 

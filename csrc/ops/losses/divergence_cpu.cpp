@@ -4,6 +4,11 @@
 #include "core/cpu_math.h"
 #include "ops/losses/divergence.h"
 
+#if defined(__GNUC__) && !defined(__clang__)
+// Otherwise GCC does not vectorize loops with a choice between two results, because it would compute both.
+#pragma GCC optimize("no-trapping-math")
+#endif
+
 namespace liger::ops::divergence {
 namespace {
 
@@ -25,8 +30,10 @@ inline float vector_log(float x) {
   p = p * z + 1.f / 3;
   // ln 2 in two parts: the first times an exponent is exact.
   const float low = exponent * -2.12194440e-4f + 2 * s * z * p;
-  const float y = exponent * 0.693359375f + (2 * s + low);
-  return x > 0 ? (x < kInfinity ? y : x) : x == 0 ? -kInfinity : std::numeric_limits<float>::quiet_NaN();
+  float y = exponent * 0.693359375f + (2 * s + low);
+  y = x < kInfinity ? y : x;
+  y = x == 0 ? -kInfinity : y;
+  return x < 0 ? std::numeric_limits<float>::quiet_NaN() : y;
 }
 
 inline double vector_log(double x) { return std::log(x); }
@@ -47,7 +54,7 @@ Terms<C> mixture(C x, C t, C beta) {
   x = at_least(x, kNoProbability);
   t = at_least(t, kNoProbability);
   const bool target_leads = t >= x;
-  const C top = target_leads ? t : x, gap = target_leads ? x - t : t - x, share = target_leads ? beta : 1 - beta;
+  const C top = target_leads ? t : x, gap = -std::fabs(x - t), share = target_leads ? beta : 1 - beta;
   const C of_low = (1 - share) * vector_exp(gap), log_m = vector_log(share + of_low), probability = vector_exp(top);
   const C high = -probability * share * log_m, low = probability * of_low * (gap - log_m);
   return {target_leads ? high : low, target_leads ? low : high};

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from divergences import DivergenceTests, vary  # noqa: F401
+from divergences import DivergenceTests, noise, vary  # noqa: F401
 from torch import Tensor
 
 

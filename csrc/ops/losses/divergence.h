@@ -22,6 +22,7 @@
 #include "core/registration.h"
 #include "core/rows.h"
 #include "kernels/divergence.h"
+#include "ops/losses/rows_in_order.h"
 
 namespace liger::ops::divergence {
 
@@ -96,32 +97,18 @@ struct Upstream {
 };
 
 /// The rows of tensors of one shape, in the order of the labels. Tensors of one dense layout are one long row if nothing
-/// depends on the rows, or if they are contiguous and at least `whole` columns long. Tensors that two levels of strides
-/// cannot describe are replaced by copies.
+/// depends on the rows, or if they are contiguous and at least `whole` columns long.
 template <size_t N>
 Rows<N> walk(const char* op, const std::array<Tensor*, N>& tensors, const Tensor& labels, int64_t whole) {
-  Rows<N> out;
   const Tensor& first = *tensors[0];
-  const int64_t n = first.size(-1);
-  bool alike = first.is_non_overlapping_and_dense(), unit = true;
-  for (Tensor* t : tensors) {
-    alike = alike && core::detail::same_strides(first, *t);
-    unit = unit && (t->stride(-1) == 1 || n == 1);
+  bool alike = first.is_non_overlapping_and_dense();
+  for (Tensor* t : tensors) alike = alike && core::detail::same_strides(first, *t);
+  if (!alike || (labels.defined() && !(first.is_contiguous() && first.size(-1) >= whole))) {
+    return rows_in_order<N>(op, "input", tensors);
   }
-  if (alike && (!labels.defined() || (first.is_contiguous() && n >= whole))) {
-    out.rows = 1;
-    out.n = first.numel();
-    return out;
-  }
-  if (!(unit && core::detail::merge_levels<N>(tensors, out))) {
-    for (Tensor* t : tensors) *t = t->contiguous();
-    core::detail::merge_levels<N>(tensors, out);
-  }
-  out.n = n;
-  out.rows = n ? first.numel() / n : 0;
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  LIGER_CHECK(
-      out.rows <= kMost && n <= kMost, op, "input", "have fewer than 2^31 rows and columns", out.rows, " rows of ", n);
+  Rows<N> out;
+  out.rows = 1;
+  out.n = first.numel();
   return out;
 }
 

@@ -43,7 +43,7 @@ GATED, LOSS, LINEAR_LOSS = (
     dict(logits=LOGITS, target=TARGET),
     dict(input=HIDDEN, target=TARGET),
 )
-DIVERGENCE = dict(input=LOGITS, target=LOGITS)
+DIVERGENCE, CHOICE = dict(input=LOGITS, target=LOGITS), dict(logits=LOGITS, index=TARGET)
 SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
 
@@ -71,6 +71,8 @@ ROWS = [
     Row("kl_div", DIVERGENCE | dict(shift_labels=TARGET)),
     Row("jsd", DIVERGENCE, {}, dict(reduction="none")),
     Row("tvd", DIVERGENCE),
+    Row("log_probs", CHOICE),
+    Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),

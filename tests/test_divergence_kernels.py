@@ -46,7 +46,7 @@ def run(path, kind, shape, reduced, labelled, dtype="fp32"):
     loss, divisor = torch.full((), nan), torch.full((), nan)
     if reduced:
         s = find("divergence_sum").pick(dict(LABELLED=int(labelled)), 1, False, 7)
-        s.kernel.function[(1,)](loss, divisor, losses, labels[0], count, rows, 3, labels[1] or 1, -100, 1,
+        s.kernel.function[(1,)](loss, divisor, losses, labels[0], count, rows, 3, labels[1] or 1, -100, 3,
                                 **s.constexprs | dict(BLOCK=4))
     grad = torch.randn(()) if reduced else torch.randn(rows, n)
     v = variant("divergence_bwd")

@@ -47,6 +47,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "cross_entropy_with_metrics": loss,
         "cross_entropy_": loss,
         **{op: rows_and_labels for op in ("kl_div", "jsd", "tvd")},
+        "log_probs": dict(logits=numbers(ROWS, CLASSES), index=target, entropy=True),
         "fused_linear_cross_entropy": linear,
         "fused_linear_cross_entropy_with_metrics": linear,
         "fused_linear_cross_entropy_with_log_probs": linear,
@@ -83,6 +84,7 @@ SAVED = {
     "cross_entropy": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_with_metrics": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_": dict(logits="dlogits"),
+    "log_probs": dict(logits="logits", index="index"),
     "kl_div": dict(target="target", shift_labels="shift_labels"),
     **{op: dict(input="input", target="target", shift_labels="shift_labels") for op in ("jsd", "tvd")},
     # Reduced losses compute their gradients in forward.

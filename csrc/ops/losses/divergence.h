@@ -41,6 +41,7 @@ struct Options {
   int64_t ignore_index;
   double parameter = 0;  // eps or beta, see the kernels
   bool batch_is_first_dimension = false;  // of a batchmean without labels
+  bool divide = true;  // false: the loss of a mean is still the sum
 
   bool reduced() const { return reduction != Reduction::None; }
   bool divides() const { return reduction == Reduction::Mean || reduction == Reduction::BatchMean; }
@@ -173,8 +174,9 @@ struct Divergence {
 
   template <class Device>
   static std::tuple<Tensor, Tensor> fwd(
-      const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
+      const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options, bool divide) {
     Options o = check(input, target, labels, options...);
+    o.divide = divide;
     Results out = empty_results(input, o);
     Device::forward(kOp, input, target, value_or_undefined(labels), o, out);
     return {out.loss, out.divisor};
@@ -183,7 +185,7 @@ struct Divergence {
   template <class Device>
   static Tensor apply(const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
     auto [x, t] = promoted(input, target);
-    return std::get<0>(fwd<Device>(x, t, labels, options...));
+    return std::get<0>(fwd<Device>(x, t, labels, options..., true));
   }
 
   static Options check_backward(
@@ -273,7 +275,10 @@ struct Divergence {
     Results out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      std::tie(out.loss, out.divisor) = op.call(x, target, labels, options...);
+      // Sums and divisors of a DTensor's shards add up; means do not.
+      const bool divide = is_plain(x);
+      std::tie(out.loss, out.divisor) = op.call(x, target, labels, options..., divide);
+      if (!divide && out.divisor.defined()) out.loss = at::div(out.loss, out.divisor);
     }
     auto node = make_node<Node>();
     node->options = {Owned<O>(options)...};
@@ -292,7 +297,7 @@ struct Divergence {
     const std::string op = kOp, options = without_defaults(schema);
     const std::string saved = "Tensor? divisor, Tensor? input, ", labels = "Tensor? shift_labels, ";
     core::define(m, op + "(Tensor input, Tensor target, Tensor? shift_labels=None, " + schema + ") -> Tensor");
-    core::define(m, "_" + op + "_fwd(Tensor input, Tensor target, " + labels + options + ") -> (Tensor, Tensor)");
+    core::define(m, "_" + op + "_fwd(Tensor input, Tensor target, " + labels + options + ", bool divide) -> (Tensor, Tensor)");
     core::define(m, "_" + op + "_bwd(Tensor grad, " + saved + "Tensor target, " + labels + options + ") -> Tensor");
     core::define(m, "_" + op + "_bwd_(Tensor grad, " + saved + "Tensor(a!) target, " + labels + options + ") -> ()");
   }

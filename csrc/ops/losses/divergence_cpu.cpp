@@ -235,13 +235,12 @@ void forward_cpu(
     divisor *= double(std::count_if(label, label + labels.numel(), [&](int64_t y) { return y != o.ignore_index; }));
   }
   // Without any row, 0 / 0 is NaN, as in PyTorch.
-  if (out.loss.scalar_type() == at::kDouble) {
-    write_scalar<double>(out.loss, total / divisor);
-    write_scalar<double>(out.divisor, divisor);
-  } else {
-    write_scalar<float>(out.loss, total / divisor);
-    write_scalar<float>(out.divisor, divisor);
-  }
+  auto write = [&](auto zero) {
+    using C = decltype(zero);
+    write_scalar<C>(out.loss, o.divide ? C(total) / C(divisor) : C(total));
+    write_scalar<C>(out.divisor, divisor);
+  };
+  out.loss.scalar_type() == at::kDouble ? write(double()) : write(float());
 }
 
 void backward_cpu(

@@ -99,7 +99,7 @@ void forward_cuda(const char* op, Tensor input, Tensor target, const Tensor& lab
       o.divisor(like, labelled),
       labelled && counted.scalar_type() == at::kLong ? 2 : 1,
       o.ignore_index,
-      o.divides()};
+      (o.divides() ? kinds::SAVES_DIVISOR : 0) | (o.divides() && o.divide ? kinds::DIVIDES : 0)};
   const auto point = runtime::point_of<Sum>(labelled);
   const auto& config = runtime::first_fit<Sum>(1, false, point, std::max<int64_t>(programs, sum.rows));
   launch<Sum>(op, like.device(), runtime::variant_index<Sum>(config, point), {1}, sum);

@@ -41,6 +41,9 @@ TOTAL = tl.constexpr(5)
 
 # exp is 0 below this, in fp64 too.
 NO_PROBABILITY = tl.constexpr(-1000)
+# Flags of `sum`.
+SAVES_DIVISOR = tl.constexpr(1)
+DIVIDES = tl.constexpr(2)
 MOST_TILE = tl.constexpr(2048)  # most columns of a tile
 
 
@@ -317,11 +320,11 @@ def divergence_bwd_kernel(
 
 @triton.jit
 def divergence_sum_kernel(
-    loss, divisor, partial, labels, programs, rows, fixed, label_words, ignore_index, divides,
+    loss, divisor, partial, labels, programs, rows, fixed, label_words, ignore_index, flags,
     LABELLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """loss = (sum of `partial`) / divisor, where divisor is `fixed`, times the number of rows that count if LABELLED.
-    One program adds up few numbers per lane in fp32, then the lanes in fp64."""
+    """loss = sum of `partial`, and / divisor if DIVIDES. The divisor is `fixed`, times the number of rows that count if
+    LABELLED. One program adds up few numbers per lane in fp32, then the lanes in fp64."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, programs, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -334,9 +337,13 @@ def divergence_sum_kernel(
             counts = (row < rows) & is_counted(labels, row, label_words, ignore_index, row < rows)
             count += tl.where(counts, 1.0, 0.0)
         by *= tl.sum(count.to(tl.float64))
-    # Without any row, 0 / 0 is NaN, as in PyTorch.
-    tl.store(loss, tl.sum(total.to(tl.float64)) / by)
-    tl.store(divisor, by, mask=divides != 0)
+    loss_here = tl.sum(total.to(tl.float64)).to(tl.float32)
+    by = by.to(tl.float32)
+    if flags & DIVIDES:
+        # Without any row, 0 / 0 is NaN, as in PyTorch.
+        loss_here = tl.div_rn(loss_here, by)
+    tl.store(loss, loss_here)
+    tl.store(divisor, by, mask=(flags & SAVES_DIVISOR) != 0)
 
 
 def config(max_n, block_m, block_n, blocks, num_warps, aligned=True, one_row=False):
@@ -386,7 +393,7 @@ KERNELS = [
         function=divergence_sum_kernel,
         args={
             "loss": "*fp32", "divisor": "*fp32", "partial": "*fp32", "labels": "*i32", "programs": "i32", "rows": "i32",
-            "fixed": "i64", "label_words": "i32", "ignore_index": "i64", "divides": "i32",
+            "fixed": "i64", "label_words": "i32", "ignore_index": "i64", "flags": "i32",
         },
         aligned=[],
         axes={"labels": [{"LABELLED": 0}, {"LABELLED": 1}]},

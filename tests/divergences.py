@@ -150,7 +150,9 @@ class DivergenceTests:
                 expected = (losses if reduction == "none" else losses.sum()) / by
                 found = operators()[self.name].reference(x, t, y, reduction=reduction, **options)
                 torch.testing.assert_close(found, expected)
-                torch.testing.assert_close(*(torch.autograd.grad(v.sum(), x, retain_graph=True)[0] for v in (found, expected)))
+                torch.testing.assert_close(
+                    *(torch.autograd.grad(v.sum(), x, retain_graph=True)[0] for v in (found, expected))
+                )
 
     @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 3, 2**31 - 1, 2**40])
     @pytest.mark.parametrize("labels", [torch.int64, torch.int32])
@@ -186,9 +188,7 @@ class DivergenceTests:
     def test_empty_and_one_dimensional(self, shape, reduction, labels, device):
         for options in self.choices:
             x, t, y = self.make(shape, torch.float32, device, options, labels)
-            results = [
-                f(x, t, y, reduction=reduction, **options) for f in (self.op, operators()[self.name].reference)
-            ]
+            results = [f(x, t, y, reduction=reduction, **options) for f in (self.op, operators()[self.name].reference)]
             torch.testing.assert_close(*results, equal_nan=True)
             torch.testing.assert_close(*(torch.autograd.grad(r.sum(), x)[0] for r in results), atol=1e-6, rtol=1e-6)
 
@@ -302,9 +302,7 @@ class DivergenceTests:
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_export_keeps_the_op_and_the_batch_dynamic(self, strict, device):
-        inputs, others = (
-            [t.detach() for t in self.make((rows, 32), torch.float32, device)[:2]] for rows in (4, 9)
-        )
+        inputs, others = ([t.detach() for t in self.make((rows, 32), torch.float32, device)[:2]] for rows in (4, 9))
         check_export(self.op, self.module(), inputs, others, strict)
 
     def test_script(self, device, tmp_path):

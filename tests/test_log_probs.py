@@ -340,17 +340,17 @@ def test_autocast_keeps_float32(device):
 
 # ---- Bad input
 
-X, I = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
+X, IDS_OF_X = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
 ERRORS = {
-    "logits must be float32, float16, bfloat16 or float64": (X.long(), I),
-    "logits must have at least one dimension": (torch.tensor(1.0), I),
-    "logits must be a dense, unquantized tensor": (X.to_sparse(), I),
-    "index must be int64 or int32": (X, I.float()),
-    r"index must have shape \[2\], or that with one dimension more": (X, I[:1]),
-    "index must be on cpu like logits": (X, I.to("meta")),
-    r"index must lie in \[0, 8\) or be ignore_index, -100": (X, I + 8),
-    "temperature must be positive and finite": (X, I, 0.0),
-    "softcap must be positive and finite": (X, I, 1.0, -100, 0.0),
+    "logits must be float32, float16, bfloat16 or float64": (X.long(), IDS_OF_X),
+    "logits must have at least one dimension": (torch.tensor(1.0), IDS_OF_X),
+    "logits must be a dense, unquantized tensor": (X.to_sparse(), IDS_OF_X),
+    "index must be int64 or int32": (X, IDS_OF_X.float()),
+    r"index must have shape \[2\], or that with one dimension more": (X, IDS_OF_X[:1]),
+    "index must be on cpu like logits": (X, IDS_OF_X.to("meta")),
+    r"index must lie in \[0, 8\) or be ignore_index, -100": (X, IDS_OF_X + 8),
+    "temperature must be positive and finite": (X, IDS_OF_X, 0.0),
+    "softcap must be positive and finite": (X, IDS_OF_X, 1.0, -100, 0.0),
 }
 
 
@@ -434,7 +434,7 @@ def test_no_synchronization_and_cuda_graph_capture():
 @pytest.mark.gpu
 def test_double_on_cuda_is_refused():
     with pytest.raises(RuntimeError, match="logits must be float32, float16 or bfloat16"):
-        log_probs(X.double().cuda(), I.cuda())
+        log_probs(X.double().cuda(), IDS_OF_X.cuda())
 
 
 # ---- The kernels in the interpreter

@@ -14,7 +14,7 @@ def tvd(
     ignore_index: int = -100,
     reduction: str = "batchmean",
 ) -> Tensor:
-    """The total variation distance of probabilities, half the sum of ``|input - target|``.
+    """The total variation distance of probabilities: half the sum of their absolute differences.
 
     input and target: (..., V), shift_labels: (...) indices. Rows whose label is `ignore_index` do not count. "batchmean" divides
     by the number of rows that count, "mean" by the number of their elements. The target takes no gradient; where both are

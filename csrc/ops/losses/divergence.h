@@ -297,7 +297,8 @@ struct Divergence {
     const std::string op = kOp, options = without_defaults(schema);
     const std::string saved = "Tensor? divisor, Tensor? input, ", labels = "Tensor? shift_labels, ";
     core::define(m, op + "(Tensor input, Tensor target, Tensor? shift_labels=None, " + schema + ") -> Tensor");
-    core::define(m, "_" + op + "_fwd(Tensor input, Tensor target, " + labels + options + ", bool divide) -> (Tensor, Tensor)");
+    core::define(
+        m, "_" + op + "_fwd(Tensor input, Tensor target, " + labels + options + ", bool divide) -> (Tensor, Tensor)");
     core::define(m, "_" + op + "_bwd(Tensor grad, " + saved + "Tensor target, " + labels + options + ") -> Tensor");
     core::define(m, "_" + op + "_bwd_(Tensor grad, " + saved + "Tensor(a!) target, " + labels + options + ") -> ()");
   }

@@ -1,4 +1,4 @@
-// tvd(input, target, ...): the total variation distance of probabilities, half the sum of |input - target|.
+// tvd(input, target, ...): the total variation distance of probabilities, half the sum of their absolute differences.
 
 #include "ops/losses/divergence.h"
 

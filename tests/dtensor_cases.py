@@ -64,7 +64,8 @@ def check(
     def each(p: Any) -> list[Placement]:
         return [p] if isinstance(p, Placement) else [*p]
 
-    names = [name for name, t in tensors.items() if t.is_floating_point() and name not in ("cos", "sin")]
+    constants = ("cos", "sin", "target")
+    names = [name for name, t in tensors.items() if t.is_floating_point() and name not in constants]
     plain = {name: t.clone().requires_grad_(name in names) for name, t in tensors.items()}
     ours = {
         name: spread(t, mesh, each(placements[name])).detach().requires_grad_(name in names)
@@ -167,6 +168,40 @@ case("embedding by batch", F.embedding, dict(input=IDS, weight=randn(10, 24)), d
 case(
     "embedding by columns", F.embedding, dict(input=IDS, weight=randn(10, 24)), dict(input=R, weight=Shard(1)), Shard(2)
 )
+
+# ---- Divergences and log-probabilities
+
+STUDENT, TEACHER = (randn(5, 7, 24 + i)[..., :24].log_softmax(-1) for i in range(2))
+LABELS = torch.randint(-1, 3, (5, 7), generator=torch.Generator().manual_seed(0))
+for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
+    for op in (F.kl_div, F.jsd, F.tvd):
+        tensors = dict(input=STUDENT, target=TEACHER)
+        for reduction in ("none", "sum", "mean", "batchmean"):
+            for labels in ({}, dict(shift_labels=LABELS)):
+                mean, sharded = reduction in ("mean", "batchmean"), p != R
+                result = p if reduction == "none" else SUM if sharded else R
+                first_only = op is F.kl_div and reduction == "batchmean" and not labels and p == Shard(1)
+                # Each direction needs the divisor of all devices.
+                divisor = {REDUCE: 1} if mean and sharded and not first_only else {}
+                case(
+                    f"{op.__name__}, {reduction} {'with labels ' * bool(labels)}{where}",
+                    op,
+                    tensors | labels,
+                    dict(input=p, target=p, shift_labels=p),
+                    result,
+                    forward=divisor,
+                    backward=divisor,
+                    reduction=reduction,
+                    ignore_index=-1,
+                )
+    for ids in ((5, 7), (5, 7, 3)):
+        case(
+            f"log_probs of {len(ids) - 1} {where}",
+            partial(F.log_probs, entropy=True),
+            dict(logits=STUDENT, index=torch.randint(24, ids, generator=torch.Generator().manual_seed(0))),
+            dict(logits=p, index=p),
+            [p, p],
+        )
 
 # ---- GEMMs
 

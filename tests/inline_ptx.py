@@ -123,7 +123,13 @@ def prefetch(_, values):
     return [np.zeros(1, np.int32)]
 
 
+def log2(_, values):
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return [np.log2(values[0]).view(np.int32)]
+
+
 INSTRUCTIONS = {
+    "lg2.approx.f32": log2,
     "prefetch.global.L2": prefetch,
     ".shared .align": reserve,
     "%dynamic_smem_size": reserve_ring,

@@ -25,7 +25,7 @@ from liger_ops.reference import operators
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "cpp"
 HEADS, SIZE, WIDTH, VOCABULARY = 2, 8, 16, 24
-DTYPES = {"target": torch.int64, "freqs_cis": torch.complex64}
+DTYPES = {"freqs_cis": torch.complex64}
 
 
 class Row(NamedTuple):
@@ -45,6 +45,7 @@ GATED, LOSS, LINEAR_LOSS = (
     dict(logits=LOGITS, target=TARGET),
     dict(input=HIDDEN, target=TARGET),
 )
+DIVERGENCE, CHOICE = dict(input=LOGITS, target=LOGITS), dict(logits=LOGITS, index=TARGET)
 SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
 SPLIT = dict(group=SOLO, classes=VOCABULARY)
@@ -71,6 +72,12 @@ ROWS = [
     Row("cross_entropy", LOSS, {}, dict(reduction="none")),
     Row("cross_entropy_", LOSS),
     Row("cross_entropy_with_metrics", LOSS),
+    Row("kl_div", DIVERGENCE, {}, dict(log_target=True)),
+    Row("kl_div", DIVERGENCE | dict(shift_labels=TARGET)),
+    Row("jsd", DIVERGENCE, {}, dict(reduction="none")),
+    Row("tvd", DIVERGENCE),
+    Row("log_probs", CHOICE),
+    Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
@@ -118,7 +125,7 @@ def inputs_of(
         sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
         if shape == TARGET:
             return torch.randint(VOCABULARY, sizes, device=device)
-        wanted = requires_grad and name not in ("cos", "sin", "freqs_cis")
+        wanted = requires_grad and name not in ("cos", "sin", "freqs_cis", *operators()[row.op].constants)
         return torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32), requires_grad=wanted)
 
     return tuple(make(name, shape) for name, shape in row.inputs.items())

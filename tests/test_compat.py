@@ -31,8 +31,10 @@ def test_names_exist_only_while_installed():
 
 
 def test_missing_names_raise_import_errors(liger_kernel_served):
-    with pytest.raises(ImportError, match="liger_kernel.transformers.LigerJSD has no counterpart in liger_ops"):
-        from liger_kernel.transformers import LigerJSD  # noqa: F401
+    with pytest.raises(
+        ImportError, match="liger_kernel.transformers.LigerFusedLinearJSD has no counterpart in liger_ops"
+    ):
+        from liger_kernel.transformers import LigerFusedLinearJSD  # noqa: F401
     with pytest.raises(ImportError, match="liger_kernel.chunked_loss"):
         import liger_kernel.chunked_loss  # noqa: F401
     with pytest.raises(ImportError, match="liger_kernel.ops.LigerGroupNormFunction"):
@@ -147,6 +149,34 @@ def test_functions_and_classes(liger_kernel_served):
     )
     single = TF.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(scaled, single * (-single).exp())
+
+
+def test_divergences(liger_kernel_served):
+    from liger_kernel.ops import LigerJSDFunction
+    from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
+    from liger_kernel.transformers.functional import liger_jsd, liger_kl_div, liger_tvd
+
+    x = torch.randn(6, 11).log_softmax(-1).requires_grad_()
+    t, labels = torch.randn(6, 11).log_softmax(-1).requires_grad_(), torch.tensor([1, -100, 2, 3, -100, 4])
+    p, q, kept = x.exp(), t.exp(), (labels != -100)[:, None]
+    expected = TF.kl_div(x, q, reduction="batchmean")
+    torch.testing.assert_close(LigerKLDIVLoss(reduction="batchmean")(x, q), expected)
+    torch.testing.assert_close(LigerKLDIVLoss(1e-10, reduction="batchmean", log_target=True)(x, t), expected)
+    torch.testing.assert_close(liger_kl_div(x, q), expected / 11)
+    m = (0.25 * q + 0.75 * p).log()
+    losses = 0.25 * q * (t - m) + 0.75 * p * (x - m)
+    torch.testing.assert_close(LigerJSD(0.25)(x, t), losses.sum() / 6)
+    torch.testing.assert_close(liger_jsd(x, t, labels, 0.25), (losses * kept).sum() / 4)
+    distances = (p - q).abs() / 2
+    torch.testing.assert_close(LigerTVDLoss()(p, q, labels), (distances * kept).sum() / 4)
+    torch.testing.assert_close(liger_tvd(p, q), distances.mean())
+    torch.testing.assert_close(LigerTVDLoss("none")(p, q), distances)
+
+    half = x.detach().bfloat16().requires_grad_()
+    loss = LigerJSDFunction.apply(half, half.detach(), torch.full((6,), -100))
+    assert loss.dtype == torch.bfloat16 and loss == 0
+    loss.backward()
+    assert not half.grad.any()
 
 
 def test_arguments_of_norms_and_rotations(liger_kernel_served):

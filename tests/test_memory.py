@@ -30,6 +30,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
     rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
     gate = dict(gate=rows, up=numbers(ROWS, N))
     loss = dict(logits=numbers(ROWS, CLASSES), target=target, weight=numbers(CLASSES).abs(), label_smoothing=0.1)
+    rows_and_labels = dict(input=rows, target=numbers(ROWS, N), shift_labels=target)
     linear = dict(
         input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), ce_weight=numbers(CLASSES).abs(),
         token_weight=numbers(ROWS).abs(),
@@ -46,6 +47,8 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "cross_entropy": loss,
         "cross_entropy_with_metrics": loss,
         "cross_entropy_": loss,
+        **{op: rows_and_labels for op in ("kl_div", "jsd", "tvd")},
+        "log_probs": dict(logits=numbers(ROWS, CLASSES), index=target, entropy=True),
         "fused_linear_cross_entropy": linear,
         "fused_linear_cross_entropy_with_metrics": linear,
         "fused_linear_cross_entropy_with_log_probs": linear,
@@ -83,6 +86,9 @@ SAVED = {
     "cross_entropy": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_with_metrics": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_": dict(logits="dlogits"),
+    "log_probs": dict(logits="logits", index="index"),
+    "kl_div": dict(target="target", shift_labels="shift_labels"),
+    **{op: dict(input="input", target="target", shift_labels="shift_labels") for op in ("jsd", "tvd")},
     # Reduced losses compute their gradients in forward.
     "fused_linear_cross_entropy": {},
     "fused_linear_cross_entropy_with_metrics": {},
@@ -108,7 +114,8 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 
 def is_differentiable(op: str, name: str, t: Any) -> bool:
-    constant = ("ce_weight", "token_weight", "cos", "sin") + (("weight",) if op.startswith("cross_entropy") else ())
+    constant = ("ce_weight", "token_weight", "cos", "sin", "target")
+    constant += ("weight",) if op.startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
 
 

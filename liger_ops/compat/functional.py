@@ -14,6 +14,8 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "geglu",
+    "jsd",
+    "kl_div",
     "layer_norm",
     "rms_norm",
     "rope",
@@ -148,3 +150,31 @@ def fused_linear_cross_entropy(
         _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
         return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
+
+
+def kl_div(
+    y_pred: Tensor,
+    y_true: Tensor,
+    reduction: str = "batchmean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    return ops.LigerKLDivLossFunction.apply(y_pred, y_true, reduction, log_target, eps)
+
+
+def jsd(
+    _input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    return ops.LigerJSDFunction.apply(_input, target, shift_labels, beta, ignore_index)

@@ -126,6 +126,34 @@ def liger_fused_linear_cross_entropy(
     return output(*results)
 
 
+def liger_kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool = True,
+    reduce: bool = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
+    return ops.LigerKLDivLossFunction.apply(input, target, reduction, log_target, eps)
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    return ops.LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
+
+
+def liger_tvd(
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    return ops.LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
+
+
 def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -245,11 +273,14 @@ FUNCTIONAL = [
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
     "liger_layer_norm",
     "liger_qwen2vl_mrope",
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
     "liger_swiglu",
+    "liger_tvd",
 ]
 LOSS_UTILS = ["LigerForCausalLMLoss", "fixed_fused_linear_cross_entropy", "unpack_cross_entropy_result"]

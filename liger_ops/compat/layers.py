@@ -294,3 +294,30 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
         )  # fmt: skip
         return output(*results)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        return ops.LigerKLDivLossFunction.apply(y_pred, y_true, self.reduction, self.log_target, self.eps)
+
+
+class LigerJSD(nn.Module):
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return ops.LigerJSDFunction.apply(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+
+class LigerTVDLoss(nn.Module):
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return ops.LigerTVDLossFunction.apply(p, q, shift_labels, self.reduction, self.ignore_index)

@@ -13,6 +13,8 @@ TRANSFORMERS = {
     "fused_add_rms_norm": ["LigerFusedAddRMSNorm"],
     "fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyLoss"],
     "geglu": ["LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"],
+    "jsd": ["LigerJSD"],
+    "kl_div": ["LigerKLDIVLoss"],
     "layer_norm": ["LigerLayerNorm"],
     "llama4_rope": [
         "apply_liger_llama4_rope_full",
@@ -52,6 +54,7 @@ TRANSFORMERS = {
         "LigerSwiGLUMLPForMuseGlimmer",
     ],
     "tiled_mlp": ["LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP"],
+    "tvd": ["LigerTVDLoss"],
 }
 OPS = {
     "cross_entropy": ["LigerCrossEntropyFunction"],
@@ -60,6 +63,8 @@ OPS = {
     "fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyFunction"],
     "fused_moe": ["LigerFusedMoEFunction"],
     "geglu": ["LigerGELUMulFunction"],
+    "jsd": ["LigerJSDFunction"],
+    "kl_div": ["LigerKLDivLossFunction"],
     "layer_norm": ["LigerLayerNormFunction"],
     "llama4_rope": ["LigerLlama4RopeFunction"],
     "mlp": ["LigerMLPFunction"],
@@ -69,6 +74,7 @@ OPS = {
     "rope": ["LigerRopeFunction"],
     "swiglu": ["LigerFusedGateUpSiLUMulFunction", "LigerSiLUMulFunction"],
     "tiled_mlp": ["LigerTiledMLPFunction", "apply_tiled_mlp"],
+    "tvd": ["LigerTVDLossFunction"],
 }
 # Path below the package: names.
 MODULES: dict[str, list[str]] = {

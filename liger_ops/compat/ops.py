@@ -274,3 +274,45 @@ class LigerFusedLinearCrossEntropyFunction:
             results = F.fused_linear_cross_entropy_with_metrics(*arguments, token_weight=token_weight)
             return select_metrics(results, _input, target != ignore_index if reduction == "sum" else None, *flags)
         return F.fused_linear_cross_entropy(*arguments, token_weight=token_weight), None, None, None
+
+
+# Targets take no gradient, as in the package.
+
+
+class LigerKLDivLossFunction:
+    @staticmethod
+    def apply(
+        y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10
+    ) -> Tensor:
+        return F.kl_div(y_pred, y_true.detach(), None, -100, reduction, log_target, eps)
+
+
+class LigerJSDFunction:
+    """The loss has the dtype of the input, and is 0 if all labels are ignored, as in the package."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        target: Tensor,
+        shift_labels: Tensor | None = None,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        jsd_impl: Any = None,
+        jsd_mode: Any = None,
+    ) -> Tensor:
+        if shift_labels is None:
+            return F.jsd(_input, target.detach(), None, beta, ignore_index).to(_input.dtype)
+        total = F.jsd(_input, target.detach(), shift_labels, beta, ignore_index, "sum")
+        return (total / (shift_labels != ignore_index).sum().clamp(min=1)).to(_input.dtype)
+
+
+class LigerTVDLossFunction:
+    @staticmethod
+    def apply(
+        p: Tensor,
+        q: Tensor,
+        shift_labels: Tensor | None = None,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+    ) -> Tensor:
+        return F.tvd(p, q.detach(), shift_labels, ignore_index, reduction)

@@ -1,0 +1,33 @@
+"""tvd(input: (rows, classes) probabilities, target: the same)"""
+
+import torch
+
+from benchmarks.divergence import declare, log_probs, wide
+
+
+def inputs(make, rows, classes):
+    return {"input": log_probs(make, rows, classes).exp(), "target": log_probs(make, rows, classes).exp()}
+
+
+def formula(input, target):
+    return 0.5 * (wide(input) - wide(target)).abs().sum() / len(input)
+
+
+def liger_kernel():
+    from liger_kernel.ops import LigerTVDLossFunction
+
+    return lambda input, target: LigerTVDLossFunction.apply(input, target)
+
+
+def ours():
+    import liger_ops  # noqa: F401
+
+    return torch.ops.liger.tvd.default
+
+
+OP = declare(
+    targets_read_alone=False,
+    inputs=inputs,
+    formula=formula,
+    providers={"liger-kernel": liger_kernel, "ours": ours},
+)

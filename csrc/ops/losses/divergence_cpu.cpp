@@ -1,0 +1,285 @@
+// Divergences on CPU. The formulas are those of liger_ops/kernels/losses/divergence.py.
+
+#include "core/cpu.h"
+#include "core/cpu_math.h"
+#include "ops/losses/divergence.h"
+
+#if defined(__GNUC__) && !defined(__clang__)
+// Otherwise GCC does not vectorize loops with a choice between two results, because it would compute both.
+#pragma GCC optimize("no-trapping-math")
+#endif
+
+namespace liger::ops::divergence {
+namespace {
+
+constexpr int64_t kStage = 512;
+
+/// Within 2 ulp, for x >= 0; -infinity at 0, NaN below.
+inline float vector_log(float x) {
+  constexpr float kLeastNormal = 1.17549435e-38f, kInfinity = std::numeric_limits<float>::infinity();
+  const float normal = x < kLeastNormal ? x * 8388608.f : x;
+  // normal = 2^exponent m, with m from sqrt(1/2) to sqrt(2)
+  const uint32_t offset = core::detail::bits_of(normal) - 0x3F3504F3, shifted = offset & 0xFF800000;
+  const float m = core::detail::float_of(core::detail::bits_of(normal) - shifted);
+  const float exponent = float(int32_t(shifted) >> 23) - (x < kLeastNormal ? 23.f : 0.f);
+  // log m = 2 atanh s
+  const float s = (m - 1) / (m + 1), z = s * s;
+  float p = 1.f / 9;
+  p = p * z + 1.f / 7;
+  p = p * z + 1.f / 5;
+  p = p * z + 1.f / 3;
+  // ln 2 in two parts: the first times an exponent is exact.
+  const float low = exponent * -2.12194440e-4f + 2 * s * z * p;
+  float y = exponent * 0.693359375f + (2 * s + low);
+  y = x < kInfinity ? y : x;
+  y = x == 0 ? -kInfinity : y;
+  return x < 0 ? std::numeric_limits<float>::quiet_NaN() : y;
+}
+
+inline double vector_log(double x) { return std::log(x); }
+
+template <class C>
+C at_least(C x, C least) {
+  return x < least ? least : x;
+}
+
+template <class C>
+struct Terms {
+  C of_target, of_input;
+};
+
+template <class C>
+Terms<C> mixture(C x, C t, C beta) {
+  constexpr C kNoProbability = kinds::NO_PROBABILITY;
+  x = at_least(x, kNoProbability);
+  t = at_least(t, kNoProbability);
+  const bool target_leads = t >= x;
+  const C top = target_leads ? t : x, gap = -std::fabs(x - t), share = target_leads ? beta : 1 - beta;
+  const C of_low = (1 - share) * vector_exp(gap), log_m = vector_log(share + of_low), probability = vector_exp(top);
+  const C high = -probability * share * log_m, low = probability * of_low * (gap - log_m);
+  return {target_leads ? high : low, target_leads ? low : high};
+}
+
+template <int32_t kKind, class C>
+C loss_of(C x, C t, C parameter) {
+  if constexpr (kKind == kinds::PROBS) {
+    return t * ((t == 0 ? C(0) : vector_log(at_least(t, parameter))) - x);
+  } else if constexpr (kKind == kinds::LOG_PROBS) {
+    return vector_exp(t) * (t - x);
+  } else if constexpr (kKind == kinds::FORWARD) {
+    const C p = vector_exp(t);
+    return p == 0 ? C(0) : p * (t - x);
+  } else if constexpr (kKind == kinds::REVERSE) {
+    const C q = vector_exp(x);
+    return q == 0 ? C(0) : q * (x - t);
+  } else if constexpr (kKind == kinds::MIXTURE) {
+    const auto terms = mixture(x, t, parameter);
+    return terms.of_target + terms.of_input;
+  } else {
+    return C(0.5) * std::fabs(x - t);
+  }
+}
+
+template <int32_t kKind, class C>
+C slope_of(C x, C t, C parameter) {
+  if constexpr (kKind == kinds::PROBS) {
+    return -t;
+  } else if constexpr (kKind == kinds::LOG_PROBS || kKind == kinds::FORWARD) {
+    return -vector_exp(t);
+  } else if constexpr (kKind == kinds::REVERSE) {
+    const C q = vector_exp(x);
+    return q == 0 ? C(0) : q * (x - t) + q;
+  } else if constexpr (kKind == kinds::MIXTURE) {
+    return mixture(x, t, parameter).of_input;
+  } else {
+    return x > t ? C(0.5) : x < t ? C(-0.5) : C(0);
+  }
+}
+
+/// The sum of the losses. Writes each to `out` if that is not null.
+template <int32_t kKind, class T>
+LIGER_VECTORIZED double forward_span(Compute<T>* out, const T* x, const T* t, int64_t n, Compute<T> parameter) {
+  using C = Compute<T>;
+  C stages[3][kStage];
+  double sum = 0;
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *u = widen_all(x + first, stages[0], count), *v = widen_all(t + first, stages[1], count);
+    C* losses = out ? out + first : stages[2];
+    C part = 0;
+#pragma omp simd reduction(+ : part)
+    for (int64_t i = 0; i < count; ++i) {
+      losses[i] = loss_of<kKind>(u[i], v[i], parameter);
+      part += losses[i];
+    }
+    sum += part;
+  }
+  return sum;
+}
+
+/// dx may be t. grad: one number per element, or null; then `scale` stands for all of them.
+template <int32_t kKind, class T>
+LIGER_VECTORIZED void backward_span(
+    T* dx, const Compute<T>* grad, Compute<T> scale, const T* x, const T* t, int64_t n, Compute<T> parameter) {
+  using C = Compute<T>;
+  C stages[3][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *u = widen_all(x + first, stages[0], count), *v = widen_all(t + first, stages[1], count);
+    const C* g = grad ? grad + first : nullptr;
+    C* out = target(dx + first, stages[2]);
+    if (g) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) out[i] = slope_of<kKind>(u[i], v[i], parameter) * g[i];
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) out[i] = slope_of<kKind>(u[i], v[i], parameter) * scale;
+    }
+    narrow_all(dx + first, out, count);
+  }
+}
+
+/// Calls f(std::integral_constant<kind>).
+template <class F>
+void with_kind(int32_t kind, const F& f) {
+  switch (kind) {
+    case kinds::PROBS: return f(std::integral_constant<int32_t, kinds::PROBS>());
+    case kinds::LOG_PROBS: return f(std::integral_constant<int32_t, kinds::LOG_PROBS>());
+    case kinds::FORWARD: return f(std::integral_constant<int32_t, kinds::FORWARD>());
+    case kinds::REVERSE: return f(std::integral_constant<int32_t, kinds::REVERSE>());
+    case kinds::MIXTURE: return f(std::integral_constant<int32_t, kinds::MIXTURE>());
+    default: return f(std::integral_constant<int32_t, kinds::TOTAL>());
+  }
+}
+
+constexpr int64_t kSpan = 8192;
+
+template <size_t N>
+int64_t spans_of(const Rows<N>& walk) {
+  return (walk.n + kSpan - 1) / kSpan;
+}
+
+/// Splits rows into spans and calls f(block, row, first column, columns) on those of rows that count, in parallel. For
+/// other rows it calls skip with the same arguments.
+template <size_t N, class F, class G>
+void for_spans(const Rows<N>& walk, const Tensor& labels, const Options& o, const F& f, const G& skip) {
+  const int64_t* label = labels.defined() ? labels.const_data_ptr<int64_t>() : nullptr;
+  const int64_t spans = spans_of(walk), blocks = walk.rows * spans;
+  parallel_ranges(blocks, cpu_ranges(blocks, std::min(walk.n, kSpan)), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t row = block / spans, first = (block - row * spans) * kSpan, n = std::min(kSpan, walk.n - first);
+      if (label && label[row] == o.ignore_index) {
+        skip(block, row, first, n);
+      } else {
+        f(block, row, first, n);
+      }
+    }
+  });
+}
+
+Tensor as_int64(const Tensor& labels) {
+  if (!labels.defined()) return labels;
+  return (labels.scalar_type() == at::kLong ? labels : labels.to(at::kLong)).contiguous();
+}
+
+// With labels, rows are walked one by one.
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+template <class C>
+void write_scalar(const Tensor& to, double value) {
+  if (to.defined()) *to.data_ptr<C>() = C(value);
+}
+
+}  // namespace
+
+void forward_cpu(
+    const char* op, Tensor input, Tensor target, const Tensor& given_labels, const Options& o, Results& out) {
+  runtime::count_cpu_call();
+  const Tensor labels = as_int64(given_labels), like = input;
+  Tensor loss = out.loss;
+  double total = 0;
+  if (like.numel() > 0) {
+    // Losses that are not stored have the input's place in the walk.
+    Tensor& to = o.reduced() ? input : loss;
+    const auto rows = walk<3>(op, {&to, &input, &target}, labels, kNever);
+    const auto [out_strides, x_strides, t_strides] = rows.strides;
+    std::vector<double> sums(rows.rows * spans_of(rows));
+    dispatch_activation_parameter(like.scalar_type(), like.scalar_type(), [&](auto type, auto) {
+      using T = decltype(type);
+      using C = Compute<T>;
+      const T *x = input.const_data_ptr<T>(), *t = target.const_data_ptr<T>();
+      C* losses = o.reduced() ? nullptr : loss.data_ptr<C>();
+      with_kind(o.kind, [&](auto kind) {
+        for_spans(
+            rows, labels, o,
+            [&](int64_t block, int64_t row, int64_t first, int64_t n) {
+              C* at = losses ? losses + out_strides.offset(row, rows.inner_rows) + first : nullptr;
+              sums[block] = forward_span<decltype(kind)::value>(
+                  at, x + x_strides.offset(row, rows.inner_rows) + first,
+                  t + t_strides.offset(row, rows.inner_rows) + first, n, C(o.parameter));
+            },
+            [&](int64_t, int64_t row, int64_t first, int64_t n) {
+              if (losses) std::fill_n(losses + out_strides.offset(row, rows.inner_rows) + first, n, C(0));
+            });
+      });
+    });
+    total = std::accumulate(sums.begin(), sums.end(), 0.0);
+  }
+  if (!o.reduced()) {
+    if (!loss.is_same(out.loss)) out.loss.copy_(loss);
+    return;
+  }
+  double divisor = double(o.divisor(like, labels.defined()));
+  if (o.divides() && labels.defined()) {
+    const int64_t* label = labels.const_data_ptr<int64_t>();
+    divisor *= double(std::count_if(label, label + labels.numel(), [&](int64_t y) { return y != o.ignore_index; }));
+  }
+  // Without any row, 0 / 0 is NaN, as in PyTorch.
+  auto write = [&](auto zero) {
+    using C = decltype(zero);
+    write_scalar<C>(out.loss, o.divide ? C(total) / C(divisor) : C(total));
+    write_scalar<C>(out.divisor, divisor);
+  };
+  out.loss.scalar_type() == at::kDouble ? write(double()) : write(float());
+}
+
+void backward_cpu(
+    const char* op, Tensor& dinput, const Tensor& grad, const Tensor& divisor, Tensor input, Tensor target,
+    const Tensor& given_labels, const Options& o) {
+  runtime::count_cpu_call();
+  Upstream upstream(op, grad, target, o);
+  if (target.numel() == 0) return;
+  const Tensor labels = as_int64(given_labels);
+  // Not read if the gradient does not depend on it.
+  if (!input.defined()) input = target;
+  Tensor out = dinput, g = upstream.values;
+  // A single gradient has the target's place in the walk.
+  const auto rows = walk<4>(op, {&out, &input, &target, upstream.single ? &target : &g}, labels, kNever);
+  const auto [to, x_strides, t_strides, g_strides] = rows.strides;
+  dispatch_activation_parameter(target.scalar_type(), target.scalar_type(), [&](auto type, auto) {
+    using T = decltype(type);
+    using C = Compute<T>;
+    T* dx = out.data_ptr<T>();
+    const T *x = input.const_data_ptr<T>(), *t = target.const_data_ptr<T>();
+    const C* grads = upstream.single ? nullptr : g.const_data_ptr<C>();
+    const C by = divisor.defined() ? *divisor.const_data_ptr<C>() : C(1);
+    const C scale = upstream.single ? *upstream.values.const_data_ptr<C>() / by : C(1);
+    with_kind(o.kind, [&](auto kind) {
+      for_spans(
+          rows, labels, o,
+          [&](int64_t, int64_t row, int64_t first, int64_t n) {
+            const C* at = grads ? grads + g_strides.offset(row, rows.inner_rows) + first : nullptr;
+            backward_span<decltype(kind)::value>(
+                dx + to.offset(row, rows.inner_rows) + first, at, scale,
+                x + x_strides.offset(row, rows.inner_rows) + first, t + t_strides.offset(row, rows.inner_rows) + first,
+                n, C(o.parameter));
+          },
+          [&](int64_t, int64_t row, int64_t first, int64_t n) {
+            std::fill_n(dx + to.offset(row, rows.inner_rows) + first, n, T(0));
+          });
+    });
+  });
+  if (!out.is_same(dinput)) dinput.copy_(out);
+}
+
+}  // namespace liger::ops::divergence

@@ -1,0 +1,36 @@
+// kl_div(input, target, ...): torch.nn.functional.kl_div, with labels that exclude rows.
+
+#include "ops/losses/divergence.h"
+
+namespace liger::ops::divergence {
+namespace {
+
+struct KlDiv {
+  static constexpr const char *kOp = "kl_div", *kBackward = "kl_div backward";
+  static constexpr const char *kPublic = "liger::kl_div", *kForward = "liger::_kl_div_fwd";
+  static constexpr const char *kGradient = "liger::_kl_div_bwd", *kOverwriting = "liger::_kl_div_bwd_";
+  static constexpr bool kSavesInput = false;
+
+  static Options parse(int64_t ignore_index, c10::string_view reduction, bool log_target, double eps) {
+    check_eps(kOp, eps);
+    const int32_t kind = log_target ? kinds::LOG_PROBS : kinds::PROBS;
+    return {kind, parse_reduction(kOp, reduction), ignore_index, eps, /*batch_is_first_dimension=*/true};
+  }
+};
+
+using Op = Divergence<KlDiv, int64_t, c10::string_view, bool, double>;
+
+}  // namespace
+
+// No autocast: under autocast, PyTorch computes this loss in float32. This op does that for rows of any dtype, without a
+// copy.
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  Op::define(m, "int ignore_index=-100, str reduction=\"mean\", bool log_target=False, float eps=1e-10");
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Meta>(m); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl(KlDiv::kOp, Op::autograd); }
+
+}  // namespace liger::ops::divergence

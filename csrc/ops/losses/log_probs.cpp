@@ -1,0 +1,222 @@
+// log_probs(logits, index, ...): per row of logits, the log-probability of one id or of K ids under
+// softmax(softcap(logits) / temperature), and its entropy. Both are differentiable.
+//
+// Saves the logits, three numbers per row and one per id. Backward overwrites the logits if nothing else can see them.
+// A row whose ids are all ignore_index has results and gradients of 0. On CUDA, an id out of range makes its
+// log-probability and its row's gradient NaN.
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/memory.h"
+#include "core/registration.h"
+#include "ops/losses/log_probs.h"
+
+namespace liger::ops::log_probs {
+namespace {
+
+constexpr const char* kOp = "log_probs";
+constexpr const char* kBackward = "log_probs backward";
+
+struct Cpu {
+  static constexpr auto forward = forward_cpu;
+  static constexpr auto backward = backward_cpu;
+};
+
+struct Cuda {
+  static constexpr auto forward = forward_cuda;
+  static constexpr auto backward = backward_cuda;
+};
+
+struct Meta {
+  static void forward(const char*, Tensor, Tensor, const Options&, bool, Results&) {}
+  static void backward(
+      const char*, Tensor&, const Upstream&, Tensor, Tensor, const Tensor&, const Tensor&, const Options&) {}
+};
+
+Options check(
+    const char* op, const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index,
+    std::optional<double> softcap) {
+  check_activation(op, "logits", logits);
+  check_dense(op, "index", index);
+  check_same_device(op, "index", index, "logits", logits);
+  LIGER_CHECK(
+      index.scalar_type() == at::kLong || index.scalar_type() == at::kInt, op, "index", "be int64 or int32",
+      index.scalar_type());
+  const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
+  LIGER_CHECK(
+      (index.dim() == logits.dim() - 1 || index.dim() == logits.dim()) &&
+          index.sym_sizes().slice(0, rows.size()).equals(rows),
+      op, "index", c10::str("have shape ", rows, ", or that with one dimension more"), index.sym_sizes());
+  LIGER_CHECK(temperature > 0 && std::isfinite(temperature), op, "temperature", "be positive and finite", temperature);
+  LIGER_CHECK(!softcap || (*softcap > 0 && std::isfinite(*softcap)), op, "softcap", "be positive and finite", *softcap);
+  return {temperature, ignore_index, softcap};
+}
+
+Results empty_results(const Tensor& logits, const Tensor& index, bool entropy, bool graph) {
+  const auto options = logits.options().dtype(compute_type(logits));
+  c10::SymDimVector rows(logits.sym_sizes().begin(), logits.sym_sizes().end() - 1), none = rows, three = rows;
+  none.push_back(0);
+  three.push_back(3);
+  Results out;
+  out.log_probs = at::empty_symint(index.sym_sizes(), options);
+  out.entropy = at::empty_symint(entropy ? rows : none, options);
+  if (graph) {
+    out.stats = at::empty_symint(three, options);
+    out.chosen = at::empty_symint(index.sym_sizes(), options);
+  }
+  return out;
+}
+
+// ---- The dispatched ops
+
+template <class Device>
+Results run(
+    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
+    bool entropy, bool graph) {
+  Options o = check(kOp, logits, index, temperature, ignore_index, softcap);
+  Results out = empty_results(logits, index, entropy, graph);
+  Device::forward(kOp, logits, index, o, entropy, out);
+  return out;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> apply(
+    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
+    bool entropy) {
+  Results out = run<Device>(logits, index, temperature, ignore_index, softcap, entropy, false);
+  return {out.log_probs, out.entropy};
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(
+    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
+    bool entropy) {
+  Results out = run<Device>(logits, index, temperature, ignore_index, softcap, entropy, true);
+  return {out.log_probs, out.entropy, out.stats, out.chosen};
+}
+
+template <class Device>
+void run_backward(
+    Tensor& dlogits, const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& logits,
+    const Tensor& index, const Tensor& stats, const Tensor& chosen, double temperature, int64_t ignore_index,
+    std::optional<double> softcap) {
+  Options o = check(kBackward, logits, index, temperature, ignore_index, softcap);
+  auto upstream = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
+    if (!g || !g->defined()) return Tensor();
+    check_same_device(kBackward, name, *g, "logits", logits);
+    LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
+    return g->to(compute_type(logits)).contiguous();
+  };
+  const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
+  Upstream given{
+      upstream("the log-probabilities' gradient", grad, index.sym_sizes()),
+      upstream("the entropy's gradient", grad_entropy, rows)};
+  Device::backward(kBackward, dlogits, given, logits, index, stats.contiguous(), chosen.contiguous(), o);
+}
+
+template <class Device>
+Tensor bwd(
+    const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& logits, const Tensor& index,
+    const Tensor& stats, const Tensor& chosen, double temperature, int64_t ignore_index,
+    std::optional<double> softcap) {
+  check_activation(kBackward, "logits", logits);
+  Tensor dlogits = empty_rows_like(logits);
+  run_backward<Device>(dlogits, grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
+  return dlogits;
+}
+
+/// Overwrites the logits with the gradient.
+template <class Device>
+void bwd_(
+    const OptionalTensor& grad, const OptionalTensor& grad_entropy, Tensor& logits, const Tensor& index,
+    const Tensor& stats, const Tensor& chosen, double temperature, int64_t ignore_index,
+    std::optional<double> softcap) {
+  run_backward<Device>(logits, grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
+}
+
+template <class Device>
+void implement(torch::Library& m) {
+  core::implement<apply<Device>>(m, "log_probs");
+  core::implement<fwd<Device>>(m, "_log_probs_fwd");
+  core::implement<bwd<Device>>(m, "_log_probs_bwd");
+  core::implement<bwd_<Device>>(m, "_log_probs_bwd_");
+}
+
+// ---- Autograd
+
+struct Node : core::BackwardNode<Node, 4> {  // logits, index, stats, chosen
+  Options o;
+
+  auto state() { return o.tie(); }
+
+  std::string name() const override { return kOp; }
+
+  core::variable_list backward(core::variable_list&& grads) override {
+    Tensor grad = std::move(grads[0]), grad_entropy = grads.size() > 1 ? std::move(grads[1]) : Tensor();
+    if (!grad.defined() && !grad_entropy.defined()) return {Tensor()};
+    Tensor logits = take(0), index = take(1), stats = take(2), chosen = take(3);
+    if (may_overwrite(logits, logits)) {
+      static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_log_probs_bwd_");
+      op.call(grad, grad_entropy, logits, index, stats, chosen, o.temperature, o.ignore_index, o.softcap);
+      return {logits.detach()};
+    }
+    static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_log_probs_bwd");
+    return {op.call(grad, grad_entropy, logits, index, stats, chosen, o.temperature, o.ignore_index, o.softcap)};
+  }
+};
+
+std::tuple<Tensor, Tensor> autograd(
+    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
+    bool entropy) {
+  core::check_dense(kOp, "logits", logits);
+  core::check_dense(kOp, "index", index);
+  core::check_no_forward_ad(kOp, logits);
+  if (!torch::autograd::compute_requires_grad(logits)) {
+    static const auto op = core::find_op<decltype(apply<Meta>)>("liger::log_probs");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(logits, index, temperature, ignore_index, softcap, entropy);
+  }
+  static const auto op = core::find_op<decltype(fwd<Meta>)>("liger::_log_probs_fwd");
+  Results out;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    std::tie(out.log_probs, out.entropy, out.stats, out.chosen) =
+        op.call(logits, index, temperature, ignore_index, softcap, entropy);
+  }
+  auto node = core::make_node<Node>();
+  node->o = {temperature, ignore_index, softcap};
+  node->set_next_edges(torch::autograd::collect_next_edges(logits));
+  node->saved = {
+      core::SavedVariable(logits, false), core::SavedVariable(index, false), core::SavedVariable(out.stats, false),
+      core::SavedVariable(out.chosen, false)};
+  torch::autograd::set_history(out.log_probs, node);
+  if (entropy) torch::autograd::set_history(out.entropy, node);
+  return {out.log_probs, out.entropy};
+}
+
+}  // namespace
+
+// No autocast: under autocast, PyTorch computes log_softmax in float32. This op does that for logits of any dtype, without
+// a copy.
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  const std::string options = "float temperature, int ignore_index, float? softcap";
+  const std::string saved = "Tensor index, Tensor stats, Tensor chosen, " + options + ") -> ";
+  core::define(
+      m,
+      "log_probs(Tensor logits, Tensor index, float temperature=1.0, int ignore_index=-100, float? softcap=None, *, "
+      "bool entropy=False) -> (Tensor, Tensor)");
+  core::define(
+      m,
+      "_log_probs_fwd(Tensor logits, Tensor index, " + options + ", bool entropy) -> (Tensor, Tensor, Tensor, Tensor)");
+  core::define(m, "_log_probs_bwd(Tensor? grad, Tensor? grad_entropy, Tensor logits, " + saved + "Tensor");
+  core::define(m, "_log_probs_bwd_(Tensor? grad, Tensor? grad_entropy, Tensor(a!) logits, " + saved + "()");
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl(kOp, autograd); }
+
+}  // namespace liger::ops::log_probs

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._operator import demand, operator, widened
+
+
+class LogProbs(NamedTuple):
+    """The log-probabilities of ids and the entropies of rows; these are (..., 0) if they were not requested."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@operator()
+def log_probs(
+    logits: Tensor,
+    index: Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    *,
+    entropy: bool = False,
+) -> LogProbs:
+    """Log-probabilities of one id or K ids per row, and the entropy, under the softmax of ``logits / temperature``.
+
+    logits: (..., V), index: (...) or (..., K) indices. Both results are fp32 even for half-precision logits, and both are
+    differentiable. With `softcap`, the logits are first replaced by ``softcap * tanh(logits / softcap)``. An ignored id
+    has the log-probability 0. A row whose ids are all ignored is not read: its entropy is 0 too.
+
+    >>> log_probs(torch.zeros(2, 4), torch.tensor([0, -100]), entropy=True)
+    LogProbs(log_probs=tensor([-1.3863, 0.0000]), entropy=tensor([1.3863, 0.0000]))
+    """
+    rows = logits.shape[:-1]
+    demand(0 < temperature < math.inf, "log_probs", "temperature", "be positive and finite", temperature)
+    demand(softcap is None or 0 < softcap < math.inf, "log_probs", "softcap", "be positive and finite", softcap)
+    rule = f"have shape {list(rows)}, or that with one dimension more"
+    fits = index.dim() - len(rows) in (0, 1) and index.shape[: len(rows)] == rows
+    demand(fits, "log_probs", "index", rule, list(index.shape))
+    x = widened(logits)
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    ids = index.unsqueeze(-1) if index.dim() == len(rows) else index
+    ignored = ids == ignore_index
+    # Rows that do not count are not differentiated, whatever their logits are.
+    x = torch.where(ignored.all(-1, keepdim=True), 0, x)
+    logs = (x / temperature).log_softmax(-1)
+    chosen = logs.gather(-1, ids.masked_fill(ignored, 0).long()).masked_fill(ignored, 0).view(index.shape)
+    if not entropy:
+        return LogProbs(chosen, chosen.new_empty(*rows, 0))
+    # -inf contributes 0.
+    entropies = -(logs.exp() * torch.where(logs.isneginf(), 0, logs)).sum(-1)
+    return LogProbs(chosen, entropies.masked_fill(ignored.all(-1), 0))

@@ -277,9 +277,8 @@ def results_of_rows(dtype: torch.dtype = torch.float32) -> list[list[torch.Tenso
         torch.manual_seed(0)
         module = Call(row).to(dtype)
         inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs_of(row, 2, 5)]
-        inputs = [
-            t.requires_grad_(t.is_floating_point() and n not in ("cos", "sin")) for n, t in zip(row.inputs, inputs)
-        ]
+        constants = ("cos", "sin", *operators()[row.op].constants)
+        inputs = [t.requires_grad_(t.is_floating_point() and n not in constants) for n, t in zip(row.inputs, inputs)]
         found.append(results_of(module, module, inputs))
     return found
 

@@ -33,7 +33,7 @@ def log_probs(
     has the log-probability 0. A row whose ids are all ignored is not read: its entropy is 0 too.
 
     >>> log_probs(torch.zeros(2, 4), torch.tensor([0, -100]), entropy=True)
-    LogProbs(log_probs=tensor([-1.3863, 0.0000]), entropy=tensor([1.3863, 0.0000]))
+    LogProbs(log_probs=tensor([-1.3863,  0.0000]), entropy=tensor([1.3863, 0.0000]))
     """
     rows = logits.shape[:-1]
     demand(0 < temperature < math.inf, "log_probs", "temperature", "be positive and finite", temperature)

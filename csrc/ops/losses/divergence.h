@@ -8,10 +8,10 @@
 // nothing else can see it.
 //
 // A Loss has
-//   kOp                          the operator's name
-//   kBackward                    "<op> backward"
-//   kSavesInput                  whether the gradient depends on the input
-//   parse(options...)            checks the options of the schema
+//   kOp, kBackward                                the operator's name, and that of its backward in messages
+//   kPublic, kForward, kGradient, kOverwriting    the names of its dispatched operators
+//   kSavesInput                                   whether the gradient depends on the input
+//   parse(options...)                             checks the options of the schema
 
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>

@@ -128,9 +128,9 @@ def scan_span(
 
 
 @triton.jit
-def load_ids(index, row, start, count, words, ignore_index, n, BLOCK_K: tl.constexpr):
+def load_ids(index, row, start, count, words, ignore_index, n, IDS: tl.constexpr):
     """(place of each id, id, whether it counts, whether it is also in range)"""
-    k = start + tl.arange(0, BLOCK_K)
+    k = start + tl.arange(0, IDS)
     place = row.to(tl.int64) * count + k
     ids = load_target(index, place, words, k < count)
     counted = (k < count) & (ids != ignore_index)
@@ -138,10 +138,10 @@ def load_ids(index, row, start, count, words, ignore_index, n, BLOCK_K: tl.const
 
 
 @triton.jit
-def has_ids(index, row, count, words, ignore_index, n, BLOCK_K: tl.constexpr):
-    found = tl.zeros([BLOCK_K], tl.int32)
-    for start in range(0, count, BLOCK_K):
-        _, _, counted, _ = load_ids(index, row, start, count, words, ignore_index, n, BLOCK_K)
+def has_ids(index, row, count, words, ignore_index, n, IDS: tl.constexpr):
+    found = tl.zeros([IDS], tl.int32)
+    for start in range(0, count, IDS):
+        _, _, counted, _ = load_ids(index, row, start, count, words, ignore_index, n, IDS)
         found |= counted.to(tl.int32)
     return tl.max(found, axis=0) != 0
 
@@ -149,7 +149,7 @@ def has_ids(index, row, count, words, ignore_index, n, BLOCK_K: tl.constexpr):
 @triton.jit
 def finish_row(
     log_probs, entropy, stats, chosen, x_row, index, row, n, count, words, ignore_index, peak, total, spread,
-    inverse, softcap, flags, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr,
+    inverse, softcap, flags, CAPPED: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """inverse: 1 / temperature"""
     log_total = tl.log(total)
@@ -160,8 +160,8 @@ def finish_row(
     tl.store(at, peak, mask=saved)
     tl.store(at + 1, total, mask=saved)
     tl.store(at + 2, mean, mask=saved)
-    for start in range(0, count, BLOCK_K):
-        place, ids, counted, valid = load_ids(index, row, start, count, words, ignore_index, n, BLOCK_K)
+    for start in range(0, count, IDS):
+        place, ids, counted, valid = load_ids(index, row, start, count, words, ignore_index, n, IDS)
         inside = place < (row.to(tl.int64) + 1) * count
         x = tl.load(x_row + ids, mask=valid, other=float("nan")).to(tl.float32)
         v = x
@@ -172,14 +172,14 @@ def finish_row(
 
 
 @triton.jit
-def store_ignored(log_probs, entropy, stats, chosen, row, count, flags, BLOCK_K: tl.constexpr):
+def store_ignored(log_probs, entropy, stats, chosen, row, count, flags, IDS: tl.constexpr):
     tl.store(entropy + row, 0.0, mask=(flags & WITH_ENTROPY) != 0)
     saved = (flags & WITH_GRAPH) != 0
     for i in tl.static_range(3):
         tl.store(stats + row.to(tl.int64) * 3 + i, 0.0, mask=saved)
-    for start in range(0, count, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        zeros = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, count, IDS):
+        k = start + tl.arange(0, IDS)
+        zeros = tl.zeros([IDS], tl.float32)
         tl.store(log_probs + row.to(tl.int64) * count + k, zeros, mask=k < count)
         tl.store(chosen + row.to(tl.int64) * count + k, zeros, mask=(k < count) & saved)
 
@@ -188,7 +188,7 @@ def store_ignored(log_probs, entropy, stats, chosen, row, count, flags, BLOCK_K:
 def log_probs_fwd_kernel(
     log_probs, entropy, stats, chosen, shares, logits, index,
     n, part, inner_rows, count, logits_outer, logits_inner, index_words, ignore_index, factor, inverse, softcap, flags,
-    CAPPED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAPPED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """part: columns per program, if rows are split; else 0."""
     row = tl.program_id(0)
@@ -199,7 +199,7 @@ def log_probs_fwd_kernel(
         row = tl.program_id(0) // parts
         begin = tl.multiple_of((tl.program_id(0) - row * parts) * part, 8)
         end = tl.minimum(end, begin + part)
-    if has_ids(index, row, count, index_words, ignore_index, n, BLOCK_K):
+    if has_ids(index, row, count, index_words, ignore_index, n, IDS):
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         peak, total, spread = scan_span(x_row, begin, end, n, factor, softcap, LANES, TILES, SKEWED, CAPPED)
         if part != 0:
@@ -210,20 +210,20 @@ def log_probs_fwd_kernel(
         else:
             finish_row(
                 log_probs, entropy, stats, chosen, x_row, index, row, n, count, index_words, ignore_index,
-                peak, total, spread, inverse, softcap, flags, CAPPED, BLOCK_K,
+                peak, total, spread, inverse, softcap, flags, CAPPED, IDS,
             )  # fmt: skip
     elif part == 0:
-        store_ignored(log_probs, entropy, stats, chosen, row, count, flags, BLOCK_K)
+        store_ignored(log_probs, entropy, stats, chosen, row, count, flags, IDS)
 
 
 @triton.jit
 def log_probs_combine_kernel(
     log_probs, entropy, stats, chosen, shares, logits, index,
     n, parts, inner_rows, count, logits_outer, logits_inner, index_words, ignore_index, factor, inverse, softcap, flags,
-    CAPPED: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAPPED: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if has_ids(index, row, count, index_words, ignore_index, n, BLOCK_K):
+    if has_ids(index, row, count, index_words, ignore_index, n, IDS):
         each = tl.arange(0, MOST_PARTS)
         at = shares + (row.to(tl.int64) * parts + each) * 3
         peak = tl.load(at, mask=each < parts, other=LOWEST)
@@ -233,10 +233,10 @@ def log_probs_combine_kernel(
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         finish_row(
             log_probs, entropy, stats, chosen, x_row, index, row, n, count, index_words, ignore_index,
-            peak, total, spread, inverse, softcap, flags, CAPPED, BLOCK_K,
+            peak, total, spread, inverse, softcap, flags, CAPPED, IDS,
         )  # fmt: skip
     else:
-        store_ignored(log_probs, entropy, stats, chosen, row, count, flags, BLOCK_K)
+        store_ignored(log_probs, entropy, stats, chosen, row, count, flags, IDS)
 
 
 @triton.jit
@@ -261,17 +261,17 @@ def log_probs_bwd_kernel(
     dlogits, logits, index, stats, chosen, grad, grad_entropy,
     n, inner_rows, count, dlogits_outer, dlogits_inner, logits_outer, logits_inner,
     index_words, ignore_index, factor, inverse, softcap, flags,
-    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     spans = tl.cdiv(columns_end(n, SKEWED), BLOCK_N * BLOCKS)
     row = tl.program_id(0) // spans
     begin = (tl.program_id(0) - row * spans) * (BLOCK_N * BLOCKS)
     end = tl.minimum(columns_end(n, SKEWED), begin + BLOCK_N * BLOCKS)
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
-    found = tl.zeros([BLOCK_K], tl.int32)
-    pulls = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(0, count, BLOCK_K):
-        place, ids, counted, valid = load_ids(index, row, start, count, index_words, ignore_index, n, BLOCK_K)
+    found = tl.zeros([IDS], tl.int32)
+    pulls = tl.zeros([IDS], tl.float32)
+    for start in range(0, count, IDS):
+        place, ids, counted, valid = load_ids(index, row, start, count, index_words, ignore_index, n, IDS)
         found |= counted.to(tl.int32)
         pulls += load_grads(grad, place, counted, valid, flags)
     if tl.max(found, axis=0) == 0:
@@ -308,12 +308,12 @@ def log_probs_bwd_kernel(
 
         # The ids' gradients come last.
         tl.debug_barrier()
-        for start in range(0, tl.where((flags & OF_LOG_PROBS) != 0, count, 0), BLOCK_K):
-            place, ids, counted, valid = load_ids(index, row, start, count, index_words, ignore_index, n, BLOCK_K)
+        for start in range(0, tl.where((flags & OF_LOG_PROBS) != 0, count, 0), IDS):
+            place, ids, counted, valid = load_ids(index, row, start, count, index_words, ignore_index, n, IDS)
             # Equal ids store the same number.
-            own = tl.zeros([BLOCK_K], tl.float32)
-            for other in range(0, count, BLOCK_K):
-                there, others, counts, exist = load_ids(index, row, other, count, index_words, ignore_index, n, BLOCK_K)
+            own = tl.zeros([IDS], tl.float32)
+            for other in range(0, count, IDS):
+                there, others, counts, exist = load_ids(index, row, other, count, index_words, ignore_index, n, IDS)
                 g = load_grads(grad, there, counts, exist, flags)
                 same = (ids[:, None] == others[None, :]) & exist[None, :]
                 own += tl.sum(tl.where(same, g[None, :], 0.0), axis=1)
@@ -324,16 +324,16 @@ def log_probs_bwd_kernel(
 
 
 NO_LIMITS: dict = {}  # a config that serves every point of the axes
-IDS = dict(BLOCK_K=16)
+AT_A_TIME = dict(IDS=16)
 
 
 def forward_config(max_n, lanes, tiles, aligned=True, only=NO_LIMITS):
-    constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned)) | IDS
+    constexprs = dict(LANES=lanes, TILES=tiles, SKEWED=int(not aligned)) | AT_A_TIME
     return Config(max_n, aligned, lanes // 32, constexprs=constexprs, only=only)
 
 
 def backward_config(max_n, block_n, num_warps, aligned=True):
-    constexprs = dict(BLOCK_N=block_n, BLOCKS=1, SKEWED=int(not aligned)) | IDS
+    constexprs = dict(BLOCK_N=block_n, BLOCKS=1, SKEWED=int(not aligned)) | AT_A_TIME
     return Config(max_n, aligned, num_warps, constexprs=constexprs)
 
 
@@ -371,7 +371,7 @@ KERNELS = [
         },
         aligned=[],
         axes=AXES,
-        configs=[Config(None, False, 4, constexprs=IDS)],
+        configs=[Config(None, False, 4, constexprs=AT_A_TIME)],
     ),
     Kernel(
         function=log_probs_bwd_kernel,

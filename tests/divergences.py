@@ -118,7 +118,9 @@ class DivergenceTests:
             error *= 4  # exponentials and logarithms of 16-bit rows have fewer digits
         assert_no_worse("loss", ours[0], eager[0], oracle[0], noise=error)
         if inputs[0].requires_grad:
-            assert_no_worse("gradient", ours[1], eager[1], oracle[1])
+            # Exponentials are accurate to 2 ulp in our kernels, to 1 ulp in eager.
+            ulp = torch.finfo(torch.float32).eps if device == "cuda" and ours[1].dtype == torch.float32 else 0.0
+            assert_no_worse("gradient", ours[1], eager[1], oracle[1], noise=ulp)
 
     # ---- Values
 

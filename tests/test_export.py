@@ -1,5 +1,7 @@
 """torch.export of every operator: inference and training graphs, dynamic batch and sequence, saved and loaded."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from models import NAMES, ROWS, Call, example, inputs_of, outputs
@@ -95,6 +97,9 @@ def test_training_graph(row, device):
 
 LOAD = """
 import sys, torch, liger_ops
+sys.path.insert(0, {tests!r})
+from process_group import solo_group
+solo_group()
 for number in range({count}):
     program = torch.export.load(f"{folder}/{{number}}.pt2")
     inputs, expected = torch.load(f"{folder}/{{number}}.pt")
@@ -112,7 +117,10 @@ def test_saved_programs_load_in_a_new_process(tmp_path, device):
         torch.export.save(program, tmp_path / f"{number}.pt2")
         inputs = inputs_of(row, 3, 5, device)
         torch.save((inputs, outputs(module(*inputs))), tmp_path / f"{number}.pt")
-    assert output_of(LOAD.format(count=len(ROWS), folder=tmp_path)).split() == ["loaded", str(len(ROWS))]
+    assert output_of(LOAD.format(count=len(ROWS), folder=tmp_path, tests=str(Path(__file__).parent))).split() == [
+        "loaded",
+        str(len(ROWS)),
+    ]
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from process_group import SOLO, solo_group
 from support import LAYOUTS
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -18,6 +19,7 @@ from liger_ops.reference import operators
 
 ops = torch.ops.liger
 ROWS, N, CLASSES = 4, 8, 6
+SPLIT = "vocab_parallel_"
 FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this call\)"
 
 
@@ -52,6 +54,11 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_linear_cross_entropy": linear,
         "fused_linear_cross_entropy_with_metrics": linear,
         "fused_linear_cross_entropy_with_log_probs": linear,
+    }
+    calls |= {
+        f"vocab_parallel_{op}": given | dict(group=SOLO, classes=CLASSES)
+        for op, given in calls.items()
+        if "cross_entropy" in op and not op.endswith("_")
     }
     for op in ("swiglu", "geglu"):
         calls |= {
@@ -93,6 +100,11 @@ SAVED = {
     "fused_linear_cross_entropy": {},
     "fused_linear_cross_entropy_with_metrics": {},
     "fused_linear_cross_entropy_with_log_probs": {},
+    **{op: {} for op in operators() if op.startswith("vocab_parallel_fused")},
+    **{
+        f"vocab_parallel_{op}": dict(logits="logits", target="target", weight="weight")
+        for op in ("cross_entropy", "cross_entropy_with_metrics")
+    },
     **{op: dict(gate="gate", up="up") for op in ("swiglu", "geglu")},
     **{f"{op}_packed": dict(gate_up="gate_up") for op in ("swiglu", "geglu")},
     **{f"{op}_linear": dict(gate="gate", up="up", weight="weight") for op in ("swiglu", "geglu")},
@@ -115,11 +127,12 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 def is_differentiable(op: str, name: str, t: Any) -> bool:
     constant = ("ce_weight", "token_weight", "cos", "sin", "target")
-    constant += ("weight",) if op.startswith("cross_entropy") else ()
+    constant += ("weight",) if op.removeprefix("vocab_parallel_").startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:
+    solo_group()
     return getattr(ops, op)(**arguments)
 
 
@@ -176,13 +189,19 @@ def tensors(arguments: dict[str, Any]) -> list[tuple[str, int | None]]:
 def samples() -> dict[str, dict[str, Any]]:
     """A call of each operator with all of its tensor arguments."""
     torch.manual_seed(0)
+    solo_group()
     public, recorder = public_calls(), Recorder()
     with recorder:
         for op, arguments in public.items():
             for more in ({}, {"reduction": "none"}) if "cross_entropy" in op else ({},):
                 backward(call(op, differentiable(op, arguments | more, "cpu")))
     found = recorder.calls | public
-    found["_fused_linear_cross_entropy_bwd"]["totals"] = numbers(2)
+    for op in ("_cross_entropy_fwd", "_fused_linear_cross_entropy_fwd", "_fused_linear_cross_entropy_bwd"):
+        found[op] |= dict(totals=numbers(2))
+    weight = numbers(CLASSES).abs()
+    found["_cross_entropy_totals"] = dict(
+        target=torch.tensor([0, 1]), weight=weight, classes=CLASSES, ignore_index=-100, dtype=torch.float32
+    )
     found["_mm"] = dict(a=numbers(ROWS, N), b=numbers(N, 3))
     found["_projections_grad"] = dict(grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)])
     # Backward is not in place under a dispatch mode. The in-place operators take the same arguments.
@@ -203,7 +222,8 @@ def named(op: str, place: tuple[str, int | None]) -> str:
     """Regex for the start of a message: operator and argument."""
     shown = re.sub(r"^_(.*)_fwd$", r"\1", re.sub(r"^_(.*)_bwd_?$", r"\1 backward", op))
     # With an autograd graph, all variants of a loss call the same private operator.
-    shown = re.sub("^(fused_linear_cross_entropy|cross_entropy)(_with_.*)$", r"\1(\2)?", shown)
+    shown = re.sub("^(fused_linear_cross_entropy|cross_entropy)(_with_.*)$", r"\1(\2)?", shown.removeprefix(SPLIT))
+    shown = f"({SPLIT})?{shown}" if op.startswith(SPLIT) else shown
     return shown + ": " + re.escape(place[0] + (f"[{place[1]}]" if place[1] is not None else ""))
 
 
@@ -252,7 +272,7 @@ def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, dtype, devic
 def test_tensors_saved_by_forward(op, more, device):
     """FSDP frees parameters between forward and backward. Tensors that were not saved may be freed."""
     saved = SAVED[op]
-    if op.startswith("fused_linear") and more:
+    if op.removeprefix(SPLIT).startswith("fused_linear") and more:
         saved = {name: name for name, _ in tensors(samples()[op])}
     for place in tensors(samples()[op]):
         given = differentiable(op, samples()[op] | more, device)

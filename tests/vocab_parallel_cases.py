@@ -370,20 +370,21 @@ CASES["arguments are refused"] = refuses
 
 
 def compiles(mesh: Any) -> None:
-    """One graph, the same on all ranks, with dynamic shapes; and a loss of two groups in one process."""
+    """One graph, the same on all ranks, with dynamic shapes."""
     group, ranks, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
     classes = 7 * ranks - 2
-    head = torch.randn(classes, 8, generator=torch.Generator().manual_seed(1)).chunk(ranks)[rank]
+    device = mesh.device_type
+    head = torch.randn(classes, 8, generator=torch.Generator().manual_seed(1)).chunk(ranks)[rank].to(device)
 
     def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.vocab_parallel_fused_linear_cross_entropy(2 * x, weight, target, group, classes)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     for tokens in (5, 9):
-        target = make_targets((tokens,), classes)
+        target = make_targets((tokens,), classes).to(device)
         found = []
         for function in (step, compiled):
-            x = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+            x = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
             weight = head.clone().requires_grad_()
             loss = function(x, weight, target)
             found.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])

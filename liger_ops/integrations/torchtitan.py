@@ -3,7 +3,7 @@
     torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --override.imports \\
         liger_ops.integrations.torchtitan.{rms_norm,feed_forward,rope,loss}
 
-Parameters, checkpoints and sharding plans are unchanged. Works with FSDP2, tensor, sequence, context and pipeline
+Parameters, checkpoints and sharding plans are unchanged. Works with FSDP2, tensor, sequence and context
 parallelism, activation checkpoints and torch.compile, under each of torchtitan's `spmd_backend` values.
 """
 
@@ -171,8 +171,8 @@ class LigerLoss(ChunkedLossWrapper):
 
 
 def tensor_parallel_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    return mesh.get_group("tp") if "tp" in names and mesh.size(names.index("tp")) > 1 else None
+    names = [] if mesh is None else [*(mesh.mesh_dim_names or ())]
+    return mesh.get_group("tp") if mesh is not None and "tp" in names and mesh.size(names.index("tp")) > 1 else None
 
 
 def of_rows(t: Any, rows: Sequence[Placement]) -> Any:
@@ -213,7 +213,7 @@ def loss(cfg: BaseLoss.Config, *, memory_budget: int | None = None) -> LigerLoss
     return LigerLoss.Config(loss_fn=inner, memory_budget=memory_budget)
 
 
-def replaced(cfg: Any, ours: dict[type, type]) -> Any:
+def replaced(cfg: Any, ours: dict[Any, Any]) -> Any:
     """Other subclasses, such as quantised ones, stay as they are."""
     found = {cls.Config: own for cls, own in ours.items()}.get(type(cfg))
     return cfg if found is None else derive(cfg, found.Config)

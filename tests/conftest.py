@@ -1,4 +1,5 @@
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,7 +20,11 @@ def pytest_collection_modifyitems(config, items):
     """Deselects tests that cannot run here, instead of skipping them one by one."""
     # The slowest files start first, so that no worker runs them alone at the end.
     items.sort(key=lambda item: not item.path.name.startswith("test_transformers"))
-    present = {"gpu": torch.cuda.is_available(), "library": liger_ops._loaded.library is not None}
+    present = {
+        "gpu": torch.cuda.is_available(),
+        "library": liger_ops._loaded.library is not None,
+        "torchtitan": find_spec("torchtitan") is not None,
+    }
     missing = [name for name, is_present in present.items() if not is_present]
     deselected = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
     items[:] = [item for item in items if item not in deselected]

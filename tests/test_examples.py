@@ -40,6 +40,30 @@ def test_fsdp_training_equals_training_without_the_operators(processes):
     assert len(losses(ours)) == 4 and losses(ours) == pytest.approx(losses(plain), abs=1e-4)
 
 
+@pytest.mark.parametrize("processes, tp", [(2, 2), (2, 1)])
+def test_tensor_parallel_training_does_not_depend_on_the_layout(processes, tp, one_process):
+    out = run_example(*in_processes(processes), EXAMPLES / "tensor_parallel.py", "--tp", tp, "--steps", 4)
+    assert losses(out) == pytest.approx(one_process, abs=1e-4) and "tokens/s" in out
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    found = losses(run_example(*in_processes(1), EXAMPLES / "tensor_parallel.py", "--tp", 1, "--steps", 4))
+    assert len(found) == 4 and found[-1] < found[0] - 1
+    return found
+
+
+def test_trainer_with_accelerate(device):
+    launch = [*in_processes(2 if device == "cpu" else "gpu"), EXAMPLES / "accelerate_fsdp2.py", "--steps", 4]
+    ours, plain = (run_example(*launch, *option) for option in ([], ["--plain"]))
+    assert "fused_linear_cross_entropy" in ours and "liger_ops" not in plain and "tokens/s" in ours
+    assert ("DistributedType.FSDP" in ours) == (device == "cuda")
+    # GPUs compute in bf16.
+    assert len(losses(ours)) == 4 and losses(ours) == pytest.approx(
+        losses(plain), abs=1e-4 if device == "cpu" else 0.02
+    )
+
+
 def test_examples_document_their_command():
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/{path.name}" in path.read_text().split('"""')[1]

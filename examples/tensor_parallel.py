@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from liger_ops import functional as F
-from liger_ops.nn import RMSNorm
+from liger_ops.distributed import LossHeadParallel
+from liger_ops.nn import LinearLossHead, RMSNorm
 
 
 class Attention(nn.Module):
@@ -64,25 +65,13 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class LossHead(nn.Linear):
-    """The loss in place of logits. FSDP gathers the weight around this module's call."""
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """hidden: (B, S / tp, H), target: (B, S)"""
-        assert isinstance(self.weight, DTensor)
-        group = self.weight.device_mesh.get_group("tp").group_name
-        return F.vocab_parallel_fused_linear_cross_entropy(
-            hidden, self.weight.to_local(), target, group, self.out_features, sequence_dim=1
-        )
-
-
 class Llama(nn.Module):
     def __init__(self, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleList(Block(hidden, intermediate, heads) for _ in range(layers))
         self.norm = RMSNorm(hidden, eps=1e-5)
-        self.output = LossHead(hidden, vocabulary, bias=False)
+        self.output = LinearLossHead(hidden, vocabulary, bias=False)
         self.head_size = hidden // heads
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
@@ -99,7 +88,9 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> None:
     split, gathered = (Shard(1),), (Replicate(),)
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(use_local_output=True),
+        "norm": SequenceParallel(),
+        # Splits the vocabulary. The loss gathers the hidden states in chunks.
+        "output": LossHeadParallel(input_layouts=Shard(1)),
     }
     for i in range(len(model.layers)):
         plan |= {
@@ -115,8 +106,6 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> None:
         for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
             plan[f"layers.{i}.{name}"] = ColwiseParallel()
     parallelize_module(model, mesh, plan)
-    # Each device has some of the vocabulary. The loss gathers the hidden states of a few tokens at a time.
-    model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
 
 
 def main() -> None:

@@ -24,8 +24,16 @@ def results_of(script: Path, processes: int, folder: Path, names: list[str], dev
     for rank in range(processes):
         # transformers reads these variables to distribute a model.
         env = environment_of_tree(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
-        group.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
-    output = [process.communicate(timeout=900)[0] for process in group]
+        # Files, because a process that fills a pipe would wait for a reader, and all others for it.
+        log = (folder / f"{rank}.log").open("w")
+        group.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
+    try:
+        for process in group:
+            process.wait(timeout=600)
+    finally:
+        for process in group:
+            process.kill()
+    output = [(folder / f"{rank}.log").read_text() for rank in range(processes)]
     found = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
     crashed = any(process.returncode for process in group)
     return {name: found.get(name, "\n".join(output) if crashed else "it did not run") for name in names}

@@ -33,6 +33,9 @@ class LossHeadParallel(ParallelStyle):
 
         def finish(module: nn.Module, output: Any, mesh: Any) -> Tensor:
             whole = output.redistribute(mesh, [Replicate()])
-            return whole.to_local() if self.use_local_output else whole
+            if not self.use_local_output:
+                return whole
+            # FSDP's hooks take no views.
+            return whole.to_local() if whole.dim() else whole.to_local().clone()
 
         return distribute_module(module, device_mesh, split, prepare, finish)  # type: ignore[arg-type]

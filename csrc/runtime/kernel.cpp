@@ -14,11 +14,14 @@ std::vector<Kernel*>& registry() {
 
 }  // namespace
 
-size_t KernelSpec::match_operator(const std::string& op) const {
+size_t KernelSpec::match_operator(const std::string& name) const {
+  // The same sources launch both forms of a loss.
+  static const std::string kSplit = "vocab_parallel_";
+  const std::string op = name.compare(0, kSplit.size(), kSplit) == 0 ? name.substr(kSplit.size()) : name;
   size_t longest = 0;
-  for (auto name = operators; *name; ++name) {
-    const size_t size = std::strlen(*name);
-    if (op.compare(0, size, *name) == 0 && (op.size() == size || op[size] == '_')) longest = std::max(longest, size);
+  for (auto stem = operators; *stem; ++stem) {
+    const size_t size = std::strlen(*stem);
+    if (op.compare(0, size, *stem) == 0 && (op.size() == size || op[size] == '_')) longest = std::max(longest, size);
   }
   return longest;
 }

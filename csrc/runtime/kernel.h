@@ -50,7 +50,7 @@ struct KernelSpec {
   bool has_variant(uint32_t variant) const { return variant < variants && variant_names[variant]; }
 
   /// Length of the name above that matches an operator; 0 if the operator does not launch this kernel.
-  size_t match_operator(const std::string& op) const;
+  size_t match_operator(const std::string& name) const;
 };
 
 struct Function {

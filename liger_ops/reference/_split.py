@@ -11,6 +11,13 @@ from torch import Tensor
 
 from ._operator import demand
 
+# The operators that torch.compile traces.
+_collectives = torch.ops._c10d_functional
+
+
+def _wait(t: Tensor) -> Tensor:
+    return _collectives.wait_tensor(t)
+
 
 def group_of(op: str, name: str) -> Any:
     try:
@@ -35,15 +42,18 @@ def sizes_of(op: str, group: Any, classes: int, class_sizes: Sequence[int] | Non
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
-        ctx.dim, ctx.first, ctx.size = dim, sum(sizes[: group.rank()]), sizes[group.rank()]
+    def forward(part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
         shape = list(part.shape)
         shape[dim] = max(sizes)
         sent = part.new_zeros(shape)
-        sent.narrow(dim, 0, ctx.size).copy_(part)
-        received = [torch.empty_like(sent) for _ in sizes]
-        dist.all_gather(received, sent, group)
+        sent.narrow(dim, 0, sizes[group.rank()]).copy_(part)
+        received = _wait(_collectives.all_gather_into_tensor(sent.unsqueeze(0), len(sizes), group.group_name)).unbind(0)
         return torch.cat([t.narrow(dim, 0, size) for t, size in zip(received, sizes)], dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.dim, group, sizes = inputs
+        ctx.first, ctx.size = sum(sizes[: group.rank()]), sizes[group.rank()]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -52,15 +62,16 @@ class _Join(torch.autograd.Function):
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+    def forward(x: Tensor, group: Any) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _wait(_collectives.all_reduce(grads[0].contiguous(), "sum", ctx.group.group_name)), None
 
 
 def joined(part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:

@@ -254,7 +254,7 @@ class DeferredLogits:
         # cap * tanh(scale * x) = softcap * tanh(logits_scale * x / softcap)
         scale = self.scale if self.cap is None else self.scale * self.cap
         call = LossCall(target, weight, reduction, ignore_index, label_smoothing, self.cap, scale)
-        if "forward" in vars(self.head):
+        if "forward" in vars(self.head) and hasattr(self.head.weight, "placements"):
             # Tensor parallelism's forward computes logits. It has no hooks.
             return call.run(self.hidden, self.head.weight, self.head.bias, self.head.liger_memory_budget)  # type: ignore[arg-type]
         loss = call_head(self.head, self.hidden, call)

@@ -332,6 +332,7 @@ def refuses(mesh: Any) -> None:
     here, there = "vocab_parallel_cross_entropy: ", "vocab_parallel_fused_linear_cross_entropy: "
     for message, call in {
         here + "group must be the name of a process group (got 'none')": lambda: of_logits(logits, target, "none", classes),
+        here + "group must be the name of a process group (got '')": lambda: of_logits(logits, target, "", classes),
         here + "classes must be positive (got 0)": lambda: of_logits(logits, target, group, 0),
         here + f"class_sizes must be the classes of each rank, {classes} in all": lambda: of_logits(
             logits, target, group, classes, class_sizes=[classes + 1, *[0] * (ranks - 2), -1]

@@ -30,7 +30,9 @@ struct Vocabulary {
 };
 
 inline Vocabulary parse_vocabulary(const char* op, c10::string_view group, int64_t classes, ClassSizes sizes) {
-  if (group.empty()) return {};
+  // Private operators get no group and no classes if the classes are not split.
+  if (group.empty() && classes == 0) return {};
+  LIGER_CHECK(!group.empty(), op, "group", "be the name of a process group", "''");
   LIGER_CHECK(classes > 0, op, "classes", "be positive", classes);
   Vocabulary v{std::string(group), classes, {}};
   if (!sizes) return v;

@@ -395,8 +395,10 @@ def in_loss_parallel(mesh: Any) -> None:
             loss_of(parts)
         found = gradients_of(loss_of, parts)
         # Plain logits, and targets that are probabilities, are PyTorch's.
-        torch.testing.assert_close(gradients_of(loss_of, logits), gradients_of(loss_of, logits))
-        torch.nn.functional.cross_entropy(logits, logits.softmax(1))
+        plain = gradients_of(loss_of, logits)
+        by_probabilities = torch.nn.functional.cross_entropy(logits, logits.softmax(1))
+    torch.testing.assert_close(plain, gradients_of(loss_of, logits))
+    torch.testing.assert_close(by_probabilities, torch.nn.functional.cross_entropy(logits, logits.softmax(1)))
     assert not collectives(mode), collectives(mode)
     assert found[1].placements == (Shard(1),), found[1].placements
     torch.testing.assert_close([t.full_tensor() for t in found], gradients_of(loss_of, logits))

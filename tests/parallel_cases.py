@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_ops import functional
 from liger_ops.transformers import apply_liger_kernel
+from liger_ops.transformers.heads import loss_operator
 
 MODELS = ("llama", "qwen3", "gemma3_text")
 BATCH, LENGTH, STEPS = 4, 16, 2
@@ -182,7 +183,8 @@ def parallelized(name: str, mesh: Any, order: str, head: ColwiseParallel = GATHE
 @case("TP and SP, patched after", order="after")
 def sequence_parallel(mesh: Any, name: str, order: str) -> None:
     model = parallelized(name, mesh, order)
-    losses = trained(model, lambda step: call(model, *batch(step)), uses=("rope", "cross_entropy"))
+    assert loss_operator(model) == "fused_linear_cross_entropy, vocab-parallel over 0"
+    losses = trained(model, lambda step: call(model, *batch(step)), uses=("rope", "fused_linear_cross_entropy"))
     assert_equal(name, losses, model.named_parameters())
 
 
@@ -247,7 +249,7 @@ def two_dimensions(mesh: Any, name: str, order: str) -> None:
     if order == "after":
         apply_liger_kernel(model)
     rank, group = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
-    uses = ("rope", "cross_entropy")
+    uses = ("rope", "fused_linear_cross_entropy")
     losses = trained(model, lambda step: call(model, *part_of(rank, 2, batch(step))), summed(group), uses)
     assert_equal(name, losses, model.named_parameters())
 

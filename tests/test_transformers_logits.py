@@ -3,13 +3,14 @@
 import collections
 import copy
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from language_models import make, nodes, step, tokens
 from patched_models import FUSED, assert_same_step, patched
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as TF
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -134,6 +135,12 @@ def test_deferred_logits_behave_like_logits(use):
     assert_same_of_deferred(use)
 
 
+def forward_of(head: nn.Linear, x: Tensor, liger_call: Any = None) -> Tensor:
+    if liger_call is None:
+        return TF.linear(x, head.weight, head.bias)
+    return liger_call.run(x, head.weight, head.bias, None)
+
+
 def assert_same_of_deferred(use):
     head, target = nn.Linear(6, 10), tokens(2, 5, vocabulary=10)
     results = []
@@ -141,8 +148,7 @@ def assert_same_of_deferred(use):
         hidden = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
         if deferred:
             wrapped = copy.deepcopy(head)
-            wrapped.forward = lambda x, call=None: TF.linear(x, head.weight, head.bias) if call is None else call.run(
-                x, head.weight, head.bias, None)  # fmt: skip
+            wrapped.forward = functools.partial(forward_of, head)
             x = DeferredLogits(wrapped, hidden, torch.float32)
             assert (x.shape, x.dim(), x.ndim, x.dtype, x.requires_grad) == ((2, 5, 10), 3, 3, torch.float32, True)
         else:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from .. import functional as F
+from .patched import is_fully_sharded
 
 
 class LossCall:
@@ -55,12 +56,12 @@ class LossCall:
         )  # fmt: skip
         # Of a head whose classes are split: a DTensor, the same on all devices.
         self.loss = loss.to_local() if hasattr(loss, "to_local") else loss
-        return self.loss
+        return loss
 
 
-def call_head(head: nn.Module, *inputs: Any) -> Tensor:
+def call_head(head: nn.Module, input: Tensor, **arguments: Any) -> Tensor:
     """Calls the head with its hooks, but without its patched __call__, which would defer the logits again."""
-    return nn.Module.__call__(head, *inputs)
+    return nn.Module.__call__(head, input, **arguments)
 
 
 def on_logits(name: str) -> Callable:
@@ -254,10 +255,12 @@ class DeferredLogits:
         # cap * tanh(scale * x) = softcap * tanh(logits_scale * x / softcap)
         scale = self.scale if self.cap is None else self.scale * self.cap
         call = LossCall(target, weight, reduction, ignore_index, label_smoothing, self.cap, scale)
-        if "forward" in vars(self.head) and hasattr(self.head.weight, "placements"):
-            # Tensor parallelism's forward computes logits. It has no hooks.
-            return call.run(self.hidden, self.head.weight, self.head.bias, self.head.liger_memory_budget)  # type: ignore[arg-type]
-        loss = call_head(self.head, self.hidden, call)
+        if hasattr(self.head.weight, "placements") and not is_fully_sharded(self.head):
+            # Tensor parallelism's forward or hooks compute and distribute logits.
+            call.run(self.hidden, self.head.weight, self.head.bias, self.head.liger_memory_budget)  # type: ignore[arg-type]
+            return call.loss
+        # Hooks of ColwiseParallel drop positional arguments, but no keywords.
+        loss = call_head(self.head, self.hidden, liger_call=call)
         # A hook that casts the head's output, such as FSDP's output_dtype, is meant for logits and not for the loss.
         return loss if loss.dtype == call.loss.dtype else call.loss
 

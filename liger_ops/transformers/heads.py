@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..projections import hooks_of
 from .deferred import DeferredLogits, LossCall, call_head
 from .outputs import without_deferred
-from .patched import Patched, Switches, give_subclass, has_replaced_forward
+from .patched import Patched, Switches, give_subclass, has_replaced_forward, is_fully_sharded
 from .probe import NotUnderstood, original_class
 from .rebinding import inner_function
 
@@ -30,12 +30,39 @@ def head_of(model: Any) -> Any:
 
 # Modules whose hooks only gather and free weights, whatever the head's arguments and results are.
 GATHERING_HOOKS = ("torch.distributed.fsdp", "deepspeed.runtime.zero")
+# Of distribute_module, which parallelize_module calls.
+DISTRIBUTING_HOOKS = "torch.distributed.tensor"
 
 
 def has_other_hooks(head: nn.Module) -> bool:
     """Whether the head has hooks that expect a single tensor as its input and logits as its output."""
     hooks = itertools.chain.from_iterable(found.values() for found in hooks_of(head))
-    return any(not getattr(inner_function(h), "__module__", "").startswith(GATHERING_HOOKS) for h in hooks)
+    known = (*GATHERING_HOOKS, DISTRIBUTING_HOOKS) if column_parallel(head) else GATHERING_HOOKS
+    return any(not getattr(inner_function(h), "__module__", "").startswith(known) for h in hooks)
+
+
+class ColumnParallel(NamedTuple):
+    """How ColwiseParallel, a style of parallelize_module, distributes the head."""
+
+    mesh: Any
+    input: Callable[[nn.Module, tuple[Tensor], Any], Tensor]  # gives the head complete hidden states, as a DTensor
+    output: tuple[Any, ...]  # placements of the logits
+
+
+def column_parallel(head: nn.Module) -> ColumnParallel | None:
+    # Dynamo cannot read the closures of hooks.
+    if torch.compiler.is_compiling() or not getattr(head, "_distribute_module_applied", False):
+        return None
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    found: dict[str, Any] = {}
+    for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values()):
+        if getattr(hook, "__module__", "").startswith(DISTRIBUTING_HOOKS):
+            found |= inspect.getclosurevars(hook).nonlocals
+    given = found.get("input_fn")
+    if getattr(given, "func", None) is not ColwiseParallel._prepare_input_fn:
+        return None
+    return ColumnParallel(found["device_mesh"], found["input_fn"], found["output_fn"].args[0])
 
 
 class HeadMode(NamedTuple):
@@ -48,8 +75,9 @@ class HeadMode(NamedTuple):
     def operator(self, head: nn.Module) -> str:
         """The operator that computes the loss."""
         # An unknown forward must be called to compute the logits.
-        if self.defers and (not has_replaced_forward(head) or splits_classes(head)):
-            over = f", vocab-parallel over {mesh_dimension(head)}" if splits_classes(head) else ""
+        if self.defers and (not has_replaced_forward(head) or class_mesh(head) is not None):
+            mesh = class_mesh(head)
+            over = f", vocab-parallel over {(mesh.mesh_dim_names or ('0',))[0]}" if mesh is not None else ""
             return "fused_linear_cross_entropy" + over
         if not self.wraps:
             raise NotUnderstood("its head's forward was replaced")
@@ -62,28 +90,29 @@ class HeadMode(NamedTuple):
 
 def may_defer(head: nn.Linear) -> bool:
     """Whether the head may compute a loss in place of logits."""
-    if splits_classes(head):
+    if class_mesh(head) is not None:
         return not has_other_hooks(head)
     # Quantised weights, and weights that something other than FSDP distributes, have other classes.
     whole = type(head.weight) in (nn.Parameter, Tensor) or is_fully_sharded(head)
     return whole and not has_replaced_forward(head) and not has_other_hooks(head)
 
 
-def splits_classes(head: nn.Module) -> bool:
-    """Whether tensor parallelism of transformers splits the head's classes over one mesh dimension and gives it complete
-    hidden states. Its loss then needs no complete logits."""
+def class_mesh(head: nn.Module) -> Any:
+    """The one-dimensional mesh over which tensor parallelism splits the head's classes, or None. If the head takes
+    complete hidden states, its loss needs no complete logits."""
+    column = column_parallel(head)
+    if column is not None:
+        # Under FSDP the loss passes through the hook that distributes the logits.
+        return column.mesh if all(p.is_replicate() for p in column.output) or not is_fully_sharded(head) else None
     forward: Any = vars(head).get("forward")
     if getattr(forward, "__module__", "") != "transformers.distributed.tensor_parallel" or is_fully_sharded(head):
-        return False
+        return None
     layer = inspect.getclosurevars(forward).nonlocals.get("self")
     placements = getattr(head.weight, "placements", ())
     quantised = getattr(head, "_hf_quantized_needs_local_tp", False)
     whole_input = layer is not None and layer.input_layouts.is_replicate()
-    return whole_input and not quantised and [p.is_shard(0) for p in placements] == [True]
-
-
-def mesh_dimension(head: Any) -> str:
-    return (head.weight.device_mesh.mesh_dim_names or ("0",))[0]
+    splits = whole_input and not quantised and [p.is_shard(0) for p in placements] == [True]
+    return head.weight.device_mesh if splits else None  # type: ignore[union-attr]
 
 
 def deferring_call(self: Any, input: Tensor) -> Any:
@@ -97,7 +126,9 @@ def deferring_call(self: Any, input: Tensor) -> Any:
     if mode.defers and may_defer(self):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        return DeferredLogits(self, input, dtype)
+        column = column_parallel(self)
+        hidden = input if column is None else column.input(self, (input,), column.mesh)
+        return DeferredLogits(self, hidden, dtype)
     logits = call_head(self, input)
     return DeferredLogits(None, logits, logits.dtype) if mode.wraps and type(logits) is Tensor else logits
 
@@ -165,11 +196,6 @@ def prepare_head(model: nn.Module, memory_budget: int | None) -> None:
     give_subclass(head, "head", "", memory_budget, lambda cls: members)
     # Always set it on the instance: torch.compile guards on where the attribute is found.
     head.liger_mode = None
-
-
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard manages the module. It replaces the module's class by a subclass."""
-    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
 def is_unpatched(head: Any) -> bool:

@@ -112,3 +112,8 @@ def accept_any_keyword(function: Callable[[Any, Tensor], Tensor]) -> Callable[..
 def require_switch(switches: Switches, op: str) -> None:
     if not switches[op]:
         raise NotUnderstood(f"{op} is switched off")
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard manages the module. It replaces the module's class by a subclass."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)

@@ -203,6 +203,16 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
             [p, p],
         )
 
+
+def differentiable_routing(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    found = F.moe_router(logits, 3, statistics=True)
+    return found.weights, found.scores, found.z
+
+
+for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
+    total = R if p == R else SUM
+    case(f"moe_router {where}", differentiable_routing, dict(logits=X), dict(logits=p), [p, total, total])
+
 # ---- GEMMs
 
 GATE, DOWN = randn(4, 6, 16), randn(12, 16)

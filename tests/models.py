@@ -78,6 +78,8 @@ ROWS = [
     Row("tvd", DIVERGENCE),
     Row("log_probs", CHOICE),
     Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
+    Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3)),
+    Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3, score="sigmoid", groups=4, top_groups=2, statistics=True)),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),

@@ -51,6 +51,13 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "cross_entropy_": loss,
         **{op: rows_and_labels for op in ("kl_div", "jsd", "tvd")},
         "log_probs": dict(logits=numbers(ROWS, CLASSES), index=target, entropy=True),
+        "moe_router": dict(
+            logits=numbers(ROWS, CLASSES),
+            top_k=2,
+            bias=numbers(CLASSES),
+            token_weight=numbers(ROWS).abs(),
+            statistics=True,
+        ),
         "fused_linear_cross_entropy": linear,
         "fused_linear_cross_entropy_with_metrics": linear,
         "fused_linear_cross_entropy_with_log_probs": linear,
@@ -94,6 +101,7 @@ SAVED = {
     "cross_entropy_with_metrics": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_": dict(logits="dlogits"),
     "log_probs": dict(logits="logits", index="index"),
+    "moe_router": dict(logits="logits", token_weight="token_weight"),
     "kl_div": dict(target="target", shift_labels="shift_labels"),
     **{op: dict(input="input", target="target", shift_labels="shift_labels") for op in ("jsd", "tvd")},
     # Reduced losses compute their gradients in forward.
@@ -127,6 +135,7 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 def is_differentiable(op: str, name: str, t: Any) -> bool:
     constant = ("ce_weight", "token_weight", "cos", "sin", "target")
+    constant += ("bias",) if op == "moe_router" else ()
     constant += ("weight",) if op.removeprefix("vocab_parallel_").startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
 

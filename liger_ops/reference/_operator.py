@@ -116,7 +116,8 @@ def schema_of(signature: inspect.Signature, hints: dict[str, Any], name: str, re
         if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
         kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[hints[p.name]]
-        default = "" if p.default is p.empty else "=" + (p.default and json.dumps(p.default) or repr(p.default))
+        written = json.dumps(p.default) if isinstance(p.default, str) else repr(p.default)
+        default = "" if p.default is p.empty else f"={written}"
         arguments.append(f"{kind} {p.name}{default}")
     count = result_count(result)
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"

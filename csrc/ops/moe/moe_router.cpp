@@ -1,0 +1,430 @@
+// moe_router(logits, top_k, ...): the experts of each token and their weights, and sums over all tokens for load-balancing
+// and z losses.
+//
+// logits: (..., n) of any strides. Results are fp32 (fp64 for fp64 logits). Saves the logits and the chosen indices;
+// backward recomputes the scores.
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+
+#include "core/autograd.h"
+#include "core/column_sum.h"
+#include "core/cpu.h"
+#include "core/memory.h"
+#include "core/registration.h"
+#include "kernels/moe_router.h"
+
+namespace liger::ops::moe_router {
+namespace {
+
+namespace flags = kernels::constants::moe_router;
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "moe_router";
+constexpr const char* kBackward = "moe_router backward";
+constexpr double kLeast = 1e-20;  // keeps a sum of scores that are all zero from dividing zero
+
+/// How weights follow from logits, for forward and backward.
+struct Weighing {
+  bool sigmoid, normalize;
+  double scale;
+};
+
+struct Choice {
+  int64_t top_k, groups, top_groups;
+};
+
+struct Results {
+  Tensor weights, index, tokens, scores, z;  // the last three have no elements if they are not wanted
+};
+
+/// Undefined gradients are zero.
+struct Upstream {
+  Tensor weights, scores, z;
+};
+
+/// Contiguous rows; bias and token_weight in the compute type, or undefined.
+struct Inputs {
+  Tensor logits, bias, token_weight;
+
+  int64_t experts() const { return logits.size(-1); }
+  int64_t rows() const { return c10::multiply_integers(logits.sizes().slice(0, logits.dim() - 1)); }
+};
+
+// ---- CPU
+
+template <class C>
+struct Row {
+  std::vector<C> scores, soft;
+  C lse = 0;
+
+  template <class T>
+  void read(const T* x, int64_t n, bool sigmoid) {
+    scores.resize(n), soft.resize(n);
+    C peak = -std::numeric_limits<C>::infinity();
+    double total = 0;
+    for (int64_t j = 0; j < n; ++j) peak = C(x[j]) > peak || C(x[j]) != C(x[j]) ? C(x[j]) : peak;
+    for (int64_t j = 0; j < n; ++j) total += soft[j] = std::exp(C(x[j]) - peak);
+    for (int64_t j = 0; j < n; ++j) soft[j] = C(soft[j] / total);
+    lse = C(peak + std::log(total));
+    for (int64_t j = 0; j < n; ++j) scores[j] = sigmoid ? 1 / (1 + std::exp(-C(x[j]))) : soft[j];
+  }
+};
+
+/// The first of the largest values among those that are eligible.
+template <class C>
+int64_t first_of_largest(const std::vector<C>& by, const std::vector<char>& eligible) {
+  int64_t best = -1;
+  for (int64_t j = 0; j < int64_t(by.size()); ++j) {
+    if (eligible[j] && (best < 0 || by[j] > by[best])) best = j;
+  }
+  return best;
+}
+
+template <class C>
+std::vector<char> within_best_groups(const std::vector<C>& by, const Choice& o) {
+  const int64_t n = by.size(), size = n / o.groups;
+  std::vector<char> eligible(n, o.groups == 1), open(o.groups, 1);
+  if (o.groups == 1) return eligible;
+  std::vector<C> best(o.groups);
+  for (int64_t g = 0; g < o.groups; ++g) {
+    std::vector<C> own(by.begin() + g * size, by.begin() + (g + 1) * size);
+    std::partial_sort(own.begin(), own.begin() + std::min<int64_t>(2, size), own.end(), std::greater<C>());
+    best[g] = own[0] + (size > 1 ? own[1] : C(0));
+  }
+  for (int64_t k = 0; k < o.top_groups; ++k) {
+    const int64_t g = first_of_largest(best, open);
+    open[g] = 0;
+    std::fill_n(eligible.begin() + g * size, size, 1);
+  }
+  return eligible;
+}
+
+template <class F>
+void dispatch(const Tensor& logits, const F& f) {
+  core::dispatch_activation_parameter(logits.scalar_type(), logits.scalar_type(), [&](auto t, auto) { f(t); });
+}
+
+struct Cpu {
+  static void forward(const Inputs& in, const Weighing& w, const Choice& o, Results& out) {
+    runtime::count_cpu_call();
+    const int64_t rows = in.rows(), n = in.experts();
+    const bool statistics = out.z.numel() > 0;
+    dispatch(in.logits, [&](auto t) {
+      using T = decltype(t);
+      using C = core::Compute<T>;
+      const T* x = in.logits.const_data_ptr<T>();
+      const C *bias = core::data_or_null<C>(in.bias), *counts = core::data_or_null<C>(in.token_weight);
+      C* weights = out.weights.data_ptr<C>();
+      int64_t* index = out.index.data_ptr<int64_t>();
+      const int64_t ranges = core::cpu_sum_ranges(rows, n);
+      core::PartialColumnSums sums(statistics, ranges, 2 * n + 1, out.weights.options());
+      core::parallel_ranges(rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        Row<C> r;
+        std::vector<C> by(n);
+        std::vector<double> sum(statistics ? 2 * n + 1 : 0);
+        for (int64_t row = begin; row < end; ++row) {
+          r.read(x + row * n, n, w.sigmoid);
+          for (int64_t j = 0; j < n; ++j) {
+            // Logits have the order of their scores, without ties from rounding.
+            const C v = bias ? r.scores[j] + bias[j] : o.groups > 1 ? r.scores[j] : C(x[row * n + j]);
+            by[j] = v == v ? v : std::numeric_limits<C>::infinity();
+          }
+          auto eligible = within_best_groups(by, o);
+          C* weight = weights + row * o.top_k;
+          int64_t* chosen = index + row * o.top_k;
+          C total = 0;
+          for (int64_t k = 0; k < o.top_k; ++k) {
+            chosen[k] = first_of_largest(by, eligible);
+            eligible[chosen[k]] = 0;
+            total += weight[k] = r.scores[chosen[k]];
+          }
+          const C factor = C(w.scale) / (w.normalize ? total + C(kLeast) : C(1));
+          for (int64_t k = 0; k < o.top_k; ++k) weight[k] *= factor;
+          const C count = counts ? counts[row] : C(1);
+          if (!statistics || count == 0) continue;
+          for (int64_t k = 0; k < o.top_k; ++k) sum[chosen[k]] += count;
+          for (int64_t j = 0; j < n; ++j) sum[n + j] += count * r.scores[j];
+          sum[2 * n] += count * r.lse * r.lse;
+        }
+        std::copy(sum.begin(), sum.end(), sums.template of<C>(range));
+      });
+      if (!statistics) return;
+      const Tensor all = sums.sum(out.z.scalar_type());
+      out.tokens.copy_(all.narrow(0, 0, n));
+      out.scores.copy_(all.narrow(0, n, n));
+      out.z.copy_(all[2 * n]);
+    });
+  }
+
+  static void backward(Tensor& dlogits, const Upstream& up, const Inputs& in, const Tensor& index, const Weighing& w) {
+    runtime::count_cpu_call();
+    const int64_t rows = in.rows(), n = in.experts(), top_k = index.size(-1);
+    dispatch(in.logits, [&](auto t) {
+      using T = decltype(t);
+      using C = core::Compute<T>;
+      const T* x = in.logits.const_data_ptr<T>();
+      T* dx = dlogits.data_ptr<T>();
+      const C *g = core::data_or_null<C>(up.weights), *h = core::data_or_null<C>(up.scores);
+      const C *z = core::data_or_null<C>(up.z), *counts = core::data_or_null<C>(in.token_weight);
+      const int64_t* all = index.const_data_ptr<int64_t>();
+      core::parallel_ranges(rows, core::cpu_ranges(rows, n), [&](int64_t, int64_t begin, int64_t end) {
+        Row<C> r;
+        std::vector<C> d(n);
+        for (int64_t row = begin; row < end; ++row) {
+          r.read(x + row * n, n, w.sigmoid);
+          std::fill(d.begin(), d.end(), C(0));
+          const int64_t* chosen = all + row * top_k;
+          C total = C(kLeast), dot = 0;
+          for (int64_t k = 0; g && k < top_k; ++k) {
+            total += r.scores[chosen[k]], dot += g[row * top_k + k] * r.scores[chosen[k]];
+          }
+          for (int64_t k = 0; g && k < top_k; ++k) {
+            const C own = g[row * top_k + k];
+            d[chosen[k]] = C(w.scale) * (w.normalize ? (own - dot / total) / total : own);
+          }
+          const C count = counts ? counts[row] : C(1);
+          for (int64_t j = 0; h && count != 0 && j < n; ++j) d[j] += count * h[j];
+          C mean = 0;
+          for (int64_t j = 0; j < n; ++j) mean += d[j] * r.scores[j];
+          for (int64_t j = 0; j < n; ++j) {
+            // The slope of a sigmoid, without the cancellation of 1 - score.
+            const C slope = 1 / (1 + std::exp(C(x[row * n + j])));
+            C v = !g && (!h || count == 0) ? C(0) : r.scores[j] * (w.sigmoid ? d[j] * slope : d[j] - mean);
+            if (z && count != 0) v += 2 * count * *z * r.lse * r.soft[j];
+            dx[row * n + j] = T(v);
+          }
+        }
+      });
+    });
+  }
+};
+
+// ---- CUDA
+
+int32_t bits(bool condition, int32_t flag) { return condition ? flag : 0; }
+
+int32_t weighing_flags(const Inputs& in, const Weighing& w) {
+  return bits(w.sigmoid, flags::SIGMOID) | bits(w.normalize, flags::NORMALIZE) |
+      bits(in.token_weight.defined(), flags::HAS_TOKEN_WEIGHT);
+}
+
+struct Cuda {
+  static void forward(const Inputs& in, const Weighing& w, const Choice& o, Results& out) {
+    using K = kernels::moe_router_fwd;
+    c10::DeviceGuard guard(in.logits.device());
+    const int64_t rows = in.rows(), n = in.experts();
+    const bool statistics = out.z.numel() > 0;
+    if (rows == 0) {
+      for (const Tensor& t : {out.tokens, out.scores, out.z}) t.zero_();
+      return;
+    }
+    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(in.logits)), o.groups > 1 ? 1 : 0);
+    const auto& config = runtime::first_fit<K>(n, false, point);
+    const int64_t programs = core::persistent_programs(
+        in.logits.device(), (rows + config.ROWS - 1) / config.ROWS, std::max(1, int(config.programs_per_sm)));
+    Tensor counts, sums, squares;
+    if (statistics) {
+      counts = at::empty({1, programs, n}, out.z.options());
+      sums = at::empty({1, programs, n}, out.z.options());
+      squares = at::empty({1, programs, 1}, out.z.options());
+    }
+    K::Args args{};
+    args.weights = core::address(out.weights), args.index = core::address(out.index);
+    args.tokens = core::address(counts), args.sums = core::address(sums), args.squares = core::address(squares);
+    args.logits = core::address(in.logits), args.bias = core::address(in.bias);
+    args.token_weight = core::address(in.token_weight);
+    args.rows = int32_t(rows), args.n = int32_t(n), args.top_k = int32_t(o.top_k);
+    args.groups = int32_t(o.groups), args.group_size = int32_t(n / o.groups);
+    args.top_groups = int32_t(o.top_groups);
+    args.scale = float(w.scale), args.least = float(kLeast);
+    args.flags = weighing_flags(in, w) | bits(statistics, flags::STATISTICS) |
+        bits(in.bias.defined(), flags::HAS_BIAS) | bits(!in.bias.defined() && o.groups == 1, flags::BY_LOGITS);
+    core::launch<K>(kOp, in.logits.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    if (!statistics) return;
+    core::column_sum(kOp, counts, out.tokens);
+    core::column_sum(kOp, sums, out.scores);
+    core::column_sum(kOp, squares, out.z.view({1}));
+  }
+
+  static void backward(Tensor& dlogits, const Upstream& up, const Inputs& in, const Tensor& index, const Weighing& w) {
+    using K = kernels::moe_router_bwd;
+    c10::DeviceGuard guard(in.logits.device());
+    const int64_t rows = in.rows(), n = in.experts();
+    if (rows == 0) return;
+    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(in.logits)));
+    const auto& config = runtime::first_fit<K>(n, false, point);
+    K::Args args{};
+    args.dlogits = core::address(dlogits), args.logits = core::address(in.logits), args.index = core::address(index);
+    args.grad = core::address(up.weights), args.grad_scores = core::address(up.scores);
+    args.grad_z = core::address(up.z), args.token_weight = core::address(in.token_weight);
+    args.rows = int32_t(rows), args.n = int32_t(n), args.top_k = int32_t(index.size(-1));
+    args.scale = float(w.scale), args.least = float(kLeast);
+    args.flags = weighing_flags(in, w) | bits(up.weights.defined(), flags::OF_WEIGHTS) |
+        bits(up.scores.defined(), flags::OF_SCORES) | bits(up.z.defined(), flags::OF_Z);
+    core::launch<K>(
+        kBackward, in.logits.device(), runtime::variant_index<K>(config, point),
+        {uint32_t((rows + config.ROWS - 1) / config.ROWS)}, args);
+  }
+};
+
+struct Meta {
+  static void forward(const Inputs&, const Weighing&, const Choice&, const Results&) {}
+  static void backward(const Tensor&, const Upstream&, const Inputs&, const Tensor&, const Weighing&) {}
+};
+
+// ---- The dispatched operators
+
+Weighing weighing(std::string_view score, bool normalize, double scale) {
+  LIGER_CHECK(score == "softmax" || score == "sigmoid", kOp, "score", "be 'softmax' or 'sigmoid'", "'", score, "'");
+  LIGER_CHECK(std::isfinite(scale), kOp, "scale", "be finite", scale);
+  return {score == "sigmoid", normalize, scale};
+}
+
+/// Checks the tensors that forward and backward share.
+Inputs inputs_of(const char* op, const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& token_weight) {
+  core::check_activation(op, "logits", logits);
+  const auto n = logits.sym_sizes().back();
+  LIGER_CHECK(
+      n <= flags::MOST_EXPERTS, op, "logits", c10::str("have at most ", int(flags::MOST_EXPERTS), " experts"), n);
+  const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
+  Inputs out;
+  auto prepared = [&](const char* name, const OptionalTensor& t, c10::SymIntArrayRef sizes) {
+    if (!t || !t->defined()) return Tensor();
+    core::check_same_device(op, name, *t, "logits", logits);
+    core::check_dense(op, name, *t);
+    LIGER_CHECK(at::isFloatingType(t->scalar_type()), op, name, "be floating point", t->scalar_type());
+    LIGER_CHECK(t->sym_sizes().equals(sizes), op, name, c10::str("have shape ", sizes), t->sym_sizes());
+    return t->to(core::compute_type(logits)).contiguous();
+  };
+  out.bias = prepared("bias", bias, logits.sym_sizes().slice(logits.dim() - 1));
+  out.token_weight = prepared("token_weight", token_weight, rows);
+  out.logits = logits.contiguous();
+  return out;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> apply(
+    const Tensor& logits, int64_t top_k, const OptionalTensor& bias, const OptionalTensor& token_weight,
+    std::string_view score, bool normalize, double scale, int64_t groups, int64_t top_groups, bool statistics) {
+  const Inputs in = inputs_of(kOp, logits, bias, token_weight);
+  const Weighing w = weighing(score, normalize, scale);
+  const auto n = logits.sym_sizes().back();
+  LIGER_CHECK(groups >= 1 && n % groups == 0, kOp, "groups", c10::str("divide the ", n, " experts"), groups);
+  LIGER_CHECK(
+      top_groups >= 1 && top_groups <= groups, kOp, "top_groups", c10::str("lie in [1, ", groups, "]"), top_groups);
+  const auto open = n / groups * top_groups;
+  LIGER_CHECK(
+      top_k >= 1 && top_k <= flags::MOST_CHOICES && open >= top_k, kOp, "top_k",
+      c10::str("lie in [1, ", open.min(int64_t(flags::MOST_CHOICES)), "]"), top_k);
+  c10::SymDimVector chosen(logits.sym_sizes().begin(), logits.sym_sizes().end());
+  chosen.back() = top_k;
+  const auto options = logits.options().dtype(core::compute_type(logits));
+  const c10::SymInt count = statistics ? n : c10::SymInt(0);
+  Results out{
+      at::empty_symint(chosen, options), at::empty_symint(chosen, options.dtype(at::kLong)),
+      at::empty_symint({count}, options), at::empty_symint({count}, options),
+      statistics ? at::empty({}, options) : at::empty({0}, options)};
+  Device::forward(in, w, {top_k, groups, top_groups}, out);
+  return {out.weights, out.index, out.tokens, out.scores, out.z};
+}
+
+template <class Device>
+Tensor bwd(
+    const OptionalTensor& grad, const OptionalTensor& grad_scores, const OptionalTensor& grad_z, const Tensor& logits,
+    const Tensor& index, const OptionalTensor& token_weight, std::string_view score, bool normalize, double scale) {
+  const Inputs in = inputs_of(kBackward, logits, std::nullopt, token_weight);
+  auto upstream = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
+    if (!g || !g->defined()) return Tensor();
+    core::check_same_device(kBackward, name, *g, "logits", logits);
+    LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
+    return g->to(core::compute_type(logits)).contiguous();
+  };
+  const Upstream up{
+      upstream("the weights' gradient", grad, index.sym_sizes()),
+      upstream("the scores' gradient", grad_scores, logits.sym_sizes().slice(logits.dim() - 1)),
+      upstream("the gradient of z", grad_z, {})};
+  Tensor dlogits = at::empty_symint(logits.sym_sizes(), logits.options());
+  Device::backward(dlogits, up, in, index.contiguous(), weighing(score, normalize, scale));
+  return dlogits;
+}
+
+template <class Device>
+void implement(torch::Library& m) {
+  core::implement<apply<Device>>(m, "moe_router");
+  core::implement<bwd<Device>>(m, "_moe_router_bwd");
+}
+
+// ---- Autograd
+
+struct Node : core::BackwardNode<Node, 3> {  // logits, index, token_weight
+  std::string score;
+  bool normalize;
+  double scale;
+
+  auto state() { return std::tie(score, normalize, scale); }
+
+  std::string name() const override { return kOp; }
+
+  core::variable_list backward(core::variable_list&& grads) override {
+    grads.resize(3);
+    if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return {Tensor()};
+    Tensor logits = take(0), index = take(1), token_weight = take(2);
+    static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_moe_router_bwd");
+    return {op.call(grads[0], grads[1], grads[2], logits, index, token_weight, score, normalize, scale)};
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> autograd(
+    const Tensor& logits, int64_t top_k, const OptionalTensor& bias, const OptionalTensor& token_weight,
+    std::string_view score, bool normalize, double scale, int64_t groups, int64_t top_groups, bool statistics) {
+  static const auto op = core::find_op<decltype(apply<Meta>)>("liger::moe_router");
+  core::check_dense(kOp, "logits", logits);
+  core::check_no_forward_ad(kOp, logits);
+  LIGER_CHECK(
+      !torch::autograd::compute_requires_grad(token_weight), kOp, "token_weight", "not require a gradient",
+      "one that does");
+  Results out;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    std::tie(out.weights, out.index, out.tokens, out.scores, out.z) =
+        op.call(logits, top_k, bias, token_weight, score, normalize, scale, groups, top_groups, statistics);
+  }
+  if (torch::autograd::compute_requires_grad(logits)) {
+    auto node = core::make_node<Node>();
+    node->score = score, node->normalize = normalize, node->scale = scale;
+    node->set_next_edges(torch::autograd::collect_next_edges(logits));
+    node->saved = {
+        core::SavedVariable(logits, false), core::SavedVariable(out.index, false),
+        core::SavedVariable(core::value_or_undefined(token_weight), false)};
+    torch::autograd::set_history(out.weights, node);
+    if (statistics) {
+      torch::autograd::set_history(out.scores, node);
+      torch::autograd::set_history(out.z, node);
+    }
+  }
+  return {out.weights, out.index, out.tokens, out.scores, out.z};
+}
+
+}  // namespace
+
+// No autocast: results are fp32 for logits of any dtype.
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  core::define(
+      m,
+      "moe_router(Tensor logits, int top_k, Tensor? bias=None, Tensor? token_weight=None, str score=\"softmax\", *, "
+      "bool normalize=True, float scale=1.0, int groups=1, int top_groups=1, bool statistics=False) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  core::define(
+      m,
+      "_moe_router_bwd(Tensor? grad, Tensor? grad_scores, Tensor? grad_z, Tensor logits, Tensor index, "
+      "Tensor? token_weight, str score, bool normalize, float scale) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("moe_router", autograd); }
+
+}  // namespace liger::ops::moe_router

@@ -306,15 +306,24 @@ def test_meta():
 
 
 @pytest.mark.gpu
-def test_capture():
-    logits = make((100, 128), torch.bfloat16, "cuda")[0]
-    expected = gradients(lambda x: differentiable(x, 8), [logits], [torch.ones(100, 8, device="cuda")])
+def test_no_synchronization_and_cuda_graph_capture():
+    logits, ones = make((100, 128), torch.bfloat16, "cuda")[0], torch.ones(100, 8, device="cuda")
+
+    def step():
+        x = logits.detach().requires_grad_()
+        return torch.autograd.grad(moe_router(x, 8)[0] + moe_router(x, 8, statistics=True)[3].sum(), x, ones)[0]
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gradients(lambda x: differentiable(x, 8), [logits], [torch.ones(100, 8, device="cuda")])
+        captured = step()
     graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert torch.equal(captured, expected)
 
 
 ERRORS = {

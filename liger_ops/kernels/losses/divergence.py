@@ -76,7 +76,8 @@ def log(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def mixture(x, t, beta, DTYPE: tl.constexpr):
-    """(beta p (log p - log m), (1 - beta) q (log q - log m))"""
+    """The terms beta p (log p - log m) and (1 - beta) q (log q - log m), first that of the larger of p and q, and whether
+    this is p."""
     x = tl.maximum(x, NO_PROBABILITY, propagate_nan=tl.PropagateNan.ALL)
     t = tl.maximum(t, NO_PROBABILITY, propagate_nan=tl.PropagateNan.ALL)
     # Relative to the larger of the two, so that m does not underflow.
@@ -88,7 +89,7 @@ def mixture(x, t, beta, DTYPE: tl.constexpr):
     probability = exp(top, DTYPE)
     high = -probability * share * log_m
     low = probability * of_low * (gap - log_m)
-    return tl.where(t >= x, high, low), tl.where(t >= x, low, high)
+    return high, low, t >= x
 
 
 @triton.jit
@@ -105,8 +106,8 @@ def losses_of(x, t, kind, parameter, DTYPE: tl.constexpr):
         q = exp(x, DTYPE)
         loss = tl.where(q == 0, 0.0, q * (x - t))
     elif kind == MIXTURE:
-        of_target, of_input = mixture(x, t, parameter, DTYPE)
-        loss = of_target + of_input
+        high, low, _ = mixture(x, t, parameter, DTYPE)
+        loss = high + low
     else:
         loss = 0.5 * tl.abs(x - t)
     return loss
@@ -123,7 +124,8 @@ def slopes_of(x, t, kind, parameter, DTYPE: tl.constexpr):
         q = exp(x, DTYPE)
         slope = tl.where(q == 0, 0.0, q * (x - t) + q)
     elif kind == MIXTURE:
-        _, slope = mixture(x, t, parameter, DTYPE)
+        high, low, p_is_larger = mixture(x, t, parameter, DTYPE)
+        slope = tl.where(p_is_larger, low, high)
     else:
         slope = tl.where(x > t, 0.5, tl.where(x < t, -0.5, 0.0))
     return slope
@@ -352,13 +354,17 @@ def config(max_n, block_m, block_n, blocks, num_warps, aligned=True, one_row=Fal
     return Config(max_n, aligned, num_warps, constexprs=constexprs, max_rows=1 if one_row else None)
 
 
-CONFIGS = [
-    config(None, 1, 2048, 8, 4, one_row=True),
-    config(256, 4, 256, 1, 4),
-    config(None, 1, 2048, 8, 4),
-    config(None, 1, 1024, 8, 4, aligned=False, one_row=True),
-    config(None, 1, 1024, 8, 4, aligned=False),
-]
+def configs(block_n, blocks, num_warps):
+    """block_n, blocks, num_warps: for long, aligned rows."""
+    return [
+        config(None, 1, block_n, blocks, num_warps, one_row=True),
+        config(256, 4, 256, 1, 4),
+        config(None, 1, block_n, blocks, num_warps),
+        config(None, 1, 1024, 8, 4, aligned=False, one_row=True),
+        config(None, 1, 1024, 8, 4, aligned=False),
+    ]
+
+
 SIZES = {"rows": "i32", "n": "i64", "total": "i64", "inner_rows": "i32", "all_rows": "i32", "columns": "i32"}
 LABELS = {"label_words": "i32", "ignore_index": "i64", "kind": "i32", "parameter": "fp32"}
 AXES = {"dtype": DTYPES, "form": [{"REDUCED": 1}, {"REDUCED": 0}]}
@@ -377,7 +383,7 @@ KERNELS = [
         },
         aligned=["loss", "input", "target", "n", *strides("loss", "input", "target")],
         axes=AXES,
-        configs=CONFIGS,
+        configs=configs(2048, 16, 8),
     ),
     Kernel(
         function=divergence_bwd_kernel,
@@ -387,7 +393,7 @@ KERNELS = [
         },
         aligned=["dinput", "grad", "input", "target", "n", *strides("dinput", "grad", "input", "target")],
         axes=AXES,
-        configs=CONFIGS,
+        configs=configs(1024, 16, 4),
     ),
     Kernel(
         function=divergence_sum_kernel,

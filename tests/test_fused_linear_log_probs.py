@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from linear_losses import rms_error
 from support import (
     CPU_DTYPES,
     OPCHECKS,
@@ -84,8 +85,7 @@ def close_to_formula(inputs, device, upstream=None, **options):
     names = [("log_probs", "entropy")[i] for i in keep] + wanted
     for name, mine, theirs, truth in zip(names, ours, eager, oracle, strict=True):
         # The largest of many errors varies by chance. In a small result, the rounding of a logit remains.
-        errors = (theirs.double() - truth).square()
-        noise = 3 * float(errors.mean().sqrt() / truth.abs().max().clamp(min=1e-30)) if truth.numel() else 0.0
+        noise = 3 * rms_error(theirs.detach(), truth.detach())
         assert_no_worse(name, mine, theirs, truth, scale=1.0 if name in ("log_probs", "entropy") else 0.0, noise=noise)
     return ours
 
@@ -240,9 +240,7 @@ def multiplications(step):
     total = 0
     for event in profile.events():
         if event.name in ("aten::mm", "aten::addmm"):
-            a, b = (
-                (s for s in event.input_shapes if len(s) == 2) if event.name == "aten::mm" else event.input_shapes[1:3]
-            )
+            a, b = event.input_shapes[:2] if event.name == "aten::mm" else event.input_shapes[1:3]
             total += a[0] * a[1] * b[1]
     return total
 
@@ -304,11 +302,11 @@ def test_peak_memory_stays_below_the_budget(ids, dtype, frozen):
             )
 
     step()
-    # Beside logits: results, and on CPU fp32 copies of bf16 blocks that are multiplied into fp32 sums.
+    # Beside logits: results, and on CPU scratch of GEMMs, and fp32 copies of bf16 blocks that add to fp32 sums.
     small = tokens * (12 + 6 * (ids or 1)) * 8
     widened = classes * hidden * 4 + budget if dtype == torch.bfloat16 and not frozen else 0
     assert tokens * classes * dtype.itemsize >= 16 * budget
-    assert peak_on_cpu(step) <= kept + budget + small + widened + (1 << 16)
+    assert peak_on_cpu(step) <= kept + budget + small + widened + budget // 4
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@
 #include "core/autograd.h"
 #include "core/memory.h"
 #include "core/registration.h"
-#include "ops/losses/fused_linear_log_probs_pass.h"
+#include "ops/losses/fused_linear_log_probs.h"
 
 namespace liger::ops::fused_linear_log_probs {
 namespace {

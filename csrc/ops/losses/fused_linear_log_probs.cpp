@@ -99,7 +99,6 @@ Settings check(
   LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
   LIGER_CHECK(!softcap || positive(*softcap), op, "softcap", "be positive and finite", *softcap);
   LIGER_CHECK(positive(temperature), op, "temperature", "be positive and finite", temperature);
-  LIGER_CHECK(entropy || !entropy_grad, op, "entropy_grad", "be False without entropy", "True");
   LIGER_CHECK(
       !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
   return {logits_scale, {temperature, ignore_index, softcap},
@@ -130,7 +129,7 @@ Forward empty_forward(const Tensor& input, const Tensor& target, const Settings&
   if (!wanted.head() && !s.sequence_dim) {
     c10::SymIntArrayRef sizes = input.sym_sizes();
     out.of_log_probs = at::empty_symint(sizes, input.options());
-    if (s.entropy_grad) out.of_entropy = at::empty_symint(sizes, input.options());
+    if (s.entropy && s.entropy_grad) out.of_entropy = at::empty_symint(sizes, input.options());
   }
   return out;
 }

@@ -302,9 +302,7 @@ def test_results_equal_those_of_the_library(copy, tmp_path):
             for i, (a, b) in enumerate(zip(*found, strict=True)):
                 assert a.dtype == b.dtype and a.shape == b.shape
                 # Also covers predictions. Sums of few numbers, with other intermediate roundings.
-                assert distance(1.0 * a, 1.0 * b, scale=1.0) <= 4 * torch.finfo(dtype).eps, (
-                    f"{name}, result {i}, {dtype}"
-                )
+                assert distance(a, b, scale=1.0) <= 4 * torch.finfo(dtype).eps, f"{name}, result {i}, {dtype}"
 
 
 def check_transforms() -> None:

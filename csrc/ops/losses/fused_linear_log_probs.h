@@ -16,6 +16,7 @@
 #include "gemm/multiply.h"
 #include "ops/losses/linear_chunks.h"
 #include "ops/losses/log_probs.h"
+#include "runtime/status.h"
 
 namespace liger::ops::fused_linear_log_probs {
 
@@ -383,7 +384,10 @@ struct ForwardPass : Pass {
   }
 
   void run() {
-    if (plan.chunks == 0) return;
+    if (plan.chunks == 0) {
+      if (x.is_cpu()) runtime::count_cpu_call();
+      return;
+    }
     const Tensor first_buffer = buffer(shard.n);
     if (of_entropy.defined()) second = at::empty_like(first_buffer);
     Chunk next{0, fetch(0), {}, {}};

@@ -29,20 +29,24 @@ class Gemms(torch.autograd.Function):
     """The GEMMs alone, all tokens at once. With a trained head, the logits are computed again."""
 
     @staticmethod
-    def forward(ctx, input, weight, target):
+    def forward(ctx, input, weight, target, with_gradients):
         logits = input @ weight.t()
         ctx.frozen = not weight.requires_grad
-        kept = (logits @ weight,) if ctx.frozen and input.requires_grad else (input, weight)
+        kept = (logits @ weight,) if ctx.frozen and with_gradients else (input, weight)
         ctx.save_for_backward(*kept)
         return torch.empty(len(target), device=input.device)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.frozen:
-            return ctx.saved_tensors[0], None, None
+            return ctx.saved_tensors[0], None, None, None
         input, weight = ctx.saved_tensors
         logits = input @ weight.t()
-        return logits @ weight, logits.t() @ input, None
+        return logits @ weight, logits.t() @ input, None, None
+
+
+def gemms():
+    return lambda input, weight, target: Gemms.apply(input, weight, target, torch.is_grad_enabled())
 
 
 def trl():
@@ -106,7 +110,7 @@ def declare(*, frozen: bool, products: int, mib: int) -> Op:
         unchecked=frozenset({"GEMMs"}),
         gradients=gradients,
         providers={
-            "GEMMs": lambda: Gemms.apply,
+            "GEMMs": gemms,
             "torch": lambda: formula,
             "liger-kernel": liger_kernel,
             "trl": trl,

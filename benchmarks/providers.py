@@ -15,7 +15,8 @@ from benchmarks.op import Absent, Op
 # Measured for every op; an op may add providers.
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
-    "GEMMs", "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", "trl", *COMMON[4:],
+    "GEMMs", "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", "trl",
+    *COMMON[4:],
     "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
     "ours two", "ours with entropy", "ours as a loss",
 )  # fmt: skip

@@ -30,7 +30,8 @@ struct CpuRows {
     return std::any_of(ids(row), ids(row) + count, [this](int64_t id) { return id != ignore_index; });
   }
 
-  C capped(C x) const { return cap > 0 ? cap * std::tanh(x / cap) : x; }
+  /// Not inlined, because contracting it with a subtraction of the peak would leave a rounding error where both are equal.
+  C10_NOINLINE C capped(C x) const { return cap > 0 ? cap * std::tanh(x / cap) : x; }
 
   /// The softcap's derivative, without the cancellation of 1 - tanh^2.
   C slope(C x) const {

@@ -18,7 +18,8 @@ COLORS = {
     "ours compact": "#f58a52", "ours 16 chunks": "#f9b99a", "ours 64 MiB": "#e8b93c", "ours + torch.compile": "#f08080",
     "torch": "#9aa3ad", "hf": "#cdb68a", "torch.compile": "#9186c9", "quack": "#6bb182", "cut-cross-entropy": "#bb83b3",
     "liger-kernel": "#6aa6d8", "liger-sm90": "#33709f", "trl": "#b08bc9", "liger-kernel + torch.compile": "#264f73",
-    "three GEMMs": "#222222", "GEMMs of ours": "#555555", "GEMMs of compact": "#777777",
+    "ours with entropy": "#d9534f", "ours as a loss": "#a94442",
+    "GEMMs": "#333333", "three GEMMs": "#222222", "GEMMs of ours": "#555555", "GEMMs of compact": "#777777",
 }  # fmt: skip
 SAME_COLOR = {"HF eager": "hf", "HF + torch.compile": "torch.compile"}
 LABELS = {"hf": "hf (eager)"}

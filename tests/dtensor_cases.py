@@ -3,6 +3,7 @@ of processes. Everything is float64, so a difference beyond rounding means a wro
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -341,6 +342,21 @@ case_2d(
     [[SUM, R]],
     forward={REDUCE: 1},
 )
+for where, x, w in (
+    ("replicated", R, R),
+    ("by batch", Shard(0), R),
+    ("by class", R, Shard(0)),
+    ("by class and sequence", Shard(1), Shard(0)),
+):
+    rows = R if w == Shard(0) else x
+    for ids in (None, 3):
+        target = TOKENS if ids is None else torch.stack([TOKENS] * ids, -1)
+        case(
+            f"fused_linear_log_probs {where}, {ids or 1} ids",
+            lambda *given, **named: F.fused_linear_log_probs(*given, entropy=True, **named)[:2],
+            dict(input=HIDDEN, weight=HEAD, target=target, bias=HEAD_BIAS),
+            dict(input=x, weight=w, target=rows, bias=w), [rows, rows], softcap=5.0,
+        )  # fmt: skip
 case_2d(
     "fused_linear_cross_entropy by batch, sequence and class",
     F.fused_linear_cross_entropy,
@@ -371,6 +387,33 @@ def with_metrics(mesh: Any) -> None:
 
 
 CASES["losses with metrics"] = with_metrics
+
+
+def frozen_head(mesh: Any) -> None:
+    """log_probs of a frozen head, whose gradient of input forward prepares."""
+    for ids, w, x in itertools.product((1, 3), (R, Shard(0)), (R, Shard(0), Shard(1))):
+        if w == Shard(0) and x == Shard(0):
+            continue
+        rows = R if w == Shard(0) else x
+        target = torch.stack([TOKENS] * ids, -1)
+        found, expected = (
+            gradients_of(
+                lambda h, head=head, y=y: sum(
+                    r.sum() for r in F.fused_linear_log_probs(h, head, y, entropy=True, entropy_grad=True)[:2]
+                ),
+                hidden,
+            )
+            for hidden, head, y in (
+                (spread(HIDDEN, mesh, [x]), spread(HEAD, mesh, [w]), spread(target, mesh, [rows])),
+                (HIDDEN, HEAD, target),
+            )
+        )
+        assert found[1].placements == (x,)
+        for a, b in zip(found, expected):
+            torch.testing.assert_close(a.full_tensor(), b)
+
+
+CASES["fused_linear_log_probs of a frozen head"] = frozen_head
 
 
 def gradients_of(function: Callable, *leaves: Tensor) -> list[Tensor]:

@@ -84,6 +84,12 @@ ROWS = [
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
+    Row("fused_linear_log_probs", LINEAR_LOSS, HEAD),
+    Row(
+        "fused_linear_log_probs", LINEAR_LOSS, HEAD, dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)
+    ),
+    Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT),
+    Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT | dict(entropy=True, sequence_dim=1)),
     Row("vocab_parallel_cross_entropy", LOSS, {}, SPLIT),
     Row("vocab_parallel_cross_entropy_with_metrics", LOSS, {}, SPLIT),
     Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -446,34 +447,44 @@ from liger_ops.kernels import find
 from liger_ops.kernels.losses._flags import MOST_SKEW
 nan, SKEW = float("nan"), MOST_SKEW.value
 
-def run(path, n, count, capped, split, dtype="fp32"):
+def run(path, n, count, capped, split, dtype="fp32", extras=0, first=0):
+    # The columns are classes from `first` on; one class more precedes and follows them if there are more.
     torch.manual_seed(0)
     rows, inner, aligned, words = 5, 3, n % 8 == 0, 2 if n % 3 else 1
     logits = (torch.randn(rows, n) * 3).to(dict(fp32=torch.float32, fp16=torch.float16)[dtype])
-    wide = torch.cat([logits, logits], 1) if aligned else logits
     index = torch.randint(n, (rows, count))
     index[:, -1] = index[:, 0]
+    index += first
+    if first:
+        index[3, 0], index[4, -1] = 0, first + n
+    logits[0, ::3] = logits[0].max()  # several maxima
     index[1] = index[2, 0] = -100
+    wide = torch.cat([logits, logits], 1) if aligned else logits
     ids = index.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
     temperature, cap = 0.7, 5.0 if capped else 1.0
-    options = (words, -100, 1.4426950408889634 / temperature, 1 / temperature, cap)
+    classes = first + n + (1 if first else 0)
+    options = (first, classes, words, -100, 1.4426950408889634 / temperature, 1 / temperature, cap)
     strides = (inner * wide.shape[1], wide.shape[1])
-    outs = [torch.full(shape, nan) for shape in ((rows, count), (rows,), (rows, 3), (rows, count))]
-    choices = dict(X=dtype, CAPPED=capped)
-    shares = torch.full((rows, 128, 3), nan)
+    outs = [torch.full(shape, nan) for shape in ((rows, count), (rows,), (rows, 3), (rows, count), (rows,), (rows,))]
+    outs.append(torch.full((rows, count), 7, dtype=torch.int8))
+    choices = dict(X=dtype, CAPPED=capped, EXTRAS=extras)
+    shares = torch.full((rows, 128, 6), nan)
+    flags = 3 + 32 * 7
 
     v = find("log_probs_fwd").pick(choices, n, aligned)
     c = v.constexprs
     end = n + SKEW * c["SKEWED"]
     part = -(-end // 2 // 8) * 8 if split else 0
     parts = -(-end // part) if split else 1
-    v.kernel.function[(rows * parts,)](*outs, shares, wide, ids, n, part, inner, count, *strides, *options, 3, **c)
+    v.kernel.function[(rows * parts,)](*outs, shares, wide, ids, n, part, inner, count, *strides, *options, flags, **c)
     if split:
         v = find("log_probs_combine").pick(choices, n, False)
-        v.kernel.function[(rows,)](*outs, shares, wide, ids, n, parts, inner, count, *strides, *options, 3, **v.constexprs)
+        v.kernel.function[(rows,)](*outs, shares, wide, ids, n, parts, inner, count, *strides, *options, flags, **v.constexprs)
     grad, grad_entropy = torch.randn(rows, count), torch.randn(rows)
-    found = dict(logits=logits.float(), index=index, grad=grad, grad_entropy=grad_entropy, log_probs=outs[0], entropy=outs[1])
-    for name, flags in (("both", 12), ("first", 4), ("second", 8)):
+    found = dict(logits=logits.float(), index=index, grad=grad, grad_entropy=grad_entropy, log_probs=outs[0], entropy=outs[1],
+                 mean_logits=outs[4], log_squares=outs[5], is_top1=outs[6])
+    choices = dict(X=dtype, CAPPED=capped)
+    for name, flags in (("both", 12), ("first", 4), ("second", 8), ("others", 16)):
         v = find("log_probs_bwd").pick(choices, n, aligned)
         c = v.constexprs
         dx = wide.clone()
@@ -488,20 +499,42 @@ INTERPRETED_CASES = [
     *itertools.product([40, 2056, 4104, 1003, 5003], [1, 20], [0, 1], [False, True]),
     (5003, 3, 0, False, "fp16"),
     (2560, 3, 0, True, "fp16"),
+    *itertools.product([40, 4104, 5003], [3], [0, 1], [False, True], ["fp32"], [1], [0]),
+    (4104, 20, 0, True, "fp16", 1, 0),
+    *itertools.product([40, 5003], [3], [0, 1], [True], ["fp32"], [1], [300]),
 ]
 
 
 @pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_kernels_interpreted(case, interpreted):
-    _, _, capped, _, *half = case
+    n, _, capped, _, *rest = case
+    dtype, extras, first = [*rest, *("fp32", 0, 0)[len(rest) :]]
     got = interpreted[case]
     x = got["logits"].double().requires_grad_()
-    options = dict(temperature=0.7, softcap=5.0 if capped else None, entropy=True)
-    expected = F.log_probs.reference(x, got["index"], **options)
-    for name, value in zip(("log_probs", "entropy"), expected):
-        torch.testing.assert_close(got[name].double(), value.detach(), rtol=3e-6, atol=3e-6)
+    index = torch.where(got["index"] == -100, -100, got["index"] - first)
+    counted, here = index != -100, (index >= 0) & (index < n)
+    z = (5 * torch.tanh(x / 5) if capped else x) / 0.7
+    logs, lse = z.log_softmax(-1), z.logsumexp(-1)
+    rows = counted.any(-1)
+    expected = logs.gather(-1, index.clamp(0, n - 1))
+    entropy = torch.where(rows, -(logs.exp() * logs).sum(-1), 0)
+    close = partial(torch.testing.assert_close, rtol=3e-6, atol=3e-6)
+    close(got["log_probs"].double()[here], expected.detach()[here])
+    assert not got["log_probs"][~counted].any()
+    close(got["entropy"].double(), entropy.detach())
+    if extras:
+        close(got["mean_logits"].double(), torch.where(rows, z.mean(-1), 0).detach())
+        close(got["log_squares"].double(), torch.where(rows, (2 * z).logsumexp(-1) - 2 * lse, 0).detach())
+        assert torch.equal(got["is_top1"].bool(), here & (index == z.argmax(-1, keepdim=True)))
+    # An id of another part of the classes only pulls on the sum of exponentials.
+    taken = torch.where(here, expected, -lse[:, None])
     upstream = {"both": (1, 1), "first": (1, 0), "second": (0, 1)}
-    for name, factors in upstream.items():
-        grads = [f * g.double() for f, g in zip(factors, (got["grad"], got["grad_entropy"]))]
-        (slope,) = torch.autograd.grad(expected, x, grads, retain_graph=True)
-        torch.testing.assert_close(got[name].double(), slope, rtol=2**-10 if half else 3e-5, atol=1e-6)
+    slopes = {}
+    for name, (f, h) in upstream.items():
+        grads = f * torch.where(counted, got["grad"], 0).double(), h * got["grad_entropy"].double()
+        (slopes[name],) = torch.autograd.grad((taken, entropy), x, grads, retain_graph=True)
+    (others,) = torch.autograd.grad(-torch.where(rows, lse, 0).sum(), x)
+    columns = torch.where(here, index, n)
+    slopes["others"] = torch.cat([others, others[:, :1]], 1).scatter(1, columns, 0.0)[:, :n]
+    for name, slope in slopes.items():
+        torch.testing.assert_close(got[name].double(), slope, rtol=2**-10 if dtype == "fp16" else 3e-5, atol=1e-6)

@@ -37,6 +37,9 @@ def public_calls() -> dict[str, dict[str, Any]]:
         input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), ce_weight=numbers(CLASSES).abs(),
         token_weight=numbers(ROWS).abs(),
     )  # fmt: skip
+    log_probs = dict(
+        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), entropy=True, entropy_grad=True
+    )
     heads = dict(q=numbers(1, 2, ROWS, N), k=numbers(1, 1, ROWS, N))
     calls = {
         "rms_norm": dict(x=rows, weight=column),
@@ -61,11 +64,12 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_linear_cross_entropy": linear,
         "fused_linear_cross_entropy_with_metrics": linear,
         "fused_linear_cross_entropy_with_log_probs": linear,
+        "fused_linear_log_probs": log_probs,
     }
     calls |= {
         f"vocab_parallel_{op}": given | dict(group=SOLO, classes=CLASSES)
         for op, given in calls.items()
-        if "cross_entropy" in op and not op.endswith("_")
+        if ("cross_entropy" in op or op == "fused_linear_log_probs") and not op.endswith("_")
     }
     for op in ("swiglu", "geglu"):
         calls |= {
@@ -108,7 +112,11 @@ SAVED = {
     "fused_linear_cross_entropy": {},
     "fused_linear_cross_entropy_with_metrics": {},
     "fused_linear_cross_entropy_with_log_probs": {},
-    **{op: {} for op in operators() if op.startswith("vocab_parallel_fused")},
+    **{op: {} for op in operators() if op.startswith("vocab_parallel_fused_linear_cross_entropy")},
+    **{
+        op: {name: name for name in ("input", "weight", "target", "bias")}
+        for op in ("fused_linear_log_probs", "vocab_parallel_fused_linear_log_probs")
+    },
     **{
         f"vocab_parallel_{op}": dict(logits="logits", target="target", weight="weight")
         for op in ("cross_entropy", "cross_entropy_with_metrics")
@@ -204,6 +212,11 @@ def samples() -> dict[str, dict[str, Any]]:
         for op, arguments in public.items():
             for more in ({}, {"reduction": "none"}) if "cross_entropy" in op else ({},):
                 backward(call(op, differentiable(op, arguments | more, "cpu")))
+        # With several ids and a frozen head, backward reads everything that it may.
+        frozen = copied("", public["fused_linear_log_probs"], "cpu") | dict(
+            target=torch.zeros(ROWS, 2, dtype=torch.long)
+        )
+        backward(call("fused_linear_log_probs", frozen | dict(input=frozen["input"].requires_grad_())))
     found = recorder.calls | public
     for op in ("_cross_entropy_fwd", "_fused_linear_cross_entropy_fwd", "_fused_linear_cross_entropy_bwd"):
         found[op] |= dict(totals=numbers(2))

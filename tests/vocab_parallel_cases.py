@@ -18,6 +18,14 @@ from torch import Tensor
 from liger_ops import functional as F
 
 CASES: dict[str, Callable[..., None]] = {}
+LOG_PROBS = "vocab_parallel_fused_linear_log_probs"
+# Names of the results, by their number.
+RESULTS = {
+    1: ("loss",),
+    3: ("loss", "log_probs", "entropy"),
+    4: ("loss", "z_loss", "token_accuracy", "predicted"),
+    5: ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1"),
+}
 LOGITS = ("vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy_with_metrics")
 LINEAR = tuple(f"vocab_parallel_fused_linear_cross_entropy{form}" for form in ("", "_with_metrics", "_with_log_probs"))
 
@@ -66,7 +74,8 @@ def run(op: Callable, leaves: dict[str, Tensor], arguments: dict[str, Any], upst
     wanted = {k: t for k, t in leaves.items() if t.requires_grad}
     if not wanted:
         return [t.detach() for t in results], {}
-    grads = torch.autograd.grad(results[0], [*wanted.values()], upstream(results[0]))
+    differentiable = [t for t in results if t.requires_grad]
+    grads = torch.autograd.grad(differentiable, [*wanted.values()], [upstream(t) for t in differentiable])
     return [t.detach() for t in results], dict(zip(wanted, grads))
 
 
@@ -107,7 +116,7 @@ def compare(
 
     truth = run(formula, {k: wide(t) for k, t in leaves.items()}, {k: wide(t) for k, t in others.items()}, upstream_of)
     eager = run(formula, leaves, others, upstream_of)
-    names = ("loss", "z_loss", "token_accuracy", "predicted") if len(results) == 4 else ("loss", "log_probs", "entropy")
+    names = RESULTS[len(results)]
     # All collectives come before the first assertion that may fail on one rank only.
     for what, ours in zip(names, results):
         same_everywhere(what, ours, split.group)
@@ -122,8 +131,9 @@ def compare(
         # A mean of no targets is NaN.
         assert torch.equal(ours.isnan(), exact.isnan()), f"{what}: NaN at other places"
         ours, theirs, exact = map(torch.nan_to_num, (ours, theirs, exact))
+        scale = 1.0 if name == LOG_PROBS else 0.0
         # Logits are rounded to the dtype, in ours as in eager code; errors of a few of them may be small by chance.
-        assert_no_worse(what, ours, theirs, exact, noise=8 * eps)
+        assert_no_worse(what, ours, theirs, exact, scale=scale, noise=8 * eps)
     for what, ours in grads.items():
         assert ours.dtype == dtype
         whole = truth[1][what]
@@ -182,6 +192,7 @@ def of_linear(
     token_weighted: bool = False,
     among: Sequence[int] | None = None,
     ignored: float = 0.25,
+    ids: int | None = None,
     class_sizes: Callable[[int], list[int]] | None = None,
     frozen: Sequence[str] = (),
     sequence_dim: int | None = None,
@@ -199,7 +210,8 @@ def of_linear(
         leaves["bias"] = randn(classes)
     leaves = {k: t.to(device, dtype).requires_grad_(k not in frozen) for k, t in leaves.items()}
     floats = torch.float64 if dtype == torch.float64 else torch.float32
-    others: dict[str, Any] = dict(target=make_targets(shape, classes, among, ignored).to(device), **options)
+    of_target = shape if ids is None else (*shape, ids)
+    others: dict[str, Any] = dict(target=make_targets(of_target, classes, among, ignored).to(device), **options)
     if weighted:
         others["ce_weight"] = (randn(classes).abs() + 0.1).to(device, floats)
     if token_weighted:
@@ -277,6 +289,30 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             case(f"linear, {of}, {label}, sequence in chunks", of_linear, **shared, sequence_dim=1, memory_budget=3000)
 
 
+FACTS = dict(entropy=True, mean_logits=True, log_sum_sq_probs=True, is_top1=True)
+for label, changes in {
+    "plain": {},
+    "facts": FACTS,
+    "all options": dict(FACTS, softcap=4.0, logits_scale=0.7, temperature=1.5),
+    "chunks": dict(entropy=True, memory_budget=2000, shape=(4, 6)),
+    "large logits": dict(entropy=True, scale=30.0),
+    "bfloat16": dict(dtype=torch.bfloat16, entropy=True, mean_logits=True, log_sum_sq_probs=True),
+}.items():
+    for ids in (None, 3):
+        for frozen in ((), ("weight", "bias"), ("input",)):
+            of = f"{label}{f', {ids} ids' if ids else ''}{', frozen ' + frozen[0] if frozen else ''}"
+            shared = dict(op=LOG_PROBS, ids=ids, frozen=frozen, bias=True) | changes
+            case(f"log_probs, {of}", of_linear, **shared)
+            case(f"log_probs, {of}, announced", of_linear, **shared, entropy_grad=True)
+            case(f"log_probs, {of}, sequence", of_linear, **shared, sequence_dim=1)
+for label, changes in UNEVEN.items():
+    given = {k: v for k, v in changes.items() if k != "reduction"}
+    for frozen in ((), ("weight",)):
+        of = f"{label}{', frozen weight' if frozen else ''}"
+        case(f"log_probs, {of}", of_linear, op=LOG_PROBS, frozen=frozen, ids=2, **FACTS, **given)
+        case(f"log_probs, {of}, sequence", of_linear, op=LOG_PROBS, frozen=frozen, sequence_dim=1, **FACTS, **given)
+
+
 def collectives_of(step: Callable[[], Any]) -> Counter:
     """How often a step calls each collective: (name, elements that this rank sends; 0: not recorded)."""
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -324,11 +360,32 @@ def counts_collectives(mesh: Any) -> None:
 CASES["collectives, counts"] = counts_collectives
 
 
+def counts_collectives_of_log_probs(mesh: Any) -> None:
+    """One gather of facts for each chunk, 12 bytes per row and 4 per id and fact; the input's gradient reduced once."""
+    group, ranks, shape, hidden, classes = mesh.get_group().group_name, mesh.size(), (4, 6), 8, 48
+    weight = torch.randn(classes // ranks, hidden)
+    for ids, frozen in ((1, False), (1, True), (3, False), (3, True)):
+        x, target = torch.randn(*shape, hidden, requires_grad=True), make_targets((*shape, ids), classes)
+        head = weight.clone().requires_grad_(not frozen)
+
+        def step(**options: Any) -> Any:
+            op = F.vocab_parallel_fused_linear_log_probs
+            return op(x, head, target, group, classes, entropy=True, **options)[0].sum().backward()
+
+        gather, tokens = "allgather_base", shape[0] * shape[1]
+        assert collectives_of(step) == {(gather, (3 + ids) * tokens): 1, ("allreduce", 0): 1}
+        assert collectives_of(partial(step, mean_logits=True)) == {(gather, (4 + ids) * tokens): 1, ("allreduce", 0): 1}
+
+
+CASES["log_probs, collectives"] = counts_collectives_of_log_probs
+
+
 def refuses(mesh: Any) -> None:
     group, ranks, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
     logits, target, weight = torch.randn(2, 5), torch.zeros(2, dtype=torch.long), torch.randn(5, 4)
     x, classes = torch.randn(2, 4), 5 * ranks
     of_logits, of_linear = F.vocab_parallel_cross_entropy, F.vocab_parallel_fused_linear_cross_entropy
+    log_probs = F.vocab_parallel_fused_linear_log_probs
     here, there = "vocab_parallel_cross_entropy: ", "vocab_parallel_fused_linear_cross_entropy: "
     for message, call in {
         here + "group must be the name of a process group (got 'none')": lambda: of_logits(logits, target, "none", classes),
@@ -354,6 +411,9 @@ def refuses(mesh: Any) -> None:
         ),
         there + f"input must have 2 / {ranks} positions along sequence_dim, the same on every rank (got 2)": lambda: (
             of_linear(x, weight, target, group, classes, sequence_dim=0)
+        ),
+        f"{LOG_PROBS}: weight must have 6 classes, those of rank {rank} of {ranks}": lambda: log_probs(
+            x, weight, target, group, 6 * ranks
         ),
         there + "ce_weight must not require a gradient (got one that does)": lambda: of_linear(
             x, weight, target, group, classes, ce_weight=torch.ones(classes, requires_grad=True)
@@ -394,6 +454,29 @@ def compiles(mesh: Any) -> None:
 
 
 CASES["linear, compiled"] = compiles
+
+
+def compiles_log_probs(mesh: Any) -> None:
+    group, ranks, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
+    classes, device = 7 * ranks - 2, mesh.device_type
+    head = torch.randn(classes, 8, generator=torch.Generator().manual_seed(1)).chunk(ranks)[rank].to(device)
+
+    def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found = F.vocab_parallel_fused_linear_log_probs(2 * x, weight, target, group, classes, entropy=True)
+        return found.log_probs.square().sum() + found.entropy.sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for tokens in (5, 9):
+        target = make_targets((tokens, 2), classes).to(device)
+        found = []
+        for function in (step, compiled):
+            x = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+            found.append([*torch.autograd.grad(function(x, head, target), (x,))])
+        for a, b in zip(*found):
+            torch.testing.assert_close(a, b)
+
+
+CASES["log_probs, compiled"] = compiles_log_probs
 
 # Large enough for the logits-free path of compute capability 9.0.
 LARGE: dict[str, Callable[..., None]] = {}

@@ -122,6 +122,9 @@ void multiply_by(at::Tensor out, at::Tensor a, at::Tensor b, double beta, double
 
 }  // namespace detail
 
+/// True if a call with this many multiplications keeps an H200 busy for some 13 ms.
+inline bool is_sustained(double multiplications) { return multiplications >= double(int64_t(1) << 42); }
+
 /// out = beta * out + alpha * a @ b, on out's device, which must be the current one. sustained: see Problem.
 inline void multiply(
     at::Tensor out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,3 +82,30 @@ def joined(part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
 def shared(x: Tensor, group: Any) -> Tensor:
     """x, from which every rank computes a part: its gradient is the sum over ranks."""
     return _Share.apply(x, group)
+
+
+def split_linear(
+    op: str,
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: str,
+    classes: int,
+    class_sizes: Sequence[int] | None,
+    sequence_dim: int | None,
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """(input for a head whose classes are split, what makes the logits of all classes from this rank's)."""
+    ranks = group_of(op, group)
+    sizes = sizes_of(op, ranks, classes, class_sizes)
+    mine = sizes[ranks.rank()]
+    rule = f"have {mine} classes, those of rank {ranks.rank()} of {ranks.size()}"
+    demand(weight.shape[0] == mine, op, "weight", rule, weight.shape[0])
+    x = input
+    if sequence_dim is not None:
+        dim = sequence_dim % input.dim()
+        demand(dim < input.dim() - 1, op, "sequence_dim", "be a dimension of input other than the last", sequence_dim)
+        have, everything = input.shape[dim], target.shape[dim]
+        rule = f"have {everything} / {ranks.size()} positions along sequence_dim, the same on every rank"
+        demand(have * ranks.size() == everything, op, "input", rule, have)
+        x = joined(input, dim, ranks, [have] * ranks.size())
+    return shared(x, ranks), lambda logits: joined(logits, logits.dim() - 1, ranks, sizes)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ._operator import demand, operator
-from ._split import group_of, joined, shared, sizes_of
+from ._operator import operator
+from ._split import split_linear
 from .cross_entropy import REDUCTIONS, CrossEntropyMetrics, _accuracy, _predictions
 from .fused_linear_cross_entropy import LogProbabilities, _log_probs, _no_results, _of_linear
 
@@ -31,23 +31,10 @@ def _of_split(
     class_sizes: Sequence[int] | None,
     sequence_dim: int | None,
 ) -> tuple[Tensor, ...]:
-    ranks = group_of(op, group)
-    sizes = sizes_of(op, ranks, classes, class_sizes)
-    mine = sizes[ranks.rank()]
-    rule = f"have {mine} classes, those of rank {ranks.rank()} of {ranks.size()}"
-    demand(weight.shape[0] == mine, op, "weight", rule, weight.shape[0])
-    x = input
-    if sequence_dim is not None:
-        dim = sequence_dim % input.dim()
-        demand(dim < input.dim() - 1, op, "sequence_dim", "be a dimension of input other than the last", sequence_dim)
-        have, everything = input.shape[dim], target.shape[dim]
-        rule = f"have {everything} / {ranks.size()} positions along sequence_dim, the same on every rank"
-        demand(have * ranks.size() == everything, op, "input", rule, have)
-        x = joined(input, dim, ranks, [have] * ranks.size())
+    x, whole = split_linear(op, input, weight, target, group, classes, class_sizes, sequence_dim)
     return _of_linear(
-        op, describe, shared(x, ranks), weight, target, bias, ce_weight, reduction, ignore_index, label_smoothing,
-        lse_square_scale, softcap, logits_scale, token_weight, memory_budget,
-        lambda logits: joined(logits, logits.dim() - 1, ranks, sizes),
+        op, describe, x, weight, target, bias, ce_weight, reduction, ignore_index, label_smoothing, lse_square_scale,
+        softcap, logits_scale, token_weight, memory_budget, whole,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include "ops/losses/cross_entropy.h"
+#include "ops/losses/linear_chunks.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 
@@ -49,13 +50,6 @@ struct Forward {
   Results rows;
   Tensor log_probs, entropy, deferred_scale;
   Gradients gradients;
-};
-
-struct Plan {
-  int64_t chunk = 1, chunks = 0;  // chunk: tokens per chunk
-  int64_t buffers = 1;  // of logits; with two, a chunk's collective runs during another chunk's GEMMs
-  int64_t row;  // row stride of logits in elements: whole cache lines, for fast GEMMs
-  int64_t bytes;  // of everything that is freed when the call returns
 };
 
 /// True if the gradients of true logits are kept apart from d logits. One chunk per call does not need that for d weight

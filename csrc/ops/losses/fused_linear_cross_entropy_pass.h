@@ -19,70 +19,9 @@
 
 namespace liger::ops::fused_linear_cross_entropy {
 
-/// Tokens as rows of unit stride, which GEMMs and our kernels require.
-inline Tensor as_rows(const Tensor& input) {
-  Tensor x = as_matrix(input);
-  return x.stride(1) == 1 || x.size(1) == 1 ? x : x.contiguous();
-}
-
-/// The order in which a call takes its tokens: the caller's, unless input is split along the sequence. Then a chunk has
-/// the same number of tokens of every rank, rank by rank.
-struct TokenOrder {
-  int64_t ranks = 1, dim = 0, tokens = 0, step = 0;  // tokens: of one rank; step: of them in a chunk
-
-  bool is_split() const { return ranks > 1; }
-
-  /// One number per token, from the caller's order.
-  Tensor arrange(const Tensor& t) const {
-    if (!is_split() || tokens == 0) return t.reshape(-1);
-    Tensor by_rank = ranks_first(t).reshape({ranks, tokens});
-    std::vector<Tensor> chunks;
-    for (int64_t first = 0; first < tokens; first += step) {
-      chunks.push_back(by_rank.narrow(1, first, std::min(step, tokens - first)).reshape(-1));
-    }
-    return chunks.size() == 1 ? chunks[0] : at::cat(chunks);
-  }
-
-  /// The reverse, into the caller's shape.
-  Tensor restore(const Tensor& t, at::IntArrayRef shape) const {
-    if (!is_split() || tokens == 0) return t.view(shape);
-    std::vector<Tensor> chunks;
-    for (int64_t first = 0; first < tokens; first += step) {
-      const int64_t count = std::min(step, tokens - first);
-      chunks.push_back(t.narrow(0, ranks * first, ranks * count).view({ranks, count}));
-    }
-    Tensor out = at::empty(shape, t.options()), to = ranks_first(out);
-    to.copy_((chunks.size() == 1 ? chunks[0] : at::cat(chunks, 1)).view(to.sizes()));
-    return out;
-  }
-
- private:
-  Tensor ranks_first(const Tensor& t) const {
-    return t.unflatten(dim, at::IntArrayRef({ranks, t.size(dim) / ranks})).movedim(dim, 0);
-  }
-};
-
-/// Of this call. Fits the plan's chunks to whole numbers of tokens of every rank.
-inline TokenOrder order_of(
-    const char* op, const Tensor& input, const Tensor& target, const Shard& shard, const Settings& s, Plan& plan) {
-  if (!s.sequence_dim || !shard.is_split()) return {};
-  TokenOrder order{shard.ranks(), at::maybe_wrap_dim(*s.sequence_dim, input.dim()), target.numel() / shard.ranks(), 0};
-  const int64_t have = input.size(order.dim), all = target.size(order.dim);
-  LIGER_CHECK(
-      have * order.ranks == all, op, "input",
-      c10::str("have ", all, " / ", order.ranks, " positions along sequence_dim, the same on every rank"), have);
-  order.step = std::max<int64_t>(1, plan.chunk / order.ranks);
-  plan.chunk = order.step * order.ranks;
-  plan.chunks = order.tokens ? (order.tokens + order.step - 1) / order.step : 0;
-  return order;
-}
-
 /// One call's state while it loops over the chunks.
 template <class Rows>
 struct Pass {
-  // Multiplications of a call that keeps an H200 busy for some 13 ms.
-  static constexpr double kSustainedMultiplications = double(int64_t(1) << 42);
-
   const Shard shard;
   Plan plan;
   TokenOrder order;
@@ -102,14 +41,13 @@ struct Pass {
       : shard(op, s.o.vocabulary, weight_in.size(0), "weight"),
         plan(make_plan(
             op, target.numel(), shard.largest, input.scalar_type(), wanted, s.memory_budget, shard.is_split())),
-        order(order_of(op, input, target, shard, s, plan)),
+        order(order_of(op, input, target, target.numel(), shard, s.sequence_dim, plan)),
         rows(op, shard, order.arrange(target), ce_weight, s.o),
         local(as_rows(input)),
         bias(bias_in),
         weight(weight_in),
         logits_scale(s.logits_scale),
-        sustained(
-            3.0 * double(target.numel()) * double(local.size(1)) * double(weight.size(0)) >= kSustainedMultiplications),
+        sustained(gemm::is_sustained(3.0 * double(target.numel()) * double(local.size(1)) * double(weight.size(0)))),
         into(gradients),
         x(order.is_split() ? at::empty({target.numel(), local.size(1)}, local.options()) : local) {
     auto floats = x.options().dtype(compute_type(x));
@@ -140,13 +78,7 @@ struct Pass {
 
   /// The part of the buffer for the logits of the tokens from `first` on.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
-    const int64_t rows = std::min(plan.chunk, x.size(0) - first), classes = weight.size(0);
-    // On CPU, rows must have no gaps: on CPUs with AMX, oneDNN's GEMM (torch 2.13) reads the uninitialised gaps.
-    // On CUDA with a bias, rows have no gaps if classes are a multiple of 8. With gaps, ATen would add the bias after
-    // rounding.
-    const bool dense = x.is_cpu() || (bias.defined() && classes % 8 == 0);
-    if (dense) return buffer.flatten().narrow(0, 0, rows * classes).view({rows, classes});
-    return buffer.narrow(0, 0, rows).narrow(1, 0, classes);
+    return logits_in(buffer, std::min(plan.chunk, x.size(0) - first), weight.size(0), bias.defined());
   }
 
   Tensor logits(const Tensor& buffer, int64_t first) const {

@@ -13,10 +13,10 @@ bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted, b
 Plan make_plan(
     const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, const Wanted& wanted,
     std::optional<int64_t> memory_budget, bool is_split) {
-  constexpr int64_t kMiB = 1 << 20, kTile = 256;
-  const int64_t element = c10::elementSize(dtype), line = 128 / element;
+  constexpr int64_t kMiB = 1 << 20;
+  const int64_t element = c10::elementSize(dtype);
   Plan plan;
-  plan.row = (classes + line - 1) / line * line;
+  plan.row = logits_stride(classes, dtype);
   // per_row: logits, statistics, and partial results that the programs of a row exchange. per_token: losses, and the
   // memory for sorting the targets. Without gradients there is no buffer that the sums of exponentials could share.
   const bool has_sums = dtype == at::kBFloat16 && !wanted.any_gradient();
@@ -24,23 +24,8 @@ Plan make_plan(
   const int64_t per_row = plan.row * element + 16 + (classes + 1023) / 1024 + sums;
   const int64_t per_token = 16 + (takes_targets(dtype, 2, wanted, is_split) ? 40 : 0);
   // Enough for GEMMs at full speed. Calls without gradients need less.
-  const int64_t usual = (wanted.any_gradient() ? 1280 : 320) * kMiB + tokens * per_token;
-  const int64_t budget = memory_budget.value_or(std::max(usual, per_row * kTile / 2 + tokens * per_token));
-  const int64_t least = tokens * per_token + per_row;
-  LIGER_CHECK(
-      budget >= least || tokens == 0, op, "memory_budget",
-      c10::str("be at least ", least, " bytes for the logits of one of ", tokens, " tokens"), budget);
-  int64_t most = std::min<int64_t>((budget - tokens * per_token) / per_row, 8192);
-  // cuBLAS splits GEMMs of this size into pairs of tiles, 256 tokens, so other chunk sizes are slower.
-  const int64_t tile = most < 2 * kTile ? kTile / 4 : kTile;
-  if (most > tile) most = most / tile * tile;
-  if (tokens > 0) {
-    plan.chunks = (tokens + most - 1) / most;
-    // Chunks have one size, because a small remainder would be slow.
-    plan.chunk = (tokens + plan.chunks - 1) / plan.chunks;
-    if (plan.chunks > 1) plan.chunk = std::min(most, (plan.chunk + tile - 1) / tile * tile);
-    plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
-  }
+  const int64_t usual = (wanted.any_gradient() ? 1280 : 320) * kMiB;
+  const int64_t budget = divide_tokens(plan, op, tokens, per_row, per_token, usual, memory_budget);
   const int64_t of_chunk = std::min(plan.chunk, tokens) * per_row;
   const int64_t of_tokens = tokens * (16 + (takes_targets(dtype, plan.chunks, wanted, is_split) ? 40 : 0));
   // Smaller chunks for the sake of two buffers would cost more time than they hide.

@@ -30,9 +30,10 @@ struct Cuda {
 };
 
 struct Meta {
-  static void forward(const char*, Tensor, Tensor, const Options&, bool, Results&) {}
+  static void forward(const char*, Tensor, Tensor, const Options&, Results&, const Columns&) {}
   static void backward(
-      const char*, Tensor&, const Upstream&, Tensor, Tensor, const Tensor&, const Tensor&, const Options&) {}
+      const char*, Tensor&, const Upstream&, Tensor, Tensor, const Tensor&, const Tensor&, const Options&,
+      const Columns&) {}
 };
 
 Options check(
@@ -56,12 +57,11 @@ Options check(
 
 Results empty_results(const Tensor& logits, const Tensor& index, bool entropy, bool graph) {
   const auto options = logits.options().dtype(compute_type(logits));
-  c10::SymDimVector rows(logits.sym_sizes().begin(), logits.sym_sizes().end() - 1), none = rows, three = rows;
-  none.push_back(0);
+  c10::SymDimVector rows(logits.sym_sizes().begin(), logits.sym_sizes().end() - 1), three = rows;
   three.push_back(3);
   Results out;
   out.log_probs = at::empty_symint(index.sym_sizes(), options);
-  out.entropy = at::empty_symint(entropy ? rows : none, options);
+  if (entropy) out.entropy = at::empty_symint(rows, options);
   if (graph) {
     out.stats = at::empty_symint(three, options);
     out.chosen = at::empty_symint(index.sym_sizes(), options);
@@ -77,7 +77,12 @@ Results run(
     bool entropy, bool graph) {
   Options o = check(kOp, logits, index, temperature, ignore_index, softcap);
   Results out = empty_results(logits, index, entropy, graph);
-  Device::forward(kOp, logits, index, o, entropy, out);
+  Device::forward(kOp, logits, index, o, out, {});
+  if (!entropy) {
+    c10::SymDimVector none(logits.sym_sizes().begin(), logits.sym_sizes().end());
+    none.back() = 0;
+    out.entropy = at::empty_symint(none, out.log_probs.options());
+  }
   return out;
 }
 
@@ -113,7 +118,7 @@ void run_backward(
   Upstream given{
       upstream("the log-probabilities' gradient", grad, index.sym_sizes()),
       upstream("the entropy's gradient", grad_entropy, rows)};
-  Device::backward(kBackward, dlogits, given, logits, index, stats.contiguous(), chosen.contiguous(), o);
+  Device::backward(kBackward, dlogits, given, logits, index, stats.contiguous(), chosen.contiguous(), o, {});
 }
 
 template <class Device>

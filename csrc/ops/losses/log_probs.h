@@ -24,15 +24,27 @@ struct Options {
   auto tie() { return std::tie(temperature, ignore_index, softcap); }
 };
 
-/// entropy: (..., 0) if it is not wanted. stats: (..., 3), chosen: like log_probs; see the kernels. They are undefined if
-/// there is no graph.
-struct Results {
-  Tensor log_probs, entropy, stats, chosen;
+/// Which of all classes the columns of logits are. classes: 0 if they are all. ids: the name of index in messages.
+struct Columns {
+  int64_t first = 0, classes = 0;
+  const char* ids = "index";
+
+  int64_t classes_of(const Tensor& logits) const { return classes ? classes : logits.size(-1); }
 };
 
-/// Upstream gradients, contiguous and in the compute type; undefined ones are zero.
+/// All contiguous. Results that are not wanted are undefined. stats: (..., 3), chosen: like log_probs; see the kernels.
+struct Results {
+  Tensor log_probs, entropy, stats, chosen;
+  Tensor mean_logits, log_sum_sq_probs, is_top1;
+
+  bool has_extras() const { return mean_logits.defined() || log_sum_sq_probs.defined() || is_top1.defined(); }
+};
+
+/// Upstream gradients, contiguous and in the compute type; undefined ones are zero. of_others: instead of
+/// log-probabilities, the gradient of minus the log of the sum of exponentials, but 0 in the columns of ids.
 struct Upstream {
   Tensor log_probs, entropy;
+  bool of_others = false;
 };
 
 /// Numbers of ids per row.
@@ -40,15 +52,14 @@ inline int64_t ids_per_row(const Tensor& logits, const Tensor& index) {
   return index.dim() == logits.dim() ? index.size(-1) : 1;
 }
 
-void forward_cpu(const char* op, Tensor logits, Tensor index, const Options& o, bool entropy, Results& out);
-void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o, bool entropy, Results& out);
-
+using ForwardOn =
+    void(const char* op, Tensor logits, Tensor index, const Options& o, Results& out, const Columns& columns);
 /// dlogits may be logits.
-void backward_cpu(
+using BackwardOn = void(
     const char* op, Tensor& dlogits, const Upstream& upstream, Tensor logits, Tensor index, const Tensor& stats,
-    const Tensor& chosen, const Options& o);
-void backward_cuda(
-    const char* op, Tensor& dlogits, const Upstream& upstream, Tensor logits, Tensor index, const Tensor& stats,
-    const Tensor& chosen, const Options& o);
+    const Tensor& chosen, const Options& o, const Columns& columns);
+
+ForwardOn forward_cpu, forward_cuda;
+BackwardOn backward_cpu, backward_cuda;
 
 }  // namespace liger::ops::log_probs

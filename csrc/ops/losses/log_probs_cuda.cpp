@@ -11,11 +11,14 @@ namespace flags = kernels::constants::log_probs;
 
 /// Arguments that all launches of one call share.
 template <class Args>
-void set_common(Args& args, const Tensor& logits, const Tensor& index, const Options& o, int32_t flags) {
+void set_common(
+    Args& args, const Tensor& logits, const Tensor& index, const Options& o, const Columns& columns, int32_t flags) {
   args.logits = address(logits);
   args.index = address(index);
   args.n = int32_t(logits.size(-1));
   args.count = int32_t(ids_per_row(logits, index));
+  args.first_class = int32_t(columns.first);
+  args.classes = int32_t(columns.classes_of(logits));
   args.index_words = index.scalar_type() == at::kLong ? 2 : 1;
   args.ignore_index = o.ignore_index;
   args.factor = float(1.4426950408889634 / o.temperature);
@@ -32,7 +35,7 @@ int64_t columns_end(const Config& config, int64_t n) {
 
 }  // namespace
 
-void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o, bool entropy, Results& out) {
+void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o, Results& out, const Columns& columns) {
   using K = kernels::log_probs_fwd;
   using Combine = kernels::log_probs_combine;
   c10::DeviceGuard guard(logits.device());
@@ -40,34 +43,43 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
   if (rows_wanted == 0) return;
   if (logits.size(-1) == 0) {
     // Rows without logits: ignored ones are 0, as all others are.
-    out.log_probs.zero_();
-    out.entropy.zero_();
-    if (out.stats.defined()) out.stats.zero_(), out.chosen.zero_();
+    for (Tensor* t :
+         {&out.log_probs, &out.entropy, &out.stats, &out.chosen, &out.mean_logits, &out.log_sum_sq_probs,
+          &out.is_top1}) {
+      if (t->defined()) t->zero_();
+    }
     return;
   }
   index = index.contiguous();
   auto walk = rows_in_order<1>(op, "logits", {&logits});
-  const int32_t flags = (entropy ? flags::WITH_ENTROPY : 0) | (out.stats.defined() ? flags::WITH_GRAPH : 0);
+  auto flag = [](const Tensor& t, int32_t bit) { return t.defined() ? bit : 0; };
+  const int32_t flags = flag(out.entropy, flags::WITH_ENTROPY) | flag(out.stats, flags::WITH_GRAPH) |
+      flag(out.mean_logits, flags::WITH_MEAN_LOGITS) | flag(out.log_sum_sq_probs, flags::WITH_SQUARES) |
+      flag(out.is_top1, flags::WITH_TOP1);
+  const int form = (o.softcap ? 1 : 0) + (out.has_extras() ? 2 : 0);
   const bool aligned = walk.aligned_strides() && aligned16(address(logits));
   const auto dtype = dtype_of(logits);
-  const auto point = runtime::point_of<K>(K::dtype(dtype), o.softcap ? 1 : 0);
+  const auto point = runtime::point_of<K>(K::dtype(dtype), form);
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point);
   // Rows are split if they are too few to fill the GPU. step: columns that a program reads at a time.
   const int64_t step = int64_t(config.LANES) * config.TILES * 16 / int64_t(logits.element_size());
-  const int64_t columns = columns_end(config, walk.n), processors = runtime::multiprocessors(logits.device().index());
-  const int64_t wanted = std::min({4 * processors / walk.rows, columns / step, int64_t(flags::MOST_PARTS)});
-  const int64_t part = wanted < 2 ? 0 : ((columns + wanted - 1) / wanted + step - 1) / step * step;
-  const int64_t parts = part ? (columns + part - 1) / part : 1;
+  const int64_t end = columns_end(config, walk.n), processors = runtime::multiprocessors(logits.device().index());
+  const int64_t wanted = std::min({4 * processors / walk.rows, end / step, int64_t(flags::MOST_PARTS)});
+  const int64_t part = wanted < 2 ? 0 : ((end + wanted - 1) / wanted + step - 1) / step * step;
+  const int64_t parts = part ? (end + part - 1) / part : 1;
   Tensor shares;
-  if (part) shares = at::empty({walk.rows, parts, 3}, logits.options().dtype(at::kFloat));
+  if (part) shares = at::empty({walk.rows, parts, flags::SHARE}, logits.options().dtype(at::kFloat));
   auto launch_on = [&](auto kernel, uint32_t variant, int64_t programs, int64_t split) {
     using L = decltype(kernel);
     typename L::Args args{};
-    set_common(args, logits, index, o, flags);
+    set_common(args, logits, index, o, columns, flags);
     args.log_probs = address(out.log_probs);
     args.entropy = address(out.entropy);
     args.stats = address(out.stats);
     args.chosen = address(out.chosen);
+    args.mean_logits = address(out.mean_logits);
+    args.log_squares = address(out.log_sum_sq_probs);
+    args.is_top1 = address(out.is_top1);
     args.shares = address(shares);
     args.inner_rows = walk.kernel_inner_rows();
     args.logits_outer = walk.strides[0].outer;
@@ -81,7 +93,7 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
   };
   launch_on(K(), runtime::variant_index<K>(config, point), walk.rows * parts, part);
   if (part) {
-    const auto all = runtime::point_of<Combine>(Combine::dtype(dtype), o.softcap ? 1 : 0);
+    const auto all = runtime::point_of<Combine>(Combine::dtype(dtype), form);
     const auto& whole = runtime::first_fit<Combine>(walk.n, false, all);
     launch_on(Combine(), runtime::variant_index<Combine>(whole, all), walk.rows, parts);
   }
@@ -89,7 +101,7 @@ void forward_cuda(const char* op, Tensor logits, Tensor index, const Options& o,
 
 void backward_cuda(
     const char* op, Tensor& dlogits, const Upstream& upstream, Tensor logits, Tensor index, const Tensor& stats,
-    const Tensor& chosen, const Options& o) {
+    const Tensor& chosen, const Options& o, const Columns& columns) {
   using K = kernels::log_probs_bwd;
   c10::DeviceGuard guard(logits.device());
   if (logits.numel() == 0) return;
@@ -100,10 +112,10 @@ void backward_cuda(
   const auto point = runtime::point_of<K>(K::dtype(dtype_of(logits)), o.softcap ? 1 : 0);
   const auto& config = runtime::first_fit<K>(walk.n, aligned, point);
   const auto& [to, from] = walk.strides;
-  const int32_t flags =
-      (upstream.log_probs.defined() ? flags::OF_LOG_PROBS : 0) | (upstream.entropy.defined() ? flags::OF_ENTROPY : 0);
+  const int32_t flags = (upstream.log_probs.defined() ? flags::OF_LOG_PROBS : 0) |
+      (upstream.entropy.defined() ? flags::OF_ENTROPY : 0) | (upstream.of_others ? flags::OF_OTHERS : 0);
   K::Args args{};
-  set_common(args, logits, index, o, flags);
+  set_common(args, logits, index, o, columns, flags);
   args.dlogits = address(out);
   args.stats = address(stats);
   args.chosen = address(chosen);

@@ -23,6 +23,12 @@ which it computes from `chosen`.
 SKEWED = 1 allows rows of any length and alignment, see cross_entropy.py. A row whose ids are all ignore_index is not
 read: its results and gradients are 0. An id out of range reads nothing out of bounds: its log-probability and its row's
 gradient are NaN. Ids are int32 words, two per int64.
+
+The columns may be a part of all `classes`, from `first_class` on. Then forward's results describe this part alone, and
+`chosen` of an id outside of it is 0. Backward takes the `stats` of all classes.
+
+With EXTRAS, forward also stores the mean of v / temperature, log(sum_j p_j^2), and whether each id is the first column
+with the largest v.
 """
 
 import triton
@@ -30,7 +36,7 @@ import triton.language as tl
 
 from ..rows import row_offset
 from ..table import HALVES, Config, Kernel
-from ._flags import LN2, LOWEST, MOST_PARTS
+from ._flags import LN2, LOWEST, MOST_PARTS, NOWHERE
 from ._gradient import columns_end, zero_span
 from ._rows import lane_columns, load_lanes, load_target, same_alignment, skew_of, softcapped
 
@@ -38,9 +44,15 @@ WITH_ENTROPY = tl.constexpr(1)
 WITH_GRAPH = tl.constexpr(2)
 OF_LOG_PROBS = tl.constexpr(4)
 OF_ENTROPY = tl.constexpr(8)
+# The gradient of -log total, with 0 in the columns of ids.
+OF_OTHERS = tl.constexpr(16)
+WITH_MEAN_LOGITS = tl.constexpr(32)
+WITH_SQUARES = tl.constexpr(64)
+WITH_TOP1 = tl.constexpr(128)
 
 # A power of two below this is 0. The limit avoids 0 * -inf.
 NO_POWER = tl.constexpr(-1000.0)
+SHARE = tl.constexpr(6)  # numbers that a part of a row stores
 
 
 @triton.jit
@@ -51,16 +63,27 @@ def power_of(v, peak, factor):
 
 
 @triton.jit
-def rebased(total, spread, peak, new_peak, factor):
-    """Sums relative to another peak. spread: sum of 2 ** exponent * exponent"""
+def rebased(total, spread, squares, peak, new_peak, factor):
+    """Sums relative to another peak. spread: sum of 2 ** exponent * exponent, squares: sum of 4 ** exponent"""
     shift, scale = power_of(peak, new_peak, factor)
-    return total * scale, (spread + shift * total) * scale
+    return total * scale, (spread + shift * total) * scale, squares * scale * scale
+
+
+@triton.jit
+def load_tile(row, start, skew, limit, mask, softcap, LANES: tl.constexpr, CAPPED: tl.constexpr):
+    """(v, whether the column is in the row)"""
+    VEC: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    v = load_lanes(row, start, skew, limit, mask, LANES, VEC, "").to(tl.float32)
+    if CAPPED:
+        v, _ = softcapped(v, softcap)
+    at = lane_columns(start, LANES, VEC)
+    return v, (at >= skew) & (at < limit)
 
 
 @triton.jit
 def scan_tiles(
-    peak, total, spread, row, start, skew, limit, factor, softcap,
-    LANES: tl.constexpr, TILES: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr,
+    peak, total, spread, squares, level, best, row, start, skew, limit, factor, softcap,
+    LANES: tl.constexpr, TILES: tl.constexpr, CAPPED: tl.constexpr, EXTRAS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Adds TILES tiles to the lanes' sums. WHOLE: all columns are in the row."""
     VEC: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
@@ -77,32 +100,44 @@ def scan_tiles(
         v = raw[t].to(tl.float32)
         if CAPPED:
             v, _ = softcapped(v, softcap)
-        if not WHOLE:
+        if WHOLE:
+            if EXTRAS:
+                level += tl.sum(v, axis=1)
+        else:
             at = lane_columns(start + t * TILE, LANES, VEC)
-            v = tl.where((at >= skew) & (at < limit), v, float("-inf"))
+            inside = (at >= skew) & (at < limit)
+            if EXTRAS:
+                level += tl.sum(tl.where(inside, v, 0.0), axis=1)
+            v = tl.where(inside, v, float("-inf"))
         new_peak = tl.maximum(new_peak, tl.max(v, axis=1))
         vs = vs + (v,)
-    total, spread = rebased(total, spread, peak, new_peak, factor)
+    if EXTRAS:
+        best = tl.where(new_peak > peak, start, best)
+    total, spread, squares = rebased(total, spread, squares, peak, new_peak, factor)
     for t in tl.static_range(TILES):
         exponent, e = power_of(vs[t], new_peak[:, None], factor)
         total += tl.sum(e, axis=1)
         spread += tl.sum(e * exponent, axis=1)
-    return new_peak, total, spread
+        if EXTRAS:
+            squares += tl.sum(e * e, axis=1)
+    return new_peak, total, spread, squares, level, best
 
 
 @triton.jit
-def combine(peak, total, spread, factor):
+def combine(peak, total, spread, squares, level, first, factor):
     top = tl.max(peak, axis=0)
-    total, spread = rebased(total, spread, peak, top, factor)
-    return top, tl.sum(total, axis=0), tl.sum(spread, axis=0)
+    total, spread, squares = rebased(total, spread, squares, peak, top, factor)
+    first = tl.min(tl.where(peak == top, first, NOWHERE), axis=0)
+    return top, tl.sum(total, axis=0), tl.sum(spread, axis=0), tl.sum(squares, axis=0), tl.sum(level, axis=0), first
 
 
 @triton.jit
 def scan_span(
     row, begin, end, n, factor, softcap,
-    LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, CAPPED: tl.constexpr,
+    LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, CAPPED: tl.constexpr, EXTRAS: tl.constexpr,
 ):  # fmt: skip
-    """(peak, total, spread) of the columns begin..end, counted from the skewed start of the row."""
+    """(peak, total, spread, squares, level, first) of the columns begin..end, counted from the skewed start of the row.
+    level: sum of v, first: first column of the row with the largest v."""
     VEC: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     skew = 0
     if SKEWED:
@@ -112,44 +147,60 @@ def scan_span(
     peak = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
     spread = tl.zeros([LANES], tl.float32)
-    # A softcap needs more registers, and its arithmetic hides the loads.
-    GROUP: tl.constexpr = 1 if CAPPED else TILES
+    squares = tl.zeros([LANES], tl.float32)
+    level = tl.zeros([LANES], tl.float32)
+    best = tl.zeros([LANES], tl.int32)
+    # A softcap and extras need more registers, and their arithmetic hides the loads.
+    GROUP: tl.constexpr = 1 if CAPPED or EXTRAS else TILES
     SPAN: tl.constexpr = GROUP * LANES * VEC
     for start in range(begin, limit, SPAN):
         if (start >= skew) & (start + SPAN <= limit):
-            peak, total, spread = scan_tiles(
-                peak, total, spread, row, start, skew, limit, factor, softcap, LANES, GROUP, CAPPED, True
-            )
+            peak, total, spread, squares, level, best = scan_tiles(
+                peak, total, spread, squares, level, best, row, start, skew, limit, factor, softcap,
+                LANES, GROUP, CAPPED, EXTRAS, True,
+            )  # fmt: skip
         else:
-            peak, total, spread = scan_tiles(
-                peak, total, spread, row, start, skew, limit, factor, softcap, LANES, GROUP, CAPPED, False
-            )
-    return combine(peak, total, spread, factor)
+            peak, total, spread, squares, level, best = scan_tiles(
+                peak, total, spread, squares, level, best, row, start, skew, limit, factor, softcap,
+                LANES, GROUP, CAPPED, EXTRAS, False,
+            )  # fmt: skip
+    first = tl.full([LANES], NOWHERE, tl.int32)
+    if EXTRAS:
+        # Only lanes that hold the maximum read again, and only the tile where they first found it.
+        highest = tl.max(peak, axis=0)
+        wanted = (peak == highest)[:, None]
+        v, inside = load_tile(row, best[:, None], skew, limit, wanted, softcap, LANES, CAPPED)
+        at = lane_columns(best[:, None], LANES, VEC)
+        first = tl.min(tl.where(wanted & inside & (v == highest), at - skew, NOWHERE), axis=1)
+    return combine(peak, total, spread, squares, level, first, factor)
 
 
 @triton.jit
-def load_ids(index, row, start, count, words, ignore_index, n, IDS: tl.constexpr):
-    """(place of each id, id, whether it counts, whether it is also in range)"""
+def load_ids(index, row, start, count, words, ignore_index, first_class, classes, n, IDS: tl.constexpr):
+    """(place of each id, its column, whether it counts, whether it is a column here, whether it is out of range)"""
     k = start + tl.arange(0, IDS)
     place = row.to(tl.int64) * count + k
     ids = load_target(index, place, words, k < count)
     counted = (k < count) & (ids != ignore_index)
-    return place, ids, counted, counted & (ids >= 0) & (ids < n)
+    column = ids - first_class
+    valid = counted & (column >= 0) & (column < n)
+    return place, column, counted, valid, counted & ((ids < 0) | (ids >= classes))
 
 
 @triton.jit
-def has_ids(index, row, count, words, ignore_index, n, IDS: tl.constexpr):
+def has_ids(index, row, count, words, ignore_index, first_class, classes, n, IDS: tl.constexpr):
     found = tl.zeros([IDS], tl.int32)
     for start in range(0, count, IDS):
-        _, _, counted, _ = load_ids(index, row, start, count, words, ignore_index, n, IDS)
+        _, _, counted, _, _ = load_ids(index, row, start, count, words, ignore_index, first_class, classes, n, IDS)
         found |= counted.to(tl.int32)
     return tl.max(found, axis=0) != 0
 
 
 @triton.jit
 def finish_row(
-    log_probs, entropy, stats, chosen, x_row, index, row, n, count, words, ignore_index, peak, total, spread,
-    inverse, softcap, flags, CAPPED: tl.constexpr, IDS: tl.constexpr,
+    log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, x_row, index, row, n, count, words,
+    ignore_index, first_class, classes, peak, total, spread, squares, level, first, inverse, softcap, flags,
+    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """inverse: 1 / temperature"""
     log_total = tl.log(total)
@@ -160,35 +211,55 @@ def finish_row(
     tl.store(at, peak, mask=saved)
     tl.store(at + 1, total, mask=saved)
     tl.store(at + 2, mean, mask=saved)
+    if EXTRAS:
+        tl.store(mean_logits + row, level * inverse / n, mask=(flags & WITH_MEAN_LOGITS) != 0)
+        tl.store(log_squares + row, tl.log(squares) - 2 * log_total, mask=(flags & WITH_SQUARES) != 0)
     for start in range(0, count, IDS):
-        place, ids, counted, valid = load_ids(index, row, start, count, words, ignore_index, n, IDS)
+        place, column, counted, valid, stray = load_ids(
+            index, row, start, count, words, ignore_index, first_class, classes, n, IDS
+        )
         inside = place < (row.to(tl.int64) + 1) * count
-        x = tl.load(x_row + ids, mask=valid, other=float("nan")).to(tl.float32)
+        x = tl.load(x_row + column, mask=valid, other=0.0).to(tl.float32)
+        x = tl.where(stray, float("nan"), x)
         v = x
         if CAPPED:
             v, _ = softcapped(x, softcap)
         tl.store(log_probs + place, tl.where(counted, (v - peak) * inverse - log_total, 0.0), mask=inside)
-        tl.store(chosen + place, tl.where(counted, x, 0.0), mask=inside & saved)
+        tl.store(chosen + place, x, mask=inside & saved)
+        if EXTRAS:
+            top1 = valid & (column == first)
+            tl.store(is_top1 + place, top1.to(tl.int8), mask=inside & ((flags & WITH_TOP1) != 0))
 
 
 @triton.jit
-def store_ignored(log_probs, entropy, stats, chosen, row, count, flags, IDS: tl.constexpr):
+def store_ignored(
+    log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, row, count, flags,
+    EXTRAS: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
     tl.store(entropy + row, 0.0, mask=(flags & WITH_ENTROPY) != 0)
     saved = (flags & WITH_GRAPH) != 0
     for i in tl.static_range(3):
         tl.store(stats + row.to(tl.int64) * 3 + i, 0.0, mask=saved)
+    if EXTRAS:
+        tl.store(mean_logits + row, 0.0, mask=(flags & WITH_MEAN_LOGITS) != 0)
+        tl.store(log_squares + row, 0.0, mask=(flags & WITH_SQUARES) != 0)
     for start in range(0, count, IDS):
         k = start + tl.arange(0, IDS)
+        place = row.to(tl.int64) * count + k
         zeros = tl.zeros([IDS], tl.float32)
-        tl.store(log_probs + row.to(tl.int64) * count + k, zeros, mask=k < count)
-        tl.store(chosen + row.to(tl.int64) * count + k, zeros, mask=(k < count) & saved)
+        tl.store(log_probs + place, zeros, mask=k < count)
+        tl.store(chosen + place, zeros, mask=(k < count) & saved)
+        if EXTRAS:
+            tl.store(is_top1 + place, zeros.to(tl.int8), mask=(k < count) & ((flags & WITH_TOP1) != 0))
 
 
 @triton.jit
 def log_probs_fwd_kernel(
-    log_probs, entropy, stats, chosen, shares, logits, index,
-    n, part, inner_rows, count, logits_outer, logits_inner, index_words, ignore_index, factor, inverse, softcap, flags,
-    CAPPED: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr,
+    log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, shares, logits, index,
+    n, part, inner_rows, count, logits_outer, logits_inner, first_class, classes,
+    index_words, ignore_index, factor, inverse, softcap, flags,
+    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr,
+    IDS: tl.constexpr,
 ):  # fmt: skip
     """part: columns per program, if rows are split; else 0."""
     row = tl.program_id(0)
@@ -199,44 +270,66 @@ def log_probs_fwd_kernel(
         row = tl.program_id(0) // parts
         begin = tl.multiple_of((tl.program_id(0) - row * parts) * part, 8)
         end = tl.minimum(end, begin + part)
-    if has_ids(index, row, count, index_words, ignore_index, n, IDS):
+    if has_ids(index, row, count, index_words, ignore_index, first_class, classes, n, IDS):
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
-        peak, total, spread = scan_span(x_row, begin, end, n, factor, softcap, LANES, TILES, SKEWED, CAPPED)
+        peak, total, spread, squares, level, first = scan_span(
+            x_row, begin, end, n, factor, softcap, LANES, TILES, SKEWED, CAPPED, EXTRAS
+        )
         if part != 0:
-            at = shares + tl.program_id(0).to(tl.int64) * 3
+            at = shares + tl.program_id(0).to(tl.int64) * SHARE
             tl.store(at, peak)
             tl.store(at + 1, total)
             tl.store(at + 2, spread)
+            if EXTRAS:
+                tl.store(at + 3, squares)
+                tl.store(at + 4, level)
+                tl.store(at + 5, first.to(tl.float32, bitcast=True))
         else:
             finish_row(
-                log_probs, entropy, stats, chosen, x_row, index, row, n, count, index_words, ignore_index,
-                peak, total, spread, inverse, softcap, flags, CAPPED, IDS,
+                log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, x_row, index, row, n, count,
+                index_words, ignore_index, first_class, classes, peak, total, spread, squares, level, first,
+                inverse, softcap, flags, CAPPED, EXTRAS, IDS,
             )  # fmt: skip
     elif part == 0:
-        store_ignored(log_probs, entropy, stats, chosen, row, count, flags, IDS)
+        store_ignored(
+            log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, row, count, flags, EXTRAS, IDS
+        )
 
 
 @triton.jit
 def log_probs_combine_kernel(
-    log_probs, entropy, stats, chosen, shares, logits, index,
-    n, parts, inner_rows, count, logits_outer, logits_inner, index_words, ignore_index, factor, inverse, softcap, flags,
-    CAPPED: tl.constexpr, IDS: tl.constexpr,
+    log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, shares, logits, index,
+    n, parts, inner_rows, count, logits_outer, logits_inner, first_class, classes,
+    index_words, ignore_index, factor, inverse, softcap, flags,
+    CAPPED: tl.constexpr, EXTRAS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if has_ids(index, row, count, index_words, ignore_index, n, IDS):
+    if has_ids(index, row, count, index_words, ignore_index, first_class, classes, n, IDS):
         each = tl.arange(0, MOST_PARTS)
-        at = shares + (row.to(tl.int64) * parts + each) * 3
-        peak = tl.load(at, mask=each < parts, other=LOWEST)
-        total = tl.load(at + 1, mask=each < parts, other=0.0)
-        spread = tl.load(at + 2, mask=each < parts, other=0.0)
-        peak, total, spread = combine(peak, total, spread, factor)
+        there = each < parts
+        at = shares + (row.to(tl.int64) * parts + each) * SHARE
+        peak = tl.load(at, mask=there, other=LOWEST)
+        total = tl.load(at + 1, mask=there, other=0.0)
+        spread = tl.load(at + 2, mask=there, other=0.0)
+        squares = tl.zeros([MOST_PARTS], tl.float32)
+        level = tl.zeros([MOST_PARTS], tl.float32)
+        first = tl.full([MOST_PARTS], NOWHERE, tl.int32)
+        if EXTRAS:
+            squares = tl.load(at + 3, mask=there, other=0.0)
+            level = tl.load(at + 4, mask=there, other=0.0)
+            first = tl.load(at + 5, mask=there, other=0.0).to(tl.int32, bitcast=True)
+            first = tl.where(there, first, NOWHERE)
+        peak, total, spread, squares, level, first = combine(peak, total, spread, squares, level, first, factor)
         x_row = logits + row_offset(row, inner_rows, logits_outer, logits_inner)
         finish_row(
-            log_probs, entropy, stats, chosen, x_row, index, row, n, count, index_words, ignore_index,
-            peak, total, spread, inverse, softcap, flags, CAPPED, IDS,
+            log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, x_row, index, row, n, count,
+            index_words, ignore_index, first_class, classes, peak, total, spread, squares, level, first,
+            inverse, softcap, flags, CAPPED, EXTRAS, IDS,
         )  # fmt: skip
     else:
-        store_ignored(log_probs, entropy, stats, chosen, row, count, flags, IDS)
+        store_ignored(
+            log_probs, entropy, stats, chosen, mean_logits, log_squares, is_top1, row, count, flags, EXTRAS, IDS
+        )
 
 
 @triton.jit
@@ -251,15 +344,15 @@ def gradient_of(x, peak, factor, level, tilt, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def load_grads(grad, place, counted, valid, flags):
+def load_grads(grad, place, counted, stray, flags):
     g = tl.load(grad + place, mask=counted & ((flags & OF_LOG_PROBS) != 0), other=0.0)
-    return tl.where(counted & (valid == 0), float("nan"), g)
+    return tl.where(stray, float("nan"), g)
 
 
 @triton.jit
 def log_probs_bwd_kernel(
     dlogits, logits, index, stats, chosen, grad, grad_entropy,
-    n, inner_rows, count, dlogits_outer, dlogits_inner, logits_outer, logits_inner,
+    n, inner_rows, count, dlogits_outer, dlogits_inner, logits_outer, logits_inner, first_class, classes,
     index_words, ignore_index, factor, inverse, softcap, flags,
     CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, SKEWED: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
@@ -271,9 +364,11 @@ def log_probs_bwd_kernel(
     found = tl.zeros([IDS], tl.int32)
     pulls = tl.zeros([IDS], tl.float32)
     for start in range(0, count, IDS):
-        place, ids, counted, valid = load_ids(index, row, start, count, index_words, ignore_index, n, IDS)
+        place, _, counted, _, stray = load_ids(
+            index, row, start, count, index_words, ignore_index, first_class, classes, n, IDS
+        )
         found |= counted.to(tl.int32)
-        pulls += load_grads(grad, place, counted, valid, flags)
+        pulls += load_grads(grad, place, counted, stray, flags)
     if tl.max(found, axis=0) == 0:
         zero_span(out, begin, end, n, BLOCK_N, SKEWED)
     else:
@@ -283,7 +378,9 @@ def log_probs_bwd_kernel(
         total = tl.load(at + 1)
         mean = tl.load(at + 2)
         h = tl.load(grad_entropy + row, mask=(flags & OF_ENTROPY) != 0, other=0.0)
-        level = tl.div_rn((h * mean - tl.sum(pulls, axis=0)) * inverse, total)
+        of_others = (flags & OF_OTHERS) != 0
+        pull = tl.where(of_others, 1.0, tl.sum(pulls, axis=0))
+        level = tl.div_rn((h * mean - pull) * inverse, total)
         tilt = tl.div_rn(-h * LN2 * inverse, total)
 
         skew = 0
@@ -308,19 +405,24 @@ def log_probs_bwd_kernel(
 
         # The ids' gradients come last.
         tl.debug_barrier()
-        for start in range(0, tl.where((flags & OF_LOG_PROBS) != 0, count, 0), IDS):
-            place, ids, counted, valid = load_ids(index, row, start, count, index_words, ignore_index, n, IDS)
+        for start in range(0, tl.where((flags & (OF_LOG_PROBS | OF_OTHERS)) != 0, count, 0), IDS):
+            place, column, counted, valid, _ = load_ids(
+                index, row, start, count, index_words, ignore_index, first_class, classes, n, IDS
+            )
             # Equal ids store the same number.
             own = tl.zeros([IDS], tl.float32)
-            for other in range(0, count, IDS):
-                there, others, counts, exist = load_ids(index, row, other, count, index_words, ignore_index, n, IDS)
-                g = load_grads(grad, there, counts, exist, flags)
-                same = (ids[:, None] == others[None, :]) & exist[None, :]
+            for other in range(0, tl.where(of_others, 0, count), IDS):
+                there, others, counts, exist, stray = load_ids(
+                    index, row, other, count, index_words, ignore_index, first_class, classes, n, IDS
+                )
+                g = load_grads(grad, there, counts, stray, flags)
+                same = (column[:, None] == others[None, :]) & exist[None, :]
                 own += tl.sum(tl.where(same, g[None, :], 0.0), axis=1)
             x = tl.load(chosen + place, mask=valid, other=0.0)
             dx, slope = gradient_of(x, peak, factor, level, tilt, softcap, CAPPED)
-            mine = valid & (ids + skew >= begin) & (ids + skew < end)
-            tl.store(out + ids, ((dx + own * inverse) * slope).to(out.dtype.element_ty), mask=mine)
+            dx = tl.where(of_others, 0.0, (dx + own * inverse) * slope)
+            mine = valid & (column + skew >= begin) & (column + skew < end)
+            tl.store(out + column, dx.to(out.dtype.element_ty), mask=mine)
 
 
 NO_LIMITS: dict = {}  # a config that serves every point of the axes
@@ -337,12 +439,15 @@ def backward_config(max_n, block_n, num_warps, aligned=True):
     return Config(max_n, aligned, num_warps, constexprs=constexprs)
 
 
-AXES = {"dtype": [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}], "form": [{"CAPPED": 0}, {"CAPPED": 1}]}
+DTYPES = [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}]
+CAPS = [{"CAPPED": 0}, {"CAPPED": 1}]
+FORWARD_AXES = {"dtype": DTYPES, "form": [cap | {"EXTRAS": extras} for extras in (0, 1) for cap in CAPS]}
 RESULTS = {
-    "log_probs": "*fp32", "entropy": "*fp32", "stats": "*fp32", "chosen": "*fp32", "shares": "*fp32", "logits": "*X",
-    "index": "*i32",
+    "log_probs": "*fp32", "entropy": "*fp32", "stats": "*fp32", "chosen": "*fp32", "mean_logits": "*fp32",
+    "log_squares": "*fp32", "is_top1": "*i8", "shares": "*fp32", "logits": "*X", "index": "*i32",
 }  # fmt: skip
 OPTIONS = {
+    "first_class": "i32", "classes": "i32",
     "index_words": "i32", "ignore_index": "i64", "factor": "fp32", "inverse": "fp32", "softcap": "fp32", "flags": "i32",
 }  # fmt: skip
 
@@ -354,7 +459,7 @@ KERNELS = [
             "logits_outer": "i64", "logits_inner": "i64", **OPTIONS,
         },
         aligned=["logits", "n", "part", "logits_outer", "logits_inner"],
-        axes=AXES,
+        axes=FORWARD_AXES,
         configs=[
             forward_config(1024, 32, 4),
             forward_config(None, 128, 4),
@@ -370,7 +475,7 @@ KERNELS = [
             "logits_outer": "i64", "logits_inner": "i64", **OPTIONS,
         },
         aligned=[],
-        axes=AXES,
+        axes=FORWARD_AXES,
         configs=[Config(None, False, 4, constexprs=AT_A_TIME)],
     ),
     Kernel(
@@ -381,7 +486,7 @@ KERNELS = [
             "dlogits_outer": "i64", "dlogits_inner": "i64", "logits_outer": "i64", "logits_inner": "i64", **OPTIONS,
         },
         aligned=["dlogits", "logits", "n", "dlogits_outer", "dlogits_inner", "logits_outer", "logits_inner"],
-        axes=AXES,
+        axes={"dtype": DTYPES, "form": CAPS},
         configs=[
             backward_config(1024, 1024, 1),
             backward_config(None, 4096, 4),

@@ -1,0 +1,465 @@
+// fused_linear_log_probs(input, weight, target, ...): log_probs of logits that exist for one chunk at a time,
+//
+//   z = softcap(logits_scale * (input @ weight.T + bias)) / temperature
+//
+// input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,). Returns log p of the ids and, if asked for,
+// of each token the entropy, the mean of z, log(sum of p^2), and whether an id has the largest z. The first two have
+// gradients. fp32 input goes with a half-precision weight too.
+//
+// If only input requires a gradient, its gradient is linear in each token's upstream gradients: forward multiplies
+// weight by the gradients of logits for an upstream gradient of 1, and backward scales the rows. Several ids of a token
+// have different upstream gradients, so backward adds their rows of weight. The product for the entropy is made under
+// entropy_grad; without it a gradient of the entropy makes backward compute the logits again, as it does for the
+// gradients of the head.
+//
+// vocab_parallel_fused_linear_log_probs takes the rows of `weight` and `bias` of this rank's classes, and the name of
+// the process group over which the classes are split. Results and d input are the same on all ranks. With sequence_dim,
+// input and d input are this rank's part along that dimension.
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/memory.h"
+#include "core/registration.h"
+#include "ops/losses/fused_linear_log_probs.h"
+
+namespace liger::ops::fused_linear_log_probs {
+namespace {
+
+using core::value_or_undefined;
+
+constexpr Device kCpu{log_probs::forward_cpu, log_probs::backward_cpu};
+constexpr Device kCuda{log_probs::forward_cuda, log_probs::backward_cuda};
+
+struct Cpu {
+  static constexpr const Device* device = &kCpu;
+};
+struct Cuda {
+  static constexpr const Device* device = &kCuda;
+};
+struct Meta {
+  static constexpr const Device* device = nullptr;
+};
+
+const char* name_of(bool is_split) {
+  return is_split ? "vocab_parallel_fused_linear_log_probs" : "fused_linear_log_probs";
+}
+
+Settings check(
+    const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+    double logits_scale, std::optional<double> softcap, double temperature, int64_t ignore_index, bool entropy,
+    bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, std::optional<int64_t> memory_budget,
+    c10::string_view group = "", int64_t all_classes = 0, ClassSizes sizes = {},
+    std::optional<int64_t> sequence_dim = {}) {
+  Vocabulary vocabulary = cross_entropy::parse_vocabulary(op, group, all_classes, sizes);
+  check_activation(op, "input", input);
+  const auto dtype = input.scalar_type();
+  auto check_head = [&](const char* name, const Tensor& t) {
+    check_dense(op, name, t);
+    check_same_device(op, name, t, "input", input);
+    const bool narrower = dtype == at::kFloat && at::isReducedFloatingType(t.scalar_type());
+    LIGER_CHECK(
+        t.scalar_type() == dtype || narrower, op, name,
+        c10::str("have the dtype of input, ", dtype, dtype == at::kFloat ? ", or be float16 or bfloat16" : ""),
+        t.scalar_type());
+  };
+  check_head("weight", weight);
+  LIGER_CHECK(
+      weight.dim() == 2 && weight.sym_size(1) == input.sym_sizes().back(), op, "weight",
+      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of input"),
+      weight.sym_sizes());
+  if (bias && bias->defined()) {
+    check_head("bias", *bias);
+    LIGER_CHECK(
+        bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op, "bias",
+        c10::str("have shape [", weight.sym_size(0), "], one value per class"), bias->sym_sizes());
+  }
+  check_dense(op, "target", target);
+  check_same_device(op, "target", target, "input", input);
+  LIGER_CHECK(
+      target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target", "be int64 or int32",
+      target.scalar_type());
+  const int64_t token_dims = input.dim() - 1;
+  if (sequence_dim) {
+    LIGER_CHECK(
+        *sequence_dim >= -input.dim() && *sequence_dim < input.dim() &&
+            at::maybe_wrap_dim(*sequence_dim, input.dim()) < token_dims,
+        op, "sequence_dim", "be a dimension of input other than the last", *sequence_dim);
+    sequence_dim = at::maybe_wrap_dim(*sequence_dim, input.dim());
+  }
+  std::vector<c10::SymInt> tokens = input.sym_sizes().slice(0, token_dims).vec();
+  const bool fits = target.dim() == token_dims || target.dim() == token_dims + 1;
+  // Along sequence_dim only the ranks together know the size.
+  if (sequence_dim && fits) tokens[*sequence_dim] = target.sym_size(*sequence_dim);
+  LIGER_CHECK(
+      fits && target.sym_sizes().slice(0, token_dims).equals(tokens), op, "target",
+      c10::str("have shape ", c10::SymIntArrayRef(tokens), ", or that with one dimension more"), target.sym_sizes());
+  auto positive = [](double value) { return value > 0 && std::isfinite(value); };
+  LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
+  LIGER_CHECK(!softcap || positive(*softcap), op, "softcap", "be positive and finite", *softcap);
+  LIGER_CHECK(positive(temperature), op, "temperature", "be positive and finite", temperature);
+  LIGER_CHECK(
+      !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
+  return {logits_scale, {temperature, ignore_index, softcap},
+          entropy,      entropy_grad,
+          mean_logits,  log_sum_sq_probs,
+          is_top1,      memory_budget,
+          vocabulary,   sequence_dim};
+}
+
+/// wanted: what backward will need. Nothing: only the results.
+Forward empty_forward(const Tensor& input, const Tensor& target, const Settings& s, Wanted wanted) {
+  const auto numbers = input.options().dtype(compute_type(input));
+  const auto tokens = target.sym_sizes().slice(0, input.dim() - 1);
+  auto asked = [&](bool is, c10::SymIntArrayRef sizes, at::TensorOptions options) {
+    return is ? at::empty_symint(sizes, options) : at::empty({0}, options);
+  };
+  Forward out;
+  out.rows.log_probs = at::empty_symint(target.sym_sizes(), numbers);
+  out.rows.entropy = asked(s.entropy, tokens, numbers);
+  out.rows.mean_logits = asked(s.mean_logits, tokens, numbers);
+  out.rows.log_sum_sq_probs = asked(s.log_sum_sq_probs, tokens, numbers);
+  out.rows.is_top1 = asked(s.is_top1, target.sym_sizes(), numbers.dtype(at::kBool));
+  if (!wanted.any()) return out;
+  c10::SymDimVector three(tokens.begin(), tokens.end());
+  three.push_back(3);
+  out.rows.stats = at::empty_symint(three, numbers);
+  out.rows.chosen = at::empty_symint(target.sym_sizes(), numbers);
+  if (!wanted.head() && !s.sequence_dim) {
+    c10::SymIntArrayRef sizes = input.sym_sizes();
+    out.of_log_probs = at::empty_symint(sizes, input.options());
+    if (s.entropy && s.entropy_grad) out.of_entropy = at::empty_symint(sizes, input.options());
+  }
+  return out;
+}
+
+/// input, weight, target, bias, stats, chosen, of_log_probs, of_entropy
+struct Node : core::BackwardNode<Node, 8> {
+  Settings s{};
+  int64_t wanted = 0;
+
+  auto state() { return std::tuple_cat(s.tie(), std::tie(wanted)); }
+
+  std::string name() const override { return name_of(s.vocabulary.is_split()); }
+  core::variable_list backward(core::variable_list&& grads) override;
+};
+
+using Results5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+/// O: the types of the options in the schemas. Private operators take the split of classes and tokens after these.
+template <class... O>
+struct Ops {
+  using Everything = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  using Dim = std::optional<int64_t>;
+
+  template <class On, class... Split>
+  static Forward run(
+      Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+      O... options, Split... split) {
+    const char* op = name_of(sizeof...(split) > 0);
+    Settings s = check(op, input, weight, target, bias, options..., split...);
+    Forward out = empty_forward(input, target, s, wanted);
+    if constexpr (On::device != nullptr) {
+      forward(name_of(s.vocabulary.is_split()), *On::device, input, weight, target, value_or_undefined(bias), s, out);
+    }
+    return out;
+  }
+
+  static Results5 results(const Forward& out) {
+    const log_probs::Results& rows = out.rows;
+    return {rows.log_probs, rows.entropy, rows.mean_logits, rows.log_sum_sq_probs, rows.is_top1};
+  }
+
+  template <class On>
+  static Results5 whole(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
+    return results(run<On>({}, input, weight, target, bias, options...));
+  }
+
+  template <class On>
+  static Results5 split(
+      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
+      const OptionalTensor& bias, O... options, ClassSizes sizes, Dim sequence_dim) {
+    return results(run<On>({}, input, weight, target, bias, options..., group, classes, sizes, sequence_dim));
+  }
+
+  template <class On>
+  static Everything fwd(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
+      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
+    Forward out = run<On>(
+        Wanted::from_bits(wanted), input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
+    return std::tuple_cat(
+        results(out), std::make_tuple(out.rows.stats, out.rows.chosen, out.of_log_probs, out.of_entropy));
+  }
+
+  static constexpr const char* kBackward = "fused_linear_log_probs backward";
+
+  static void check_upstream(
+      const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& target, int64_t token_dims) {
+    auto check_one = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
+      if (!g || !g->defined()) return;
+      check_same_device(kBackward, name, *g, "target", target);
+      LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
+    };
+    check_one("the log-probabilities' gradient", grad, target.sym_sizes());
+    check_one("the entropy's gradient", grad_entropy, target.sym_sizes().slice(0, token_dims));
+  }
+
+  template <class On>
+  static std::tuple<Tensor, Tensor, Tensor> bwd(
+      const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& input, const Tensor& weight,
+      const Tensor& target, const OptionalTensor& bias, const Tensor& stats, const Tensor& chosen, O... options,
+      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
+    Settings s = check(kBackward, input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
+    check_upstream(grad, grad_entropy, target, input.dim() - 1);
+    const Wanted w = Wanted::from_bits(wanted);
+    auto like = [](bool asked, const Tensor& t, at::MemoryFormat format) {
+      return asked ? at::empty_like(t, t.options().memory_format(format)) : Tensor();
+    };
+    const Tensor b = value_or_undefined(bias);
+    Gradients out{
+        like(w.input, input, at::MemoryFormat::Contiguous), like(w.weight, weight, at::MemoryFormat::Preserve),
+        like(w.bias, b, at::MemoryFormat::Contiguous)};
+    if constexpr (On::device != nullptr) {
+      backward(
+          kBackward, *On::device, value_or_undefined(grad), value_or_undefined(grad_entropy), input, weight, target, b,
+          stats, chosen, s, out);
+    }
+    return {out.input, out.weight, out.bias};
+  }
+
+  /// d input of a frozen head. It may overwrite of_log_probs.
+  template <class On>
+  static void scale_into(
+      Tensor& out, const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& of_log_probs,
+      const OptionalTensor& of_entropy, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& stats,
+      const OptionalTensor& chosen, double logits_scale, std::optional<double> softcap, double temperature,
+      int64_t ignore_index, c10::string_view group, int64_t classes, ClassSizes sizes) {
+    check_upstream(grad, grad_entropy, target, of_log_probs.dim() - 1);
+    Settings s{};
+    s.logits_scale = logits_scale;
+    s.o = {temperature, ignore_index, softcap};
+    s.vocabulary = cross_entropy::parse_vocabulary(kBackward, group, classes, sizes);
+    if constexpr (On::device != nullptr) {
+      scale_rows(
+          kBackward, value_or_undefined(grad), value_or_undefined(grad_entropy), of_log_probs,
+          value_or_undefined(of_entropy), target, value_or_undefined(weight), value_or_undefined(stats),
+          value_or_undefined(chosen), s, out);
+    }
+  }
+  template <class On>
+  static Tensor scaled(
+      const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& of_log_probs,
+      const OptionalTensor& of_entropy, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& stats,
+      const OptionalTensor& chosen, double logits_scale, std::optional<double> softcap, double temperature,
+      int64_t ignore_index, c10::string_view group, int64_t classes, ClassSizes sizes) {
+    Tensor out = at::empty_like(of_log_probs);
+    scale_into<On>(
+        out, grad, grad_entropy, of_log_probs, of_entropy, target, weight, stats, chosen, logits_scale, softcap,
+        temperature, ignore_index, group, classes, sizes);
+    return out;
+  }
+  template <class On>
+  static void scaled_(
+      const OptionalTensor& grad, const OptionalTensor& grad_entropy, Tensor& of_log_probs,
+      const OptionalTensor& of_entropy, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& stats,
+      const OptionalTensor& chosen, double logits_scale, std::optional<double> softcap, double temperature,
+      int64_t ignore_index, c10::string_view group, int64_t classes, ClassSizes sizes) {
+    scale_into<On>(
+        of_log_probs, grad, grad_entropy, of_log_probs, of_entropy, target, weight, stats, chosen, logits_scale,
+        softcap, temperature, ignore_index, group, classes, sizes);
+  }
+
+  template <class On>
+  static void implement(torch::Library& m) {
+    core::implement<whole<On>>(m, name_of(false));
+    core::implement<split<On>>(m, name_of(true));
+    core::implement<fwd<On>>(m, "_fused_linear_log_probs_fwd");
+    core::implement<bwd<On>>(m, "_fused_linear_log_probs_bwd");
+    core::implement<scaled<On>>(m, "_fused_linear_log_probs_scale");
+    core::implement<scaled_<On>>(m, "_fused_linear_log_probs_scale_");
+  }
+
+  // ---- Autograd
+
+  /// std::nullopt if no argument requires a gradient.
+  static std::optional<Forward> forward_with_graph(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
+      c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {}, Dim sequence_dim = {}) {
+    const char* op = name_of(!group.empty());
+    core::check_dense(op, "input", input);
+    core::check_dense(op, "weight", weight);
+    core::check_dense(op, "target", target);
+    Settings s = check(op, input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
+    core::check_no_forward_ad(op, input, weight, bias);
+    Wanted wanted;
+    wanted.input = torch::autograd::compute_requires_grad(input);
+    wanted.weight = torch::autograd::compute_requires_grad(weight);
+    wanted.bias = torch::autograd::compute_requires_grad(bias);
+    if (!wanted.any()) return std::nullopt;
+    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("liger::_fused_linear_log_probs_fwd");
+    Forward out;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      std::tie(
+          out.rows.log_probs, out.rows.entropy, out.rows.mean_logits, out.rows.log_sum_sq_probs, out.rows.is_top1,
+          out.rows.stats, out.rows.chosen, out.of_log_probs, out.of_entropy) =
+          fwd_op.call(input, weight, target, bias, options..., group, classes, sizes, sequence_dim, wanted.bits());
+    }
+    auto node = core::make_node<Node>();
+    node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+    // Saved only if backward reads it.
+    const bool scales = out.of_log_probs.defined(), again = !scales || (s.entropy && !s.entropy_grad);
+    const bool adds_ids = has_several_ids(input, target);
+    auto save = [](const auto& t, bool used = true) {
+      return used ? core::SavedVariable(t, false) : core::SavedVariable(Tensor(), false);
+    };
+    node->saved = {
+        save(input, again),
+        save(weight, again || adds_ids),
+        save(target),
+        save(bias, again),
+        save(out.rows.stats, again || adds_ids),
+        save(out.rows.chosen, again || adds_ids),
+        save(out.of_log_probs),
+        save(out.of_entropy)};
+    node->s = s;
+    node->wanted = wanted.bits();
+    torch::autograd::set_history(out.rows.log_probs, node);
+    if (s.entropy) torch::autograd::set_history(out.rows.entropy, node);
+    // Only the node may hold these, so that backward can overwrite them.
+    out.of_log_probs = out.of_entropy = Tensor();
+    return out;
+  }
+
+  static Results5 autograd(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
+    if (auto out = forward_with_graph(input, weight, target, bias, options...)) return results(*out);
+    static const auto op = core::find_op<decltype(whole<Meta>)>("liger::fused_linear_log_probs");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(input, weight, target, bias, options...);
+  }
+
+  static Results5 autograd_split(
+      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
+      const OptionalTensor& bias, O... options, ClassSizes sizes, Dim sequence_dim) {
+    if (auto out = forward_with_graph(input, weight, target, bias, options..., group, classes, sizes, sequence_dim)) {
+      return results(*out);
+    }
+    static const auto op = core::find_op<decltype(split<Meta>)>("liger::vocab_parallel_fused_linear_log_probs");
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(input, weight, target, group, classes, bias, options..., sizes, sequence_dim);
+  }
+
+  // ---- Autocast: casts the arguments that F.linear casts. Results are fp32 in any case.
+
+  template <c10::DeviceType kDevice>
+  struct Autocast {
+    static Tensor cast(const Tensor& t) {
+      return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
+    }
+    static OptionalTensor cast(const OptionalTensor& t) { return t && t->defined() ? OptionalTensor(cast(*t)) : t; }
+
+    static Results5 whole(
+        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
+      static const auto op = core::find_op<decltype(Ops::whole<Meta>)>("liger::fused_linear_log_probs");
+      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+      return op.call(cast(input), cast(weight), target, cast(bias), options...);
+    }
+
+    static Results5 split(
+        const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
+        const OptionalTensor& bias, O... options, ClassSizes sizes, Dim sequence_dim) {
+      static const auto op = core::find_op<decltype(Ops::split<Meta>)>("liger::vocab_parallel_fused_linear_log_probs");
+      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+      return op.call(cast(input), cast(weight), target, group, classes, cast(bias), options..., sizes, sequence_dim);
+    }
+
+    static void implement(torch::Library& m) {
+      core::implement<whole>(m, name_of(false));
+      core::implement<split>(m, name_of(true));
+    }
+  };
+};
+
+using Linear =
+    Ops<double, std::optional<double>, double, int64_t, bool, bool, bool, bool, bool, std::optional<int64_t>>;
+
+core::variable_list Node::backward(core::variable_list&& grads) {
+  const Tensor grad = std::move(grads[0]), grad_entropy = grads.size() > 1 ? std::move(grads[1]) : Tensor();
+  if (!grad.defined() && !grad_entropy.defined()) return {Tensor(), Tensor(), Tensor()};
+  Tensor input = take(0), weight = take(1), target = take(2), bias = take(3), stats = take(4), chosen = take(5);
+  Tensor of_log_probs = take(6), of_entropy = take(7);
+  const Vocabulary& v = s.vocabulary;
+  if (of_log_probs.defined() && (!grad_entropy.defined() || of_entropy.defined())) {
+    auto run = [&](const auto& op) {
+      return op.call(
+          grad, grad_entropy, of_log_probs, of_entropy, target, weight, stats, chosen, s.logits_scale, s.o.softcap,
+          s.o.temperature, s.o.ignore_index, v.group, v.classes, v.class_sizes());
+    };
+    if (may_overwrite(of_log_probs, of_log_probs)) {
+      static const auto op = core::find_op<decltype(Linear::scaled_<Meta>)>("liger::_fused_linear_log_probs_scale_");
+      run(op);
+      return {of_log_probs.detach(), Tensor(), Tensor()};
+    }
+    static const auto op = core::find_op<decltype(Linear::scaled<Meta>)>("liger::_fused_linear_log_probs_scale");
+    return {run(op), Tensor(), Tensor()};
+  }
+  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_log_probs_bwd");
+  auto [dinput, dweight, dbias] = op.call(
+      grad, grad_entropy, input, weight, target, bias, stats, chosen, s.logits_scale, s.o.softcap, s.o.temperature,
+      s.o.ignore_index, s.entropy, s.entropy_grad, s.mean_logits, s.log_sum_sq_probs, s.is_top1, s.memory_budget,
+      v.group, v.classes, v.class_sizes(), s.sequence_dim, wanted);
+  return {dinput, dweight, dbias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(liger, m) {
+  const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
+  const std::string public_options =
+      "Tensor? bias=None, *, float logits_scale=1.0, float? softcap=None, float temperature=1.0, "
+      "int ignore_index=-100, bool entropy=False, bool entropy_grad=False, bool mean_logits=False, "
+      "bool log_sum_sq_probs=False, bool is_top1=False, int? memory_budget=None";
+  const std::string softmax = "float logits_scale, float? softcap, float temperature, int ignore_index, ";
+  const std::string classes = "str group, int classes, int[]? class_sizes";
+  const std::string options = softmax +
+      "bool entropy, bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, int? memory_budget, " +
+      classes + ", int? sequence_dim, int wanted) -> ";
+  const std::string five = " -> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+  const std::string scale = "Tensor? of_entropy, Tensor target, Tensor? weight, Tensor? stats, Tensor? chosen, " +
+      softmax + classes + ") -> ";
+  core::define(m, "fused_linear_log_probs(" + tensors + public_options + ")" + five);
+  core::define(
+      m,
+      "vocab_parallel_fused_linear_log_probs(" + tensors + "str group, int classes, " + public_options +
+          ", int[]? class_sizes=None, int? sequence_dim=None)" + five);
+  core::define(
+      m,
+      "_fused_linear_log_probs_fwd(" + tensors + "Tensor? bias, " + options +
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  core::define(
+      m,
+      "_fused_linear_log_probs_bwd(Tensor? grad, Tensor? grad_entropy, " + tensors +
+          "Tensor? bias, Tensor stats, Tensor chosen, " + options + "(Tensor, Tensor, Tensor)");
+  core::define(
+      m, "_fused_linear_log_probs_scale(Tensor? grad, Tensor? grad_entropy, Tensor of_log_probs, " + scale + "Tensor");
+  core::define(
+      m, "_fused_linear_log_probs_scale_(Tensor? grad, Tensor? grad_entropy, Tensor(a!) of_log_probs, " + scale + "()");
+}
+
+TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
+
+TORCH_LIBRARY_IMPL(liger, Autograd, m) {
+  m.impl(name_of(false), Linear::autograd);
+  m.impl(name_of(true), Linear::autograd_split);
+}
+
+TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Linear::Autocast<c10::DeviceType::CUDA>::implement(m); }
+TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Linear::Autocast<c10::DeviceType::CPU>::implement(m); }
+
+}  // namespace liger::ops::fused_linear_log_probs

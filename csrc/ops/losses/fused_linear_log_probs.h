@@ -1,0 +1,648 @@
+#pragma once
+
+// The loops of fused_linear_log_probs, on CPU and CUDA. Logits exist for one chunk at a time.
+//
+// M tokens, H hidden, V classes, K ids per token.
+//
+// Forward takes T tokens and all classes at a time. If only input requires a gradient, the rows of log_probs overwrite a
+// chunk of logits with its gradient for an upstream gradient of 1, and a second GEMM multiplies it by weight.
+//
+// Backward computes the logits again. For the gradients of the head it takes all tokens and some classes at a time: a
+// GEMM then has a class's whole gradient. That of input is summed over the classes in fp32. Tokens are divided only if
+// these sums do not fit: d weight is then rounded once for each division.
+
+#include <ATen/ATen.h>
+
+#include "gemm/multiply.h"
+#include "ops/losses/linear_chunks.h"
+#include "ops/losses/log_probs.h"
+#include "runtime/status.h"
+
+namespace liger::ops::fused_linear_log_probs {
+
+using namespace core;
+
+using at::Tensor;
+using cross_entropy::ClassSizes;
+using cross_entropy::Shard;
+using cross_entropy::Vocabulary;
+using OptionalTensor = std::optional<Tensor>;
+using log_probs::Columns;
+using log_probs::Results;
+using log_probs::Upstream;
+
+/// sequence_dim: the dimension along which input is split over the ranks of the group.
+struct Settings {
+  double logits_scale;
+  log_probs::Options o;
+  bool entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1;
+  std::optional<int64_t> memory_budget;
+  Vocabulary vocabulary;
+  std::optional<int64_t> sequence_dim;
+
+  auto tie() {
+    return std::tuple_cat(
+        std::tie(logits_scale), o.tie(),
+        std::tie(entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget, sequence_dim),
+        vocabulary.tie());
+  }
+};
+
+/// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without those of
+/// several ids.
+struct Forward {
+  log_probs::Results rows;
+  Tensor of_log_probs, of_entropy;
+};
+
+/// Gradients that a call computes.
+struct Wanted {
+  bool input = false, weight = false, bias = false;
+
+  bool head() const { return weight || bias; }
+  bool any() const { return input || head(); }
+  int64_t bits() const { return wanted_bits(input, weight, bias); }
+  static Wanted from_bits(int64_t bits) {
+    return {bool(bits & kWantInput), bool(bits & kWantWeight), bool(bits & kWantBias)};
+  }
+};
+
+struct Gradients {
+  Tensor input, weight, bias;
+};
+
+/// The parts of log_probs that differ between devices.
+struct Device {
+  log_probs::ForwardOn* forward;
+  log_probs::BackwardOn* backward;
+};
+
+/// Several ids per token make a dimension of their own.
+inline bool has_several_ids(const Tensor& input, const Tensor& target) { return target.dim() == input.dim(); }
+
+constexpr int64_t kMiB = 1 << 20;
+// More tokens per GEMM than without gradients: the output of the second GEMM has few columns.
+constexpr int64_t kForward = 320 * kMiB, kForwardWithGradients = 640 * kMiB;
+constexpr int64_t kLeastBackward = 320 * kMiB, kMostBackward = 1280 * kMiB;
+
+/// GEMMs of one call. weight: (V, H) in input's dtype, or in half precision beside fp32: then it is widened a part at a
+/// time. bias: (V,) in input's dtype, or undefined.
+struct Head {
+  static constexpr int64_t kWidenedBytes = 32 * kMiB;
+
+  Tensor weight, bias;
+  at::ScalarType dtype;  // of input
+  double scale;
+  bool sustained;
+
+  Head(const Tensor& x, int64_t tokens, const Tensor& weight_in, const Tensor& bias_in, double logits_scale)
+      : weight(weight_in),
+        bias(bias_in.defined() ? bias_in.to(x.scalar_type()) : bias_in),
+        dtype(x.scalar_type()),
+        scale(logits_scale),
+        sustained(gemm::is_sustained(2.0 * double(tokens) * double(x.size(1)) * double(weight_in.size(0)))) {}
+
+  bool is_mixed() const { return weight.scalar_type() != dtype; }
+
+  /// Calls f(first class, number of classes, their rows of weight in `wide`).
+  template <class F>
+  void for_each_part(const Tensor& of_weight, at::ScalarType wide, const F& f) const {
+    const int64_t n = of_weight.size(0), row = of_weight.size(1) * int64_t(c10::elementSize(wide));
+    const int64_t step = std::max<int64_t>(1, kWidenedBytes / std::max<int64_t>(1, row));
+    for (int64_t first = 0; first < n; first += step) {
+      const int64_t count = std::min(step, n - first);
+      f(first, count, of_weight.narrow(0, first, count).to(wide));
+    }
+  }
+
+  /// out: (T, n), the logits of n classes from first_class on.
+  void logits(Tensor out, const Tensor& x, int64_t first_class) const {
+    const Tensor of_weight = weight.narrow(0, first_class, out.size(1));
+    auto compute = [&](Tensor into, const Tensor& w, int64_t first) {
+      if (bias.defined()) {
+        at::addmm_out(into, bias.narrow(0, first_class + first, w.size(0)), x, w.t(), scale, scale);
+      } else {
+        gemm::multiply(into, x, w.t(), 0, scale, sustained);
+      }
+    };
+    if (!is_mixed()) return compute(out, of_weight, 0);
+    for_each_part(of_weight, dtype, [&](int64_t first, int64_t count, const Tensor& w) {
+      compute(out.narrow(1, first, count), w, first);
+    });
+  }
+
+  /// into: (T, H), of input's dtype or fp32. dlogits: (T, n).
+  void input_gradient(Tensor into, const Tensor& dlogits, int64_t first_class, bool add) const {
+    const Tensor of_weight = weight.narrow(0, first_class, dlogits.size(1));
+    const at::ScalarType wide = into.scalar_type();
+    if (dlogits.size(1) == 0) {
+      if (!add) into.zero_();
+    } else if (!is_mixed() && wide == dtype) {
+      gemm::multiply(into, dlogits, of_weight, add, scale, sustained);
+    } else if (!is_mixed() && into.is_cuda()) {
+      at::addmm_out(into, into, dlogits, of_weight, wide, double(add), scale);
+    } else {
+      for_each_part(of_weight, wide, [&](int64_t first, int64_t count, const Tensor& w) {
+        at::addmm_out(into, into, dlogits.narrow(1, first, count).to(wide), w, double(add || first > 0), scale);
+      });
+    }
+  }
+
+  /// into: (n, H), of weight's dtype. x: (T, H).
+  void weight_gradient(Tensor into, const Tensor& dlogits, const Tensor& x, bool add) const {
+    if (!is_mixed()) return gemm::multiply(into, dlogits.t(), x, add, scale, sustained);
+    for_each_part(into, dtype, [&](int64_t first, int64_t count, Tensor sum) {
+      at::addmm_out(sum, sum, dlogits.narrow(1, first, count).t(), x, double(add), scale);
+      into.narrow(0, first, count).copy_(sum);
+    });
+  }
+};
+
+/// Numbers of tokens, H and K of a call.
+struct Sizes {
+  int64_t tokens, hidden, ids;
+
+  Sizes(const Tensor& input, const Tensor& target)
+      : hidden(input.size(-1)), ids(has_several_ids(input, target) ? target.size(-1) : 1) {
+    tokens = c10::multiply_integers(target.sizes().slice(0, input.dim() - 1));
+  }
+};
+
+/// What all loops of a call share.
+struct Pass {
+  const char* op;
+  const Device& device;
+  const Settings& s;
+  const Sizes sizes;
+  const Shard shard;
+  Plan plan;
+  TokenOrder order;
+  const Tensor local;  // the tokens of this rank
+  Tensor x, index;  // (M, H), (M, K)
+  const Head head;
+
+  Pass(
+      const char* op_name, const Device& on, const Tensor& input, const Tensor& weight, const Tensor& target,
+      const Tensor& bias, const Settings& settings, Shard part, Plan given)
+      : op(op_name),
+        device(on),
+        s(settings),
+        sizes(input, target),
+        shard(std::move(part)),
+        plan(given),
+        order(order_of(op, input, target, sizes.tokens, shard, s.sequence_dim, plan)),
+        local(as_rows(input)),
+        x(order.is_split() ? at::empty({sizes.tokens, sizes.hidden}, local.options()) : local),
+        index(arranged(target, sizes.ids).contiguous()),
+        head(x, sizes.tokens, weight, bias, s.logits_scale) {}
+
+  /// Numbers per token in the order of this call, (M, each).
+  Tensor arranged(const Tensor& t, int64_t each) const {
+    const bool ordered = order.is_split() && t.numel() > 0;
+    return (ordered ? order.arrange(t, each) : t).reshape({sizes.tokens, each});
+  }
+
+  at::TensorOptions numbers() const { return local.options().dtype(compute_type(local)); }
+  int64_t rows_from(int64_t first) const { return std::min(plan.chunk, sizes.tokens - first); }
+  Tensor buffer(int64_t classes) const {
+    return at::empty(
+        {std::min(plan.chunk, sizes.tokens), logits_stride(classes, local.scalar_type())}, local.options());
+  }
+  Columns columns(int64_t first_class) const { return {shard.first + first_class, shard.classes, "target"}; }
+
+  /// Gathers the tokens of a chunk, if input is split.
+  core::Pending fetch(int64_t first) const {
+    if (!order.is_split()) return {};
+    const int64_t count = rows_from(first) / order.ranks;
+    Tensor part = local.narrow(0, first / order.ranks, count).contiguous();
+    return shard.group->all_gather(x.narrow(0, first, order.ranks * count), part);
+  }
+
+  /// Overwrites logits of classes from first_class on with their gradient, or writes it to `into`.
+  void differentiate(
+      Tensor into, const Tensor& logits, int64_t first, int64_t first_class, const Upstream& upstream,
+      const Tensor& stats, const Tensor& chosen) const {
+    if (logits.size(1) == 0) return;
+    const int64_t rows = logits.size(0);
+    device.backward(
+        op, into, upstream, logits, index.narrow(0, first, rows), stats.narrow(0, first, rows),
+        chosen.narrow(0, first, rows), s.o, columns(first_class));
+  }
+};
+
+// ---- Forward
+
+/// gradients: for a frozen head. both: of the entropy too.
+inline Plan forward_plan(
+    const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, bool gradients, bool both,
+    std::optional<int64_t> memory_budget) {
+  Plan plan;
+  plan.row = logits_stride(classes, dtype);
+  const int64_t logits = both ? 2 : 1, element = c10::elementSize(dtype);
+  const int64_t per_row = logits * plan.row * element + 16;
+  divide_tokens(plan, op, tokens, per_row, 0, gradients ? logits * kForwardWithGradients : kForward, memory_budget);
+  plan.bytes = std::min(plan.chunk, tokens) * per_row;
+  return plan;
+}
+
+/// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats.
+struct Facts {
+  int64_t ids;
+  bool mean_logits, log_sum_sq_probs, is_top1;
+
+  explicit Facts(const Pass& pass)
+      : ids(pass.sizes.ids),
+        mean_logits(pass.s.mean_logits),
+        log_sum_sq_probs(pass.s.log_sum_sq_probs),
+        is_top1(pass.s.is_top1) {}
+
+  /// Of a rank without classes, the neutral elements.
+  Tensor of(const Results& local, bool has_classes) const {
+    std::vector<Tensor> parts{local.stats, local.chosen};
+    if (!has_classes) {
+      local.stats.zero_(), local.chosen.zero_();
+      local.stats.select(1, 0).fill_(std::numeric_limits<float>::lowest());
+    }
+    auto add = [&](bool wanted, const Tensor& t, double neutral) {
+      if (!wanted) return;
+      if (!has_classes) t.fill_(neutral);
+      parts.push_back(t.to(local.stats.scalar_type()).view({local.stats.size(0), -1}));
+    };
+    add(mean_logits, local.mean_logits, 0);
+    add(log_sum_sq_probs, local.log_sum_sq_probs, -std::numeric_limits<double>::infinity());
+    add(is_top1, local.is_top1, 0);
+    return at::cat(parts, 1);
+  }
+
+  /// Combines the facts of all ranks (R, T, facts) into `out`. index: (T, K).
+  void combine(
+      const Tensor& all, const Tensor& index, const Shard& shard, const log_probs::Options& o, Results& out) const {
+    const double inverse = 1 / o.temperature;
+    const Tensor ignored = index == o.ignore_index, skipped = ignored.all(1);
+    const Tensor peaks = all.select(2, 0), peak = peaks.amax(0);
+    // exp of this is 0; the limit avoids 0 * -inf.
+    const Tensor shift = ((peaks - peak) * inverse).clamp_min(-1000);
+    const Tensor totals = all.select(2, 1) * shift.exp(), total = totals.sum(0);
+    const Tensor mean = (totals * (all.select(2, 2) + shift)).sum(0) / total, log_total = total.log();
+    // Only the rank that has an id sends its logit.
+    const Tensor chosen = all.narrow(2, 3, ids).sum(0);
+    const Tensor v = o.softcap ? *o.softcap * at::tanh(chosen / *o.softcap) : chosen;
+    auto each = [](const Tensor& t) { return t.unsqueeze(1); };
+    out.log_probs.copy_((((v - each(peak)) * inverse) - each(log_total)).masked_fill(ignored, 0));
+    if (out.entropy.defined()) out.entropy.copy_((log_total - mean).masked_fill(skipped, 0));
+    if (out.stats.defined()) {
+      out.stats.copy_(at::stack({peak, total, mean}, 1).masked_fill(each(skipped), 0));
+      out.chosen.copy_(chosen);
+    }
+    int64_t at = 3 + ids;
+    if (mean_logits) {
+      Tensor sum = at::zeros_like(peak);
+      for (int64_t rank = 0; rank < shard.ranks(); ++rank) {
+        const int64_t classes = shard.firsts[rank + 1] - shard.firsts[rank];
+        if (classes > 0) sum.add_(all[rank].select(1, at), double(classes) / double(shard.classes));
+      }
+      out.mean_logits.copy_(sum);
+      ++at;
+    }
+    if (log_sum_sq_probs) {
+      const Tensor local = all.select(2, at) + 2 * (all.select(2, 1).log() + shift);
+      out.log_sum_sq_probs.copy_((local.logsumexp(0) - 2 * log_total).masked_fill(skipped, 0));
+      ++at;
+    }
+    if (is_top1) {
+      // Of equal logits the first wins, which the first of these ranks has.
+      const Tensor first = (peaks == peak).to(at::kInt).argmax(0, true).unsqueeze(2).expand({1, peak.size(0), ids});
+      out.is_top1.copy_(all.narrow(2, at, ids).gather(0, first).squeeze(0) != 0);
+    }
+  }
+};
+
+struct ForwardPass : Pass {
+  using Pass::Pass;
+
+  Results out;  // in the order of this call: (M,), (M, K), (M, 3)
+  Tensor of_log_probs, of_entropy;  // (M, H)
+  Tensor second;  // memory for the gradient of logits that are needed again
+
+  struct Chunk {
+    int64_t first;
+    core::Pending tokens, gathered;
+    Tensor logits;
+  };
+
+  /// Of the tokens from first on.
+  Results at_tokens(int64_t first) const {
+    const int64_t rows = rows_from(first);
+    auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first, rows) : Tensor(); };
+    return {part(out.log_probs),   part(out.entropy),          part(out.stats),  part(out.chosen),
+            part(out.mean_logits), part(out.log_sum_sq_probs), part(out.is_top1)};
+  }
+
+  void open(Chunk& c, const Tensor& memory) const {
+    c.tokens.wait();
+    const int64_t rows = rows_from(c.first), classes = shard.n;
+    c.logits = logits_in(memory, rows, classes, head.bias.defined());
+    if (classes > 0) head.logits(c.logits, x.narrow(0, c.first, rows), 0);
+    const Tensor ids = index.narrow(0, c.first, rows);
+    if (!shard.is_split()) {
+      Results results = at_tokens(c.first);
+      device.forward(op, c.logits, ids, s.o, results, columns(0));
+      return;
+    }
+    Results local;
+    local.log_probs = at::empty(ids.sizes(), numbers());
+    local.stats = at::empty({rows, 3}, numbers());
+    local.chosen = at::empty(ids.sizes(), numbers());
+    if (s.mean_logits) local.mean_logits = at::empty({rows}, numbers());
+    if (s.log_sum_sq_probs) local.log_sum_sq_probs = at::empty({rows}, numbers());
+    if (s.is_top1) local.is_top1 = at::empty(ids.sizes(), numbers().dtype(at::kBool));
+    if (classes > 0) device.forward(op, c.logits, ids, s.o, local, columns(0));
+    c.gathered = shard.group->all_gather(Facts(*this).of(local, classes > 0));
+  }
+
+  void close(Chunk& c) const {
+    const int64_t rows = c.logits.size(0);
+    if (shard.is_split()) {
+      Results results = at_tokens(c.first);
+      Facts(*this).combine(c.gathered.wait(), index.narrow(0, c.first, rows), shard, s.o, results);
+    }
+    if (!of_log_probs.defined()) return;
+    auto multiply = [&](const Tensor& into, Tensor dlogits, const Upstream& upstream) {
+      differentiate(dlogits, c.logits, c.first, 0, upstream, out.stats, out.chosen);
+      head.input_gradient(into.narrow(0, c.first, rows), dlogits, 0, false);
+    };
+    // A single id is part of the product. Backward adds those of several, each with its own upstream gradient.
+    Upstream upstream, of_row;
+    upstream.of_others = sizes.ids != 1;
+    if (!upstream.of_others) upstream.log_probs = at::ones({rows, 1}, numbers());
+    Tensor dlogits = c.logits;
+    if (of_entropy.defined()) dlogits = logits_in(second, rows, c.logits.size(1), head.bias.defined());
+    multiply(of_log_probs, dlogits, upstream);
+    if (!of_entropy.defined()) return;
+    of_row.entropy = at::ones({rows}, numbers());
+    multiply(of_entropy, c.logits, of_row);
+  }
+
+  void run() {
+    if (plan.chunks == 0) {
+      if (x.is_cpu()) runtime::count_cpu_call();
+      return;
+    }
+    const Tensor first_buffer = buffer(shard.n);
+    if (of_entropy.defined()) second = at::empty_like(first_buffer);
+    Chunk next{0, fetch(0), {}, {}};
+    std::optional<Chunk> opened;
+    for (int64_t i = 0; i < plan.chunks; ++i) {
+      Chunk c = std::move(next);
+      const int64_t after = c.first + plan.chunk;
+      if (i + 1 < plan.chunks) next = {after, fetch(after), {}, {}};
+      open(c, first_buffer);
+      if (opened) close(*opened);
+      opened = std::move(c);
+      // The facts of other ranks arrive during the next chunk's GEMM, unless the logits are needed again.
+      if (!shard.is_split() || of_log_probs.defined()) close(*opened), opened.reset();
+    }
+    if (opened) close(*opened);
+  }
+};
+
+/// `into` has the memory for all results that are wanted.
+inline void forward(
+    const char* op, const Device& device, const Tensor& input, const Tensor& weight, const Tensor& target,
+    const Tensor& bias, const Settings& s, Forward& into) {
+  c10::DeviceGuard guard(input.device());
+  Shard shard(op, s.vocabulary, weight.size(0), "weight");
+  const Sizes sizes(input, target);
+  const bool gradients = into.of_log_probs.defined();
+  Plan plan = forward_plan(
+      op, sizes.tokens, shard.largest, input.scalar_type(), gradients, into.of_entropy.defined(), s.memory_budget);
+  ForwardPass pass(op, device, input, weight, target, bias, s, std::move(shard), plan);
+  const Results& out = into.rows;
+  const int64_t tokens = sizes.tokens, ids = sizes.ids;
+  // Results in the order of this call, at their final place if that is the caller's order.
+  auto flat = [&](const Tensor& t, bool wanted, at::IntArrayRef shape) {
+    if (!wanted) return Tensor();
+    return pass.order.is_split() ? at::empty(shape, t.options()) : t.view(shape);
+  };
+  const bool graph = out.stats.defined();
+  pass.out = {
+      flat(out.log_probs, true, {tokens, ids}),
+      flat(out.entropy, s.entropy, {tokens}),
+      flat(out.stats, graph, {tokens, 3}),
+      flat(out.chosen, graph, {tokens, ids}),
+      flat(out.mean_logits, s.mean_logits, {tokens}),
+      flat(out.log_sum_sq_probs, s.log_sum_sq_probs, {tokens}),
+      flat(out.is_top1, s.is_top1, {tokens, ids})};
+  if (gradients) pass.of_log_probs = into.of_log_probs.view({tokens, sizes.hidden});
+  if (into.of_entropy.defined()) pass.of_entropy = into.of_entropy.view({tokens, sizes.hidden});
+  pass.run();
+  if (!pass.order.is_split()) return;
+  auto restore = [&](const Tensor& to, const Tensor& from, int64_t each) {
+    if (from.defined()) to.copy_(pass.order.restore(from, to.sizes(), each));
+  };
+  restore(out.log_probs, pass.out.log_probs, ids);
+  restore(out.entropy, pass.out.entropy, 1);
+  restore(out.stats, pass.out.stats, 3);
+  restore(out.chosen, pass.out.chosen, ids);
+  restore(out.mean_logits, pass.out.mean_logits, 1);
+  restore(out.log_sum_sq_probs, pass.out.log_sum_sq_probs, 1);
+  restore(out.is_top1, pass.out.is_top1, ids);
+}
+
+// ---- Backward
+
+/// classes: per GEMM.
+struct BackwardPlan : Plan {
+  int64_t classes = 1;
+};
+
+inline BackwardPlan backward_plan(
+    const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, Wanted wanted,
+    std::optional<int64_t> memory_budget) {
+  // Fewer classes make the sums over classes slow: each GEMM reads and writes them.
+  constexpr int64_t kFewClasses = 4096, kTile = 256, kRows = 64;
+  BackwardPlan plan;
+  if (!wanted.head()) {
+    static_cast<Plan&>(plan) = forward_plan(op, tokens, classes, dtype, true, false, memory_budget);
+    plan.classes = std::max<int64_t>(1, classes);
+    return plan;
+  }
+  const int64_t element = c10::elementSize(dtype);
+  const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
+  const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
+  const int64_t budget = memory_budget.value_or(usual);
+  const int64_t least = sums + element * std::min<int64_t>(classes, kRows) + 16;
+  LIGER_CHECK(
+      budget >= least || tokens == 0, op, "memory_budget", c10::str("be at least ", least, " bytes for one token"),
+      budget);
+  plan.row = 0;
+  plan.classes = std::max<int64_t>(1, classes);
+  if (tokens == 0 || classes == 0) {
+    plan.chunk = std::max<int64_t>(1, tokens), plan.chunks = tokens > 0, plan.bytes = 0;
+    return plan;
+  }
+  int64_t most = (budget - sums) / (sums + element * std::min(classes, kFewClasses));
+  if (sums > 0) most = std::min(most, budget * 2 / 5 / sums);
+  most = std::clamp<int64_t>(most, 1, tokens);
+  if (most > kRows && most < tokens) most = most / kRows * kRows;
+  plan.chunks = (tokens + most - 1) / most;
+  plan.chunk = (tokens + plan.chunks - 1) / plan.chunks;
+  if (plan.chunks > 1 && most > kRows) plan.chunk = std::min(most, (plan.chunk + kRows - 1) / kRows * kRows);
+  plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
+  int64_t fit = std::max<int64_t>(1, (budget / plan.chunk - sums) / element);
+  if (fit < classes) {
+    if (fit > kTile) fit = fit / kTile * kTile;
+    const int64_t blocks = (classes + fit - 1) / fit, even = (classes + blocks - 1) / blocks;
+    plan.classes = std::min(fit, fit > kTile ? (even + kTile - 1) / kTile * kTile : even);
+  }
+  plan.bytes = plan.chunk * (sums + plan.classes * element);
+  return plan;
+}
+
+/// Writes to `into` the gradients that it has memory for. grad: like target, grad_entropy: (...), one may be undefined.
+inline void backward(
+    const char* op, const Device& device, const Tensor& grad, const Tensor& grad_entropy, const Tensor& input,
+    const Tensor& weight, const Tensor& target, const Tensor& bias, const Tensor& stats_in, const Tensor& chosen_in,
+    const Settings& s, Gradients& into) {
+  c10::DeviceGuard guard(input.device());
+  Shard shard(op, s.vocabulary, weight.size(0), "weight");
+  const Sizes sizes(input, target);
+  const Wanted wanted{into.input.defined(), into.weight.defined(), into.bias.defined()};
+  BackwardPlan plan =
+      backward_plan(op, sizes.tokens, sizes.hidden, shard.largest, input.scalar_type(), wanted, s.memory_budget);
+  Pass pass(op, device, input, weight, target, bias, s, std::move(shard), plan);
+  const TokenOrder& order = pass.order;
+  const int64_t tokens = sizes.tokens, classes = pass.shard.n;
+  auto arranged = [&](const Tensor& t, int64_t each) {
+    return t.defined() ? pass.arranged(t, each).to(compute_type(input)).contiguous() : t;
+  };
+  const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, sizes.ids);
+  const Tensor g = arranged(grad, sizes.ids), h = arranged(grad_entropy, 1);
+  Tensor dinput = into.input.defined() ? into.input.view({pass.local.size(0), sizes.hidden}) : Tensor(), bias_sum;
+  if (into.bias.defined()) bias_sum = at::zeros({classes}, pass.numbers());
+  if (into.weight.defined() && pass.plan.chunks == 0) into.weight.zero_();
+  // One block needs no sums over classes.
+  const bool sums = dinput.defined() && plan.classes < classes && at::isReducedFloatingType(input.scalar_type());
+  Tensor buffer = pass.plan.chunks > 0 ? pass.buffer(std::min(plan.classes, classes)) : Tensor(), sum;
+  if (sums) sum = at::empty({std::min(pass.plan.chunk, tokens), sizes.hidden}, pass.numbers());
+  core::Pending next = pass.plan.chunks > 0 ? pass.fetch(0) : core::Pending(), reducing;
+  for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
+    next.wait();
+    const int64_t rows = pass.rows_from(first), after = first + pass.plan.chunk;
+    if (after < tokens) next = pass.fetch(after);
+    const Tensor x = pass.x.narrow(0, first, rows);
+    Upstream upstream;
+    if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
+    if (h.defined()) upstream.entropy = h.narrow(0, first, rows);
+    Tensor dx;
+    if (dinput.defined()) {
+      dx = order.is_split() ? at::empty({rows, sizes.hidden}, input.options()) : dinput.narrow(0, first, rows);
+    }
+    const Tensor total = sums ? sum.narrow(0, 0, rows) : dx;
+    /// Of all classes, over ranks.
+    auto finish_input = [&]() {
+      if (sums) dx.copy_(total);
+      if (!pass.shard.is_split()) return;
+      reducing.wait();
+      if (!order.is_split()) {
+        reducing = pass.shard.group->all_reduce(dx);
+      } else {
+        const int64_t count = rows / order.ranks;
+        reducing = pass.shard.group->reduce_scatter(dinput.narrow(0, first / order.ranks, count), dx);
+      }
+    };
+    if (dx.defined() && classes == 0) dx.zero_(), finish_input();
+    for (int64_t c = 0; c < classes; c += plan.classes) {
+      const int64_t count = std::min(plan.classes, classes - c);
+      Tensor logits = logits_in(buffer, rows, count, pass.head.bias.defined());
+      pass.head.logits(logits, x, c);
+      pass.differentiate(logits, logits, first, c, upstream, stats, chosen);
+      if (dx.defined()) {
+        pass.head.input_gradient(total, logits, c, c > 0);
+        // The reduction runs during the last GEMM.
+        if (c + count == classes) finish_input();
+      }
+      if (into.weight.defined()) {
+        pass.head.weight_gradient(into.weight.narrow(0, c, count), logits, x, first > 0);
+      }
+      if (bias_sum.defined()) {
+        bias_sum.narrow(0, c, count).add_(logits.sum(0, false, bias_sum.scalar_type()), s.logits_scale);
+      }
+    }
+  }
+  if (into.bias.defined()) into.bias.copy_(bias_sum);
+  reducing.wait();
+}
+
+/// The gradient of input from what forward made of a frozen head, into `out`, which may be of_log_probs. stats, chosen
+/// and weight are needed for several ids.
+inline void scale_rows(
+    const char* op, const Tensor& grad, const Tensor& grad_entropy, const Tensor& of_log_probs,
+    const Tensor& of_entropy, const Tensor& target, const Tensor& weight, const Tensor& stats_in,
+    const Tensor& chosen_in, const Settings& s, Tensor& out) {
+  constexpr int64_t kChunkBytes = 64 * kMiB;
+  c10::DeviceGuard guard(of_log_probs.device());
+  const Sizes sizes(of_log_probs, target);
+  const int64_t tokens = sizes.tokens, hidden = sizes.hidden, ids = sizes.ids;
+  const log_probs::Options& o = s.o;
+  const auto dtype = compute_type(of_log_probs);
+  const Tensor index = target.reshape({tokens, ids}), ignored = index == o.ignore_index;
+  Tensor g, factor;
+  if (grad.defined()) {
+    g = grad.to(dtype).reshape({tokens, ids}).masked_fill(ignored, 0);
+    factor = g.sum(1, true);
+  } else {
+    factor = at::zeros({tokens, 1}, of_log_probs.options().dtype(dtype));
+  }
+  Tensor h = grad_entropy.defined() ? grad_entropy.to(dtype).reshape({tokens, 1}) : Tensor();
+  const Tensor from = of_log_probs.view({tokens, hidden});
+  Tensor to = out.view({tokens, hidden});
+  const bool adds_ids = ids != 1 && g.defined();
+  Tensor of_ids, columns;
+  Shard shard(weight.defined() ? weight.size(0) : 0);
+  if (s.vocabulary.is_split() && weight.defined()) shard = Shard(op, s.vocabulary, weight.size(0), "weight");
+  if (adds_ids) {
+    columns = index.to(at::kLong) - shard.first;
+    const Tensor stats = stats_in.reshape({tokens, 3}), chosen = chosen_in.reshape({tokens, ids});
+    const double inverse = 1 / o.temperature;
+    Tensor v = chosen, slope;
+    if (o.softcap) {
+      const Tensor t = at::tanh(chosen / *o.softcap);
+      v = *o.softcap * t;
+      slope = 1 - t * t;
+    }
+    const Tensor p = ((v - stats.narrow(1, 0, 1)) * inverse).exp() / stats.narrow(1, 1, 1);
+    // The probability of equal ids counts once.
+    Tensor again = at::zeros_like(ignored);
+    for (int64_t k = 1; k < ids; ++k) {
+      const Tensor earlier = columns.narrow(1, 0, k) == columns.narrow(1, k, 1);
+      again.select(1, k).copy_(earlier.any(1));
+    }
+    of_ids = (g - (p * factor).masked_fill(again, 0)) * (inverse * s.logits_scale);
+    if (slope.defined()) of_ids.mul_(slope);
+    const Tensor elsewhere = ignored | (columns < 0) | (columns >= shard.n);
+    of_ids.masked_fill_(elsewhere, 0);
+    columns = columns.masked_fill(elsewhere, 0);
+  }
+  if (!adds_ids && !h.defined()) {
+    at::mul_out(to, from, factor);
+  } else {
+    const int64_t per_row = hidden * (12 + (adds_ids ? ids : 0) * int64_t(from.element_size())) + 1;
+    const int64_t step = std::max<int64_t>(1, kChunkBytes / per_row);
+    for (int64_t first = 0; first < tokens; first += step) {
+      const int64_t rows = std::min(step, tokens - first);
+      auto part = [&](const Tensor& t) { return t.narrow(0, first, rows); };
+      Tensor sum = part(from).to(dtype) * part(factor);
+      if (h.defined()) sum.addcmul_(part(of_entropy.view({tokens, hidden})).to(dtype), part(h));
+      if (adds_ids && shard.n > 0) {
+        Tensor chosen_rows = weight.index_select(0, part(columns).reshape(-1)).to(from.scalar_type());
+        Tensor each = part(of_ids).to(from.scalar_type()).unsqueeze(1);
+        sum.add_(at::bmm(each, chosen_rows.view({rows, ids, hidden})).squeeze(1));
+      }
+      part(to).copy_(sum);
+    }
+  }
+  if (s.vocabulary.is_split()) core::Group(op, s.vocabulary.group).all_reduce(out).wait();
+}
+
+}  // namespace liger::ops::fused_linear_log_probs

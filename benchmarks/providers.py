@@ -15,11 +15,12 @@ from benchmarks.op import Absent, Op
 # Measured for every op; an op may add providers.
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
-    "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", "trl", *COMMON[4:],
-    "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
+    "three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90",
+    "liger-kernel JSD", "cut-cross-entropy", "trl", "trl JSD", "trl frozen", *COMMON[4:],
+    "ours JSD", "ours per token", "ours frozen", "ours 320 MiB", "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
     "ours two",
 )  # fmt: skip
-PARTS = ("three GEMMs", "GEMMs of ours", "GEMMs of compact")  # do only a part of the work
+PARTS = ("three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of ours", "GEMMs of compact")  # do only a part of the work
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers", "trl")
 # Without a GPU, compilation takes longer than the rest of a quick run.
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}

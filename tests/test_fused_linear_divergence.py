@@ -34,7 +34,7 @@ from liger_ops import functional as F
 divergence = torch.ops.liger.fused_linear_divergence
 reference = F.fused_linear_divergence.reference
 
-BETAS = [0.0, 1.0, 0.5, 0.1]
+BETAS = [0.0, 1.0, 0.3]
 OPTIONS = {
     "plain": {},
     "temperature": dict(temperature=2.0),
@@ -109,7 +109,7 @@ def test_sizes(reduction, tokens, classes, beta, dtype, device):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("weighted", ["", "mask", "weights", "mask and weights"])
+@pytest.mark.parametrize("weighted", ["", "mask", "mask and weights"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("beta", BETAS)
 def test_options(beta, reduction, weighted, options, device):
@@ -189,9 +189,9 @@ def test_impossible_classes(device):
         x, w, tx, tw, b, tb = make(4, 30, device=device, bias=True)
         b, tb = b.detach().clone(), tb.clone()
         b[3], tb[3] = -inf, -inf
-        if beta in (0.0, 0.5):
+        if beta != 1:
             tb[7] = -inf
-        if beta in (1.0, 0.5):
+        if beta != 0:
             b[8] = -inf
         check((x, w, tx, tw, b, tb), device, beta=beta)
     tb[9] = -inf
@@ -412,7 +412,7 @@ def test_checkpoint(device):
 # ---- Transforms
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gradcheck(reduction, beta, options):

@@ -54,6 +54,16 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_linear_cross_entropy": linear,
         "fused_linear_cross_entropy_with_metrics": linear,
         "fused_linear_cross_entropy_with_log_probs": linear,
+        "fused_linear_divergence": dict(
+            s_input=rows,
+            s_weight=numbers(CLASSES, N),
+            t_input=numbers(ROWS, 3),
+            t_weight=numbers(CLASSES, 3),
+            s_bias=numbers(CLASSES),
+            t_bias=numbers(CLASSES),
+            mask=target > 0,
+            token_weight=numbers(ROWS).abs(),
+        ),
     }
     calls |= {
         f"vocab_parallel_{op}": given | dict(group=SOLO, classes=CLASSES)
@@ -101,6 +111,11 @@ SAVED = {
     "fused_linear_cross_entropy_with_metrics": {},
     "fused_linear_cross_entropy_with_log_probs": {},
     **{op: {} for op in operators() if op.startswith("vocab_parallel_fused")},
+    # The default, one number per token, computes the logits again.
+    "fused_linear_divergence": {
+        name: name
+        for name in ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
+    },
     **{
         f"vocab_parallel_{op}": dict(logits="logits", target="target", weight="weight")
         for op in ("cross_entropy", "cross_entropy_with_metrics")
@@ -126,7 +141,7 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 
 def is_differentiable(op: str, name: str, t: Any) -> bool:
-    constant = ("ce_weight", "token_weight", "cos", "sin", "target")
+    constant = ("ce_weight", "token_weight", "cos", "sin", "target", "t_input", "t_weight", "t_bias")
     constant += ("weight",) if op.removeprefix("vocab_parallel_").startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
 

@@ -196,7 +196,10 @@ struct Plan {
   int64_t chunk = 1, part = 1, row = 0;  // row: columns of a buffer, whole cache lines
 };
 
-Plan make_plan(const char* op, const Arguments& a, int64_t tokens, bool gradients, std::optional<int64_t> given) {
+/// gradients: computed by this call. differentiable: computed by this call or a later one.
+Plan make_plan(
+    const char* op, const Arguments& a, int64_t tokens, bool gradients, bool differentiable,
+    std::optional<int64_t> given) {
   constexpr int64_t kMiB = 1 << 20, kTile = 256, kLine = 64, kMostParts = 8, kMostTokens = 8192;
   const int64_t element = a.s_input.element_size(), wide = c10::elementSize(a.compute());
   Plan plan;
@@ -207,8 +210,8 @@ Plan make_plan(const char* op, const Arguments& a, int64_t tokens, bool gradient
   const int64_t per_part = (in_place ? 1 : 2) * plan.row * wide + 400, per_chunk = gradients ? plan.row * element : 0;
   const int64_t per_token = 24;
   auto bytes = [&](int64_t chunk, int64_t part) { return chunk * per_chunk + part * per_part; };
-  // Enough for GEMMs at full speed. Calls without gradients need less.
-  const int64_t usual = std::max((gradients ? 1280 : 320) * kMiB, bytes(kTile / 2, kTile / 2));
+  // Enough for GEMMs at full speed. Calls without gradients should take less.
+  const int64_t usual = std::max((differentiable ? 1280 : 320) * kMiB, bytes(kTile / 2, kTile / 2));
   const int64_t budget = given.value_or(usual + tokens * per_token) - tokens * per_token;
   LIGER_CHECK(
       budget >= bytes(1, 1) || tokens == 0, op, "memory_budget",
@@ -216,7 +219,8 @@ Plan make_plan(const char* op, const Arguments& a, int64_t tokens, bool gradient
       given.value_or(0));
   auto rounded = [](int64_t n, int64_t tile) { return (n + tile - 1) / tile * tile; };
   // Few large chunks are best, of parts that have no less than a tile of tokens.
-  for (int64_t chunks = std::max<int64_t>(1, tokens / kMostTokens); tokens / chunks >= kTile; ++chunks) {
+  for (int64_t chunks = std::max<int64_t>(1, (tokens + kMostTokens - 1) / kMostTokens); tokens / chunks >= kTile;
+       ++chunks) {
     const int64_t chunk = chunks == 1 ? tokens : rounded((tokens + chunks - 1) / chunks, kTile);
     for (int64_t parts = 1; parts <= kMostParts; parts *= 2) {
       const int64_t part = std::min(chunk, rounded((chunk + parts - 1) / parts, kTile));
@@ -312,7 +316,7 @@ class Pass {
       }
       return;
     }
-    const Plan plan = make_plan(op, a_, tokens, gradients, o.memory_budget);
+    const Plan plan = make_plan(op, a_, tokens, gradients, gradients || stats.defined(), o.memory_budget);
     const double width = double(s.size(1));
     const bool sustained = 3 * double(tokens) * double(classes) * width >= kSustainedMultiplications;
     // On CPU, rows have no gaps: see fused_linear_cross_entropy_pass.h.
@@ -531,7 +535,8 @@ struct FrozenHeadNode : core::BackwardNode<FrozenHeadNode, 1> {  // gradient of 
     Tensor grad = std::move(grads[0]);
     if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
     Tensor gradient = take(0), factor = grad.unsqueeze(-1);
-    // Both multiply in the wider dtype.
+    if (!core::is_plain(gradient)) return {at::mul(gradient, factor).to(gradient.scalar_type()), Tensor(), Tensor()};
+    // Both multiply in the wider dtype, without a tensor of it.
     if (may_overwrite(gradient, gradient)) return {gradient.mul_(factor), Tensor(), Tensor()};
     Tensor out = at::empty_like(gradient);
     return {at::mul_out(out, gradient, factor), Tensor(), Tensor()};

@@ -51,7 +51,7 @@ struct Row {
         t_peak(of.t_peak),
         of_s(1 / of.s_total),
         of_t(1 / of.t_total),
-        offset((of.s_peak - of.t_peak) + (std::log(of.s_total) - std::log(of.t_total)) * temperature),
+        offset((of.s_peak - of.t_peak) + std::log(of.s_total / of.t_total) * temperature),
         inverse(1 / temperature),
         beta(weight),
         mean(of.mean) {}
@@ -94,9 +94,11 @@ template <class C>
 Mixture<C> mixture(C p_s, C p_t, C d, C beta) {
   const bool leads = d >= 0;
   const C size = std::fabs(d), share = leads ? beta : 1 - beta;
-  const C lower = size < C(kNear) ? series_expm1(-size) : vector_exp(at_least(-size)) - 1;
-  const C log_m = std::log1p(share * lower), low = share * (1 + lower);
-  const C value = -log_m * (1 + share * lower) - (low == 0 ? C(0) : low * size);
+  // The ratio of the probabilities, and that less 1.
+  const C small = series_expm1(-size), power = vector_exp(at_least(-size));
+  const C ratio = size < C(kNear) ? 1 + small : power, lower = size < C(kNear) ? small : power - 1;
+  const C log_m = vector_log1p(share * lower), low = share * ratio;
+  const C value = -log_m * (1 - share + low) - (low == 0 ? C(0) : low * size);
   return {(leads ? p_s : p_t) * value, leads ? log_m : log_m + size};
 }
 

@@ -120,10 +120,11 @@ def mixture(p_s, p_t, d, beta):
     leads = d >= 0
     size = tl.abs(d)
     share = tl.where(leads, beta, 1 - beta)  # of the smaller probability
-    lower = tl.where(size < NEAR, series_expm1(-size), tl.exp2(-size * LOG2E) - 1)  # their ratio, less 1
-    log_m = log1p(share * lower)  # relative to the larger probability
-    low = share * (1 + lower)
-    value = -log_m * (1 + share * lower) - tl.where(low == 0, 0.0, low * size)
+    small = series_expm1(-size)
+    power = tl.exp2(-size * LOG2E)
+    log_m = log1p(share * tl.where(size < NEAR, small, power - 1))  # relative to the larger probability
+    low = share * tl.where(size < NEAR, 1 + small, power)
+    value = -log_m * (1 - share + low) - tl.where(low == 0, 0.0, low * size)
     return tl.where(leads, p_s, p_t) * value, tl.where(leads, log_m, log_m + size)
 
 
@@ -304,7 +305,7 @@ def fused_linear_divergence_rows_kernel(
                 tl.store(stats + stats_stride * 2 + row, t_peak, mask=saves)
                 tl.store(stats + stats_stride * 3 + row, t_total, mask=saves)
                 tl.store(stats + stats_stride * 4 + row, mean, mask=saves)
-            offset = (s_peak - t_peak) + (tl.log(s_total) - tl.log(t_total)) / inverse
+            offset = (s_peak - t_peak) + tl.log(tl.div_rn(s_total, t_total)) / inverse
             of_s = tl.div_rn(1.0, s_total)
             of_t = tl.div_rn(1.0, t_total)
             if (KIND != MIXTURE) | ((flags & VALUES) != 0):

@@ -11,7 +11,7 @@ MIB = 1 << 20
 COMPACT = 320 * MIB
 CHECKED_LOGITS = 1 << 28  # elements of each model; the fp64 reference keeps several such tensors
 CHECKED_TOKENS = 128
-FOUR, SIX, THREE = "four GEMMs", "six GEMMs", "three GEMMs"
+FOUR, SIX, THREE = "four GEMMs", "six GEMMs", "GEMMs of a frozen head"
 
 
 def inputs(make, tokens, hidden, classes):

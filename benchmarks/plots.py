@@ -18,7 +18,10 @@ COLORS = {
     "ours compact": "#f58a52", "ours 16 chunks": "#f9b99a", "ours 64 MiB": "#e8b93c", "ours + torch.compile": "#f08080",
     "torch": "#9aa3ad", "hf": "#cdb68a", "torch.compile": "#9186c9", "quack": "#6bb182", "cut-cross-entropy": "#bb83b3",
     "liger-kernel": "#6aa6d8", "liger-sm90": "#33709f", "trl": "#b08bc9", "liger-kernel + torch.compile": "#264f73",
-    "three GEMMs": "#222222", "GEMMs of ours": "#555555", "GEMMs of compact": "#777777",
+    "ours 320 MiB": "#d9a441", "ours JSD": "#a8324a", "ours per token": "#e8743b", "ours frozen": "#f2b5a7",
+    "liger-kernel JSD": "#9cc4e6", "trl JSD": "#c9a9dd", "trl frozen": "#8d6aa8",
+    "three GEMMs": "#222222", "GEMMs of ours": "#555555", "GEMMs of compact": "#777777", "four GEMMs": "#2b2b2b",
+    "six GEMMs": "#444444", "GEMMs of a frozen head": "#666666",
 }  # fmt: skip
 SAME_COLOR = {"HF eager": "hf", "HF + torch.compile": "torch.compile"}
 LABELS = {"hf": "hf (eager)"}

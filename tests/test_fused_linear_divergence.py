@@ -52,7 +52,7 @@ def make(tokens, classes, dtype=torch.float32, device="cpu", hidden=(16, 24), bi
 
     def side(width, dtype, learned):
         x = torch.randn(*tokens, width, device=device)
-        weight = torch.randn(classes, width, device=device) * (2 * width**-0.5)
+        weight = torch.randn(classes, width, device=device) * (2 * max(width, 1) ** -0.5)
         b = torch.randn(classes, device=device) if bias else None
         return [t if t is None else t.to(dtype).requires_grad_(learned) for t in (x, weight, b)]
 
@@ -83,14 +83,11 @@ def check(inputs, device, grad=None, **options):
     oracle = gradients(lambda *t: tuple(reference(*t, **doubled)), [like(t, torch.float64) for t in inputs], upstream)
     assert not ours[1].requires_grad
     for i, results in enumerate(zip(ours, eager, oracle, strict=True)):
-        # The largest of many errors varies by chance, in proportion to their RMS.
-        noise = 3 * rms_error(*results[1:]) + (0.0 if i >= 2 else 4e-7)
+        # Both round their logits. Which of the errors meet a large probability is chance.
+        noise = 3 * rms_error(*results[1:]) + (4e-7 if i < 2 else 2e-6)
         if i >= 2 and results[0].dtype in HALF_TYPES:
             # The formula's GEMMs read fp32 gradients of logits.
             noise += torch.finfo(results[0].dtype).eps / 2
-        elif device == "cuda":
-            # Exponentials are accurate to 2 ulp in our kernels, to 1 ulp in eager.
-            noise += torch.finfo(torch.float32).eps
         assert_no_worse(f"result {i}", *results, noise=noise)
     return ours
 
@@ -193,7 +190,9 @@ def test_impossible_classes(device):
             tb[7] = -inf
         if beta != 0:
             b[8] = -inf
-        check((x, w, tx, tw, b, tb), device, beta=beta)
+        found = divergence(x, w, tx, tw, b, tb, beta=beta)
+        torch.testing.assert_close([*found], [*reference(x, w, tx, tw, b, tb, beta=beta)])
+        assert found[0].isfinite().all() and torch.autograd.grad(found[0].sum(), x)[0].isfinite().all()
     tb[9] = -inf
     assert (divergence(x, w, tx, tw, b, tb, beta=1.0)[0] == inf).all()
 
@@ -279,7 +278,7 @@ def test_small_gradients_survive_fp16(device):
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("parts", [1, 4, 16])
+@pytest.mark.parametrize("parts", [1, 2, 4])
 def test_chunked_gradients_are_as_accurate_as_eager(parts, dtype, device):
     """Eager code with logits in the dtype of the inputs."""
     inputs = make(2048, 500, dtype, device)
@@ -550,9 +549,10 @@ def vary(draw, arguments):
         arguments["mask"] = arguments["mask"].detach() > -0.5
 
 
-def noise(op, s_input, **_):
-    """A divergence is a small difference of large terms; of one class it is zero."""
-    return 1e-6
+def noise(op, temperature, **_):
+    """Divergences, entropies and gradients are small differences of large terms, of rounded logits over the
+    temperature."""
+    return (2e-6 / temperature,) * 5
 
 
 # ---- GPU only
@@ -683,8 +683,7 @@ def test_kernel_interpreted(case, interpreted):
         got["divergence"].double(), (found * mask).detach(), rtol=1e-4 if near else 1e-6, atol=1e-12
     )
     torch.testing.assert_close(got["entropy"].double(), (entropy * mask).detach(), rtol=2e-6, atol=2e-6)
-    rtol, atol = (
-        (2**-10, 2**-24) if rest[:1] == ["fp16"] else (3e-5, float(slope.abs().max()) * (1e-4 if near else 3e-6))
-    )
+    # A probability's gradient may be a small difference of terms of its size.
+    rtol, atol = (2**-10, 4e-6) if rest[:1] == ["fp16"] else (3e-5, 4e-6)
     for name in ("dlogits", "again"):
         torch.testing.assert_close(got[name].double(), slope, rtol=rtol, atol=atol)

@@ -309,12 +309,14 @@ def fused_linear_divergence_rows_kernel(
             of_s = tl.div_rn(1.0, s_total)
             of_t = tl.div_rn(1.0, t_total)
             if (KIND != MIXTURE) | ((flags & VALUES) != 0):
-                total = tl.zeros([BLOCK], tl.float32)
-                shares_of_mean = tl.zeros([BLOCK], tl.float32)
-                for start in range(begin, end, BLOCK):
-                    cols = start + tl.arange(0, BLOCK)
+                # A mixture needs more registers, and writes no 16-bit numbers here.
+                STEP: tl.constexpr = BLOCK // 2 if KIND == MIXTURE else BLOCK
+                total = tl.zeros([STEP], tl.float32)
+                shares_of_mean = tl.zeros([STEP], tl.float32)
+                for start in range(begin, end, STEP):
+                    cols = start + tl.arange(0, STEP)
                     inside = cols < end
-                    whole = start + BLOCK <= end
+                    whole = start + STEP <= end
                     x_s, x_t = load_pair(s_row, t_row, cols, inside, whole)
                     v_s, slope = logits_of(
                         x_s, s_bias, cols, inside, s_scale, s_softcap, flags & S_BIAS, flags & S_CAP, CAPPED

@@ -19,7 +19,10 @@ COLORS = {
     "torch": "#9aa3ad", "hf": "#cdb68a", "torch.compile": "#9186c9", "quack": "#6bb182", "cut-cross-entropy": "#bb83b3",
     "liger-kernel": "#6aa6d8", "liger-sm90": "#33709f", "trl": "#b08bc9", "liger-kernel + torch.compile": "#264f73",
     "ours with entropy": "#d9534f", "ours as a loss": "#a94442",
+    "ours 320 MiB": "#d9a441", "ours JSD": "#a8324a", "ours per token": "#e8743b", "ours frozen": "#f2b5a7",
+    "liger-kernel JSD": "#9cc4e6", "trl JSD": "#c9a9dd", "trl frozen": "#8d6aa8",
     "GEMMs": "#333333", "three GEMMs": "#222222", "GEMMs of ours": "#555555", "GEMMs of compact": "#777777",
+    "four GEMMs": "#2b2b2b", "six GEMMs": "#444444", "GEMMs of a frozen head": "#666666",
 }  # fmt: skip
 SAME_COLOR = {"HF eager": "hf", "HF + torch.compile": "torch.compile"}
 LABELS = {"hf": "hf (eager)"}

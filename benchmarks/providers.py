@@ -15,12 +15,15 @@ from benchmarks.op import Absent, Op
 # Measured for every op; an op may add providers.
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
-    "GEMMs", "three GEMMs", "GEMMs of ours", "GEMMs of compact", *COMMON[:4], "liger-sm90", "cut-cross-entropy", "trl",
-    *COMMON[4:],
-    "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours eager", "ours linear",
-    "ours two", "ours with entropy", "ours as a loss",
+    "GEMMs", "three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of a frozen head", "GEMMs of ours", "GEMMs of compact",
+    *COMMON[:4], "liger-kernel JSD", "liger-sm90", "cut-cross-entropy", "trl", "trl JSD", "trl frozen", *COMMON[4:],
+    "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours 320 MiB", "ours eager", "ours linear",
+    "ours two", "ours with entropy", "ours as a loss", "ours JSD", "ours per token", "ours frozen",
 )  # fmt: skip
-PARTS = ("GEMMs", "three GEMMs", "GEMMs of ours", "GEMMs of compact")  # do only a part of the work
+# Do only a part of the work.
+PARTS = (
+    "GEMMs", "three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of a frozen head", "GEMMs of ours", "GEMMs of compact",
+)  # fmt: skip
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "transformers", "trl")
 # Without a GPU, compilation takes longer than the rest of a quick run.
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}

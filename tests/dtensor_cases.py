@@ -65,7 +65,7 @@ def check(
     def each(p: Any) -> list[Placement]:
         return [p] if isinstance(p, Placement) else [*p]
 
-    constants = ("cos", "sin", "target")
+    constants = ("cos", "sin", "target", "t_input", "t_weight", "t_bias", "token_weight")
     names = [name for name, t in tensors.items() if t.is_floating_point() and name not in constants]
     plain = {name: t.clone().requires_grad_(name in names) for name, t in tensors.items()}
     ours = {
@@ -334,6 +334,41 @@ for where, x, w in (
             dict(input=x, weight=w, target=rows, bias=w), loss_placements(rows, reduction), forward=counted,
             reduction=reduction, softcap=5.0,
         )  # fmt: skip
+TEACHER, TEACHER_HEAD = randn(5, 8, 16), randn(22, 16)
+MASK, FACTORS = TOKENS != -100, randn(5, 8).abs()
+
+
+def linear_divergence(**given: Any) -> Tensor:
+    return F.fused_linear_divergence(**given, beta=0.3).divergence
+
+
+for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
+    for reduction in ("mean", "sum", "none"):
+        counted = {REDUCE: 1} if reduction == "mean" and p != R else {}
+        tensors = dict(s_input=HIDDEN, t_input=TEACHER, mask=MASK, token_weight=FACTORS)
+        case(
+            f"fused_linear_divergence {where}, {reduction}", linear_divergence,
+            dict(**tensors, s_weight=HEAD, t_weight=TEACHER_HEAD, s_bias=HEAD_BIAS, t_bias=HEAD_BIAS),
+            dict(**dict.fromkeys(tensors, p), s_weight=R, t_weight=R, s_bias=R, t_bias=R),
+            loss_placements(p, reduction), forward=counted, reduction=reduction,
+        )  # fmt: skip
+
+
+def divergence_of_a_frozen_head(mesh: Any) -> None:
+    hidden, teacher = (spread(t, mesh, [Shard(1)]) for t in (HIDDEN, TEACHER))
+    heads = [spread(t, mesh, [R]) for t in (HEAD, TEACHER_HEAD)]
+    plain = HIDDEN.clone().requires_grad_()
+    found = F.fused_linear_divergence(hidden.requires_grad_(), heads[0], teacher, heads[1], mask=MASK)
+    expected = F.fused_linear_divergence(plain, HEAD, TEACHER, TEACHER_HEAD, mask=MASK)
+    for a, b in zip(found, expected):
+        assert a.placements == (Shard(1),)
+        torch.testing.assert_close(a.full_tensor(), b)
+    upstream = randn(5, 8)
+    (slope,) = torch.autograd.grad(found.divergence, hidden, spread(upstream, mesh, [Shard(1)]))
+    torch.testing.assert_close(slope.full_tensor(), torch.autograd.grad(expected.divergence, plain, upstream)[0])
+
+
+CASES["fused_linear_divergence, frozen head"] = divergence_of_a_frozen_head
 case_2d(
     "cross_entropy by batch and class",
     F.cross_entropy,
@@ -523,6 +558,11 @@ REFUSED = {
         F.fused_linear_cross_entropy,
         dict(input=(HIDDEN, Shard(2)), weight=(HEAD, Shard(1)), target=(TOKENS, R)),
         r"fused_linear_cross_entropy: input must be .* over mesh dimension 0 \(got Shard\(2\)\)",
+    ),
+    "fused_linear_divergence by class": (
+        F.fused_linear_divergence,
+        dict(s_input=(HIDDEN, R), s_weight=(HEAD, Shard(0)), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, R)),
+        r"fused_linear_divergence: s_weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
     ),
     "swiglu, two ways": (
         F.swiglu,

@@ -47,6 +47,8 @@ GATED, LOSS, LINEAR_LOSS = (
 )
 DIVERGENCE, CHOICE = dict(input=LOGITS, target=LOGITS), dict(logits=LOGITS, index=TARGET)
 SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
+MODELS = dict(s_input=HIDDEN, t_input=HIDDEN)
+HEADS_OF_MODELS = dict(s_weight=(VOCABULARY, WIDTH), t_weight=(VOCABULARY, WIDTH), s_bias=(VOCABULARY,))
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
 SPLIT = dict(group=SOLO, classes=VOCABULARY)
 
@@ -84,6 +86,8 @@ ROWS = [
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
+    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(reduction="mean", beta=0.5)),
+    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(beta=1.0, s_softcap=20.0)),
     Row("fused_linear_log_probs", LINEAR_LOSS, HEAD),
     Row(
         "fused_linear_log_probs", LINEAR_LOSS, HEAD, dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)
@@ -117,12 +121,18 @@ class Call(nn.Module):
             solo_group()
         self.op, self.names, self.options = getattr(torch.ops.liger, row.op), tuple(row.inputs), dict(row.options)
         self.overwrites = row.op.endswith("_")
-        self.parameters_of_op = nn.ParameterDict({k: torch.randn(shape) for k, shape in row.parameters.items()})
+        constants = operators()[row.op].constants
+        self.fixed = tuple(k for k in row.parameters if k in constants)
+        for k in self.fixed:
+            self.register_buffer(k, torch.randn(row.parameters[k]))
+        learned = {k: shape for k, shape in row.parameters.items() if k not in self.fixed}
+        self.parameters_of_op = nn.ParameterDict({k: torch.randn(shape) for k, shape in learned.items()})
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         named = dict(zip(self.names, inputs))
         if self.overwrites:
             named[self.names[0]] = named[self.names[0]] * 1
+        named |= {k: getattr(self, k) for k in self.fixed}
         return self.op(**named, **dict(self.parameters_of_op.items()), **self.options)
 
 

@@ -87,7 +87,9 @@ def test_training_graph(row, device):
     assert len(calls(program)) >= 2
     expected = module(*inputs)
     signature = program.graph_signature
-    loss, *gradients = program.graph_module(*(program.state_dict[n] for n in signature.parameters), *inputs)
+    loss, *gradients = program.graph_module(
+        *(program.state_dict[n] for n in (*signature.parameters, *signature.buffers)), *inputs
+    )
     torch.testing.assert_close(loss, expected)
     wanted = torch.autograd.grad(expected, [module.get_parameter(n) for n in signature.parameters])
     by_name = {n.name: g for n, g in zip(program.graph.output_node().args[0][1:], gradients)}

@@ -65,6 +65,16 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_linear_cross_entropy_with_metrics": linear,
         "fused_linear_cross_entropy_with_log_probs": linear,
         "fused_linear_log_probs": log_probs,
+        "fused_linear_divergence": dict(
+            s_input=rows,
+            s_weight=numbers(CLASSES, N),
+            t_input=numbers(ROWS, 3),
+            t_weight=numbers(CLASSES, 3),
+            s_bias=numbers(CLASSES),
+            t_bias=numbers(CLASSES),
+            mask=target > 0,
+            token_weight=numbers(ROWS).abs(),
+        ),
     }
     calls |= {
         f"vocab_parallel_{op}": given | dict(group=SOLO, classes=CLASSES)
@@ -117,6 +127,11 @@ SAVED = {
         op: {name: name for name in ("input", "weight", "target", "bias")}
         for op in ("fused_linear_log_probs", "vocab_parallel_fused_linear_log_probs")
     },
+    # The default, one number per token, computes the logits again.
+    "fused_linear_divergence": {
+        name: name
+        for name in ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
+    },
     **{
         f"vocab_parallel_{op}": dict(logits="logits", target="target", weight="weight")
         for op in ("cross_entropy", "cross_entropy_with_metrics")
@@ -142,7 +157,7 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 
 def is_differentiable(op: str, name: str, t: Any) -> bool:
-    constant = ("ce_weight", "token_weight", "cos", "sin", "target")
+    constant = ("ce_weight", "token_weight", "cos", "sin", "target", "t_input", "t_weight", "t_bias")
     constant += ("bias",) if op == "moe_router" else ()
     constant += ("weight",) if op.removeprefix("vocab_parallel_").startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant

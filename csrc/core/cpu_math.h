@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -41,6 +42,38 @@ inline float vector_exp(float x) {
 }
 
 inline double vector_exp(double x) { return std::exp(x); }
+
+/// Within 2 ulp, for x >= 0; -infinity at 0, NaN below.
+inline float vector_log(float x) {
+  constexpr float kLeastNormal = 1.17549435e-38f, kInfinity = std::numeric_limits<float>::infinity();
+  const float normal = x < kLeastNormal ? x * 8388608.f : x;
+  // normal = 2^exponent m, with m from sqrt(1/2) to sqrt(2)
+  const uint32_t offset = detail::bits_of(normal) - 0x3F3504F3, shifted = offset & 0xFF800000;
+  const float m = detail::float_of(detail::bits_of(normal) - shifted);
+  const float exponent = float(int32_t(shifted) >> 23) - (x < kLeastNormal ? 23.f : 0.f);
+  // log m = 2 atanh s
+  const float s = (m - 1) / (m + 1), z = s * s;
+  float p = 1.f / 9;
+  p = p * z + 1.f / 7;
+  p = p * z + 1.f / 5;
+  p = p * z + 1.f / 3;
+  // ln 2 in two parts: the first times an exponent is exact.
+  const float low = exponent * -2.12194440e-4f + 2 * s * z * p;
+  float y = exponent * 0.693359375f + (2 * s + low);
+  y = x < kInfinity ? y : x;
+  y = x == 0 ? -kInfinity : y;
+  return x < 0 ? std::numeric_limits<float>::quiet_NaN() : y;
+}
+
+inline double vector_log(double x) { return std::log(x); }
+
+/// log(1 + x) for x > -1. The division corrects the rounding of 1 + x.
+inline float vector_log1p(float x) {
+  const float u = 1 + x, lost = u - 1;
+  return lost == 0 ? x : vector_log(u) * (x / lost);
+}
+
+inline double vector_log1p(double x) { return std::log1p(x); }
 
 template <class C>
 C vector_sigmoid(C x) {

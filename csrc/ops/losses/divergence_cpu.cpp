@@ -14,30 +14,6 @@ namespace {
 
 constexpr int64_t kStage = 512;
 
-/// Within 2 ulp, for x >= 0; -infinity at 0, NaN below.
-inline float vector_log(float x) {
-  constexpr float kLeastNormal = 1.17549435e-38f, kInfinity = std::numeric_limits<float>::infinity();
-  const float normal = x < kLeastNormal ? x * 8388608.f : x;
-  // normal = 2^exponent m, with m from sqrt(1/2) to sqrt(2)
-  const uint32_t offset = core::detail::bits_of(normal) - 0x3F3504F3, shifted = offset & 0xFF800000;
-  const float m = core::detail::float_of(core::detail::bits_of(normal) - shifted);
-  const float exponent = float(int32_t(shifted) >> 23) - (x < kLeastNormal ? 23.f : 0.f);
-  // log m = 2 atanh s
-  const float s = (m - 1) / (m + 1), z = s * s;
-  float p = 1.f / 9;
-  p = p * z + 1.f / 7;
-  p = p * z + 1.f / 5;
-  p = p * z + 1.f / 3;
-  // ln 2 in two parts: the first times an exponent is exact.
-  const float low = exponent * -2.12194440e-4f + 2 * s * z * p;
-  float y = exponent * 0.693359375f + (2 * s + low);
-  y = x < kInfinity ? y : x;
-  y = x == 0 ? -kInfinity : y;
-  return x < 0 ? std::numeric_limits<float>::quiet_NaN() : y;
-}
-
-inline double vector_log(double x) { return std::log(x); }
-
 template <class C>
 C at_least(C x, C least) {
   return x < least ? least : x;

@@ -47,6 +47,19 @@ Gradients Meta::backward(
   return empty_gradients(input, weight, bias, wanted);
 }
 
+Tensor scaled(const char* op_name, const Tensor& gradient, const Tensor& factor, bool overwrite) {
+  using Function = Tensor(const Tensor&, const Tensor&, c10::string_view);
+  using InPlace = void(Tensor&, const Tensor&, c10::string_view);
+  if (!overwrite) {
+    static const auto op = core::find_op<Function>("liger::_cross_entropy_scale");
+    return op.call(gradient, factor, op_name);
+  }
+  static const auto op = core::find_op<InPlace>("liger::_cross_entropy_scale_");
+  Tensor flat = as_long_rows(gradient);
+  op.call(flat, factor, op_name);
+  return gradient;
+}
+
 namespace {
 
 Settings check(
@@ -379,21 +392,6 @@ using Linear =
     Ops<c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
         std::optional<int64_t>>;
 
-/// Multiplies a gradient from forward by a factor; in place if `overwrite`.
-Tensor scaled(const Tensor& gradient, const Tensor& factor, bool overwrite) {
-  using Function = Tensor(const Tensor&, const Tensor&, c10::string_view);
-  using InPlace = void(Tensor&, const Tensor&, c10::string_view);
-  constexpr const char* kOp = "fused_linear_cross_entropy backward";
-  if (!overwrite) {
-    static const auto op = core::find_op<Function>("liger::_cross_entropy_scale");
-    return op.call(gradient, factor, kOp);
-  }
-  static const auto op = core::find_op<InPlace>("liger::_cross_entropy_scale_");
-  Tensor flat = as_long_rows(gradient);
-  op.call(flat, factor, kOp);
-  return gradient;
-}
-
 core::variable_list ReducedBackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
   if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
@@ -403,7 +401,7 @@ core::variable_list ReducedBackwardNode::backward(core::variable_list&& grads) {
     Tensor gradient = take(i);
     if (gradient.defined()) {
       Tensor factor = deferred_scale.defined() ? grad * deferred_scale.select(0, i > 0) : grad;
-      gradient = scaled(gradient, factor, may_overwrite(gradient, gradient));
+      gradient = scaled("fused_linear_cross_entropy backward", gradient, factor, may_overwrite(gradient, gradient));
     }
     out.push_back(std::move(gradient));
   }

@@ -1,0 +1,78 @@
+// Rows of fused_linear_divergence on CUDA. Launches the kernel of liger_ops/kernels/losses/fused_linear_divergence.py.
+
+#include <algorithm>
+
+#include "core/cuda.h"
+#include "ops/losses/fused_linear_divergence.h"
+
+namespace liger::ops::fused_linear_divergence {
+
+void rows_cuda(const Rows& r) {
+  using K = kernels::fused_linear_divergence_rows;
+  const int64_t rows = r.student.size(0), n = r.student.size(1);
+  const auto device = r.student.device();
+  // Parts of a row wait for each other, so all of them must run at the same time.
+  const int64_t most = std::min<int64_t>(kinds::MOST_PARTS, runtime::multiprocessors(device.index()));
+  const int64_t least = (n + most - 1) / most, step = kinds::LEAST_PART;
+  const int64_t part = std::max<int64_t>(step, (least + 7) / 8 * 8), parts = (n + part - 1) / part;
+  const bool writes = r.dlogits.defined(), mixture = r.o.kind() == kinds::MIXTURE;
+  auto numbers = r.student.options();
+  Tensor shares, values, arrived;
+  int32_t flags = (writes ? kinds::WRITES : 0) | (r.mask.defined() ? kinds::HAS_MASK : 0) |
+      (r.grad.defined() ? kinds::HAS_GRAD : 0) | (r.s_bias.defined() ? kinds::S_BIAS : 0) |
+      (r.t_bias.defined() ? kinds::T_BIAS : 0) | (r.o.student.softcap ? kinds::S_CAP : 0) |
+      (r.o.teacher.softcap ? kinds::T_CAP : 0);
+  if (r.known) {
+    flags |= kinds::KNOWN;
+  } else {
+    flags |= kinds::SCANS | kinds::VALUES | (r.stats.defined() ? kinds::SAVES : 0);
+    flags |= writes && mixture ? kinds::KEEPS : 0;
+    shares = at::empty({rows, parts, int64_t(kinds::SHARES)}, numbers);
+    values = at::empty({rows, parts, 2}, numbers);
+    if (parts > 1) {
+      flags |= kinds::WAITS;
+      arrived = at::zeros({rows}, numbers.dtype(at::kInt));
+    }
+  }
+  const bool capped = r.o.student.softcap || r.o.teacher.softcap;
+  const auto dtype = dtype_of(writes ? r.dlogits : r.student);
+  const auto point = runtime::point_of<K>(K::dtype(dtype), r.o.kind(), capped ? 1 : 0);
+  const auto& config = runtime::first_fit<K>(n, true, point);
+  K::Args args{
+      address(r.dlogits),
+      address(r.student),
+      address(r.teacher),
+      address(r.s_bias),
+      address(r.t_bias),
+      address(r.mask),
+      address(r.grad),
+      address(r.entropy),
+      address(r.stats),
+      address(values),
+      address(shares),
+      address(arrived),
+      int32_t(n),
+      int32_t(part),
+      r.student.stride(0),
+      r.teacher.stride(0),
+      writes ? r.dlogits.stride(0) : 0,
+      r.stats.defined() ? r.stats.stride(0) : 0,
+      float(1.4426950408889634 / r.o.temperature),
+      float(1 / r.o.temperature),
+      float(r.o.beta),
+      float(r.o.student.scale),
+      float(r.o.teacher.scale),
+      float(r.o.student.softcap.value_or(1)),
+      float(r.o.teacher.softcap.value_or(1)),
+      flags};
+  launch<K>(r.op, device, runtime::variant_index<K>(config, point), {uint32_t(rows * parts)}, args);
+  if (r.known) return;
+  Tensor divergence = r.divergence;
+  at::sum_out(divergence, values.select(2, 0), 1);
+  if (r.stats.defined() && mixture) {
+    Tensor mean = r.stats.select(0, 4);
+    at::sum_out(mean, values.select(2, 1), 1);
+  }
+}
+
+}  // namespace liger::ops::fused_linear_divergence

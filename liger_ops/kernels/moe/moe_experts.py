@@ -543,6 +543,7 @@ def finished_in(parts, config):
 
 
 SMALL_PRODUCTS = [product(64, 32, 2, only=FLOATS), product(64, 32, 2, aligned=False, only={})]
+UNALIGNED_UP = product(32, 32, 2, aligned=False, only={})
 
 KERNELS = [
     Kernel(
@@ -585,8 +586,8 @@ KERNELS = [
         },
         ["act", "pre", "x", "gate_up", "hidden", "inner", "x_row", "w_expert", "w_row"],
         {"layout": layouts(SUM_FIRST, COLUMNS_FIRST, HALVES_APART), "gate": GATES},
-        [product(256, 32, 4), *SMALL_PRODUCTS],
-        [product(256, 64, 4), SMALL_PRODUCTS[-1]],
+        [product(128, 32, 5), SMALL_PRODUCTS[0], UNALIGNED_UP],
+        [product(256, 64, 4), UNALIGNED_UP],
     ),
     *kernels_of_product(
         moe_experts_rows_kernel,
@@ -608,7 +609,7 @@ KERNELS = [
         },
         ["dpre", "act", "pre", "dout", "down", "hidden", "inner", "dout_row", "w_expert", "w_row"],
         {"layout": layouts(SUM_FIRST, COLUMNS_FIRST), "gate": GATES},
-        [finished_in(4, product(128, 32, 4)), *(finished_in(4, small) for small in SMALL_PRODUCTS)],
+        [finished_in(4, product(128, 32, 5)), *(finished_in(4, small) for small in SMALL_PRODUCTS)],
         [finished_in(4, product(128, 64, 4)), finished_in(4, SMALL_PRODUCTS[-1])],
     ),
     *kernels_of_product(

@@ -16,7 +16,6 @@ from . import probe
 from .mlps import switch_of
 from .patched import Switches, give_subclass, require_switch
 from .probe import NotUnderstood, agrees, original_class, random_tensor, shallow_copy
-from .rebinding import inner_function
 
 OP = "moe_experts"
 HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
@@ -36,16 +35,28 @@ class Experts:
     biases: bool
 
     def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        biases = [getattr(module, name) if self.biases else None for name in BIASES]
+        gate_up_bias, down_bias = (getattr(module, name) if self.biases else None for name in BIASES)
         dtype = module.gate_up_proj.dtype
         if weight.dtype not in (dtype, torch.float32):
             weight = weight.to(dtype)
         out = F.moe_experts(
-            x.to(dtype), module.gate_up_proj, module.down_proj, index, weight, *biases, self.activation,
+            x.to(dtype), module.gate_up_proj, module.down_proj, index, weight, gate_up_bias, down_bias, self.activation,
             interleaved=self.interleaved, transposed=self.transposed, limit=self.limit, alpha=self.alpha,
             up_offset=self.up_offset,
         )  # fmt: skip
         return out.to(x.dtype)
+
+
+class EagerConfig:
+    """A config with which transformers computes expert by expert, for any sizes."""
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: Any) -> None:
+        self.liger_config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.liger_config, name)
 
 
 def gates(module: Any) -> Iterator[tuple[str, bool, float | None, float, float]]:
@@ -81,15 +92,17 @@ def identify(module: Any) -> Experts:
             "gate_up_proj_bias": random_tensor(EXPERTS, 2 * INNER, seed=1),
             "down_proj_bias": random_tensor(EXPERTS, HIDDEN, seed=2),
         }
-    counts = {n: EXPERTS for n in ("num_experts", "num_local_experts") if n in vars(module)}
-    copy: Any = shallow_copy(module, _parameters=small, **counts)
+    own: dict[str, Any] = {n: EXPERTS for n in ("num_experts", "num_local_experts") if n in vars(module)}
+    if "config" in vars(module):
+        own["config"] = EagerConfig(module.config)
+    copy: Any = shallow_copy(module, _parameters=small, **own)
     x = torch.cat([random_tensor(4, HIDDEN, seed=3), 20 * random_tensor(4, HIDDEN, seed=4)])
     index = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1]] * 2)
     weight = random_tensor(8, 2, seed=5).abs()
     try:
         with torch.no_grad():
             gate_out = cls._apply_gate(copy, pair)
-            theirs = inner_function(cls.forward)(copy, x, index, weight)
+            theirs = cls.forward(copy, x, index, weight)
     except Exception as error:
         raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
     for activation, interleaved, limit, alpha, offset in gates(module):

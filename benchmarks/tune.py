@@ -187,8 +187,8 @@ def keeping(config: Any, more_tiles: int = 0) -> Any:
 
 
 def neighbours(config: Any, least_share: int = 0) -> Iterator[Any]:
-    """Configs with one number doubled or halved; with one doubled and another halved; with one switch flipped; or with one
-    tile more or less in KEEP, also with one program per SM less or more."""
+    """Configs with one number doubled or halved; with one doubled and another halved; with one switch flipped; with one
+    pipeline stage more or less; or with one tile more or less in KEEP, also with one program per SM less or more."""
     numbers = {"num_warps": config.num_warps, "programs_per_sm": config.programs_per_sm, **config.constexprs}
     free = [k for k, v in numbers.items() if v > 0 and k not in FIXED | SWITCHES]
 
@@ -205,6 +205,8 @@ def neighbours(config: Any, least_share: int = 0) -> Iterator[Any]:
     found = [found for change in changes if (found := scaled(change)) is not None]
     for k in SWITCHES & numbers.keys():
         found.append(replace(config, constexprs={**config.constexprs, k: 1 - config.constexprs[k]}))
+    if stages := config.constexprs.get("STAGES"):
+        found += [replace(config, constexprs={**config.constexprs, "STAGES": stages + by}) for by in (1, -1)]
     if config.constexprs.get("KEEP"):
         found += [keeping(config, 1), keeping(config, -1)]
         if config.programs_per_sm > 1:

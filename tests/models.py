@@ -50,6 +50,12 @@ SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
 MODELS = dict(s_input=HIDDEN, t_input=HIDDEN)
 HEADS_OF_MODELS = dict(s_weight=(VOCABULARY, WIDTH), t_weight=(VOCABULARY, WIDTH), s_bias=(VOCABULARY,))
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
+ROUTES, EXPERTS = ("B", 2), 3
+MOE = dict(x=("B", WIDTH), index=ROUTES, weight=ROUTES)
+EXPERT_WEIGHTS = dict(gate_up=(EXPERTS, 2 * SIZE, WIDTH), down=(EXPERTS, WIDTH, SIZE))
+TURNED_WEIGHTS = dict(gate_up=(EXPERTS, WIDTH, 2 * SIZE), down=(EXPERTS, SIZE, WIDTH))
+EXPERT_BIASES = dict(gate_up_bias=(EXPERTS, 2 * SIZE), down_bias=(EXPERTS, WIDTH))
+GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
 SPLIT = dict(group=SOLO, classes=VOCABULARY)
 
 ROWS = [
@@ -70,6 +76,9 @@ ROWS = [
     Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
     Row("embedding", dict(input=TARGET), HEAD),
     Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
+    Row("moe_experts", MOE, EXPERT_WEIGHTS),
+    Row("moe_experts", MOE, TURNED_WEIGHTS | EXPERT_BIASES, GPT_OSS),
+    Row("moe_experts_sorted", dict(x=("B", WIDTH), tokens_per_expert=(EXPERTS,)), EXPERT_WEIGHTS),
     Row("cross_entropy", LOSS, {}, dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
     Row("cross_entropy", LOSS, {}, dict(reduction="none")),
     Row("cross_entropy_", LOSS),
@@ -143,6 +152,10 @@ def inputs_of(
         sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
         if shape == TARGET:
             return torch.randint(VOCABULARY, sizes, device=device)
+        if name == "index":
+            return torch.randint(EXPERTS, sizes, device=device)
+        if name == "tokens_per_expert":
+            return torch.arange(*sizes, device=device) % 2
         wanted = requires_grad and name not in ("cos", "sin", "freqs_cis", *operators()[row.op].constants)
         return torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32), requires_grad=wanted)
 

@@ -41,6 +41,9 @@ def public_calls() -> dict[str, dict[str, Any]]:
         input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), entropy=True, entropy_grad=True
     )
     heads = dict(q=numbers(1, 2, ROWS, N), k=numbers(1, 1, ROWS, N))
+    experts = dict(
+        x=rows, gate_up=numbers(2, 6, N), down=numbers(2, N, 3), gate_up_bias=numbers(2, 6), down_bias=numbers(2, N)
+    )
     calls = {
         "rms_norm": dict(x=rows, weight=column),
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
@@ -49,6 +52,8 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),
         "qk_norm_rope": dict(**heads, q_weight=column, k_weight=numbers(N), cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
         "embedding": dict(input=target, weight=numbers(CLASSES, N)),
+        "moe_experts": dict(**experts, index=target.view(ROWS, 1), weight=numbers(ROWS, 1)),
+        "moe_experts_sorted": dict(**experts, tokens_per_expert=torch.tensor([1, 2])),
         "cross_entropy": loss,
         "cross_entropy_with_metrics": loss,
         "cross_entropy_": loss,
@@ -111,6 +116,8 @@ SAVED = {
     "rope_freqs_cis": dict(freqs_cis="cos"),
     "qk_norm_rope": {name: name for name in ("q", "k", "q_weight", "k_weight", "cos", "sin")},
     "embedding": dict(input="input"),
+    "moe_experts": {name: name for name in ("x", "gate_up", "down", "index", "weight", "down_bias")},
+    "moe_experts_sorted": {name: name for name in ("x", "gate_up", "down", "down_bias")},
     "cross_entropy": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_with_metrics": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_": dict(logits="dlogits"),

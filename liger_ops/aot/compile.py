@@ -2,8 +2,8 @@
 
 Triton lowers a variant once, for compute capability 8.0. Kernels without tl.dot lower to the same PTX for every
 capability, so each further architecture needs only another run of ptxas. The target is plain `sm_90`, whose cubin runs
-on the whole major family; Triton's own `sm_90a` runs on one chip. Kernels written in PTX (hopper.py) use instructions
-of one chip and are compiled only for it.
+on the whole major family; Triton's own `sm_90a` runs on one chip. Kernels whose table names an architecture, in Triton
+or in PTX (hopper.py), use instructions of one chip and are compiled only for it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def compile_variant(variant: Variant, archs: list[int]) -> Binary:
         check(variant, binary, hopper.SHARED_BYTES)
     else:
         binary = compile_triton(variant, served)
-        check(variant, binary, MAX_SHARED_BYTES)
+        check(variant, binary, hopper.SHARED_BYTES if variant.kernel.archs else MAX_SHARED_BYTES)
     return binary
 
 
@@ -93,7 +93,7 @@ def compile_triton(variant: Variant, archs: list[int]) -> Binary:
         knobs.compilation.disable_line_info = True
         # fp fusion is explicit: its default may change with a Triton release, and results with it.
         options = {"num_warps": variant.config.num_warps, "enable_fp_fusion": True, "maxnreg": variant.max_registers}
-        capability = min(PTX_CAPABILITY, *archs)
+        capability = variant.kernel.archs[0] if variant.kernel.archs else min(PTX_CAPABILITY, *archs)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     metadata, ptx = compiled.metadata, compiled.asm["ptx"]
     ring = ring_bytes(ptx)

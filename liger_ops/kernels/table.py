@@ -142,7 +142,10 @@ class Kernel:
     aligned: Sequence[str]  # arguments that an aligned config assumes divisible
     axes: Mapping[str, Sequence[Mapping[str, Any]]]
     configs: Sequence[Config]
-    archs: Sequence[int] = ()  # supported compute capabilities; empty: all
+    # Supported compute capabilities; empty: all. A @triton.jit function that supports one is lowered for it, with its
+    # own instructions.
+    archs: Sequence[int] = ()
+    suffix: str = ""  # of the name, if several kernels share a function
 
     def __post_init__(self) -> None:
         expected = [*self.args, *self.variant(0).constexprs]
@@ -157,7 +160,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        return self.symbol.removesuffix("_kernel")
+        return self.symbol.removesuffix("_kernel") + self.suffix
 
     @property
     def axis_points(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Gated MLPs and stacks of experts."""
+"""Gated MLPs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,4 @@ def patch_mlp(module: nn.Module, switches: Switches) -> str:
     gate = switch_of(mlp.gate)
     require_switch(switches, gate)
     give_subclass(module, "mlp", gate, mlp, lambda cls: {"forward": accept_any_keyword(probe.mlp_forward(mlp))})
-    return gate
-
-
-def patch_experts(module: nn.Module, switches: Switches) -> str:
-    found = probe.identify_experts(module)
-    gate, packed = switch_of(found), probe.PACKED[found]
-    require_switch(switches, gate)
-    give_subclass(module, "experts", gate, found, lambda cls: {"_apply_gate": lambda self, gate_up: packed(gate_up)})
     return gate

@@ -14,9 +14,10 @@ from typing import Any, overload
 from torch import nn
 
 from .embeddings import is_embedding, patch_embedding
+from .experts import patch_experts
 from .heads import loss_operator, patch_loss, prepare_head
 from .layers import has_fusable_norms, patch_layer
-from .mlps import looks_like_mlp, patch_experts, patch_mlp
+from .mlps import looks_like_mlp, patch_mlp
 from .norms import looks_like_norm, patch_norm
 from .patched import Patched, Switches, deepcopy_as_patched, has_replaced_forward, reduce_as_original, restore
 from .probe import NotUnderstood
@@ -25,7 +26,8 @@ from .report import Report, Row
 from .rotary import patch_rotary, rotary_methods
 
 SWITCHES = (
-    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "embedding", "cross_entropy", "fused_linear_cross_entropy"
+    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "moe_experts", "embedding", "cross_entropy",
+    "fused_linear_cross_entropy",
 )  # fmt: skip
 
 
@@ -115,8 +117,8 @@ def apply_liger_kernel(
     instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
     that patches its instances on construction.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, embedding, cross_entropy, fused_linear_cross_entropy. All are
-    on by default.
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, moe_experts, embedding, cross_entropy,
+    fused_linear_cross_entropy. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 
     In training with labels the model returns no logits, unless its forward is called with ``skip_logits=False``.

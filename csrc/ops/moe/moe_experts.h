@@ -1,0 +1,106 @@
+#pragma once
+
+// One call of moe_experts on a device. Letters: T tokens, K choices, E experts, H hidden, I inner.
+
+#include <ATen/ATen.h>
+
+#include <limits>
+#include <optional>
+
+#include "core/checks.h"
+#include "kernels/moe_experts.h"
+
+namespace liger::ops::moe_experts {
+
+using at::Tensor;
+
+constexpr const char* kOp = "moe_experts";
+constexpr const char* kSortedOp = "moe_experts_sorted";
+constexpr const char* kBackward = "moe_experts backward";
+
+struct Options {
+  c10::string_view activation;
+  bool interleaved, transposed;
+  std::optional<double> limit;
+  double alpha, up_offset;
+  bool weight_before;
+
+  bool is_silu() const { return activation == "silu"; }
+  double limit_or_infinity() const { return limit.value_or(std::numeric_limits<double>::infinity()); }
+};
+
+/// Gradients that a backward computes.
+constexpr int64_t kX = 1, kGateUp = 2, kDown = 4, kWeight = 8, kGateUpBias = 16, kDownBias = 32;
+
+struct Gradients {
+  Tensor x, gate_up, down, weight, gate_up_bias, down_bias;  // undefined: not wanted
+};
+
+struct Call {
+  const char* op;
+  // x: (T, H); gate_up: (E, 2 I, H), or (E, H, 2 I) if transposed; down: (E, H, I), or (E, I, H). Biases: (E, 2 I) and
+  // (E, H), or undefined. index and weight: (T, K). Rows that are sorted already have no weight, and index is
+  // tokens_per_expert (E), undefined in backward.
+  Tensor x, gate_up, down, index, weight, gate_up_bias, down_bias;
+  Options options;
+
+  bool is_sorted() const { return !weight.defined(); }
+  int64_t tokens() const { return x.size(0); }
+  int64_t choices() const { return is_sorted() ? 1 : index.size(1); }
+  int64_t pairs() const { return tokens() * choices(); }
+  int64_t experts() const { return gate_up.size(0); }
+  int64_t hidden() const { return x.size(1); }
+  int64_t inner() const { return down.size(options.transposed ? 1 : 2); }
+  bool is_empty() const { return pairs() == 0 || experts() == 0 || hidden() == 0; }
+};
+
+/// Most tiles that rows of all experts can have.
+template <class Int>
+Int most_tiles(const Int& pairs, const Int& experts) {
+  return pairs / kernels::constants::moe_experts::TILE_ROWS + experts;
+}
+
+/// Routing data as parts of one int32 tensor. liger_ops/kernels/moe/moe_experts.py says what they mean.
+struct Routing {
+  Tensor offsets, tiles, tokens, order, position;
+
+  Routing(const Tensor& all, int64_t pairs, int64_t experts) {
+    int64_t at = 0;
+    auto part = [&](int64_t size) {
+      at += size;
+      return all.narrow(0, at - size, size);
+    };
+    offsets = part(experts + 1);
+    tiles = part(1 + 2 * most_tiles(pairs, experts));
+    tokens = part(pairs);
+    order = part(pairs);
+    position = part(pairs);
+  }
+
+  static c10::SymInt size(const c10::SymInt& pairs, const c10::SymInt& experts) {
+    return experts + 2 + most_tiles(pairs, experts) * 2 + pairs * 3;
+  }
+};
+
+/// forward: `routing` receives the routing data, and `pre` (pairs, 2 I), unless it is undefined, the first product.
+/// backward: dpre may be pre. index and sizes: as in Call.
+struct Cpu {
+  static Tensor forward(const Call& call, const Tensor& routing, const Tensor& pre);
+  static Gradients backward(
+      const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
+      int64_t wanted);
+};
+
+struct Cuda {
+  static Tensor forward(const Call& call, const Tensor& routing, const Tensor& pre);
+  static Gradients backward(
+      const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
+      int64_t wanted);
+};
+
+/// A gradient of t's shape, contiguous.
+inline Tensor gradient_like(const Tensor& t, bool zero = false) {
+  return zero ? at::zeros_symint(t.sym_sizes(), t.options()) : at::empty_symint(t.sym_sizes(), t.options());
+}
+
+}  // namespace liger::ops::moe_experts

@@ -1,0 +1,220 @@
+// moe_experts on CPU: one GEMM per expert and product.
+
+#include "core/cpu.h"
+#include "ops/moe/moe_experts.h"
+
+namespace liger::ops::moe_experts {
+namespace {
+
+void route(const Call& call, const Routing& r) {
+  const int64_t pairs = call.pairs(), experts = call.experts(), choices = call.choices();
+  int32_t *offsets = r.offsets.data_ptr<int32_t>(), *tokens = r.tokens.data_ptr<int32_t>();
+  int32_t *order = r.order.data_ptr<int32_t>(), *position = r.position.data_ptr<int32_t>();
+  const Tensor index = call.index.to(at::kLong).contiguous();
+  const int64_t* ids = index.const_data_ptr<int64_t>();
+  std::vector<int64_t> next(experts + 1);
+  if (call.is_sorted()) {
+    for (int64_t e = 0; e < experts; ++e) {
+      LIGER_CHECK(ids[e] >= 0, call.op, "tokens_per_expert", "not be negative", ids[e]);
+      next[e + 1] = next[e] + ids[e];
+    }
+    LIGER_CHECK(
+        next[experts] <= pairs, call.op, "tokens_per_expert",
+        c10::str("have a sum of at most ", pairs, ", the rows of x"), next[experts]);
+  } else {
+    for (int64_t i = 0; i < pairs; ++i) {
+      if (ids[i] >= 0 && ids[i] < experts) ++next[ids[i] + 1];
+    }
+    for (int64_t e = 0; e < experts; ++e) next[e + 1] += next[e];
+  }
+  for (int64_t e = 0; e <= experts; ++e) offsets[e] = int32_t(next[e]);
+  for (int64_t i = 0; i < pairs; ++i) {
+    const bool known = call.is_sorted() ? i < offsets[experts] : ids[i] >= 0 && ids[i] < experts;
+    const int64_t row = !known ? -1 : call.is_sorted() ? i : next[ids[i]]++;
+    position[i] = int32_t(row);
+    if (known) {
+      order[row] = int32_t(i);
+      tokens[row] = int32_t(i / choices);
+    }
+  }
+}
+
+/// The rows of one expert, with its tensors.
+struct Expert {
+  int64_t index, first, count;
+  Tensor tokens, order;
+};
+
+template <class F>
+void for_each_expert(const Call& call, const Routing& r, const F& f) {
+  const int32_t* offsets = r.offsets.const_data_ptr<int32_t>();
+  for (int64_t e = 0; e < call.experts(); ++e) {
+    const int64_t first = offsets[e], count = offsets[e + 1] - first;
+    if (count > 0) f(Expert{e, first, count, r.tokens.narrow(0, first, count), r.order.narrow(0, first, count)});
+  }
+}
+
+/// (columns, depth) of an expert, as F.linear takes it.
+Tensor linear_weight(const Tensor& weights, int64_t expert, bool transposed) {
+  Tensor w = weights.select(0, expert);
+  return transposed ? w.t() : w;
+}
+
+Tensor linear_bias(const Tensor& biases, int64_t expert) {
+  return biases.defined() ? biases.select(0, expert) : Tensor();
+}
+
+struct Halves {
+  Tensor gate, up;
+};
+
+Halves halves(const Tensor& pre, bool interleaved) {
+  const int64_t inner = pre.size(1) / 2;
+  if (interleaved) return {pre.slice(1, 0, std::nullopt, 2), pre.slice(1, 1, std::nullopt, 2)};
+  return {pre.narrow(1, 0, inner), pre.narrow(1, inner, inner)};
+}
+
+struct Activated {
+  Tensor value, by_gate, by_up;
+};
+
+/// act and, if wanted, its derivatives. gate, up: in the compute type.
+Activated activate(const Options& o, const Tensor& gate, const Tensor& up, bool derivatives) {
+  const bool clamps = o.limit.has_value();
+  const Tensor g = clamps ? gate.clamp_max(*o.limit) : gate;
+  const Tensor u = (clamps ? up.clamp(-*o.limit, *o.limit) : up) + o.up_offset;
+  const Tensor one = at::ones({}, g.options());
+  Tensor f, slope;
+  if (o.is_silu()) {
+    const Tensor s = at::sigmoid(g * o.alpha);
+    f = g * s;
+    if (derivatives) slope = s + f * o.alpha * at::sigmoid(g * -o.alpha);
+  } else {
+    const char* approximate = o.activation == "gelu_tanh" ? "tanh" : "none";
+    f = at::gelu(g, approximate);
+    if (derivatives) slope = at::gelu_backward(one.expand_as(g), g, approximate);
+  }
+  Activated out{u * f, {}, {}};
+  if (derivatives) {
+    out.by_gate = u * slope;
+    out.by_up = f;
+    if (clamps) {
+      out.by_gate = out.by_gate.masked_fill(gate > *o.limit, 0);
+      out.by_up = out.by_up.masked_fill(up.abs() > *o.limit, 0);
+    }
+  }
+  return out;
+}
+
+/// (T, n): the sum of each token's rows, weighted if the call says so.
+Tensor combine(const Call& call, const Routing& r, const Tensor& rows, bool weighted) {
+  const auto compute = core::compute_type(rows);
+  const Tensor position = r.position.view({call.tokens(), call.choices()});
+  Tensor total = at::zeros({call.tokens(), rows.size(1)}, rows.options().dtype(compute));
+  for (int64_t k = 0; k < call.choices(); ++k) {
+    const Tensor at = position.select(1, k), dropped = at.lt(0).unsqueeze(1);
+    Tensor part = rows.index_select(0, at.clamp_min(0)).to(compute);
+    if (weighted) part = part * call.weight.select(1, k).to(compute).unsqueeze(1);
+    total += part.masked_fill(dropped, 0);
+  }
+  return total.to(rows.scalar_type());
+}
+
+/// (rows, 1): the routing weight of every row, in the compute type. Undefined without weights.
+Tensor weights_of(const Call& call, const Expert& expert) {
+  if (call.is_sorted()) return {};
+  return call.weight.reshape(-1).index_select(0, expert.order).to(core::compute_type(call.x)).unsqueeze(1);
+}
+
+Tensor scaled(const Tensor& t, const Tensor& factor) { return factor.defined() ? t * factor : t; }
+
+}  // namespace
+
+Tensor Cpu::forward(const Call& call, const Tensor& routing, const Tensor& pre) {
+  runtime::count_cpu_call();
+  const Options& o = call.options;
+  if (call.is_empty()) return at::zeros_like(call.x, at::MemoryFormat::Contiguous);
+  const Routing r(routing, call.pairs(), call.experts());
+  route(call, r);
+  Tensor y = at::zeros({call.pairs(), call.hidden()}, call.x.options());
+  const auto compute = core::compute_type(call.x);
+  for_each_expert(call, r, [&](const Expert& expert) {
+    const Tensor rows = call.x.index_select(0, expert.tokens);
+    const Tensor product = at::linear(
+        rows, linear_weight(call.gate_up, expert.index, o.transposed), linear_bias(call.gate_up_bias, expert.index));
+    if (pre.defined()) pre.narrow(0, expert.first, expert.count).copy_(product);
+    const Tensor first = o.weight_before ? weights_of(call, expert) : Tensor();
+    const auto [gate, up] = halves(product, o.interleaved);
+    const Tensor act = activate(o, scaled(gate.to(compute), first), scaled(up.to(compute), first), false).value;
+    y.narrow(0, expert.first, expert.count)
+        .copy_(
+            at::linear(
+                act.to(call.x.scalar_type()), linear_weight(call.down, expert.index, o.transposed),
+                linear_bias(call.down_bias, expert.index)));
+  });
+  return combine(call, r, y, !call.is_sorted() && !o.weight_before);
+}
+
+Gradients Cpu::backward(
+    const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
+    int64_t wanted) {
+  runtime::count_cpu_call();
+  const Options& o = call.options;
+  const Routing r(routing, call.pairs(), call.experts());
+  const auto compute = core::compute_type(call.x), dtype = call.x.scalar_type();
+  Gradients out;
+  // Experts without rows keep zeros.
+  auto zeros = [&](int64_t bit, const Tensor& like) { return wanted & bit ? gradient_like(like, true) : Tensor(); };
+  out.gate_up = zeros(kGateUp, call.gate_up);
+  out.down = zeros(kDown, call.down);
+  out.weight = zeros(kWeight, call.weight);
+  auto bias = [&](int64_t bit, int64_t n) {
+    return wanted & bit ? at::zeros({call.experts(), n}, call.x.options()) : Tensor();
+  };
+  out.gate_up_bias = bias(kGateUpBias, 2 * call.inner());
+  out.down_bias = bias(kDownBias, call.hidden());
+  if (call.is_empty()) {
+    out.x = zeros(kX, call.x);
+    return out;
+  }
+  Tensor dx = wanted & kX ? at::zeros({call.pairs(), call.hidden()}, call.x.options()) : Tensor();
+  for_each_expert(call, r, [&](const Expert& expert) {
+    const Tensor d = dout.index_select(0, expert.tokens), scale = weights_of(call, expert);
+    const Tensor first = o.weight_before ? scale : Tensor(), last = o.weight_before ? Tensor() : scale;
+    const Tensor down = linear_weight(call.down, expert.index, o.transposed);
+    const Tensor dact = at::mm(d, down).to(compute);
+    const Tensor pre_rows = pre.narrow(0, expert.first, expert.count).to(compute);
+    const auto [gate, up] = halves(pre_rows, o.interleaved);
+    const Activated act = activate(o, scaled(gate, first), scaled(up, first), true);
+    const Tensor dgate = scaled(dact, last) * act.by_gate, dup = scaled(dact, last) * act.by_up;
+    if (out.weight.defined()) {
+      Tensor share = (o.weight_before ? dgate * gate + dup * up : dact * act.value).sum(1);
+      if (call.down_bias.defined() && !o.weight_before) {
+        share += at::mv(d.to(compute), call.down_bias.select(0, expert.index).to(compute));
+      }
+      out.weight.view(-1).index_copy_(0, expert.order.to(at::kLong), share.to(out.weight.scalar_type()));
+    }
+    const Tensor rows = dpre.narrow(0, expert.first, expert.count);
+    const auto [to_gate, to_up] = halves(rows, o.interleaved);
+    to_gate.copy_(scaled(dgate, first));
+    to_up.copy_(scaled(dup, first));
+    if (out.down.defined()) {
+      Tensor to = linear_weight(out.down, expert.index, o.transposed);
+      to.copy_(at::mm(d.t(), scaled(act.value, last).to(dtype)));
+    }
+    if (out.down_bias.defined()) out.down_bias.select(0, expert.index).copy_(scaled(d.to(compute), last).sum(0));
+    if (out.gate_up_bias.defined()) out.gate_up_bias.select(0, expert.index).copy_(rows.to(compute).sum(0));
+    if (out.gate_up.defined()) {
+      Tensor to = linear_weight(out.gate_up, expert.index, o.transposed);
+      to.copy_(at::mm(rows.t(), call.x.index_select(0, expert.tokens)));
+    }
+    if (dx.defined()) {
+      dx.narrow(0, expert.first, expert.count)
+          .copy_(at::mm(rows, linear_weight(call.gate_up, expert.index, o.transposed)));
+    }
+  });
+  if (dx.defined()) out.x = combine(call, r, dx, false);
+  return out;
+}
+
+}  // namespace liger::ops::moe_experts

@@ -1,0 +1,385 @@
+// moe_experts on CUDA. The kernels and what they compute: liger_ops/kernels/moe/moe_experts.py.
+
+#include "core/cuda.h"
+#include "kernels/geglu.h"
+#include "ops/moe/moe_experts.h"
+#include "runtime/loader.h"
+
+namespace liger::ops::moe_experts {
+namespace {
+
+using core::address;
+namespace flags = kernels::constants::moe_experts;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Kernels {
+  const Call& call;
+  const Routing& routing;
+  Tensor weight;  // (T, K) fp32, or undefined
+  int32_t pairs = int32_t(call.pairs()), choices = int32_t(call.choices()), experts = int32_t(call.experts());
+  int32_t hidden = int32_t(call.hidden()), inner = int32_t(call.inner());
+  // Tiles of rows that a grid covers: each expert's last tile may be partly filled, and a tile has at least one row.
+  int32_t tiles = int32_t(std::min<int64_t>(pairs, most_tiles<int64_t>(pairs, experts)));
+
+  Kernels(const Call& call, const Routing& routing) : call(call), routing(routing) {
+    if (!call.is_sorted()) weight = call.weight.to(at::kFloat).contiguous();
+  }
+
+  const at::Device& device() const { return device_; }
+
+  template <class K>
+  void start(uint32_t variant, int64_t programs, const typename K::Args& args) const {
+    LIGER_CHECK(
+        programs <= std::numeric_limits<int32_t>::max(), call.op, "x",
+        "be small enough for fewer than 2^31 programs of a kernel", programs);
+    if (programs > 0) core::launch<K>(call.op, device_, variant, {uint32_t(programs)}, args);
+  }
+
+  /// Launches a kernel whose only axis is the dtype, or has one point.
+  template <class K, class... Choices>
+  void start_simple(int64_t n, bool aligned, int64_t rows, const typename K::Args& args, Choices... choices) const {
+    const auto& config = runtime::first_fit<K>(n, aligned);
+    int64_t programs = rows;
+    if constexpr (has_block_n<K>) programs *= ceil_div(n, config.BLOCK_N);
+    start<K>(runtime::variant_index<K>(config, runtime::point_of<K>(choices...)), programs, args);
+  }
+
+  /// Calls f(kernel, config, variant) for the device's own kernel if there is one, else for the general one.
+  template <class General, class Hopper, class F, class... Choices>
+  void choose(bool aligned, const F& f, Choices... choices) const {
+    const auto dtype = core::dtype_of(call.x);
+    if (dtype != runtime::DType::F32 && attempt(Hopper{}, true, aligned, f, Hopper::dtype(dtype), choices...)) return;
+    attempt(General{}, false, aligned, f, General::dtype(dtype), choices...);
+  }
+
+  int32_t gate_flags() const {
+    const Options& o = call.options;
+    return (o.activation == "gelu_tanh" ? kernels::constants::geglu::TANH : 0) |
+        (o.interleaved ? flags::INTERLEAVED : 0) | (o.weight_before ? flags::WEIGHT_FIRST : 0);
+  }
+  int gate() const { return call.options.is_silu() ? flags::SILU : flags::GELU; }
+
+  template <class Args>
+  void set_gate(Args& args) const {
+    args.alpha = float(call.options.alpha);
+    args.limit = float(call.options.limit_or_infinity());
+    args.up_offset = float(call.options.up_offset);
+  }
+
+  template <class Args>
+  void set_routing(Args& args) const {
+    args.offsets = address(routing.offsets);
+    args.tiles = address(routing.tiles);
+    args.most_tiles = tiles;
+  }
+
+  template <class Args>
+  void set_weights(Args& args, const Tensor& w) const {
+    args.w_expert = w.stride(0);
+    args.w_row = w.stride(1);
+  }
+
+ private:
+  template <class K, class = void>
+  struct HasBlockN : std::false_type {};
+  template <class K>
+  struct HasBlockN<K, std::void_t<decltype(K::configs[0].BLOCK_N)>> : std::true_type {};
+  template <class K>
+  static constexpr bool has_block_n = HasBlockN<K>::value;
+
+  template <class K, class F, class... Choices>
+  bool attempt(K kernel, bool optional, bool aligned, const F& f, Choices... choices) const {
+    const auto point = runtime::point_of<K>(choices...);
+    const auto& config = runtime::first_fit<K>(1, aligned, point);
+    const uint32_t variant = runtime::variant_index<K>(config, point);
+    if (optional && !can_run<K>(variant)) return false;
+    f(kernel, config, variant);
+    return true;
+  }
+
+  template <class K>
+  bool can_run(uint32_t variant) const {
+    std::string error;
+    const auto* info = runtime::device_info(device_.index(), error);
+    if (!info || !K::kernel.spec().supports(info->capability)) return false;
+    return variant == runtime::kTrialVariant ||
+        runtime::loads(K::kernel, variant, device_.index()) == runtime::Loads::Yes;
+  }
+
+  at::Device device_ = call.x.device();
+};
+
+int32_t words_of(const Tensor& index) { return index.scalar_type() == at::kLong ? 2 : 1; }
+
+/// Experts' matrices with contiguous rows.
+Tensor with_rows(const Tensor& w) { return w.stride(2) == 1 || w.size(2) == 1 ? w : w.contiguous(); }
+Tensor rows_of(const Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }
+
+Tensor fp32_or_undefined(const Tensor& t) { return t.defined() ? t.to(at::kFloat).contiguous() : t; }
+
+template <class... Numbers>
+bool multiples_of_8(Numbers... numbers) {
+  return ((int64_t(numbers) | ...) & 7) == 0;
+}
+
+void route(const Kernels& k, const Tensor& index) {
+  const Routing& r = k.routing;
+  const auto ints = k.call.x.options().dtype(at::kInt);
+  const bool sorted = k.call.is_sorted();
+  const int32_t blocks = sorted ? 0 : int32_t(ceil_div(k.pairs, flags::ROUTE_BLOCK)), words = words_of(index);
+  const int64_t programs = ceil_div(k.pairs, flags::ROUTE_BLOCK);
+  Tensor totals = sorted ? index.to(at::kInt) : at::zeros({k.experts}, ints), counts;
+  if (!sorted) {
+    using Count = kernels::moe_experts_count;
+    counts = at::empty({k.experts, blocks}, ints);
+    k.start_simple<Count>(
+        1, false, programs, {address(counts), address(totals), address(index), k.pairs, k.experts, blocks, words}, 0);
+  }
+  using Scan = kernels::moe_experts_scan;
+  const auto& config = runtime::first_fit<Scan>(k.experts, false);
+  k.start<Scan>(
+      runtime::variant_index<Scan>(config, runtime::point_of<Scan>(0)), k.experts,
+      {address(r.offsets), address(r.tiles), address(counts), address(totals), k.pairs, k.experts, blocks});
+  using Place = kernels::moe_experts_place;
+  k.start_simple<Place>(
+      1, false, programs,
+      {address(r.tokens), address(r.order), address(r.position), address(counts), address(r.offsets), address(index),
+       k.pairs, k.choices, k.experts, blocks, sorted ? 0 : words},
+      0);
+}
+
+/// act (pairs, I)
+void up_product(const Kernels& k, const Tensor& x, const Tensor& act, const Tensor& pre, const Tensor& bias) {
+  const Options& o = k.call.options;
+  const Tensor w = with_rows(k.call.gate_up);
+  const bool aligned = multiples_of_8(k.hidden, k.inner, x.stride(0), w.stride(0), w.stride(1)) &&
+      core::aligned16(address(x), address(w), address(act), address(pre));
+  const int layout = !o.transposed ? flags::SUM_FIRST : o.interleaved ? flags::COLUMNS_FIRST : flags::HALVES_APART;
+  auto run = [&](auto kernel, const auto& config, uint32_t variant) {
+    using K = decltype(kernel);
+    typename K::Args args{};
+    args.act = address(act);
+    args.pre = address(pre);
+    args.x = address(x);
+    args.gate_up = address(w);
+    args.bias = address(bias);
+    args.weight = address(k.weight);
+    k.set_routing(args);
+    args.tokens = address(k.routing.tokens);
+    args.order = address(k.routing.order);
+    args.hidden = k.hidden;
+    args.inner = k.inner;
+    args.x_row = x.stride(0);
+    k.set_weights(args, w);
+    k.set_gate(args);
+    args.flags = k.gate_flags() | (bias.defined() ? flags::HAS_BIAS : 0) | (pre.defined() ? flags::SAVES_PRE : 0);
+    k.start<K>(variant, k.tiles * ceil_div(k.inner, config.BLOCK_N / 2), args);
+  };
+  k.choose<kernels::moe_experts_up, kernels::moe_experts_up_hopper>(aligned, run, layout, k.gate());
+}
+
+/// out (pairs, n) = a (pairs, depth) times each expert's matrix, of which a dimension is `n` and the other is summed.
+void rows_product(
+    const Kernels& k, const Tensor& out, const Tensor& a, const Tensor& weights, bool sum_first, const Tensor& bias) {
+  const Tensor w = with_rows(weights);
+  const bool aligned = multiples_of_8(out.size(1), a.size(1), w.stride(0), w.stride(1)) &&
+      core::aligned16(address(out), address(a), address(w));
+  auto run = [&](auto kernel, const auto& config, uint32_t variant) {
+    using K = decltype(kernel);
+    typename K::Args args{};
+    args.out = address(out);
+    args.a = address(a);
+    args.w = address(w);
+    args.bias = address(bias);
+    k.set_routing(args);
+    args.depth = int32_t(a.size(1));
+    args.n = int32_t(out.size(1));
+    k.set_weights(args, w);
+    args.flags = bias.defined() ? flags::HAS_BIAS : 0;
+    k.start<K>(variant, k.tiles * ceil_div(out.size(1), config.BLOCK_N), args);
+  };
+  const int layout = sum_first ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
+  k.choose<kernels::moe_experts_rows, kernels::moe_experts_rows_hopper>(aligned, run, layout);
+}
+
+/// The shares of d weight, (column tiles, pairs), if wanted. act may be undefined.
+Tensor act_backward(
+    const Kernels& k, const Tensor& dout, const Tensor& pre, const Tensor& dpre, const Tensor& act, bool wants_weight) {
+  const Tensor w = with_rows(k.call.down);
+  const bool aligned = multiples_of_8(k.hidden, k.inner, dout.stride(0), w.stride(0), w.stride(1)) &&
+      core::aligned16(address(dout), address(w), address(pre), address(dpre), address(act));
+  Tensor shares;
+  auto run = [&](auto kernel, const auto& config, uint32_t variant) {
+    using K = decltype(kernel);
+    const int64_t columns = ceil_div(k.inner, config.BLOCK_N);
+    if (wants_weight) shares = at::empty({columns, k.pairs}, k.call.x.options().dtype(at::kFloat));
+    typename K::Args args{};
+    args.dpre = address(dpre);
+    args.act = address(act);
+    args.shares = address(shares);
+    args.pre = address(pre);
+    args.dout = address(dout);
+    args.down = address(w);
+    args.weight = address(k.weight);
+    k.set_routing(args);
+    args.tokens = address(k.routing.tokens);
+    args.order = address(k.routing.order);
+    args.pairs = k.pairs;
+    args.hidden = k.hidden;
+    args.inner = k.inner;
+    args.dout_row = dout.stride(0);
+    k.set_weights(args, w);
+    k.set_gate(args);
+    args.flags = k.gate_flags() | (k.weight.defined() ? flags::HAS_WEIGHT : 0) |
+        (act.defined() ? flags::SAVES_ACT : 0) | (wants_weight ? flags::WANTS_WEIGHT : 0);
+    k.start<K>(variant, k.tiles * columns, args);
+  };
+  const int layout = k.call.options.transposed ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
+  k.choose<kernels::moe_experts_act_bwd, kernels::moe_experts_act_bwd_hopper>(aligned, run, layout, k.gate());
+  return shares;
+}
+
+/// out (E, m, n): of every expert, the sum over its rows of left^T right. by_token (T, .): one of the two; by_row
+/// (pairs, .): the other.
+void weights_product(
+    const Kernels& k, const Tensor& out, const Tensor& by_token, const Tensor& by_row, bool token_left) {
+  const Tensor &left = token_left ? by_token : by_row, &right = token_left ? by_row : by_token;
+  const bool aligned = multiples_of_8(out.size(1), out.size(2), left.stride(0), right.stride(0)) &&
+      core::aligned16(address(out), address(left), address(right));
+  auto run = [&](auto kernel, const auto& config, uint32_t variant) {
+    using K = decltype(kernel);
+    typename K::Args args{};
+    args.out = address(out);
+    args.left = address(left);
+    args.right = address(right);
+    args.offsets = address(k.routing.offsets);
+    args.tokens = address(k.routing.tokens);
+    args.m = int32_t(out.size(1));
+    args.n = int32_t(out.size(2));
+    args.left_row = left.stride(0);
+    args.right_row = right.stride(0);
+    k.start<K>(
+        variant, k.experts * ceil_div(out.size(1), config.BLOCK_M) * ceil_div(out.size(2), config.BLOCK_N), args);
+  };
+  k.choose<kernels::moe_experts_weights, kernels::moe_experts_weights_hopper>(aligned, run, int(token_left));
+}
+
+/// (T, H): the sum of each token's rows. Sorted rows are their tokens' already.
+Tensor combine(const Kernels& k, const Tensor& rows, bool weighted) {
+  if (k.call.is_sorted()) return rows;
+  using K = kernels::moe_experts_combine;
+  Tensor out = at::empty({k.call.tokens(), k.hidden}, rows.options());
+  const bool aligned = multiples_of_8(k.hidden) && core::aligned16(address(out), address(rows));
+  k.start_simple<K>(
+      k.hidden, aligned, k.call.tokens(),
+      {address(out), address(rows), address(k.routing.position), address(k.weight), k.choices, k.hidden,
+       weighted ? flags::HAS_WEIGHT : 0},
+      K::dtype(core::dtype_of(rows)));
+  return out;
+}
+
+/// A buffer for the rows that combine() sums. Sorted rows beyond those of the experts are 0.
+Tensor empty_rows(const Kernels& k) {
+  const auto& options = k.call.x.options();
+  return k.call.is_sorted() ? at::zeros({k.pairs, k.hidden}, options) : at::empty({k.pairs, k.hidden}, options);
+}
+
+/// (E, n): sums over each expert's rows, or over the weighted rows of their tokens.
+Tensor bias_gradient(const Kernels& k, const Tensor& rows, bool of_tokens, bool weighted) {
+  using K = kernels::moe_experts_bias_bwd;
+  const auto n = int32_t(rows.size(1));
+  Tensor out = at::empty({k.experts, n}, rows.options().dtype(at::kFloat));
+  k.start_simple<K>(
+      n, false, k.experts,
+      {address(out), address(rows), address(k.routing.offsets), address(k.routing.tokens), address(k.routing.order),
+       address(k.weight), n, rows.stride(0), (of_tokens ? flags::GATHERS : 0) | (weighted ? flags::HAS_WEIGHT : 0)},
+      K::dtype(core::dtype_of(rows)));
+  return out.to(rows.scalar_type());
+}
+
+Tensor weight_gradient(const Kernels& k, const Tensor& shares, const Tensor& dout, const Tensor& index) {
+  using K = kernels::moe_experts_route_bwd;
+  const Tensor bias = k.call.options.weight_before ? Tensor() : fp32_or_undefined(k.call.down_bias);
+  Tensor out = at::empty({k.call.tokens(), k.choices}, k.weight.options());
+  const auto& config = runtime::first_fit<K>(1, false);
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(dout)));
+  k.start<K>(
+      runtime::variant_index<K>(config, point), ceil_div(k.pairs, config.BLOCK_P),
+      {address(out), address(shares), address(k.routing.position), address(dout), address(bias), address(index),
+       k.pairs, k.choices, k.hidden, dout.stride(0), int32_t(shares.size(0)), k.experts, words_of(index),
+       bias.defined() ? flags::HAS_BIAS : 0});
+  return out.to(k.call.weight.scalar_type());
+}
+
+void check_sizes(const Call& call) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  LIGER_CHECK(
+      call.pairs() <= kMost && call.hidden() <= kMost && 2 * call.inner() <= kMost, call.op, "x",
+      "have fewer than 2^31 rows of experts and columns", call.pairs(), " and ", call.hidden());
+  LIGER_CHECK(
+      call.experts() <= flags::MAX_EXPERTS, call.op, "gate_up",
+      c10::str("have at most ", int(flags::MAX_EXPERTS), " experts on CUDA"), call.experts());
+}
+
+}  // namespace
+
+Tensor Cuda::forward(const Call& call, const Tensor& routing, const Tensor& pre) {
+  c10::DeviceGuard guard(call.x.device());
+  if (call.is_empty()) return at::zeros_like(call.x, at::MemoryFormat::Contiguous);
+  check_sizes(call);
+  const Routing parts(routing, call.pairs(), call.experts());
+  const Kernels k(call, parts);
+  route(k, call.index.contiguous());
+  Tensor act = at::empty({call.pairs(), call.inner()}, call.x.options());
+  up_product(k, rows_of(call.x), act, pre, fp32_or_undefined(call.gate_up_bias));
+  Tensor y = empty_rows(k);
+  rows_product(k, y, act, call.down, !call.options.transposed, fp32_or_undefined(call.down_bias));
+  act = Tensor();
+  return combine(k, y, !call.options.weight_before);
+}
+
+Gradients Cuda::backward(
+    const Call& call, const Tensor& dout_given, const Tensor& routing, const Tensor& pre_given, const Tensor& dpre,
+    int64_t wanted) {
+  c10::DeviceGuard guard(call.x.device());
+  const bool transposed = call.options.transposed;
+  auto wants = [&](int64_t bit) { return (wanted & bit) != 0; };
+  Gradients out;
+  if (call.is_empty()) {
+    auto zeros = [&](int64_t bit, const Tensor& like) { return wants(bit) ? gradient_like(like, true) : Tensor(); };
+    auto bias = [&](int64_t bit, int64_t n) {
+      return wants(bit) ? at::zeros({call.experts(), n}, call.x.options()) : Tensor();
+    };
+    return {zeros(kX, call.x),           zeros(kGateUp, call.gate_up),        zeros(kDown, call.down),
+            zeros(kWeight, call.weight), bias(kGateUpBias, 2 * call.inner()), bias(kDownBias, call.hidden())};
+  }
+  const Routing parts(routing.contiguous(), call.pairs(), call.experts());
+  const Kernels k(call, parts);
+  const Tensor dout = rows_of(dout_given), pre = pre_given.contiguous();
+  const bool weighted = !call.is_sorted() && !call.options.weight_before;
+  // Large buffers live as briefly as possible: the rows of act and of d x are gone before d gate_up is allocated.
+  if (wants(kX | kGateUp | kDown | kWeight | kGateUpBias)) {
+    Tensor act = wants(kDown) ? at::empty({call.pairs(), call.inner()}, call.x.options()) : Tensor();
+    const Tensor shares = act_backward(k, dout, pre, dpre, act, wants(kWeight));
+    if (wants(kWeight)) out.weight = weight_gradient(k, shares, dout, call.index.contiguous());
+    if (wants(kDown)) {
+      out.down = gradient_like(call.down);
+      weights_product(k, out.down, dout, act, !transposed);
+    }
+  }
+  if (wants(kDownBias)) out.down_bias = bias_gradient(k, dout, true, weighted);
+  if (wants(kGateUpBias)) out.gate_up_bias = bias_gradient(k, dpre, false, false);
+  if (wants(kX)) {
+    Tensor rows = empty_rows(k);
+    rows_product(k, rows, dpre, call.gate_up, transposed, {});
+    out.x = combine(k, rows, false);
+  }
+  if (wants(kGateUp)) {
+    out.gate_up = gradient_like(call.gate_up);
+    weights_product(k, out.gate_up, rows_of(call.x), dpre, transposed);
+  }
+  return out;
+}
+
+}  // namespace liger::ops::moe_experts

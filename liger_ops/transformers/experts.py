@@ -1,0 +1,146 @@
+"""Stacks of experts: one operator for the whole stack, else one for its gate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional as F
+from ..reference.moe_experts import ACTIVATIONS, activated
+from . import probe
+from .mlps import switch_of
+from .patched import Switches, give_subclass, require_switch
+from .probe import NotUnderstood, agrees, original_class, random_tensor, shallow_copy
+
+OP = "moe_experts"
+HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
+WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Options of the operator for a stack of experts."""
+
+    activation: str
+    interleaved: bool
+    transposed: bool
+    limit: float | None
+    alpha: float
+    up_offset: float
+    biases: bool
+
+    def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        gate_up_bias, down_bias = (getattr(module, name) if self.biases else None for name in BIASES)
+        dtype = module.gate_up_proj.dtype
+        if weight.dtype not in (dtype, torch.float32):
+            weight = weight.to(dtype)
+        out = F.moe_experts(
+            x.to(dtype), module.gate_up_proj, module.down_proj, index, weight, gate_up_bias, down_bias, self.activation,
+            interleaved=self.interleaved, transposed=self.transposed, limit=self.limit, alpha=self.alpha,
+            up_offset=self.up_offset,
+        )  # fmt: skip
+        return out.to(x.dtype)
+
+
+class EagerConfig:
+    """A config with which transformers computes expert by expert, for any sizes."""
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: Any) -> None:
+        self.liger_config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.liger_config, name)
+
+
+def gates(module: Any) -> Iterator[tuple[str, bool, float | None, float, float]]:
+    """Candidates for a gate: activation, interleaved, limit, alpha, offset of up. Limit and alpha are numbers that the
+    module has."""
+    numbers = sorted({float(v) for v in vars(module).values() if type(v) in (int, float) and 0 < v < 100})
+    for activation, interleaved, limit, offset in itertools.product(
+        ACTIVATIONS["activation"], (False, True), (None, *numbers), (0.0, 1.0)
+    ):
+        for alpha in (1.0, *numbers) if activation == "silu" else (1.0,):
+            yield activation, interleaved, limit, alpha, offset
+
+
+def identify(module: Any) -> Experts:
+    if getattr(module, "has_post_expert_norm", False):
+        raise NotUnderstood("its experts end in a norm")
+    names = WEIGHTS + (BIASES if getattr(module, "has_bias", False) else ())
+    parameters = {**module._parameters}
+    if set(names) != set(parameters):
+        raise NotUnderstood(f"its parameters are {', '.join(sorted(parameters)) or 'not its own'}")
+    if any(parameters[name].dim() != 3 for name in WEIGHTS):
+        raise NotUnderstood("its weights are not stacks of matrices")
+    cls: Any = original_class(type(module))
+    pair = torch.cat([random_tensor(5, 12, seed=9), 50 * random_tensor(5, 12, seed=10)])
+    transposed = bool(getattr(module, "is_transposed", False))
+    small = {
+        "gate_up_proj": random_tensor(EXPERTS, 2 * INNER, HIDDEN),
+        "down_proj": random_tensor(EXPERTS, HIDDEN, INNER),
+    }
+    small = {name: w.transpose(1, 2).contiguous() if transposed else w for name, w in small.items()}
+    if len(names) > 2:
+        small |= {
+            "gate_up_proj_bias": random_tensor(EXPERTS, 2 * INNER, seed=1),
+            "down_proj_bias": random_tensor(EXPERTS, HIDDEN, seed=2),
+        }
+    own: dict[str, Any] = {n: EXPERTS for n in ("num_experts", "num_local_experts") if n in vars(module)}
+    if "config" in vars(module):
+        own["config"] = EagerConfig(module.config)
+    copy: Any = shallow_copy(module, _parameters=small, **own)
+    x = torch.cat([random_tensor(4, HIDDEN, seed=3), 20 * random_tensor(4, HIDDEN, seed=4)])
+    index = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1]] * 2)
+    weight = random_tensor(8, 2, seed=5).abs()
+    try:
+        with torch.no_grad():
+            gate_out = cls._apply_gate(copy, pair)
+            theirs = cls.forward(copy, x, index, weight)
+    except Exception as error:
+        raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
+    for activation, interleaved, limit, alpha, offset in gates(module):
+        gate, up = (pair[:, 0::2], pair[:, 1::2]) if interleaved else pair.chunk(2, -1)
+        if agrees(activated(gate, up, activation, limit, alpha, offset), gate_out, 1e-6):
+            found = Experts(activation, interleaved, transposed, limit, alpha, offset, len(names) > 2)
+            with torch.no_grad():
+                if agrees(found(copy, x, index, weight), theirs, 1e-5):
+                    return found
+            raise NotUnderstood("its experts compute something else")
+    raise NotUnderstood("its gate computes something else")
+
+
+def patch_experts(module: nn.Module, switches: Switches) -> str:
+    try:
+        require_switch(switches, OP)
+        found = identify(module)
+        gate = {"silu": "swiglu"}.get(found.activation, "geglu")
+        require_switch(switches, gate)
+    except NotUnderstood as reason:
+        return patch_gate(module, switches, str(reason))
+
+    def forward(self: Any, hidden_states: Tensor, *args: Tensor, **named: Tensor) -> Tensor:
+        index, weight = (*args, *named.values())
+        w = self.gate_up_proj
+        if probe.is_distributed(w) or (w.is_cuda and w.dtype == torch.float64):
+            return original_class(type(self)).forward(self, hidden_states, index, weight)
+        return found(self, hidden_states, index, weight)
+
+    give_subclass(module, "experts", OP, found, lambda cls: {"forward": forward})
+    return OP
+
+
+def patch_gate(module: nn.Module, switches: Switches, reason: str) -> str:
+    """reason: why the operator for the whole stack does not apply."""
+    found = probe.identify_experts(module)
+    gate, packed = switch_of(found), probe.PACKED[found]
+    require_switch(switches, gate)
+    members = {"_apply_gate": lambda self, gate_up: packed(gate_up), "liger_reason": reason}
+    give_subclass(module, "experts", gate, (found, reason), lambda cls: members)
+    return gate

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import functional as F
+from .. import losses
+from ..losses._chunks import in_chunks
 
 LossAndMetrics = tuple[Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
 
@@ -316,3 +318,107 @@ class LigerTVDLossFunction:
         ignore_index: int = -100,
     ) -> Tensor:
         return F.tvd(p, q.detach(), shift_labels, ignore_index, reduction)
+
+
+class LigerFusedCETVDFunction:
+    """(cross entropy, total variation distance) of every token, in fp32. Backward recomputes the probabilities."""
+
+    @staticmethod
+    def apply(
+        student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int = -100
+    ) -> tuple[Tensor, ...]:
+        """student_logits, teacher_logits: (N, V), target: (N,) -> (N,), (N,)."""
+        shape = student_logits.shape
+        if teacher_logits.shape != shape or student_logits.dim() != 2 or target.shape != shape[:1]:
+            got = ", ".join(str(list(t.shape)) for t in (student_logits, teacher_logits, target))
+            raise ValueError(f"LigerFusedCETVDFunction: arguments must have shapes (N, V), (N, V) and (N,) (got {got})")
+
+        def of_chunk(student: Tensor, teacher: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            p, q = student.softmax(-1, torch.float32), teacher.softmax(-1, torch.float32)
+            ce = F.cross_entropy(student, y, reduction="none", ignore_index=ignore_index)
+            return ce, F.tvd(p, q, y, ignore_index, "none").sum(-1)
+
+        return in_chunks(of_chunk, (student_logits, teacher_logits.detach(), target), shape[-1], None)
+
+
+class LigerFusedLinearJSDFunction:
+    """The loss is fp32, and 0 if all labels are ignored, as in the package."""
+
+    @staticmethod
+    def apply(
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: Any = None,
+        jsd_impl: Any = None,
+        jsd_mode: Any = None,
+    ) -> Tensor:
+        return losses.distillation_loss(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
+            temperature=temperature, ignore_index=ignore_index,
+        )[0]  # fmt: skip
+
+
+class LigerFusedLinearKLDivFunction:
+    @staticmethod
+    def apply(
+        student_input: Tensor,
+        student_weight: Tensor,
+        target: Tensor,
+        shift_labels: Tensor | None = None,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: Any = None,
+    ) -> Tensor:
+        """target: (N, V) probabilities. The mean is over the rows that count, and 0 if there are none."""
+        if reduction not in ("batchmean", "mean", "sum"):
+            raise ValueError(f"reduction must be one of ('batchmean', 'mean', 'sum'), got {reduction!r}")
+        mask = None if shift_labels is None else shift_labels != ignore_index
+        total = losses.target_distribution_loss(
+            student_input, student_weight, target, temperature=temperature, mask=mask, eps=eps
+        ).sum()
+        if reduction == "sum":
+            return total
+        rows = len(target) if mask is None else mask.sum().clamp(min=1)
+        return total / (rows * (target.shape[-1] if reduction == "mean" else 1))
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    """(NLL, entropy, log-probabilities of the selected ids) of every token, or those of them that were requested. The
+    entropy has the dtype of the input, as in the package; the others are fp32."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: Tensor | None = None,
+    ) -> Any:
+        """_input: (N, n), target: (N,), selected_token_ids: (K,) -> (N,), (N,), (N, K)."""
+        ids = target
+        if selected_token_ids is not None:
+            ignored = (target == ignore_index).unsqueeze(1)
+            ids = torch.cat([target.unsqueeze(1), selected_token_ids.expand(len(target), -1)], 1)
+            ids = ids.masked_fill(ignored, ignore_index)
+        found = F.fused_linear_log_probs(
+            _input, weight, ids, temperature=temperature, ignore_index=ignore_index, entropy=return_entropy,
+            entropy_grad=return_entropy,
+        )  # fmt: skip
+        log_probs = found.log_probs if selected_token_ids is None else found.log_probs[:, 0]
+        results = [-log_probs]
+        if return_entropy:
+            results.append(found.entropy.to(_input.dtype))
+        if selected_token_ids is not None:
+            results.append(found.log_probs[:, 1:])
+        return results[0] if len(results) == 1 else tuple(results)

@@ -3,6 +3,7 @@
 With `-s`, the trainings print their time and the process's peak memory.
 """
 
+import copy
 import resource
 import time
 
@@ -153,7 +154,7 @@ def test_a_missing_name_is_reported(ours, monkeypatch):
 # ---- Trainers
 
 
-STEPS = 20
+STEPS, RATE = 20, 1e-3
 WORDS = [f"w{i}" for i in range(60)]
 
 
@@ -181,17 +182,25 @@ def trainer_of(kind, model, folder):
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(0)
-    columns = {"SFT": ("text",), "DPO": ("prompt", "chosen", "rejected"), "GRPO": ("prompt",)}[kind]
-    rows = [{name: text(generator, 6 if name == "prompt" else 12) for name in columns} for _ in range(64)]
+    columns = {"SFT": ("text",), "DPO": ("prompt", "chosen", "rejected"), "KTO": ("prompt", "completion")}
+    rows = [
+        {name: text(generator, 6 if name == "prompt" else 12) for name in columns.get(kind, ("prompt",))}
+        | {"label": i % 2 == 0}
+        for i in range(64)
+    ]
     options = {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": RATE,
         "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "seed": 0,
         "gradient_checkpointing": False, "disable_tqdm": True,
     }  # fmt: skip
     extra = {}
-    if kind == "GRPO":
+    if kind in ("GRPO", "RLOO"):
         options |= {"num_generations": 4, "max_completion_length": 8, "beta": 0.05}
         extra = {"reward_funcs": reward}
+    if kind == "Distillation":
+        options |= {"max_completion_length": 8, "beta": 0.3}
+        extra = {"teacher_model": copy.deepcopy(model)}
+        torch.nn.init.normal_(extra["teacher_model"].lm_head.weight)
     config = getattr(trl, f"{kind}Config")(**options)
     return getattr(trl, f"{kind}Trainer")(
         model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(), **extra
@@ -216,20 +225,24 @@ def train(kind, folder):
     }
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation"])
 def test_trainers(ours, kind, tmp_path, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "start")
     calls = []
-    op = F.fused_linear_log_probs
-    monkeypatch.setattr(F, "fused_linear_log_probs", lambda *a, **k: calls.append(k) or op(*a, **k))
+    for name in ("fused_linear_log_probs", "fused_linear_divergence"):
+        op = getattr(F, name)
+        monkeypatch.setattr(F, name, lambda *a, op=op, **k: calls.append(k) or op(*a, **k))
     theirs = train(kind, tmp_path)
     assert not calls
     ours.patch()
     found = train(kind, tmp_path)
     assert len(calls) >= STEPS
     for name, expected in theirs.items():
-        # Sums in another order, whose differences grow with the steps.
-        torch.testing.assert_close(found[name], expected, rtol=1e-4 * STEPS, atol=1e-5, msg=lambda m: f"{name}: {m}")
+        # Sums in another order, whose differences grow with the steps. Adam makes a whole step of the smallest gradient.
+        tolerance = 1e-5 if name in ("loss", "grad_norm") else RATE / 10
+        torch.testing.assert_close(
+            found[name], expected, rtol=1e-5 * STEPS, atol=tolerance, msg=lambda m: f"{name}: {m}"
+        )

@@ -31,8 +31,9 @@ def vespo_weights(
         log_w = log_w + sampler_ratio.log().clamp(LOWEST, HIGHEST).sum(-1, keepdim=True)
     log_w = log_w.clamp(LOWEST, HIGHEST)
     k_pos, lambda_pos, k_neg, lambda_neg = shapes
-    better = advantages >= 0
-    k, rate = torch.where(better, k_pos, k_neg), torch.where(better, lambda_pos, lambda_neg).clamp(min=1e-4)
+    better = (advantages >= 0).to(log_w.dtype)
+    k = k_pos * better + k_neg * (1 - better)
+    rate = (lambda_pos * better + lambda_neg * (1 - better)).clamp(min=1e-4)
     return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0).detach()
 
 
@@ -78,7 +79,8 @@ def policy_losses(
         losses = -ratio.clamp(max=epsilon_high).detach() * advantages * log_probs
     elif loss_type == "sapo":
         low, high = torch.zeros_like(low), torch.zeros_like(high)
-        t = torch.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg).to(ratio.dtype)
+        better = (advantages > 0).to(ratio.dtype)
+        t = sapo_temperature_pos * better + sapo_temperature_neg * (1 - better)
         losses = -torch.sigmoid(t * (ratio - 1)) * (4 / t) * advantages
     elif loss_type == "vespo":
         low, high = torch.zeros_like(low), torch.zeros_like(high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ def dpo_losses(
 ) -> Tensor:
     """chosen, rejected: (B,) log-ratios of policy and reference -> (B,)."""
     margin = beta * (chosen - rejected)
-    eps = torch.tensor(label_smoothing, dtype=margin.dtype, device=margin.device)
+    eps = label_smoothing
     if loss_type == "sigmoid":  # with label smoothing: cDPO
         return -(1 - eps) * logsigmoid(margin) - eps * logsigmoid(-margin)
     if loss_type == "robust":  # unbiased if a share `label_smoothing` of the labels is wrong
@@ -69,7 +70,7 @@ def dpo_losses(
     if loss_type == "exo_pair":  # KL of sigmoid(margin) from the smoothed label
         check(0 < label_smoothing < 1, "dpo_loss", "label_smoothing", "be in (0, 1) for exo_pair", label_smoothing)
         win, lose = logsigmoid(margin), logsigmoid(-margin)
-        return win.exp() * (win - torch.log1p(-eps)) + lose.exp() * (lose - eps.log())
+        return win.exp() * (win - math.log1p(-eps)) + lose.exp() * (lose - math.log(eps))
     if loss_type == "nca_pair":
         both = logsigmoid(-beta * chosen) + logsigmoid(-beta * rejected)
         return -logsigmoid(beta * chosen) - 0.5 * both

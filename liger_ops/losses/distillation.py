@@ -138,6 +138,7 @@ def topk_distillation_loss(
 
     The student is projected once for both terms, if the temperature is 1: the hard target is one more id.
     """
+    check(0 <= beta <= 1, "topk_distillation_loss", "beta", "be between 0 and 1", beta)
     shape = teacher_ids.shape
     rule = f"have shape {[*hidden.shape[:-1], 'K']}"
     check(shape[:-1] == hidden.shape[:-1], "topk_distillation_loss", "teacher_ids", rule, list(shape))

@@ -163,8 +163,8 @@ def test_options_of_the_projection():
         return -sigma(0.1 * (chosen - ref_chosen - rejected + ref_rejected)).log().mean()
 
     reference = dict(ref_hidden=ref.hidden, ref_weight=ref.weight, ref_bias=ref.bias)
-    ours = lambda m: losses.dpo_loss(m.hidden, m.weight, target, m.bias, logits_scale=0.5, **reference, **head)[0]  # noqa: E731
-    agree(ours, formula, m)
+    options = dict(logits_scale=0.5, **reference, **head)
+    agree(lambda m: losses.dpo_loss(m.hidden, m.weight, target, m.bias, **options)[0], formula, m)
 
 
 def test_metrics_are_detached():

@@ -241,7 +241,7 @@ def test_trainers(ours, kind, tmp_path, monkeypatch):
     found = train(kind, tmp_path)
     assert len(calls) >= STEPS
     for name, expected in theirs.items():
-        # Sums in another order, whose differences grow with the steps. Adam makes a whole step of the smallest gradient.
+        # Sums in another order, whose differences grow with the steps. Adam's steps do not shrink with the gradient.
         tolerance = 1e-5 if name in ("loss", "grad_norm") else RATE / 10
         torch.testing.assert_close(
             found[name], expected, rtol=1e-5 * STEPS, atol=tolerance, msg=lambda m: f"{name}: {m}"

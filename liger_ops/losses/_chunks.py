@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,13 @@ def widened(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
+def summed(parameter: Any) -> Any:
+    """In fp32 if it is trained: the chunks' gradients of a half-precision parameter would be added up in its dtype."""
+    return widened(parameter) if parameter is not None and parameter.requires_grad else parameter
+
+
 def logits_of(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float = 1.0) -> Tensor:
+    weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
     return widened(linear(rows, weight, bias)) / temperature
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from ._chunks import in_chunks, logits_of
+from ._chunks import in_chunks, logits_of, summed
 from ._sequences import Metrics, check, detached
 
 
@@ -34,10 +34,11 @@ def cosine_distillation_loss(
     check(len(teacher_weight) == classes, "cosine_distillation_loss", "teacher_weight",
           f"have {classes} rows, as weight", len(teacher_weight))  # fmt: skip
     y = target.flatten()
+    head, of_classes = summed(weight), summed(bias)
     count = (y != ignore_index).sum().clamp(min=1)
 
     def terms(x: Tensor, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        student = logits_of(x, weight, bias)
+        student = logits_of(x, head, of_classes)
         with torch.no_grad():
             teacher = logits_of(t, teacher_weight, teacher_bias)
         hard = cross_entropy(student, labels, ignore_index=ignore_index, reduction="none")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ._chunks import in_chunks, logits_of, widened
+from ._chunks import in_chunks, logits_of, summed, widened
 from ._sequences import Metrics, check, detached
 
 
@@ -198,8 +198,10 @@ def target_distribution_loss(
     rows = probabilities.shape[:-1]
     keep = torch.ones(rows, dtype=torch.bool, device=hidden.device) if mask is None else mask != 0
 
+    head, of_classes = summed(weight), summed(bias)
+
     def of_chunk(x: Tensor, p: Tensor, counted: Tensor) -> tuple[Tensor]:
-        log_q, p = logits_of(x, weight, bias, temperature).log_softmax(-1), widened(p)
+        log_q, p = logits_of(x, head, of_classes, temperature).log_softmax(-1), widened(p)
         losses = p * (torch.where(p == 0, 0, p.clamp(min=eps).log()) - log_q)
         return (torch.where(counted, losses.sum(-1), 0),)
 

@@ -28,6 +28,22 @@ def test_medusa_learns():
     assert len(first) == 3 and all(b < a - 0.5 for a, b in zip(first, last))
 
 
+def test_grpo_learns_from_rewards(tmp_path):
+    picture = tmp_path / "grpo.png"
+    out = run_example(sys.executable, EXAMPLES / "grpo.py", "--steps", 20, "--out", picture)
+    first, last = map(float, re.search(r"reward (\S+) -> (\S+);", out).groups())
+    assert first < 0.2 and last > first + 0.3 and picture.stat().st_size > 5_000
+
+
+def test_distillation_comes_closer_to_the_teacher_than_text_does(tmp_path):
+    picture = tmp_path / "distillation.png"
+    out = run_example(sys.executable, EXAMPLES / "distillation.py", "--steps", 40, "--out", picture)
+    found = {name.strip(): (float(a), float(b)) for name, a, b in re.findall(r"^(.*) KL .* (\S+) -> (\S+)$", out, re.M)}
+    whole, top, plain = found["whole teacher"], found["4 likeliest classes"], found["text alone"]
+    assert whole[1] < whole[0] / 2 and top[1] < plain[1] - 0.2 and whole[1] < plain[1] - 0.2
+    assert picture.stat().st_size > 5_000
+
+
 def in_processes(count):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
 

@@ -252,7 +252,9 @@ def test_errors():
     with pytest.raises(ValueError, match="distillation_loss: target must be given with hard_weight"):
         losses.distillation_loss(*call, teacher.weight, hard_weight=1.0)
     for loss in (losses.distillation_loss, losses.cosine_distillation_loss):
-        with pytest.raises((ValueError, RuntimeError), match="weight must have .*rows"):
+        with pytest.raises(
+            (ValueError, RuntimeError), match="teacher_weight must have 37 rows|t_weight must have 37 classes"
+        ):
             loss(*call, teacher.weight[:-1], targets(N))
     for beta in (-0.1, 1.5):
         with pytest.raises((ValueError, RuntimeError), match="beta must be"):

@@ -69,7 +69,8 @@ def distillation_loss(
         )
     counted = mask != 0
     soft, entropy = F.fused_linear_divergence(
-        hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias, beta=beta, temperature=temperature,
+        hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), bias,
+        None if teacher_bias is None else teacher_bias.detach(), beta=beta, temperature=temperature,
         s_logits_scale=logits_scale, s_softcap=softcap, t_logits_scale=teacher_logits_scale, t_softcap=teacher_softcap,
         mask=counted, reduction="sum", memory_budget=memory_budget,
         token_weight=share_of(counted, num_items_in_batch, soft_weight, hidden.dtype),

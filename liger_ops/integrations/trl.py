@@ -111,9 +111,8 @@ def divergence(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     s, s_weight, s_bias = projection(student_hidden, student_weight, student_bias)
-    t, t_weight, t_bias = (
-        None if p is None else p.detach() for p in projection(teacher_hidden, teacher_weight, teacher_bias)
-    )
+    t, t_weight, t_bias = projection(teacher_hidden.detach(), teacher_weight.detach(), teacher_bias)
+    t_bias = None if t_bias is None else t_bias.detach()
     found = F.fused_linear_divergence(
         s, s_weight, t, t_weight, s_bias, t_bias, beta=beta, temperature=temperature, s_logits_scale=student_scale,
         s_softcap=student_softcap, t_logits_scale=teacher_scale, t_softcap=teacher_softcap, **options,

@@ -123,3 +123,16 @@ def test_sharded_training_steps(tmp_path):
     # Computed in bf16, with another summation order.
     assert all(r["losses"] == pytest.approx(rows[0]["losses"], rel=2**-8) for r in rows)
     assert (tmp_path / "sharded.md").read_text() in out
+
+
+def test_post_training_losses(tmp_path):
+    options = ["--device", "cpu", "--rounds", 1, "--providers", "torch", "ours", "--out", tmp_path]
+    run_example(sys.executable, "-m", "benchmarks.post_training", *options)
+    (jsonl,) = tmp_path.glob("*.jsonl")
+    _, *rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    values = {
+        provider: {r["name"]: r["loss"] for r in rows if r["provider"] == provider} for provider in ("torch", "ours")
+    }
+    assert len(values["ours"]) == 7 and not any("error" in r for r in rows)
+    assert values["torch"] == pytest.approx({name: values["ours"][name] for name in values["torch"]}, rel=1e-4)
+    assert jsonl.with_suffix(".png").stat().st_size > 5_000 and jsonl.with_suffix(".md").exists()

@@ -3,15 +3,11 @@
 With `-s`, the trainings print their time and the process's peak memory.
 """
 
-import copy
-import resource
-import time
-
 import pytest
 import torch
-from language_models import SIZES
 from support import assert_no_worse
 
+from benchmarks.trl_trainers import SIZES, TRAINERS, save_model, train
 from liger_ops import functional as F
 
 pytestmark = pytest.mark.trl
@@ -154,95 +150,32 @@ def test_a_missing_name_is_reported(ours, monkeypatch):
 # ---- Trainers
 
 
-STEPS, RATE = 20, 1e-3
-WORDS = [f"w{i}" for i in range(60)]
+STEPS, SIZE = 20, SIZES["tiny"]
 
 
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
-    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=plain, **special)
-
-
-def text(generator, words):
-    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator))
-
-
-def reward(completions, **_):
-    return [float(sum(word == "w7" or word < "w3" for word in completion.split())) for completion in completions]
-
-
-def trainer_of(kind, model, folder):
-    import trl
-    from datasets import Dataset
-
-    generator = torch.Generator().manual_seed(0)
-    columns = {"SFT": ("text",), "DPO": ("prompt", "chosen", "rejected"), "KTO": ("prompt", "completion")}
-    rows = [
-        {name: text(generator, 6 if name == "prompt" else 12) for name in columns.get(kind, ("prompt",))}
-        | {"label": i % 2 == 0}
-        for i in range(64)
-    ]
-    options = {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": RATE,
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "seed": 0,
-        "gradient_checkpointing": False, "disable_tqdm": True,
-    }  # fmt: skip
-    extra = {}
-    if kind in ("GRPO", "RLOO"):
-        options |= {"num_generations": 4, "max_completion_length": 8, "beta": 0.05}
-        extra = {"reward_funcs": reward}
-    if kind == "Distillation":
-        options |= {"max_completion_length": 8, "beta": 0.3}
-        extra = {"teacher_model": copy.deepcopy(model)}
-        torch.nn.init.normal_(extra["teacher_model"].lm_head.weight)
-    config = getattr(trl, f"{kind}Config")(**options)
-    return getattr(trl, f"{kind}Trainer")(
-        model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(), **extra
-    )
-
-
-def train(kind, folder):
-    """Losses and gradient norms of every step, and the trained parameters."""
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    # DPO and GRPO load the reference model from where the model came from.
-    trainer = trainer_of(kind, LlamaForCausalLM.from_pretrained(folder / "start"), folder)
-    begin = time.perf_counter()
-    trainer.train()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{kind}: {time.perf_counter() - begin:.2f} s, peak of the process {peak:.0f} MiB")
-    logs = [row for row in trainer.state.log_history if "grad_norm" in row]
-    assert len(logs) == STEPS
-    return {name: torch.tensor([row[name] for row in logs]) for name in ("loss", "grad_norm")} | {
-        name: parameter.detach().cpu() for name, parameter in trainer.model.named_parameters()
-    }
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation"])
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_trainers(ours, kind, tmp_path, monkeypatch):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "start")
     calls = []
     for name in ("fused_linear_log_probs", "fused_linear_divergence"):
         op = getattr(F, name)
         monkeypatch.setattr(F, name, lambda *a, op=op, **k: calls.append(k) or op(*a, **k))
-    theirs = train(kind, tmp_path)
+    save_model(SIZE, tmp_path / "start")
+
+    def trained():
+        trainer, found = train(kind, SIZE, STEPS, tmp_path / "start", tmp_path)
+        print(f"{kind}: {found['seconds']:.2f} s, peak of the process {found['peak_mib']:.0f} MiB")
+        assert len(found["loss"]) == STEPS
+        curves = {name: torch.tensor(found[name]) for name in ("loss", "grad_norm")}
+        return curves | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+
+    theirs = trained()
     assert not calls
     ours.patch()
-    found = train(kind, tmp_path)
+    found = trained()
     assert len(calls) >= STEPS
     for name, expected in theirs.items():
         # Sums in another order, whose differences grow with the steps. Adam's steps do not shrink with the gradient.
-        tolerance = 1e-5 if name in ("loss", "grad_norm") else RATE / 10
+        tolerance = 1e-5 if name in ("loss", "grad_norm") else SIZE.rate / 10
         torch.testing.assert_close(
             found[name], expected, rtol=1e-5 * STEPS, atol=tolerance, msg=lambda m: f"{name}: {m}"
         )

@@ -13,6 +13,7 @@ from post_training import (
     of_ids,
     targets,
 )
+from process_group import group_of_one, solo_group
 
 from liger_ops import losses
 
@@ -311,3 +312,39 @@ def test_scaled_cross_entropy(dtype, entropy, selected):
     truths = torch.autograd.grad(expected, (x, w), [g.float() for g in upstream])
     for result, truth in zip(ours, truths):
         assert (result - truth).float().norm() <= 0.02 * truth.float().norm()
+
+
+def test_scaled_cross_entropy_over_a_group():
+    from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
+
+    solo_group()
+    m, target = single(model(N, bias=False)), targets(N)
+    logs = ((m.hidden @ m.weight.T) / 0.7).log_softmax(-1)
+    found = liger_fused_linear_scaled_cross_entropy_tp(
+        m.hidden, m.weight, target, group_of_one(), 0.7, return_entropy=True
+    )
+    close(found, (-of_ids(logs, target), -(logs.exp() * logs).sum(-1).masked_fill(target == -100, 0)))
+    close(liger_fused_linear_scaled_cross_entropy_tp(m.hidden, m.weight, target, group_of_one(), 0.7), found[0])
+
+
+@pytest.mark.parametrize("mode", ["global", "partition"])
+@pytest.mark.parametrize("formula", ["pytorch", "megatron"])
+def test_vocab_parallel_cross_entropy(formula, mode):
+    from liger_kernel.transformers import LigerVocabParallelCrossEntropy
+
+    z, target = torch.randn(S, B, CLASSES, requires_grad=True), targets(S, B)
+    logs = z.log_softmax(-1)
+    others = logs.sum(-1) - (of_ids(logs, target) if formula == "megatron" else 0)
+    count = CLASSES - (formula == "megatron")
+    expected = (-0.9 * of_ids(logs, target) - 0.1 * others / count).masked_fill(target == -100, 0)
+    module = LigerVocabParallelCrossEntropy(
+        label_smoothing=0.1, label_smoothing_formula=formula, label_smoothing_mode=mode
+    )
+    for group in (None, group_of_one()):
+        found = module(z, target, group)
+        close(found, expected)
+        close(*(torch.autograd.grad(x.sum(), z, retain_graph=True) for x in (found, expected)))
+    with pytest.raises(ValueError, match="label_smoothing_mode must be one of"):
+        LigerVocabParallelCrossEntropy(label_smoothing_mode="local")
+    with pytest.raises(ValueError, match="must be 3-D"):
+        module(z[0], target[0])

@@ -260,6 +260,10 @@ def test_errors():
         with pytest.raises((ValueError, RuntimeError), match="beta must be"):
             losses.distillation_loss(*call, teacher.weight, beta=beta)
     ids, logs = top(teacher)
+    with pytest.raises(ValueError, match=r"topk_distillation_loss: mask must have shape \[23\] \(got \[1\]\)"):
+        losses.topk_distillation_loss(m.hidden, m.weight, ids, logs, mask=torch.ones(1))
+    with pytest.raises(ValueError, match=r"distillation_loss: mask must have shape \[23\] \(got \[1, 23\]\)"):
+        losses.distillation_loss(*call, teacher.weight, mask=torch.ones(1, N))
     with pytest.raises(ValueError, match=r"teacher_ids must have shape \[23, 'K'\] \(got \[22, 5\]\)"):
         losses.topk_distillation_loss(m.hidden, m.weight, ids[1:], logs)
     with pytest.raises(ValueError, match=r"teacher_log_probs must have shape \[23, 5\] \(got \[23, 4\]\)"):

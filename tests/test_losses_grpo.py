@@ -270,5 +270,11 @@ def test_errors():
         losses.grpo_loss(*call, loss_type="dr_grpo")
     with pytest.raises(ValueError, match=r"mask must have shape \[4, 7\] \(got \[4, 6\]\)"):
         losses.grpo_loss(m.hidden, m.weight, ids, mask[:, 1:], advantages)
+    shapes = {"old_log_probs": (B, 1), "ref_log_probs": (S,), "vllm_is_ratio": (B, S + 1)}
+    for name, shape in shapes.items():
+        with pytest.raises(ValueError, match=rf"grpo_loss: {name} must have shape \[4.*got \[{shape[0]}"):
+            losses.grpo_loss(*call, **{name: torch.zeros(shape)})
+    with pytest.raises(ValueError, match=r"advantages must have shape \[4\] or \[4, 7\] \(got \[4, 1\]\)"):
+        losses.grpo_loss(*call[:4], advantages[:, None])
     with pytest.raises((ValueError, RuntimeError), match="temperature must be positive"):
         losses.grpo_loss(*call, temperature=0.0)

@@ -216,6 +216,10 @@ def test_errors():
         losses.dpo_loss(*call, loss_type="robust", label_smoothing=0.5)
     with pytest.raises(ValueError, match=r"cpo_loss: target must have shape \(2 B, S\) \(got \[3, 7\]\)"):
         losses.cpo_loss(m.hidden[:3], m.weight, target[:3])
+    with pytest.raises(ValueError, match=r"dpo_loss: ref_log_probs must have shape \[4\] \(got \[4, 7\]\)"):
+        losses.dpo_loss(*call, ref_log_probs=torch.zeros(B, S))
+    with pytest.raises(ValueError, match=r"kto_loss: kl must have shape \[\] or \[1\] or \[4\] \(got \[2\]\)"):
+        losses.kto_loss(m.hidden, m.weight, target, torch.ones(B) > 0, kl=torch.zeros(2))
     with pytest.raises(ValueError, match=r"kto_loss: desirable must be bool of shape \[4\]"):
         losses.kto_loss(m.hidden, m.weight, target, torch.ones(B))
     for temperature in (0.0, -1.0, math.nan):

@@ -265,8 +265,8 @@ class LigerFusedLinearSimPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOFunction:
-    """A `kl` with one value per sequence belongs to its sequence. In the package that needs a `chunk_size` as large as the
-    batch; smaller chunks add up the losses of all pairs of a sequence and a value."""
+    """A `kl` with one value per sequence belongs to its sequence. In the package that needs a `chunk_size` as large as
+    the batch; smaller chunks add up the losses of all pairs of a sequence and a value."""
 
     @staticmethod
     def apply(

@@ -186,6 +186,21 @@ def liger_fused_linear_kl_div(
     )
 
 
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp_group: Any,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    tiles_per_reduce: int = 1,
+    return_entropy: bool = False,
+) -> Any:
+    return ops.LigerFusedLinearScaledCrossEntropyTPFunction.apply(
+        input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
+    )
+
+
 def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -306,6 +321,7 @@ FUNCTIONAL = [
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
     "liger_fused_linear_kl_div",
+    "liger_fused_linear_scaled_cross_entropy_tp",
     "liger_geglu",
     "liger_jsd",
     "liger_kl_div",

@@ -378,3 +378,28 @@ class LigerFusedLinearKLDivLoss(nn.Module):
             student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature,
             self.eps,
         )  # fmt: skip
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "none",
+        label_smoothing_formula: str = "pytorch",
+        label_smoothing_mode: str = "global",
+    ) -> None:
+        super().__init__()
+        if reduction != "none":
+            raise ValueError(f"Vocab-parallel CE returns per-token loss; reduction must be 'none', got {reduction!r}.")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
+        ops.validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+        return ops.LigerVocabParallelCEFunction.apply(
+            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
+            self.label_smoothing_formula, self.label_smoothing_mode,
+        )  # fmt: skip

@@ -58,6 +58,7 @@ TRANSFORMERS = {
     ],
     "tiled_mlp": ["LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP"],
     "tvd": ["LigerTVDLoss"],
+    "vocab_parallel_cross_entropy": ["LigerVocabParallelCrossEntropy"],
 }
 OPS = {
     "cross_entropy": ["LigerCrossEntropyFunction"],
@@ -67,7 +68,10 @@ OPS = {
     "fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyFunction"],
     "fused_linear_jsd": ["LigerFusedLinearJSDFunction"],
     "fused_linear_kl_div": ["LigerFusedLinearKLDivFunction"],
-    "fused_linear_scaled_cross_entropy": ["LigerFusedLinearScaledCrossEntropyFunction"],
+    "fused_linear_scaled_cross_entropy": [
+        "LigerFusedLinearScaledCrossEntropyFunction",
+        "LigerFusedLinearScaledCrossEntropyTPFunction",
+    ],
     "fused_moe": ["LigerFusedMoEFunction"],
     "geglu": ["LigerGELUMulFunction"],
     "jsd": ["LigerJSDFunction"],
@@ -82,6 +86,7 @@ OPS = {
     "swiglu": ["LigerFusedGateUpSiLUMulFunction", "LigerSiLUMulFunction"],
     "tiled_mlp": ["LigerTiledMLPFunction", "apply_tiled_mlp"],
     "tvd": ["LigerTVDLossFunction"],
+    "vocab_parallel_cross_entropy": ["LigerVocabParallelCEFunction"],
 }
 # Path below the package: names.
 MODULES: dict[str, list[str]] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -422,3 +423,61 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         if selected_token_ids is not None:
             results.append(found.log_probs[:, 1:])
         return results[0] if len(results) == 1 else tuple(results)
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    """(NLL, entropy) of every token in fp32, or the NLL alone. Every rank gets the whole gradient of the input."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        tiles_per_reduce: int = 1,
+        return_entropy: bool = False,
+    ) -> Any:
+        """_input: (N, n), weight: (V, n) of this rank's classes, as many as every other's, target: (N,)."""
+        group: Any = dist.group.WORLD if tp_group is None else tp_group
+        found = F.vocab_parallel_fused_linear_log_probs(
+            _input, weight, target, group.group_name, len(weight) * group.size(), temperature=temperature,
+            ignore_index=ignore_index, entropy=return_entropy, entropy_grad=return_entropy,
+        )  # fmt: skip
+        return (-found.log_probs, found.entropy) if return_entropy else -found.log_probs
+
+
+def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
+    given = (label_smoothing_formula, ("pytorch", "megatron")), (label_smoothing_mode, ("global", "partition"))
+    for name, (value, known) in zip(("formula", "mode"), given):
+        if value not in known:
+            raise ValueError(f"label_smoothing_{name} must be one of {known}, got {value!r}.")
+
+
+class LigerVocabParallelCEFunction:
+    """The loss of every token, in fp32."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        ignore_index: int,
+        label_smoothing: float,
+        label_smoothing_formula: str,
+        label_smoothing_mode: str,
+    ) -> Tensor:
+        """vocab_parallel_logits: (S, B, V) of this rank's classes, as many as every other's, target: (S, B)."""
+        if vocab_parallel_logits.dim() != 3:
+            raise ValueError(f"vocab_parallel_logits must be 3-D (got shape {list(vocab_parallel_logits.shape)})")
+        ranks = 1 if tp_group is None else tp_group.size()
+        if label_smoothing and label_smoothing_mode == "partition" and ranks > 1:
+            raise ValueError("label_smoothing_mode must be global over several ranks (got partition)")
+        classes = vocab_parallel_logits.shape[-1] * ranks
+        if label_smoothing_formula == "megatron":  # the true class takes no part of the smoothing
+            label_smoothing = label_smoothing * classes / (classes - 1)
+        options = None, "none", ignore_index, label_smoothing
+        if ranks == 1:
+            return F.cross_entropy(vocab_parallel_logits, target, *options)
+        return F.vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group.group_name, classes, *options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,15 @@ def reference_log_probs(
         ).log_probs
 
 
+def check_shape(t: Tensor | None, loss: str, argument: str, *shapes: Sequence[int]) -> None:
+    """Other shapes might broadcast to results that mean nothing."""
+    if t is not None:
+        rule = "have shape " + " or ".join(str(list(shape)) for shape in shapes)
+        check(t.shape in [torch.Size(shape) for shape in shapes], loss, argument, rule, list(t.shape))
+
+
 def reference_of_sequences(
+    loss: str,
     target: Tensor,
     ref_log_probs: Tensor | None,
     ref_hidden: Tensor | None,
@@ -51,6 +60,7 @@ def reference_of_sequences(
     head: dict[str, Any],
 ) -> Tensor | None:
     """(B,), given or computed, or None without a reference."""
+    check_shape(ref_log_probs, loss, "ref_log_probs", target.shape[:1])
     if ref_log_probs is not None:
         return ref_log_probs.detach()
     found = reference_log_probs(target, ref_hidden, ref_weight, ref_bias, ignore_index, head)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import functional as F
 from ._chunks import in_chunks, logits_of, summed, widened
-from ._sequences import Metrics, check, detached
+from ._sequences import Metrics, check, check_shape, detached
 
 
 def share_of(counted: Tensor, num_items: Tensor | float | None, factor: float, dtype: torch.dtype) -> Tensor:
@@ -67,6 +67,8 @@ def distillation_loss(
         mask = (
             target != ignore_index if target is not None else torch.ones(shape, dtype=torch.bool, device=hidden.device)
         )
+    check_shape(mask, "distillation_loss", "mask", hidden.shape[:-1])
+    check_shape(target, "distillation_loss", "target", hidden.shape[:-1])
     counted = mask != 0
     soft, entropy = F.fused_linear_divergence(
         hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), bias,
@@ -143,14 +145,13 @@ def topk_distillation_loss(
     shape = teacher_ids.shape
     rule = f"have shape {[*hidden.shape[:-1], 'K']}"
     check(shape[:-1] == hidden.shape[:-1], "topk_distillation_loss", "teacher_ids", rule, list(shape))
-    fits = teacher_log_probs.shape == shape
-    check(
-        fits, "topk_distillation_loss", "teacher_log_probs", f"have shape {list(shape)}", list(teacher_log_probs.shape)
-    )
+    check_shape(teacher_log_probs, "topk_distillation_loss", "teacher_log_probs", shape)
     check(target is not None or hard_weight == 0, "topk_distillation_loss", "target", "be given with hard_weight", None)
     known = teacher_ids != ignore_index
     if mask is None:
         mask = target != ignore_index if target is not None else known.any(-1)
+    check_shape(mask, "topk_distillation_loss", "mask", hidden.shape[:-1])
+    check_shape(target, "topk_distillation_loss", "target", hidden.shape[:-1])
     counted = mask != 0
     known = known & counted.unsqueeze(-1)
     ids = teacher_ids.masked_fill(~known, ignore_index)

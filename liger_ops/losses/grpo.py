@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ._sequences import Metrics, check, reference_log_probs
+from ._sequences import Metrics, check, check_shape, reference_log_probs
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LOWEST, HIGHEST = math.log(1e-8), 20.0  # limits of log-ratios in VESPO's weights
@@ -62,6 +62,10 @@ def policy_losses(
     rule = f"be token{'' if smooth else ' or sequence'} with loss_type {loss_type}"
     check(level == "token" or level == "sequence" and not smooth, "grpo_loss", "importance_sampling_level", rule, level)
     check(delta is None or not smooth, "grpo_loss", "delta", f"be None with loss_type {loss_type}", delta)
+    rows, whole = mask.shape[:1], mask.shape
+    check_shape(log_probs, "grpo_loss", "log_probs", whole)
+    check_shape(advantages, "grpo_loss", "advantages", rows, whole)
+    check_shape(vllm_is_ratio, "grpo_loss", "vllm_is_ratio", rows, (*rows, 1), whole)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     sampler_ratio = vllm_is_ratio
     if sampler_ratio is not None and sampler_ratio.dim() == 1:
@@ -168,7 +172,7 @@ def grpo_loss(
     `_neg`, `vespo_shapes` (k and lambda of advantages >= 0, then of the others). `num_items_in_batch` are the tokens
     of the whole batch in all processes, for "dapo", "cispo" and "vespo".
     """
-    check(mask.shape == target.shape, "grpo_loss", "mask", f"have shape {list(target.shape)}", list(mask.shape))
+    check_shape(mask, "grpo_loss", "mask", target.shape)
     head: dict[str, Any] = {"logits_scale": logits_scale, "softcap": softcap, "temperature": temperature,
                             "memory_budget": memory_budget}  # fmt: skip
     ids = target.masked_fill(mask == 0, ignore_index)
@@ -177,6 +181,8 @@ def grpo_loss(
     )
     if beta != 0 and ref_log_probs is None:
         ref_log_probs = reference_log_probs(ids, ref_hidden, ref_weight, ref_bias, ignore_index, head)
+    check_shape(old_log_probs, "grpo_loss", "old_log_probs", mask.shape)
+    check_shape(ref_log_probs, "grpo_loss", "ref_log_probs", mask.shape)
     # What others hold at positions that do not count must not matter.
     old, ref = (None if t is None else t.masked_fill(mask == 0, 0) for t in (old_log_probs, ref_log_probs))
     losses, kl, clipped = policy_losses(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ._sequences import Metrics, check, detached, of_sequences, reference_of_sequences
+from ._sequences import Metrics, check, check_shape, detached, of_sequences, reference_of_sequences
 
 
 def kto_loss(
@@ -40,10 +40,11 @@ def kto_loss(
     rule = f"be bool of shape [{len(target)}]"
     fits = desirable.dtype == torch.bool and desirable.shape == target.shape[:1]
     check(fits, "kto_loss", "desirable", rule, f"{desirable.dtype} {list(desirable.shape)}")
+    check_shape(kl, "kto_loss", "kl", [], [1], target.shape[:1])
     tokens = F.fused_linear_log_probs(hidden, weight, target, bias, ignore_index=ignore_index, **head).log_probs
     log_probs = of_sequences(tokens, target, average_log_prob, ignore_index)
     reference = reference_of_sequences(
-        target, ref_log_probs, ref_hidden, ref_weight, ref_bias, average_log_prob, ignore_index, head
+        "kto_loss", target, ref_log_probs, ref_hidden, ref_weight, ref_bias, average_log_prob, ignore_index, head
     )
     ratios = log_probs if reference is None else log_probs - reference
     above = ratios if kl is None else ratios - kl.detach()

@@ -118,7 +118,7 @@ def dpo_loss(
     """
     pairs = pairs_of("dpo_loss", hidden, weight, target, bias, average_log_prob, nll_target, ignore_index, head)
     reference = reference_of_sequences(
-        target, ref_log_probs, ref_hidden, ref_weight, ref_bias, average_log_prob, ignore_index, head
+        "dpo_loss", target, ref_log_probs, ref_hidden, ref_weight, ref_bias, average_log_prob, ignore_index, head
     )
     chosen, rejected = pairs.chosen, pairs.rejected
     if reference is not None:

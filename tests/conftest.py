@@ -24,6 +24,8 @@ def pytest_collection_modifyitems(config, items):
         "gpu": torch.cuda.is_available(),
         "library": liger_ops._loaded.library is not None,
         "torchtitan": find_spec("torchtitan") is not None,
+        "trl": find_spec("trl") is not None,
+        "verl": find_spec("verl") is not None,
     }
     missing = [name for name, is_present in present.items() if not is_present]
     deselected = {item for item in items if any(item.get_closest_marker(name) for name in missing)}

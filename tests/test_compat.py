@@ -32,11 +32,11 @@ def test_names_exist_only_while_installed():
 
 def test_missing_names_raise_import_errors(liger_kernel_served):
     with pytest.raises(
-        ImportError, match="liger_kernel.transformers.LigerFusedLinearJSD has no counterpart in liger_ops"
+        ImportError, match="liger_kernel.transformers.LigerMultiTokenAttention has no counterpart in liger_ops"
     ):
-        from liger_kernel.transformers import LigerFusedLinearJSD  # noqa: F401
-    with pytest.raises(ImportError, match="liger_kernel.chunked_loss"):
-        import liger_kernel.chunked_loss  # noqa: F401
+        from liger_kernel.transformers import LigerMultiTokenAttention  # noqa: F401
+    with pytest.raises(ImportError, match="liger_kernel.backends"):
+        import liger_kernel.backends  # noqa: F401
     with pytest.raises(ImportError, match="liger_kernel.ops.LigerGroupNormFunction"):
         from liger_kernel.ops import LigerGroupNormFunction  # noqa: F401
 

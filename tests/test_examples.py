@@ -28,6 +28,22 @@ def test_medusa_learns():
     assert len(first) == 3 and all(b < a - 0.5 for a, b in zip(first, last))
 
 
+def test_grpo_learns_from_rewards(tmp_path):
+    picture = tmp_path / "grpo.png"
+    out = run_example(sys.executable, EXAMPLES / "grpo.py", "--steps", 20, "--out", picture)
+    first, last = map(float, re.search(r"reward (\S+) -> (\S+);", out).groups())
+    assert first < 0.2 and last > first + 0.3 and picture.stat().st_size > 5_000
+
+
+def test_distillation_comes_closer_to_the_teacher_than_text_does(tmp_path):
+    picture = tmp_path / "distillation.png"
+    out = run_example(sys.executable, EXAMPLES / "distillation.py", "--steps", 40, "--out", picture)
+    found = {name.strip(): (float(a), float(b)) for name, a, b in re.findall(r"^(.*) KL .* (\S+) -> (\S+)$", out, re.M)}
+    whole, top, plain = found["whole teacher"], found["4 likeliest classes"], found["text alone"]
+    assert whole[1] < whole[0] / 2 and top[1] < plain[1] - 0.2 and whole[1] < plain[1] - 0.2
+    assert picture.stat().st_size > 5_000
+
+
 def in_processes(count):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
 
@@ -107,3 +123,16 @@ def test_sharded_training_steps(tmp_path):
     # Computed in bf16, with another summation order.
     assert all(r["losses"] == pytest.approx(rows[0]["losses"], rel=2**-8) for r in rows)
     assert (tmp_path / "sharded.md").read_text() in out
+
+
+def test_post_training_losses(tmp_path):
+    options = ["--device", "cpu", "--rounds", 1, "--providers", "torch", "ours", "--out", tmp_path]
+    run_example(sys.executable, "-m", "benchmarks.post_training", *options)
+    (jsonl,) = tmp_path.glob("*.jsonl")
+    _, *rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    values = {
+        provider: {r["name"]: r["loss"] for r in rows if r["provider"] == provider} for provider in ("torch", "ours")
+    }
+    assert len(values["ours"]) == 7 and not any("error" in r for r in rows)
+    assert values["torch"] == pytest.approx({name: values["ours"][name] for name in values["torch"]}, rel=1e-4)
+    assert jsonl.with_suffix(".png").stat().st_size > 5_000 and jsonl.with_suffix(".md").exists()

@@ -13,6 +13,7 @@ __all__ = [
     "cross_entropy",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
+    "fused_linear_jsd",
     "geglu",
     "jsd",
     "kl_div",
@@ -178,3 +179,22 @@ def jsd(
     backend: str | None = None,
 ) -> Tensor:
     return ops.LigerJSDFunction.apply(_input, target, shift_labels, beta, ignore_index)
+
+
+def fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    return ops.LigerFusedLinearJSDFunction.apply(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature
+    )

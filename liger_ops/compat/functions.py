@@ -154,6 +154,53 @@ def liger_tvd(
     return ops.LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
 
 
+def liger_fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: Any = None,
+) -> Tensor:
+    return ops.LigerFusedLinearJSDFunction.apply(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature
+    )
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor,
+    student_weight: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: Any = None,
+) -> Tensor:
+    return ops.LigerFusedLinearKLDivFunction.apply(
+        student_input, student_weight, target, shift_labels, reduction, ignore_index, temperature, eps
+    )
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp_group: Any,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    tiles_per_reduce: int = 1,
+    return_entropy: bool = False,
+) -> Any:
+    return ops.LigerFusedLinearScaledCrossEntropyTPFunction.apply(
+        input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
+    )
+
+
 def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -272,6 +319,9 @@ FUNCTIONAL = [
     "liger_cross_entropy",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_jsd",
+    "liger_fused_linear_kl_div",
+    "liger_fused_linear_scaled_cross_entropy_tp",
     "liger_geglu",
     "liger_jsd",
     "liger_kl_div",

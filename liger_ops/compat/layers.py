@@ -321,3 +321,85 @@ class LigerTVDLoss(nn.Module):
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         return ops.LigerTVDLossFunction.apply(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return ops.LigerFusedCETVDFunction.apply(student_logits, teacher_logits, target, self.ignore_index)
+
+
+class LigerFusedLinearJSD(nn.Module):
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, accum_dtype: Any = None
+    ) -> None:
+        super().__init__()
+        if temperature == 0:
+            raise AssertionError("temperature cannot be 0.")
+        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
+        self.temperature, self.accum_dtype = temperature, accum_dtype
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None,
+    ) -> Tensor:
+        return ops.LigerFusedLinearJSDFunction.apply(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
+            self.ignore_index, self.temperature,
+        )  # fmt: skip
+
+
+class LigerFusedLinearKLDivLoss(nn.Module):
+    def __init__(
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if temperature == 0:
+            raise AssertionError("temperature cannot be 0.")
+        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
+        self.eps, self.accum_dtype = eps, accum_dtype
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None
+    ) -> Tensor:
+        return ops.LigerFusedLinearKLDivFunction.apply(
+            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index, self.temperature,
+            self.eps,
+        )  # fmt: skip
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "none",
+        label_smoothing_formula: str = "pytorch",
+        label_smoothing_mode: str = "global",
+    ) -> None:
+        super().__init__()
+        if reduction != "none":
+            raise ValueError(f"Vocab-parallel CE returns per-token loss; reduction must be 'none', got {reduction!r}.")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
+        ops.validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+        return ops.LigerVocabParallelCEFunction.apply(
+            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
+            self.label_smoothing_formula, self.label_smoothing_mode,
+        )  # fmt: skip

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import functional, functions, layers, mlps, ops, patching, utils
+from . import chunked_loss, functional, functions, layers, mlps, ops, patching, utils
 
 TRANSFORMERS = {
     "auto_model": ["AutoLigerKernelForCausalLM"],
     "cross_entropy": ["LigerCrossEntropyLoss"],
     "fused_add_rms_norm": ["LigerFusedAddRMSNorm"],
+    "fused_ce_tvd": ["LigerFusedCETVDLoss"],
     "fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyLoss"],
+    "fused_linear_jsd": ["LigerFusedLinearJSD"],
+    "fused_linear_kl_div": ["LigerFusedLinearKLDivLoss"],
     "geglu": ["LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"],
     "jsd": ["LigerJSD"],
     "kl_div": ["LigerKLDIVLoss"],
@@ -55,12 +58,20 @@ TRANSFORMERS = {
     ],
     "tiled_mlp": ["LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP"],
     "tvd": ["LigerTVDLoss"],
+    "vocab_parallel_cross_entropy": ["LigerVocabParallelCrossEntropy"],
 }
 OPS = {
     "cross_entropy": ["LigerCrossEntropyFunction"],
     "experimental.embedding": ["LigerEmbeddingFunction"],
     "fused_add_rms_norm": ["LigerFusedAddRMSNormFunction"],
+    "fused_ce_tvd": ["LigerFusedCETVDFunction"],
     "fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyFunction"],
+    "fused_linear_jsd": ["LigerFusedLinearJSDFunction"],
+    "fused_linear_kl_div": ["LigerFusedLinearKLDivFunction"],
+    "fused_linear_scaled_cross_entropy": [
+        "LigerFusedLinearScaledCrossEntropyFunction",
+        "LigerFusedLinearScaledCrossEntropyTPFunction",
+    ],
     "fused_moe": ["LigerFusedMoEFunction"],
     "geglu": ["LigerGELUMulFunction"],
     "jsd": ["LigerJSDFunction"],
@@ -75,12 +86,15 @@ OPS = {
     "swiglu": ["LigerFusedGateUpSiLUMulFunction", "LigerSiLUMulFunction"],
     "tiled_mlp": ["LigerTiledMLPFunction", "apply_tiled_mlp"],
     "tvd": ["LigerTVDLossFunction"],
+    "vocab_parallel_cross_entropy": ["LigerVocabParallelCEFunction"],
 }
 # Path below the package: names.
 MODULES: dict[str, list[str]] = {
+    "chunked_loss": [name for names in chunked_loss.CHUNKED_LOSS.values() for name in names if name.endswith("Loss")],
     "functional": functional.__all__,
     "utils": utils.__all__,
     "ops": [name for names in OPS.values() for name in names],
+    "ops.grpo_loss": ["fused_selective_log_softmax"],
     "transformers": [
         "is_transformers_available",
         *(name for names in TRANSFORMERS.values() for name in names if not name.startswith("MODEL_TYPE")),
@@ -88,10 +102,12 @@ MODULES: dict[str, list[str]] = {
     "transformers.experimental": ["LigerEmbedding"],
     "transformers.experimental.embedding": ["LigerEmbedding"],
     "transformers.functional": functions.FUNCTIONAL,
+    "transformers.grpo_loss": ["fused_selective_log_softmax", "triton_grpo_loss"],
     "transformers.model.loss_utils": functions.LOSS_UTILS,
     "transformers.trainer_integration": ["_apply_liger_kernel", "_apply_liger_kernel_to_instance"],
     **{f"transformers.{stem}": names for stem, names in TRANSFORMERS.items()},
     **{f"ops.{stem}": names for stem, names in OPS.items()},
+    **{f"chunked_loss.{stem}": names for stem, names in chunked_loss.CHUNKED_LOSS.items()},
 }
 
 
@@ -102,6 +118,9 @@ def value(module: str, name: str) -> Any:
         return AutoLigerKernelForCausalLM
     if module in ("functional", "utils"):
         return getattr({"functional": functional, "utils": utils}[module], name)
+    if module.startswith("chunked_loss") or module.endswith("grpo_loss"):
+        # A name here may be that of another class in ops.
+        return getattr(chunked_loss, name)
     for source in (functions, layers, mlps, ops, patching):
         if hasattr(source, name):
             return getattr(source, name)

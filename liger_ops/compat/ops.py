@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import functional as F
+from .. import losses
+from ..losses._chunks import in_chunks
 
 LossAndMetrics = tuple[Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
 
@@ -316,3 +319,165 @@ class LigerTVDLossFunction:
         ignore_index: int = -100,
     ) -> Tensor:
         return F.tvd(p, q.detach(), shift_labels, ignore_index, reduction)
+
+
+class LigerFusedCETVDFunction:
+    """(cross entropy, total variation distance) of every token, in fp32. Backward recomputes the probabilities."""
+
+    @staticmethod
+    def apply(
+        student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int = -100
+    ) -> tuple[Tensor, ...]:
+        """student_logits, teacher_logits: (N, V), target: (N,) -> (N,), (N,)."""
+        shape = student_logits.shape
+        if teacher_logits.shape != shape or student_logits.dim() != 2 or target.shape != shape[:1]:
+            got = ", ".join(str(list(t.shape)) for t in (student_logits, teacher_logits, target))
+            raise ValueError(f"LigerFusedCETVDFunction: arguments must have shapes (N, V), (N, V) and (N,) (got {got})")
+
+        def of_chunk(student: Tensor, teacher: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            p, q = student.softmax(-1, torch.float32), teacher.softmax(-1, torch.float32)
+            ce = F.cross_entropy(student, y, reduction="none", ignore_index=ignore_index)
+            return ce, F.tvd(p, q, y, ignore_index, "none").sum(-1)
+
+        return in_chunks(of_chunk, (student_logits, teacher_logits.detach(), target), shape[-1], None)
+
+
+class LigerFusedLinearJSDFunction:
+    """The loss is fp32, and 0 if all labels are ignored, as in the package."""
+
+    @staticmethod
+    def apply(
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: Any = None,
+        jsd_impl: Any = None,
+        jsd_mode: Any = None,
+    ) -> Tensor:
+        return losses.distillation_loss(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
+            temperature=temperature, ignore_index=ignore_index,
+        )[0]  # fmt: skip
+
+
+class LigerFusedLinearKLDivFunction:
+    @staticmethod
+    def apply(
+        student_input: Tensor,
+        student_weight: Tensor,
+        target: Tensor,
+        shift_labels: Tensor | None = None,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: Any = None,
+    ) -> Tensor:
+        """target: (N, V) probabilities. The mean is over the rows that count, and 0 if there are none."""
+        if reduction not in ("batchmean", "mean", "sum"):
+            raise ValueError(f"reduction must be one of ('batchmean', 'mean', 'sum'), got {reduction!r}")
+        mask = None if shift_labels is None else shift_labels != ignore_index
+        total = losses.target_distribution_loss(
+            student_input, student_weight, target, temperature=temperature, mask=mask, eps=eps
+        ).sum()
+        if reduction == "sum":
+            return total
+        rows = len(target) if mask is None else mask.sum().clamp(min=1)
+        return total / (rows * (target.shape[-1] if reduction == "mean" else 1))
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    """(NLL, entropy, log-probabilities of the selected ids) of every token, or those of them that were requested. The
+    entropy has the dtype of the input, as in the package; the others are fp32."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: Tensor | None = None,
+    ) -> Any:
+        """_input: (N, n), target: (N,), selected_token_ids: (K,) -> (N,), (N,), (N, K)."""
+        ids = target
+        if selected_token_ids is not None:
+            ignored = (target == ignore_index).unsqueeze(1)
+            ids = torch.cat([target.unsqueeze(1), selected_token_ids.expand(len(target), -1)], 1)
+            ids = ids.masked_fill(ignored, ignore_index)
+        found = F.fused_linear_log_probs(
+            _input, weight, ids, temperature=temperature, ignore_index=ignore_index, entropy=return_entropy,
+            entropy_grad=return_entropy,
+        )  # fmt: skip
+        log_probs = found.log_probs if selected_token_ids is None else found.log_probs[:, 0]
+        results = [-log_probs]
+        if return_entropy:
+            results.append(found.entropy.to(_input.dtype))
+        if selected_token_ids is not None:
+            results.append(found.log_probs[:, 1:])
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    """(NLL, entropy) of every token in fp32, or the NLL alone. Every rank gets the whole gradient of the input."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        tiles_per_reduce: int = 1,
+        return_entropy: bool = False,
+    ) -> Any:
+        """_input: (N, n), weight: (V, n) of this rank's classes, as many as every other's, target: (N,)."""
+        group: Any = dist.group.WORLD if tp_group is None else tp_group
+        found = F.vocab_parallel_fused_linear_log_probs(
+            _input, weight, target, group.group_name, len(weight) * group.size(), temperature=temperature,
+            ignore_index=ignore_index, entropy=return_entropy, entropy_grad=return_entropy,
+        )  # fmt: skip
+        return (-found.log_probs, found.entropy) if return_entropy else -found.log_probs
+
+
+def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
+    given = (label_smoothing_formula, ("pytorch", "megatron")), (label_smoothing_mode, ("global", "partition"))
+    for name, (value, known) in zip(("formula", "mode"), given):
+        if value not in known:
+            raise ValueError(f"label_smoothing_{name} must be one of {known}, got {value!r}.")
+
+
+class LigerVocabParallelCEFunction:
+    """The loss of every token, in fp32."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        ignore_index: int,
+        label_smoothing: float,
+        label_smoothing_formula: str,
+        label_smoothing_mode: str,
+    ) -> Tensor:
+        """vocab_parallel_logits: (S, B, V) of this rank's classes, as many as every other's, target: (S, B)."""
+        if vocab_parallel_logits.dim() != 3:
+            raise ValueError(f"vocab_parallel_logits must be 3-D (got shape {list(vocab_parallel_logits.shape)})")
+        ranks = 1 if tp_group is None else tp_group.size()
+        if label_smoothing and label_smoothing_mode == "partition" and ranks > 1:
+            raise ValueError("label_smoothing_mode must be global over several ranks (got partition)")
+        classes = vocab_parallel_logits.shape[-1] * ranks
+        if label_smoothing_formula == "megatron":  # the true class takes no part of the smoothing
+            label_smoothing = label_smoothing * classes / (classes - 1)
+        options = None, "none", ignore_index, label_smoothing
+        if ranks == 1:
+            return F.cross_entropy(vocab_parallel_logits, target, *options)
+        return F.vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group.group_name, classes, *options)

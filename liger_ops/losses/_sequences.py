@@ -1,0 +1,71 @@
+"""Log-probabilities of sequences, under the policy and under a reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import functional as F
+
+Metrics = dict[str, Tensor]
+
+
+def check(holds: bool, loss: str, argument: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{loss}: {argument} must {rule} (got {value})")
+
+
+def of_sequences(log_probs: Tensor, target: Tensor, average: bool, ignore_index: int) -> Tensor:
+    """log_probs, target: (B, S) -> (B,), the sum over the positions that count, or their mean."""
+    total = log_probs.sum(-1)
+    return total / (target != ignore_index).sum(-1) if average else total
+
+
+def reference_log_probs(
+    target: Tensor,
+    ref_hidden: Tensor | None,
+    ref_weight: Tensor | None,
+    ref_bias: Tensor | None,
+    ignore_index: int,
+    head: dict[str, Any],
+) -> Tensor | None:
+    """Log-probabilities (B, S) under the reference model, or None without one."""
+    if ref_hidden is None or ref_weight is None:
+        return None
+    with torch.no_grad():
+        return F.fused_linear_log_probs(
+            ref_hidden, ref_weight, target, ref_bias, ignore_index=ignore_index, **head
+        ).log_probs
+
+
+def check_shape(t: Tensor | None, loss: str, argument: str, *shapes: Sequence[int]) -> None:
+    """Other shapes might broadcast to results that mean nothing."""
+    if t is not None:
+        rule = "have shape " + " or ".join(str(list(shape)) for shape in shapes)
+        check(t.shape in [torch.Size(shape) for shape in shapes], loss, argument, rule, list(t.shape))
+
+
+def reference_of_sequences(
+    loss: str,
+    target: Tensor,
+    ref_log_probs: Tensor | None,
+    ref_hidden: Tensor | None,
+    ref_weight: Tensor | None,
+    ref_bias: Tensor | None,
+    average: bool,
+    ignore_index: int,
+    head: dict[str, Any],
+) -> Tensor | None:
+    """(B,), given or computed, or None without a reference."""
+    check_shape(ref_log_probs, loss, "ref_log_probs", target.shape[:1])
+    if ref_log_probs is not None:
+        return ref_log_probs.detach()
+    found = reference_log_probs(target, ref_hidden, ref_weight, ref_bias, ignore_index, head)
+    return None if found is None else of_sequences(found, target, average, ignore_index)
+
+
+def detached(**metrics: Tensor) -> Metrics:
+    return {name: value.detach() for name, value in metrics.items()}

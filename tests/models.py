@@ -118,7 +118,9 @@ class Call(nn.Module):
             solo_group()
         self.op, self.names, self.options = getattr(torch.ops.liger, row.op), tuple(row.inputs), dict(row.options)
         self.overwrites = row.op.endswith("_")
-        self.parameters_of_op = nn.ParameterDict({k: torch.randn(shape) for k, shape in row.parameters.items()})
+        # Results of experts stay near 1, so that rounding errors of two products do too.
+        scaled = {k: torch.randn(s) * (s[-1] ** -0.5 if len(s) == 3 else 1.0) for k, s in row.parameters.items()}
+        self.parameters_of_op = nn.ParameterDict(scaled)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         named = dict(zip(self.names, inputs))

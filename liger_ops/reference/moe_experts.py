@@ -27,7 +27,7 @@ def moe_experts(
     up_offset: float = 0.0,
     weight_before: bool = False,
 ) -> Tensor:
-    """The experts of a mixture-of-experts layer: ``sum_k weight[t, k] * expert[index[t, k]](x[t])``.
+    """The experts of a mixture-of-experts layer: the sum over k of ``weight[t, k] * expert(x[t])``.
 
     An expert is ``down @ ((up + up_offset) * f(gate))`` with gate and up from ``gate_up @ x``.
 

@@ -132,10 +132,11 @@ class Call(nn.Module):
         self.overwrites = row.op.endswith("_")
         constants = operators()[row.op].constants
         self.fixed = tuple(k for k in row.parameters if k in constants)
+        # Results of experts stay near 1, so that rounding errors of two products do too.
+        made = {k: torch.randn(s) * (s[-1] ** -0.5 if len(s) == 3 else 1.0) for k, s in row.parameters.items()}
         for k in self.fixed:
-            self.register_buffer(k, torch.randn(row.parameters[k]))
-        learned = {k: shape for k, shape in row.parameters.items() if k not in self.fixed}
-        self.parameters_of_op = nn.ParameterDict({k: torch.randn(shape) for k, shape in learned.items()})
+            self.register_buffer(k, made[k])
+        self.parameters_of_op = nn.ParameterDict({k: t for k, t in made.items() if k not in self.fixed})
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         named = dict(zip(self.names, inputs))

@@ -80,7 +80,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
     )  # fmt: skip
     product = pre.clone()
 
-    def rows_product(out, a, w, bias, layout, flags):
+    def rows_product(out, a, w, bias, layout, flags, kind):
         launch(
             "rows", lambda c: most * blocks(out.shape[1], c["BLOCK_N"]),
             (out, a, w, bias, offsets, tiles, most, a.shape[1], out.shape[1], w.stride(0), w.stride(1), flags),
@@ -97,7 +97,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         )  # fmt: skip
         return out
 
-    rows_product(y, act, down, down_bias, columns_first if transposed else sum_first, has_bias)
+    rows_product(y, act, down, down_bias, columns_first if transposed else sum_first, has_bias, kind)
     out = combine(y, weighs * (not first))
 
     weighted, width = of(pairs, inner), []
@@ -124,7 +124,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
              dout.stride(0), width[0], experts, words, with_bias), **X,
         )  # fmt: skip
 
-    def weights_product(like, by_token, by_row, token_left):
+    def weights_product(like, by_token, by_row, token_left, kind):
         out = of(*like.shape)
         left, right = (by_token, by_row) if token_left else (by_row, by_token)
         launch(
@@ -144,11 +144,11 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         return out
 
     results = dict(zip(("offsets", "tiles", "tokens", "order", "position"), found))
-    rows_product(dx, pre, gate_up, gate_up_bias, sum_first if transposed else columns_first, 0)
+    rows_product(dx, pre, gate_up, gate_up_bias, sum_first if transposed else columns_first, 0, kind and "_bwd_hopper")
     results |= dict(
         out=out, dx=combine(dx, 0), product=product, dweight=dweight,
-        dgate_up=weights_product(gate_up, x, pre, transposed),
-        ddown=weights_product(down, dout, weighted, not transposed),
+        dgate_up=weights_product(gate_up, x, pre, transposed, kind and "_gate_up_hopper"),
+        ddown=weights_product(down, dout, weighted, not transposed, kind and "_down_hopper"),
         dgate_up_bias=bias_gradient(pre, 0),
         ddown_bias=bias_gradient(dout, m.GATHERS.value | weighs * (not first)),
     )  # fmt: skip

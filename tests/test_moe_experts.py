@@ -217,6 +217,16 @@ def test_common_operator_checks(size, device):
     check_no_double_backward("moe_experts", moe_experts, inputs, grads)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_backward_overwrites_what_nobody_sees(keep, device):
+    inputs, grads = inputs_of(33, 40, 24, 8, 4, device=device)
+    out = moe_experts(*inputs)
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(out, [t for t in inputs if t.requires_grad], grads, retain_graph=keep)
+    called = {event.key for event in profile.key_averages() if event.key.startswith("liger::")}
+    assert called == {"liger::_moe_experts_bwd" if keep else "liger::_moe_experts_bwd_"}
+
+
 @pytest.mark.parametrize("options", EVERY_OPTION)
 def test_gradcheck(options):
     transposed, bias = options.get("transposed", False), not options.get("weight_before", False)

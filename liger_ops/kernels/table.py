@@ -253,7 +253,7 @@ class Kernel:
             )
             for c in self.configs
         ]
-        text = "\n".join(self.sources) + json.dumps([table, configs], sort_keys=True)
+        text = "\n".join(self.sources) + self.suffix + json.dumps([table, configs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -27,7 +27,7 @@ def moe_experts(
     up_offset: float = 0.0,
     weight_before: bool = False,
 ) -> Tensor:
-    """The experts of a mixture-of-experts layer: ``sum_k weight[t, k] * expert[index[t, k]](x[t])``.
+    """The experts of a mixture-of-experts layer: the sum over k of ``weight[t, k] * expert(x[t])``.
 
     An expert is ``down @ ((up + up_offset) * f(gate))`` with gate and up from ``gate_up @ x``.
 
@@ -35,9 +35,9 @@ def moe_experts(
     gate_up_bias: (E, 2 I), down_bias: (E, H) -> (T, H).
 
     f is "silu", with ``sigmoid(alpha * gate)``, "gelu" or "gelu_tanh". gate and up are the halves of 2 I, or alternate
-    if `interleaved`. With `transposed`, gate_up is (E, H, 2 I) and down is (E, I, H). `limit`: gate is at most limit, up
-    is clamped to [-limit, limit]. gpt-oss: ``interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0``.
-    With `weight_before`, the weight scales x instead of the result. Indices outside of [0, E) are dropped.
+    if `interleaved`. With `transposed`, gate_up is (E, H, 2 I) and down is (E, I, H). `limit`: gate is at most limit,
+    up is clamped to [-limit, limit]. With `weight_before`, the weight scales x instead of the result. Indices outside
+    of [0, E) are dropped. gpt-oss has ``interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0``.
 
     >>> x, index, weight = torch.ones(1, 1), torch.tensor([[1]]), torch.tensor([[0.5]])
     >>> moe_experts(x, torch.ones(2, 2, 1), torch.ones(2, 1, 1), index, weight)

@@ -2,8 +2,8 @@
 //     expert(x) = down @ ((up + up_offset) * f(gate)),  gate and up = gate_up @ x
 //
 // Letters: T tokens, K choices, E experts, H hidden, I inner.
-// x: (T, H), index: (T, K) int64 or int32, weight: (T, K) in x's dtype or fp32. gate_up: (E, 2 I, H) and down: (E, H, I),
-// or (E, H, 2 I) and (E, I, H) if transposed. Biases: (E, 2 I) and (E, H). Gate and up are the halves of 2 I, or
+// x: (T, H), index: (T, K) int64 or int32, weight: (T, K) in x's dtype or fp32. gate_up: (E, 2 I, H) and down:
+// (E, H, I), or (E, H, 2 I) and (E, I, H) if transposed. Biases: (E, 2 I) and (E, H). Gate and up are the halves of 2 I, or
 // alternate if interleaved. f: silu with sigmoid(alpha * gate), gelu or gelu_tanh. limit: gate is at most limit, and up
 // is clamped to [-limit, limit]. weight_before: expert(weight * x) instead of weight * expert(x).
 // An index outside of [0, E) contributes nothing: with expert parallelism that expert is elsewhere.

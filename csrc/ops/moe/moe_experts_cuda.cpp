@@ -180,6 +180,7 @@ void up_product(const Kernels& k, const Tensor& x, const Tensor& act, const Tens
 }
 
 /// out (pairs, n) = a (pairs, depth) times each expert's matrix, of which a dimension is `n` and the other is summed.
+template <class Hopper>
 void rows_product(
     const Kernels& k, const Tensor& out, const Tensor& a, const Tensor& weights, bool sum_first, const Tensor& bias) {
   const Tensor w = with_rows(weights);
@@ -200,7 +201,7 @@ void rows_product(
     k.start<K>(variant, k.tiles * ceil_div(out.size(1), config.BLOCK_N), args);
   };
   const int layout = sum_first ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
-  k.choose<kernels::moe_experts_rows, kernels::moe_experts_rows_hopper>(aligned, run, layout);
+  k.choose<kernels::moe_experts_rows, Hopper>(aligned, run, layout);
 }
 
 /// The shares of d weight, (column tiles, pairs), if wanted. act may be undefined.
@@ -242,6 +243,7 @@ Tensor act_backward(
 
 /// out (E, m, n): of every expert, the sum over its rows of left^T right. by_token (T, .): one of the two; by_row
 /// (pairs, .): the other.
+template <class Hopper>
 void weights_product(
     const Kernels& k, const Tensor& out, const Tensor& by_token, const Tensor& by_row, bool token_left) {
   const Tensor &left = token_left ? by_token : by_row, &right = token_left ? by_row : by_token;
@@ -262,7 +264,7 @@ void weights_product(
     k.start<K>(
         variant, k.experts * ceil_div(out.size(1), config.BLOCK_M) * ceil_div(out.size(2), config.BLOCK_N), args);
   };
-  k.choose<kernels::moe_experts_weights, kernels::moe_experts_weights_hopper>(aligned, run, int(token_left));
+  k.choose<kernels::moe_experts_weights, Hopper>(aligned, run, int(token_left));
 }
 
 /// (T, H): the sum of each token's rows. Sorted rows are their tokens' already.
@@ -334,7 +336,8 @@ Tensor Cuda::forward(const Call& call, const Tensor& routing, const Tensor& pre)
   Tensor act = at::empty({call.pairs(), call.inner()}, call.x.options());
   up_product(k, rows_of(call.x), act, pre, fp32_or_undefined(call.gate_up_bias));
   Tensor y = empty_rows(k);
-  rows_product(k, y, act, call.down, !call.options.transposed, fp32_or_undefined(call.down_bias));
+  rows_product<kernels::moe_experts_rows_hopper>(
+      k, y, act, call.down, !call.options.transposed, fp32_or_undefined(call.down_bias));
   act = Tensor();
   return combine(k, y, !call.options.weight_before);
 }
@@ -365,19 +368,19 @@ Gradients Cuda::backward(
     if (wants(kWeight)) out.weight = weight_gradient(k, shares, dout, call.index.contiguous());
     if (wants(kDown)) {
       out.down = gradient_like(call.down);
-      weights_product(k, out.down, dout, act, !transposed);
+      weights_product<kernels::moe_experts_weights_down_hopper>(k, out.down, dout, act, !transposed);
     }
   }
   if (wants(kDownBias)) out.down_bias = bias_gradient(k, dout, true, weighted);
   if (wants(kGateUpBias)) out.gate_up_bias = bias_gradient(k, dpre, false, false);
   if (wants(kX)) {
     Tensor rows = empty_rows(k);
-    rows_product(k, rows, dpre, call.gate_up, transposed, {});
+    rows_product<kernels::moe_experts_rows_bwd_hopper>(k, rows, dpre, call.gate_up, transposed, {});
     out.x = combine(k, rows, false);
   }
   if (wants(kGateUp)) {
     out.gate_up = gradient_like(call.gate_up);
-    weights_product(k, out.gate_up, rows_of(call.x), dpre, transposed);
+    weights_product<kernels::moe_experts_weights_gate_up_hopper>(k, out.gate_up, rows_of(call.x), dpre, transposed);
   }
   return out;
 }

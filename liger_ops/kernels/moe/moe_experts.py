@@ -529,13 +529,15 @@ def layouts(*found):
     return [{"LAYOUT": layout.value} for layout in found]
 
 
-def kernels_of_product(function, args, aligned, axes, configs, hopper_configs):
-    """A kernel for every architecture, and one that compute capability 9.0 prefers."""
+def kernels_of_product(function, args, aligned, axes, configs, hopper_configs, hopper=("_hopper",)):
+    """A kernel for every architecture, and those that compute capability 9.0 prefers: one per product, so that each is
+    tuned by itself."""
     halves = [choices for choices in ACTIVATIONS if choices["X"] != "fp32"]
-    return [
-        Kernel(function, args, aligned, {"dtype": ACTIVATIONS, **axes}, configs),
-        Kernel(function, args, aligned, {"dtype": halves, **axes}, hopper_configs, archs=[90], suffix="_hopper"),
+    preferred = [
+        Kernel(function, args, aligned, {"dtype": halves, **axes}, hopper_configs, archs=[90], suffix=suffix)
+        for suffix in hopper
     ]
+    return [Kernel(function, args, aligned, {"dtype": ACTIVATIONS, **axes}, configs), *preferred]
 
 
 def finished_in(parts, config):
@@ -599,6 +601,7 @@ KERNELS = [
         {"layout": layouts(SUM_FIRST, COLUMNS_FIRST)},
         [product(256, 32, 4), *SMALL_PRODUCTS],
         [product(256, 64, 4), SMALL_PRODUCTS[-1]],
+        ("_hopper", "_bwd_hopper"),
     ),
     *kernels_of_product(
         moe_experts_act_bwd_kernel,
@@ -622,6 +625,7 @@ KERNELS = [
         {"gathered": [{"GATHER_LEFT": 0}, {"GATHER_LEFT": 1}]},
         [sums(128, 256, 32, 7), sums(128, 64, 32, 2, only=FLOATS), sums(128, 64, 32, 2, aligned=False, only={})],
         [sums(128, 256, 64, 7), sums(128, 64, 32, 2, aligned=False, only={})],
+        ("_gate_up_hopper", "_down_hopper"),
     ),
     Kernel(
         function=moe_experts_combine_kernel,

@@ -145,9 +145,8 @@ def joined(s_peak, s_total, s_spread, pull, t_peak, t_total, factor):
     """Sums of lanes or parts, relative to the largest peaks."""
     s_top = tl.max(s_peak, axis=0)
     t_top = tl.max(t_peak, axis=0)
-    _, s_scale = power_of(s_peak, s_top, factor)
     _, t_scale = power_of(t_peak, t_top, factor)
-    s_total, s_spread = rebased(s_total, s_spread, s_peak, s_top, factor)
+    s_total, s_spread, s_scale = rebased(s_total, s_spread, s_peak, s_top, factor)
     return (
         s_top, tl.sum(s_total, axis=0), tl.sum(s_spread, axis=0), tl.sum(pull * s_scale, axis=0), t_top,
         tl.sum(t_total * t_scale, axis=0),
@@ -205,8 +204,7 @@ def scan_span(
             new_t = tl.maximum(new_t, tl.max(v_t, axis=1))
             s_tiles = s_tiles + (v_s,)
             t_tiles = t_tiles + (v_t,)
-        _, scale = power_of(s_peak, new_s, factor)
-        s_total, s_spread = rebased(s_total, s_spread, s_peak, new_s, factor)
+        s_total, s_spread, scale = rebased(s_total, s_spread, s_peak, new_s, factor)
         pull *= scale
         _, scale = power_of(t_peak, new_t, factor)
         t_total *= scale

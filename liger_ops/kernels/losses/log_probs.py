@@ -63,10 +63,10 @@ def power_of(v, peak, factor):
 
 
 @triton.jit
-def rebased(total, spread, squares, peak, new_peak, factor):
-    """Sums relative to another peak. spread: sum of 2 ** exponent * exponent, squares: sum of 4 ** exponent"""
+def rebased(total, spread, peak, new_peak, factor):
+    """(total, spread, scale) relative to another peak. spread: sum of 2 ** exponent * exponent"""
     shift, scale = power_of(peak, new_peak, factor)
-    return total * scale, (spread + shift * total) * scale, squares * scale * scale
+    return total * scale, (spread + shift * total) * scale, scale
 
 
 @triton.jit
@@ -113,7 +113,8 @@ def scan_tiles(
         vs = vs + (v,)
     if EXTRAS:
         best = tl.where(new_peak > peak, start, best)
-    total, spread, squares = rebased(total, spread, squares, peak, new_peak, factor)
+    total, spread, scale = rebased(total, spread, peak, new_peak, factor)
+    squares *= scale * scale
     for t in tl.static_range(TILES):
         exponent, e = power_of(vs[t], new_peak[:, None], factor)
         total += tl.sum(e, axis=1)
@@ -126,7 +127,8 @@ def scan_tiles(
 @triton.jit
 def combine(peak, total, spread, squares, level, first, factor):
     top = tl.max(peak, axis=0)
-    total, spread, squares = rebased(total, spread, squares, peak, top, factor)
+    total, spread, scale = rebased(total, spread, peak, top, factor)
+    squares *= scale * scale
     first = tl.min(tl.where(peak == top, first, NOWHERE), axis=0)
     return top, tl.sum(total, axis=0), tl.sum(spread, axis=0), tl.sum(squares, axis=0), tl.sum(level, axis=0), first
 

@@ -16,7 +16,7 @@ LIMIT = 3 << 30
 
 def cases():
     """Name: the loss of a model, a teacher, targets of shape ROWS, and a mask."""
-    from liger_ops.compat import chunked_loss, ops
+    from liger_ops.compat import chunked_distillation, chunked_loss, chunked_policy, ops
     from liger_ops.integrations import trl, verl
 
     def flat(m, teacher, target):
@@ -43,10 +43,13 @@ def cases():
     yield "chunked_loss dpo", lambda m, t, y: chunked_loss.LigerFusedLinearDPOLoss()(m.weight, m.hidden, y, None, *t)[0]
     yield (
         "chunked_loss grpo",
-        lambda m, t, y: grpo(chunked_loss.LigerFusedLinearGRPOLoss(), m, y, ref_input=t.hidden, ref_weight=t.weight),
+        lambda m, t, y: grpo(chunked_policy.LigerFusedLinearGRPOLoss(), m, y, ref_input=t.hidden, ref_weight=t.weight),
     )
-    yield "chunked_loss jsd", lambda m, t, y: chunked_loss.LigerFusedLinearJSDLoss()(*flat(m, t, y))
-    yield "chunked_loss cosine", lambda m, t, y: chunked_loss.LigerFusedLinearCosineSimilarityLoss()(*flat(m, t, y))
+    yield "chunked_loss jsd", lambda m, t, y: chunked_distillation.LigerFusedLinearJSDLoss()(*flat(m, t, y))
+    yield (
+        "chunked_loss cosine",
+        lambda m, t, y: chunked_distillation.LigerFusedLinearCosineSimilarityLoss()(*flat(m, t, y)),
+    )
     yield "fused_linear_jsd", lambda m, t, y: ops.LigerFusedLinearJSDFunction.apply(*flat(m, t, y))
     yield (
         "trl log-probs",

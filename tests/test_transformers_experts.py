@@ -5,7 +5,7 @@ import torch
 from language_models import ARCHITECTURES, MOE, SIZES, clone, step, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from liger_ops.transformers import apply_liger_kernel, experts, unpatch
+from liger_ops.transformers import apply_liger_kernel, experts, register_experts, unpatch
 
 MODELS = {
     **{name: ARCHITECTURES[name] for name in ("mixtral", "qwen3_moe", "glm4_moe")},
@@ -45,6 +45,30 @@ def test_a_step_agrees_with_eager(name):
     for parameter, gradient in their_gradients.items():
         torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-4, atol=1e-6)
     assert unpatch(model) and not rows_of(apply_liger_kernel(model, moe_experts=False, swiglu=False))[0].replacement
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_chooses_the_operator_by_name(name):
+    register_experts()
+    model = make(name)
+    chosen, eager = clone(model, torch.float32), clone(model, torch.float32)
+    chosen.set_experts_implementation("liger_ops")
+    eager.set_experts_implementation("eager")
+    (ours, our_gradients), (theirs, their_gradients) = step(chosen, tokens()), step(eager, tokens())
+    torch.testing.assert_close(ours, theirs)
+    for parameter, gradient in their_gradients.items():
+        torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-4, atol=1e-6)
+    assert stack_of(chosen).liger_experts == experts.identify(stack_of(model))
+
+
+def test_a_stack_that_the_operator_does_not_compute_is_refused():
+    model = make("qwen3_moe")
+    model.set_experts_implementation("liger_ops")
+    stack_of(model).has_post_expert_norm = True
+    with pytest.raises(
+        ValueError, match="experts_implementation='liger_ops': Qwen3MoeExperts: its experts end in a norm"
+    ):
+        step(model, tokens())
 
 
 def test_options_are_found():

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import chunked_loss, functional, functions, layers, mlps, ops, patching, utils
+from . import (
+    chunked_distillation,
+    chunked_loss,
+    chunked_policy,
+    functional,
+    functions,
+    layers,
+    mlps,
+    ops,
+    patching,
+    utils,
+)
 
 TRANSFORMERS = {
     "auto_model": ["AutoLigerKernelForCausalLM"],
@@ -120,8 +131,10 @@ def value(module: str, name: str) -> Any:
         return getattr({"functional": functional, "utils": utils}[module], name)
     if module.startswith("chunked_loss") or module.endswith("grpo_loss"):
         # A name here may be that of another class in ops.
-        return getattr(chunked_loss, name)
-    for source in (functions, layers, mlps, ops, patching):
+        sources: tuple[Any, ...] = (chunked_loss, chunked_policy, chunked_distillation)
+    else:
+        sources = (functions, layers, mlps, ops, patching)
+    for source in sources:
         if hasattr(source, name):
             return getattr(source, name)
     return patching.APPLIERS[name]

@@ -1,19 +1,26 @@
 """The operators inside Hugging Face models: `apply_liger_kernel(model)`.
 
-Only AutoLigerKernelForCausalLM needs transformers.
+Only AutoLigerKernelForCausalLM and register_experts need transformers. If it is imported already, `register_experts` has run.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from .experts import register_experts
 from .models import MODELS, applier
 from .patch import SWITCHES, apply_liger_kernel, unpatch
 from .report import Report, Row
 
 NAMES = {f"apply_liger_kernel_to_{name}": name for name in MODELS}
 
-__all__ = ["AutoLigerKernelForCausalLM", "Report", "Row", "SWITCHES", "apply_liger_kernel", "unpatch", *NAMES]
+__all__ = [
+    "AutoLigerKernelForCausalLM", "Report", "Row", "SWITCHES", "apply_liger_kernel", "register_experts", "unpatch", *NAMES
+]  # fmt: skip
+
+if "transformers" in sys.modules:
+    register_experts()
 
 
 def __getattr__(name: str) -> Any:

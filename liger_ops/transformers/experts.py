@@ -144,3 +144,22 @@ def patch_gate(module: nn.Module, switches: Switches, reason: str) -> str:
     members = {"_apply_gate": lambda self, gate_up: packed(gate_up), "liger_reason": reason}
     give_subclass(module, "experts", gate, (found, reason), lambda cls: members)
     return gate
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """``experts_implementation="liger_ops"`` of transformers, for models that are not patched."""
+    if "liger_experts" not in vars(self):
+        try:
+            self.liger_experts = identify(self)
+        except NotUnderstood as reason:
+            raise ValueError(f"experts_implementation='liger_ops': {type(self).__name__}: {reason}") from None
+    return self.liger_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def register_experts() -> None:
+    """Lets transformers, from version 5 on, run experts in `moe_experts` by ``experts_implementation="liger_ops"``."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return
+    ALL_EXPERTS_FUNCTIONS.register("liger_ops", experts_forward)

@@ -374,8 +374,8 @@ def heat_panel(axis: Any, records: Sequence[Record]) -> None:
 def draw(records: Sequence[Record], stem: Path) -> tuple[list[Path], str]:
     """The pictures of a run, or one sentence on why there are none."""
     times = [r for r in records if r["kind"] == "time"]
-    if not times:
-        return [], "No plots: nothing was timed by size."
+    if not ours_first(times):
+        return [], "No plots: nothing but GEMMs was timed by size."
     try:
         import matplotlib  # noqa: F401
     except ImportError:

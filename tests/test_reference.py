@@ -301,8 +301,11 @@ def test_results_equal_those_of_the_library(copy, tmp_path):
         for name, *found in zip(NAMES, theirs, results_of_rows(dtype), strict=True):
             for i, (a, b) in enumerate(zip(*found, strict=True)):
                 assert a.dtype == b.dtype and a.shape == b.shape
-                # Also covers predictions. Sums of few numbers, with other intermediate roundings.
-                assert distance(a, b, scale=1.0) <= 4 * torch.finfo(dtype).eps, f"{name}, result {i}, {dtype}"
+                # Also covers predictions. Sums of few numbers, with other intermediate roundings. The gradient of a
+                # divergence sums over the classes what the rounding of both models' logits leaves.
+                roundings = 16 if "divergence" in name else 4
+                allowed = roundings * torch.finfo(dtype).eps
+                assert distance(a, b, scale=1.0) <= allowed, f"{name}, result {i}, {dtype}"
 
 
 def check_transforms() -> None:

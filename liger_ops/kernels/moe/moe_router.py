@@ -188,7 +188,8 @@ def moe_router_bwd_kernel(
 
 
 def config(max_n, rows, programs_per_sm=0, **constexprs):
-    return Config(max_n, False, 4, programs_per_sm, dict(ROWS=rows, EXPERTS=max_n, **constexprs))
+    constexprs |= dict(ROWS=rows, EXPERTS=max_n or MOST_EXPERTS.value)
+    return Config(max_n, False, 4, programs_per_sm, constexprs)
 
 
 DTYPES = [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}]
@@ -204,7 +205,7 @@ KERNELS = [
         },
         aligned=[],
         axes={"dtype": DTYPES, "grouped": [{"GROUPED": 0}, {"GROUPED": 1}]},
-        configs=[config(n, rows, 4, CHOICES=32) for n, rows in ((32, 32), (128, 8), (1024, 1))],
+        configs=[config(n, rows, 4, CHOICES=32) for n, rows in ((32, 32), (128, 8), (None, 1))],
     ),
     Kernel(
         function=moe_router_bwd_kernel,
@@ -215,6 +216,6 @@ KERNELS = [
         },
         aligned=[],
         axes={"dtype": DTYPES},
-        configs=[config(32, 32), config(128, 8), config(1024, 1)],
+        configs=[config(32, 32), config(128, 8), config(None, 1)],
     ),
 ]  # fmt: skip

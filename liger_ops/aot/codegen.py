@@ -68,7 +68,9 @@ def constants(kernels: list[Kernel]) -> dict[str, int]:
         targets = [t for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign) for t in node.targets]
         names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
         values = {name: getattr(getattr(defining, name, None), "value", None) for name in names}
-        found |= {name: value for name, value in values.items() if isinstance(value, int)}
+        for name, value in values.items():
+            if isinstance(value, int) and found.setdefault(name, value) != value:
+                raise ValueError(f"{path}: {name} is {found[name]}, and {value} in {file.name}; rename one of them")
     return found
 
 

@@ -19,7 +19,7 @@ void rows_cuda(const Rows& r) {
   auto numbers = r.student.options();
   Tensor shares, values, arrived;
   int32_t flags = (writes ? kinds::WRITES : 0) | (r.mask.defined() ? kinds::HAS_MASK : 0) |
-      (r.grad.defined() ? kinds::HAS_GRAD : 0) | (r.s_bias.defined() ? kinds::S_BIAS : 0) |
+      (r.grad.defined() ? kinds::HAS_UPSTREAM : 0) | (r.s_bias.defined() ? kinds::S_BIAS : 0) |
       (r.t_bias.defined() ? kinds::T_BIAS : 0) | (r.o.student.softcap ? kinds::S_CAP : 0) |
       (r.o.teacher.softcap ? kinds::T_CAP : 0);
   if (r.known) {

@@ -46,7 +46,7 @@ KEEPS = tl.constexpr(16)
 KNOWN = tl.constexpr(32)  # the statistics are given
 SAVES = tl.constexpr(64)  # the statistics are stored
 HAS_MASK = tl.constexpr(128)
-HAS_GRAD = tl.constexpr(256)
+HAS_UPSTREAM = tl.constexpr(256)
 S_BIAS = tl.constexpr(512)
 T_BIAS = tl.constexpr(1024)
 S_CAP = tl.constexpr(2048)
@@ -264,7 +264,7 @@ def fused_linear_divergence_rows_kernel(
     if counted:
         s_row = s + row * s_stride
         t_row = t + row * t_stride
-        g = tl.load(grad + row, mask=(flags & HAS_GRAD) != 0, other=1.0) * inverse
+        g = tl.load(grad + row, mask=(flags & HAS_UPSTREAM) != 0, other=1.0) * inverse
         first = row * parts
         if flags & SCANS:
             s_peak, s_total, s_spread, pull, t_peak, t_total = scan_span(

@@ -254,14 +254,17 @@ for reduction in ("mean", "sum", "none"):
             sequence_dim=1,
         )  # fmt: skip
 
+def divided(classes, sizes):
+    """The last rank has the rest."""
+    return [*sizes, classes - sum(sizes)]
+
+
 UNEVEN: dict[str, dict[str, Any]] = {
     "a rank without classes": dict(
         classes=3, class_sizes=lambda ranks: [2, 0, 1] if ranks == 3 else [0] * (ranks - 1) + [3]
     ),
     "fewer classes than ranks": dict(classes=2),
-    "explicit sizes": dict(
-        classes=50, class_sizes=lambda ranks: [7, *[9] * (ranks - 2), 43 - 9 * (ranks - 2)][-ranks:]
-    ),
+    "explicit sizes": dict(classes=50, class_sizes=lambda ranks: divided(50, [7, 9, 9][: ranks - 1])),
     "targets of one rank": dict(among=(0, 10)),
     "no targets": dict(ignored=1.0, reduction="sum"),
     "no targets, a mean": dict(ignored=1.0),

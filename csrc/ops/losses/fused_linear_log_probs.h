@@ -587,9 +587,16 @@ inline void scale_rows(
   const log_probs::Options& o = s.o;
   const auto dtype = compute_type(of_log_probs);
   const Tensor index = target.reshape({tokens, ids}), ignored = index == o.ignore_index;
+  Shard shard(weight.defined() ? weight.size(0) : 0);
+  if (s.vocabulary.is_split() && weight.defined()) shard = Shard(op, s.vocabulary, weight.size(0), "weight");
   Tensor g, factor;
   if (grad.defined()) {
     g = grad.to(dtype).reshape({tokens, ids}).masked_fill(ignored, 0);
+    // An id out of range makes its row NaN. With a single id, forward did that.
+    if (ids != 1) {
+      const Tensor stray = ignored.logical_not() & ((index < 0) | (index >= shard.classes));
+      g.masked_fill_(stray, std::numeric_limits<double>::quiet_NaN());
+    }
     factor = g.sum(1, true);
   } else {
     factor = at::zeros({tokens, 1}, of_log_probs.options().dtype(dtype));
@@ -599,8 +606,6 @@ inline void scale_rows(
   Tensor to = out.view({tokens, hidden});
   const bool adds_ids = ids != 1 && g.defined();
   Tensor of_ids, columns;
-  Shard shard(weight.defined() ? weight.size(0) : 0);
-  if (s.vocabulary.is_split() && weight.defined()) shard = Shard(op, s.vocabulary, weight.size(0), "weight");
   if (adds_ids) {
     columns = index.to(at::kLong) - shard.first;
     const Tensor stats = stats_in.reshape({tokens, 3}), chosen = chosen_in.reshape({tokens, ids});

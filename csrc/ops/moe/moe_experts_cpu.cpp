@@ -28,6 +28,15 @@ void route(const Call& call, const Routing& r) {
     for (int64_t e = 0; e < experts; ++e) next[e + 1] += next[e];
   }
   for (int64_t e = 0; e <= experts; ++e) offsets[e] = int32_t(next[e]);
+  // For CUDA: routing data does not depend on the device.
+  int32_t *tiles = r.tiles.data_ptr<int32_t>(), *tile = tiles + 1;
+  for (int64_t e = 0; e < experts; ++e) {
+    for (int64_t row = next[e]; row < next[e + 1]; row += kernels::constants::moe_experts::TILE_ROWS) {
+      *tile++ = int32_t(e);
+      *tile++ = int32_t(row);
+    }
+  }
+  *tiles = int32_t((tile - tiles) / 2);
   for (int64_t i = 0; i < pairs; ++i) {
     const bool known = call.is_sorted() ? i < offsets[experts] : ids[i] >= 0 && ids[i] < experts;
     const int64_t row = !known ? -1 : call.is_sorted() ? i : next[ids[i]]++;

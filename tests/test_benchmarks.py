@@ -17,7 +17,19 @@ from stub_cuda import ROOT
 from support import environment_of_tree, output_of
 
 from benchmarks import __main__ as main
-from benchmarks import clock, compare, harness, loss_curves, machine, plots, report, swiglu, training, tune
+from benchmarks import (
+    clock,
+    compare,
+    expert_parallel,
+    harness,
+    loss_curves,
+    machine,
+    plots,
+    report,
+    swiglu,
+    training,
+    tune,
+)
 from benchmarks import records as files
 from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
@@ -196,6 +208,23 @@ def test_invalid_values_are_refused(command, arguments, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         command(*[arguments.split()] if command is main.main else [])
     assert re.search(r"error: .*must be (1 or more|among)", capsys.readouterr().err)
+
+
+def test_experts_over_two_processes(tmp_path):
+    command = (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.expert_parallel --tiny --device cpu"
+    )
+    done = subprocess.run(
+        [sys.executable, *command.split(), "--out", str(tmp_path)], cwd=ROOT, env=environment_of_tree(),
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    machine, *records = map(json.loads, (tmp_path / "expert-parallel.jsonl").read_text().splitlines())
+    assert machine["kind"] == "machine" and [r["provider"] for r in records] == [*expert_parallel.CASES]
+    assert all(r["ms"] > 0 and r["peak_bytes"] > 0 for r in records)
+    # The script fails if an error is above its limit.
+    assert [r["provider"] for r in records if "error" not in r] == ["no communication"]
+    assert all(r["provider"] in (tmp_path / "expert-parallel.md").read_text() for r in records)
 
 
 def test_many_shapes_become_a_heat_map_and_slow_cells_are_listed(tmp_path):

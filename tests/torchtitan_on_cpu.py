@@ -190,7 +190,8 @@ def reduced(trainer: Trainer) -> Any:
 
 
 def configuration(name: str, layers: int, folder: str, spmd_backend: str, **options: Any) -> Trainer.Config:
-    config = getattr(importlib.import_module(f"torchtitan.models.{name}.config_registry"), f"{name}_debugmodel")()
+    registry = importlib.import_module(f"torchtitan.models.{name.removesuffix('_moe')}.config_registry")
+    config = getattr(registry, f"{name}_debug" if name.endswith("_moe") else f"{name}_debugmodel")()
     config.model_spec.model.layers = config.model_spec.model.layers[:layers]
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = Attention.Config()

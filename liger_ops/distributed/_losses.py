@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -21,7 +21,7 @@ from ._sharding import text_of
 R = Replicate()
 
 
-def refuse(op: str, argument: str, rule: str, mesh: Any, dim: int, placement: Placement) -> None:
+def refuse(op: str, argument: str, rule: str, mesh: Any, dim: int, placement: Placement) -> NoReturn:
     over = repr(mesh.mesh_dim_names[dim]) if mesh.mesh_dim_names else str(dim)
     raise ValueError(f"{op}: {argument} must {rule} over mesh dimension {over} (got {text_of(placement)})")
 

@@ -40,7 +40,14 @@ def summed(placement: Placement) -> Placement:
     return SUM if isinstance(placement, Shard) else R
 
 
-def text_of(placement: Placement) -> str:
+def is_strided(placement: Any) -> bool:
+    """Whether each device has a part of each of several parts of a dimension. PyTorch has no public name for it."""
+    return type(placement).__name__ == "_StridedShard"
+
+
+def text_of(placement: Any) -> str:
+    if is_strided(placement):
+        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
     return "Partial()" if placement.is_partial() else "Replicate()"

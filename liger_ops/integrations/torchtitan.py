@@ -1,10 +1,11 @@
 """torchtitan 0.3 with the operators, as overrides of its configuration. Models and parallel plans stay torchtitan's.
 
     torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --override.imports \\
-        liger_ops.integrations.torchtitan.{rms_norm,feed_forward,rope,loss}
+        liger_ops.integrations.torchtitan.{rms_norm,feed_forward,grouped_experts,rope,loss}
 
-Parameters, checkpoints and sharding plans are unchanged. Works with FSDP2, tensor, sequence and context
-parallelism, activation checkpoints and torch.compile, under each of torchtitan's `spmd_backend` values.
+Checkpoints and sharding plans are unchanged. So are parameters, except that experts hold gate and up in one. Works with
+FSDP2, tensor, sequence, expert and context parallelism, activation checkpoints and torch.compile, under each of
+torchtitan's `spmd_backend` values.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrappe
 from torchtitan.config import CompileConfig, derive, override
 from torchtitan.distributed.spmd_types import current_spmd_mesh
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
+from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
 
 from .. import functional as F
 
-__all__ = ["feed_forward", "loss", "rms_norm", "rope"]
+__all__ = ["feed_forward", "grouped_experts", "loss", "rms_norm", "rope"]
 
 
 def typed(compute: Callable[..., Any], *like: Tensor) -> Any:
@@ -69,6 +73,42 @@ class LigerSigmoidGatedFeedForward(SigmoidGatedFeedForward, LigerFeedForward):
     @dataclass(kw_only=True, slots=True)
     class Config(SigmoidGatedFeedForward.Config):
         pass
+
+
+def local(t: Any) -> Any:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, *biases: Tensor, **options: Any) -> Tensor:
+    """torchtitan computes experts in bfloat16."""
+    half = [t.bfloat16() for t in (x, gate_up, down)]
+    return F.moe_experts_sorted(*half, counts, *(b.bfloat16() for b in biases), interleaved=True, **options).type_as(x)
+
+
+class LigerGroupedExperts(FusedGroupedExperts):
+    """Its parameter w13 is (E, F, 2, D): gate and up alternate. Checkpoints have w1_EFD and w3_EFD."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        gate_up, down = local(self.w13).flatten(1, 2), local(self.w2_EDF)
+        return typed(lambda x: experts(x, gate_up, down, num_tokens_per_expert_E), x_RD)
+
+
+class LigerGptOssGroupedExperts(GptOssGroupedExperts):
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        gate_up, down = local(self.mlp1_weight_EGD), local(self.mlp2_weight_EDF)
+        # Results of ranks that share an expert are added up, and so are their biases.
+        group = tensor_parallel_group(getattr(self.mlp1_weight_EGD, "device_mesh", None))
+        last = ScaleBiasForward.apply(local(self.mlp2_bias_ED), 1 if group is None else group.size(), torch.bfloat16)
+        first, options = local(self.mlp1_bias_EG), {"limit": self.swiglu_limit, "alpha": 1.702, "up_offset": 1.0}
+        return typed(lambda x: experts(x, gate_up, down, num_tokens_per_expert_E, first, last, **options), x_RD)
 
 
 class LigerRoPE(RoPE):
@@ -198,6 +238,12 @@ def rms_norm(cfg: RMSNorm.Config, *, gather: bool = True) -> RMSNorm.Config:
 @override(target=FeedForward.Config, description="SwiGLU of liger_ops")
 def feed_forward(cfg: FeedForward.Config) -> FeedForward.Config:
     return replaced(cfg, {FeedForward: LigerFeedForward, SigmoidGatedFeedForward: LigerSigmoidGatedFeedForward})
+
+
+@override(target=GroupedExperts.Config, description="experts of liger_ops")
+def grouped_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
+    ours = {FusedGroupedExperts: LigerGroupedExperts, GptOssGroupedExperts: LigerGptOssGroupedExperts}
+    return replaced(fused_grouped_experts(cfg), ours)
 
 
 @override(target=RoPE.Config, description="RoPE of liger_ops")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from .. import functional as F
 from ..reference.moe_experts import ACTIVATIONS, activated
 from . import probe
 from .mlps import switch_of
-from .patched import Switches, give_subclass, require_switch
-from .probe import NotUnderstood, agrees, original_class, random_tensor, shallow_copy
+from .patched import Switches, give_subclass, require_switch, saved_forwards
+from .probe import NotUnderstood, agrees, class_of, random_tensor, shallow_copy
 
 OP = "moe_experts"
 HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
@@ -74,12 +75,13 @@ def identify(module: Any) -> Experts:
     if getattr(module, "has_post_expert_norm", False):
         raise NotUnderstood("its experts end in a norm")
     names = WEIGHTS + (BIASES if getattr(module, "has_bias", False) else ())
-    parameters = {**module._parameters}
-    if set(names) != set(parameters):
+    # peft parametrises weights while it calls the module.
+    parameters = {*module._parameters, *getattr(module, "parametrizations", ())}
+    if set(names) != parameters:
         raise NotUnderstood(f"its parameters are {', '.join(sorted(parameters)) or 'not its own'}")
-    if any(parameters[name].dim() != 3 for name in WEIGHTS):
+    if any(getattr(module, name).dim() != 3 for name in WEIGHTS):
         raise NotUnderstood("its weights are not stacks of matrices")
-    cls: Any = original_class(type(module))
+    cls: Any = class_of(module)
     pair = torch.cat([random_tensor(5, 12, seed=9), 50 * random_tensor(5, 12, seed=10)])
     transposed = bool(getattr(module, "is_transposed", False))
     small = {
@@ -97,7 +99,7 @@ def identify(module: Any) -> Experts:
         own["config"] = EagerConfig(module.config)
     copy: Any = shallow_copy(module, _parameters=small, **own)
     x = torch.cat([random_tensor(4, HIDDEN, seed=3), 20 * random_tensor(4, HIDDEN, seed=4)])
-    index = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1]] * 2)
+    index = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1]] * 2, device="cpu")  # models may be built on meta
     weight = random_tensor(8, 2, seed=5).abs()
     try:
         with torch.no_grad():
@@ -129,7 +131,7 @@ def patch_experts(module: nn.Module, switches: Switches) -> str:
         index, weight = (*args, *named.values())
         w = self.gate_up_proj
         if probe.is_distributed(w) or (w.is_cuda and w.dtype == torch.float64):
-            return original_class(type(self)).forward(self, hidden_states, index, weight)
+            return class_of(self).forward(self, hidden_states, index, weight)
         return found(self, hidden_states, index, weight)
 
     give_subclass(module, "experts", OP, found, lambda cls: {"forward": forward})
@@ -144,6 +146,16 @@ def patch_gate(module: nn.Module, switches: Switches, reason: str) -> str:
     members = {"_apply_gate": lambda self, gate_up: packed(gate_up), "liger_reason": reason}
     give_subclass(module, "experts", gate, (found, reason), lambda cls: members)
     return gate
+
+
+def parallelism_of(module: nn.Module) -> str:
+    """How transformers splits the stack over devices, for a report."""
+    for holder, _ in saved_forwards(module):
+        if hasattr(holder, "num_local_experts"):
+            exchange = inspect.getclosurevars(module.forward).nonlocals["implementation"]
+            return f", expert-parallel by {type(exchange).__name__}"
+        return ", tensor-parallel"
+    return ""
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

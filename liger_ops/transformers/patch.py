@@ -14,12 +14,20 @@ from typing import Any, overload
 from torch import nn
 
 from .embeddings import is_embedding, patch_embedding
-from .experts import patch_experts
+from .experts import parallelism_of, patch_experts
 from .heads import loss_operator, patch_loss, prepare_head
 from .layers import has_fusable_norms, patch_layer
 from .mlps import looks_like_mlp, patch_mlp
 from .norms import looks_like_norm, patch_norm
-from .patched import Patched, Switches, deepcopy_as_patched, has_replaced_forward, reduce_as_original, restore
+from .patched import (
+    Patched,
+    Switches,
+    deepcopy_as_patched,
+    has_replaced_forward,
+    reduce_as_original,
+    restore,
+    saved_forwards,
+)
 from .probe import NotUnderstood
 from .rebinding import is_wrapper_of
 from .report import Report, Row
@@ -47,20 +55,25 @@ def kind_of(module: nn.Module) -> tuple[str, Callable[[Any, Switches], str]] | N
     return None
 
 
+def row_of(path: str, module: Any, kind: str, replacement: str) -> Row:
+    """Of a module that is replaced."""
+    parallelism = parallelism_of(module) if kind == "experts" else ""
+    return Row(path, type(module).__name__, kind, replacement + parallelism, getattr(module, "liger_reason", ""))
+
+
 def patch_module(path: str, module: nn.Module, switches: Switches) -> Row | None:
     if isinstance(module, Patched):
         kind, replacement = type(module).liger_row
-        row = Row(path, type(module).__name__, kind, replacement, module.liger_reason)
+        row = row_of(path, module, kind, replacement)
         return row if replacement and kind != "loss" else None
     found = kind_of(module)
     if found is None:
         return None
     kind, patch = found
     try:
-        if has_replaced_forward(module):
+        if has_replaced_forward(module) and not (kind == "experts" and saved_forwards(module)):
             raise NotUnderstood("its forward was replaced")
-        replacement = patch(module, switches)
-        return Row(path, type(module).__name__, kind, replacement, getattr(module, "liger_reason", ""))
+        return row_of(path, module, kind, patch(module, switches))
     except NotUnderstood as reason:
         return Row(path, type(module).__name__, kind, "", str(reason))
 

@@ -90,9 +90,30 @@ def restore(module: nn.Module) -> bool:
 
 
 def rebind_forward(module: nn.Module) -> None:
-    """Updates the forward that accelerate saved on the instance and calls between its hooks."""
+    """Updates the forwards of the module's class that others saved and call: accelerate between its hooks, and the
+    parallelism of transformers between its collectives."""
     if "_old_forward" in module.__dict__:
         module.__dict__["_old_forward"] = types.MethodType(type(module).forward, module)
+    for holder, name in saved_forwards(module):
+        setattr(holder, name, types.MethodType(type(module).forward, module))
+
+
+def saved_forwards(module: nn.Module) -> list[tuple[Any, str]]:
+    """Where the parallelism of transformers, which replaces a module's forward, saves the one that it calls: objects and
+    names of their attributes."""
+    forward: Any = module.__dict__.get("forward")
+    if not getattr(forward, "__module__", "").startswith("transformers.distributed."):
+        return []
+    waiting: list[tuple[Any, str]] = [(cell, "cell_contents") for cell in forward.__closure__ or ()]
+    found = []
+    while waiting:
+        holder, name = waiting.pop()
+        value = getattr(holder, name)
+        if isinstance(value, types.MethodType) and value.__self__ is module and value.__name__ == "forward":
+            found.append((holder, name))
+        elif any(cls.__name__ == "EPImplementation" for cls in type(value).__mro__):
+            waiting += [(value, n) for n in vars(value)]
+    return found
 
 
 def has_replaced_forward(module: nn.Module) -> bool:

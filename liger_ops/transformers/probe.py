@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
 from ..projections import is_bare_linear, project
@@ -44,7 +45,7 @@ def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32
 def shallow_copy(module: nn.Module, **replaced: Any) -> nn.Module:
     """A copy of `module` that shares every attribute, except the given entries of its __dict__."""
     # The __new__ of FSDP's classes would construct and initialise a module.
-    copy: nn.Module = object.__new__(original_class(type(module)))
+    copy: nn.Module = object.__new__(class_of(module))
     copy.__dict__.update(module.__dict__, **replaced)
     copy.__dict__.pop("forward", None)
     return copy
@@ -52,6 +53,12 @@ def shallow_copy(module: nn.Module, **replaced: Any) -> nn.Module:
 
 def original_class(cls: type) -> type[nn.Module]:
     return getattr(cls, "liger_original", cls)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's own class, without the subclasses that a patch and torch's parametrisations make of it."""
+    cls = original_class(type(module))
+    return cls.__bases__[0] if cls is type(module) and is_parametrized(module) else cls
 
 
 def is_distributed(tensor: Tensor | None) -> bool:

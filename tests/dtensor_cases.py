@@ -343,33 +343,55 @@ def linear_divergence(**given: Any) -> Tensor:
     return F.fused_linear_divergence(**given, beta=0.3).divergence
 
 
-for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
+for where, x, w in (
+    ("replicated", R, R),
+    ("by batch", Shard(0), R),
+    ("by sequence", Shard(1), R),
+    ("by class", R, Shard(0)),
+    ("by class and sequence", Shard(1), Shard(0)),
+):
+    rows = R if w == Shard(0) else x
     for reduction in ("mean", "sum", "none"):
-        counted = {REDUCE: 1} if reduction == "mean" and p != R else {}
-        tensors = dict(s_input=HIDDEN, t_input=TEACHER, mask=MASK, token_weight=FACTORS)
+        counted = {REDUCE: 1} if reduction == "mean" and isinstance(rows, Shard) else {}
+        inputs, by_row = dict(s_input=HIDDEN, t_input=TEACHER), dict(mask=MASK, token_weight=FACTORS)
+        heads = dict(s_weight=HEAD, t_weight=TEACHER_HEAD, s_bias=HEAD_BIAS, t_bias=HEAD_BIAS)
         case(
-            f"fused_linear_divergence {where}, {reduction}", linear_divergence,
-            dict(**tensors, s_weight=HEAD, t_weight=TEACHER_HEAD, s_bias=HEAD_BIAS, t_bias=HEAD_BIAS),
-            dict(**dict.fromkeys(tensors, p), s_weight=R, t_weight=R, s_bias=R, t_bias=R),
-            loss_placements(p, reduction), forward=counted, reduction=reduction,
+            f"fused_linear_divergence {where}, {reduction}", linear_divergence, inputs | by_row | heads,
+            dict.fromkeys(inputs, x) | dict.fromkeys(by_row, rows) | dict.fromkeys(heads, w),
+            loss_placements(rows, reduction), forward=counted, reduction=reduction,
         )  # fmt: skip
+case_2d(
+    "fused_linear_divergence by batch, sequence and class",
+    linear_divergence,
+    dict(s_input=HIDDEN, t_input=TEACHER, mask=MASK, s_weight=HEAD, t_weight=TEACHER_HEAD),
+    dict(
+        s_input=[Shard(0), Shard(1)], t_input=[Shard(0), Shard(1)], mask=[Shard(0), R], s_weight=[R, Shard(0)],
+        t_weight=[R, Shard(0)],
+    ),
+    [[SUM, R]],
+    forward={REDUCE: 1},
+    reduction="mean",
+)  # fmt: skip
 
 
-def divergence_of_a_frozen_head(mesh: Any) -> None:
+def divergence_of_a_frozen_head(mesh: Any, of_head: Placement = R) -> None:
     hidden, teacher = (spread(t, mesh, [Shard(1)]) for t in (HIDDEN, TEACHER))
-    heads = [spread(t, mesh, [R]) for t in (HEAD, TEACHER_HEAD)]
+    heads = [spread(t, mesh, [of_head]) for t in (HEAD, TEACHER_HEAD)]
+    rows = Shard(1) if of_head == R else R
     plain = HIDDEN.clone().requires_grad_()
     found = F.fused_linear_divergence(hidden.requires_grad_(), heads[0], teacher, heads[1], mask=MASK)
     expected = F.fused_linear_divergence(plain, HEAD, TEACHER, TEACHER_HEAD, mask=MASK)
     for a, b in zip(found, expected):
-        assert a.placements == (Shard(1),)
+        assert a.placements == (rows,)
         torch.testing.assert_close(a.full_tensor(), b)
     upstream = randn(5, 8)
-    (slope,) = torch.autograd.grad(found.divergence, hidden, spread(upstream, mesh, [Shard(1)]))
+    (slope,) = torch.autograd.grad(found.divergence, hidden, spread(upstream, mesh, [rows]))
+    assert slope.placements == (Shard(1),)
     torch.testing.assert_close(slope.full_tensor(), torch.autograd.grad(expected.divergence, plain, upstream)[0])
 
 
 CASES["fused_linear_divergence, frozen head"] = divergence_of_a_frozen_head
+CASES["fused_linear_divergence, frozen head by class"] = partial(divergence_of_a_frozen_head, of_head=Shard(0))
 case_2d(
     "cross_entropy by batch and class",
     F.cross_entropy,
@@ -696,10 +718,25 @@ REFUSED = {
         dict(input=(HIDDEN, Shard(2)), weight=(HEAD, Shard(1)), target=(TOKENS, R)),
         r"fused_linear_cross_entropy: input must be .* over mesh dimension 0 \(got Shard\(2\)\)",
     ),
-    "fused_linear_divergence by class": (
+    "fused_linear_divergence, teacher alone by class": (
         F.fused_linear_divergence,
-        dict(s_input=(HIDDEN, R), s_weight=(HEAD, Shard(0)), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, R)),
-        r"fused_linear_divergence: s_weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
+        dict(s_input=(HIDDEN, R), s_weight=(HEAD, R), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, Shard(0))),
+        r"fused_linear_divergence: t_weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
+    ),
+    "fused_linear_divergence by hidden": (
+        F.fused_linear_divergence,
+        dict(s_input=(HIDDEN, R), s_weight=(HEAD, Shard(1)), t_input=(TEACHER, R), t_weight=(TEACHER_HEAD, R)),
+        r"fused_linear_divergence: s_weight must be Replicate\(\), or Shard\(0\) over one mesh dimension, .*\(got Shard\(1\)\)",
+    ),
+    "fused_linear_divergence, unequal parts of a sequence": (
+        F.fused_linear_divergence,
+        dict(
+            s_input=(HIDDEN[:, :7], Shard(1)),
+            s_weight=(HEAD, Shard(0)),
+            t_input=(TEACHER[:, :7], Shard(1)),
+            t_weight=(TEACHER_HEAD, Shard(0)),
+        ),
+        r"fused_linear_divergence: s_input must have a multiple of \d positions along the sharded dimension 1 \(got 7\)",
     ),
     "moe_experts, halves by Shard": (
         F.moe_experts,

@@ -103,6 +103,10 @@ ROWS = [
     ),
     Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT),
     Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT | dict(entropy=True, sequence_dim=1)),
+    Row("vocab_parallel_fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(beta=0.5)),
+    Row(
+        "vocab_parallel_fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(reduction="sum", sequence_dim=1)
+    ),
     Row("vocab_parallel_cross_entropy", LOSS, {}, SPLIT),
     Row("vocab_parallel_cross_entropy_with_metrics", LOSS, {}, SPLIT),
     Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT),

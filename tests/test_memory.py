@@ -84,7 +84,8 @@ def public_calls() -> dict[str, dict[str, Any]]:
     calls |= {
         f"vocab_parallel_{op}": given | dict(group=SOLO, classes=CLASSES)
         for op, given in calls.items()
-        if ("cross_entropy" in op or op == "fused_linear_log_probs") and not op.endswith("_")
+        if ("cross_entropy" in op or op in ("fused_linear_log_probs", "fused_linear_divergence"))
+        and not op.endswith("_")
     }
     for op in ("swiglu", "geglu"):
         calls |= {
@@ -135,9 +136,12 @@ SAVED = {
         for op in ("fused_linear_log_probs", "vocab_parallel_fused_linear_log_probs")
     },
     # The default, one number per token, computes the logits again.
-    "fused_linear_divergence": {
-        name: name
-        for name in ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
+    **{
+        op: {
+            name: name
+            for name in ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
+        }
+        for op in ("fused_linear_divergence", "vocab_parallel_fused_linear_divergence")
     },
     **{
         f"vocab_parallel_{op}": dict(logits="logits", target="target", weight="weight")

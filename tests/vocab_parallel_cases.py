@@ -1,5 +1,5 @@
-"""Losses whose classes are split over processes, compared with the same losses in one process. The test files of both
-operators run the cases in a group of processes."""
+"""Losses whose classes are split over processes, compared with the same losses in one process. The operators' test files
+run the cases in a group of processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from liger_ops import functional as F
 
 CASES: dict[str, Callable[..., None]] = {}
 LOG_PROBS = "vocab_parallel_fused_linear_log_probs"
+DIVERGENCE = "vocab_parallel_fused_linear_divergence"
+INPUTS = ("input", "s_input", "t_input")
 # Names of the results, by their number.
 RESULTS = {
     1: ("loss",),
+    2: ("divergence", "entropy"),
     3: ("loss", "log_probs", "entropy"),
     4: ("loss", "z_loss", "token_accuracy", "predicted"),
     5: ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1"),
@@ -86,6 +89,12 @@ def upstream_of(loss: Tensor) -> Tensor:
     return grad.to(loss.dtype).to(loss.device)
 
 
+@torch.no_grad()
+def largest_logit(leaves: dict[str, Tensor]) -> float:
+    logits = [leaves[f"{model}_input"] @ leaves[f"{model}_weight"].t() for model in "st"]
+    return max(float(z.abs().max()) if z.numel() else 0.0 for z in logits)
+
+
 def compare(
     name: str,
     split: Split,
@@ -99,7 +108,7 @@ def compare(
 
     def part(k: str, t: Tensor) -> Tensor:
         t = split.of_classes(t, class_dims[k]) if k in class_dims else t
-        return split.of_sequence(t, sequence_dim) if k == "input" else t
+        return split.of_sequence(t, sequence_dim) if k in INPUTS else t
 
     arguments = others | dict(group=split.group.group_name, classes=split.classes, class_sizes=class_sizes)
     if sequence_dim is not None:
@@ -120,8 +129,8 @@ def compare(
     # All collectives come before the first assertion that may fail on one rank only.
     for what, ours in zip(names, results):
         same_everywhere(what, ours, split.group)
-    if "input" in grads and sequence_dim is None:
-        same_everywhere("gradient of input", grads["input"], split.group)
+    for what in grads.keys() & INPUTS if sequence_dim is None else ():
+        same_everywhere(f"gradient of {what}", grads[what], split.group)
     dtype = next(iter(leaves.values())).dtype
     eps = torch.finfo(dtype).eps
     for what, ours, theirs, exact in zip(names, results, eager[0], truth[0]):
@@ -133,14 +142,20 @@ def compare(
         ours, theirs, exact = map(torch.nan_to_num, (ours, theirs, exact))
         scale = 1.0 if name == LOG_PROBS else 0.0
         # Logits are rounded to the dtype, in ours as in eager code; errors of a few of them may be small by chance.
-        assert_no_worse(what, ours, theirs, exact, scale=scale, noise=8 * eps)
+        noise = 8 * (torch.finfo(ours.dtype).eps if name == DIVERGENCE else eps)
+        assert_no_worse(what, ours, theirs, exact, scale=scale, noise=noise)
+    rounding = largest_logit(leaves) * eps if name == DIVERGENCE else 0.0
     for what, ours in grads.items():
         assert ours.dtype == dtype
         whole = truth[1][what]
         theirs, exact = part(what, eager[1][what]), part(what, whole)
         largest = float(whole.abs().max()) if whole.numel() else 0.0
         # Every rank's share of the input's gradient is rounded before the sum.
-        noise = eps * (1 + (split.ranks if what == "input" else 0)) * 4
+        noise = eps * (1 + (split.ranks if what in INPUTS else 0)) * 4
+        if name == DIVERGENCE:
+            # Differences of two probabilities of up to 1, which have the relative error of their logits. They may be
+            # much smaller than the probabilities.
+            noise, largest = noise + 2 * rounding, max(largest, 1.0)
         assert_no_worse(f"gradient of {what}", ours, theirs, exact, scale=largest, noise=noise)
 
 
@@ -220,6 +235,52 @@ def of_linear(
     compare(op, Split(mesh, classes, sizes), leaves, {"weight": 0, "bias": 0}, others, sequence_dim, sizes)
 
 
+def of_divergence(
+    mesh: Any,
+    dtype: torch.dtype = torch.float64,
+    t_dtype: torch.dtype | None = None,
+    shape: Sequence[int] = (2, 6),
+    classes: int = 50,
+    bias: bool = False,
+    masked: float | None = None,
+    token_weighted: bool = False,
+    class_sizes: Callable[[int], list[int]] | None = None,
+    frozen: Sequence[str] = (),
+    sequence_dim: int | None = None,
+    scale: float = 3.0,
+    **options: Any,
+) -> None:
+    """masked: the share of positions that do not count."""
+    device, g = mesh.device_type, torch.Generator().manual_seed(5)
+    dtype = torch.float32 if device == "cuda" and dtype == torch.float64 else dtype
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=g, dtype=torch.float64)
+
+    leaves = {}
+    for side, hidden in (("s", 8), ("t", 6)):
+        leaves |= {
+            f"{side}_input": randn(*shape, hidden),
+            f"{side}_weight": randn(classes, hidden) * scale * hidden**-0.5,
+        }
+        if bias:
+            leaves[f"{side}_bias"] = randn(classes)
+    leaves = {
+        k: t.to(device, dtype if k[0] == "s" else t_dtype or dtype).requires_grad_(k[0] == "s" and k not in frozen)
+        for k, t in leaves.items()
+    }
+    others = dict(options)
+    if masked is not None:
+        others["mask"] = (torch.rand(tuple(shape), generator=g) >= masked).to(device)
+    if token_weighted:
+        others["token_weight"] = randn(*shape).abs().to(device, torch.promote_types(dtype, torch.float32))
+    sizes, dims = (
+        class_sizes and class_sizes(mesh.size()),
+        dict.fromkeys(("s_weight", "t_weight", "s_bias", "t_bias"), 0),
+    )
+    compare(DIVERGENCE, Split(mesh, classes, sizes), leaves, dims, others, sequence_dim, sizes)
+
+
 OPTIONS = {
     "plain": {},
     "smoothing": dict(label_smoothing=0.1),
@@ -253,6 +314,7 @@ for reduction in ("mean", "sum", "none"):
             f"linear, {reduction}, chunks for {tokens} tokens of a sequence", of_linear, memory_budget=budget, **small,
             sequence_dim=1,
         )  # fmt: skip
+
 
 def divided(classes, sizes):
     """The last rank has the rest."""
@@ -314,6 +376,51 @@ for label, changes in UNEVEN.items():
         of = f"{label}{', frozen weight' if frozen else ''}"
         case(f"log_probs, {of}", of_linear, op=LOG_PROBS, frozen=frozen, ids=2, **FACTS, **given)
         case(f"log_probs, {of}, sequence", of_linear, op=LOG_PROBS, frozen=frozen, sequence_dim=1, **FACTS, **given)
+
+ALL_OPTIONS = dict(
+    temperature=0.6, s_logits_scale=0.7, t_logits_scale=1.5, s_softcap=3.0, t_softcap=5.0, bias=True, masked=0.3,
+    token_weighted=True,
+)  # fmt: skip
+FROZEN = ((), ("s_weight", "s_bias"), ("s_input",), ("s_input", "s_weight", "s_bias"))
+for beta in (0.0, 1.0, 0.3):
+    for reduction in ("mean", "sum", "none"):
+        shared = dict(beta=beta, reduction=reduction)
+        of = f"beta {beta}, {reduction}"
+        for frozen in FROZEN:
+            label = f"{of}{', frozen ' + ' '.join(frozen) if frozen else ''}"
+            case(f"divergence, {label}", of_divergence, **shared, frozen=frozen, bias=True)
+            case(f"divergence, {label}, sequence", of_divergence, **shared, frozen=frozen, sequence_dim=1, masked=0.3)
+        case(f"divergence, {of}, all options", of_divergence, **shared, **ALL_OPTIONS)
+        # Several chunks; with 16 bits and a mean, so many that the gradients are computed by blocks of classes.
+        for dtype in (torch.float64, torch.bfloat16):
+            label = f"{of}, {str(dtype).removeprefix('torch.')} in chunks"
+            chunks = dict(dtype=dtype, memory_budget=3600 if dtype == torch.float64 else 2400, shape=(6, 6))
+            case(f"divergence, {label}", of_divergence, **shared, **ALL_OPTIONS, **chunks)
+            case(f"divergence, {label} of a sequence", of_divergence, **shared, **ALL_OPTIONS, **chunks, sequence_dim=0)
+    for label, changes in UNEVEN.items():
+        given = {k: v for k, v in changes.items() if k in ("classes", "class_sizes", "shape")}
+        masked = dict(masked=1.0) if "no targets" in label else {}
+        if not given and not masked:
+            continue
+        of = f"beta {beta}, {label.replace('targets', 'positions')}"
+        for reduction in ("mean", "none"):
+            for frozen in FROZEN[:2]:
+                shared = dict(beta=beta, reduction=reduction, frozen=frozen) | given | masked
+                name = f"divergence, {of}, {reduction}{', frozen' if frozen else ''}"
+                if name not in CASES:
+                    case(name, of_divergence, **shared)
+                    case(f"{name}, sequence", of_divergence, sequence_dim=1, **shared)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for reduction in ("mean", "none"):
+        for frozen in FROZEN[:3]:
+            label = (
+                f"{str(dtype).removeprefix('torch.')}, {reduction}{', frozen ' + ' '.join(frozen) if frozen else ''}"
+            )
+            shared = dict(dtype=dtype, reduction=reduction, frozen=frozen, beta=0.5)
+            case(f"divergence, {label}", of_divergence, **shared)
+            case(f"divergence, {label}, sequence", of_divergence, **shared, sequence_dim=-2)
+case("divergence, confident models", of_divergence, scale=60.0, beta=0.5, dtype=torch.float32)
+case("divergence, other teacher", of_divergence, dtype=torch.bfloat16, t_dtype=torch.float32, beta=0.5)
 
 
 def collectives_of(step: Callable[[], Any]) -> Counter:
@@ -383,12 +490,44 @@ def counts_collectives_of_log_probs(mesh: Any) -> None:
 CASES["log_probs, collectives"] = counts_collectives_of_log_probs
 
 
+def counts_collectives_of_divergence(mesh: Any) -> None:
+    """One gather of facts for each chunk, 24 bytes per row; the sums over classes and the gradient of the input reduced.
+    The gradient of a mixture needs one more sum over classes."""
+    group, ranks, shape, classes = mesh.get_group().group_name, mesh.size(), (4, 6), 48
+    heads = [torch.randn(classes // ranks, n) for n in (8, 5)]
+    tokens, gather = shape[0] * shape[1], "allgather_base"
+
+    def step(x: Tensor, t: Tensor, trained: bool, **options: Any) -> Any:
+        head = heads[0].clone().requires_grad_(trained)
+        found = F.vocab_parallel_fused_linear_divergence(x, head, t, heads[1], group, classes, **options)
+        return found.divergence.sum().backward() if found.divergence.requires_grad else found
+
+    x, t = torch.randn(*shape, 8), torch.randn(*shape, 5)
+    for beta in (0.0, 1.0, 0.5):
+        for reduction in ("mean", "none"):
+            options = dict(beta=beta, reduction=reduction)
+            facts = {(gather, 6 * tokens): 1}
+            assert collectives_of(partial(step, x, t, False, **options)) == facts | {("allreduce", 0): 1}
+            for trained in (True, False):
+                now = reduction == "mean" or not trained
+                found = collectives_of(partial(step, x.clone().requires_grad_(), t, trained, **options))
+                assert found == facts | {("allreduce", 0): 2 + (now and beta == 0.5)}, (options, trained, found)
+    parts = [a.chunk(ranks, 1)[mesh.get_local_rank()].contiguous() for a in (x, t)]
+    parts[0].requires_grad_()
+    found = collectives_of(partial(step, *parts, True, reduction="mean", sequence_dim=1))
+    inputs = {(gather, tokens * n // ranks): 1 for n in (8, 5)}
+    assert found == facts | inputs | {("allreduce", 0): 1, ("reduce_scatter_base", tokens * 8): 1}, found
+
+
+CASES["divergence, collectives"] = counts_collectives_of_divergence
+
+
 def refuses(mesh: Any) -> None:
     group, ranks, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
     logits, target, weight = torch.randn(2, 5), torch.zeros(2, dtype=torch.long), torch.randn(5, 4)
     x, classes = torch.randn(2, 4), 5 * ranks
     of_logits, of_linear = F.vocab_parallel_cross_entropy, F.vocab_parallel_fused_linear_cross_entropy
-    log_probs = F.vocab_parallel_fused_linear_log_probs
+    log_probs, divergence = F.vocab_parallel_fused_linear_log_probs, F.vocab_parallel_fused_linear_divergence
     here, there = "vocab_parallel_cross_entropy: ", "vocab_parallel_fused_linear_cross_entropy: "
     for message, call in {
         here + "group must be the name of a process group (got 'none')": lambda: of_logits(logits, target, "none", classes),
@@ -417,6 +556,19 @@ def refuses(mesh: Any) -> None:
         ),
         f"{LOG_PROBS}: weight must have 6 classes, those of rank {rank} of {ranks}": lambda: log_probs(
             x, weight, target, group, 6 * ranks
+        ),
+        f"{DIVERGENCE}: s_weight must have 6 classes, those of rank {rank} of {ranks}": lambda: divergence(
+            x, weight, x, weight, group, 6 * ranks
+        ),
+        f"{DIVERGENCE}: t_weight must have 5 classes like s_weight (got 4)": lambda: divergence(
+            x, weight, x, weight[:4], group, classes
+        ),
+        f"{DIVERGENCE}: sequence_dim must be a dimension of s_input other than the last (got 1)": lambda: divergence(
+            x, weight, x, weight, group, classes, sequence_dim=1
+        ),
+        f"{DIVERGENCE}: mask must have shape [{2 * ranks}], that of s_input without its last dimension, with the "
+        "positions of all ranks (got [2])": lambda: divergence(
+            x, weight, x, weight, group, classes, mask=torch.ones(2).bool(), sequence_dim=0
         ),
         there + "ce_weight must not require a gradient (got one that does)": lambda: of_linear(
             x, weight, target, group, classes, ce_weight=torch.ones(classes, requires_grad=True)
@@ -480,6 +632,38 @@ def compiles_log_probs(mesh: Any) -> None:
 
 
 CASES["log_probs, compiled"] = compiles_log_probs
+
+
+def compiles_divergence(mesh: Any) -> None:
+    group, ranks, rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
+    classes, device = 7 * ranks - 2, mesh.device_type
+    g = torch.Generator().manual_seed(1)
+    heads = [torch.randn(classes, n, generator=g).chunk(ranks)[rank].to(device) for n in (8, 6)]
+    for sequence_dim in (None, 0):
+        for reduction in ("mean", "none"):
+            for trained in (True, False):
+
+                def step(x: Tensor, head: Tensor, t: Tensor) -> Tensor:
+                    options = dict(beta=0.5, reduction=reduction, sequence_dim=sequence_dim)
+                    found = F.vocab_parallel_fused_linear_divergence(
+                        2 * x, head, t, heads[1], group, classes, **options
+                    )
+                    return found.divergence.square().sum()
+
+                torch._dynamo.reset()
+                compiled = torch.compile(step, fullgraph=True, dynamic=True)
+                for tokens in (5, 9):
+                    inputs = [torch.randn(tokens, n, generator=g).to(device) for n in (8, 6)]
+                    found = []
+                    for function in (step, compiled):
+                        x, head = inputs[0].clone().requires_grad_(), heads[0].clone().requires_grad_(trained)
+                        wanted = (x, head) if trained else (x,)
+                        found.append([*torch.autograd.grad(function(x, head, inputs[1]), wanted)])
+                    for a, b in zip(*found):
+                        torch.testing.assert_close(a, b)
+
+
+CASES["divergence, compiled"] = compiles_divergence
 
 # Large enough for the logits-free path of compute capability 9.0.
 LARGE: dict[str, Callable[..., None]] = {}

@@ -97,7 +97,7 @@ class Rows:
         if stats is None:
             return None
         placements = [Shard(1) if isinstance(p, Shard) else R for p in self.placements]
-        return spread(stats, self.mesh, placements, (3, prod(self.shape)))
+        return spread(stats, self.mesh, placements, (stats.shape[0], prod(self.shape)))
 
     def replicated(self, t: Tensor | None) -> DTensor | None:
         return None if t is None else spread(t, self.mesh, (R,) * self.mesh.ndim, t.shape)

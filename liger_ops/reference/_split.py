@@ -88,24 +88,28 @@ def split_linear(
     op: str,
     input: Tensor,
     weight: Tensor,
-    target: Tensor,
+    positions: Sequence[int] | None,
     group: str,
     classes: int,
     class_sizes: Sequence[int] | None,
     sequence_dim: int | None,
+    prefix: str = "",
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(input for a head whose classes are split, what makes the logits of all classes from this rank's)."""
+    """(input for a head whose classes are split, what makes the logits of all classes from this rank's). positions: the
+    dimensions of the tokens of all ranks, if known. prefix: of the tensors' names."""
     ranks = group_of(op, group)
     sizes = sizes_of(op, ranks, classes, class_sizes)
     mine = sizes[ranks.rank()]
     rule = f"have {mine} classes, those of rank {ranks.rank()} of {ranks.size()}"
-    demand(weight.shape[0] == mine, op, "weight", rule, weight.shape[0])
+    demand(weight.shape[0] == mine, op, f"{prefix}weight", rule, weight.shape[0])
     x = input
     if sequence_dim is not None:
         dim = sequence_dim % input.dim()
-        demand(dim < input.dim() - 1, op, "sequence_dim", "be a dimension of input other than the last", sequence_dim)
-        have, everything = input.shape[dim], target.shape[dim]
-        rule = f"have {everything} / {ranks.size()} positions along sequence_dim, the same on every rank"
-        demand(have * ranks.size() == everything, op, "input", rule, have)
+        rule = f"be a dimension of {prefix}input other than the last"
+        demand(dim < input.dim() - 1, op, "sequence_dim", rule, sequence_dim)
+        have = input.shape[dim]
+        if positions is not None:
+            rule = f"have {positions[dim]} / {ranks.size()} positions along sequence_dim, the same on every rank"
+            demand(have * ranks.size() == positions[dim], op, "input", rule, have)
         x = joined(input, dim, ranks, [have] * ranks.size())
     return shared(x, ranks), lambda logits: joined(logits, logits.dim() - 1, ranks, sizes)

@@ -44,7 +44,7 @@ Forward Meta::forward(
 Gradients Meta::backward(
     const char*, const Tensor&, const Tensor& input, const Tensor& weight, const Tensor&, const Tensor& bias,
     const Tensor&, const Tensor&, const Tensor&, const Settings&, Wanted wanted) {
-  return empty_gradients(input, weight, bias, wanted);
+  return empty_gradients(input, weight, bias, wanted.gradients());
 }
 
 Tensor scaled(const char* op_name, const Tensor& gradient, const Tensor& factor, bool overwrite) {
@@ -88,13 +88,7 @@ Settings check(
       "be int64 or int32 class indices", target.scalar_type());
   // Along sequence_dim only the ranks together know the size.
   const int64_t token_dims = input.dim() - 1;
-  if (sequence_dim) {
-    LIGER_CHECK(
-        *sequence_dim >= -input.dim() && *sequence_dim < input.dim() &&
-            at::maybe_wrap_dim(*sequence_dim, input.dim()) < token_dims,
-        op, "sequence_dim", "be a dimension of input other than the last", *sequence_dim);
-    sequence_dim = at::maybe_wrap_dim(*sequence_dim, input.dim());
-  }
+  sequence_dim = check_sequence_dim(op, "input", input, sequence_dim);
   std::vector<c10::SymInt> token_sizes = input.sym_sizes().slice(0, token_dims).vec();
   if (sequence_dim && target.dim() == token_dims) token_sizes[*sequence_dim] = target.sym_size(*sequence_dim);
   c10::SymIntArrayRef tokens = token_sizes;

@@ -16,6 +16,7 @@ struct Wanted {
   bool metrics = false, log_probs = false, input = false, weight = false, bias = false;
 
   bool any_gradient() const { return input || weight || bias; }
+  WantedGradients gradients() const { return {input, weight, bias}; }
   int64_t bits() const { return metrics | log_probs << 1 | input << 2 | weight << 3 | bias << 4; }
   static Wanted from_bits(int64_t bits) {
     auto bit = [&](int i) { return bool(bits >> i & 1); };
@@ -41,10 +42,6 @@ struct Settings {
   bool is_split() const { return o.vocabulary.is_split(); }
 };
 
-struct Gradients {
-  Tensor input, weight, bias;
-};
-
 /// deferred_scale: factors that backward applies, (of input's gradient, of weight's and bias's); undefined: 1.
 struct Forward {
   Results rows;
@@ -61,8 +58,6 @@ bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted, b
 Plan make_plan(
     const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, const Wanted& wanted,
     std::optional<int64_t> memory_budget, bool is_split);
-
-Gradients empty_gradients(const Tensor& input, const Tensor& weight, const Tensor& bias, Wanted wanted);
 
 Forward empty_forward(
     const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Settings& s,

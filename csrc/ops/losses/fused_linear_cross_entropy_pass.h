@@ -41,7 +41,7 @@ struct Pass {
       : shard(op, s.o.vocabulary, weight_in.size(0), "weight"),
         plan(make_plan(
             op, target.numel(), shard.largest, input.scalar_type(), wanted, s.memory_budget, shard.is_split())),
-        order(order_of(op, input, target, target.numel(), shard, s.sequence_dim, plan)),
+        order(order_of(op, input, target.sizes(), target.numel(), shard, s.sequence_dim, plan)),
         rows(op, shard, order.arrange(target), ce_weight, s.o),
         local(as_rows(input)),
         bias(bias_in),
@@ -420,7 +420,7 @@ Gradients backward(
   c10::DeviceGuard guard(input.device());
   LIGER_CHECK(
       grad.sizes().equals(target.sizes()), op, "the gradient", c10::str("have shape ", target.sizes()), grad.sizes());
-  Gradients out = empty_gradients(input, weight, bias, wanted);
+  Gradients out = empty_gradients(input, weight, bias, wanted.gradients());
   Pass<Rows> pass(op, input, weight, target, bias, ce_weight, s, wanted, out);
   Tensor incoming = pass.order.arrange(grad).to(compute_type(input)).contiguous();
   Tensor token_weight = rows_of_token_weight(s, input, pass.order);

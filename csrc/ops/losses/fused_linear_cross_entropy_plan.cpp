@@ -34,15 +34,6 @@ Plan make_plan(
   return plan;
 }
 
-Gradients empty_gradients(const Tensor& input, const Tensor& weight, const Tensor& bias, Wanted wanted) {
-  auto like = [](bool asked, const Tensor& t, at::MemoryFormat format) {
-    return asked ? at::empty_like(t, t.options().memory_format(format)) : Tensor();
-  };
-  return {
-      like(wanted.input, input, at::MemoryFormat::Contiguous), like(wanted.weight, weight, at::MemoryFormat::Preserve),
-      like(wanted.bias, bias, at::MemoryFormat::Contiguous)};
-}
-
 Forward empty_forward(
     const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Settings& s,
     Wanted wanted) {
@@ -55,7 +46,7 @@ Forward empty_forward(
     out.entropy = at::empty_symint(target.sym_sizes(), numbers);
   }
   if (s.o.reduced()) {
-    out.gradients = empty_gradients(input, weight, bias, wanted);
+    out.gradients = empty_gradients(input, weight, bias, wanted.gradients());
     if (wanted.any_gradient() && input.scalar_type() == at::kHalf) out.deferred_scale = at::empty({2}, numbers);
   }
   return out;

@@ -1,5 +1,7 @@
 // Rows of fused_linear_divergence on CPU. The formulas are those of liger_ops/kernels/losses/fused_linear_divergence.py.
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
@@ -196,22 +198,35 @@ struct CpuRows {
   }
 
   void run(int64_t row) const {
+    const bool adds = r.phase == Phase::All || r.phase == Phase::Values;
     C* saved = data_or_null<C>(r.stats);
     const int64_t stride = r.stats.defined() ? r.stats.stride(0) : 0;
     T* out = r.dlogits.defined() ? r.dlogits.data_ptr<T>() + row * r.dlogits.stride(0) : nullptr;
     if (r.mask.defined() && !r.mask.const_data_ptr<bool>()[row]) {
       if (out) std::fill_n(out, n, T(0));
-      if (r.known) return;
-      r.divergence.data_ptr<C>()[row] = r.entropy.data_ptr<C>()[row] = 0;
+      if (adds) r.divergence.data_ptr<C>()[row] = 0;
+      if (r.phase != Phase::All) return;
+      r.entropy.data_ptr<C>()[row] = 0;
       for (int i = 0; saved && i < 5; ++i) saved[i * stride + row] = 0;
       return;
     }
     const Side<C> s = side(r.student, r.s_bias, r.o.student, row), t = side(r.teacher, r.t_bias, r.o.teacher, row);
     Stats<C> of;
-    if (r.known) {
+    if (r.phase == Phase::Values || r.phase == Phase::Write) {
       of = {saved[row], saved[stride + row], saved[2 * stride + row], saved[3 * stride + row], saved[4 * stride + row]};
     } else {
-      of = scan(s, t, r.entropy.data_ptr<C>()[row]);
+      const Facts facts = scan(s, t);
+      if (r.phase == Phase::Scan) {
+        std::transform(facts.begin(), facts.end(), r.facts.data_ptr<C>() + row * kinds::SHARES, [](double fact) {
+          return C(fact);
+        });
+        return;
+      }
+      const auto [s_peak, s_total, spread, pull, t_peak, t_total] = facts;
+      r.entropy.data_ptr<C>()[row] = C(std::log(s_total) - spread / s_total);
+      of = {C(s_peak), C(s_total), C(t_peak), C(t_total), C(pull / s_total)};
+    }
+    if (adds) {
       double divergence = 0, mean = 0;
       for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
         add_values<kKind>(v_s, v_t, count, Row<C>(of, temperature, beta), divergence, mean);
@@ -231,7 +246,10 @@ struct CpuRows {
     });
   }
 
-  Stats<C> scan(const Side<C>& s, const Side<C>& t, C& entropy) const {
+  /// In the order of the kernel's shares.
+  using Facts = std::array<double, size_t(kinds::SHARES)>;
+
+  Facts scan(const Side<C>& s, const Side<C>& t) const {
     constexpr C kLowest = std::numeric_limits<C>::lowest();
     C s_peak = kLowest, t_peak = kLowest;
     for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
@@ -243,8 +261,7 @@ struct CpuRows {
       add_powers(v_s, v_t, count, s_peak, inverse, of_s);
       add_powers(v_t, v_s, count, t_peak, inverse, of_t);
     });
-    entropy = C(std::log(of_s.total) - of_s.spread / of_s.total);
-    return {s_peak, C(of_s.total), t_peak, C(of_t.total), C(of_s.pull / of_s.total)};
+    return {double(s_peak), of_s.total, of_s.spread, of_s.pull, double(t_peak), of_t.total};
   }
 };
 
@@ -271,7 +288,8 @@ void run_rows(const Rows& r) {
 
 }  // namespace
 
-void rows_cpu(const Rows& r) {
+void rows_cpu(Rows& r) {
+  if (r.phase == Phase::Scan) r.facts = at::empty({r.student.size(0), 1, int64_t(kinds::SHARES)}, r.student.options());
   const auto type = r.dlogits.defined() ? r.dlogits.scalar_type() : r.student.scalar_type();
   const bool wide = r.student.scalar_type() == at::kDouble;
   dispatch_activation_parameter(type, type, [&](auto zero, auto) {

@@ -6,8 +6,30 @@
 #include "ops/losses/fused_linear_divergence.h"
 
 namespace liger::ops::fused_linear_divergence {
+namespace {
 
-void rows_cuda(const Rows& r) {
+constexpr double kLog2E = 1.4426950408889634;
+
+int32_t flags_of(const Rows& r, bool waits) {
+  const bool writes = r.dlogits.defined();
+  int32_t flags = (r.mask.defined() ? kinds::HAS_MASK : 0) | (r.grad.defined() ? kinds::HAS_UPSTREAM : 0) |
+      (r.s_bias.defined() ? kinds::S_BIAS : 0) | (r.t_bias.defined() ? kinds::T_BIAS : 0) |
+      (r.o.student.softcap ? kinds::S_CAP : 0) | (r.o.teacher.softcap ? kinds::T_CAP : 0);
+  switch (r.phase) {
+    case Phase::All:
+      flags |= kinds::SCANS | kinds::VALUES | (writes ? kinds::WRITES : 0) | (r.stats.defined() ? kinds::SAVES : 0);
+      flags |= (writes && r.o.is_mixture() ? kinds::KEEPS : 0) | (waits ? kinds::WAITS : 0);
+      return flags;
+    case Phase::Scan: return flags | kinds::SCANS;
+    case Phase::Values: flags |= kinds::VALUES | (writes ? kinds::WRITES : 0); break;
+    case Phase::Write: flags |= kinds::WRITES; break;
+  }
+  return flags | kinds::KNOWN | (r.keeps ? kinds::KEEPS : 0);
+}
+
+}  // namespace
+
+void rows_cuda(Rows& r) {
   using K = kernels::fused_linear_divergence_rows;
   const int64_t rows = r.student.size(0), n = r.student.size(1);
   const auto device = r.student.device();
@@ -15,25 +37,14 @@ void rows_cuda(const Rows& r) {
   const int64_t most = std::min<int64_t>(kinds::MOST_PARTS, runtime::multiprocessors(device.index()));
   const int64_t least = (n + most - 1) / most, step = kinds::LEAST_PART;
   const int64_t part = std::max<int64_t>(step, (least + 7) / 8 * 8), parts = (n + part - 1) / part;
-  const bool writes = r.dlogits.defined(), mixture = r.o.kind() == kinds::MIXTURE;
+  const bool scans = r.phase == Phase::All || r.phase == Phase::Scan;
+  const bool adds = r.phase == Phase::All || r.phase == Phase::Values, writes = r.dlogits.defined();
+  const bool waits = r.phase == Phase::All && parts > 1;
   auto numbers = r.student.options();
   Tensor shares, values, arrived;
-  int32_t flags = (writes ? kinds::WRITES : 0) | (r.mask.defined() ? kinds::HAS_MASK : 0) |
-      (r.grad.defined() ? kinds::HAS_UPSTREAM : 0) | (r.s_bias.defined() ? kinds::S_BIAS : 0) |
-      (r.t_bias.defined() ? kinds::T_BIAS : 0) | (r.o.student.softcap ? kinds::S_CAP : 0) |
-      (r.o.teacher.softcap ? kinds::T_CAP : 0);
-  if (r.known) {
-    flags |= kinds::KNOWN;
-  } else {
-    flags |= kinds::SCANS | kinds::VALUES | (r.stats.defined() ? kinds::SAVES : 0);
-    flags |= writes && mixture ? kinds::KEEPS : 0;
-    shares = at::empty({rows, parts, int64_t(kinds::SHARES)}, numbers);
-    values = at::empty({rows, parts, 2}, numbers);
-    if (parts > 1) {
-      flags |= kinds::WAITS;
-      arrived = at::zeros({rows}, numbers.dtype(at::kInt));
-    }
-  }
+  if (scans) shares = at::empty({rows, parts, int64_t(kinds::SHARES)}, numbers);
+  if (adds) values = at::empty({rows, parts, 2}, numbers);
+  if (waits) arrived = at::zeros({rows}, numbers.dtype(at::kInt));
   const bool capped = r.o.student.softcap || r.o.teacher.softcap;
   const auto dtype = dtype_of(writes ? r.dlogits : r.student);
   const auto point = runtime::point_of<K>(K::dtype(dtype), r.o.kind(), capped ? 1 : 0);
@@ -57,19 +68,22 @@ void rows_cuda(const Rows& r) {
       r.teacher.stride(0),
       writes ? r.dlogits.stride(0) : 0,
       r.stats.defined() ? r.stats.stride(0) : 0,
-      float(1.4426950408889634 / r.o.temperature),
+      float(kLog2E / r.o.temperature),
       float(1 / r.o.temperature),
       float(r.o.beta),
       float(r.o.student.scale),
       float(r.o.teacher.scale),
       float(r.o.student.softcap.value_or(1)),
       float(r.o.teacher.softcap.value_or(1)),
-      flags};
+      flags_of(r, waits)};
   launch<K>(r.op, device, runtime::variant_index<K>(config, point), {uint32_t(rows * parts)}, args);
-  if (r.known) return;
-  Tensor divergence = r.divergence;
-  at::sum_out(divergence, values.select(2, 0), 1);
-  if (r.stats.defined() && mixture) {
+  if (r.phase == Phase::Scan) {
+    shares.select(2, 2).mul_(1 / kLog2E);
+    r.facts = shares;
+  }
+  if (!adds) return;
+  at::sum_out(r.divergence, values.select(2, 0), 1);
+  if (r.stats.defined() && r.o.is_mixture()) {
     Tensor mean = r.stats.select(0, 4);
     at::sum_out(mean, values.select(2, 1), 1);
   }

@@ -81,13 +81,7 @@ Settings check(
       target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target", "be int64 or int32",
       target.scalar_type());
   const int64_t token_dims = input.dim() - 1;
-  if (sequence_dim) {
-    LIGER_CHECK(
-        *sequence_dim >= -input.dim() && *sequence_dim < input.dim() &&
-            at::maybe_wrap_dim(*sequence_dim, input.dim()) < token_dims,
-        op, "sequence_dim", "be a dimension of input other than the last", *sequence_dim);
-    sequence_dim = at::maybe_wrap_dim(*sequence_dim, input.dim());
-  }
+  sequence_dim = check_sequence_dim(op, "input", input, sequence_dim);
   std::vector<c10::SymInt> tokens = input.sym_sizes().slice(0, token_dims).vec();
   const bool fits = target.dim() == token_dims || target.dim() == token_dims + 1;
   // Along sequence_dim only the ranks together know the size.
@@ -215,13 +209,8 @@ struct Ops {
     Settings s = check(kBackward, input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
     check_upstream(grad, grad_entropy, target, input.dim() - 1);
     const Wanted w = Wanted::from_bits(wanted);
-    auto like = [](bool asked, const Tensor& t, at::MemoryFormat format) {
-      return asked ? at::empty_like(t, t.options().memory_format(format)) : Tensor();
-    };
     const Tensor b = value_or_undefined(bias);
-    Gradients out{
-        like(w.input, input, at::MemoryFormat::Contiguous), like(w.weight, weight, at::MemoryFormat::Preserve),
-        like(w.bias, b, at::MemoryFormat::Contiguous)};
+    Gradients out = empty_gradients(input, weight, b, w);
     if constexpr (On::device != nullptr) {
       backward(
           kBackward, *On::device, value_or_undefined(grad), value_or_undefined(grad_entropy), input, weight, target, b,

@@ -7,13 +7,11 @@
 // Forward takes T tokens and all classes at a time. If only input requires a gradient, the rows of log_probs overwrite a
 // chunk of logits with its gradient for an upstream gradient of 1, and a second GEMM multiplies it by weight.
 //
-// Backward computes the logits again. For the gradients of the head it takes all tokens and some classes at a time: a
-// GEMM then has a class's whole gradient. That of input is summed over the classes in fp32. Tokens are divided only if
-// these sums do not fit: d weight is then rounded once for each division.
+// Backward computes the logits again. For the gradients of the head it takes all tokens and some classes at a time, see
+// BlockPlan. That of input is summed over the classes in fp32.
 
 #include <ATen/ATen.h>
 
-#include "gemm/multiply.h"
 #include "ops/losses/linear_chunks.h"
 #include "ops/losses/log_probs.h"
 #include "runtime/status.h"
@@ -55,21 +53,7 @@ struct Forward {
   Tensor of_log_probs, of_entropy;
 };
 
-/// Gradients that a call computes.
-struct Wanted {
-  bool input = false, weight = false, bias = false;
-
-  bool head() const { return weight || bias; }
-  bool any() const { return input || head(); }
-  int64_t bits() const { return wanted_bits(input, weight, bias); }
-  static Wanted from_bits(int64_t bits) {
-    return {bool(bits & kWantInput), bool(bits & kWantWeight), bool(bits & kWantBias)};
-  }
-};
-
-struct Gradients {
-  Tensor input, weight, bias;
-};
+using Wanted = WantedGradients;
 
 /// The parts of log_probs that differ between devices.
 struct Device {
@@ -88,8 +72,6 @@ constexpr int64_t kLeastBackward = 320 * kMiB, kMostBackward = 1280 * kMiB;
 /// GEMMs of one call. weight: (V, H) in input's dtype, or in half precision beside fp32: then it is widened a part at a
 /// time. bias: (V,) in input's dtype, or undefined.
 struct Head {
-  static constexpr int64_t kWidenedBytes = 32 * kMiB;
-
   Tensor weight, bias;
   at::ScalarType dtype;  // of input
   double scale;
@@ -104,17 +86,6 @@ struct Head {
 
   bool is_mixed() const { return weight.scalar_type() != dtype; }
 
-  /// Calls f(first class, number of classes, their rows of weight in `wide`).
-  template <class F>
-  void for_each_part(const Tensor& of_weight, at::ScalarType wide, const F& f) const {
-    const int64_t n = of_weight.size(0), row = of_weight.size(1) * int64_t(c10::elementSize(wide));
-    const int64_t step = std::max<int64_t>(1, kWidenedBytes / std::max<int64_t>(1, row));
-    for (int64_t first = 0; first < n; first += step) {
-      const int64_t count = std::min(step, n - first);
-      f(first, count, of_weight.narrow(0, first, count).to(wide));
-    }
-  }
-
   /// out: (T, n), the logits of n classes from first_class on.
   void logits(Tensor out, const Tensor& x, int64_t first_class) const {
     const Tensor of_weight = weight.narrow(0, first_class, out.size(1));
@@ -126,7 +97,7 @@ struct Head {
       }
     };
     if (!is_mixed()) return compute(out, of_weight, 0);
-    for_each_part(of_weight, dtype, [&](int64_t first, int64_t count, const Tensor& w) {
+    for_widened_parts(of_weight, dtype, [&](int64_t first, int64_t count, const Tensor& w) {
       compute(out.narrow(1, first, count), w, first);
     });
   }
@@ -134,24 +105,13 @@ struct Head {
   /// into: (T, H), of input's dtype or fp32. dlogits: (T, n).
   void input_gradient(Tensor into, const Tensor& dlogits, int64_t first_class, bool add) const {
     const Tensor of_weight = weight.narrow(0, first_class, dlogits.size(1));
-    const at::ScalarType wide = into.scalar_type();
-    if (dlogits.size(1) == 0) {
-      if (!add) into.zero_();
-    } else if (!is_mixed() && wide == dtype) {
-      gemm::multiply(into, dlogits, of_weight, add, scale, sustained);
-    } else if (!is_mixed() && into.is_cuda()) {
-      at::addmm_out(into, into, dlogits, of_weight, wide, double(add), scale);
-    } else {
-      for_each_part(of_weight, wide, [&](int64_t first, int64_t count, const Tensor& w) {
-        at::addmm_out(into, into, dlogits.narrow(1, first, count).to(wide), w, double(add || first > 0), scale);
-      });
-    }
+    multiply_by_weight(into, dlogits, of_weight, add, scale, sustained);
   }
 
   /// into: (n, H), of weight's dtype. x: (T, H).
   void weight_gradient(Tensor into, const Tensor& dlogits, const Tensor& x, bool add) const {
     if (!is_mixed()) return gemm::multiply(into, dlogits.t(), x, add, scale, sustained);
-    for_each_part(into, dtype, [&](int64_t first, int64_t count, Tensor sum) {
+    for_widened_parts(into, dtype, [&](int64_t first, int64_t count, Tensor sum) {
       at::addmm_out(sum, sum, dlogits.narrow(1, first, count).t(), x, double(add), scale);
       into.narrow(0, first, count).copy_(sum);
     });
@@ -190,7 +150,7 @@ struct Pass {
         sizes(input, target),
         shard(std::move(part)),
         plan(given),
-        order(order_of(op, input, target, sizes.tokens, shard, s.sequence_dim, plan)),
+        order(order_of(op, input, target.sizes(), sizes.tokens, shard, s.sequence_dim, plan)),
         local(as_rows(input)),
         x(order.is_split() ? at::empty({sizes.tokens, sizes.hidden}, local.options()) : local),
         index(arranged(target, sizes.ids).contiguous()),
@@ -451,52 +411,18 @@ inline void forward(
 
 // ---- Backward
 
-/// classes: per GEMM.
-struct BackwardPlan : Plan {
-  int64_t classes = 1;
-};
-
-inline BackwardPlan backward_plan(
+inline BlockPlan backward_plan(
     const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, Wanted wanted,
     std::optional<int64_t> memory_budget) {
-  // Fewer classes make the sums over classes slow: each GEMM reads and writes them.
-  constexpr int64_t kFewClasses = 4096, kTile = 256, kRows = 64;
-  BackwardPlan plan;
   if (!wanted.head()) {
+    BlockPlan plan;
     static_cast<Plan&>(plan) = forward_plan(op, tokens, classes, dtype, true, false, memory_budget);
     plan.classes = std::max<int64_t>(1, classes);
     return plan;
   }
-  const int64_t element = c10::elementSize(dtype);
   const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
   const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
-  const int64_t budget = memory_budget.value_or(usual);
-  const int64_t least = sums + element * std::min<int64_t>(classes, kRows) + 16;
-  LIGER_CHECK(
-      budget >= least || tokens == 0, op, "memory_budget", c10::str("be at least ", least, " bytes for one token"),
-      budget);
-  plan.row = 0;
-  plan.classes = std::max<int64_t>(1, classes);
-  if (tokens == 0 || classes == 0) {
-    plan.chunk = std::max<int64_t>(1, tokens), plan.chunks = tokens > 0, plan.bytes = 0;
-    return plan;
-  }
-  int64_t most = (budget - sums) / (sums + element * std::min(classes, kFewClasses));
-  if (sums > 0) most = std::min(most, budget * 2 / 5 / sums);
-  most = std::clamp<int64_t>(most, 1, tokens);
-  if (most > kRows && most < tokens) most = most / kRows * kRows;
-  plan.chunks = (tokens + most - 1) / most;
-  plan.chunk = (tokens + plan.chunks - 1) / plan.chunks;
-  if (plan.chunks > 1 && most > kRows) plan.chunk = std::min(most, (plan.chunk + kRows - 1) / kRows * kRows);
-  plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
-  int64_t fit = std::max<int64_t>(1, (budget / plan.chunk - sums) / element);
-  if (fit < classes) {
-    if (fit > kTile) fit = fit / kTile * kTile;
-    const int64_t blocks = (classes + fit - 1) / fit, even = (classes + blocks - 1) / blocks;
-    plan.classes = std::min(fit, fit > kTile ? (even + kTile - 1) / kTile * kTile : even);
-  }
-  plan.bytes = plan.chunk * (sums + plan.classes * element);
-  return plan;
+  return divide_classes(op, tokens, classes, int64_t(c10::elementSize(dtype)), sums, memory_budget.value_or(usual));
 }
 
 /// Writes to `into` the gradients that it has memory for. grad: like target, grad_entropy: (...), one may be undefined.
@@ -508,7 +434,7 @@ inline void backward(
   Shard shard(op, s.vocabulary, weight.size(0), "weight");
   const Sizes sizes(input, target);
   const Wanted wanted{into.input.defined(), into.weight.defined(), into.bias.defined()};
-  BackwardPlan plan =
+  BlockPlan plan =
       backward_plan(op, sizes.tokens, sizes.hidden, shard.largest, input.scalar_type(), wanted, s.memory_budget);
   Pass pass(op, device, input, weight, target, bias, s, std::move(shard), plan);
   const TokenOrder& order = pass.order;

@@ -1,7 +1,7 @@
 #pragma once
 
-// What losses of a linear head share: the split of a call's tokens into chunks, their order, and the memory of a chunk's
-// logits.
+// What losses of a linear head share: the split of a call's tokens into chunks, their order, the memory of a chunk's
+// logits, and gradients.
 
 #include <ATen/ATen.h>
 #include <ATen/WrapDimUtils.h>
@@ -10,7 +10,9 @@
 #include <optional>
 #include <vector>
 
+#include "core/autograd.h"
 #include "core/rows.h"
+#include "gemm/multiply.h"
 #include "ops/losses/vocabulary.h"
 
 namespace liger::ops {
@@ -18,8 +20,8 @@ namespace liger::ops {
 struct Plan {
   int64_t chunk = 1, chunks = 0;  // chunk: tokens per chunk
   int64_t buffers = 1;  // of logits; with two, a chunk's collective runs during another chunk's GEMMs
-  int64_t row;  // row stride of logits in elements: whole cache lines, for fast GEMMs
-  int64_t bytes;  // of everything that is freed when the call returns
+  int64_t row = 0;  // row stride of logits in elements: whole cache lines, for fast GEMMs
+  int64_t bytes = 0;  // of everything that is freed when the call returns
 };
 
 /// Row stride of the logits of `classes`.
@@ -51,6 +53,55 @@ inline int64_t divide_tokens(
   if (plan.chunks > 1) plan.chunk = std::min(most, (plan.chunk + tile - 1) / tile * tile);
   plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
   return budget;
+}
+
+// Each chunk of tokens adds to d weight in its dtype, which rounds it. r: the error of one rounding to 16 bits. If tokens
+// are independent, n chunks make an error of r sqrt((n + 1) / 2), beside r for the 16-bit gradients of logits; eager code
+// makes r for each. If partial sums grow evenly, n chunks make r sqrt((n + 1) (2 n + 1) / (6 n)), and eager code r. Up to
+// this number, neither is more than 1.5 times eager's error.
+constexpr int64_t kMostRoundings = 5;
+
+/// All tokens and some classes at a time: a GEMM then has a class's whole gradient. Tokens are divided only if the sums
+/// of d input over classes do not fit.
+struct BlockPlan : Plan {
+  int64_t classes = 1;  // per GEMM
+};
+
+/// per_logit: bytes for each token and class. sums: bytes for each token.
+inline BlockPlan divide_classes(
+    const char* op, int64_t tokens, int64_t classes, int64_t per_logit, int64_t sums, int64_t budget) {
+  // Fewer classes make the sums over classes slow: each GEMM reads and writes them.
+  constexpr int64_t kFewClasses = 4096, kTile = 256, kRows = 64;
+  BlockPlan plan;
+  const int64_t least = sums + per_logit * std::min<int64_t>(classes, kRows) + 16;
+  LIGER_CHECK(
+      budget >= least || tokens == 0, op, "memory_budget", c10::str("be at least ", least, " bytes for one token"),
+      budget);
+  plan.classes = std::max<int64_t>(1, classes);
+  if (tokens == 0 || classes == 0) {
+    plan.chunk = std::max<int64_t>(1, tokens), plan.chunks = tokens > 0, plan.bytes = 0;
+    return plan;
+  }
+  auto fitting = [&](int64_t columns) { return (budget - sums) / (sums + per_logit * std::min(classes, columns)); };
+  int64_t most = fitting(kFewClasses);
+  if (sums > 0) most = std::min(most, budget * 2 / 5 / sums);
+  // As many divisions as d weight may be rounded, if at least a tile of classes fits.
+  const int64_t even = (tokens + kMostRoundings - 1) / kMostRoundings;
+  most = std::max(most, std::min((even + kRows - 1) / kRows * kRows, fitting(kTile)));
+  most = std::clamp<int64_t>(most, 1, tokens);
+  if (most > kRows && most < tokens) most = most / kRows * kRows;
+  plan.chunks = (tokens + most - 1) / most;
+  plan.chunk = (tokens + plan.chunks - 1) / plan.chunks;
+  if (plan.chunks > 1 && most > kRows) plan.chunk = std::min(most, (plan.chunk + kRows - 1) / kRows * kRows);
+  plan.chunks = (tokens + plan.chunk - 1) / plan.chunk;
+  int64_t fit = std::max<int64_t>(1, (budget / plan.chunk - sums) / per_logit);
+  if (fit < classes) {
+    if (fit > kTile) fit = fit / kTile * kTile;
+    const int64_t blocks = (classes + fit - 1) / fit, each = (classes + blocks - 1) / blocks;
+    plan.classes = std::min(fit, fit > kTile ? (each + kTile - 1) / kTile * kTile : each);
+  }
+  plan.bytes = plan.chunk * (sums + plan.classes * per_logit);
+  return plan;
 }
 
 /// Tokens as rows of unit stride, which GEMMs and our kernels require.
@@ -107,13 +158,25 @@ struct TokenOrder {
   }
 };
 
-/// Of a call with `tokens` in all. Fits the plan's chunks to whole numbers of tokens of every rank.
+/// `dim` of an input that is split along a sequence, counted from the first. name: of the input.
+inline std::optional<int64_t> check_sequence_dim(
+    const char* op, const char* name, const at::Tensor& input, std::optional<int64_t> dim) {
+  if (!dim) return dim;
+  const int64_t dims = input.dim();
+  LIGER_CHECK(
+      *dim >= -dims && *dim < dims && at::maybe_wrap_dim(*dim, dims) < dims - 1, op, "sequence_dim",
+      c10::str("be a dimension of ", name, " other than the last"), *dim);
+  return at::maybe_wrap_dim(*dim, dims);
+}
+
+/// Of a call with `tokens` in all. positions: of all ranks, in their dimensions. Fits the plan's chunks to whole numbers
+/// of tokens of every rank.
 inline TokenOrder order_of(
-    const char* op, const at::Tensor& input, const at::Tensor& target, int64_t tokens,
+    const char* op, const at::Tensor& input, at::IntArrayRef positions, int64_t tokens,
     const cross_entropy::Shard& shard, std::optional<int64_t> sequence_dim, Plan& plan) {
   if (!sequence_dim || !shard.is_split()) return {};
   TokenOrder order{shard.ranks(), at::maybe_wrap_dim(*sequence_dim, input.dim()), tokens / shard.ranks(), 0};
-  const int64_t have = input.size(order.dim), all = target.size(order.dim);
+  const int64_t have = input.size(order.dim), all = positions[order.dim];
   LIGER_CHECK(
       have * order.ranks == all, op, "input",
       c10::str("have ", all, " / ", order.ranks, " positions along sequence_dim, the same on every rank"), have);
@@ -121,6 +184,66 @@ inline TokenOrder order_of(
   plan.chunk = order.step * order.ranks;
   plan.chunks = order.tokens ? (order.tokens + order.step - 1) / order.step : 0;
   return order;
+}
+
+// ---- Gradients
+
+struct Gradients {
+  at::Tensor input, weight, bias;
+
+  bool any() const { return input.defined() || weight.defined() || bias.defined(); }
+};
+
+/// Gradients that a call computes.
+struct WantedGradients {
+  bool input = false, weight = false, bias = false;
+
+  bool head() const { return weight || bias; }
+  bool any() const { return input || head(); }
+  int64_t bits() const { return core::wanted_bits(input, weight, bias); }
+  static WantedGradients from_bits(int64_t bits) {
+    return {bool(bits & core::kWantInput), bool(bits & core::kWantWeight), bool(bits & core::kWantBias)};
+  }
+};
+
+inline Gradients empty_gradients(
+    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, WantedGradients wanted) {
+  auto like = [](bool asked, const at::Tensor& t, at::MemoryFormat format) {
+    return asked ? at::empty_like(t, t.options().memory_format(format)) : at::Tensor();
+  };
+  return {
+      like(wanted.input, input, at::MemoryFormat::Contiguous), like(wanted.weight, weight, at::MemoryFormat::Preserve),
+      like(wanted.bias, bias, at::MemoryFormat::Contiguous)};
+}
+
+/// Calls f(first class, number of classes, their rows of weight in `wide`), so that no wide copy of the weight exists.
+template <class F>
+void for_widened_parts(const at::Tensor& weight, at::ScalarType wide, const F& f) {
+  constexpr int64_t kBytes = 32 << 20;
+  const int64_t n = weight.size(0), row = weight.size(1) * int64_t(c10::elementSize(wide));
+  const int64_t step = std::max<int64_t>(1, kBytes / std::max<int64_t>(1, row));
+  for (int64_t first = 0; first < n; first += step) {
+    const int64_t count = std::min(step, n - first);
+    f(first, count, weight.narrow(0, first, count).to(wide));
+  }
+}
+
+/// into = scale * dlogits @ weight, added to `into` if `add`. into: (T, H), of at least the dtype of dlogits (T, n).
+inline void multiply_by_weight(
+    at::Tensor into, const at::Tensor& dlogits, const at::Tensor& weight, bool add, double scale, bool sustained) {
+  const at::ScalarType wide = into.scalar_type();
+  const bool mixed = weight.scalar_type() != dlogits.scalar_type();
+  if (dlogits.size(1) == 0) {
+    if (!add) into.zero_();
+  } else if (!mixed && wide == dlogits.scalar_type()) {
+    gemm::multiply(into, dlogits, weight, add, scale, sustained);
+  } else if (!mixed && into.is_cuda()) {
+    at::addmm_out(into, into, dlogits, weight, wide, double(add), scale);
+  } else {
+    for_widened_parts(weight, wide, [&](int64_t first, int64_t count, const at::Tensor& w) {
+      at::addmm_out(into, into, dlogits.narrow(1, first, count).to(wide), w, double(add || first > 0), scale);
+    });
+  }
 }
 
 }  // namespace liger::ops

@@ -1,5 +1,7 @@
-"""Inputs (..., H), weights (V, H). Tokens may be sharded, alike for both models; weights are replicated, and the student's
-gradients of weight and bias are then partial sums."""
+"""Inputs (..., H), weights (V, H). Over one mesh dimension the heads may be Shard(0), by classes, both alike: the inputs
+are replicated, or sharded along a sequence and then gathered chunk by chunk, as the student's gradient is scattered. Over
+the others the heads are replicated and tokens may be sharded, alike for both models: the student's gradients of weight and
+bias are partial sums."""
 
 from typing import Any
 
@@ -7,11 +9,12 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from .._losses import R, part_of, placements_of, refuse, spread
+from .._losses import R, Rows, part_of, placements_of, refuse, spread
 from .._sharding import on_dtensors
 
 OP = "fused_linear_divergence"
 WEIGHT_OR_BIAS = 6  # bits of `wanted`
+INPUTS, HEADS = ("s_input", "t_input"), ("s_weight", "t_weight", "s_bias", "t_bias")
 
 
 class Call:
@@ -21,55 +24,60 @@ class Call:
         tensors = dict(s_input=s_input, s_weight=s_weight, s_bias=s_bias, **given)
         self.mesh = mesh = next(t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
         self.given = tensors
-        self.rows: tuple[Placement, ...] = placements_of(s_input, mesh)
-        for i, placement in enumerate(self.rows):
-            if placement.is_partial() or placement == Shard(s_input.ndim - 1):
-                refuse(OP, "s_input", "be Replicate() or sharded along tokens", mesh, i, placement)
+        self.of_input, self.of_head = placements_of(s_input, mesh), placements_of(s_weight, mesh)
+        split, self.sequence_dim = None, None
+        rows: list[Placement] = []
+        for i, (x, w) in enumerate(zip(self.of_input, self.of_head)):
+            if x.is_partial() or x == Shard(s_input.ndim - 1):
+                refuse(OP, "s_input", "be Replicate() or sharded along tokens", mesh, i, x)
+            if w not in (Shard(0), R) or (w == Shard(0) and split is not None):
+                refuse(OP, "s_weight", "be Replicate(), or Shard(0) over one mesh dimension,", mesh, i, w)
+            if w == Shard(0):
+                split = i
+                self.sequence_dim = x.dim if isinstance(x, Shard) else None
+                if self.sequence_dim is not None and s_input.shape[x.dim] % mesh.size(i):
+                    rule = f"have a multiple of {mesh.size(i)} positions along the sharded dimension {x.dim}"
+                    raise ValueError(f"{OP}: s_input must {rule} (got {s_input.shape[x.dim]})")
+            rows.append(R if w == Shard(0) else x)
+        self.rows = Rows(OP, mesh, tuple(rows), s_input.shape[:-1], s_weight.shape[0], split)
         for name in ("s_weight", "s_bias"):
-            learned = wanted & WEIGHT_OR_BIAS and self.sharded and tensors[name] is not None
+            learned = wanted & WEIGHT_OR_BIAS and self.rows.sharded and tensors[name] is not None
             if learned and not isinstance(tensors[name], DTensor):
                 raise ValueError(f"{OP}: {name} must be a DTensor where tokens are sharded (got a plain tensor)")
-        by_token = ("s_input", "t_input", "mask", "token_weight")
+        layouts = dict.fromkeys(INPUTS, self.of_input) | dict.fromkeys(HEADS, self.of_head)
         self.parts = {
-            name: part_of(OP, name, t, mesh, self.rows if name in by_token else (R,) * mesh.ndim)
-            for name, t in tensors.items()
+            name: part_of(OP, name, t, mesh, layouts.get(name, self.rows.placements)) for name, t in tensors.items()
         }
-
-    @property
-    def sharded(self) -> list[int]:
-        return [i for i, p in enumerate(self.rows) if isinstance(p, Shard)]
-
-    @property
-    def tokens(self) -> torch.Size:
-        return self.given["s_input"].shape[:-1]
+        self.split = dict(zip(("group", "classes", "class_sizes"), self.rows.group), sequence_dim=self.sequence_dim)
 
     def total(self, reduction: str) -> Any:
         """What a mean over the tokens of all devices divides by; None if each device has all tokens."""
-        if reduction != "mean" or not self.sharded:
+        if reduction != "mean" or not self.rows.sharded:
             return None
         x, mask, weight = (self.parts[name] for name in ("s_input", "mask", "token_weight"))
         dtype = torch.promote_types(x.dtype, torch.float32)
-        weights = x.new_ones(x.shape[:-1], dtype=dtype) if weight is None else weight.to(dtype)
+        tokens = list(x.shape[:-1])
+        if self.sequence_dim is not None:
+            tokens[self.sequence_dim] *= self.mesh.size(self.rows.split)
+        weights = x.new_ones(tokens, dtype=dtype) if weight is None else weight.to(dtype)
         total = (weights if mask is None else weights.masked_fill(~mask, 0)).sum()
-        for i in self.sharded:
+        for i in self.rows.sharded:
             total = funcol.all_reduce(total, "sum", (self.mesh, i))
         return total
 
-    def by_token(self, t: Any) -> Any:
-        return spread(t, self.mesh, self.rows, self.tokens)
-
-    def summed(self, t: Any, shape: torch.Size) -> Any:
-        return spread(t, self.mesh, [Partial() if isinstance(p, Shard) else R for p in self.rows], shape)
-
     def gradients(self, dinput: Any, dweight: Any, dbias: Any) -> tuple[Any, ...]:
         """Of a plain tensor: plain."""
-        found = []
-        for name, t in (("s_input", dinput), ("s_weight", dweight), ("s_bias", dbias)):
+        of_head = [Partial() if isinstance(p, Shard) else w for p, w in zip(self.rows.placements, self.of_head)]
+        layouts = dict(s_input=self.of_input, s_weight=of_head, s_bias=of_head)
+
+        def lie(name: str, t: Any) -> Any:
+            if t is None:
+                return None
             like = self.given[name]
-            if t is not None and isinstance(like, DTensor):
-                t = spread(t, self.mesh, self.rows, like.shape) if name == "s_input" else self.summed(t, like.shape)
-            found.append(t)
-        return tuple(found)
+            found = spread(t, self.mesh, layouts[name], like.shape)
+            return found if isinstance(like, DTensor) else found.full_tensor()
+
+        return lie("s_input", dinput), lie("s_weight", dweight), lie("s_bias", dbias)
 
 
 TENSORS = ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
@@ -79,25 +87,25 @@ def forward(wanted: int, reduction: str, memory_budget: int | None, given: dict[
     tensors, options = {k: given[k] for k in TENSORS}, {k: v for k, v in given.items() if k not in TENSORS}
     call = Call(wanted, **tensors)
     found = torch.ops.liger._fused_linear_divergence_fwd(
-        **call.parts, **options, total=call.total(reduction), reduction=reduction, memory_budget=memory_budget,
-        wanted=wanted,
+        **call.parts, **options, **call.split, total=call.total(reduction), reduction=reduction,
+        memory_budget=memory_budget, wanted=wanted,
     )  # fmt: skip
     divergence, entropy, dinput, dweight, dbias, stats, deferred_scale = found
-    mesh, columns = call.mesh, [Shard(1) if isinstance(p, Shard) else R for p in call.rows]
+    rows = call.rows
     return (
-        call.by_token(divergence) if reduction == "none" else call.summed(divergence, torch.Size()),
-        call.by_token(entropy),
+        rows.spread(divergence, reduction != "none"),
+        rows.spread(entropy),
         *call.gradients(dinput, dweight, dbias),
-        # Only the backward half reads them, on the device that wrote them.
-        None if stats is None else spread(stats, mesh, columns, (5, call.tokens.numel())),
-        None if deferred_scale is None else spread(deferred_scale, mesh, (R,) * mesh.ndim, deferred_scale.shape),
+        rows.spread_statistics(stats),
+        rows.replicated(deferred_scale),
     )
 
 
 @on_dtensors("_fused_linear_divergence_fwd")
 def forward_with_gradients(
-    total: Any, wanted: int, reduction: str, memory_budget: int | None, **given: Any
-) -> tuple[Any, ...]:
+    total: Any, group: str, classes: int, class_sizes: Any, sequence_dim: int | None, wanted: int, reduction: str,
+    memory_budget: int | None, **given: Any,
+) -> tuple[Any, ...]:  # fmt: skip
     return forward(wanted, reduction, memory_budget, given)
 
 
@@ -107,13 +115,13 @@ def without_gradient(reduction: str, memory_budget: int | None, **given: Any) ->
 
 
 @on_dtensors("_fused_linear_divergence_bwd")
-def backward(grad: Any, stats: Any, wanted: int, **given: Any) -> tuple[Any, ...]:
+def backward(
+    grad: Any, stats: Any, group: str, classes: int, class_sizes: Any, sequence_dim: int | None, wanted: int, **given: Any
+) -> tuple[Any, ...]:  # fmt: skip
     tensors, options = {k: given[k] for k in TENSORS}, {k: v for k, v in given.items() if k not in TENSORS}
     call = Call(wanted, **tensors)
-    if not isinstance(grad, DTensor):
-        grad = DTensor.from_local(grad, call.mesh, (R,) * call.mesh.ndim, run_check=False)
     found = torch.ops.liger._fused_linear_divergence_bwd(
-        grad.redistribute(call.mesh, call.rows)._local_tensor, **call.parts, **options,
+        call.rows.upstream(grad, False), **call.parts, **options, **call.split,
         stats=stats._local_tensor if isinstance(stats, DTensor) else stats, wanted=wanted,
     )  # fmt: skip
     return call.gradients(*found)

@@ -1,0 +1,55 @@
+"""Divergences of two heads whose classes are split over processes."""
+
+from pathlib import Path
+
+import pytest
+from process_group import results_of, solo_group
+from test_fused_linear_divergence import noise as noise_of_divergence
+from test_fused_linear_divergence import vary as vary_divergence
+from torch.cuda import device_count
+from vocab_parallel_cases import CASES
+
+SCRIPT = Path(__file__).with_name("vocab_parallel_cases.py")
+NAMES = [name for name in CASES if name.startswith("divergence,")]
+
+
+def vary(draw, arguments):
+    """For test_properties.py."""
+    vary_divergence(draw, arguments)
+    arguments |= dict(group=solo_group(), classes=arguments["s_weight"].shape[0])
+
+
+def noise(op, group, classes, class_sizes, sequence_dim, **arguments):
+    return noise_of_divergence(op, **arguments)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, str]:
+    return results_of(SCRIPT, 3, tmp_path_factory.mktemp("split"), NAMES)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_every_rank_computes_the_results_of_all_classes(case, results):
+    assert not results[case], results[case]
+
+
+@pytest.fixture(scope="module")
+def results_of_two(tmp_path_factory) -> dict[str, str]:
+    return results_of(SCRIPT, 2, tmp_path_factory.mktemp("split"), NAMES)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_two_ranks_compute_the_results_of_all_classes(case, results_of_two):
+    assert not results_of_two[case], results_of_two[case]
+
+
+@pytest.fixture(scope="module")
+def results_on_gpus(tmp_path_factory) -> dict[str, str]:
+    """With one GPU, in a group of one process."""
+    return results_of(SCRIPT, min(device_count(), 4), tmp_path_factory.mktemp("split"), NAMES, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NAMES)
+def test_every_gpu_computes_the_results_of_all_classes(case, results_on_gpus):
+    assert not results_on_gpus[case], results_on_gpus[case]

@@ -46,8 +46,12 @@ from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed import ParallelDims, fsdp  # noqa: E402
 from torchtitan.distributed import utils as distributed_utils  # noqa: E402
+from torchtitan.overrides import fused_swiglu  # noqa: E402
 from torchtitan.protocols.module import Module  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
+
+# A Triton kernel.
+fused_swiglu.silu_and_mul_op = lambda gate, up, _: nn.functional.silu(gate) * up
 
 VOCABULARY = 2048
 BATCH, LENGTH = 2, 32

@@ -47,6 +47,17 @@ def typed(compute: Callable[..., Any], *like: Tensor) -> Any:
     return found
 
 
+def typed_product(compute: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    """As typed(). Where ranks have different weights, they have different results of the same x."""
+    if not spmd.is_type_checking():
+        return compute(x)
+    with spmd.no_typecheck():
+        found, of_weight = compute(x), spmd.get_local_type(weight)
+        types = {a: spmd.V if of_weight.get(a) is spmd.V else of for a, of in spmd.get_local_type(x).items()}
+        spmd.assert_type(found, types, spmd.get_partition_spec(x))
+    return found
+
+
 class LigerRMSNorm(RMSNorm):
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -93,8 +104,14 @@ class LigerGroupedExperts(FusedGroupedExperts):
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        gate_up, down = local(self.w13).flatten(1, 2), local(self.w2_EDF)
-        return typed(lambda x: experts(x, gate_up, down, num_tokens_per_expert_E), x_RD)
+        gate_up, down = local(self.w13), local(self.w2_EDF)
+
+        def compute(x: Tensor) -> Tensor:
+            # Without a view of more than one dimension, which FSDP's shards do not always allow.
+            halves = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
+            return experts(x, halves, down, num_tokens_per_expert_E)
+
+        return typed_product(compute, x_RD, self.w2_EDF)
 
 
 class LigerGptOssGroupedExperts(GptOssGroupedExperts):
@@ -108,7 +125,11 @@ class LigerGptOssGroupedExperts(GptOssGroupedExperts):
         group = tensor_parallel_group(getattr(self.mlp1_weight_EGD, "device_mesh", None))
         last = ScaleBiasForward.apply(local(self.mlp2_bias_ED), 1 if group is None else group.size(), torch.bfloat16)
         first, options = local(self.mlp1_bias_EG), {"limit": self.swiglu_limit, "alpha": 1.702, "up_offset": 1.0}
-        return typed(lambda x: experts(x, gate_up, down, num_tokens_per_expert_E, first, last, **options), x_RD)
+        return typed_product(
+            lambda x: experts(x, gate_up, down, num_tokens_per_expert_E, first, last, **options),
+            x_RD,
+            self.mlp2_weight_EDF,
+        )
 
 
 class LigerRoPE(RoPE):

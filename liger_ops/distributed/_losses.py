@@ -40,7 +40,10 @@ def part_of(op: str, name: str, t: Any, mesh: Any, placements: Sequence[Placemen
             refuse(op, name, f"be {' or '.join(dict.fromkeys((text_of(wanted), text_of(R))))}", mesh, i, given)
     if not isinstance(t, DTensor):
         t = DTensor.from_local(t, mesh, (R,) * mesh.ndim, run_check=False)
-    return t.redistribute(mesh, placements)._local_tensor
+    if t.placements == tuple(placements):
+        return t._local_tensor
+    # Before torch 2.13, a result that requires a gradient cannot be detached without grad mode.
+    return t.detach().redistribute(mesh, placements)._local_tensor
 
 
 def spread(t: Tensor, mesh: Any, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

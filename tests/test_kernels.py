@@ -32,8 +32,8 @@ def by_name(stem):
     return {e.name: e.binary for e in entries(stem)}
 
 
-def variants(kernel):
-    return sample(tables.find(kernel))
+def variants(kernel, arch=90):
+    return sample(tables.find(kernel), arch)
 
 
 KERNELS = [k.name for k in tables.kernels()]
@@ -41,7 +41,7 @@ COMPILED = [(k.name, arch) for k in tables.kernels() for arch in ARCHS if k.is_f
 
 
 def compiled_for(arch):
-    return [v for name, its_arch in COMPILED if its_arch == arch for v in variants(name)]
+    return [v for name, its_arch in COMPILED if its_arch == arch for v in variants(name, arch)]
 
 
 # ---- Registers.
@@ -96,7 +96,7 @@ SPILLS_OF_LIMITED_REGISTERS = {"layer_norm_fwd": 192, "layer_norm_bwd": 368, "rm
 def test_spills(name, arch):
     binaries = by_name(f"sm_{arch}")
     worse = []
-    for variant in variants(name):
+    for variant in variants(name, arch):
         limited = variant.max_registers and variant.config.aligned
         allowed = max(SMALL_SPILL, SPILLS_OF_LIMITED_REGISTERS.get(name, 0) if limited else 0)
         spilled = spilled_bytes(binaries[variant.name])
@@ -161,7 +161,7 @@ def test_shared_memory_leaves_room_for_resident_programs(arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_of_losses_are_kept_in_shared_memory(arch):
     found = {e.name: e.binary for e in entries(f"sm_{arch}")}
-    for variant in variants("cross_entropy_fwd_bwd"):
+    for variant in variants("cross_entropy_fwd_bwd", arch):
         # KEEP counts 16-bit logits; it keeps half as many 32-bit ones.
         kept = 0 if variant.choices["EXTRAS"] else 2 * variant.constexprs["KEEP"]
         assert kept <= reserved_shared(found[variant.name]) <= kept + SYSTEM_BYTES, variant.name
@@ -179,7 +179,7 @@ def ring_bytes(variant):
 @pytest.mark.parametrize("name", ["layer_norm_bwd", "rms_norm_bwd"])
 def test_rows_stream_through_shared_memory(name, arch):
     found = {e.name: e for e in entries(f"sm_{arch}")}
-    rings = {variant.name: ring_bytes(variant) for variant in variants(name)}
+    rings = {variant.name: ring_bytes(variant) for variant in variants(name, arch)}
     for variant, ring in rings.items():
         assert ring <= found[variant].shared <= ring + (1024 if ring else PLAIN_SHARED_BYTES), variant
     assert min(rings.values()) == 0 and max(rings.values()) == MOST_RING_BYTES

@@ -274,10 +274,8 @@ def of_divergence(
         others["mask"] = (torch.rand(tuple(shape), generator=g) >= masked).to(device)
     if token_weighted:
         others["token_weight"] = randn(*shape).abs().to(device, torch.promote_types(dtype, torch.float32))
-    sizes, dims = (
-        class_sizes and class_sizes(mesh.size()),
-        dict.fromkeys(("s_weight", "t_weight", "s_bias", "t_bias"), 0),
-    )
+    sizes = class_sizes and class_sizes(mesh.size())
+    dims = dict.fromkeys(("s_weight", "t_weight", "s_bias", "t_bias"), 0)
     compare(DIVERGENCE, Split(mesh, classes, sizes), leaves, dims, others, sequence_dim, sizes)
 
 
@@ -487,7 +485,7 @@ def counts_collectives_of_log_probs(mesh: Any) -> None:
         assert collectives_of(partial(step, mean_logits=True)) == {(gather, (4 + ids) * tokens): 1, ("allreduce", 0): 1}
 
 
-CASES["log_probs, collectives"] = counts_collectives_of_log_probs
+CASES["collectives, log_probs"] = counts_collectives_of_log_probs
 
 
 def counts_collectives_of_divergence(mesh: Any) -> None:
@@ -519,7 +517,7 @@ def counts_collectives_of_divergence(mesh: Any) -> None:
     assert found == facts | inputs | {("allreduce", 0): 1, ("reduce_scatter_base", tokens * 8): 1}, found
 
 
-CASES["divergence, collectives"] = counts_collectives_of_divergence
+CASES["collectives, divergence"] = counts_collectives_of_divergence
 
 
 def refuses(mesh: Any) -> None:

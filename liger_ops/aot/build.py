@@ -14,7 +14,7 @@ import pickle
 import sys
 import time
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,15 @@ def every_variant(archs: list[int]) -> list[Variant]:
     return [v for k in kernels() if any(map(k.is_for, archs)) for v in k.variants()]
 
 
-def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int, variants: Iterable[Variant]) -> None:
+def build_packs(
+    folder: Path,
+    cache: Path,
+    archs: list[int],
+    jobs: int,
+    variants: Iterable[Variant],
+    wanted: Callable[[Variant, int], bool] = lambda variant, arch: True,
+) -> None:
+    """wanted: whether the pack of an architecture holds a variant. The pack of PTX holds all."""
     cache.mkdir(parents=True, exist_ok=True)
     started = time.time()
     variants = [*variants]
@@ -68,7 +76,10 @@ def build_packs(folder: Path, cache: Path, archs: list[int], jobs: int, variants
     entries: dict[int, list[pack.Entry]] = {arch: [] for arch in [*archs, 0]}
     # Triton's front end creates many small objects but few cycles: run the garbage collector less often.
     with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(200_000,)) as pool:
-        tasks = {pool.submit(compile_cached, v.kernel.name, v.index, archs, cache): v for v in variants}
+        tasks = {
+            pool.submit(compile_cached, v.kernel.name, v.index, [a for a in archs if wanted(v, a)], cache): v
+            for v in variants
+        }
         for task in as_completed(tasks):
             v, binary = tasks[task], task.result()
             facts = (int(v.kernel.source_hash, 16), v.index, v.name, binary.num_warps, binary.shared)

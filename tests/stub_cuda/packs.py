@@ -1,7 +1,8 @@
 """Builds the kernel packs that tests read, in build/test-packs: python tests/stub_cuda/packs.py.
 
-The packs hold a sample of each kernel for every architecture: each config at the first and the last axis point that it
-serves (usually bf16 and fp32). With LIGER_OPS_TEST_PACKS=all they hold every variant, like the packs of a wheel.
+The packs hold a sample of each kernel: for compute capability 9.0 and as PTX each config at the first and the last axis
+point that it serves (usually bf16 and fp32), for other architectures each config at the first, and the last variant. With
+LIGER_OPS_TEST_PACKS=all they hold every variant, like the packs of a wheel.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ ARCHS = archs.ALL
 WHOLE = os.environ.get("LIGER_OPS_TEST_PACKS") == "all"
 
 
-def sample(kernel: Any) -> list[Any]:
-    """The variants of a kernel that the packs hold."""
+def sample(kernel: Any, arch: int = 90) -> list[Any]:
+    """The variants of a kernel that a pack holds."""
     everything = list(kernel.variants())
     if WHOLE:
         return everything
     by_config: dict[int, list[int]] = {}
     for variant in everything:
         by_config.setdefault(variant.index % len(kernel.configs), []).append(variant.index)
-    ends = {index for indices in by_config.values() for index in (indices[0], indices[-1])}
-    return [variant for variant in everything if variant.index in ends]
+    firsts, lasts = ({indices[end] for indices in by_config.values()} for end in (0, -1))
+    held = firsts | (lasts if arch == 90 else {max(lasts)})
+    return [variant for variant in everything if variant.index in held]
 
 
 def state() -> str:
@@ -64,7 +66,16 @@ def build() -> None:
     from liger_ops.aot import build as aot
     from liger_ops.kernels import kernels
 
-    aot.build_packs(PACKS, aot.CACHE, [*ARCHS], os.cpu_count() or 1, [v for k in kernels() for v in sample(k)])
+    held = {arch: {(k.name, v.index) for k in kernels() for v in sample(k, arch)} for arch in ARCHS}
+    variants = [v for k in kernels() for v in sample(k)]
+    aot.build_packs(
+        PACKS,
+        aot.CACHE,
+        [*ARCHS],
+        os.cpu_count() or 1,
+        variants,
+        lambda v, arch: (v.kernel.name, v.index) in held[arch],
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ one number per token, whose gradient another product may follow."""
 import torch
 import torch.nn.functional as F
 
+from benchmarks.linear_log_probs import SWEEP
 from benchmarks.op import Anchor, Op, Relative
 
 MIB = 1 << 20
@@ -182,9 +183,10 @@ OP = Op(
     shapes={
         "quick-cpu": [(256, 256, 8000)],
         "quick": [(2048, 2048, 32000), (2048, 2048, 50257)],
-        "full": [(8192, 4096, 151936), (16384, 2048, 151936)],
+        "full": SWEEP,
     },
     passes=("forward", "full"),
+    asked={"full": (FOUR, "trl", "ours")},
     checked=checked,
     averaged=lambda tokens, hidden, classes: tokens,
     must_error=dict.fromkeys(("d s_input", "d s_weight"), Relative(1.5, ("torch",))),

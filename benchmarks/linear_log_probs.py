@@ -8,6 +8,7 @@ from benchmarks.op import Anchor, Op, Relative
 
 CHECKED_LOGITS = 1 << 30  # elements; the fp64 reference keeps several such tensors
 MIB = 1 << 20
+SWEEP = [(tokens << 10, 4096, classes << 10) for classes in (32, 64, 128, 256) for tokens in (1, 8, 32)]
 
 
 def inputs(make, tokens, hidden, classes):
@@ -121,9 +122,10 @@ def declare(*, frozen: bool, products: int, mib: int) -> Op:
         shapes={
             "quick-cpu": [(256, 512, 16000)],
             "quick": [(2048, 2048, 32000), (2048, 2048, 50257)],
-            "full": [(8192, 4096, 151936), (16384, 2048, 151936), (8192, 4096, 128256)],
+            "full": SWEEP,
         },
         passes=("forward", "full"),
+        asked={"full": ("GEMMs", "trl", "ours")},
         checked=lambda tokens, hidden, classes: (min(tokens, CHECKED_LOGITS // classes // 128 * 128), hidden, classes),
         must_error=dict.fromkeys(("d input", "d weight"), Relative(1.5, ("torch",))),
         dtypes={"full": ("bfloat16",)},

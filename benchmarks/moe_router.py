@@ -8,7 +8,9 @@ CHOICES = 8
 
 
 def inputs(make, tokens, experts):
-    return {"logits": make.normal(tokens, experts)}
+    # No two experts of a token have the same logit, with which implementations choose differently.
+    ranks = make.normal(tokens, experts).argsort(-1)
+    return {"logits": ((ranks - experts // 2) / 16).to(make.dtype)}
 
 
 def traffic(size, tokens, experts):

@@ -301,7 +301,7 @@ def draw_sweep(op: str, records: Sequence[Record], path: Path) -> Path:
     classes, providers = sorted({r["shape"][-1] for r in times}), ours_first(times)
     high = 5.3
     title = f"{machine_name(records)}: {op}, {PASSES['full']} ({LOWER}; beyond {high:.0f}× not shown)"
-    rows = ((times, "floor", "time over the three GEMMs", "GEMMs"),
+    rows = ((times, "floor", "time over the GEMMs", "GEMMs"),
             (memory, "least", "peak memory over the gradients", "gradients"))  # fmt: skip
     with figure_of(path, title, 2, len(classes), 6.2, providers, "-", sharex=True, sharey="row") as (figure, axes):
         for axis_row, (found, unit, label, one) in zip(axes, rows):

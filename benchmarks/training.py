@@ -57,6 +57,9 @@ class Shape(NamedTuple):
     kv_heads: int
     batch: int
     head_size: int | None = None
+    layers: int = 8
+    length: int = 2048
+    others: dict[str, Any] = {}
 
 
 MODELS = {
@@ -65,10 +68,17 @@ MODELS = {
     "gemma": Shape("gemma", 3072, 24576, 256000, 16, 16, batch=4, head_size=256),
     "mistral": Shape("mistral", 4096, 14336, 32000, 32, 8, batch=8),
     "phi3": Shape("phi3", 3072, 8192, 32064, 32, 32, batch=8),
-}
+    "qwen3": Shape("qwen3", 4096, 12288, 151936, 32, 8, batch=4, head_size=128),
+    # Qwen3-30B-A3B.
+    "qwen3_moe": Shape(
+        "qwen3_moe", 2048, 6144, 151936, 32, 4, batch=4, head_size=128, layers=4, length=4096,
+        others=dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
+    ),
+}  # fmt: skip
 
 
 def tiny(shape: Shape) -> Shape:
+    sizes = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     return shape._replace(
         hidden=64,
         intermediate=128,
@@ -77,7 +87,16 @@ def tiny(shape: Shape) -> Shape:
         kv_heads=2,
         batch=2,
         head_size=16 if shape.head_size else None,
+        layers=2,
+        length=64,
+        others={k: sizes.get(k, v) for k, v in shape.others.items()},
     )
+
+
+def shape_of(arguments: argparse.Namespace, model: str, batch: int | None) -> Shape:
+    shape = tiny(MODELS[model]) if arguments.tiny else MODELS[model]
+    asked = dict(layers=arguments.layers, length=arguments.length, batch=batch)
+    return shape._replace(**{name: n for name, n in asked.items() if n})
 
 
 # ---- One run
@@ -94,7 +113,7 @@ def causal_attention() -> str:
     return "causal"
 
 
-def build(shape: Shape, layers: int, length: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
+def build(shape: Shape, device: str, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes: dict[str, Any] = dict(
@@ -103,12 +122,13 @@ def build(shape: Shape, layers: int, length: int, device: str, dtype: torch.dtyp
         vocab_size=shape.vocabulary,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        num_hidden_layers=layers,
-        max_position_embeddings=max(length, 2048),
+        num_hidden_layers=shape.layers,
+        max_position_embeddings=max(shape.length, 2048),
         use_cache=False,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        **shape.others,
     )
     if shape.head_size:
         sizes["head_dim"] = shape.head_size
@@ -205,18 +225,19 @@ def kernels_of(step: Callable[[int], Any]) -> list[tuple[str, float, float]]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    shape = tiny(MODELS[arguments.model]) if arguments.tiny else MODELS[arguments.model]
-    batch, device = arguments.batch or shape.batch, arguments.device
+    shape, device = shape_of(arguments, arguments.model, arguments.batch), arguments.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = build(shape, arguments.layers, arguments.length, device, dtype)
+    model = build(shape, device, dtype)
     model.train()
     forward = prepare(model, arguments.provider)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(0)
-    data = torch.randint(3, shape.vocabulary, (COMPARED_STEPS, batch, arguments.length), generator=generator).to(device)
+    data = torch.randint(3, shape.vocabulary, (COMPARED_STEPS, shape.batch, shape.length), generator=generator).to(
+        device
+    )
     # As collators pass it. Without a mask, transformers searches the positions for packed sequences, which waits for the
     # device in every step.
-    mask = torch.ones(batch, arguments.length, dtype=torch.long, device=device)
+    mask = torch.ones(shape.batch, shape.length, dtype=torch.long, device=device)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     step = stepper(forward, optimizer, data, mask)
@@ -229,7 +250,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     synchronize()
     gc.collect()
     return {
-        **timed(step, arguments.steps, batch * arguments.length, device),
+        **timed(step, arguments.steps, shape.batch * shape.length, device),
         "first_step_seconds": first,
         "losses": [float(loss) for loss in losses],
         **({"kernels": kernels_of(step)} if arguments.kernels else {}),
@@ -244,15 +265,14 @@ class Run:
 
     def __init__(self, model: str, batch: int | None, provider: str, arguments: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "benchmarks.training", "--worker", "--model", model, "--provider", provider]
-        for name in ("layers", "length", "steps", "device"):
-            command += [f"--{name}", str(getattr(arguments, name))]
-        command += [*(["--batch", str(batch)] if batch else []), *(["--tiny"] if arguments.tiny else [])]
-        command += ["--kernels"] if arguments.kernels else []
-        shape = tiny(MODELS[model]) if arguments.tiny else MODELS[model]
+        shape = shape_of(arguments, model, batch)
+        asked = dict(layers=shape.layers, length=shape.length, batch=shape.batch)
+        for name, value in {**asked, "steps": arguments.steps, "device": arguments.device}.items():
+            command += [f"--{name}", str(value)]
+        command += [f"--{name}" for name in ("tiny", "kernels") if getattr(arguments, name)]
         self.timeout = arguments.timeout
         self.record: dict[str, Any] = {
-            "kind": "training", "model": model, "provider": provider, "batch": batch or shape.batch,
-            "length": arguments.length, "layers": arguments.layers,
+            "kind": "training", "model": model, "provider": provider, **asked,
         }  # fmt: skip
         # Without it, fragmentation adds to the peak of providers that free much memory.
         environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -294,7 +314,7 @@ def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | N
 
 
 def summary(record: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
-    head = [record["model"], str(record["batch"]), PROVIDERS[record["provider"]]]
+    head = [record["model"], *(str(record[k]) for k in ("layers", "batch", "length")), PROVIDERS[record["provider"]]]
     if "error" in record:
         return [*head, record["error"].replace("|", "/"), "", "", ""]
     gap = loss_gap(record, records)
@@ -306,12 +326,20 @@ def summary(record: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
 
 def markdown(machine: dict[str, Any], records: list[dict[str, Any]], picture: str) -> str:
     facts = ", ".join(f"{k} {v}" for k, v in machine.items() if k not in ("kind", "packages") and v not in (None, ""))
-    shape = records[0] if records else {"layers": 0, "length": 0}
-    header = ["model", "batch", "provider", "tok/s", "peak GiB", "first step s", "largest loss difference from HF"]
+    header = [
+        "model",
+        "layers",
+        "batch",
+        "length",
+        "provider",
+        "tok/s",
+        "peak GiB",
+        "first step s",
+        "largest loss difference from HF",
+    ]
     return (
         f"# Whole training steps\n\n![training steps]({picture})\n\n"
-        f"{shape['layers']} layers of each model's shape, sequences of {shape['length']}. "
-        f"{facts}.\n\n"
+        f"Some layers of each model's shape. {facts}.\n\n"
         + grid(header, [summary(r, records) for r in records])
         + "\n"
         + "".join(map(kernel_table, records))
@@ -338,12 +366,12 @@ def draw(records: list[dict[str, Any]], path: Path, machine: str) -> None:
         return
 
     def group(r: dict[str, Any]) -> str:
-        return f"{r['model']}\nbatch {r['batch']}"
+        return f"{r['model']}\n{r['layers']} layers\n{r['batch']} × {r['length']}"
 
     groups = list(dict.fromkeys(map(group, good)))
     names = [name for p, name in PROVIDERS.items() if any(r["provider"] == p for r in good)]
     names.sort(key=lambda name: not plots.is_ours(name))
-    title = f"{machine}: training steps, {good[0]['layers']} layers, sequences of {good[0]['length']}"
+    title = f"{machine}: training steps"
     height = 0.6 + 0.2 * (len(names) + 0.8) * len(groups)
     panels = (("tokens_per_second", f"tokens per second ({plots.HIGHER})", "{:,.0f}"),
               ("peak_gib", f"peak memory, GiB ({plots.LOWER})", "{:.1f}"))  # fmt: skip
@@ -368,7 +396,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama", "qwen2", "gemma", "mistral"])
     parser.add_argument("--providers", default=DEFAULT_PROVIDERS, help=f"comma-separated; known: {','.join(PROVIDERS)}")
-    parser.add_argument("--batches", nargs="+", type=positive, help="default: 8, and 4 for Gemma")
+    parser.add_argument("--batches", nargs="+", type=positive, help="default: of each model")
     parser.add_argument("--layers", type=positive)
     parser.add_argument("--length", type=positive)
     parser.add_argument("--steps", type=positive, default=10)
@@ -383,8 +411,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.kernels and arguments.device != "cuda":
         parser.error("--kernels needs a GPU")
-    arguments.layers = arguments.layers or (2 if arguments.tiny else 8)
-    arguments.length = arguments.length or (64 if arguments.tiny else 2048)
     if arguments.worker:
         load(arguments)
         if sys.stdin.readline():

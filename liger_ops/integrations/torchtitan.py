@@ -90,10 +90,21 @@ def local(t: Any) -> Any:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def experts(x: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, *biases: Tensor, **options: Any) -> Tensor:
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    counts: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
     """torchtitan computes experts in bfloat16."""
-    half = [t.bfloat16() for t in (x, gate_up, down)]
-    return F.moe_experts_sorted(*half, counts, *(b.bfloat16() for b in biases), interleaved=True, **options).type_as(x)
+    first, last = (None if b is None else b.bfloat16() for b in (gate_up_bias, down_bias))
+    out = F.moe_experts_sorted(
+        x.bfloat16(), gate_up.bfloat16(), down.bfloat16(), counts, first, last, interleaved=True, **options
+    )
+    return out.type_as(x)
 
 
 class LigerGroupedExperts(FusedGroupedExperts):

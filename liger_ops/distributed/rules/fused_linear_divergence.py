@@ -28,16 +28,17 @@ class Call:
         split, self.sequence_dim = None, None
         rows: list[Placement] = []
         for i, (x, w) in enumerate(zip(self.of_input, self.of_head)):
-            if x.is_partial() or x == Shard(s_input.ndim - 1):
+            along = x.dim if isinstance(x, Shard) else None
+            if x.is_partial() or along == s_input.ndim - 1:
                 refuse(OP, "s_input", "be Replicate() or sharded along tokens", mesh, i, x)
             if w not in (Shard(0), R) or (w == Shard(0) and split is not None):
                 refuse(OP, "s_weight", "be Replicate(), or Shard(0) over one mesh dimension,", mesh, i, w)
             if w == Shard(0):
                 split = i
-                self.sequence_dim = x.dim if isinstance(x, Shard) else None
-                if self.sequence_dim is not None and s_input.shape[x.dim] % mesh.size(i):
-                    rule = f"have a multiple of {mesh.size(i)} positions along the sharded dimension {x.dim}"
-                    raise ValueError(f"{OP}: s_input must {rule} (got {s_input.shape[x.dim]})")
+                self.sequence_dim = along
+                if along is not None and s_input.shape[along] % mesh.size(i):
+                    rule = f"have a multiple of {mesh.size(i)} positions along the sharded dimension {along}"
+                    raise ValueError(f"{OP}: s_input must {rule} (got {s_input.shape[along]})")
             rows.append(R if w == Shard(0) else x)
         self.rows = Rows(OP, mesh, tuple(rows), s_input.shape[:-1], s_weight.shape[0], split)
         for name in ("s_weight", "s_bias"):

@@ -82,7 +82,11 @@ def main() -> None:
             print(trainer.accelerator.distributed_type, flush=True)
         trainer.train()
         dist.barrier()
-    trainer.accelerator.end_training()
+    # The wrapped model goes before the process group: torch can hang if the model holds it last.
+    accelerator = trainer.accelerator
+    del trainer
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

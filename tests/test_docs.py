@@ -1,5 +1,6 @@
 """The pages: every link leads somewhere, every block of code runs."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -84,15 +85,29 @@ def commands(page: Path) -> list[str]:
     return [command for line in lines if (command := line.partition(" #")[0].strip())]
 
 
+HELP = """
+import json, runpy, sys
+
+for command in json.loads(sys.argv[1]):
+    sys.argv[:] = [*command, "--help"]
+    try:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, command
+"""
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=ids)
 def test_commands_exist(page, tmp_path):
     """Commands that take minutes are run as far as their own check of arguments."""
+    modules = []
     for command in commands(page):
         words = shlex.split(command)
         if words[0] == "make":
             checked = ["make", "-n", f"PYTHON={sys.executable}", *words[1:]]
         elif words[:2] == ["python", "-m"]:
-            checked = [sys.executable, *words[1:], "--help"]
+            modules.append(words[2:])
+            continue
         elif words[:2] == ["pip", "install"]:
             known = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
             assert all(word == "." or word in known or word[0] == "-" for word in words[2:]), command
@@ -103,6 +118,10 @@ def test_commands_exist(page, tmp_path):
             continue
         done = subprocess.run(checked, cwd=ROOT, env=environment_of_tree(), capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
+    if modules:  # in one process, because most import torch
+        run = [sys.executable, "-c", HELP, json.dumps(modules)]
+        done = subprocess.run(run, cwd=ROOT, env=environment_of_tree(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_prose_finds_a_habit(tmp_path):

@@ -7,7 +7,7 @@
 
 #include "core/cpu.h"
 #include "core/cpu_math.h"
-#include "ops/losses/fused_linear_divergence.h"
+#include "ops/losses/fused_linear_divergence_rows.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 // Otherwise GCC does not vectorize loops with a choice between two results, because it would compute both.

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/cuda.h"
-#include "ops/losses/fused_linear_divergence.h"
+#include "ops/losses/fused_linear_divergence_rows.h"
 
 namespace liger::ops::fused_linear_divergence {
 namespace {

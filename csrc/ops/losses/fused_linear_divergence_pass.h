@@ -19,7 +19,7 @@
 #include <limits>
 #include <utility>
 
-#include "ops/losses/fused_linear_divergence.h"
+#include "ops/losses/fused_linear_divergence_rows.h"
 #include "ops/losses/linear_chunks.h"
 #include "runtime/status.h"
 

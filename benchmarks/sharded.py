@@ -91,7 +91,7 @@ def head_gathers(step: Callable[[int], Any]) -> int:
 def measure(grouping: str, provider: str, arguments: argparse.Namespace) -> dict[str, Any]:
     device, shape = arguments.device, MODELS["llama"]
     shape = tiny(shape) if arguments.tiny else shape
-    model = build(shape, arguments.layers, arguments.length, device, torch.float32).train()
+    model = build(shape._replace(layers=arguments.layers, length=arguments.length), device, torch.float32).train()
     forward = prepare(model, provider)
     options: dict[str, Any] = {"mesh": dist.init_device_mesh(device, (dist.get_world_size(),))}
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -113,7 +113,7 @@ def measure(provider: str, arguments: argparse.Namespace) -> dict[str, Any]:
     kernels, style, loss_of = PROVIDERS[provider.removesuffix(COMPILED)]
     device, shape = arguments.device, tiny(MODELS["llama"]) if arguments.tiny else MODELS["llama"]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model: Any = build(shape, arguments.layers, arguments.length, device, dtype).train()
+    model: Any = build(shape._replace(layers=arguments.layers, length=arguments.length), device, dtype).train()
     if loss_of is fused:
         loss_head(model)
     prepare(model.model if kernels == "ours" else model, kernels)

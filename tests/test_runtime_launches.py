@@ -135,8 +135,9 @@ def test_a_kernel_for_one_architecture_runs_only_there():
     for refused, arch in ((refusals[0], "sm_80"), (refusals[2], "sm_100")):
         assert f"it is not for {arch}" in refused
     assert paths == [False, True, False]
-    loaded, missing = zip(*preloaded)
-    assert len({*missing}) == 1 and loaded[0] == loaded[2] == loaded[1] - 1 and len(loads) == sum(loaded)
+    # The kernel has one variant. Packs hold fewer variants of the other kernels for some architectures.
+    variants = [loaded + missing for loaded, missing in preloaded]
+    assert variants[0] == variants[2] == variants[1] - 1 and len(loads) == sum(loaded for loaded, _ in preloaded)
 
 
 def test_tensor_map_arguments():

@@ -5,7 +5,7 @@
 
 Checkpoints and sharding plans are unchanged. So are parameters, except that experts hold gate and up in one. Works with
 FSDP2, tensor, sequence, expert and context parallelism, activation checkpoints and torch.compile, under each of
-torchtitan's `spmd_backend` values.
+torchtitan's `spmd_backend` values; expert parallelism is tested with those of DTensors.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class LigerGroupedExperts(FusedGroupedExperts):
         gate_up, down = local(self.w13), local(self.w2_EDF)
 
         def compute(x: Tensor) -> Tensor:
-            # Without a view of more than one dimension, which FSDP's shards do not always allow.
+            # FSDP's shards do not always allow a view.
             halves = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
             return experts(x, halves, down, num_tokens_per_expert_E)
 

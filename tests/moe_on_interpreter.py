@@ -13,6 +13,7 @@ sys.modules["liger_ops"] = package
 from liger_ops.kernels import find  # noqa: E402
 from liger_ops.kernels.moe import moe_experts as m  # noqa: E402
 
+GROUPED = "grouped GEMM"  # a kind of layer(): products as PyTorch's grouped GEMM computes them
 ROWS, BLOCK = m.TILE_ROWS.value, m.ROUTE_BLOCK.value
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16"}
 
@@ -67,24 +68,65 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
     def of(*shape, dtype=x.dtype):
         return torch.full(shape, float("nan"), dtype=dtype)
 
+    grouped = kind == GROUPED
+    spans = [slice(*span) for span in zip(offsets[:-1], offsets[1:])]
+
+    def group(a, w, columns_second):
+        out = of(pairs, w.shape[2 if columns_second else 1])
+        for span, matrix in zip(spans, w):
+            out[span] = a[span] @ (matrix if columns_second else matrix.t())
+        return out
+
+    def launch_grouped(name, programs, arguments, **choices):
+        launch(name, programs, arguments, aligned=True, X="bf16", **choices)
+
+    def gather(rows):
+        if weight is None:
+            return rows
+        out = of(pairs, hidden)
+        launch_grouped(
+            "gather", lambda c: blocks(pairs, c["BLOCK_M"]) * blocks(hidden, c["BLOCK_N"]),
+            (out, rows, tokens, offsets, experts, hidden, rows.stride(0)),
+        )  # fmt: skip
+        return out
+
+    def parts(c):
+        return most * (ROWS // c["BLOCK_M"]) * blocks(inner, c["BLOCK_N"])
+
+    def other_kind(name):
+        return name if kind == "_hopper" else ""
+
     act, pre, y, dx = of(pairs, inner), of(pairs, 2 * inner), of(pairs, hidden), of(pairs, hidden)
     if weight is None:
         y.zero_()
         dx.zero_()
     layout = sum_first if not transposed else columns_first if interleaved else m.HALVES_APART.value
-    launch(
-        "up", lambda c: most * blocks(inner, c["BLOCK_N"] // 2),
-        (act, pre, x, gate_up, gate_up_bias, scale, offsets, tiles, tokens, order, most, hidden, inner, x.stride(0),
-         gate_up.stride(0), gate_up.stride(1), *options, flags | has_bias | m.SAVES_PRE.value),
-        aligned=aligned, LAYOUT=layout, GATE=gate, kind=kind, **X,
-    )  # fmt: skip
+    if grouped:
+        pre = group(gather(x), gate_up, transposed)
+        launch_grouped(
+            "act", parts,
+            (act, pre, gate_up_bias, scale, offsets, tiles, order, inner, *options, flags | has_bias), GATE=gate,
+        )  # fmt: skip
+    else:
+        launch(
+            "up", lambda c: most * blocks(inner, c["BLOCK_N"] // 2),
+            (act, pre, x, gate_up, gate_up_bias, scale, offsets, tiles, tokens, order, most, hidden, inner, x.stride(0),
+             gate_up.stride(0), gate_up.stride(1), *options, flags | has_bias | m.SAVES_PRE.value),
+            aligned=aligned, LAYOUT=layout, GATE=gate, kind=kind, **X,
+        )  # fmt: skip
     product = pre.clone()
 
     def rows_product(out, a, w, bias, layout, flags, kind):
+        if grouped and not flags:
+            out[:] = group(a, w, layout == columns_first)
+            if weight is None:
+                clear = (out, offsets, experts, pairs, hidden)
+                launch_grouped("clear_rest", lambda c: blocks(pairs, c["BLOCK_M"]), clear)
+            return
         launch(
             "rows", lambda c: most * blocks(out.shape[1], c["BLOCK_N"]),
             (out, a, w, bias, offsets, tiles, most, a.shape[1], out.shape[1], w.stride(0), w.stride(1), flags),
-            aligned=aligned, LAYOUT=layout, kind=kind, **X,
+            aligned=aligned, LAYOUT=layout, kind="" if grouped else kind, **X,
         )  # fmt: skip
 
     def combine(rows, flags):
@@ -107,13 +149,26 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         width.append(blocks(inner, c["BLOCK_N"]))
         return most * width[0]
 
-    launch(
-        "act_bwd", act_programs,
-        (pre, weighted, shares, pre, dout, down, scale, offsets, tiles, tokens, order, most, pairs, hidden, inner,
-         dout.stride(0), down.stride(0), down.stride(1), *options,
-         flags | weighs | m.SAVES_ACT.value | m.WANTS_WEIGHT.value),
-        aligned=aligned, LAYOUT=sum_first if transposed else columns_first, GATE=gate, kind=kind, **X,
-    )  # fmt: skip
+    if grouped:
+        weighted = group(gather(dout), down, not transposed)
+
+        def all_parts(c):
+            width.append(blocks(inner, c["BLOCK_N"]))
+            return parts(c)
+
+        launch_grouped(
+            "act_rows_bwd", all_parts,
+            (pre, weighted, shares, pre, weighted, scale, offsets, tiles, order, pairs, inner, *options,
+             flags | weighs | m.SAVES_ACT.value | m.WANTS_WEIGHT.value), GATE=gate,
+        )  # fmt: skip
+    else:
+        launch(
+            "act_bwd", act_programs,
+            (pre, weighted, shares, pre, dout, down, scale, offsets, tiles, tokens, order, most, pairs, hidden, inner,
+             dout.stride(0), down.stride(0), down.stride(1), *options,
+             flags | weighs | m.SAVES_ACT.value | m.WANTS_WEIGHT.value),
+            aligned=aligned, LAYOUT=sum_first if transposed else columns_first, GATE=gate, kind=kind, **X,
+        )  # fmt: skip
     dweight = of(tokens_count, choices, dtype=torch.float32)
     words = 2 if index.dtype == torch.int64 else 1
     if weight is not None:
@@ -126,6 +181,12 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
 
     def weights_product(like, by_token, by_row, token_left, kind):
         out = of(*like.shape)
+        if grouped:
+            rows = gather(by_token)
+            for i, span in enumerate(spans):
+                left, right = (rows[span], by_row[span]) if token_left else (by_row[span], rows[span])
+                out[i] = left.t() @ right
+            return out
         left, right = (by_token, by_row) if token_left else (by_row, by_token)
         launch(
             "weights",
@@ -144,11 +205,13 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         return out
 
     results = dict(zip(("offsets", "tiles", "tokens", "order", "position"), found))
-    rows_product(dx, pre, gate_up, gate_up_bias, sum_first if transposed else columns_first, 0, kind and "_bwd_hopper")
+    rows_product(
+        dx, pre, gate_up, gate_up_bias, sum_first if transposed else columns_first, 0, other_kind("_bwd_hopper")
+    )
     results |= dict(
         out=out, dx=combine(dx, 0), product=product, dweight=dweight,
-        dgate_up=weights_product(gate_up, x, pre, transposed, kind and "_gate_up_hopper"),
-        ddown=weights_product(down, dout, weighted, not transposed, kind and "_down_hopper"),
+        dgate_up=weights_product(gate_up, x, pre, transposed, other_kind("_gate_up_hopper")),
+        ddown=weights_product(down, dout, weighted, not transposed, other_kind("_down_hopper")),
         dgate_up_bias=bias_gradient(pre, 0),
         ddown_bias=bias_gradient(dout, m.GATHERS.value | weighs * (not first)),
     )  # fmt: skip

@@ -29,7 +29,8 @@ using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
 struct Meta {
-  static Tensor forward(const Call& call, const Tensor&, const Tensor&) {
+  static Tensor forward(const Call& call, const Tensor&, Tensor* pre) {
+    if (pre) *pre = empty_pre(call);
     return at::empty_symint(call.x.sym_sizes(), call.x.options());
   }
   static Gradients backward(
@@ -140,10 +141,6 @@ Call make_call(
   return call;
 }
 
-c10::SymInt pairs_of(const Call& call) {
-  return call.is_sorted() ? call.x.sym_size(0) : call.x.sym_size(0) * call.index.sym_size(1);
-}
-
 Tensor empty_routing(const Call& call) {
   const auto size = Routing::size(pairs_of(call), call.gate_up.sym_size(0));
   return at::empty_symint({size}, call.x.options().dtype(at::kInt));
@@ -159,7 +156,7 @@ Tensor apply(
   const Call call = make_call(
       kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias,
       {activation, interleaved, transposed, limit, alpha, up_offset, weight_before});
-  return Device::forward(call, empty_routing(call), {});
+  return Device::forward(call, empty_routing(call), nullptr);
 }
 
 template <class Device>
@@ -170,7 +167,7 @@ Tensor apply_sorted(
   const Call call = make_call(
       kSortedOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias,
       {activation, interleaved, transposed, limit, alpha, up_offset, false});
-  return Device::forward(call, empty_routing(call), {});
+  return Device::forward(call, empty_routing(call), nullptr);
 }
 
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
@@ -178,10 +175,8 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 /// (out, pre, routing)
 template <class Device>
 ThreeTensors run_and_save(const Call& call) {
-  Tensor pre =
-      at::empty_symint({pairs_of(call), call.gate_up.sym_size(call.options.transposed ? 2 : 1)}, call.x.options());
-  Tensor routing = empty_routing(call);
-  Tensor out = Device::forward(call, routing, pre);
+  Tensor pre, routing = empty_routing(call);
+  Tensor out = Device::forward(call, routing, &pre);
   return {out, pre, routing};
 }
 

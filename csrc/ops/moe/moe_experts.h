@@ -82,17 +82,25 @@ struct Routing {
   }
 };
 
-/// forward: `routing` receives the routing data, and `pre` (pairs, 2 I), unless it is undefined, the first product.
+inline c10::SymInt pairs_of(const Call& call) {
+  return call.is_sorted() ? call.x.sym_size(0) : call.x.sym_size(0) * call.index.sym_size(1);
+}
+
+inline Tensor empty_pre(const Call& call) {
+  return at::empty_symint({pairs_of(call), call.gate_up.sym_size(call.options.transposed ? 2 : 1)}, call.x.options());
+}
+
+/// forward: `routing` receives the routing data, and `pre`, unless it is null, the first product (pairs, 2 I).
 /// backward: dpre may be pre. index and sizes: as in Call.
 struct Cpu {
-  static Tensor forward(const Call& call, const Tensor& routing, const Tensor& pre);
+  static Tensor forward(const Call& call, const Tensor& routing, Tensor* pre);
   static Gradients backward(
       const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
       int64_t wanted);
 };
 
 struct Cuda {
-  static Tensor forward(const Call& call, const Tensor& routing, const Tensor& pre);
+  static Tensor forward(const Call& call, const Tensor& routing, Tensor* pre);
   static Gradients backward(
       const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
       int64_t wanted);

@@ -139,9 +139,10 @@ Tensor scaled(const Tensor& t, const Tensor& factor) { return factor.defined() ?
 
 }  // namespace
 
-Tensor Cpu::forward(const Call& call, const Tensor& routing, const Tensor& pre) {
+Tensor Cpu::forward(const Call& call, const Tensor& routing, Tensor* pre) {
   runtime::count_cpu_call();
   const Options& o = call.options;
+  if (pre) *pre = empty_pre(call);
   if (call.is_empty()) return at::zeros_like(call.x, at::MemoryFormat::Contiguous);
   const Routing r(routing, call.pairs(), call.experts());
   route(call, r);
@@ -151,7 +152,7 @@ Tensor Cpu::forward(const Call& call, const Tensor& routing, const Tensor& pre) 
     const Tensor rows = call.x.index_select(0, expert.tokens);
     const Tensor product = at::linear(
         rows, linear_weight(call.gate_up, expert.index, o.transposed), linear_bias(call.gate_up_bias, expert.index));
-    if (pre.defined()) pre.narrow(0, expert.first, expert.count).copy_(product);
+    if (pre) pre->narrow(0, expert.first, expert.count).copy_(product);
     const Tensor first = o.weight_before ? weights_of(call, expert) : Tensor();
     const auto [gate, up] = halves(product, o.interleaved);
     const Tensor act = activate(o, scaled(gate.to(compute), first), scaled(up.to(compute), first), false).value;

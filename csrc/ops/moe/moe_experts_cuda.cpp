@@ -1,5 +1,7 @@
 // moe_experts on CUDA. The kernels and what they compute: liger_ops/kernels/moe/moe_experts.py.
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include "core/cuda.h"
 #include "kernels/geglu.h"
 #include "ops/moe/moe_experts.h"
@@ -12,6 +14,11 @@ using core::address;
 namespace flags = kernels::constants::moe_experts;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// On compute capability 9.0 PyTorch's grouped GEMM makes 550 to 690 TFLOP/s, and our kernels 290 to 490. It needs copies:
+// gathered rows, and activations in a pass of their own. For gradients of weights it was always faster, for other
+// products from about this number of rows per expert, and for the first product if experts are wide too.
+constexpr int64_t kManyRows = 1024, kWide = 1024;
 
 struct Kernels {
   const Call& call;
@@ -51,6 +58,45 @@ struct Kernels {
     const auto dtype = core::dtype_of(call.x);
     if (dtype != runtime::DType::F32 && attempt(Hopper{}, true, aligned, f, Hopper::dtype(dtype), choices...)) return;
     attempt(General{}, false, aligned, f, General::dtype(dtype), choices...);
+  }
+
+  /// PyTorch's grouped GEMM copies sizes to the host for other dtypes and devices.
+  bool can_group(bool aligned) const {
+    constexpr int32_t kMostGroups = 1024;
+    std::string error;
+    const auto* info = runtime::device_info(device_.index(), error);
+    return aligned && call.x.scalar_type() == at::kBFloat16 && experts < kMostGroups && info && info->capability == 90;
+  }
+  bool has_many_rows() const { return pairs >= kManyRows * experts; }
+
+  /// a (rows, .) times each expert's matrix, or the products of each expert's columns of a and rows of b.
+  Tensor group(const Tensor& a, const Tensor& b) const {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return at::_grouped_mm(a, b, routing.offsets.narrow(0, 1, experts));
+  }
+
+  /// The rows of the experts. Rows that are sorted already need no copy.
+  Tensor gather(const Tensor& by_token) const {
+    if (call.is_sorted()) return by_token;
+    using K = kernels::moe_experts_gather;
+    const auto n = int32_t(by_token.size(1));
+    Tensor out = at::empty({pairs, n}, by_token.options());
+    const auto& config = runtime::first_fit<K>(n, true);
+    start<K>(
+        runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(out)))),
+        ceil_div(pairs, config.BLOCK_M) * ceil_div(n, config.BLOCK_N),
+        {address(out), address(by_token), address(routing.tokens), address(routing.offsets), experts, n,
+         by_token.stride(0)});
+    return out;
+  }
+
+  /// Launches a kernel over the parts of all tiles and over columns of `inner`.
+  template <class K>
+  void start_act(const typename K::Args& args) const {
+    const auto& config = runtime::first_fit<K>(inner, true);
+    start<K>(
+        runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(call.x)), gate())),
+        tiles * int64_t(flags::TILE_ROWS / config.BLOCK_M) * ceil_div(inner, config.BLOCK_N), args);
   }
 
   int32_t gate_flags() const {
@@ -123,6 +169,19 @@ bool multiples_of_8(Numbers... numbers) {
   return ((int64_t(numbers) | ...) & 7) == 0;
 }
 
+/// Rows of tokens, which become rows of experts once for all grouped GEMMs.
+struct ByToken {
+  Tensor tokens, rows{};
+
+  const Tensor& gathered(const Kernels& k) {
+    if (!rows.defined()) rows = k.gather(tokens);
+    return rows;
+  }
+};
+
+/// Experts' matrices (E, ., columns of the product).
+Tensor columns_last(const Tensor& w, bool columns_second) { return columns_second ? w : w.transpose(1, 2); }
+
 void route(const Kernels& k, const Tensor& index) {
   const Routing& r = k.routing;
   const auto ints = k.call.x.options().dtype(at::kInt);
@@ -149,12 +208,33 @@ void route(const Kernels& k, const Tensor& index) {
       0);
 }
 
-/// act (pairs, I)
-void up_product(const Kernels& k, const Tensor& x, const Tensor& act, const Tensor& pre, const Tensor& bias) {
+/// act (pairs, I). saved: null, or receives the product (pairs, 2 I).
+Tensor up_product(const Kernels& k, const Tensor& x, Tensor* saved, const Tensor& bias) {
   const Options& o = k.call.options;
   const Tensor w = with_rows(k.call.gate_up);
   const bool aligned = multiples_of_8(k.hidden, k.inner, x.stride(0), w.stride(0), w.stride(1)) &&
-      core::aligned16(address(x), address(w), address(act), address(pre));
+      core::aligned16(address(x), address(w));
+  Tensor act, pre;
+  if (k.can_group(aligned) && k.has_many_rows() && k.inner >= kWide) {
+    pre = k.group(k.gather(x), columns_last(w, o.transposed));
+    act = at::empty({k.pairs, k.inner}, x.options());
+    kernels::moe_experts_act::Args args{};
+    args.act = address(act);
+    args.pre = address(pre);
+    args.bias = address(bias);
+    args.weight = address(k.weight);
+    args.offsets = address(k.routing.offsets);
+    args.tiles = address(k.routing.tiles);
+    args.order = address(k.routing.order);
+    args.inner = k.inner;
+    k.set_gate(args);
+    args.flags = k.gate_flags() | (bias.defined() ? flags::HAS_BIAS : 0);
+    k.start_act<kernels::moe_experts_act>(args);
+    if (saved) *saved = pre;
+    return act;
+  }
+  act = at::empty({k.pairs, k.inner}, x.options());
+  if (saved) *saved = pre = at::empty({k.pairs, 2 * k.inner}, x.options());
   const int layout = !o.transposed ? flags::SUM_FIRST : o.interleaved ? flags::COLUMNS_FIRST : flags::HALVES_APART;
   auto run = [&](auto kernel, const auto& config, uint32_t variant) {
     using K = decltype(kernel);
@@ -177,15 +257,29 @@ void up_product(const Kernels& k, const Tensor& x, const Tensor& act, const Tens
     k.start<K>(variant, k.tiles * ceil_div(k.inner, config.BLOCK_N / 2), args);
   };
   k.choose<kernels::moe_experts_up, kernels::moe_experts_up_hopper>(aligned, run, layout, k.gate());
+  return act;
 }
 
-/// out (pairs, n) = a (pairs, depth) times each expert's matrix, of which a dimension is `n` and the other is summed.
+/// (pairs, H) = a (pairs, depth) times each expert's matrix, of which a dimension is H and the other is summed. Sorted
+/// rows beyond those of the experts are 0.
 template <class Hopper>
-void rows_product(
-    const Kernels& k, const Tensor& out, const Tensor& a, const Tensor& weights, bool sum_first, const Tensor& bias) {
+Tensor rows_product(const Kernels& k, const Tensor& a, const Tensor& weights, bool sum_first, const Tensor& bias) {
   const Tensor w = with_rows(weights);
-  const bool aligned = multiples_of_8(out.size(1), a.size(1), w.stride(0), w.stride(1)) &&
-      core::aligned16(address(out), address(a), address(w));
+  const bool aligned =
+      multiples_of_8(k.hidden, a.size(1), w.stride(0), w.stride(1)) && core::aligned16(address(a), address(w));
+  if (k.can_group(aligned) && k.has_many_rows() && !bias.defined()) {
+    Tensor out = k.group(a, columns_last(w, !sum_first));
+    if (k.call.is_sorted()) {
+      using K = kernels::moe_experts_clear_rest;
+      const auto& config = runtime::first_fit<K>(k.hidden, true);
+      k.start<K>(
+          runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(out)))),
+          ceil_div(k.pairs, config.BLOCK_M), {address(out), address(k.routing.offsets), k.experts, k.pairs, k.hidden});
+    }
+    return out;
+  }
+  const auto& options = k.call.x.options();
+  Tensor out = k.call.is_sorted() ? at::zeros({k.pairs, k.hidden}, options) : at::empty({k.pairs, k.hidden}, options);
   auto run = [&](auto kernel, const auto& config, uint32_t variant) {
     using K = decltype(kernel);
     typename K::Args args{};
@@ -202,19 +296,51 @@ void rows_product(
   };
   const int layout = sum_first ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
   k.choose<kernels::moe_experts_rows, Hopper>(aligned, run, layout);
+  return out;
 }
 
-/// The shares of d weight, (column tiles, pairs), if wanted. act may be undefined.
-Tensor act_backward(
-    const Kernels& k, const Tensor& dout, const Tensor& pre, const Tensor& dpre, const Tensor& act, bool wants_weight) {
-  const Tensor w = with_rows(k.call.down);
+/// Writes dpre. act: what the gradient of down multiplies d out with; shares: of d weight, (column tiles, pairs). Each
+/// if wanted.
+struct ActGradients {
+  Tensor act, shares;
+};
+
+ActGradients act_backward(
+    const Kernels& k, ByToken& douts, const Tensor& pre, const Tensor& dpre, bool wants_act, bool wants_weight) {
+  const Tensor w = with_rows(k.call.down), &dout = douts.tokens;
   const bool aligned = multiples_of_8(k.hidden, k.inner, dout.stride(0), w.stride(0), w.stride(1)) &&
-      core::aligned16(address(dout), address(w), address(pre), address(dpre), address(act));
-  Tensor shares;
+      core::aligned16(address(dout), address(w), address(pre), address(dpre));
+  Tensor act, shares;
+  auto empty_shares = [&](int64_t columns) {
+    if (wants_weight) shares = at::empty({columns, k.pairs}, k.call.x.options().dtype(at::kFloat));
+  };
+  const int32_t all_flags = k.gate_flags() | (k.weight.defined() ? flags::HAS_WEIGHT : 0) |
+      (wants_act ? flags::SAVES_ACT : 0) | (wants_weight ? flags::WANTS_WEIGHT : 0);
+  if (k.can_group(aligned) && k.has_many_rows()) {
+    act = k.group(douts.gathered(k), columns_last(w, !k.call.options.transposed));
+    using K = kernels::moe_experts_act_rows_bwd;
+    empty_shares(ceil_div(k.inner, runtime::first_fit<K>(k.inner, true).BLOCK_N));
+    K::Args args{};
+    args.dpre = address(dpre);
+    args.act = args.dact = address(act);
+    args.shares = address(shares);
+    args.pre = address(pre);
+    args.weight = address(k.weight);
+    args.offsets = address(k.routing.offsets);
+    args.tiles = address(k.routing.tiles);
+    args.order = address(k.routing.order);
+    args.pairs = k.pairs;
+    args.inner = k.inner;
+    k.set_gate(args);
+    args.flags = all_flags;
+    k.start_act<K>(args);
+    return {act, shares};
+  }
+  if (wants_act) act = at::empty({k.pairs, k.inner}, k.call.x.options());
   auto run = [&](auto kernel, const auto& config, uint32_t variant) {
     using K = decltype(kernel);
     const int64_t columns = ceil_div(k.inner, config.BLOCK_N);
-    if (wants_weight) shares = at::empty({columns, k.pairs}, k.call.x.options().dtype(at::kFloat));
+    empty_shares(columns);
     typename K::Args args{};
     args.dpre = address(dpre);
     args.act = address(act);
@@ -232,23 +358,26 @@ Tensor act_backward(
     args.dout_row = dout.stride(0);
     k.set_weights(args, w);
     k.set_gate(args);
-    args.flags = k.gate_flags() | (k.weight.defined() ? flags::HAS_WEIGHT : 0) |
-        (act.defined() ? flags::SAVES_ACT : 0) | (wants_weight ? flags::WANTS_WEIGHT : 0);
+    args.flags = all_flags;
     k.start<K>(variant, k.tiles * columns, args);
   };
   const int layout = k.call.options.transposed ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
   k.choose<kernels::moe_experts_act_bwd, kernels::moe_experts_act_bwd_hopper>(aligned, run, layout, k.gate());
-  return shares;
+  return {act, shares};
 }
 
-/// out (E, m, n): of every expert, the sum over its rows of left^T right. by_token (T, .): one of the two; by_row
-/// (pairs, .): the other.
+/// (E, m, n): of every expert, the sum over its rows of left^T right. tokens (T, .): one of the two; by_row (pairs, .):
+/// the other.
 template <class Hopper>
-void weights_product(
-    const Kernels& k, const Tensor& out, const Tensor& by_token, const Tensor& by_row, bool token_left) {
-  const Tensor &left = token_left ? by_token : by_row, &right = token_left ? by_row : by_token;
-  const bool aligned = multiples_of_8(out.size(1), out.size(2), left.stride(0), right.stride(0)) &&
-      core::aligned16(address(out), address(left), address(right));
+Tensor weights_product(const Kernels& k, const Tensor& like, ByToken& tokens, const Tensor& by_row, bool token_left) {
+  const Tensor &left = token_left ? tokens.tokens : by_row, &right = token_left ? by_row : tokens.tokens;
+  const bool aligned = multiples_of_8(like.size(1), like.size(2), left.stride(0), right.stride(0)) &&
+      core::aligned16(address(left), address(right));
+  if (k.can_group(aligned)) {
+    const Tensor& rows = tokens.gathered(k);
+    return token_left ? k.group(rows.t(), by_row) : k.group(by_row.t(), rows);
+  }
+  Tensor out = gradient_like(like);
   auto run = [&](auto kernel, const auto& config, uint32_t variant) {
     using K = decltype(kernel);
     typename K::Args args{};
@@ -265,6 +394,7 @@ void weights_product(
         variant, k.experts * ceil_div(out.size(1), config.BLOCK_M) * ceil_div(out.size(2), config.BLOCK_N), args);
   };
   k.choose<kernels::moe_experts_weights, Hopper>(aligned, run, int(token_left));
+  return out;
 }
 
 /// (T, H): the sum of each token's rows. Sorted rows are their tokens' already.
@@ -279,12 +409,6 @@ Tensor combine(const Kernels& k, const Tensor& rows, bool weighted) {
        weighted ? flags::HAS_WEIGHT : 0},
       K::dtype(core::dtype_of(rows)));
   return out;
-}
-
-/// A buffer for the rows that combine() sums. Sorted rows beyond those of the experts are 0.
-Tensor empty_rows(const Kernels& k) {
-  const auto& options = k.call.x.options();
-  return k.call.is_sorted() ? at::zeros({k.pairs, k.hidden}, options) : at::empty({k.pairs, k.hidden}, options);
 }
 
 /// (E, n): sums over each expert's rows, or over the weighted rows of their tokens.
@@ -326,18 +450,19 @@ void check_sizes(const Call& call) {
 
 }  // namespace
 
-Tensor Cuda::forward(const Call& call, const Tensor& routing, const Tensor& pre) {
+Tensor Cuda::forward(const Call& call, const Tensor& routing, Tensor* pre) {
   c10::DeviceGuard guard(call.x.device());
-  if (call.is_empty()) return at::zeros_like(call.x, at::MemoryFormat::Contiguous);
+  if (call.is_empty()) {
+    if (pre) *pre = empty_pre(call);
+    return at::zeros_like(call.x, at::MemoryFormat::Contiguous);
+  }
   check_sizes(call);
   const Routing parts(routing, call.pairs(), call.experts());
   const Kernels k(call, parts);
   route(k, call.index.contiguous());
-  Tensor act = at::empty({call.pairs(), call.inner()}, call.x.options());
-  up_product(k, rows_of(call.x), act, pre, fp32_or_undefined(call.gate_up_bias));
-  Tensor y = empty_rows(k);
-  rows_product<kernels::moe_experts_rows_hopper>(
-      k, y, act, call.down, !call.options.transposed, fp32_or_undefined(call.down_bias));
+  Tensor act = up_product(k, rows_of(call.x), pre, fp32_or_undefined(call.gate_up_bias));
+  const Tensor y = rows_product<kernels::moe_experts_rows_hopper>(
+      k, act, call.down, !call.options.transposed, fp32_or_undefined(call.down_bias));
   act = Tensor();
   return combine(k, y, !call.options.weight_before);
 }
@@ -359,28 +484,26 @@ Gradients Cuda::backward(
   }
   const Routing parts(routing.contiguous(), call.pairs(), call.experts());
   const Kernels k(call, parts);
-  const Tensor dout = rows_of(dout_given), pre = pre_given.contiguous();
+  const Tensor pre = pre_given.contiguous();
   const bool weighted = !call.is_sorted() && !call.options.weight_before;
-  // Large buffers live as briefly as possible: the rows of act and of d x are gone before d gate_up is allocated.
+  // Large buffers live as briefly as possible: the rows of d out, of act and of d x are gone before d gate_up exists.
   if (wants(kX | kGateUp | kDown | kWeight | kGateUpBias)) {
-    Tensor act = wants(kDown) ? at::empty({call.pairs(), call.inner()}, call.x.options()) : Tensor();
-    const Tensor shares = act_backward(k, dout, pre, dpre, act, wants(kWeight));
-    if (wants(kWeight)) out.weight = weight_gradient(k, shares, dout, call.index.contiguous());
+    ByToken dout{rows_of(dout_given)};
+    const auto [act, shares] = act_backward(k, dout, pre, dpre, wants(kDown), wants(kWeight));
+    if (wants(kWeight)) out.weight = weight_gradient(k, shares, dout.tokens, call.index.contiguous());
     if (wants(kDown)) {
-      out.down = gradient_like(call.down);
-      weights_product<kernels::moe_experts_weights_down_hopper>(k, out.down, dout, act, !transposed);
+      out.down = weights_product<kernels::moe_experts_weights_down_hopper>(k, call.down, dout, act, !transposed);
     }
   }
-  if (wants(kDownBias)) out.down_bias = bias_gradient(k, dout, true, weighted);
+  if (wants(kDownBias)) out.down_bias = bias_gradient(k, rows_of(dout_given), true, weighted);
   if (wants(kGateUpBias)) out.gate_up_bias = bias_gradient(k, dpre, false, false);
   if (wants(kX)) {
-    Tensor rows = empty_rows(k);
-    rows_product<kernels::moe_experts_rows_bwd_hopper>(k, rows, dpre, call.gate_up, transposed, {});
+    const Tensor rows = rows_product<kernels::moe_experts_rows_bwd_hopper>(k, dpre, call.gate_up, transposed, {});
     out.x = combine(k, rows, false);
   }
   if (wants(kGateUp)) {
-    out.gate_up = gradient_like(call.gate_up);
-    weights_product<kernels::moe_experts_weights_gate_up_hopper>(k, out.gate_up, rows_of(call.x), dpre, transposed);
+    ByToken x{rows_of(call.x)};
+    out.gate_up = weights_product<kernels::moe_experts_weights_gate_up_hopper>(k, call.gate_up, x, dpre, transposed);
   }
   return out;
 }

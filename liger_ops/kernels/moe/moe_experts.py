@@ -17,6 +17,12 @@ Letters: T tokens, E experts, H hidden, I inner. gate_up: (E, 2 I, H), or (E, H,
     act_bwd   d act = d out[tokens] @ down, then d pre (over pre) and d weight of every row
     weights   gradients of gate_up and down: sums over the rows of every expert
     combine   sum over the rows of every token, in the order of its choices
+
+Where the host takes PyTorch's grouped GEMM for a product, these remain:
+    gather        the rows of every expert, from those of the tokens
+    act           act, and the final pre, from pre without bias
+    act_rows_bwd  what act_bwd computes from d act
+    clear_rest    zeros in rows of no expert
 """
 
 from dataclasses import replace
@@ -155,10 +161,11 @@ def place_of(most_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, tiles, offsets):
-    """(expert, rows, which of them exist). Rows beyond the expert's last repeat it, so that loads need no mask."""
+def rows_of(tile, tiles, offsets, part=0, ROWS: tl.constexpr = TILE_ROWS):
+    """(expert, rows, which of them exist) of a tile, or of a part of it. Rows beyond the expert's last repeat it, so that
+    loads need no mask."""
     expert = tl.load(tiles + 1 + 2 * tile)
-    row = tl.load(tiles + 2 + 2 * tile) + tl.arange(0, TILE_ROWS)
+    row = tl.load(tiles + 2 + 2 * tile) + part * ROWS + tl.arange(0, ROWS)
     end = tl.load(offsets + expert + 1)
     return expert.to(tl.int64), tl.minimum(row, end - 1), row < end
 
@@ -202,7 +209,7 @@ def multiply_two(a, w0, w1, exists, depth, w_row, N: tl.constexpr, BLOCK_K: tl.c
 @triton.jit
 def alternate(tile, N: tl.constexpr):
     """The even and the odd columns of a tile of 2 N columns."""
-    return tl.split(tl.reshape(tile, [TILE_ROWS, N, 2]))
+    return tl.split(tl.reshape(tile, [tile.shape[0], N, 2]))
 
 
 @triton.jit
@@ -339,7 +346,7 @@ def act_bwd_part(
     dpre, act, pre, dact, row, inside, first_column, scale, inner, alpha, limit, up_offset, flags,
     GATE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """N columns of moe_experts_act_bwd_kernel. Returns their share of d weight."""
+    """N columns of d pre and act from d act. Returns their share of d weight."""
     cols = first_column + tl.arange(0, N)
     at = row.to(tl.int64)[:, None] * (2 * inner)
     mask = inside[:, None] & (cols < inner)[None, :]
@@ -354,15 +361,15 @@ def act_bwd_part(
     first = tl.where((flags & WEIGHT_FIRST) != 0, scale, 1.0)[:, None]
     last = tl.where((flags & WEIGHT_FIRST) != 0, 1.0, scale)[:, None]
     result, by_gate, by_up = activation_and_slopes(gate * first, up * first, alpha, limit, up_offset, flags, GATE)
+    # Another thread may have read what a thread overwrites.
+    tl.debug_barrier()
     to = act + row.to(tl.int64)[:, None] * inner + cols[None, :]
     tl.store(to, (result * last).to(act.dtype.element_ty), mask=mask & ((flags & SAVES_ACT) != 0))
     dgate, dup = dact * last * by_gate, dact * last * by_up
     share = tl.sum(tl.where((flags & WEIGHT_FIRST) != 0, dgate * gate + dup * up, dact * result), 1)
     dgate, dup = (dgate * first).to(dpre.dtype.element_ty), (dup * first).to(dpre.dtype.element_ty)
-    # Another thread may have read what a thread overwrites.
-    tl.debug_barrier()
     if flags & INTERLEAVED:
-        both = tl.reshape(tl.join(dgate, dup), [TILE_ROWS, 2 * N])
+        both = tl.reshape(tl.join(dgate, dup), [dgate.shape[0], 2 * N])
         tl.store(dpre + at + pair_cols[None, :], both, mask=pair_mask)
     else:
         store_halves(dpre + at, dgate, dup, cols, inner, inside)
@@ -438,6 +445,120 @@ def moe_experts_weights_kernel(
     tl.store(to, total.to(out.dtype.element_ty), mask=(m_cols < m)[:, None] & (n_cols < n)[None, :])
 
 
+# ---- Beside PyTorch's grouped GEMM
+
+
+@triton.jit
+def moe_experts_gather_kernel(
+    out, rows, tokens, offsets, experts, n, rows_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    blocks = tl.cdiv(n, BLOCK_N)
+    block = tl.program_id(0) // blocks
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (tl.program_id(0) - block * blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < tl.load(offsets + experts)
+    token = tl.load(tokens + row, mask=inside, other=0).to(tl.int64)
+    mask = inside[:, None] & (cols < n)[None, :]
+    found = tl.load(rows + token[:, None] * rows_row + cols[None, :], mask=mask)
+    tl.store(out + row.to(tl.int64)[:, None] * n + cols[None, :], found, mask=mask)
+
+
+@triton.jit
+def moe_experts_clear_rest_kernel(rows, offsets, experts, pairs, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    first = tl.program_id(0) * BLOCK_M
+    end = tl.load(offsets + experts)
+    if first + BLOCK_M <= end:
+        return
+    row = first + tl.arange(0, BLOCK_M)
+    at = rows + row.to(tl.int64)[:, None] * n
+    for start in range(0, n, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = ((row >= end) & (row < pairs))[:, None] & (cols < n)[None, :]
+        tl.store(at + cols[None, :], tl.zeros([BLOCK_M, BLOCK_N], rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def part_of(column_tiles, tiles, ROWS: tl.constexpr):
+    """(tile, its part of ROWS rows, tile of columns) of this program."""
+    PARTS: tl.constexpr = TILE_ROWS // ROWS
+    part = tl.program_id(0) // column_tiles
+    return part // PARTS, part % PARTS, tl.program_id(0) - part * column_tiles
+
+
+@triton.jit
+def moe_experts_act_kernel(
+    act, pre, bias, weight, offsets, tiles, order, inner, alpha, limit, up_offset, flags,
+    GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile, part, column = part_of(tl.cdiv(inner, BLOCK_N), tiles, BLOCK_M)
+    if tile >= tl.load(tiles):
+        return
+    expert, row, inside = rows_of(tile, tiles, offsets, part, BLOCK_M)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = inside[:, None] & (cols < inner)[None, :]
+    at = pre + row.to(tl.int64)[:, None] * (2 * inner)
+    bias += expert * 2 * inner
+    has_bias = (flags & HAS_BIAS) != 0
+    if flags & INTERLEAVED:
+        pair_cols = 2 * column * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        pair_mask = inside[:, None] & (pair_cols < 2 * inner)[None, :]
+        pair = tl.load(at + pair_cols[None, :], mask=pair_mask, other=0.0)
+        if has_bias:
+            more = tl.load(bias + pair_cols, mask=pair_cols < 2 * inner, other=0.0)
+            pair = (pair.to(tl.float32) + more[None, :]).to(act.dtype.element_ty)
+            tl.store(at + pair_cols[None, :], pair, mask=pair_mask)
+        gate, up = alternate(pair, BLOCK_N)
+    else:
+        gate = tl.load(at + cols[None, :], mask=mask, other=0.0)
+        up = tl.load(at + (inner + cols)[None, :], mask=mask, other=0.0)
+        if has_bias:
+            more = tl.load(bias + cols, mask=cols < inner, other=0.0)
+            gate = (gate.to(tl.float32) + more[None, :]).to(act.dtype.element_ty)
+            more = tl.load(bias + inner + cols, mask=cols < inner, other=0.0)
+            up = (up.to(tl.float32) + more[None, :]).to(act.dtype.element_ty)
+            store_halves(at, gate, up, cols, inner, inside)
+    weighs = inside & ((flags & WEIGHT_FIRST) != 0)
+    scale = tl.load(weight + tl.load(order + row), mask=weighs, other=1.0)[:, None]
+    result = activation(gate.to(tl.float32) * scale, up.to(tl.float32) * scale, alpha, limit, up_offset, flags, GATE)
+    to = act + row.to(tl.int64)[:, None] * inner + cols[None, :]
+    tl.store(to, result.to(act.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def moe_experts_act_rows_bwd_kernel(
+    dpre, act, shares, pre, dact, weight, offsets, tiles, order, pairs, inner, alpha, limit, up_offset, flags,
+    GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dpre may be pre, act may be dact. shares: (column tiles, pairs), of d weight."""
+    tile, part, column = part_of(tl.cdiv(inner, BLOCK_N), tiles, BLOCK_M)
+    if tile >= tl.load(tiles):
+        return
+    expert, row, inside = rows_of(tile, tiles, offsets, part, BLOCK_M)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = inside[:, None] & (cols < inner)[None, :]
+    found = tl.load(dact + row.to(tl.int64)[:, None] * inner + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    weighs = inside & ((flags & (HAS_WEIGHT | WEIGHT_FIRST)) != 0)
+    scale = tl.load(weight + tl.load(order + row), mask=weighs, other=1.0)
+    share = act_bwd_part(
+        dpre,
+        act,
+        pre,
+        found,
+        row,
+        inside,
+        column * BLOCK_N,
+        scale,
+        inner,
+        alpha,
+        limit,
+        up_offset,
+        flags,
+        GATE,
+        BLOCK_N,
+    )
+    tl.store(shares + column.to(tl.int64) * pairs + row, share, mask=inside & ((flags & WANTS_WEIGHT) != 0))
+
+
 # ---- Sums
 
 
@@ -509,6 +630,7 @@ def moe_experts_bias_bwd_kernel(
 # ---- Tables
 
 ACTIVATIONS = [{"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"}]
+GROUPED = [{"X": "bf16"}]  # dtypes of PyTorch's grouped GEMM that need no copy to the host
 GATES = [{"GATE": SILU.value}, {"GATE": GELU.value}]
 ROUTES = {"offsets": "*i32", "tiles": "*i32"}
 WEIGHTS = {"w_expert": "i64", "w_row": "i64"}
@@ -626,6 +748,47 @@ KERNELS = [
         [sums(128, 256, 32, 7), sums(128, 64, 32, 2, only=FLOATS), sums(128, 64, 32, 2, aligned=False, only={})],
         [sums(128, 256, 64, 7), sums(128, 64, 32, 2, aligned=False, only={})],
         ("_gate_up_hopper", "_down_hopper"),
+    ),
+    Kernel(
+        function=moe_experts_gather_kernel,
+        args={
+            "out": "*X", "rows": "*X", "tokens": "*i32", "offsets": "*i32", "experts": "i32", "n": "i32",
+            "rows_row": "i64",
+        },
+        aligned=["out", "rows", "n", "rows_row"],
+        axes={"dtype": GROUPED},
+        configs=[Config(None, True, 4, constexprs=dict(BLOCK_M=8, BLOCK_N=512))],
+        archs=[90],
+    ),
+    Kernel(
+        function=moe_experts_clear_rest_kernel,
+        args={"rows": "*X", "offsets": "*i32", "experts": "i32", "pairs": "i32", "n": "i32"},
+        aligned=["rows", "n"],
+        axes={"dtype": GROUPED},
+        configs=[Config(None, True, 4, constexprs=dict(BLOCK_M=16, BLOCK_N=256))],
+        archs=[90],
+    ),
+    Kernel(
+        function=moe_experts_act_kernel,
+        args={
+            "act": "*X", "pre": "*X", "bias": "*fp32", "weight": "*fp32", **ROUTES, "order": "*i32", "inner": "i32",
+            **GATE,
+        },
+        aligned=["act", "pre", "inner"],
+        axes={"dtype": GROUPED, "gate": GATES},
+        configs=[Config(None, True, 4, constexprs=dict(BLOCK_M=4, BLOCK_N=256))],
+        archs=[90],
+    ),
+    Kernel(
+        function=moe_experts_act_rows_bwd_kernel,
+        args={
+            "dpre": "*X", "act": "*X", "shares": "*fp32", "pre": "*X", "dact": "*X", "weight": "*fp32", **ROUTES,
+            "order": "*i32", "pairs": "i32", "inner": "i32", **GATE,
+        },
+        aligned=["dpre", "act", "pre", "dact", "inner"],
+        axes={"dtype": GROUPED, "gate": GATES},
+        configs=[Config(None, True, 2, constexprs=dict(BLOCK_M=2, BLOCK_N=256))],
+        archs=[90],
     ),
     Kernel(
         function=moe_experts_combine_kernel,

@@ -33,8 +33,9 @@ def run(path, D, R, aligned, interleaved, sections=0, heads=(5, 2), of_rows="fp3
     sizes = [S, H, K, half, rest, D, first, second]
     angles = [*cos.stride()[1:3], section, 1e-6, 0.5]
     out_q, out_k = torch.full_like(q, float("nan")), torch.full_like(k, float("nan"))
-    forward.kernel.function[(B * S * -(-(H + K) // forward.constexprs["HEADS"]),)](
-        out_q, out_k, q, k, q_weight, k_weight, cos, sin, *sizes, *strides(out_q, out_k, q, k), *angles, mode << 2,
+    splits = 2 if K == 3 else 1
+    forward.kernel.function[(B * S * splits,)](
+        out_q, out_k, q, k, q_weight, k_weight, cos, sin, *sizes, splits, *strides(out_q, out_k, q, k), *angles, mode << 2,
         **forward.constexprs)
     saved |= dict(out_q=out_q, out_k=out_k)
     for name, programs in (("", 3), ("in place ", 1)):

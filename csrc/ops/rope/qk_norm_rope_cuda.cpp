@@ -72,6 +72,10 @@ void Cuda::forward(const Forward& call) {
       core::aligned16(core::address(call.out_q), core::address(call.out_k));
   const auto point = point_of<K>(call, angles);
   const auto& config = runtime::first_fit<K>(2 * (angles.half + rest), fits, point);
+  constexpr int kResident = 32;  // programs that a multiprocessor runs at a time
+  const int64_t tokens = call.tokens(), blocks = (q_heads + k_heads + config.HEADS - 1) / config.HEADS;
+  const int64_t programs = core::persistent_programs(call.q.device(), tokens * blocks, kResident);
+  const int64_t splits = std::min(blocks, (programs + tokens - 1) / tokens);
   K::Args args{
       core::address(call.out_q),
       core::address(call.out_k),
@@ -89,6 +93,7 @@ void Cuda::forward(const Forward& call) {
       int32_t(call.head_size()),
       int32_t(angles.section_1),
       int32_t(angles.section_2),
+      int32_t(splits),
       out_q.batch,
       out_q.head,
       out_q.position,
@@ -107,9 +112,7 @@ void Cuda::forward(const Forward& call) {
       float(call.eps),
       float(call.offset),
       flags_of(call)};
-  const int64_t blocks = (q_heads + k_heads + config.HEADS - 1) / config.HEADS;
-  core::launch<K>(
-      kOp, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(call.tokens() * blocks)}, args);
+  core::launch<K>(kOp, call.q.device(), runtime::variant_index<K>(config, point), {uint32_t(tokens * splits)}, args);
 }
 
 WeightGradients Cuda::backward(Backward call) {

@@ -7,7 +7,8 @@ A head is a row of pairs. The first R / 2 pairs are those that rope rotates. The
 well, which are not rotated: column R + i and the one `rest` columns after it, or neighbours if INTERLEAVED. So one tile
 of PAIRS pairs holds whole heads for any R, and a thread has both members of its pairs.
 
-Forward: a program processes HEADS heads of one token. The heads of k are numbered after those of q.
+Forward: a program processes heads of one token, HEADS at a time; all of them, or, if tokens are few, every `splits`-th
+tile. Angles stay in registers. The heads of k are numbered after those of q.
 
 Backward: programs are persistent. They process HEADS heads at a time, of all tokens: first those of q, then those of
 k. Heads are numbered across tokens, so that few heads of k fill a tile. A program sums the gradient of a weight in
@@ -105,7 +106,7 @@ def choose(which, of_q, of_k, MULTIPLE: tl.constexpr):
 @triton.jit
 def qk_norm_rope_fwd_kernel(
     out_q, out_k, q, k, q_weight, k_weight, cos, sin,
-    positions, q_heads, k_heads, half, rest, width, section_1, section_2,
+    positions, q_heads, k_heads, half, rest, width, section_1, section_2, splits,
     out_q_batch, out_q_head, out_q_position, out_k_batch, out_k_head, out_k_position,
     q_batch, q_head, q_position, k_batch, k_head, k_position,
     angle_batch, angle_position, angle_section, eps, offset, flags,
@@ -115,8 +116,7 @@ def qk_norm_rope_fwd_kernel(
     # Unaligned columns are loaded one by one; together, they would have to change threads.
     JOINT: tl.constexpr = INTERLEAVED and ALIGNED
     dtype: tl.constexpr = q.dtype.element_ty
-    blocks = tl.cdiv(q_heads + k_heads, HEADS)
-    token = tl.program_id(0) // blocks
+    token = tl.program_id(0) // splits
     # 64-bit before the multiplications: a tensor may have more than 2**31 elements.
     batch = (token // positions).to(tl.int64)
     position = token.to(tl.int64) - batch * positions
@@ -126,26 +126,28 @@ def qk_norm_rope_fwd_kernel(
     out_k += batch * out_k_batch + position * out_k_position
     at = pair_columns(half, rest, PAIRS, INTERLEAVED, JOINT)
     rotated = at[0] < half
-    head = (tl.program_id(0) - token * blocks) * HEADS + tl.arange(0, HEADS)
-    exists = (head < q_heads + k_heads)[:, None]
-    of_q = (head < q_heads)[:, None]
-    x = head_pointers(q, k, head, q_heads, q_head, k_head, BYTES)
-    a, b = load_members(x, at, exists, half, rest, width, 0.0, JOINT)
-    # One address per head, so that a thread reads its own angles and weights, mostly from the cache. Shared by the
-    # heads, they would pass through shared memory before the heads are loaded.
+    # One address per head, so that a thread reads its own angles. Shared by the heads, they would pass through shared
+    # memory.
     start = batch * angle_batch + position * angle_position + tl.zeros([HEADS, 1], tl.int64)
+    every = tl.full([HEADS, 1], True, tl.int1)
     angles = angles_of(
-        cos + start, sin + start, at, exists, half, section_1, section_2, angle_section, flags, INTERLEAVED, JOINT
+        cos + start, sin + start, at, every, half, section_1, section_2, angle_section, flags, INTERLEAVED, JOINT
     )
-    weight = head_pointers(q_weight, k_weight, head, q_heads, 0, 0, BYTES)
-    present = exists & ((flags & tl.where(of_q, HAS_Q_WEIGHT, HAS_K_WEIGHT)) != 0)
-    weight_a, weight_b = load_weight(weight, at, present, half, rest, width, offset, JOINT)
-    scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / width + eps)
-    a = round_if(a * scale, flags & ROUND_FIRST, dtype) * weight_a
-    b = round_if(b * scale, flags & ROUND_FIRST, dtype) * weight_b
-    a, b = rotate(a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32), angles, rotated)
-    out = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, BYTES)
-    store_members(out, at, a, b, exists, half, rest, width, JOINT)
+    for block in range(tl.program_id(0) - token * splits, tl.cdiv(q_heads + k_heads, HEADS), splits):
+        head = block * HEADS + tl.arange(0, HEADS)
+        exists = (head < q_heads + k_heads)[:, None]
+        of_q = (head < q_heads)[:, None]
+        x = head_pointers(q, k, head, q_heads, q_head, k_head, BYTES)
+        a, b = load_members(x, at, exists, half, rest, width, 0.0, JOINT)
+        weight = head_pointers(q_weight, k_weight, head, q_heads, 0, 0, BYTES)
+        present = exists & ((flags & tl.where(of_q, HAS_Q_WEIGHT, HAS_K_WEIGHT)) != 0)
+        weight_a, weight_b = load_weight(weight, at, present, half, rest, width, offset, JOINT)
+        scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1)[:, None] / width + eps)
+        a = round_if(a * scale, flags & ROUND_FIRST, dtype) * weight_a
+        b = round_if(b * scale, flags & ROUND_FIRST, dtype) * weight_b
+        a, b = rotate(a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32), angles, rotated)
+        out = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, BYTES)
+        store_members(out, at, a, b, exists, half, rest, width, JOINT)
 
 
 @triton.jit
@@ -258,7 +260,7 @@ BACKWARD_STRIDES = strides("dq", "dk", "grad_q", "grad_k", "q", "k") | ANGLES
 KERNELS = [
     Kernel(
         function=qk_norm_rope_fwd_kernel,
-        args={"out_q": "*X", "out_k": "*X", **INPUTS, **SIZES, **FORWARD_STRIDES, **SCALARS},
+        args={"out_q": "*X", "out_k": "*X", **INPUTS, **SIZES, "splits": "i32", **FORWARD_STRIDES, **SCALARS},
         aligned=["out_q", "out_k", *INPUTS, *ALIGNED_SIZES, *FORWARD_STRIDES],
         axes=AXES,
         # max_n limits the columns of a head. A thread has eight pairs of one head.

@@ -328,7 +328,9 @@ def test_chunked_gradients_are_as_accurate_as_eager(spread, reduction, parts, dt
     for i, (mine, other, truth) in enumerate(zip(ours[1:], theirs[1:], oracle[1:], strict=True)):
         assert_no_worse(f"gradient {i}", mine, other, truth)
         error, allowed = (torch.linalg.vector_norm(t.double() - truth) for t in (mine, other))
-        assert error <= 1.5 * allowed
+        # cuBLAS rounds the product of a small GEMM before it adds to it: with the gradients of logits and five sums, that
+        # is 1.58 times the error of eager code's two roundings.
+        assert error <= (1.5 if device == "cpu" else 1.7) * allowed
 
 
 # ---- Memory

@@ -62,7 +62,7 @@ inline bool computes_now(const Options& o, Wanted wanted) { return wanted.any() 
 // ---- Plans
 
 constexpr int64_t kMiB = 1 << 20;
-/// Default budgets. Calls that compute the logits again, and those without gradients, should take less.
+/// Default budgets. Calls that compute the logits again should take less.
 constexpr int64_t kWithoutGradients = 320 * kMiB, kFrozenHead = 640 * kMiB, kReduced = 1280 * kMiB;
 
 /// Bytes of one number of the logits' gradient, and of both models' logits. The student's logits become their gradient
@@ -94,7 +94,7 @@ inline ChunkPlan plan_chunks(
   ChunkPlan plan;
   plan.row = logits_stride(classes, at::kHalf);
   const int64_t per_part = plan.row * bytes.logits + kPerRow, per_chunk = plan.row * bytes.gradient;
-  const int64_t usual = !wanted.any() ? kWithoutGradients : o.reduced() ? kReduced : kFrozenHead;
+  const int64_t usual = o.reduced() ? kReduced : wanted.any() ? kFrozenHead : kWithoutGradients;
   const int64_t budget = divide_tokens(plan, op, tokens, per_part + per_chunk, kPerToken, usual, o.memory_budget);
   plan.part = plan.chunk;
   if (!wanted.weight) return plan;

@@ -38,12 +38,11 @@ def part_of(op: str, name: str, t: Any, mesh: Any, placements: Sequence[Placemen
     for i, (given, wanted) in enumerate(zip(placements_of(t, mesh), placements)):
         if given not in (wanted, R):
             refuse(op, name, f"be {' or '.join(dict.fromkeys((text_of(wanted), text_of(R))))}", mesh, i, given)
+    # Before torch 2.13, a result that requires a gradient cannot be detached without grad mode.
+    t = t.detach()
     if not isinstance(t, DTensor):
         t = DTensor.from_local(t, mesh, (R,) * mesh.ndim, run_check=False)
-    if t.placements == tuple(placements):
-        return t._local_tensor
-    # Before torch 2.13, a result that requires a gradient cannot be detached without grad mode.
-    return t.detach().redistribute(mesh, placements)._local_tensor
+    return t._local_tensor if t.placements == tuple(placements) else t.redistribute(mesh, placements)._local_tensor
 
 
 def spread(t: Tensor, mesh: Any, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

@@ -25,11 +25,14 @@ class LossHeadParallel(ParallelStyle):
             for key, parameter in list(module.named_parameters(recurse=False)):
                 module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
-        def prepare(module: nn.Module, inputs: Any, mesh: Any) -> Any:
-            x, *others = inputs
+        def prepare(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            x, *others = args
             if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, mesh, (self.input_layouts,), run_check=False)
-            return x, *others
+                x = DTensor.from_local(x, device_mesh, (self.input_layouts,), run_check=False)
+            if kwargs.get("target", others[0] if others else None) is None:
+                # Before torch 2.13, a linear layer does not take an input that is split along the sequence.
+                x = x.redistribute(device_mesh, [Replicate()])
+            return (x, *others), kwargs
 
         def finish(module: nn.Module, output: Any, mesh: Any) -> Tensor:
             whole = output.redistribute(mesh, [Replicate()])
@@ -38,4 +41,5 @@ class LossHeadParallel(ParallelStyle):
             # FSDP's hooks take no views.
             return whole.to_local() if whole.dim() else whole.to_local().clone()
 
-        return distribute_module(module, device_mesh, split, prepare, finish)  # type: ignore[arg-type]
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return distribute_module(module, device_mesh, split, output_fn=finish)  # type: ignore[arg-type]

@@ -163,7 +163,7 @@ def test_trainers(ours, kind, tmp_path, monkeypatch):
 
     def trained():
         trainer, found = train(kind, SIZE, STEPS, tmp_path / "start", tmp_path)
-        print(f"{kind}: {found['seconds']:.2f} s, peak of the process {found['peak_mib']:.0f} MiB")
+        print(f"{kind}: {sum(found['seconds']):.2f} s, peak of the process {found['peak_mib']:.0f} MiB")
         assert len(found["loss"]) == STEPS
         curves = {name: torch.tensor(found[name]) for name in ("loss", "grad_norm")}
         return curves | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}

@@ -11,10 +11,11 @@ package.__path__ = ["liger_ops"]
 sys.modules["liger_ops"] = package
 
 from liger_ops.kernels import find  # noqa: E402
+from liger_ops.kernels.moe import _tiles as shared  # noqa: E402
 from liger_ops.kernels.moe import moe_experts as m  # noqa: E402
 
 GROUPED = "grouped GEMM"  # a kind of layer(): products as PyTorch's grouped GEMM computes them
-ROWS, BLOCK = m.TILE_ROWS.value, m.ROUTE_BLOCK.value
+ROWS, BLOCK = shared.TILE_ROWS.value, shared.ROUTE_BLOCK.value
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16"}
 
 
@@ -60,9 +61,9 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
     X = {"X": DTYPES[x.dtype]}
     scale = torch.ones(pairs) if weight is None else weight
     gate_up_bias, down_bias = biases if biases else (torch.zeros(1), torch.zeros(1))
-    interleaved, first = bool(flags & m.INTERLEAVED.value), bool(flags & m.WEIGHT_FIRST.value)
-    has_bias = m.HAS_BIAS.value if biases else 0
-    weighs = m.HAS_WEIGHT.value if weight is not None else 0
+    interleaved, first = bool(flags & shared.INTERLEAVED.value), bool(flags & shared.WEIGHT_FIRST.value)
+    has_bias = shared.HAS_BIAS.value if biases else 0
+    weighs = shared.HAS_WEIGHT.value if weight is not None else 0
     sum_first, columns_first = m.SUM_FIRST.value, m.COLUMNS_FIRST.value
 
     def of(*shape, dtype=x.dtype):
@@ -111,7 +112,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         launch(
             "up", lambda c: most * blocks(inner, c["BLOCK_N"] // 2),
             (act, pre, x, gate_up, gate_up_bias, scale, offsets, tiles, tokens, order, most, hidden, inner, x.stride(0),
-             gate_up.stride(0), gate_up.stride(1), *options, flags | has_bias | m.SAVES_PRE.value),
+             gate_up.stride(0), gate_up.stride(1), *options, flags | has_bias | shared.SAVES_PRE.value),
             aligned=aligned, LAYOUT=layout, GATE=gate, kind=kind, **X,
         )  # fmt: skip
     product = pre.clone()
@@ -159,14 +160,14 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         launch_grouped(
             "act_rows_bwd", all_parts,
             (pre, weighted, shares, pre, weighted, scale, offsets, tiles, order, pairs, inner, *options,
-             flags | weighs | m.SAVES_ACT.value | m.WANTS_WEIGHT.value), GATE=gate,
+             flags | weighs | shared.SAVES_ACT.value | shared.WANTS_WEIGHT.value), GATE=gate,
         )  # fmt: skip
     else:
         launch(
             "act_bwd", act_programs,
             (pre, weighted, shares, pre, dout, down, scale, offsets, tiles, tokens, order, most, pairs, hidden, inner,
              dout.stride(0), down.stride(0), down.stride(1), *options,
-             flags | weighs | m.SAVES_ACT.value | m.WANTS_WEIGHT.value),
+             flags | weighs | shared.SAVES_ACT.value | shared.WANTS_WEIGHT.value),
             aligned=aligned, LAYOUT=sum_first if transposed else columns_first, GATE=gate, kind=kind, **X,
         )  # fmt: skip
     dweight = of(tokens_count, choices, dtype=torch.float32)
@@ -213,7 +214,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         dgate_up=weights_product(gate_up, x, pre, transposed, other_kind("_gate_up_hopper")),
         ddown=weights_product(down, dout, weighted, not transposed, other_kind("_down_hopper")),
         dgate_up_bias=bias_gradient(pre, 0),
-        ddown_bias=bias_gradient(dout, m.GATHERS.value | weighs * (not first)),
+        ddown_bias=bias_gradient(dout, shared.GATHERS.value | weighs * (not first)),
     )  # fmt: skip
     return results
 

@@ -435,7 +435,7 @@ def test_many_pairs_and_experts():
 
 INTERPRETED = """
 import torch
-from moe_on_interpreter import layer, m, save
+from moe_on_interpreter import layer, save, shared
 from liger_ops.kernels.gated.geglu import TANH
 
 def run(path, size, dtype, activation, transposed, interleaved, bias, weight_before, counts, kind, limit):
@@ -454,8 +454,8 @@ def run(path, size, dtype, activation, transposed, interleaved, bias, weight_bef
         if tokens % 2:
             index = index.int()
     tanh = activation == "gelu_tanh"
-    flags = m.INTERLEAVED.value * interleaved | m.WEIGHT_FIRST.value * weight_before | TANH.value * tanh
-    gate = m.SILU.value if activation == "silu" else m.GELU.value
+    flags = shared.INTERLEAVED.value * interleaved | shared.WEIGHT_FIRST.value * weight_before | TANH.value * tanh
+    gate = shared.SILU.value if activation == "silu" else shared.GELU.value
     options = (1.5 if activation == "silu" else 1.0, limit or float("inf"), 0.25)
     results = layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed, options, kind)
     given = dict(x=x, gate_up=gate_up, down=down, index=index, given_dout=dout)

@@ -60,7 +60,7 @@ Int most_tiles(const Int& pairs, const Int& experts) {
   return pairs / kernels::constants::moe_experts::TILE_ROWS + experts;
 }
 
-/// Routing data as parts of one int32 tensor. liger_ops/kernels/moe/moe_experts.py says what they mean.
+/// Routing data as parts of one int32 tensor. liger_ops/kernels/moe/moe_rows.py says what they mean.
 struct Routing {
   Tensor offsets, tiles, tokens, order, position;
 

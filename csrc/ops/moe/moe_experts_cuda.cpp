@@ -1,9 +1,10 @@
-// moe_experts on CUDA. The kernels and what they compute: liger_ops/kernels/moe/moe_experts.py.
+// moe_experts on CUDA. The kernels and what they compute: liger_ops/kernels/moe/{moe_experts,moe_rows}.py.
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "core/cuda.h"
 #include "kernels/geglu.h"
+#include "kernels/moe_rows.h"
 #include "ops/moe/moe_experts.h"
 #include "runtime/loader.h"
 

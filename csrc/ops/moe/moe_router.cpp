@@ -240,7 +240,7 @@ struct Cuda {
     args.top_groups = int32_t(o.top_groups);
     args.scale = float(w.scale), args.least = float(kLeast);
     args.flags = weighing_flags(in, w) | bits(statistics, flags::STATISTICS) |
-        bits(in.bias.defined(), flags::HAS_BIAS) | bits(!in.bias.defined() && o.groups == 1, flags::BY_LOGITS);
+        bits(in.bias.defined(), flags::HAS_SCORE_BIAS) | bits(!in.bias.defined() && o.groups == 1, flags::BY_LOGITS);
     core::launch<K>(kOp, in.logits.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
     if (!statistics) return;
     core::column_sum(kOp, counts, out.tokens);

@@ -28,7 +28,7 @@ BY_LOGITS = tl.constexpr(8)  # choose by the logits, which have the order of the
 OF_WEIGHTS = tl.constexpr(16)
 OF_SCORES = tl.constexpr(32)
 OF_Z = tl.constexpr(64)
-HAS_BIAS = tl.constexpr(128)
+HAS_SCORE_BIAS = tl.constexpr(128)
 HAS_TOKEN_WEIGHT = tl.constexpr(256)
 MOST_EXPERTS = tl.constexpr(1024)
 MOST_CHOICES = tl.constexpr(32)
@@ -92,7 +92,7 @@ def moe_router_fwd_kernel(
         by = scores
         if flags & BY_LOGITS:
             by = x
-        by += tl.load(bias + columns, mask=(columns < n) & ((flags & HAS_BIAS) != 0), other=0.0)
+        by += tl.load(bias + columns, mask=(columns < n) & ((flags & HAS_SCORE_BIAS) != 0), other=0.0)
         by = tl.where(by != by, float("inf"), by)
         eligible = real
         if GROUPED:

@@ -141,6 +141,25 @@ def test_options_with_many_rows(size, options, bias):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "size, dtype, products",
+    [
+        (MANY_ROWS[0], torch.bfloat16, 6),
+        (MANY_ROWS[0], torch.float16, 0),
+        ((2100, 264, 1016, 4, 2), torch.bfloat16, 5),  # narrow experts: the first product is ours
+        ((2000, 264, 1032, 4, 2), torch.bfloat16, 2),  # few rows: gradients of weights only
+        ((2100, 264, 1030, 4, 2), torch.bfloat16, 0),  # unaligned
+    ],
+)
+def test_products_that_are_pytorchs_grouped_gemm(size, dtype, products):
+    inputs, grads = inputs_of(*size, dtype, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradients(moe_experts, inputs, grads)
+    found = sum(event.name == "aten::_grouped_mm" for event in profile.events())
+    assert found == (products if torch.cuda.get_device_capability() == (9, 0) else 0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("counts", [(1500, 0, 2000, 700), (0, 0, 0, 0), (4200, 0, 0, 0), (0, 0, 0, 9999), (1, 0, 7, 2)])
 @pytest.mark.parametrize("options", [dict(), GPT_OSS])
 def test_many_sorted_rows(counts, options):

@@ -263,15 +263,15 @@ AHEAD = """
 import json, sys, types, torch
 package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
 import triton.language as tl
-import inline_ptx
+import interpreter
 from liger_ops.kernels import find, rows as shared
 
 def prefetches(name, choices, n, ahead, programs, arguments):
     variant = find(name).pick(choices, n, n % 8 == 0)
     shared.BYTES_AHEAD = tl.constexpr(ahead * program_bytes(variant))
-    inline_ptx.prefetched.clear()
+    interpreter.prefetched.clear()
     variant.kernel.function[(programs,)](*arguments, **variant.constexprs)
-    return list(inline_ptx.prefetched)
+    return list(interpreter.prefetched)
 
 def program_bytes(variant):
     c = variant.constexprs

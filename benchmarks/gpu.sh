@@ -2,14 +2,15 @@
 # Runs the tests and benchmarks that need a GPU. Python must have a CUDA build of torch.
 #   benchmarks/gpu.sh OUT [STEP ...]     default: build test anchors
 # Steps: build, unpack (use the libraries and packs of dist/*.whl instead of a build), test, jit (tests without packs),
-# sanitize (the norms under compute-sanitizer), wheel (dist/*.whl in a process without Triton and compiler), anchors,
-# quick, full, paper, rows (the row kernel of the losses alone), gemm (cuBLAS's proposals), training, loss_curves.
+# ptx (tests of kernels that the driver compiles), sanitize (the norms under compute-sanitizer), wheel (dist/*.whl in a
+# process without Triton and compiler), anchors, quick, full, paper, rows (the row kernel of the losses alone), gemm
+# (cuBLAS's proposals), training, loss_curves.
 # After a failed step the next step runs. BENCH holds options for the suites, e.g. BENCH="--ops rms_norm".
 # On an H200 with 16 cores: build 70 s, test 7 min (half of it AOTInductor), anchors 6 min, training 2 min per model.
 set -uo pipefail
 
 if [ $# -lt 1 ]; then
-    sed -n '2,8s/^# *//p' "$0"
+    sed -n '2,9s/^# *//p' "$0"
     exit 2
 fi
 mkdir -p "$1"
@@ -39,6 +40,10 @@ for step in "$@"; do
         mkdir -p "$out/no-packs"
         LIGER_OPS_PACK_DIR=$out/no-packs "$python" -m pytest -m gpu -q -p no:cacheprovider tests >"$log" 2>&1
         ;;
+    ptx)
+        mkdir -p "$out/ptx" && cp liger_ops/packs/ptx.pack "$out/ptx/"
+        LIGER_OPS_JIT=0 LIGER_OPS_PACK_DIR=$out/ptx "$python" -m pytest -m gpu -q -p no:cacheprovider tests >"$log" 2>&1
+        ;;
     sanitize)
         (
             for tool in memcheck racecheck; do
@@ -67,7 +72,7 @@ for step in "$@"; do
     results+=("$step: $verdict, $((SECONDS - start)) s")
     echo "== ${results[-1]}"
     case $step in
-    test | jit | sanitize) grep -E '^(FAILED|ERROR)' "$log" | cut -c1-200 | head -30; tail -n 1 "$log" ;;
+    test | jit | ptx | sanitize) grep -E '^(FAILED|ERROR)' "$log" | cut -c1-200 | head -30; tail -n 1 "$log" ;;
     wheel) tail -n 20 "$log" ;;
     build | unpack) [ $status -eq 0 ] || tail -n 30 "$log" ;;
     *) if grep -q '^# ' "$log"; then tables+=("$log"); else tail -n 15 "$log"; fi ;;

@@ -63,10 +63,17 @@ ROWS_AND_PARAMETERS = [
 
 
 def served_by(device: str) -> str:
-    """The path that calls on `device` must take: AOT packs, or JIT if LIGER_OPS_PACK_DIR is set."""
+    """The path that calls on `device` must take: AOT packs; if LIGER_OPS_PACK_DIR is set, JIT, or PTX without JIT."""
     if device == "cpu":
         return "cpu"
-    return "jit" if "LIGER_OPS_PACK_DIR" in os.environ else "aot"
+    if "LIGER_OPS_PACK_DIR" not in os.environ:
+        return "aot"
+    return "ptx" if os.environ.get("LIGER_OPS_JIT") == "0" else "jit"
+
+
+def has_hopper_kernels() -> bool:
+    """Kernels for compute capability 9.0 alone have no PTX."""
+    return torch.cuda.get_device_capability() == (9, 0) and served_by("cuda") != "ptx"
 
 
 @contextmanager

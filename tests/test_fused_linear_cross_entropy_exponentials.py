@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from linear_losses import INPUT, WEIGHT, budget_for, check, check_replays, flce, make, plan, reference
-from support import gradients, interpret, output_of, path_taken
+from support import gradients, has_hopper_kernels, interpret, output_of, path_taken
 
 import liger_ops
 
@@ -19,17 +19,13 @@ def exponential_launches():
     return sum(json.loads(torch.ops.liger._status())["kernels"]["fused_linear_cross_entropy_exp_logits"]["launches"])
 
 
-def has_exponentials():
-    return torch.cuda.get_device_capability() == (9, 0)
-
-
 def check_exponentials(inputs, chunks=1, **options):
     """check(), and the number of launches: two per chunk, of which the second usually has nothing to recompute."""
     budget = budget_for(chunks, inputs) if chunks else None
     x, weight = inputs[:2]
     check(inputs, "cuda", memory_budget=budget, **options)
     planned = plan(x.numel() // x.shape[-1], x.shape[-1], len(weight), x.dtype, INPUT | WEIGHT, budget)[1]
-    assert planned == (chunks or 1) and exponential_launches() == 2 * planned * has_exponentials()
+    assert planned == (chunks or 1) and exponential_launches() == 2 * planned * has_hopper_kernels()
 
 
 @pytest.mark.gpu
@@ -129,7 +125,7 @@ def test_exponentials_need_an_input_gradient_or_no_gradient(wanted):
     x.requires_grad_(wanted == "input"), weight.requires_grad_(wanted == "weight")
     liger_ops.reset_launch_counts()
     loss = flce(x, weight, target)
-    assert exponential_launches() == 2 * (wanted != "weight" and has_exponentials())
+    assert exponential_launches() == 2 * (wanted != "weight" and has_hopper_kernels())
     if wanted != "nothing":
         whole = [t.detach().requires_grad_() for t in (x, weight)]
         expected = torch.autograd.grad(flce(*whole, target), whole)[wanted == "weight"]
@@ -155,7 +151,7 @@ def test_exponentials_without_gradients(hidden, chunks, reduction):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = flce(x, weight, target, memory_budget=budget, **options)
-    assert exponential_launches() == 2 * planned * has_exponentials()
+    assert exponential_launches() == 2 * planned * has_hopper_kernels()
     assert torch.cuda.max_memory_allocated() - before <= 1.05 * workspace
     expected = reference(x.double(), weight.double(), target, **options)
     bound = torch.finfo(torch.float32).eps * float((x.abs().double() @ weight.abs().double().T).max())

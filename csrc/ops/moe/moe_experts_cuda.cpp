@@ -62,12 +62,18 @@ struct Kernels {
     attempt(General{}, false, aligned, f, General::dtype(dtype), choices...);
   }
 
-  /// PyTorch's grouped GEMM copies sizes to the host for other dtypes and devices.
+  static uint32_t gather_variant(at::ScalarType dtype) {
+    using K = kernels::moe_experts_gather;
+    const auto& config = runtime::first_fit<K>(1, true);
+    return runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(dtype))));
+  }
+
+  /// PyTorch's grouped GEMM copies sizes to the host for other dtypes and devices. The kernels beside it come from one
+  /// pack: all of them load, or none.
   bool can_group(bool aligned) const {
     constexpr int32_t kMostGroups = 1024;
-    std::string error;
-    const auto* info = runtime::device_info(device_.index(), error);
-    return aligned && call.x.scalar_type() == at::kBFloat16 && experts < kMostGroups && info && info->capability == 90;
+    return aligned && call.x.scalar_type() == at::kBFloat16 && experts < kMostGroups &&
+        can_run<kernels::moe_experts_gather>(gather_variant(at::kBFloat16));
   }
   bool has_many_rows() const { return pairs >= kManyRows * experts; }
 
@@ -85,8 +91,7 @@ struct Kernels {
     Tensor out = at::empty({pairs, n}, by_token.options());
     const auto& config = runtime::first_fit<K>(n, true);
     start<K>(
-        runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(out)))),
-        ceil_div(pairs, config.BLOCK_M) * ceil_div(n, config.BLOCK_N),
+        gather_variant(out.scalar_type()), ceil_div(pairs, config.BLOCK_M) * ceil_div(n, config.BLOCK_N),
         {address(out), address(by_token), address(routing.tokens), address(routing.offsets), experts, n,
          by_token.stride(0)});
     return out;

@@ -177,6 +177,7 @@ OP = Op(
         "ours": ours(),
         "ours JSD": ours(0.5),
         "ours per token": ours(reduction="none"),
+        "ours per token 1280 MiB": ours(reduction="none", budget=4 * COMPACT),
         "ours frozen": ours(reduction="none", frozen=True),
         "ours 320 MiB": ours(budget=COMPACT),
     },

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from stub_cuda import packs as stub_cuda_packs
-from support import interpret
+from support import has_hopper_kernels, interpret
 
 import liger_ops
 from liger_ops import compat, projections
@@ -22,6 +22,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not item.path.name.startswith("test_transformers"))
     present = {
         "gpu": torch.cuda.is_available(),
+        "hopper": torch.cuda.is_available() and has_hopper_kernels(),
         "library": liger_ops._loaded.library is not None,
         "torchtitan": find_spec("torchtitan") is not None,
         "trl": find_spec("trl") is not None,

@@ -103,6 +103,7 @@ def test_exponentials_that_overflow(scale):
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_exponentials_of_nan_and_ignored_rows():
     """NaN in a row or a target out of range gives a NaN loss. An ignored row with NaN has a zero gradient."""
     x, weight, target, _ = make(1200, 512, 65536, torch.bfloat16, "cuda", ignored=0)
@@ -136,6 +137,7 @@ def test_exponentials_need_an_input_gradient_or_no_gradient(wanted):
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("hidden, chunks", [(512, 1), (520, 3), (2048, None)])
 def test_exponentials_without_gradients(hidden, chunks, reduction):
@@ -151,7 +153,7 @@ def test_exponentials_without_gradients(hidden, chunks, reduction):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = flce(x, weight, target, memory_budget=budget, **options)
-    assert exponential_launches() == 2 * planned * has_hopper_kernels()
+    assert exponential_launches() == 2 * planned
     assert torch.cuda.max_memory_allocated() - before <= 1.05 * workspace
     expected = reference(x.double(), weight.double(), target, **options)
     bound = torch.finfo(torch.float32).eps * float((x.abs().double() @ weight.abs().double().T).max())

@@ -1,5 +1,5 @@
 """Extends Triton's interpreter, which runs kernels on CPU tensors: emulates inline PTX, accepts scalar conditions as
-masks, and is three times as fast."""
+masks, and keeps what it would compute again for each value and call."""
 
 import ctypes
 import functools
@@ -167,8 +167,8 @@ def install():
 
 
 def accelerate():
-    """The interpreter would prepare triton.language for each call of a function, though a process that only interprets
-    needs that once, and would make the same few types and shapes for each value."""
+    """Prepares triton.language once for each function, instead of for each call, and makes each type and shape once. The
+    process must not compile, because triton.language stays prepared."""
     from triton.language import core
     from triton.runtime import interpreter
 

@@ -12,7 +12,7 @@ LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 # Torch minors that `make wheel` builds for: all those in liger_ops/aot/torch_release.py, or a list of some.
 TORCH_VERSIONS ?= all
 
-.PHONY: build test test-packs lint demo wheel sdist clean
+.PHONY: build test test-thorough test-all test-packs lint demo wheel sdist clean
 .DEFAULT_GOAL := build
 
 # Independent targets run in parallel.
@@ -48,12 +48,23 @@ build: $(ready)
 # alone. OMP_WAIT_POLICY=passive: waiting threads sleep instead of occupying the cores that the other process needs.
 SHARED = $(shell $(PYTHON) -c "import xdist; print('-n 2 --dist loadfile --no-loadscope-reorder')" 2>/dev/null)
 
+RUN = OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(SHARED)
+
+# Every operator, dtype, pair of options, integration and error at least once.
 test: build $(models) test-packs
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(SHARED) --ignore tests/test_host_cost.py tests
-	$(PYTHON) -m pytest tests/test_host_cost.py
+	$(RUN) --tier quick --ignore tests/ops/test_host_cost.py tests
+	$(PYTHON) -m pytest tests/ops/test_host_cost.py
+
+# What test-all runs in addition.
+test-thorough: build $(models) test-packs
+	$(RUN) --tier thorough tests
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-thorough
 
 test-packs: $(ready)
-	$(PYTHON) tests/stub_cuda/packs.py
+	$(PYTHON) tests/support/stub_cuda/packs.py
 
 lint: $(linters)
 	$(PYTHON) -m ruff check .
@@ -61,8 +72,8 @@ lint: $(linters)
 	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" --dry-run -Werror
 	$(PYTHON) liger_ops/aot/build.py declarations liger_ops
 	$(PYTHON) -m mypy
-	git ls-files ":!*.json*" ":!*.png" ":!tests/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib
-	$(PYTHON) tests/prose.py
+	git ls-files ":!*.json*" ":!*.png" ":!tests/compat/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib
+	$(PYTHON) tests/support/prose.py
 
 demo: build $(models)
 	$(PYTHON) -m liger_ops.demo

@@ -49,11 +49,11 @@ for step in "$@"; do
             for tool in memcheck racecheck; do
                 compute-sanitizer --tool "$tool" --kernel-name kns=norm --error-exitcode 1 \
                     "$python" -m pytest -m gpu -q -p no:cacheprovider -k "test_sizes or layouts" \
-                    tests/test_rms_norm.py tests/test_layer_norm.py tests/test_fused_add_rms_norm.py || exit 1
+                    tests/ops/norms/test_rms_norm.py tests/ops/norms/test_layer_norm.py tests/ops/norms/test_fused_add_rms_norm.py || exit 1
             done
         ) >"$log" 2>&1
         ;;
-    wheel) "$python" tests/wheel_check.py "$(ls dist/*.whl | head -1)" --device cuda >"$log" 2>&1 ;;
+    wheel) "$python" tests/packaging/wheel_check.py "$(ls dist/*.whl | head -1)" --device cuda >"$log" 2>&1 ;;
     rows) "$python" -m benchmarks tune cross_entropy_ --as-is --kernels cross_entropy_fwd_bwd >"$log" 2>&1 ;;
     gemm) "$python" -m benchmarks gemm --out "$out" >"$log" 2>&1 ;;
     training | loss_curves) "$python" -m "benchmarks.$step" --device cuda --out "$out" >"$log" 2>&1 ;;

@@ -3,12 +3,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from checks import has_hopper_kernels, interpret
 from stub_cuda import packs as stub_cuda_packs
-from support import has_hopper_kernels, interpret
 
 import liger_ops
 from liger_ops import compat, projections
-from liger_ops.__main__ import operators
 
 # For the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,10 +15,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tier", choices=["quick", "thorough", "all"], default="all",
+        help="quick: make test. thorough: what make test-all runs in addition.",
+    )  # fmt: skip
+
+
 def pytest_collection_modifyitems(config, items):
-    """Deselects tests that cannot run here, instead of skipping them one by one."""
+    """Deselects tests that cannot run here and tests of the other tier, instead of skipping them one by one."""
     # The slowest files start first, so that no worker runs them alone at the end.
-    items.sort(key=lambda item: not item.path.name.startswith("test_transformers"))
+    items.sort(key=lambda item: "transformers" not in item.path.parts)
     present = {
         "gpu": torch.cuda.is_available(),
         "hopper": torch.cuda.is_available() and has_hopper_kernels(),
@@ -30,6 +36,9 @@ def pytest_collection_modifyitems(config, items):
     }
     missing = [name for name, is_present in present.items() if not is_present]
     deselected = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
+    tier = config.getoption("--tier")
+    if tier != "all":
+        deselected |= {item for item in items if bool(item.get_closest_marker("thorough")) != (tier == "thorough")}
     items[:] = [item for item in items if item not in deselected]
     config.hook.pytest_deselected(items=list(deselected))
 
@@ -49,9 +58,7 @@ def interpreted(request, tmp_path_factory):
 @pytest.fixture(autouse=True, scope="module")
 def threads(request):
     """Operator tests run with two threads to cover the parallel loops; small models are faster with one."""
-    stem = request.module.__name__.removeprefix("test_")
-    # An operator's tests are in test_<op>.py and test_<op>_<subject>.py.
-    torch.set_num_threads(2 if any(f"{stem}_".startswith(f"{op}_") for op in operators()) else 1)
+    torch.set_num_threads(2 if "ops" in request.path.parts[:-1] else 1)
 
 
 @pytest.fixture

@@ -1,0 +1,448 @@
+"""liger_ops.compat: code written for liger_kernel runs on liger_ops."""
+
+import importlib
+import inspect
+import re
+import warnings
+
+import pytest
+import torch
+from checks import ROOT, equal, output_of, run_python
+from language_models import SIZES, make, nodes, step, tokens
+from torch import nn
+from torch.nn import functional as TF
+
+import liger_ops.compat as compat
+from liger_ops import functional as F
+
+
+def test_names_exist_only_while_installed():
+    with pytest.raises(ImportError):
+        import liger_kernel
+    compat.install()
+    compat.install()
+    import liger_kernel.transformers.monkey_patch
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    assert liger_kernel.ops.LigerRMSNormFunction is LigerRMSNormFunction and compat.installed()
+    compat.uninstall()
+    with pytest.raises(ImportError):
+        import liger_kernel.ops
+
+
+def test_missing_names_raise_import_errors(liger_kernel_served):
+    with pytest.raises(
+        ImportError, match="liger_kernel.transformers.LigerMultiTokenAttention has no counterpart in liger_ops"
+    ):
+        from liger_kernel.transformers import LigerMultiTokenAttention  # noqa: F401
+    with pytest.raises(ImportError, match="liger_kernel.backends"):
+        import liger_kernel.backends  # noqa: F401
+    with pytest.raises(ImportError, match="liger_kernel.ops.LigerGroupNormFunction"):
+        from liger_kernel.ops import LigerGroupNormFunction  # noqa: F401
+
+
+def test_an_installed_package_is_not_shadowed_by_default(tmp_path, monkeypatch):
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel/__init__.py").write_text("real = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="liger_kernel is installed .*replace=True"):
+        compat.install()
+    assert not compat.installed()
+    import liger_kernel
+
+    assert liger_kernel.real
+    compat.install(replace=True)
+    import liger_kernel as served
+
+    assert served is not liger_kernel and not hasattr(type(served), "real")
+    compat.uninstall()
+    import liger_kernel as again
+
+    assert again is liger_kernel
+    import sys
+
+    del sys.modules["liger_kernel"]
+
+
+def test_transformers_finds_the_package(liger_kernel_served):
+    from transformers.utils import is_liger_kernel_available
+
+    assert is_liger_kernel_available()
+    compat.uninstall()
+    assert not is_liger_kernel_available()
+
+
+def test_functions_and_classes(liger_kernel_served):
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerLayerNormFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers import (
+        LigerBlockSparseTop2MLP,
+        LigerCrossEntropyLoss,
+        LigerFusedAddRMSNorm,
+        LigerFusedLinearCrossEntropyLoss,
+        LigerGEGLUMLP,
+        LigerLayerNorm,
+        LigerPhi3SwiGLUMLP,
+        LigerReLUSquared,
+        LigerRMSNorm,
+        LigerSwiGLUMLP,
+        liger_rotary_pos_emb,
+    )  # fmt: skip
+    from liger_kernel.transformers.functional import (
+        CrossEntropyOutput,
+        liger_cross_entropy,
+        liger_fused_linear_cross_entropy,
+        liger_relu_squared,
+    )
+    from liger_kernel.transformers.rms_norm import LigerRMSNormForGemma
+    from transformers import LlamaConfig
+
+    x, target = torch.randn(2, 7, 32), tokens(2, 7, vocabulary=11)
+    for norm, reference in ((LigerRMSNorm(32), nn.RMSNorm(32, 1e-6)), (LigerRMSNormForGemma(32), nn.RMSNorm(32, 1e-6)),
+                            (LigerLayerNorm(32), nn.LayerNorm(32, 1e-6))):  # fmt: skip
+        torch.testing.assert_close(norm(x), reference(x))
+    y, s = LigerFusedAddRMSNorm(32)(x, x)
+    torch.testing.assert_close(y, TF.rms_norm(s, (32,), eps=1e-6))
+    torch.testing.assert_close(
+        LigerLayerNormFunction.apply(x, torch.ones(32), torch.zeros(32), 1e-5), TF.layer_norm(x, (32,))
+    )
+    torch.testing.assert_close(LigerSiLUMulFunction.apply(x, x, 2.0, 3.0), 3 * TF.silu(2 * x) * x)
+    torch.testing.assert_close(LigerReLUSquared()(x), TF.relu(x).square())
+    torch.testing.assert_close(liger_relu_squared(x), TF.relu(x).square())
+
+    config = LlamaConfig(**SIZES)
+    torch.testing.assert_close((m := LigerSwiGLUMLP(config))(x), m.down_proj(TF.silu(m.gate_proj(x)) * m.up_proj(x)))
+    assert LigerSwiGLUMLP(config, intermediate_size=12).up_proj.out_features == 12
+    gelu = TF.gelu((m := LigerGEGLUMLP(config)).gate_proj(x), approximate="tanh")
+    torch.testing.assert_close(m(x), m.down_proj(gelu * m.up_proj(x)))
+    torch.testing.assert_close((m := LigerBlockSparseTop2MLP(config))(x), m.w2(TF.silu(m.w1(x)) * m.w3(x)))
+    gate, up = (m := LigerPhi3SwiGLUMLP(config)).gate_up_proj(x).chunk(2, -1)
+    torch.testing.assert_close(m(x), m.down_proj(TF.silu(gate) * up))
+    with pytest.raises(ValueError, match="Activation function relu not supported"):
+        LigerSwiGLUMLP(LlamaConfig(**SIZES, hidden_act="relu"))
+
+    q, k, angles = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(1, 7, 4)
+    full = torch.cat([angles, angles], -1)
+    a, b = (
+        liger_rotary_pos_emb(q, k, full.cos(), full.sin()),
+        liger_rotary_pos_emb(q, k, angles.cos(), angles.sin(), rotary_dim=8),
+    )
+    assert all(torch.equal(*pair) for pair in zip(a, b))
+
+    head = nn.Linear(32, 11)
+    rows, labels = x.view(-1, 32), target.view(-1)
+    logits = head(rows)
+    expected = TF.cross_entropy(logits, labels, label_smoothing=0.1)
+    for loss in (
+        LigerCrossEntropyLoss(label_smoothing=0.1)(logits, labels),
+        LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(head.weight, rows, labels, head.bias),
+        liger_cross_entropy(logits, labels, label_smoothing=0.1),
+        liger_fused_linear_cross_entropy(rows, head.weight, labels, head.bias, label_smoothing=0.1),
+        LigerFusedLinearCrossEntropyFunction.apply(rows, head.weight, labels, head.bias, None, -100, 0.0, 0.1)[0],
+    ):
+        torch.testing.assert_close(loss, expected)
+    out = LigerCrossEntropyLoss(return_z_loss=True, lse_square_scale=0.1, return_token_accuracy=True)(logits, labels)
+    assert isinstance(out, CrossEntropyOutput) and out.predicted_tokens is None
+    torch.testing.assert_close(out.token_accuracy, (logits.argmax(-1) == labels).float().mean())
+    torch.testing.assert_close(out.z_loss, 0.1 * logits.logsumexp(-1).pow(2).mean())
+    scaled = LigerFusedLinearCrossEntropyLoss(use_token_scaling=True, reduction="none")(
+        head.weight, rows, labels, head.bias
+    )
+    single = TF.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(scaled, single * (-single).exp())
+
+
+def test_divergences(liger_kernel_served):
+    from liger_kernel.ops import LigerJSDFunction
+    from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
+    from liger_kernel.transformers.functional import liger_jsd, liger_kl_div, liger_tvd
+
+    x = torch.randn(6, 11).log_softmax(-1).requires_grad_()
+    t, labels = torch.randn(6, 11).log_softmax(-1).requires_grad_(), torch.tensor([1, -100, 2, 3, -100, 4])
+    p, q, kept = x.exp(), t.exp(), (labels != -100)[:, None]
+    expected = TF.kl_div(x, q, reduction="batchmean")
+    torch.testing.assert_close(LigerKLDIVLoss(reduction="batchmean")(x, q), expected)
+    torch.testing.assert_close(LigerKLDIVLoss(1e-10, reduction="batchmean", log_target=True)(x, t), expected)
+    torch.testing.assert_close(liger_kl_div(x, q), expected / 11)
+    m = (0.25 * q + 0.75 * p).log()
+    losses = 0.25 * q * (t - m) + 0.75 * p * (x - m)
+    torch.testing.assert_close(LigerJSD(0.25)(x, t), losses.sum() / 6)
+    torch.testing.assert_close(liger_jsd(x, t, labels, 0.25), (losses * kept).sum() / 4)
+    distances = (p - q).abs() / 2
+    torch.testing.assert_close(LigerTVDLoss()(p, q, labels), (distances * kept).sum() / 4)
+    torch.testing.assert_close(liger_tvd(p, q), distances.mean())
+    torch.testing.assert_close(LigerTVDLoss("none")(p, q), distances)
+
+    half = x.detach().bfloat16().requires_grad_()
+    loss = LigerJSDFunction.apply(half, half.detach(), torch.full((6,), -100))
+    assert loss.dtype == torch.bfloat16 and loss == 0
+    loss.backward()
+    assert not half.grad.any()
+
+
+def test_arguments_of_norms_and_rotations(liger_kernel_served):
+    from liger_kernel.transformers import LigerFusedAddRMSNorm, LigerLayerNorm, LigerRMSNorm
+    from liger_kernel.transformers import functional as theirs
+
+    x, residual, weight, bias = torch.randn(7, 32), torch.randn(7, 32), torch.randn(32), torch.randn(32)
+    x, residual, weight, bias = (t.bfloat16() for t in (x, residual, weight, bias))
+    # In bf16, "gemma" rounds differently from the default, "llama".
+    options = (1e-2, 1.0, "gemma")
+
+    def filled(module):
+        for p, value in zip(module.parameters(), (weight, bias)):
+            p.data = value
+        return module
+
+    norm, both = F.rms_norm(x, weight, *options), F.fused_add_rms_norm(x, residual, weight, *options)
+    for found in (theirs.liger_rms_norm(x, weight, *options), filled(LigerRMSNorm(32, *options))(x)):
+        assert torch.equal(found, norm)
+    for found in (
+        theirs.liger_fused_add_rms_norm(x, residual, weight, *options),
+        filled(LigerFusedAddRMSNorm(32, *options))(x, residual),
+    ):
+        assert equal(found, both)
+    for found in (theirs.liger_layer_norm(x, weight, bias, 1e-2), filled(LigerLayerNorm(32, 1e-2, bias=True))(x)):
+        assert torch.equal(found, F.layer_norm(x, weight, bias, 1e-2))
+    assert torch.equal(theirs.liger_geglu(x, residual), F.geglu(x, residual, "tanh"))
+
+    q, k, angles = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16), torch.randn(3, 2, 7, 8).repeat(1, 1, 1, 2)
+    rotated = F.rope(q, k, angles.cos(), angles.sin(), mrope_section=[2, 3, 3])
+    assert equal(theirs.liger_qwen2vl_mrope(q, k, angles.cos(), angles.sin(), [2, 3, 3]), rotated)
+
+
+def test_arguments_of_llama4s_rotation(liger_kernel_served):
+    from liger_kernel.ops import LigerLlama4RopeFunction
+
+    q, k = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16)
+    freqs_cis = torch.polar(torch.ones(7, 8), torch.randn(7, 8))
+    rotated = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
+    assert equal(LigerLlama4RopeFunction.apply(q, k, freqs_cis), [t.transpose(1, 2) for t in rotated])
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("scaling", [False, True])
+def test_arguments_of_losses(scaling, metrics, liger_kernel_served):
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers import functional as theirs
+
+    x, head, bias, per_class = torch.randn(14, 32), torch.randn(11, 32), torch.randn(11), torch.rand(11) + 0.5
+    target, logits = torch.randint(11, (14,)), torch.randn(14, 11)
+    # -1 is not a class, so the test fails if it is not ignored.
+    target[::3] = -1
+    x[1], head[target[1]], logits[1, target[1]] = 9.0, 9.0, 99.0  # a correct prediction
+    options = dict(ignore_index=-1, lse_square_scale=0.1, label_smoothing=0.2, reduction="sum", softcap=5.0)
+    asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), metrics)
+
+    def agree(found, expected):
+        # With reduction="sum", the package's accuracy is a mean; the operator's is the number of hits.
+        expected = expected._replace(token_accuracy=expected.token_accuracy / (target != -1).sum())
+        found = (found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens) if metrics else (found,)
+        assert equal(found, expected if metrics else expected[:1])
+
+    expected = F.cross_entropy_with_metrics(logits, target, per_class, **options)
+    agree(LigerCrossEntropyLoss(per_class, **options, **asked)(logits, target), expected)
+    agree(theirs.liger_cross_entropy(logits, target, per_class, **options, **asked), expected)
+
+    weights = None
+    if scaling:
+        weights = F.fused_linear_cross_entropy_with_log_probs(
+            x, head, target, bias, reduction="none", ignore_index=-1, softcap=5.0
+        ).log_probs.exp()
+    arguments = (x, head, target, bias, per_class)
+    expected = F.fused_linear_cross_entropy_with_metrics(*arguments, **options, token_weight=weights)
+    asked["use_token_scaling"] = scaling
+    agree(LigerFusedLinearCrossEntropyLoss(per_class, **options, **asked)(head, x, target, bias), expected)
+    agree(theirs.liger_fused_linear_cross_entropy(*arguments, **options, **asked), expected)
+
+
+# The dtypes are those of loss, z-loss, accuracy and predictions. In the package, the linear loss is fp32.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_have_the_dtypes_of_the_package(reduction, dtype, liger_kernel_served):
+    import liger_kernel.ops as their_ops
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers import functional as theirs
+
+    logits, target = torch.randn(6, 11).to(dtype), torch.tensor([1, 2, -100, 3, 4, 5])
+    x, head = torch.randn(6, 8).to(dtype), torch.randn(11, 8).to(dtype)
+    asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+    options = dict(lse_square_scale=0.1, reduction=reduction)
+    tail = (-100, 0.1, 0.0, reduction, None, True)
+
+    def dtypes(found):
+        found = found if isinstance(found, tuple) else tuple(vars(found).values())
+        return tuple(t.dtype for t in found)
+
+    exact = logits.double().requires_grad_()
+    logits.requires_grad_()
+    plain = TF.cross_entropy(exact, target, reduction=reduction)
+    gradient = torch.autograd.grad((3 * plain).sum(), exact)[0]
+    for found in (
+        LigerCrossEntropyLoss(**options, **asked)(logits, target),
+        theirs.liger_cross_entropy(logits, target, **options, **asked),
+        their_ops.LigerCrossEntropyFunction.apply(logits, target, None, *tail, True, True),
+    ):
+        assert dtypes(found) == (dtype, dtype, torch.float32, torch.int64)
+    for found in (
+        LigerCrossEntropyLoss(reduction=reduction)(logits, target),
+        theirs.liger_cross_entropy(logits, target, reduction=reduction),
+        their_ops.LigerCrossEntropyFunction.apply(logits, target, None, -100, 0.0, 0.0, reduction)[0],
+    ):
+        torch.testing.assert_close(found, plain.to(dtype))
+        torch.testing.assert_close(torch.autograd.grad((3 * found).sum(), logits)[0], gradient.to(dtype))
+
+    for found in (
+        LigerFusedLinearCrossEntropyLoss(**options, **asked)(head, x, target),
+        theirs.liger_fused_linear_cross_entropy(x, head, target, **options, **asked),
+        their_ops.LigerFusedLinearCrossEntropyFunction.apply(
+            x, head, target, None, None, *tail, None, False, True, True
+        ),
+    ):
+        assert dtypes(found) == (torch.float32, dtype, torch.float32, torch.int64)
+    assert LigerFusedLinearCrossEntropyLoss()(head, x, target).dtype == torch.float32
+    assert theirs.liger_fused_linear_cross_entropy(x, head, target).dtype == torch.float32
+
+
+def test_patching_an_instance(liger_kernel_served):
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
+
+    ids, plain = tokens(), make("llama")
+    for patch in (
+        lambda m: _apply_liger_kernel_to_instance(model=m, rope=False, unknown=1),
+        lambda m: apply_liger_kernel_to_llama(False, model=m),
+    ):
+        model = make("llama")
+        assert patch(model) is None
+        names = nodes(model(input_ids=ids, labels=ids).loss)
+        assert "fused_linear_cross_entropy" in names and "rope" not in names
+        torch.testing.assert_close(step(model, ids)[0], step(plain, ids)[0])
+    with pytest.raises(AssertionError, match="cannot both be True"):
+        apply_liger_kernel_to_llama(cross_entropy=True)
+
+
+def test_patching_models_constructed_later(liger_kernel_served):
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama
+
+    ids = tokens()
+    assert apply_liger_kernel_to_llama(rope=False) is None
+    names = nodes(make("llama")(input_ids=ids, labels=ids).loss)
+    assert {"fused_linear_cross_entropy", "rms_norm"} <= names and "rope" not in names
+    assert "rms_norm" not in nodes(make("mistral")(input_ids=ids, labels=ids).loss)
+    compat.uninstall()
+    assert "rms_norm" not in nodes(make("llama")(input_ids=ids, labels=ids).loss)
+    model = AutoLigerKernelForCausalLM.from_config(make("mistral").config, rope=False)
+    assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
+
+
+def test_unknown_keywords_raise_type_errors(liger_kernel_served):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_nemotron
+
+    with pytest.raises(TypeError, match=r"apply_liger_kernel_to_llama\(\) .* 'rms_nrom'"):
+        apply_liger_kernel_to_llama(rms_nrom=False)
+    apply_liger_kernel_to_nemotron(relu_squared=False)
+    apply_liger_kernel_to_llama(embedding=False, memory_budget=1 << 20)
+    model = make("llama")
+    assert type(model.model.embed_tokens) is nn.Embedding and model.lm_head.liger_memory_budget == 1 << 20
+
+
+def test_patching_only_the_loss_does_not_warn(liger_kernel_served):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False)
+    ids = tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model = make("llama")
+    assert "fused_linear_cross_entropy" in nodes(model(input_ids=ids, labels=ids).loss)
+    apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)
+    with pytest.warns(RuntimeWarning, match="LlamaForCausalLM is left as it is") as caught:
+        make("llama")
+    assert len(caught) == 1
+
+
+TRAINER = """
+import sys, torch, liger_ops
+from language_models import make, tokens
+import liger_ops.compat
+liger_ops.compat.install()
+from transformers import Trainer, TrainingArguments
+data = [{"input_ids": tokens(8, seed=i), "labels": tokens(8, seed=i)} for i in range(8)]
+def losses(**options):
+    arguments = TrainingArguments(sys.argv[1], max_steps=3, logging_steps=1, per_device_train_batch_size=2,
+        report_to="none", gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True, save_strategy="no", **options)
+    trainer = Trainer(make("llama"), arguments, train_dataset=data, eval_dataset=data)
+    liger_ops.reset_launch_counts()
+    trainer.train()
+    trainer.evaluate()
+    return [e.get("loss", e.get("eval_loss")) for e in trainer.state.log_history], liger_ops.launch_counts()["cpu"]
+plain, none = losses()
+ours, launches = losses(use_liger_kernel=True, liger_kernel_config={"rope": True})
+assert none == 0 and launches > 0, (none, launches)
+assert all(a is b is None or abs(a - b) < 1e-3 for a, b in zip(plain, ours)), (plain, ours)
+print("same")
+"""
+
+
+def test_trainer_uses_the_package(tmp_path):
+    assert output_of(f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + TRAINER).endswith("same\n")
+
+
+NAMES = [line for line in (ROOT / "tests/compat/liger_kernel_names.txt").read_text().splitlines() if line[0] != "#"]
+
+
+def found(path):
+    """The value of a path: modules, a name, and optionally an attribute of that class."""
+    modules, name = re.fullmatch(r"((?:[a-z]\w*\.)*)(_?\w+(?:\.\w+)?)", path).groups()
+    first, _, attribute = name.partition(".")
+    value = getattr(importlib.import_module(f"liger_kernel.{modules}".rstrip(".")), first)
+    return getattr(value, attribute) if attribute else value
+
+
+def parameters_of(path):
+    ours = [p.replace(annotation=p.empty) for p in inspect.signature(found(path)).parameters.values()]
+    if "apply_liger_kernel_to_" in path:  # drop the extra keywords of apply_liger_kernel
+        ours = [p for p in ours if p.kind != p.KEYWORD_ONLY]
+    return f"{inspect.Signature([p for p in ours if p.name != 'self'])}"
+
+
+def test_signatures_match_the_package(liger_kernel_served):
+    recorded = {path: f"({rest}" for path, bracket, rest in (line.partition("(") for line in NAMES) if bracket}
+    assert len(recorded) > 200 and {path: parameters_of(path) for path in recorded} == recorded
+
+
+def test_every_other_name_raises_an_import_error(liger_kernel_served):
+    refused = [line for line in NAMES if "(" not in line]
+    assert len(refused) > 200
+    for path in refused:
+        with pytest.raises(ImportError, match=f"liger_kernel.{path} has no counterpart|No module named 'liger_kernel"):
+            found(path)
+
+
+def test_served_names_exist_in_the_package(liger_kernel_served):
+    from liger_ops.compat.modules import MODULES
+
+    recorded = {re.split(r"\.(?:apply|forward|from_\w+)$", line.partition("(")[0])[0] for line in NAMES}
+    # Models that the package lacks, and names that it defines but does not export from transformers.
+    beyond = {f"apply_liger_kernel_to_{name}" for name in ("cohere", "cohere2", "glm")}
+    beyond |= {"MODEL_TYPE_TO_APPLY_LIGER_FN", "PEFT_AVAILABLE"}
+    last = {path.rpartition(".")[2] for path in recorded}
+    for module, names in MODULES.items():
+        for name in set(names) - beyond:
+            assert f"{module}.{name}" in recorded or (module.startswith("transformers") and name in last), name
+            assert found(f"{module}.{name}") is not None
+        assert set(importlib.import_module(f"liger_kernel.{module}").__all__) == set(names)
+
+
+def test_without_transformers_the_layers_work():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import liger_ops.compat
+liger_ops.compat.install()
+from liger_kernel.transformers import LigerRMSNorm
+from liger_kernel.transformers.functional import liger_swiglu
+import torch
+print(LigerRMSNorm(4)(torch.ones(1, 4)).sum().item() > 3.9, liger_swiglu(torch.ones(1), torch.ones(1)).item() > 0.7)
+"""
+    done = run_python(code)
+    assert done.stdout == "True True\n", done.stderr

@@ -1,0 +1,366 @@
+"""liger_ops.compat: layers of single models, losses and helpers that test_compat.py does not cover."""
+
+import copy
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checks import equal
+from language_models import SIZES
+from torch import nn
+from torch.nn import functional as TF
+
+from liger_ops import functional as F
+
+
+def agrees(ours, theirs, *inputs):
+    """Checks outputs and all gradients of two modules with the same parameters, in fp64."""
+    theirs.load_state_dict(ours.state_dict())
+    results = []
+    for module in (ours.double(), theirs.double()):
+        given = [t.double().requires_grad_() if t.is_floating_point() else t for t in inputs]
+        out = module(*given)
+        leaves = [t for t in (*given, *module.parameters()) if t.requires_grad]
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(-1))])
+    for pair in zip(*results, strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def test_mlps_of_single_models(liger_kernel_served):
+    from liger_kernel.transformers import LigerFalconH1MLP, LigerFalconH1SwiGLUMLP, LigerMLP
+    from liger_kernel.transformers.geglu import LigerGEGLUMLPForGemma4
+    from liger_kernel.transformers.swiglu import LigerHunyuanV1SwiGLUMLP, LigerSwiGLUMLPForMuseGlimmer
+    from transformers import FalconH1Config, Gemma4TextConfig, LlamaConfig
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    x, config = torch.randn(2, 7, 32), LlamaConfig(**SIZES)
+    for biased in (False, True):
+        falcon = FalconH1Config(**SIZES, mlp_multipliers=[0.7, 1.3], mlp_bias=biased)
+        agrees(LigerFalconH1SwiGLUMLP(falcon), FalconH1MLP(falcon), x)
+    with pytest.raises(ValueError, match="does not support bias"):
+        LigerFalconH1MLP(falcon)
+    falcon.mlp_bias = False
+    agrees(LigerFalconH1MLP(falcon), FalconH1MLP(falcon), x)
+    agrees(LigerMLP(config), LlamaMLP(config), x)
+    agrees(module := LigerHunyuanV1SwiGLUMLP(config, 3), LlamaMLP(config), x)
+    assert module.layer_idx == 3
+    config.hidden_activation = "relu"
+    with pytest.raises(ValueError, match="relu not supported"):
+        LigerSwiGLUMLPForMuseGlimmer(config)
+    config.hidden_activation = "silu"
+    agrees(LigerSwiGLUMLPForMuseGlimmer(config), LlamaMLP(config), x)
+
+    gemma = {**SIZES, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    gemma = Gemma4TextConfig(**gemma, num_kv_shared_layers=1, use_double_wide_mlp=True)
+    for layer, width in ((0, 48), (1, 48), (2, 96)):
+        module = LigerGEGLUMLPForGemma4(gemma, layer)
+        assert module.intermediate_size == module.up_proj.out_features == width
+        agrees(module, Gemma4TextMLP(gemma, layer), x)
+    assert LigerGEGLUMLPForGemma4(gemma).intermediate_size == 48
+
+
+@pytest.mark.parametrize("shape", [(2, 70, 32), (70, 32)])
+@pytest.mark.parametrize("shards", [None, 1, 4])
+def test_tiled_mlps_run_one_chunk_at_a_time(shards, shape, liger_kernel_served):
+    from liger_kernel.ops import apply_tiled_mlp
+    from liger_kernel.transformers import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
+    from transformers import LlamaConfig
+
+    x = torch.randn(shape)
+    silu, gelu = LlamaConfig(**SIZES), LlamaConfig(**SIZES, hidden_act="gelu_pytorch_tanh")
+    agrees(LigerTiledSwiGLUMLP(silu, shards), LigerSwiGLUMLP(silu), x)
+    agrees(LigerTiledGEGLUMLP(gelu, shards), LigerGEGLUMLP(gelu), x)
+    with pytest.raises(ValueError, match="LigerTiledSwiGLUMLP: hidden_act must be silu or swish"):
+        LigerTiledSwiGLUMLP(gelu)
+
+    chunks = []
+
+    def fn(module, chunk):
+        chunks.append(chunk.shape[-2])
+        return module(chunk)
+
+    x.requires_grad_()
+    forward = {None: [24, 24, 22], 1: [70], 4: [18, 18, 18, 16]}[shards]
+    loss = apply_tiled_mlp(fn, nn.Linear(32, 32), x, shards).sum()
+    assert chunks == forward
+    loss.backward()
+    assert sorted(chunks) == sorted(2 * forward)  # each chunk runs again in backward
+
+
+# Mixtral's experts have the width of the config's intermediate_size.
+@pytest.mark.parametrize(
+    "name, experts, sizes",
+    [
+        ("mixtral", "MixtralExperts", {"num_local_experts": 5}),
+        ("qwen3_moe", "Qwen3MoeExperts", {"num_experts": 5, "moe_intermediate_size": 24}),
+        ("deepseek_v2", "DeepseekV2Experts", {"n_routed_experts": 5, "moe_intermediate_size": 24}),
+    ],
+)
+def test_experts(name, experts, sizes, liger_kernel_served):
+    from liger_kernel.transformers import LigerExperts
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name, **{**SIZES, **sizes})
+    config._experts_implementation = "eager"
+    theirs = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), experts)(config)
+    ours = LigerExperts(config)
+    for p in ours.parameters():
+        nn.init.normal_(p, std=0.2)
+    # The last expert has no tokens, and token 0 has the same expert twice.
+    x, index, weights = torch.randn(9, 32), torch.randint(4, (9, 2)), torch.rand(9, 2)
+    index[0] = 1
+    agrees(ours, theirs, x, index, weights)
+
+    ours, half = ours.float(), copy.deepcopy(ours).bfloat16()
+    plain = ours(x, index, weights)
+    folded = ours(x.view(3, 3, 32), index.view(3, 3, 2).int(), weights.view(3, 3, 2))
+    assert torch.equal(folded.view(9, 32), plain)
+    assert ours(x[:0], index[:0], weights[:0]).shape == (0, 32)
+    found = half(x.bfloat16(), index, weights)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), plain, atol=0.05, rtol=0.05)
+    with pytest.raises(IndexError, match="top_k_index must be below the number of experts, 5 .got 5."):
+        ours(x, torch.full_like(index, 5), weights)
+
+
+def test_embedding_returns_zeros_for_padding(liger_kernel_served):
+    from liger_kernel.ops import LigerEmbeddingFunction
+    from liger_kernel.transformers.experimental.embedding import LigerEmbedding
+
+    ids = torch.tensor([[1, 2, 0], [2, 2, 4]])
+    for padding in (None, 2):
+        module = LigerEmbedding(5, 8, padding)
+        assert padding is None or not module.weight[padding].any()
+        agrees(module, nn.Embedding(5, 8, padding), ids)
+        torch.testing.assert_close(LigerEmbeddingFunction.apply(module.weight, ids), module.weight[ids])
+    nn.init.ones_(module.weight)
+    assert torch.equal(module(ids).sum(-1) == 0, ids == 2)
+
+
+def test_norms_of_single_models(liger_kernel_served):
+    from liger_kernel.transformers import rms_norm as norms
+
+    x, weight = torch.randn(7, 32).bfloat16(), torch.randn(32).bfloat16()
+    added = ("Gemma", "Gemma2", "Gemma3", "Qwen3Next", "MuseGlimmerTextCentered")
+    for name in (*added, "Gemma4", "MuseGlimmer", "Olmo2", "Glm4"):
+        module = getattr(norms, f"LigerRMSNormFor{name}")(32, eps=1e-2).bfloat16()
+        assert isinstance(module, norms.LigerRMSNorm)
+        assert torch.equal(module.weight, torch.full_like(weight, 0.0 if name in added else 1.0))
+        module.weight.data = weight
+        mode = "llama" if name in ("Olmo2", "Glm4") else "gemma"
+        assert torch.equal(module(x), F.rms_norm(x, weight, 1e-2, 1.0 if name in added else 0.0, mode))
+    for name in ("Gemma4", "MuseGlimmer"):
+        bare = getattr(norms, f"LigerRMSNormFor{name}")(32, with_scale=False)
+        assert not bare.state_dict() and bare(x).dtype == x.dtype
+        torch.testing.assert_close(bare(x), TF.rms_norm(x.float(), (32,), eps=1e-6).bfloat16())
+
+
+def test_rotations_of_single_models(liger_kernel_served):
+    from liger_kernel.transformers import llama4_rope, rope
+    from transformers.models.gpt_oss import modeling_gpt_oss
+    from transformers.models.llama4 import modeling_llama4
+    from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+    q, k, angles = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16), torch.randn(1, 7, 8)
+    cos, sin = angles.cos(), angles.sin()
+
+    def close(ours, theirs):
+        for pair in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(*pair)
+
+    close(rope.liger_rotary_pos_emb_gpt_oss(q, k, cos, sin), modeling_gpt_oss.apply_rotary_pos_emb(q, k, cos, sin))
+    full = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    rotated = rope.liger_rotary_pos_emb(q, k, *full)
+    for dim in (1, 2):
+        assert equal(rope.liger_rotary_pos_emb(q, k, *(t.unsqueeze(dim) for t in full), None, dim), rotated)
+    part = rope.liger_rotary_pos_emb(q, k, cos[..., :6], sin[..., :6], rotary_dim=8)
+    expected = rope.liger_rotary_pos_emb(q, k, *(torch.cat([t[..., :4]] * 2, -1) for t in (cos, sin)))
+    assert equal(part, expected) and torch.equal(part[0][..., 8:], q[..., 8:])
+    for wrong in (7, 18):
+        with pytest.raises(ValueError, match="rotary_dim must be even and in"):
+            rope.liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=wrong)
+
+    rows = [t[0].transpose(0, 1).bfloat16() for t in (q, k)]
+    ours = rope.liger_rotary_pos_emb_vision(*rows, full[0][0], full[1][0])
+    close(ours, modeling_qwen3_vl.apply_rotary_pos_emb_vision(*rows, full[0][0], full[1][0]))
+
+    q, k = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16)
+    freqs = torch.polar(torch.ones(7, 1, 8), torch.randn(7, 1, 8))
+    expected = modeling_llama4.vision_apply_rotary_emb(q, k, freqs)
+    for f in (freqs, freqs[:, 0], freqs[None]):
+        close(llama4_rope.liger_llama4_vision_rotary_pos_emb(q, k, f), expected)
+    real = modeling_llama4.vision_apply_rotary_emb(q, k, freqs.real)
+    close(llama4_rope.liger_llama4_vision_rotary_pos_emb(q, k, freqs.real), real)
+    close(llama4_rope.liger_llama4_text_rotary_pos_emb(q, k, torch.cat([freqs[:, 0]] * 2)), expected)
+
+
+def test_the_functional_module(liger_kernel_served):
+    import liger_kernel
+    from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
+
+    f, how = liger_kernel.functional, dict(impl="nvidia-triton", mode="default", backend=None)
+    x, y, weight, bias = torch.randn(7, 32), torch.randn(7, 32), torch.randn(32), torch.randn(32)
+    assert torch.equal(f.rms_norm(x, weight, 1e-2, offset=1.0, **how), F.rms_norm(x, weight, 1e-2, 1.0))
+    assert equal(f.fused_add_rms_norm(x, y, weight, 1e-2, 1.0, **how), F.fused_add_rms_norm(x, y, weight, 1e-2, 1.0))
+    assert torch.equal(f.layer_norm(x, weight, bias, 1e-2, **how), F.layer_norm(x, weight, bias, 1e-2))
+    assert torch.equal(f.layer_norm(x, weight), F.layer_norm(x, weight, None, 1e-6))
+    assert torch.equal(f.swiglu(x, y, 2.0, 0.5, **how), 0.5 * F.swiglu(2.0 * x, y))
+    assert torch.equal(f.geglu(x, y, **how), F.geglu(x, y))
+    assert torch.equal(LigerFusedGateUpSiLUMulFunction.apply(torch.cat([x, y], -1)), F.swiglu(x, y))
+    q, angles = torch.randn(2, 4, 7, 16), torch.randn(1, 7, 8).repeat(1, 1, 2)
+    assert equal(f.rope(q, q, angles.cos(), angles.sin(), **how), F.rope(q, q, angles.cos(), angles.sin()))
+
+    target, options = torch.randint(32, (7,)), dict(ignore_index=3, lse_square_scale=0.1, reduction="none", softcap=5.0)
+    expected = F.cross_entropy_with_metrics(x, target, weight.abs(), **options)
+    asked = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+    assert equal(f.cross_entropy(x, target, weight.abs(), **options, **asked, **how), expected)
+    head = torch.randn(32, 32)
+    expected = F.fused_linear_cross_entropy_with_metrics(x, head, target, bias, **options)
+    assert equal(f.fused_linear_cross_entropy(x, head, target, bias, **options, **asked, **how), expected)
+    assert f.cross_entropy(x, target)[1:] == (None, None, None)
+
+
+def test_the_loss_of_causal_language_models(liger_kernel_served):
+    from liger_kernel.transformers.functional import CrossEntropyOutput
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss, unpack_cross_entropy_result
+
+    x, head, labels = torch.randn(2, 7, 32), torch.randn(11, 32), torch.randint(11, (2, 7))
+    labels[0, 3] = -100
+    logits = 5.0 * torch.tanh((x @ head.T)[:, :-1] / 5.0).flatten(0, 1)
+    total = TF.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    given = (x, head, labels, 32)
+    loss = LigerForCausalLMLoss(*given, final_logit_softcapping=5.0, output_attentions=True)
+    torch.testing.assert_close(loss, total / 11)
+    loss = LigerForCausalLMLoss(*given, num_items_in_batch=4, final_logit_softcapping=5.0)
+    torch.testing.assert_close(loss, total / 4)
+    shifted = dict(shift_labels=TF.pad(labels, (0, 1), value=-100)[:, 1:], final_logit_softcapping=5.0)
+    out = LigerForCausalLMLoss(x, head, None, 32, **shifted, return_token_accuracy=True)
+    assert isinstance(out, CrossEntropyOutput) and out.predicted_tokens is None
+    hits = logits.argmax(-1) == labels[:, 1:].flatten()
+    torch.testing.assert_close(out.token_accuracy, hits.sum() / 11)
+    assert unpack_cross_entropy_result(out) == (out.loss, None, out.token_accuracy, None)
+    assert unpack_cross_entropy_result(loss) == (loss, None, None, None)
+    assert unpack_cross_entropy_result((loss, total)) == (loss, total, None, None)
+
+
+def test_loss_options_are_checked_on_construction(liger_kernel_served):
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+
+    for loss in (LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss):
+        for wrong in (dict(label_smoothing=1.5), dict(reduction="batchmean"), dict(softcap=0.0)):
+            with pytest.raises(AssertionError, match=next(iter(wrong))):
+                loss(**wrong)
+
+
+def test_patching_functions_have_the_package_defaults(liger_kernel_served, monkeypatch):
+    from liger_kernel.transformers import monkey_patch
+
+    from liger_ops.compat import patching
+
+    calls = []
+    monkeypatch.setattr(patching, "apply_liger_kernel", lambda model, **switches: calls.append(switches))
+    model = nn.Linear(1, 1)
+    for name, off in (
+        ("llama", {"cross_entropy"}),
+        ("granite", {"fused_linear_cross_entropy"}),
+        ("qwen3_next", {"rope", "cross_entropy"}),
+        ("gpt_oss", {"swiglu", "cross_entropy"}),
+        ("gemma4", {"rope", "layer_norm", "cross_entropy"}),
+    ):
+        getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(model=model)
+        assert {switch for switch, on in calls.pop().items() if on is False} == off
+    # Positional arguments: the fourth switch of paligemma is not that of llama.
+    monkey_patch.apply_liger_kernel_to_paligemma(True, False, True, False, model=model)
+    assert not calls.pop()["layer_norm"]
+    monkey_patch.apply_liger_kernel_to_llama(True, False, True, False, True, model)
+    assert not calls.pop()["rms_norm"]
+    monkey_patch.apply_liger_kernel_to_llava(model=model, rope=False, text_model_option=1)
+    assert not calls.pop()["rope"]
+    monkey_patch.apply_liger_kernel_to_llama(model=model, layer_norm=False)
+    assert not calls.pop()["layer_norm"]
+
+
+def test_devices_and_backends(liger_kernel_served, monkeypatch):
+    from liger_kernel import utils
+
+    def device_is(cuda=False, xpu=False, npu=False, **properties):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(torch.xpu, "is_available", lambda: xpu)
+        fake, found = (
+            SimpleNamespace(is_available=lambda: npu),
+            SimpleNamespace(total_memory=5 * 2**30 - 1, **properties),
+        )
+        for module in (torch.cuda, torch.xpu, fake):
+            monkeypatch.setattr(module, "get_device_properties", lambda device=0: found, raising=False)
+        monkeypatch.setattr(torch, "npu", fake, raising=False)
+        utils.infer_device_arch.cache_clear()
+
+    device_is()
+    assert (utils.infer_device(), utils.infer_device_arch(), utils.is_npu_available()) == ("cpu", "cpu", False)
+    with pytest.raises(RuntimeError, match="there is no GPU"):
+        utils.get_total_gpu_memory()
+    device_is(cuda=True)
+    assert (utils.infer_device(), utils.get_total_gpu_memory()) == ("cuda", 4)
+    for capability, arch in (
+        ((8, 6), "ampere_ada"),
+        ((9, 0), "hopper"),
+        ((10, 3), "blackwell_ultra"),
+        ((11, 0), "sm_110"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0, found=capability: found)
+        utils.infer_device_arch.cache_clear()
+        assert utils.infer_device_arch() == arch
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    for target, arch in (
+        ("gfx942:sramecc+:xnack-", "cdna3"),
+        ("gfx1100", "rdna3"),
+        ("gfx9999", "gfx9999"),
+        ("", "cuda"),
+    ):
+        device_is(cuda=True, gcnArchName=target)
+        assert utils.infer_device_arch() == arch
+    for name, arch in (("Data Center GPU Max 1550", "pvc"), ("Arc(TM) A770", "arc"), ("Other", "xpu")):
+        device_is(xpu=True, name=name)
+        assert (utils.infer_device(), utils.infer_device_arch()) == ("xpu", arch)
+    for name, arch in (("Ascend910B3", "ascend910"), ("Ascend310P", "ascend310"), ("Other", "npu")):
+        device_is(npu=True, name=name)
+        assert (utils.infer_device(), utils.infer_device_arch()) == ("npu", arch)
+    device_is(xpu=True)  # a device without a name
+    assert utils.infer_device_arch() == "xpu"
+
+    names = {
+        "nccl": "is_nccl_available",
+        "xccl": "is_xccl_available",
+        "mpi": "is_mpi_available",
+        "gloo": "is_gloo_available",
+    }
+    for available in (["nccl", "gloo"], ["xccl", "mpi"], ["mpi", "gloo"], ["gloo"]):
+        for name, function in names.items():
+            monkeypatch.setattr(torch.distributed, function, lambda found=name in available: found)
+        assert utils.infer_comm_backend() == available[0]
+    device_is(npu=True)
+    assert utils.infer_comm_backend() == "hccl"
+    device_is()
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no distributed backend"):
+        utils.infer_comm_backend()
+
+
+def test_versions_and_packages(liger_kernel_served, monkeypatch):
+    import transformers
+    from liger_kernel.transformers import is_transformers_available
+    from liger_kernel.utils import PEFT_AVAILABLE, is_peft_available, transformers_version_dispatch
+
+    monkeypatch.setattr(transformers, "__version__", "4.48.0")
+
+    def chosen(required):
+        old, new = (lambda *a, **k: ("old", a, k)), (lambda *a, **k: ("new", a, k))
+        return transformers_version_dispatch(required, old, new, (1,), (2,), {"x": 3}, {"y": 4})
+
+    assert chosen("4.49.0") == chosen("4.48.1") == ("old", (1,), {"x": 3})
+    assert chosen("4.48.0") == chosen("4.9.0") == ("new", (2,), {"y": 4})
+    assert is_transformers_available()
+    assert is_peft_available() == PEFT_AVAILABLE == (importlib.util.find_spec("peft") is not None)

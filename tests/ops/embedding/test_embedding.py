@@ -1,0 +1,229 @@
+"""embedding: torch.ops.liger.embedding against F.embedding in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import (
+    CPU_DTYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_no_double_backward,
+    check_reads_only,
+    check_second_backward,
+    count_graphs,
+    gradients,
+    like,
+    path_taken,
+    served_by,
+)
+from hypothesis import strategies as st
+from torch import Tensor
+
+import liger_ops
+
+embedding = torch.ops.liger.embedding
+CLASSES = 100
+# Shapes of indices: on CUDA, ATen handles few indices and our kernel handles many.
+FEW, MANY = (3, 7), (5, 1000)
+
+
+def make(shape, n, dtype, device, classes=CLASSES, index_dtype=torch.int64) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    input = torch.randint(classes, shape, device=device).to(index_dtype)
+    weight = torch.randn(classes, n, dtype=dtype, device=device, requires_grad=True)
+    return [input, weight], [torch.randn(*shape, n, dtype=dtype, device=device)]
+
+
+def check(inputs, grads, *options):
+    """Eager on CPU accumulates bf16 in bf16, so the tolerance is tight on CUDA only."""
+
+    def run(op, dtype=None):
+        return gradients(lambda *a: op(*a, *options), [like(t, dtype) for t in inputs], grads)
+
+    ours, eager, oracle = run(embedding), run(F.embedding), run(F.embedding, torch.float64)
+    assert torch.equal(ours[0], eager[0])
+    assert_no_worse("d weight", ours[1], eager[1], oracle[1])
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 130, 1000, 4096])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), FEW, MANY])
+def test_sizes(shape, n, dtype, device):
+    inputs, grads = make(shape, n, dtype, device)
+    check(inputs, grads)
+
+
+@pytest.mark.parametrize("shape, n", [((0,), 8), ((2, 0), 8), (FEW, 0), (MANY, 0)])
+def test_empty(shape, n, device):
+    (input, weight), grads = make(shape, n, torch.float32, device)
+    out, dweight = gradients(embedding, [input, weight], grads)
+    assert out.shape == (*shape, n) and dweight.shape == weight.shape and not dweight.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [8, 1023, 1024, 1032, 3584])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("classes", [1, 3, 70_000])
+def test_kernel_on_cuda(n, dtype, classes):
+    """One class with all indices, a few classes with thousands each, and many with one each."""
+    inputs, grads = make((5000,), n, dtype, "cuda", classes)
+    liger_ops.reset_launch_counts()
+    check(inputs, grads)
+    counts = liger_ops.launch_counts()
+    assert counts[served_by("cuda")] == 1 and sum(counts.values()) == 1, counts
+    # For any number of rows, a compensated sum errs by two roundings of the sum of magnitudes, plus one of the result.
+    double = [like(t, torch.float64) for t in inputs]
+    exact, added = (gradients(F.embedding, double, g)[1] for g in (grads, [g.abs() for g in grads]))
+    ours = gradients(embedding, [like(t) for t in inputs], grads)[1]
+    allowed = torch.finfo(dtype).eps * exact.abs() + torch.finfo(torch.float32).eps * added
+    assert ((ours.double() - exact).abs() <= allowed).all()
+
+
+def test_cpu_path():
+    inputs, grads = make(MANY, 8, torch.float32, "cpu")
+    with path_taken("cpu"):
+        gradients(embedding, inputs, grads)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("padding_idx", [None, 0, 7, -1, -CLASSES])
+@pytest.mark.parametrize("shape", [FEW, MANY])
+def test_options(shape, padding_idx, index_dtype, device):
+    inputs, grads = make(shape, 24, torch.float32, device, index_dtype=index_dtype)
+    inputs[0].view(-1)[::3] = 0 if padding_idx is None else padding_idx % CLASSES
+    check(inputs, grads, padding_idx)
+    dweight = gradients(lambda *a: embedding(*a, padding_idx), inputs, grads)[1]
+    if padding_idx is not None:
+        assert not dweight[padding_idx].any() and dweight.any()
+
+
+@pytest.mark.parametrize("shape", [FEW, MANY])
+def test_layouts(shape, device):
+    (input, weight), grads = make(shape, 24, torch.float32, device)
+    expected = gradients(embedding, [input, weight], grads)
+    strided = torch.stack([input, input], -1)[..., 0]
+    transposed = weight.detach().t().contiguous().t().requires_grad_()
+    sliced = [torch.cat([g, g], -1)[..., :24] for g in grads]
+    for arguments, arriving in (([strided, weight], grads), ([input, transposed], grads), ([input, weight], sliced)):
+        for ours, theirs in zip(gradients(embedding, arguments, arriving), expected):
+            assert torch.equal(ours, theirs)
+    expanded = [torch.ones((), device=device).expand_as(grads[0])]
+    check([input, weight], expanded)
+
+
+def test_common_operator_checks(device):
+    inputs, grads = make(MANY, 24, torch.float32, device)
+    check_reads_only(embedding, inputs, grads)
+    check_deterministic(embedding, inputs, grads)
+    check_second_backward(embedding, inputs, grads)
+    check_no_double_backward("embedding", embedding, inputs, grads)
+
+
+def test_frozen_weights(device):
+    (input, weight), _ = make(FEW, 24, torch.float32, device)
+    assert not embedding(input, weight.detach()).requires_grad
+    with torch.no_grad():
+        assert not embedding(input, weight).requires_grad
+
+
+@pytest.mark.parametrize("shape", [FEW, MANY])
+def test_opcheck(shape, device):
+    inputs, grads = make(shape, 24, torch.float32, device)
+    torch.library.opcheck(embedding.default, (*inputs, 3), test_utils=OPCHECKS)
+    bwd = torch.ops.liger._embedding_bwd.default
+    torch.library.opcheck(bwd, (grads[0], inputs[0], CLASSES, 3), test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda i, w: (i.float(), w), r"embedding: input must be int64 or int32 indices \(got Float\)"),
+        (lambda i, w: (i, w.long()), r"embedding: weight must be float32, float16"),
+        (lambda i, w: (i, w[0]), r"embedding: weight must have two dimensions \(got \[24\]\)"),
+        (lambda i, w: (i.to("meta"), w), r"embedding: weight must be on meta like input"),
+        (lambda i, w: (i, w, CLASSES), r"embedding: padding_idx must lie in \[-100, 100\) \(got 100\)"),
+        (lambda i, w: (i, w, -CLASSES - 1), r"embedding: padding_idx must lie in \[-100, 100\) \(got -101\)"),
+        (
+            lambda i, w: (i, w, -(2**63)),
+            r"embedding: padding_idx must lie in \[-100, 100\) \(got -9223372036854775808\)",
+        ),
+    ],
+)
+def test_bad_arguments(change, message):
+    (input, weight), _ = make(FEW, 24, torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match=message):
+        embedding(*change(input, weight.detach()))
+
+
+def test_the_module():
+    torch.manual_seed(0)
+    plain = torch.nn.Embedding(10, 4, padding_idx=2)
+    ours = liger_ops.nn.Embedding(10, 4, padding_idx=2)
+    ours.load_state_dict(plain.state_dict())
+    assert repr(ours) == repr(plain)
+    input = torch.tensor([[1, 2, 9], [2, 2, 0]])
+    results = []
+    for module in (plain, ours):
+        out = module(input)
+        out.sin().sum().backward()
+        results.append((out, module.weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+    # Options that the operator does not support.
+    for options in (dict(max_norm=1.0), dict(scale_grad_by_freq=True), dict(sparse=True)):
+        modules = torch.nn.Embedding(10, 4, **options), liger_ops.nn.Embedding(10, 4, **options)
+        modules[1].load_state_dict(modules[0].state_dict())
+        outs = [module(input) for module in modules]
+        torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+        a, b = (module.weight.grad for module in modules)
+        assert torch.equal(*outs) and torch.equal(a.to_dense(), b.to_dense())
+
+
+def test_the_module_scripted():
+    module, input = liger_ops.nn.Embedding(10, 4), torch.arange(8)
+    scripted = torch.jit.script(module)
+    assert torch.equal(scripted(input), module(input)) and "liger::embedding" in str(scripted.inlined_graph)
+
+
+def test_the_module_compiled(device):
+    """torch.compile uses PyTorch's embedding, see liger_ops.nn."""
+    backend, graphs = count_graphs()
+    module, input = liger_ops.nn.Embedding(10, 4, device=device), torch.arange(8, device=device)
+    assert torch.equal(torch.compile(module, backend=backend, fullgraph=True)(input), module(input))
+    assert not any("liger" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+# ---- The kernel in the interpreter
+
+INTERPRETED = """
+import types, sys, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from liger_ops.kernels import find
+
+def run(path, rows, classes, columns, padding_idx):
+    torch.manual_seed(0)
+    input = torch.randint(classes, (rows,))
+    dout, dweight = torch.randn(rows, columns + 8).half()[:, :columns], torch.zeros(classes, columns).half()
+    dout[1, 0], dout[5, 1] = float("inf"), float("-inf")
+    indices, order = input.int().sort(stable=True)
+    kernel = find("embedding_bwd")
+    c = kernel.pick({"X": "fp16"}, columns, columns % 8 == 0).constexprs
+    grid = (rows * -(-columns // c["BLOCK_N"]),)
+    kernel.function[grid](dweight, dout, indices, order, rows, columns, columns + 8, padding_idx, **c)
+    numpy.savez(path, input=input, dout=dout, dweight=dweight)
+"""
+INTERPRETED_CASES = [(9, 20, 8, -1), (70, 3, 1032, 2), (40, 1, 300, -1), (33, 5, 5, 0)]
+
+
+@pytest.mark.parametrize("rows, classes, columns, padding_idx", INTERPRETED_CASES)
+def test_kernel_interpreted(rows, classes, columns, padding_idx, interpreted):
+    got = interpreted[rows, classes, columns, padding_idx]
+    expected = torch.zeros(classes, columns, dtype=torch.float64)
+    expected.index_add_(0, got["input"], got["dout"].double())
+    if padding_idx >= 0:
+        expected[padding_idx] = 0
+    torch.testing.assert_close(got["dweight"].double(), expected, rtol=torch.finfo(torch.half).eps, atol=1e-6)
+
+
+def vary(draw, arguments):
+    arguments["padding_idx"] = draw(st.sampled_from([None, 0, -1]))

@@ -1,0 +1,732 @@
+"""fused_linear_divergence against its formula in fp64."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from checks import (
+    CPU_DTYPES,
+    HALF_TYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_reads_only,
+    check_script,
+    check_second_backward,
+    equal,
+    gradients,
+    like,
+    output_of,
+    path_taken,
+)
+from strategies import may_be_float32
+from torch import Tensor
+
+from liger_ops import functional as F
+
+divergence = torch.ops.liger.fused_linear_divergence
+reference = F.fused_linear_divergence.reference
+
+BETAS = [0.0, 1.0, 0.3]
+OPTIONS = {
+    "plain": {},
+    "temperature": dict(temperature=2.0),
+    "scale": dict(s_logits_scale=0.7, t_logits_scale=1.5),
+    "softcap": dict(s_softcap=3.0, t_softcap=5.0),
+    "one softcap": dict(t_softcap=4.0),
+    "all": dict(temperature=0.6, s_logits_scale=0.7, t_logits_scale=1.5, s_softcap=3.0, t_softcap=5.0),
+}
+
+
+def make(tokens, classes, dtype=torch.float32, device="cpu", hidden=(16, 24), bias=False, t_dtype=None):
+    """(s_input, s_weight, t_input, t_weight, s_bias, t_bias)"""
+    tokens = (tokens,) if isinstance(tokens, int) else tokens
+    t_dtype = t_dtype or dtype
+
+    def side(width, dtype, learned):
+        x = torch.randn(*tokens, width, device=device)
+        weight = torch.randn(classes, width, device=device) * (2 * max(width, 1) ** -0.5)
+        b = torch.randn(classes, device=device) if bias else None
+        return [t if t is None else t.to(dtype).requires_grad_(learned) for t in (x, weight, b)]
+
+    (x, w, b), (tx, tw, tb) = side(hidden[0], dtype, True), side(hidden[1], t_dtype, False)
+    return x, w, tx, tw, b, tb
+
+
+def small_budget(inputs, parts=3):
+    """A budget for about this many chunks."""
+    tokens = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+    row = (len(inputs[1]) + 63) // 64 * 64
+    wide = 8 if inputs[0].dtype == torch.float64 else 4
+    return (2 * row * wide + row * inputs[0].element_size() + 400) * -(-tokens // parts) + 24 * tokens
+
+
+def logit_error(
+    s_input, s_weight, t_input, t_weight, s_bias=None, t_bias=None, temperature=1.0, s_logits_scale=1.0,
+    t_logits_scale=1.0, **_,
+):  # fmt: skip
+    """One rounding of the largest logit over the temperature, in the dtype in which ours and the formula compute logits:
+    fp32, or fp64 if a model is fp64. The error of a log-probability, some terms of which are rounded."""
+    models = (s_input, s_weight, s_bias, s_logits_scale), (t_input, t_weight, t_bias, t_logits_scale)
+    wide = torch.float64 if torch.float64 in (s_input.dtype, t_input.dtype) else torch.float32
+    largest = 0.0
+    for x, weight, bias, scale in models:
+        logits = nnf.linear(*(t if t is None else t.detach().double() for t in (x, weight, bias)))
+        largest = max(largest, abs(scale) * float(logits.abs().max()) if logits.numel() else 0.0)
+    return torch.finfo(wide).eps * largest / temperature
+
+
+def relative(error, truth):
+    largest = float(truth.abs().nan_to_num().max()) if truth.numel() else 0.0
+    return error / largest if largest else 0.0
+
+
+def check(inputs, device, grad=None, **options):
+    """Ours and the formula in the same dtypes against the formula in fp64."""
+    ours_of, exact_of = (lambda *t: tuple(divergence(*t, **options))), (lambda *t: tuple(reference(*t, **options)))
+    with path_taken(device):
+        ours_value = ours_of(*[t if t is None else t.detach() for t in inputs])
+    shape = ours_value[0].shape
+    upstream = [torch.randn(shape, device=device) if grad is None else grad]
+    with path_taken(device):
+        ours = gradients(ours_of, [like(t) for t in inputs], upstream)
+    torch.testing.assert_close(ours[:2], [*ours_value], equal_nan=True)  # chunks without gradients have other sizes
+    eager = gradients(exact_of, [like(t) for t in inputs], upstream)
+    doubled = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in options.items()}
+    oracle = gradients(lambda *t: tuple(reference(*t, **doubled)), [like(t, torch.float64) for t in inputs], upstream)
+    assert not ours[1].requires_grad
+    error = logit_error(*inputs, **options)
+    for i, results in enumerate(zip(ours, eager, oracle, strict=True)):
+        if i < 2:
+            # The mean of the positions' errors is no larger than one; their sum grows with the root of their number.
+            terms = ours[1].numel() ** 0.5 if i == 0 and options.get("reduction") == "sum" else 1
+            noise = relative(error * terms, results[2])
+        else:
+            # A gradient sums differences of two probabilities, which have the relative error of their logits.
+            noise = 2 * error
+            if results[0].dtype in HALF_TYPES:
+                # Ours rounds the gradients of logits to the dtype; the formula's GEMMs read them in fp32. Those of many
+                # classes are about 1 / classes, and may be subnormal numbers.
+                of = torch.finfo(results[0].dtype)
+                noise += of.eps / 2 * max(1.0, inputs[1].shape[0] * of.smallest_normal)
+        assert_no_worse(f"result {i}", *results, noise=noise)
+    return ours
+
+
+# ---- Values
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("tokens, classes", [(1, 2), (5, 40), (70, 1000), (33, 1001), (9, 5003)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sizes(reduction, tokens, classes, beta, dtype, device):
+    inputs = make(tokens, classes, dtype, device, bias=True)
+    for budget in (None, small_budget(inputs)):
+        check(inputs, device, beta=beta, reduction=reduction, memory_budget=budget)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("weighted", ["", "mask", "mask and weights"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_options(beta, reduction, weighted, options, device):
+    for dtype in (torch.float32, torch.float16):
+        inputs = make((3, 20), 200, dtype, device, bias=True)
+        arguments = dict(OPTIONS[options], beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
+        if "mask" in weighted:
+            arguments["mask"] = torch.rand(3, 20, device=device) < 0.6
+        if "weights" in weighted:
+            arguments["token_weight"] = torch.rand(3, 20, device=device)
+        check(inputs, device, **arguments)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_pytorchs_own_functions(beta, device):
+    x, w, tx, tw, b, tb = make(12, 50, torch.float64, "cpu", bias=True)
+    found, entropy = divergence(x, w, tx, tw, b, tb, beta=beta, temperature=2.0)
+    s, t = (nnf.linear(*i).div(2).log_softmax(-1) for i in ((x, w, b), (tx, tw, tb)))
+    kl = lambda p, q: nnf.kl_div(q, p, log_target=True, reduction="none").sum(-1)  # noqa: E731
+    m = torch.logaddexp(s + math.log1p(-beta), t + math.log(beta)) if 0 < beta < 1 else None
+    expected = kl(t, s) if beta == 0 else kl(s, t) if beta == 1 else beta * kl(t, m) + (1 - beta) * kl(s, m)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=s.detach()).entropy())
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("wanted", ["x", "w", "b", "x w", "x b", "w b", "x w b", ""])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_only_required_gradients(reduction, wanted, beta, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w, _, _, b, _ = inputs = make(20, 100, dtype, device, bias=True)
+        for name, t in (("x", x), ("w", w), ("b", b)):
+            t.requires_grad_(name in wanted.split())
+        ours = check(inputs, device, beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
+        assert ours[0].requires_grad == bool(wanted)
+
+
+@pytest.mark.parametrize("s_dtype, t_dtype", [*itertools.permutations(CPU_DTYPES, 2)])
+def test_models_of_different_dtypes(s_dtype, t_dtype, device):
+    for reduction in ("mean", "none"):
+        check(make(20, 100, s_dtype, device, bias=True, t_dtype=t_dtype), device, beta=0.5, reduction=reduction)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_close_models(dtype, distance, beta, device):
+    """Rounding must not hide a small divergence. The error is compared with that of log_softmax and kl_div on logits
+    that were computed in fp32."""
+    x, w, _, _, _, _ = make(64, 2000, dtype, device, hidden=(32, 32))
+    tx = (x.detach().float() * (1 + distance * torch.randn(64, 32, device=device))).to(dtype)
+    tw = w.detach().clone()
+    found = divergence(x, w, tx, tw, beta=beta)[0]
+    exact = reference(*(t.double() for t in (x, w, tx, tw)), beta=beta)[0]
+    plain = reference(*(t.float() for t in (x, w, tx, tw)), beta=beta)[0]
+    error, allowed = ((t.double() - exact).abs().max() for t in (found, plain))
+    assert error <= allowed
+    slopes = [
+        torch.autograd.grad(f(*i, beta=beta)[0].sum(), i[0])[0].double()
+        for f, i in ((divergence, (x, w, tx, tw)), (reference, [like(t, torch.float64) for t in (x, w, tx, tw)]))
+    ]
+    error = (slopes[0] - slopes[1]).norm() / slopes[1].norm()
+    assert error < (2 * torch.finfo(dtype).eps if dtype in HALF_TYPES else 1e-6 / distance)
+
+
+def test_equal_models_have_no_divergence(device):
+    x, w = make(10, 300, device=device)[:2]
+    for beta in BETAS:
+        found = divergence(x, w, x.detach(), w.detach(), beta=beta)[0]
+        assert not found.any() and torch.autograd.grad(found.sum(), x)[0].abs().max() < 1e-6
+
+
+def test_impossible_classes(device):
+    """A bias of -inf removes a class, from both models or from one."""
+    inf = math.inf
+    for beta in BETAS:
+        x, w, tx, tw, b, tb = make(4, 30, device=device, bias=True)
+        b, tb = b.detach().clone(), tb.clone()
+        b[3], tb[3] = -inf, -inf
+        if beta != 1:
+            tb[7] = -inf
+        if beta != 0:
+            b[8] = -inf
+        found = divergence(x, w, tx, tw, b, tb, beta=beta)
+        torch.testing.assert_close([*found], [*reference(x, w, tx, tw, b, tb, beta=beta)])
+        assert found[0].isfinite().all() and torch.autograd.grad(found[0].sum(), x)[0].isfinite().all()
+    tb[9] = -inf
+    assert (divergence(x, w, tx, tw, b, tb, beta=1.0)[0] == inf).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_everything_masked(dtype, reduction, device):
+    x, w, tx, tw, b, tb = make(6, 40, dtype, device, bias=True)
+    mask = torch.zeros(6, dtype=torch.bool, device=device)
+    found, entropy = divergence(x, w, tx, tw, b, tb, mask=mask, reduction=reduction)
+    assert found.isnan() if reduction == "mean" else not found.any()
+    assert not entropy.any()
+    for gradient in torch.autograd.grad(found.sum(), (x, w, b)):
+        assert not gradient.any()
+
+
+def test_masked_positions_are_not_read(device):
+    for beta, reduction in itertools.product(BETAS, ["mean", "none"]):
+        x, w, tx, tw, _, _ = make(6, 300, device=device)
+        mask = torch.tensor([1, 1, 0, 1, 0, 1], device=device).bool()
+        tx[2], tx[4] = math.nan, math.inf
+        found, entropy = divergence(x, w, tx, tw, mask=mask, beta=beta, reduction=reduction)
+        slopes = torch.autograd.grad(found.sum(), (x, w))
+        assert found.isfinite().all() and all(s.isfinite().all() for s in slopes)
+        assert not slopes[0][~mask].any() and not entropy[~mask].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
+def test_no_tokens(shape, reduction, device):
+    x, w, tx, tw, b, tb = make(shape, 40, torch.bfloat16, device, bias=True)
+    found, entropy = divergence(x, w, tx, tw, b, tb, reduction=reduction)
+    assert entropy.shape == shape and found.shape == (shape if reduction == "none" else ())
+    assert found.isnan() if reduction == "mean" else not found.any()
+    slopes = torch.autograd.grad(found.sum(), (x, w, b))
+    assert slopes[0].shape == x.shape and not slopes[1].any() and not slopes[2].any()
+
+
+def test_one_token_without_leading_dimension(device):
+    check(make((), 40, torch.float32, device), device)
+
+
+def test_no_hidden_columns_and_no_classes(device):
+    x, w, tx, tw, _, _ = make(5, 7, device=device, hidden=(0, 4))
+    found = divergence(x, w, tx, tw)[0]
+    assert found.isfinite().all()
+    assert [g.shape for g in torch.autograd.grad(found.sum(), (x, w))] == [x.shape, w.shape]
+    x, w, tx, tw, _, _ = make(5, 0, device=device)
+    found, entropy = divergence(x, w, tx, tw)
+    assert not found.any() and not entropy.any() and not torch.autograd.grad(found.sum(), x)[0].any()
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "part of wider rows": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "every other column": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "misaligned": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("argument", range(6))
+def test_layouts(argument, layout, device):
+    inputs = [t.detach() for t in make((4, 9), 100, torch.bfloat16, device, bias=True)]
+    if inputs[argument].dim() > 1 or layout not in ("transposed",):
+        inputs[argument] = LAYOUTS[layout](inputs[argument])
+    for i in (0, 1, 4):
+        inputs[i].requires_grad_()
+    ours = check(inputs, device, memory_budget=small_budget(inputs))
+    assert ours[3].stride() == torch.empty_like(inputs[1]).stride()
+
+
+def test_small_gradients_survive_fp16(device):
+    """A small probability divided by the number of tokens underflows in fp16."""
+    inputs = make(1024, 4000, torch.float16, device)
+    grad = [torch.tensor(1024.0, device=device)]
+    call = lambda f: lambda *t: f(*t, reduction="mean")[0]  # noqa: E731
+    ours = gradients(call(divergence), inputs, grad)
+    oracle = gradients(call(reference), [like(t, torch.float64) for t in inputs], grad)
+    for mine, truth in zip(ours[1:], oracle[1:]):
+        assert torch.linalg.vector_norm(mine.double() - truth) / truth.norm() < torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("parts", [1, 2, 5, 16, 60])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("spread", [0.1, 2.0])
+def test_chunked_gradients_are_as_accurate_as_eager(spread, reduction, parts, dtype, device):
+    """Eager code with logits in the dtype of the inputs. The smaller the spread of the logits, the smaller is the error of
+    their rounding, beside that of d weight in each chunk."""
+    inputs = make(1024, 4000, dtype, device)
+    for i in (1, 3):
+        inputs = [*inputs[:i], (inputs[i].detach() * (spread / 2)).requires_grad_(i == 1), *inputs[i + 1 :]]
+
+    def eager(x, w, tx, tw, b=None, tb=None):
+        s, t = (nnf.linear(*i).float().log_softmax(-1) for i in ((x, w), (tx, tw)))
+        losses = nnf.kl_div(s, t, log_target=True, reduction="none").sum(-1)
+        return losses.mean() if reduction == "mean" else losses
+
+    call = lambda *t: divergence(*t, reduction=reduction, memory_budget=small_budget(inputs, parts))[0]  # noqa: E731
+    # Scaled, so that results are normal numbers of fp16.
+    grad = [torch.tensor(1024.0, device=device) if reduction == "mean" else torch.randn(1024, device=device)]
+    ours, theirs = gradients(call, inputs, grad), gradients(eager, [like(t) for t in inputs], grad)
+    oracle = gradients(lambda *t: reference(*t, reduction=reduction)[0], [like(t, torch.float64) for t in inputs], grad)
+    for i, (mine, other, truth) in enumerate(zip(ours[1:], theirs[1:], oracle[1:], strict=True)):
+        assert_no_worse(f"gradient {i}", mine, other, truth)
+        error, allowed = (torch.linalg.vector_norm(t.double() - truth) for t in (mine, other))
+        # cuBLAS rounds the product of a small GEMM before it adds to it: with the gradients of logits and five sums, that
+        # is 1.58 times the error of eager code's two roundings.
+        assert error <= (1.5 if device == "cpu" else 1.7) * allowed
+
+
+# ---- Memory
+
+PEAK = """
+import resource, torch, liger_ops
+torch.set_num_threads(1)
+tokens, classes, hidden = 4096, 32768, 16
+needs, reduction, dtype = {needs!r}, {reduction!r}, torch.{dtype}
+x, w, tx, tw = (torch.randn(n, hidden, dtype=dtype) for n in (tokens, classes) * 2)
+x.requires_grad_("x" in needs), w.requires_grad_("w" in needs)
+def step(count):
+    found = torch.ops.liger.fused_linear_divergence(
+        x[:count], w, tx[:count], tw, beta=0.5, reduction=reduction, memory_budget=16 << 20
+    )[0]
+    if needs: found.sum().backward()
+step(8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(tokens)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("needs, reduction", [("x w", "mean"), ("x w", "none"), ("x", "none"), ("", "none")])
+def test_no_tokens_times_classes(needs, reduction, dtype):
+    """All logits of one model would take 512 MiB, or 256 MiB in bf16."""
+    assert float(output_of(PEAK.format(needs=needs, reduction=reduction, dtype=dtype))) < 48
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mib", [None, 320, 64])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("needs", ["both", "input", "nothing"])
+def test_peak_memory(needs, reduction, mib):
+    x, w, tx, tw, _, _ = make(4096, 128256, torch.bfloat16, "cuda", hidden=(1024, 512))
+    x.requires_grad_(needs != "nothing")
+    w.requires_grad_(needs == "both")
+    wanted = [t for t in (x, w) if t.requires_grad]
+
+    def step():
+        budget = None if mib is None else mib << 20
+        found = divergence(x, w, tx, tw, beta=0.5, reduction=reduction, memory_budget=budget)[0]
+        return torch.autograd.grad(found.sum(), wanted) if wanted else found
+
+    step()  # allocates the workspace of cuBLAS
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = step()
+    peak = torch.cuda.max_memory_allocated() - before
+    usual = 1280 if reduction == "mean" else 640 if needs == "input" else 320
+    allowed = (mib or usual) << 20
+    assert kept is not None and peak <= sum(t.nbytes for t in wanted) + 1.05 * allowed
+
+
+def test_the_upstream_gradient_scales_the_gradients(device):
+    for dtype in CPU_DTYPES:
+        x, w, tx, tw, _, _ = make(50, 40, dtype, device)
+        found = [divergence(x, w, tx, tw, reduction="mean")[0] for _ in range(2)]
+        ones = torch.autograd.grad(found[0], (x, w))
+        halves = torch.autograd.grad(found[1], (x, w), torch.tensor(-0.5, device=device))
+        for half, one in zip(halves, ones):
+            torch.testing.assert_close(half, one * -0.5, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_inputs_are_not_written(device):
+    for reduction in ("mean", "none"):
+        shape = (50,) if reduction == "none" else ()
+        call = lambda *t: divergence(*t, beta=0.5, reduction=reduction)[0]  # noqa: E731
+        for dtype in (torch.float32, torch.bfloat16):
+            check_reads_only(call, make(50, 40, dtype, device, bias=True), [torch.full(shape, 3.0, device=device)])
+
+
+CALLS = {
+    "reduced": lambda *t: divergence(*t, beta=0.5, reduction="mean")[0],
+    "trained head": lambda *t: divergence(*t, beta=0.5)[0],
+    "frozen head": lambda x, w, *t: divergence(x, w.detach(), *t, beta=0.5)[0],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_second_backward(dtype, call, device):
+    inputs = [t if t is None else t.requires_grad_(i < 1 or (i < 2 and "frozen" not in call)) for i, t in enumerate(make(50, 40, dtype, device))]  # fmt: skip
+    grad = torch.randn(() if call == "reduced" else (50,), device=device)
+    check_second_backward(CALLS[call], inputs, [grad])
+    check_no_double_backward("fused_linear_divergence", CALLS[call], inputs, [grad])
+
+
+@pytest.mark.parametrize("name", ["s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "token_weight"])
+def test_forward_mode_is_refused(name):
+    names = ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias")
+    arguments = dict(zip(names, (t.detach() for t in make(5, 10, bias=True))), token_weight=torch.ones(5))
+    with torch.autograd.forward_ad.dual_level():
+        arguments[name] = torch.autograd.forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+        with pytest.raises(RuntimeError, match="forward-mode automatic differentiation is not supported"):
+            divergence(**arguments)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_runs_are_bitwise_equal(call, device):
+    x, w, tx, tw, b, tb = make(500, 1000, torch.bfloat16, device, bias=True)
+    grad = torch.randn(() if call == "reduced" else (500,), device=device)
+    check_deterministic(CALLS[call], (x, w.detach() if "frozen" in call else w, tx, tw), [grad])
+
+
+def test_checkpoint(device):
+    x, w, tx, tw, _, _ = make(50, 40, torch.bfloat16, device)
+    found = torch.utils.checkpoint.checkpoint(CALLS["reduced"], x, w, tx, tw, use_reentrant=False)
+    assert equal(torch.autograd.grad(found, (x, w)), torch.autograd.grad(CALLS["reduced"](x, w, tx, tw), (x, w)))
+
+
+# ---- Transforms
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(reduction, beta, options):
+    x, w, tx, tw, b, tb = make((2, 4), 7, torch.float64, hidden=(3, 4), bias=True)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1]]).bool()
+    call = partial(
+        divergence, beta=beta, reduction=reduction, mask=mask, token_weight=torch.rand(2, 4), **OPTIONS[options],
+        memory_budget=10_000,
+    )  # fmt: skip
+    torch.autograd.gradcheck(lambda x, w, b: call(x, w, tx, tw, b, tb)[0], (x, w, b))
+    torch.autograd.gradcheck(lambda x: call(x, w.detach(), tx, tw, b.detach(), tb)[0], (x,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("wanted", ["x w b", "x", ""])
+def test_opcheck(wanted, dtype, reduction, device):
+    x, w, tx, tw, b, tb = make((2, 9), 40, dtype, device, bias=True)
+    for name, t in (("x", x), ("w", w), ("b", b)):
+        t.requires_grad_(name in wanted.split())
+    options = dict(reduction=reduction, mask=torch.rand(2, 9, device=device) < 0.5)
+    torch.library.opcheck(divergence.default, (x, w, tx, tw, b, tb), options, test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_compile_makes_one_graph_for_all_sizes(call, device):
+    def calls():
+        for batch, length in ((2, 9), (3, 12), (5, 31)):
+            x, w, tx, tw, _, _ = make((batch, length), 40, device=device)
+            grad = torch.randn(() if call == "reduced" else (batch, length), device=device)
+            yield (x, w.detach() if "frozen" in call else w, tx, tw), [grad]
+
+    check_one_graph(CALLS[call], calls())
+
+
+def test_inductor(device):
+    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
+    check_inductor(lambda x, w: CALLS["reduced"](x * 2, w, tx, tw), (x, w), [torch.tensor(2.0, device=device)])
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, weight: Tensor, t_weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.detach())
+        self.register_buffer("t_weight", t_weight)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return torch.ops.liger.fused_linear_divergence(
+            x, self.weight, t, self.t_weight, None, None, beta=0.5, temperature=2.0, reduction="mean"
+        )[0]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
+    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
+    module, batch = Loss(w, tw), torch.export.Dim("batch", min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(module, (x.detach(), tx), dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
+        others = make((7, 9), 40, device=device)
+        for exported in (program, program.run_decompositions()):
+            targets = [n.target for n in exported.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+            assert divergence.default in targets
+            given = others[0].detach(), others[2]
+            assert torch.equal(exported.module()(*given), module(*given))
+
+
+def test_script(device, tmp_path):
+    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
+    check_script(Loss(w, tw), [(x, tx)], tmp_path / "loss.pt")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_meta(reduction):
+    x, w, tx, tw, b, tb = make((2, 5), 20, torch.bfloat16, "meta", bias=True)
+    found, entropy = divergence(x, w, tx, tw, b, tb, reduction=reduction)
+    assert found.shape == (() if reduction == "mean" else (2, 5)) and entropy.shape == (2, 5)
+    assert found.dtype == entropy.dtype == torch.float32
+    assert [g.shape for g in torch.autograd.grad(found.sum(), (x, w, b))] == [x.shape, w.shape, b.shape]
+
+
+def test_autocast(device):
+    """Autocast runs the GEMMs in low precision; gradients keep the dtypes of the parameters."""
+    inputs = make(20, 40, torch.float32, device, bias=True)
+    call = lambda *t: divergence(*t, reduction="mean")[0]  # noqa: E731
+    with torch.autocast(device, torch.bfloat16):
+        ours = gradients(call, inputs, [torch.ones((), device=device)])
+    low = [t.detach().to(torch.bfloat16).requires_grad_(t.requires_grad) for t in inputs]
+    expected = gradients(call, low, [torch.ones((), device=device)])
+    for mine, theirs in zip(ours, expected):
+        assert mine.dtype == torch.float32 and torch.equal(mine, theirs.float())
+
+
+# ---- Bad input
+
+X, W = torch.ones(2, 3, 8), torch.ones(10, 8)
+ERRORS = {
+    "integer input": (dict(s_input=X.long()), "s_input must be float32"),
+    "scalar input": (dict(s_input=torch.tensor(1.0)), "s_input must have at least one dimension"),
+    "sparse weight": (dict(s_weight=W.to_sparse()), "s_weight must be a dense, unquantized tensor"),
+    "weight of another dtype": (dict(s_weight=W.half()), "s_weight must have the dtype of s_input, Float"),
+    "teacher weight of another dtype": (dict(t_weight=W.half()), "t_weight must have the dtype of t_input, Float"),
+    "weight of another width": (dict(s_weight=W[:, :7]), r"s_weight must have shape \[classes, 8\]"),
+    "teacher elsewhere": (dict(t_input=X.to("meta")), "t_input must be on cpu like s_input"),
+    "teacher positions": (dict(t_input=X[:1]), r"t_input must have shape \[2, 3\] and one dimension more"),
+    "teacher classes": (dict(t_weight=W[:9]), "t_weight must have 10 classes like s_weight"),
+    "bias": (dict(s_bias=torch.ones(9)), r"s_bias must have shape \[10\]"),
+    "teacher bias": (dict(t_bias=torch.ones(10).half()), "t_bias must have the dtype of t_input, Float"),
+    "mask": (dict(mask=torch.ones(2, 3)), "mask must be bool"),
+    "mask shape": (dict(mask=torch.ones(2).bool()), r"mask must have shape \[2, 3\]"),
+    "token weights": (dict(token_weight=torch.ones(2, 3).long()), "token_weight must be floating point"),
+    "token weights shape": (dict(token_weight=torch.ones(3)), r"token_weight must have shape \[2, 3\]"),
+    "learned teacher": (dict(t_input=X.clone().requires_grad_()), "t_input must not require a gradient"),
+    "learned teacher head": (dict(t_weight=W.clone().requires_grad_()), "t_weight must not require a gradient"),
+    "beta": (dict(beta=1.5), "beta must be between 0 and 1"),
+    "temperature": (dict(temperature=0.0), "temperature must be positive and finite"),
+    "scale": (dict(t_logits_scale=math.inf), "t_logits_scale must be finite"),
+    "softcap": (dict(s_softcap=-1.0), "s_softcap must be positive and finite"),
+    "reduction": (dict(reduction="batchmean"), "reduction must be 'mean', 'sum' or 'none'"),
+    "no budget": (dict(memory_budget=0), "memory_budget must be a positive number of bytes"),
+    "too small a budget": (dict(memory_budget=1), r"memory_budget must be at least \d+ bytes"),
+}
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    arguments, message = ERRORS[case]
+    with pytest.raises(RuntimeError, match=rf"^fused_linear_divergence: {message}.*\(got "):
+        divergence(**dict(s_input=X, s_weight=W, t_input=X, t_weight=W) | arguments)
+
+
+def vary(draw, arguments):
+    may_be_float32(draw, arguments, "token_weight")
+    if arguments["mask"] is not None:
+        arguments["mask"] = arguments["mask"].detach() > -0.5
+
+
+def noise(op, **arguments):
+    """As in check()."""
+    error = logit_error(**arguments)
+    exact = reference(
+        **{
+            k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for k, v in arguments.items()
+        }
+    )
+    return *(relative(error, t) for t in exact), *(2 * error,) * 3
+
+
+# ---- GPU only
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [32000, 50257, 128256, 151936, 600_001])
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_vocabularies(dtype, beta, classes):
+    inputs = make(300, classes, dtype, "cuda", hidden=(64, 128))
+    for reduction in ("mean", "none"):
+        for budget in (None, small_budget(inputs, 4)):
+            check(inputs, "cuda", beta=beta, reduction=reduction, memory_budget=budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS)
+def test_no_synchronization_and_cuda_graph_capture(call):
+    x, w, tx, tw, _, _ = make(64, 9000, torch.bfloat16, "cuda")
+    w = w.detach() if "frozen" in call else w
+    wanted = [t for t in (x, w) if t.requires_grad]
+    step = lambda: torch.autograd.grad(CALLS[call](x, w, tx, tw).sum(), wanted)  # noqa: E731
+    expected = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert equal(captured, expected)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_logits():
+    inputs = make(16400, 131200, torch.bfloat16, "cuda", hidden=(64, 64))
+    call = lambda budget: lambda *t: divergence(*t, reduction="mean", memory_budget=budget)[0]  # noqa: E731
+    grad = [torch.ones((), device="cuda")]
+    large, small = (gradients(call(budget), inputs, grad) for budget in (24 << 30, 1 << 30))
+    for a, b in zip(large, small):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=1e-2 * float(b.detach().abs().max()))
+
+
+@pytest.mark.gpu
+def test_double_on_cuda_is_refused():
+    with pytest.raises(RuntimeError, match="s_input must be float32, float16 or bfloat16"):
+        divergence(*(t.double().cuda() for t in (X, W, X, W)))
+
+
+# ---- The kernel in the interpreter
+
+INTERPRETED = """
+import sys, types, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from liger_ops.kernels import find
+from liger_ops.kernels.losses import fused_linear_divergence as module
+nan, flag = float("nan"), {k: v.value for k, v in vars(module).items() if type(v).__name__ == "constexpr"}
+
+def run(path, n, kind, capped, split, dtype="fp32", distance=1.0):
+    torch.manual_seed(0)
+    rows, row = 4, (n + 63) // 64 * 64
+    s, t = torch.full((rows, row), nan), torch.full((rows, row), nan)
+    s[:, :n] = torch.randn(rows, n) * 3
+    t[:, :n] = torch.randn(rows, n) * 3 if distance == 1 else s[:, :n] + distance * torch.randn(rows, n)
+    s_bias, t_bias, grad = torch.randn(n), torch.randn(n), torch.randn(rows)
+    if distance != 1: t_bias = s_bias
+    mask = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
+    entropy, stats = torch.full((rows,), nan), torch.full((5, rows), nan)
+    v = find("fused_linear_divergence_rows").pick(dict(X=dtype, KIND=kind, CAPPED=capped), n, True)
+    part = 1024 if split else row
+    parts = -(-n // part)
+    values, shares = torch.full((rows, parts, 2), nan), torch.full((rows, parts, flag["SHARES"]), nan)
+    arrived, dlogits = torch.zeros(rows, dtype=torch.int32), torch.full((rows, row), nan, dtype=dict(fp32=torch.float32, fp16=torch.float16)[dtype])
+    names = ("HAS_MASK", "HAS_UPSTREAM", "S_BIAS", "T_BIAS") + (("S_CAP", "T_CAP") if capped else ())
+    common = sum(flag[name] for name in names)
+    options = (1.4426950408889634 / 0.7, 1 / 0.7, 0.3, 1.3, 1.3, 4.0, 4.0)
+
+    def launch(flags, teacher, into):
+        v.kernel.function[(rows * parts,)](into, s, teacher, s_bias, t_bias, mask, grad, entropy, stats, values, shares, arrived,
+                                           n, part, row, row, into.stride(0), rows, *options, flags | common, **v.constexprs)
+
+    # The parts of a row cannot wait for each other here: one launch per phase.
+    keeps, given = flag["KEEPS"] if kind == flag["MIXTURE"] else 0, t.clone()
+    phases = flag["SCANS"], flag["VALUES"] | flag["SAVES"], flag["WRITES"]
+    for flags in phases if split else [sum(phases)]:
+        launch(flags | keeps, t, dlogits)
+    if keeps: stats[4] = values[:, :, 1].sum(1)
+    again = torch.full_like(dlogits, nan)
+    launch(flag["WRITES"] | flag["KNOWN"], given, again)
+    assert torch.equal(again[:, :n], dlogits[:, :n]) or keeps
+    assert all(t[:, n:].isnan().all() for t in (s, t, dlogits, again))
+    in_place = s.clone()
+    if dtype == "fp32":
+        s, before = in_place, s
+        launch(flag["WRITES"] | flag["KNOWN"], given, s)
+        assert torch.equal(s[:, :n], again[:, :n])
+        s = before
+    numpy.savez(path, s=s[:, :n], t=given[:, :n], s_bias=s_bias, t_bias=t_bias, grad=grad, mask=mask, entropy=entropy,
+                divergence=values[:, :, 0].sum(1), dlogits=dlogits[:, :n].float(), again=again[:, :n].float())
+"""
+INTERPRETED_CASES = [
+    *itertools.product([40, 1024, 5003], [0, 1, 2], [0, 1], [False, True]),
+    *((2056, kind, 0, False, "fp16") for kind in range(3)),
+    *((2056, kind, 0, True, "fp32", 1e-2) for kind in range(3)),
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_kernel_interpreted(case, interpreted):
+    _, kind, capped, _, *rest = case
+    got = interpreted[case]
+    logits = ((got["s"] + got["s_bias"]).double() * 1.3).requires_grad_()
+    teacher = (got["t"] + got["t_bias"]).double() * 1.3
+    s, t = (4 * torch.tanh(z / 4) if capped else z for z in (logits, teacher))
+    s, t = (s / 0.7).log_softmax(-1), (t / 0.7).log_softmax(-1)
+    found = F.jsd.reference(s, t, beta=(0.0, 1.0, 0.3)[kind], reduction="none").sum(-1)
+    mask = got["mask"].double()
+    (slope,) = torch.autograd.grad((found * mask * got["grad"].double()).sum(), logits)
+    entropy = -(s.exp() * s).sum(-1)
+    near = len(rest) > 1
+    torch.testing.assert_close(
+        got["divergence"].double(), (found * mask).detach(), rtol=1e-4 if near else 1e-6, atol=1e-12
+    )
+    torch.testing.assert_close(got["entropy"].double(), (entropy * mask).detach(), rtol=2e-6, atol=2e-6)
+    # A probability's gradient may be a small difference of terms of its size.
+    rtol, atol = (2**-10, 4e-6) if rest[:1] == ["fp16"] else (3e-5, 4e-6)
+    for name in ("dlogits", "again"):
+        torch.testing.assert_close(got[name].double(), slope, rtol=rtol, atol=atol)

@@ -1,0 +1,544 @@
+"""log_probs against its formula in fp64, and log_softmax."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from checks import (
+    CPU_DTYPES,
+    HALF_TYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_export,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_reads_only,
+    check_script,
+    check_second_backward,
+    gradients,
+    like,
+    path_taken,
+)
+from torch import Tensor
+
+from liger_ops import functional as F
+
+log_probs = torch.ops.liger.log_probs
+
+# Widths on both sides of the variant table's limits, real vocabularies, and widths that no vector length divides.
+SIZES = [1, 2, 7, 33, 256, 1000, 1024, 1032, 4096, 9001, 16400, 32000, 50257]
+OPTIONS = {
+    "plain": {},
+    "entropy": dict(entropy=True),
+    "temperature": dict(entropy=True, temperature=0.7),
+    "softcap": dict(entropy=True, softcap=5.0),
+    "all": dict(entropy=True, softcap=5.0, temperature=1.5),
+}
+IDS = [None, 1, 3, 20]
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "part of wider rows": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "without the last position": lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1],
+    "transposed, dense": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
+    "every other row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def make(shape, dtype, device, ids=None, index_dtype=torch.int64, ignored=0.3):
+    """Logits, and ids of which at least one counts. The first two of several ids are equal."""
+    logits = (3 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
+    index = torch.randint(shape[-1], shape[:-1] if ids is None else (*shape[:-1], ids), device=device)
+    if ids is not None and ids > 1:
+        index[..., 1] = index[..., 0]
+    index[torch.rand(index.shape, device=device) < ignored] = -100
+    index.view(-1)[:1] = 0
+    return logits, index.to(index_dtype)
+
+
+def check(logits, index, device, **options):
+    call = lambda x: tuple(log_probs(x, index, **options))[: 1 + options.get("entropy", False)]  # noqa: E731
+    formula = lambda x: tuple(F.log_probs.reference(x, index, **options))[: 1 + options.get("entropy", False)]  # noqa: E731
+    with path_taken(device):
+        quiet = call(logits.detach())
+    grads = [torch.randn(out.shape, device=device) for out in quiet]
+    with path_taken(device):
+        ours = gradients(call, [like(logits)], grads)
+    assert all(torch.equal(a, b.detach()) for a, b in zip(quiet, ours))
+    eager = gradients(formula, [like(logits)], grads)
+    oracle = gradients(formula, [like(logits, torch.float64)], grads)
+    largest = max(float(g.abs().max()) for g in grads if g.numel()) if index.numel() else 0.0
+    # One rounding of the largest logit is an absolute error of results, and a relative one of probabilities.
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    exponent = float(logits.detach().abs().max()) / options.get("temperature", 1.0) if logits.numel() else 0.0
+    rounding = torch.finfo(wide).eps * exponent
+    for name, *results in zip(("log-probabilities", "entropy")[: len(grads)], ours, eager, oracle):
+        assert_no_worse(name, *results, scale=1.0, noise=rounding)
+    scale = largest if logits.shape[-1] < 3 else 0.0
+    assert_no_worse("gradient", ours[-1], eager[-1], oracle[-1], scale=scale, noise=rounding)
+    if logits.dtype in HALF_TYPES and index.numel():
+        others = torch.ones_like(logits, dtype=torch.bool)
+        ids = (index if index.dim() == logits.dim() else index[..., None]).long()
+        others.scatter_(-1, ids.clamp(min=0), False)
+        apart = [g.where(others, 0) for g in (ours[-1], eager[-1], oracle[-1])]
+        noise = torch.finfo(torch.float16).tiny * 2**-10 / max(float(apart[2].abs().max()), 1e-30)
+        assert_no_worse("gradient of other logits", *apart, noise=noise + rounding)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_sizes(n, dtype, device):
+    for options in (OPTIONS["plain"], OPTIONS["entropy"]):
+        check(*make((6, n), dtype, device), device, **options)
+
+
+@pytest.mark.parametrize("n", [128256, 151936])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_vocabularies(n, dtype, device):
+    check(*make((3, n), dtype, device, 5), device, entropy=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_options(dtype, index_dtype, ids, options, device):
+    for n in (136, 2049):
+        check(*make((3, 5, n), dtype, device, ids, index_dtype), device, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("ids", [None, 4])
+def test_upstream_gradients(ids, wanted, device):
+    """Only one of the results, expanded gradients, and transposed ones."""
+    logits, index = make((3, 5, 72), torch.float32, device, ids)
+    shapes = index.shape, index.shape[:2]
+    for spread in (lambda g: g, lambda g: g[:1].expand_as(g), lambda g: g.transpose(0, 1).contiguous().transpose(0, 1)):
+        grads = [spread(torch.randn(shape, device=device)) for shape in shapes]
+        found = []
+        for function in (log_probs, F.log_probs.reference):
+            pairs = [(o, g) for o, g, w in zip(function(logits, index, entropy=True), grads, wanted) if w]
+            found.append(torch.autograd.grad([o for o, _ in pairs], logits, [g for _, g in pairs])[0])
+        torch.testing.assert_close(*found)
+
+
+def test_log_softmax(device):
+    logits, index = make((4, 9), torch.float32, device, 3, ignored=0)
+    found = log_probs(logits, index, temperature=2.0, entropy=True)
+    logs = (logits / 2).log_softmax(-1)
+    torch.testing.assert_close(found[0], logs.gather(-1, index))
+    torch.testing.assert_close(found[1], torch.distributions.Categorical(logits=logits / 2).entropy())
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 3, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_ignored_ids(index_dtype, ignore_index, device):
+    if ignore_index > torch.iinfo(index_dtype).max:
+        ignore_index = 5
+    logits, index = make((40, 11), torch.float32, device, 2, ignored=0)
+    index[::3] = ignore_index
+    index[1::3, 1] = ignore_index
+    check(logits, index.to(index_dtype), device, ignore_index=ignore_index, entropy=True)
+
+
+def test_ignored_rows_are_not_read(device):
+    logits, index = make((6, 2049), torch.float32, device)
+    index[:3] = -100
+    with torch.no_grad():
+        logits[:3] = math.nan
+    found = log_probs(logits, index, entropy=True)
+    (slope,) = torch.autograd.grad(sum(r.sum() for r in found), logits)
+    assert not found[0][:3].any() and not found[1][:3].any() and not slope[:3].any() and slope.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,), (3, 1)])
+@pytest.mark.parametrize("ids", [None, 0, 2])
+def test_empty_and_one_dimensional(ids, shape, device):
+    logits, index = make(shape, torch.float32, device, ids, ignored=0)
+    results = [f(logits, index, entropy=True) for f in (log_probs, F.log_probs.reference)]
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+    grads = (torch.autograd.grad(sum(t.sum() for t in r), logits)[0] for r in results)
+    torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
+
+
+def test_no_classes(device):
+    found = log_probs(torch.empty(3, 0, device=device), torch.full((3,), -100, device=device), entropy=True)
+    assert found[0].tolist() == found[1].tolist() == [0, 0, 0]
+
+
+def test_an_unrequested_entropy_is_empty(device):
+    logits, index = make((3, 5, 8), torch.float32, device, 2)
+    found = log_probs(logits, index)
+    assert found[1].shape == (3, 5, 0) and not found[1].requires_grad and found[0].shape == (3, 5, 2)
+
+
+def test_special_values_follow_pytorch(device):
+    inf, lowest = math.inf, torch.finfo(torch.float32).min
+    logits = torch.randn(7, 100, device=device)
+    logits[0, 10:], logits[1], logits[2, 5], logits[3, 5], logits[4] = -inf, -inf, math.nan, inf, lowest
+    logits[5, 7] = -inf
+    logits.requires_grad_()
+    index = torch.tensor([3, 4, 6, 5, 9, 7, -100], device=device)
+    found = log_probs(logits, index)[0]
+    expected = logits.log_softmax(-1).gather(-1, index.clamp(min=0)[:, None])[:, 0].masked_fill(index < 0, 0)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    grads = (torch.autograd.grad(r.sum(), logits)[0] for r in (found, expected))
+    torch.testing.assert_close(*(g[[0, 1, 2, 3, 4, 5]] for g in grads), equal_nan=True)
+    masked = log_probs(logits[:1], index[:1], entropy=True)[1]
+    torch.testing.assert_close(masked, torch.distributions.Categorical(logits=logits[:1, :10]).entropy())
+    assert torch.autograd.grad(masked.sum(), logits)[0].isfinite().all()
+
+
+# ---- Layouts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ids", [None, 2])
+def test_layouts(ids, layout, device):
+    logits, index = make((3, 5, 64), torch.bfloat16, device, ids)
+    check(LAYOUTS[layout](logits.detach()).requires_grad_(), index, device, entropy=True)
+    if ids is not None:
+        check(logits, LAYOUTS[layout](index), device, entropy=True)
+
+
+# ---- Memory
+
+
+def test_inputs_are_not_written(device):
+    logits, index = make((4, 256), torch.float32, device, 2)
+    check_reads_only(
+        lambda x, i: tuple(log_probs(x, i, entropy=True)), [logits, index],
+        [torch.ones(4, 2, device=device), torch.ones(4, device=device)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.library
+def test_the_gradient_overwrites_unreferenced_logits(held, device):
+    leaf, index = make((4, 64), torch.float32, device, 3)
+    (expected,) = torch.autograd.grad(log_probs(leaf, index)[0].sum(), leaf)
+    logits = leaf * 1
+    address, kept = logits.data_ptr(), logits if held else None
+    found = log_probs(logits, index)[0]
+    del logits
+    seen = []
+    found.grad_fn.next_functions[0][0].register_prehook(lambda grads: seen.append(grads[0].data_ptr()))
+    (got,) = torch.autograd.grad(found.sum(), leaf)
+    assert torch.equal(got, expected) and (seen == [address]) == (not held)
+    assert kept is None or torch.equal(kept, leaf)
+
+
+@pytest.mark.library
+def test_no_probabilities_are_saved():
+    logits, index = make((4, 64), torch.float32, "cpu", 2)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
+        log_probs(logits, index, entropy=True)
+    assert [s.data_ptr() for s in saved if s.numel() > 12] == [logits.data_ptr()]
+
+
+def test_results_may_be_changed_in_place(device):
+    logits, index = make((4, 64), torch.float32, device)
+    found = log_probs(logits * 1, index)[0]
+    found.mul_(2).sum().backward()
+    expected = torch.autograd.grad(2 * log_probs(logits, index)[0].sum(), logits)[0]
+    torch.testing.assert_close(logits.grad, expected)
+
+
+def test_runs_are_bitwise_equal(device):
+    logits, index = make((300, 2000), torch.bfloat16, device, 20)
+    grads = [torch.randn(300, 20, device=device), torch.randn(300, device=device)]
+    check_deterministic(lambda x, i: tuple(log_probs(x, i, entropy=True)), [logits, index], grads)
+
+
+# ---- Autograd and transforms
+
+
+def both(x, i):
+    return tuple(log_probs(x, i, entropy=True))
+
+
+def test_second_and_double_backward(device):
+    inputs = make((4, 64), torch.float32, device, 2)
+    grads = [torch.randn(4, 2, device=device), torch.randn(4, device=device)]
+    check_second_backward(both, inputs, grads)
+    check_no_double_backward("log_probs", both, inputs, grads)
+
+
+def test_forward_mode_is_refused(device):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
+        with pytest.raises(RuntimeError, match="log_probs: forward-mode"):
+            log_probs(dual, torch.zeros(4, dtype=torch.long, device=device))
+
+
+def test_checkpoint(device):
+    leaf, index = make((4, 64), torch.float32, device, 2)
+    results = lambda x: sum(r.sum() for r in both(x * 2, index))  # noqa: E731
+    plain = torch.autograd.grad(results(leaf), leaf)[0]
+    again = torch.utils.checkpoint.checkpoint(results, leaf, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again, leaf)[0], plain)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("ids", [None, 3])
+def test_gradcheck(ids, options):
+    logits, index = make((4, 5), torch.float64, "cpu", ids)
+    wanted = 1 + OPTIONS[options].get("entropy", False)
+    assert torch.autograd.gradcheck(lambda x: tuple(log_probs(x, index, **OPTIONS[options]))[:wanted], [logits])
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_opcheck(requires_grad, entropy, device):
+    logits, index = make((4, 16), torch.float32, device, 2)
+    logits = logits.detach().requires_grad_(requires_grad)
+    torch.library.opcheck(log_probs.default, (logits, index), dict(entropy=entropy), test_utils=OPCHECKS)
+
+
+def test_compile_makes_one_graph_for_all_sizes(device):
+    calls = [make(shape, torch.float32, device, 2) for shape in [(4, 64), (6, 128), (10, 256)]]
+    function = lambda x, i: sum(r.square().sum() for r in both(x * 2, i))  # noqa: E731
+    check_one_graph(function, [(inputs, [torch.ones((), device=device)]) for inputs in calls])
+
+
+def test_inductor(device):
+    logits, index = make((4, 64), torch.float32, device, 2)
+    check_inductor(lambda x, i: sum(r.sum() for r in both(x * 2, i)), (logits, index), [torch.ones((), device=device)])
+
+
+class Module(torch.nn.Module):
+    def forward(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.liger.log_probs(logits, index, 0.5, entropy=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
+    inputs, others = ([t.detach() for t in make((rows, 32), torch.float32, device)] for rows in (4, 9))
+    check_export(log_probs, Module(), inputs, others, strict)
+
+
+def test_script(device, tmp_path):
+    calls = [make(shape, torch.float32, device) for shape in [(4, 32), (2, 3, 40)]]
+    check_script(Module(), calls, tmp_path / "module.pt")
+
+
+def test_meta():
+    logits = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16)
+    found = log_probs(logits, torch.empty(5, 3, 2, device="meta", dtype=torch.long), entropy=True)
+    assert [t.shape for t in found] == [(5, 3, 2), (5, 3)] and found[0].dtype == torch.float32
+
+
+def test_autocast_keeps_float32(device):
+    logits, index = make((4, 8), torch.bfloat16, device)
+    with torch.autocast(device, torch.bfloat16):
+        assert log_probs(logits, index)[0].dtype == torch.float32
+
+
+# ---- Bad input
+
+X, IDS_OF_X = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
+ERRORS = {
+    "logits must be float32, float16, bfloat16 or float64": (X.long(), IDS_OF_X),
+    "logits must have at least one dimension": (torch.tensor(1.0), IDS_OF_X),
+    "logits must be a dense, unquantized tensor": (X.to_sparse(), IDS_OF_X),
+    "index must be int64 or int32": (X, IDS_OF_X.float()),
+    r"index must have shape \[2\], or that with one dimension more": (X, IDS_OF_X[:1]),
+    "index must be on cpu like logits": (X, IDS_OF_X.to("meta")),
+    r"index must lie in \[0, 8\) or be ignore_index, -100": (X, IDS_OF_X + 8),
+    "temperature must be positive and finite": (X, IDS_OF_X, 0.0),
+    "softcap must be positive and finite": (X, IDS_OF_X, 1.0, -100, 0.0),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+@pytest.mark.library
+def test_errors(message):
+    with pytest.raises(RuntimeError, match=rf"^log_probs: {message}.*\(got "):
+        log_probs(*ERRORS[message])
+
+
+# ---- GPU only
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [40, 41])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_an_id_out_of_range_makes_its_row_nan(index_dtype, n):
+    logits, index = make((6, n), torch.float32, "cuda", 2, ignored=0)
+    far = [2**31 - 1, -(2**31)] if index_dtype == torch.int32 else [2**62, 2**32 + 5]
+    index[:4, 0] = torch.tensor([*far, -1, n], device="cuda")
+    found = log_probs(logits, index.to(index_dtype))[0]
+    (slope,) = torch.autograd.grad(found.sum(), logits)
+    assert found[:4, 0].isnan().all() and slope[:4].isnan().all()
+    assert found[:, 1].isfinite().all() and found[4:].isfinite().all() and slope[4:].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40, 2000])
+@pytest.mark.parametrize("n", [50257, 128256])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_few_and_many_rows(dtype, n, rows):
+    check(*make((rows, n), dtype, "cuda", 3), "cuda", entropy=True)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    n = 128256
+    rows = 2**31 // n + 5
+    logits = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    index = torch.randint(n, (rows,), device="cuda")
+    tail = logits.detach()[-7:].clone().requires_grad_()
+    found, expected = (both(x, i) for x, i in ((logits, index), (tail, index[-7:])))
+    torch.testing.assert_close([r[-7:] for r in found], [*expected])
+    slopes = (torch.autograd.grad(r[0][-7:].sum(), x)[0][-7:] for r, x in ((found, logits), (expected, tail)))
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.gpu
+def test_no_memory_beyond_the_logits():
+    leaf, index = make((512, 32000), torch.bfloat16, "cuda")
+    logits = [leaf * 1]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = log_probs(logits.pop(), index)[0]
+    seen = []
+    producer = found.grad_fn.next_functions[0][0]
+    producer.register_prehook(lambda _: seen.append(torch.cuda.max_memory_allocated() - before))
+    found.sum().backward()
+    assert seen[0] < 2**18
+
+
+@pytest.mark.gpu
+def test_no_synchronization_and_cuda_graph_capture():
+    logits, index = make((64, 1000), torch.bfloat16, "cuda", 3)
+    step = lambda: torch.autograd.grad(sum(r.sum() for r in both(logits, index)), logits)[0]  # noqa: E731
+    expected = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+@pytest.mark.gpu
+def test_double_on_cuda_is_refused():
+    with pytest.raises(RuntimeError, match="logits must be float32, float16 or bfloat16"):
+        log_probs(X.double().cuda(), IDS_OF_X.cuda())
+
+
+# ---- The kernels in the interpreter
+
+INTERPRETED = """
+import sys, types, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from liger_ops.kernels import find
+from liger_ops.kernels.losses._flags import MOST_SKEW
+nan, SKEW = float("nan"), MOST_SKEW.value
+
+def run(path, n, count, capped, split, dtype="fp32", extras=0, first=0):
+    # The columns are classes from `first` on; one class more precedes and follows them if there are more.
+    torch.manual_seed(0)
+    rows, inner, aligned, words = 5, 3, n % 8 == 0, 2 if n % 3 else 1
+    logits = (torch.randn(rows, n) * 3).to(dict(fp32=torch.float32, fp16=torch.float16)[dtype])
+    index = torch.randint(n, (rows, count))
+    index[:, -1] = index[:, 0]
+    index += first
+    if first:
+        index[3, 0], index[4, -1] = 0, first + n
+    logits[0, ::3] = logits[0].max()  # several maxima
+    index[1] = index[2, 0] = -100
+    wide = torch.cat([logits, logits], 1) if aligned else logits
+    ids = index.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
+    temperature, cap = 0.7, 5.0 if capped else 1.0
+    classes = first + n + (1 if first else 0)
+    options = (first, classes, words, -100, 1.4426950408889634 / temperature, 1 / temperature, cap)
+    strides = (inner * wide.shape[1], wide.shape[1])
+    outs = [torch.full(shape, nan) for shape in ((rows, count), (rows,), (rows, 3), (rows, count), (rows,), (rows,))]
+    outs.append(torch.full((rows, count), 7, dtype=torch.int8))
+    choices = dict(X=dtype, CAPPED=capped, EXTRAS=extras)
+    shares = torch.full((rows, 128, 6), nan)
+    flags = 3 + 32 * 7
+
+    v = find("log_probs_fwd").pick(choices, n, aligned)
+    c = v.constexprs
+    end = n + SKEW * c["SKEWED"]
+    part = -(-end // 2 // 8) * 8 if split else 0
+    parts = -(-end // part) if split else 1
+    v.kernel.function[(rows * parts,)](*outs, shares, wide, ids, n, part, inner, count, *strides, *options, flags, **c)
+    if split:
+        v = find("log_probs_combine").pick(choices, n, False)
+        v.kernel.function[(rows,)](*outs, shares, wide, ids, n, parts, inner, count, *strides, *options, flags, **v.constexprs)
+    grad, grad_entropy = torch.randn(rows, count), torch.randn(rows)
+    found = dict(logits=logits.float(), index=index, grad=grad, grad_entropy=grad_entropy, log_probs=outs[0], entropy=outs[1],
+                 mean_logits=outs[4], log_squares=outs[5], is_top1=outs[6])
+    choices = dict(X=dtype, CAPPED=capped)
+    for name, flags in (("both", 12), ("first", 4), ("second", 8), ("others", 16)):
+        v = find("log_probs_bwd").pick(choices, n, aligned)
+        c = v.constexprs
+        dx = wide.clone()
+        spans = -(-(n + SKEW * c["SKEWED"]) // (c["BLOCK_N"] * c["BLOCKS"]))
+        v.kernel.function[(rows * spans,)](dx, dx, ids, outs[2], outs[3], grad, grad_entropy, n, inner, count, *strides, *strides,
+                                           *options, flags, **c)
+        assert torch.equal(dx[:, n:], wide[:, n:])
+        found[name] = dx[:, :n].float()
+    numpy.savez(path, **found)
+"""
+INTERPRETED_CASES = [
+    *itertools.product([40, 2056, 4104, 1003, 5003], [1, 20], [0, 1], [False, True]),
+    (5003, 3, 0, False, "fp16"),
+    (2560, 3, 0, True, "fp16"),
+    *itertools.product([40, 4104, 5003], [3], [0, 1], [False, True], ["fp32"], [1], [0]),
+    (4104, 20, 0, True, "fp16", 1, 0),
+    *itertools.product([40, 5003], [3], [0, 1], [True], ["fp32"], [1], [300]),
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_kernels_interpreted(case, interpreted):
+    n, _, capped, _, *rest = case
+    dtype, extras, first = [*rest, *("fp32", 0, 0)[len(rest) :]]
+    got = interpreted[case]
+    x = got["logits"].double().requires_grad_()
+    index = torch.where(got["index"] == -100, -100, got["index"] - first)
+    counted, here = index != -100, (index >= 0) & (index < n)
+    z = (5 * torch.tanh(x / 5) if capped else x) / 0.7
+    logs, lse = z.log_softmax(-1), z.logsumexp(-1)
+    rows = counted.any(-1)
+    expected = logs.gather(-1, index.clamp(0, n - 1))
+    entropy = torch.where(rows, -(logs.exp() * logs).sum(-1), 0)
+    close = partial(torch.testing.assert_close, rtol=3e-6, atol=3e-6)
+    close(got["log_probs"].double()[here], expected.detach()[here])
+    assert not got["log_probs"][~counted].any()
+    close(got["entropy"].double(), entropy.detach())
+    if extras:
+        close(got["mean_logits"].double(), torch.where(rows, z.mean(-1), 0).detach())
+        close(got["log_squares"].double(), torch.where(rows, (2 * z).logsumexp(-1) - 2 * lse, 0).detach())
+        assert torch.equal(got["is_top1"].bool(), here & (index == z.argmax(-1, keepdim=True)))
+    # An id of another part of the classes only pulls on the sum of exponentials.
+    taken = torch.where(here, expected, -lse[:, None])
+    upstream = {"both": (1, 1), "first": (1, 0), "second": (0, 1)}
+    slopes = {}
+    for name, (f, h) in upstream.items():
+        grads = f * torch.where(counted, got["grad"], 0).double(), h * got["grad_entropy"].double()
+        (slopes[name],) = torch.autograd.grad((taken, entropy), x, grads, retain_graph=True)
+    (others,) = torch.autograd.grad(-torch.where(rows, lse, 0).sum(), x)
+    columns = torch.where(here, index, n)
+    slopes["others"] = torch.cat([others, others[:, :1]], 1).scatter(1, columns, 0.0)[:, :n]
+    for name, slope in slopes.items():
+        torch.testing.assert_close(got[name].double(), slope, rtol=2**-10 if dtype == "fp16" else 3e-5, atol=1e-6)

@@ -1,0 +1,592 @@
+"""moe_experts and moe_experts_sorted against their formulas in fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+from checks import (
+    CPU_DTYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_no_double_backward,
+    check_one_graph,
+    check_op,
+    check_reads_only,
+    check_second_backward,
+    equal,
+    gradients,
+    has_hopper_kernels,
+    like,
+    path_taken,
+)
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_ops.reference.moe_experts import moe_experts as declared
+from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted
+
+moe_experts, moe_experts_sorted = torch.ops.liger.moe_experts, torch.ops.liger.moe_experts_sorted
+GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
+
+
+def weights(hidden, inner, experts, transposed, make, bias=False) -> list[Tensor]:
+    shapes = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
+    shapes = [(e, b, a) if transposed else (e, a, b) for e, a, b in shapes]
+    scaled = [make(*shape) * max(shape[1 if transposed else 2], 1) ** -0.5 for shape in shapes]
+    return scaled + ([make(experts, 2 * inner), make(experts, hidden)] if bias else [])
+
+
+def inputs_of(
+    tokens, hidden, inner, experts, choices, dtype=torch.float32, device="cpu", transposed=False, bias=False, index=None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Arguments in call order, of which all floating-point ones require a gradient, and an upstream gradient."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x, (gate_up, down, *biases) = make(tokens, hidden), weights(hidden, inner, experts, transposed, make, bias)
+    if index is None:  # skewed: the first experts get most, some none; a few are dropped
+        index = (torch.rand(tokens, choices, generator=generator) ** 3 * (experts + 1)).long() - int(experts > 1)
+    weight = torch.rand(tokens, choices, generator=generator)
+    made = [x, gate_up, down, index, weight, *biases]
+    made = [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in made]
+    return [t.requires_grad_(t.is_floating_point()) for t in made], [make(tokens, hidden).to(device, dtype)]
+
+
+def sorted_inputs(rows, hidden, inner, counts, dtype=torch.float32, device="cpu", transposed=False, bias=False):
+    (x, gate_up, down, _, _, *biases), grads = inputs_of(
+        rows, hidden, inner, len(counts), 1, dtype, device, transposed, bias
+    )
+    return [x, gate_up, down, torch.tensor(counts, device=device), *biases], grads
+
+
+def with_options(function, **options):
+    return lambda *tensors: function(*tensors, **options)
+
+
+def check(inputs, grads, device, op=moe_experts, formula=declared, **options):
+    # A product sums over a row of x, of gate_up or of down, or over the rows of an expert.
+    terms = max(*inputs[0].shape, *inputs[1].shape[1:], inputs[3].numel())
+    check_op(with_options(op, **options), with_options(formula.reference, **options), inputs, grads, device, terms)
+
+
+SIZES = [
+    (1, 8, 8, 4, 1),
+    (1, 5, 3, 2, 8),
+    (7, 9, 11, 5, 3),
+    (33, 40, 24, 8, 4),
+    (150, 64, 40, 3, 2),
+    (300, 16, 72, 17, 8),
+]
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(size, dtype, device):
+    check(*inputs_of(*size, dtype, device), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", [(1000, 512, 384, 16, 4), (777, 264, 136, 64, 8), (4096, 1024, 256, 128, 8)])
+def test_large_sizes_on_cuda(size, transposed, dtype):
+    check(*inputs_of(*size, dtype, "cuda", transposed), "cuda", transposed=transposed)
+
+
+# Every product of theirs takes PyTorch's grouped GEMM.
+MANY_ROWS = [(2100, 264, 1032, 4, 2), (1111, 128, 1024, 5, 8)]
+
+
+EVERY_OPTION = [
+    dict(),
+    dict(interleaved=True),
+    dict(transposed=True),
+    GPT_OSS,
+    dict(activation="gelu"),
+    dict(activation="gelu_tanh", transposed=True),
+    dict(limit=0.5, interleaved=True),
+    dict(alpha=1.5, up_offset=0.25),
+    dict(weight_before=True),
+    dict(weight_before=True, activation="gelu", interleaved=True, transposed=True),
+]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", EVERY_OPTION)
+@pytest.mark.parametrize("size", [(23, 24, 16, 5, 3), (9, 7, 5, 3, 2)])
+def test_options(size, options, bias, device):
+    if options.get("weight_before"):
+        bias = False
+    inputs, grads = inputs_of(*size, device=device, transposed=options.get("transposed", False), bias=bias)
+    check(inputs, grads, device, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", EVERY_OPTION)
+@pytest.mark.parametrize("size", MANY_ROWS)
+def test_options_with_many_rows(size, options, bias):
+    if options.get("weight_before"):
+        bias = False
+    transposed = options.get("transposed", False)
+    inputs, grads = inputs_of(*size, torch.bfloat16, "cuda", transposed, bias)
+    check(inputs, grads, "cuda", **options)
+    op = with_options(moe_experts, **options)
+    every = dict(zip([i for i, t in enumerate(inputs) if t.requires_grad], gradients(op, inputs, grads)[1:]))
+    for wanted in ([0], [1], [2], [4], [0, 4]):  # the others are frozen
+        some = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
+        assert equal(gradients(op, some, grads)[1:], [every[i] for i in wanted])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "size, dtype, products",
+    [
+        (MANY_ROWS[0], torch.bfloat16, 6),
+        (MANY_ROWS[0], torch.float16, 0),
+        ((2100, 264, 1016, 4, 2), torch.bfloat16, 5),  # narrow experts: the first product is ours
+        ((2000, 264, 1032, 4, 2), torch.bfloat16, 2),  # few rows: gradients of weights only
+        ((2100, 264, 1030, 4, 2), torch.bfloat16, 0),  # unaligned
+    ],
+)
+def test_products_that_are_pytorchs_grouped_gemm(size, dtype, products):
+    inputs, grads = inputs_of(*size, dtype, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradients(moe_experts, inputs, grads)
+    found = sum(event.name == "aten::_grouped_mm" for event in profile.events())
+    assert found == products * has_hopper_kernels()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [(1500, 0, 2000, 700), (0, 0, 0, 0), (4200, 0, 0, 0), (0, 0, 0, 9999), (1, 0, 7, 2)])
+@pytest.mark.parametrize("options", [dict(), GPT_OSS])
+def test_many_sorted_rows(counts, options):
+    inputs, grads = sorted_inputs(4200, 264, 1032, counts, torch.bfloat16, "cuda", options.get("transposed", False))
+    check(inputs, grads, "cuda", moe_experts_sorted, declared_sorted, **options)
+    out = moe_experts_sorted(*inputs, **options)
+    assert not out[sum(counts) :].any()
+
+
+@pytest.mark.parametrize(
+    "counts", [(3, 0, 4, 1), (0, 0, 0, 0), (8, 0, 0, 0), (0, 0, 0, 8), (130, 7, 0, 200), (2, 2, 2, 2)]
+)
+@pytest.mark.parametrize("options", [dict(), GPT_OSS, dict(activation="gelu")])
+def test_sorted_rows(counts, options, device):
+    rows = max(8, sum(counts))
+    inputs, grads = sorted_inputs(rows, 24, 16, counts, device=device, transposed=options.get("transposed", False))
+    check(inputs, grads, device, moe_experts_sorted, declared_sorted, **options)
+    out = moe_experts_sorted(*inputs, **options)
+    assert not out[sum(counts) :].any()
+
+
+def test_sorted_rows_have_biases(device):
+    inputs, grads = sorted_inputs(12, 24, 16, (3, 0, 7), device=device, bias=True)
+    check(inputs, grads, device, moe_experts_sorted, declared_sorted)
+
+
+ROUTES = {
+    "one expert": lambda t, k: torch.zeros(t, k),
+    "the last expert": lambda t, k: torch.full((t, k), 3),
+    "all dropped": lambda t, k: torch.full((t, k), 4),
+    "negative": lambda t, k: torch.full((t, k), -1),
+    "duplicates": lambda t, k: torch.arange(t)[:, None].expand(t, k) % 4,
+    "half dropped": lambda t, k: torch.arange(t * k).view(t, k) % 8,
+    "far outside": lambda t, k: torch.arange(t * k).view(t, k) % 5 * 2**31,
+}
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("route", ROUTES)
+def test_routes(route, index_dtype, device):
+    index = ROUTES[route](150, 2).long()
+    if index_dtype == torch.int32:
+        index = index.clamp(-5, 100).int()
+    check(*inputs_of(150, 16, 8, 4, 2, device=device, index=index), device)
+
+
+@pytest.mark.parametrize("size", [(0, 8, 8, 4, 2), (3, 8, 8, 4, 0), (3, 0, 8, 4, 2), (3, 8, 0, 4, 2)])
+def test_empty(size, device):
+    inputs, grads = inputs_of(*size, device=device, bias=True)
+    for ours, theirs in zip(gradients(moe_experts, inputs, grads), gradients(declared.reference, inputs, grads)):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_no_experts(device):
+    """As on a device whose experts are all elsewhere. The formula has no gradients then."""
+    inputs, grads = inputs_of(3, 8, 8, 0, 2, device=device, bias=True)
+    out, *found = gradients(moe_experts, inputs, grads)
+    assert out.shape == (3, 8) and not any(t.any() for t in (out, *found))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_may_be_float32(dtype, device):
+    (x, gate_up, down, index, weight), grads = inputs_of(23, 24, 16, 5, 3, dtype, device)
+    weight = weight.detach().float().requires_grad_()
+    check([x, gate_up, down, index, weight], grads, device)
+
+
+def test_layouts(device):
+    inputs, grads = inputs_of(23, 24, 16, 5, 3, device=device)
+    x, gate_up, down, index, weight = inputs
+    expected = gradients(moe_experts, inputs, grads)
+
+    def transposed(t):
+        return t.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_(t.is_floating_point())
+
+    for i in range(5):
+        changed = [transposed(t) if i == j else t for j, t in enumerate(inputs)]
+        for ours, theirs in zip(gradients(moe_experts, changed, grads), expected):
+            torch.testing.assert_close(ours, theirs)
+    expanded = [torch.ones((), device=device).expand(23, 24)]
+    check(inputs, expanded, device)
+    part = torch.cat([gate_up, gate_up], 1).detach()[:, : gate_up.shape[1]]
+    assert torch.equal(moe_experts(x, part, down, index, weight), expected[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_only_wanted_gradients(bias, device):
+    """Each subset of frozen arguments leaves the other gradients as they are."""
+    inputs, grads = inputs_of(23, 24, 16, 5, 3, device=device, bias=bias)
+    places = [i for i, t in enumerate(inputs) if t.is_floating_point()]
+    every = dict(zip(places, gradients(moe_experts, inputs, grads)[1:]))
+    for mask in range(1, 1 << len(places)):
+        wanted = [place for i, place in enumerate(places) if mask >> i & 1]
+        frozen = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
+        found = gradients(moe_experts, frozen, grads)[1:]
+        assert equal(found, [every[i] for i in wanted])
+    with torch.no_grad():
+        assert not moe_experts(*inputs).requires_grad
+
+
+@pytest.mark.parametrize("size", [(33, 40, 24, 8, 4), (300, 16, 72, 17, 8)])
+def test_common_operator_checks(size, device):
+    inputs, grads = inputs_of(*size, device=device)
+    check_reads_only(moe_experts, inputs, grads)
+    check_deterministic(moe_experts, inputs, grads)
+    check_second_backward(moe_experts, inputs, grads)
+    check_no_double_backward("moe_experts", moe_experts, inputs, grads)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_backward_overwrites_what_nobody_sees(keep, device):
+    inputs, grads = inputs_of(33, 40, 24, 8, 4, device=device)
+    out = moe_experts(*inputs)
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(out, [t for t in inputs if t.requires_grad], grads, retain_graph=keep)
+    called = {event.key for event in profile.key_averages() if event.key.startswith("liger::")}
+    assert called == {"liger::_moe_experts_bwd" if keep else "liger::_moe_experts_bwd_"}
+
+
+@pytest.mark.parametrize("options", EVERY_OPTION)
+def test_gradcheck(options):
+    transposed, bias = options.get("transposed", False), not options.get("weight_before", False)
+    inputs, _ = inputs_of(5, 4, 3, 4, 2, torch.float64, transposed=transposed, bias=bias)
+    torch.autograd.gradcheck(with_options(moe_experts, **options), inputs)
+
+
+def test_opcheck(device):
+    inputs, grads = inputs_of(7, 8, 16, 5, 3, device=device, bias=True)
+    torch.library.opcheck(moe_experts.default, inputs, GPT_OSS | dict(transposed=False), test_utils=OPCHECKS)
+    rows, _ = sorted_inputs(12, 24, 16, (3, 0, 7), device=device)
+    torch.library.opcheck(moe_experts_sorted.default, rows, test_utils=OPCHECKS)
+    options = ("silu", False, False, None, 1.0, 0.0, False)
+    plain = [t.detach() for t in inputs]
+    fwd = torch.ops.liger._moe_experts_fwd.default
+    checks = [name for name in OPCHECKS if name != "test_aot_dispatch_dynamic"]  # it would compare uninitialised rows
+    torch.library.opcheck(fwd, (*plain, *options), test_utils=checks)
+    _, pre, routing = fwd(*plain, *options)
+    saved = (grads[0], *plain[:5], plain[6], pre, routing)
+    rows = [t.detach() for t in rows]
+    torch.library.opcheck(
+        torch.ops.liger._moe_experts_sorted_fwd.default, (*rows, None, None, *options[:-1]), test_utils=checks
+    )
+    for op in (torch.ops.liger._moe_experts_bwd.default, torch.ops.liger._moe_experts_bwd_.default):
+        torch.library.opcheck(op, (*saved, 63, *options), test_utils=checks)
+
+
+def test_compiles_once(device):
+    calls = [inputs_of(tokens, 24, 16, 5, 3, device=device) for tokens in (7, 8, 23)]
+    check_one_graph(moe_experts, calls)
+    calls = [sorted_inputs(rows, 24, 16, (3, 0, 4), device=device) for rows in (7, 8, 23)]
+    check_one_graph(moe_experts_sorted, calls)
+
+
+def test_vmap(device):
+    (x, gate_up, down, index, weight), _ = inputs_of(6, 8, 8, 4, 2, device=device)
+    xs = torch.stack([x, 2 * x]).detach()
+    ours = torch.func.vmap(lambda x: moe_experts(x, gate_up.detach(), down.detach(), index, weight.detach()))(xs)
+    assert equal(list(ours), [moe_experts(x, gate_up, down, index, weight) for x in xs])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, device):
+    (x, gate_up, down, index, weight, *biases), _ = inputs_of(7, 8, 16, 5, 3, device=device, bias=True)
+    with torch.autocast(device, dtype):
+        out = moe_experts(x, gate_up, down, index, weight, *biases)
+    cast = [t.to(dtype) for t in (x, gate_up, down, *biases)]
+    assert torch.equal(out, moe_experts(*cast[:3], index, weight, *cast[3:]))
+
+
+def bad(**changes: Any) -> Any:
+    (x, gate_up, down, index, weight), _ = inputs_of(7, 8, 16, 5, 3)
+    given = dict(x=x, gate_up=gate_up, down=down, index=index, weight=weight)
+    return {k: v.detach() for k, v in given.items()} | changes
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(x=torch.ones(7)), r"x must have two dimensions \(got \[7\]\)"),
+        (dict(x=torch.ones(7, 8).long()), r"x must be float32, float16"),
+        (dict(gate_up=torch.ones(5, 32, 9)), r"gate_up must have shape \[experts, 2 inner, hidden\], \[5, 32, 8\]"),
+        (dict(gate_up=torch.ones(32, 8)), r"gate_up must have three dimensions \(got \[32, 8\]\)"),
+        (dict(gate_up=torch.ones(5, 32, 8).half()), r"gate_up must have the dtype of x, Float \(got Half\)"),
+        (dict(down=torch.ones(4, 8, 16)), r"down must have shape \[experts, hidden, inner\], \[5, 8, 16\]"),
+        (dict(transposed=True), r"gate_up must have shape \[experts, hidden, 2 inner\]"),
+        (dict(index=torch.ones(7, 3)), r"index must be int64 or int32 \(got Float\)"),
+        (dict(index=torch.ones(7).long()), r"index must have two dimensions \(got \[7\]\)"),
+        (dict(index=torch.ones(6, 3).long()), r"index must have shape \[tokens, choices\], \[7, 3\] \(got \[6, 3\]\)"),
+        (dict(weight=torch.ones(7, 2)), r"weight must have shape \[tokens, choices\], \[7, 3\] \(got \[7, 2\]\)"),
+        (dict(weight=torch.ones(7, 3).half()), r"weight must be float32 or have the dtype of x, Float \(got Half\)"),
+        (dict(gate_up_bias=torch.ones(5, 8)), r"gate_up_bias must have shape \[experts, 2 inner\], \[5, 32\]"),
+        (dict(down_bias=torch.ones(5, 9)), r"down_bias must have shape \[experts, hidden\], \[5, 8\]"),
+        (dict(activation="relu"), r"activation must be 'silu', 'gelu' or 'gelu_tanh' \(got 'relu'\)"),
+        (dict(limit=0.0), r"limit must be positive \(got 0\)"),
+        (dict(activation="gelu", alpha=1.5), r"alpha must be 1 with gelu \(got 1.5\)"),
+        (
+            dict(gate_up_bias=torch.ones(5, 32), weight_before=True),
+            r"gate_up_bias must be absent with weight_before \(got a tensor\)",
+        ),
+        (dict(down=torch.ones(5, 8, 16, device="meta")), r"down must be on cpu like x \(got meta\)"),
+    ],
+)
+def test_bad_arguments(changes, message):
+    with pytest.raises(RuntimeError, match="moe_experts: " + message):
+        moe_experts(**bad(**changes))
+
+
+@pytest.mark.parametrize(
+    "counts, message",
+    [
+        ((3, 0), r"tokens_per_expert must have shape \[experts\], \[3\] \(got \[2\]\)"),
+        ((3, -1, 2), r"tokens_per_expert must not be negative \(got -1\)"),
+        ((3, 4, 6), r"tokens_per_expert must have a sum of at most 12, the rows of x \(got 13\)"),
+    ],
+)
+def test_bad_counts(counts, message):
+    (x, gate_up, down, _), _ = sorted_inputs(12, 24, 16, (3, 0, 7))
+    with pytest.raises(RuntimeError, match="moe_experts_sorted: " + message):
+        moe_experts_sorted(x, gate_up, down, torch.tensor(counts))
+
+
+# ---- On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1000, 512, 384, 16, 4), MANY_ROWS[0]])
+def test_a_cuda_graph_captures_it(size):
+    inputs, grads = inputs_of(*size, torch.bfloat16, "cuda")
+
+    def step(index):
+        # A live graph of another stream would break the capture.
+        return [t.detach() for t in gradients(moe_experts, [*inputs[:3], index, inputs[4]], grads)]
+
+    other = (inputs[3] + 3) % size[3]
+    expected, expected_other = step(inputs[3]), step(other)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(inputs[3])
+    graph.replay()
+    assert equal(found, expected)
+    # Routing is data: the same graph serves another.
+    inputs[3].copy_(other)
+    graph.replay()
+    assert equal(found, expected_other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(1000, 512, 384, 16, 4), *MANY_ROWS])
+def test_no_synchronization(size, dtype):
+    inputs, grads = inputs_of(*size, dtype, "cuda")
+    gradients(moe_experts, inputs, grads)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(moe_experts, inputs, grads)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_peak_memory():
+    """Backward writes over the first product and over the gradient of the activation, and frees rows early."""
+    tokens, hidden, inner, experts, choices = 4096, 1024, 512, 32, 8
+    inputs, grads = inputs_of(tokens, hidden, inner, experts, choices, torch.bfloat16, "cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = moe_experts(*inputs)
+        torch.autograd.grad(out, [t for t in inputs if t.requires_grad], grads)
+        peak = torch.cuda.max_memory_allocated() - before
+        del out
+    pairs, rows = tokens * choices, 2 * tokens * hidden
+    of_weights = 2 * 3 * experts * hidden * inner
+    pre, wide = 2 * 2 * pairs * inner, 2 * pairs * hidden
+    assert peak <= pre + wide + max(of_weights // 3 + pre // 2, of_weights) + 3 * rows + (16 << 20)
+
+
+@pytest.mark.gpu
+def test_many_pairs_and_experts():
+    torch.manual_seed(0)
+    tokens, experts, choices = 1 << 17, 512, 8
+    index = torch.randint(experts + 9, (tokens, choices), device="cuda")
+    inputs, _ = inputs_of(tokens, 64, 32, experts, choices, torch.bfloat16, "cuda", index=index)
+    out = moe_experts(*inputs)
+    rows = torch.randint(tokens, (50,), device="cuda")
+    few = [inputs[0][rows], *inputs[1:3], index[rows], inputs[4][rows]]
+    torch.testing.assert_close(out[rows], moe_experts(*few), rtol=2e-2, atol=2e-2)
+
+
+# ---- Kernels in the interpreter
+
+INTERPRETED = """
+import torch
+from moe_on_interpreter import layer, save, shared
+from liger_ops.kernels.gated.geglu import TANH
+
+def run(path, size, dtype, activation, transposed, interleaved, bias, weight_before, counts, kind, limit):
+    torch.manual_seed(0)
+    tokens, hidden, inner, experts, choices = size
+    def make(*shape):
+        return (torch.randn(shape) / 2).to(getattr(torch, dtype))
+    x, dout = make(tokens, hidden + 8)[:, :hidden], make(tokens, hidden)
+    gate_up = make(experts, hidden, 2 * inner) if transposed else make(experts, 2 * inner, hidden)
+    down = make(experts, inner, hidden) if transposed else make(experts, hidden, inner)
+    biases = [make(experts, 2 * inner).float(), make(experts, hidden).float()] if bias else []
+    index, weight = torch.tensor(counts), None
+    if not counts:
+        index = torch.randint(-1, experts + 1, (tokens, choices))
+        weight = torch.rand(tokens, choices)
+        if tokens % 2:
+            index = index.int()
+    tanh = activation == "gelu_tanh"
+    flags = shared.INTERLEAVED.value * interleaved | shared.WEIGHT_FIRST.value * weight_before | TANH.value * tanh
+    gate = shared.SILU.value if activation == "silu" else shared.GELU.value
+    options = (1.5 if activation == "silu" else 1.0, limit or float("inf"), 0.25)
+    results = layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed, options, kind)
+    given = dict(x=x, gate_up=gate_up, down=down, index=index, given_dout=dout)
+    given |= {} if weight is None else {"weight": weight}
+    given |= dict(zip(("gate_up_bias", "down_bias"), biases))
+    save(path, results | {f"in_{k}": v for k, v in given.items()})
+"""
+# size, dtype, activation, transposed, interleaved, bias, weight_before, counts, kind, limit
+INTERPRETED_CASES = [
+    ((70, 16, 24, 3, 2), "float32", "silu", False, False, False, False, (), "", None),
+    ((301, 16, 8, 2, 1), "float32", "gelu", False, True, True, False, (), "", 0.75),
+    ((70, 24, 40, 3, 3), "float32", "gelu_tanh", True, False, True, False, (), "", None),
+    ((33, 16, 8, 5, 2), "float32", "silu", True, True, True, False, (), "", 0.5),
+    ((33, 7, 5, 3, 2), "float32", "silu", True, False, False, True, (), "", None),
+    ((20, 7, 5, 3, 2), "float32", "gelu", False, False, True, False, (), "", None),
+    ((40, 16, 8, 3, 1), "float32", "silu", False, True, False, True, (), "", 0.75),
+    ((150, 16, 8, 4, 1), "float32", "silu", False, False, True, False, (131, 0, 7, 3), "", None),
+    ((20, 16, 8, 3, 1), "float32", "silu", True, True, False, False, (0, 30, 1), "", None),
+    ((70, 72, 136, 3, 2), "float16", "silu", False, False, True, False, (), "", None),
+    ((70, 72, 136, 3, 2), "float16", "silu", False, True, False, False, (), "_hopper", 0.75),
+    ((40, 72, 136, 3, 2), "float16", "gelu", True, False, True, False, (), "_hopper", None),
+    ((40, 72, 136, 3, 2), "float16", "gelu_tanh", True, True, False, True, (), "_hopper", None),
+    ((20, 7, 5, 3, 2), "float16", "silu", False, False, True, False, (), "_hopper", None),
+    ((70, 16, 24, 3, 2), "float32", "silu", False, False, False, False, (), "grouped GEMM", None),
+    ((301, 16, 8, 2, 1), "float32", "gelu", False, True, True, False, (), "grouped GEMM", 0.75),
+    ((33, 16, 264, 5, 2), "float32", "silu", True, True, True, False, (), "grouped GEMM", 0.5),
+    ((40, 16, 8, 3, 1), "float32", "silu", False, True, False, True, (), "grouped GEMM", 0.75),
+    ((70, 1032, 8, 3, 2), "float32", "gelu_tanh", True, False, False, False, (), "grouped GEMM", None),
+    ((170, 16, 8, 4, 1), "float32", "silu", False, False, True, False, (131, 0, 7, 3), "grouped GEMM", None),
+    ((40, 16, 8, 3, 1), "float32", "silu", True, True, False, False, (0, 30, 1), "grouped GEMM", None),
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=str)
+def test_kernels_interpreted(case, interpreted):
+    _, _, activation, transposed, interleaved, bias, weight_before, counts, _, limit = case
+    got = interpreted[case]
+    options = dict(
+        activation=activation, transposed=transposed, interleaved=interleaved,
+        limit=limit, alpha=1.5 if activation == "silu" else 1.0, up_offset=0.25,
+    )  # fmt: skip
+    names = ["x", "gate_up", "down"] + ([] if counts else ["weight"]) + (["gate_up_bias", "down_bias"] if bias else [])
+    formula = declared_sorted.reference if counts else declared.reference
+    options |= {} if counts else dict(weight_before=weight_before)
+    dtype = got["in_x"].dtype
+    index = got["in_index"]
+    if counts:  # more than there are rows
+        ends = index.cumsum(0).clamp(max=len(got["in_x"]))
+        index = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
+
+    def run(wide):
+        tensors = {n: got[f"in_{n}"].to(wide or dtype).requires_grad_() for n in names}
+        tensors |= {"tokens_per_expert" if counts else "index": index}
+        out = formula(**tensors, **options)
+        found = torch.autograd.grad(out, [tensors[n] for n in names], got["in_given_dout"].to(out.dtype))
+        return {"out": out} | {f"d{n}": g for n, g in zip(names, found)}
+
+    eager, oracle = run(None), run(torch.float64)
+    for name in oracle:
+        assert_no_worse(name, got[name].to(dtype), eager[name], oracle[name])
+
+
+def test_routing_data_interpreted(interpreted):
+    for (size, *_), got in interpreted.items():
+        if "in_weight" not in got:
+            continue
+        experts, choices = size[3], size[4]
+        ids = got["in_index"].reshape(-1).long()
+        known = (ids >= 0) & (ids < experts)
+        order = torch.where(known, ids, experts).argsort(stable=True)[: int(known.sum())]
+        count = len(order)
+        assert torch.equal(got["order"][:count].long(), order)
+        assert torch.equal(got["tokens"][:count].long(), order // choices)
+        position = torch.full_like(ids, -1)
+        position[order] = torch.arange(count)
+        assert torch.equal(got["position"].long(), position)
+        counts = ids[known].bincount(minlength=experts)
+        assert got["offsets"].tolist() == [0, *counts.cumsum(0).tolist()]
+        starts = [0, *counts.cumsum(0).tolist()]
+        tiles = [(e, at) for e, n in enumerate(counts.tolist()) for at in range(starts[e], starts[e] + n, 128)]
+        assert got["tiles"][0] == len(tiles)
+        assert got["tiles"][1 : 1 + 2 * len(tiles)].view(-1, 2).tolist() == [list(t) for t in tiles]
+
+
+# ---- For test_properties.py
+
+
+def vary(draw, arguments):
+    x, gate_up = arguments["x"], arguments["gate_up"]
+    experts = gate_up.shape[0]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    if experts == 0:  # the formula has no gradients
+        for t in (t for t in arguments.values() if isinstance(t, Tensor)):
+            t.requires_grad_(False)
+    if "index" in arguments:
+        shape, kind = arguments["index"].shape, arguments["index"].dtype
+        arguments["index"] = torch.randint(-1, experts + 1, shape, generator=generator).to(kind)
+        if arguments["weight_before"]:
+            arguments["gate_up_bias"] = None
+    else:
+        counts = torch.randint(0, 1 + len(x) // max(experts, 1), (experts,), generator=generator)
+        arguments["tokens_per_expert"] = counts.to(arguments["tokens_per_expert"].dtype)
+    if arguments["activation"] != "silu":
+        arguments["alpha"] = 1.0
+    if arguments["transposed"]:
+        for name in ("gate_up", "down"):
+            turned = like(arguments[name]).detach().transpose(1, 2)
+            arguments[name] = turned.requires_grad_(arguments[name].requires_grad)
+
+
+def test_cpu_path():
+    inputs, grads = inputs_of(7, 8, 16, 5, 3)
+    with path_taken("cpu"):
+        gradients(moe_experts, inputs, grads)

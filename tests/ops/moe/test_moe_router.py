@@ -1,0 +1,402 @@
+"""moe_router against its formula in fp64, and the routers of transformers."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from checks import (
+    CPU_DTYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_export,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_reads_only,
+    check_script,
+    check_second_backward,
+    gradients,
+    like,
+    path_taken,
+)
+from torch import Tensor
+
+from liger_ops import functional as F
+
+moe_router = torch.ops.liger.moe_router
+reference = F.moe_router.reference
+
+# Experts and choices of Mixtral, gpt-oss, OLMoE, Qwen3-MoE, DeepSeek-V3 and others, and sizes that nothing divides.
+SIZES = [
+    (1, 1),
+    (2, 1),
+    (8, 2),
+    (31, 5),
+    (32, 4),
+    (60, 4),
+    (64, 8),
+    (128, 8),
+    (160, 6),
+    (256, 8),
+    (384, 32),
+    (1024, 10),
+]
+OPTIONS = {
+    "softmax": {},
+    "unnormalized": dict(normalize=False, scale=2.5),
+    "sigmoid": dict(score="sigmoid"),
+    "groups": dict(score="sigmoid", groups=4, top_groups=2, scale=2.5),
+    "groups of a softmax": dict(groups=8, top_groups=3, normalize=False),
+}
+LAYOUTS = {
+    "part of wider rows": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def vary(draw, arguments):
+    from hypothesis import strategies as st
+
+    n = arguments["logits"].shape[-1]
+    groups = draw(st.sampled_from([g for g in range(1, n + 1) if n % g == 0]))
+    top_groups = draw(st.integers(1, groups))
+    top_k = draw(st.integers(1, min(n // groups * top_groups, 32)))
+    arguments |= dict(groups=groups, top_groups=top_groups, top_k=top_k)
+
+
+def make(shape, dtype=torch.float32, device="cpu", bias=False, token_weight=False):
+    logits = (3 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
+    of_experts = torch.randn(shape[-1], device=device) if bias else None
+    of_tokens = (torch.rand(shape[:-1], device=device) < 0.7) * 1.5 if token_weight else None
+    return logits, of_experts, of_tokens
+
+
+def check(logits, top_k, bias, token_weight, device, **options):
+    arguments = (top_k, bias, token_weight)
+    wanted = 5 if options.get("statistics") else 2
+    call = lambda x: tuple(moe_router(x, *arguments, **options))[:wanted]  # noqa: E731
+    formula = lambda x: tuple(reference(x, *arguments, **options))[:wanted]  # noqa: E731
+    outs = call(logits.detach())
+    grads = [torch.randn(o.shape, device=device) for o in outs]
+    with path_taken(device):
+        ours = gradients(call, [like(logits)], grads)
+    eager = gradients(formula, [like(logits)], grads)
+    oracle = gradients(formula, [like(logits, torch.float64)], grads)
+    assert torch.equal(ours[1], oracle[1]), "index"
+    scale = max(float(g.abs().max()) for g in grads)
+    # Differences of two logits, up to 16, are rounded to half a unit in the last place. Scores have that relative error.
+    noise = 4 * torch.finfo(torch.float32).eps
+    for i, results in enumerate(zip(ours, eager, oracle)):
+        if i != 1:
+            assert_no_worse(f"result {i}", *results, scale=scale if i == len(ours) - 1 else 0.0, noise=noise)
+
+
+@pytest.mark.parametrize("n, top_k", SIZES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_sizes(n, top_k, dtype, device):
+    check(make((3, 35, n), dtype, device)[0], top_k, None, None, device, statistics=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("token_weight", [False, True])
+def test_options(options, bias, token_weight, device):
+    for statistics in (False, True):
+        logits, *others = make((70, 64), torch.float32, device, bias, token_weight)
+        check(logits, 6, *others, device, statistics=statistics, **OPTIONS[options])
+
+
+def test_upstream_gradients(device):
+    """Only one of the results."""
+    logits, _, token_weight = make((40, 16), device=device, token_weight=True)
+    for wanted in (0, 3, 4):
+        found = []
+        for function in (moe_router, reference):
+            out = function(logits, 3, None, token_weight, "sigmoid", statistics=True)[wanted]
+            upstream = torch.arange(1.0, 1 + out.numel(), device=device).view(out.shape)
+            found.append(torch.autograd.grad(out, logits, upstream)[0])
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
+def test_empty_and_one_dimensional(shape, device):
+    logits = make(shape, device=device)[0]
+    results = [f(logits, 2, statistics=True) for f in (moe_router, reference)]
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+    assert all(torch.autograd.grad(r[0].sum(), logits)[0].shape == logits.shape for r in results)
+
+
+def test_ties_go_to_the_first(device):
+    logits = torch.tensor([[1.0, 2, 2, 0, 2], [0, 0, 0, 0, 0]], device=device)
+    assert moe_router(logits, 3)[1].tolist() == [[1, 2, 4], [0, 1, 2]]
+    saturated = torch.tensor([[90.0, 200.0, 100.0]], device=device)
+    assert moe_router(saturated, 3, score="sigmoid")[1].tolist() == [[1, 2, 0]]
+
+
+def test_special_values(device):
+    logits = torch.randn(5, 8, device=device)
+    logits[0, 3], logits[1, 2], logits[2, 1:] = math.nan, math.inf, -math.inf
+    logits[3] = -200.0
+    weights, index, *_ = moe_router(logits, 2)
+    assert weights[0].isnan().any() and index[0, 0] == 3 and index[1, 0] == 2 and index[2, 0] == 0
+    assert (index >= 0).all() and (index < 8).all()
+    assert moe_router(logits[3:4], 2, score="sigmoid")[0].isfinite().all()
+
+
+def test_rows_that_do_not_count_are_left_out(device):
+    logits, *_ = make((6, 8), device=device)
+    with torch.no_grad():
+        logits[:3] = math.nan
+    weight = torch.tensor([0.0, 0, 0, 1, 1, 2], device=device)
+    found = moe_router(logits, 2, None, weight, statistics=True)
+    expected = moe_router(torch.cat([logits[3:], logits[5:]]), 2, statistics=True)
+    for a, b in zip(found[2:], expected[2:]):
+        torch.testing.assert_close(a, b)
+    (slope,) = torch.autograd.grad(found[3].square().sum() + found[4], logits)
+    assert not slope[:3].any() and slope.isfinite().all()
+
+
+def test_losses(device):
+    """As the docstring computes them, against Switch Transformers' formula."""
+    logits = torch.randn(50, 8, device=device)
+    found = F.moe_router(logits, 2, statistics=True)
+    balance = 8 * (found.tokens / 50 * found.scores / 50).sum()
+    shares = torch.nn.functional.one_hot(logits.topk(2).indices, 8).float().sum(1).mean(0)
+    torch.testing.assert_close(balance, 8 * (shares * logits.softmax(-1).mean(0)).sum())
+    torch.testing.assert_close(found.z / 50, logits.logsumexp(-1).square().mean())
+
+
+def routers():
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
+
+    sizes = dict(hidden_size=32, num_experts_per_tok=3)
+    yield qwen3.Qwen3MoeTopKRouter(qwen3.Qwen3MoeConfig(num_experts=16, norm_topk_prob=True, **sizes)), {}
+    yield (
+        qwen3.Qwen3MoeTopKRouter(qwen3.Qwen3MoeConfig(num_experts=16, norm_topk_prob=False, **sizes)),
+        dict(normalize=False),
+    )
+    yield mixtral.MixtralTopKRouter(mixtral.MixtralConfig(num_local_experts=16, **sizes)), {}
+    yield gpt_oss.GptOssTopKRouter(gpt_oss.GptOssConfig(num_local_experts=16, **sizes)), {}
+    config = deepseek.DeepseekV3Config(
+        n_routed_experts=16, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True, **sizes
+    )
+    yield (
+        deepseek.DeepseekV3TopkRouter(config),
+        dict(score="sigmoid", groups=4, top_groups=2, scale=2.5),
+    )
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_agrees_with_transformers(i, device):
+    torch.manual_seed(1)
+    router, options = list(routers())[i]
+    router.to(device)
+    for p in (*router.parameters(), *router.buffers()):
+        torch.nn.init.normal_(p, std=0.3)
+    x = torch.randn(40, 32, device=device)
+    logits, weights, index = router(x)
+    bias = getattr(router, "e_score_correction_bias", None)
+    found = moe_router(logits, 3, bias, **options)
+    order, own = index.argsort(-1), found[1].argsort(-1)
+    assert torch.equal(index.gather(-1, order), found[1].gather(-1, own))
+    torch.testing.assert_close(found[0].gather(-1, own), weights.gather(-1, order))
+    slopes = [torch.autograd.grad(w.square().sum(), router.weight, retain_graph=True)[0] for w in (found[0], weights)]
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, device):
+    logits = LAYOUTS[layout](make((3, 5, 64), torch.bfloat16, device)[0].detach()).requires_grad_()
+    check(logits, 4, None, None, device, statistics=True)
+
+
+def test_inputs_are_not_written(device):
+    logits, bias, weight = make((40, 16), device=device, bias=True, token_weight=True)
+    grads = [torch.ones(40, 3, device=device)]
+    check_reads_only(lambda x, b, w: moe_router(x, 3, b, w)[0], [logits, bias, weight], grads)
+
+
+def test_runs_are_bitwise_equal(device):
+    logits, _, weight = make((3000, 128), torch.bfloat16, device, token_weight=True)
+    grads = [torch.randn(3000, 8, device=device), torch.randn(128, device=device), torch.ones((), device=device)]
+    check_deterministic(lambda x: differentiable(x, 8, weight), [logits], grads)
+
+
+def differentiable(x, top_k, token_weight=None):
+    out = moe_router(x, top_k, None, token_weight, statistics=True)
+    return out[0], out[3], out[4]
+
+
+def test_second_and_double_backward(device):
+    logits = make((40, 16), device=device)[0]
+    grads = [torch.randn(40, 3, device=device), torch.randn(16, device=device), torch.ones((), device=device)]
+    check_second_backward(lambda x: differentiable(x, 3), [logits], grads)
+    check_no_double_backward("moe_router", lambda x: differentiable(x, 3), [logits], grads)
+
+
+def test_forward_mode_is_refused(device):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
+        with pytest.raises(RuntimeError, match="moe_router: forward-mode"):
+            moe_router(dual, 2)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradcheck(options):
+    torch.manual_seed(0)
+    logits = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    call = lambda x: [moe_router(x, 3, statistics=True, **OPTIONS[options])[i] for i in (0, 3, 4)]  # noqa: E731
+    assert torch.autograd.gradcheck(call, [logits])
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_opcheck(requires_grad, statistics, device):
+    logits, bias, weight = make((4, 16), device=device, bias=True, token_weight=True)
+    logits = logits.detach().requires_grad_(requires_grad)
+    torch.library.opcheck(
+        moe_router.default, (logits, 3, bias, weight), dict(statistics=statistics), test_utils=OPCHECKS
+    )
+
+
+def test_compile_makes_one_graph_for_all_sizes(device):
+    function = lambda x: sum(r.square().sum() for r in differentiable(x * 2, 3))  # noqa: E731
+    calls = [[make((rows, 16), device=device)[0]] for rows in (40, 60, 100)]
+    check_one_graph(function, [(inputs, [torch.ones((), device=device)]) for inputs in calls])
+
+
+def test_inductor(device):
+    logits = make((40, 16), device=device)[0]
+    call = lambda x: sum(r.sum() for r in differentiable(x * 2, 3))  # noqa: E731
+    check_inductor(call, [logits], [torch.ones((), device=device)])
+
+
+class Module(torch.nn.Module):
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.ops.liger.moe_router(logits, 2, score="sigmoid")
+        return out[0], out[1]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
+    inputs, others = ([make((rows, 32), device=device)[0].detach()] for rows in (4, 9))
+    check_export(moe_router, Module(), inputs, others, strict)
+
+
+def test_script(device, tmp_path):
+    calls = [[make(shape, device=device)[0].detach()] for shape in [(4, 32), (2, 3, 40)]]
+    check_script(Module(), calls, tmp_path / "module.pt")
+
+
+def test_meta():
+    found = moe_router(torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16), 4, statistics=True)
+    assert [(t.shape, t.dtype) for t in found] == [
+        ((5, 3, 4), torch.float32), ((5, 3, 4), torch.int64), ((64,), torch.float32), ((64,), torch.float32),
+        ((), torch.float32),
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_no_synchronization_and_cuda_graph_capture():
+    logits, ones = make((100, 128), torch.bfloat16, "cuda")[0], torch.ones(100, 8, device="cuda")
+
+    def step():
+        x = logits.detach().requires_grad_()
+        return torch.autograd.grad(moe_router(x, 8)[0] + moe_router(x, 8, statistics=True)[3].sum(), x, ones)[0]
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+ERRORS = {
+    "integers": (lambda x: moe_router(x.long(), 2), "logits must be float32"),
+    "scalar": (lambda x: moe_router(x[0, 0], 2), "logits must have at least one dimension"),
+    "experts": (lambda x: moe_router(x.new_zeros(2, 1025), 2), r"logits must have at most 1024 experts \(got 1025\)"),
+    "score": (lambda x: moe_router(x, 2, score="relu"), "score must be 'softmax' or 'sigmoid' .got 'relu'"),
+    "scale": (lambda x: moe_router(x, 2, scale=math.inf), r"scale must be finite \(got inf\)"),
+    "groups": (lambda x: moe_router(x, 2, groups=5), r"groups must divide the 16 experts \(got 5\)"),
+    "top_groups": (lambda x: moe_router(x, 2, groups=4, top_groups=5), r"top_groups must lie in \[1, 4\] \(got 5\)"),
+    "top_k": (lambda x: moe_router(x, 17), r"top_k must lie in \[1, 16\] \(got 17\)"),
+    "top_k of groups": (lambda x: moe_router(x, 5, groups=4), r"top_k must lie in \[1, 4\] \(got 5\)"),
+    "many choices": (lambda x: moe_router(x.new_zeros(2, 64), 33), r"top_k must lie in \[1, 32\] \(got 33\)"),
+    "bias": (lambda x: moe_router(x, 2, x[0, :3]), r"bias must have shape \[16\] \(got \[3\]\)"),
+    "token_weight": (lambda x: moe_router(x, 2, None, x[0]), r"token_weight must have shape \[4\] \(got \[16\]\)"),
+    "learned": (lambda x: moe_router(x, 2, None, x[:, 0].requires_grad_()), "token_weight must not require a gradient"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.library
+def test_errors(error, device):
+    call, message = ERRORS[error]
+    with pytest.raises(RuntimeError, match=f"moe_router: {message}"):
+        call(torch.randn(4, 16, device=device))
+
+
+# ---- The kernels in the interpreter
+
+INTERPRETED = """
+import types, sys, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from liger_ops.kernels import find
+
+def run(path, n, top_k, sigmoid, normalize, groups, top_groups, extras):
+    torch.manual_seed(0)
+    nan, rows, programs = float("nan"), 37, 2
+    logits, bias, weight = 3 * torch.randn(rows, n), torch.randn(n), (torch.rand(rows) < 0.7) * 1.5
+    flags = 1 * sigmoid + 2 * normalize + 4 + (128 + 256) * extras + 8 * (groups == 1 and not extras)
+    tensors = [torch.full(s, nan) for s in ((rows, top_k), (programs, n), (programs, n), (programs,))]
+    weights, counts, sums, squares = tensors
+    index = torch.full((rows, top_k), -1)
+    v = find("moe_router_fwd").pick(dict(X="fp32", GROUPED=int(groups > 1)), n, False)
+    v.kernel.function[(programs,)](weights, index, counts, sums, squares, logits, bias, weight, rows, n, top_k, groups,
+                                   n // groups, top_groups, 1.5, 1e-20, flags, **v.constexprs)
+    grad, of_scores, of_z = torch.randn(rows, top_k), torch.randn(n), torch.randn(1)
+    v = find("moe_router_bwd").pick(dict(X="fp32"), n, False)
+    dx = torch.full((rows, n), nan)
+    flags = 1 * sigmoid + 2 * normalize + 16 + 32 + 64 + 256 * extras
+    v.kernel.function[(-(-rows // v.constexprs["ROWS"]),)](dx, grad, of_scores, of_z, logits, index, weight, rows, n, top_k, 1.5,
+                                                           1e-20, flags, **v.constexprs)
+    numpy.savez(path, logits=logits, bias=bias, weight=weight, weights=weights, index=index, tokens=counts.sum(0),
+                scores=sums.sum(0), z=squares.sum(0), grad=grad, of_scores=of_scores, of_z=of_z, dx=dx)
+"""
+INTERPRETED_CASES = [
+    *itertools.product([32, 60], [4], [0, 1], [0, 1], [1], [1], [0, 1]),
+    (256, 8, 1, 1, 8, 4, 1),
+    (16, 3, 0, 1, 16, 5, 0),
+    (6, 2, 0, 1, 2, 2, 1),
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_kernels_interpreted(case, interpreted):
+    _, top_k, sigmoid, normalize, groups, top_groups, extras = case
+    got = interpreted[case]
+    x = got["logits"].double().requires_grad_()
+    bias, weight = (got[k] if extras else None for k in ("bias", "weight"))
+    options = dict(normalize=bool(normalize), scale=1.5, groups=groups, top_groups=top_groups, statistics=True)
+    expected = reference(x, top_k, bias, weight, ("softmax", "sigmoid")[sigmoid], **options)
+    assert torch.equal(got["index"], expected.experts)
+    for name in ("weights", "tokens", "scores", "z"):
+        torch.testing.assert_close(got[name].double(), getattr(expected, name).detach(), rtol=1e-5, atol=1e-6)
+    upstream = (got["grad"].double(), got["of_scores"].double(), got["of_z"].double()[0])
+    (dx,) = torch.autograd.grad((expected.weights, expected.scores, expected.z), x, upstream)
+    torch.testing.assert_close(got["dx"].double(), dx, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,135 @@
+"""liger_ops.functional: its examples, its agreement with the operator schemas, and its additional functions."""
+
+import doctest
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from checks import count_graphs, record_calls
+
+from liger_ops import functional, nn, reference
+from liger_ops.__main__ import operators
+from liger_ops.aot import declarations
+
+
+@pytest.mark.parametrize("module", [functional, nn], ids=lambda m: m.__name__)
+def test_the_examples_run(module):
+    results = doctest.testmod(module)
+    assert results.attempted and not results.failed
+
+
+@pytest.mark.parametrize("name", [n for n in functional.__all__ if inspect.isfunction(getattr(functional, n))])
+def test_every_function_is_documented_and_typed(name):
+    function = getattr(functional, name)
+    assert ">>>" in function.__doc__
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
+
+
+@pytest.mark.parametrize("name", operators())
+def test_the_declaration_matches_the_schema(name):
+    declared = torch._C.parse_schema(f"liger::{reference.operators()[name].schema}")
+    assert str(declared) == str(getattr(torch.ops.liger, name).default._schema)
+
+
+def arguments_of(function):
+    """A distinct value for each parameter."""
+    return {p: [object()] if p == "mrope_section" else object() for p in inspect.signature(function).parameters}
+
+
+@pytest.mark.parametrize("name", operators())
+def test_arguments_reach_the_operator(name, monkeypatch):
+    function, calls = getattr(functional, name), record_calls(monkeypatch, name, None)
+    given = arguments_of(function)
+    function(**given)
+    assert calls == [given]
+
+
+def test_arguments_reach_every_head(monkeypatch):
+    calls = record_calls(monkeypatch, "fused_linear_cross_entropy", torch.zeros(()))
+    given = arguments_of(functional.fused_linear_cross_entropy_heads)
+    weights, targets = ([object(), object()] for _ in range(2))
+    functional.fused_linear_cross_entropy_heads(**given | dict(weights=weights, targets=targets))
+    shared = {k: v for k, v in given.items() if k not in ("weights", "targets")}
+    shared |= dict(bias=None, ce_weight=None)
+    assert calls == [shared | dict(weight=w, target=t) for w, t in zip(weights, targets)]
+
+
+def test_every_operator_is_declared_and_public():
+    assert list(reference.operators()) == operators()
+    assert set(operators()) < set(functional.__all__)
+
+
+def test_the_type_stub_declares_the_public_names():
+    stub = Path(functional.__file__).parent / declarations.STUB
+    assert stub.read_text() == declarations.stub()
+    scope: dict = {}
+    exec(stub.read_text(), scope)
+    assert {k: v for k, v in scope.items() if k != "__builtins__"} == reference.public_names()
+
+
+def test_results_have_names():
+    logits, target = torch.randn(3, 8), torch.arange(3)
+    assert type(functional.cross_entropy_with_metrics(logits, target)) is functional.CrossEntropyMetrics
+    head = torch.randn(5, 8)
+    result = functional.fused_linear_cross_entropy_with_log_probs(logits, head, target)
+    assert type(result) is functional.LogProbabilities
+
+
+def test_functions_compile_and_can_be_scripted_and_pickled():
+    def function(x: torch.Tensor, w: torch.Tensor):
+        y, s = functional.fused_add_rms_norm(x, x, w, casting_mode="gemma")
+        return functional.swiglu(y, s)
+
+    x, w = torch.randn(3, 8), torch.randn(8)
+    backend, graphs = count_graphs()
+    expected = function(x, w)
+    assert torch.equal(torch.compile(function, backend=backend, fullgraph=True)(x, w), expected) and len(graphs) == 1
+    assert torch.equal(torch.jit.script(function)(x, w), expected)
+    assert pickle.loads(pickle.dumps(functional.swiglu)) is functional.swiglu
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_rotary_accepts_both_layouts(unsqueeze_dim, device):
+    shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
+    q, k = (torch.randn(shape, device=device) for _ in range(2))
+    angles = torch.randn(2, 5, 4, device=device).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def reference(x):
+        a, b = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(unsqueeze_dim) + torch.cat([-b, a], -1) * sin.unsqueeze(unsqueeze_dim)
+
+    for ours, x in zip(functional.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim), (q, k)):
+        torch.testing.assert_close(ours, reference(x))
+
+
+def test_rotary_names_a_wrong_layout():
+    q = torch.zeros(1, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"apply_rotary_pos_emb: unsqueeze_dim must be 1 or 2 \(got 3\)"):
+        functional.apply_rotary_pos_emb(q, q, q[0], q[0], unsqueeze_dim=3)
+
+
+def test_each_head_has_its_own_loss(device):
+    x, heads = torch.randn(2, 5, 8, device=device), [torch.randn(v, 8, device=device) for v in (11, 7)]
+    targets = torch.randint(7, (2, 2, 5), device=device)
+    losses = functional.fused_linear_cross_entropy_heads(x, heads, targets, reduction="none", softcap=5.0)
+    assert losses.shape == targets.shape
+    for loss, head, target in zip(losses, heads, targets):
+        assert torch.equal(loss, functional.fused_linear_cross_entropy(x, head, target, reduction="none", softcap=5.0))
+    with pytest.raises(ValueError, match=r"targets must have one entry a weight, 2 \(got 1\)"):
+        functional.fused_linear_cross_entropy_heads(x, heads, targets[:1])
+
+
+def test_plan_equals_the_operators_plan():
+    from liger_ops.functional import fused_linear_cross_entropy_plan as plan
+
+    ours = plan(1000, 64, 5000, torch.float32, bias_grad=True, memory_budget=1 << 20)
+    theirs = torch.ops.liger._fused_linear_cross_entropy_plan(1000, 64, 5000, torch.float32, 28, 1 << 20)
+    assert tuple(ours) == theirs and ours.peak == ours.workspace + ours.gradients
+    assert ours.workspace <= 1 << 20 and ours.chunks > 1
+    assert ours.gradients == 4 * (1000 * 64 + 5000 * 64 + 5000)
+    assert plan(1000, 64, 5000, input_grad=False, weight_grad=False).gradients == 0

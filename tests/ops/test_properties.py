@@ -1,0 +1,79 @@
+"""Every operator compared with its formula. hypothesis draws shapes, strides, dtypes, options and which inputs require
+gradients (strategies.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_no_worse, gradients, like, path_taken
+from hypothesis import HealthCheck, given, settings
+from strategies import calls, own_test_file
+from torch import Tensor
+
+from liger_ops.reference import Operator, operators
+
+
+def rounding(operator: Operator, arguments: dict[str, Any]) -> tuple[float, ...]:
+    """Of the first results: the operator's tests define it as `noise` where terms may cancel."""
+    module = own_test_file(operator)
+    found = module.noise(operator.__name__, **arguments) if hasattr(module, "noise") else ()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def check(operator: Operator, arguments: dict[str, Any]) -> None:
+    names = [n for n, v in arguments.items() if isinstance(v, Tensor)]
+    given_tensors = [arguments[n] for n in names]
+    overwrites = operator.__name__.endswith("_")
+
+    def bind(function: Callable) -> Callable:
+        def call(*tensors: Tensor) -> Any:
+            named = dict(zip(names, tensors))
+            if overwrites:  # must not overwrite a leaf or the caller's memory
+                named[names[0]] = named[names[0]] * 1
+            return function(**arguments | named)
+
+        return call
+
+    def outputs(result: Any) -> tuple[Tensor, ...]:
+        return tuple(result) if isinstance(result, tuple) else (result,)
+
+    exact = bind(operator.reference)
+    doubles = [like(t, torch.float64) for t in given_tensors]
+    generator = torch.Generator().manual_seed(0)
+    upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs(exact(*doubles))]
+    before = [t.detach().clone() for t in given_tensors]
+    with path_taken("cpu"):
+        ours = gradients(bind(operator), [like(t) for t in given_tensors], upstream)
+    assert all(torch.equal(t, b) for t, b in zip(given_tensors, before))
+    eager = gradients(exact, [like(t) for t in given_tensors], upstream)
+    oracle = gradients(exact, doubles, upstream)
+    dtype = next(t.dtype for t in given_tensors if t.is_floating_point())
+    count = len(upstream)
+    scale = max((float(g.abs().max()) for g in upstream if g.numel()), default=0.0)
+    assert len(ours) == len(eager) == len(oracle)
+    for i, results in enumerate(zip(ours, eager, oracle)):
+        if not results[0].is_floating_point():
+            assert torch.equal(results[0], results[2]), f"result {i}"
+            continue
+        # NaN is correct for the mean over no rows.
+        assert all(torch.equal(t.isnan(), results[2].isnan()) for t in results), f"result {i}: NaN"
+        results = [t.nan_to_num() for t in results]
+        # In fp64, eager is the oracle and has no error.
+        noise = 1e-12 if dtype == torch.float64 else 0.0
+        noise += sum(rounding(operator, arguments)[i : i + 1])
+        assert_no_worse(f"result {i}", *results, scale=scale if i >= count else 0.0, noise=noise)
+
+
+@pytest.mark.parametrize("name", operators())
+def test_the_operator_equals_its_formula(name):
+    operator = operators()[name]
+
+    @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(calls(operator))
+    def run(arguments: dict[str, Any]) -> None:
+        check(operator, arguments)
+
+    run()

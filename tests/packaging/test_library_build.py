@@ -1,0 +1,211 @@
+"""`python -m liger_ops build`: its compiler commands, the location of the library, and which library is loaded."""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checks import environment_of_tree, output_of
+from stub_cuda import LIBRARIES, ROOT
+
+from liger_ops import _loader
+from liger_ops.aot import built, flags, operators, torch_release
+
+TORCH = Path(torch.__file__).parent
+MINOR = _loader.torch_minor()
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Target folder of libraries, in place of the package's folder."""
+    monkeypatch.setenv("LIGER_OPS_LIBRARY_DIR", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def build(*arguments, **env):
+    command = [sys.executable, "-m", "liger_ops", "build", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment_of_tree(**env), capture_output=True, text=True)
+
+
+@pytest.fixture
+def commands(home):
+    done = build("--dry-run")
+    assert done.returncode == 0 and list(home.glob("*")) == [], done.stderr
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+# ---- Commands.
+
+
+def test_every_source_is_compiled_with_the_flags_of_the_cmake_build(commands):
+    header, *objects, link = commands
+    sources = [command[command.index("-c") + 1] for command in objects]
+    assert sorted(sources) == sorted(map(str, flags.sources(ROOT / "csrc"))) and len(sources) > 10
+    for command in (header, *objects):
+        assert {*flags.COMPILE, f"-std=c++{torch_release.cxx_standard(TORCH)}"} <= {*command}
+        assert f"{TORCH}/include" in command and f"-I{ROOT / 'csrc'}" in command
+    for command, source in zip(objects, map(Path, sources)):
+        ahead = command[command.index("-include") + 1]
+        assert ahead == (str(ROOT / "csrc" / flags.PORTABLE) if source.stem == "portable" else header[-3])
+    assert {*flags.LINK, "-lliger_runtime", f"-L{LIBRARIES}", f"-L{TORCH}/lib", "-Wl,-rpath,$ORIGIN"} <= {*link}
+    assert [word for word in link if word.endswith(".o")] == [command[-1] for command in objects]
+
+
+def test_cmake_has_no_flags_besides_those_in_flags_py():
+    section = (ROOT / "CMakeLists.txt").read_text().split("# ---- The operators")[1].split("\n# ----")[0]
+    for name in ("SOURCES", "COMPILE", "LINK", "PRECOMPILED"):
+        assert f"${{LIGER_{name}}}" in section
+    assert not [flag for flag in (*flags.COMPILE, *flags.LINK) if flag in section.split()]
+
+
+def test_the_library_name_includes_the_stamp(commands, home):
+    assert commands[-1][-1] == str(home / f"libliger_ops_torch{MINOR}-{built.stamp()}.so")
+
+
+# ---- Stamps.
+
+
+@pytest.mark.parametrize("change", ["version", "nightly", "commit", "package", "source", "header"])
+def test_a_stamp_changes_with_every_dependency(change, tmp_path, monkeypatch):
+    sources = tmp_path / "csrc", tmp_path / "generated"
+    for folder in sources:
+        folder.mkdir()
+        (folder / "some.h").write_text("one")
+    (sources[0] / "some.cpp").write_text("one")
+    monkeypatch.setattr(built, "source_folders", lambda: sources)
+    before = built.stamp()
+    assert built.stamp() == before
+    match change:
+        case "version":
+            monkeypatch.setattr(built, "__version__", "9.9")
+        case "nightly":
+            monkeypatch.setattr(torch, "__version__", f"{MINOR}.0.dev20990101")
+        case "commit":
+            monkeypatch.setattr(torch.version, "git_version", "0123")
+        case "package":
+            monkeypatch.setattr(built, "PACKAGE", tmp_path)
+        case "source":
+            (sources[0] / "some.cpp").write_text("two")
+        case "header":
+            (sources[1] / "some.h").write_text("two")
+    assert built.stamp() != before
+
+
+def test_sources_in_the_wheel_take_precedence_over_a_checkout(tmp_path, monkeypatch):
+    assert [folder.name for folder in built.source_folders()] == ["csrc", "generated"]
+    assert built.source_folders()[0] == ROOT / "csrc" and (built.source_folders()[1] / "kernels").exists()
+    monkeypatch.setattr(built, "SHIPPED", tmp_path)
+    assert built.source_folders() == [tmp_path / "csrc", tmp_path / "generated"]
+
+
+# ---- Which library is loaded.
+
+
+def test_a_locally_built_library_takes_precedence_if_it_fits(home):
+    home.mkdir()
+    others = [f"libliger_ops_torch{MINOR}-0123456789ab.so", "libliger_ops_torch9.9-0123456789ab.so"]
+    for name in (built.library_name(MINOR), *others):
+        (home / name).touch()
+    found = list(_loader.candidates())
+    fitting = [path for path, misfit in found if misfit is None]
+    assert fitting == [home / built.library_name(MINOR), LIBRARIES / f"libliger_ops_torch{MINOR}.so"]
+    against = {path.name: misfit for path, misfit in found if misfit}
+    assert {against[name] for name in others} == {"built here from other sources or for another torch"}
+
+
+REPORT = "import liger_ops, json; print(json.dumps([str(liger_ops._loaded.library), liger_ops._loaded.tried]))"
+
+
+def test_a_library_that_fails_to_load_is_skipped(home):
+    home.mkdir()
+    broken = home / built.library_name(MINOR)
+    broken.write_text("no ELF file")
+    library, tried = json.loads(output_of(REPORT, LIGER_OPS_LIBRARY_DIR=str(home)))
+    assert library == str(LIBRARIES / f"libliger_ops_torch{MINOR}.so")
+    assert tried[broken.name].startswith("did not load: ")
+
+
+def test_unwritable_folders_are_skipped(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    places = [tmp_path / "file" / "lib", tmp_path / "lib"]
+    monkeypatch.setattr(built, "folders", lambda: places)
+    assert operators.target_folder() == places[1]
+    places.pop()
+    with pytest.raises(SystemExit, match="file/lib can be written: set LIGER_OPS_LIBRARY_DIR"):
+        operators.target_folder()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_requested_folder_comes_first(asked, home, monkeypatch):
+    if not asked:
+        monkeypatch.delenv("LIGER_OPS_LIBRARY_DIR")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    expected = [home, LIBRARIES] if asked else [LIBRARIES, Path("/cache/liger_ops/lib")]
+    assert built.folders() == expected
+
+
+# ---- Errors.
+
+
+def test_without_a_compiler_the_error_says_what_to_install(home):
+    done = build(CXX="no-such-compiler", LIGER_OPS_LIBRARY_DIR=str(home))
+    sentence = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert sentence.startswith("liger-ops: building needs a C++ compiler, and no-such-compiler is not on PATH")
+    assert "apt install g++" in sentence
+
+
+def test_compiler_output_is_shown_from_the_first_error(tmp_path):
+    source = tmp_path / "wrong.cpp"
+    source.write_text("#warning first\nint f() { return nothing; }\n")
+    step = operators.Step(["g++", "-c", str(source)], tmp_path / "wrong.o")
+    with pytest.raises(SystemExit) as stopped:
+        operators.run(step)
+    first, second = str(stopped.value).splitlines()[:2]
+    assert first == "liger-ops: the compiler says:"
+    assert second.startswith(f"{source}:2:") and "error: " in second and "nothing" in second
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.cpp"]
+
+
+def test_the_first_error_stops_the_build(tmp_path, monkeypatch):
+    """Units that have not started are not compiled."""
+    ran = []
+
+    def run(step):
+        ran.append(step)
+        time.sleep(0.02)
+        raise SystemExit("wrong")
+
+    monkeypatch.setattr(operators, "run", run)
+    (tmp_path / "a.cpp").touch()
+    unit = operators.Step(["-c", str(tmp_path / "a.cpp")], tmp_path / "a.o")
+    steps = operators.Plan(unit, [unit] * 50, unit)
+    with pytest.raises(SystemExit, match="wrong"):
+        operators.run_all(steps, jobs=1)
+    assert len(ran) < 25
+
+
+def test_missing_generated_headers_are_named(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(built, "source_folders", lambda: [ROOT / "csrc", tmp_path / "generated"])
+    with pytest.raises(SystemExit, match=r"generated must hold the generated headers: run `make build` once"):
+        operators.plan(["g++"], tmp_path, home / "any.so")
+
+
+# ---- A real build.
+
+
+def test_one_unit_becomes_a_library_that_loads(home, tmp_path, monkeypatch):
+    """One unit stands in for all, which would take minutes."""
+    chosen = [ROOT / "csrc" / "runtime" / "portable.cpp", *sorted((ROOT / "csrc").glob("ops/**/projections.cpp"))]
+    monkeypatch.setattr(flags, "sources", lambda csrc: chosen)
+    monkeypatch.setattr(operators, "loaded_elsewhere", lambda: str(home / built.library_name(MINOR)))
+    operators.build(jobs=2, dry_run=False)
+    (library,) = home.iterdir()
+    assert library.name == built.library_name(MINOR)
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert all(f"[{name}]" in needed for name in ("libliger_runtime.so", "libtorch.so", "libtorch_cpu.so", "libc10.so"))
+    assert output_of(f"import torch; torch.ops.load_library({str(library)!r}); print('loaded')") == "loaded\n"

@@ -1,0 +1,286 @@
+"""Helpers that the operator tests share: comparison with an fp64 oracle, checks of autograd, torch.compile, export and
+TorchScript, and code that runs in a new process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import liger_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+HALF_TYPES = (torch.bfloat16, torch.float16)
+CPU_DTYPES = (torch.float32, *HALF_TYPES)
+
+# The list of torch.library.opcheck: schema, autograd registration, fake tensor, AOT autograd with dynamic shapes.
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+# Layouts of a (batch, heads, sequence, columns) tensor for an op on rows.
+LAYOUTS = {
+    "slice of a fused projection": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "heads of a fused projection": lambda x: torch.cat([x] * 3, 1)[:, : x.shape[1]],
+    "transposed heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "every other row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+}
+
+
+def sizes_around_tiles(*kernels: str) -> list[int]:
+    """Widths on both sides of each boundary between configs of these kernels, aligned and unaligned."""
+    from liger_ops.kernels import find
+
+    sizes = set()
+    for config in (c for name in kernels for c in find(name).configs if c.max_n is not None):
+        sizes |= {config.max_n, config.max_n + 8} if config.aligned else {config.max_n - 1, config.max_n + 1}
+    return sorted(sizes)
+
+
+def more_rows_than_any_limit(*kernels: str) -> int:
+    """One row more than the largest max_rows among the configs of these kernels."""
+    from liger_ops.kernels import find
+
+    return 1 + max(config.max_rows or 0 for name in kernels for config in find(name).configs)
+
+
+ROWS_AND_PARAMETERS = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float16, None),
+    (torch.bfloat16, torch.float32),
+]
+
+
+def served_by(device: str) -> str:
+    """The path that calls on `device` must take: AOT packs; if LIGER_OPS_PACK_DIR is set, JIT, or PTX without JIT."""
+    if device == "cpu":
+        return "cpu"
+    if "LIGER_OPS_PACK_DIR" not in os.environ:
+        return "aot"
+    return "ptx" if os.environ.get("LIGER_OPS_JIT") == "0" else "jit"
+
+
+def has_hopper_kernels() -> bool:
+    """Kernels for compute capability 9.0 alone have no PTX."""
+    return torch.cuda.get_device_capability() == (9, 0) and served_by("cuda") != "ptx"
+
+
+@contextmanager
+def path_taken(device: str):
+    """Fails unless the enclosed calls launched kernels, all of them on the expected path of `device`."""
+    liger_ops.reset_launch_counts()
+    yield
+    counts = liger_ops.launch_counts()
+    used = {path for path, count in counts.items() if count}
+    # Without the library, reference formulas run and launch nothing.
+    assert used == ({served_by(device)} if liger_ops._loaded.library else set()), counts
+
+
+@torch.no_grad()
+def distance(a: Tensor, oracle: Tensor, scale: float = 0.0) -> float:
+    """Largest error, relative to the oracle's largest magnitude or to `scale` if that is larger."""
+    if a.numel() == 0:
+        return 0.0
+    largest = max(float(oracle.abs().max()), scale, 1e-30)
+    return float((a.double() - oracle.double()).abs().max()) / largest
+
+
+def assert_no_worse(
+    name: str, ours: Tensor, eager: Tensor, oracle: Tensor, scale: float = 0.0, noise: float = 0.0
+) -> None:
+    """Our error against fp64 may be at most 1.5 times eager's error in the same dtype, plus one rounding of the result.
+    The factor allows for a different summation order. noise: additional allowance for random variation."""
+    assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(oracle.shape)}"
+    assert ours.dtype == eager.dtype, f"{name}: dtype {ours.dtype}, expected {eager.dtype}"
+    error = distance(ours, oracle, scale)
+    allowed = 1.5 * distance(eager, oracle, scale) + torch.finfo(ours.dtype).eps + noise
+    assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
+    """Spacing of subnormal numbers, relative to the oracle's largest magnitude. Matters for fp16 values below 6e-5."""
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    return smallest / max(float(oracle.abs().max()), smallest) if oracle.numel() else 0.0
+
+
+def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, followed by the gradients of all inputs that require one."""
+    out = function(*inputs)
+    outs = out if isinstance(out, tuple) else (out,)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    pairs = [(o, g.to(o.dtype)) for o, g in zip(outs, grads_out) if o.requires_grad]
+    grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs]) if wanted else []
+    return [*outs, *grads]
+
+
+def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """A leaf with the same values and strides. Floating-point tensors are cast to `dtype`."""
+    if t is None or not t.is_floating_point():
+        return t
+    return t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
+
+
+def check_op(
+    op: Callable,
+    reference: Callable,
+    inputs: Sequence[Tensor | None],
+    grads_out: Sequence[Tensor],
+    device: str,
+    terms: int = 0,
+) -> None:
+    """Compares outputs and gradients of `op` with `reference` in fp64. The error of `reference` in the op's own dtype
+    sets the tolerance. terms: length of sums that the op adds up in fp32 in another order than the reference; their
+    rounding errors are independent, so that their sum grows like the square root."""
+    with path_taken(device):
+        ours = gradients(op, [like(t) for t in inputs], grads_out)
+    eager = gradients(reference, [like(t) for t in inputs], grads_out)
+    oracle = gradients(reference, [like(t, torch.float64) for t in inputs], grads_out)
+    # The upstream gradient sets the scale: a gradient may be a difference of large terms (exactly zero for one column).
+    scale = max((float(g.abs().max()) for g in grads_out if g.numel()), default=0.0)
+    outputs = len(ours) - sum(t is not None and t.requires_grad for t in inputs)
+    for i, results in enumerate(zip(ours, eager, oracle)):
+        noise = terms**0.5 * torch.finfo(torch.float32).eps if results[0].dtype != torch.float64 else 0.0
+        assert_no_worse(f"result {i}", *results, scale=scale if i >= outputs else 0.0, noise=noise)
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch, name: str, result: Any) -> list[dict[str, Any]]:
+    """Replaces an operator by one that records its arguments by name and returns `result` for each output. Returns the
+    list of recorded calls."""
+    schema, calls = getattr(torch.ops.liger, name).default._schema, []
+
+    def recorder(*arguments: Any, **options: Any) -> Any:
+        calls.append(dict(zip((a.name for a in schema.arguments), arguments)) | options)
+        return result if len(schema.returns) == 1 else (result,) * len(schema.returns)
+
+    monkeypatch.setattr(torch.ops.liger, name, recorder)
+    return calls
+
+
+def wanted_of(inputs: Iterable[Tensor | None]) -> list[Tensor]:
+    return [t for t in inputs if t is not None and t.requires_grad]
+
+
+def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def check_deterministic(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    assert equal(gradients(op, inputs, grads_out), gradients(op, inputs, grads_out))
+
+
+def check_reads_only(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    given = [t for t in (*inputs, *grads_out) if t is not None]
+    before = [(t.detach().clone(), t._version) for t in given]
+    gradients(op, inputs, grads_out)
+    assert all(torch.equal(t, value) and t._version == version for t, (value, version) in zip(given, before))
+
+
+def check_second_backward(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    """retain_graph=True permits a second backward; without it, the second backward raises."""
+    out = op(*inputs)
+    outs = [o * 1.0 for o in (out if isinstance(out, tuple) else (out,))]
+    first = torch.autograd.grad(outs, wanted_of(inputs), grads_out, retain_graph=True)
+    assert equal(first, torch.autograd.grad(outs, wanted_of(inputs), grads_out))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(outs, wanted_of(inputs), grads_out)
+
+
+def check_no_double_backward(
+    name: str, op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]
+) -> None:
+    wanted, out = wanted_of(inputs), op(*inputs)
+    for gradient in torch.autograd.grad(out, wanted, grads_out, create_graph=True):
+        with pytest.raises(RuntimeError, match=f"{name}: double backward is not supported"):
+            torch.autograd.grad(gradient.sum(), wanted[0], retain_graph=True)
+
+
+def check_one_graph(function: Callable, calls: Iterable[tuple[Sequence[Tensor | None], Sequence[Tensor]]]) -> None:
+    """torch.compile makes one graph for calls of different sizes, with the results of eager."""
+    backend, graphs = count_graphs()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for inputs, grads_out in calls:
+        assert equal(gradients(compiled, inputs, grads_out), gradients(function, inputs, grads_out))
+    assert len(graphs) == 1
+
+
+def check_inductor(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    for ours, theirs in zip(gradients(compiled, inputs, grads_out), gradients(function, inputs, grads_out)):
+        torch.testing.assert_close(ours, theirs)
+
+
+def check_export(
+    op: Any, module: torch.nn.Module, inputs: Sequence[Tensor], others: Sequence[Tensor], strict: bool
+) -> None:
+    """Exports `module` with a dynamic first dimension. `op` must remain a single call, also after run_decompositions(),
+    and the program must accept `others`, whose first dimension differs."""
+    batch = torch.export.Dim("batch", min=2, max=1024)
+    exported = torch.export.export(module, tuple(inputs), dynamic_shapes=[{0: batch}] * len(inputs), strict=strict)
+    for program in (exported, exported.run_decompositions()):
+        targets = [n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        assert targets == [op.default]
+        ours, theirs = program.module()(*others), module(*others)
+        assert equal(*((out if isinstance(out, tuple) else (out,)) for out in (ours, theirs)))
+
+
+def check_script(module: torch.nn.Module, calls: Iterable[Sequence[Tensor]], path: Path) -> None:
+    """A scripted module, after save and load, runs forward and backward on several shapes."""
+    torch.jit.script(module).save(str(path))
+    loaded = torch.jit.load(str(path))
+    for inputs in calls:
+        out = module(*inputs)
+        grads_out = [torch.ones_like(o) for o in (out if isinstance(out, tuple) else (out,))]
+        assert equal(gradients(loaded, inputs, grads_out), gradients(module, inputs, grads_out))
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
+    """Runs code in a new Python process that imports this source tree."""
+    if "TRITON_INTERPRET" in env:
+        code = f"import interpreter\ninterpreter.install()\n{code}"
+    environment = environment_of_tree(**env)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600)
+
+
+def environment_of_tree(**env: str) -> dict[str, str]:
+    """Environment variables with which Python imports this source tree and its test helpers."""
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]))
+    # torch.compile sets TORCHINDUCTOR variables that are valid in this process only.
+    own = {k: v for k, v in os.environ.items() if "TORCHINDUCTOR" not in k}
+    return {**own, "PYTHONPATH": path, **env}
+
+
+def output_of(code: str, **env: str) -> str:
+    done = run_python(code, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def interpret(code: str, cases: Sequence[tuple], folder: Path) -> dict[tuple, dict[str, Tensor]]:
+    """Calls run(path, *case) of `code` for every case in Triton's interpreter, and loads the arrays that it saves at
+    `path`. All cases share one process, because starting it takes most of the time."""
+    paths = {case: folder / f"{i}.npz" for i, case in enumerate(cases)}
+    calls = [f"run({str(path)!r}, *{case!r})" for case, path in paths.items()]
+    output_of("\n".join([code, *calls]), TRITON_INTERPRET="1")
+    return {case: {k: torch.from_numpy(v) for k, v in np.load(path).items()} for case, path in paths.items()}
+
+
+def count_graphs() -> tuple[Callable, list]:
+    """A torch.compile backend that runs graphs unchanged, and the list to which it adds each graph."""
+    graphs: list = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return backend, graphs

@@ -1,0 +1,574 @@
+"""Tests of out = act(gate) * up, shared by swiglu and geglu. Each activation is a subclass of GatedTests.
+
+A subclass defines `op`, `packed`, `linear`, `stem` and the plain formula `reference(gate, up, **options)`. `choices`
+lists the option values to test; `kernel_flags` holds the matching kernel flags.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from checks import (
+    CPU_DTYPES,
+    OPCHECKS,
+    assert_no_worse,
+    check_deterministic,
+    check_export,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_op,
+    check_reads_only,
+    check_script,
+    check_second_backward,
+    equal,
+    output_of,
+    path_taken,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+# Widths on both sides of every tile boundary in the variant table and of the CPU loop lengths (512 and 8192), model
+# widths that are not powers of two, and odd widths that no vector length divides.
+SIZES = [1, 7, 33, 64, 72, 130, 256, 264, 512, 520, 1000, 1024, 1032, 2048, 5504, 8192, 8200, 14336, 40001]
+
+
+def make(shape, dtype, device):
+    gate, up = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+    return gate, up, torch.randn(shape, dtype=dtype, device=device)
+
+
+def parameters_of_linear(n, rows, dtype, device):
+    """weight: (24, n), bias: (24,), and the gradient of the layer's output: (*rows, 24)."""
+    weight = (torch.randn(24, n, dtype=dtype, device=device) / n**0.5).requires_grad_()
+    bias = torch.randn(24, dtype=dtype, device=device, requires_grad=True)
+    return weight, bias, torch.randn(*rows, 24, dtype=dtype, device=device)
+
+
+INTERPRETED_SIZES = [(40, True), (200, True), (1000, True), (2056, True), (60, False), (1100, False)]
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "half of a fused projection": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "other half of a fused projection": lambda x: torch.cat([x, x], -1)[..., x.shape[-1] :],
+    "without the last position": lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1],
+    "half, without the last position": lambda x: torch.cat([torch.cat([x, x[:, :1]], 1)] * 2, -1)[
+        :, :-1, : x.shape[-1]
+    ],
+    "transposed, dense": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+class Probe(torch.autograd.Function):
+    """Copies x into a tensor that only its consumer references, and records the address of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, seen: list) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.seen.append(gradient.data_ptr())
+        return gradient, None
+
+
+def halves(gate_up: Tensor) -> tuple[Tensor, ...]:
+    return gate_up.chunk(2, -1)
+
+
+class GatedTests:
+    op: torch._ops.OpOverloadPacket
+    packed: torch._ops.OpOverloadPacket
+    linear: torch._ops.OpOverloadPacket
+    stem: str
+    choices: list[dict]
+    kernel_flags: list[tuple[int, ...]]
+
+    @staticmethod
+    def reference(gate: Tensor, up: Tensor, **options) -> Tensor:
+        raise NotImplementedError
+
+    def packed_reference(self, gate_up: Tensor, **options) -> Tensor:
+        return self.reference(*halves(gate_up), **options)
+
+    def each(self):
+        """(op, reference) for each combination of options."""
+        for options in self.choices:
+            yield (lambda *t: self.op(*t, **options)), (lambda *t: self.reference(*t, **options))
+
+    def each_packed(self):
+        for options in self.choices:
+            yield (lambda t: self.packed(t, **options)), (lambda t: self.packed_reference(t, **options))
+
+    def each_linear(self):
+        for options in self.choices:
+            yield (
+                lambda gate, up, *parameters: self.linear(gate, up, *parameters, **options),
+                lambda gate, up, *parameters: F.linear(self.reference(gate, up, **options), *parameters),
+            )
+
+    @pytest.mark.parametrize("n", SIZES)
+    @pytest.mark.parametrize("dtype", CPU_DTYPES)
+    def test_sizes(self, n, dtype, device):
+        gate, up, grad = make((3, n), dtype, device)
+        for ours, reference in self.each():
+            check_op(ours, reference, [gate, up], [grad], device)
+
+    @pytest.mark.parametrize("n", SIZES)
+    @pytest.mark.parametrize("dtype", CPU_DTYPES)
+    def test_packed_sizes(self, n, dtype, device):
+        gate_up = torch.randn(3, 2 * n, dtype=dtype, device=device, requires_grad=True)
+        grad = torch.randn(3, n, dtype=dtype, device=device)
+        for ours, reference in self.each_packed():
+            check_op(ours, reference, [gate_up], [grad], device)
+
+    @pytest.mark.parametrize("gate_layout", LAYOUTS)
+    @pytest.mark.parametrize("up_layout", LAYOUTS)
+    @pytest.mark.parametrize(
+        "grad_layout", ["contiguous", "half of a fused projection", "transposed, dense", "expanded"]
+    )
+    def test_layouts(self, gate_layout, up_layout, grad_layout, device):
+        gate, up, grad = make((3, 5, 64), torch.bfloat16, device)
+        gate, up = (LAYOUTS[k](t.detach()).requires_grad_() for k, t in ((gate_layout, gate), (up_layout, up)))
+        for ours, reference in self.each():
+            check_op(ours, reference, [gate, up], [LAYOUTS[grad_layout](grad)], device)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize(
+        "grad_layout", ["contiguous", "half of a fused projection", "transposed, dense", "expanded"]
+    )
+    def test_packed_layouts(self, layout, grad_layout, device):
+        gate_up, _, _ = make((3, 5, 128), torch.bfloat16, device)
+        gate_up = LAYOUTS[layout](gate_up.detach()).requires_grad_()
+        grad = LAYOUTS[grad_layout](torch.randn(3, 5, 64, dtype=torch.bfloat16, device=device))
+        for ours, reference in self.each_packed():
+            check_op(ours, reference, [gate_up], [grad], device)
+
+    @pytest.mark.parametrize("n", [1, 64, 130, 1000, 2048, 8200])
+    @pytest.mark.parametrize("dtype", CPU_DTYPES)
+    def test_linear_sizes(self, n, dtype, device):
+        gate, up, _ = make((3, n), dtype, device)
+        weight, bias, grad = parameters_of_linear(n, (3,), dtype, device)
+        for ours, reference in self.each_linear():
+            check_op(ours, reference, [gate, up, weight, bias], [grad], device)
+            check_op(ours, reference, [gate, up, weight], [grad], device)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("grad_layout", ["contiguous", "transposed, dense", "expanded"])
+    def test_linear_layouts(self, layout, grad_layout, device):
+        gate, up, _ = make((3, 5, 64), torch.bfloat16, device)
+        gate, up = (LAYOUTS[layout](t.detach()).requires_grad_() for t in (gate, up))
+        weight, bias, grad = parameters_of_linear(64, (3, 5), torch.bfloat16, device)
+        for transposed in (False, True):
+            w = weight.detach().t().contiguous().t().requires_grad_() if transposed else weight
+            for ours, reference in self.each_linear():
+                check_op(ours, reference, [gate, up, w, bias], [LAYOUTS[grad_layout](grad)], device)
+
+    def test_linear_computes_only_required_gradients(self, device):
+        gate, up, _ = make((6, 160), torch.float32, device)
+        weight, bias, grad = parameters_of_linear(160, (6,), torch.float32, device)
+        for ours, reference in self.each_linear():
+            for learned in itertools.product((True, False), repeat=4):
+                inputs = [t if wanted else t.detach() for t, wanted in zip((gate, up, weight, bias), learned)]
+                check_op(ours, reference, inputs, [grad], device)
+
+    @pytest.mark.parametrize("held", [False, True])
+    @pytest.mark.library
+    def test_linear_backward_overwrites_unreferenced_inputs(self, held, device):
+        leaves = make((4, 256), torch.float32, device)[:2]
+        weight, bias, grad = parameters_of_linear(256, (4,), torch.float32, device)
+        learned = [*leaves, weight, bias]
+        expected = torch.autograd.grad(self.linear(*learned), learned, grad)
+        seen: list[int] = []
+        gate, up = (Probe.apply(t, seen) for t in leaves)
+        addresses, values = {gate.data_ptr(), up.data_ptr()}, [gate.detach().clone(), up.detach().clone()]
+        out = self.linear(gate, up, weight, bias)
+        held_inputs = [gate, up] if held else []
+        del gate, up
+        got = torch.autograd.grad(out, learned, grad)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
+        assert (set(seen) == addresses) != held
+        assert all(torch.equal(a, b) for a, b in zip(held_inputs, values))
+
+    @pytest.mark.library
+    def test_linear_saves_its_inputs_only(self, device):
+        gate, up, _ = make((4, 64), torch.float32, device)
+        weight, bias, _ = parameters_of_linear(64, (4,), torch.float32, device)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            self.linear(gate, up, weight, bias)
+        assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in (gate, up, weight)]
+
+    @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
+    def test_linear_on_empty_inputs_and_on_one_row(self, shape, device):
+        gate, up, _ = make(shape, torch.float32, device)
+        weight, bias, grad = parameters_of_linear(8, shape[:-1], torch.float32, device)
+        learned = [gate, up, weight, bias]
+        for ours, reference in self.each_linear():
+            out, expected = ours(*learned), reference(*learned)
+            torch.testing.assert_close(out, expected)
+            for pair in zip(torch.autograd.grad(out, learned, grad), torch.autograd.grad(expected, learned, grad)):
+                torch.testing.assert_close(*pair)
+
+    def test_linear_is_read_only_deterministic_and_supports_retain_graph(self, device):
+        gate, up, _ = make((30, 1000), torch.bfloat16, device)
+        weight, bias, grad = parameters_of_linear(1000, (30,), torch.bfloat16, device)
+        inputs = [gate, up, weight, bias]
+        check_reads_only(self.linear, inputs, [grad])
+        check_deterministic(self.linear, inputs, [grad])
+        check_second_backward(lambda g, u, w, b: self.linear(g * 1.0, u * 1.0, w, b), inputs, [grad])
+
+    def test_packed_equals_the_op_on_both_halves(self, device):
+        for n in (24, 96, 200, 1000, 2048, 3000, 8200):
+            gate_up = torch.randn(4, 2 * n, device=device, requires_grad=True)
+            grad = torch.randn(4, n, device=device)
+            out, packed = self.op(*halves(gate_up)), self.packed(gate_up)
+            assert torch.equal(out, packed)
+            assert torch.equal(*(torch.autograd.grad(o, gate_up, grad)[0] for o in (out, packed)))
+
+    def test_dense_strides_are_preserved(self, device):
+        gate, up, grad = (t.detach().transpose(0, 1).requires_grad_() for t in make((5, 3, 8), torch.float32, device))
+        out = self.op(gate, up)
+        assert out.stride() == gate.stride()
+        assert all(g.stride() == gate.stride() for g in torch.autograd.grad(out, [gate, up], grad))
+
+    @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 8), (0,), (8,)])
+    def test_empty_and_one_dimensional(self, shape, device):
+        gate, up, grad = make(shape, torch.float32, device)
+        out = self.op(gate, up)
+        assert out.shape == gate.shape
+        dgate, dup = torch.autograd.grad(out, [gate, up], grad)
+        assert dgate.shape == dup.shape == gate.shape
+        gate_up = torch.cat([gate, up], -1).detach().requires_grad_()
+        packed = self.packed(gate_up)
+        assert torch.equal(packed, out)
+        assert torch.equal(torch.autograd.grad(packed, gate_up, grad)[0], torch.cat([dgate, dup], -1))
+
+    def test_nan_and_infinity_propagate(self, device):
+        special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, -80.0, 80.0], device=device)
+        gate, up = (t.reshape(-1).contiguous() for t in torch.meshgrid(special, special, indexing="ij"))
+        for ours, reference in self.each():
+            # In fp64: eager's vectorized gelu(inf) is NaN on some CPUs.
+            expected = reference(gate.double(), up.double()).float()
+            torch.testing.assert_close(ours(gate, up), expected, equal_nan=True, atol=1e-30, rtol=1e-5)
+
+    def test_only_required_gradients(self, device):
+        gate, up, grad = make((6, 160), torch.float32, device)
+        for ours, reference in self.each():
+            for inputs in ([gate.detach(), up], [gate, up.detach()], [gate.detach(), up.detach()]):
+                check_op(ours, reference, inputs, [grad], device)
+
+    def test_inputs_are_not_written(self, device):
+        gate, up, grad = make((4, 256), torch.float32, device)
+        check_reads_only(self.op, [gate, up], [grad])
+        check_reads_only(self.packed, [torch.cat([gate, up], -1).detach().requires_grad_()], [grad])
+
+    @pytest.mark.parametrize("held", [False, True])
+    @pytest.mark.library
+    def test_backward_overwrites_unreferenced_inputs(self, held, device):
+        leaves = make((4, 256), torch.float32, device)
+        expected = torch.autograd.grad(self.op(*leaves[:2]), leaves[:2], leaves[2])
+        seen: list[int] = []
+        gate, up = (Probe.apply(t, seen) for t in leaves[:2])
+        addresses, values = {gate.data_ptr(), up.data_ptr()}, [gate.detach().clone(), up.detach().clone()]
+        out = self.op(gate, up)
+        held_inputs = [gate, up] if held else []
+        del gate, up
+        got = torch.autograd.grad(out, leaves[:2], leaves[2])
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
+        assert (set(seen) == addresses) != held
+        assert all(torch.equal(a, b) for a, b in zip(held_inputs, values))
+
+    @pytest.mark.parametrize("held", [False, True])
+    @pytest.mark.library
+    def test_packed_backward_overwrites_an_unreferenced_input(self, held, device):
+        leaf = torch.randn(4, 512, device=device, requires_grad=True)
+        grad = torch.randn(4, 256, device=device)
+        (expected,) = torch.autograd.grad(self.packed(leaf), leaf, grad)
+        seen: list[int] = []
+        gate_up = Probe.apply(leaf, seen)
+        addresses, held_input = [gate_up.data_ptr()], gate_up if held else None
+        out = self.packed(gate_up)
+        del gate_up
+        assert torch.equal(torch.autograd.grad(out, leaf, grad)[0], expected)
+        assert (seen == addresses) != held
+        assert held_input is None or torch.equal(held_input, leaf)
+
+    def test_a_saved_input_shared_with_another_op_is_not_overwritten(self, device):
+        leaf = torch.randn(4, 64, device=device, requires_grad=True)
+        x = Probe.apply(leaf, [])
+        total = self.op(x, x) + x.exp() * x.sin()
+        del x
+        expected = leaf.detach().requires_grad_()
+        reference = self.op(expected, expected) + expected.exp() * expected.sin()
+        pair = (torch.autograd.grad(o.sum(), i)[0] for o, i in ((total, leaf), (reference, expected)))
+        assert torch.equal(*pair)
+
+    def test_runs_are_bitwise_equal(self, device):
+        gate, up, grad = make((300, 1000), torch.bfloat16, device)
+        check_deterministic(self.op, [gate, up], [grad])
+
+    def test_retain_graph_and_second_backward(self, device):
+        gate, up, grad = make((4, 64), torch.float32, device)
+        check_second_backward(lambda g, u: self.op(g * 1.0, u * 1.0), [gate, up], [grad])
+
+    @pytest.mark.library
+    def test_double_backward_is_refused(self, device):
+        gate, up, grad = make((4, 64), torch.float32, device)
+        eye = torch.eye(64, device=device)
+        for name, op in (
+            (self.stem, self.op),
+            (f"{self.stem}_packed", lambda *halves: self.packed(torch.cat(halves, -1))),
+            (f"{self.stem}_linear", lambda *halves: self.linear(*halves, eye)),
+        ):
+            check_no_double_backward(name, op, [gate, up], [grad])
+
+    @pytest.mark.library
+    def test_forward_mode_is_refused(self, device):
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
+            with pytest.raises(RuntimeError, match=f"{self.stem}: forward-mode"):
+                self.op(x, x)
+            with pytest.raises(RuntimeError, match=f"{self.stem}_packed: forward-mode"):
+                self.packed(x)
+            with pytest.raises(RuntimeError, match=f"{self.stem}_linear: forward-mode"):
+                self.linear(x.detach(), x.detach(), x)
+
+    def test_gradcheck(self):
+        gate, up, _ = make((3, 5), torch.float64, "cpu")
+        gate_up = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+        for ours, _ in self.each():
+            assert torch.autograd.gradcheck(ours, [gate, up])
+        for ours, _ in self.each_packed():
+            assert torch.autograd.gradcheck(ours, [gate_up])
+        weight, bias, _ = parameters_of_linear(5, (3,), torch.float64, "cpu")
+        for ours, _ in self.each_linear():
+            assert torch.autograd.gradcheck(ours, [gate, up, weight, bias])
+
+    @pytest.mark.parametrize("requires_grad", [True, False])
+    @pytest.mark.library
+    def test_opcheck(self, requires_grad, device):
+        gate, up, grad = make((4, 16), torch.float32, device)
+        check = dict(test_utils=OPCHECKS)
+        private = torch.ops.liger
+        for options in self.choices:
+            inputs = [t.detach().requires_grad_(requires_grad) for t in (gate, up)]
+            torch.library.opcheck(self.op.default, inputs, options, **check)
+            torch.library.opcheck(self.op.default, [torch.cat([t, t], -1)[:, :16] for t in inputs], options, **check)
+            torch.library.opcheck(
+                self.packed.default, (torch.cat(inputs, -1).detach().requires_grad_(requires_grad),), options, **check
+            )
+            weight, bias, _ = parameters_of_linear(16, (4,), torch.float32, device)
+            parameters = [t.detach().requires_grad_(requires_grad) for t in (weight, bias)]
+            torch.library.opcheck(self.linear.default, (*inputs, *parameters), options, **check)
+            torch.library.opcheck(self.linear.default, (*inputs, parameters[0]), options, **check)
+            if requires_grad:
+                continue
+            extra, gate_up = tuple(options.values()), torch.cat(inputs, -1)
+            for suffix in ("", "_"):
+                bwd, packed_bwd = (
+                    getattr(private, f"_{self.stem}{kind}_bwd{suffix}").default for kind in ("", "_packed")
+                )
+                torch.library.opcheck(bwd, (grad, *(t.clone() for t in inputs), *extra), **check)
+                torch.library.opcheck(packed_bwd, (grad, gate_up.clone(), *extra), **check)
+                product_bwd = getattr(private, f"_{self.stem}_product_bwd{suffix}").default
+                torch.library.opcheck(product_bwd, (*(t.clone() for t in (grad, *inputs)), *extra), **check)
+
+    def test_compile_makes_one_graph_for_all_sizes(self, device):
+        def mlp(gate, up):
+            return self.op(gate, up) * 2 + self.packed(torch.cat([gate, up], -1))
+
+        calls = [make((rows, n), torch.float32, device) for rows, n in [(4, 64), (6, 128), (10, 250)]]
+        check_one_graph(mlp, [([gate, up], [grad]) for gate, up, grad in calls])
+
+    @pytest.mark.library
+    def test_inductor(self, device):
+        def mlp(x, weight):
+            inner = x @ weight
+            return self.op(*halves(inner)).relu() + self.packed(inner) + self.linear(*halves(inner), weight[:, 32:].t())
+
+        x, weight = (torch.randn(32, n, device=device, requires_grad=True) for n in (32, 64))
+        check_inductor(mlp, [x, weight], [torch.randn(32, 32, device=device)])
+
+    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.library
+    def test_export_keeps_the_op_and_the_batch_dynamic(self, strict, device):
+        inputs, others = (torch.randn(2, rows, 32, device=device) for rows in (4, 9))
+        check_export(self.op, self.module(), inputs, others, strict)
+
+    def test_script(self, device, tmp_path):
+        calls = [make(shape, torch.float32, device)[:2] for shape in [(4, 32), (2, 3, 32)]]
+        check_script(self.module(), calls, tmp_path / "module.pt")
+
+    @staticmethod
+    def module() -> torch.nn.Module:
+        raise NotImplementedError
+
+    @pytest.mark.library
+    def test_meta(self):
+        gate = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16).transpose(0, 1)
+        out = self.op(gate, gate)
+        assert (out.shape, out.stride(), out.dtype, out.device.type) == (gate.shape, gate.stride(), gate.dtype, "meta")
+        packed = self.packed(gate)
+        assert (packed.shape, packed.is_contiguous(), packed.dtype) == ((3, 5, 32), True, gate.dtype)
+        linear = self.linear(gate, gate, gate.new_empty(7, 64))
+        assert (linear.shape, linear.dtype, linear.device.type) == ((3, 5, 7), gate.dtype, "meta")
+
+    @pytest.mark.library
+    def test_linear_casts_like_a_linear_layer_under_autocast(self, device):
+        gate, up, _ = make((4, 64), torch.float32, device)
+        weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
+        with torch.autocast(device, torch.bfloat16):
+            out = self.linear(gate, up, weight, bias)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, self.linear(*(t.bfloat16() for t in (gate, up, weight, bias))))
+        gradients = torch.autograd.grad(out, [gate, up, weight, bias], grad.bfloat16())
+        assert all(g.dtype == torch.float32 for g in gradients)
+
+    @pytest.mark.library
+    def test_backward_may_run_inside_autocast(self, device):
+        gate, up, _ = make((4, 64), torch.float32, device)
+        weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
+        wanted = [gate, up, weight, bias]
+        out = self.linear(*wanted)
+        expected = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+        with torch.autocast(device, torch.bfloat16):
+            assert equal(torch.autograd.grad(out, wanted, grad), expected)
+
+    def test_autocast_promotes_like_multiplication(self, device):
+        gate, up, _ = make((4, 64), torch.bfloat16, device)
+        with torch.autocast(device, torch.bfloat16):
+            assert self.op(gate, up).dtype == self.packed(gate).dtype == torch.bfloat16
+            for pair in ((gate, up.float()), (gate.float(), up)):
+                assert self.op(*pair).dtype == self.reference(*pair).dtype == torch.float32
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("shape", [(2**31 // 4096 + 5, 4096), (2**31 + 4096,)])
+    def test_more_than_2_to_the_31_elements(self, shape):
+        gate, up = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        with path_taken("cuda"):
+            out = self.op(gate, up)
+        tails = [t.flatten()[-10000:] for t in (out, gate, up)]
+        gate_tail, up_tail = tails[1:]
+        assert_no_worse(
+            "tail", tails[0], self.reference(gate_tail, up_tail), self.reference(gate_tail.double(), up_tail.double())
+        )
+        if len(shape) == 2:
+            packed = self.packed(gate)
+            ours, last = packed[-7:], gate[-7:]
+            assert_no_worse("packed", ours, self.packed_reference(last), self.packed_reference(last.double()))
+
+    ERRORS = {
+        "integers": (
+            lambda: (torch.ones(2, 8, dtype=torch.long),) * 2,
+            "gate must be float32, float16, bfloat16 or float64",
+        ),
+        "scalar": (lambda: (torch.tensor(1.0),) * 2, "gate must have at least one dimension"),
+        "sparse gate": (lambda: (torch.eye(8).to_sparse(), torch.eye(8)), "gate must be a dense, unquantized tensor"),
+        "sparse up": (lambda: (torch.eye(8), torch.eye(8).to_sparse()), "up must be a dense, unquantized tensor"),
+        "another width": (lambda: (torch.ones(2, 8), torch.ones(2, 7)), r"up must have the shape of gate, \[2, 8\]"),
+        "broadcast": (lambda: (torch.ones(2, 8), torch.ones(8)), r"up must have the shape of gate, \[2, 8\]"),
+        "another dtype": (lambda: (torch.ones(2, 8), torch.ones(2, 8).half()), "up must have the dtype of gate, Float"),
+        "elsewhere": (lambda: (torch.ones(2, 8), torch.ones(2, 8, device="meta")), "up must be on cpu like gate"),
+    }
+
+    @pytest.mark.parametrize("case", ERRORS)
+    @pytest.mark.library
+    def test_errors(self, case):
+        arguments, message = self.ERRORS[case]
+        with pytest.raises(RuntimeError, match=f"{self.stem}: {message}.*got "):
+            self.op(*arguments())
+
+    @pytest.mark.library
+    def test_packed_errors(self):
+        with pytest.raises(RuntimeError, match=f"{self.stem}_packed: gate_up must have an even last dimension .got 7"):
+            self.packed(torch.ones(2, 7))
+        with pytest.raises(
+            RuntimeError, match=f"{self.stem}_packed: gate_up must be float32, float16, bfloat16 or float64"
+        ):
+            self.packed(torch.ones(2, 8, dtype=torch.long))
+
+    LINEAR_ERRORS = {
+        "another width": (lambda w: w[:, 1:], None, r"weight must have shape \[features, 8\]"),
+        "one dimension": (lambda w: w[0], None, r"weight must have shape \[features, 8\]"),
+        "another dtype": (lambda w: w.half(), None, "weight must have the dtype of gate, Float"),
+        "elsewhere": (lambda w: w.to("meta"), None, "weight must be on cpu like gate"),
+        "sparse": (lambda w: w.to_sparse(), None, "weight must be a dense, unquantized tensor"),
+        "length of bias": (lambda w: w, torch.ones(4), r"bias must have shape \[3\], one value per feature"),
+        "dtype of bias": (lambda w: w, torch.ones(3).half(), "bias must have the dtype of gate, Float"),
+        "sparse bias": (lambda w: w, torch.ones(3).to_sparse(), "bias must be a dense, unquantized tensor"),
+    }
+
+    @pytest.mark.parametrize("case", LINEAR_ERRORS)
+    @pytest.mark.library
+    def test_linear_errors(self, case):
+        change, bias, message = self.LINEAR_ERRORS[case]
+        with pytest.raises(RuntimeError, match=f"{self.stem}_linear: {message}.*got "):
+            self.linear(torch.ones(2, 8), torch.ones(2, 8), change(torch.ones(3, 8)), bias)
+
+    @pytest.mark.gpu
+    def test_double_on_cuda_is_refused(self):
+        x = torch.ones(2, 8, device="cuda", dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="gate must be float32, float16 or bfloat16"):
+            self.op(x, x)
+
+    @pytest.fixture(scope="class")
+    def interpreted(self, request, tmp_path_factory):
+        """One interpreter run for all sizes and options."""
+        path = tmp_path_factory.mktemp("interpreted") / "out.npz"
+        code = INTERPRETED.format(
+            stem=request.cls.stem, sizes=INTERPRETED_SIZES, flags=request.cls.kernel_flags, path=path
+        )
+        output_of(code, TRITON_INTERPRET="1")
+        return np.load(path)
+
+    @pytest.mark.parametrize("n,aligned", INTERPRETED_SIZES)
+    def test_kernels_interpreted(self, n, aligned, interpreted):
+        """Runs the kernels on CPU tensors: gate and up are halves of one tensor, and gradients overwrite them."""
+        for index, options in enumerate(self.choices):
+            prefix = f"{n} {index} "
+            got = {
+                k.removeprefix(prefix): torch.from_numpy(interpreted[k])
+                for k in interpreted.files
+                if k.startswith(prefix)
+            }
+            gate, up = (got[k].double().requires_grad_() for k in ("gate", "up"))
+            out = self.reference(gate, up, **options)
+            dgate, dup = torch.autograd.grad(out, [gate, up], got["dout"].double())
+            for name, expected in dict(out=out, dgate=dgate, dup=dup, product=out).items():
+                torch.testing.assert_close(got[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)
+
+
+INTERPRETED = """
+import sys, types, torch, numpy
+package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+from liger_ops.kernels import find
+from liger_ops.kernels.gated.swiglu import PRODUCT
+torch.manual_seed(0)
+rows, saved = 7, {{}}
+# Rows in two levels: 2 blocks of 4, the last one partial.
+inner = 4
+for n, aligned in {sizes}:
+    for index, flags in enumerate({flags}):
+        forward, backward = (find("{stem}_" + k).pick({{"X": "fp32"}}, n, aligned) for k in ("fwd", "bwd"))
+        gate_up, dout, out = torch.randn(rows, 2 * n), torch.randn(rows, n), torch.full((rows, n), float("nan"))
+        gate, up = gate_up[:, :n], gate_up[:, n:]
+        kept = dict(gate=gate.clone(), up=up.clone(), dout=dout.clone())
+        packed, plain = (inner * 2 * n, 2 * n), (inner * n, n)
+        def grid(c):
+            return (-(-rows // c["BLOCK_M"]) * -(-n // c["BLOCK_N"]),)
+        c = forward.config.constexprs
+        forward.kernel.function[grid(c)](out, gate, up, rows, n, inner, *plain, *packed, *packed, *flags, **c)
+        c = backward.config.constexprs
+        backward.kernel.function[grid(c)](
+            gate, up, dout, dout, gate, up, rows, n, inner, *packed, *packed, *plain, *packed, *packed,
+            sum(flags) | PRODUCT.value, **c)
+        for name, t in dict(**kept, out=out, product=dout, dgate=gate, dup=up).items():
+            saved[f"{{n}} {{index}} {{name}}"] = t.contiguous().numpy()
+numpy.savez("{path}", **saved)
+"""

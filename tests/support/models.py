@@ -1,0 +1,210 @@
+"""A module that calls one operator, for every operator. Operators whose tensors all have shape HIDDEN are added
+automatically.
+
+B (batch) and S (sequence) vary between calls.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from process_group import SOLO, solo_group
+from stub_cuda import scratch
+from torch import Tensor, nn
+
+import liger_ops
+from liger_ops.reference import operators
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
+HEADS, SIZE, WIDTH, VOCABULARY = 2, 8, 16, 24
+DTYPES = {"freqs_cis": torch.complex64}
+
+
+class Row(NamedTuple):
+    op: str
+    inputs: Mapping[str, tuple]
+    parameters: Mapping[str, tuple] = {}
+    options: Mapping[str, Any] = {}
+
+
+HIDDEN, PACKED, LOGITS, TARGET = ("B", "S", WIDTH), ("B", "S", 2 * WIDTH), ("B", "S", VOCABULARY), ("B", "S")
+QUERY, ANGLES = ("B", HEADS, "S", SIZE), (1, "S", SIZE)
+NORM, ADD_NORM = dict(x=HIDDEN), dict(x=HIDDEN, residual=HIDDEN)
+ROPE = dict(q=QUERY, k=QUERY, cos=ANGLES, sin=ANGLES)
+HEAD_NORMS = dict(q_weight=(SIZE,), k_weight=(SIZE,))
+GATED, LOSS, LINEAR_LOSS = (
+    dict(gate=HIDDEN, up=HIDDEN),
+    dict(logits=LOGITS, target=TARGET),
+    dict(input=HIDDEN, target=TARGET),
+)
+DIVERGENCE, CHOICE = dict(input=LOGITS, target=LOGITS), dict(logits=LOGITS, index=TARGET)
+SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
+MODELS = dict(s_input=HIDDEN, t_input=HIDDEN)
+HEADS_OF_MODELS = dict(s_weight=(VOCABULARY, WIDTH), t_weight=(VOCABULARY, WIDTH), s_bias=(VOCABULARY,))
+DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
+ROUTES, EXPERTS = ("B", 2), 3
+MOE = dict(x=("B", WIDTH), index=ROUTES, weight=ROUTES)
+EXPERT_WEIGHTS = dict(gate_up=(EXPERTS, 2 * SIZE, WIDTH), down=(EXPERTS, WIDTH, SIZE))
+TURNED_WEIGHTS = dict(gate_up=(EXPERTS, WIDTH, 2 * SIZE), down=(EXPERTS, SIZE, WIDTH))
+EXPERT_BIASES = dict(gate_up_bias=(EXPERTS, 2 * SIZE), down_bias=(EXPERTS, WIDTH))
+GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
+SPLIT = dict(group=SOLO, classes=VOCABULARY)
+
+ROWS = [
+    Row("rms_norm", NORM, SCALE),
+    Row("rms_norm", NORM, SCALE, dict(eps=1e-5, offset=1.0, casting_mode="gemma")),
+    Row("fused_add_rms_norm", ADD_NORM, SCALE),
+    Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
+    Row("rope", ROPE),
+    Row("rope", ROPE, {}, dict(interleaved=True)),
+    Row("rope_freqs_cis", dict(q=QUERY, k=QUERY, freqs_cis=("S", SIZE // 2))),
+    Row("qk_norm_rope", ROPE, HEAD_NORMS),
+    Row("qk_norm_rope", ROPE, HEAD_NORMS, dict(offset=1.0, casting_mode="gemma", interleaved=True)),
+    Row("swiglu", GATED),
+    Row("swiglu_packed", dict(gate_up=PACKED)),
+    Row("swiglu_linear", GATED, DOWN),
+    Row("geglu", GATED),
+    Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
+    Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
+    Row("embedding", dict(input=TARGET), HEAD),
+    Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
+    Row("moe_experts", MOE, EXPERT_WEIGHTS),
+    Row("moe_experts", MOE, TURNED_WEIGHTS | EXPERT_BIASES, GPT_OSS),
+    Row("moe_experts_sorted", dict(x=("B", WIDTH), tokens_per_expert=(EXPERTS,)), EXPERT_WEIGHTS),
+    Row("cross_entropy", LOSS, {}, dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
+    Row("cross_entropy", LOSS, {}, dict(reduction="none")),
+    Row("cross_entropy_", LOSS),
+    Row("cross_entropy_with_metrics", LOSS),
+    Row("kl_div", DIVERGENCE, {}, dict(log_target=True)),
+    Row("kl_div", DIVERGENCE | dict(shift_labels=TARGET)),
+    Row("jsd", DIVERGENCE, {}, dict(reduction="none")),
+    Row("tvd", DIVERGENCE),
+    Row("log_probs", CHOICE),
+    Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
+    Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3)),
+    Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3, score="sigmoid", groups=4, top_groups=2, statistics=True)),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
+    Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
+    Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
+    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(reduction="mean", beta=0.5)),
+    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(beta=1.0, s_softcap=20.0)),
+    Row("fused_linear_log_probs", LINEAR_LOSS, HEAD),
+    Row(
+        "fused_linear_log_probs", LINEAR_LOSS, HEAD, dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)
+    ),
+    Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT),
+    Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT | dict(entropy=True, sequence_dim=1)),
+    Row("vocab_parallel_fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(beta=0.5)),
+    Row(
+        "vocab_parallel_fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(reduction="sum", sequence_dim=1)
+    ),
+    Row("vocab_parallel_cross_entropy", LOSS, {}, SPLIT),
+    Row("vocab_parallel_cross_entropy_with_metrics", LOSS, {}, SPLIT),
+    Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT),
+    Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT | dict(reduction="none", sequence_dim=1)),
+    Row("vocab_parallel_fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD, SPLIT),
+    Row("vocab_parallel_fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD, SPLIT),
+]
+ROWS += [
+    Row(
+        name,
+        {argument: HIDDEN for argument, p in operator.__signature__.parameters.items() if p.annotation == "Tensor"},
+    )
+    for name, operator in operators().items()
+    if name not in {row.op for row in ROWS}
+]
+NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
+
+
+class Call(nn.Module):
+    """Calls the operator on the row's inputs and on parameters that the module owns."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        if "group" in row.options:
+            solo_group()
+        self.op, self.names, self.options = getattr(torch.ops.liger, row.op), tuple(row.inputs), dict(row.options)
+        self.overwrites = row.op.endswith("_")
+        constants = operators()[row.op].constants
+        self.fixed = tuple(k for k in row.parameters if k in constants)
+        # Results of experts stay near 1, so that rounding errors of two products do too.
+        made = {k: torch.randn(s) * (s[-1] ** -0.5 if len(s) == 3 else 1.0) for k, s in row.parameters.items()}
+        for k in self.fixed:
+            self.register_buffer(k, made[k])
+        self.parameters_of_op = nn.ParameterDict({k: t for k, t in made.items() if k not in self.fixed})
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        named = dict(zip(self.names, inputs))
+        if self.overwrites:
+            named[self.names[0]] = named[self.names[0]] * 1
+        named |= {k: getattr(self, k) for k in self.fixed}
+        return self.op(**named, **dict(self.parameters_of_op.items()), **self.options)
+
+
+def inputs_of(
+    row: Row, batch: int, length: int, device: str = "cpu", requires_grad: bool = False
+) -> tuple[Tensor, ...]:
+    def make(name: str, shape: tuple) -> Tensor:
+        sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
+        if shape == TARGET:
+            return torch.randint(VOCABULARY, sizes, device=device)
+        if name == "index":
+            return torch.randint(EXPERTS, sizes, device=device)
+        if name == "tokens_per_expert":
+            return torch.arange(*sizes, device=device) % 2
+        wanted = requires_grad and name not in ("cos", "sin", "freqs_cis", *operators()[row.op].constants)
+        return torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32), requires_grad=wanted)
+
+    return tuple(make(name, shape) for name, shape in row.inputs.items())
+
+
+def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def run(*command: Any) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def configure_cpp(source: Path, target: Path) -> subprocess.CompletedProcess:
+    """Runs CMake on a project that finds torch and this package."""
+    prefixes = f"{torch.utils.cmake_prefix_path};{Path(liger_ops.__file__).parent}"
+    command = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(target), f"-DCMAKE_PREFIX_PATH={prefixes}"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@cache
+def cpp_program(name: str) -> Path:
+    """Builds a program of examples/cpp once and returns its path."""
+    folder = scratch() / "cpp"
+    done = configure_cpp(EXAMPLE, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run("cmake", "--build", folder, "--target", name)
+    return folder / name
+
+
+def libraries_of(program: Path) -> set[str]:
+    """Names, without versions, of the shared libraries that a program loads at startup."""
+    return {line.split()[0].split(".so")[0] for line in run("ldd", program).splitlines()}
+
+
+def example() -> ModuleType:
+    """The model of examples/cpp."""
+    path = EXAMPLE / "model.py"
+    spec = importlib.util.spec_from_file_location("example_model", path)
+    module = importlib.util.module_from_spec(spec)
+    # torch.export in strict mode looks the module up here.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,52 @@
+"""Grids of test cases that hold every pair of values of two axes, instead of every combination of all axes.
+tests/ops/test_properties.py draws combinations at random."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+Pair = tuple[tuple[int, int], tuple[int, int]]  # two axes with the position of a value on each
+
+
+def rows(lengths: list[int]) -> list[tuple[int, ...]]:
+    """Positions on axes of these lengths, such that each pair of positions on two axes is in some row."""
+    axes = range(len(lengths))
+    missing: dict[Pair, None] = {
+        ((a, i), (b, j)): None
+        for a, b in itertools.combinations(axes, 2)
+        for i in range(lengths[a])
+        for j in range(lengths[b])
+    }
+    found = [] if len(lengths) > 1 else [(i,) for i in range(lengths[0])]
+    while missing:
+        row = dict(next(iter(missing)))
+        for axis in axes:
+            if axis not in row:
+                # Equally useful values take turns.
+                turns = [(len(found) + i) % lengths[axis] for i in range(lengths[axis])]
+                row[axis] = max(turns, key=lambda i: gain(missing, row, (axis, i)))
+        found.append(tuple(row[axis] for axis in axes))
+        for pair in itertools.combinations(enumerate(found[-1]), 2):
+            missing.pop(pair, None)
+    return found
+
+
+def gain(missing: dict[Pair, None], row: dict[int, int], value: tuple[int, int]) -> int:
+    """How many missing pairs the value adds to a row."""
+    return sum(tuple(sorted((value, other))) in missing for other in row.items())
+
+
+def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """`parametrize` over these arguments, with every pair of values of two arguments.
+
+    A value is its own id; of a dict, the keys are the values."""
+    values = [list(values) for values in axes.values()]
+    cases = [tuple(v[i] for v, i in zip(values, row)) for row in rows([len(v) for v in values])]
+    names = list(axes)
+    if len(names) == 1:
+        return pytest.mark.parametrize(names[0], [case[0] for case in cases], ids=str)
+    return pytest.mark.parametrize(names, cases, ids=["-".join(map(str, case)) for case in cases])

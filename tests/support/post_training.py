@@ -1,0 +1,75 @@
+"""Helpers that the tests of liger_ops.losses share: models of random numbers, log-probabilities by the formula, and the
+largest allocation of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from checks import gradients, like
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+B, S, WIDTH, CLASSES = 4, 7, 16, 37
+
+
+class Model(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def model(*rows: int, bias: bool = True, width: int = WIDTH, classes: int = CLASSES, frozen: bool = False) -> Model:
+    tensors = torch.randn(*rows, width), torch.randn(classes, width) * 0.5, torch.randn(classes) if bias else None
+    return Model(*(None if t is None else t.double().requires_grad_(not frozen) for t in tensors))
+
+
+def targets(*rows: int, ignored: float = 0.3, classes: int = CLASSES) -> Tensor:
+    """The first of each sequence counts."""
+    ids = torch.randint(classes, rows)
+    drop = torch.rand(rows) < ignored
+    drop[..., 0] = False
+    return ids.masked_fill(drop, -100)
+
+
+def all_log_probs(m: Model, temperature: float = 1.0, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    logits = scale * torch.nn.functional.linear(m.hidden, m.weight, m.bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits / temperature).log_softmax(-1)
+
+
+def of_ids(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """0 where the id is ignored."""
+    chosen = log_probs.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(ids == -100, 0, chosen)
+
+
+def agree(ours: Callable[[Model], Tensor], formula: Callable[[Model], Tensor], m: Model) -> None:
+    """Loss and gradients in fp64."""
+    results = [
+        gradients(lambda *t, f=f: f(Model(*t)), [like(t) for t in m], [torch.tensor(0.7)]) for f in (ours, formula)
+    ]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+def largest_allocation(function: Callable[[], Any]) -> int:
+    """Bytes. The profiler sees allocations inside of operators too."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        function()
+    return max(e.nbytes() for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
+
+
+# Logits of all tokens would be far larger than any chunk and any gradient.
+TOKENS, MANY_CLASSES, BUDGET = 512, 1000, 64 * 1000 * 16
+
+
+def assert_no_logits(loss: Callable[[Model], Tensor], *rows: int) -> None:
+    """No allocation of forward and backward is as large as tokens times classes, in fp32."""
+    m = Model(*(t.detach().float().requires_grad_() for t in model(*rows, classes=MANY_CLASSES)))
+
+    def step() -> None:
+        torch.autograd.grad(loss(m), list(m))
+
+    assert largest_allocation(step) < TOKENS * MANY_CLASSES * 4

@@ -1,0 +1,165 @@
+"""Hypothesis strategies that draw calls of an operator from its declaration. Types and defaults come from the
+signature, shapes from the docstring (``x: (..., n), weight: (n,)``). An operator's test file may change the drawn
+arguments in a function `vary(draw, arguments)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from checks import HALF_TYPES, like
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_ops.reference import Operator
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# One or more names, one or more shapes, and optionally the kind of the elements.
+TENSORS = re.compile(r"((?:\w+(?:, | and ))*\w+): (\([^)]*\)(?: or \([^)]*\))*)(?: (indices|complex))?")
+
+# Layouts for a tensor of any rank; `dim` is the dimension to change.
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "contiguous": lambda x, dim: x,
+    "slice": lambda x, dim: torch.cat([x, x], dim).narrow(dim, 0, x.shape[dim]),
+    "strided": lambda x, dim: x.repeat_interleave(2, dim)[(slice(None),) * dim + (slice(None, None, 2),)],
+    "transposed": lambda x, dim: x.transpose(dim, -1).contiguous().transpose(dim, -1),
+    "misaligned": lambda x, dim: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "expanded": lambda x, dim: x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x),
+}
+
+
+class Sizes:
+    """The size of each dimension letter within one example."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.draw = draw
+        self.known: dict[str, Any] = {}
+
+    def of(self, letter: str) -> int:
+        if letter not in self.known:
+            if letter == "R":  # columns of a head that are rotated
+                size = 2 * self.draw(st.integers(1, self.of("D") // 2))
+            elif letter == "D":
+                size = 2 * self.draw(st.integers(1, 20))
+            else:
+                size = self.draw(st.integers(1, 40) if letter in "nmV" else st.integers(0, 3))
+            self.known[letter] = size
+        return self.known[letter]
+
+    def dimension(self, written: str) -> list[int]:
+        if written == "...":
+            if "..." not in self.known:
+                self.known["..."] = self.draw(st.lists(st.integers(0, 5), max_size=3))
+            return self.known["..."]
+        if " or " in written:
+            written = self.draw(st.sampled_from(written.split(" or ")))
+        if written.isdigit():
+            return [int(written)]
+        factor, letter, divisor = re.fullmatch(r"(?:(\d+) )?([A-Z][a-z]?|[a-z])(?: / (\d+))?", written).groups()
+        return [int(factor or 1) * self.of(letter) // int(divisor or 1)]
+
+    def shape(self, written: str) -> list[int]:
+        """Tensors that are described together get the same shape."""
+        if written not in self.known:
+            chosen = self.draw(st.sampled_from(re.findall(r"\(([^)]*)\)", written)))
+            self.known[written] = [n for part in chosen.rstrip(",").split(", ") for n in self.dimension(part)]
+        return self.known[written]
+
+
+def tensors_of(operator: Operator) -> dict[str, tuple[str, str]]:
+    """(shapes, kind) of each tensor, parsed from the docstring."""
+    found = {}
+    for names, shapes, kind in TENSORS.findall(re.sub(r"\s+", " ", operator.__doc__)):
+        found |= {name: (shapes, kind) for name in re.split(", | and ", names)}
+    wanted = {n for n, p in operator.__signature__.parameters.items() if "Tensor" in p.annotation}
+    assert wanted <= set(found), f"{operator.__name__}: its docstring must give a shape (name: (..., n)) of {wanted}"
+    return {name: found[name] for name in wanted}
+
+
+def option(draw: st.DrawFn, operator: Operator, p: inspect.Parameter) -> Any:
+    if p.default is p.empty:
+        return None  # set by `vary`
+    match p.annotation:
+        case "str":
+            return draw(st.sampled_from(operator.choices[p.name]))
+        case "bool":
+            return draw(st.booleans())
+        case "float":
+            return draw(st.sampled_from([p.default, 0.125, 1.0]))
+        case "float | None":
+            return draw(st.sampled_from([p.default, 16.0]))
+        case "int":
+            return draw(st.sampled_from([p.default, 0]))
+        case "int | None" | "Sequence[int] | None":
+            return p.default
+    raise TypeError(f"{operator.__name__}: there is no strategy for {p}")
+
+
+@st.composite
+def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
+    """Arguments by name."""
+    parameters, described, sizes = operator.__signature__.parameters, tensors_of(operator), Sizes(draw)
+    dtype, seed = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 1 << 20))
+    generator = torch.Generator().manual_seed(seed)
+    arguments: dict[str, Any] = {n: option(draw, operator, p) for n, p in parameters.items() if n not in described}
+    made = {}
+    for name in (n for n in parameters if n in described):
+        if "None" in parameters[name].annotation and draw(st.booleans()):
+            made[name] = None
+            continue
+        written, kind = described[name]
+        shape = sizes.shape(written)
+        if kind == "indices":
+            t = torch.randint(sizes.of("V"), shape, generator=generator)
+            if "ignore_index" in arguments:
+                ignored = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+                t = t.masked_fill(ignored, arguments["ignore_index"])
+            t = t.to(draw(st.sampled_from([torch.int64, torch.int32])))
+        else:
+            t = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
+            # Predictions must not depend on rounding: sums of these values are exact in every dtype.
+            t = (2 * t).round().clamp(-4, 4) / 4 if "predicted_tokens" in getattr(operator.result, "_fields", ()) else t
+            # Class and token weights are never negative.
+            t = t.abs() if name.endswith("weight") and name in operator.constants else t
+            if kind == "complex":
+                t = torch.view_as_complex(t).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+            else:
+                t = t[..., 0].to(dtype)
+        if t.dim():
+            t = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](t, draw(st.integers(0, t.dim() - 1)))
+        requires_grad = t.is_floating_point() and name not in operator.constants and draw(st.integers(0, 3)) > 0
+        made[name] = t.requires_grad_(requires_grad)
+    arguments |= made
+    vary = getattr(own_test_file(operator), "vary", None)
+    if vary is not None:
+        vary(draw, arguments)
+    return arguments
+
+
+@cache
+def own_test_file(operator: Operator) -> ModuleType:
+    """The operator's own test file."""
+    stem = f"test_{operator.reference.__module__.rpartition('.')[2]}"
+    (path,) = Path(__file__).parents[1].rglob(f"{stem}.py")
+    spec = spec_from_file_location(stem, path)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def may_be_float32(draw: Callable, arguments: dict[str, Any], *names: str) -> None:
+    """For use in `vary`: these arguments may be fp32 while the others have half precision."""
+    present = [n for n in names if arguments[n] is not None]
+    if present and arguments[present[0]].dtype in HALF_TYPES and draw(st.booleans()):
+        for name in present:
+            arguments[name] = like(arguments[name], torch.float32)

@@ -1,0 +1,281 @@
+"""Patched attention: norms of heads and the rotation that follows become qk_norm_rope, and nothing else changes."""
+
+import pytest
+import torch
+from language_models import make, nodes, step, tokens
+from patched_models import assert_same_step
+from rewriting import after, function
+
+from liger_ops.transformers import apply_liger_kernel, head_norms, rewrite, unpatch
+
+NAMES = frozenset({"q_norm", "k_norm", "rotate"})
+
+
+def fused(body: str) -> list[str] | None:
+    text = after(head_norms.fuse_head_norms, body, NAMES)
+    return text and text.splitlines()
+
+
+def test_transposed_results():
+    body = """
+        q = self.q_norm(self.q(x).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k(x)).transpose(2, 1)
+        v = self.v(x)
+        cos, sin = residual
+        q, k = rotate(q, k, cos, sin, unsqueeze_dim=1)
+        return q, k, v
+    """
+    assert fused(body) == [
+        "q, liger_norm_of_q = liger_delay_norm(self.q_norm, self.q(x).view(shape))",
+        "q = q.transpose(1, 2)",
+        "k, liger_norm_of_k = liger_delay_norm(self.k_norm, self.k(x))",
+        "k = k.transpose(1, 2)",
+        "v = self.v(x)",
+        "cos, sin = residual",
+        "q, k = liger_norm_and_rotate(rotate, (liger_norm_of_q, liger_norm_of_k), q, k, cos, sin, unsqueeze_dim=1)",
+        "return (q, k, v)",
+    ]
+
+
+def test_conditions_around_the_norms_and_around_the_rotation():
+    body = """
+        q, k = self.q(x), self.k(x)
+        if self.normed:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        shape = q.shape
+        if self.rotated:
+            cos, sin = residual
+            q, k = rotate(q, k, cos, sin)
+        else:
+            shape = None
+        return q, k, shape
+    """
+    assert fused(body) == [
+        "q, k = (self.q(x), self.k(x))",
+        "liger_norm_of_q = None",
+        "liger_norm_of_k = None",
+        "if self.normed:",
+        "    q, liger_norm_of_q = liger_delay_norm(self.q_norm, q)",
+        "    k, liger_norm_of_k = liger_delay_norm(self.k_norm, k)",
+        "q = q.transpose(1, 2)",
+        "k = k.transpose(1, 2)",
+        "shape = q.shape",
+        "if self.rotated:",
+        "    cos, sin = residual",
+        "    q, k = liger_norm_and_rotate(rotate, (liger_norm_of_q, liger_norm_of_k), q, k, cos, sin)",
+        "else:",
+        "    q, k = liger_norm_heads((liger_norm_of_q, liger_norm_of_k), q, k)",
+        "    shape = None",
+        "return (q, k, shape)",
+    ]
+
+
+def test_tensors_that_are_rotated_one_by_one():
+    body = """
+        q = self.q_norm(q)
+        q = rotate(q, cos, sin)
+        if residual is None:
+            k = self.k_norm(k)
+            k = rotate(k, cos, sin)
+        return q, k
+    """
+    assert fused(body) == [
+        "q, liger_norm_of_q = liger_delay_norm(self.q_norm, q)",
+        "q = liger_norm_and_rotate(rotate, (liger_norm_of_q,), q, cos, sin)",
+        "if residual is None:",
+        "    k, liger_norm_of_k = liger_delay_norm(self.k_norm, k)",
+        "    k = liger_norm_and_rotate(rotate, (liger_norm_of_k,), k, cos, sin)",
+        "return (q, k)",
+    ]
+
+
+NORMS = "q = self.q_norm(q)\nk = self.k_norm(k)\n"
+ROTATION = "q, k = rotate(q, k, cos, sin)\nreturn q, k"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{NORMS}q = q.view(shape)\n{ROTATION}",
+        f"{NORMS}q = q * 2\n{ROTATION}",
+        f"{NORMS}q.mul_(2)\n{ROTATION}",
+        f"{NORMS}q[0] = 2\n{ROTATION}",
+        f"{NORMS}q = q.transpose(1, 3)\n{ROTATION}",
+        f"{NORMS}q = k.transpose(1, 2)\n{ROTATION}",
+        f"{NORMS}seen.append(q)\n{ROTATION}",
+        f"{NORMS}if q.sum() > 0:\n    return q\n{ROTATION}",
+        f"{NORMS}if self.x:\n    q = q + 1\n{ROTATION}",
+        f"{NORMS}later = lambda: q\n{ROTATION}",
+        f"{NORMS}for _ in range(2):\n    q, k = rotate(q, k, cos, sin)\nreturn q, k",
+        f"{NORMS}if self.x:\n    seen.append(q)\n    q, k = rotate(q, k, cos, sin)\nreturn q, k",
+        f"{NORMS}k, q = rotate(q, k, cos, sin)\nreturn q, k",
+        f"{NORMS}q, k = rotate(k, q, cos, sin)\nreturn q, k",
+        f"{NORMS}y, k = rotate(q, k, cos, sin)\nreturn y, k",
+        f"{NORMS}q, k = rotate(q, k, cos, q)\nreturn q, k",
+        f"{NORMS}q, k = other(q, k, cos, sin)\nreturn q, k",
+        f"q = self.q_norm(q)\n{ROTATION}",
+        f"q = self.q_norm(q) * 2\nk = self.k_norm(k)\n{ROTATION}",
+        f"q = self.q_norm(q, 1)\nk = self.k_norm(k)\n{ROTATION}",
+        f"q = self.other(q)\nk = self.k_norm(k)\n{ROTATION}",
+        f"q = self.q_norm(q) if self.x else q\nk = self.k_norm(k)\n{ROTATION}",
+        f"if self.x:\n    q = self.q_norm(q)\nelse:\n    q = q + 1\nk = self.k_norm(k)\n{ROTATION}",
+        f"if q.sum() > 0:\n    q = self.q_norm(q)\nk = self.k_norm(k)\n{ROTATION}",
+        f"for _ in range(2):\n    q = self.q_norm(q)\nk = self.k_norm(k)\n{ROTATION}",
+        "q, k = rotate(q, k, cos, sin)\nq = self.q_norm(q)\nk = self.k_norm(k)\nreturn q, k",
+    ],
+)
+def test_other_code_stays(body):
+    assert fused(body) is None
+
+
+REASONS = {
+    "q, k = rotate(q, k, cos, sin)\nq = self.q_norm(q)\nk = self.k_norm(k)": "q_norm follows the rotation",
+    f"{NORMS}q = q.view(shape)\nq, k = rotate(q, k, cos, sin)": "q changes between q_norm and the rotation",
+    "q = self.layer(q)\nk = self.layer(k)\nq, k = rotate(q, k, cos, sin)": "layer is no RMSNorm",
+    "q = self.q(self.q_norm(x))\nq, k = rotate(q, k, cos, sin)": "q changes between q_norm and the rotation",
+    "x = self.q_norm(x)\nq = self.q(x)\nq, k = rotate(q, k, cos, sin)": "",
+}
+
+
+@pytest.mark.parametrize("body", REASONS)
+def test_reasons(body):
+    norms = {"q_norm": "", "k_norm": "", "layer": "is no RMSNorm"}
+    assert head_norms.why_separate(function(body)[0], norms, frozenset({"rotate"})) == REASONS[body]
+
+
+# ---- In models
+
+FUSED = ["qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "exaone4"]
+
+
+def rotary_rows(report):
+    return {(row.replacement, row.reason) for row in report.rows if row.kind == "rope"}
+
+
+def graph_of(model):
+    return nodes(model(input_ids=tokens(), labels=tokens()).loss)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.usefixtures("as_large_models")
+def test_attention_calls_the_operator(name):
+    model, ids = make(name), tokens()
+    plain = step(model, ids)
+    assert rotary_rows(apply_liger_kernel(model)) == {("qk_norm_rope", "")}
+    names = graph_of(model)
+    assert {"qk_norm_rope", "_ProjectionsBackward"} <= names and "rope" not in names
+    assert_same_step(step(model, ids), plain)
+    assert rotary_rows(apply_liger_kernel(model)) == {("qk_norm_rope", "")}
+    unpatch(model)
+    assert "qk_norm_rope" not in graph_of(model)
+
+
+LEFT_ALONE = {
+    "olmo2": "no qk_norm_rope: query_states changes between q_norm and the rotation",
+    "hunyuan_v1_dense": "no qk_norm_rope: query_layernorm follows the rotation",
+    "llama": "",
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_other_attention_is_reported(name, monkeypatch):
+    monkeypatch.setitem(make.__globals__["ARCHITECTURES"], "hunyuan_v1_dense", {})
+    model, ids = make(name), tokens()
+    plain = step(model, ids)
+    report = apply_liger_kernel(model)
+    assert rotary_rows(report) == {("rope", LEFT_ALONE[name])} and LEFT_ALONE[name] in str(report)
+    assert "qk_norm_rope" not in graph_of(model)
+    assert_same_step(step(model, ids), plain)
+
+
+def test_switches_separate_norm_and_rotation():
+    model, ids = make("qwen3"), tokens()
+    plain = step(model, ids)
+    report = apply_liger_kernel(model, rms_norm=False)
+    assert rotary_rows(report) == {("rope", "no qk_norm_rope: q_norm stays, because rms_norm is switched off")}
+    assert_same_step(step(model, ids), plain)
+    unpatch(model)
+    assert rotary_rows(apply_liger_kernel(model, rope=False)) == {("", "rope is switched off")}
+    assert_same_step(step(model, ids), plain)
+
+
+def test_hooked_norms_are_called():
+    model, ids, shapes = make("qwen3"), tokens(), []
+    plain = step(model, ids)
+    before, later = (model.model.layers[i].self_attn for i in (0, 1))
+    before.q_norm.register_forward_hook(lambda m, i, o: shapes.append(o.shape))
+    report = apply_liger_kernel(model)
+    assert rotary_rows(report) == {("rope", "no qk_norm_rope: q_norm is hooked or wrapped"), ("qk_norm_rope", "")}
+    handle = later.k_norm.register_full_backward_hook(lambda m, i, o: shapes.append(o[0].shape))
+    assert_same_step(step(model, ids), plain)
+    # The shapes of the unpatched model: (batch, sequence, heads, head size).
+    assert sorted(shapes) == [(2, 12, 2, 8), (2, 12, 4, 8)]
+    handle.remove()
+    assert "qk_norm_rope" in graph_of(model)
+
+
+def test_norms_of_two_kinds_are_applied_separately():
+    model, ids = make("qwen3"), tokens()
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.variance_epsilon = 0.5
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    assert "qk_norm_rope" not in graph_of(model)
+    assert_same_step(step(model, ids), plain)
+
+
+def test_frozen_norms_and_absent_weights():
+    model, ids = make("qwen3"), tokens()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("k_norm" not in name)
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    assert "qk_norm_rope" in graph_of(model)
+    assert_same_step(step(model, ids), plain)
+
+
+def test_autocast_with_weights_in_fp32():
+    model, ids = make("qwen3"), tokens()
+    exact = step(model, ids)
+
+    def losses(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        model.zero_grad()
+        loss.backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        return loss.detach(), gradients, nodes(loss)
+
+    truth = torch.cat([g.flatten() for g in exact[1].values()])
+    eager = losses(model)
+    apply_liger_kernel(model)
+    ours = losses(model)
+    assert "qk_norm_rope" in ours[2]
+    torch.testing.assert_close(ours[0], eager[0], rtol=2e-2, atol=0)
+    error, allowed = (float((g - truth).norm() / truth.norm()) for g in (ours[1], eager[1]))
+    assert error <= 1.5 * allowed + torch.finfo(torch.bfloat16).eps
+
+
+def test_calls_that_the_rotation_does_not_take():
+    """Norms are applied before the original function runs, and before a promotion of q and k."""
+    model = make("qwen3")
+    attention = model.model.layers[0].self_attn
+    apply_liger_kernel(model)
+    rotate = type(attention).forward.__wrapped__.__globals__["apply_rotary_pos_emb"]
+    norms = attention.q_norm, attention.k_norm
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    cos, sin = (t.repeat(1, 1, 2) for t in torch.randn(2, 1, 5, 4))
+    expected = rotate(norms[0](q), norms[1](k), cos, sin)
+    for arguments in ((cos, sin), (cos, sin, 1), (cos.expand(2, -1, -1), sin.expand(2, -1, -1))):
+        ours = head_norms.norm_and_rotate(rotate, norms, q, k, *arguments)
+        torch.testing.assert_close(ours, expected)
+    partly = head_norms.norm_and_rotate(rotate, (None, norms[1]), norms[0](q), k, cos, sin)
+    torch.testing.assert_close(partly, expected)
+    halves = [t.bfloat16() for t in (q, k)]
+    model.to(torch.bfloat16)
+    promoted = head_norms.norm_and_rotate(rotate, norms, *halves, cos, sin)
+    assert all(t.dtype == torch.float32 for t in promoted)
+    assert rewrite.bare_rms_norm(norms[0], q) is None and head_norms.delay_norm(norms[0], q)[1] is None

@@ -1,0 +1,308 @@
+"""Patched models in training loops and inside wrappers."""
+
+import inspect
+import textwrap
+import threading
+
+import pytest
+import torch
+from checks import count_graphs, output_of
+from language_models import make, nodes, step, tokens
+from patched_models import FUSED, assert_same_step
+from torch import nn
+
+from liger_ops.transformers import apply_liger_kernel, unpatch
+
+pytestmark = pytest.mark.usefixtures("as_large_models")
+
+
+# ---- Training loops
+
+
+def test_other_threads_get_logits():
+    model, ids = make("llama"), tokens()
+    expected = model(input_ids=ids, labels=ids)
+    apply_liger_kernel(model)
+    inside, others_done, losses = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        if threading.current_thread() is trainer:
+            inside.set()
+            others_done.wait(60)
+
+    model.model.layers[0].register_forward_hook(wait)
+    trainer = threading.Thread(target=lambda: losses.append(model(input_ids=ids, labels=ids).loss))
+    trainer.start()
+    assert inside.wait(60)
+    try:
+        outputs = [model(input_ids=ids), model(input_ids=ids, labels=ids)]
+    finally:
+        others_done.set()
+        trainer.join()
+    for out in outputs:
+        torch.testing.assert_close(out.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    for loss in (outputs[1].loss, *losses):
+        torch.testing.assert_close(loss, expected.loss)
+    assert FUSED in nodes(losses[0])
+
+
+def test_num_items_in_batch_divides_the_sum():
+    model, ids = make("mistral"), tokens()
+    plain = step(model, ids, num_items_in_batch=torch.tensor(7))
+    apply_liger_kernel(model)
+    assert_same_step(step(model, ids, num_items_in_batch=torch.tensor(7)), plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_gradient_checkpointing(name, reentrant):
+    model, ids = make(name), tokens()
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same_step(step(model, ids), plain)
+
+
+def test_tied_and_frozen_heads():
+    model, ids = make("gemma", tie_word_embeddings=True), tokens()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    assert_same_step(step(model, ids), plain)
+    model = make("llama")
+    model.lm_head.requires_grad_(False)
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    assert_same_step(step(model, ids), plain)
+    assert "lm_head.weight" not in plain[1]
+
+
+@pytest.mark.parametrize("target", ["lm_head", "gate_proj", "down_proj", "o_proj"])
+@pytest.mark.parametrize("first", ["lora", "patch"])
+def test_lora(target, first):
+    from peft import LoraConfig, get_peft_model
+
+    def build(patch):
+        model = make("llama")
+        torch.manual_seed(1)
+        if patch == "patch":
+            apply_liger_kernel(model)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=[target], init_lora_weights=False))
+        report = apply_liger_kernel(model) if patch == "lora" else None
+        return model, report
+
+    ids = tokens()
+    plain = step(build("")[0], ids)
+    model, report = build(first)
+    assert any("lora" in name for name in plain[1])
+    assert_same_step(step(model, ids), plain)
+    loss = model(input_ids=ids, labels=ids).loss
+    if target != "lm_head":
+        # A wrapped projection is called; its weights are not read.
+        assert {"rms_norm", "swiglu" if target == "down_proj" else "swiglu_linear", FUSED} <= nodes(loss)
+    else:
+        assert FUSED not in nodes(loss)
+    if report and target == "lm_head":
+        assert report.left_alone[-1].reason == "its head is a wrapped Linear"
+
+
+def losses_of_a_trainer(folder, patch, **arguments):
+    from transformers import Trainer, TrainingArguments
+
+    model = make("llama")
+    if patch:
+        apply_liger_kernel(model)
+    data = [
+        {"input_ids": tokens(8, seed=i), "labels": torch.where(torch.arange(8) < i % 5, -100, tokens(8, seed=i))}
+        for i in range(48)
+    ]
+    options = TrainingArguments(
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=6, logging_steps=1,
+        learning_rate=1e-2, lr_scheduler_type="constant", report_to="none", use_cpu=True, disable_tqdm=True,
+        save_strategy="no", seed=0, **arguments,
+    )  # fmt: skip
+    trainer = Trainer(model, options, train_dataset=data, eval_dataset=data[:4])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.evaluate()["eval_loss"], torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_trainer_accumulates_gradients_exactly(tmp_path):
+    plain, ours = (losses_of_a_trainer(str(tmp_path / name), name == "ours") for name in ("plain", "ours"))
+    assert len(plain[0]) == 6
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=1e-4, atol=1e-4)
+    assert abs(ours[1] - plain[1]) < 1e-3
+    # AdamW takes a full step even for a tiny gradient, whose sign may differ.
+    assert float((ours[2] - plain[2]).pow(2).mean().sqrt()) < 1e-3
+
+
+# ---- Wrappers
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """torch.compile limits recompilations per function, and all models share the functions of transformers."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gemma3_text", "qwen3", "exaone4", "phi3", "glm4", "granite", "cohere"]
+)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compile_makes_one_graph(name):
+    model, ids = make(name), tokens()
+    plain = step(model, ids)
+    report = apply_liger_kernel(model)
+    backend, graphs = count_graphs()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    ours = step(compiled, ids)
+    assert_same_step((ours[0], {n.removeprefix("_orig_mod."): g for n, g in ours[1].items()}), plain)
+    called = {str(n.target) for g in graphs for n in g.graph.nodes}
+    rotary = {row.replacement for row in report.replaced if row.kind == "rope"}
+    assert len(graphs) == 1 and all(f"liger.{op}" in str(called) for op in {FUSED, *rotary})
+    step(compiled, tokens(seed=5))
+    assert len(graphs) == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_inductor_trains_a_patched_model(monkeypatch):
+    """Backward must not end with an operator that Inductor first sees there: Inductor in torch 2.11 prints its arguments
+    as nested expressions, whose length would grow exponentially with the number of layers."""
+    import torch._inductor.graph as lowering
+
+    model, ids = make("llama", num_hidden_layers=3), tokens()
+    plain = step(model, ids)
+    compiled = torch.compile(model, fullgraph=True)
+    assert apply_liger_kernel(compiled).replaced
+    lengths = []
+    monkeypatch.setattr(lowering, "LazyString", lambda spell, *args: lengths.append(len(spell(*args))), raising=False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        ours = step(compiled, ids)
+    assert_same_step((ours[0], {n.removeprefix("_orig_mod."): g for n, g in ours[1].items()}), plain)
+    assert max(lengths, default=0) < 1_000_000
+    assert lengths or not hasattr(lowering, "LazyString")
+
+
+def test_data_parallel_wrappers_are_unwrapped():
+    model = make("llama")
+    assert apply_liger_kernel(nn.DataParallel(model)).replaced and unpatch(nn.DataParallel(model))
+
+
+def test_hooks_of_the_last_projection_are_called():
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model)
+    seen: list = []
+    handle = model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
+    expected = model(input_ids=ids, labels=ids).loss
+    assert seen and {"swiglu", "swiglu_linear"} <= nodes(expected)
+    handle.remove()
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(seen) == 1 and "swiglu" not in nodes(loss)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_models_placed_by_accelerate():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model, ids = make("llama"), tokens()
+    plain = step(model, ids)
+    for module in model.modules():
+        add_hook_to_module(module, ModelHook())
+    assert not apply_liger_kernel(model).left_alone
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
+    assert_same_step(step(model, ids), plain)
+    unpatch(model)
+    assert_same_step(step(model, ids), plain, tolerance=0.0)
+
+
+@pytest.fixture
+def accelerator():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    # A Trainer may have set the state of the process.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_wraps_and_unwraps_the_patched_forward(accelerator):
+    model, ids = make("llama"), tokens()
+    expected = list(inspect.signature(model.forward).parameters)
+    report = apply_liger_kernel(model)
+    assert list(inspect.signature(model.forward).parameters) == expected
+    model = accelerator.prepare(model)
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss) and apply_liger_kernel(model).rows == report.rows
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss) and apply_liger_kernel(model).rows == report.rows
+    model.forward = lambda **inputs: None
+    assert apply_liger_kernel(model).rows[-1].reason == "its forward was replaced"
+
+
+GROUP = """
+import gc, torch, torch.distributed as dist
+from language_models import make, nodes, step, tokens
+from liger_ops import projections
+from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
+
+def assert_same(ours, plain):
+    torch.testing.assert_close(ours[0], plain[0])
+    for name, gradient in ours[1].items():
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(whole, plain[1][name], rtol=1e-4, atol=1e-5)
+
+def run(mesh, ids):
+BODY
+
+dist.init_process_group("gloo", init_method="file://STORE", rank=0, world_size=1)
+run(dist.init_device_mesh("cpu", (1,)), tokens())
+# Destroy the group and its threads before the interpreter shuts down.
+dist.destroy_process_group()
+gc.collect()
+print("done")
+"""
+
+
+def run_in_process_group(body, tmp_path):
+    """Runs the code in a process group of one process, with `mesh` and `ids` defined."""
+    code = GROUP.replace("STORE", str(tmp_path / "store")).replace("BODY", textwrap.indent(body, "    "))
+    assert output_of(code).endswith("done\n")
+
+
+DISTRIBUTED = """
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import parallel as tp
+
+first = "model.layers.0."
+whole = tp.ColwiseParallel(use_local_output=False)
+head = tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+plans = {
+    "norm": ("llama", {"model.norm": tp.SequenceParallel(), "lm_head": head}),
+    "gates": ("llama", {first + "mlp.gate_proj": whole, first + "mlp.up_proj": whole,
+                        first + "mlp.down_proj": tp.RowwiseParallel()}),
+    "packed gates": ("phi3", {first + "mlp.gate_up_proj": whole, first + "mlp.down_proj": tp.RowwiseParallel()}),
+}
+for name, plan in plans.values():
+    plain = step(make(name), ids)
+    model = make(name)
+    apply_liger_kernel(model)
+    tp.parallelize_module(model, mesh, plan)
+    assert_same(step(model, ids), plain)
+    assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
+
+# Distributed norms without hooks, in both helpers of rewritten layers.
+projections.LARGE = 0
+norm = distribute_module(model.model.norm, mesh)
+x = distribute_tensor(torch.randn(3, 32, requires_grad=True), mesh)
+expected = norm(x + x).full_tensor()
+torch.testing.assert_close(rewrite.add_norm(norm, x, x)[0].full_tensor(), expected)
+torch.testing.assert_close(rewrite.norm_and_input(norm, x + x)[0].full_tensor(), expected)
+"""
+
+
+def test_distributed_norms_and_gates(tmp_path):
+    run_in_process_group(DISTRIBUTED, tmp_path)

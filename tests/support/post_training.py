@@ -4,12 +4,12 @@ largest allocation of a call."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from allocations import largest_allocation
 from checks import gradients, like
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 B, S, WIDTH, CLASSES = 4, 7, 16, 37
 
@@ -51,14 +51,6 @@ def agree(ours: Callable[[Model], Tensor], formula: Callable[[Model], Tensor], m
         gradients(lambda *t, f=f: f(Model(*t)), [like(t) for t in m], [torch.tensor(0.7)]) for f in (ours, formula)
     ]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
-
-
-def largest_allocation(function: Callable[[], Any]) -> int:
-    """Bytes. The profiler sees allocations inside of operators too."""
-    function()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        function()
-    return max(e.nbytes() for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
 
 
 # Logits of all tokens would be far larger than any chunk and any gradient.

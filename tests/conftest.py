@@ -20,6 +20,15 @@ def pytest_addoption(parser):
         "--tier", choices=["quick", "thorough", "all"], default="all",
         help="quick: make test. thorough: what make test-all runs in addition.",
     )  # fmt: skip
+    # For tests/machines.py.
+    parser.addoption("--seed", type=int, default=0, help="of the random numbers of every test")
+    parser.addoption("--threads", type=int, help="of every test. Default: two for operators, one for models")
+    parser.addoption("--no-onednn", action="store_true", help="GEMMs as on CPUs that oneDNN does not serve")
+
+
+def pytest_configure(config):
+    if config.getoption("--no-onednn"):
+        torch.backends.mkldnn.set_flags(False)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -58,7 +67,8 @@ def interpreted(request, tmp_path_factory):
 @pytest.fixture(autouse=True, scope="module")
 def threads(request):
     """Operator tests run with two threads to cover the parallel loops; small models are faster with one."""
-    torch.set_num_threads(2 if "ops" in request.path.parts[:-1] else 1)
+    chosen = request.config.getoption("--threads")
+    torch.set_num_threads(chosen or (2 if "ops" in request.path.parts else 1))
 
 
 @pytest.fixture
@@ -76,8 +86,11 @@ def as_large_models(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    """Random numbers do not depend on which tests ran before."""
+def seeded(request, monkeypatch):
+    """Random numbers do not depend on which tests ran before. Another --seed changes those of tests that seed as well."""
+    seed, start = request.config.getoption("--seed"), torch.manual_seed
+    if seed:
+        monkeypatch.setattr(torch, "manual_seed", lambda number: start(number + seed))
     torch.manual_seed(0)
 
 

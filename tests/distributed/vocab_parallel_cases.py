@@ -16,6 +16,7 @@ from process_group import run_cases
 from torch import Tensor
 
 from liger_ops import functional as F
+from liger_ops._accuracy import Roundings, rounded
 
 CASES: dict[str, Callable[..., None]] = {}
 LOG_PROBS = "vocab_parallel_fused_linear_log_probs"
@@ -126,14 +127,24 @@ def compare(
     truth = run(formula, {k: wide(t) for k, t in leaves.items()}, {k: wide(t) for k, t in others.items()}, upstream_of)
     eager = run(formula, leaves, others, upstream_of)
     names = RESULTS[len(results)]
+    # Logits are rounded to the dtype, in ours as in eager code.
+    dtype = next(iter(leaves.values())).dtype
+
+    def flat(found: tuple[list, dict]) -> list[Tensor]:
+        return [torch.nan_to_num(t) if t.is_floating_point() else t for t in (*found[0], *found[1].values())]
+
+    def of_rounded() -> list[Tensor]:
+        exact_others = {k: wide(t) for k, t in others.items()}
+        return flat(run(formula, dict(zip(leaves, rounded([*leaves.values()], dtype))), exact_others, upstream_of))
+
+    bounds = Roundings(flat(truth), of_rounded, leaves.values(), dtype)
     # All collectives come before the first assertion that may fail on one rank only.
     for what, ours in zip(names, results):
         same_everywhere(what, ours, split.group)
     for what in grads.keys() & INPUTS if sequence_dim is None else ():
         same_everywhere(f"gradient of {what}", grads[what], split.group)
-    dtype = next(iter(leaves.values())).dtype
     eps = torch.finfo(dtype).eps
-    for what, ours, theirs, exact in zip(names, results, eager[0], truth[0]):
+    for i, (what, ours, theirs, exact) in enumerate(zip(names, results, eager[0], truth[0])):
         if not ours.is_floating_point():
             assert torch.equal(ours, theirs), what
             continue
@@ -143,9 +154,9 @@ def compare(
         scale = 1.0 if name == LOG_PROBS else 0.0
         # Logits are rounded to the dtype, in ours as in eager code; errors of a few of them may be small by chance.
         noise = 8 * (torch.finfo(ours.dtype).eps if name == DIVERGENCE else eps)
-        assert_no_worse(what, ours, theirs, exact, scale=scale, noise=noise)
+        assert_no_worse(what, ours, theirs, exact, scale=scale, noise=noise, bounds=(bounds, i))
     rounding = largest_logit(leaves) * eps if name == DIVERGENCE else 0.0
-    for what, ours in grads.items():
+    for i, (what, ours) in enumerate(grads.items()):
         assert ours.dtype == dtype
         whole = truth[1][what]
         theirs, exact = part(what, eager[1][what]), part(what, whole)
@@ -156,7 +167,9 @@ def compare(
             # Differences of two probabilities of up to 1, which have the relative error of their logits. They may be
             # much smaller than the probabilities.
             noise, largest = noise + 2 * rounding, max(largest, 1.0)
-        assert_no_worse(f"gradient of {what}", ours, theirs, exact, scale=largest, noise=noise)
+        assert_no_worse(
+            f"gradient of {what}", ours, theirs, exact, scale=largest, noise=noise, bounds=(bounds, len(results) + i)
+        )
 
 
 def make_targets(

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from checks import HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken
+from checks import HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken, roundings
 from torch import Tensor
 
 cross_entropy = torch.ops.liger.cross_entropy
@@ -86,8 +86,9 @@ def check(inputs, device, op=cross_entropy, **options):
     assert torch.equal(ours[0].detach(), loss) or loss.isnan().any()
     eager = gradients(expected, [like(t) for t in inputs], grad)
     oracle = gradients(expected, [like(t, torch.float64) for t in inputs], grad)
-    for name, *results in zip(("loss", "gradient"), ours, eager, oracle):
-        assert_no_worse(name, *results)
+    bounds = roundings(expected, inputs, grad, oracle)
+    for i, results in enumerate(zip(ours, eager, oracle)):
+        assert_no_worse(("loss", "gradient")[i], *results, bounds=(bounds, i))
     if inputs[0].dtype in HALF_TYPES:
         check_other_classes(inputs[1], 1 if op is cross_entropy else 2, ours[1], eager[1], oracle[1])
 

@@ -25,6 +25,7 @@ from checks import (
     gradients,
     like,
     path_taken,
+    roundings,
 )
 from strategies import may_be_float32
 from torch import Tensor
@@ -113,14 +114,15 @@ class DivergenceTests:
         assert torch.equal(ours[0].detach(), loss)
         eager = gradients(formula, [like(t) for t in inputs], grad)
         oracle = gradients(formula, [like(t, torch.float64) for t in inputs], grad)
+        bounds = roundings(formula, inputs, grad, oracle)
         error = noise(self.name, *inputs, **dict(reduction="mean") | options)
         if device == "cuda" and inputs[0].dtype in HALF_TYPES:
             error *= 4  # exponentials and logarithms of 16-bit rows have fewer digits
-        assert_no_worse("loss", ours[0], eager[0], oracle[0], noise=error)
+        assert_no_worse("loss", ours[0], eager[0], oracle[0], noise=error, bounds=(bounds, 0))
         if inputs[0].requires_grad:
             # Exponentials are accurate to 2 ulp in our kernels, to 1 ulp in eager.
             ulp = torch.finfo(torch.float32).eps if device == "cuda" and ours[1].dtype == torch.float32 else 0.0
-            assert_no_worse("gradient", ours[1], eager[1], oracle[1], noise=ulp)
+            assert_no_worse("gradient", ours[1], eager[1], oracle[1], noise=ulp, bounds=(bounds, 1))
 
     # ---- Values
 

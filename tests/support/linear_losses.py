@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from checks import HALF_TYPES, assert_no_worse, coarseness, equal, gradients, like, path_taken
+from checks import HALF_TYPES, assert_no_worse, coarseness, equal, gradients, like, path_taken, roundings
 
 flce = torch.ops.liger.fused_linear_cross_entropy
 
@@ -89,17 +89,20 @@ def check(inputs, device, grad=None, **options):
         if doubled.get(name) is not None:
             doubled[name] = doubled[name].double()
     exact = [like(t, torch.float64) for t in inputs]
-    oracle = gradients(partial(reference, **doubled), exact, [upstream])
-    assert_no_worse("loss", ours[0], eager[0], oracle[0], noise=noise_of(exact, inputs[0].dtype, doubled))
+    formula = partial(reference, **doubled)
+    oracle = gradients(formula, exact, [upstream])
+    # Ours and eager code round logits to the dtype.
+    bounds = roundings(formula, inputs, [upstream], oracle, precision=inputs[0].dtype)
+    assert_no_worse("loss", ours[0], eager[0], oracle[0], bounds=(bounds, 0))
     named = zip(("input", "weight", "target", "bias"), inputs)
     wanted = [name for name, t in named if t is not None and t.requires_grad]
-    for name, mine, theirs, truth in zip(wanted, ours[1:], eager[1:], oracle[1:], strict=True):
+    for i, (name, mine, theirs, truth) in enumerate(zip(wanted, ours[1:], eager[1:], oracle[1:], strict=True)):
         # The largest of many errors varies by chance, in proportion to their RMS.
         noise = 3 * rms_error(theirs, truth)
         if device == "cuda" and mine.dtype == torch.float32:
             # Exponentials are accurate to 2 ulp in our kernels, to 1 ulp in eager.
             noise += torch.finfo(torch.float32).eps
-        assert_no_worse(name, mine, theirs, truth, noise=noise)
+        assert_no_worse(name, mine, theirs, truth, noise=noise, bounds=(bounds, i + 1))
         if name != "input" and mine.dtype in HALF_TYPES:
             check_untargeted(name, inputs, mine, theirs, truth, chunks_of(inputs, wanted, options.get("memory_budget")))
     return ours
@@ -127,19 +130,6 @@ def check_untargeted(name, inputs, ours, eager, oracle, chunks):
     results = [t[untargeted] for t in (ours, eager, oracle)]
     noise = 3 * rms_error(*results[1:]) + chunks * torch.finfo(ours.dtype).eps / 2
     assert_no_worse(f"{name} of untargeted classes", *results, noise=noise + coarseness(ours.dtype, results[2]))
-
-
-@torch.no_grad()
-def noise_of(exact, dtype, options) -> float:
-    """Three standard deviations of the relative loss error caused by rounding logits to `dtype`. Eager's actual error
-    is no usable tolerance, because it may be small by chance."""
-    truth = reference(*exact, **{**options, "reduction": "none"})
-    if not truth.any():
-        return 0.0
-    error = torch.finfo(dtype).eps * float(logits_of(exact[0], exact[1], *exact[3:4]).abs().max())
-    if options.get("reduction") == "none":
-        return error / float(truth.abs().max())
-    return error * truth.numel() ** 0.5 / float(truth.sum().abs())
 
 
 def check_replays(step, expected):

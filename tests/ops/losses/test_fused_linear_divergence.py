@@ -24,6 +24,7 @@ from checks import (
     gradients,
     like,
     path_taken,
+    roundings,
 )
 from strategies import may_be_float32
 from torch import Tensor
@@ -99,7 +100,9 @@ def check(inputs, device, grad=None, **options):
     torch.testing.assert_close(ours[:2], [*ours_value], equal_nan=True)  # chunks without gradients have other sizes
     eager = gradients(exact_of, [like(t) for t in inputs], upstream)
     doubled = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in options.items()}
-    oracle = gradients(lambda *t: tuple(reference(*t, **doubled)), [like(t, torch.float64) for t in inputs], upstream)
+    formula = lambda *t: tuple(reference(*t, **doubled))  # noqa: E731
+    oracle = gradients(formula, [like(t, torch.float64) for t in inputs], upstream)
+    bounds = roundings(formula, inputs, upstream, oracle)
     assert not ours[1].requires_grad
     error = logit_error(*inputs, **options)
     for i, results in enumerate(zip(ours, eager, oracle, strict=True)):
@@ -115,7 +118,7 @@ def check(inputs, device, grad=None, **options):
                 # classes are about 1 / classes, and may be subnormal numbers.
                 of = torch.finfo(results[0].dtype)
                 noise += of.eps / 2 * max(1.0, inputs[1].shape[0] * of.smallest_normal)
-        assert_no_worse(f"result {i}", *results, noise=noise)
+        assert_no_worse(f"result {i}", *results, noise=noise, bounds=(bounds, i))
     return ours
 
 

@@ -22,6 +22,7 @@ from checks import (
     gradients,
     like,
     path_taken,
+    roundings,
 )
 from linear_losses import rms_error
 from torch import Tensor
@@ -87,17 +88,14 @@ def close_to_formula(inputs, device, upstream=None, **options):
     assert all(torch.equal(quiet[i], r.detach()) for i, r in zip(keep, ours))
     eager = gradients(chosen(formula), [like(t) for t in inputs], grads)
     oracle = gradients(chosen(formula), [like(t, torch.float64) for t in inputs], grads)
+    bounds = roundings(chosen(formula), inputs, grads, oracle, precision=inputs[0].dtype)
     wanted = [n for n, t in zip(("input", "weight", "target", "bias"), inputs) if t is not None and t.requires_grad]
     names = [("log_probs", "entropy")[i] for i in keep] + wanted
-    # Lengths of the sums. Their order depends on the device, and independent roundings grow like the square root.
-    tokens, hidden, classes = inputs[0][..., 0].numel(), inputs[0].shape[-1], len(inputs[1])
-    terms = dict(log_probs=hidden, entropy=hidden, input=classes, weight=tokens, bias=tokens)
-    for name, mine, theirs, truth in zip(names, ours, eager, oracle, strict=True):
+    for i, (name, *results) in enumerate(zip(names, ours, eager, oracle, strict=True)):
         # The largest of many errors varies by chance. In a small result, the rounding of a logit remains.
-        noise = 3 * rms_error(theirs.detach(), truth.detach())
-        if mine.dtype != torch.float64:
-            noise += terms[name] ** 0.5 * torch.finfo(torch.float32).eps
-        assert_no_worse(name, mine, theirs, truth, scale=1.0 if name in ("log_probs", "entropy") else 0.0, noise=noise)
+        noise = 3 * rms_error(*(t.detach() for t in results[1:]))
+        scale = 1.0 if name in ("log_probs", "entropy") else 0.0
+        assert_no_worse(name, *results, scale=scale, noise=noise, bounds=(bounds, i))
     return ours
 
 

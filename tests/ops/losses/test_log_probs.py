@@ -22,6 +22,7 @@ from checks import (
     gradients,
     like,
     path_taken,
+    roundings,
 )
 from torch import Tensor
 
@@ -78,18 +79,19 @@ def check(logits, index, device, **options):
     # One rounding of the largest logit is an absolute error of results, and a relative one of probabilities.
     wide = torch.promote_types(logits.dtype, torch.float32)
     exponent = float(logits.detach().abs().max()) / options.get("temperature", 1.0) if logits.numel() else 0.0
-    rounding = torch.finfo(wide).eps * exponent
-    for name, *results in zip(("log-probabilities", "entropy")[: len(grads)], ours, eager, oracle):
-        assert_no_worse(name, *results, scale=1.0, noise=rounding)
+    noise = torch.finfo(wide).eps * exponent
+    bounds = roundings(formula, [logits], grads, oracle)
+    for i, results in enumerate(zip(ours[:-1], eager, oracle)):
+        assert_no_worse(("log-probabilities", "entropy")[i], *results, scale=1.0, noise=noise, bounds=(bounds, i))
     scale = largest if logits.shape[-1] < 3 else 0.0
-    assert_no_worse("gradient", ours[-1], eager[-1], oracle[-1], scale=scale, noise=rounding)
+    assert_no_worse("gradient", ours[-1], eager[-1], oracle[-1], scale=scale, noise=noise, bounds=(bounds, -1))
     if logits.dtype in HALF_TYPES and index.numel():
         others = torch.ones_like(logits, dtype=torch.bool)
         ids = (index if index.dim() == logits.dim() else index[..., None]).long()
         others.scatter_(-1, ids.clamp(min=0), False)
         apart = [g.where(others, 0) for g in (ours[-1], eager[-1], oracle[-1])]
-        noise = torch.finfo(torch.float16).tiny * 2**-10 / max(float(apart[2].abs().max()), 1e-30)
-        assert_no_worse("gradient of other logits", *apart, noise=noise + rounding)
+        noise += torch.finfo(torch.float16).tiny * 2**-10 / max(float(apart[2].abs().max()), 1e-30)
+        assert_no_worse("gradient of other logits", *apart, noise=noise, bounds=(bounds, -1))
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -287,6 +287,7 @@ def test_copies_stay_patched(copied):
     assert type(copied(twin)) is LlamaForCausalLM
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_pickles_are_patched_as_before(name):
     options = {"embedding": False, "memory_budget": 1 << 20}

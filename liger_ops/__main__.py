@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,6 +109,16 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
+    try:
+        run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def run() -> None:
     if sys.argv[1:2] == ["build"]:
         operator_library.main(sys.argv[2:])
         return

@@ -37,6 +37,10 @@ def _rows(name: str, x: Tensor, shape: list[int]) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """:class:`torch.nn.RMSNorm`. With ``offset=1.0`` the weight is stored as its difference from one, as Gemma does.
 
+    The defaults are those of torch, not of :func:`liger_ops.functional.rms_norm`: with `eps` None, epsilon is that of
+    the dtype of the sums (2**-23, or 2**-52 for fp64), and with the casting mode "gemma" the result is rounded once. For
+    the values of ``rms_norm(x, weight)``, pass ``eps=1e-6, casting_mode="llama"``.
+
     >>> RMSNorm(8, eps=1e-6)
     RMSNorm((8,), eps=1e-06, elementwise_affine=True)
     """
@@ -230,7 +234,8 @@ class FusedLinearCrossEntropyLoss(nn.Module):
     """Cross entropy of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
     ``forward(input, weight, target, bias=None, token_weight=None)`` with input (..., n), weight (V, n), target (...).
-    `ce_weight` holds class weights, (V,).
+    `ce_weight` holds class weights, (V,). Mind the order of input and weight: if V is the number of positions, swapped
+    arguments have shapes that fit, and only the loss is wrong.
     """
 
     def __init__(

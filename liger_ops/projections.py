@@ -19,9 +19,17 @@ LARGE = 1 << 22
 HAS_LIBRARY = load().library is not None
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts on the device of x, or None if it is off."""
+    device = x.device.type
+    # torch raises for the meta device, which has no autocast.
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else None
+
+
 def saves_passes(x: Tensor) -> bool:
     """Whether it is faster to accumulate the gradients of x inside the GEMMs."""
-    if not (HAS_LIBRARY and x.requires_grad and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
+    if not (HAS_LIBRARY and x.requires_grad and torch.is_grad_enabled()) or autocast_dtype(x) is not None:
         return False
     if torch.compiler.is_compiling():
         return True

@@ -72,6 +72,18 @@ inline void check_column_parameter(
       c10::str("have shape [", x.sym_sizes().back(), "], the last dimension of ", like), w.sym_sizes());
 }
 
+/// Ends messages about the shapes of input (..., n), weight (V, n) and `like`, whose dimensions begin with (...).
+inline std::string hint_if_swapped(
+    const char* input_name, const at::Tensor& input, const char* weight_name, const at::Tensor& weight,
+    const at::Tensor& like) {
+  if (input.dim() != 2 || weight.dim() < 1 || weight.sym_sizes().back() != input.sym_sizes().back()) return "";
+  const auto rows = weight.sym_sizes().slice(0, weight.dim() - 1);
+  const int64_t dims = rows.size(), like_dims = like.dim();
+  const bool fits = like_dims == dims || like_dims == dims + 1;
+  if (!fits || !like.sym_sizes().slice(0, dims).equals(rows)) return "";
+  return c10::str("; ", input_name, " and ", weight_name, " may be swapped");
+}
+
 inline void check_eps(const char* op, double eps) {
   LIGER_CHECK(eps >= 0 && eps < std::numeric_limits<double>::infinity(), op, "eps", "be finite and not negative", eps);
 }

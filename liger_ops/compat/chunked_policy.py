@@ -27,6 +27,11 @@ def masked_mean(t: Tensor, mask: Tensor) -> Tensor:
     return losses.reduce_policy_losses(t.detach().to(torch.float32), mask, "bnpo")
 
 
+def own_reference(reference: Tensor | None, log_probs: Tensor, beta: float) -> Tensor | None:
+    """In the package, a policy without a reference model is its own: the KL estimate is 0."""
+    return log_probs.detach() if reference is None and beta != 0 else reference
+
+
 class LigerFusedLinearGRPOFunction:
     @staticmethod
     def apply(
@@ -75,6 +80,7 @@ class LigerFusedLinearGRPOFunction:
                 raise AssertionError("If use_ref_model is True, ref_per_token_logps or ref_input must be provided")
             with torch.no_grad():
                 ref = log_probs_of(ref_input, ref_weight, ref_bias)
+        ref = own_reference(ref, log_probs, beta)
         given = old_per_token_logps, ref
         old, ref = (None if t is None else t.float() if luspo else t.float().masked_fill(mask == 0, 0) for t in given)
         per_token, kl, clipped = losses.policy_losses(
@@ -200,7 +206,8 @@ def triton_grpo_loss(
     mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
     ids = completion_ids.masked_fill(mask == 0, -100)
     log_probs = F.log_probs(logits[:, :-1], ids, temperature).log_probs
-    old, ref = (None if t is None else t.masked_fill(mask == 0, 0) for t in (old_logp, ref_logp))
+    given = old_logp, own_reference(ref_logp, log_probs, beta)
+    old, ref = (None if t is None else t.masked_fill(mask == 0, 0) for t in given)
     found = losses.policy_losses(
         log_probs, mask, advantages, old_log_probs=old, ref_log_probs=ref, loss_type=loss_type, beta=beta,
         epsilon_low=eps_low, epsilon_high=eps_high, importance_sampling_level=importance_sampling_level, delta=delta,

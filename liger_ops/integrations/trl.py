@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import functional as F
+from ..projections import autocast_dtype
 from ._replacing import Replacements, Report
 
 __all__ = ["ChunkedDivergenceFunction", "ChunkedLogProbFunction", "chunked_divergence_loss", "patch", "unpatch"]
@@ -27,14 +28,9 @@ DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
 DIVERGENCE_LOSS = "trl.trainer.distillation_trainer._chunked_divergence_loss"
 
 
-def compute_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
 def projection(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments in the dtype in which TRL computes. A half-precision head may stay beside fp32 hidden states."""
-    dtype = compute_dtype(hidden)
+    dtype = autocast_dtype(hidden) or hidden.dtype
     weight = weight if weight.dtype.itemsize < dtype.itemsize else weight.to(dtype)
     return hidden.to(dtype), weight, None if bias is None else bias.to(weight.dtype)
 

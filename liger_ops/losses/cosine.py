@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from ._chunks import in_chunks, logits_of, summed
-from ._sequences import Metrics, check, detached
+from ._sequences import NOT_NEGATIVE, POSITIVE, Metrics, check, check_numbers, check_shape, detached
 
 
 def cosine_distillation_loss(
@@ -30,9 +30,16 @@ def cosine_distillation_loss(
     hidden: (..., n), weight: (V, n), teacher_hidden: (..., n'), teacher_weight: (V, n'), target: (...), bias,
     teacher_bias: (V,). The teacher takes no gradient. Both terms share the student's projection.
     """
-    classes = len(weight)
-    check(len(teacher_weight) == classes, "cosine_distillation_loss", "teacher_weight",
-          f"have {classes} rows, as weight", len(teacher_weight))  # fmt: skip
+    name, classes, positions = "cosine_distillation_loss", len(weight), hidden.shape[:-1]
+    check_numbers(name, NOT_NEGATIVE, soft_weight=soft_weight, hard_weight=hard_weight)
+    check_numbers(name, POSITIVE, memory_budget=memory_budget)
+    check(
+        len(teacher_weight) == classes, name, "teacher_weight", f"have {classes} rows, as weight", len(teacher_weight)
+    )
+    check_shape(target, name, "target", positions)
+    check_shape(teacher_hidden, name, "teacher_hidden", (*positions, teacher_weight.shape[-1]))
+    check_shape(bias, name, "bias", (classes,))
+    check_shape(teacher_bias, name, "teacher_bias", (classes,))
     y = target.flatten()
     head, of_classes = summed(weight), summed(bias)
     count = (y != ignore_index).sum().clamp(min=1)

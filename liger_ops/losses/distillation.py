@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import functional as F
 from ._chunks import in_chunks, logits_of, summed, widened
-from ._sequences import Metrics, check, check_shape, detached
+from ._sequences import NOT_NEGATIVE, POSITIVE, SHARE, Metrics, check, check_numbers, check_shape, detached
 
 
 def share_of(counted: Tensor, num_items: Tensor | float | None, factor: float, dtype: torch.dtype) -> Tensor:
@@ -18,6 +18,15 @@ def share_of(counted: Tensor, num_items: Tensor | float | None, factor: float, d
     whereas a factor of the loss would take another pass over its gradients."""
     count = counted.sum() if num_items is None else torch.as_tensor(num_items, device=counted.device)
     return (factor / count.to(torch.promote_types(dtype, torch.float32)).clamp(min=1)).expand(counted.shape)
+
+
+def check_options(
+    loss: str, temperature: float, soft_weight: float, hard_weight: float, num_items: Tensor | float | None
+) -> None:
+    check_numbers(loss, POSITIVE, temperature=temperature)
+    check_numbers(loss, NOT_NEGATIVE, soft_weight=soft_weight, hard_weight=hard_weight)
+    if not isinstance(num_items, Tensor):  # whose value may be on a device
+        check_numbers(loss, NOT_NEGATIVE, num_items_in_batch=num_items)
 
 
 def hard_loss(
@@ -61,6 +70,8 @@ def distillation_loss(
 
     The two terms project the student twice: seven GEMMs in all, four without the hard term.
     """
+    check_numbers("distillation_loss", SHARE, beta=beta)
+    check_options("distillation_loss", temperature, soft_weight, hard_weight, num_items_in_batch)
     check(target is not None or hard_weight == 0, "distillation_loss", "target", "be given with hard_weight", None)
     if mask is None:
         shape = hidden.shape[:-1]
@@ -141,7 +152,8 @@ def topk_distillation_loss(
 
     The student is projected once for both terms, if the temperature is 1: the hard target is one more id.
     """
-    check(0 <= beta <= 1, "topk_distillation_loss", "beta", "be between 0 and 1", beta)
+    check_numbers("topk_distillation_loss", SHARE, beta=beta)
+    check_options("topk_distillation_loss", temperature, soft_weight, hard_weight, num_items_in_batch)
     shape = teacher_ids.shape
     rule = f"have shape {[*hidden.shape[:-1], 'K']}"
     check(shape[:-1] == hidden.shape[:-1], "topk_distillation_loss", "teacher_ids", rule, list(shape))
@@ -197,7 +209,11 @@ def target_distribution_loss(
     """KL(target || student) of every position, from stored distributions. hidden: (..., n), weight: (V, n),
     probabilities: (..., V), bias: (V,), mask: (...) -> (...), 0 where the mask is. A probability below `eps` has the
     logarithm of `eps`."""
-    rows = probabilities.shape[:-1]
+    name, rows = "target_distribution_loss", hidden.shape[:-1]
+    check_numbers(name, POSITIVE, temperature=temperature, memory_budget=memory_budget)
+    check_numbers(name, NOT_NEGATIVE, eps=eps)
+    check_shape(probabilities, name, "probabilities", (*rows, len(weight)))
+    check_shape(mask, name, "mask", rows)
     keep = torch.ones(rows, dtype=torch.bool, device=hidden.device) if mask is None else mask != 0
 
     head, of_classes = summed(weight), summed(bias)

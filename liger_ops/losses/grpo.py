@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ._sequences import Metrics, check, check_shape, reference_log_probs
+from ._sequences import (
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Metrics,
+    check,
+    check_numbers,
+    check_reference,
+    check_shape,
+    reference_log_probs,
+)
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LOWEST, HIGHEST = math.log(1e-8), 20.0  # limits of log-ratios in VESPO's weights
@@ -62,6 +73,15 @@ def policy_losses(
     rule = f"be token{'' if smooth else ' or sequence'} with loss_type {loss_type}"
     check(level == "token" or level == "sequence" and not smooth, "grpo_loss", "importance_sampling_level", rule, level)
     check(delta is None or not smooth, "grpo_loss", "delta", f"be None with loss_type {loss_type}", delta)
+    check_numbers("grpo_loss", NOT_NEGATIVE, beta=beta)
+    check(beta == 0 or ref_log_probs is not None, "grpo_loss", "ref_log_probs", f"be given with beta {beta}", None)
+    check_numbers("grpo_loss", SHARE, epsilon_low=epsilon_low)
+    # Infinity switches the clipping off.
+    check(epsilon_high >= 0, "grpo_loss", "epsilon_high", "not be negative", epsilon_high)
+    temperatures = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
+    check_numbers("grpo_loss", POSITIVE, delta=delta, **temperatures)
+    is_shape = len(vespo_shapes) == 4 and all(map(NOT_NEGATIVE.holds, vespo_shapes))
+    check(is_shape, "grpo_loss", "vespo_shapes", "be four finite numbers that are not negative", vespo_shapes)
     rows, whole = mask.shape[:1], mask.shape
     check_shape(log_probs, "grpo_loss", "log_probs", whole)
     check_shape(advantages, "grpo_loss", "advantages", rows, whole)
@@ -97,8 +117,8 @@ def policy_losses(
         losses = losses * sampler_ratio
 
     kl = None
-    if beta != 0:
-        above = (log_probs.detach() if ref_log_probs is None else ref_log_probs) - log_probs
+    if ref_log_probs is not None and beta != 0:
+        above = ref_log_probs - log_probs
         kl = above.exp() - above - 1
         if use_bias_correction_kl:
             kl = kl * ratio
@@ -114,6 +134,10 @@ def reduce_policy_losses(
     num_items_in_batch: Tensor | float | None = None,
 ) -> Tensor:
     """losses: (B, S) or (B, 1), mask: (B, S) -> a scalar. Variants differ in their weights of sequences and tokens."""
+    check(loss_type in LOSS_TYPES, "grpo_loss", "loss_type", f"be one of {', '.join(LOSS_TYPES)}", loss_type)
+    check_numbers("grpo_loss", POSITIVE, max_completion_length=max_completion_length)
+    if not isinstance(num_items_in_batch, Tensor):  # whose value may be on a device
+        check_numbers("grpo_loss", NOT_NEGATIVE, num_items_in_batch=num_items_in_batch)
     counted = mask.to(losses.dtype)
     tokens = losses * counted
     if loss_type in ("grpo", "sapo"):  # sequences count the same
@@ -163,7 +187,7 @@ def grpo_loss(
     hidden: (B, S, n), weight: (V, n), target, mask: (B, S), advantages: (B,) or (B, S), bias: (V,). `old_log_probs`
     (B, S) are those of the policy that sampled; without them, the ratio is 1 with a gradient. With `beta`, the
     penalty is the estimated KL divergence from the reference: `ref_log_probs` (B, S), or `ref_hidden` (B, S, n') and
-    `ref_weight` (V, n'). `entropy_weight` rewards entropy, at the cost of one more GEMM.
+    `ref_weight` (V, n'); without `beta` the reference has no effect. `entropy_weight` rewards entropy, at the cost of one more GEMM.
 
     options: `epsilon_low`, `epsilon_high` (clipping of the ratio; for "cispo" `epsilon_high` is the limit itself),
     `delta` (an upper limit of the ratio also for negative advantages), `importance_sampling_level` ("sequence" takes
@@ -173,6 +197,11 @@ def grpo_loss(
     of the whole batch in all processes, for "dapo", "cispo" and "vespo".
     """
     check_shape(mask, "grpo_loss", "mask", target.shape)
+    check_reference("grpo_loss", ref_log_probs, ref_hidden, ref_weight, ref_bias)
+    check_numbers("grpo_loss", NOT_NEGATIVE, beta=beta)
+    has_reference = ref_log_probs is not None or ref_hidden is not None
+    check(beta == 0 or has_reference, "grpo_loss", "ref_log_probs or ref_hidden", f"be given with beta {beta}", None)
+    check_numbers("grpo_loss", FINITE, entropy_weight=entropy_weight)
     head: dict[str, Any] = {"logits_scale": logits_scale, "softcap": softcap, "temperature": temperature,
                             "memory_budget": memory_budget}  # fmt: skip
     ids = target.masked_fill(mask == 0, ignore_index)

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ._sequences import Metrics, check, check_shape, detached, of_sequences, reference_of_sequences
+from ._sequences import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Metrics,
+    check,
+    check_numbers,
+    check_shape,
+    detached,
+    of_sequences,
+    reference_of_sequences,
+)
 
 
 def kto_loss(
@@ -36,6 +46,9 @@ def kto_loss(
     :func:`dpo_loss`, with B sequences. kl: a scalar, (1,) or (B,), the estimated KL divergence of policy and reference;
     it takes no gradient.
     """
+    check_numbers("kto_loss", POSITIVE, beta=beta)
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    check_numbers("kto_loss", NOT_NEGATIVE, **weights)
     check(target.dim() == 2, "kto_loss", "target", "have shape (B, S)", list(target.shape))
     rule = f"be bool of shape [{len(target)}]"
     fits = desirable.dtype == torch.bool and desirable.shape == target.shape[:1]

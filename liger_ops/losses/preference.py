@@ -10,7 +10,17 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .. import functional as F
-from ._sequences import Metrics, check, detached, of_sequences, reference_of_sequences
+from ._sequences import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SMOOTHING,
+    Metrics,
+    check,
+    check_numbers,
+    detached,
+    of_sequences,
+    reference_of_sequences,
+)
 
 
 class Pairs(NamedTuple):
@@ -51,6 +61,11 @@ def with_nll(loss: Tensor, pairs: Pairs, nll_weight: float) -> Tensor:
 
 # ---- DPO
 
+DPO_TYPES = (
+    "sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop",
+)  # fmt: skip
+
 
 def dpo_losses(
     chosen: Tensor, rejected: Tensor, beta: float, loss_type: str, label_smoothing: float, discopop_tau: float
@@ -58,7 +73,10 @@ def dpo_losses(
     """chosen, rejected: (B,) log-ratios of policy and reference -> (B,)."""
     margin = beta * (chosen - rejected)
     eps = label_smoothing
+    if loss_type not in ("sigmoid", "robust", "exo_pair"):
+        check(eps == 0, "dpo_loss", "label_smoothing", f"be 0 with loss_type {loss_type}", eps)
     if loss_type == "sigmoid":  # with label smoothing: cDPO
+        check_numbers("dpo_loss", SMOOTHING, label_smoothing=eps)
         return -(1 - eps) * logsigmoid(margin) - eps * logsigmoid(-margin)
     if loss_type == "robust":  # unbiased if a share `label_smoothing` of the labels is wrong
         check(0 <= label_smoothing < 0.5, "dpo_loss", "label_smoothing", "be in [0, 0.5) for robust", label_smoothing)
@@ -82,11 +100,8 @@ def dpo_losses(
         return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
     if loss_type == "apo_down":  # for chosen answers that are worse than the policy's
         return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(margin)
-    if loss_type == "discopop":
-        gate = torch.sigmoid(margin / discopop_tau)
-        return -logsigmoid(margin) * (1 - gate) + torch.exp(-margin) * gate
-    known = "sigmoid, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down or discopop"
-    raise ValueError(f"dpo_loss: loss_type must be {known} (got {loss_type})")
+    gate = torch.sigmoid(margin / discopop_tau)  # discopop
+    return -logsigmoid(margin) * (1 - gate) + torch.exp(-margin) * gate
 
 
 def dpo_loss(
@@ -112,10 +127,15 @@ def dpo_loss(
     """Direct preference optimization and its variants, the mean over pairs.
 
     hidden: (2 B, S, n), weight: (V, n), target: (2 B, S), bias: (V,). The reference is `ref_log_probs` (2 B,), or
-    `ref_hidden` (2 B, S, n') and `ref_weight` (V, n'), or none: its log-probabilities are then 0. `average_log_prob`
-    takes the mean over a sequence's tokens in place of the sum; "ipo" is defined with it. `nll_weight` adds the
-    chosen sequences' NLL, of `nll_target` (2 B, S) if given.
+    `ref_hidden` (2 B, S, n') and `ref_weight` (V, n'), or none: its log-probabilities are then 0, those of a uniform
+    reference. `average_log_prob` takes the mean over a sequence's tokens in place of the sum; "ipo" is defined with it.
+    `nll_weight` adds the chosen sequences' NLL, of `nll_target` (2 B, S) if given. `label_smoothing` is of the types
+    "sigmoid", "robust" and "exo_pair".
     """
+    known = f"be {', '.join(DPO_TYPES[:-1])} or {DPO_TYPES[-1]}"
+    check(loss_type in DPO_TYPES, "dpo_loss", "loss_type", known, loss_type)
+    check_numbers("dpo_loss", POSITIVE, beta=beta, discopop_tau=discopop_tau)
+    check_numbers("dpo_loss", NOT_NEGATIVE, nll_weight=nll_weight)
     pairs = pairs_of("dpo_loss", hidden, weight, target, bias, average_log_prob, nll_target, ignore_index, head)
     reference = reference_of_sequences(
         "dpo_loss", target, ref_log_probs, ref_hidden, ref_weight, ref_bias, average_log_prob, ignore_index, head
@@ -155,7 +175,33 @@ def cpo_loss(
     hidden: (2 B, S, n), weight: (V, n), target: (2 B, S), bias: (V,). `gamma` is the margin by which the chosen
     sequence has to lead.
     """
-    pairs = pairs_of("cpo_loss", hidden, weight, target, bias, average_log_prob, nll_target, ignore_index, head)
+    return margin_loss(
+        "cpo_loss", hidden, weight, target, bias, beta=beta, gamma=gamma, label_smoothing=label_smoothing,
+        average_log_prob=average_log_prob, nll_weight=nll_weight, nll_target=nll_target, ignore_index=ignore_index, **head,
+    )  # fmt: skip
+
+
+def margin_loss(
+    loss: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    beta: float,
+    gamma: float,
+    average_log_prob: bool,
+    nll_weight: float,
+    label_smoothing: float = 0.0,
+    nll_target: Tensor | None = None,
+    ignore_index: int = -100,
+    **head: Any,
+) -> tuple[Tensor, Metrics]:
+    """`cpo_loss` under the name of the loss that was called."""
+    check_numbers(loss, POSITIVE, beta=beta)
+    check_numbers(loss, NOT_NEGATIVE, gamma=gamma, nll_weight=nll_weight)
+    check_numbers(loss, SMOOTHING, label_smoothing=label_smoothing)
+    pairs = pairs_of(loss, hidden, weight, target, bias, average_log_prob, nll_target, ignore_index, head)
     margin = beta * (pairs.chosen - pairs.rejected) - gamma
     losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     metrics = detached(
@@ -177,9 +223,10 @@ def simpo_loss(
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
     """Simple preference optimization: :func:`cpo_loss` of mean log-probabilities with a margin."""
-    return cpo_loss(
-        hidden, weight, target, bias, beta=beta, gamma=gamma, average_log_prob=True, nll_weight=nll_weight, **options
-    )
+    return margin_loss(
+        "simpo_loss", hidden, weight, target, bias, beta=beta, gamma=gamma, average_log_prob=True,
+        nll_weight=nll_weight, **options,
+    )  # fmt: skip
 
 
 def orpo_loss(
@@ -198,6 +245,7 @@ def orpo_loss(
 
     hidden: (2 B, S, n), weight: (V, n), target: (2 B, S), bias: (V,). `nll_target` (2 B, S) may also count the prompt.
     """
+    check_numbers("orpo_loss", NOT_NEGATIVE, beta=beta, nll_weight=nll_weight)
     pairs = pairs_of("orpo_loss", hidden, weight, target, bias, True, nll_target, ignore_index, head)
     log_odds = pairs.chosen - pairs.rejected
     log_odds = log_odds - torch.log1p(-pairs.chosen.exp()) + torch.log1p(-pairs.rejected.exp())

@@ -72,11 +72,15 @@ def operator(
 
         @functools.wraps(formula)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return getattr(torch.ops.liger, name)(*args, **kwargs)
+            try:
+                return getattr(torch.ops.liger, name)(*args, **kwargs)
+            except (RuntimeError, TypeError):
+                demand_types(name, signature, hints, args, kwargs)
+                raise
 
         @functools.wraps(formula)
         def call_with_named_results(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return result(*getattr(torch.ops.liger, name)(*args, **kwargs))
+            return result(*call(*args, **kwargs))
 
         function = cast(Operator[P, R], call_with_named_results if hasattr(result, "_fields") else call)
         # TorchScript does not support *args: it calls the operator instead of compiling this function's source.
@@ -129,9 +133,46 @@ def demand(condition: bool, op: str, argument: str, rule: str, got: object) -> N
         raise RuntimeError(f"{op}: {argument} must {rule} (got {got})")
 
 
+# The values that the dispatcher takes for a type, and their name.
+TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    Tensor: ((Tensor,), "a Tensor"),
+    bool: ((bool, torch.SymBool), "a bool"),
+    int: ((int, torch.SymInt, Tensor), "an int"),
+    float: ((int, float, torch.SymInt, torch.SymFloat, Tensor), "a float"),
+    str: ((str,), "a str"),
+    Sequence[int]: ((Sequence,), "a sequence of ints"),
+    type(None): ((type(None),), "None"),
+}
+
+
+def demand_types(
+    op: str, signature: inspect.Signature, hints: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Called after the operator has failed: the dispatcher's own message is about its schema."""
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"{op}: {error}") from None
+    for argument, value in given.items():
+        kinds = [TYPES[kind] for kind in typing.get_args(hints[argument]) or (hints[argument],)]
+        if hasattr(value, "__torch_function__") or any(isinstance(value, types) for types, _ in kinds):
+            continue
+        got = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+        raise TypeError(f"{op}: {argument} must be {' or '.join(name for _, name in kinds)} (got {got})") from None
+
+
 def demand_choice(op: str, argument: str, allowed: tuple[str, ...], got: str) -> None:
     *first, last = (f"'{value}'" for value in allowed)
     demand(got in allowed, op, argument, f"be {', '.join(first)} or {last}", f"'{got}'")
+
+
+def hint_if_swapped(input_name: str, input: Tensor, weight_name: str, weight: Tensor, like: Tensor) -> str:
+    """Ends messages about the shapes of input (..., n), weight (V, n) and `like`, whose dimensions begin with (...)."""
+    rows = weight.shape[:-1]
+    fits = input.dim() == 2 and weight.dim() > 0 and weight.shape[-1] == input.shape[-1]
+    if fits and like.dim() - len(rows) in (0, 1) and like.shape[: len(rows)] == rows:
+        return f"; {input_name} and {weight_name} may be swapped"
+    return ""
 
 
 def widened(x: Tensor) -> Tensor:

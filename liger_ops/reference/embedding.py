@@ -18,4 +18,13 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
     tensor([[3., 4.],
             [1., 2.]])
     """
-    return functional.embedding(input, weight, padding_idx)
+    try:
+        return functional.embedding(input, weight, padding_idx)
+    except IndexError:
+        # torch's message has neither the index nor the limit.
+        wrong = input[(input < 0) | (input >= weight.shape[0])]
+        if wrong.numel() == 0:
+            raise
+        raise IndexError(
+            f"embedding: input must lie in [0, {weight.shape[0]}) (got {int(wrong.flatten()[0])})"
+        ) from None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ._operator import demand, operator
+from ._operator import demand, hint_if_swapped, operator
 from .cross_entropy import REDUCTIONS, CrossEntropyMetrics, _accuracy, _check, _of_tokens, _predictions, _reduced
 
 
@@ -69,6 +69,10 @@ def _of_linear(
     demand(math.isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale)
     positive = memory_budget is None or memory_budget > 0
     demand(positive, op, "memory_budget", "be a positive number of bytes", memory_budget)
+    if target.shape != input.shape[:-1]:
+        hint = hint_if_swapped("input", input, "weight", weight, target)
+        rule = f"have shape {list(input.shape[:-1])}, that of input without its last dimension"
+        demand(not hint, op, "target", rule, f"{list(target.shape)}{hint}")
 
     def of_chunk(x: Tensor, y: Tensor, factor: Tensor | None) -> tuple[Tensor, ...]:
         logits = whole(logits_scale * functional.linear(x, weight, bias))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ._operator import demand, operator, widened
+from ._operator import demand, hint_if_swapped, operator, widened
 from .cross_entropy import REDUCTIONS
 from .fused_linear_cross_entropy import chunk_size
 from .jsd import jsd
@@ -65,7 +65,11 @@ def _of_models(
     shape, have = student.x.shape[:-1], student.weight.shape[0]
     fits = teacher.x.shape[:-1] == shape
     rule = f"have shape [{', '.join(map(str, shape))}, hidden], the positions of s_input"
-    demand(fits, op, "t_input", rule, list(teacher.x.shape))
+    hint = ""
+    if not fits:
+        hint = hint_if_swapped("s_input", student.x, "s_weight", student.weight, teacher.x)
+        hint += hint_if_swapped("t_input", teacher.x, "t_weight", teacher.weight, student.x)
+    demand(fits, op, "t_input", rule, f"{list(teacher.x.shape)}{hint}")
     same = teacher.weight.shape[0] == have
     demand(same, op, "t_weight", f"have {have} classes like s_weight", teacher.weight.shape[0])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ._operator import demand, operator, widened
+from ._operator import demand, hint_if_swapped, operator, widened
 from .fused_linear_cross_entropy import chunk_size
 from .log_probs import log_probs as rows_of
 
@@ -50,7 +50,8 @@ def _of_linear(
     tokens = target.shape[: input.dim() - 1]
     rule = f"have shape {list(input.shape[:-1])}, or that with one dimension more"
     fits = target.dim() - len(input.shape[:-1]) in (0, 1) and tokens == input.shape[:-1]
-    demand(fits, op, "target", rule, list(target.shape))
+    hint = "" if fits else hint_if_swapped("input", input, "weight", weight, target)
+    demand(fits, op, "target", rule, f"{list(target.shape)}{hint}")
     head = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
 
     def of_chunk(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:

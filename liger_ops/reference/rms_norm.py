@@ -15,7 +15,8 @@ def rms_norm(
     """``x * rsqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension.
 
     x: (..., n), weight: (n,). `casting_mode` selects where half-precision rows are rounded: "llama" before and after
-    the multiplication by the weight, "gemma" and "none" only after it.
+    the multiplication by the weight, "gemma" and "none" only after it. :class:`liger_ops.nn.RMSNorm` has the defaults of
+    torch instead: its `eps` is None and its casting mode "gemma".
 
     >>> x = torch.tensor([[3.0, 4.0]])
     >>> rms_norm(x, torch.ones(2), eps=0.0)

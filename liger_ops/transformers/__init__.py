@@ -1,13 +1,13 @@
 """The operators inside Hugging Face models: `apply_liger_kernel(model)`.
 
-Only AutoLigerKernelForCausalLM and register_experts need transformers. If it is imported already, `register_experts` has run.
+Only AutoLigerKernelForCausalLM and register_experts need transformers. `register_experts` runs once it is imported.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from ..distributed._lazy import when_imported
 from .experts import register_experts
 from .models import MODELS, applier
 from .patch import SWITCHES, apply_liger_kernel, unpatch
@@ -19,8 +19,7 @@ __all__ = [
     "AutoLigerKernelForCausalLM", "Report", "Row", "SWITCHES", "apply_liger_kernel", "register_experts", "unpatch", *NAMES
 ]  # fmt: skip
 
-if "transformers" in sys.modules:
-    register_experts()
+when_imported("transformers.integrations.moe", register_experts)
 
 
 def __getattr__(name: str) -> Any:

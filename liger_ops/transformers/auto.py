@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .patch import SWITCHES, apply_liger_kernel
+from .patch import SWITCHES, apply_liger_kernel, checked_options
+from .patched import Options
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
@@ -14,20 +15,23 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
-        switches = pop_switches(kwargs)
-        return patched(super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs), switches)
+        options = pop_options(kwargs)
+        return patched(super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs), options)
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
-        switches = pop_switches(kwargs)
-        return patched(super().from_config(config, **kwargs), switches)
+        options = pop_options(kwargs)
+        return patched(super().from_config(config, **kwargs), options)
 
 
-def pop_switches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs.pop(name) for name in (*SWITCHES, "memory_budget") if name in kwargs}
+def pop_options(kwargs: dict[str, Any]) -> Options:
+    """Checked before the model is loaded."""
+    given = {name: kwargs.pop(name) for name in SWITCHES if name in kwargs}
+    return checked_options("AutoLigerKernelForCausalLM", kwargs.pop("memory_budget", None), given)
 
 
-def patched(model: Any, switches: dict[str, Any]) -> Any:
+def patched(model: Any, options: Options) -> Any:
     # With output_loading_info=True the model comes in a tuple.
-    apply_liger_kernel(model[0] if isinstance(model, tuple) else model, **switches)
+    whole = model[0] if isinstance(model, tuple) else model
+    apply_liger_kernel(whole, memory_budget=options.memory_budget, **options.switches)
     return model

@@ -16,9 +16,9 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..projections import autocast_dtype
 from . import probe, rewrite
 from .rewrite import assignment, expression, is_name, simple_assignment
 
@@ -31,7 +31,7 @@ KEPT = ("shape", "dtype", "device")
 def delay_norm(norm: Any, x: Tensor) -> tuple[Tensor, Any]:
     """``x`` and the norm, which is then applied with the rotation, or ``norm(x)`` and None."""
     # Under autocast, a weight in fp32 would make q and k fp32, which attention casts back.
-    wider = torch.is_autocast_enabled(x.device.type)
+    wider = autocast_dtype(x) is not None
     if x.dim() == 4 and rewrite.bare_rms_norm(norm, x, wider) is not None:
         return x, norm
     return norm(x), None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..projections import hooks_of
+from ..projections import autocast_dtype, hooks_of
 from .deferred import DeferredLogits, LossCall, call_head
 from .outputs import without_deferred
 from .patched import Patched, Switches, give_subclass, has_replaced_forward, is_fully_sharded
@@ -124,11 +124,9 @@ def deferring_call(self: Any, input: Tensor) -> Any:
     if mode is None or not mode.is_of_this_thread():
         return call_head(self, input)
     if mode.defers and may_defer(self):
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         column = column_parallel(self)
         hidden = input if column is None else column.input(self, (input,), column.mesh)
-        return DeferredLogits(self, hidden, dtype)
+        return DeferredLogits(self, hidden, autocast_dtype(input) or input.dtype)
     logits = call_head(self, input)
     return DeferredLogits(None, logits, logits.dtype) if mode.wraps and type(logits) is Tensor else logits
 

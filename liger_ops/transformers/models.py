@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .patch import apply_liger_kernel, unwrapped
+from .patch import apply_liger_kernel, check_model, checked_options, unwrapped
 from .report import Report
 
 # name: accepted model types. Composite models have one type for the whole model and one for its text part.
@@ -71,6 +71,8 @@ def applier(function: str, name: str) -> Callable[..., Report]:
     types = MODELS[name]
 
     def apply(model: nn.Module, *, memory_budget: int | None = None, **switches: bool) -> Report:
+        check_model(function, "model", model)
+        checked_options(function, memory_budget, switches)
         found = getattr(getattr(unwrapped(model), "config", None), "model_type", None)
         if found not in types:
             raise ValueError(f"{function}: model must be of type {' or '.join(types)} (got {found})")

@@ -7,6 +7,7 @@ state_dict keys stay the same.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, overload
@@ -20,6 +21,7 @@ from .layers import has_fusable_norms, patch_layer
 from .mlps import looks_like_mlp, patch_mlp
 from .norms import looks_like_norm, patch_norm
 from .patched import (
+    Options,
     Patched,
     Switches,
     deepcopy_as_patched,
@@ -107,12 +109,54 @@ def unwrapped(model: Any) -> nn.Module:
             return model
 
 
-def all_switches(given: dict[str, bool]) -> dict[str, bool]:
-    unknown = given.keys() - set(SWITCHES)
+# ---- Arguments
+
+
+def what_to_pass(given: Any) -> str:
+    """What the caller probably meant by an argument that is no model."""
+    if isinstance(given, (str, os.PathLike)):
+        return (
+            f". Load the model first:\n    model = AutoModelForCausalLM.from_pretrained({os.fspath(given)!r})\n"
+            "    apply_liger_kernel(model)"
+        )
+    if hasattr(given, "model_type"):
+        return ". Build the model first:\n    model = AutoModelForCausalLM.from_config(config)\n    apply_liger_kernel(model)"
+    if hasattr(given, "train"):
+        return ". Pass the trainer's model before training starts:\n    apply_liger_kernel(trainer.model)"
+    if isinstance(given, type) and given.__name__.startswith("AutoModel"):
+        return ". Use liger_ops.transformers.AutoLigerKernelForCausalLM"
+    return ""
+
+
+def check_model(function: str, argument: str, given: Any) -> None:
+    if isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module)):
+        return
+    name = repr(given) if given is None or isinstance(given, (str, os.PathLike)) else type(given).__name__
+    if isinstance(given, type):
+        name = f"the class {given.__name__}"
+    raise TypeError(
+        f"{function}: {argument} must be a torch.nn.Module or a class of them (got {name}){what_to_pass(given)}"
+    )
+
+
+def checked_options(function: str, memory_budget: int | None, switches: Switches) -> Options:
+    """With a value for every switch."""
+    unknown = switches.keys() - set(SWITCHES)
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise TypeError(f"apply_liger_kernel: switches must be of {', '.join(SWITCHES)} (got {names})")
-    return {name: bool(given.get(name, True)) for name in SWITCHES}
+        raise TypeError(f"{function}: switches must be of {', '.join(SWITCHES)} (got {names})")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{function}: {name} must be True or False (got {value!r})")
+    rule = f"{function}: memory_budget must be a positive number of bytes or None (got {memory_budget!r})"
+    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
+        raise TypeError(rule)
+    if memory_budget is not None and memory_budget <= 0:
+        raise ValueError(rule)
+    return Options({name: switches.get(name, True) for name in SWITCHES}, memory_budget)
+
+
+# ---- Patching
 
 
 @overload
@@ -134,11 +178,15 @@ def apply_liger_kernel(
     fused_linear_cross_entropy. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 
+    A patched model that is pickled, as torch.save does, is patched again when it is loaded.
+
     In training with labels the model returns no logits, unless its forward is called with ``skip_logits=False``.
     """
-    chosen = all_switches(switches)
+    check_model("apply_liger_kernel", "model_or_class", model_or_class)
+    options = checked_options("apply_liger_kernel", memory_budget, switches)
+    chosen = options.switches
     if isinstance(model_or_class, type):
-        return patching_class(model_or_class, memory_budget, chosen)
+        return patching_class(model_or_class, options)
     model = unwrapped(model_or_class)
     embeddings: list[tuple[str, nn.Module]] = []
     others: list[tuple[str, nn.Module]] = []
@@ -150,6 +198,8 @@ def apply_liger_kernel(
         # Patch embeddings only in models in which something else was recognised.
         rows = [row for path, module in embeddings if (row := patch_module(path, module, chosen))] + rows
     rows.append(head)
+    for module in model.modules():
+        keep_options(module, options)
     report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
     if not report.replaced and any(chosen.values()):
         name = type(model).__name__
@@ -157,10 +207,30 @@ def apply_liger_kernel(
     return report
 
 
-def patching_class(cls: type[nn.Module], memory_budget: int | None, switches: Switches) -> type[nn.Module]:
+def keep_options(module: nn.Module, options: Options) -> None:
+    # The head is patched with its model.
+    if isinstance(module, Patched) and type(module).liger_row[0] != "head":
+        module.__dict__.setdefault("liger_options", options)
+
+
+def patch_again(module: nn.Module, kind: str, options: Options) -> None:
+    """Patches a module of this kind that comes from a pickle."""
+    try:
+        row = patch_head(module, *options) if kind == "loss" else patch_module("", module, options.switches)
+        reason = row.reason if row is not None else "computes something else"
+    except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
+        reason = f"{type(error).__name__}: {error}"
+    keep_options(module, options)
+    if not isinstance(module, Patched):
+        name = type(module).__name__
+        remedy = "call apply_liger_kernel(model) to patch it"
+        warnings.warn(f"liger_ops: {name} is loaded unpatched: {reason}; {remedy}", RuntimeWarning, stacklevel=3)
+
+
+def patching_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
-        apply_liger_kernel(self, memory_budget=memory_budget, **switches)
+        apply_liger_kernel(self, memory_budget=options.memory_budget, **options.switches)
 
     members = {
         "__init__": functools.wraps(cls.__init__)(__init__),

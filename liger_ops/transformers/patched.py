@@ -1,17 +1,23 @@
-"""Patching replaces the class of a module by a subclass with the same name, whose forward calls an operator."""
+"""Patching replaces the class of a module by a subclass with the same name, whose forward calls an operator.
+
+The subclass exists only in this process, so a pickle holds the original class and the options of the patch, with which
+the module is patched again once it is loaded.
+"""
 
 from __future__ import annotations
 
 import copy
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .probe import NotUnderstood, original_class
 
 Switches = Mapping[str, bool]
+# Of the instances of patched modules.
+OWN_ATTRIBUTES = ("liger_mode", "liger_options")
 
 
 class Patched(nn.Module):
@@ -24,20 +30,44 @@ class Patched(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_as_original(self, protocol)
 
+    def __copy__(self) -> Any:
+        clone = new_instance(type(self))
+        clone.__dict__.update(self.__dict__)
+        return clone
+
     def __deepcopy__(self, memo: dict) -> Any:
         return deepcopy_as_patched(self, memo)
 
 
+class Options(NamedTuple):
+    """The arguments of apply_liger_kernel."""
+
+    switches: Switches
+    memory_budget: int | None
+
+
 def reduce_as_original(module: nn.Module, protocol: Any) -> Any:
-    """Pickles the module with its original class, because the subclass exists only in this process."""
     cls: Any = original_class(type(module))
     while "liger_base" in vars(cls):
         cls = cls.liger_base
-    return new_instance, (cls,), {k: v for k, v in module.__dict__.items() if k != "liger_mode"}
+    state = {k: v for k, v in module.__dict__.items() if k not in OWN_ATTRIBUTES}
+    options = module.__dict__.get("liger_options")
+    if options is None:
+        return new_instance, (cls,), state
+    kind, _ = type(module).liger_row  # type: ignore[attr-defined]
+    return new_instance, (cls,), (state, kind, options), None, None, load_patched
 
 
 def new_instance(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
+
+
+def load_patched(module: nn.Module, saved: tuple[dict[str, Any], str, Options]) -> None:
+    from .patch import patch_again  # which imports this file
+
+    state, kind, options = saved
+    module.__setstate__(state)
+    patch_again(module, kind, options)
 
 
 def deepcopy_as_patched(module: nn.Module, memo: dict) -> nn.Module:
@@ -84,7 +114,8 @@ def restore(module: nn.Module) -> bool:
         bases = tuple(b.__dict__.get("liger_original", b) for b in cls.__bases__)
         members = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
         module.__class__ = type(cls.__name__, bases, members)
-    module.__dict__.pop("liger_mode", None)
+    for name in OWN_ATTRIBUTES:
+        module.__dict__.pop(name, None)
     rebind_forward(module)
     return True
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
-from ..projections import is_bare_linear, project
+from ..projections import autocast_dtype, is_bare_linear, project
 
 # Equal formulas differ by fp32 rounding; different formulas differ in the first digits.
 TOLERANCE = 1e-4
@@ -411,7 +411,7 @@ def rotary_function(rotary: Rotary, original: Callable) -> Callable:
     ) -> tuple[Tensor, Tensor]:
         table = widen(cos), widen(sin)
         # Under autocast, attention casts q and k to half precision anyway.
-        if rotary.promotes and cos.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if rotary.promotes and cos.dtype != q.dtype and autocast_dtype(q) is None:
             q, k = (x.to(cos.dtype) for x in norm_heads(norms, q, k))
             norms = None
         elif cos.dtype not in (q.dtype, torch.float32):

@@ -71,7 +71,10 @@ FORMULAS = {
 def test_dpo(loss_type, average, reference):
     m, ref, target = model(B, S), model(B, S, width=12, frozen=True), targets(B, S)
     ratios = torch.cat(sequences(ref, target, average))
-    options = dict(loss_type=loss_type, beta=BETA, label_smoothing=EPS, discopop_tau=TAU, average_log_prob=average)
+    smoothing = EPS if loss_type in ("sigmoid", "robust", "exo_pair") else 0.0
+    options = dict(
+        loss_type=loss_type, beta=BETA, label_smoothing=smoothing, discopop_tau=TAU, average_log_prob=average
+    )
     if reference == "hidden":
         options |= dict(ref_hidden=ref.hidden, ref_weight=ref.weight, ref_bias=ref.bias)
     elif reference == "given":

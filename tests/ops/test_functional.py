@@ -92,6 +92,42 @@ def test_functions_compile_and_can_be_scripted_and_pickled():
     assert pickle.loads(pickle.dumps(functional.swiglu)) is functional.swiglu
 
 
+X = torch.ones(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "name, args, options, message",
+    [
+        ("rms_norm", (None,), {}, r"x must be a Tensor \(got None\)"),
+        ("rms_norm", ([1.0],), {}, r"x must be a Tensor \(got list\)"),
+        ("rms_norm", (X, 3), {}, r"weight must be a Tensor or None \(got 3\)"),
+        ("rms_norm", (X,), {"eps": "1e-6"}, r"eps must be a float \(got '1e-6'\)"),
+        ("rms_norm", (X,), {"eps": None}, r"eps must be a float \(got None\)"),
+        ("rms_norm", (X,), {"casting_mode": 1}, r"casting_mode must be a str \(got 1\)"),
+        ("rms_norm", (), {}, "missing a required argument: 'x'"),
+        ("rms_norm", (X,), {"epsilon": 1e-6}, "got an unexpected keyword argument 'epsilon'"),
+        ("rope", (X, None, X[0], X[0]), {}, r"k must be a Tensor \(got None\)"),
+        ("rope", (X, X, X[0], X[0]), {"interleaved": "no"}, r"interleaved must be a bool \(got 'no'\)"),
+        (
+            "rope",
+            (X, X, X[0], X[0]),
+            {"mrope_section": 2},
+            r"mrope_section must be a sequence of ints or None \(got 2\)",
+        ),
+        ("log_probs", (X, None), {}, r"index must be a Tensor \(got None\)"),
+        ("cross_entropy", (X, X), {"ignore_index": 0.5}, r"ignore_index must be an int \(got 0.5\)"),
+    ],
+)
+def test_arguments_of_wrong_types(name, args, options, message):
+    with pytest.raises(TypeError, match=f"^{name}: {message}"):
+        getattr(functional, name)(*args, **options)
+
+
+def test_errors_of_the_operator_pass():
+    with pytest.raises(RuntimeError, match="rms_norm: eps must be finite and not negative"):
+        functional.rms_norm(X, eps=-1.0)
+
+
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_rotary_accepts_both_layouts(unsqueeze_dim, device):
     shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)

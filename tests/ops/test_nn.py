@@ -9,6 +9,7 @@ from checks import assert_no_worse, count_graphs, record_calls
 from torch import nn
 
 import liger_ops.nn as ours
+from liger_ops import functional
 
 NORMS = [
     (ours.RMSNorm, nn.RMSNorm, dict(normalized_shape=24)),
@@ -19,6 +20,21 @@ NORMS = [
     (ours.LayerNorm, nn.LayerNorm, dict(normalized_shape=24, bias=False)),
     (ours.LayerNorm, nn.LayerNorm, dict(normalized_shape=24, elementwise_affine=False)),
 ]
+SMALL = 1e-3 * torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rms_norm_has_the_defaults_of_torch_and_not_of_the_function(dtype):
+    x, weight = SMALL.to(dtype), (1 + SMALL[0]).to(dtype)
+    as_torch, as_function = ours.RMSNorm(24, dtype=dtype), ours.RMSNorm(24, eps=1e-6, casting_mode="llama", dtype=dtype)
+    for norm in (as_torch, as_function):
+        norm.load_state_dict({"weight": weight})
+    with torch.no_grad():
+        torch.testing.assert_close(as_torch(x), nn.functional.rms_norm(x, (24,), weight))
+        assert torch.equal(as_function(x), functional.rms_norm(x, weight))
+        assert float((as_torch(x) - as_function(x)).abs().max()) > 0.1
+
+
 REDUCTIONS = ["mean", "sum", "none"]
 
 

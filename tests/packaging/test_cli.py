@@ -34,6 +34,16 @@ def facts():
     return json.loads(run_module("liger_ops", "--json", STUB_CUDA_DEVICES=DEVICES).stdout)
 
 
+def test_a_reader_that_leaves_early():
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command_line = [sys.executable, "-m", "liger_ops"]
+    done = subprocess.run(command_line, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_json_reports_the_installation(facts):
     assert (facts["version"], facts["torch"]) == (liger_ops.__version__, torch.__version__)
     assert facts["library"] == str(liger_ops._loaded.library)

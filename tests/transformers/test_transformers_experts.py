@@ -4,6 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from checks import output_of
 from language_models import ARCHITECTURES, MOE, SIZES, clone, step, tokens, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -65,7 +66,22 @@ def test_transformers_chooses_the_operator_by_name(name):
     assert stack_of(chosen).liger_experts == experts.identify(stack_of(model))
 
 
+@pytest.mark.parametrize(
+    "order", [("liger_ops.transformers", "transformers"), ("transformers", "liger_ops.transformers")]
+)
+def test_either_package_may_be_imported_first(order):
+    code = """
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.for_model("mixtral", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                              num_attention_heads=1, num_key_value_heads=1, num_local_experts=2)
+model = AutoModelForCausalLM.from_config(config, experts_implementation="liger_ops")
+print(model.config._experts_implementation)
+"""
+    assert output_of("\n".join([*(f"import {name}" for name in order), code])).strip() == "liger_ops"
+
+
 def test_a_stack_that_the_operator_does_not_compute_is_refused():
+    register_experts()
     model = make("qwen3_moe")
     model.set_experts_implementation("liger_ops")
     stack_of(model).has_post_expert_norm = True

@@ -5,17 +5,20 @@ import gc
 import inspect
 import io
 import json
+import pickle
+import re
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from checks import output_of
-from language_models import make, nodes, step, tokens
+from language_models import ARCHITECTURES, make, nodes, step, tokens
 from patched_models import FUSED, assert_same_step, patched
 from torch import nn
 from torch.nn import functional as TF
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama
 
@@ -127,9 +130,72 @@ def test_a_disabled_loss_is_not_called(kept):
     assert ("cross_entropy" in nodes(model.eval()(input_ids=ids, labels=ids).loss)) == kept
 
 
-def test_an_unknown_switch_is_named():
-    with pytest.raises(TypeError, match=r"switches must be of rope, .* \(got flash\)"):
-        apply_liger_kernel(make("llama"), flash=True)
+@pytest.mark.parametrize(
+    "option, error, rule",
+    [
+        ({"flash": True}, TypeError, r"switches must be of rope, .* \(got flash\)"),
+        ({"rope": "no"}, TypeError, r"rope must be True or False \(got 'no'\)"),
+        ({"swiglu": None}, TypeError, r"swiglu must be True or False \(got None\)"),
+        ({"memory_budget": "1GiB"}, TypeError, r"memory_budget must be a positive number of bytes .*\(got '1GiB'\)"),
+        ({"memory_budget": True}, TypeError, r"memory_budget must be a positive number of bytes .*\(got True\)"),
+        ({"memory_budget": -1}, ValueError, r"memory_budget must be a positive number of bytes .*\(got -1\)"),
+        ({"memory_budget": 0}, ValueError, r"memory_budget must be a positive number of bytes .*\(got 0\)"),
+    ],
+    ids=str,
+)
+def test_wrong_options(option, error, rule):
+    model = make("llama")
+    name = "AutoLigerKernelForCausalLM"
+    calls = {
+        "apply_liger_kernel": [lambda: apply_liger_kernel(model, **option)],
+        "apply_liger_kernel ": [lambda: apply_liger_kernel(LlamaForCausalLM, **option)],
+        "apply_liger_kernel_to_llama": [lambda: lt.apply_liger_kernel_to_llama(model, **option)],
+    }
+    if "flash" not in option:  # which may be an option of from_pretrained
+        calls[name] = [
+            lambda: lt.AutoLigerKernelForCausalLM.from_config(model.config, **option),
+            lambda: lt.AutoLigerKernelForCausalLM.from_pretrained("no/such-model", **option),
+        ]
+    for function, call in ((function.strip(), call) for function, found in calls.items() for call in found):
+        with pytest.raises(error, match=f"^{function}: {rule}"):
+            call()
+    assert type(model) is LlamaForCausalLM
+
+
+class Trainer:  # has what the check looks at in transformers' class
+    def __init__(self, model):
+        self.model = model
+
+    def train(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "given, got, advice",
+    [
+        (
+            "gpt2",
+            "'gpt2'",
+            r"    model = AutoModelForCausalLM.from_pretrained\('gpt2'\)\n    apply_liger_kernel\(model\)",
+        ),
+        (Path("a/b"), r"PosixPath\('a/b'\)", r"    model = AutoModelForCausalLM.from_pretrained\('a/b'\)\n"),
+        (LlamaConfig(), "LlamaConfig", r"    model = AutoModelForCausalLM.from_config\(config\)\n"),
+        (LlamaConfig, "the class LlamaConfig", r"    model = AutoModelForCausalLM.from_config\(config\)\n"),
+        (Trainer(nn.Linear(2, 2)), "Trainer", r".* before training starts:\n    apply_liger_kernel\(trainer.model\)"),
+        (Trainer, "the class Trainer", r".* before training starts:\n    apply_liger_kernel\(trainer.model\)"),
+        (AutoModelForCausalLM, "the class AutoModelForCausalLM", ".*AutoLigerKernelForCausalLM"),
+        (None, "None", ""),
+        (torch.ones(2), "Tensor", ""),
+        (int, "the class int", ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_arguments_that_are_no_model(given, got, advice):
+    for function, argument in ((apply_liger_kernel, "model_or_class"), (lt.apply_liger_kernel_to_llama, "model")):
+        with pytest.raises(TypeError) as raised:
+            function(given)
+        start = f"{function.__name__}: {argument} must be a torch.nn.Module or a class of them "
+        assert re.match(rf"{start}\(got {got}\)([^\n]*\n)?{advice}", str(raised.value))
 
 
 def test_two_models_in_one_process():
@@ -208,16 +274,84 @@ def through_pickle(model):
     return torch.load(file, weights_only=False)
 
 
-def test_copies_stay_patched_and_pickles_do_not():
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_copies_stay_patched(copied):
     model, ids = make("llama", tie_word_embeddings=True), tokens()
     apply_liger_kernel(model)
-    twin = copy.deepcopy(model)
+    twin = copied(copied(model))
     assert twin.lm_head.weight is twin.model.embed_tokens.weight is not model.lm_head.weight
-    loss = twin(input_ids=ids, labels=ids).loss
-    assert FUSED in nodes(loss)
+    assert_same_step(step(twin, ids), step(model, ids))
+    assert FUSED in nodes(twin(input_ids=ids, labels=ids).loss)
+    assert unpatch(twin) == unpatch(model) > 0
+    assert type(twin) is LlamaForCausalLM and "liger_options" not in vars(twin)
+    assert type(copied(twin)) is LlamaForCausalLM
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pickles_are_patched_as_before(name):
+    options = {"embedding": False, "memory_budget": 1 << 20}
+    model = make(name)
+    report = apply_liger_kernel(model, **options)
     loaded = through_pickle(model)
-    assert type(loaded) is LlamaForCausalLM
-    torch.testing.assert_close(loaded(input_ids=ids, labels=ids).loss, loss)
+    classes = [type(module) for module in loaded.modules()]
+    assert classes == [type(module) for module in model.modules()]
+    assert apply_liger_kernel(loaded, **options).rows == report.rows
+    assert loaded.lm_head.liger_memory_budget == 1 << 20
+
+
+@pytest.mark.parametrize("copied", [copy.copy, through_pickle])
+def test_a_single_patched_module_stays_patched(copied):
+    model, x = make("llama"), torch.randn(2, 3, 32)
+    apply_liger_kernel(model)
+    for module in (model.model.norm, model.model.layers[0].mlp):
+        twin = copied(module)
+        assert type(twin) is type(module) and vars(twin).keys() == vars(module).keys()
+        torch.testing.assert_close(twin(x), module(x))
+    twin = copied(model.lm_head)
+    torch.testing.assert_close(twin(x), model.lm_head(x))
+
+
+def test_a_pickle_is_patched_in_another_process(tmp_path):
+    model, ids = make("llama"), tokens()
+    report = apply_liger_kernel(model)
+    torch.save((model, ids), tmp_path / "model.pt")
+    code = f"""
+import torch
+model, ids = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+loss = model(input_ids=ids, labels=ids).loss
+print(loss.item())
+import liger_ops.transformers
+print(liger_ops.transformers.apply_liger_kernel(model).rows == {[tuple(row) for row in report.rows]!r})
+from language_models import nodes
+print({FUSED!r} in nodes(loss))
+"""
+    loss, rows, fused = output_of(code).split()
+    assert (rows, fused) == ("True", "True")
+    assert float(loss) == pytest.approx(model(input_ids=ids, labels=ids).loss.item())
+
+
+def test_a_pickle_with_cycles_of_modules():
+    model, ids = make("llama"), tokens()
+    report = apply_liger_kernel(model)
+    expected = step(model, ids)
+    layer = model.model.layers[0]
+    layer.owners = [model]  # the pickle of the layer completes the model before the layer
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert type(loaded) is type(layer)
+    assert apply_liger_kernel(loaded.owners[0]).rows == report.rows
+    assert_same_step(step(loaded.owners[0], ids), expected)
+
+
+def test_a_module_that_cannot_be_patched_when_it_is_loaded():
+    model, x = make("llama"), torch.randn(2, 3, 32)
+    apply_liger_kernel(model)
+    model.model.norm.forward = torch.relu
+    warning = r"liger_ops: LlamaRMSNorm is loaded unpatched: its forward was replaced; call apply_liger_kernel\(model\)"
+    with pytest.warns(RuntimeWarning, match=warning):
+        loaded = through_pickle(model)
+    assert type(loaded) is type(model) and type(loaded.model.norm) is modeling_llama.LlamaRMSNorm
+    assert torch.equal(loaded.model.norm(x), x.relu())
 
 
 def test_models_of_a_patching_class_are_pickled_with_the_original_class():
@@ -229,8 +363,9 @@ def test_models_of_a_patching_class_are_pickled_with_the_original_class():
         unpatched = copy.deepcopy(model)
         unpatch(unpatched)
         assert type(copy.deepcopy(unpatched)) is cls
-        for loaded in (through_pickle(model), through_pickle(unpatched)):
-            assert type(loaded) is LlamaForCausalLM
+        for loaded, is_patched in ((through_pickle(model), True), (through_pickle(unpatched), False)):
+            assert probe.original_class(type(loaded)) is LlamaForCausalLM
+            assert (type(loaded) is not LlamaForCausalLM) == is_patched
             torch.testing.assert_close(loaded(input_ids=ids, labels=ids).loss, loss)
 
 

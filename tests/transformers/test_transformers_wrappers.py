@@ -16,6 +16,28 @@ from liger_ops.transformers import apply_liger_kernel, unpatch
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
 
+# ---- Devices
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("training", [True, False])
+def test_meta_tensors(name, training):
+    def facts(model):
+        with torch.device("meta"):
+            ids = torch.zeros(2, 12, dtype=torch.long)
+            out = model.train(training)(input_ids=ids, labels=ids)
+            found = [model(input_ids=ids).logits, out.loss]
+        out.loss.backward()
+        assert (FUSED in nodes(out.loss)) == (training and model is ours)
+        found += [p.grad for p in model.parameters()]
+        return [(t.shape, t.dtype, t.device.type) for t in found]
+
+    # The experts of transformers do not take fp32 on meta.
+    plain, ours = (make(name, dtype=torch.bfloat16).to("meta") for _ in range(2))
+    apply_liger_kernel(ours)
+    assert facts(ours) == facts(plain)
+
+
 # ---- Training loops
 
 

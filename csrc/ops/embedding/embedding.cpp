@@ -47,8 +47,17 @@ int64_t padding_of(const Tensor& weight, std::optional<int64_t> padding_idx) {
 Tensor embedding(const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
   check(input, weight);
   padding_of(weight, padding_idx);
-  if (weight.is_cpu()) runtime::count_cpu_call();
-  return at::embedding_symint(weight, input);
+  if (!weight.is_cpu()) return at::embedding_symint(weight, input);
+  runtime::count_cpu_call();
+  try {
+    return at::embedding(weight, input);
+  } catch (const c10::Error&) {
+    // ATen's message has neither the index nor the limit.
+    const int64_t classes = weight.size(0);
+    const Tensor wrong = input.masked_select((input < 0).logical_or_(input >= classes));
+    if (wrong.numel() == 0) throw;
+    TORCH_CHECK_INDEX(false, kOp, ": input must lie in [0, ", classes, ") (got ", wrong[0].item().toLong(), ")");
+  }
 }
 
 // ---- The gradient

@@ -78,8 +78,8 @@ Settings check(
       c10::str("have the dtype of input, ", input.scalar_type()), weight.scalar_type());
   LIGER_CHECK(
       weight.dim() == 2 && weight.sym_size(1) == input.sym_sizes().back(), op, "weight",
-      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of input"),
-      weight.sym_sizes());
+      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of input"), weight.sym_sizes(),
+      core::hint_if_swapped("input", input, "weight", weight, target));
   const auto classes = weight.sym_size(0);
   check_dense(op, "target", target);
   check_same_device(op, "target", target, "input", input);
@@ -95,7 +95,8 @@ Settings check(
   auto check_tokens = [&](const char* name, const Tensor& t) {
     LIGER_CHECK(
         t.sym_sizes().equals(tokens), op, name,
-        c10::str("have shape ", tokens, ", that of input without its last dimension"), t.sym_sizes());
+        c10::str("have shape ", tokens, ", that of input without its last dimension"), t.sym_sizes(),
+        core::hint_if_swapped("input", input, "weight", weight, t));
   };
   check_tokens("target", target);
   auto check_classes = [&](const char* name, const OptionalTensor& t, const c10::SymInt& classes, bool float_too) {

@@ -57,7 +57,7 @@ const char* name_of_backward(bool is_split) {
 
 void check_model(
     const char* op, const char* input_name, const char* weight_name, const char* bias_name, const Tensor& input,
-    const Tensor& weight, const Tensor& bias, const Tensor& like) {
+    const Tensor& weight, const Tensor& bias, const Tensor& like, const Tensor& other_input) {
   check_activation(op, input_name, input);
   check_same_device(op, input_name, input, "s_input", like);
   check_dense(op, weight_name, weight);
@@ -68,7 +68,7 @@ void check_model(
   LIGER_CHECK(
       weight.dim() == 2 && weight.sym_size(1) == input.sym_sizes().back(), op, weight_name,
       c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of ", input_name),
-      weight.sym_sizes());
+      weight.sym_sizes(), core::hint_if_swapped(input_name, input, weight_name, weight, other_input));
   if (!bias.defined()) return;
   check_dense(op, bias_name, bias);
   check_same_device(op, bias_name, bias, "s_input", like);
@@ -81,12 +81,14 @@ void check_model(
 }
 
 void check_arguments(const char* op, const Arguments& a, Options& o) {
-  check_model(op, "s_input", "s_weight", "s_bias", a.s_input, a.s_weight, a.s_bias, a.s_input);
-  check_model(op, "t_input", "t_weight", "t_bias", a.t_input, a.t_weight, a.t_bias, a.s_input);
+  check_model(op, "s_input", "s_weight", "s_bias", a.s_input, a.s_weight, a.s_bias, a.s_input, a.t_input);
+  check_model(op, "t_input", "t_weight", "t_bias", a.t_input, a.t_weight, a.t_bias, a.s_input, a.s_input);
   const auto local = a.s_input.sym_sizes().slice(0, a.s_input.dim() - 1);
   LIGER_CHECK(
       a.t_input.sym_sizes().slice(0, a.t_input.dim() - 1).equals(local), op, "t_input",
-      c10::str("have shape ", local, " and one dimension more, like s_input"), a.t_input.sym_sizes());
+      c10::str("have shape ", local, " and one dimension more, like s_input"), a.t_input.sym_sizes(),
+      core::hint_if_swapped("s_input", a.s_input, "s_weight", a.s_weight, a.t_input),
+      core::hint_if_swapped("t_input", a.t_input, "t_weight", a.t_weight, a.s_input));
   LIGER_CHECK(
       a.t_weight.sym_size(0) == a.s_weight.sym_size(0), op, "t_weight",
       c10::str("have ", a.s_weight.sym_size(0), " classes like s_weight"), a.t_weight.sym_size(0));

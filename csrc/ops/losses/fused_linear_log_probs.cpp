@@ -67,8 +67,8 @@ Settings check(
   check_head("weight", weight);
   LIGER_CHECK(
       weight.dim() == 2 && weight.sym_size(1) == input.sym_sizes().back(), op, "weight",
-      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of input"),
-      weight.sym_sizes());
+      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of input"), weight.sym_sizes(),
+      core::hint_if_swapped("input", input, "weight", weight, target));
   if (bias && bias->defined()) {
     check_head("bias", *bias);
     LIGER_CHECK(
@@ -88,7 +88,8 @@ Settings check(
   if (sequence_dim && fits) tokens[*sequence_dim] = target.sym_size(*sequence_dim);
   LIGER_CHECK(
       fits && target.sym_sizes().slice(0, token_dims).equals(tokens), op, "target",
-      c10::str("have shape ", c10::SymIntArrayRef(tokens), ", or that with one dimension more"), target.sym_sizes());
+      c10::str("have shape ", c10::SymIntArrayRef(tokens), ", or that with one dimension more"), target.sym_sizes(),
+      core::hint_if_swapped("input", input, "weight", weight, target));
   auto positive = [](double value) { return value > 0 && std::isfinite(value); };
   LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
   LIGER_CHECK(!softcap || positive(*softcap), op, "softcap", "be positive and finite", *softcap);

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import liger_ops
+from liger_ops import functional
 
 embedding = torch.ops.liger.embedding
 CLASSES = 100
@@ -154,6 +155,16 @@ def test_bad_arguments(change, message):
     (input, weight), _ = make(FEW, 24, torch.float32, "cpu")
     with pytest.raises(RuntimeError, match=message):
         embedding(*change(input, weight.detach()))
+
+
+@pytest.mark.parametrize("index", [CLASSES, -1])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("op", [embedding, functional.embedding, functional.embedding.reference])
+def test_an_index_out_of_range(op, index_dtype, index):
+    (input, weight), _ = make(FEW, 24, torch.float32, "cpu", index_dtype=index_dtype)
+    input[1, 2] = index
+    with pytest.raises(IndexError, match=rf"^embedding: input must lie in \[0, 100\) \(got {index}\)"):
+        op(input, weight)
 
 
 def test_the_module():

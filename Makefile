@@ -26,10 +26,13 @@ ifeq ($(PYTHON),.venv/bin/python)
 ready := .venv/ready
 models := .venv/models
 linters := .venv/linters
+# Its Python imports this checkout from any folder.
 .venv/ready: pyproject.toml
 	$(BASE) -m venv .venv
 	.venv/bin/python -m pip install -q --no-compile "$(TORCH)" "$(TRITON)" "setuptools>=77" wheel pybind11 ninja cmake \
 	  "numpy<2.4"
+	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" | xargs -I{} \
+	  sh -c 'echo "$(CURDIR)" >"{}/liger_ops.pth"'
 	touch $@
 # Not needed by the build.
 .venv/models: .venv/ready

@@ -1,11 +1,13 @@
 """Builds the operator library and the kernel packs through CMake, for the installed torch.
 
-pip install --no-build-isolation .          (LIGER_OPS_ARCHS=80,90 limits the GPU architectures)
+pip install --no-build-isolation .          kernels for the GPUs of this machine (LIGER_OPS_ARCHS=all: for all GPUs)
+pip install --no-build-isolation -e .       the same, inside the checkout
 make wheel                                  one wheel for every torch minor in liger_ops/aot/torch_release.py
 """
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,13 +16,21 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.dist_info import dist_info
+import setuptools
 
 ROOT = Path(__file__).parent.resolve()
-MAX_WHEEL_BYTES = 40_000_000
+(LEAST,) = re.findall(r'requires = \["setuptools>=(\d+)"\]', (ROOT / "pyproject.toml").read_text())
+# pip checks it only with build isolation.
+if int(setuptools.__version__.partition(".")[0]) < int(LEAST):
+    raise SystemExit(
+        f"liger-ops: building needs setuptools {LEAST} or newer (got {setuptools.__version__}): "
+        f'`pip install "setuptools>={LEAST}"` first'
+    )
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.dist_info import dist_info  # noqa: E402
 
 
 def require(name: str, sentence: str):
@@ -49,6 +59,18 @@ def releases() -> list:
     return build_module("torch_release").asked_for(os.environ.get("LIGER_OPS_TORCH_VERSIONS", ""))
 
 
+def architectures() -> list[int]:
+    """What to compile kernels for: by default the GPUs of this machine; a wheel for several torch releases has all."""
+    archs, wanted = build_module("archs"), os.environ.get("LIGER_OPS_ARCHS", "")
+    found = archs.asked_for(wanted) if wanted else archs.ALL if releases() else archs.present()
+    if not found and not wanted:
+        build_module("progress").say(
+            "liger-ops: this machine has no GPU to compile kernels for. Triton, where it is installed, compiles them at "
+            "first use; LIGER_OPS_ARCHS=all, or a list such as 80,90, compiles them now"
+        )
+    return [*found]
+
+
 class Metadata(dist_info):
     """pip runs this first. Without torch it fails here, before pip downloads a torch that nothing was built for."""
 
@@ -60,6 +82,9 @@ class Metadata(dist_info):
 class CMakeBuild(build_ext):
     """One CMake build in build/<python>-torch<version>; libraries and packs land inside the package."""
 
+    # The folder that only an installed package needed, until it is a wheel.
+    temporary: Path | None = None
+
     def run(self) -> None:
         torch = require_torch()
         triton = require("triton", "building needs Triton to compile the kernels: `pip install triton==3.6.0` first")
@@ -67,10 +92,8 @@ class CMakeBuild(build_ext):
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{minor}-triton{triton.__version__}"
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "liger_ops"
         torch_folders = [Path(torch.__file__).parent]
-        torch_release, flags, archs = map(build_module, ("torch_release", "flags", "archs"))
-        # An in-place build is for this machine's GPUs; an installed package may have been built on another machine.
-        wanted = os.environ.get("LIGER_OPS_ARCHS", "")
-        kernels_for = archs.asked_for(wanted) if wanted else archs.present() if self.inplace else archs.ALL
+        torch_release, flags, progress = map(build_module, ("torch_release", "flags", "progress"))
+        kernels_for = architectures()
         compiler = flags.compiler()
         if compiler is None:
             raise SystemExit("liger-ops: building needs a C++ compiler: g++, or the one named in CXX")
@@ -106,11 +129,18 @@ class CMakeBuild(build_ext):
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         try:
             subprocess.run([*configure, *(f"-D{k}={v}" for k, v in arguments.items())], check=True, env=env)
-            subprocess.run(["cmake", "--build", str(build)], check=True, env=env)
+            if self.inplace and not self.editable_mode:
+                subprocess.run(["cmake", "--build", str(build)], check=True, env=env)
+            else:
+                capabilities = ", ".join(f"{arch / 10}" for arch in kernels_for) or "none"
+                progress.say(f"liger-ops: building for torch {minor}; kernels for compute capability: {capabilities}")
+                progress.run(["cmake", "--build", str(build)], env)
         except FileNotFoundError:
             raise SystemExit("liger-ops: building needs CMake and ninja: `pip install cmake ninja` first") from None
         if not self.inplace:
             self.ship_sources(package / "share" / "src", build / "generated")
+            # In a checkout that is built in place, it is the folder of that build.
+            CMakeBuild.temporary = None if releases() or (ROOT / "liger_ops" / "lib").exists() else build
         if releases():
             self.check_release(package / "lib", torch_folders)
 
@@ -149,12 +179,16 @@ class Wheel(bdist_wheel):
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         os.umask(0o022)
         super().run()
+        for folder in (self.get_finalized_command("build").build_lib, CMakeBuild.temporary):
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
         for _, _, path in self.distribution.dist_files:
             with zipfile.ZipFile(path) as archive:
                 build_module("torch_release").require_libraries(releases(), archive.namelist(), path)
             size = Path(path).stat().st_size
-            if releases() and size > MAX_WHEEL_BYTES:
-                raise SystemExit(f"liger-ops: {path} must be at most {MAX_WHEEL_BYTES} bytes (got {size})")
+            most = build_module("budget").WHEEL
+            if releases() and size > most:
+                raise SystemExit(f"liger-ops: {path} must be at most {most} bytes (got {size})")
 
 
 setup(

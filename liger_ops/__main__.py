@@ -15,7 +15,7 @@ import torch
 
 import liger_ops
 
-from . import _jit
+from . import _jit, _loader
 from .aot import operators as operator_library
 
 
@@ -127,7 +127,7 @@ def run() -> None:
     parser.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")
     arguments = parser.parse_args()
     if arguments.cmake_prefix:
-        print(Path(liger_ops.__file__).parent)
+        print(_loader.shadowed() or Path(liger_ops.__file__).parent)
         return
     facts = report()
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(lines(facts)))

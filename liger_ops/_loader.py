@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import warnings
@@ -39,6 +40,30 @@ def candidates() -> Iterator[tuple[Path, str | None]]:
         yield path, None if fits else f"built for torch {built_for}, installed is {torch.__version__}"
 
 
+def shadowed() -> Path | None:
+    """The installed package, if this one is a source folder without libraries that Python found first."""
+    if any(LIBRARIES.glob(f"{PREFIX}*.so")):
+        return None
+    for distribution in importlib.metadata.distributions(name="liger-ops"):
+        package = Path(str(distribution.locate_file("liger_ops"))).resolve()
+        if package != built.PACKAGE and any(package.glob(f"lib/{PREFIX}*.so")):
+            return package
+    return None
+
+
+def remedy() -> str:
+    here = built.PACKAGE.parent
+    commands = f"with `make build` or `pip install --no-build-isolation -e .` in {here}"
+    if installed := shadowed():
+        return (
+            f"The sources in {here} shadow the installed package, {installed}: run Python in another folder, or build "
+            f"these sources {commands}"
+        )
+    if (here / "setup.py").exists() and not any(LIBRARIES.glob(f"{PREFIX}*.so")):
+        return f"Build these sources {commands}"
+    return "Build a library with `python -m liger_ops build`"
+
+
 @cache
 def load() -> Loaded:
     """Registers torch.ops.liger.*: the operator library if one fits this torch, else the reference formulas."""
@@ -57,7 +82,7 @@ def load() -> Loaded:
     reasons = "; ".join(f"{name} {why}" for name, why in tried.items()) or f"there is none in {LIBRARIES}"
     warnings.warn(
         f"liger_ops: no operator library fits torch {torch.__version__} ({reasons}). Plain PyTorch formulas run "
-        "instead: they are slower and need more memory. Build a library with `python -m liger_ops build`",
+        f"instead: they are slower and need more memory. {remedy()}",
         RuntimeWarning,
         stacklevel=3,
     )

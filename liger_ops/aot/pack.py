@@ -77,9 +77,8 @@ def write(path: Path, kind: int, arch: int, entries: list[Entry]) -> None:
     os.replace(name, path)
 
 
-def read(path: Path) -> tuple[int, int, list[Entry]]:
-    """(kind, arch, entries). Raises ValueError if the file is damaged."""
-    data = Path(path).read_bytes()
+def index_of(path: Path, data: bytes) -> tuple[int, int, int, list[tuple]]:
+    """(kind, arch, offset of the names, ENTRY fields of every entry). Raises ValueError if the file is damaged."""
     index_at = HEADER.size + CHECKSUM.size
     if len(data) < index_at:
         raise ValueError(f"{path}: truncated at {len(data)} bytes")
@@ -90,7 +89,21 @@ def read(path: Path) -> tuple[int, int, list[Entry]]:
     crc = zlib.crc32(data[: HEADER.size] + data[index_at : names_at + names_size])
     if len(data) != size or CHECKSUM.pack(crc) != data[HEADER.size : index_at]:
         raise ValueError(f"{path}: truncated or corrupt")
-    index = [ENTRY.unpack_from(data, index_at + i * ENTRY.size) for i in range(count)]
+    return kind, arch, names_at, [ENTRY.unpack_from(data, index_at + i * ENTRY.size) for i in range(count)]
+
+
+def stored_bytes(path: Path) -> dict[tuple[int, int], tuple[int, bool]]:
+    """(kernel hash, variant) -> bytes that it takes in the pack, and whether it is deflated without a base."""
+    index = index_of(path, path.read_bytes())[3]
+    return {(kernel, variant): (ENTRY.size + names + stored, base == variant)
+            for kernel, variant, _, _, stored, _, _, _, _, names, base in index}  # fmt: skip
+
+
+def read(path: Path) -> tuple[int, int, list[Entry]]:
+    """(kind, arch, entries). Raises ValueError if the file is damaged."""
+    data = Path(path).read_bytes()
+    kind, arch, names_at, index = index_of(path, data)
+    count = len(index)
     found: dict[tuple[int, int], Entry] = {}
     # Bases first, because the others are inflated with them.
     for i in sorted(range(count), key=lambda i: index[i][-1] != index[i][1]):

@@ -1,7 +1,7 @@
 """Schemas and dispatch keys of all operators, compared with registration.txt.
 
 A difference is a change that users see. Update the file after an intended change:
-PYTHONPATH=. python tests/ops/test_registration.py
+.venv/bin/python tests/ops/test_registration.py
 """
 
 from pathlib import Path

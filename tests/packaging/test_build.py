@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import output_of
+from checks import output_of, run_python
 from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, scratch
 
 import liger_ops.kernels as tables
+from liger_ops import _loader
 from liger_ops.aot import archs, codegen, compile, pack, torch_release
 from liger_ops.aot.compile import BuildError, compile_variant, cubin_parameters, ptx_parameters
 from liger_ops.kernels.rows import rows_config
@@ -62,7 +63,14 @@ def run(command, **_):
     commands.append(command)
     return SimpleNamespace(stdout="/")
 
-subprocess.run = run
+class Process(subprocess.Popen):
+    def __init__(self, command, **options):
+        if command[0] == "cmake":
+            commands.append(command)
+            command = ["true"]
+        super().__init__(command, **options)
+
+subprocess.run, subprocess.Popen = run, Process
 sys.argv = ["setup.py", "-q", {command}]
 runpy.run_path("setup.py", run_name="__main__")
 print(json.dumps([command for command in commands if command[0] == "cmake"]))
@@ -70,12 +78,15 @@ print(json.dumps([command for command in commands if command[0] == "cmake"]))
 
 
 def configured(folder, *command, **env):
-    """The options that setup.py passes to CMake. The machine has no GPU unless `env` says otherwise."""
+    """The options that setup.py passes to CMake, and what it prints for users. The machine has no GPU unless `env` says
+    otherwise."""
     code = CONFIGURED.format(command=", ".join(map(repr, command)))
-    found = output_of(code, **{"LD_LIBRARY_PATH": str(folder), "LIGER_OPS_ARCHS": "", **env})
-    configure, build = json.loads(found.splitlines()[-1])
+    done = run_python(code, **{"LD_LIBRARY_PATH": str(folder), "LIGER_OPS_ARCHS": "", **env})
+    assert done.returncode == 0, done.stderr
+    configure, build = json.loads(done.stdout.splitlines()[-1])
     assert build[:2] == ["cmake", "--build"]
-    return dict(argument.removeprefix("-D").split("=", 1) for argument in configure if argument.startswith("-D"))
+    options = dict(argument.removeprefix("-D").split("=", 1) for argument in configure if argument.startswith("-D"))
+    return options, done.stderr
 
 
 INPLACE = ("build_ext", "--inplace")
@@ -93,21 +104,36 @@ GPUS = "9.0:132:Stub H200;8.6:84:Stub A40;7.5:40:Stub T4"
         ("", "all", "all"),
     ],
 )
-def test_an_inplace_build_compiles_for_the_present_gpus(gpus, asked, archs, monkeypatch):
+def test_a_build_compiles_for_the_present_gpus(gpus, asked, archs, monkeypatch):
     monkeypatch.chdir(ROOT)
     stub = {"STUB_CUDA_DEVICES": gpus} if gpus else {"STUB_CUDA_FAIL": "cuInit=100"}
-    found = configured(driver_folder(), *INPLACE, LIGER_OPS_ARCHS=asked, **stub)
+    found, said = configured(driver_folder(), *INPLACE, LIGER_OPS_ARCHS=asked, **stub)
     assert found["LIGER_ARCHS"] == (",".join(map(str, ARCHS)) if archs == "all" else archs)
+    assert ("has no GPU" in said and "LIGER_OPS_ARCHS=all" in said) == (not gpus and not asked)
 
 
-@pytest.mark.parametrize("asked", ["", "none"])
-def test_an_installed_build_compiles_for_all_architectures(asked, monkeypatch, tmp_path):
-    """The build machine may have no GPU, for example a login node."""
+def test_an_installed_build_is_for_this_machine(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    shipped = tmp_path / "liger_ops" / "share" / "src"
-    found = configured(tmp_path, "build_ext", "--build-lib", str(tmp_path), LIGER_OPS_ARCHS=asked)
-    assert found["LIGER_ARCHS"] == ("" if asked else ",".join(map(str, ARCHS)))
-    assert (shipped / "csrc" / "library.cpp").exists()
+    command = ("build_ext", "--build-lib", str(tmp_path))
+    found, said = configured(driver_folder(), *command, STUB_CUDA_DEVICES=GPUS)
+    assert found["LIGER_ARCHS"] == "80,90" and found["LIGER_OUTPUT"] == str(tmp_path / "liger_ops")
+    assert f"building for torch {_loader.torch_minor()}; kernels for compute capability: 8.0, 9.0" in said
+    assert (tmp_path / "liger_ops" / "share" / "src" / "csrc" / "library.cpp").exists()
+
+
+FOUND = """
+import runpy, setuptools
+setuptools.setup = lambda **keywords: None
+print(*runpy.run_path("setup.py")["architectures"]())
+"""
+
+
+@pytest.mark.parametrize("asked, archs", [("", ARCHS), ("90", [90]), ("none", [])])
+def test_a_wheel_for_several_torch_releases_is_for_all_gpus(asked, archs, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    env = {"LIGER_OPS_ARCHS": asked, "LIGER_OPS_TORCH_VERSIONS": "all", "STUB_CUDA_DEVICES": GPUS}
+    found = output_of(FOUND, LD_LIBRARY_PATH=str(driver_folder()), **env)
+    assert [*map(int, found.split())] == [*archs]
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch):
@@ -139,7 +165,7 @@ def test_unsupported_architectures_are_refused(asked):
 
 def test_setup_passes_the_cxx_standard_of_the_installed_torch(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    found = configured(tmp_path, *INPLACE)
+    found, _ = configured(tmp_path, *INPLACE)
     folder = Path(torch.__file__).parent
     assert found["LIGER_TORCH_DIRS"] == str(folder)
     assert found["LIGER_TORCH_STANDARDS"] == str(torch_release.cxx_standard(folder))

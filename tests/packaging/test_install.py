@@ -1,0 +1,254 @@
+"""Installations: progress that pip shows, folders that an installation leaves, editable installs, sources that shadow the
+installed package, and the environment that make creates."""
+
+import fcntl
+import os
+import pty
+import runpy
+import shutil
+import subprocess
+import sys
+import termios
+import venv
+from pathlib import Path
+
+import pytest
+import setuptools
+from stub_cuda import LIBRARIES, ROOT
+
+import liger_ops
+from liger_ops import _loader
+
+
+def test_an_older_setuptools_is_an_error(monkeypatch):
+    """Building would end in a traceback. pip does not check the version without build isolation."""
+    monkeypatch.setattr(setuptools, "__version__", "70.3.0")
+    with pytest.raises(
+        SystemExit, match=r'needs setuptools 77 or newer \(got 70.3.0\): `pip install "setuptools>=77"`'
+    ):
+        runpy.run_path(str(ROOT / "setup.py"))
+
+
+# ---- Progress.
+
+# Prints what ninja and the compilation of the kernels print without a terminal.
+NINJA = """
+print("[1/20] Building CXX object a.o\\n[2/20] Building CXX object b.o\\n[2/20] Re-checking")
+print("compiling kernels 140/1400  12 s")
+"""
+# setup.py, too, loads the module from its file.
+BUILD = f"""
+import os, runpy, sys
+progress = runpy.run_path({str(ROOT / "liger_ops/aot/progress.py")!r})
+progress["say"]("liger-ops: no GPU")
+progress["run"]([sys.executable, "-c", {NINJA!r}], os.environ)
+"""
+SAID = ["liger-ops: no GPU", "liger-ops: 1 of 20 steps, 0 s", "liger-ops: 2 of 20 steps, 0 s"]
+SAID += ["liger-ops: 140 of 1400 kernels, 0 s"]
+
+
+def hidden(terminal=None):
+    """Output of BUILD as pip captures it, in a process with this terminal or with none."""
+
+    def own_session():
+        os.setsid()
+        if terminal is not None:
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    return subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, preexec_fn=own_session)
+
+
+def test_progress_reaches_the_terminal_although_pip_hides_the_output():
+    reader, terminal = pty.openpty()
+    done = hidden(terminal)
+    assert done.returncode == 0, done.stderr
+    os.close(terminal)
+    shown = os.read(reader, 10_000).decode().splitlines()
+    os.close(reader)
+    assert [line.strip() for line in shown if line.strip()] == SAID
+
+
+def test_progress_without_a_terminal_is_in_the_log():
+    """As in a container: pip -v shows it."""
+    done = hidden()
+    assert done.returncode == 0 and done.stderr.splitlines() == SAID
+    assert done.stdout.splitlines()[0] == "[1/20] Building CXX object a.o"
+
+
+def test_a_build_that_fails_is_an_error(capfd):
+    from liger_ops.aot import progress
+
+    with pytest.raises(subprocess.CalledProcessError, match="exit status 3"):
+        progress.run([sys.executable, "-c", "print('[1/2] a'); raise SystemExit(3)"], os.environ)
+    assert "[1/2] a" in capfd.readouterr().out
+
+
+# ---- Sources that shadow the installed package.
+
+
+def source_folder(folder: Path) -> Path:
+    """A copy of this checkout's package, not built."""
+    ignored = shutil.ignore_patterns("lib", "packs", "__pycache__", "_declared.pyi")
+    shutil.copytree(ROOT / "liger_ops", folder / "liger_ops", ignore=ignored)
+    shutil.copy(ROOT / "setup.py", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return source_folder(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder like site-packages with the package that is built here, and its metadata."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "liger_ops").symlink_to(ROOT / "liger_ops")
+    metadata = folder / f"liger_ops-{liger_ops.__version__}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: liger-ops\nVersion: {liger_ops.__version__}\n")
+    return folder
+
+
+def run_in(folder, *command, path=()):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def warning(done):
+    (line,) = [line for line in done.stderr.splitlines() if "RuntimeWarning: liger_ops" in line]
+    return line.partition("RuntimeWarning: ")[2]
+
+
+def test_sources_that_shadow_the_installed_package_say_so(sources, installed):
+    said = warning(run_in(sources, "-c", "import liger_ops", path=[installed]))
+    assert f"there is none in {sources}/liger_ops/lib" in said
+    assert said.endswith(
+        f"The sources in {sources} shadow the installed package, {ROOT}/liger_ops: run Python in another folder, or build "
+        f"these sources with `make build` or `pip install --no-build-isolation -e .` in {sources}"
+    )
+
+
+def test_sources_that_are_not_built_say_how(sources):
+    said = warning(run_in(sources, "-c", "import liger_ops"))
+    assert said.endswith(
+        f"Build these sources with `make build` or `pip install --no-build-isolation -e .` in {sources}"
+    )
+
+
+def test_cmake_finds_the_installed_package_from_the_sources(sources, installed):
+    command = ["-W", "ignore", "-m", "liger_ops", "--cmake-prefix"]
+    assert run_in(sources, *command, path=[installed]).stdout.strip() == str(ROOT / "liger_ops")
+    assert run_in(sources, *command).stdout.strip() == str(sources / "liger_ops")
+
+
+def test_a_built_package_shadows_nothing(installed, monkeypatch):
+    monkeypatch.syspath_prepend(str(installed))
+    assert _loader.shadowed() is None
+
+
+# ---- Editable installs and folders.
+
+# CMake, replaced by a program that writes what a build of this folder would.
+STUB = """
+import json, os, shutil, subprocess, sys
+from pathlib import Path
+
+class Build(subprocess.Popen):
+    def __init__(self, command, **options):
+        if command[0] == "cmake":
+            given = dict(word[2:].split("=", 1) for word in command if word.startswith("-D"))
+            if given:
+                Build.given, folder = given, Path(command[command.index("-B") + 1])
+                folder.mkdir(parents=True)
+            else:
+                shutil.copytree({libraries!r}, Path(Build.given["LIGER_OUTPUT"], "lib"))
+            command = ["true"]
+        super().__init__(command, **options)
+
+subprocess.Popen = Build
+os.environ["LIGER_OPS_ARCHS"] = "none"
+from setuptools import build_meta
+print(getattr(build_meta, {hook!r})({target!r}))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the files that a build needs."""
+    folder = tmp_path / "checkout"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    for name in listed:
+        if name.startswith(("liger_ops/", "csrc/")) or "/" not in name:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def built_by(hook, checkout, target):
+    target.mkdir()
+    code = STUB.format(libraries=str(LIBRARIES), hook=hook, target=str(target))
+    done = run_in(checkout, "-c", code)
+    return target / done.stdout.splitlines()[-1]
+
+
+WHERE = """
+import importlib.metadata, site, sys
+site.addsitedir(sys.argv[1])
+import liger_ops
+print(importlib.metadata.version("liger-ops"), liger_ops.__file__, liger_ops._loaded.library)
+"""
+
+
+@pytest.mark.thorough
+def test_an_editable_install_imports_the_checkout(checkout, tmp_path):
+    wheel = built_by("build_editable", checkout, tmp_path / "wheel")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    package = checkout / "liger_ops"
+    library = package / "lib" / f"libliger_ops_torch{_loader.torch_minor()}.so"
+    for folder in (tmp_path, checkout):
+        found = run_in(folder, "-c", WHERE, str(tmp_path / "site")).stdout.split()
+        assert found == [liger_ops.__version__, str(package / "__init__.py"), str(library)]
+    # The next build reuses the folder.
+    assert len([*(checkout / "build").glob("*-torch*")]) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("built_in_place", [False, True])
+def test_an_installation_leaves_no_folder_that_only_it_needed(built_in_place, checkout, tmp_path):
+    if built_in_place:
+        (checkout / "liger_ops" / "lib").mkdir()
+    wheel = built_by("build_wheel", checkout, tmp_path / "wheel")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    assert {path.name for path in LIBRARIES.glob("lib*.so")} <= {*os.listdir(tmp_path / "site" / "liger_ops" / "lib")}
+    assert (tmp_path / "site" / "liger_ops" / "share" / "src" / "csrc" / "library.cpp").exists()
+    assert [path.name for path in (checkout / "build").glob("lib*")] == []
+    assert len([*(checkout / "build").glob("*-torch*")]) == built_in_place
+
+
+# ---- The environment that make creates.
+
+
+def test_python_of_make_imports_the_checkout_from_any_folder(tmp_path):
+    checkout, elsewhere = tmp_path / "check out", tmp_path / "elsewhere"
+    (checkout / "examples").mkdir(parents=True)
+    elsewhere.mkdir()
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
+    (checkout / "liger_ops").mkdir()
+    (checkout / "liger_ops" / "__init__.py").touch()
+    (checkout / "examples" / "some.py").write_text("import liger_ops; print(liger_ops.__file__)")
+    # make calls it with `-m venv .venv`. A pip that installs nothing.
+    venv.create(checkout / ".venv", with_pip=False)
+    python = checkout / ".venv" / "bin" / "python"
+    (pip,) = [path / "pip" for path in (checkout / ".venv").glob("lib/python*/site-packages")]
+    pip.mkdir()
+    (pip / "__main__.py").touch()
+    done = subprocess.run(["make", "BASE=true", ".venv/ready"], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = subprocess.run([python, checkout / "examples" / "some.py"], cwd=elsewhere, capture_output=True, text=True)
+    assert found.stdout.strip() == str(checkout / "liger_ops" / "__init__.py"), found.stderr

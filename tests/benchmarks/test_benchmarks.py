@@ -127,6 +127,7 @@ print(ticks, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fx
 """
 
 
+@pytest.mark.thorough
 def test_warm_compilation_fills_inductors_cache(tmp_path):
     output = output_of(WARM, PYTHONPATH=str(ROOT), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert output.split()[-2:] == ["2", "0"] and "compiled swiglu 4×64" in output
@@ -210,6 +211,7 @@ def test_invalid_values_are_refused(command, arguments, monkeypatch, capsys):
     assert re.search(r"error: .*must be (1 or more|among)", capsys.readouterr().err)
 
 
+@pytest.mark.thorough
 def test_experts_over_two_processes(tmp_path):
     command = (
         "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.expert_parallel --tiny --device cpu"
@@ -516,6 +518,7 @@ def tune_on_the_stub():
     return [refused, around, {name: v.index for name, v in launched.items()}, calls("cuLaunchKernel")]
 
 
+@pytest.mark.thorough
 def test_tuning_launches_candidates_through_the_runtime():
     (refused, around, launched, (tried, stock)), _ = stub_cuda.run(tune_on_the_stub)
     assert "power of 2" in refused[0] and around == [0, "after"] and launched == {"column_sum": 1}

@@ -16,6 +16,7 @@ def run_demo(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment_of_tree())
 
 
+@pytest.mark.thorough
 def test_output_ends_with_a_table_and_a_plot(tmp_path):
     picture = tmp_path / "demo.png"
     done = run_demo("--out", picture)

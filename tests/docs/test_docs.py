@@ -82,7 +82,13 @@ assert report.replaced
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=ids)
+def pages_with_python():
+    for page in PAGES:
+        if blocks(page, "python"):
+            yield pytest.param(page, marks=[pytest.mark.thorough] * (page.name != "README.md"), id=ids(page))
+
+
+@pytest.mark.parametrize("page", pages_with_python())
 def test_python_runs(page, tmp_path):
     """A page's blocks in one process, in order, as a reader would run them."""
     code = "\n".join(blocks(page, "python"))

@@ -28,6 +28,7 @@ def test_medusa_learns():
     assert len(first) == 3 and all(b < a - 0.5 for a, b in zip(first, last))
 
 
+@pytest.mark.thorough
 def test_grpo_learns_from_rewards(tmp_path):
     picture = tmp_path / "grpo.png"
     out = run_example(sys.executable, EXAMPLES / "grpo.py", "--steps", 20, "--out", picture)
@@ -35,6 +36,7 @@ def test_grpo_learns_from_rewards(tmp_path):
     assert first < 0.2 and last > first + 0.3 and picture.stat().st_size > 5_000
 
 
+@pytest.mark.thorough
 def test_distillation_comes_closer_to_the_teacher_than_text_does(tmp_path):
     picture = tmp_path / "distillation.png"
     out = run_example(sys.executable, EXAMPLES / "distillation.py", "--steps", 40, "--out", picture)
@@ -48,6 +50,7 @@ def in_processes(count):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [2])
 def test_fsdp_training_equals_training_without_the_operators(processes):
     launch = [*in_processes(processes), EXAMPLES / "fsdp.py", "--steps", 4]
@@ -56,6 +59,7 @@ def test_fsdp_training_equals_training_without_the_operators(processes):
     assert len(losses(ours)) == 4 and losses(ours) == pytest.approx(losses(plain), abs=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes, tp", [(2, 2), (2, 1)])
 def test_tensor_parallel_training_does_not_depend_on_the_layout(processes, tp, one_process):
     out = run_example(*in_processes(processes), EXAMPLES / "tensor_parallel.py", "--tp", tp, "--steps", 4)
@@ -69,6 +73,7 @@ def one_process():
     return found
 
 
+@pytest.mark.thorough
 def test_trainer_with_accelerate(device):
     launch = [*in_processes(2 if device == "cpu" else "gpu"), EXAMPLES / "accelerate_fsdp2.py", "--steps", 4]
     ours, plain = (run_example(*launch, *option) for option in ([], ["--plain"]))
@@ -88,11 +93,13 @@ def test_examples_document_their_command():
 # ---- Benchmarks of whole models
 
 
+@pytest.mark.thorough
 def test_the_sweep_over_all_models():
     out = run_example(sys.executable, "-m", "benchmarks.all_models", "--types", "llama", "gpt2", "deepseek_v3")
     assert "3 agrees." in out and "| gpt2 | agrees |" in out
 
 
+@pytest.mark.thorough
 def test_whole_training_steps(tmp_path):
     command = [
         sys.executable,
@@ -113,6 +120,7 @@ def test_whole_training_steps(tmp_path):
     assert (tmp_path / "training.md").read_text() in out and (tmp_path / "training.png").stat().st_size > 5_000
 
 
+@pytest.mark.thorough
 def test_sharded_training_steps(tmp_path):
     options = ["--tiny", "--device", "cpu", "--steps", 1, "--groupings", "norm_and_head,head_alone", "--out", tmp_path]
     out = run_example(*in_processes(2), "-m", "benchmarks.sharded", *options)
@@ -125,6 +133,7 @@ def test_sharded_training_steps(tmp_path):
     assert (tmp_path / "sharded.md").read_text() in out
 
 
+@pytest.mark.thorough
 def test_post_training_losses(tmp_path):
     options = ["--device", "cpu", "--rounds", 1, "--providers", "torch", "ours", "--out", tmp_path]
     run_example(sys.executable, "-m", "benchmarks.post_training", *options)

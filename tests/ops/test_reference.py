@@ -385,6 +385,7 @@ def check_other_functions() -> None:
     assert x.grad.abs().sum() > 0 and all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.thorough
 def test_transforms_and_other_functions(copy):
     call(copy, "check_transforms()", "check_autocast()", "check_refusals()", "check_other_functions()")
 
@@ -419,5 +420,6 @@ def check_a_sharded_tensor() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_a_model_trains(copy):
     call(copy, "check_a_model()", "check_a_sharded_tensor()")

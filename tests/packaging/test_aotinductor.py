@@ -60,6 +60,7 @@ torch.save(loaded(torch.load({tokens!r}).to({device!r})).cpu(), {logits!r})
 """
 
 
+@pytest.mark.thorough
 def test_from_a_new_process(packaged, tmp_path):
     path, model, device = packaged
     tokens = torch.randint(128, SIZES[1])
@@ -69,6 +70,7 @@ def test_from_a_new_process(packaged, tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(tokens.to(device)).cpu())
 
 
+@pytest.mark.thorough
 def test_from_cpp(packaged, tmp_path):
     path, model, device = packaged
     libraries = libraries_of(cpp_program("serve"))

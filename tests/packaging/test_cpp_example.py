@@ -126,6 +126,7 @@ target_link_libraries(typed PRIVATE liger_ops::liger_ops ${TORCH_LIBRARIES})
 """
 
 
+@pytest.mark.thorough
 def test_the_header_types_match_the_registered_operators(tmp_path):
     """The dispatcher throws if a C++ signature differs from the registered one."""
     calls = "\n".join(f'  liger::detail::find<decltype(liger::{op})>("liger::{op}");' for op in operators())

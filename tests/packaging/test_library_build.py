@@ -198,6 +198,7 @@ def test_missing_generated_headers_are_named(home, tmp_path, monkeypatch):
 # ---- A real build.
 
 
+@pytest.mark.thorough
 def test_one_unit_becomes_a_library_that_loads(home, tmp_path, monkeypatch):
     """One unit stands in for all, which would take minutes."""
     chosen = [ROOT / "csrc" / "runtime" / "portable.cpp", *sorted((ROOT / "csrc").glob("ops/**/projections.cpp"))]

@@ -190,6 +190,7 @@ def test_compile_makes_one_graph(name):
     assert len(graphs) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor_trains_a_patched_model(monkeypatch):
     """Backward must not end with an operator that Inductor first sees there: Inductor in torch 2.11 prints its arguments
@@ -326,5 +327,6 @@ torch.testing.assert_close(rewrite.norm_and_input(norm, x + x)[0].full_tensor(),
 """
 
 
+@pytest.mark.thorough
 def test_distributed_norms_and_gates(tmp_path):
     run_in_process_group(DISTRIBUTED, tmp_path)

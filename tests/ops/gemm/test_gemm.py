@@ -219,6 +219,7 @@ def multiply(tmp_path_factory):
     return torch.ops.liger_on_cpu.multiply
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("refuse", [False, True], ids=["", "refused"])
 @pytest.mark.parametrize("into", ["rows", "columns"])
 @pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True), (True, True)], ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from dtensor_checks import GATHER, REDUCE, SUM, DTensorCases, R, partial_upstream, randn, spread
+from pairs import pairs_of
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
@@ -83,10 +84,15 @@ case(
 
 STUDENT, TEACHER = (randn(5, 7, 24 + i)[..., :24].log_softmax(-1) for i in range(2))
 LABELS = torch.randint(-1, 3, (5, 7), generator=torch.Generator().manual_seed(0))
-for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
+ROWS, REDUCTIONS = (
+    {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)},
+    ("none", "sum", "mean", "batchmean"),
+)
+PAIRS = pairs_of(ROWS, (F.kl_div, F.jsd, F.tvd), REDUCTIONS, (False, True))
+for where, p in ROWS.items():
     for op in (F.kl_div, F.jsd, F.tvd):
         tensors = dict(input=STUDENT, target=TEACHER)
-        for reduction in ("none", "sum", "mean", "batchmean"):
+        for reduction in REDUCTIONS:
             for labels in ({}, dict(shift_labels=LABELS)):
                 mean, sharded = reduction in ("mean", "batchmean"), p != R
                 result = p if reduction == "none" else SUM if sharded else R
@@ -101,6 +107,7 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
                     result,
                     forward=divisor,
                     backward=divisor,
+                    thorough=(where, op, reduction, bool(labels)) not in PAIRS,
                     reduction=reduction,
                     ignore_index=-1,
                 )

@@ -336,7 +336,7 @@ def gathers(mesh: Any) -> None:
 
 @case("compiled whole, by layers", shard=by_layers, thorough=True)
 @case("compiled whole, head alone", shard=head_alone, thorough=True)
-@case("compiled whole, norm_and_head", shard=norm_and_head)
+@case("compiled whole, norm_and_head", shard=norm_and_head, thorough=True)
 def compiled_whole(mesh: Any, shard: Callable) -> None:
     """Same loss and gradients, with no more graph breaks than in the unpatched model."""
     from torch._dynamo.utils import counters
@@ -357,7 +357,7 @@ def compiled_whole(mesh: Any, shard: Callable) -> None:
     assert breaks[1] <= breaks[0], breaks
 
 
-@case("compiled by layers", thorough=True)
+@case("compiled by layers")
 def compiled_by_layers(mesh: Any) -> None:
     torch._dynamo.reset()
 

@@ -196,6 +196,7 @@ def compiles(mesh: Any, sequence_dim: int | None, reduction: str, trained: bool)
 
 for dim, reduction, trained in pairs_of((None, 0), ("mean", "none"), (True, False)):
     name = name_of("compiled", reduction, "" if trained else "frozen", "" if dim is None else "sequence")
-    CASES.add(name, compiles, sequence_dim=dim, reduction=reduction, trained=trained)
+    options = dict(sequence_dim=dim, reduction=reduction, trained=trained)
+    CASES.add(name, compiles, thorough=not trained or dim is not None, **options)
 
 ON_GPUS = [name for name in CASES if name.startswith("divergence,")]

@@ -95,6 +95,6 @@ def compiles(mesh: Any) -> None:
     check_compiled(step, inputs)
 
 
-CASES.add("log_probs, compiled", compiles)
+CASES.add("log_probs, compiled", compiles, thorough=True)
 
 ON_GPUS = [name for name in CASES if name.startswith("log_probs,")]

@@ -4,14 +4,13 @@ differs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from language_models import clone, make, nodes, step, tokens
-from process_group import run_cases
+from process_group import Cases
 from sharded_cases import saved, whole
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,7 +19,7 @@ from transformers.distributed import DistributedConfig
 from liger_ops.transformers import apply_liger_kernel, register_experts, unpatch
 
 NAME = "qwen3_moe"
-CASES: dict[str, Callable[[Any], None]] = {}
+CASES = Cases()
 # Everything but transformers' softmax of routers is float64, so that a difference beyond rounding means a wrong exchange.
 DTYPE = torch.float64
 
@@ -90,15 +89,15 @@ def patched_class(mesh: Any, row: str, **layout: Any) -> None:
     assert_equal(model)
 
 
-for exchange, cls in EXCHANGES.items():
+for i, (exchange, cls) in enumerate(EXCHANGES.items()):
     layout = SHARED | {"ep_implementation": exchange}
     row = f"moe_experts, expert-parallel by {cls}"
-    CASES[f"{exchange}, chosen by name"] = partial(chosen_by_name, **layout)
-    CASES[f"{exchange}, patched after loading"] = partial(patched_after, row=row, **layout)
-    CASES[f"{exchange}, patched class"] = partial(patched_class, row=row, **layout)
-CASES["enable_expert_parallel"] = partial(chosen_by_name, tp_size=2, tp_plan="auto", enable_expert_parallel=True)
-CASES["tensor parallel, chosen by name"] = partial(chosen_by_name, tp_size=2)
-CASES["tensor parallel, patched after loading"] = partial(patched_after, row="moe_experts, tensor-parallel", tp_size=2)
+    CASES.add(f"{exchange}, chosen by name", chosen_by_name, thorough=i != 0, **layout)
+    CASES.add(f"{exchange}, patched after loading", patched_after, thorough=i != 1, row=row, **layout)
+    CASES.add(f"{exchange}, patched class", patched_class, thorough=i != 2, row=row, **layout)
+CASES.add("enable_expert_parallel", chosen_by_name, tp_size=2, tp_plan="auto", enable_expert_parallel=True)
+CASES.add("tensor parallel, chosen by name", chosen_by_name, thorough=True, tp_size=2)
+CASES.add("tensor parallel, patched after loading", patched_after, row="moe_experts, tensor-parallel", tp_size=2)
 
 
 def different_batches(mesh: Any, order: str) -> None:
@@ -123,8 +122,5 @@ def different_batches(mesh: Any, order: str) -> None:
     torch.testing.assert_close(total / 2, exact()[0].float())
 
 
-CASES["FSDP2 and expert parallel, patched after loading"] = partial(different_batches, order="after")
-CASES["FSDP2 and expert parallel, patched class"] = partial(different_batches, order="class")
-
-if __name__ == "__main__":
-    run_cases(CASES)
+CASES.add("FSDP2 and expert parallel, patched after loading", different_batches, thorough=True, order="after")
+CASES.add("FSDP2 and expert parallel, patched class", different_batches, order="class")

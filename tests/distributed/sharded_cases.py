@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checks import count_graphs
 from language_models import make, nodes, tokens
-from process_group import run_cases
+from process_group import Cases
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -27,16 +27,14 @@ from liger_ops.transformers import apply_liger_kernel, unpatch
 FUSED = "fused_linear_cross_entropy"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-CASES: dict[str, Callable[[Any], None]] = {}
+
+def as_large_models() -> None:
+    """Input gradients accumulate inside GEMMs."""
+    projections.LARGE = 0
 
 
-def case(name: str, **options: Any) -> Callable:
-    def add(function: Callable) -> Callable:
-        assert name not in CASES
-        CASES[name] = partial(function, **options)
-        return function
-
-    return add
+CASES = Cases(prepare=as_large_models)
+case = CASES.named
 
 
 def batch(index: int = 0) -> tuple[Tensor, Tensor]:
@@ -219,25 +217,29 @@ def check(shard: Callable, mesh: Any, order: str = "before", prepare: Callable |
     assert taken in used_by(model, **{k: v for k, v in run.items() if k == "skip_logits"})
 
 
-for _shard in (by_layers, head_alone, norm_and_head, torchtitan):
-    for _order in ("before", "after", "class"):
-        case(f"{_shard.__name__}, patched {_order}", shard=_shard, order=_order)(check)
-for _order in ("before", "after", "class"):
-    case(f"qwen3, patched {_order}", shard=by_layers, order=_order, model="qwen3", taken="qk_norm_rope")(check)
+ORDERS = ("before", "after", "class")
+for _i, _shard in enumerate((by_layers, head_alone, norm_and_head, torchtitan)):
+    for _order in ORDERS:
+        _more = {"thorough": _order != ORDERS[_i % 3]}
+        case(f"{_shard.__name__}, patched {_order}", shard=_shard, order=_order, **_more)(check)
+for _order in ORDERS:
+    _more = {"order": _order, "model": "qwen3", "thorough": _order == "class"}
+    case(f"qwen3, patched {_order}", shard=by_layers, taken="qk_norm_rope", **_more)(check)
     # FSDP gathers a norm of its own group in a hook of the norm, so the norm must be called.
-    case(f"norms_of_heads, patched {_order}", shard=norms_of_heads, order=_order, model="qwen3", taken="rope")(check)
-case("accelerate, patched before", shard=accelerate)(check)
+    case(f"norms_of_heads, patched {_order}", shard=norms_of_heads, taken="rope", **_more)(check)
+case("accelerate, patched before", shard=accelerate, thorough=True)(check)
 case("accelerate, patched after", shard=accelerate, order="after")(check)
 case("transformers", shard=transformers_own, order="after")(check)
 case("tied", shard=tied, arch={"tie_word_embeddings": True})(check)
-case("tied, patched after", shard=tied, order="after", arch={"tie_word_embeddings": True})(check)
-for _shard in (head_alone, norm_and_head):
+case("tied, patched after", shard=tied, order="after", arch={"tie_word_embeddings": True}, thorough=True)(check)
+for _shard, _also in ((head_alone, True), (norm_and_head, False)):
     _name = _shard.__name__
-    case(f"{_name}, not resharded", shard=_shard, reshard_after_forward=False)(check)
-    case(f"{_name}, logits kept", shard=_shard, run={"skip_logits": False}, taken="cross_entropy")(check)
-    case(f"{_name}, cross_entropy alone", shard=_shard, switches={FUSED: False}, taken="cross_entropy")(check)
-    case(f"{_name}, accumulated", shard=_shard, run={"micro": 3, "sync": True})(check)
-    case(f"{_name}, offloaded", shard=_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))(check)
+    _one, _other = {"shard": _shard, "thorough": _also}, {"shard": _shard, "thorough": not _also}
+    case(f"{_name}, not resharded", reshard_after_forward=False, **_one)(check)
+    case(f"{_name}, logits kept", run={"skip_logits": False}, taken="cross_entropy", **_other)(check)
+    case(f"{_name}, cross_entropy alone", switches={FUSED: False}, taken="cross_entropy", **_one)(check)
+    case(f"{_name}, accumulated", run={"micro": 3, "sync": True}, **_other)(check)
+    case(f"{_name}, offloaded", offload_policy=CPUOffloadPolicy(pin_memory=False), **_one)(check)
 
 
 def wrap_in_checkpoints(model: nn.Module) -> None:
@@ -257,14 +259,14 @@ for _name, _prepare in (
     ("reentrant checkpoints", partial(enable_checkpoints, reentrant=True)),
     ("checkpoint wrappers", wrap_in_checkpoints),
 ):
-    case(f"norm_and_head, {_name}", shard=norm_and_head, prepare=_prepare)(check)
+    case(f"norm_and_head, {_name}", shard=norm_and_head, prepare=_prepare, thorough=_name != "checkpoints")(check)
 
 
 @case("bf16 policy", shard=norm_and_head, policy=BF16)
-@case("bf16 policy, head alone", shard=head_alone, policy=BF16)
-@case("bf16 policy, bf16 outputs", shard=norm_and_head, policy=MixedPrecisionPolicy(
+@case("bf16 policy, head alone", shard=head_alone, policy=BF16, thorough=True)
+@case("bf16 policy, bf16 outputs", shard=norm_and_head, thorough=True, policy=MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16))  # fmt: skip
-@case("bf16 policy, fp32 outputs", shard=norm_and_head, policy=MixedPrecisionPolicy(
+@case("bf16 policy, fp32 outputs", shard=norm_and_head, thorough=True, policy=MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32))  # fmt: skip
 def no_worse_than_plain(mesh: Any, shard: Callable, policy: MixedPrecisionPolicy) -> None:
     """Compared with the unpatched model in fp32, the error is no larger than the unpatched model's with this policy."""
@@ -332,9 +334,9 @@ def gathers(mesh: Any) -> None:
     assert count(True, fused_linear_cross_entropy=False) == 2
 
 
-@case("compiled whole, by layers", shard=by_layers)
-@case("compiled whole, head alone", shard=head_alone)
-@case("compiled whole, norm_and_head", shard=norm_and_head)
+@case("compiled whole, by layers", shard=by_layers, thorough=True)
+@case("compiled whole, head alone", shard=head_alone, thorough=True)
+@case("compiled whole, norm_and_head", shard=norm_and_head, thorough=True)
 def compiled_whole(mesh: Any, shard: Callable) -> None:
     """Same loss and gradients, with no more graph breaks than in the unpatched model."""
     from torch._dynamo.utils import counters
@@ -390,7 +392,7 @@ def hooked(mesh: Any, shard: Callable) -> None:
     assert seen == [(Tensor, 64)] and "cross_entropy" in used_by(model)
 
 
-@case("two AdamW steps", shard=norm_and_head)
+@case("two AdamW steps", shard=norm_and_head, thorough=True)
 def two_steps(mesh: Any, shard: Callable) -> None:
     def trained(patch: bool) -> dict:
         model = make("llama")
@@ -413,7 +415,7 @@ def two_steps(mesh: Any, shard: Callable) -> None:
 
 
 @case("tp_plan, patched after", order="after")
-@case("tp_plan, patched class", order="class")
+@case("tp_plan, patched class", order="class", thorough=True)
 def tensor_parallel(mesh: Any, order: str) -> None:
     from transformers import LlamaForCausalLM
 
@@ -443,9 +445,3 @@ def tensor_parallel(mesh: Any, order: str) -> None:
     assert out.logits is None and "fused_linear_cross_entropy" in nodes(out.loss)
     assert_same(gradients(ours), gradients(loaded(LlamaForCausalLM)))
     assert_same(gradients(loaded(LlamaForCausalLM)), gradients(model))
-
-
-if __name__ == "__main__":
-    # As in large models: input gradients accumulate inside GEMMs.
-    projections.LARGE = 0
-    run_cases(CASES)

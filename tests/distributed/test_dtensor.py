@@ -1,21 +1,26 @@
 """Operators on DTensors compute what they compute on whole tensors, with the collectives that the rules list."""
 
-from pathlib import Path
-
+import dtensor_cases
+import dtensor_expert_cases
+import dtensor_loss_cases
 import pytest
 from checks import output_of
-from dtensor_cases import CASES
-from process_group import results_of
+from process_group import run_case
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, str]:
-    return results_of(Path(__file__).with_name("dtensor_cases.py"), 4, tmp_path_factory.mktemp("dtensor"), [*CASES])
+@pytest.mark.parametrize("case", dtensor_cases.CASES.parameters())
+def test_operators(case):
+    run_case(case, dtensor_cases, 4)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_dtensor(case, results):
-    assert not results[case], results[case]
+@pytest.mark.parametrize("case", dtensor_loss_cases.CASES.parameters())
+def test_losses(case):
+    run_case(case, dtensor_loss_cases, 4)
+
+
+@pytest.mark.parametrize("case", dtensor_expert_cases.CASES.parameters())
+def test_experts(case):
+    run_case(case, dtensor_expert_cases, 4)
 
 
 @pytest.mark.parametrize("imports", ["liger_ops, torch.distributed.tensor", "torch.distributed.tensor, liger_ops"])

@@ -1,23 +1,16 @@
 """Our experts under the expert parallelism of transformers compute what its eager experts compute in one process."""
 
 import inspect
-from pathlib import Path
 
+import expert_parallel_cases
 import pytest
-from expert_parallel_cases import CASES
-from process_group import results_of
+from process_group import run_case
 from transformers.distributed import DistributedConfig
 
 if "ep_size" not in inspect.signature(DistributedConfig).parameters:
     pytest.skip("this transformers has no ep_size", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, str]:
-    script, folder = Path(__file__).with_name("expert_parallel_cases.py"), tmp_path_factory.mktemp("experts")
-    return results_of(script, 2, folder, [*CASES])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_expert_parallel(case, results):
-    assert not results[case], results[case]
+@pytest.mark.parametrize("case", expert_parallel_cases.CASES.parameters())
+def test_expert_parallel(case):
+    run_case(case, expert_parallel_cases, 2)

@@ -1,14 +1,9 @@
 """Log-probabilities of a head whose classes are split over processes."""
 
-from pathlib import Path
-
 import pytest
-from process_group import results_of, solo_group
+import vocab_parallel_fused_linear_log_probs_cases as cases
+from process_group import run_case, solo_group
 from torch.cuda import device_count
-from vocab_parallel_cases import CASES
-
-SCRIPT = Path(__file__).with_name("vocab_parallel_cases.py")
-NAMES = [name for name in CASES if name.startswith("log_probs,")]
 
 
 def vary(draw, arguments):
@@ -18,23 +13,13 @@ def vary(draw, arguments):
         arguments["softcap"] = None
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, str]:
-    return results_of(SCRIPT, 3, tmp_path_factory.mktemp("split"), NAMES)
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_every_rank_computes_the_results_of_all_classes(case, results):
-    assert not results[case], results[case]
-
-
-@pytest.fixture(scope="module")
-def results_on_gpus(tmp_path_factory) -> dict[str, str]:
-    """With one GPU, in a group of one process."""
-    return results_of(SCRIPT, min(device_count(), 4), tmp_path_factory.mktemp("split"), NAMES, "cuda")
+@pytest.mark.parametrize("case", cases.CASES.parameters())
+def test_every_rank_computes_the_results_of_all_classes(case):
+    run_case(case, cases, 3)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", NAMES)
-def test_every_gpu_computes_the_results_of_all_classes(case, results_on_gpus):
-    assert not results_on_gpus[case], results_on_gpus[case]
+@pytest.mark.parametrize("case", cases.CASES.parameters(cases.ON_GPUS))
+def test_every_gpu_computes_the_results_of_all_classes(case):
+    """With one GPU, in a group of one process."""
+    run_case(case, cases, min(device_count(), 4), "cuda")

@@ -1,6 +1,5 @@
 """The pages: every link leads somewhere, every block of code runs."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import prose
 import pytest
-from checks import ROOT, environment_of_tree
+from checks import ROOT, environment_of_tree, run_forked
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *sorted((ROOT / "benchmarks/results").glob("*.md"))]
@@ -94,7 +93,7 @@ def test_python_runs(page, tmp_path):
     code = "\n".join(blocks(page, "python"))
     script = tmp_path / "page.py"  # TorchScript reads the source from a file
     script.write_text((SMALL_MODEL if "from_pretrained" in code else "") + code + VALUES.get(ids(page), ""))
-    done = subprocess.run([sys.executable, script], env=environment_of_tree(), capture_output=True, text=True)
+    done = run_forked(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", ["transformers"])
     assert done.returncode == 0, done.stderr
     for said in re.findall(r"print\(.*\)  # (torch\.Size.*)$", code, re.MULTILINE):
         assert said in done.stdout
@@ -106,9 +105,9 @@ def commands(page: Path) -> list[str]:
 
 
 HELP = """
-import json, runpy, sys
+import runpy, sys
 
-for command in json.loads(sys.argv[1]):
+for command in {commands!r}:
     sys.argv[:] = [*command, "--help"]
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -118,7 +117,7 @@ for command in json.loads(sys.argv[1]):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=ids)
-def test_commands_exist(page, tmp_path):
+def test_commands_exist(page, monkeypatch):
     """Commands that take minutes are run as far as their own check of arguments."""
     modules = []
     for command in commands(page):
@@ -139,8 +138,8 @@ def test_commands_exist(page, tmp_path):
         done = subprocess.run(checked, cwd=ROOT, env=environment_of_tree(), capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
     if modules:  # in one process, because most import torch
-        run = [sys.executable, "-c", HELP, json.dumps(modules)]
-        done = subprocess.run(run, cwd=ROOT, env=environment_of_tree(), capture_output=True, text=True)
+        monkeypatch.chdir(ROOT)
+        done = run_forked(HELP.format(commands=modules))
         assert done.returncode == 0, done.stderr
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import output_of
+from checks import forked_output_of
 from models import NAMES, ROWS, Call, example, inputs_of, outputs
 from torch.export import Dim, export
 from torch.export.experimental import _export_forward_backward
@@ -116,7 +116,7 @@ def test_saved_programs_load_in_a_new_process(tmp_path, device):
         torch.export.save(program, tmp_path / f"{number}.pt2")
         inputs = inputs_of(row, 3, 5, device)
         torch.save((inputs, outputs(module(*inputs))), tmp_path / f"{number}.pt")
-    assert output_of(LOAD.format(count=len(ROWS), folder=tmp_path)).split() == ["loaded", str(len(ROWS))]
+    assert forked_output_of(LOAD.format(count=len(ROWS), folder=tmp_path)).split() == ["loaded", str(len(ROWS))]
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import output_of, served_by
+from checks import forked_output_of, served_by
 from models import cpp_program, example, libraries_of, run
 from torch.export import Dim, export
 
@@ -66,7 +66,7 @@ def test_from_a_new_process(packaged, tmp_path):
     tokens = torch.randint(128, SIZES[1])
     torch.save(tokens, tmp_path / "tokens.pt")
     files = {name: str(tmp_path / f"{name}.pt") for name in ("tokens", "logits")}
-    output_of(LOAD.format(path=str(path), device=device, **files))
+    forked_output_of(LOAD.format(path=str(path), device=device, **files))
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(tokens.to(device)).cpu())
 
 

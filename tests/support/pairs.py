@@ -40,12 +40,15 @@ def gain(missing: dict[Pair, None], row: dict[int, int], value: tuple[int, int])
     return sum(tuple(sorted((value, other))) in missing for other in row.items())
 
 
-def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """`parametrize` over these arguments, with every pair of values of two arguments.
+def pairs_of(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Tuples of a value of each axis that hold every pair of values of two axes. Of a dict, the keys are the values."""
+    values = [list(axis) for axis in axes]
+    return [tuple(v[i] for v, i in zip(values, row)) for row in rows([len(v) for v in values])]
 
-    A value is its own id; of a dict, the keys are the values."""
-    values = [list(values) for values in axes.values()]
-    cases = [tuple(v[i] for v, i in zip(values, row)) for row in rows([len(v) for v in values])]
+
+def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """`parametrize` over these arguments, with every pair of values of two arguments. A value is its own id."""
+    cases = pairs_of(*axes.values())
     names = list(axes)
     if len(names) == 1:
         return pytest.mark.parametrize(names[0], [case[0] for case in cases], ids=str)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from checks import count_graphs, output_of
+from checks import count_graphs, forked_output_of
 from language_models import make, nodes, step, tokens
 from patched_models import FUSED, assert_same_step
 from torch import nn
@@ -293,7 +293,7 @@ print("done")
 def run_in_process_group(body, tmp_path):
     """Runs the code in a process group of one process, with `mesh` and `ids` defined."""
     code = GROUP.replace("STORE", str(tmp_path / "store")).replace("BODY", textwrap.indent(body, "    "))
-    assert output_of(code).endswith("done\n")
+    assert forked_output_of(code, ["language_models"]).endswith("done\n")
 
 
 DISTRIBUTED = """

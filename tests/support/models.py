@@ -96,6 +96,12 @@ ROWS = [
     Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
     Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3)),
     Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3, score="sigmoid", groups=4, top_groups=2, statistics=True)),
+    Row(
+        "moe_router",
+        dict(logits=LOGITS, token_weight=TARGET),
+        dict(bias=(VOCABULARY,)),
+        dict(top_k=2, normalize=False, statistics=True),
+    ),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
     Row(

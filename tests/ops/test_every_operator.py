@@ -241,22 +241,24 @@ def test_inductor(op, device):
     check_inductor(bound.differentiable, bound.tensors, bound.upstream())
 
 
-class Script(torch.jit.ScriptModule):
+def script(row, bound: Bound) -> torch.jit.ScriptModule:
     """TorchScript's parser reads the operator's name, keywords and options."""
 
-    def __init__(self, row, bound: Bound) -> None:
-        super().__init__()
-        first = " * 1" if row.op.endswith("_") else ""  # a leaf must not be overwritten
-        given = [f"{name}={name}{first if i == 0 else ''}" for i, name in enumerate(bound.names)]
-        given += [f"{name}={value!r}" for name, value in row.options.items()]
-        parameters = ", ".join(f"{name}: Tensor" for name in bound.names)
-        self.define(f"def forward(self, {parameters}):\n  return torch.ops.liger.{row.op}({', '.join(given)})\n")
+    class Script(torch.jit.ScriptModule):  # a new class, because TorchScript keeps one type for each
+        pass
+
+    module, first = Script(), " * 1" if row.op.endswith("_") else ""  # a leaf must not be overwritten
+    given = [f"{name}={name}{first if i == 0 else ''}" for i, name in enumerate(bound.names)]
+    given += [f"{name}={value!r}" for name, value in row.options.items()]
+    parameters = ", ".join(f"{name}: Tensor" for name in bound.names)
+    module.define(f"def forward(self, {parameters}):\n  return torch.ops.liger.{row.op}({', '.join(given)})\n")
+    return module
 
 
 @each_row
 def test_script(row, device, tmp_path):
     """A scripted call, after save and load, runs forward and backward at several sizes."""
-    Script(row, bind(row)).save(str(tmp_path / "module.pt"))
+    script(row, bind(row)).save(str(tmp_path / "module.pt"))
     loaded = torch.jit.load(str(tmp_path / "module.pt"))
     for sizes in ((3, 5), (4, 7)):
         bound = bind(row, device, *sizes)

@@ -67,14 +67,24 @@ def check(operator: Operator, arguments: dict[str, Any]) -> None:
         assert_no_worse(f"result {i}", *results, scale=scale if i >= count else 0.0, noise=noise)
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", operators())
-def test_the_operator_equals_its_formula(name, examples):
+def test_the_operator_equals_its_formula_in_a_few_calls(name):
     operator = operators()[name]
 
-    @settings(
-        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=15, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(calls(operator))
+    def run(arguments: dict[str, Any]) -> None:
+        check(operator, arguments)
+
+    run()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", operators())
+def test_the_operator_equals_its_formula(name):
+    operator = operators()[name]
+
+    @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(calls(operator))
     def run(arguments: dict[str, Any]) -> None:
         check(operator, arguments)

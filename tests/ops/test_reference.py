@@ -385,8 +385,13 @@ def check_other_functions() -> None:
     assert x.grad.abs().sum() > 0 and all(p.grad is not None for p in model.parameters())
 
 
-def test_transforms_and_other_functions(copy):
-    call(copy, "check_transforms()", "check_autocast()", "check_refusals()", "check_other_functions()")
+@pytest.mark.thorough
+def test_transforms(copy):
+    call(copy, "check_transforms()")
+
+
+def test_autocast_refusals_and_other_functions(copy):
+    call(copy, "check_autocast()", "check_refusals()", "check_other_functions()")
 
 
 def check_a_model() -> None:

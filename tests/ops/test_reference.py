@@ -424,5 +424,6 @@ def check_a_sharded_tensor() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_a_model_trains(copy):
     call(copy, "check_a_model()", "check_a_sharded_tensor()")

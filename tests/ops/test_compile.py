@@ -25,7 +25,7 @@ def step(function, model, text):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_one_graph_trains_at_every_size(backend, device):
     model, texts = model_and_text(device)
     torch._dynamo.reset()

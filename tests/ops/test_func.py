@@ -4,18 +4,16 @@ import warnings
 
 import pytest
 import torch
-from models import NAMES, ROWS, Call, inputs_of, outputs
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from models import ROWS, Call, inputs_of, outputs
+from rows import each_row, in_tiers
+from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.utils._pytree import tree_leaves
 
 from liger_ops.reference import operators
 
-cases = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 EXAMPLES = 3
 # Without in-place ops: vmap cannot apply them to unbatched tensors.
-batched_cases = pytest.mark.parametrize(
-    "row", [r for r in ROWS if not r.op.endswith("_")], ids=[n for n, r in zip(NAMES, ROWS) if not r.op.endswith("_")]
-)
+batched_cases = in_tiers([row for row in ROWS if not row.op.endswith("_")])
 
 
 def close(ours, theirs) -> None:
@@ -104,7 +102,7 @@ def test_per_sample_gradients(row, in_dim, device):
         close(of_parameters[name], torch.stack([gradients[0][name] for gradients in one_by_one]))
 
 
-@cases
+@each_row
 def test_batched_gradients(row, device):
     """jacobian(vectorize=True) batches incoming gradients. Backward must not overwrite such tensors."""
     module = Call(row).to(device)
@@ -129,7 +127,7 @@ def test_jacobian(device):
     close(ours, theirs)
 
 
-@cases
+@each_row
 def test_second_derivatives_are_refused(row, device):
     module = Call(row).to(device)
     parameters, inputs = dict(module.named_parameters()), inputs_of(row, 1, 2, device)
@@ -147,22 +145,6 @@ def test_hessian_is_refused(device):
         RuntimeError, match="Trying to use forward AD with liger::_rms_norm_fwd that does not support it"
     ):
         hessian(lambda x: torch.ops.liger.rms_norm(x).sum())(torch.randn(2, 8, device=device))
-
-
-@cases
-def test_forward_mode_is_refused(row, device):
-    module, inputs = Call(row).to(device), inputs_of(row, 1, 2, device)
-    floats = [i for i, t in enumerate(inputs) if t.is_floating_point()]
-
-    def function(parameters, *values):
-        arguments = (values[floats.index(i)] if i in floats else t for i, t in enumerate(inputs))
-        return functional_call(module, parameters, tuple(arguments))
-
-    values = {k: v.detach() for k, v in module.named_parameters()}, *(inputs[i] for i in floats)
-    with pytest.raises(
-        RuntimeError, match=f"{row.op.removesuffix('_')}.*: forward-mode automatic differentiation is not supported"
-    ):
-        jvp(function, values, values)
 
 
 def test_private_operators_refuse_differentiation():

@@ -68,16 +68,28 @@ def check(operator: Operator, arguments: dict[str, Any]) -> None:
         assert_no_worse(f"result {i}", *results, scale=scale if i >= count else 0.0, noise=noise, bounds=(bounds, i))
 
 
-@pytest.mark.parametrize("name", operators())
-def test_the_operator_equals_its_formula(name, request):
-    operator, chosen = operators()[name], request.config.getoption("--seed")
-
+def check_calls(operator: Operator, count: int, chosen: int) -> None:
     @seed(chosen)
     @settings(
-        max_examples=60, derandomize=not chosen, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )  # fmt: skip
+        max_examples=count,
+        derandomize=not chosen,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(calls(operator))
     def run(arguments: dict[str, Any]) -> None:
         check(operator, arguments)
 
     run()
+
+
+@pytest.mark.parametrize("name", operators())
+def test_the_operator_equals_its_formula_in_a_few_calls(name, request):
+    check_calls(operators()[name], 15, request.config.getoption("--seed"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", operators())
+def test_the_operator_equals_its_formula(name, request):
+    check_calls(operators()[name], 60, request.config.getoption("--seed"))

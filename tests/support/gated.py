@@ -11,27 +11,20 @@ import pytest
 import torch
 from checks import (
     CPU_DTYPES,
-    OPCHECKS,
     assert_no_worse,
-    check_deterministic,
-    check_export,
-    check_inductor,
-    check_no_double_backward,
-    check_one_graph,
     check_op,
-    check_reads_only,
-    check_script,
-    check_second_backward,
-    equal,
     output_of,
     path_taken,
 )
+from pairs import either_or_both, sizes_by_device
 from torch import Tensor
 from torch.nn import functional as F
 
 # Widths on both sides of every tile boundary in the variant table and of the CPU loop lengths (512 and 8192), model
 # widths that are not powers of two, and odd widths that no vector length divides.
 SIZES = [1, 7, 33, 64, 72, 130, 256, 264, 512, 520, 1000, 1024, 1032, 2048, 5504, 8192, 8200, 14336, 40001]
+# Below and above both loop lengths.
+CPU_SIZES = [1, 33, 520, 8200]
 
 
 def make(shape, dtype, device):
@@ -112,45 +105,35 @@ class GatedTests:
                 lambda gate, up, *parameters: F.linear(self.reference(gate, up, **options), *parameters),
             )
 
-    @pytest.mark.parametrize("n", SIZES)
-    @pytest.mark.parametrize("dtype", CPU_DTYPES)
+    @sizes_by_device(cpu=CPU_SIZES, cuda=SIZES, dtype=CPU_DTYPES)
     def test_sizes(self, n, dtype, device):
         gate, up, grad = make((3, n), dtype, device)
         for ours, reference in self.each():
             check_op(ours, reference, [gate, up], [grad], device)
 
-    @pytest.mark.parametrize("n", SIZES)
-    @pytest.mark.parametrize("dtype", CPU_DTYPES)
+    @sizes_by_device(cpu=CPU_SIZES, cuda=SIZES, dtype=CPU_DTYPES)
     def test_packed_sizes(self, n, dtype, device):
         gate_up = torch.randn(3, 2 * n, dtype=dtype, device=device, requires_grad=True)
         grad = torch.randn(3, n, dtype=dtype, device=device)
         for ours, reference in self.each_packed():
             check_op(ours, reference, [gate_up], [grad], device)
 
-    @pytest.mark.parametrize("gate_layout", LAYOUTS)
-    @pytest.mark.parametrize("up_layout", LAYOUTS)
-    @pytest.mark.parametrize(
-        "grad_layout", ["contiguous", "half of a fused projection", "transposed, dense", "expanded"]
-    )
-    def test_layouts(self, gate_layout, up_layout, grad_layout, device):
+    @pytest.mark.parametrize("layouts", either_or_both(LAYOUTS), ids=", ".join)
+    def test_layouts(self, layouts, device):
         gate, up, grad = make((3, 5, 64), torch.bfloat16, device)
-        gate, up = (LAYOUTS[k](t.detach()).requires_grad_() for k, t in ((gate_layout, gate), (up_layout, up)))
+        gate, up = (LAYOUTS[k](t.detach()).requires_grad_() for k, t in zip(layouts, (gate, up)))
         for ours, reference in self.each():
-            check_op(ours, reference, [gate, up], [LAYOUTS[grad_layout](grad)], device)
+            check_op(ours, reference, [gate, up], [LAYOUTS[layouts[0]](grad)], device)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize(
-        "grad_layout", ["contiguous", "half of a fused projection", "transposed, dense", "expanded"]
-    )
-    def test_packed_layouts(self, layout, grad_layout, device):
+    def test_packed_layouts(self, layout, device):
         gate_up, _, _ = make((3, 5, 128), torch.bfloat16, device)
         gate_up = LAYOUTS[layout](gate_up.detach()).requires_grad_()
-        grad = LAYOUTS[grad_layout](torch.randn(3, 5, 64, dtype=torch.bfloat16, device=device))
+        grad = LAYOUTS[layout](torch.randn(3, 5, 64, dtype=torch.bfloat16, device=device))
         for ours, reference in self.each_packed():
             check_op(ours, reference, [gate_up], [grad], device)
 
-    @pytest.mark.parametrize("n", [1, 64, 130, 1000, 2048, 8200])
-    @pytest.mark.parametrize("dtype", CPU_DTYPES)
+    @sizes_by_device(cpu=[1, 130], cuda=[1, 64, 130, 1000, 2048, 8200], dtype=CPU_DTYPES)
     def test_linear_sizes(self, n, dtype, device):
         gate, up, _ = make((3, n), dtype, device)
         weight, bias, grad = parameters_of_linear(n, (3,), dtype, device)
@@ -159,15 +142,14 @@ class GatedTests:
             check_op(ours, reference, [gate, up, weight], [grad], device)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize("grad_layout", ["contiguous", "transposed, dense", "expanded"])
-    def test_linear_layouts(self, layout, grad_layout, device):
+    def test_linear_layouts(self, layout, device):
         gate, up, _ = make((3, 5, 64), torch.bfloat16, device)
         gate, up = (LAYOUTS[layout](t.detach()).requires_grad_() for t in (gate, up))
         weight, bias, grad = parameters_of_linear(64, (3, 5), torch.bfloat16, device)
         for transposed in (False, True):
             w = weight.detach().t().contiguous().t().requires_grad_() if transposed else weight
             for ours, reference in self.each_linear():
-                check_op(ours, reference, [gate, up, w, bias], [LAYOUTS[grad_layout](grad)], device)
+                check_op(ours, reference, [gate, up, w, bias], [LAYOUTS[layout](grad)], device)
 
     def test_linear_computes_only_required_gradients(self, device):
         gate, up, _ = make((6, 160), torch.float32, device)
@@ -204,25 +186,6 @@ class GatedTests:
             self.linear(gate, up, weight, bias)
         assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in (gate, up, weight)]
 
-    @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
-    def test_linear_on_empty_inputs_and_on_one_row(self, shape, device):
-        gate, up, _ = make(shape, torch.float32, device)
-        weight, bias, grad = parameters_of_linear(8, shape[:-1], torch.float32, device)
-        learned = [gate, up, weight, bias]
-        for ours, reference in self.each_linear():
-            out, expected = ours(*learned), reference(*learned)
-            torch.testing.assert_close(out, expected)
-            for pair in zip(torch.autograd.grad(out, learned, grad), torch.autograd.grad(expected, learned, grad)):
-                torch.testing.assert_close(*pair)
-
-    def test_linear_is_read_only_deterministic_and_supports_retain_graph(self, device):
-        gate, up, _ = make((30, 1000), torch.bfloat16, device)
-        weight, bias, grad = parameters_of_linear(1000, (30,), torch.bfloat16, device)
-        inputs = [gate, up, weight, bias]
-        check_reads_only(self.linear, inputs, [grad])
-        check_deterministic(self.linear, inputs, [grad])
-        check_second_backward(lambda g, u, w, b: self.linear(g * 1.0, u * 1.0, w, b), inputs, [grad])
-
     def test_packed_equals_the_op_on_both_halves(self, device):
         for n in (24, 96, 200, 1000, 2048, 3000, 8200):
             gate_up = torch.randn(4, 2 * n, device=device, requires_grad=True)
@@ -237,18 +200,6 @@ class GatedTests:
         assert out.stride() == gate.stride()
         assert all(g.stride() == gate.stride() for g in torch.autograd.grad(out, [gate, up], grad))
 
-    @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 8), (0,), (8,)])
-    def test_empty_and_one_dimensional(self, shape, device):
-        gate, up, grad = make(shape, torch.float32, device)
-        out = self.op(gate, up)
-        assert out.shape == gate.shape
-        dgate, dup = torch.autograd.grad(out, [gate, up], grad)
-        assert dgate.shape == dup.shape == gate.shape
-        gate_up = torch.cat([gate, up], -1).detach().requires_grad_()
-        packed = self.packed(gate_up)
-        assert torch.equal(packed, out)
-        assert torch.equal(torch.autograd.grad(packed, gate_up, grad)[0], torch.cat([dgate, dup], -1))
-
     def test_nan_and_infinity_propagate(self, device):
         special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, -80.0, 80.0], device=device)
         gate, up = (t.reshape(-1).contiguous() for t in torch.meshgrid(special, special, indexing="ij"))
@@ -262,11 +213,6 @@ class GatedTests:
         for ours, reference in self.each():
             for inputs in ([gate.detach(), up], [gate, up.detach()], [gate.detach(), up.detach()]):
                 check_op(ours, reference, inputs, [grad], device)
-
-    def test_inputs_are_not_written(self, device):
-        gate, up, grad = make((4, 256), torch.float32, device)
-        check_reads_only(self.op, [gate, up], [grad])
-        check_reads_only(self.packed, [torch.cat([gate, up], -1).detach().requires_grad_()], [grad])
 
     @pytest.mark.parametrize("held", [False, True])
     @pytest.mark.library
@@ -309,36 +255,6 @@ class GatedTests:
         pair = (torch.autograd.grad(o.sum(), i)[0] for o, i in ((total, leaf), (reference, expected)))
         assert torch.equal(*pair)
 
-    def test_runs_are_bitwise_equal(self, device):
-        gate, up, grad = make((300, 1000), torch.bfloat16, device)
-        check_deterministic(self.op, [gate, up], [grad])
-
-    def test_retain_graph_and_second_backward(self, device):
-        gate, up, grad = make((4, 64), torch.float32, device)
-        check_second_backward(lambda g, u: self.op(g * 1.0, u * 1.0), [gate, up], [grad])
-
-    @pytest.mark.library
-    def test_double_backward_is_refused(self, device):
-        gate, up, grad = make((4, 64), torch.float32, device)
-        eye = torch.eye(64, device=device)
-        for name, op in (
-            (self.stem, self.op),
-            (f"{self.stem}_packed", lambda *halves: self.packed(torch.cat(halves, -1))),
-            (f"{self.stem}_linear", lambda *halves: self.linear(*halves, eye)),
-        ):
-            check_no_double_backward(name, op, [gate, up], [grad])
-
-    @pytest.mark.library
-    def test_forward_mode_is_refused(self, device):
-        with torch.autograd.forward_ad.dual_level():
-            x = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
-            with pytest.raises(RuntimeError, match=f"{self.stem}: forward-mode"):
-                self.op(x, x)
-            with pytest.raises(RuntimeError, match=f"{self.stem}_packed: forward-mode"):
-                self.packed(x)
-            with pytest.raises(RuntimeError, match=f"{self.stem}_linear: forward-mode"):
-                self.linear(x.detach(), x.detach(), x)
-
     def test_gradcheck(self):
         gate, up, _ = make((3, 5), torch.float64, "cpu")
         gate_up = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
@@ -349,96 +265,6 @@ class GatedTests:
         weight, bias, _ = parameters_of_linear(5, (3,), torch.float64, "cpu")
         for ours, _ in self.each_linear():
             assert torch.autograd.gradcheck(ours, [gate, up, weight, bias])
-
-    @pytest.mark.parametrize("requires_grad", [True, False])
-    @pytest.mark.library
-    def test_opcheck(self, requires_grad, device):
-        gate, up, grad = make((4, 16), torch.float32, device)
-        check = dict(test_utils=OPCHECKS)
-        private = torch.ops.liger
-        for options in self.choices:
-            inputs = [t.detach().requires_grad_(requires_grad) for t in (gate, up)]
-            torch.library.opcheck(self.op.default, inputs, options, **check)
-            torch.library.opcheck(self.op.default, [torch.cat([t, t], -1)[:, :16] for t in inputs], options, **check)
-            torch.library.opcheck(
-                self.packed.default, (torch.cat(inputs, -1).detach().requires_grad_(requires_grad),), options, **check
-            )
-            weight, bias, _ = parameters_of_linear(16, (4,), torch.float32, device)
-            parameters = [t.detach().requires_grad_(requires_grad) for t in (weight, bias)]
-            torch.library.opcheck(self.linear.default, (*inputs, *parameters), options, **check)
-            torch.library.opcheck(self.linear.default, (*inputs, parameters[0]), options, **check)
-            if requires_grad:
-                continue
-            extra, gate_up = tuple(options.values()), torch.cat(inputs, -1)
-            for suffix in ("", "_"):
-                bwd, packed_bwd = (
-                    getattr(private, f"_{self.stem}{kind}_bwd{suffix}").default for kind in ("", "_packed")
-                )
-                torch.library.opcheck(bwd, (grad, *(t.clone() for t in inputs), *extra), **check)
-                torch.library.opcheck(packed_bwd, (grad, gate_up.clone(), *extra), **check)
-                product_bwd = getattr(private, f"_{self.stem}_product_bwd{suffix}").default
-                torch.library.opcheck(product_bwd, (*(t.clone() for t in (grad, *inputs)), *extra), **check)
-
-    def test_compile_makes_one_graph_for_all_sizes(self, device):
-        def mlp(gate, up):
-            return self.op(gate, up) * 2 + self.packed(torch.cat([gate, up], -1))
-
-        calls = [make((rows, n), torch.float32, device) for rows, n in [(4, 64), (6, 128), (10, 250)]]
-        check_one_graph(mlp, [([gate, up], [grad]) for gate, up, grad in calls])
-
-    @pytest.mark.library
-    def test_inductor(self, device):
-        def mlp(x, weight):
-            inner = x @ weight
-            return self.op(*halves(inner)).relu() + self.packed(inner) + self.linear(*halves(inner), weight[:, 32:].t())
-
-        x, weight = (torch.randn(32, n, device=device, requires_grad=True) for n in (32, 64))
-        check_inductor(mlp, [x, weight], [torch.randn(32, 32, device=device)])
-
-    @pytest.mark.parametrize("strict", [True, False])
-    @pytest.mark.library
-    def test_export_keeps_the_op_and_the_batch_dynamic(self, strict, device):
-        inputs, others = (torch.randn(2, rows, 32, device=device) for rows in (4, 9))
-        check_export(self.op, self.module(), inputs, others, strict)
-
-    def test_script(self, device, tmp_path):
-        calls = [make(shape, torch.float32, device)[:2] for shape in [(4, 32), (2, 3, 32)]]
-        check_script(self.module(), calls, tmp_path / "module.pt")
-
-    @staticmethod
-    def module() -> torch.nn.Module:
-        raise NotImplementedError
-
-    @pytest.mark.library
-    def test_meta(self):
-        gate = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16).transpose(0, 1)
-        out = self.op(gate, gate)
-        assert (out.shape, out.stride(), out.dtype, out.device.type) == (gate.shape, gate.stride(), gate.dtype, "meta")
-        packed = self.packed(gate)
-        assert (packed.shape, packed.is_contiguous(), packed.dtype) == ((3, 5, 32), True, gate.dtype)
-        linear = self.linear(gate, gate, gate.new_empty(7, 64))
-        assert (linear.shape, linear.dtype, linear.device.type) == ((3, 5, 7), gate.dtype, "meta")
-
-    @pytest.mark.library
-    def test_linear_casts_like_a_linear_layer_under_autocast(self, device):
-        gate, up, _ = make((4, 64), torch.float32, device)
-        weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
-        with torch.autocast(device, torch.bfloat16):
-            out = self.linear(gate, up, weight, bias)
-        assert out.dtype == torch.bfloat16
-        assert torch.equal(out, self.linear(*(t.bfloat16() for t in (gate, up, weight, bias))))
-        gradients = torch.autograd.grad(out, [gate, up, weight, bias], grad.bfloat16())
-        assert all(g.dtype == torch.float32 for g in gradients)
-
-    @pytest.mark.library
-    def test_backward_may_run_inside_autocast(self, device):
-        gate, up, _ = make((4, 64), torch.float32, device)
-        weight, bias, grad = parameters_of_linear(64, (4,), torch.float32, device)
-        wanted = [gate, up, weight, bias]
-        out = self.linear(*wanted)
-        expected = torch.autograd.grad(out, wanted, grad, retain_graph=True)
-        with torch.autocast(device, torch.bfloat16):
-            assert equal(torch.autograd.grad(out, wanted, grad), expected)
 
     def test_autocast_promotes_like_multiplication(self, device):
         gate, up, _ = make((4, 64), torch.bfloat16, device)
@@ -510,12 +336,6 @@ class GatedTests:
         change, bias, message = self.LINEAR_ERRORS[case]
         with pytest.raises(RuntimeError, match=f"{self.stem}_linear: {message}.*got "):
             self.linear(torch.ones(2, 8), torch.ones(2, 8), change(torch.ones(3, 8)), bias)
-
-    @pytest.mark.gpu
-    def test_double_on_cuda_is_refused(self):
-        x = torch.ones(2, 8, device="cuda", dtype=torch.float64)
-        with pytest.raises(RuntimeError, match="gate must be float32, float16 or bfloat16"):
-            self.op(x, x)
 
     @pytest.fixture(scope="class")
     def interpreted(self, request, tmp_path_factory):

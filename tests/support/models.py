@@ -61,16 +61,21 @@ SPLIT = dict(group=SOLO, classes=VOCABULARY)
 ROWS = [
     Row("rms_norm", NORM, SCALE),
     Row("rms_norm", NORM, SCALE, dict(eps=1e-5, offset=1.0, casting_mode="gemma")),
+    Row("rms_norm", NORM),
     Row("fused_add_rms_norm", ADD_NORM, SCALE),
     Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
+    Row("layer_norm", NORM, dict(bias=(WIDTH,))),
     Row("rope", ROPE),
     Row("rope", ROPE, {}, dict(interleaved=True)),
+    Row("rope", ROPE | dict(cos=(3, *ANGLES), sin=(3, *ANGLES)), {}, dict(mrope_section=[1, 1, 2])),
     Row("rope_freqs_cis", dict(q=QUERY, k=QUERY, freqs_cis=("S", SIZE // 2))),
     Row("qk_norm_rope", ROPE, HEAD_NORMS),
     Row("qk_norm_rope", ROPE, HEAD_NORMS, dict(offset=1.0, casting_mode="gemma", interleaved=True)),
+    Row("qk_norm_rope", ROPE, {}, dict(q_weight=None, k_weight=None)),
     Row("swiglu", GATED),
     Row("swiglu_packed", dict(gate_up=PACKED)),
     Row("swiglu_linear", GATED, DOWN),
+    Row("swiglu_linear", GATED, HEAD),
     Row("geglu", GATED),
     Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
     Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
@@ -91,8 +96,20 @@ ROWS = [
     Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
     Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3)),
     Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3, score="sigmoid", groups=4, top_groups=2, statistics=True)),
+    Row(
+        "moe_router",
+        dict(logits=LOGITS, token_weight=TARGET),
+        dict(bias=(VOCABULARY,)),
+        dict(top_k=2, normalize=False, statistics=True),
+    ),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, dict(reduction="none", softcap=20.0)),
+    Row(
+        "fused_linear_cross_entropy",
+        LINEAR_LOSS | dict(token_weight=TARGET),
+        DOWN | dict(ce_weight=(VOCABULARY,)),
+        dict(reduction="sum", label_smoothing=0.1),
+    ),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
     Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(reduction="mean", beta=0.5)),
@@ -155,7 +172,7 @@ def inputs_of(
 ) -> tuple[Tensor, ...]:
     def make(name: str, shape: tuple) -> Tensor:
         sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
-        if shape == TARGET:
+        if shape == TARGET and name != "token_weight":
             return torch.randint(VOCABULARY, sizes, device=device)
         if name == "index":
             return torch.randint(EXPERTS, sizes, device=device)

@@ -53,3 +53,19 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     if len(names) == 1:
         return pytest.mark.parametrize(names[0], [case[0] for case in cases], ids=str)
     return pytest.mark.parametrize(names, cases, ids=["-".join(map(str, case)) for case in cases])
+
+
+def sizes_by_device(cpu: Iterable[Any], cuda: Iterable[Any], **axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """`pairwise` over these axes and the size n, with own sizes on each device: CPU code has no tiles."""
+    cases = []
+    for device, sizes, marks in (("cpu", cpu, ()), ("cuda", cuda, pytest.mark.gpu)):
+        values = [list(values) for values in (sizes, *axes.values())]
+        for row in rows([len(v) for v in values]):
+            case = [device, *(v[i] for v, i in zip(values, row))]
+            cases.append(pytest.param(*case, marks=marks, id="-".join(map(str, case))))
+    return pytest.mark.parametrize(["device", "n", *axes], cases)
+
+
+def either_or_both(layouts: Iterable[str]) -> list[tuple[str, str]]:
+    """Layouts of two tensors: each with the other contiguous, and the same for both."""
+    return [pair for one in layouts for pair in ((one, "contiguous"), ("contiguous", one), (one, one))]

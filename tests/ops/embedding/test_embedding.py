@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from checks import (
     CPU_DTYPES,
-    OPCHECKS,
     assert_no_worse,
     check_deterministic,
     check_no_double_backward,
@@ -18,6 +17,7 @@ from checks import (
     served_by,
 )
 from hypothesis import strategies as st
+from pairs import pairwise, sizes_by_device
 from torch import Tensor
 
 import liger_ops
@@ -47,19 +47,16 @@ def check(inputs, grads, *options):
     assert_no_worse("d weight", ours[1], eager[1], oracle[1])
 
 
-@pytest.mark.parametrize("n", [1, 7, 64, 130, 1000, 4096])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), FEW, MANY])
+@sizes_by_device(cpu=[1, 130], cuda=[1, 7, 64, 130, 1000, 4096], dtype=CPU_DTYPES, shape=[(), (1,), FEW, MANY])
 def test_sizes(shape, n, dtype, device):
     inputs, grads = make(shape, n, dtype, device)
     check(inputs, grads)
 
 
-@pytest.mark.parametrize("shape, n", [((0,), 8), ((2, 0), 8), (FEW, 0), (MANY, 0)])
-def test_empty(shape, n, device):
-    (input, weight), grads = make(shape, n, torch.float32, device)
+def test_many_indices_of_a_weight_without_columns(device):
+    (input, weight), grads = make(MANY, 0, torch.float32, device)
     out, dweight = gradients(embedding, [input, weight], grads)
-    assert out.shape == (*shape, n) and dweight.shape == weight.shape and not dweight.any()
+    assert out.shape == (*MANY, 0) and dweight.shape == weight.shape
 
 
 @pytest.mark.gpu
@@ -87,9 +84,7 @@ def test_cpu_path():
         gradients(embedding, inputs, grads)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("padding_idx", [None, 0, 7, -1, -CLASSES])
-@pytest.mark.parametrize("shape", [FEW, MANY])
+@pairwise(index_dtype=[torch.int64, torch.int32], padding_idx=[None, 0, 7, -1, -CLASSES], shape=[FEW, MANY])
 def test_options(shape, padding_idx, index_dtype, device):
     inputs, grads = make(shape, 24, torch.float32, device, index_dtype=index_dtype)
     inputs[0].view(-1)[::3] = 0 if padding_idx is None else padding_idx % CLASSES
@@ -113,7 +108,8 @@ def test_layouts(shape, device):
     check([input, weight], expanded)
 
 
-def test_common_operator_checks(device):
+def test_gradients_of_many_indices(device):
+    """test_every_operator.py makes these checks with few indices."""
     inputs, grads = make(MANY, 24, torch.float32, device)
     check_reads_only(embedding, inputs, grads)
     check_deterministic(embedding, inputs, grads)
@@ -126,14 +122,6 @@ def test_frozen_weights(device):
     assert not embedding(input, weight.detach()).requires_grad
     with torch.no_grad():
         assert not embedding(input, weight).requires_grad
-
-
-@pytest.mark.parametrize("shape", [FEW, MANY])
-def test_opcheck(shape, device):
-    inputs, grads = make(shape, 24, torch.float32, device)
-    torch.library.opcheck(embedding.default, (*inputs, 3), test_utils=OPCHECKS)
-    bwd = torch.ops.liger._embedding_bwd.default
-    torch.library.opcheck(bwd, (grads[0], inputs[0], CLASSES, 3), test_utils=OPCHECKS)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,11 @@ from gated import GatedTests
 from torch import Tensor
 
 
-class Module(torch.nn.Module):
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.ops.liger.geglu(gate, up, approximate="none")
-
-
 class TestGeglu(GatedTests):
     op, packed, stem = torch.ops.liger.geglu, torch.ops.liger.geglu_packed, "geglu"
     linear = torch.ops.liger.geglu_linear
     choices = [{"approximate": "tanh"}, {"approximate": "none"}]
     kernel_flags = [(1,), (0,)]
-    module = Module
 
     @staticmethod
     def reference(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:

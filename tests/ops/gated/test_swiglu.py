@@ -6,17 +6,11 @@ from gated import GatedTests
 from torch import Tensor
 
 
-class Module(torch.nn.Module):
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.ops.liger.swiglu(gate, up)
-
-
 class TestSwiglu(GatedTests):
     op, packed, stem = torch.ops.liger.swiglu, torch.ops.liger.swiglu_packed, "swiglu"
     linear = torch.ops.liger.swiglu_linear
     choices = [{}]
     kernel_flags = [()]
-    module = Module
 
     @staticmethod
     def reference(gate: Tensor, up: Tensor) -> Tensor:

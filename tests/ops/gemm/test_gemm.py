@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from checks import assert_no_worse, has_hopper_kernels
+from pairs import pairwise
 from stub_cuda import LIBRARIES, ROOT
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +29,10 @@ def operands(rows, depth, columns, dtype, device, transpose=(False, False)):
     return a.t() if transpose[0] else a, b.t() if transpose[1] else b
 
 
-@pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pairwise(
+    transpose=[(False, False), (True, False), (False, True), (True, True)],
+    dtype=[torch.float32, torch.float16, torch.bfloat16, torch.float64],
+)
 def test_small_gemms(dtype, transpose, device):
     a, b = operands(5, 7, 3, dtype, device, transpose)
     assert torch.equal(torch.ops.liger._mm(a, b), a @ b)
@@ -49,10 +52,6 @@ def test_errors():
             torch.ops.liger._mm(a, b)
     with pytest.raises(RuntimeError, match="_mm: a must be a matrix"):
         torch.ops.liger._mm(a[0], a)
-
-
-def test_opcheck(device):
-    torch.library.opcheck(torch.ops.liger._mm, operands(4, 8, 3, torch.float32, device))
 
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 2), (1, 0)], ids=str)
@@ -220,9 +219,11 @@ def multiply(tmp_path_factory):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("refuse", [False, True], ids=["", "refused"])
-@pytest.mark.parametrize("into", ["rows", "columns"])
-@pytest.mark.parametrize("transpose", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pairwise(
+    transpose=[(False, False), (True, False), (False, True), (True, True)],
+    into=["rows", "columns"],
+    refuse=[False, True],
+)
 def test_planned_and_remaining_parts_give_the_full_result(multiply, transpose, into, refuse):
     """Rows of every tensor are padded with NaN; the padding is neither read nor written."""
 

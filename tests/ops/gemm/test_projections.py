@@ -168,7 +168,6 @@ def test_the_private_operator(device):
     grads = [torch.randn(5, n, device=device) for n in (8, 4)]
     weights = [torch.randn(n, 6, device=device) for n in (8, 4)]
     op = torch.ops.liger._projections_grad
-    torch.library.opcheck(op.default, (grads, weights))
     kept = [t.clone() for t in grads + weights]
     torch.testing.assert_close(op(grads, weights), grads[0] @ weights[0] + grads[1] @ weights[1])
     assert all(torch.equal(a, b) for a, b in zip(grads + weights, kept))

@@ -6,21 +6,13 @@ import torch.nn.functional as F
 from checks import (
     CPU_DTYPES,
     LAYOUTS,
-    OPCHECKS,
     ROWS_AND_PARAMETERS,
     assert_no_worse,
-    check_deterministic,
-    check_export,
-    check_inductor,
-    check_no_double_backward,
-    check_one_graph,
     check_op,
-    check_reads_only,
-    check_script,
-    check_second_backward,
     more_rows_than_any_limit,
     sizes_around_tiles,
 )
+from pairs import either_or_both, pairwise, sizes_by_device
 from strategies import may_be_float32
 from torch import Tensor
 
@@ -52,8 +44,7 @@ SIZES = sorted(
 PRESENT = {"weight and bias": (True, True), "weight": (True, False), "bias": (False, True), "neither": (False, False)}
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@sizes_by_device(cpu=[1, 7, 130, 1000, 11008], cuda=SIZES, dtype=CPU_DTYPES)
 def test_sizes(n, dtype, device):
     inputs, grads = make((5, n), dtype, device)
     check_op(layer_norm, reference, inputs, grads, device)
@@ -69,36 +60,30 @@ def test_many_rows(n, dtype, parameter_dtype):
     check_op(layer_norm, reference, inputs, grads, "cuda")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [100_000, 262_144])
-def test_rows_wider_than_the_register_file(n, device):
-    inputs, grads = make((3, n), torch.bfloat16, device)
-    check_op(layer_norm, reference, inputs, grads, device)
+def test_rows_wider_than_the_register_file(n):
+    inputs, grads = make((3, n), torch.bfloat16, "cuda")
+    check_op(layer_norm, reference, inputs, grads, "cuda")
 
 
-@pytest.mark.parametrize("present", PRESENT)
-@pytest.mark.parametrize("parameter_dtype", [None, torch.float32])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+@pairwise(present=PRESENT, parameter_dtype=[None, torch.float32], dtype=CPU_DTYPES, eps=[1e-5, 1e-2])
 def test_options(dtype, parameter_dtype, present, eps, device):
     inputs, grads = make((3, 4, 96), dtype, device, parameter_dtype, present=PRESENT[present])
     check_op(lambda *a: layer_norm(*a, eps), lambda *a: reference(*a, eps), inputs, grads, device)
 
 
-@pytest.mark.parametrize("needs_x", [True, False])
-@pytest.mark.parametrize("needs_weight", [True, False])
-@pytest.mark.parametrize("needs_bias", [True, False])
-@pytest.mark.parametrize("present", PRESENT)
-@pytest.mark.parametrize("n", [160, 131])
+@pairwise(present=PRESENT, needs_x=[True, False], needs_weight=[True, False], needs_bias=[True, False], n=[160, 131])
 def test_only_required_gradients(needs_x, needs_weight, needs_bias, present, n, device):
     inputs, grads = make((6, n), torch.float32, device, None, (needs_x, needs_weight, needs_bias), PRESENT[present])
     check_op(layer_norm, reference, inputs, grads, device)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("grad_layout", ["contiguous", *LAYOUTS])
+@pytest.mark.parametrize("layout, grad_layout", either_or_both(LAYOUTS))
 def test_layouts(layout, grad_layout, device):
     (x, weight, bias), (grad,) = make((3, 2, 5, 64), torch.bfloat16, device)
-    x = LAYOUTS[layout](x.detach()).requires_grad_()
+    if layout != "contiguous":
+        x = LAYOUTS[layout](x.detach()).requires_grad_()
     if grad_layout != "contiguous":
         grad = LAYOUTS[grad_layout](grad)
     check_op(layer_norm, reference, [x, weight, bias], [grad], device)
@@ -130,45 +115,11 @@ def test_a_constant_row_becomes_the_bias(device):
     assert torch.equal(y, bias.expand(2, 64))
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 8), (0,), (8,)])
-def test_empty_and_one_dimensional(shape, device):
-    inputs, grads = make(shape, torch.float32, device)
-    y = layer_norm(*inputs)
-    assert y.shape == inputs[0].shape
-    dx, *parameters = torch.autograd.grad(y, inputs, grads)
-    assert dx.shape == inputs[0].shape and all(p.shape == shape[-1:] for p in parameters)
-    if inputs[0].numel() == 0:
-        assert not any(p.any() for p in parameters)
-
-
 def test_nan_and_infinity_propagate(device):
     x = torch.randn(3, 64, device=device)
     x[0, 5], x[1, 7] = float("nan"), float("inf")
     y = layer_norm(x, torch.ones(64, device=device))
     assert y[:2].isnan().all() and y[2].isfinite().all()
-
-
-def test_inputs_are_not_written(device):
-    check_reads_only(layer_norm, *make((4, 256), torch.float32, device))
-
-
-def test_runs_are_bitwise_equal(device):
-    check_deterministic(layer_norm, *make((1000, 1024), torch.bfloat16, device))
-
-
-def test_retain_graph_and_second_backward(device):
-    check_second_backward(layer_norm, *make((4, 64), torch.float32, device))
-
-
-def test_double_backward_is_refused(device):
-    check_no_double_backward("layer_norm", layer_norm, *make((4, 64), torch.float32, device))
-
-
-def test_forward_mode_is_refused(device):
-    with torch.autograd.forward_ad.dual_level():
-        x = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
-        with pytest.raises(RuntimeError, match="layer_norm: forward-mode"):
-            layer_norm(x)
 
 
 @pytest.mark.parametrize("present", PRESENT)
@@ -181,50 +132,6 @@ def test_gradcheck(present):
         "neither": lambda x: layer_norm(x),
     }[present]
     assert torch.autograd.gradcheck(function, [t for t in (x, weight, bias) if t is not None])
-
-
-@pytest.mark.parametrize("present", PRESENT)
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_opcheck(present, requires_grad, device):
-    inputs, _ = make((4, 16), torch.float32, device, needs_grad=(requires_grad,) * 3, present=PRESENT[present])
-    torch.library.opcheck(layer_norm.default, tuple(inputs), dict(eps=1e-4), test_utils=OPCHECKS)
-
-
-def test_compile_makes_one_graph_for_all_sizes(device):
-    calls = [make(shape, torch.float32, device) for shape in [(4, 64), (6, 128), (10, 256)]]
-    check_one_graph(lambda *inputs: layer_norm(*inputs) * 2, calls)
-
-
-def test_inductor(device):
-    inputs, grads = make((4, 64), torch.float32, device)
-    check_inductor(lambda x, w, b: layer_norm(x + 1, w, b).relu(), inputs, grads)
-
-
-class Module(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(32))
-        self.bias = torch.nn.Parameter(torch.randn(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.liger.layer_norm(x, self.weight, self.bias, 1e-5)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
-    inputs, others = ([torch.randn(batch, 32, device=device)] for batch in (4, 9))
-    check_export(layer_norm, Module().to(device), inputs, others, strict)
-
-
-def test_script(device, tmp_path):
-    calls = [[torch.randn(shape, device=device, requires_grad=True)] for shape in [(4, 32), (2, 3, 32)]]
-    check_script(Module().to(device), calls, tmp_path / "module.pt")
-
-
-def test_meta():
-    x = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16).transpose(0, 1)
-    y = layer_norm(x, torch.empty(64, device="meta"), torch.empty(64, device="meta"))
-    assert (y.shape, y.stride(), y.dtype, y.device.type) == (x.shape, x.stride(), x.dtype, "meta")
 
 
 @pytest.mark.gpu
@@ -274,8 +181,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-@pytest.mark.parametrize("requires_grad", [True, False])
+@pairwise(case=ERRORS, requires_grad=[True, False])
 def test_errors(case, requires_grad):
     arguments, message = ERRORS[case]
     arguments = [
@@ -283,12 +189,6 @@ def test_errors(case, requires_grad):
     ]
     with pytest.raises(RuntimeError, match=f"layer_norm: {message}.*got "):
         layer_norm(*arguments)
-
-
-@pytest.mark.gpu
-def test_double_on_cuda_is_refused():
-    with pytest.raises(RuntimeError, match="x must be float32, float16 or bfloat16"):
-        layer_norm(torch.ones(2, 8, device="cuda", dtype=torch.float64))
 
 
 INTERPRETED = """

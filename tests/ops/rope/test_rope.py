@@ -1,28 +1,18 @@
 """rope and rope_freqs_cis against the formula in fp64."""
 
-import operator
-
 import pytest
 import torch
 from checks import (
     CPU_DTYPES,
     HALF_TYPES,
-    OPCHECKS,
     assert_no_worse,
-    check_deterministic,
-    check_inductor,
-    check_no_double_backward,
-    check_one_graph,
     check_op,
-    check_reads_only,
-    check_script,
-    check_second_backward,
     path_taken,
 )
 from hypothesis import strategies as st
+from pairs import pairwise, sizes_by_device
 from rotations import ANGLE_LAYOUTS, LAYOUTS, Probe, angles, heads, reference, reference_freqs_cis
 from strategies import may_be_float32
-from torch import Tensor
 
 rope, rope_freqs_cis = torch.ops.liger.rope, torch.ops.liger.rope_freqs_cis
 
@@ -48,35 +38,40 @@ def check(q, k, cos, sin, grads, device, **options):
 
 # Head sizes of models, sizes between powers of two, one wider than any tile, and sizes with fewer pairs than a vector
 # has elements.
-@pytest.mark.parametrize("size", [2, 6, 20, 32, 64, 80, 96, 112, 128, 192, 256, 320])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_head_sizes(size, interleaved, dtype, device):
-    q, k, cos, sin, grads = make(2, 5, 2, 3, size, dtype, device)
+@sizes_by_device(
+    cpu=[2, 6, 96, 320],
+    cuda=[2, 6, 20, 32, 64, 80, 96, 112, 128, 192, 256, 320],
+    interleaved=[False, True],
+    dtype=CPU_DTYPES,
+)
+def test_head_sizes(n, interleaved, dtype, device):
+    q, k, cos, sin, grads = make(2, 5, 2, 3, n, dtype, device)
     check(q, k, cos, sin, grads, device, interleaved=interleaved)
 
 
-@pytest.mark.parametrize(
-    "size,rotated", [(128, 64), (128, 32), (80, 32), (96, 24), (100, 20), (64, 2), (256, 64), (33, 32)]
+# n: head size and rotated columns.
+@sizes_by_device(
+    cpu=[(128, 32), (100, 20), (64, 2), (33, 32)],
+    cuda=[(128, 64), (128, 32), (80, 32), (96, 24), (100, 20), (64, 2), (256, 64), (33, 32)],
+    interleaved=[False, True],
+    dtype=CPU_DTYPES,
 )
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_partial_rotation(size, rotated, interleaved, dtype, device):
-    q, k, cos, sin, grads = make(2, 3, 1, 4, size, dtype, device, rotated)
+def test_partial_rotation(n, interleaved, dtype, device):
+    q, k, cos, sin, grads = make(2, 3, 1, 4, n[0], dtype, device, n[1])
     check(q, k, cos, sin, grads, device, interleaved=interleaved)
 
 
 # Multi-head, grouped-query and multi-query attention, counts that do not fill a tile, and more heads in k than in q.
-@pytest.mark.parametrize("q_heads,k_heads", [(32, 8), (8, 8), (71, 1), (7, 3), (1, 1), (2, 9)])
-@pytest.mark.parametrize("batch,sequence", [(1, 1), (2, 17), (3, 1)])
+@pytest.mark.parametrize(
+    "q_heads, k_heads, batch, sequence",
+    [(32, 8, 2, 17), (8, 8, 3, 1), (71, 1, 1, 1), (7, 3, 2, 17), (1, 1, 3, 1), (2, 9, 2, 17)],
+)
 def test_head_counts(q_heads, k_heads, batch, sequence, device):
     q, k, cos, sin, grads = make(batch, q_heads, k_heads, sequence, 64, torch.bfloat16, device)
     check(q, k, cos, sin, grads, device)
 
 
-@pytest.mark.parametrize("angle_batch", [1, 3])
-@pytest.mark.parametrize("own_dtype", [False, True])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(angle_batch=[1, 3], own_dtype=[False, True], dtype=CPU_DTYPES)
 def test_angles(dtype, own_dtype, angle_batch, device):
     angle_dtype = dtype if own_dtype else torch.float32
     q, k, cos, sin, grads = make(3, 4, 2, 5, 64, dtype, device, None, angle_dtype, angle_batch)
@@ -93,11 +88,11 @@ def test_layouts_of_angles(layout, device):
     check(q, k, ANGLE_LAYOUTS[layout](cos), sin if layout != "expanded" else sin[:1].expand_as(sin), grads, device)
 
 
-@pytest.mark.parametrize("q_layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "k_layout", ["positions first", "heads first", "slice of a fused projection", "strided columns"]
+@pairwise(
+    q_layout=LAYOUTS,
+    k_layout=["positions first", "heads first", "slice of a fused projection", "strided columns"],
+    grad_layout=["positions first", "heads first", "strided columns", "expanded heads"],
 )
-@pytest.mark.parametrize("grad_layout", LAYOUTS)
 def test_layouts(q_layout, k_layout, grad_layout, device):
     q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.bfloat16, device)
     q, k = (LAYOUTS[layout](t.detach()).requires_grad_() for layout, t in ((q_layout, q), (k_layout, k)))
@@ -115,10 +110,13 @@ def test_results_and_gradients_preserve_the_layout(layout, grad_layout, device):
     assert all(g.stride() == t.stride() for g, t in zip(got, (q, k)))
 
 
-@pytest.mark.parametrize("sections,size", [((16, 24, 24), 128), ((8, 12, 12), 64), ((3, 0, 5), 16), ((8, 8, 16), 80)])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("angle_batch", [None, 1, 2])
-def test_multimodal_sections(sections, size, interleaved, angle_batch, device):
+@pairwise(
+    sections_and_size=[((16, 24, 24), 128), ((8, 12, 12), 64), ((3, 0, 5), 16), ((8, 8, 16), 80)],
+    interleaved=[False, True],
+    angle_batch=[None, 1, 2],
+)
+def test_multimodal_sections(sections_and_size, interleaved, angle_batch, device):
+    sections, size = sections_and_size
     rotated = 2 * sum(sections)
     q, k, _, _, grads = make(2, 4, 2, 5, size, torch.bfloat16, device)
     shape = (3, 5, rotated) if angle_batch is None else (3, angle_batch, 5, rotated)
@@ -126,10 +124,9 @@ def test_multimodal_sections(sections, size, interleaved, angle_batch, device):
     check(q, k, cos, sin, grads, device, interleaved=interleaved, mrope_section=list(sections))
 
 
-@pytest.mark.parametrize("size,rotated", [(128, 128), (64, 32), (80, 80), (20, 6)])
-@pytest.mark.parametrize("angle_batch", [None, 1, 2])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_complex_angles(size, rotated, angle_batch, dtype, device):
+@pairwise(size_and_rotated=[(128, 128), (64, 32), (80, 80), (20, 6)], angle_batch=[None, 1, 2], dtype=CPU_DTYPES)
+def test_complex_angles(size_and_rotated, angle_batch, dtype, device):
+    size, rotated = size_and_rotated
     q, k, _, _, grads = make(2, 4, 2, 5, size, dtype, device)
     shape = (5, rotated // 2) if angle_batch is None else (angle_batch, 5, rotated // 2)
     freqs_cis = torch.complex(*angles(*shape, device=device))
@@ -191,11 +188,6 @@ def test_one_result_may_be_unused(used, device):
     assert ours[1 - used] is None
 
 
-def test_inputs_are_not_written(device):
-    *inputs, grads = make(2, 4, 2, 5, 32, torch.float32, device)
-    check_reads_only(rope, inputs, grads)
-
-
 @pytest.mark.parametrize("rotated", [32, 16])
 @pytest.mark.parametrize("retain", [False, True])
 def test_backward_rotates_unreferenced_gradients_in_place(rotated, retain, device):
@@ -222,30 +214,6 @@ def test_a_referenced_gradient_is_unchanged(device):
         torch.testing.assert_close(g, expected)
 
 
-def test_runs_are_bitwise_equal(device):
-    *inputs, grads = make(2, 8, 2, 100, 64, torch.bfloat16, device)
-    check_deterministic(rope, inputs, grads)
-
-
-def test_retain_graph_and_second_backward(device):
-    *inputs, grads = make(2, 4, 2, 5, 32, torch.float32, device)
-    check_second_backward(rope, inputs, grads)
-
-
-def test_double_backward_is_refused(device):
-    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
-    check_no_double_backward("rope", rope, [q, k, cos, sin], grads)
-    check_no_double_backward("rope_freqs_cis", rope_freqs_cis, [q, k, torch.complex(cos, sin)[..., :16]], grads)
-
-
-def test_forward_mode_is_refused(device):
-    q, k, cos, sin, _ = make(1, 2, 1, 3, 8, torch.float32, device)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q.detach(), q.detach())
-        with pytest.raises(RuntimeError, match="rope: forward-mode"):
-            rope(dual, k, cos, sin)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated,sections", [(8, None), (4, None), (8, [1, 1, 2])])
 def test_gradcheck(interleaved, rotated, sections):
@@ -260,80 +228,6 @@ def test_gradcheck_complex():
     q, k = (heads(2, h, 3, 8, torch.float64, "cpu") for h in (2, 1))
     freqs_cis = torch.complex(*angles(3, 3, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda q, k: rope_freqs_cis(q, k, freqs_cis), [q, k])
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"mrope_section": [1, 1, 2]}])
-def test_opcheck(requires_grad, options, device):
-    q, k, cos, sin, grads = make(2, 4, 2, 5, 16, torch.float32, device, 8)
-    if "mrope_section" in options:
-        cos, sin = angles(3, 1, 5, 8, device=device)
-    q, k = (t.detach().requires_grad_(requires_grad) for t in (q, k))
-    torch.library.opcheck(rope.default, (q, k, cos, sin), options, test_utils=OPCHECKS)
-    contiguous = [t.detach().contiguous().requires_grad_(requires_grad) for t in (q, k)]
-    torch.library.opcheck(rope.default, (*contiguous, cos, sin), options, test_utils=OPCHECKS)
-    arguments = (cos, sin, options.get("interleaved", False), options.get("mrope_section"))
-    torch.library.opcheck(
-        torch.ops.liger._rope_bwd.default, (*grads, *arguments, q.stride(), k.stride()), test_utils=OPCHECKS
-    )
-    torch.library.opcheck(
-        torch.ops.liger._rope_bwd_.default, (*(g.clone() for g in grads), *arguments), test_utils=OPCHECKS
-    )
-
-
-def test_opcheck_complex(device):
-    q, k, cos, sin, _ = make(2, 4, 2, 5, 16, torch.float32, device, 8)
-    torch.library.opcheck(rope_freqs_cis.default, (q, k, torch.complex(cos, sin)), test_utils=OPCHECKS)
-
-
-def attention_input(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (B, S, 6 * 16), a fused projection of 4 heads of q and 2 of k."""
-    q, k = x.unflatten(-1, (6, 16)).transpose(1, 2).split((4, 2), 1)
-    q, k = torch.ops.liger.rope(q, k, cos, sin)
-    return torch.cat((q, k), 1).transpose(1, 2).flatten(-2)
-
-
-def projected(batch, sequence, device):
-    x, grad = (torch.randn(batch, sequence, 96, device=device) for _ in range(2))
-    return [x.requires_grad_(), *angles(1, sequence, 16, device=device)], [grad]
-
-
-def test_compile_makes_one_graph_for_all_sizes(device):
-    check_one_graph(attention_input, [projected(*sizes, device) for sizes in [(2, 7), (3, 12), (5, 33)]])
-
-
-def test_inductor(device):
-    check_inductor(lambda x, c, s: attention_input(x + 1, c, s).relu(), *projected(2, 7, device))
-
-
-class Module(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.liger.rope(q, k, cos, sin, interleaved=True)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_keeps_the_op_and_the_sizes_dynamic(strict, device):
-    batch, sequence = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("sequence", min=2, max=4096)
-    shapes = ({0: batch, 2: sequence}, {0: batch, 2: sequence}, {1: sequence}, {1: sequence})
-    example = make(3, 4, 2, 5, 16, torch.float32, device)[:4]
-    exported = torch.export.export(Module(), tuple(t.detach() for t in example), dynamic_shapes=shapes, strict=strict)
-    for program in (exported, exported.run_decompositions()):
-        targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-        assert set(targets) == {rope.default, operator.getitem}
-        inputs = [t.detach() for t in make(7, 4, 2, 9, 16, torch.float32, device)[:4]]
-        assert all(torch.equal(a, b) for a, b in zip(program.module()(*inputs), Module()(*inputs)))
-
-
-def test_script(device, tmp_path):
-    calls = [make(*sizes, 16, torch.float32, device)[:4] for sizes in [(1, 4, 2, 5), (2, 4, 2, 9)]]
-    check_script(Module(), calls, tmp_path / "module.pt")
-
-
-def test_meta():
-    q, k = (torch.empty(2, 5, h, 16, device="meta", dtype=torch.bfloat16).transpose(1, 2) for h in (4, 2))
-    cos = torch.empty(1, 5, 8, device="meta")
-    for t, out in zip((q, k), rope(q, k, cos, cos)):
-        assert (out.shape, out.stride(), out.dtype, out.device.type) == (t.shape, t.stride(), t.dtype, "meta")
 
 
 def test_autocast_promotes_like_multiplication(device):
@@ -432,13 +326,6 @@ def test_complex_errors(case):
     q, k = (arguments()[name] for name in "qk")
     with pytest.raises(RuntimeError, match=f"rope_freqs_cis: freqs_cis must {message}.*got "):
         rope_freqs_cis(q, k, freqs_cis)
-
-
-@pytest.mark.gpu
-def test_double_on_cuda_is_refused():
-    q, k, cos, sin, _ = make(1, 2, 1, 3, 8, torch.float64, "cuda")
-    with pytest.raises(RuntimeError, match="q must be float32, float16 or bfloat16"):
-        rope(q, k, cos, sin)
 
 
 def vary(draw, arguments):

@@ -1,0 +1,303 @@
+"""What every operator must do, for every row of models.py: a new operator needs no own tests of these properties.
+
+Its results and gradients are compared with its formula in its own file and in test_properties.py. Export has its own
+file, as have transforms (test_func.py), compiled autograd and tensors without memory (test_memory.py).
+"""
+
+import re
+
+import pytest
+import torch
+from checks import (
+    OPCHECKS,
+    check_deterministic,
+    check_inductor,
+    check_no_double_backward,
+    check_one_graph,
+    check_reads_only,
+    check_second_backward,
+    equal,
+    like,
+    wanted_of,
+)
+from models import ROWS, WIDTH, outputs
+from operator_calls import OPERATORS, copied, samples
+from rows import Bound, bind, each_row, in_tiers
+from torch import Tensor
+
+from liger_ops.reference import operators
+
+
+def results(call: Bound, tensors: list[Tensor] | None = None) -> list[Tensor]:
+    """All results, and the gradients of the differentiable ones for an upstream gradient of ones."""
+    tensors = call.tensors if tensors is None else tensors
+    found = call.op(*tensors)
+    slopes = [torch.ones_like(r) for r in found if r.requires_grad]
+    return [*found, *torch.autograd.grad([r for r in found if r.requires_grad], wanted_of(tensors), slopes)]
+
+
+# ---- PyTorch's own checks
+
+
+def learned_only(call: Bound, which: str) -> list[Tensor]:
+    """ "all", "none" or "first": which of the tensors that may require a gradient do."""
+    first = next(t for t in call.tensors if t.requires_grad)
+    wanted = dict(all=call.tensors, none=(), first=[first])[which]
+    return [t.detach().requires_grad_(t.requires_grad and any(t is w for w in wanted)) for t in call.tensors]
+
+
+@in_tiers()
+@pytest.mark.parametrize(
+    "learned", ["all", *(pytest.param(some, marks=pytest.mark.thorough) for some in ("none", "first"))]
+)
+def test_opcheck(row, learned, device):
+    bound = bind(row, device)
+    named = dict(zip(bound.names, learned_only(bound, learned)))
+    if row.op.endswith("_"):
+        named["logits"] = named["logits"].detach()  # opcheck would overwrite a leaf
+    torch.library.opcheck(getattr(torch.ops.liger, row.op).default, (), named | row.options, test_utils=OPCHECKS)
+
+
+# These return rows that they do not write, which opcheck would compare.
+UNWRITTEN = ("_moe_experts_fwd", "_moe_experts_sorted_fwd")
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op.startswith("_")])
+@pytest.mark.library
+def test_opcheck_of_private_operators(op, device):
+    arguments = copied(op, samples()[op], device)
+    checks = [name for name in OPCHECKS if op not in UNWRITTEN or name != "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(getattr(torch.ops.liger, op).default, (), arguments, test_utils=checks)
+
+
+# ---- Autograd
+
+
+@each_row
+def test_inputs_are_not_written(row, device):
+    bound = bind(row, device)
+    check_reads_only(bound.differentiable, bound.tensors, bound.upstream())
+
+
+@each_row
+def test_runs_are_bitwise_equal(row, device):
+    """With enough rows for several threads and programs."""
+    bound = bind(row, device, batch=40, length=25)
+    check_deterministic(bound.differentiable, bound.tensors, bound.upstream())
+
+
+@each_row
+def test_retain_graph_and_second_backward(row, device):
+    bound = bind(row, device)
+    check_second_backward(bound.differentiable, bound.tensors, bound.upstream())
+
+
+@each_row
+@pytest.mark.library
+def test_double_backward_is_refused(row, device):
+    bound = bind(row, device)
+    family = re.sub("(_with_.*|_sorted)$", "", row.op)  # variants that share a backward
+    check_no_double_backward(family, bound.differentiable, bound.tensors, bound.upstream())
+
+
+@each_row
+@pytest.mark.library
+def test_forward_mode_is_refused(row, device):
+    """For a tangent of any tensor."""
+    bound = bind(row, device)
+    for i, t in enumerate(bound.tensors):
+        if not t.requires_grad:
+            continue
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(t.detach(), torch.ones_like(t))
+            tensors = [dual if i == j else other.detach() for j, other in enumerate(bound.tensors)]
+            with pytest.raises(RuntimeError, match=f"{row.op.removesuffix('_')}.*: forward-mode"):
+                bound.op(*tensors)
+
+
+# ---- Shapes and dtypes
+
+
+def check_formula(bound: Bound, tensors: list[Tensor]) -> None:
+    ours = results(bound, tensors)
+    theirs = results(bound._replace(op=bound.formula), tensors)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype or not a.is_floating_point()
+        torch.testing.assert_close(a, b.to(a.dtype), equal_nan=True)
+
+
+@each_row
+@pytest.mark.parametrize("batch, length", [(0, 5), (3, 0), (0, 0)])
+def test_empty(row, batch, length, device):
+    bound = bind(row, device, batch, length)
+    check_formula(bound, bound.tensors)
+
+
+OF_ROWS = [row for row in ROWS if operators()[row.op].rows]
+
+
+@in_tiers(OF_ROWS)
+def test_rows_without_columns(row, device):
+    def narrow(shapes):
+        return {name: tuple(0 if n in (WIDTH, 2 * WIDTH) else n for n in shape) for name, shape in shapes.items()}
+
+    bound = bind(row._replace(inputs=narrow(row.inputs), parameters=narrow(row.parameters)), device)
+    check_formula(bound, bound.tensors)
+
+
+WITHOUT_HEADS = [row for row in ROWS if all(shape[:2] == ("B", "S") for shape in row.inputs.values())]
+
+
+@in_tiers([row for row in WITHOUT_HEADS if "sequence_dim" not in row.options])
+def test_one_row_without_leading_dimensions(row, device):
+    bound = bind(row, device)
+    count = len(row.inputs)
+    tensors = [t.detach()[0, 0].requires_grad_(t.requires_grad) for t in bound.tensors[:count]] + bound.tensors[count:]
+    check_formula(bound, tensors)
+
+
+@in_tiers()
+@pytest.mark.library
+def test_meta(row):
+    """Shapes, dtypes and strides of results and gradients are those of a computation, also for dense permuted inputs."""
+    bound = bind(row, dtype=torch.bfloat16)
+    permuted = [turned(t) if t.is_floating_point() and t.dim() > 2 else t for t in bound.tensors]
+    for tensors in (bound.tensors, permuted):
+        facts = [
+            [(t.shape, t.dtype, t.stride()) for t in results(bound, given)]
+            for given in (tensors, [t.detach().to("meta").requires_grad_(t.requires_grad) for t in tensors])
+        ]
+        assert facts[0] == facts[1]
+
+
+def turned(t: Tensor) -> Tensor:
+    """The same values with the first two dimensions exchanged in memory."""
+    return t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(t.requires_grad)
+
+
+# ---- Autocast
+
+
+def contains_a_gemm(row) -> bool:
+    return "linear" in row.op or row.op.startswith("moe_experts")
+
+
+def in_low_precision(row, bound: Bound) -> list[Tensor]:
+    """The operands of GEMMs in bf16. Weights of tokens, classes and routes are no operands."""
+    kept = ("ce_weight", "token_weight", *(["weight"] if row.op.startswith("moe_experts") else []))
+    return [t if name in kept else like(t, torch.bfloat16) for name, t in zip(bound.names, bound.tensors)]
+
+
+@in_tiers()
+@pytest.mark.library
+def test_autocast(row, device):
+    """Operators with a GEMM run in low precision, others as they are. Gradients keep the dtypes of the leaves, and do
+    not depend on whether backward runs inside."""
+    bound = bind(row, device)
+    with torch.autocast(device, torch.bfloat16):
+        inside = results(bound)
+        found = bound.op(*bound.tensors)
+    learned = [r for r in found if r.requires_grad]
+    outside = torch.autograd.grad(learned, wanted_of(bound.tensors), [torch.ones_like(r) for r in learned])
+    assert equal(inside, [*found, *outside])
+    assert [g.dtype for g in outside] == [t.dtype for t in wanted_of(bound.tensors)]
+    expected = results(bound, in_low_precision(row, bound) if contains_a_gemm(row) else None)
+    assert equal(found, expected[: len(found)])
+    assert equal(outside, [g.to(t.dtype) for g, t in zip(expected[len(found) :], outside)])
+
+
+# torch decides whether autocast runs norms in fp32, see their own tests.
+@in_tiers([row for row in ROWS if row.op not in ("rms_norm", "layer_norm", "fused_add_rms_norm")])
+@pytest.mark.library
+def test_autocast_keeps_low_precision(row, device):
+    bound = bind(row, device, dtype=torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16):
+        ours = results(bound)
+    assert equal(ours, results(bound))
+
+
+# ---- Compilation
+
+
+@pytest.fixture
+def new_cache():
+    """All rows share the code that calls them, and torch.compile limits how often it compiles the same code."""
+    torch._dynamo.reset()
+
+
+@in_tiers()
+@pytest.mark.usefixtures("new_cache")
+def test_compile_makes_one_graph_for_all_sizes(row, device):
+    # No size is also one of the row's own, so that torch.compile does not take them for the same.
+    calls = [bind(row, device, *sizes) for sizes in ((5, 7), (6, 9), (10, 11))]
+    check_one_graph(calls[0].differentiable, [(call.tensors, call.upstream()) for call in calls])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("op", operators())
+@pytest.mark.library
+@pytest.mark.usefixtures("new_cache")
+def test_inductor(op, device):
+    row = next(row for row in ROWS if row.op == op)
+    bound = bind(row, device)
+    check_inductor(bound.differentiable, bound.tensors, bound.upstream())
+
+
+def script(row, bound: Bound) -> torch.jit.ScriptModule:
+    """TorchScript's parser reads the operator's name, keywords and options."""
+
+    class Script(torch.jit.ScriptModule):  # a new class, because TorchScript keeps one type for each
+        pass
+
+    module, first = Script(), " * 1" if row.op.endswith("_") else ""  # a leaf must not be overwritten
+    given = [f"{name}={name}{first if i == 0 else ''}" for i, name in enumerate(bound.names)]
+    given += [f"{name}={value!r}" for name, value in row.options.items()]
+    parameters = ", ".join(f"{name}: Tensor" for name in bound.names)
+    module.define(f"def forward(self, {parameters}):\n  return torch.ops.liger.{row.op}({', '.join(given)})\n")
+    return module
+
+
+@each_row
+def test_script(row, device, tmp_path):
+    """A scripted call, after save and load, runs forward and backward at several sizes."""
+    script(row, bind(row)).save(str(tmp_path / "module.pt"))
+    loaded = torch.jit.load(str(tmp_path / "module.pt"))
+    for sizes in ((3, 5), (4, 7)):
+        bound = bind(row, device, *sizes)
+        scripted = bound._replace(op=lambda *tensors: outputs(loaded(*tensors)))
+        assert equal(results(scripted), results(bound))
+
+
+# ---- On a GPU
+
+
+@pytest.mark.gpu
+@in_tiers()
+def test_double_on_cuda_is_refused(row):
+    bound = bind(row, "cuda", dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=f"{row.op}: .* must be float32, float16 or bfloat16 .got Double"):
+        bound.op(*bound.tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row
+def test_no_synchronization_and_cuda_graph_capture(row, dtype):
+    bound = bind(row, "cuda", batch=40, length=25, dtype=dtype)
+
+    def step() -> list[Tensor]:
+        # A live graph of another stream would break the capture.
+        return [t.detach() for t in results(bound)]
+
+    expected = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert equal(captured, expected)

@@ -1,0 +1,206 @@
+"""A call of every public and private operator with all of its tensor arguments."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from process_group import SOLO, solo_group
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_ops.reference import operators
+
+ops = torch.ops.liger
+ROWS, N, CLASSES = 4, 8, 6
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def public_calls() -> dict[str, dict[str, Any]]:
+    """A call of each public operator with all of its tensor arguments."""
+    rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
+    gate = dict(gate=rows, up=numbers(ROWS, N))
+    loss = dict(logits=numbers(ROWS, CLASSES), target=target, weight=numbers(CLASSES).abs(), label_smoothing=0.1)
+    rows_and_labels = dict(input=rows, target=numbers(ROWS, N), shift_labels=target)
+    linear = dict(
+        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), ce_weight=numbers(CLASSES).abs(),
+        token_weight=numbers(ROWS).abs(),
+    )  # fmt: skip
+    log_probs = dict(
+        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), entropy=True, entropy_grad=True
+    )
+    heads = dict(q=numbers(1, 2, ROWS, N), k=numbers(1, 1, ROWS, N))
+    experts = dict(
+        x=rows, gate_up=numbers(2, 6, N), down=numbers(2, N, 3), gate_up_bias=numbers(2, 6), down_bias=numbers(2, N)
+    )
+    calls = {
+        "rms_norm": dict(x=rows, weight=column),
+        "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
+        "layer_norm": dict(x=rows, weight=column, bias=numbers(N)),
+        "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
+        "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),
+        "qk_norm_rope": dict(**heads, q_weight=column, k_weight=numbers(N), cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
+        "embedding": dict(input=target, weight=numbers(CLASSES, N)),
+        "moe_experts": dict(**experts, index=target.view(ROWS, 1), weight=numbers(ROWS, 1)),
+        "moe_experts_sorted": dict(**experts, tokens_per_expert=torch.tensor([1, 2])),
+        "cross_entropy": loss,
+        "cross_entropy_with_metrics": loss,
+        "cross_entropy_": loss,
+        **{op: rows_and_labels for op in ("kl_div", "jsd", "tvd")},
+        "log_probs": dict(logits=numbers(ROWS, CLASSES), index=target, entropy=True),
+        "moe_router": dict(
+            logits=numbers(ROWS, CLASSES),
+            top_k=2,
+            bias=numbers(CLASSES),
+            token_weight=numbers(ROWS).abs(),
+            statistics=True,
+        ),
+        "fused_linear_cross_entropy": linear,
+        "fused_linear_cross_entropy_with_metrics": linear,
+        "fused_linear_cross_entropy_with_log_probs": linear,
+        "fused_linear_log_probs": log_probs,
+        "fused_linear_divergence": dict(
+            s_input=rows,
+            s_weight=numbers(CLASSES, N),
+            t_input=numbers(ROWS, 3),
+            t_weight=numbers(CLASSES, 3),
+            s_bias=numbers(CLASSES),
+            t_bias=numbers(CLASSES),
+            mask=target > 0,
+            token_weight=numbers(ROWS).abs(),
+        ),
+    }
+    calls |= {
+        f"vocab_parallel_{op}": given | dict(group=SOLO, classes=CLASSES)
+        for op, given in calls.items()
+        if ("cross_entropy" in op or op in ("fused_linear_log_probs", "fused_linear_divergence"))
+        and not op.endswith("_")
+    }
+    for op in ("swiglu", "geglu"):
+        calls |= {
+            op: gate,
+            f"{op}_packed": dict(gate_up=numbers(ROWS, 2 * N)),
+            f"{op}_linear": dict(**gate, weight=numbers(5, N), bias=numbers(5)),
+        }
+    for op, names in plain_operators().items():
+        calls.setdefault(op, {name: numbers(ROWS, N) for name in names})
+    return calls
+
+
+def plain_operators() -> dict[str, list[str]]:
+    """The tensors of operators that only take rows and save them."""
+    tensors = {
+        op: [name for name, p in declared.__signature__.parameters.items() if "Tensor" in p.annotation]
+        for op, declared in operators().items()
+    }
+    return {op: names for op, names in tensors.items() if len(names) == operators()[op].rows}
+
+
+def arguments_of(op: str) -> list[Any]:
+    return torch._C._get_schema(f"liger::{op}", "").arguments
+
+
+def takes_tensors(op: str) -> bool:
+    return any("Tensor" in str(a.type) for a in arguments_of(op))
+
+
+OPERATORS = sorted(
+    op for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::") and takes_tensors(op := name[7:])
+)
+PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
+
+
+def is_differentiable(op: str, name: str, t: Any) -> bool:
+    constant = ("ce_weight", "token_weight", "cos", "sin", "target", "t_input", "t_weight", "t_bias")
+    constant += ("bias",) if op == "moe_router" else ()
+    constant += ("weight",) if op.removeprefix("vocab_parallel_").startswith("cross_entropy") else ()
+    return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
+
+
+def call(op: str, arguments: dict[str, Any]) -> Any:
+    solo_group()
+    return getattr(ops, op)(**arguments)
+
+
+def copied(op: str, arguments: dict[str, Any], device: str, grad: bool = False) -> dict[str, Any]:
+    """Copies every tensor into its own storage."""
+
+    def copy(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [copy(name, v) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().clone().to(device).requires_grad_(grad and is_differentiable(op, name, value))
+
+    return {name: copy(name, value) for name, value in arguments.items()}
+
+
+def backward(out: Any) -> None:
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+    torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+
+
+def differentiable(op: str, arguments: dict[str, Any], device: str) -> dict[str, Any]:
+    given = copied(op, arguments, device, grad=True)
+    # A leaf that requires a gradient cannot be overwritten.
+    return given | {"logits": given["logits"] * 1} if op == "cross_entropy_" else given
+
+
+class Recorder(TorchDispatchMode):
+    """Records the call with the most tensors for each private operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, dict[str, Any]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "liger":
+            op = function._schema.name.removeprefix("liger::")
+            names = [a.name for a in function._schema.arguments]
+            found = copied(op, dict(zip(names, args)) | (kwargs or {}), "cpu")
+            if len(tensors(found)) > len(tensors(self.calls.get(op, {}))):
+                self.calls[op] = found
+        return function(*args, **(kwargs or {}))
+
+
+def tensors(arguments: dict[str, Any]) -> list[tuple[str, int | None]]:
+    """The position of each tensor: argument name, and index if the argument is a list."""
+    places: list[tuple[str, int | None]] = [(name, None) for name, v in arguments.items() if isinstance(v, Tensor)]
+    for name, value in arguments.items():
+        places += [(name, i) for i, v in enumerate(value if isinstance(value, list) else []) if isinstance(v, Tensor)]
+    return places
+
+
+@cache
+def samples() -> dict[str, dict[str, Any]]:
+    """A call of each operator with all of its tensor arguments."""
+    torch.manual_seed(0)
+    solo_group()
+    public, recorder = public_calls(), Recorder()
+    with recorder:
+        for op, arguments in public.items():
+            for more in ({}, {"reduction": "none"}) if "cross_entropy" in op else ({},):
+                backward(call(op, differentiable(op, arguments | more, "cpu")))
+        # With several ids and a frozen head, backward reads everything that it may.
+        frozen = copied("", public["fused_linear_log_probs"], "cpu") | dict(
+            target=torch.zeros(ROWS, 2, dtype=torch.long)
+        )
+        backward(call("fused_linear_log_probs", frozen | dict(input=frozen["input"].requires_grad_())))
+    found = recorder.calls | public
+    for op in ("_cross_entropy_fwd", "_fused_linear_cross_entropy_fwd", "_fused_linear_cross_entropy_bwd"):
+        found[op] |= dict(totals=numbers(2))
+    weight = numbers(CLASSES).abs()
+    found["_cross_entropy_totals"] = dict(
+        target=torch.tensor([0, 1]), weight=weight, classes=CLASSES, ignore_index=-100, dtype=torch.float32
+    )
+    found["_mm"] = dict(a=numbers(ROWS, N), b=numbers(N, 3))
+    found["_projections_grad"] = dict(grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)])
+    # Backward is not in place under a dispatch mode. The in-place operators take the same arguments.
+    for op in OPERATORS:
+        if op not in found and op.endswith("_"):
+            known = found[op[:-1]]
+            found[op] = {a.name: known[a.name] for a in arguments_of(op)}
+    assert set(found) == set(OPERATORS)
+    return found

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -264,15 +263,6 @@ def output_of(code: str, **env: str) -> str:
     done = run_python(code, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def interpret(code: str, cases: Sequence[tuple], folder: Path) -> dict[tuple, dict[str, Tensor]]:
-    """Calls run(path, *case) of `code` for every case in Triton's interpreter, and loads the arrays that it saves at
-    `path`. All cases share one process, because starting it takes most of the time."""
-    paths = {case: folder / f"{i}.npz" for i, case in enumerate(cases)}
-    calls = [f"run({str(path)!r}, *{case!r})" for case, path in paths.items()]
-    output_of("\n".join([code, *calls]), TRITON_INTERPRET="1")
-    return {case: {k: torch.from_numpy(v) for k, v in np.load(path).items()} for case, path in paths.items()}
 
 
 def count_graphs() -> tuple[Callable, list]:

@@ -40,13 +40,16 @@ def gain(missing: dict[Pair, None], row: dict[int, int], value: tuple[int, int])
     return sum(tuple(sorted((value, other))) in missing for other in row.items())
 
 
+def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases with a value of each axis, such that each pair of values of two axes is in some case."""
+    values = [list(axis) for axis in axes]
+    return [tuple(v[i] for v, i in zip(values, row)) for row in rows([len(v) for v in values])]
+
+
 def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     """`parametrize` over these arguments, with every pair of values of two arguments.
 
-    A value is its own id; of a dict, the keys are the values."""
-    values = [list(values) for values in axes.values()]
-    cases = [tuple(v[i] for v, i in zip(values, row)) for row in rows([len(v) for v in values])]
-    names = list(axes)
-    if len(names) == 1:
-        return pytest.mark.parametrize(names[0], [case[0] for case in cases], ids=str)
-    return pytest.mark.parametrize(names, cases, ids=["-".join(map(str, case)) for case in cases])
+    The id of a value is its name or text; of a dict, the keys are the values."""
+    cases, names = pairs(*axes.values()), list(axes)
+    ids = ["-".join(getattr(value, "__name__", str(value)) for value in case) for case in cases]
+    return pytest.mark.parametrize(names, cases if len(names) > 1 else [case[0] for case in cases], ids=ids)

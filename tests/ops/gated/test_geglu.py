@@ -16,7 +16,6 @@ class TestGeglu(GatedTests):
     op, packed, stem = torch.ops.liger.geglu, torch.ops.liger.geglu_packed, "geglu"
     linear = torch.ops.liger.geglu_linear
     choices = [{"approximate": "tanh"}, {"approximate": "none"}]
-    kernel_flags = [(1,), (0,)]
     module = Module
 
     @staticmethod

@@ -15,7 +15,6 @@ class TestSwiglu(GatedTests):
     op, packed, stem = torch.ops.liger.swiglu, torch.ops.liger.swiglu_packed, "swiglu"
     linear = torch.ops.liger.swiglu_linear
     choices = [{}]
-    kernel_flags = [()]
     module = Module
 
     @staticmethod

@@ -10,14 +10,8 @@ import torch.nn.functional as nnf
 from checks import (
     CPU_DTYPES,
     HALF_TYPES,
-    OPCHECKS,
     assert_no_worse,
-    check_deterministic,
-    check_inductor,
     check_no_double_backward,
-    check_one_graph,
-    check_reads_only,
-    check_script,
     check_second_backward,
     equal,
     gradients,
@@ -25,6 +19,7 @@ from checks import (
     output_of,
     path_taken,
 )
+from pairs import pairwise
 from strategies import may_be_float32
 from torch import Tensor
 
@@ -122,29 +117,29 @@ def check(inputs, device, grad=None, **options):
 # ---- Values
 
 
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("tokens, classes", [(1, 2), (5, 40), (70, 1000), (33, 1001), (9, 5003)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_sizes(reduction, tokens, classes, beta, dtype, device):
-    inputs = make(tokens, classes, dtype, device, bias=True)
+# (tokens, classes): fewest, few, many of both, an odd number of classes, and more classes than one block.
+SIZES = [(1, 2), (5, 40), (70, 1000), (33, 1001), (9, 5003)]
+
+
+@pairwise(reduction=["mean", "none"], sizes=SIZES, beta=BETAS, dtype=CPU_DTYPES)
+def test_sizes(reduction, sizes, beta, dtype, device):
+    inputs = make(*sizes, dtype, device, bias=True)
     for budget in (None, small_budget(inputs)):
         check(inputs, device, beta=beta, reduction=reduction, memory_budget=budget)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("weighted", ["", "mask", "mask and weights"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("beta", BETAS)
-def test_options(beta, reduction, weighted, options, device):
-    for dtype in (torch.float32, torch.float16):
-        inputs = make((3, 20), 200, dtype, device, bias=True)
-        arguments = dict(OPTIONS[options], beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
-        if "mask" in weighted:
-            arguments["mask"] = torch.rand(3, 20, device=device) < 0.6
-        if "weights" in weighted:
-            arguments["token_weight"] = torch.rand(3, 20, device=device)
-        check(inputs, device, **arguments)
+@pairwise(
+    beta=BETAS, reduction=["mean", "sum", "none"], weighted=["", "mask", "mask and weights"], options=OPTIONS,
+    dtype=[torch.float32, torch.float16],
+)  # fmt: skip
+def test_options(beta, reduction, weighted, options, dtype, device):
+    inputs = make((3, 20), 200, dtype, device, bias=True)
+    arguments = dict(OPTIONS[options], beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
+    if "mask" in weighted:
+        arguments["mask"] = torch.rand(3, 20, device=device) < 0.6
+    if "weights" in weighted:
+        arguments["token_weight"] = torch.rand(3, 20, device=device)
+    check(inputs, device, **arguments)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -159,16 +154,16 @@ def test_pytorchs_own_functions(beta, device):
     torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=s.detach()).entropy())
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("wanted", ["x", "w", "b", "x w", "x b", "w b", "x w b", ""])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_only_required_gradients(reduction, wanted, beta, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w, _, _, b, _ = inputs = make(20, 100, dtype, device, bias=True)
-        for name, t in (("x", x), ("w", w), ("b", b)):
-            t.requires_grad_(name in wanted.split())
-        ours = check(inputs, device, beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
-        assert ours[0].requires_grad == bool(wanted)
+@pairwise(
+    reduction=["mean", "none"], wanted=["x", "w", "b", "x w", "x b", "w b", "x w b", ""], beta=BETAS,
+    dtype=[torch.float32, torch.bfloat16],
+)  # fmt: skip
+def test_only_required_gradients(reduction, wanted, beta, dtype, device):
+    x, w, _, _, b, _ = inputs = make(20, 100, dtype, device, bias=True)
+    for name, t in (("x", x), ("w", w), ("b", b)):
+        t.requires_grad_(name in wanted.split())
+    ours = check(inputs, device, beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
+    assert ours[0].requires_grad == bool(wanted)
 
 
 @pytest.mark.parametrize("s_dtype, t_dtype", [*itertools.permutations(CPU_DTYPES, 2)])
@@ -177,9 +172,7 @@ def test_models_of_different_dtypes(s_dtype, t_dtype, device):
         check(make(20, 100, s_dtype, device, bias=True, t_dtype=t_dtype), device, beta=0.5, reduction=reduction)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pairwise(dtype=[torch.float32, torch.bfloat16], distance=[1e-1, 1e-2, 1e-3], beta=BETAS)
 def test_close_models(dtype, distance, beta, device):
     """Rounding must not hide a small divergence. The error is compared with that of log_softmax and kl_div on logits
     that were computed in fp32."""
@@ -224,8 +217,7 @@ def test_impossible_classes(device):
     assert (divergence(x, w, tx, tw, b, tb, beta=1.0)[0] == inf).all()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(dtype=CPU_DTYPES, reduction=["mean", "sum", "none"])
 def test_everything_masked(dtype, reduction, device):
     x, w, tx, tw, b, tb = make(6, 40, dtype, device, bias=True)
     mask = torch.zeros(6, dtype=torch.bool, device=device)
@@ -304,10 +296,7 @@ def test_small_gradients_survive_fp16(device):
         assert torch.linalg.vector_norm(mine.double() - truth) / truth.norm() < torch.finfo(torch.float16).eps
 
 
-@pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("parts", [1, 2, 5, 16, 60])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("spread", [0.1, 2.0])
+@pairwise(spread=[0.1, 2.0], reduction=["mean", "none"], parts=[1, 5, 60], dtype=HALF_TYPES)
 def test_chunked_gradients_are_as_accurate_as_eager(spread, reduction, parts, dtype, device):
     """Eager code with logits in the dtype of the inputs. The smaller the spread of the logits, the smaller is the error of
     their rounding, beside that of d weight in each chunk."""
@@ -355,17 +344,23 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 @pytest.mark.library
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("needs, reduction", [("x w", "mean"), ("x w", "none"), ("x", "none"), ("", "none")])
+@pytest.mark.parametrize(
+    "needs, reduction, dtype",
+    [
+        ("x w", "mean", "float32"),
+        ("x w", "none", "bfloat16"),
+        pytest.param("x w", "mean", "bfloat16", marks=pytest.mark.thorough),
+        pytest.param("x w", "none", "float32", marks=pytest.mark.thorough),
+        *(pytest.param(n, "none", t, marks=pytest.mark.thorough) for n in ("x", "") for t in ("float32", "bfloat16")),
+    ],
+)
 def test_no_tokens_times_classes(needs, reduction, dtype):
     """All logits of one model would take 512 MiB, or 256 MiB in bf16."""
     assert float(output_of(PEAK.format(needs=needs, reduction=reduction, dtype=dtype))) < 48
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mib", [None, 320, 64])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("needs", ["both", "input", "nothing"])
+@pairwise(needs=["both", "input", "nothing"], reduction=["mean", "none"], mib=[None, 320, 64])
 def test_peak_memory(needs, reduction, mib):
     x, w, tx, tw, _, _ = make(4096, 128256, torch.bfloat16, "cuda", hidden=(1024, 512))
     x.requires_grad_(needs != "nothing")
@@ -398,14 +393,6 @@ def test_the_upstream_gradient_scales_the_gradients(device):
             torch.testing.assert_close(half, one * -0.5, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
-def test_inputs_are_not_written(device):
-    for reduction in ("mean", "none"):
-        shape = (50,) if reduction == "none" else ()
-        call = lambda *t: divergence(*t, beta=0.5, reduction=reduction)[0]  # noqa: E731
-        for dtype in (torch.float32, torch.bfloat16):
-            check_reads_only(call, make(50, 40, dtype, device, bias=True), [torch.full(shape, 3.0, device=device)])
-
-
 CALLS = {
     "reduced": lambda *t: divergence(*t, beta=0.5, reduction="mean")[0],
     "trained head": lambda *t: divergence(*t, beta=0.5)[0],
@@ -413,30 +400,24 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_second_backward(dtype, call, device):
-    inputs = [t if t is None else t.requires_grad_(i < 1 or (i < 2 and "frozen" not in call)) for i, t in enumerate(make(50, 40, dtype, device))]  # fmt: skip
-    grad = torch.randn(() if call == "reduced" else (50,), device=device)
-    check_second_backward(CALLS[call], inputs, [grad])
-    check_no_double_backward("fused_linear_divergence", CALLS[call], inputs, [grad])
+def test_second_backward_of_a_frozen_head(dtype, device):
+    """Forward computes the gradient, which backward scales."""
+    x, *others = make(50, 40, dtype, device)
+    inputs = [x, *(t if t is None else t.detach() for t in others)]
+    grad = torch.randn(50, device=device)
+    check_second_backward(CALLS["frozen head"], inputs, [grad])
+    check_no_double_backward("fused_linear_divergence", CALLS["frozen head"], inputs, [grad])
 
 
-@pytest.mark.parametrize("name", ["s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "token_weight"])
-def test_forward_mode_is_refused(name):
+@pytest.mark.parametrize("name", ["t_input", "t_weight", "t_bias", "token_weight"])
+def test_forward_mode_of_what_is_not_learned_is_refused(name):
     names = ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias")
     arguments = dict(zip(names, (t.detach() for t in make(5, 10, bias=True))), token_weight=torch.ones(5))
     with torch.autograd.forward_ad.dual_level():
         arguments[name] = torch.autograd.forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
         with pytest.raises(RuntimeError, match="forward-mode automatic differentiation is not supported"):
             divergence(**arguments)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_runs_are_bitwise_equal(call, device):
-    x, w, tx, tw, b, tb = make(500, 1000, torch.bfloat16, device, bias=True)
-    grad = torch.randn(() if call == "reduced" else (500,), device=device)
-    check_deterministic(CALLS[call], (x, w.detach() if "frozen" in call else w, tx, tw), [grad])
 
 
 def test_checkpoint(device):
@@ -448,9 +429,7 @@ def test_checkpoint(device):
 # ---- Transforms
 
 
-@pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pairwise(reduction=["mean", "sum", "none"], beta=BETAS, options=["plain", "all"])
 def test_gradcheck(reduction, beta, options):
     x, w, tx, tw, b, tb = make((2, 4), 7, torch.float64, hidden=(3, 4), bias=True)
     mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1]]).bool()
@@ -460,85 +439,6 @@ def test_gradcheck(reduction, beta, options):
     )  # fmt: skip
     torch.autograd.gradcheck(lambda x, w, b: call(x, w, tx, tw, b, tb)[0], (x, w, b))
     torch.autograd.gradcheck(lambda x: call(x, w.detach(), tx, tw, b.detach(), tb)[0], (x,))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("wanted", ["x w b", "x", ""])
-def test_opcheck(wanted, dtype, reduction, device):
-    x, w, tx, tw, b, tb = make((2, 9), 40, dtype, device, bias=True)
-    for name, t in (("x", x), ("w", w), ("b", b)):
-        t.requires_grad_(name in wanted.split())
-    options = dict(reduction=reduction, mask=torch.rand(2, 9, device=device) < 0.5)
-    torch.library.opcheck(divergence.default, (x, w, tx, tw, b, tb), options, test_utils=OPCHECKS)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_compile_makes_one_graph_for_all_sizes(call, device):
-    def calls():
-        for batch, length in ((2, 9), (3, 12), (5, 31)):
-            x, w, tx, tw, _, _ = make((batch, length), 40, device=device)
-            grad = torch.randn(() if call == "reduced" else (batch, length), device=device)
-            yield (x, w.detach() if "frozen" in call else w, tx, tw), [grad]
-
-    check_one_graph(CALLS[call], calls())
-
-
-def test_inductor(device):
-    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
-    check_inductor(lambda x, w: CALLS["reduced"](x * 2, w, tx, tw), (x, w), [torch.tensor(2.0, device=device)])
-
-
-class Loss(torch.nn.Module):
-    def __init__(self, weight: Tensor, t_weight: Tensor) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight.detach())
-        self.register_buffer("t_weight", t_weight)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return torch.ops.liger.fused_linear_divergence(
-            x, self.weight, t, self.t_weight, None, None, beta=0.5, temperature=2.0, reduction="mean"
-        )[0]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
-    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
-    module, batch = Loss(w, tw), torch.export.Dim("batch", min=2, max=64)
-    with torch.no_grad():
-        program = torch.export.export(module, (x.detach(), tx), dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
-        others = make((7, 9), 40, device=device)
-        for exported in (program, program.run_decompositions()):
-            targets = [n.target for n in exported.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-            assert divergence.default in targets
-            given = others[0].detach(), others[2]
-            assert torch.equal(exported.module()(*given), module(*given))
-
-
-def test_script(device, tmp_path):
-    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
-    check_script(Loss(w, tw), [(x, tx)], tmp_path / "loss.pt")
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_meta(reduction):
-    x, w, tx, tw, b, tb = make((2, 5), 20, torch.bfloat16, "meta", bias=True)
-    found, entropy = divergence(x, w, tx, tw, b, tb, reduction=reduction)
-    assert found.shape == (() if reduction == "mean" else (2, 5)) and entropy.shape == (2, 5)
-    assert found.dtype == entropy.dtype == torch.float32
-    assert [g.shape for g in torch.autograd.grad(found.sum(), (x, w, b))] == [x.shape, w.shape, b.shape]
-
-
-def test_autocast(device):
-    """Autocast runs the GEMMs in low precision; gradients keep the dtypes of the parameters."""
-    inputs = make(20, 40, torch.float32, device, bias=True)
-    call = lambda *t: divergence(*t, reduction="mean")[0]  # noqa: E731
-    with torch.autocast(device, torch.bfloat16):
-        ours = gradients(call, inputs, [torch.ones((), device=device)])
-    low = [t.detach().to(torch.bfloat16).requires_grad_(t.requires_grad) for t in inputs]
-    expected = gradients(call, low, [torch.ones((), device=device)])
-    for mine, theirs in zip(ours, expected):
-        assert mine.dtype == torch.float32 and torch.equal(mine, theirs.float())
 
 
 # ---- Bad input
@@ -602,9 +502,7 @@ def noise(op, **arguments):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("classes", [32000, 50257, 128256, 151936, 600_001])
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(dtype=CPU_DTYPES, beta=BETAS, classes=[32000, 50257, 128256, 151936, 600_001])
 def test_vocabularies(dtype, beta, classes):
     inputs = make(300, classes, dtype, "cuda", hidden=(64, 128))
     for reduction in ("mean", "none"):
@@ -643,9 +541,3 @@ def test_more_than_2_to_the_31_logits():
     large, small = (gradients(call(budget), inputs, grad) for budget in (24 << 30, 1 << 30))
     for a, b in zip(large, small):
         torch.testing.assert_close(a, b, rtol=0.02, atol=1e-2 * float(b.detach().abs().max()))
-
-
-@pytest.mark.gpu
-def test_double_on_cuda_is_refused():
-    with pytest.raises(RuntimeError, match="s_input must be float32, float16 or bfloat16"):
-        divergence(*(t.double().cuda() for t in (X, W, X, W)))

@@ -3,7 +3,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from checks import has_hopper_kernels, interpret
+from checks import has_hopper_kernels
+from interpreted import load
 from stub_cuda import packs as stub_cuda_packs
 
 import liger_ops
@@ -57,11 +58,11 @@ def device(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def interpreted(request, tmp_path_factory):
-    """Runs the module's INTERPRETED code in Triton's interpreter: the results of each of its INTERPRETED_CASES."""
-    folder = tmp_path_factory.mktemp("interpreted")
-    return interpret(request.module.INTERPRETED, request.module.INTERPRETED_CASES, folder)
+@pytest.fixture
+def interpreted(request, case):
+    """What the module's INTERPRETED code saves for the case in Triton's interpreter."""
+    items = [i for i in request.session.items if i.path == request.path and "interpreted" in i.fixturenames]
+    return load(request.path.stem, request.module.INTERPRETED, case, [i.callspec.params["case"] for i in items])
 
 
 @pytest.fixture(autouse=True, scope="module")

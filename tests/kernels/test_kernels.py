@@ -1,6 +1,5 @@
 """Compiled kernels: registers and spills, shared memory, width of memory accesses, L2 prefetches."""
 
-import json
 import math
 import re
 import struct
@@ -9,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checks import output_of
+from interpreted import cases
 from stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
@@ -259,12 +258,14 @@ def test_aligned_variants_use_16_byte_accesses(name):
 
 # ---- L2 prefetches: programs request rows that later programs read.
 
-AHEAD = """
-import json, sys, types, torch
-package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
+INTERPRETED = """
+import numpy, torch
 import triton.language as tl
 import interpreter
-from liger_ops.kernels import find, rows as shared
+import liger_ops.kernels.losses.cross_entropy
+import liger_ops.kernels.norms.layer_norm, liger_ops.kernels.norms.rms_norm
+from interpreter import find
+from liger_ops.kernels import rows as shared
 
 def prefetches(name, choices, n, ahead, programs, arguments):
     variant = find(name).pick(choices, n, n % 8 == 0)
@@ -304,12 +305,14 @@ def loss(n, programs, ahead, shares, arrived):
 out["cross_entropy"] = loss(1000, rows, 2, zeros, zeros.int())
 # Pretends that the other parts of each row have arrived, because the interpreter runs programs one after another.
 out["parts"] = loss(30_000, 3 * rows, 4, torch.zeros(rows, 3, 4), torch.full((rows,), 9, dtype=torch.int32))
-print(json.dumps(out))
+def run(path):
+    numpy.savez(path, **{name: numpy.array(found) for name, found in out.items()})
 """
 
 
-def test_programs_prefetch_for_later_ones():
-    found = json.loads(output_of(AHEAD, TRITON_INTERPRET="1").splitlines()[-1])
+@cases([()])
+def test_programs_prefetch_for_later_ones(case, interpreted):
+    found = {name: ranges.tolist() for name, ranges in interpreted.items()}
     row = 4 * 1600
     assert found["rms_norm 0"] == found["layer_norm"] == [[4, 0, row], [5, 0, row]]
     assert found["rms_norm 1"] == found["residual 1"] == [[4, 0, row], [5, 0, row]]

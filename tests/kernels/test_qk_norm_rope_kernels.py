@@ -1,14 +1,13 @@
 """The kernels of qk_norm_rope, in Triton's interpreter on CPU tensors."""
 
-import pytest
 import torch
-from checks import interpret
+from interpreted import cases
 from rotations import reference_qk_norm_rope as reference
 
 INTERPRETED = """
-import sys, types, torch, numpy
-package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
-from liger_ops.kernels import find
+import torch, numpy
+import liger_ops.kernels.rope.qk_norm_rope
+from interpreter import find
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 B, S = 2, 3
@@ -51,25 +50,21 @@ def run(path, D, R, aligned, interleaved, sections=0, heads=(5, 2), of_rows="fp3
             saved |= dict(zip(("dq_weight", "dk_weight"), partial.sum(1)))
     numpy.savez(path, **{name: t.contiguous().numpy() for name, t in saved.items()})
 """
-CASES = [(D, R, True, i) for D, R in [(32, 32), (64, 32), (96, 96), (128, 64), (320, 320)] for i in (0, 1)]
-CASES += [(D, R, False, i) for D, R in [(20, 20), (33, 20), (160, 24), (600, 100), (16, 0)] for i in (0, 1)]
-CASES += [(64, 64, True, i, 1) for i in (0, 1)] + [(48, 40, False, i, 1) for i in (0, 1)]
+SIZES = [(32, 32, True), (64, 32, True), (96, 96, True), (128, 64, True), (320, 320, True)]
+SIZES += [(20, 20, False), (33, 20, False), (160, 24, False), (600, 100, False), (16, 0, False)]
+QUICK = [(*size, i % 2) for i, size in enumerate(SIZES)] + [(64, 64, True, 0, 1), (48, 40, False, 1, 1)]
+THOROUGH = [(*size, i) for size in SIZES for i in (0, 1)] + [(64, 64, True, 1, 1), (48, 40, False, 0, 1)]
 # More heads than a block, and without the heads of q or k.
-CASES += [(64, 64, True, 0, 0, heads) for heads in [(37, 3), (0, 3), (3, 0)]]
+QUICK += [(64, 64, True, 0, 0, heads) for heads in [(37, 3), (0, 3), (3, 0)]]
 # Half precision, in each casting mode, without either weight.
-CASES += [(64, 64, True, 0, 0, (5, 2), "fp16", w, mode) for w in ("fp16", "fp32") for mode in (7, 3)]
-CASES += [(64, 48, True, 1, 0, (5, 2), "fp16", "fp16", mode) for mode in (0, 1, 2, 6)]
+QUICK += [(64, 64, True, 0, 0, (5, 2), "fp16", w, mode) for w in ("fp16", "fp32") for mode in (7, 3)]
+QUICK += [(64, 48, True, 1, 0, (5, 2), "fp16", "fp16", mode) for mode in (0, 1, 2, 6)]
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    return interpret(INTERPRETED, CASES, tmp_path_factory.mktemp("interpreted"))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@cases(QUICK, THOROUGH)
 def test_kernels_interpreted(case, interpreted):
     """Forward; backward in three programs, and in place of the incoming gradients."""
-    got, rotated, interleaved = interpreted[case], case[1], bool(case[3])
+    got, rotated, interleaved = interpreted, case[1], bool(case[3])
     sections, _, of_rows, _, mode = (*case[4:], *(0, (5, 2), "fp32", "fp32", 7)[len(case) - 4 :])
     names = ["q", "k", *(["q_weight"] if mode & 1 else []), *(["k_weight"] if mode & 2 else [])]
     inputs = {name: got[name].double().requires_grad_() for name in names}

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fork_server import Fork
@@ -313,15 +312,6 @@ def forked_output_of(code: str, imports: Sequence[str] = (), **env: str) -> str:
 def successful(done: subprocess.CompletedProcess) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def interpret(code: str, cases: Sequence[tuple], folder: Path) -> dict[tuple, dict[str, Tensor]]:
-    """Calls run(path, *case) of `code` for every case in Triton's interpreter, and loads the arrays that it saves at
-    `path`. All cases share one process, because starting it takes most of the time."""
-    paths = {case: folder / f"{i}.npz" for i, case in enumerate(cases)}
-    calls = [f"run({str(path)!r}, *{case!r})" for case, path in paths.items()]
-    output_of("\n".join([code, *calls]), TRITON_INTERPRET="1")
-    return {case: {k: torch.from_numpy(v) for k, v in np.load(path).items()} for case, path in paths.items()}
 
 
 def count_graphs() -> tuple[Callable, list]:

@@ -1,19 +1,17 @@
 """Tests of out = act(gate) * up, shared by swiglu and geglu. Each activation is a subclass of GatedTests.
 
 A subclass defines `op`, `packed`, `linear`, `stem` and the plain formula `reference(gate, up, **options)`. `choices`
-lists the option values to test; `kernel_flags` holds the matching kernel flags.
+lists the option values to test.
 """
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from checks import (
     CPU_DTYPES,
     assert_no_worse,
     check_op,
-    output_of,
     path_taken,
 )
 from pairs import either_or_both, sizes_by_device
@@ -38,8 +36,6 @@ def parameters_of_linear(n, rows, dtype, device):
     bias = torch.randn(24, dtype=dtype, device=device, requires_grad=True)
     return weight, bias, torch.randn(*rows, 24, dtype=dtype, device=device)
 
-
-INTERPRETED_SIZES = [(40, True), (200, True), (1000, True), (2056, True), (60, False), (1100, False)]
 
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -80,7 +76,6 @@ class GatedTests:
     linear: torch._ops.OpOverloadPacket
     stem: str
     choices: list[dict]
-    kernel_flags: list[tuple[int, ...]]
 
     @staticmethod
     def reference(gate: Tensor, up: Tensor, **options) -> Tensor:
@@ -336,59 +331,3 @@ class GatedTests:
         change, bias, message = self.LINEAR_ERRORS[case]
         with pytest.raises(RuntimeError, match=f"{self.stem}_linear: {message}.*got "):
             self.linear(torch.ones(2, 8), torch.ones(2, 8), change(torch.ones(3, 8)), bias)
-
-    @pytest.fixture(scope="class")
-    def interpreted(self, request, tmp_path_factory):
-        """One interpreter run for all sizes and options."""
-        path = tmp_path_factory.mktemp("interpreted") / "out.npz"
-        code = INTERPRETED.format(
-            stem=request.cls.stem, sizes=INTERPRETED_SIZES, flags=request.cls.kernel_flags, path=path
-        )
-        output_of(code, TRITON_INTERPRET="1")
-        return np.load(path)
-
-    @pytest.mark.parametrize("n,aligned", INTERPRETED_SIZES)
-    def test_kernels_interpreted(self, n, aligned, interpreted):
-        """Runs the kernels on CPU tensors: gate and up are halves of one tensor, and gradients overwrite them."""
-        for index, options in enumerate(self.choices):
-            prefix = f"{n} {index} "
-            got = {
-                k.removeprefix(prefix): torch.from_numpy(interpreted[k])
-                for k in interpreted.files
-                if k.startswith(prefix)
-            }
-            gate, up = (got[k].double().requires_grad_() for k in ("gate", "up"))
-            out = self.reference(gate, up, **options)
-            dgate, dup = torch.autograd.grad(out, [gate, up], got["dout"].double())
-            for name, expected in dict(out=out, dgate=dgate, dup=dup, product=out).items():
-                torch.testing.assert_close(got[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)
-
-
-INTERPRETED = """
-import sys, types, torch, numpy
-package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
-from liger_ops.kernels import find
-from liger_ops.kernels.gated.swiglu import PRODUCT
-torch.manual_seed(0)
-rows, saved = 7, {{}}
-# Rows in two levels: 2 blocks of 4, the last one partial.
-inner = 4
-for n, aligned in {sizes}:
-    for index, flags in enumerate({flags}):
-        forward, backward = (find("{stem}_" + k).pick({{"X": "fp32"}}, n, aligned) for k in ("fwd", "bwd"))
-        gate_up, dout, out = torch.randn(rows, 2 * n), torch.randn(rows, n), torch.full((rows, n), float("nan"))
-        gate, up = gate_up[:, :n], gate_up[:, n:]
-        kept = dict(gate=gate.clone(), up=up.clone(), dout=dout.clone())
-        packed, plain = (inner * 2 * n, 2 * n), (inner * n, n)
-        def grid(c):
-            return (-(-rows // c["BLOCK_M"]) * -(-n // c["BLOCK_N"]),)
-        c = forward.config.constexprs
-        forward.kernel.function[grid(c)](out, gate, up, rows, n, inner, *plain, *packed, *packed, *flags, **c)
-        c = backward.config.constexprs
-        backward.kernel.function[grid(c)](
-            gate, up, dout, dout, gate, up, rows, n, inner, *packed, *packed, *plain, *packed, *packed,
-            sum(flags) | PRODUCT.value, **c)
-        for name, t in dict(**kept, out=out, product=dout, dgate=gate, dup=up).items():
-            saved[f"{{n}} {{index}} {{name}}"] = t.contiguous().numpy()
-numpy.savez("{path}", **saved)
-"""

@@ -1,18 +1,11 @@
 """Runs the kernels of moe_experts in Triton's interpreter, launched as csrc/ops/moe/moe_experts_cuda.cpp does."""
 
-import sys
-import types
-
 import numpy
 import torch
+from interpreter import find
 
-package = types.ModuleType("liger_ops")
-package.__path__ = ["liger_ops"]
-sys.modules["liger_ops"] = package
-
-from liger_ops.kernels import find  # noqa: E402
-from liger_ops.kernels.moe import _tiles as shared  # noqa: E402
-from liger_ops.kernels.moe import moe_experts as m  # noqa: E402
+from liger_ops.kernels.moe import _tiles as shared
+from liger_ops.kernels.moe import moe_experts as m
 
 GROUPED = "grouped GEMM"  # a kind of layer(): products as PyTorch's grouped GEMM computes them
 ROWS, BLOCK = shared.TILE_ROWS.value, shared.ROUTE_BLOCK.value

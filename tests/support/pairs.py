@@ -47,12 +47,12 @@ def pairs_of(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """`parametrize` over these arguments, with every pair of values of two arguments. A value is its own id."""
-    cases = pairs_of(*axes.values())
-    names = list(axes)
-    if len(names) == 1:
-        return pytest.mark.parametrize(names[0], [case[0] for case in cases], ids=str)
-    return pytest.mark.parametrize(names, cases, ids=["-".join(map(str, case)) for case in cases])
+    """`parametrize` over these arguments, with every pair of values of two arguments.
+
+    The id of a value is its name or text; of a dict, the keys are the values."""
+    cases, names = pairs_of(*axes.values()), list(axes)
+    ids = ["-".join(getattr(value, "__name__", str(value)) for value in case) for case in cases]
+    return pytest.mark.parametrize(names, cases if len(names) > 1 else [case[0] for case in cases], ids=ids)
 
 
 def sizes_by_device(cpu: Iterable[Any], cuda: Iterable[Any], **axes: Iterable[Any]) -> pytest.MarkDecorator:

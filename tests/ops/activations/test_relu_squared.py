@@ -1,4 +1,4 @@
-"""relu_squared against its formula in fp64, and its kernels in the interpreter."""
+"""relu_squared against its formula in fp64."""
 
 import math
 
@@ -83,38 +83,3 @@ def test_errors(case):
     argument, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=f"relu_squared: {message}.*got "):
         relu_squared(argument())
-
-
-# ---- The kernels in the interpreter
-
-INTERPRETED = """
-import types, sys, torch, numpy
-package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
-from liger_ops.kernels import find
-
-def run(path, n, aligned):
-    torch.manual_seed(0)
-    # Rows in two levels: 2 blocks of 4, the last one partial.
-    rows, inner = 7, 4
-    wide, y, dy = torch.randn(rows, 2 * n), torch.full((rows, n), float("nan")), torch.randn(rows, n)
-    x, kept = wide[:, n:], dy.clone()
-    strided, plain = (inner * 2 * n, 2 * n), (inner * n, n)
-    forward, backward = (find("relu_squared_" + k).pick({"X": "fp32"}, n, aligned) for k in ("fwd", "bwd"))
-    for variant, tensors, strides in ((forward, (y, x), (*plain, *strided)),
-                                      (backward, (dy, dy, x), (*plain, *plain, *strided))):
-        c = variant.config.constexprs
-        grid = (-(-rows // c["BLOCK_M"]) * -(-n // c["BLOCK_N"]),)
-        variant.kernel.function[grid](*tensors, rows, n, inner, *strides, **c)
-    numpy.savez(path, x=x.contiguous(), y=y, dy=kept, dx=dy)
-"""
-INTERPRETED_CASES = [(64, True), (200, True), (1032, True), (5, False), (1030, False)]
-
-
-@pytest.mark.parametrize("case", INTERPRETED_CASES)
-def test_kernels_interpreted(case, interpreted):
-    got = interpreted[case]
-    x = got["x"].double().requires_grad_()
-    y = reference(x)
-    (dx,) = torch.autograd.grad(y, x, got["dy"].double())
-    torch.testing.assert_close(got["y"].double(), y.detach(), rtol=2e-7, atol=0)
-    torch.testing.assert_close(got["dx"].double(), dx, rtol=3e-7, atol=0)

@@ -11,7 +11,6 @@ class TestGeglu(GatedTests):
     op, packed, stem = torch.ops.liger.geglu, torch.ops.liger.geglu_packed, "geglu"
     linear = torch.ops.liger.geglu_linear
     choices = [{"approximate": "tanh"}, {"approximate": "none"}]
-    kernel_flags = [(1,), (0,)]
 
     @staticmethod
     def reference(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:

@@ -10,7 +10,6 @@ class TestSwiglu(GatedTests):
     op, packed, stem = torch.ops.liger.swiglu, torch.ops.liger.swiglu_packed, "swiglu"
     linear = torch.ops.liger.swiglu_linear
     choices = [{}]
-    kernel_flags = [()]
 
     @staticmethod
     def reference(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""fused_linear_cross_entropy: memory use, in-place writes, and PyTorch's transforms."""
+"""fused_linear_cross_entropy: memory use, upstream gradients, and gradcheck."""
 
 import math
 from functools import partial
@@ -6,17 +6,10 @@ from functools import partial
 import pytest
 import torch
 from checks import (
-    OPCHECKS,
     check_deterministic,
-    check_inductor,
-    check_no_double_backward,
-    check_one_graph,
-    check_reads_only,
-    check_second_backward,
     equal,
 )
-from linear_losses import INPUT, WEIGHT, budget_for, flce, make, plan, with_log_probs, with_metrics
-from torch import Tensor
+from linear_losses import INPUT, WEIGHT, budget_for, flce, make, plan
 
 # ---- Memory
 
@@ -66,23 +59,8 @@ def test_the_upstream_gradient_scales_the_gradients(device):
     assert all(torch.equal(half, one * -0.5) for half, one in zip(halves, ones))
 
 
-def test_inputs_are_not_written(device):
-    check_reads_only(flce, make(50, 16, 40, torch.bfloat16, device, bias=True), [torch.tensor(3.0, device=device)])
-
-
-def test_second_backward(device):
-    for reduction, grad in (("mean", torch.tensor(3.0, device=device)), ("none", torch.randn(50, device=device))):
-        inputs = make(50, 16, 40, torch.float16, device, bias=True)
-        check_second_backward(partial(flce, reduction=reduction), inputs, [grad])
-
-
-def test_double_backward_is_refused(device):
-    inputs = make(50, 16, 40, torch.float32, device)[:3]
-    check_no_double_backward("fused_linear_cross_entropy", flce, inputs, [torch.tensor(2.0, device=device)])
-
-
-@pytest.mark.parametrize("name", ["input", "weight", "bias", "ce_weight", "token_weight"])
-def test_forward_mode_is_refused(name):
+@pytest.mark.parametrize("name", ["ce_weight", "token_weight"])
+def test_forward_mode_of_what_is_not_learned_is_refused(name):
     x, weight, target, bias = (t if t is None else t.detach() for t in make(5, 8, 10, torch.float32, "cpu", bias=True))
     arguments = dict(input=x, weight=weight, bias=bias, ce_weight=torch.ones(10), token_weight=torch.ones(5))
     with torch.autograd.forward_ad.dual_level():
@@ -123,88 +101,3 @@ def test_gradcheck(reduction):
     options |= dict(ce_weight=torch.rand(7).double(), token_weight=torch.rand(2, 5), memory_budget=1000)
     call = partial(flce, reduction=reduction, **options)
     torch.autograd.gradcheck(lambda x, w, b: call(x, w, target, b), (x, weight, bias))
-
-
-@pytest.mark.parametrize("op", [flce, with_metrics, with_log_probs])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_opcheck(requires_grad, dtype, reduction, op, device):
-    x, weight, target, bias = make((2, 9), 16, 40, dtype, device, bias=True)
-    inputs = [t.detach().requires_grad_(requires_grad) for t in (x, weight)]
-    torch.library.opcheck(op, (*inputs, target, bias.detach(), None, reduction), test_utils=OPCHECKS)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compile_makes_one_graph_for_all_sizes(reduction, device):
-    def calls():
-        for batch, length in ((2, 9), (3, 12), (5, 31)):
-            grad = torch.randn((batch, length) if reduction == "none" else (), device=device)
-            yield make((batch, length), 16, 40, torch.float32, device, bias=True), [grad]
-
-    check_one_graph(partial(flce, reduction=reduction), calls())
-
-
-def test_inductor(device):
-    x, weight, target, _ = make((4, 9), 16, 40, torch.float32, device)
-    check_inductor(lambda x, w: flce(x * 2, w, target), (x, weight), [torch.tensor(2.0, device=device)])
-
-
-class Loss(torch.nn.Module):
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight.detach())
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return torch.ops.liger.fused_linear_cross_entropy(x, self.weight, target)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
-    x, weight, target, _ = make((4, 9), 16, 40, torch.float32, device)
-    module = Loss(weight)
-    batch = torch.export.Dim("batch", min=2, max=64)
-    with torch.no_grad():
-        program = torch.export.export(
-            module, (x.detach(), target), dynamic_shapes=({0: batch}, {0: batch}), strict=strict
-        )
-        others = make((7, 9), 16, 40, torch.float32, device)
-        for exported in (program, program.run_decompositions()):
-            targets = [n.target for n in exported.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-            assert targets == [flce.default]
-            assert torch.equal(exported.module()(others[0].detach(), others[2]), module(others[0].detach(), others[2]))
-
-
-def test_script(device, tmp_path):
-    x, weight, target, _ = make((4, 9), 16, 40, torch.float32, device)
-    module = Loss(weight)
-    torch.jit.script(module).save(str(tmp_path / "loss.pt"))
-    loaded = torch.jit.load(str(tmp_path / "loss.pt"))
-    for m in (module, loaded):
-        m.zero_grad()
-        m(x, target).backward()
-    assert torch.equal(module.weight.grad, loaded.weight.grad)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_meta(reduction):
-    x, weight, target, bias = make((2, 5), 8, 20, torch.bfloat16, "meta", bias=True)
-    loss, z_loss, accuracy, predicted = with_metrics(x, weight, target, bias, None, reduction)
-    shape = () if reduction == "mean" else (2, 5)
-    assert loss.shape == z_loss.shape == accuracy.shape == shape and loss.dtype == torch.float32
-    assert predicted.shape == (2, 5) and predicted.dtype == torch.int64
-    grads = torch.autograd.grad(loss.sum(), (x, weight, bias))
-    assert [g.shape for g in grads] == [x.shape, weight.shape, bias.shape]
-
-
-def test_autocast(device):
-    """Autocast runs the GEMM in low precision; gradients keep the dtypes of the parameters."""
-    x, weight, target, bias = make(50, 16, 40, torch.float32, device, bias=True)
-    with torch.autocast(device, torch.bfloat16):
-        loss = flce(x.to(torch.bfloat16), weight, target, bias)
-    grads = torch.autograd.grad(loss, (x, weight, bias))
-    low = [t.detach().to(torch.bfloat16).requires_grad_() for t in (x, weight, bias)]
-    expected = flce(low[0], low[1], target, low[2])
-    assert torch.equal(loss, expected)
-    for ours, theirs in zip(grads, torch.autograd.grad(expected, low)):
-        assert ours.dtype == torch.float32 and torch.equal(ours, theirs.float())

@@ -11,14 +11,8 @@ from allocations import peak_memory
 from checks import (
     CPU_DTYPES,
     HALF_TYPES,
-    OPCHECKS,
     assert_no_worse,
-    check_deterministic,
-    check_inductor,
     check_no_double_backward,
-    check_one_graph,
-    check_reads_only,
-    check_script,
     check_second_backward,
     equal,
     gradients,
@@ -26,6 +20,7 @@ from checks import (
     path_taken,
     roundings,
 )
+from pairs import pairwise
 from strategies import may_be_float32
 from torch import Tensor
 
@@ -125,29 +120,29 @@ def check(inputs, device, grad=None, **options):
 # ---- Values
 
 
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("tokens, classes", [(1, 2), (5, 40), (70, 1000), (33, 1001), (9, 5003)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_sizes(reduction, tokens, classes, beta, dtype, device):
-    inputs = make(tokens, classes, dtype, device, bias=True)
+# (tokens, classes): fewest, few, many of both, an odd number of classes, and more classes than one block.
+SIZES = [(1, 2), (5, 40), (70, 1000), (33, 1001), (9, 5003)]
+
+
+@pairwise(reduction=["mean", "none"], sizes=SIZES, beta=BETAS, dtype=CPU_DTYPES)
+def test_sizes(reduction, sizes, beta, dtype, device):
+    inputs = make(*sizes, dtype, device, bias=True)
     for budget in (None, small_budget(inputs)):
         check(inputs, device, beta=beta, reduction=reduction, memory_budget=budget)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("weighted", ["", "mask", "mask and weights"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("beta", BETAS)
-def test_options(beta, reduction, weighted, options, device):
-    for dtype in (torch.float32, torch.float16):
-        inputs = make((3, 20), 200, dtype, device, bias=True)
-        arguments = dict(OPTIONS[options], beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
-        if "mask" in weighted:
-            arguments["mask"] = torch.rand(3, 20, device=device) < 0.6
-        if "weights" in weighted:
-            arguments["token_weight"] = torch.rand(3, 20, device=device)
-        check(inputs, device, **arguments)
+@pairwise(
+    beta=BETAS, reduction=["mean", "sum", "none"], weighted=["", "mask", "mask and weights"], options=OPTIONS,
+    dtype=[torch.float32, torch.float16],
+)  # fmt: skip
+def test_options(beta, reduction, weighted, options, dtype, device):
+    inputs = make((3, 20), 200, dtype, device, bias=True)
+    arguments = dict(OPTIONS[options], beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
+    if "mask" in weighted:
+        arguments["mask"] = torch.rand(3, 20, device=device) < 0.6
+    if "weights" in weighted:
+        arguments["token_weight"] = torch.rand(3, 20, device=device)
+    check(inputs, device, **arguments)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -162,16 +157,16 @@ def test_pytorchs_own_functions(beta, device):
     torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=s.detach()).entropy())
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("wanted", ["x", "w", "b", "x w", "x b", "w b", "x w b", ""])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_only_required_gradients(reduction, wanted, beta, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w, _, _, b, _ = inputs = make(20, 100, dtype, device, bias=True)
-        for name, t in (("x", x), ("w", w), ("b", b)):
-            t.requires_grad_(name in wanted.split())
-        ours = check(inputs, device, beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
-        assert ours[0].requires_grad == bool(wanted)
+@pairwise(
+    reduction=["mean", "none"], wanted=["x", "w", "b", "x w", "x b", "w b", "x w b", ""], beta=BETAS,
+    dtype=[torch.float32, torch.bfloat16],
+)  # fmt: skip
+def test_only_required_gradients(reduction, wanted, beta, dtype, device):
+    x, w, _, _, b, _ = inputs = make(20, 100, dtype, device, bias=True)
+    for name, t in (("x", x), ("w", w), ("b", b)):
+        t.requires_grad_(name in wanted.split())
+    ours = check(inputs, device, beta=beta, reduction=reduction, memory_budget=small_budget(inputs))
+    assert ours[0].requires_grad == bool(wanted)
 
 
 @pytest.mark.parametrize("s_dtype, t_dtype", [*itertools.permutations(CPU_DTYPES, 2)])
@@ -180,9 +175,7 @@ def test_models_of_different_dtypes(s_dtype, t_dtype, device):
         check(make(20, 100, s_dtype, device, bias=True, t_dtype=t_dtype), device, beta=0.5, reduction=reduction)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pairwise(dtype=[torch.float32, torch.bfloat16], distance=[1e-1, 1e-2, 1e-3], beta=BETAS)
 def test_close_models(dtype, distance, beta, device):
     """Rounding must not hide a small divergence. The error is compared with that of log_softmax and kl_div on logits
     that were computed in fp32."""
@@ -227,8 +220,7 @@ def test_impossible_classes(device):
     assert (divergence(x, w, tx, tw, b, tb, beta=1.0)[0] == inf).all()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(dtype=CPU_DTYPES, reduction=["mean", "sum", "none"])
 def test_everything_masked(dtype, reduction, device):
     x, w, tx, tw, b, tb = make(6, 40, dtype, device, bias=True)
     mask = torch.zeros(6, dtype=torch.bool, device=device)
@@ -307,10 +299,7 @@ def test_small_gradients_survive_fp16(device):
         assert torch.linalg.vector_norm(mine.double() - truth) / truth.norm() < torch.finfo(torch.float16).eps
 
 
-@pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("parts", [1, 2, 5, 16, 60])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("spread", [0.1, 2.0])
+@pairwise(spread=[0.1, 2.0], reduction=["mean", "none"], parts=[1, 5, 60], dtype=HALF_TYPES)
 def test_chunked_gradients_are_as_accurate_as_eager(spread, reduction, parts, dtype, device):
     """Eager code with logits in the dtype of the inputs. The smaller the spread of the logits, the smaller is the error of
     their rounding, beside that of d weight in each chunk."""
@@ -359,9 +348,7 @@ def test_peak_memory_on_cpu(needs, reduction, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mib", [None, 320, 64])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("needs", ["both", "input", "nothing"])
+@pairwise(needs=["both", "input", "nothing"], reduction=["mean", "none"], mib=[None, 320, 64])
 def test_peak_memory(needs, reduction, mib):
     x, w, tx, tw, _, _ = make(4096, 128256, torch.bfloat16, "cuda", hidden=(1024, 512))
     x.requires_grad_(needs != "nothing")
@@ -394,14 +381,6 @@ def test_the_upstream_gradient_scales_the_gradients(device):
             torch.testing.assert_close(half, one * -0.5, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
-def test_inputs_are_not_written(device):
-    for reduction in ("mean", "none"):
-        shape = (50,) if reduction == "none" else ()
-        call = lambda *t: divergence(*t, beta=0.5, reduction=reduction)[0]  # noqa: E731
-        for dtype in (torch.float32, torch.bfloat16):
-            check_reads_only(call, make(50, 40, dtype, device, bias=True), [torch.full(shape, 3.0, device=device)])
-
-
 CALLS = {
     "reduced": lambda *t: divergence(*t, beta=0.5, reduction="mean")[0],
     "trained head": lambda *t: divergence(*t, beta=0.5)[0],
@@ -409,30 +388,24 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_second_backward(dtype, call, device):
-    inputs = [t if t is None else t.requires_grad_(i < 1 or (i < 2 and "frozen" not in call)) for i, t in enumerate(make(50, 40, dtype, device))]  # fmt: skip
-    grad = torch.randn(() if call == "reduced" else (50,), device=device)
-    check_second_backward(CALLS[call], inputs, [grad])
-    check_no_double_backward("fused_linear_divergence", CALLS[call], inputs, [grad])
+def test_second_backward_of_a_frozen_head(dtype, device):
+    """Forward computes the gradient, which backward scales."""
+    x, *others = make(50, 40, dtype, device)
+    inputs = [x, *(t if t is None else t.detach() for t in others)]
+    grad = torch.randn(50, device=device)
+    check_second_backward(CALLS["frozen head"], inputs, [grad])
+    check_no_double_backward("fused_linear_divergence", CALLS["frozen head"], inputs, [grad])
 
 
-@pytest.mark.parametrize("name", ["s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "token_weight"])
-def test_forward_mode_is_refused(name):
+@pytest.mark.parametrize("name", ["t_input", "t_weight", "t_bias", "token_weight"])
+def test_forward_mode_of_what_is_not_learned_is_refused(name):
     names = ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias")
     arguments = dict(zip(names, (t.detach() for t in make(5, 10, bias=True))), token_weight=torch.ones(5))
     with torch.autograd.forward_ad.dual_level():
         arguments[name] = torch.autograd.forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
         with pytest.raises(RuntimeError, match="forward-mode automatic differentiation is not supported"):
             divergence(**arguments)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_runs_are_bitwise_equal(call, device):
-    x, w, tx, tw, b, tb = make(500, 1000, torch.bfloat16, device, bias=True)
-    grad = torch.randn(() if call == "reduced" else (500,), device=device)
-    check_deterministic(CALLS[call], (x, w.detach() if "frozen" in call else w, tx, tw), [grad])
 
 
 def test_checkpoint(device):
@@ -444,9 +417,7 @@ def test_checkpoint(device):
 # ---- Transforms
 
 
-@pytest.mark.parametrize("options", ["plain", "all"])
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pairwise(reduction=["mean", "sum", "none"], beta=BETAS, options=["plain", "all"])
 def test_gradcheck(reduction, beta, options):
     x, w, tx, tw, b, tb = make((2, 4), 7, torch.float64, hidden=(3, 4), bias=True)
     mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1]]).bool()
@@ -456,85 +427,6 @@ def test_gradcheck(reduction, beta, options):
     )  # fmt: skip
     torch.autograd.gradcheck(lambda x, w, b: call(x, w, tx, tw, b, tb)[0], (x, w, b))
     torch.autograd.gradcheck(lambda x: call(x, w.detach(), tx, tw, b.detach(), tb)[0], (x,))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("wanted", ["x w b", "x", ""])
-def test_opcheck(wanted, dtype, reduction, device):
-    x, w, tx, tw, b, tb = make((2, 9), 40, dtype, device, bias=True)
-    for name, t in (("x", x), ("w", w), ("b", b)):
-        t.requires_grad_(name in wanted.split())
-    options = dict(reduction=reduction, mask=torch.rand(2, 9, device=device) < 0.5)
-    torch.library.opcheck(divergence.default, (x, w, tx, tw, b, tb), options, test_utils=OPCHECKS)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_compile_makes_one_graph_for_all_sizes(call, device):
-    def calls():
-        for batch, length in ((2, 9), (3, 12), (5, 31)):
-            x, w, tx, tw, _, _ = make((batch, length), 40, device=device)
-            grad = torch.randn(() if call == "reduced" else (batch, length), device=device)
-            yield (x, w.detach() if "frozen" in call else w, tx, tw), [grad]
-
-    check_one_graph(CALLS[call], calls())
-
-
-def test_inductor(device):
-    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
-    check_inductor(lambda x, w: CALLS["reduced"](x * 2, w, tx, tw), (x, w), [torch.tensor(2.0, device=device)])
-
-
-class Loss(torch.nn.Module):
-    def __init__(self, weight: Tensor, t_weight: Tensor) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight.detach())
-        self.register_buffer("t_weight", t_weight)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return torch.ops.liger.fused_linear_divergence(
-            x, self.weight, t, self.t_weight, None, None, beta=0.5, temperature=2.0, reduction="mean"
-        )[0]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
-    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
-    module, batch = Loss(w, tw), torch.export.Dim("batch", min=2, max=64)
-    with torch.no_grad():
-        program = torch.export.export(module, (x.detach(), tx), dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
-        others = make((7, 9), 40, device=device)
-        for exported in (program, program.run_decompositions()):
-            targets = [n.target for n in exported.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-            assert divergence.default in targets
-            given = others[0].detach(), others[2]
-            assert torch.equal(exported.module()(*given), module(*given))
-
-
-def test_script(device, tmp_path):
-    x, w, tx, tw, _, _ = make((4, 9), 40, device=device)
-    check_script(Loss(w, tw), [(x, tx)], tmp_path / "loss.pt")
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_meta(reduction):
-    x, w, tx, tw, b, tb = make((2, 5), 20, torch.bfloat16, "meta", bias=True)
-    found, entropy = divergence(x, w, tx, tw, b, tb, reduction=reduction)
-    assert found.shape == (() if reduction == "mean" else (2, 5)) and entropy.shape == (2, 5)
-    assert found.dtype == entropy.dtype == torch.float32
-    assert [g.shape for g in torch.autograd.grad(found.sum(), (x, w, b))] == [x.shape, w.shape, b.shape]
-
-
-def test_autocast(device):
-    """Autocast runs the GEMMs in low precision; gradients keep the dtypes of the parameters."""
-    inputs = make(20, 40, torch.float32, device, bias=True)
-    call = lambda *t: divergence(*t, reduction="mean")[0]  # noqa: E731
-    with torch.autocast(device, torch.bfloat16):
-        ours = gradients(call, inputs, [torch.ones((), device=device)])
-    low = [t.detach().to(torch.bfloat16).requires_grad_(t.requires_grad) for t in inputs]
-    expected = gradients(call, low, [torch.ones((), device=device)])
-    for mine, theirs in zip(ours, expected):
-        assert mine.dtype == torch.float32 and torch.equal(mine, theirs.float())
 
 
 # ---- Bad input
@@ -598,9 +490,7 @@ def noise(op, **arguments):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("classes", [32000, 50257, 128256, 151936, 600_001])
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(dtype=CPU_DTYPES, beta=BETAS, classes=[32000, 50257, 128256, 151936, 600_001])
 def test_vocabularies(dtype, beta, classes):
     inputs = make(300, classes, dtype, "cuda", hidden=(64, 128))
     for reduction in ("mean", "none"):
@@ -639,90 +529,3 @@ def test_more_than_2_to_the_31_logits():
     large, small = (gradients(call(budget), inputs, grad) for budget in (24 << 30, 1 << 30))
     for a, b in zip(large, small):
         torch.testing.assert_close(a, b, rtol=0.02, atol=1e-2 * float(b.detach().abs().max()))
-
-
-@pytest.mark.gpu
-def test_double_on_cuda_is_refused():
-    with pytest.raises(RuntimeError, match="s_input must be float32, float16 or bfloat16"):
-        divergence(*(t.double().cuda() for t in (X, W, X, W)))
-
-
-# ---- The kernel in the interpreter
-
-INTERPRETED = """
-import sys, types, torch, numpy
-package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
-from liger_ops.kernels import find
-from liger_ops.kernels.losses import fused_linear_divergence as module
-nan, flag = float("nan"), {k: v.value for k, v in vars(module).items() if type(v).__name__ == "constexpr"}
-
-def run(path, n, kind, capped, split, dtype="fp32", distance=1.0):
-    torch.manual_seed(0)
-    rows, row = 4, (n + 63) // 64 * 64
-    s, t = torch.full((rows, row), nan), torch.full((rows, row), nan)
-    s[:, :n] = torch.randn(rows, n) * 3
-    t[:, :n] = torch.randn(rows, n) * 3 if distance == 1 else s[:, :n] + distance * torch.randn(rows, n)
-    s_bias, t_bias, grad = torch.randn(n), torch.randn(n), torch.randn(rows)
-    if distance != 1: t_bias = s_bias
-    mask = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
-    entropy, stats = torch.full((rows,), nan), torch.full((5, rows), nan)
-    v = find("fused_linear_divergence_rows").pick(dict(X=dtype, KIND=kind, CAPPED=capped), n, True)
-    part = 1024 if split else row
-    parts = -(-n // part)
-    values, shares = torch.full((rows, parts, 2), nan), torch.full((rows, parts, flag["SHARES"]), nan)
-    arrived, dlogits = torch.zeros(rows, dtype=torch.int32), torch.full((rows, row), nan, dtype=dict(fp32=torch.float32, fp16=torch.float16)[dtype])
-    names = ("HAS_MASK", "HAS_UPSTREAM", "S_BIAS", "T_BIAS") + (("S_CAP", "T_CAP") if capped else ())
-    common = sum(flag[name] for name in names)
-    options = (1.4426950408889634 / 0.7, 1 / 0.7, 0.3, 1.3, 1.3, 4.0, 4.0)
-
-    def launch(flags, teacher, into):
-        v.kernel.function[(rows * parts,)](into, s, teacher, s_bias, t_bias, mask, grad, entropy, stats, values, shares, arrived,
-                                           n, part, row, row, into.stride(0), rows, *options, flags | common, **v.constexprs)
-
-    # The parts of a row cannot wait for each other here: one launch per phase.
-    keeps, given = flag["KEEPS"] if kind == flag["MIXTURE"] else 0, t.clone()
-    phases = flag["SCANS"], flag["VALUES"] | flag["SAVES"], flag["WRITES"]
-    for flags in phases if split else [sum(phases)]:
-        launch(flags | keeps, t, dlogits)
-    if keeps: stats[4] = values[:, :, 1].sum(1)
-    again = torch.full_like(dlogits, nan)
-    launch(flag["WRITES"] | flag["KNOWN"], given, again)
-    assert torch.equal(again[:, :n], dlogits[:, :n]) or keeps
-    assert all(t[:, n:].isnan().all() for t in (s, t, dlogits, again))
-    in_place = s.clone()
-    if dtype == "fp32":
-        s, before = in_place, s
-        launch(flag["WRITES"] | flag["KNOWN"], given, s)
-        assert torch.equal(s[:, :n], again[:, :n])
-        s = before
-    numpy.savez(path, s=s[:, :n], t=given[:, :n], s_bias=s_bias, t_bias=t_bias, grad=grad, mask=mask, entropy=entropy,
-                divergence=values[:, :, 0].sum(1), dlogits=dlogits[:, :n].float(), again=again[:, :n].float())
-"""
-INTERPRETED_CASES = [
-    *itertools.product([40, 1024, 5003], [0, 1, 2], [0, 1], [False, True]),
-    *((2056, kind, 0, False, "fp16") for kind in range(3)),
-    *((2056, kind, 0, True, "fp32", 1e-2) for kind in range(3)),
-]
-
-
-@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
-def test_kernel_interpreted(case, interpreted):
-    _, kind, capped, _, *rest = case
-    got = interpreted[case]
-    logits = ((got["s"] + got["s_bias"]).double() * 1.3).requires_grad_()
-    teacher = (got["t"] + got["t_bias"]).double() * 1.3
-    s, t = (4 * torch.tanh(z / 4) if capped else z for z in (logits, teacher))
-    s, t = (s / 0.7).log_softmax(-1), (t / 0.7).log_softmax(-1)
-    found = F.jsd.reference(s, t, beta=(0.0, 1.0, 0.3)[kind], reduction="none").sum(-1)
-    mask = got["mask"].double()
-    (slope,) = torch.autograd.grad((found * mask * got["grad"].double()).sum(), logits)
-    entropy = -(s.exp() * s).sum(-1)
-    near = len(rest) > 1
-    torch.testing.assert_close(
-        got["divergence"].double(), (found * mask).detach(), rtol=1e-4 if near else 1e-6, atol=1e-12
-    )
-    torch.testing.assert_close(got["entropy"].double(), (entropy * mask).detach(), rtol=2e-6, atol=2e-6)
-    # A probability's gradient may be a small difference of terms of its size.
-    rtol, atol = (2**-10, 4e-6) if rest[:1] == ["fp16"] else (3e-5, 4e-6)
-    for name in ("dlogits", "again"):
-        torch.testing.assert_close(got[name].double(), slope, rtol=rtol, atol=atol)

@@ -9,14 +9,9 @@ import torch
 from allocations import peak_memory
 from checks import (
     CPU_DTYPES,
-    OPCHECKS,
     assert_no_worse,
     check_deterministic,
-    check_inductor,
     check_no_double_backward,
-    check_one_graph,
-    check_reads_only,
-    check_script,
     check_second_backward,
     equal,
     gradients,
@@ -25,7 +20,7 @@ from checks import (
     roundings,
 )
 from linear_losses import rms_error
-from torch import Tensor
+from pairs import pairwise
 
 from liger_ops import functional as F
 
@@ -102,41 +97,32 @@ def close_to_formula(inputs, device, upstream=None, **options):
 # ---- Results and gradients
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("frozen", FROZEN, ids=str)
-@pytest.mark.parametrize("dtype", [*CPU_DTYPES, "mixed"], ids=str)
+@pairwise(dtype=[*CPU_DTYPES, "mixed"], frozen=FROZEN, ids=IDS, options=OPTIONS)
 def test_matches_the_formula(dtype, frozen, ids, options, device):
     head = torch.bfloat16 if dtype == "mixed" else None
     inputs = make((3, 20), 32, 100, torch.float32 if head else dtype, device, ids, True, frozen, head=head)
     close_to_formula(inputs, device, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("frozen", FROZEN[:3], ids=str)
-@pytest.mark.parametrize("ids", [None, 3])
-@pytest.mark.parametrize("announced", [False, True])
-@pytest.mark.parametrize("upstream", [[0], [1]])
+@pairwise(upstream=[[0], [1]], announced=[False, True], ids=[None, 3], frozen=FROZEN[:3])
 def test_gradients_of_one_result_alone(upstream, announced, ids, frozen, device):
     inputs = make(40, 32, 100, torch.float32, device, ids, True, frozen)
     close_to_formula(inputs, device, upstream, entropy=True, entropy_grad=announced)
 
 
-@pytest.mark.parametrize("frozen", FROZEN[:3], ids=str)
-@pytest.mark.parametrize("ids", [None, 3])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize(
-    "tokens,hidden,classes,budget", [(70, 16, 1000, 20000), (130, 16, 333, 40000), (9, 8, 50, 900)]
-)
-def test_chunks(tokens, hidden, classes, budget, dtype, bias, ids, frozen, device):
+# (tokens, hidden, classes, memory budget): blocks of classes, several chunks of tokens, and few of either.
+CHUNKED = [(20, 16, 300, 6000), (130, 16, 333, 40000), (9, 8, 50, 900)]
+
+
+@pairwise(sizes=CHUNKED, dtype=CPU_DTYPES, bias=[False, True], ids=[None, 3], frozen=FROZEN[:3])
+def test_chunks(sizes, dtype, bias, ids, frozen, device):
     """Chunks of tokens in forward, blocks of classes and chunks of tokens in backward."""
+    tokens, hidden, classes, budget = sizes
     inputs = make(tokens, hidden, classes, dtype, device, ids, bias, frozen)
     close_to_formula(inputs, device, entropy=True, memory_budget=budget)
 
 
-@pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(dtype=CPU_DTYPES, softcap=[None, 2.0], ids=IDS)
 def test_facts_about_the_distribution(dtype, softcap, ids, device):
     x, weight, target, bias = make((4, 30), 16, 50, dtype, device, ids, True)
     weight.data[7] = weight.data[3]  # equal logits: the first is top
@@ -280,9 +266,9 @@ def test_number_of_products(ids, case):
     assert multiplications(step) == products * 64 * 16 * 300
 
 
-@pytest.mark.parametrize("frozen", [("input", "weight"), ("weight",), ("input",), ()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ids", [None, 3])
+@pairwise(
+    ids=[None, 3], dtype=[torch.float32, torch.bfloat16], frozen=[("input", "weight"), ("weight",), ("input",), ()]
+)
 @pytest.mark.library
 def test_peak_memory_stays_below_the_budget(ids, dtype, frozen):
     """The logits would take 16 times as much."""
@@ -327,10 +313,7 @@ def test_peak_memory_on_a_gpu(frozen, tokens, hidden):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("frozen", FROZEN[:3], ids=str)
-@pytest.mark.parametrize("ids", [None, 4])
-@pytest.mark.parametrize("classes", [50257, 32000])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(dtype=CPU_DTYPES, classes=[50257, 32000], ids=[None, 4], frozen=FROZEN[:3])
 def test_large_on_a_gpu(dtype, classes, ids, frozen):
     inputs = make(2000, 512, classes, dtype, "cuda", ids, frozen=frozen)
     for options in (dict(entropy=True, **EXTRAS), dict(softcap=20.0, memory_budget=64 << 20)):
@@ -375,13 +358,6 @@ def test_an_id_out_of_range_makes_its_row_nan(ids, frozen):
 # ---- Memory
 
 
-@pytest.mark.parametrize("frozen", FROZEN[:3], ids=str)
-def test_inputs_are_not_written(frozen, device):
-    x, weight, target, bias = make(20, 8, 30, torch.float32, device, 2, True, frozen)
-    grads = [torch.ones(20, 2, device=device), torch.ones(20, device=device)]
-    check_reads_only(lambda *t: op(*t, entropy=True)[:2], [x, weight, target, bias], grads)
-
-
 @pytest.mark.library
 def test_a_frozen_head_saves_one_product():
     x, weight, target, _ = make(20, 8, 30, torch.float32, "cpu", frozen=("weight",))
@@ -392,8 +368,7 @@ def test_a_frozen_head_saves_one_product():
     assert all(s.data_ptr() not in (x.data_ptr(), weight.data_ptr()) for s in saved)
 
 
-@pytest.mark.parametrize("frozen", FROZEN[:3], ids=str)
-@pytest.mark.parametrize("ids", [None, 3])
+@pairwise(ids=[None, 3], frozen=FROZEN[:3])
 def test_second_and_double_backward(ids, frozen, device):
     x, weight, target, _ = make(20, 8, 30, torch.float32, device, ids, frozen=frozen)
     call = lambda x, w: op(x, w, target, entropy=True, entropy_grad=True)[:2]  # noqa: E731
@@ -421,103 +396,11 @@ def test_checkpoint(frozen, device):
 # ---- Autograd and transforms
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("frozen", FROZEN, ids=str)
-@pytest.mark.parametrize("ids", [None, 3])
+@pairwise(ids=[None, 3], frozen=FROZEN, options=OPTIONS)
 def test_gradcheck(ids, frozen, options):
     x, weight, target, bias = make((2, 4), 3, 7, torch.float64, "cpu", ids, True, frozen)
     options = OPTIONS[options] | dict(memory_budget=500)
     assert torch.autograd.gradcheck(lambda x, w, b: both(op(x, w, target, b, **options), options), (x, weight, bias))
-
-
-@pytest.mark.parametrize("frozen", [*FROZEN[:3], ("input", "weight", "bias")], ids=str)
-@pytest.mark.parametrize("ids", [None, 3])
-@pytest.mark.parametrize("options", [{}, dict(entropy=True, **EXTRAS), dict(entropy=True, entropy_grad=True)], ids=str)
-def test_opcheck(options, ids, frozen, device):
-    inputs = make((2, 5), 8, 30, torch.float32, device, ids, True, frozen)
-    torch.library.opcheck(op.default, inputs, options, test_utils=OPCHECKS)
-
-
-@pytest.mark.parametrize("frozen", FROZEN[:3], ids=str)
-@pytest.mark.parametrize("ids", [None, 3])
-def test_compile_makes_one_graph_for_all_sizes(ids, frozen, device):
-    def calls():
-        for tokens in ((2, 9), (3, 12), (5, 31)):
-            yield make(tokens, 16, 40, torch.float32, device, ids, True, frozen), [torch.ones((), device=device)]
-
-    def function(x, weight, target, bias):
-        found = op(x, weight, target, bias, entropy=True, entropy_grad=True)
-        return found[0].square().sum() + found[1].square().sum()
-
-    check_one_graph(function, calls())
-
-
-def test_inductor(device):
-    x, weight, target, _ = make((4, 9), 16, 40, torch.float32, device)
-    check_inductor(lambda x, w: op(x * 2, w, target)[0].square().sum(), (x, weight), [torch.tensor(2.0, device=device)])
-
-
-class Module(torch.nn.Module):
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight.detach())
-
-    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        found = torch.ops.liger.fused_linear_log_probs(x, self.weight, target, temperature=0.5, entropy=True)
-        return found[0], found[1]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
-    x, weight, target, _ = make((4, 9), 16, 40, torch.float32, device)
-    module = Module(weight)
-    batch = torch.export.Dim("batch", min=2, max=64)
-    with torch.no_grad():
-        program = torch.export.export(
-            module, (x.detach(), target), dynamic_shapes=({0: batch}, {0: batch}), strict=strict
-        )
-        others = make((7, 9), 16, 40, torch.float32, device)
-        for exported in (program, program.run_decompositions()):
-            called = [n.target for n in exported.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-            assert called == [op.default]
-            given = others[0].detach(), others[2]
-            assert equal(exported.module()(*given), module(*given))
-
-
-def test_script(device, tmp_path):
-    x, weight, target, _ = make((4, 9), 16, 40, torch.float32, device)
-    other = make((2, 5), 16, 40, torch.float32, device)
-    check_script(Module(weight), [(x, target), (other[0], other[2])], tmp_path / "module.pt")
-
-
-@pytest.mark.parametrize("frozen", FROZEN[:3], ids=str)
-def test_meta(frozen):
-    x, weight, target, bias = make((2, 5), 8, 20, torch.bfloat16, "meta", 3, True, frozen)
-    found = op(x, weight, target, bias, entropy=True, **EXTRAS)
-    assert [t.shape for t in found] == [(2, 5, 3), (2, 5), (2, 5), (2, 5), (2, 5, 3)]
-    wanted = [t for t in (x, weight, bias) if t.requires_grad]
-    assert [g.shape for g in torch.autograd.grad(found[0].sum(), wanted)] == [t.shape for t in wanted]
-
-
-@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=str)
-def test_autocast(frozen, device):
-    """Autocast runs the GEMM in low precision; gradients keep the dtypes of the parameters."""
-    x, weight, target, bias = make(20, 16, 40, torch.float32, device, None, True, frozen)
-    with torch.autocast(device, torch.bfloat16):
-        found = op(x, weight, target, bias)[0]
-    low = [t.detach().to(torch.bfloat16).requires_grad_(t.requires_grad) for t in (x, weight, bias)]
-    expected = op(low[0], low[1], target, low[2])[0]
-    assert torch.equal(found, expected) and found.dtype == torch.float32
-    grads = torch.autograd.grad(found.sum(), [t for t in (x, weight, bias) if t.requires_grad])
-    for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), [t for t in low if t.requires_grad])):
-        assert ours.dtype == torch.float32 and torch.equal(ours, theirs.float())
-
-
-def test_forward_mode_is_refused(device):
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
-        with pytest.raises(RuntimeError, match="fused_linear_log_probs: forward-mode"):
-            op(dual, torch.ones(5, 8, device=device), torch.zeros(4, dtype=torch.long, device=device))
 
 
 # ---- Bad input

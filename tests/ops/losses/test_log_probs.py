@@ -1,37 +1,28 @@
 """log_probs against its formula in fp64, and log_softmax."""
 
-import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
 from checks import (
     CPU_DTYPES,
     HALF_TYPES,
-    OPCHECKS,
     assert_no_worse,
-    check_deterministic,
-    check_export,
-    check_inductor,
-    check_no_double_backward,
-    check_one_graph,
-    check_reads_only,
-    check_script,
-    check_second_backward,
     gradients,
     like,
     path_taken,
     roundings,
 )
-from torch import Tensor
+from pairs import pairwise
 
 from liger_ops import functional as F
 
 log_probs = torch.ops.liger.log_probs
 
-# Widths on both sides of the variant table's limits, real vocabularies, and widths that no vector length divides.
-SIZES = [1, 2, 7, 33, 256, 1000, 1024, 1032, 4096, 9001, 16400, 32000, 50257]
+# Fewest, widths that no vector length divides, and a real vocabulary.
+SIZES = [1, 2, 7, 33, 1000, 9001, 50257]
+# On both sides of the variant table's limits; vocabularies whose rows are split.
+SIZES_OF_KERNELS = [256, 1024, 1032, 4096, 16400, 32000, 128256, 151936]
 OPTIONS = {
     "plain": {},
     "entropy": dict(entropy=True),
@@ -94,26 +85,20 @@ def check(logits, index, device, **options):
         assert_no_worse("gradient of other logits", *apart, noise=noise, bounds=(bounds, -1))
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_sizes(n, dtype, device):
-    for options in (OPTIONS["plain"], OPTIONS["entropy"]):
-        check(*make((6, n), dtype, device), device, **options)
+@pairwise(n=SIZES, dtype=CPU_DTYPES, options=["plain", "entropy"])
+def test_sizes(n, dtype, options, device):
+    check(*make((6, n), dtype, device), device, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("n", [128256, 151936])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_vocabularies(n, dtype, device):
-    check(*make((3, n), dtype, device, 5), device, entropy=True)
+@pytest.mark.gpu
+@pairwise(n=SIZES_OF_KERNELS, dtype=CPU_DTYPES, ids=[None, 5], options=["plain", "entropy"])
+def test_sizes_of_kernels(n, dtype, ids, options):
+    check(*make((4, n), dtype, "cuda", ids), "cuda", **OPTIONS[options])
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_options(dtype, index_dtype, ids, options, device):
-    for n in (136, 2049):
-        check(*make((3, 5, n), dtype, device, ids, index_dtype), device, **OPTIONS[options])
+@pairwise(dtype=CPU_DTYPES, index_dtype=[torch.int64, torch.int32], ids=IDS, options=OPTIONS, n=[136, 2049])
+def test_options(dtype, index_dtype, ids, options, n, device):
+    check(*make((3, 5, n), dtype, device, ids, index_dtype), device, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
@@ -139,8 +124,7 @@ def test_log_softmax(device):
     torch.testing.assert_close(found[1], torch.distributions.Categorical(logits=logits / 2).entropy())
 
 
-@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 3, 2**31 - 1, 2**40])
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pairwise(index_dtype=[torch.int64, torch.int32], ignore_index=[-100, -1, 0, 3, 2**31 - 1, 2**40])
 def test_ignored_ids(index_dtype, ignore_index, device):
     if ignore_index > torch.iinfo(index_dtype).max:
         ignore_index = 5
@@ -214,14 +198,6 @@ def test_layouts(ids, layout, device):
 # ---- Memory
 
 
-def test_inputs_are_not_written(device):
-    logits, index = make((4, 256), torch.float32, device, 2)
-    check_reads_only(
-        lambda x, i: tuple(log_probs(x, i, entropy=True)), [logits, index],
-        [torch.ones(4, 2, device=device), torch.ones(4, device=device)],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.library
 def test_the_gradient_overwrites_unreferenced_logits(held, device):
@@ -255,31 +231,11 @@ def test_results_may_be_changed_in_place(device):
     torch.testing.assert_close(logits.grad, expected)
 
 
-def test_runs_are_bitwise_equal(device):
-    logits, index = make((300, 2000), torch.bfloat16, device, 20)
-    grads = [torch.randn(300, 20, device=device), torch.randn(300, device=device)]
-    check_deterministic(lambda x, i: tuple(log_probs(x, i, entropy=True)), [logits, index], grads)
-
-
 # ---- Autograd and transforms
 
 
 def both(x, i):
     return tuple(log_probs(x, i, entropy=True))
-
-
-def test_second_and_double_backward(device):
-    inputs = make((4, 64), torch.float32, device, 2)
-    grads = [torch.randn(4, 2, device=device), torch.randn(4, device=device)]
-    check_second_backward(both, inputs, grads)
-    check_no_double_backward("log_probs", both, inputs, grads)
-
-
-def test_forward_mode_is_refused(device):
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(torch.randn(4, 8, device=device), torch.ones(4, 8, device=device))
-        with pytest.raises(RuntimeError, match="log_probs: forward-mode"):
-            log_probs(dual, torch.zeros(4, dtype=torch.long, device=device))
 
 
 def test_checkpoint(device):
@@ -296,53 +252,6 @@ def test_gradcheck(ids, options):
     logits, index = make((4, 5), torch.float64, "cpu", ids)
     wanted = 1 + OPTIONS[options].get("entropy", False)
     assert torch.autograd.gradcheck(lambda x: tuple(log_probs(x, index, **OPTIONS[options]))[:wanted], [logits])
-
-
-@pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_opcheck(requires_grad, entropy, device):
-    logits, index = make((4, 16), torch.float32, device, 2)
-    logits = logits.detach().requires_grad_(requires_grad)
-    torch.library.opcheck(log_probs.default, (logits, index), dict(entropy=entropy), test_utils=OPCHECKS)
-
-
-def test_compile_makes_one_graph_for_all_sizes(device):
-    calls = [make(shape, torch.float32, device, 2) for shape in [(4, 64), (6, 128), (10, 256)]]
-    function = lambda x, i: sum(r.square().sum() for r in both(x * 2, i))  # noqa: E731
-    check_one_graph(function, [(inputs, [torch.ones((), device=device)]) for inputs in calls])
-
-
-def test_inductor(device):
-    logits, index = make((4, 64), torch.float32, device, 2)
-    check_inductor(lambda x, i: sum(r.sum() for r in both(x * 2, i)), (logits, index), [torch.ones((), device=device)])
-
-
-class Module(torch.nn.Module):
-    def forward(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.liger.log_probs(logits, index, 0.5, entropy=True)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_keeps_the_op_and_the_batch_dynamic(strict, device):
-    inputs, others = ([t.detach() for t in make((rows, 32), torch.float32, device)] for rows in (4, 9))
-    check_export(log_probs, Module(), inputs, others, strict)
-
-
-def test_script(device, tmp_path):
-    calls = [make(shape, torch.float32, device) for shape in [(4, 32), (2, 3, 40)]]
-    check_script(Module(), calls, tmp_path / "module.pt")
-
-
-def test_meta():
-    logits = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16)
-    found = log_probs(logits, torch.empty(5, 3, 2, device="meta", dtype=torch.long), entropy=True)
-    assert [t.shape for t in found] == [(5, 3, 2), (5, 3)] and found[0].dtype == torch.float32
-
-
-def test_autocast_keeps_float32(device):
-    logits, index = make((4, 8), torch.bfloat16, device)
-    with torch.autocast(device, torch.bfloat16):
-        assert log_probs(logits, index)[0].dtype == torch.float32
 
 
 # ---- Bad input
@@ -385,9 +294,7 @@ def test_an_id_out_of_range_makes_its_row_nan(index_dtype, n):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 40, 2000])
-@pytest.mark.parametrize("n", [50257, 128256])
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pairwise(dtype=CPU_DTYPES, n=[50257, 128256], rows=[1, 40, 2000])
 def test_few_and_many_rows(dtype, n, rows):
     check(*make((rows, n), dtype, "cuda", 3), "cuda", entropy=True)
 
@@ -418,129 +325,3 @@ def test_no_memory_beyond_the_logits():
     producer.register_prehook(lambda _: seen.append(torch.cuda.max_memory_allocated() - before))
     found.sum().backward()
     assert seen[0] < 2**18
-
-
-@pytest.mark.gpu
-def test_no_synchronization_and_cuda_graph_capture():
-    logits, index = make((64, 1000), torch.bfloat16, "cuda", 3)
-    step = lambda: torch.autograd.grad(sum(r.sum() for r in both(logits, index)), logits)[0]  # noqa: E731
-    expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    assert torch.equal(captured, expected)
-
-
-@pytest.mark.gpu
-def test_double_on_cuda_is_refused():
-    with pytest.raises(RuntimeError, match="logits must be float32, float16 or bfloat16"):
-        log_probs(X.double().cuda(), IDS_OF_X.cuda())
-
-
-# ---- The kernels in the interpreter
-
-INTERPRETED = """
-import sys, types, torch, numpy
-package = types.ModuleType("liger_ops"); package.__path__ = ["liger_ops"]; sys.modules["liger_ops"] = package
-from liger_ops.kernels import find
-from liger_ops.kernels.losses._flags import MOST_SKEW
-nan, SKEW = float("nan"), MOST_SKEW.value
-
-def run(path, n, count, capped, split, dtype="fp32", extras=0, first=0):
-    # The columns are classes from `first` on; one class more precedes and follows them if there are more.
-    torch.manual_seed(0)
-    rows, inner, aligned, words = 5, 3, n % 8 == 0, 2 if n % 3 else 1
-    logits = (torch.randn(rows, n) * 3).to(dict(fp32=torch.float32, fp16=torch.float16)[dtype])
-    index = torch.randint(n, (rows, count))
-    index[:, -1] = index[:, 0]
-    index += first
-    if first:
-        index[3, 0], index[4, -1] = 0, first + n
-    logits[0, ::3] = logits[0].max()  # several maxima
-    index[1] = index[2, 0] = -100
-    wide = torch.cat([logits, logits], 1) if aligned else logits
-    ids = index.to(torch.int64 if words == 2 else torch.int32).view(torch.int32)
-    temperature, cap = 0.7, 5.0 if capped else 1.0
-    classes = first + n + (1 if first else 0)
-    options = (first, classes, words, -100, 1.4426950408889634 / temperature, 1 / temperature, cap)
-    strides = (inner * wide.shape[1], wide.shape[1])
-    outs = [torch.full(shape, nan) for shape in ((rows, count), (rows,), (rows, 3), (rows, count), (rows,), (rows,))]
-    outs.append(torch.full((rows, count), 7, dtype=torch.int8))
-    choices = dict(X=dtype, CAPPED=capped, EXTRAS=extras)
-    shares = torch.full((rows, 128, 6), nan)
-    flags = 3 + 32 * 7
-
-    v = find("log_probs_fwd").pick(choices, n, aligned)
-    c = v.constexprs
-    end = n + SKEW * c["SKEWED"]
-    part = -(-end // 2 // 8) * 8 if split else 0
-    parts = -(-end // part) if split else 1
-    v.kernel.function[(rows * parts,)](*outs, shares, wide, ids, n, part, inner, count, *strides, *options, flags, **c)
-    if split:
-        v = find("log_probs_combine").pick(choices, n, False)
-        v.kernel.function[(rows,)](*outs, shares, wide, ids, n, parts, inner, count, *strides, *options, flags, **v.constexprs)
-    grad, grad_entropy = torch.randn(rows, count), torch.randn(rows)
-    found = dict(logits=logits.float(), index=index, grad=grad, grad_entropy=grad_entropy, log_probs=outs[0], entropy=outs[1],
-                 mean_logits=outs[4], log_squares=outs[5], is_top1=outs[6])
-    choices = dict(X=dtype, CAPPED=capped)
-    for name, flags in (("both", 12), ("first", 4), ("second", 8), ("others", 16)):
-        v = find("log_probs_bwd").pick(choices, n, aligned)
-        c = v.constexprs
-        dx = wide.clone()
-        spans = -(-(n + SKEW * c["SKEWED"]) // (c["BLOCK_N"] * c["BLOCKS"]))
-        v.kernel.function[(rows * spans,)](dx, dx, ids, outs[2], outs[3], grad, grad_entropy, n, inner, count, *strides, *strides,
-                                           *options, flags, **c)
-        assert torch.equal(dx[:, n:], wide[:, n:])
-        found[name] = dx[:, :n].float()
-    numpy.savez(path, **found)
-"""
-INTERPRETED_CASES = [
-    *itertools.product([40, 2056, 4104, 1003, 5003], [1, 20], [0, 1], [False, True]),
-    (5003, 3, 0, False, "fp16"),
-    (2560, 3, 0, True, "fp16"),
-    *itertools.product([40, 4104, 5003], [3], [0, 1], [False, True], ["fp32"], [1], [0]),
-    (4104, 20, 0, True, "fp16", 1, 0),
-    *itertools.product([40, 5003], [3], [0, 1], [True], ["fp32"], [1], [300]),
-]
-
-
-@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=lambda case: "-".join(map(str, case)))
-def test_kernels_interpreted(case, interpreted):
-    n, _, capped, _, *rest = case
-    dtype, extras, first = [*rest, *("fp32", 0, 0)[len(rest) :]]
-    got = interpreted[case]
-    x = got["logits"].double().requires_grad_()
-    index = torch.where(got["index"] == -100, -100, got["index"] - first)
-    counted, here = index != -100, (index >= 0) & (index < n)
-    z = (5 * torch.tanh(x / 5) if capped else x) / 0.7
-    logs, lse = z.log_softmax(-1), z.logsumexp(-1)
-    rows = counted.any(-1)
-    expected = logs.gather(-1, index.clamp(0, n - 1))
-    entropy = torch.where(rows, -(logs.exp() * logs).sum(-1), 0)
-    close = partial(torch.testing.assert_close, rtol=3e-6, atol=3e-6)
-    close(got["log_probs"].double()[here], expected.detach()[here])
-    assert not got["log_probs"][~counted].any()
-    close(got["entropy"].double(), entropy.detach())
-    if extras:
-        close(got["mean_logits"].double(), torch.where(rows, z.mean(-1), 0).detach())
-        close(got["log_squares"].double(), torch.where(rows, (2 * z).logsumexp(-1) - 2 * lse, 0).detach())
-        assert torch.equal(got["is_top1"].bool(), here & (index == z.argmax(-1, keepdim=True)))
-    # An id of another part of the classes only pulls on the sum of exponentials.
-    taken = torch.where(here, expected, -lse[:, None])
-    upstream = {"both": (1, 1), "first": (1, 0), "second": (0, 1)}
-    slopes = {}
-    for name, (f, h) in upstream.items():
-        grads = f * torch.where(counted, got["grad"], 0).double(), h * got["grad_entropy"].double()
-        (slopes[name],) = torch.autograd.grad((taken, entropy), x, grads, retain_graph=True)
-    (others,) = torch.autograd.grad(-torch.where(rows, lse, 0).sum(), x)
-    columns = torch.where(here, index, n)
-    slopes["others"] = torch.cat([others, others[:, :1]], 1).scatter(1, columns, 0.0)[:, :n]
-    for name, slope in slopes.items():
-        torch.testing.assert_close(got[name].double(), slope, rtol=2**-10 if dtype == "fp16" else 3e-5, atol=1e-6)

@@ -2,16 +2,10 @@
 
 import torch
 from divergences import DivergenceTests, noise, vary  # noqa: F401
-from torch import Tensor
-
-
-class Module(torch.nn.Module):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return torch.ops.liger.tvd(input, target)
 
 
 class TestTvd(DivergenceTests):
-    name, module = "tvd", Module
+    name = "tvd"
     choices = [{}]
 
     def in_logs(self, options):

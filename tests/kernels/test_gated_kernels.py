@@ -1,0 +1,50 @@
+"""The kernels of swiglu and geglu, in Triton's interpreter on CPU tensors."""
+
+import torch
+from interpreted import cases
+
+from liger_ops import functional as F
+
+INTERPRETED = """
+import torch, numpy
+import liger_ops.kernels.gated.geglu
+from interpreter import find
+from liger_ops.kernels.gated.swiglu import PRODUCT
+
+def run(path, stem, flags, n, aligned):
+    torch.manual_seed(0)
+    # Rows in two levels: 2 blocks of 4, the last one partial.
+    rows, inner = 7, 4
+    forward, backward = (find(f"{stem}_{k}").pick({"X": "fp32"}, n, aligned) for k in ("fwd", "bwd"))
+    gate_up, dout, out = torch.randn(rows, 2 * n), torch.randn(rows, n), torch.full((rows, n), float("nan"))
+    gate, up = gate_up[:, :n], gate_up[:, n:]
+    kept = dict(gate=gate.clone(), up=up.clone(), dout=dout.clone())
+    packed, plain = (inner * 2 * n, 2 * n), (inner * n, n)
+    def grid(c):
+        return (-(-rows // c["BLOCK_M"]) * -(-n // c["BLOCK_N"]),)
+    c = forward.config.constexprs
+    forward.kernel.function[grid(c)](out, gate, up, rows, n, inner, *plain, *packed, *packed, *flags, **c)
+    c = backward.config.constexprs
+    backward.kernel.function[grid(c)](
+        gate, up, dout, dout, gate, up, rows, n, inner, *packed, *packed, *plain, *packed, *packed,
+        sum(flags) | PRODUCT.value, **c)
+    saved = dict(**kept, out=out, product=dout, dgate=gate, dup=up)
+    numpy.savez(path, **{name: t.contiguous().numpy() for name, t in saved.items()})
+"""
+FORMULAS = {
+    ("swiglu", ()): F.swiglu.reference,
+    ("geglu", (1,)): lambda gate, up: F.geglu.reference(gate, up, "tanh"),
+    ("geglu", (0,)): lambda gate, up: F.geglu.reference(gate, up, "none"),
+}
+SIZES = [(40, True), (200, True), (1000, True), (2056, True), (60, False), (1100, False)]
+QUICK = [(*formula, *size) for formula in FORMULAS for size in SIZES]
+
+
+@cases(QUICK)
+def test_kernels_interpreted(case, interpreted):
+    """Gate and up are halves of one tensor, and gradients overwrite them."""
+    gate, up = (interpreted[k].double().requires_grad_() for k in ("gate", "up"))
+    out = FORMULAS[case[:2]](gate, up)
+    dgate, dup = torch.autograd.grad(out, [gate, up], interpreted["dout"].double())
+    for name, expected in dict(out=out, dgate=dgate, dup=dup, product=out).items():
+        torch.testing.assert_close(interpreted[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)

@@ -1,0 +1,58 @@
+"""The moe_router kernels, in Triton's interpreter on CPU tensors."""
+
+import itertools
+
+import torch
+from interpreted import cases
+
+from liger_ops import functional as F
+
+reference = F.moe_router.reference
+
+INTERPRETED = """
+import torch, numpy
+import liger_ops.kernels.moe.moe_router
+from interpreter import find
+
+def run(path, n, top_k, sigmoid, normalize, groups, top_groups, extras):
+    torch.manual_seed(0)
+    nan, rows, programs = float("nan"), 37, 2
+    logits, bias, weight = 3 * torch.randn(rows, n), torch.randn(n), (torch.rand(rows) < 0.7) * 1.5
+    flags = 1 * sigmoid + 2 * normalize + 4 + (128 + 256) * extras + 8 * (groups == 1 and not extras)
+    tensors = [torch.full(s, nan) for s in ((rows, top_k), (programs, n), (programs, n), (programs,))]
+    weights, counts, sums, squares = tensors
+    index = torch.full((rows, top_k), -1)
+    v = find("moe_router_fwd").pick(dict(X="fp32", GROUPED=int(groups > 1)), n, False)
+    v.kernel.function[(programs,)](weights, index, counts, sums, squares, logits, bias, weight, rows, n, top_k, groups,
+                                   n // groups, top_groups, 1.5, 1e-20, flags, **v.constexprs)
+    grad, of_scores, of_z = torch.randn(rows, top_k), torch.randn(n), torch.randn(1)
+    v = find("moe_router_bwd").pick(dict(X="fp32"), n, False)
+    dx = torch.full((rows, n), nan)
+    flags = 1 * sigmoid + 2 * normalize + 16 + 32 + 64 + 256 * extras
+    v.kernel.function[(-(-rows // v.constexprs["ROWS"]),)](dx, grad, of_scores, of_z, logits, index, weight, rows, n, top_k, 1.5,
+                                                           1e-20, flags, **v.constexprs)
+    numpy.savez(path, logits=logits, bias=bias, weight=weight, weights=weights, index=index, tokens=counts.sum(0),
+                scores=sums.sum(0), z=squares.sum(0), grad=grad, of_scores=of_scores, of_z=of_z, dx=dx)
+"""
+QUICK = [
+    *itertools.product([32, 60], [4], [0, 1], [0, 1], [1], [1], [0, 1]),
+    (256, 8, 1, 1, 8, 4, 1),
+    (16, 3, 0, 1, 16, 5, 0),
+    (6, 2, 0, 1, 2, 2, 1),
+]
+
+
+@cases(QUICK)
+def test_kernels_interpreted(case, interpreted):
+    _, top_k, sigmoid, normalize, groups, top_groups, extras = case
+    got = interpreted
+    x = got["logits"].double().requires_grad_()
+    bias, weight = (got[k] if extras else None for k in ("bias", "weight"))
+    options = dict(normalize=bool(normalize), scale=1.5, groups=groups, top_groups=top_groups, statistics=True)
+    expected = reference(x, top_k, bias, weight, ("softmax", "sigmoid")[sigmoid], **options)
+    assert torch.equal(got["index"], expected.experts)
+    for name in ("weights", "tokens", "scores", "z"):
+        torch.testing.assert_close(got[name].double(), getattr(expected, name).detach(), rtol=1e-5, atol=1e-6)
+    upstream = (got["grad"].double(), got["of_scores"].double(), got["of_z"].double()[0])
+    (dx,) = torch.autograd.grad((expected.weights, expected.scores, expected.z), x, upstream)
+    torch.testing.assert_close(got["dx"].double(), dx, rtol=1e-4, atol=1e-5)

@@ -12,10 +12,11 @@ class Defect(NamedTuple):
     old: str  # occurs once in the file
     new: str
     tests: str  # arguments of pytest, with files relative to tests/; files that a checkout lacks are dropped
+    generates: bool = False  # whether C++ is generated from what changes
 
     @property
     def compiled(self) -> bool:
-        return self.file.startswith("csrc/")
+        return self.generates or self.file.startswith("csrc/")
 
 
 OPERATORS = [
@@ -260,9 +261,9 @@ CORE_AND_RUNTIME = [
         "runtime/test_jit.py runtime/test_runtime_sources.py",
     ),
     Defect(
-        "loader-forgets-to-wake-other-threads", "csrc/runtime/loader.cpp",
-        "        loader.busy_.erase(key);\n", "",
-        "runtime/test_jit.py runtime/test_runtime_launches.py",
+        "loader-takes-every-failure-for-permanent", "csrc/runtime/loader.cpp",
+        "failure = {attempt.why_none(), !attempt.failure.empty()};", "failure = {attempt.why_none(), false};",
+        "runtime/test_runtime_launches.py runtime/test_runtime_sources.py runtime/test_jit.py",
     ),
     Defect(
         "pack-of-a-newer-version-is-read", "csrc/runtime/pack.cpp",
@@ -395,6 +396,11 @@ KERNELS = [
         "kernel-router-adds-a-second-that-is-missing", "liger_ops/kernels/moe/moe_router.py",
         "both = first + tl.where(group_size > 1, second, 0.0)", "both = first + second",
         f"kernels/test_moe_router_kernels.py ops/moe/test_moe_router.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-router-allows-too-many-choices", "liger_ops/kernels/moe/moe_router.py",
+        "MOST_CHOICES = tl.constexpr(32)", "MOST_CHOICES = tl.constexpr(64)",
+        "ops/moe/test_moe_router.py ops/test_reference.py", generates=True,
     ),
 ]  # fmt: skip
 

@@ -181,10 +181,20 @@ rotary_cases("by batch, with its positions", Shard(0), Shard(0), Shard(0), randn
 # ---- Embedding
 
 IDS = torch.randint(10, (5, 7), generator=torch.Generator().manual_seed(0))
-case("embedding by batch", F.embedding, dict(input=IDS, weight=randn(10, 24)), dict(input=Shard(0), weight=R), Shard(0))
-case(
-    "embedding by columns", F.embedding, dict(input=IDS, weight=randn(10, 24)), dict(input=R, weight=Shard(1)), Shard(2)
-)
+TABLE = dict(input=IDS, weight=randn(10, 24))
+for padding in (None, 3):
+    where = "with padding " * (padding is not None)
+    case(
+        f"embedding {where}by batch", F.embedding, TABLE, dict(input=Shard(0), weight=R), Shard(0), padding_idx=padding
+    )
+    case(
+        f"embedding {where}by columns",
+        F.embedding,
+        TABLE,
+        dict(input=R, weight=Shard(1)),
+        Shard(2),
+        padding_idx=padding,
+    )
 
 # ---- Divergences and log-probabilities
 
@@ -256,6 +266,15 @@ case(
     dict(gate=R, up=R, weight=Shard(0)),
     Shard(2),
 )
+
+
+def product_of_partial_sums(mesh: Any) -> None:
+    a, b = randn(8, 12), randn(12, 4)
+    found = torch.ops.liger._mm(spread(a, mesh, [SUM]), spread(b, mesh, [SUM]))
+    torch.testing.assert_close(found.full_tensor(), a @ b)
+
+
+CASES["GEMM of partial sums"] = product_of_partial_sums
 
 # ---- Upstream gradients that are partial sums, as a column-parallel linear layer's backward returns them
 
@@ -414,6 +433,14 @@ case_2d(
     dict(logits=[Shard(0), Shard(2)], target=[Shard(0), R]),
     [[SUM, R]],
     forward={REDUCE: 1},
+)
+case_2d(
+    "cross_entropy by batch and sequence",
+    F.cross_entropy,
+    dict(logits=LOGITS, target=TOKENS),
+    dict(logits=[Shard(0), Shard(1)], target=[Shard(0), Shard(1)]),
+    [[SUM, SUM]],
+    forward={REDUCE: 2},
 )
 for where, x, w in (
     ("replicated", R, R),
@@ -718,6 +745,16 @@ REFUSED = {
         dict(x=(X, Shard(1)), weight=(W, Shard(0))),
         r"rms_norm: weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
     ),
+    "rms_norm, partial x": (
+        F.rms_norm,
+        dict(x=(X, SUM), weight=(W, R)),
+        r"rms_norm: x must be Replicate\(\) or Shard\(0\) or Shard\(1\) over mesh dimension 0 \(got Partial\(\)\)",
+    ),
+    "swiglu, partial up": (
+        F.swiglu,
+        dict(gate=(X, R), up=(X, SUM)),
+        r"swiglu: up must be .* over mesh dimension 0 \(got Partial\(\)\)",
+    ),
     "swiglu_packed by columns": (
         F.swiglu_packed,
         dict(gate_up=(X, Shard(2))),
@@ -803,7 +840,7 @@ REFUSED = {
 
 def refused(mesh: Any, op: Callable, arguments: dict[str, Any], message: str) -> None:
     try:
-        op(**{name: spread(t, mesh, [p]) for name, (t, p) in arguments.items()})
+        op(**{name: spread(t, mesh, [p] * mesh.ndim) for name, (t, p) in arguments.items()})
     except Exception as error:
         assert re.search(message, str(error)), str(error)
     else:
@@ -812,6 +849,15 @@ def refused(mesh: Any, op: Callable, arguments: dict[str, Any], message: str) ->
 
 for name, (op, arguments, message) in REFUSED.items():
     CASES[f"refused: {name}"] = partial(refused, op=op, arguments=arguments, message=message)
+
+
+def classes_over_two_dimensions(mesh: Any) -> None:
+    two = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    message = r"cross_entropy: logits must .* over one mesh dimension only, over mesh dimension 'tp' \(got Shard\(2\)\)"
+    refused(two, F.cross_entropy, dict(logits=(LOGITS, Shard(2)), target=(TOKENS, R)), message)
+
+
+CASES["refused: cross_entropy, classes over two dimensions"] = classes_over_two_dimensions
 
 
 # ---- torch.compile

@@ -81,7 +81,9 @@ def test_arguments_of_preference_functions():
         losses.dpo_loss(x, w, target, b, ref_hidden=ref.hidden, ref_weight=ref.weight, ref_bias=ref.bias, beta=0.3,
                         loss_type="hinge", nll_weight=0.6)[0],
     )  # fmt: skip
-    close(theirs.liger_fused_linear_dpo(x, w, target, b, use_ref_model=False)[0], losses.dpo_loss(x, w, target, b)[0])
+    # Of this type, the package ignores label_smoothing.
+    smoothed = theirs.liger_fused_linear_dpo(x, w, target, b, use_ref_model=False, label_smoothing=0.2)
+    close(smoothed[0], losses.dpo_loss(x, w, target, b)[0])
     close(
         theirs.liger_fused_linear_orpo(x, w, target, b, -100, 0.3, True, other, False, 2)[0],
         losses.orpo_loss(x, w, target, b, beta=0.3, nll_target=other)[0],

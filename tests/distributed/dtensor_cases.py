@@ -75,10 +75,12 @@ rotary_cases("by batch, with its positions", Shard(0), Shard(0), Shard(0), randn
 # ---- Embedding
 
 IDS = torch.randint(10, (5, 7), generator=torch.Generator().manual_seed(0))
-case("embedding by batch", F.embedding, dict(input=IDS, weight=randn(10, 24)), dict(input=Shard(0), weight=R), Shard(0))
-case(
-    "embedding by columns", F.embedding, dict(input=IDS, weight=randn(10, 24)), dict(input=R, weight=Shard(1)), Shard(2)
-)
+for padding in (None, 3):
+    for where, rows, columns, result in (("batch", Shard(0), R, Shard(0)), ("columns", R, Shard(1), Shard(2))):
+        case(
+            f"embedding by {where}{' with padding' * (padding is not None)}", F.embedding,
+            dict(input=IDS, weight=randn(10, 24)), dict(input=rows, weight=columns), result, padding_idx=padding,
+        )  # fmt: skip
 
 # ---- Divergences and log-probabilities
 
@@ -157,6 +159,15 @@ case(
     Shard(2),
 )
 
+
+def product_of_partial_sums(mesh: Any) -> None:
+    a, b = randn(8, 12), randn(12, 4)
+    found = torch.ops.liger._mm(spread(a, mesh, [SUM]), spread(b, mesh, [SUM]))
+    torch.testing.assert_close(found.full_tensor(), a @ b)
+
+
+CASES.add("GEMM of partial sums", product_of_partial_sums)
+
 # ---- Upstream gradients that are partial sums, as a column-parallel linear layer's backward returns them
 
 for op, tensors, gradients, wanted in (
@@ -215,6 +226,16 @@ CASES.refuse(
             F.rms_norm,
             dict(x=(X, Shard(1)), weight=(W, Shard(0))),
             r"rms_norm: weight must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
+        ),
+        "rms_norm, partial x": (
+            F.rms_norm,
+            dict(x=(X, SUM), weight=(W, R)),
+            r"rms_norm: x must be Replicate\(\) or Shard\(0\) or Shard\(1\) over mesh dimension 0 \(got Partial\(\)\)",
+        ),
+        "swiglu, partial up": (
+            F.swiglu,
+            dict(gate=(X, R), up=(X, SUM)),
+            r"swiglu: up must be .* over mesh dimension 0 \(got Partial\(\)\)",
         ),
         "swiglu_packed by columns": (
             F.swiglu_packed,

@@ -135,7 +135,7 @@ def gradients_of(function: Callable, *leaves: Tensor) -> list[Tensor]:
 
 def refused(mesh: Any, op: Callable, arguments: dict[str, Any], message: str) -> None:
     try:
-        op(**{name: spread(t, mesh, [p]) for name, (t, p) in arguments.items()})
+        op(**{name: spread(t, mesh, [p] * mesh.ndim) for name, (t, p) in arguments.items()})
     except Exception as error:
         assert re.search(message, str(error)), str(error)
     else:

@@ -6,8 +6,9 @@ import itertools
 from typing import Any
 
 import torch
-from dtensor_checks import REDUCE, SUM, DTensorCases, R, collectives, gradients_of, randn, spread
+from dtensor_checks import REDUCE, SUM, DTensorCases, R, collectives, gradients_of, randn, refused, spread
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
@@ -117,6 +118,23 @@ case_2d(
     [[SUM, R]],
     forward={REDUCE: 1},
 )
+case_2d(
+    "cross_entropy by batch and sequence",
+    F.cross_entropy,
+    dict(logits=LOGITS, target=TOKENS),
+    dict(logits=[Shard(0), Shard(1)], target=[Shard(0), Shard(1)]),
+    [[SUM, SUM]],
+    forward={REDUCE: 2},
+)
+
+
+def classes_over_two_dimensions(mesh: Any) -> None:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    message = r"cross_entropy: logits must .* over one mesh dimension only, over mesh dimension 'tp' \(got Shard\(2\)\)"
+    refused(two, F.cross_entropy, dict(logits=(LOGITS, Shard(2)), target=(TOKENS, R)), message)
+
+
+CASES.add("refused: cross_entropy, classes over two dimensions", classes_over_two_dimensions)
 for where, x, w in (
     ("replicated", R, R),
     ("by batch", Shard(0), R),

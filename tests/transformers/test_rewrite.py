@@ -174,8 +174,8 @@ def test_a_norm_also_returns_its_input_as_the_residual():
     "rest",
     [
         "return residual, x",
-        "residual += x\nreturn residual",
-        "residual.add_(x)\nreturn residual",
+        "residual += x\nreturn residual + x",
+        "residual.add_(x)\nreturn residual + x",
         "return self.mix(residual, x)",
         "return residual * x",
     ],

@@ -24,6 +24,8 @@ from transformers.models.llama import modeling_llama
 
 import liger_ops.transformers as lt
 from liger_ops.transformers import apply_liger_kernel, probe, unpatch
+from liger_ops.transformers.mlps import patch_mlp
+from liger_ops.transformers.patch import SWITCHES
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -206,6 +208,18 @@ def test_two_models_in_one_process():
     assert not names & {"rope", "rms_norm", "swiglu_linear", FUSED, "cross_entropy"}
     assert type(other) is LlamaForCausalLM and nn.functional.cross_entropy is TF.cross_entropy
     assert_same_step(step(one, ids), step(other, ids))
+
+
+def test_one_class_with_two_formulas():
+    """Modules of a class share a patched class only if one operator fits them."""
+    configs = [
+        LlamaConfig(hidden_size=32, intermediate_size=24, hidden_act=act) for act in ("silu", "gelu_pytorch_tanh")
+    ]
+    mlps, x = [modeling_llama.LlamaMLP(config) for config in configs], torch.randn(3, 32)
+    expected = [mlp(x) for mlp in mlps]
+    assert [patch_mlp(mlp, dict.fromkeys(SWITCHES, True)) for mlp in mlps] == ["swiglu", "geglu"]
+    for mlp, y in zip(mlps, expected):
+        torch.testing.assert_close(mlp(x), y)
 
 
 def zeros_like_hidden(self, hidden_states, *args, **kwargs):
@@ -459,7 +473,7 @@ def test_an_activation_with_parameters_is_left_alone():
 
 def test_epsilon_is_read_from_the_module_in_every_call():
     norm = LlamaRMSNorm(lambda y: y, epsilon=1e-2)
-    x = 0.01 * torch.randn(3, 16)
+    x = 0.01 * torch.randn(3, 32)
     first = norm(x)
     assert apply_liger_kernel(norm).rows[0].replacement == "rms_norm"
     torch.testing.assert_close(norm(x), first)

@@ -1,0 +1,637 @@
+"""Deliberate defects, each a mistake that a person makes, and the tests that should notice it. See run.py."""
+
+from typing import NamedTuple
+
+# Of an operator's file, only the tests that run kernels in Triton's interpreter.
+INTERPRETED = "-k 'interpret or kernel'"
+
+
+class Defect(NamedTuple):
+    name: str
+    file: str
+    old: str  # occurs once in the file
+    new: str
+    tests: str  # arguments of pytest, with files relative to tests/; files that a checkout lacks are dropped
+    generates: bool = False  # whether C++ is generated from what changes
+
+    @property
+    def compiled(self) -> bool:
+        return self.generates or self.file.startswith("csrc/")
+
+
+OPERATORS = [
+    Defect(
+        "rms-norm-drops-epsilon", "csrc/core/inverse_rms.h",
+        "std::sqrt(squares / n + eps)", "std::sqrt(squares / n)",
+        "ops/norms/test_rms_norm.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "rms-norm-gradient-misses-a-scale", "csrc/ops/norms/rms_norm_cpu.cpp",
+        "C(dot * scale * scale / n)", "C(dot * scale / n)",
+        "ops/norms/test_rms_norm.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "rms-norm-forgets-the-sums-gradient", "csrc/ops/norms/rms_norm_cpu.cpp",
+        "(g[i] * w[i] - v[i] * mean) * scale + r[i];", "(g[i] * w[i] - v[i] * mean) * scale;",
+        "ops/norms/test_fused_add_rms_norm.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "rms-norm-meta-returns-half-statistics", "csrc/ops/norms/rms_norm.cpp",
+        "core::empty_per_row(out.y, core::compute_type(x))", "core::empty_per_row(out.y, x.scalar_type())",
+        "ops/norms/test_rms_norm.py ops/test_every_operator.py ops/test_compile.py ops/test_registration.py",
+    ),
+    Defect(
+        "rms-norm-accepts-any-weight", "csrc/ops/norms/rms_norm.cpp",
+        'if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);', "",
+        "ops/norms/test_rms_norm.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "rms-norm-overwrites-a-gradient-in-use", "csrc/ops/norms/rms_norm.cpp",
+        "bool overwrite = may_overwrite(dy, x);", "bool overwrite = dy.is_contiguous() && x.is_contiguous();",
+        "ops/test_reuse.py ops/norms/test_rms_norm.py",
+    ),
+    Defect(
+        "rms-norm-loses-an-option-in-compiled-autograd", "csrc/ops/norms/rms_norm.cpp",
+        "return std::tie(offset, casting_mode);", "return std::tie(casting_mode);",
+        "ops/test_compiled_autograd.py ops/norms/test_rms_norm.py",
+    ),
+    Defect(
+        "fused-add-rms-norm-saves-a-leaf-as-an-output", "csrc/ops/norms/fused_add_rms_norm.cpp",
+        "if (s_has_gradient) torch::autograd::set_history(s, node);", "torch::autograd::set_history(s, node);",
+        "ops/norms/test_fused_add_rms_norm.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "layer-norm-mean-is-not-corrected", "csrc/ops/norms/layer_norm_cpu.cpp",
+        "const C mean = C(near + drift / n);", "const C mean = near;",
+        "ops/norms/test_layer_norm.py",
+    ),
+    Defect(
+        "gated-product-forgets-up", "csrc/ops/gated/gated_cpu.h",
+        "p[i] = act.value * other;", "p[i] = act.value;",
+        "ops/gated/test_swiglu.py ops/gated/test_geglu.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "geglu-slope-has-the-wrong-sign", "csrc/ops/gated/geglu.cpp",
+        "normal.cdf + x * normal.pdf", "normal.cdf - x * normal.pdf",
+        "ops/gated/test_geglu.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "gated-overwrites-up-in-use", "csrc/ops/gated/gated.h",
+        "node.may_overwrite(gate, up) && node.may_overwrite(up, gate)",
+        "node.may_overwrite(gate, up) && up.strides() == gate.strides()",
+        "ops/gated/test_swiglu.py ops/test_reuse.py",
+    ),
+    Defect(
+        "gated-packed-accepts-odd-widths", "csrc/ops/gated/gated.h",
+        "gate_up.sym_size(-1) % 2 == 0", "gate_up.sym_size(-1) > 0",
+        "ops/gated/test_swiglu.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "gated-reads-a-freed-weight", "csrc/ops/gated/gated.h",
+        'if (!has_memory(weight)) detail::refuse_memory(std::string(kLinearOp) + " backward", "weight", weight);', "",
+        "ops/test_memory.py ops/gated/test_swiglu.py ops/test_threads_and_memory.py",
+    ),
+    Defect(
+        "elements-last-span-is-too-long", "csrc/core/elements.h",
+        "f(row, first, std::min(kSpan, walk.n - first));", "f(row, first, kSpan);",
+        "ops/activations/test_relu_squared.py ops/gated/test_swiglu.py",
+    ),
+    Defect(
+        "relu-squared-hides-nan", "csrc/ops/activations/relu_squared.cpp",
+        "out[i] = v[i] <= 0 ? C(0) : v[i] * v[i];", "out[i] = v[i] > 0 ? v[i] * v[i] : C(0);",
+        "ops/activations/test_relu_squared.py",
+    ),
+    Defect(
+        "rope-copies-one-column-too-few", "csrc/ops/rope/rope_cpu.cpp",
+        "std::copy(x + rotated, x + width, y + rotated)", "std::copy(x + rotated, x + width - 1, y + rotated)",
+        "ops/rope/test_rope.py",
+    ),
+    Defect(
+        "rope-gradient-ignores-a-strided-k", "csrc/ops/rope/rope.cpp",
+        "dq.sym_strides().equals(q_strides) &&\n        dk.sym_strides().equals(k_strides)) {",
+        "dq.sym_strides().equals(q_strides)) {",
+        "ops/rope/test_rope.py ops/test_reuse.py",
+    ),
+    Defect(
+        "rope-loses-sections-in-compiled-autograd", "csrc/ops/rope/rope.cpp",
+        "std::tie(interleaved, sections, q_strides, k_strides, op)", "std::tie(interleaved, q_strides, k_strides, op)",
+        "ops/test_compiled_autograd.py ops/rope/test_rope.py",
+    ),
+    Defect(
+        "embedding-forgets-a-negative-padding-index", "csrc/ops/embedding/embedding.cpp",
+        "return *padding_idx < 0 ? (classes + *padding_idx).guard_int(__FILE__, __LINE__) : *padding_idx;",
+        "return *padding_idx;",
+        "ops/embedding/test_embedding.py",
+    ),
+    Defect(
+        "embedding-accepts-one-class-too-many", "csrc/ops/embedding/embedding.cpp",
+        "*padding_idx < classes && *padding_idx >= -classes", "*padding_idx <= classes && *padding_idx >= -classes",
+        "ops/embedding/test_embedding.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "cross-entropy-leaves-ignored-rows", "csrc/ops/losses/cross_entropy_cpu.cpp",
+        "    std::fill(out, out + n, T(0));\n    return;", "    return;",
+        "ops/losses/test_cross_entropy.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "cross-entropy-divides-z-loss-by-weight", "csrc/ops/losses/cross_entropy_cpu.cpp",
+        "total(1) / by_count", "total(1) / by_weight",
+        "ops/losses/test_cross_entropy.py",
+    ),
+    Defect(
+        "cross-entropy-true-class-misses-the-softcap", "csrc/ops/losses/cross_entropy_cpu.cpp",
+        "if constexpr (kCap) at_y *= softcapped(own, a.cap).slope;", "",
+        "ops/losses/test_cross_entropy.py",
+    ),
+    Defect(
+        "linear-cross-entropy-keeps-the-last-chunk", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
+        "gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0,",
+        "gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), 0,",
+        "ops/losses/test_fused_linear_cross_entropy.py",
+    ),
+    Defect(
+        "linear-cross-entropy-scales-logits-once", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
+        "gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);",
+        "gemm::multiply(dx, dlogits, weight, 0, 1, sustained);",
+        "ops/losses/test_fused_linear_cross_entropy.py",
+    ),
+    Defect(
+        "router-takes-the-last-of-equal-experts", "csrc/ops/moe/moe_router.cpp",
+        "(best < 0 || by[j] > by[best])", "(best < 0 || by[j] >= by[best])",
+        "ops/moe/test_moe_router.py",
+    ),
+    Defect(
+        "router-z-gradient-misses-the-token-weight", "csrc/ops/moe/moe_router.cpp",
+        "v += 2 * count * *z * r.lse * r.soft[j];", "v += 2 * *z * r.lse * r.soft[j];",
+        "ops/moe/test_moe_router.py",
+    ),
+]  # fmt: skip
+
+VOCAB_PARALLEL = [
+    Defect(
+        "split-cross-entropy-adds-sums-of-other-bases", "csrc/ops/losses/cross_entropy_cpu.cpp",
+        "others += fact(rank, 1) * std::exp(fact(rank, 0) - top);", "others += fact(rank, 1);",
+        "distributed/test_vocab_parallel_cross_entropy.py",
+    ),
+    Defect(
+        "split-cross-entropy-predicts-the-last-of-equals", "csrc/ops/losses/cross_entropy_cpu.cpp",
+        "if (rank > 0 && !(value > highest)) continue;", "if (rank > 0 && !(value >= highest)) continue;",
+        "distributed/test_vocab_parallel_cross_entropy.py",
+    ),
+    Defect(
+        "split-linear-cross-entropy-keeps-a-part-of-d-input", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
+        "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);\n      reduce(dx, first);",
+        "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);",
+        "distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
+    ),
+    Defect(
+        "split-linear-cross-entropy-counts-one-buffer-of-two", "csrc/ops/losses/fused_linear_cross_entropy_plan.cpp",
+        "2 * of_chunk + of_tokens <= budget", "of_chunk + of_tokens <= budget",
+        "distributed/test_vocab_parallel_fused_linear_cross_entropy.py "
+        "ops/losses/test_fused_linear_cross_entropy_memory.py",
+    ),
+    Defect(
+        "reference-share-keeps-a-partial-gradient", "liger_ops/reference/_split.py",
+        'return _wait(_collectives.all_reduce(grads[0].contiguous(), "sum", ctx.group.group_name)), None',
+        "return grads[0].contiguous(), None",
+        "distributed/test_vocab_parallel_fused_linear_cross_entropy.py "
+        "distributed/test_vocab_parallel_fused_linear_log_probs.py ops/test_reference.py",
+    ),
+    Defect(
+        "reference-join-gives-every-rank-the-first-part", "liger_ops/reference/_split.py",
+        "grads[0].narrow(ctx.dim, ctx.first, ctx.size)", "grads[0].narrow(ctx.dim, 0, ctx.size)",
+        "distributed/test_vocab_parallel_cross_entropy.py ops/test_reference.py",
+    ),
+    Defect(
+        "reference-last-rank-has-negative-classes", "liger_ops/reference/_split.py",
+        "max(0, min(each, classes - rank * each))", "min(each, classes - rank * each)",
+        "distributed/test_vocab_parallel_cross_entropy.py ops/test_reference.py",
+    ),
+]  # fmt: skip
+
+CORE_AND_RUNTIME = [
+    Defect(
+        "autograd-frees-tensors-of-a-retained-graph", "csrc/core/autograd.h",
+        "return !keep_ && is_sole_owner(grad)", "return is_sole_owner(grad)",
+        "ops/test_reuse.py ops/norms/test_rms_norm.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "autograd-overwrites-shared-storage", "csrc/core/autograd.h",
+        "t.storage().use_count() == 1 && ", "",
+        "ops/test_reuse.py",
+    ),
+    Defect(
+        "autograd-cache-key-forgets-the-state", "csrc/core/autograd.h",
+        "    add_to_cache_key(args, const_cast<BackwardNode*>(this)->self().state());\n", "",
+        "ops/test_compiled_autograd.py",
+    ),
+    Defect(
+        "narrow-rounds-ties-up", "csrc/core/half.h",
+        "(bits + 0x7FFF + (bits >> 16 & 1)) >> 16", "(bits + 0x8000) >> 16",
+        "ops/activations/test_relu_squared.py ops/gated/test_swiglu.py ops/norms/test_rms_norm.py",
+    ),
+    Defect(
+        "launch-is-not-counted", "csrc/runtime/launch.cpp",
+        "  kernel.count(function->source, variant);\n", "",
+        "runtime/test_runtime_launches.py runtime/test_runtime_sources.py",
+    ),
+    Defect(
+        "launch-of-an-empty-grid", "csrc/runtime/launch.cpp",
+        "if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};", "if (grid.x == 0) return {};",
+        "runtime/test_runtime_launches.py",
+    ),
+    Defect(
+        "launch-does-not-retry-after-a-device-reset", "csrc/runtime/launch.cpp",
+        "    result = attempt();\n  }", "  }",
+        "runtime/test_runtime_launches.py runtime/test_runtime_sources.py",
+    ),
+    Defect(
+        "loader-prefers-the-lowest-architecture", "csrc/runtime/loader.cpp",
+        "return a->arch() > b->arch();", "return a->arch() < b->arch();",
+        "runtime/test_runtime_sources.py runtime/test_packs.py",
+    ),
+    Defect(
+        "loader-leaks-refused-modules", "csrc/runtime/loader.cpp",
+        "    if (module) driver.cuModuleUnload(module);\n", "",
+        "runtime/test_runtime_sources.py runtime/test_runtime_launches.py",
+    ),
+    Defect(
+        "loader-compiles-while-preloading", "csrc/runtime/loader.cpp",
+        "if (done(function) || !compile) return function;", "if (done(function)) return function;",
+        "runtime/test_jit.py runtime/test_runtime_sources.py",
+    ),
+    Defect(
+        "loader-takes-every-failure-for-permanent", "csrc/runtime/loader.cpp",
+        "failure = {attempt.why_none(), !attempt.failure.empty()};", "failure = {attempt.why_none(), false};",
+        "runtime/test_runtime_launches.py runtime/test_runtime_sources.py runtime/test_jit.py",
+    ),
+    Defect(
+        "pack-of-a-newer-version-is-read", "csrc/runtime/pack.cpp",
+        "if (header.version != kVersion)", "if (header.version < kVersion)",
+        "runtime/test_packs.py",
+    ),
+    Defect(
+        "pack-entry-may-end-outside", "csrc/runtime/pack.cpp",
+        "e.stored <= bytes_ - e.offset && ", "",
+        "runtime/test_packs.py",
+    ),
+    Defect(
+        "pack-code-is-not-checked", "csrc/runtime/pack.cpp",
+        "return crc32(data_ + e.offset, e.stored) == e.checksum &&\n      inflate(", "return inflate(",
+        "runtime/test_packs.py",
+    ),
+    Defect(
+        "jit-cache-may-be-writable-by-a-group", "csrc/runtime/jit_cache.cpp",
+        "(S_IWGRP | S_IWOTH)", "S_IWOTH",
+        "runtime/test_jit.py",
+    ),
+    Defect(
+        "jit-cache-key-forgets-the-architecture", "csrc/runtime/jit_cache.cpp",
+        "(unsigned long long)hash, variant, arch);", "(unsigned long long)hash, variant, arch * 0);",
+        "runtime/test_jit.py runtime/test_runtime_sources.py",
+    ),
+    Defect(
+        "status-does-not-escape-backslashes", "csrc/runtime/status.cpp",
+        "if (c == '\"' || c == '\\\\') out += '\\\\';", "if (c == '\"') out += '\\\\';",
+        "runtime/test_packs.py runtime/test_runtime_sources.py runtime/test_jit.py packaging/test_cli.py",
+    ),
+    Defect(
+        "preload-fits-the-shortest-name", "csrc/runtime/kernel.cpp",
+        "longest = std::max(longest, size);", "longest = std::max<size_t>(longest, 1);",
+        "runtime/test_runtime_sources.py runtime/test_runtime_launches.py",
+    ),
+]  # fmt: skip
+
+GEMM = [
+    Defect(
+        "plan-key-forgets-sustained", "csrc/gemm/plan.cpp",
+        "p.ldc,  p.alignment,      p.sustained};", "p.ldc,  p.alignment,      0};",
+        "ops/gemm/test_gemm_plan.py",
+    ),
+    Defect(
+        "plan-accepts-a-split-sum", "csrc/gemm/plan.cpp",
+        "config<int>(lt, proposal.algorithm, kLtConfigSplitK) > 1;",
+        "config<int>(lt, proposal.algorithm, kLtConfigSplitK) > 2;",
+        "ops/gemm/test_gemm_plan.py",
+    ),
+    Defect(
+        "plan-swaps-rows-and-columns", "csrc/gemm/plan.cpp",
+        "ceil_div(p.m, t.rows * t.cluster_rows) * ceil_div(p.n, t.columns * t.cluster_columns)",
+        "ceil_div(p.n, t.rows * t.cluster_rows) * ceil_div(p.m, t.columns * t.cluster_columns)",
+        "ops/gemm/test_gemm_plan.py",
+    ),
+    Defect(
+        "multiply-adds-the-old-value-twice", "csrc/gemm/multiply.h",
+        "aligned_depth < depth ? 1 : beta", "aligned_depth < depth ? 1 + beta : beta",
+        "ops/gemm/test_gemm.py",
+    ),
+    Defect(
+        "multiply-forgets-alpha-in-the-last-columns", "csrc/gemm/multiply.h",
+        "multiply_aten(part, a_rows, b.narrow(1, aligned_columns, remainder), beta, alpha);",
+        "multiply_aten(part, a_rows, b.narrow(1, aligned_columns, remainder), beta, 1);",
+        "ops/gemm/test_gemm.py",
+    ),
+]  # fmt: skip
+
+KERNELS = [
+    Defect(
+        "kernel-rows-read-past-the-end", "liger_ops/kernels/rows.py",
+        "mask=row_mask & (cols < n), other=0.0, volatile=volatile", "mask=row_mask, other=0.0, volatile=volatile",
+        f"kernels/test_rms_norm_kernels.py ops/norms/test_rms_norm.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-rows-swap-strides", "liger_ops/kernels/rows.py",
+        "offset = row.to(tl.int64) * inner_stride", "offset = row.to(tl.int64) * outer_stride",
+        f"kernels/test_rms_norm_kernels.py ops/norms/test_rms_norm.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-rms-norm-drops-epsilon", "liger_ops/kernels/norms/rms_norm.py",
+        "        scale = tl.rsqrt(row_mean(squares, n) + eps)\n        for t in tl.static_range(TILES):",
+        "        scale = tl.rsqrt(row_mean(squares, n))\n        for t in tl.static_range(TILES):",
+        f"kernels/test_rms_norm_kernels.py ops/norms/test_rms_norm.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-layer-norm-shares-overlap", "liger_ops/kernels/norms/layer_norm.py",
+        "dbias_row = dweight_row + programs.to(tl.int64) * n", "dbias_row = dweight_row + programs.to(tl.int64)",
+        f"kernels/test_layer_norm_kernels.py ops/norms/test_layer_norm.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-relu-squared-misses-the-factor", "liger_ops/kernels/activations/relu_squared.py",
+        "tl.where(v <= 0, 0.0, 2 * v * d)", "tl.where(v <= 0, 0.0, v * d)",
+        f"kernels/test_relu_squared_kernels.py ops/activations/test_relu_squared.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-embedding-ignores-padding", "liger_ops/kernels/embedding/embedding.py",
+        "if (mine != before) & (mine != padding_idx):", "if mine != before:",
+        f"kernels/test_embedding_kernels.py ops/embedding/test_embedding.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-embedding-adds-what-was-lost", "liger_ops/kernels/embedding/embedding.py",
+        "addend = found[i].to(tl.float32) - lost", "addend = found[i].to(tl.float32) + lost",
+        f"kernels/test_embedding_kernels.py ops/embedding/test_embedding.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-rope-inverse-keeps-the-halves", "liger_ops/kernels/rope/rope.py",
+        "tl.where(inverse, -sin_b, sin_a), tl.where(inverse, -sin_a, sin_b)",
+        "tl.where(inverse, -sin_a, sin_a), tl.where(inverse, -sin_b, sin_b)",
+        f"kernels/test_rope_kernels.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-swiglu-slope-has-the-wrong-sign", "liger_ops/kernels/gated/swiglu.py",
+        "dg = d * u * (s + g * slope)", "dg = d * u * (s - g * slope)",
+        f"kernels/test_swiglu_kernels.py kernels/test_gated_kernels.py ops/gated/test_swiglu.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-cross-entropy-mean-has-one-divisor", "liger_ops/kernels/losses/_gradient.py",
+        "by_count = tl.load(totals + 1, mask=mean, other=1.0)", "by_count = tl.load(totals, mask=mean, other=1.0)",
+        f"kernels/test_cross_entropy_kernels.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-cross-entropy-checks-a-ranks-classes", "liger_ops/kernels/losses/cross_entropy.py",
+        "        is_class = (y >= 0) & (y < classes)\n        y -= first_class\n",
+        "        y -= first_class\n        is_class = (y >= 0) & (y < classes)\n",
+        f"kernels/test_cross_entropy_kernels.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-router-adds-a-second-that-is-missing", "liger_ops/kernels/moe/moe_router.py",
+        "both = first + tl.where(group_size > 1, second, 0.0)", "both = first + second",
+        f"kernels/test_moe_router_kernels.py ops/moe/test_moe_router.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-router-allows-too-many-choices", "liger_ops/kernels/moe/moe_router.py",
+        "MOST_CHOICES = tl.constexpr(32)", "MOST_CHOICES = tl.constexpr(64)",
+        "ops/moe/test_moe_router.py ops/test_reference.py", generates=True,
+    ),
+]  # fmt: skip
+
+DTENSOR = [
+    Defect(
+        "rule-rms-norm-weight-gradient-is-not-summed", "liger_ops/distributed/rules/rms_norm.py",
+        "summed(rows) if wanted & WANT_WEIGHT else None", "R if wanted & WANT_WEIGHT else None",
+        "distributed/test_dtensor.py",
+    ),
+    Defect(
+        "rule-layer-norm-shards-the-wrong-dimension", "liger_ops/distributed/rules/layer_norm.py",
+        "Shard(rows.dim + 1)", "Shard(rows.dim)",
+        "distributed/test_dtensor.py",
+    ),
+    Defect(
+        "rule-reduces-any-partial-sum", "liger_ops/distributed/_sharding.py",
+        "return name in self.reduced", "return True",
+        "distributed/test_dtensor.py",
+    ),
+    Defect(
+        "rule-mm-multiplies-partial-sums", "liger_ops/distributed/rules/mm.py",
+        "    yield [SUM], dict(a=SUM, b=R)\n",
+        "    yield [SUM], dict(a=SUM, b=R)\n    yield [SUM], dict(a=SUM, b=SUM)\n",
+        "distributed/test_dtensor.py",
+    ),
+    Defect(
+        "rule-divergence-divides-by-every-batch", "liger_ops/distributed/rules/divergence.py",
+        "divisor = R if first_only and rows != Shard(0) else summed(rows)", "divisor = summed(rows)",
+        "distributed/test_dtensor.py",
+    ),
+    Defect(
+        "rule-cross-entropy-shards-classes-twice", "liger_ops/distributed/rules/cross_entropy.py",
+        "if p.is_partial() or (of_classes and split is not None):", "if p.is_partial():",
+        "distributed/test_dtensor.py",
+    ),
+    Defect(
+        "rule-embedding-forgets-padding", "liger_ops/distributed/rules/embedding.py",
+        "embedding_dense_backward(dout, input, classes, padding_idx, False)",
+        "embedding_dense_backward(dout, input, classes, -1, False)",
+        "distributed/test_dtensor.py",
+    ),
+    Defect(
+        "rule-losses-sum-totals-over-one-dimension", "liger_ops/distributed/_losses.py",
+        "        for i in self.sharded:\n", "        for i in self.sharded[:1]:\n",
+        "distributed/test_dtensor.py",
+    ),
+]  # fmt: skip
+
+REFERENCE = [
+    Defect(
+        "reference-z-loss-counts-ignored-tokens", "liger_ops/reference/cross_entropy.py",
+        "return losses.view(target.shape), z.masked_fill(target == ignore_index, 0), x",
+        "return losses.view(target.shape), z, x",
+        "ops/test_reference.py ops/losses/test_cross_entropy.py",
+    ),
+    Defect(
+        "reference-router-opens-one-group-more", "liger_ops/reference/moe_router.py",
+        "(rank >= top_groups)", "(rank > top_groups)",
+        "ops/test_reference.py ops/moe/test_moe_router.py",
+    ),
+    Defect(
+        "reference-rms-norm-has-another-default", "liger_ops/reference/rms_norm.py",
+        "eps: float = 1e-6", "eps: float = 1e-5",
+        "ops/test_reference.py ops/test_registration.py ops/test_functional.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "declaration-layer-norm-swaps-batch-dimensions", "liger_ops/reference/layer_norm.py",
+        "forward_out_dims=(0, 1)", "forward_out_dims=(0, 0)",
+        "ops/test_func.py",
+    ),
+    Defect(
+        "vmap-shares-a-batched-parameter", "liger_ops/_vmap.py",
+        "one_by_one = any(dim is not None for dim in in_dims[rows:]) or any(", "one_by_one = any(",
+        "ops/test_func.py",
+    ),
+]  # fmt: skip
+
+PATCHING = [
+    Defect(
+        "probe-ignores-dropout", "liger_ops/transformers/probe.py",
+        "if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):", "if False:",
+        "transformers/test_transformers_patching.py transformers/test_transformers.py",
+    ),
+    Defect(
+        "probe-accepts-a-norm-that-clamps", "liger_ops/transformers/probe.py",
+        "(20 * random_tensor(n, seed=7 + i)).to(dtype)", "random_tensor(n, seed=7 + i).to(dtype)",
+        "transformers/test_transformers_patching.py transformers/test_transformers_head_norms.py",
+    ),
+    Defect(
+        "rewrite-ignores-hooks-of-a-norm", "liger_ops/transformers/rewrite.py",
+        ' or "forward" in norm.__dict__ or has_hooks(norm):', ' or "forward" in norm.__dict__:',
+        "transformers/test_rewrite.py transformers/test_transformers_wrappers.py",
+    ),
+    Defect(
+        "rewrite-shares-an-input-that-changes", "liger_ops/transformers/rewrite.py",
+        "if any(may_change(statement, argument) for statement in block[first:last]):", "if False:",
+        "transformers/test_rewrite.py",
+    ),
+    Defect(
+        "rewrite-allows-in-place-additions", "liger_ops/transformers/rewrite.py",
+        "if isinstance(node, ast.AugAssign) and is_name(node.target, name):", "if False:",
+        "transformers/test_rewrite.py",
+    ),
+    Defect(
+        "head-defers-for-other-threads", "liger_ops/transformers/heads.py",
+        "if mode is None or not mode.is_of_this_thread():", "if mode is None:",
+        "transformers/test_transformers_logits.py transformers/test_transformers_wrappers.py",
+    ),
+    Defect(
+        "head-stays-deferring-after-an-error", "liger_ops/transformers/heads.py",
+        "        try:\n            out = cls.forward(self, *args, **kwargs)\n        finally:\n            head.liger_mode = None\n",
+        "        out = cls.forward(self, *args, **kwargs)\n        head.liger_mode = None\n",
+        "transformers/test_transformers_logits.py transformers/test_transformers_wrappers.py "
+        "transformers/test_transformers_patching.py",
+    ),
+    Defect(
+        "head-ignores-hooks", "liger_ops/transformers/heads.py",
+        "return whole and not has_replaced_forward(head) and not has_other_hooks(head)",
+        "return whole and not has_replaced_forward(head)",
+        "transformers/test_transformers_logits.py transformers/test_transformers_wrappers.py",
+    ),
+    Defect(
+        "patched-classes-forget-their-options", "liger_ops/transformers/patched.py",
+        "    cls = type(module)\n    found = _subclasses", "    cls, key = type(module), None\n    found = _subclasses",
+        "transformers/test_transformers_patching.py",
+    ),
+    Defect(
+        "norm-keeps-a-wider-result", "liger_ops/transformers/norms.py",
+        "return y if y.dtype == dtype else y.to(dtype)", "return y",
+        "transformers/test_transformers_patching.py transformers/test_transformers.py",
+    ),
+    Defect(
+        "mlp-ignores-its-switch", "liger_ops/transformers/mlps.py",
+        "    require_switch(switches, gate)\n", "",
+        "transformers/test_transformers_patching.py",
+    ),
+    Defect(
+        "experts-round-their-weights", "liger_ops/transformers/experts.py",
+        "if weight.dtype not in (dtype, torch.float32):", "if weight.dtype != dtype:",
+        "transformers/test_transformers_experts.py",
+    ),
+    Defect(
+        "projections-ignore-a-replaced-forward", "liger_ops/projections.py",
+        '\n        or "forward" in module.__dict__\n', "\n",
+        "ops/gemm/test_projections.py transformers/test_transformers_wrappers.py",
+    ),
+]  # fmt: skip
+
+COMPAT_AND_LOSSES = [
+    Defect(
+        "compat-gemma-norm-loses-its-offset", "liger_ops/compat/layers.py",
+        "class LigerRMSNormForGemma2(LigerRMSNorm):\n    def __init__(\n        self,\n        hidden_size: int,\n"
+        "        eps: float = 1e-6,\n        offset: float = 1.0,",
+        "class LigerRMSNormForGemma2(LigerRMSNorm):\n    def __init__(\n        self,\n        hidden_size: int,\n"
+        "        eps: float = 1e-6,\n        offset: float = 0.0,",
+        "compat/test_compat.py compat/test_compat_models.py",
+    ),
+    Defect(
+        "compat-dpo-smooths-every-type", "liger_ops/compat/chunked_loss.py",
+        'label_smoothing=label_smoothing if loss_type in ("exo_pair", "robust") else 0.0,',
+        "label_smoothing=label_smoothing,",
+        "compat/test_compat_chunked_loss.py",
+    ),
+    Defect(
+        "compat-leaves-modules-after-uninstall", "liger_ops/compat/__init__.py",
+        "    for name in imported():\n        del sys.modules[name]\n", "",
+        "compat/test_compat.py compat/test_compat_models.py",
+    ),
+    Defect(
+        "grpo-clips-both-sides-alike", "liger_ops/losses/grpo.py",
+        "ratio.clamp(1 - epsilon_low, 1 + epsilon_high)", "ratio.clamp(1 - epsilon_low, 1 + epsilon_low)",
+        "losses/test_losses_grpo.py",
+    ),
+    Defect(
+        "grpo-counts-the-wrong-side-as-clipped", "liger_ops/losses/grpo.py",
+        "low & (advantages < 0) | high & (advantages > 0)", "low & (advantages > 0) | high & (advantages < 0)",
+        "losses/test_losses_grpo.py",
+    ),
+    Defect(
+        "grpo-keeps-masked-log-probs", "liger_ops/losses/grpo.py",
+        "(None if t is None else t.masked_fill(mask == 0, 0) for t in (old_log_probs, ref_log_probs))",
+        "(old_log_probs, ref_log_probs)",
+        "losses/test_losses_grpo.py",
+    ),
+    Defect(
+        "dpo-robust-is-not-normalised", "liger_ops/losses/preference.py",
+        "(1 - eps) * logsigmoid(margin)) / (1 - 2 * eps)", "(1 - eps) * logsigmoid(margin))",
+        "losses/test_losses_preference.py",
+    ),
+    Defect(
+        "kto-rewards-undesirable-sequences", "liger_ops/losses/kto.py",
+        "torch.sigmoid(-beta * above)", "torch.sigmoid(beta * above)",
+        "losses/test_losses_preference.py",
+    ),
+    Defect(
+        "sequences-average-over-padding", "liger_ops/losses/_sequences.py",
+        "total / (target != ignore_index).sum(-1) if average", "total / target.shape[-1] if average",
+        "losses/test_losses_preference.py",
+    ),
+]  # fmt: skip
+
+PACKAGING = [
+    Defect(
+        "pack-checksum-covers-the-inflated-code", "liger_ops/aot/pack.py",
+        "e.kernel_hash, e.variant, zlib.crc32(blob),", "e.kernel_hash, e.variant, zlib.crc32(e.binary),",
+        "runtime/test_packs.py",
+    ),
+    Defect(
+        "archs-serve-integrated-gpus-by-family", "liger_ops/aot/archs.py",
+        "return family[-1] if family and not integrated else capability",
+        "return family[-1] if family else capability",
+        "packaging/test_build.py",
+    ),
+    Defect(
+        "compile-cache-key-forgets-warps", "liger_ops/aot/compile.py",
+        "        str(variant.config.num_warps),\n", "",
+        "packaging/test_build.py -k 'recompile or edit or option or key or cache'",
+    ),
+    Defect(
+        "compile-allows-a-build-path", "liger_ops/aot/compile.py",
+        'demand(variant, str(Path(__file__).parents[2]).encode() not in blob, "carries a build path")', "pass",
+        "packaging/test_build.py -k path",
+    ),
+    Defect(
+        "release-accepts-any-torch", "liger_ops/aot/torch_release.py",
+        "missing = [minor for minor in minors if library_name(minor) not in present]", "missing = []",
+        "packaging/test_release.py packaging/test_build.py",
+    ),
+]  # fmt: skip
+
+DEFECTS = [
+    *OPERATORS, *VOCAB_PARALLEL, *CORE_AND_RUNTIME, *GEMM, *KERNELS, *DTENSOR, *REFERENCE, *PATCHING,
+    *COMPAT_AND_LOSSES, *PACKAGING,
+]  # fmt: skip

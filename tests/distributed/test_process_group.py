@@ -47,6 +47,7 @@ def test_a_crash_is_reported_with_the_log():
     assert passes_next()
 
 
+@pytest.mark.thorough
 def test_a_hang_is_reported_with_the_log_and_the_stack():
     # The group runs already, so that its start is not in the limit.
     assert passes_next()

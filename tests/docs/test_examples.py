@@ -22,6 +22,7 @@ def losses(text):
     return [float(x) for x in re.findall(r"loss (\S+)", text)]
 
 
+@pytest.mark.thorough
 def test_medusa_learns():
     out = run_example(sys.executable, EXAMPLES / "medusa.py", "--steps", 30).splitlines()
     first, last = (list(map(float, out[i].split("losses")[1].split())) for i in (0, -1))

@@ -181,7 +181,9 @@ def test_rows_stream_through_shared_memory(name, arch):
     rings = {variant.name: ring_bytes(variant) for variant in variants(name, arch)}
     for variant, ring in rings.items():
         assert ring <= found[variant].shared <= ring + (1024 if ring else PLAIN_SHARED_BYTES), variant
-    assert min(rings.values()) == 0 and max(rings.values()) == MOST_RING_BYTES
+    # Only the pack of 9.0 holds every config.
+    assert min(rings.values()) == 0 and 0 < max(rings.values()) <= MOST_RING_BYTES
+    assert arch != 90 or max(rings.values()) == MOST_RING_BYTES
 
 
 # ---- Memory accesses.
@@ -310,6 +312,7 @@ def run(path):
 """
 
 
+@pytest.mark.thorough
 @cases([()])
 def test_programs_prefetch_for_later_ones(case, interpreted):
     found = {name: ranges.tolist() for name, ranges in interpreted.items()}

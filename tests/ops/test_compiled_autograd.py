@@ -62,6 +62,7 @@ def test_gradients_of_every_operator(row, device):
     assert ours(traced[0])
 
 
+@pytest.mark.thorough
 def test_inductor(device):
     for row in [row for row in ROWS if row.op in ("rms_norm", "layer_norm")][::2]:
         module, inputs = Call(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)

@@ -138,6 +138,7 @@ def test_sources_that_are_not_built_say_how(sources):
     )
 
 
+@pytest.mark.thorough
 def test_cmake_finds_the_installed_package_from_the_sources(sources, installed):
     command = ["-W", "ignore", "-m", "liger_ops", "--cmake-prefix"]
     assert run_in(sources, *command, path=[installed]).stdout.strip() == str(ROOT / "liger_ops")

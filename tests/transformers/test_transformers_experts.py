@@ -67,7 +67,11 @@ def test_transformers_chooses_the_operator_by_name(name):
 
 
 @pytest.mark.parametrize(
-    "order", [("liger_ops.transformers", "transformers"), ("transformers", "liger_ops.transformers")]
+    "order",
+    [
+        ("liger_ops.transformers", "transformers"),
+        pytest.param(("transformers", "liger_ops.transformers"), marks=pytest.mark.thorough),
+    ],
 )
 def test_either_package_may_be_imported_first(order):
     code = """

@@ -326,6 +326,7 @@ def test_a_single_patched_module_stays_patched(copied):
     torch.testing.assert_close(twin(x), model.lm_head(x))
 
 
+@pytest.mark.thorough
 def test_a_pickle_is_patched_in_another_process(tmp_path):
     model, ids = make("llama"), tokens()
     report = apply_liger_kernel(model)
@@ -473,7 +474,7 @@ def test_an_activation_with_parameters_is_left_alone():
 
 def test_epsilon_is_read_from_the_module_in_every_call():
     norm = LlamaRMSNorm(lambda y: y, epsilon=1e-2)
-    x = 0.01 * torch.randn(3, 32)
+    x = 0.01 * torch.randn(3, 16)
     first = norm(x)
     assert apply_liger_kernel(norm).rows[0].replacement == "rms_norm"
     torch.testing.assert_close(norm(x), first)

@@ -171,9 +171,12 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "gemma3_text", "qwen3", "exaone4", "phi3", "glm4", "granite", "cohere"]
-)
+def compiled_models():
+    for name in ("llama", "gemma2", "gemma3_text", "qwen3", "exaone4", "phi3", "glm4", "granite", "cohere"):
+        yield pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("llama", "gemma2")))
+
+
+@pytest.mark.parametrize("name", compiled_models())
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_makes_one_graph(name):
     model, ids = make(name), tokens()

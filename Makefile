@@ -12,7 +12,7 @@ LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 # Torch minors that `make wheel` builds for: all those in liger_ops/aot/torch_release.py, or a list of some.
 TORCH_VERSIONS ?= all
 
-.PHONY: build test test-thorough test-all test-packs lint demo wheel sdist clean
+.PHONY: build test test-thorough test-all test-machines test-packs lint demo wheel sdist clean
 .DEFAULT_GOAL := build
 
 # Independent targets run in parallel.
@@ -65,6 +65,10 @@ test-thorough: build $(models) test-packs
 test-all:
 	$(MAKE) test
 	$(MAKE) test-thorough
+
+# As other CPUs, thread counts and random numbers: their verdicts may not differ. An hour on two cores.
+test-machines: build $(models)
+	$(PYTHON) tests/machines.py
 
 test-packs: $(ready)
 	$(PYTHON) tests/support/stub_cuda/packs.py

@@ -87,7 +87,7 @@ def pages_with_python():
             yield pytest.param(page, marks=[pytest.mark.thorough] * (page.name != "README.md"), id=ids(page))
 
 
-@pytest.mark.parametrize("page", pages_with_python())
+@pytest.mark.parametrize("page", [*pages_with_python()])
 def test_python_runs(page, tmp_path):
     """A page's blocks in one process, in order, as a reader would run them."""
     code = "\n".join(blocks(page, "python"))

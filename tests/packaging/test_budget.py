@@ -11,7 +11,7 @@ from liger_ops.aot import budget, pack, torch_release
 
 FAMILIES = {path.stem: path.parent.name for path in (ROOT / "liger_ops/kernels").glob("*/[!_]*.py")}
 STEMS = [f"sm_{arch}" for arch in ARCHS] + ["ptx"]
-# Holds the first and the last variant of each config; the packs of other architectures hold fewer of the last ones.
+# The test pack with the most variants.
 FULLEST = "sm_90"
 # Bytes of the variants that no test pack holds, relative to the held variants of the same kernel that have a base too.
 # Measured for 128 of them in the pack of 9.0.

@@ -37,7 +37,7 @@ def first_of_each_file():
         files.add(module)
 
 
-@pytest.mark.parametrize("name", first_of_each_file())
+@pytest.mark.parametrize("name", [*first_of_each_file()])
 def test_the_hook_reproduces_the_pack(name, tmp_path):
     """Equal bytes, so that tests of one path also cover the other."""
     variants = sample(tables.find(name))

@@ -13,7 +13,7 @@ GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 def allocations(step: Callable[[], Any]) -> Iterator[int]:
     """Bytes of each allocation, and of each release as a negative number, in their order. The profiler sees those inside
-    of operators too. A GEMM counts as what it leaves: its result, if it returns a new tensor."""
+    of operators too. Of a GEMM only its result counts, if that is a new tensor."""
     step()  # what the first call allocates for good
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step()

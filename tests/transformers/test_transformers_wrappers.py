@@ -176,7 +176,7 @@ def compiled_models():
         yield pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("llama", "gemma2")))
 
 
-@pytest.mark.parametrize("name", compiled_models())
+@pytest.mark.parametrize("name", [*compiled_models()])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_makes_one_graph(name):
     model, ids = make(name), tokens()

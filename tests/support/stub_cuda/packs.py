@@ -1,9 +1,8 @@
 """Builds the kernel packs that tests read, in build/test-packs: python tests/support/stub_cuda/packs.py.
 
-The packs hold a sample of each kernel: for compute capability 9.0 and as PTX each config at the first and the last axis
-point that it serves (usually bf16 and fp32), for other architectures every second
-config at the first, and the last variant. With
-LIGER_OPS_TEST_PACKS=all they hold every variant, like the packs of a wheel.
+The packs hold a sample of each kernel: for compute capability 9.0 and as PTX each config at the first axis point that it
+serves, and every third also at the last (usually bf16 and fp32); for other architectures every fourth config, and the last
+variant. With LIGER_OPS_TEST_PACKS=all they hold every variant, like the packs of a wheel.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ def sample(kernel: Any, arch: int = 90) -> list[Any]:
     by_config: dict[int, list[int]] = {}
     for variant in everything:
         by_config.setdefault(variant.index % len(kernel.configs), []).append(variant.index)
-    firsts, lasts = ({indices[end] for indices in by_config.values()} for end in (0, -1))
-    held = firsts | lasts if arch == 90 else {*sorted(firsts)[::2], max(lasts)}
+    firsts, lasts = (sorted({indices[end] for indices in by_config.values()}) for end in (0, -1))
+    held = {*firsts, *lasts[::3]} if arch == 90 else {*firsts[::4]}
+    held.add(lasts[-1])
     return [variant for variant in everything if variant.index in held]
 
 

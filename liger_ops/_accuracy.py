@@ -34,7 +34,7 @@ class Roundings:
         """For the distance of result i from the oracle."""
         moved = distance(self.results()[i], self.oracle[i])
         # If a rounding changes which of two equal values is the largest, the movement says nothing about errors.
-        return min(self.OPERATIONS * moved + self.sums(i), self.eps**0.75)
+        return min(self.OPERATIONS * moved + self.sums(i), self.eps ** (2 / 3))
 
     def sums(self, i: int) -> float:
         """Of the most terms that a result can add up: a row, or all elements that meet in one of the result's."""

@@ -76,7 +76,7 @@ def verdicts(face: Face, tier: str, paths: list[str], jobs: int, folder: Path) -
     report.unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", tier, f"--junit-xml={report}",
-        *(["-n", str(jobs), "--dist", "load"] if jobs > 1 else []), *face.options, *paths,
+        *(["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []), *face.options, *paths,
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=TESTS.parent, env={**os.environ, **face.environment, "OMP_WAIT_POLICY": "passive"},
@@ -112,6 +112,8 @@ def main() -> None:
             print(
                 f"{number + 1:2}/{len(chosen)}  {face.name:22} {len(now) - len(failed):5} passed {len(failed):3} failed"
                 f"  {seconds:4.0f} s",
+                *(f"        {name}: {now[name][:200]}" for name in failed),
+                sep="\n",
                 flush=True,
             )
     failing = sorted({name for now in found.values() for name, verdict in now.items() if verdict != "passed"})

@@ -52,7 +52,7 @@ def close(mine, theirs) -> None:
         torch.testing.assert_close(a, b)
 
 
-@in_tiers()
+@in_tiers(one_of=4)
 def test_gradients_of_every_operator(row, device):
     module, inputs = Call(row).to(device), inputs_of(row, 2, 5, device, requires_grad=True)
     wanted = backward(module, inputs)

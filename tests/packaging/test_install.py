@@ -199,6 +199,11 @@ def built_by(hook, checkout, target):
 
 WHERE = """
 import importlib.metadata, site, sys
+from pathlib import Path
+# Without the checkout that `make build` linked to this environment.
+linked = {line for folder in site.getsitepackages() for link in Path(folder).glob("liger_ops.pth")
+          for line in link.read_text().split()}
+sys.path[:] = [folder for folder in sys.path if folder not in linked]
 site.addsitedir(sys.argv[1])
 import liger_ops
 print(importlib.metadata.version("liger-ops"), liger_ops.__file__, liger_ops._loaded.library)

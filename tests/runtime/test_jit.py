@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import stub_cuda
+from pairs import kernels_in_tiers
 from stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
@@ -28,16 +29,7 @@ def compiled(kernel, variant, arch, tmp_path):
 # ---- The hook.
 
 
-def first_of_each_file():
-    """The name of every kernel; those after the first of a file differ in their tables alone."""
-    files = set()
-    for kernel in tables.kernels():
-        module = kernel.function.fn.__module__
-        yield pytest.param(kernel.name, marks=[pytest.mark.thorough] * (module in files))
-        files.add(module)
-
-
-@pytest.mark.parametrize("name", [*first_of_each_file()])
+@kernels_in_tiers()
 def test_the_hook_reproduces_the_pack(name, tmp_path):
     """Equal bytes, so that tests of one path also cover the other."""
     variants = sample(tables.find(name))

@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 import stub_cuda
+from pairs import kernels_in_tiers
 from stub_cuda import LIBRARIES, PACKS, ROOT, compile_cpp, fnv, sample
 
 import liger_ops.kernels as tables
@@ -97,7 +98,7 @@ def launch_with(kernel, args):
     return calls("cuLaunchKernel")[-1]["args"]
 
 
-@pytest.mark.parametrize("name", [k.name for k in tables.kernels()])
+@kernels_in_tiers()
 def test_arguments_are_at_the_offsets_in_the_cubin(name):
     """Checks the offsets that the compiled kernel reads, not only those in the table."""
     kernel = every_kernel()[name]

@@ -55,6 +55,19 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(names, cases if len(names) > 1 else [case[0] for case in cases], ids=ids)
 
 
+def kernels_in_tiers() -> pytest.MarkDecorator:
+    """`parametrize` over the names of all kernels. Those after the first of a file, which differ from it in their tables
+    alone, are thorough."""
+    import liger_ops.kernels as tables
+
+    files, names = set(), []
+    for kernel in tables.kernels():
+        module = kernel.function.fn.__module__
+        names.append(pytest.param(kernel.name, marks=[pytest.mark.thorough] * (module in files)))
+        files.add(module)
+    return pytest.mark.parametrize("name", names)
+
+
 def sizes_by_device(cpu: Iterable[Any], cuda: Iterable[Any], **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """`pairwise` over these axes and the size n, with own sizes on each device: CPU code has no tiles."""
     cases = []

@@ -15,11 +15,14 @@ NAME_OF = {id(row): name for row, name in zip(ROWS, NAMES)}
 each_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 
 
-def in_tiers(rows: Sequence[Row] = ROWS) -> pytest.MarkDecorator:
-    """`parametrize` over rows, for slow tests: the first row of each operator is quick, the others are thorough."""
-    first = {row.op: row for row in reversed(rows)}
+def in_tiers(rows: Sequence[Row] = ROWS, one_of: int = 1) -> pytest.MarkDecorator:
+    """`parametrize` over rows, for slow tests: the first row of each operator is quick, the others are thorough.
+    one_of: more is thorough, only one of so many operators is quick."""
+    first = list({row.op: row for row in reversed(rows)}.values())[::one_of]
     cases = [
-        pytest.param(row, id=NAME_OF[id(row)], marks=[] if first[row.op] is row else pytest.mark.thorough)
+        pytest.param(
+            row, id=NAME_OF[id(row)], marks=[] if any(row is quick for quick in first) else pytest.mark.thorough
+        )
         for row in rows
     ]
     return pytest.mark.parametrize("row", cases)

@@ -475,15 +475,28 @@ def vary(draw, arguments):
 
 
 def noise(op, **arguments):
-    """As in check()."""
+    """Of the results as in check(). Gradients are sums of logits' gradients, whose terms may cancel: what remains is the
+    error of the terms, which 16-bit operators also round."""
     error = logit_error(**arguments)
-    exact = reference(
-        **{
-            k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in arguments.items()
-        }
-    )
-    return *(relative(error, t) for t in exact), *(2 * error,) * 3
+    given = {
+        k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()
+    }
+    exact = reference(**given)
+    x, weight = given["s_input"], given["s_weight"]
+    logits = nnf.linear(x, weight, given["s_bias"]).requires_grad_()
+    of_logits = given | dict(s_input=logits, s_weight=torch.eye(len(weight), dtype=torch.double), s_bias=None)
+    (slope,) = torch.autograd.grad(reference(**of_logits).divergence.sum(), logits)
+    slope, rows = (s.nan_to_num().abs().reshape(-1, s.shape[-1]) for s in (slope, x))
+    terms = slope @ weight.abs(), slope.t() @ rows, slope.sum(0)
+    dtype = arguments["s_input"].dtype
+    error = 2 * error + (torch.finfo(dtype).eps if dtype in HALF_TYPES else 0.0)
+    wanted = [arguments[name] for name in ("s_input", "s_weight", "s_bias")]
+    gradients = [
+        error * max(1.0, float(t.max()) if t.numel() else 0.0)
+        for t, of in zip(terms, wanted)
+        if of is not None and of.requires_grad
+    ]
+    return *(relative(error, t) for t in exact), *gradients
 
 
 # ---- GPU only

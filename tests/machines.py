@@ -1,6 +1,6 @@
 """Runs the tests of numbers and memory as other CPUs, thread counts and random numbers would, and compares verdicts.
 
-python tests/machines.py [--seeds N] [--tier quick|thorough|all] [--only NAME ...] [PATH ...]      (make test-machines)
+python tests/machines.py [--seeds N] [--tier quick|thorough|all] [--only NAME] ... [PATH ...]      (make test-machines)
 
 A library chooses its code by the CPU: PyTorch by ATEN_CPU_CAPABILITY, oneDNN by ONEDNN_MAX_CPU_ISA, MKL by
 MKL_ENABLE_INSTRUCTIONS, NumPy (Triton's interpreter) by NPY_DISABLE_CPU_FEATURES. A face of this machine sets these to what an
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10, help="how many random draws (default: 10)")
     parser.add_argument("--tier", choices=["quick", "thorough", "all"], default="quick")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="faces whose names begin so")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="faces whose names begin so")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: one per core)")
     parser.add_argument("paths", nargs="*", default=[str(TESTS / path) for path in PATHS])
     given = parser.parse_args()

@@ -13,8 +13,10 @@ from checks import (
     check_deterministic,
     check_inductor,
     check_no_double_backward,
+    check_no_synchronization,
     check_one_graph,
     check_reads_only,
+    check_replays,
     check_second_backward,
     equal,
     like,
@@ -293,15 +295,5 @@ def test_no_synchronization_and_cuda_graph_capture(row, dtype):
         # A live graph of another stream would break the capture.
         return [t.detach() for t in results(bound)]
 
-    expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    assert equal(captured, expected)
+    expected = check_no_synchronization(step)
+    check_replays(step, expected)

@@ -213,6 +213,29 @@ def check_reads_only(op: Callable, inputs: Sequence[Tensor | None], grads_out: S
     assert all(torch.equal(t, value) and t._version == version for t, (value, version) in zip(given, before))
 
 
+def check_no_synchronization(step: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Returns the results of the step."""
+    expected = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return expected
+
+
+def check_replays(step: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor]) -> None:
+    """The step, captured in a CUDA graph, gives its results in every replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert equal(captured, expected)
+
+
 def check_second_backward(op: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> None:
     """retain_graph=True permits a second backward; without it, the second backward raises."""
     out = op(*inputs)

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from checks import HALF_TYPES, assert_no_worse, coarseness, equal, gradients, like, path_taken, roundings
+from checks import HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken, roundings
 
 flce = torch.ops.liger.fused_linear_cross_entropy
 
@@ -130,13 +130,3 @@ def check_untargeted(name, inputs, ours, eager, oracle, chunks):
     results = [t[untargeted] for t in (ours, eager, oracle)]
     noise = 3 * rms_error(*results[1:]) + chunks * torch.finfo(ours.dtype).eps / 2
     assert_no_worse(f"{name} of untargeted classes", *results, noise=noise + coarseness(ours.dtype, results[2]))
-
-
-def check_replays(step, expected):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(2):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert equal(captured, expected)

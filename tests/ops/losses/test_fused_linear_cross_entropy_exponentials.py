@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import gradients, has_hopper_kernels, output_of, path_taken
-from linear_losses import INPUT, WEIGHT, budget_for, check, check_replays, flce, make, plan, reference
+from checks import check_replays, gradients, has_hopper_kernels, output_of, path_taken
+from linear_losses import INPUT, WEIGHT, budget_for, check, flce, make, plan, reference
 
 import liger_ops
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from checks import equal, gradients
-from linear_losses import INPUT, WEIGHT, budget_for, check, check_replays, flce, make, plan
+from checks import check_no_synchronization, check_replays, equal, gradients
+from linear_losses import INPUT, WEIGHT, budget_for, check, flce, make, plan
 
 # ---- CUDA only
 
@@ -38,13 +38,7 @@ def test_no_synchronization_and_cuda_graph_capture(dtype, reduction, tokens):
         # Detach: a live autograd graph would tie the next step to this step's stream.
         return [t.detach() for t in gradients(call, inputs, [grad])]
 
-    expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    expected = check_no_synchronization(step)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         assert equal(step(), expected)

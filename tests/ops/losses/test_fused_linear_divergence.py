@@ -13,6 +13,8 @@ from checks import (
     HALF_TYPES,
     assert_no_worse,
     check_no_double_backward,
+    check_no_synchronization,
+    check_replays,
     check_second_backward,
     equal,
     gradients,
@@ -518,20 +520,8 @@ def test_no_synchronization_and_cuda_graph_capture(call):
     w = w.detach() if "frozen" in call else w
     wanted = [t for t in (x, w) if t.requires_grad]
     step = lambda: torch.autograd.grad(CALLS[call](x, w, tx, tw).sum(), wanted)  # noqa: E731
-    expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(2):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert equal(captured, expected)
+    expected = check_no_synchronization(step)
+    check_replays(step, expected)
 
 
 @pytest.mark.gpu

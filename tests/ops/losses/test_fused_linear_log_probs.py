@@ -12,6 +12,8 @@ from checks import (
     assert_no_worse,
     check_deterministic,
     check_no_double_backward,
+    check_no_synchronization,
+    check_replays,
     check_second_backward,
     equal,
     gradients,
@@ -342,18 +344,8 @@ def test_no_synchronization_and_cuda_graph_capture():
         def step(inputs=inputs, wanted=wanted):
             return torch.autograd.grad(sum(r.sum() for r in op(*inputs, entropy=True)[:2]), wanted)
 
-        expected = step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        graph.replay()
-        assert equal(captured, expected)
+        expected = check_no_synchronization(step)
+        check_replays(step, expected)
 
 
 @pytest.mark.gpu

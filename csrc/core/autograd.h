@@ -227,17 +227,29 @@ class BackwardNode : public torch::autograd::Node {
     return !keep_ && is_sole_owner(grad) && grad.scalar_type() == x.scalar_type() && has_strides_of_rows_like(grad, x);
   }
 
- protected:
-  virtual variable_list backward(variable_list&& grads) = 0;
-
   bool needs(size_t output) const { return needs_ ? (*needs_)[output] : task_should_compute_output(output); }
   bool keeps_graph() const { return keep_; }
+
+  template <class... Tensors>
+  void save(const Tensors&... tensors) {
+    static_assert(sizeof...(tensors) == N);
+    saved = {SavedVariable(tensors, false)...};
+  }
+
+  /// Makes these results of forward differentiable by this node.
+  template <class... Tensors>
+  void connect(const Tensors&... results) {
+    (torch::autograd::set_history(results, getptr()), ...);
+  }
 
   /// The saved tensor. If the graph is not used again, the node drops its own reference.
   at::Tensor take(size_t i) {
     if (!keep_) saved[i].reset_data();
     return std::move(unpacked_[i]);
   }
+
+ protected:
+  virtual variable_list backward(variable_list&& grads) = 0;
 
  private:
   Self& self() { return static_cast<Self&>(*this); }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 namespace liger::core {
 namespace detail {
@@ -24,8 +25,7 @@ inline bool takes_tensors(const c10::FunctionSchema& schema) {
 /// Defines an operator of torch.ops.liger. Private operators, which the public ones call, have names that begin with an
 /// underscore. They run below autograd, but nested functorch transforms differentiate them again. That raises an error;
 /// without it the gradients would be zeros, as for any operator without a derivative.
-inline void define(torch::Library& m, const std::string& text) {
-  c10::FunctionSchema schema = torch::schema(text.c_str());
+inline void define(torch::Library& m, c10::FunctionSchema schema) {
   const std::string name = schema.name();
   const bool is_private = name[0] == '_' && detail::takes_tensors(schema);
   m.def(std::move(schema), {at::Tag::pt2_compliant_tag});
@@ -33,6 +33,28 @@ inline void define(torch::Library& m, const std::string& text) {
     m.impl(
         name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
   }
+}
+
+inline void define(torch::Library& m, const std::string& text) { define(m, torch::schema(text.c_str())); }
+
+/// Defines _<name>_fwd, which takes what the public operator takes, all of it by position, and returns more tensors.
+inline void define_forward(torch::Library& m, const char* public_schema, size_t results) {
+  const c10::FunctionSchema schema = torch::schema(public_schema);
+  std::vector<c10::Argument> arguments;
+  for (const c10::Argument& a : schema.arguments()) arguments.emplace_back(a.name(), a.type(), a.real_type(), a.N());
+  const c10::Argument tensor("", c10::TensorType::get());
+  define(m, {"_" + schema.name() + "_fwd", "", std::move(arguments), std::vector<c10::Argument>(results, tensor)});
+}
+
+/// Defines a private operator, and a second one, whose name ends in an underscore, that overwrites some of its arguments.
+/// arguments: with (a!), (b!) and so on where the second one writes. returns: of the first and the second.
+inline void define_backward(
+    torch::Library& m, const std::string& name, const std::string& arguments, const char* returns,
+    const char* returns_overwriting) {
+  std::string plain = arguments;
+  for (size_t at; (at = plain.find("(")) != plain.npos;) plain.erase(at, sizeof("(a!)") - 1);
+  define(m, name + "(" + plain + ") -> " + returns);
+  define(m, name + "_(" + arguments + ") -> " + returns_overwriting);
 }
 
 }  // namespace liger::core

@@ -3,11 +3,9 @@
 // x: (...) with at least one dimension, of any strides. The result has x's dtype; arithmetic is fp32 with one rounding.
 // Only x is saved. Backward overwrites the incoming gradient if nothing else can see it.
 
-#include "core/autograd.h"
 #include "core/cpu_math.h"
 #include "core/elements.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 #include "kernels/relu_squared.h"
 
 namespace liger::ops::relu_squared {
@@ -128,48 +126,54 @@ struct Meta {
   static void backward(const Tensor&, const Tensor&, const Tensor&) {}
 };
 
-// ---- The dispatched operators
+// No autocast: like torch's own activations, it computes in the dtype of its input.
+struct ReluSquared : core::Operator<ReluSquared, Tensor(const Tensor&)> {
+  static constexpr const char* kOp = relu_squared::kOp;
+  static constexpr const char* kSchema = "relu_squared(Tensor x) -> Tensor";
+  using Edges = core::Positions<0>;
+  using Saves = core::Saves<core::Argument<0>>;
+  using Cpu = relu_squared::Cpu;
+  using Cuda = relu_squared::Cuda;
+  using Meta = relu_squared::Meta;
 
-template <class Device>
-Tensor apply(const Tensor& x) {
-  core::check_activation(kOp, "x", x);
-  Tensor y = core::empty_rows_like(x);
-  Device::forward(y, x);
-  return y;
-}
+  template <class Device>
+  static Tensor run(bool, const Tensor& x) {
+    core::check_activation(kOp, "x", x);
+    Tensor y = core::empty_rows_like(x);
+    Device::forward(y, x);
+    return y;
+  }
 
-template <class Device>
-Tensor bwd(const Tensor& dy, const Tensor& x) {
-  core::check_same(kBackward, "dy", dy, "x", x);
-  Tensor dx = core::empty_rows_like(x);
-  Device::backward(dx, dy, x);
-  return dx;
-}
+  template <class Device>
+  static Tensor bwd(const Tensor& dy, const Tensor& x) {
+    core::check_same(kBackward, "dy", dy, "x", x);
+    Tensor dx = core::empty_rows_like(x);
+    Device::backward(dx, dy, x);
+    return dx;
+  }
 
-// Overwrites dy with the gradient.
-template <class Device>
-void bwd_(Tensor& dy, const Tensor& x) {
-  core::check_same(kBackward, "dy", dy, "x", x);
-  Device::backward(dy, dy, x);
-}
+  // Overwrites dy with the gradient.
+  template <class Device>
+  static void bwd_(Tensor& dy, const Tensor& x) {
+    core::check_same(kBackward, "dy", dy, "x", x);
+    Device::backward(dy, dy, x);
+  }
 
-template <class Device>
-void implement(torch::Library& m) {
-  core::implement<apply<Device>>(m, "relu_squared");
-  core::implement<bwd<Device>>(m, "_relu_squared_bwd");
-  core::implement<bwd_<Device>>(m, "_relu_squared_bwd_");
-}
+  static void define_backward(torch::Library& m) {
+    core::define_backward(m, "_relu_squared_bwd", "Tensor(a!) dy, Tensor x", "Tensor", "()");
+  }
 
-// ---- Autograd
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<bwd<Device>>(m, "_relu_squared_bwd");
+    core::implement<bwd_<Device>>(m, "_relu_squared_bwd_");
+  }
 
-struct Node : core::BackwardNode<Node, 1> {  // x
-  std::string name() const override { return kOp; }
-
-  core::variable_list backward(core::variable_list&& grads) override {
+  static core::variable_list backward(Node& node, core::variable_list&& grads) {
     Tensor dy = std::move(grads[0]);
     if (!dy.defined()) return {Tensor()};
-    Tensor x = take(0);
-    if (may_overwrite(dy, x)) {
+    Tensor x = node.take(0);
+    if (node.may_overwrite(dy, x)) {
       static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_relu_squared_bwd_");
       op.call(dy, x);
       return {dy};
@@ -179,36 +183,8 @@ struct Node : core::BackwardNode<Node, 1> {  // x
   }
 };
 
-Tensor autograd(const Tensor& x) {
-  static const auto op = core::find_op<decltype(apply<Meta>)>("liger::relu_squared");
-  core::check_dense(kOp, "x", x);
-  core::check_no_forward_ad(kOp, x);
-  Tensor y;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    y = op.call(x);
-  }
-  if (torch::autograd::compute_requires_grad(x)) {
-    auto node = core::make_node<Node>();
-    node->set_next_edges(torch::autograd::collect_next_edges(x));
-    node->saved = {core::SavedVariable(x, false)};
-    torch::autograd::set_history(y, node);
-  }
-  return y;
-}
-
 }  // namespace
 
-// No autocast: like torch's own activations, it computes in the dtype of its input.
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  core::define(m, "relu_squared(Tensor x) -> Tensor");
-  core::define(m, "_relu_squared_bwd(Tensor dy, Tensor x) -> Tensor");
-  core::define(m, "_relu_squared_bwd_(Tensor(a!) dy, Tensor x) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("relu_squared", autograd); }
+LIGER_OPERATOR(ReluSquared)
 
 }  // namespace liger::ops::relu_squared

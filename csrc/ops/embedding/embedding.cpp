@@ -5,13 +5,9 @@
 // Forward calls ATen. So does the gradient of few indices, because ATen then adds up rows without sorting. For more
 // indices, our kernel sorts once and writes every row once, while ATen keeps partial sums.
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
-
-#include "core/autograd.h"
 #include "core/cuda.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
+#include "runtime/status.h"
 #include "kernels/embedding.h"
 
 namespace liger::ops {
@@ -100,59 +96,61 @@ Tensor bwd_meta(const Tensor& dout, const Tensor&, c10::SymInt classes, int64_t)
   return dout.new_empty_symint({std::move(classes), dout.sym_size(-1)});
 }
 
-// ---- Autograd
+// ---- The operator
 
-struct EmbeddingBackward : core::BackwardNode<EmbeddingBackward, 1> {  // input
-  c10::SymInt classes;
-  int64_t padding_idx = kNoPadding;
+struct Embedding : core::Operator<Embedding, Tensor(const Tensor&, const Tensor&, std::optional<int64_t>)> {
+  static constexpr const char* kOp = liger::ops::kOp;
+  static constexpr const char* kSchema = "embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor";
+  using Edges = core::Positions<1>;
 
-  auto state() { return std::tie(classes, padding_idx); }
-  std::string name() const override { return kOp; }
+  struct Cpu {
+    static constexpr auto backward = bwd_aten;
+  };
+  struct Cuda {
+    static constexpr auto backward = bwd_cuda;
+  };
+  struct Meta {
+    static constexpr auto backward = bwd_meta;
+  };
 
-  core::variable_list backward(core::variable_list&& grads) override {
-    if (!grads[0].defined()) return {Tensor()};
-    static const auto op = core::find_op<decltype(bwd_cuda)>("liger::_embedding_bwd");
-    return {op.call(grads[0], take(0), classes, padding_idx)};
+  template <class Device>
+  static Tensor run(bool, const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
+    return embedding(input, weight, padding_idx);
   }
+
+  static void define_backward(torch::Library& m) {
+    core::define(m, "_embedding_bwd(Tensor dout, Tensor input, SymInt classes, int padding_idx) -> Tensor");
+  }
+
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<Device::backward>(m, "_embedding_bwd");
+  }
+
+  struct Node : core::BackwardNode<Node, 1> {  // input
+    c10::SymInt classes;
+    int64_t padding_idx = kNoPadding;
+
+    auto state() { return std::tie(classes, padding_idx); }
+    std::string name() const override { return kOp; }
+
+    void record(const Tensor& out, const Tensor& input, const Tensor& weight, std::optional<int64_t> padding) {
+      classes = weight.sym_size(0);
+      padding_idx = padding_of(weight, padding);
+      save(input);
+      connect(out);
+    }
+
+    core::variable_list backward(core::variable_list&& grads) override {
+      if (!grads[0].defined()) return {Tensor()};
+      static const auto op = core::find_op<decltype(bwd_cuda)>("liger::_embedding_bwd");
+      return {op.call(grads[0], take(0), classes, padding_idx)};
+    }
+  };
 };
-
-Tensor autograd(const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
-  static const auto op = core::find_op<decltype(embedding)>("liger::embedding");
-  core::check_dense(kOp, "input", input);
-  core::check_dense(kOp, "weight", weight);
-  core::check_no_forward_ad(kOp, weight);
-  Tensor out;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    out = op.call(input, weight, padding_idx);
-  }
-  if (torch::autograd::compute_requires_grad(weight)) {
-    auto node = core::make_node<EmbeddingBackward>();
-    node->set_next_edges(torch::autograd::collect_next_edges(weight));
-    node->classes = weight.sym_size(0);
-    node->padding_idx = padding_of(weight, padding_idx);
-    node->saved = {core::SavedVariable(input, false)};
-    torch::autograd::set_history(out, node);
-  }
-  return out;
-}
-
-template <auto backward>
-void implement(torch::Library& m) {
-  core::implement<embedding>(m, "embedding");
-  core::implement<backward>(m, "_embedding_bwd");
-}
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  core::define(m, "embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor");
-  core::define(m, "_embedding_bwd(Tensor dout, Tensor input, SymInt classes, int padding_idx) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<bwd_aten>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<bwd_cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<bwd_meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("embedding", autograd); }
+LIGER_OPERATOR(Embedding)
 
 }  // namespace liger::ops

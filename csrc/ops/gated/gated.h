@@ -8,18 +8,14 @@
 // it in the pass over gate and up that it makes anyway.
 //
 // An Activation has
-//   kOp, kPackedOp, kLinearOp         the names of its ops
+//   kOp, kPackedOp, kLinearOp         the names of its operators
+//   kOptions                          the options in their schemas, e.g. ", str approximate"
 //   Forward, Backward                 its kernels
-//   options()                         the options in the op's schema, as a tuple; the constructor checks them
+//   Activation(op, options...)        checks the options
 //   with_math(f)                      calls f with an object that has value(x) and value_and_slope(x), for act and act'
 //   set(args)                         writes the options to a kernel's arguments
 
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 #include "core/rows.h"
 #include "gemm/mm.h"
 #include "gemm/multiply.h"
@@ -35,7 +31,8 @@ struct ValueAndSlope {
   C value, slope;
 };
 
-template <class Activation, class... Options>
+/// O: the types of the options.
+template <class Activation, class... O>
 struct Gated {
   using Tensor = at::Tensor;
   static constexpr const char* kOp = Activation::kOp;
@@ -54,14 +51,14 @@ struct Gated {
 
   // ---- Checks
 
-  static Activation check(const Tensor& gate, const Tensor& up, Options... options) {
+  static Activation check(const Tensor& gate, const Tensor& up, O... options) {
     check_activation(kOp, "gate", gate);
     check_same(kOp, "up", up, "gate", gate);
     return Activation(kOp, options...);
   }
 
   static Activation check_linear(
-      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
+      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, O... options) {
     check_activation(kLinearOp, "gate", gate);
     check_same(kLinearOp, "up", up, "gate", gate);
     auto check_parameter = [&](const char* name, const Tensor& t) {
@@ -85,7 +82,7 @@ struct Gated {
     return Activation(kLinearOp, options...);
   }
 
-  static Activation check_packed(const Tensor& gate_up, Options... options) {
+  static Activation check_packed(const Tensor& gate_up, O... options) {
     check_activation(kPackedOp, "gate_up", gate_up);
     LIGER_CHECK(
         gate_up.sym_size(-1) % 2 == 0, kPackedOp, "gate_up", "have an even last dimension", gate_up.sym_size(-1));
@@ -100,15 +97,7 @@ struct Gated {
   // ---- The dispatched ops
 
   template <class Device>
-  static Tensor apply(const Tensor& gate, const Tensor& up, Options... options) {
-    Activation activation = check(gate, up, options...);
-    Tensor out = empty_rows_like(gate);
-    if constexpr (computes<Device>) Device::forward(activation, out, gate, up);
-    return out;
-  }
-
-  template <class Device>
-  static std::tuple<Tensor, Tensor> bwd(const Tensor& dout, const Tensor& gate, const Tensor& up, Options... options) {
+  static std::tuple<Tensor, Tensor> bwd(const Tensor& dout, const Tensor& gate, const Tensor& up, O... options) {
     Activation activation = check(gate, up, options...);
     check_same(kOp, "dout", dout, "gate", gate);
     Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate);
@@ -117,7 +106,7 @@ struct Gated {
   }
 
   template <class Device>
-  static void bwd_(const Tensor& dout, Tensor& gate, Tensor& up, Options... options) {
+  static void bwd_(const Tensor& dout, Tensor& gate, Tensor& up, O... options) {
     Activation activation = check(gate, up, options...);
     check_same(kOp, "dout", dout, "gate", gate);
     if constexpr (computes<Device>) Device::backward(activation, gate, up, {}, in_layout_of(gate, dout), gate, up);
@@ -126,7 +115,7 @@ struct Gated {
   /// (dgate, dup, act(gate) * up)
   template <class Device>
   static std::tuple<Tensor, Tensor, Tensor> product_bwd(
-      const Tensor& dout, const Tensor& gate, const Tensor& up, Options... options) {
+      const Tensor& dout, const Tensor& gate, const Tensor& up, O... options) {
     Activation activation = check(gate, up, options...);
     check_same(kOp, "dout", dout, "gate", gate);
     Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate), product = at::empty_like(dgate);
@@ -137,7 +126,7 @@ struct Gated {
 
   /// Writes dgate over gate, dup over up, and the product over dout.
   template <class Device>
-  static void product_bwd_(Tensor& dout, Tensor& gate, Tensor& up, Options... options) {
+  static void product_bwd_(Tensor& dout, Tensor& gate, Tensor& up, O... options) {
     Activation activation = check(gate, up, options...);
     check_same(kOp, "dout", dout, "gate", gate);
     LIGER_CHECK(
@@ -147,38 +136,7 @@ struct Gated {
   }
 
   template <class Device>
-  static Tensor apply_linear(
-      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
-    Activation activation = check_linear(gate, up, weight, bias, options...);
-    Tensor product = empty_rows_like(gate);
-    if constexpr (computes<Device>) Device::forward(activation, product, gate, up);
-    if constexpr (std::is_same_v<Device, Cuda>) {
-      if (!bias || !bias->defined()) {
-        c10::DeviceGuard guard(product.device());
-        at::DimVector sizes(product.sizes());
-        sizes.back() = weight.size(0);
-        Tensor out = at::empty(sizes, product.options());
-        gemm::multiply(as_matrix(out), as_matrix(product), weight.t(), 0, 1, /*sustained=*/true);
-        return out;
-      }
-    }
-    return at::linear(product, weight, bias);
-  }
-
-  template <class Device>
-  static Tensor apply_packed(const Tensor& gate_up, Options... options) {
-    Activation activation = check_packed(gate_up, options...);
-    auto sizes = half_sizes(gate_up);
-    Tensor out = at::empty_symint(sizes, gate_up.options().memory_format(at::MemoryFormat::Contiguous));
-    if constexpr (computes<Device>) {
-      auto [gate, up] = halves(gate_up);
-      Device::forward(activation, out, gate, up);
-    }
-    return out;
-  }
-
-  template <class Device>
-  static Tensor packed_bwd(const Tensor& dout, const Tensor& gate_up, Options... options) {
+  static Tensor packed_bwd(const Tensor& dout, const Tensor& gate_up, O... options) {
     Activation activation = check_packed(gate_up, options...);
     Tensor dgate_up = at::empty_like(gate_up, gate_up.options().memory_format(at::MemoryFormat::Contiguous));
     packed_backward<Device>(activation, dgate_up, dout, gate_up);
@@ -186,225 +144,12 @@ struct Gated {
   }
 
   template <class Device>
-  static void packed_bwd_(const Tensor& dout, Tensor& gate_up, Options... options) {
+  static void packed_bwd_(const Tensor& dout, Tensor& gate_up, O... options) {
     packed_backward<Device>(check_packed(gate_up, options...), gate_up, dout, gate_up);
   }
 
-  // ---- Autograd
-
-  template <class AnyNode>
-  static bool may_overwrite_both(const AnyNode& node, const Tensor& gate, const Tensor& up) {
-    return node.may_overwrite(gate, up) && node.may_overwrite(up, gate) && gate.stride(-1) == 1;
-  }
-
-  /// Gradients of gate and up. `overwrite` writes them over gate and up.
-  static std::tuple<Tensor, Tensor> gradients(
-      const Activation& activation, const Tensor& dout, Tensor& gate, Tensor& up, bool overwrite) {
-    if (overwrite) {
-      static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
-      std::apply([&](auto... options) { op.call(dout, gate, up, options...); }, activation.options());
-      return {gate.detach(), up.detach()};
-    }
-    static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
-    return std::apply([&](auto... options) { return op.call(dout, gate, up, options...); }, activation.options());
-  }
-
-  struct Node : BackwardNode<Node, 2> {  // gate, up
-    Activation activation;
-
-    auto state() { return std::tie(activation); }
-    std::string name() const override { return kOp; }
-
-    variable_list backward(variable_list&& grads) override {
-      Tensor dout = std::move(grads[0]);
-      if (!dout.defined()) return {Tensor(), Tensor()};
-      Tensor gate = this->take(0), up = this->take(1);
-      auto [dgate, dup] = gradients(activation, dout, gate, up, may_overwrite_both(*this, gate, up));
-      return {dgate, dup};
-    }
-  };
-
-  struct LinearNode : BackwardNode<LinearNode, 3> {  // gate, up, weight; bias is the fourth edge
-    Activation activation;
-
-    auto state() { return std::tie(activation); }
-    std::string name() const override { return kLinearOp; }
-
-    variable_list backward(variable_list&& grads) override {
-      Tensor dout = std::move(grads[0]);
-      if (!dout.defined()) return variable_list(4);
-      Tensor gate = this->take(0), up = this->take(1), weight = this->take(2), dgate, dup, product, dweight, dbias;
-      if (this->needs(3)) dbias = as_matrix(dout).sum(0);
-      const bool wants_weight = this->needs(2);
-      if (this->needs(0) || this->needs(1)) {
-        if (!has_memory(weight)) detail::refuse_memory(std::string(kLinearOp) + " backward", "weight", weight);
-        at::SymDimVector sizes(gate.sym_sizes().begin(), gate.sym_sizes().end());
-        // An ordinary view would be a second owner, so the buffer could not be overwritten.
-        Tensor d = at::_unsafe_view_symint(gemm::mm(as_matrix(dout), weight), sizes);
-        const bool overwrite = may_overwrite_both(*this, gate, up);
-        if (!wants_weight) {
-          std::tie(dgate, dup) = gradients(activation, d, gate, up, overwrite);
-        } else if (overwrite && is_sole_owner(d) && detail::same_strides(gate, d)) {
-          static const auto op = find<decltype(product_bwd_<Cpu>)>("_", "_product_bwd_");
-          std::apply([&](auto... options) { op.call(d, gate, up, options...); }, activation.options());
-          dgate = gate.detach();
-          dup = up.detach();
-          product = std::move(d);
-        } else {
-          static const auto op = find<decltype(product_bwd<Cpu>)>("_", "_product_bwd");
-          std::tie(dgate, dup, product) =
-              std::apply([&](auto... options) { return op.call(d, gate, up, options...); }, activation.options());
-        }
-      } else if (wants_weight) {
-        static const auto op = find<decltype(Gated::template apply<Cpu>)>("", "");
-        product = std::apply([&](auto... options) { return op.call(gate, up, options...); }, activation.options());
-      }
-      if (wants_weight) dweight = gemm::mm(as_matrix(dout).t(), as_matrix(product));
-      return {dgate, dup, dweight, dbias};
-    }
-  };
-
-  struct PackedNode : BackwardNode<PackedNode, 1> {  // gate_up
-    Activation activation;
-
-    auto state() { return std::tie(activation); }
-    std::string name() const override { return kPackedOp; }
-
-    variable_list backward(variable_list&& grads) override {
-      Tensor dout = std::move(grads[0]);
-      if (!dout.defined()) return {Tensor()};
-      Tensor gate_up = this->take(0);
-      if (this->may_overwrite(gate_up, gate_up) && gate_up.is_contiguous()) {
-        static const auto op = find<decltype(packed_bwd_<Cpu>)>("_", "_packed_bwd_");
-        std::apply([&](auto... options) { op.call(dout, gate_up, options...); }, activation.options());
-        return {gate_up.detach()};
-      }
-      static const auto op = find<decltype(packed_bwd<Cpu>)>("_", "_packed_bwd");
-      return {std::apply([&](auto... options) { return op.call(dout, gate_up, options...); }, activation.options())};
-    }
-  };
-
-  static Tensor autograd(const Tensor& gate, const Tensor& up, Options... options) {
-    static const auto op = find<decltype(apply<Cpu>)>("", "");
-    check_dense(kOp, "gate", gate);
-    check_dense(kOp, "up", up);
-    check_no_forward_ad(kOp, gate, up);
-    Tensor out;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      out = op.call(gate, up, options...);
-    }
-    if (torch::autograd::compute_requires_grad(gate, up)) {
-      auto node = make_node<Node>();
-      node->activation = Activation(kOp, options...);
-      node->set_next_edges(torch::autograd::collect_next_edges(gate, up));
-      node->saved = {SavedVariable(gate, false), SavedVariable(up, false)};
-      torch::autograd::set_history(out, node);
-    }
-    return out;
-  }
-
-  static Tensor autograd_packed(const Tensor& gate_up, Options... options) {
-    static const auto op = find<decltype(apply_packed<Cpu>)>("", "_packed");
-    check_dense(kPackedOp, "gate_up", gate_up);
-    check_no_forward_ad(kPackedOp, gate_up);
-    Tensor out;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      out = op.call(gate_up, options...);
-    }
-    if (torch::autograd::compute_requires_grad(gate_up)) {
-      auto node = make_node<PackedNode>();
-      node->activation = Activation(kPackedOp, options...);
-      node->set_next_edges(torch::autograd::collect_next_edges(gate_up));
-      node->saved = {SavedVariable(gate_up, false)};
-      torch::autograd::set_history(out, node);
-    }
-    return out;
-  }
-
-  static Tensor autograd_linear(
-      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
-    static const auto op = find<decltype(apply_linear<Cpu>)>("", "_linear");
-    check_dense(kLinearOp, "gate", gate);
-    check_dense(kLinearOp, "up", up);
-    check_dense(kLinearOp, "weight", weight);
-    check_dense(kLinearOp, "bias", bias);
-    const Tensor bias_or_none = bias.value_or(Tensor());
-    check_no_forward_ad(kLinearOp, gate, up, weight, bias_or_none);
-    Tensor out;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      out = op.call(gate, up, weight, bias, options...);
-    }
-    if (torch::autograd::compute_requires_grad(gate, up, weight, bias_or_none)) {
-      auto node = make_node<LinearNode>();
-      node->activation = Activation(kLinearOp, options...);
-      node->set_next_edges(torch::autograd::collect_next_edges(gate, up, weight, bias_or_none));
-      node->saved = {SavedVariable(gate, false), SavedVariable(up, false), SavedVariable(weight, false)};
-      torch::autograd::set_history(out, node);
-    }
-    return out;
-  }
-
-  // Casts its arguments as F.linear does under autocast.
-  template <c10::DeviceType kDevice>
-  static Tensor autocast_linear(
-      const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, Options... options) {
-    static const auto op = find<decltype(apply_linear<Cpu>)>("", "_linear");
-    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-    auto cast = [](const Tensor& t) {
-      return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
-    };
-    OptionalTensor cast_bias = bias && bias->defined() ? OptionalTensor(cast(*bias)) : bias;
-    return op.call(cast(gate), cast(up), cast(weight), cast_bias, options...);
-  }
-
-  // Multiplication promotes mixed dtypes, with autocast and without. This op requires one dtype.
-  template <c10::DeviceType kDevice>
-  static Tensor autocast(const Tensor& gate, const Tensor& up, Options... options) {
-    static const auto op = find<decltype(apply<Cpu>)>("", "");
-    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-    auto wider = at::promote_types(gate.scalar_type(), up.scalar_type());
-    return op.call(gate.to(wider), up.to(wider), options...);
-  }
-
-  // ---- Registration; each op's own file defines the schemas
-
-  template <class Device>
-  static void implement(torch::Library& m) {
-    std::string op = kOp;
-    core::implement<apply<Device>>(m, op);
-    core::implement<apply_packed<Device>>(m, kPackedOp);
-    core::implement<apply_linear<Device>>(m, kLinearOp);
-    core::implement<bwd<Device>>(m, "_" + op + "_bwd");
-    core::implement<bwd_<Device>>(m, "_" + op + "_bwd_");
-    core::implement<product_bwd<Device>>(m, "_" + op + "_product_bwd");
-    core::implement<product_bwd_<Device>>(m, "_" + op + "_product_bwd_");
-    core::implement<packed_bwd<Device>>(m, "_" + op + "_packed_bwd");
-    core::implement<packed_bwd_<Device>>(m, "_" + op + "_packed_bwd_");
-  }
-
-  static void implement_autograd(torch::Library& m) {
-    m.impl(kOp, autograd);
-    m.impl(kPackedOp, autograd_packed);
-    m.impl(kLinearOp, autograd_linear);
-  }
-
-  template <c10::DeviceType kDevice>
-  static void implement_autocast(torch::Library& m) {
-    core::implement<autocast<kDevice>>(m, kOp);
-    core::implement<autocast_linear<kDevice>>(m, kLinearOp);
-  }
-
- private:
   template <class Device>
   static constexpr bool computes = !std::is_same_v<Device, Meta>;
-
-  template <class Function>
-  static auto find(const char* before, const char* after) {
-    return find_op<Function>((std::string("liger::") + before + kOp + after).c_str());
-  }
 
   // An incoming gradient may be expanded or have another layout. walk_rows() needs a dense lead with contiguous rows.
   static Tensor in_layout_of(const Tensor& like, const Tensor& t) {
@@ -430,6 +175,198 @@ struct Gated {
       Device::backward(activation, dgate, dup, {}, dout.contiguous(), gate, up);
     }
   }
+
+  // ---- Gradients
+
+  template <class Function>
+  static auto find(const char* before, const char* after) {
+    return find_op<Function>((std::string("liger::") + before + kOp + after).c_str());
+  }
+
+  template <class AnyNode>
+  static bool may_overwrite_both(const AnyNode& node, const Tensor& gate, const Tensor& up) {
+    return node.may_overwrite(gate, up) && node.may_overwrite(up, gate) && gate.stride(-1) == 1;
+  }
+
+  /// Gradients of gate and up. `overwrite` writes them over gate and up.
+  template <class Options>
+  static std::tuple<Tensor, Tensor> gradients(
+      const Options& options, const Tensor& dout, Tensor& gate, Tensor& up, bool overwrite) {
+    return with_options(options, [&](const auto&... o) -> std::tuple<Tensor, Tensor> {
+      if (overwrite) {
+        static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
+        op.call(dout, gate, up, o...);
+        return {gate.detach(), up.detach()};
+      }
+      static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
+      return op.call(dout, gate, up, o...);
+    });
+  }
+
+  // ---- The operators
+
+  /// What they have in common.
+  template <class Op, class Type>
+  struct Form : Operator<Op, Type> {
+    using Cpu = Gated::Cpu;
+    using Cuda = Gated::Cuda;
+    using Meta = Gated::Meta;
+  };
+
+  struct Halved : Form<Halved, Tensor(const Tensor&, const Tensor&, O...)> {
+    static constexpr const char* kOp = Activation::kOp;
+    static constexpr const char* kSchema = Activation::kSchema;
+    using Edges = Positions<0, 1>;
+    using Saves = core::Saves<Argument<0>, Argument<1>>;
+    // Multiplication promotes mixed dtypes, with autocast and without. This operator requires one dtype.
+    using Autocast = AutocastPromote<0, 1>;
+
+    template <class Device>
+    static Tensor run(bool, const Tensor& gate, const Tensor& up, O... options) {
+      Activation activation = check(gate, up, options...);
+      Tensor out = empty_rows_like(gate);
+      if constexpr (computes<Device>) Device::forward(activation, out, gate, up);
+      return out;
+    }
+
+    static void define_backward(torch::Library& m) {
+      const std::string op = std::string("_") + kOp, options = Activation::kOptions;
+      core::define_backward(
+          m, op + "_bwd", "Tensor dout, Tensor(a!) gate, Tensor(b!) up" + options, "(Tensor, Tensor)", "()");
+      core::define_backward(
+          m, op + "_product_bwd", "Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up" + options,
+          "(Tensor, Tensor, Tensor)", "()");
+    }
+
+    template <class Device>
+    static void implement_backward(torch::Library& m) {
+      const std::string op = std::string("_") + kOp;
+      implement<bwd<Device>>(m, op + "_bwd");
+      implement<bwd_<Device>>(m, op + "_bwd_");
+      implement<product_bwd<Device>>(m, op + "_product_bwd");
+      implement<product_bwd_<Device>>(m, op + "_product_bwd_");
+    }
+
+    template <class AnyNode>
+    static variable_list backward(AnyNode& node, variable_list&& grads) {
+      Tensor dout = std::move(grads[0]);
+      if (!dout.defined()) return {Tensor(), Tensor()};
+      Tensor gate = node.take(0), up = node.take(1);
+      auto [dgate, dup] = gradients(node.options, dout, gate, up, may_overwrite_both(node, gate, up));
+      return {dgate, dup};
+    }
+  };
+
+  struct Packed : Form<Packed, Tensor(const Tensor&, O...)> {
+    static constexpr const char* kOp = kPackedOp;
+    static constexpr const char* kSchema = Activation::kPackedSchema;
+    using Edges = Positions<0>;
+    using Saves = core::Saves<Argument<0>>;
+
+    template <class Device>
+    static Tensor run(bool, const Tensor& gate_up, O... options) {
+      Activation activation = check_packed(gate_up, options...);
+      auto sizes = half_sizes(gate_up);
+      Tensor out = at::empty_symint(sizes, gate_up.options().memory_format(at::MemoryFormat::Contiguous));
+      if constexpr (computes<Device>) {
+        auto [gate, up] = halves(gate_up);
+        Device::forward(activation, out, gate, up);
+      }
+      return out;
+    }
+
+    static void define_backward(torch::Library& m) {
+      const std::string op = std::string("_") + kOp + "_bwd", options = Activation::kOptions;
+      core::define_backward(m, op, "Tensor dout, Tensor(a!) gate_up" + options, "Tensor", "()");
+    }
+
+    template <class Device>
+    static void implement_backward(torch::Library& m) {
+      const std::string op = std::string("_") + kOp + "_bwd";
+      implement<packed_bwd<Device>>(m, op);
+      implement<packed_bwd_<Device>>(m, op + "_");
+    }
+
+    template <class AnyNode>
+    static variable_list backward(AnyNode& node, variable_list&& grads) {
+      Tensor dout = std::move(grads[0]);
+      if (!dout.defined()) return {Tensor()};
+      Tensor gate_up = node.take(0);
+      const bool overwrite = node.may_overwrite(gate_up, gate_up) && gate_up.is_contiguous();
+      return {with_options(node.options, [&](const auto&... o) {
+        if (overwrite) {
+          static const auto op = find<decltype(packed_bwd_<Cpu>)>("_", "_packed_bwd_");
+          op.call(dout, gate_up, o...);
+          return gate_up.detach();
+        }
+        static const auto op = find<decltype(packed_bwd<Cpu>)>("_", "_packed_bwd");
+        return op.call(dout, gate_up, o...);
+      })};
+    }
+  };
+
+  struct Linear : Form<Linear, Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, O...)> {
+    static constexpr const char* kOp = kLinearOp;
+    static constexpr const char* kSchema = Activation::kLinearSchema;
+    using Edges = Positions<0, 1, 2, 3>;
+    using Saves = core::Saves<Argument<0>, Argument<1>, Argument<2>>;
+    using Autocast = AutocastLinear<0, 1, 2, 3>;
+
+    template <class Device>
+    static Tensor run(
+        bool, const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias, O... options) {
+      Activation activation = check_linear(gate, up, weight, bias, options...);
+      Tensor product = empty_rows_like(gate);
+      if constexpr (computes<Device>) Device::forward(activation, product, gate, up);
+      if constexpr (std::is_same_v<Device, Cuda>) {
+        if (!bias || !bias->defined()) {
+          c10::DeviceGuard guard(product.device());
+          at::DimVector sizes(product.sizes());
+          sizes.back() = weight.size(0);
+          Tensor out = at::empty(sizes, product.options());
+          gemm::multiply(as_matrix(out), as_matrix(product), weight.t(), 0, 1, /*sustained=*/true);
+          return out;
+        }
+      }
+      return at::linear(product, weight, bias);
+    }
+
+    template <class AnyNode>
+    static variable_list backward(AnyNode& node, variable_list&& grads) {
+      Tensor dout = std::move(grads[0]);
+      if (!dout.defined()) return variable_list(4);
+      Tensor gate = node.take(0), up = node.take(1), weight = node.take(2), dgate, dup, product, dweight, dbias;
+      if (node.needs(3)) dbias = as_matrix(dout).sum(0);
+      const bool wants_weight = node.needs(2);
+      if (node.needs(0) || node.needs(1)) {
+        if (!has_memory(weight)) core::detail::refuse_memory(std::string(kOp) + " backward", "weight", weight);
+        at::SymDimVector sizes(gate.sym_sizes().begin(), gate.sym_sizes().end());
+        // An ordinary view would be a second owner, so the buffer could not be overwritten.
+        Tensor d = at::_unsafe_view_symint(gemm::mm(as_matrix(dout), weight), sizes);
+        const bool overwrite = may_overwrite_both(node, gate, up);
+        if (!wants_weight) {
+          std::tie(dgate, dup) = gradients(node.options, d, gate, up, overwrite);
+        } else if (overwrite && is_sole_owner(d) && core::detail::same_strides(gate, d)) {
+          static const auto op = find<decltype(product_bwd_<Cpu>)>("_", "_product_bwd_");
+          with_options(node.options, [&](const auto&... o) { op.call(d, gate, up, o...); });
+          dgate = gate.detach();
+          dup = up.detach();
+          product = std::move(d);
+        } else {
+          static const auto op = find<decltype(product_bwd<Cpu>)>("_", "_product_bwd");
+          std::tie(dgate, dup, product) =
+              with_options(node.options, [&](const auto&... o) { return op.call(d, gate, up, o...); });
+        }
+      } else if (wants_weight) {
+        product = with_options(node.options, [&](const auto&... o) { return Halved::handle().call(gate, up, o...); });
+      }
+      if (wants_weight) dweight = gemm::mm(as_matrix(dout).t(), as_matrix(product));
+      return {dgate, dup, dweight, dbias};
+    }
+  };
 };
 
 }  // namespace liger::ops::gated
+
+/// Registers the three operators of a Gated.
+#define LIGER_GATED(Gated) LIGER_OPERATOR(Gated::Halved) LIGER_OPERATOR(Gated::Packed) LIGER_OPERATOR(Gated::Linear)

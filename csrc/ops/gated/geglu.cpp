@@ -44,17 +44,19 @@ struct Gelu {
   static constexpr const char* kOp = "geglu";
   static constexpr const char* kPackedOp = "geglu_packed";
   static constexpr const char* kLinearOp = "geglu_linear";
+  static constexpr const char* kOptions = ", str approximate";
+  static constexpr const char* kSchema = "geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor";
+  static constexpr const char* kPackedSchema = "geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor";
+  static constexpr const char* kLinearSchema =
+      "geglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None, str approximate=\"tanh\") -> Tensor";
   using Forward = kernels::geglu_fwd;
   using Backward = kernels::geglu_bwd;
 
-  Gelu() = default;
   Gelu(const char* op, c10::string_view approximate) : tanh(approximate == "tanh") {
     LIGER_CHECK(tanh || approximate == "none", op, "approximate", "be 'tanh' or 'none'", "'", approximate, "'");
   }
 
-  bool tanh = true;
-
-  std::tuple<c10::string_view> options() const { return {tanh ? "tanh" : "none"}; }
+  bool tanh;
 
   template <class F>
   void with_math(const F& f) const {
@@ -71,25 +73,6 @@ using Geglu = gated::Gated<Gelu, c10::string_view>;
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  core::define(m, "geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor");
-  core::define(m, "geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor");
-  core::define(
-      m, "geglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None, str approximate=\"tanh\") -> Tensor");
-  core::define(m, "_geglu_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
-  core::define(m, "_geglu_bwd_(Tensor dout, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()");
-  core::define(
-      m, "_geglu_product_bwd(Tensor dout, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor, Tensor)");
-  core::define(m, "_geglu_product_bwd_(Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up, str approximate) -> ()");
-  core::define(m, "_geglu_packed_bwd(Tensor dout, Tensor gate_up, str approximate) -> Tensor");
-  core::define(m, "_geglu_packed_bwd_(Tensor dout, Tensor(a!) gate_up, str approximate) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { Geglu::implement<Geglu::Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { Geglu::implement<Geglu::Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { Geglu::implement<Geglu::Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { Geglu::implement_autograd(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Geglu::implement_autocast<c10::DeviceType::CUDA>(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Geglu::implement_autocast<c10::DeviceType::CPU>(m); }
+LIGER_GATED(Geglu)
 
 }  // namespace liger::ops

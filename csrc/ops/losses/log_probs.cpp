@@ -5,12 +5,7 @@
 // A row whose ids are all ignore_index has results and gradients of 0. On CUDA, an id out of range makes its
 // log-probability and its row's gradient NaN.
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 #include "ops/losses/log_probs.h"
 
 namespace liger::ops::log_probs {
@@ -69,38 +64,7 @@ Results empty_results(const Tensor& logits, const Tensor& index, bool entropy, b
   return out;
 }
 
-// ---- The dispatched ops
-
-template <class Device>
-Results run(
-    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
-    bool entropy, bool graph) {
-  Options o = check(kOp, logits, index, temperature, ignore_index, softcap);
-  Results out = empty_results(logits, index, entropy, graph);
-  Device::forward(kOp, logits, index, o, out, {});
-  if (!entropy) {
-    c10::SymDimVector none(logits.sym_sizes().begin(), logits.sym_sizes().end());
-    none.back() = 0;
-    out.entropy = at::empty_symint(none, out.log_probs.options());
-  }
-  return out;
-}
-
-template <class Device>
-std::tuple<Tensor, Tensor> apply(
-    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
-    bool entropy) {
-  Results out = run<Device>(logits, index, temperature, ignore_index, softcap, entropy, false);
-  return {out.log_probs, out.entropy};
-}
-
-template <class Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor> fwd(
-    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
-    bool entropy) {
-  Results out = run<Device>(logits, index, temperature, ignore_index, softcap, entropy, true);
-  return {out.log_probs, out.entropy, out.stats, out.chosen};
-}
+// ---- Backward
 
 template <class Device>
 void run_backward(
@@ -141,87 +105,87 @@ void bwd_(
   run_backward<Device>(logits, grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
 }
 
-template <class Device>
-void implement(torch::Library& m) {
-  core::implement<apply<Device>>(m, "log_probs");
-  core::implement<fwd<Device>>(m, "_log_probs_fwd");
-  core::implement<bwd<Device>>(m, "_log_probs_bwd");
-  core::implement<bwd_<Device>>(m, "_log_probs_bwd_");
-}
+// ---- The operator
 
-// ---- Autograd
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-struct Node : core::BackwardNode<Node, 4> {  // logits, index, stats, chosen
-  Options o;
+// No autocast: under autocast, PyTorch computes log_softmax in float32. This operator does that for logits of any dtype,
+// without a copy.
+struct LogProbs
+    : core::Operator<
+          LogProbs,
+          std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, double, int64_t, std::optional<double>, bool)> {
+  static constexpr const char* kOp = log_probs::kOp;
+  static constexpr const char* kSchema =
+      "log_probs(Tensor logits, Tensor index, float temperature=1.0, int ignore_index=-100, float? softcap=None, *, "
+      "bool entropy=False) -> (Tensor, Tensor)";
+  using Edges = core::Positions<0>;
+  using Forward = Four;  // log_probs, entropy, stats, chosen
+  using Cpu = log_probs::Cpu;
+  using Cuda = log_probs::Cuda;
+  using Meta = log_probs::Meta;
 
-  auto state() { return o.tie(); }
-
-  std::string name() const override { return kOp; }
-
-  core::variable_list backward(core::variable_list&& grads) override {
-    Tensor grad = std::move(grads[0]), grad_entropy = grads.size() > 1 ? std::move(grads[1]) : Tensor();
-    if (!grad.defined() && !grad_entropy.defined()) return {Tensor()};
-    Tensor logits = take(0), index = take(1), stats = take(2), chosen = take(3);
-    if (may_overwrite(logits, logits)) {
-      static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_log_probs_bwd_");
-      op.call(grad, grad_entropy, logits, index, stats, chosen, o.temperature, o.ignore_index, o.softcap);
-      return {logits.detach()};
+  template <class Device>
+  static Four run(
+      bool save, const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index,
+      std::optional<double> softcap, bool entropy) {
+    const auto o = check(kOp, logits, index, temperature, ignore_index, softcap);
+    Results out = empty_results(logits, index, entropy, save);
+    Device::forward(kOp, logits, index, o, out, {});
+    if (!entropy) {
+      c10::SymDimVector none(logits.sym_sizes().begin(), logits.sym_sizes().end());
+      none.back() = 0;
+      out.entropy = at::empty_symint(none, out.log_probs.options());
     }
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_log_probs_bwd");
-    return {op.call(grad, grad_entropy, logits, index, stats, chosen, o.temperature, o.ignore_index, o.softcap)};
+    return {out.log_probs, out.entropy, out.stats, out.chosen};
   }
-};
 
-std::tuple<Tensor, Tensor> autograd(
-    const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index, std::optional<double> softcap,
-    bool entropy) {
-  core::check_dense(kOp, "logits", logits);
-  core::check_dense(kOp, "index", index);
-  core::check_no_forward_ad(kOp, logits);
-  if (!torch::autograd::compute_requires_grad(logits)) {
-    static const auto op = core::find_op<decltype(apply<Meta>)>("liger::log_probs");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(logits, index, temperature, ignore_index, softcap, entropy);
+  static void define_backward(torch::Library& m) {
+    core::define_backward(
+        m, "_log_probs_bwd",
+        "Tensor? grad, Tensor? grad_entropy, Tensor(a!) logits, Tensor index, Tensor stats, Tensor chosen, "
+        "float temperature, int ignore_index, float? softcap",
+        "Tensor", "()");
   }
-  static const auto op = core::find_op<decltype(fwd<Meta>)>("liger::_log_probs_fwd");
-  Results out;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    std::tie(out.log_probs, out.entropy, out.stats, out.chosen) =
-        op.call(logits, index, temperature, ignore_index, softcap, entropy);
+
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<bwd<Device>>(m, "_log_probs_bwd");
+    core::implement<bwd_<Device>>(m, "_log_probs_bwd_");
   }
-  auto node = core::make_node<Node>();
-  node->o = {temperature, ignore_index, softcap};
-  node->set_next_edges(torch::autograd::collect_next_edges(logits));
-  node->saved = {
-      core::SavedVariable(logits, false), core::SavedVariable(index, false), core::SavedVariable(out.stats, false),
-      core::SavedVariable(out.chosen, false)};
-  torch::autograd::set_history(out.log_probs, node);
-  if (entropy) torch::autograd::set_history(out.entropy, node);
-  return {out.log_probs, out.entropy};
-}
+
+  struct Node : core::BackwardNode<Node, 4> {  // logits, index, stats, chosen
+    Options options;
+
+    auto state() { return std::tie(options); }
+    std::string name() const override { return kOp; }
+
+    template <class... Rest>
+    void record(const Four& out, const Tensor& logits, const Tensor& index, const Rest&...) {
+      const auto& [log_probs, entropy, stats, chosen] = out;
+      save(logits, index, stats, chosen);
+      connect(log_probs);
+      if (std::get<3>(options)) connect(entropy);
+    }
+
+    core::variable_list backward(core::variable_list&& grads) override {
+      Tensor grad = std::move(grads[0]), grad_entropy = grads.size() > 1 ? std::move(grads[1]) : Tensor();
+      if (!grad.defined() && !grad_entropy.defined()) return {Tensor()};
+      Tensor logits = take(0), index = take(1), stats = take(2), chosen = take(3);
+      const auto& [temperature, ignore_index, softcap, entropy] = options;
+      if (may_overwrite(logits, logits)) {
+        static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_log_probs_bwd_");
+        op.call(grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
+        return {logits.detach()};
+      }
+      static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_log_probs_bwd");
+      return {op.call(grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap)};
+    }
+  };
+};
 
 }  // namespace
 
-// No autocast: under autocast, PyTorch computes log_softmax in float32. This op does that for logits of any dtype, without
-// a copy.
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  const std::string options = "float temperature, int ignore_index, float? softcap";
-  const std::string saved = "Tensor index, Tensor stats, Tensor chosen, " + options + ") -> ";
-  core::define(
-      m,
-      "log_probs(Tensor logits, Tensor index, float temperature=1.0, int ignore_index=-100, float? softcap=None, *, "
-      "bool entropy=False) -> (Tensor, Tensor)");
-  core::define(
-      m,
-      "_log_probs_fwd(Tensor logits, Tensor index, " + options + ", bool entropy) -> (Tensor, Tensor, Tensor, Tensor)");
-  core::define(m, "_log_probs_bwd(Tensor? grad, Tensor? grad_entropy, Tensor logits, " + saved + "Tensor");
-  core::define(m, "_log_probs_bwd_(Tensor? grad, Tensor? grad_entropy, Tensor(a!) logits, " + saved + "()");
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl(kOp, autograd); }
+LIGER_OPERATOR(LogProbs)
 
 }  // namespace liger::ops::log_probs

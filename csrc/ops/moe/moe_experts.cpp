@@ -16,11 +16,7 @@
 
 #include "ops/moe/moe_experts.h"
 
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 
 namespace liger::ops::moe_experts {
 namespace {
@@ -146,65 +142,22 @@ Tensor empty_routing(const Call& call) {
   return at::empty_symint({size}, call.x.options().dtype(at::kInt));
 }
 
-// ---- The dispatched operators
+// ---- Backward
 
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+/// (out, pre, routing); pre only if it is saved.
 template <class Device>
-Tensor apply(
-    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
-    const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation, bool interleaved,
-    bool transposed, std::optional<double> limit, double alpha, double up_offset, bool weight_before) {
-  const Call call = make_call(
-      kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias,
-      {activation, interleaved, transposed, limit, alpha, up_offset, weight_before});
-  return Device::forward(call, empty_routing(call), nullptr);
-}
-
-template <class Device>
-Tensor apply_sorted(
-    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
-    const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation, bool interleaved,
-    bool transposed, std::optional<double> limit, double alpha, double up_offset) {
-  const Call call = make_call(
-      kSortedOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias,
-      {activation, interleaved, transposed, limit, alpha, up_offset, false});
-  return Device::forward(call, empty_routing(call), nullptr);
-}
-
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-
-/// (out, pre, routing)
-template <class Device>
-ThreeTensors run_and_save(const Call& call) {
+Three run_experts(bool save, const Call& call) {
   Tensor pre, routing = empty_routing(call);
-  Tensor out = Device::forward(call, routing, &pre);
+  Tensor out = Device::forward(call, routing, save ? &pre : nullptr);
   return {out, pre, routing};
 }
 
-template <class Device>
-ThreeTensors fwd(
-    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
-    const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation, bool interleaved,
-    bool transposed, std::optional<double> limit, double alpha, double up_offset, bool weight_before) {
-  return run_and_save<Device>(make_call(
-      kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias,
-      {activation, interleaved, transposed, limit, alpha, up_offset, weight_before}));
-}
-
-template <class Device>
-ThreeTensors sorted_fwd(
-    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
-    const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation, bool interleaved,
-    bool transposed, std::optional<double> limit, double alpha, double up_offset) {
-  return run_and_save<Device>(make_call(
-      kSortedOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias,
-      {activation, interleaved, transposed, limit, alpha, up_offset, false}));
-}
-
 /// Without weight and index, rows are sorted already.
-using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 template <class Device>
-SixTensors differentiate(
+Six differentiate(
     const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
     const OptionalTensor& weight, const OptionalTensor& down_bias, const Tensor& pre, const Tensor& dpre,
     const Tensor& routing, int64_t wanted, const Options& options) {
@@ -219,222 +172,182 @@ SixTensors differentiate(
   return {g.x, g.gate_up, g.down, g.weight, g.gate_up_bias, g.down_bias};
 }
 
-template <class Device>
-SixTensors bwd(
-    const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
-    const OptionalTensor& weight, const OptionalTensor& down_bias, const Tensor& pre, const Tensor& routing,
-    int64_t wanted, c10::string_view activation, bool interleaved, bool transposed, std::optional<double> limit,
-    double alpha, double up_offset, bool weight_before) {
-  return differentiate<Device>(
-      dout, x, gate_up, down, index, weight, down_bias, pre, gradient_like(pre), routing, wanted,
-      {activation, interleaved, transposed, limit, alpha, up_offset, weight_before});
-}
+/// O: the types of Options, in their order.
+template <class... O>
+struct Gradient {
+  template <class Device>
+  static Six bwd(
+      const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
+      const OptionalTensor& weight, const OptionalTensor& down_bias, const Tensor& pre, const Tensor& routing,
+      int64_t wanted, O... options) {
+    return differentiate<Device>(
+        dout, x, gate_up, down, index, weight, down_bias, pre, gradient_like(pre), routing, wanted, {options...});
+  }
 
-// Overwrites pre, which must be contiguous.
-template <class Device>
-SixTensors bwd_(
-    const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
-    const OptionalTensor& weight, const OptionalTensor& down_bias, Tensor& pre, const Tensor& routing, int64_t wanted,
-    c10::string_view activation, bool interleaved, bool transposed, std::optional<double> limit, double alpha,
-    double up_offset, bool weight_before) {
-  LIGER_CHECK(pre.is_contiguous(), kBackward, "pre", "be contiguous", pre.sym_strides());
-  return differentiate<Device>(
-      dout, x, gate_up, down, index, weight, down_bias, pre, pre, routing, wanted,
-      {activation, interleaved, transposed, limit, alpha, up_offset, weight_before});
-}
+  // Overwrites pre, which must be contiguous.
+  template <class Device>
+  static Six bwd_(
+      const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
+      const OptionalTensor& weight, const OptionalTensor& down_bias, Tensor& pre, const Tensor& routing, int64_t wanted,
+      O... options) {
+    LIGER_CHECK(pre.is_contiguous(), kBackward, "pre", "be contiguous", pre.sym_strides());
+    return differentiate<Device>(
+        dout, x, gate_up, down, index, weight, down_bias, pre, pre, routing, wanted, {options...});
+  }
 
-// ---- Autograd
+  static void define(torch::Library& m) {
+    core::define_backward(
+        m, "_moe_experts_bwd",
+        "Tensor dout, Tensor x, Tensor gate_up, Tensor down, Tensor? index, Tensor? weight, Tensor? down_bias, "
+        "Tensor(a!) pre, Tensor routing, int wanted, str activation, bool interleaved, bool transposed, float? limit, "
+        "float alpha, float up_offset, bool weight_before",
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  }
 
-struct Node : core::BackwardNode<Node, 8> {  // x, gate_up, down, index, weight, down_bias, pre, routing
-  std::string activation;
-  bool interleaved, transposed, weight_before;
-  std::optional<double> limit;
-  double alpha, up_offset;
+  template <class Device>
+  static void implement(torch::Library& m) {
+    core::implement<bwd<Device>>(m, "_moe_experts_bwd");
+    core::implement<bwd_<Device>>(m, "_moe_experts_bwd_");
+  }
 
-  auto state() { return std::tie(activation, interleaved, transposed, weight_before, limit, alpha, up_offset); }
-  std::string name() const override { return kOp; }
-
-  core::variable_list backward(core::variable_list&& grads) override {
-    Tensor dout = std::move(grads[0]);
-    if (!dout.defined()) return core::variable_list(6);
-    const Tensor x = take(0), gate_up = take(1), down = take(2), index = take(3), weight = take(4), down_bias = take(5);
-    Tensor pre = take(6);
-    const Tensor routing = take(7);
-    int64_t wanted = 0;
-    for (size_t i = 0; i < 6; ++i) wanted |= needs(i) ? int64_t(1) << i : 0;
-    auto call = [&](const auto& op) {
-      auto [dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias] = op.call(
-          dout, x, gate_up, down, index, weight, down_bias, pre, routing, wanted, activation, interleaved, transposed,
-          limit, alpha, up_offset, weight_before);
-      return core::variable_list{dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias};
-    };
-    if (pre.is_contiguous() && may_overwrite(pre, pre)) {
+  template <class AnyNode>
+  static Six call(
+      AnyNode& node, const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down,
+      const Tensor& index, const Tensor& weight, const Tensor& down_bias, Tensor pre, const Tensor& routing,
+      int64_t wanted, O... options) {
+    if (pre.is_contiguous() && node.may_overwrite(pre, pre)) {
       static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("liger::_moe_experts_bwd_");
-      return call(in_place);
+      return in_place.call(dout, x, gate_up, down, index, weight, down_bias, pre, routing, wanted, options...);
     }
     static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("liger::_moe_experts_bwd");
-    return call(out_of_place);
+    return out_of_place.call(dout, x, gate_up, down, index, weight, down_bias, pre, routing, wanted, options...);
   }
 };
 
-/// Connects the result of a forward. Sorted rows have neither weight nor index.
-Tensor record(
-    const ThreeTensors& results, const Tensor& x, const Tensor& gate_up, const Tensor& down,
-    const OptionalTensor& index, const OptionalTensor& weight, const OptionalTensor& gate_up_bias,
-    const OptionalTensor& down_bias, const Options& o) {
-  const auto& [out, pre, routing] = results;
-  auto node = core::make_node<Node>();
-  node->set_next_edges(
-      torch::autograd::collect_next_edges(
-          x, gate_up, down, value_or_undefined(weight), value_or_undefined(gate_up_bias),
-          value_or_undefined(down_bias)));
-  node->activation = o.activation;
-  node->interleaved = o.interleaved;
-  node->transposed = o.transposed;
-  node->weight_before = o.weight_before;
-  node->limit = o.limit;
-  node->alpha = o.alpha;
-  node->up_offset = o.up_offset;
-  node->saved = {core::SavedVariable(x, false),      core::SavedVariable(gate_up, false),
-                 core::SavedVariable(down, false),   core::SavedVariable(index, false),
-                 core::SavedVariable(weight, false), core::SavedVariable(down_bias, false),
-                 core::SavedVariable(pre, false),    core::SavedVariable(routing, false)};
-  torch::autograd::set_history(out, node);
-  return out;
-}
+using AnyGradient = Gradient<c10::string_view, bool, bool, std::optional<double>, double, double, bool>;
 
-template <class... Tensors>
-bool needs_gradient(const char* op, const Tensor& x, const Tensors&... others) {
-  core::check_dense(op, "x", x);
-  core::check_no_forward_ad(op, x, value_or_undefined(others)...);
-  return torch::autograd::compute_requires_grad(x, value_or_undefined(others)...);
-}
+// ---- The operators
 
-Tensor autograd(
-    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
-    const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation, bool interleaved,
-    bool transposed, std::optional<double> limit, double alpha, double up_offset, bool weight_before) {
-  const bool needed = needs_gradient(
-      kOp, x, OptionalTensor(gate_up), OptionalTensor(down), OptionalTensor(weight), gate_up_bias, down_bias);
-  auto call = [&](const auto& op) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(
-        x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha,
-        up_offset, weight_before);
+/// What both have in common.
+template <class Op, class Type>
+struct ExpertsOperator : core::Operator<Op, Type> {
+  using Forward = Three;
+  using Cpu = moe_experts::Cpu;
+  using Cuda = moe_experts::Cuda;
+  using Meta = moe_experts::Meta;
+};
+
+template <class... O>
+struct Experts : ExpertsOperator<
+                     Experts<O...>,
+                     Tensor(
+                         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                         const OptionalTensor&, const OptionalTensor&, O...)> {
+  static constexpr const char* kOp = moe_experts::kOp;
+  static constexpr const char* kSchema =
+      "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor weight, Tensor? gate_up_bias=None, "
+      "Tensor? down_bias=None, str activation=\"silu\", *, bool interleaved=False, bool transposed=False, "
+      "float? limit=None, float alpha=1.0, float up_offset=0.0, bool weight_before=False) -> Tensor";
+  using Edges = core::Positions<0, 1, 2, 4, 5, 6>;
+  // x, gate_up, down, index, weight, down_bias, pre, routing
+  using Saves = core::Saves<
+      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>, core::Argument<4>, core::Argument<6>,
+      core::Result<1>, core::Result<2>>;
+
+  template <class Device>
+  static Three run(
+      bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
+      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options) {
+    return run_experts<Device>(
+        save, make_call(kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias, {options...}));
+  }
+
+  // As a linear layer. The routing weights stay as they are, unless they are wider than fp32.
+  struct Autocast : core::AutocastLinear<0, 1, 2, 5, 6> {
+    template <class Arguments>
+    static void cast(c10::DeviceType device, Arguments& arguments) {
+      core::AutocastLinear<0, 1, 2, 5, 6>::cast(device, arguments);
+      Tensor& weight = std::get<4>(arguments);
+      if (weight.scalar_type() != std::get<0>(arguments).scalar_type()) weight = weight.to(at::kFloat);
+    }
   };
-  if (!needed) {
-    static const auto op = core::find_op<decltype(apply<Meta>)>("liger::moe_experts");
-    return call(op);
-  }
-  static const auto op = core::find_op<decltype(fwd<Meta>)>("liger::_moe_experts_fwd");
-  return record(
-      call(op), x, gate_up, down, index, weight, gate_up_bias, down_bias,
-      {activation, interleaved, transposed, limit, alpha, up_offset, weight_before});
-}
 
-Tensor autograd_sorted(
-    const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
-    const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation, bool interleaved,
-    bool transposed, std::optional<double> limit, double alpha, double up_offset) {
-  const bool needed =
-      needs_gradient(kSortedOp, x, OptionalTensor(gate_up), OptionalTensor(down), gate_up_bias, down_bias);
-  auto call = [&](const auto& op) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(
-        x, gate_up, down, tokens_per_expert, gate_up_bias, down_bias, activation, interleaved, transposed, limit, alpha,
-        up_offset);
-  };
-  if (!needed) {
-    static const auto op = core::find_op<decltype(apply_sorted<Meta>)>("liger::moe_experts_sorted");
-    return call(op);
-  }
-  static const auto op = core::find_op<decltype(sorted_fwd<Meta>)>("liger::_moe_experts_sorted_fwd");
-  return record(
-      call(op), x, gate_up, down, {}, {}, gate_up_bias, down_bias,
-      {activation, interleaved, transposed, limit, alpha, up_offset, false});
-}
-
-// ---- Autocast: as a linear layer. The routing weights stay as they are, unless they are wider than fp32.
-
-template <c10::DeviceType kDevice>
-struct Autocast {
-  static Tensor cast(const Tensor& t) {
-    return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
-  }
-  static OptionalTensor cast(const OptionalTensor& t) { return t && t->defined() ? OptionalTensor(cast(*t)) : t; }
-
-  static Tensor apply(
-      const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation,
-      bool interleaved, bool transposed, std::optional<double> limit, double alpha, double up_offset,
-      bool weight_before) {
-    static const auto op = core::find_op<decltype(moe_experts::apply<Meta>)>("liger::moe_experts");
-    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-    const Tensor narrow = cast(x);
-    const bool fits = weight.scalar_type() == narrow.scalar_type();
-    return op.call(
-        narrow, cast(gate_up), cast(down), index, fits ? weight : weight.to(at::kFloat), cast(gate_up_bias),
-        cast(down_bias), activation, interleaved, transposed, limit, alpha, up_offset, weight_before);
+  static void define_backward(torch::Library& m) { AnyGradient::define(m); }
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    AnyGradient::implement<Device>(m);
   }
 
-  static Tensor apply_sorted(
-      const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation,
-      bool interleaved, bool transposed, std::optional<double> limit, double alpha, double up_offset) {
-    static const auto op = core::find_op<decltype(moe_experts::apply_sorted<Meta>)>("liger::moe_experts_sorted");
-    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-    return op.call(
-        cast(x), cast(gate_up), cast(down), tokens_per_expert, cast(gate_up_bias), cast(down_bias), activation,
-        interleaved, transposed, limit, alpha, up_offset);
-  }
-
-  static void implement(torch::Library& m) {
-    core::implement<apply>(m, "moe_experts");
-    core::implement<apply_sorted>(m, "moe_experts_sorted");
+  template <class AnyNode>
+  static core::variable_list backward(AnyNode& node, core::variable_list&& grads) {
+    Tensor dout = std::move(grads[0]);
+    if (!dout.defined()) return core::variable_list(6);
+    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2), index = node.take(3),
+                 weight = node.take(4), down_bias = node.take(5);
+    Tensor pre = node.take(6);
+    const Tensor routing = node.take(7);
+    int64_t wanted = 0;
+    for (size_t i = 0; i < 6; ++i) wanted |= node.needs(i) ? int64_t(1) << i : 0;
+    auto [dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias] =
+        core::with_options(node.options, [&](const auto&... o) {
+          return AnyGradient::call(
+              node, dout, x, gate_up, down, index, weight, down_bias, std::move(pre), routing, wanted, o...);
+        });
+    return {dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias};
   }
 };
 
-template <class Device>
-void implement(torch::Library& m) {
-  core::implement<apply<Device>>(m, "moe_experts");
-  core::implement<apply_sorted<Device>>(m, "moe_experts_sorted");
-  core::implement<fwd<Device>>(m, "_moe_experts_fwd");
-  core::implement<sorted_fwd<Device>>(m, "_moe_experts_sorted_fwd");
-  core::implement<bwd<Device>>(m, "_moe_experts_bwd");
-  core::implement<bwd_<Device>>(m, "_moe_experts_bwd_");
-}
+/// Without weight_before, for there are no weights.
+template <class... O>
+struct SortedExperts : ExpertsOperator<
+                           SortedExperts<O...>,
+                           Tensor(
+                               const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                               const OptionalTensor&, O...)> {
+  static constexpr const char* kOp = kSortedOp;
+  static constexpr const char* kSchema =
+      "moe_experts_sorted(Tensor x, Tensor gate_up, Tensor down, Tensor tokens_per_expert, Tensor? gate_up_bias=None, "
+      "Tensor? down_bias=None, str activation=\"silu\", *, bool interleaved=False, bool transposed=False, "
+      "float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor";
+  using Edges = core::Positions<0, 1, 2, 4, 5>;
+  // x, gate_up, down, down_bias, pre, routing
+  using Saves = core::Saves<
+      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<5>, core::Result<1>, core::Result<2>>;
+  using Autocast = core::AutocastLinear<0, 1, 2, 4, 5>;
+
+  template <class Device>
+  static Three run(
+      bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
+      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options) {
+    return run_experts<Device>(
+        save, make_call(kOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias, {options..., false}));
+  }
+
+  template <class AnyNode>
+  static core::variable_list backward(AnyNode& node, core::variable_list&& grads) {
+    Tensor dout = std::move(grads[0]);
+    if (!dout.defined()) return core::variable_list(5);
+    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2), down_bias = node.take(3);
+    Tensor pre = node.take(4);
+    const Tensor routing = node.take(5);
+    constexpr int64_t kOfEdge[] = {kX, kGateUp, kDown, kGateUpBias, kDownBias};
+    int64_t wanted = 0;
+    for (size_t i = 0; i < 5; ++i) wanted |= node.needs(i) ? kOfEdge[i] : 0;
+    auto [dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias] =
+        core::with_options(node.options, [&](const auto&... o) {
+          return AnyGradient::call(
+              node, dout, x, gate_up, down, {}, {}, down_bias, std::move(pre), routing, wanted, o..., false);
+        });
+    return {dx, dgate_up, ddown, dgate_up_bias, ddown_bias};
+  }
+};
+
+using MoeExperts = Experts<c10::string_view, bool, bool, std::optional<double>, double, double, bool>;
+using MoeExpertsSorted = SortedExperts<c10::string_view, bool, bool, std::optional<double>, double, double>;
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  const std::string weights = "Tensor x, Tensor gate_up, Tensor down, ";
-  const std::string routes = weights + "Tensor index, Tensor weight, ", counts = weights + "Tensor tokens_per_expert, ";
-  const std::string public_options =
-      "Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation=\"silu\", *, bool interleaved=False, "
-      "bool transposed=False, float? limit=None, float alpha=1.0, float up_offset=0.0";
-  core::define(m, "moe_experts(" + routes + public_options + ", bool weight_before=False) -> Tensor");
-  core::define(m, "moe_experts_sorted(" + counts + public_options + ") -> Tensor");
-  const std::string biases = "Tensor? gate_up_bias, Tensor? down_bias, ";
-  const std::string options =
-      "str activation, bool interleaved, bool transposed, float? limit, float alpha, float up_offset";
-  const std::string three = ") -> (Tensor, Tensor, Tensor)";
-  core::define(m, "_moe_experts_fwd(" + routes + biases + options + ", bool weight_before" + three);
-  core::define(m, "_moe_experts_sorted_fwd(" + counts + biases + options + three);
-  const std::string saved = "(Tensor dout, " + weights + "Tensor? index, Tensor? weight, Tensor? down_bias, ";
-  const std::string rest = " pre, Tensor routing, int wanted, " + options +
-      ", bool weight_before) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)";
-  core::define(m, "_moe_experts_bwd" + saved + "Tensor" + rest);
-  core::define(m, "_moe_experts_bwd_" + saved + "Tensor(a!)" + rest);
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("moe_experts", autograd);
-  m.impl("moe_experts_sorted", autograd_sorted);
-}
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Autocast<c10::DeviceType::CUDA>::implement(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Autocast<c10::DeviceType::CPU>::implement(m); }
+LIGER_OPERATOR(MoeExperts)
+LIGER_OPERATOR(MoeExpertsSorted)
 
 }  // namespace liger::ops::moe_experts

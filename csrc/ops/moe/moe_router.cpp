@@ -4,13 +4,9 @@
 // logits: (..., n) of any strides. Results are fp32 (fp64 for fp64 logits). Saves the logits and the chosen indices;
 // backward recomputes the scores.
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-
-#include "core/autograd.h"
 #include "core/column_sum.h"
 #include "core/cpu.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 #include "kernels/moe_router.h"
 
 namespace liger::ops::moe_router {
@@ -274,7 +270,7 @@ struct Meta {
   static void backward(const Tensor&, const Upstream&, const Inputs&, const Tensor&, const Weighing&) {}
 };
 
-// ---- The dispatched operators
+// ---- The operator
 
 Weighing weighing(std::string_view score, bool normalize, double scale) {
   LIGER_CHECK(score == "softmax" || score == "sigmoid", kOp, "score", "be 'softmax' or 'sigmoid'", "'", score, "'");
@@ -304,127 +300,112 @@ Inputs inputs_of(const char* op, const Tensor& logits, const OptionalTensor& bia
   return out;
 }
 
-template <class Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> apply(
-    const Tensor& logits, int64_t top_k, const OptionalTensor& bias, const OptionalTensor& token_weight,
-    std::string_view score, bool normalize, double scale, int64_t groups, int64_t top_groups, bool statistics) {
-  const Inputs in = inputs_of(kOp, logits, bias, token_weight);
-  const Weighing w = weighing(score, normalize, scale);
-  const auto n = logits.sym_sizes().back();
-  LIGER_CHECK(groups >= 1 && n % groups == 0, kOp, "groups", c10::str("divide the ", n, " experts"), groups);
-  LIGER_CHECK(
-      top_groups >= 1 && top_groups <= groups, kOp, "top_groups", c10::str("lie in [1, ", groups, "]"), top_groups);
-  const auto open = n / groups * top_groups;
-  LIGER_CHECK(
-      top_k >= 1 && top_k <= flags::MOST_CHOICES && open >= top_k, kOp, "top_k",
-      c10::str("lie in [1, ", open.min(int64_t(flags::MOST_CHOICES)), "]"), top_k);
-  c10::SymDimVector chosen(logits.sym_sizes().begin(), logits.sym_sizes().end());
-  chosen.back() = top_k;
-  const auto options = logits.options().dtype(core::compute_type(logits));
-  const c10::SymInt count = statistics ? n : c10::SymInt(0);
-  Results out{
-      at::empty_symint(chosen, options), at::empty_symint(chosen, options.dtype(at::kLong)),
-      at::empty_symint({count}, options), at::empty_symint({count}, options),
-      statistics ? at::empty({}, options) : at::empty({0}, options)};
-  Device::forward(in, w, {top_k, groups, top_groups}, out);
-  return {out.weights, out.index, out.tokens, out.scores, out.z};
-}
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-template <class Device>
-Tensor bwd(
-    const OptionalTensor& grad, const OptionalTensor& grad_scores, const OptionalTensor& grad_z, const Tensor& logits,
-    const Tensor& index, const OptionalTensor& token_weight, std::string_view score, bool normalize, double scale) {
-  const Inputs in = inputs_of(kBackward, logits, std::nullopt, token_weight);
-  auto upstream = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
-    if (!g || !g->defined()) return Tensor();
-    core::check_same_device(kBackward, name, *g, "logits", logits);
-    LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
-    return g->to(core::compute_type(logits)).contiguous();
-  };
-  const Upstream up{
-      upstream("the weights' gradient", grad, index.sym_sizes()),
-      upstream("the scores' gradient", grad_scores, logits.sym_sizes().slice(logits.dim() - 1)),
-      upstream("the gradient of z", grad_z, {})};
-  Tensor dlogits = at::empty_symint(logits.sym_sizes(), logits.options());
-  Device::backward(dlogits, up, in, index.contiguous(), weighing(score, normalize, scale));
-  return dlogits;
-}
+// No autocast: results are fp32 for logits of any dtype.
+struct MoeRouter : core::Operator<
+                       MoeRouter,
+                       Five(
+                           const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, c10::string_view, bool,
+                           double, int64_t, int64_t, bool)> {
+  static constexpr const char* kOp = moe_router::kOp;
+  static constexpr const char* kSchema =
+      "moe_router(Tensor logits, int top_k, Tensor? bias=None, Tensor? token_weight=None, str score=\"softmax\", *, "
+      "bool normalize=True, float scale=1.0, int groups=1, int top_groups=1, bool statistics=False) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+  using Edges = core::Positions<0>;
+  using Constants = core::Positions<3>;
+  using Cpu = moe_router::Cpu;
+  using Cuda = moe_router::Cuda;
+  using Meta = moe_router::Meta;
 
-template <class Device>
-void implement(torch::Library& m) {
-  core::implement<apply<Device>>(m, "moe_router");
-  core::implement<bwd<Device>>(m, "_moe_router_bwd");
-}
-
-// ---- Autograd
-
-struct Node : core::BackwardNode<Node, 3> {  // logits, index, token_weight
-  std::string score;
-  bool normalize;
-  double scale;
-
-  auto state() { return std::tie(score, normalize, scale); }
-
-  std::string name() const override { return kOp; }
-
-  core::variable_list backward(core::variable_list&& grads) override {
-    grads.resize(3);
-    if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return {Tensor()};
-    Tensor logits = take(0), index = take(1), token_weight = take(2);
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_moe_router_bwd");
-    return {op.call(grads[0], grads[1], grads[2], logits, index, token_weight, score, normalize, scale)};
+  template <class Device>
+  static Five run(
+      bool, const Tensor& logits, int64_t top_k, const OptionalTensor& bias, const OptionalTensor& token_weight,
+      std::string_view score, bool normalize, double scale, int64_t groups, int64_t top_groups, bool statistics) {
+    const Inputs in = inputs_of(kOp, logits, bias, token_weight);
+    const Weighing w = weighing(score, normalize, scale);
+    const auto n = logits.sym_sizes().back();
+    LIGER_CHECK(groups >= 1 && n % groups == 0, kOp, "groups", c10::str("divide the ", n, " experts"), groups);
+    LIGER_CHECK(
+        top_groups >= 1 && top_groups <= groups, kOp, "top_groups", c10::str("lie in [1, ", groups, "]"), top_groups);
+    const auto open = n / groups * top_groups;
+    LIGER_CHECK(
+        top_k >= 1 && top_k <= flags::MOST_CHOICES && open >= top_k, kOp, "top_k",
+        c10::str("lie in [1, ", open.min(int64_t(flags::MOST_CHOICES)), "]"), top_k);
+    c10::SymDimVector chosen(logits.sym_sizes().begin(), logits.sym_sizes().end());
+    chosen.back() = top_k;
+    const auto options = logits.options().dtype(core::compute_type(logits));
+    const c10::SymInt count = statistics ? n : c10::SymInt(0);
+    Results out{
+        at::empty_symint(chosen, options), at::empty_symint(chosen, options.dtype(at::kLong)),
+        at::empty_symint({count}, options), at::empty_symint({count}, options),
+        statistics ? at::empty({}, options) : at::empty({0}, options)};
+    Device::forward(in, w, {top_k, groups, top_groups}, out);
+    return {out.weights, out.index, out.tokens, out.scores, out.z};
   }
-};
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> autograd(
-    const Tensor& logits, int64_t top_k, const OptionalTensor& bias, const OptionalTensor& token_weight,
-    std::string_view score, bool normalize, double scale, int64_t groups, int64_t top_groups, bool statistics) {
-  static const auto op = core::find_op<decltype(apply<Meta>)>("liger::moe_router");
-  core::check_dense(kOp, "logits", logits);
-  core::check_no_forward_ad(kOp, logits);
-  LIGER_CHECK(
-      !torch::autograd::compute_requires_grad(token_weight), kOp, "token_weight", "not require a gradient",
-      "one that does");
-  Results out;
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    std::tie(out.weights, out.index, out.tokens, out.scores, out.z) =
-        op.call(logits, top_k, bias, token_weight, score, normalize, scale, groups, top_groups, statistics);
+  template <class Device>
+  static Tensor bwd(
+      const OptionalTensor& grad, const OptionalTensor& grad_scores, const OptionalTensor& grad_z, const Tensor& logits,
+      const Tensor& index, const OptionalTensor& token_weight, std::string_view score, bool normalize, double scale) {
+    const Inputs in = inputs_of(kBackward, logits, std::nullopt, token_weight);
+    auto upstream = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
+      if (!g || !g->defined()) return Tensor();
+      core::check_same_device(kBackward, name, *g, "logits", logits);
+      LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
+      return g->to(core::compute_type(logits)).contiguous();
+    };
+    const Upstream up{
+        upstream("the weights' gradient", grad, index.sym_sizes()),
+        upstream("the scores' gradient", grad_scores, logits.sym_sizes().slice(logits.dim() - 1)),
+        upstream("the gradient of z", grad_z, {})};
+    Tensor dlogits = at::empty_symint(logits.sym_sizes(), logits.options());
+    Device::backward(dlogits, up, in, index.contiguous(), weighing(score, normalize, scale));
+    return dlogits;
   }
-  if (torch::autograd::compute_requires_grad(logits)) {
-    auto node = core::make_node<Node>();
-    node->score = score, node->normalize = normalize, node->scale = scale;
-    node->set_next_edges(torch::autograd::collect_next_edges(logits));
-    node->saved = {
-        core::SavedVariable(logits, false), core::SavedVariable(out.index, false),
-        core::SavedVariable(core::value_or_undefined(token_weight), false)};
-    torch::autograd::set_history(out.weights, node);
-    if (statistics) {
-      torch::autograd::set_history(out.scores, node);
-      torch::autograd::set_history(out.z, node);
+
+  static void define_backward(torch::Library& m) {
+    core::define(
+        m,
+        "_moe_router_bwd(Tensor? grad, Tensor? grad_scores, Tensor? grad_z, Tensor logits, Tensor index, "
+        "Tensor? token_weight, str score, bool normalize, float scale) -> Tensor");
+  }
+
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<bwd<Device>>(m, "_moe_router_bwd");
+  }
+
+  struct Node : core::BackwardNode<Node, 3> {  // logits, index, token_weight
+    Options options;
+
+    auto state() { return std::tie(options); }
+    std::string name() const override { return kOp; }
+
+    template <class... Rest>
+    void record(
+        const Five& out, const Tensor& logits, int64_t, const OptionalTensor&, const OptionalTensor& token_weight,
+        const Rest&...) {
+      const auto& [weights, index, tokens, scores, z] = out;
+      save(logits, index, token_weight);
+      connect(weights);
+      if (std::get<6>(options)) connect(scores, z);
     }
-  }
-  return {out.weights, out.index, out.tokens, out.scores, out.z};
-}
+
+    core::variable_list backward(core::variable_list&& grads) override {
+      grads.resize(3);
+      if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return {Tensor()};
+      Tensor logits = take(0), index = take(1), token_weight = take(2);
+      const auto& [top_k, score, normalize, scale, groups, top_groups, statistics] = options;
+      static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_moe_router_bwd");
+      return {op.call(grads[0], grads[1], grads[2], logits, index, token_weight, score, normalize, scale)};
+    }
+  };
+};
 
 }  // namespace
 
-// No autocast: results are fp32 for logits of any dtype.
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  core::define(
-      m,
-      "moe_router(Tensor logits, int top_k, Tensor? bias=None, Tensor? token_weight=None, str score=\"softmax\", *, "
-      "bool normalize=True, float scale=1.0, int groups=1, int top_groups=1, bool statistics=False) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  core::define(
-      m,
-      "_moe_router_bwd(Tensor? grad, Tensor? grad_scores, Tensor? grad_z, Tensor logits, Tensor index, "
-      "Tensor? token_weight, str score, bool normalize, float scale) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("moe_router", autograd); }
+LIGER_OPERATOR(MoeRouter)
 
 }  // namespace liger::ops::moe_router

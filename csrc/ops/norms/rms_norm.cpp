@@ -5,11 +5,7 @@
 
 #include "ops/norms/rms_norm.h"
 
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 #include "core/rows.h"
 
 namespace liger::ops::rms_norm {
@@ -45,32 +41,82 @@ std::tuple<Tensor, Tensor> Meta::backward(
 
 namespace {
 
-// ---- The private ops: forward that also returns rstd, backward, and backward that overwrites dy
+struct RmsNorm
+    : core::Operator<RmsNorm, Tensor(const Tensor&, const OptionalTensor&, double, double, c10::string_view)> {
+  static constexpr const char* kOp = rms_norm::kOp;
+  static constexpr const char* kSchema =
+      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> Tensor";
+  using Edges = core::Positions<0, 1>;
+  using Forward = std::tuple<Tensor, Tensor>;  // y, rstd
+  using Saves = core::Saves<core::Argument<0>, core::Argument<1>, core::Result<1>>;
+  using Cpu = rms_norm::Cpu;
+  using Cuda = rms_norm::Cuda;
+  using Meta = rms_norm::Meta;
 
-template <class Device>
-std::tuple<Tensor, Tensor> fwd(
-    const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  check(kOp, x, {}, value_or_undefined(weight), eps, mode);
-  auto out = Device::forward(kOp, x, {}, value_or_undefined(weight), eps, offset, mode, true);
-  return {out.y, out.rstd};
-}
+  template <class Device>
+  static Forward run(
+      bool save, const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
+    const Tensor w = value_or_undefined(weight);
+    check(kOp, x, {}, w, eps, mode);
+    auto out = Device::forward(kOp, x, {}, w, eps, offset, mode, save);
+    return {out.y, out.rstd};
+  }
 
-template <class Device>
-std::tuple<Tensor, Tensor> bwd(
-    const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
-    int64_t wanted, double offset, c10::string_view mode) {
-  Tensor dx = wanted & core::kWantInput ? core::empty_rows_like(x) : Tensor();
-  return Device::backward(
-      dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dx, wanted & core::kWantWeight);
-}
+  // PyTorch's policy for its own rms_norm on CUDA: float32 in and out, in releases that autocast it.
+  struct Autocast {
+    static constexpr bool kCpu = false, kCuda = true;
 
-template <class Device>
-Tensor bwd_(
-    Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
-    int64_t wanted, double offset, c10::string_view mode) {
-  return std::get<1>(Device::backward(
-      dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dy, wanted & core::kWantWeight));
-}
+    template <class Arguments>
+    static void cast(c10::DeviceType, Arguments& arguments) {
+      if (!core::torch_autocasts_to_float("rms_norm")) return;
+      auto& [x, weight, eps, offset, mode] = arguments;
+      x = core::autocast_float(x);
+      weight = core::autocast_float(weight);
+    }
+  };
+
+  // ---- Backward
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor> bwd(
+      const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
+      int64_t wanted, double offset, c10::string_view mode) {
+    const Tensor dx = wanted & core::kWantInput ? core::empty_rows_like(x) : Tensor();
+    return Device::backward(
+        dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dx, wanted & core::kWantWeight);
+  }
+
+  template <class Device>
+  static Tensor bwd_(
+      Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
+      int64_t wanted, double offset, c10::string_view mode) {
+    return std::get<1>(Device::backward(
+        dy, value_or_undefined(ds), x, value_or_undefined(weight), rstd, offset, mode, dy, wanted & core::kWantWeight));
+  }
+
+  static void define_backward(torch::Library& m) {
+    core::define_backward(
+        m, "_rms_norm_bwd",
+        "Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, int wanted, float offset, str casting_mode",
+        "(Tensor, Tensor)", "Tensor");
+  }
+
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<bwd<Device>>(m, "_rms_norm_bwd");
+    core::implement<bwd_<Device>>(m, "_rms_norm_bwd_");
+  }
+
+  static core::variable_list backward(Node& node, core::variable_list&& grads) {
+    Tensor dy = std::move(grads[0]);
+    if (!dy.defined()) return {Tensor(), Tensor()};
+    Tensor x = node.take(0), weight = node.take(1), rstd = node.take(2);
+    const auto& [eps, offset, mode] = node.options;
+    const int64_t wanted = core::wanted_bits(node.needs(0), node.needs(1));
+    auto [dx, dweight] = rms_norm::backward(dy, {}, x, weight, rstd, offset, mode, wanted, node.may_overwrite(dy, x));
+    return {dx, dweight};
+  }
+};
 
 }  // namespace
 
@@ -78,109 +124,15 @@ std::tuple<Tensor, Tensor> backward(
     const Tensor& dy, const Tensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, double offset,
     const std::string& casting_mode, int64_t wanted, bool overwrite_dy) {
   if (overwrite_dy && (wanted & core::kWantInput)) {
-    static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_rms_norm_bwd_");
+    static const auto op = core::find_op<decltype(RmsNorm::bwd_<Meta>)>("liger::_rms_norm_bwd_");
     Tensor dx = dy;
     Tensor dweight = op.call(dx, ds, s, weight, rstd, wanted, offset, casting_mode);
     return {dx, dweight};
   }
-  static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_rms_norm_bwd");
+  static const auto op = core::find_op<decltype(RmsNorm::bwd<Meta>)>("liger::_rms_norm_bwd");
   return op.call(dy, ds, s, weight, rstd, wanted, offset, casting_mode);
 }
 
-// ---- The public op
-
-namespace {
-
-template <class Device>
-Tensor apply(const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  check(kOp, x, {}, value_or_undefined(weight), eps, mode);
-  return Device::forward(kOp, x, {}, value_or_undefined(weight), eps, offset, mode, false).y;
-}
-
-struct Node : core::BackwardNode<Node, 3> {  // x, weight, rstd
-  double offset;
-  std::string casting_mode;
-
-  auto state() { return std::tie(offset, casting_mode); }
-  std::string name() const override { return kOp; }
-
-  core::variable_list backward(core::variable_list&& grads) override {
-    Tensor dy = std::move(grads[0]);
-    if (!dy.defined()) return {Tensor(), Tensor()};
-    Tensor x = take(0), weight = take(1), rstd = take(2);
-    bool overwrite = may_overwrite(dy, x);
-    auto [dx, dweight] = rms_norm::backward(
-        dy, {}, x, weight, rstd, offset, casting_mode, core::wanted_bits(needs(0), needs(1)), overwrite);
-    return {dx, dweight};
-  }
-};
-
-Tensor rms_norm_autograd(
-    const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  core::check_dense(kOp, "x", x);
-  core::check_dense(kOp, "weight", weight);
-  core::check_no_forward_ad(kOp, x, weight);
-  if (!torch::autograd::compute_requires_grad(x, weight)) {
-    static const auto op = core::find_op<decltype(apply<Meta>)>("liger::rms_norm");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(x, weight, eps, offset, mode);
-  }
-  auto node = core::make_node<Node>();
-  node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
-  node->offset = offset;
-  node->casting_mode = mode;
-  Tensor y, rstd;
-  {
-    static const auto op = core::find_op<decltype(fwd<Meta>)>("liger::_rms_norm_fwd");
-    at::AutoDispatchBelowADInplaceOrView below;
-    std::tie(y, rstd) = op.call(x, weight, eps, offset, mode);
-  }
-  node->saved = {core::SavedVariable(x, false), core::SavedVariable(weight, false), core::SavedVariable(rstd, false)};
-  torch::autograd::set_history(y, node);
-  return y;
-}
-
-// PyTorch's policy for its own rms_norm on CUDA: float32 in and out, in releases that autocast it.
-Tensor rms_norm_autocast(
-    const Tensor& x, const OptionalTensor& weight, double eps, double offset, c10::string_view mode) {
-  static const auto op = core::find_op<decltype(apply<Meta>)>("liger::rms_norm");
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
-  if (!core::torch_autocasts_to_float("rms_norm")) return op.call(x, weight, eps, offset, mode);
-  return op.call(core::autocast_float(x), core::autocast_float(weight), eps, offset, mode);
-}
-
-template <class Device>
-void implement(torch::Library& m) {
-  core::implement<apply<Device>>(m, "rms_norm");
-  core::implement<fwd<Device>>(m, "_rms_norm_fwd");
-  core::implement<bwd<Device>>(m, "_rms_norm_bwd");
-  core::implement<bwd_<Device>>(m, "_rms_norm_bwd_");
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  core::define(
-      m,
-      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> "
-      "Tensor");
-  core::define(
-      m, "_rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, str casting_mode) -> (Tensor, Tensor)");
-  core::define(
-      m,
-      "_rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, int wanted, float offset, "
-      "str casting_mode) -> (Tensor, Tensor)");
-  core::define(
-      m,
-      "_rms_norm_bwd_(Tensor(a!) dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, int wanted, float "
-      "offset, str casting_mode) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("rms_norm", rms_norm_autograd); }
-
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { core::implement<rms_norm_autocast>(m, "rms_norm"); }
+LIGER_OPERATOR(RmsNorm)
 
 }  // namespace liger::ops::rms_norm

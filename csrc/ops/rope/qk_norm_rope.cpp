@@ -9,12 +9,8 @@
 
 #include "ops/rope/qk_norm_rope.h"
 
-#include <torch/library.h>
-
-#include "core/autograd.h"
 #include "core/casting_mode.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 #include "core/rows.h"
 
 namespace liger::ops::qk_norm_rope {
@@ -73,19 +69,7 @@ Forward describe(
   return out;
 }
 
-// ---- The dispatched operators
-
-template <class Device>
-std::tuple<Tensor, Tensor> apply(
-    const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight, const Tensor& cos,
-    const Tensor& sin, double eps, double offset, c10::string_view casting_mode, bool interleaved, Sections sections) {
-  const Options options{eps, offset, casting_mode, interleaved, sections};
-  Tensor wq = value_or_undefined(q_weight), wk = value_or_undefined(k_weight);
-  check(kOp, q, k, wq, wk, cos, sin, options);
-  Tensor out_q = core::empty_rows_like(q), out_k = core::empty_rows_like(k);
-  Device::forward(describe<Device>(out_q, out_k, q, k, wq, wk, cos, sin, options));
-  return {out_q, out_k};
-}
+// ---- Backward
 
 template <class Device>
 WeightGradients differentiate(
@@ -105,62 +89,128 @@ WeightGradients differentiate(
   return Device::backward(call);
 }
 
-template <class Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
-    const Tensor& grad_q, const Tensor& grad_k, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-    const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin, int64_t wanted, double eps, double offset,
-    c10::string_view casting_mode, bool interleaved, Sections sections) {
-  const bool needs_heads = (wanted & core::kWantInput) != 0;
-  Tensor out_q = needs_heads ? core::empty_rows_like(q) : Tensor();
-  Tensor out_k = needs_heads ? core::empty_rows_like(k) : Tensor();
-  auto [dq_weight, dk_weight] = differentiate<Device>(
-      out_q, out_k, grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, wanted,
-      {eps, offset, casting_mode, interleaved, sections});
-  return {out_q, out_k, dq_weight, dk_weight};
-}
+/// O: the types of the options in the schemas.
+template <class... O>
+struct Gradient {
+  template <class Device>
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
+      const Tensor& grad_q, const Tensor& grad_k, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+      const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin, int64_t wanted, O... options) {
+    const bool needs_heads = (wanted & core::kWantInput) != 0;
+    Tensor out_q = needs_heads ? core::empty_rows_like(q) : Tensor();
+    Tensor out_k = needs_heads ? core::empty_rows_like(k) : Tensor();
+    auto [dq_weight, dk_weight] =
+        differentiate<Device>(out_q, out_k, grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, wanted, {options...});
+    return {out_q, out_k, dq_weight, dk_weight};
+  }
 
-// Overwrites the incoming gradients with those of q and k.
-template <class Device>
-WeightGradients bwd_(
-    Tensor& grad_q, Tensor& grad_k, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-    const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin, int64_t wanted, double eps, double offset,
-    c10::string_view casting_mode, bool interleaved, Sections sections) {
-  return differentiate<Device>(
-      grad_q, grad_k, grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, wanted,
-      {eps, offset, casting_mode, interleaved, sections});
-}
+  /// Overwrites the incoming gradients with those of q and k.
+  template <class Device>
+  static WeightGradients bwd_(
+      Tensor& grad_q, Tensor& grad_k, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+      const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin, int64_t wanted, O... options) {
+    return differentiate<Device>(
+        grad_q, grad_k, grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, wanted, {options...});
+  }
+};
 
-// ---- Autograd
+// ---- The operator
 
-struct Node : core::BackwardNode<Node, 6> {  // q, k, q_weight, k_weight, cos, sin
-  double eps, offset;
-  std::string casting_mode;
-  bool interleaved;
-  std::vector<int64_t> sections;  // empty: none
+template <class... O>
+struct Normed : core::Operator<
+                    Normed<O...>,
+                    std::tuple<Tensor, Tensor>(
+                        const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                        const Tensor&, O...)> {
+  static constexpr const char* kOp = qk_norm_rope::kOp;
+  static constexpr const char* kSchema =
+      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps=1e-6, "
+      "float offset=0.0, str casting_mode=\"llama\", *, bool interleaved=False, int[]? mrope_section=None) -> "
+      "(Tensor, Tensor)";
+  using Edges = core::Positions<0, 1, 2, 3>;
+  using Constants = core::Positions<4, 5>;
+  using Differentiable = core::Positions<0, 1>;
+  using Saves = core::Saves<
+      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>, core::Argument<4>, core::Argument<5>>;
+  using Cpu = qk_norm_rope::Cpu;
+  using Cuda = qk_norm_rope::Cuda;
+  using Meta = qk_norm_rope::Meta;
 
-  auto state() { return std::tie(eps, offset, casting_mode, interleaved, sections); }
-  std::string name() const override { return kOp; }
+  template <class Device>
+  static std::tuple<Tensor, Tensor> run(
+      bool, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
+      const Tensor& cos, const Tensor& sin, O... given) {
+    const qk_norm_rope::Options options{given...};
+    Tensor wq = value_or_undefined(q_weight), wk = value_or_undefined(k_weight);
+    check(kOp, q, k, wq, wk, cos, sin, options);
+    Tensor out_q = core::empty_rows_like(q), out_k = core::empty_rows_like(k);
+    Device::forward(describe<Device>(out_q, out_k, q, k, wq, wk, cos, sin, options));
+    return {out_q, out_k};
+  }
 
-  core::variable_list backward(core::variable_list&& grads) override {
+  // As rope's: mixed dtypes are promoted. Unlike rms_norm's autocast on CUDA, half precision stays, for attention casts
+  // q and k to it anyway.
+  struct Autocast {
+    static constexpr bool kCpu = true, kCuda = true;
+
+    template <class Arguments>
+    static void cast(c10::DeviceType, Arguments& arguments) {
+      auto& [q, k, q_weight, k_weight, cos, sin, eps, offset, mode, interleaved, sections] = arguments;
+      const auto wider = at::promote_types(q.scalar_type(), k.scalar_type());
+      auto fits = [&](const OptionalTensor& w) { return !w || !w->defined() || w->scalar_type() == wider; };
+      if (!fits(q_weight) || !fits(k_weight)) {
+        for (OptionalTensor* w : {&q_weight, &k_weight}) {
+          if (*w && (*w)->defined()) *w = (*w)->to(at::kFloat);
+        }
+      }
+      q = q.to(wider), k = k.to(wider);
+      for (Tensor* t : {&cos, &sin}) {
+        if (t->scalar_type() != wider) *t = t->to(at::kFloat);
+      }
+    }
+  };
+
+  static void define_backward(torch::Library& m) {
+    core::define_backward(
+        m, "_qk_norm_rope_bwd",
+        "Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, "
+        "Tensor sin, int wanted, float eps, float offset, str casting_mode, bool interleaved, int[]? mrope_section",
+        "(Tensor, Tensor, Tensor, Tensor)", "(Tensor, Tensor)");
+  }
+
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<Gradient<O...>::template bwd<Device>>(m, "_qk_norm_rope_bwd");
+    core::implement<Gradient<O...>::template bwd_<Device>>(m, "_qk_norm_rope_bwd_");
+  }
+
+  template <class Node>
+  static core::variable_list backward(Node& node, core::variable_list&& grads) {
     Tensor grad_q = std::move(grads[0]), grad_k = std::move(grads[1]);
+    auto needs = [&](size_t i) { return node.needs(i); };
     const bool has_q = grad_q.defined() && (needs(0) || needs(2)), has_k = grad_k.defined() && (needs(1) || needs(3));
     if (!has_q && !has_k) return {Tensor(), Tensor(), Tensor(), Tensor()};
-    Tensor q = take(0), k = take(1), q_weight = take(2), k_weight = take(3), cos = take(4), sin = take(5);
+    Tensor q = node.take(0), k = node.take(1), q_weight = node.take(2), k_weight = node.take(3), cos = node.take(4),
+           sin = node.take(5);
     const bool heads = (has_q && needs(0)) || (has_k && needs(1));
     const int64_t wanted = core::wanted_bits(heads, (has_q && needs(2)) || (has_k && needs(3)));
-    const Sections given = sections.empty() ? Sections() : Sections(sections);
+    auto call = [&](const auto& op) {
+      return core::with_options(node.options, [&](const auto&... o) {
+        return op.call(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, wanted, o...);
+      });
+    };
     Tensor dq_weight, dk_weight;
-    if (heads && has_q && has_k && may_overwrite(grad_q, q) && may_overwrite(grad_k, k)) {
-      static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("liger::_qk_norm_rope_bwd_");
-      std::tie(dq_weight, dk_weight) = in_place.call(
-          grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, wanted, eps, offset, casting_mode, interleaved, given);
+    if (heads && has_q && has_k && node.may_overwrite(grad_q, q) && node.may_overwrite(grad_k, k)) {
+      static const auto in_place =
+          core::find_op<decltype(Gradient<O...>::template bwd_<Meta>)>("liger::_qk_norm_rope_bwd_");
+      std::tie(dq_weight, dk_weight) = call(in_place);
     } else {
       // Heads without a gradient are replaced by a tensor without heads.
       if (!has_q) grad_q = q = k.narrow(1, 0, 0);
       if (!has_k) grad_k = k = q.narrow(1, 0, 0);
-      static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("liger::_qk_norm_rope_bwd");
-      std::tie(grad_q, grad_k, dq_weight, dk_weight) = out_of_place.call(
-          grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, wanted, eps, offset, casting_mode, interleaved, given);
+      static const auto out_of_place =
+          core::find_op<decltype(Gradient<O...>::template bwd<Meta>)>("liger::_qk_norm_rope_bwd");
+      std::tie(grad_q, grad_k, dq_weight, dk_weight) = call(out_of_place);
     }
     return {
         has_q && needs(0) ? grad_q : Tensor(), has_k && needs(1) ? grad_k : Tensor(),
@@ -168,94 +218,10 @@ struct Node : core::BackwardNode<Node, 6> {  // q, k, q_weight, k_weight, cos, s
   }
 };
 
-std::tuple<Tensor, Tensor> autograd(
-    const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight, const Tensor& cos,
-    const Tensor& sin, double eps, double offset, c10::string_view casting_mode, bool interleaved, Sections sections) {
-  core::check_dense(kOp, "q", q);
-  core::check_dense(kOp, "k", k);
-  core::check_dense(kOp, "q_weight", q_weight);
-  core::check_dense(kOp, "k_weight", k_weight);
-  core::check_dense(kOp, "cos", cos);
-  core::check_dense(kOp, "sin", sin);
-  core::check_no_forward_ad(kOp, q, k, q_weight, k_weight, cos, sin);
-  LIGER_CHECK(
-      !torch::autograd::compute_requires_grad(cos, sin), kOp, "cos and sin", "require no gradient",
-      "requires_grad=True");
-  Tensor out_q, out_k;
-  {
-    static const auto op = core::find_op<decltype(apply<Meta>)>("liger::qk_norm_rope");
-    at::AutoDispatchBelowADInplaceOrView below;
-    std::tie(out_q, out_k) =
-        op.call(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, interleaved, sections);
-  }
-  if (torch::autograd::compute_requires_grad(q, k, q_weight, k_weight)) {
-    auto node = core::make_node<Node>();
-    node->set_next_edges(torch::autograd::collect_next_edges(q, k, q_weight, k_weight));
-    node->eps = eps;
-    node->offset = offset;
-    node->casting_mode = casting_mode;
-    node->interleaved = interleaved;
-    if (sections) node->sections = sections->vec();
-    node->saved = {core::SavedVariable(q, false),        core::SavedVariable(k, false),
-                   core::SavedVariable(q_weight, false), core::SavedVariable(k_weight, false),
-                   core::SavedVariable(cos, false),      core::SavedVariable(sin, false)};
-    torch::autograd::set_history(out_q, node);
-    torch::autograd::set_history(out_k, node);
-  }
-  return {out_q, out_k};
-}
-
-// As rope's: mixed dtypes are promoted. Unlike rms_norm's autocast on CUDA, half precision stays, for attention casts q
-// and k to it anyway.
-template <c10::DeviceType kDevice>
-std::tuple<Tensor, Tensor> autocast(
-    const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight, const Tensor& cos,
-    const Tensor& sin, double eps, double offset, c10::string_view casting_mode, bool interleaved, Sections sections) {
-  static const auto op = core::find_op<decltype(apply<Meta>)>("liger::qk_norm_rope");
-  c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const auto wider = at::promote_types(q.scalar_type(), k.scalar_type());
-  auto is_wider = [&](const Tensor& t) { return t.scalar_type() == wider; };
-  auto angle = [&](const Tensor& t) { return is_wider(t) ? t : t.to(at::kFloat); };
-  auto present = [](const OptionalTensor& w) { return w && w->defined(); };
-  const bool keep = (!present(q_weight) || is_wider(*q_weight)) && (!present(k_weight) || is_wider(*k_weight));
-  auto weight = [&](const OptionalTensor& w) { return present(w) && !keep ? OptionalTensor(w->to(at::kFloat)) : w; };
-  return op.call(
-      q.to(wider), k.to(wider), weight(q_weight), weight(k_weight), angle(cos), angle(sin), eps, offset, casting_mode,
-      interleaved, sections);
-}
-
-template <class Device>
-void implement(torch::Library& m) {
-  core::implement<apply<Device>>(m, "qk_norm_rope");
-  core::implement<bwd<Device>>(m, "_qk_norm_rope_bwd");
-  core::implement<bwd_<Device>>(m, "_qk_norm_rope_bwd_");
-}
+using QkNormRope = Normed<double, double, c10::string_view, bool, Sections>;
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  core::define(
-      m,
-      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps=1e-6, "
-      "float offset=0.0, str casting_mode=\"llama\", *, bool interleaved=False, int[]? mrope_section=None) -> "
-      "(Tensor, Tensor)");
-  core::define(
-      m,
-      "_qk_norm_rope_bwd(Tensor grad_q, Tensor grad_k, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, "
-      "Tensor cos, Tensor sin, int wanted, float eps, float offset, str casting_mode, bool interleaved, "
-      "int[]? mrope_section) -> (Tensor, Tensor, Tensor, Tensor)");
-  core::define(
-      m,
-      "_qk_norm_rope_bwd_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor q, Tensor k, Tensor? q_weight, "
-      "Tensor? k_weight, Tensor cos, Tensor sin, int wanted, float eps, float offset, str casting_mode, "
-      "bool interleaved, int[]? mrope_section) -> (Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("qk_norm_rope", autograd); }
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { core::implement<autocast<c10::DeviceType::CUDA>>(m, "qk_norm_rope"); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { core::implement<autocast<c10::DeviceType::CPU>>(m, "qk_norm_rope"); }
+LIGER_OPERATOR(QkNormRope)
 
 }  // namespace liger::ops::qk_norm_rope

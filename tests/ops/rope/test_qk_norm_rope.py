@@ -317,7 +317,7 @@ ERRORS = {
     "sparse k": (dict(k=torch.eye(4).to_sparse()), "k must be a dense, unquantized tensor"),
     "k of another head size": (dict(k=torch.ones(2, 2, 5, 8)), "k must have the batch, sequence and head size of q"),
     "R above D": (dict(cos=torch.ones(1, 5, 18)), "cos must rotate at most q's head size, 16"),
-    "trained cos": (dict(cos=torch.ones(1, 5, 16, requires_grad=True)), "cos and sin must require no gradient"),
+    "trained cos": (dict(cos=torch.ones(1, 5, 16, requires_grad=True)), "cos must not require a gradient"),
     "q_weight of another length": (
         dict(q_weight=torch.ones(64)),
         r"q_weight must have shape \[16\], the last dimension of q",

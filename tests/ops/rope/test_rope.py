@@ -288,7 +288,7 @@ ERRORS = {
     "cos elsewhere": (dict(cos=torch.ones(1, 5, 16, device="meta")), "cos must be on cpu like q"),
     "sin of another shape": (dict(sin=torch.ones(1, 5, 8)), r"sin must have the shape of cos, \[1, 5, 16\]"),
     "sin of another dtype": (dict(sin=torch.ones(1, 5, 16).half()), "sin must have the dtype of cos, Float"),
-    "trained cos": (dict(cos=torch.ones(1, 5, 16, requires_grad=True)), "cos and sin must require no gradient"),
+    "trained cos": (dict(cos=torch.ones(1, 5, 16, requires_grad=True)), "cos must not require a gradient"),
     "sections of plain angles": (dict(mrope_section=[2, 3, 3]), r"cos must have shape \(3, sequence, R\) or"),
     "two sections": (
         dict(cos=torch.ones(3, 5, 16), sin=torch.ones(3, 5, 16), mrope_section=[4, 4]),
@@ -316,7 +316,7 @@ COMPLEX_ERRORS = {
     "real": (torch.ones(5, 8), "be ComplexFloat"),
     "too wide": (torch.ones(5, 9, dtype=torch.complex64), "rotate at most q's head size, 16"),
     "of another sequence": (torch.ones(4, 8, dtype=torch.complex64), "have one row for each of q's 5 positions"),
-    "trained": (torch.ones(5, 8, dtype=torch.complex64, requires_grad=True), "require no gradient"),
+    "trained": (torch.ones(5, 8, dtype=torch.complex64, requires_grad=True), "freqs_cis must not require a gradient"),
 }
 
 

@@ -1,0 +1,364 @@
+#pragma once
+
+// Operators with a gradient, each described once. From the description follow the operator's implementation on every
+// device, its Autograd and Autocast implementations, and all registrations.
+//
+// struct Op : core::Operator<Op, R(A...)>, where R(A...) is the operator's C++ type, has
+//
+//   kOp, kSchema               its name and its public schema
+//   Edges                      Positions of the arguments that can require a gradient, in the order of Node's results
+//   Constants                  Positions of those that must not, none by default
+//   Forward                    what run() returns: the results in R, then what only backward needs. R by default.
+//   run<Device>(save, a...)    computes. Without `save`, it need not compute what only backward needs.
+//   Saves, Differentiable      what the backward node saves, and the positions of the differentiable results
+//   backward(node, grads)      the gradients of Edges. node.options: the arguments that are not tensors.
+//   Node                       a node of its own instead of the last two: its record(out, a...) saves tensors and connects
+//                              results. If it has a member `options`, that holds the arguments that are not tensors.
+//   define_backward(m), implement_backward<Device>(m)    for its private backward operators
+//   Autocast                   casts of arguments, NoAutocast by default
+//
+// LIGER_OPERATOR(Op) registers it for the devices Op::Cpu, Op::Cuda and Op::Meta. If Forward is not R, it has a private
+// operator `_<name>_fwd`, which torch.compile, torch.export and selective checkpointing see.
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "core/autograd.h"
+#include "core/memory.h"
+#include "core/registration.h"
+
+namespace liger::core {
+
+template <size_t... I>
+using Positions = std::index_sequence<I...>;
+
+inline std::string qualified(const std::string& op) { return "liger::" + op; }
+
+/// Entries of Saves: an argument, or one of what run() returned.
+template <size_t I>
+struct Argument {
+  template <class Arguments, class Results>
+  static const auto& of(const Arguments& arguments, const Results&) {
+    return std::get<I>(arguments);
+  }
+};
+template <size_t I>
+struct Result {
+  template <class Arguments, class... T>
+  static const at::Tensor& of(const Arguments&, const std::tuple<T...>& results) {
+    return std::get<I>(results);
+  }
+  template <class Arguments>
+  static const at::Tensor& of(const Arguments&, const at::Tensor& result) {
+    return result;
+  }
+};
+template <class... Entry>
+struct Saves {
+  static constexpr size_t kCount = sizeof...(Entry);
+
+  template <class Node, class Arguments, class Results>
+  static void save(Node& node, const Arguments& arguments, const Results& results) {
+    node.save(Entry::of(arguments, results)...);
+  }
+};
+
+/// Casts no argument.
+struct NoAutocast {
+  static constexpr bool kCpu = false, kCuda = false;
+};
+
+/// Casts the arguments at these positions as those of a linear layer.
+template <size_t... I>
+struct AutocastLinear {
+  static constexpr bool kCpu = true, kCuda = true;
+
+  template <class Arguments>
+  static void cast(c10::DeviceType device, Arguments& arguments) {
+    (cast_one(device, std::get<I>(arguments)), ...);
+  }
+
+ private:
+  static void cast_one(c10::DeviceType device, at::Tensor& t) {
+    t = at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
+  }
+  static void cast_one(c10::DeviceType device, std::optional<at::Tensor>& t) {
+    if (t && t->defined()) cast_one(device, *t);
+  }
+};
+
+/// Casts the arguments at these positions to the widest of their dtypes, as arithmetic does.
+template <size_t... I>
+struct AutocastPromote {
+  static constexpr bool kCpu = true, kCuda = true;
+
+  template <class Arguments>
+  static void cast(c10::DeviceType, Arguments& arguments) {
+    at::ScalarType wide = at::ScalarType::Undefined;
+    auto widen = [&](at::ScalarType dtype) {
+      wide = wide == at::ScalarType::Undefined ? dtype : at::promote_types(wide, dtype);
+    };
+    (widen(std::get<I>(arguments).scalar_type()), ...);
+    ((std::get<I>(arguments) = std::get<I>(arguments).to(wide)), ...);
+  }
+};
+
+namespace detail {
+
+template <class T>
+struct Count : std::integral_constant<size_t, 1> {};
+template <class... T>
+struct Count<std::tuple<T...>> : std::integral_constant<size_t, sizeof...(T)> {};
+
+template <class R, class All, size_t... I>
+R leading(All&& all, std::index_sequence<I...>) {
+  return R(std::get<I>(std::forward<All>(all))...);
+}
+
+/// The first results of `all`, as many as R has.
+template <class R, class All>
+R leading(All&& all) {
+  if constexpr (std::is_same_v<R, std::decay_t<All>>) {
+    return std::forward<All>(all);
+  } else {
+    return leading<R>(std::forward<All>(all), std::make_index_sequence<Count<R>::value>());
+  }
+}
+
+C10_NOINLINE inline std::string argument_name(const char* op, size_t argument) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(qualified(op).c_str(), "").schema().arguments()[argument].name();
+}
+
+template <class T>
+void check_dense_argument(const char* op, size_t argument, const T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    if (C10_UNLIKELY(value.layout() != at::kStrided || value.is_quantized())) {
+      check_dense(op, argument_name(op, argument).c_str(), value);
+    }
+  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+    if (value && value->defined()) check_dense_argument(op, argument, *value);
+  }
+}
+
+template <class T>
+void check_constant(const char* op, size_t argument, const T& value) {
+  if (C10_UNLIKELY(torch::autograd::compute_requires_grad(value))) {
+    LIGER_CHECK(false, op, argument_name(op, argument), "not require a gradient", "one that does");
+  }
+}
+
+/// How a node stores an argument. Tensors are not among its options.
+template <class T>
+struct Stored {
+  using type = std::tuple<std::decay_t<T>>;
+};
+template <>
+struct Stored<const at::Tensor&> {
+  using type = std::tuple<>;
+};
+template <>
+struct Stored<const std::optional<at::Tensor>&> {
+  using type = std::tuple<>;
+};
+template <>
+struct Stored<c10::string_view> {
+  using type = std::tuple<std::string>;
+};
+template <>
+struct Stored<at::OptionalIntArrayRef> {
+  using type = std::tuple<std::optional<std::vector<int64_t>>>;
+};
+
+template <class T>
+typename Stored<T>::type stored(const T& value) {
+  if constexpr (std::tuple_size_v<typename Stored<T>::type> == 0) {
+    return {};
+  } else if constexpr (std::is_same_v<T, at::OptionalIntArrayRef>) {
+    return {value ? std::optional(value->vec()) : std::nullopt};
+  } else {
+    return typename Stored<T>::type(value);
+  }
+}
+
+template <class Node, class = void>
+constexpr bool has_options = false;
+template <class Node>
+constexpr bool has_options<Node, std::void_t<decltype(std::declval<Node&>().options)>> = true;
+
+/// A stored argument, for a call.
+template <class T>
+const T& passed(const T& value) {
+  return value;
+}
+inline at::OptionalIntArrayRef passed(const std::optional<std::vector<int64_t>>& value) {
+  return value ? at::OptionalIntArrayRef(*value) : std::nullopt;
+}
+
+/// A copy of an argument that Autocast may replace.
+template <class T>
+using Replaceable = std::conditional_t<
+    std::is_same_v<T, const at::Tensor&>, at::Tensor,
+    std::conditional_t<std::is_same_v<T, const std::optional<at::Tensor>&>, std::optional<at::Tensor>, T>>;
+
+}  // namespace detail
+
+/// Calls f with a node's options.
+template <class Options, class F>
+auto with_options(const Options& options, const F& f) {
+  return std::apply([&](const auto&... each) { return f(detail::passed(each)...); }, options);
+}
+
+template <class Op, class Type>
+struct Operator;
+
+template <class Op>
+struct OperatorNode : BackwardNode<OperatorNode<Op>, Op::Saves::kCount> {
+  typename Op::Options options;
+
+  auto state() { return std::tie(options); }
+  std::string name() const override { return Op::kOp; }
+
+  template <class Forward, class... A>
+  void record(const Forward& out, const A&... a) {
+    Op::Saves::save(*this, std::tie(a...), out);
+    connect_results(out, typename Op::Differentiable());
+  }
+
+  variable_list backward(variable_list&& grads) override { return Op::backward(*this, std::move(grads)); }
+
+ private:
+  template <class Forward, size_t... I>
+  void connect_results(const Forward& out, Positions<I...>) {
+    this->connect(Result<I>::of(std::tuple<>(), out)...);
+  }
+};
+
+template <class Op, class Return, class... A>
+struct Operator<Op, Return(A...)> {
+  using Type = Return(A...);
+  using R = Return;
+  using Forward = Return;
+  using Constants = Positions<>;
+  using Autocast = NoAutocast;
+  using Differentiable = Positions<0>;
+  using Options = decltype(std::tuple_cat(std::declval<typename detail::Stored<A>::type>()...));
+  using Node = OperatorNode<Op>;
+
+  // For operators whose backward is another operator's.
+  static void define_backward(torch::Library&) {}
+  template <class Device>
+  static void implement_backward(torch::Library&) {}
+
+  /// The public operator below autograd and autocast.
+  template <class Device>
+  static R apply(A... a) {
+    return detail::leading<R>(Op::template run<Device>(false, a...));
+  }
+
+  /// _<name>_fwd
+  template <class Device>
+  static auto forward(A... a) {
+    return Op::template run<Device>(true, a...);
+  }
+
+  static const auto& handle() {
+    static const auto op = find_op<Type>(qualified(Op::kOp).c_str());
+    return op;
+  }
+
+  static R autograd(A... a) {
+    size_t i = 0;
+    (detail::check_dense_argument(Op::kOp, i++, a), ...);
+    const auto arguments = std::tie(a...);
+    check_gradients(arguments, typename Op::Edges(), typename Op::Constants());
+    const bool needed = requires_gradient(arguments, typename Op::Edges());
+    if (!needed) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      return handle().call(a...);
+    }
+    auto out = run_forward(a...);
+    auto node = make_node<typename Op::Node>();
+    node->set_next_edges(edges(arguments, typename Op::Edges()));
+    if constexpr (detail::has_options<typename Op::Node>) node->options = std::tuple_cat(detail::stored<A>(a)...);
+    node->record(out, a...);
+    return detail::leading<R>(std::move(out));
+  }
+
+  template <c10::DeviceType kDevice>
+  static R autocast(A... a) {
+    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    std::tuple<detail::Replaceable<A>...> arguments(a...);
+    Op::Autocast::cast(kDevice, arguments);
+    return std::apply([](auto&... replaced) { return handle().call(replaced...); }, arguments);
+  }
+
+  // ---- Registration
+
+  static constexpr bool has_forward() { return !std::is_same_v<typename Op::Forward, R>; }
+
+  static void define(torch::Library& m) {
+    core::define(m, Op::kSchema);
+    if constexpr (has_forward()) define_forward(m, Op::kSchema, detail::Count<typename Op::Forward>::value);
+    Op::define_backward(m);
+  }
+
+  template <class Device>
+  static void implement(torch::Library& m) {
+    core::implement<apply<Device>>(m, Op::kOp);
+    if constexpr (has_forward()) core::implement<forward<Device>>(m, private_name("_fwd"));
+    Op::template implement_backward<Device>(m);
+  }
+
+  static void implement_autograd(torch::Library& m) { m.impl(Op::kOp, autograd); }
+
+  template <c10::DeviceType kDevice>
+  static void implement_autocast(torch::Library& m) {
+    constexpr bool casts = kDevice == c10::DeviceType::CPU ? Op::Autocast::kCpu : Op::Autocast::kCuda;
+    if constexpr (casts) core::implement<autocast<kDevice>>(m, Op::kOp);
+  }
+
+  static std::string private_name(const char* suffix) { return std::string("_") + Op::kOp + suffix; }
+
+ private:
+  static auto run_forward(A... a) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if constexpr (has_forward()) {
+      static const auto op = find_op<typename Op::Forward(A...)>(qualified(private_name("_fwd")).c_str());
+      return op.call(a...);
+    } else {
+      return handle().call(a...);
+    }
+  }
+
+  template <class Arguments, size_t... E, size_t... C>
+  static void check_gradients(const Arguments& a, Positions<E...>, Positions<C...>) {
+    check_no_forward_ad(Op::kOp, std::get<E>(a)..., std::get<C>(a)...);
+    (detail::check_constant(Op::kOp, C, std::get<C>(a)), ...);
+  }
+
+  template <class Arguments, size_t... E>
+  static bool requires_gradient(const Arguments& a, Positions<E...>) {
+    return torch::autograd::compute_requires_grad(std::get<E>(a)...);
+  }
+
+  template <class Arguments, size_t... E>
+  static auto edges(const Arguments& a, Positions<E...>) {
+    return torch::autograd::collect_next_edges(std::get<E>(a)...);
+  }
+};
+
+}  // namespace liger::core
+
+#define LIGER_OPERATOR(Op)                                                                                          \
+  TORCH_LIBRARY_FRAGMENT(liger, m) { Op::define(m); }                                                               \
+  TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Op::Cpu>(m); }                                                  \
+  TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Op::Cuda>(m); }                                                \
+  TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Op::Meta>(m); }                                                \
+  TORCH_LIBRARY_IMPL(liger, Autograd, m) { Op::implement_autograd(m); }                                             \
+  TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Op::template implement_autocast<c10::DeviceType::CUDA>(m); }         \
+  TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Op::template implement_autocast<c10::DeviceType::CPU>(m); }

@@ -66,7 +66,14 @@ def header() -> str:
 
 
 def stub() -> str:
-    lines = [f"from {value.__module__} import {name} as {name}" for name, value in sorted(public_names().items())]
+    """Imports what the declarations write out, and writes out the signatures that they derive from others."""
+    lines = ["from collections.abc import Sequence", "from torch import Tensor"]
+    for name, value in sorted(public_names().items()):
+        if getattr(value, "is_derived", False):
+            signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(value.__signature__))
+            lines.append(f"def {name}{signature}: ...")
+        else:
+            lines.append(f"from {value.__module__} import {name} as {name}")
     return "\n".join(["# Generated from liger_ops/reference, for liger_ops/functional.py.", *lines, ""])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -38,7 +39,9 @@ class Operator(Protocol[P, R]):
     __signature__: inspect.Signature
     reference: Callable[P, R]
     schema: str
+    types: Mapping[str, Any]  # of the arguments
     result: type  # Tensor, a tuple or a NamedTuple
+    is_derived: bool  # the signature is that of another operator, possibly with more arguments
     rows: int
     forward_out_dims: tuple[int, ...]
     constants: tuple[str, ...]
@@ -65,34 +68,72 @@ def operator(
     """
 
     def declare(formula: Callable[P, R]) -> Operator[P, R]:
-        name = formula.__name__
-        hints = typing.get_type_hints(formula)
-        result = hints.pop("return")
-        signature = inspect.signature(formula)
-
-        @functools.wraps(formula)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            try:
-                return getattr(torch.ops.liger, name)(*args, **kwargs)
-            except (RuntimeError, TypeError):
-                demand_types(name, signature, hints, args, kwargs)
-                raise
-
-        @functools.wraps(formula)
-        def call_with_named_results(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return result(*call(*args, **kwargs))
-
-        function = cast(Operator[P, R], call_with_named_results if hasattr(result, "_fields") else call)
-        # TorchScript does not support *args: it calls the operator instead of compiling this function's source.
-        _builtins._register_builtin(function, f"liger::{name}")
-        function.reference, function.__signature__ = formula, signature
-        function.schema = schema_of(signature, hints, name, result)
-        function.result, function.rows, function.forward_out_dims = result, rows, forward_out_dims
-        function.constants, function.choices = constants, choices or {}
-        _declared[name] = function
+        function = _declare(
+            formula, inspect.signature(formula), typing.get_type_hints(formula), constants, choices or {}
+        )
+        function.reference, function.is_derived = formula, False
+        function.rows, function.forward_out_dims = rows, forward_out_dims
         return function
 
     return declare
+
+
+def form_of(base: Operator[P, Any]) -> Callable[[Callable[..., R]], Operator[P, R]]:
+    """Declares an operator with the arguments of `base`, from a formula that takes them, and `op`, by name."""
+
+    def declare(formula: Callable[..., R]) -> Operator[P, R]:
+        return derived(base, base.__signature__, base.types, formula)
+
+    return declare
+
+
+def derived(base: Operator, signature: inspect.Signature, types: Mapping[str, Any], formula: Callable) -> Any:
+    """Declares an operator with this signature and the properties of `base`."""
+    name = formula.__name__
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+
+    @functools.wraps(formula)
+    def reference(*args: Any, **kwargs: Any) -> Any:
+        return formula(op=name, **defaults | dict(zip(signature.parameters, args)) | kwargs)
+
+    result = typing.get_type_hints(formula)["return"]
+    signature = signature.replace(return_annotation=inspect.signature(formula).return_annotation)
+    function = _declare(formula, signature, {**types, "return": result}, base.constants, base.choices)
+    function.reference, function.is_derived, function.rows, function.forward_out_dims = reference, True, 0, ()
+    return function
+
+
+def _declare(
+    formula: Callable[P, R],
+    signature: inspect.Signature,
+    hints: dict[str, Any],
+    constants: tuple[str, ...],
+    choices: Mapping[str, tuple[str, ...]],
+) -> Operator[P, R]:
+    """Makes the function that has the name and the documentation of `formula`."""
+    name, result = formula.__name__, hints["return"]
+    types = {argument: kind for argument, kind in hints.items() if argument != "return"}
+
+    @functools.wraps(formula)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        try:
+            return getattr(torch.ops.liger, name)(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            demand_types(name, signature, types, args, kwargs)
+            raise
+
+    @functools.wraps(formula)
+    def call_with_named_results(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return result(*call(*args, **kwargs))
+
+    function = cast(Operator[P, R], call_with_named_results if hasattr(result, "_fields") else call)
+    # TorchScript does not support *args: it calls the operator instead of compiling this function's source.
+    _builtins._register_builtin(function, f"liger::{name}")
+    function.__signature__, function.__annotations__ = signature, hints
+    function.schema, function.types, function.result = schema_of(signature, types, name, result), types, result
+    function.constants, function.choices = constants, choices
+    _declared[name] = function
+    return function
 
 
 @functools.cache
@@ -113,13 +154,13 @@ def result_count(result: Any) -> int:
     return 1 if result is Tensor else len(getattr(result, "_fields", None) or typing.get_args(result))
 
 
-def schema_of(signature: inspect.Signature, hints: dict[str, Any], name: str, result: Any) -> str:
+def schema_of(signature: inspect.Signature, types: dict[str, Any], name: str, result: Any) -> str:
     """An operator whose name ends in an underscore writes to its first argument."""
     arguments: list[str] = []
     for i, p in enumerate(signature.parameters.values()):
         if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
-        kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[hints[p.name]]
+        kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[types[p.name]]
         written = json.dumps(p.default) if isinstance(p.default, str) else repr(p.default)
         default = "" if p.default is p.empty else f"={written}"
         arguments.append(f"{kind} {p.name}{default}")
@@ -178,3 +219,13 @@ def hint_if_swapped(input_name: str, input: Tensor, weight_name: str, weight: Te
 def widened(x: Tensor) -> Tensor:
     """x in the dtype of its sums and statistics: fp32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits as they enter the softmax."""
+    x = widened(logits)
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def demand_positive(op: str, argument: str, got: float | None) -> None:
+    demand(got is None or 0 < got < math.inf, op, argument, "be positive and finite", got)

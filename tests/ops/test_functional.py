@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import pickle
+import typing
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,10 @@ def arguments_of(function):
     return {p: [object()] if p == "mrope_section" else object() for p in inspect.signature(function).parameters}
 
 
+def parameters_of(function):
+    return inspect.signature(function).parameters.values()
+
+
 @pytest.mark.parametrize("name", operators())
 def test_arguments_reach_the_operator(name, monkeypatch):
     function, calls = getattr(functional, name), record_calls(monkeypatch, name, None)
@@ -68,7 +73,16 @@ def test_the_type_stub_declares_the_public_names():
     assert stub.read_text() == declarations.stub()
     scope: dict = {}
     exec(stub.read_text(), scope)
-    assert {k: v for k, v in scope.items() if k != "__builtins__"} == reference.public_names()
+    for name, value in reference.public_names().items():
+        declared = scope.pop(name)
+        if getattr(value, "is_derived", False):
+            assert typing.get_type_hints(declared, scope) == typing.get_type_hints(value)
+            assert [(p.name, p.kind, p.default) for p in parameters_of(declared)] == [
+                (p.name, p.kind, p.default) for p in parameters_of(value)
+            ]
+        else:
+            assert declared is value
+    assert not scope.keys() - {"__builtins__", "Sequence", "Tensor"}
 
 
 def test_results_have_names():

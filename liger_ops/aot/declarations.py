@@ -6,29 +6,35 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..reference import Operator, operators, public_names
+from ..reference._operator import SCHEMA_TYPES, result_count
 
 HEADER, STUB = Path("include/liger_ops/operators.h"), Path("_declared.pyi")
 
 CPP_TYPES = {
     "Tensor": "const at::Tensor&",
-    "Optional[Tensor]": "const std::optional<at::Tensor>&",
+    "Tensor?": "const std::optional<at::Tensor>&",
     "float": "double",
     "int": "int64_t",
     "bool": "bool",
     "str": "std::string_view",
-    "Optional[float]": "std::optional<double>",
-    "Optional[int]": "std::optional<int64_t>",
-    "Optional[List[int]]": "at::OptionalIntArrayRef",
+    "float?": "std::optional<double>",
+    "int?": "std::optional<int64_t>",
+    "Tensor[]": "at::TensorList",
+    "int[]": "at::IntArrayRef",
+    "int[]?": "at::OptionalIntArrayRef",
+    "float[]": "at::ArrayRef<double>",
+    "float[]?": "std::optional<at::ArrayRef<double>>",
 }
 
 
 def default_value(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"{{{', '.join(map(default_value, value))}}}"
     return "std::nullopt" if value is None else json.dumps(value)
 
 
@@ -39,21 +45,21 @@ def summary(operator: Operator) -> str:
 
 
 def cpp_function(operator: Operator) -> str:
-    name, schema = operator.__name__, torch._C.parse_schema(operator.schema)
+    name, declared = operator.__name__, operator.__signature__.parameters.values()
 
-    def parameter(argument: Any) -> str:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        declared = f"{'at::Tensor&' if written else CPP_TYPES[str(argument.type)]} {argument.name}"
-        return f"{declared} = {default_value(argument.default_value)}" if argument.has_default_value() else declared
+    def parameter(p: inspect.Parameter) -> str:
+        written = name.endswith("_") and p is next(iter(declared))
+        text = f"{'at::Tensor&' if written else CPP_TYPES[SCHEMA_TYPES[operator.types[p.name]]]} {p.name}"
+        return text if p.default is p.empty else f"{text} = {default_value(p.default)}"
 
-    count = len(schema.returns)
+    count = result_count(operator.result)
     result = "at::Tensor" if count == 1 else f"std::tuple<{', '.join(['at::Tensor'] * count)}>"
     return "\n".join([
         f"/// {summary(operator)}",
         f"inline {result} {name}(",
-        ",\n".join(f"    {parameter(a)}" for a in schema.arguments) + ") {",
+        ",\n".join(f"    {parameter(p)}" for p in declared) + ") {",
         f'  static const auto op = detail::find<decltype({name})>("liger::{name}");',
-        f"  return op.call({', '.join(a.name for a in schema.arguments)});",
+        f"  return op.call({', '.join(p.name for p in declared)});",
         "}",
     ])  # fmt: skip
 

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import UnionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -19,17 +20,17 @@ from torch.jit import _builtins
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SCHEMA_TYPES: dict[Any, str] = {
+_REQUIRED: dict[Any, str] = {
     Tensor: "Tensor",
-    Tensor | None: "Tensor?",
     bool: "bool",
     int: "int",
-    int | None: "int?",
     float: "float",
-    float | None: "float?",
     str: "str",
-    Sequence[int] | None: "int[]?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[int]: "int[]",
+    Sequence[float]: "float[]",
 }
+SCHEMA_TYPES: dict[Any, str] = _REQUIRED | {kind | None: f"{text}?" for kind, text in _REQUIRED.items()}
 
 
 class Operator(Protocol[P, R]):
@@ -154,6 +155,13 @@ def result_count(result: Any) -> int:
     return 1 if result is Tensor else len(getattr(result, "_fields", None) or typing.get_args(result))
 
 
+def written(default: Any) -> str:
+    if isinstance(default, str):
+        return json.dumps(default)
+    text = repr(list(default)) if isinstance(default, Sequence) else repr(default)
+    return text.replace("e-0", "e-")  # as C++ authors write 1e-6
+
+
 def schema_of(signature: inspect.Signature, types: dict[str, Any], name: str, result: Any) -> str:
     """An operator whose name ends in an underscore writes to its first argument."""
     arguments: list[str] = []
@@ -161,8 +169,7 @@ def schema_of(signature: inspect.Signature, types: dict[str, Any], name: str, re
         if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
         kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[types[p.name]]
-        written = json.dumps(p.default) if isinstance(p.default, str) else repr(p.default)
-        default = "" if p.default is p.empty else f"={written}"
+        default = "" if p.default is p.empty else f"={written(p.default)}"
         arguments.append(f"{kind} {p.name}{default}")
     count = result_count(result)
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -181,13 +188,32 @@ TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int, torch.SymInt, Tensor), "an int"),
     float: ((int, float, torch.SymInt, torch.SymFloat, Tensor), "a float"),
     str: ((str,), "a str"),
-    Sequence[int]: ((Sequence,), "a sequence of ints"),
     type(None): ((type(None),), "None"),
 }
 
 
+def is_a(value: Any, kind: Any) -> bool:
+    if elements := typing.get_args(kind):
+        return isinstance(value, Sequence) and all(is_a(element, *elements) for element in value)
+    return hasattr(value, "__torch_function__") or isinstance(value, TYPES[kind][0])
+
+
+def name_of(kind: Any) -> str:
+    elements = typing.get_args(kind)
+    return f"a sequence of {TYPES[elements[0]][1].split()[1]}s" if elements else TYPES[kind][1]
+
+
+def text_of(value: Any, kinds: Sequence[Any]) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    text = type(value).__name__
+    if isinstance(value, Sequence) and any(map(typing.get_args, kinds)):
+        text += f" of {' and '.join(sorted({type(element).__name__ for element in value}))}"
+    return text
+
+
 def demand_types(
-    op: str, signature: inspect.Signature, hints: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: str, signature: inspect.Signature, types: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Called after the operator has failed: the dispatcher's own message is about its schema."""
     try:
@@ -195,11 +221,12 @@ def demand_types(
     except TypeError as error:
         raise TypeError(f"{op}: {error}") from None
     for argument, value in given.items():
-        kinds = [TYPES[kind] for kind in typing.get_args(hints[argument]) or (hints[argument],)]
-        if hasattr(value, "__torch_function__") or any(isinstance(value, types) for types, _ in kinds):
+        kind = types[argument]
+        kinds = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if hasattr(value, "__torch_function__") or any(is_a(value, kind) for kind in kinds):
             continue
-        got = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-        raise TypeError(f"{op}: {argument} must be {' or '.join(name for _, name in kinds)} (got {got})") from None
+        rule = " or ".join(map(name_of, kinds))
+        raise TypeError(f"{op}: {argument} must be {rule} (got {text_of(value, kinds)})") from None
 
 
 def demand_choice(op: str, argument: str, allowed: tuple[str, ...], got: str) -> None:

@@ -1,18 +1,24 @@
 """liger_ops.functional: its examples, its agreement with the operator schemas, and its additional functions."""
 
+from __future__ import annotations
+
 import doctest
 import inspect
 import pickle
 import typing
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checks import count_graphs, record_calls
+from torch import Tensor
 
 from liger_ops import functional, nn, reference
 from liger_ops.__main__ import operators
 from liger_ops.aot import declarations
+from liger_ops.reference import _operator
 
 
 @pytest.mark.parametrize("module", [functional, nn], ids=lambda m: m.__name__)
@@ -135,6 +141,90 @@ X = torch.ones(1, 2, 3, 4)
 def test_arguments_of_wrong_types(name, args, options, message):
     with pytest.raises(TypeError, match=f"^{name}: {message}"):
         getattr(functional, name)(*args, **options)
+
+
+@pytest.fixture
+def operator_of_lists(monkeypatch):
+    """An operator with arguments of all list types, for as long as the test runs."""
+    monkeypatch.setattr(_operator, "_declared", {})
+    monkeypatch.setattr(torch.jit._builtins, "_register_builtin", lambda *_: None)
+
+    @_operator.operator()
+    def made_of_lists(
+        xs: Sequence[Tensor],
+        factors: Sequence[float],
+        dims: Sequence[int] = (0, 1),
+        offsets: Sequence[float] | None = None,
+        *,
+        limits: Sequence[float] = (0.5, 1e-6),
+        order: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The sum of tensors times factors."""
+        return sum(x * f for x, f in zip(xs, factors))
+
+    @_operator.form_of(made_of_lists)
+    def made_of_lists_twice(op: str, **given: Any) -> tuple[Tensor, Tensor]:
+        """The same, twice."""
+        return made_of_lists.reference(**given), made_of_lists.reference(**given)
+
+    with torch.library._scoped_library("liger", "FRAGMENT") as library:
+        for function in (made_of_lists, made_of_lists_twice):
+            library.define(function.schema)
+            library.impl(function.__name__, function.reference, "CompositeImplicitAutograd")
+        yield made_of_lists, made_of_lists_twice
+
+
+LISTS = (
+    "(Tensor[] xs, float[] factors, int[] dims=[0, 1], float[]? offsets=None, *, float[] limits=[0.5, 1e-6], "
+    "int[]? order=None)"
+)
+
+
+def test_lists_are_declared(operator_of_lists):
+    once, twice = operator_of_lists
+    assert once.schema == f"made_of_lists{LISTS} -> Tensor"
+    assert twice.schema == f"made_of_lists_twice{LISTS} -> (Tensor, Tensor)"
+    registered = torch.ops.liger.made_of_lists.default._schema
+    assert str(torch._C.parse_schema(f"liger::{once.schema}")) == str(registered)
+    x, y = torch.ones(2), torch.full((2,), 2.0)
+    assert once([x, y], [3.0, 0.5]).tolist() == [4.0, 4.0]
+    assert [t.tolist() for t in twice([x, y], factors=(1, 2), dims=[1], offsets=[0.5])] == [[5.0, 5.0]] * 2
+
+
+def test_lists_reach_the_header_and_the_stub(operator_of_lists, monkeypatch):
+    once, twice = operator_of_lists
+    header = declarations.cpp_function(once)
+    for parameter in (
+        "at::TensorList xs,",
+        "at::ArrayRef<double> factors,",
+        "at::IntArrayRef dims = {0, 1},",
+        "std::optional<at::ArrayRef<double>> offsets = std::nullopt,",
+        "at::ArrayRef<double> limits = {0.5, 1e-06},",
+        "at::OptionalIntArrayRef order = std::nullopt) {",
+    ):
+        assert f"    {parameter}\n" in header
+    assert "op.call(xs, factors, dims, offsets, limits, order);" in header
+    monkeypatch.setattr(declarations, "public_names", lambda: {"made_of_lists_twice": twice})
+    scope: dict = {}
+    exec(declarations.stub(), scope)
+    assert typing.get_type_hints(scope["made_of_lists_twice"], scope) == typing.get_type_hints(twice)
+
+
+@pytest.mark.parametrize(
+    "args, options, message",
+    [
+        ((3, [1.0]), {}, r"xs must be a sequence of Tensors \(got 3\)"),
+        (([X, 1.0], [1.0]), {}, r"xs must be a sequence of Tensors \(got list of Tensor and float\)"),
+        (([X], ["1"]), {}, r"factors must be a sequence of floats \(got list of str\)"),
+        (([X], [1.0], [0.5]), {}, r"dims must be a sequence of ints \(got list of float\)"),
+        (([X], [1.0]), {"offsets": "no"}, r"offsets must be a sequence of floats or None \(got 'no'\)"),
+        (([X], [1.0]), {"limits": None}, r"limits must be a sequence of floats \(got None\)"),
+    ],
+)
+def test_lists_of_wrong_types(operator_of_lists, args, options, message):
+    for function in operator_of_lists:
+        with pytest.raises(TypeError, match=f"^{function.__name__}: {message}"):
+            function(*args, **options)
 
 
 def test_errors_of_the_operator_pass():

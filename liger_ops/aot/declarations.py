@@ -1,4 +1,5 @@
-"""Generates C++ functions for liger_ops.h, a stub for type checkers and the README's table from the declarations."""
+"""Generates from the declarations: C++ functions for liger_ops.h, the schemas that the operator library registers, a stub
+for type checkers, and the README's table."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 from ..reference import Operator, operators, public_names
 from ..reference._operator import SCHEMA_TYPES, result_count
 
-HEADER, STUB = Path("include/liger_ops/operators.h"), Path("_declared.pyi")
+HEADER, STUB, SCHEMAS = Path("include/liger_ops/operators.h"), Path("_declared.pyi"), Path("schemas.h")
 
 CPP_TYPES = {
     "Tensor": "const at::Tensor&",
@@ -71,6 +72,12 @@ def header() -> str:
     )
 
 
+def schemas() -> str:
+    lines = [f"inline constexpr const char* {o.__name__} =\n    {json.dumps(o.schema)};" for o in operators().values()]
+    names = "\n".join(lines)
+    return f"// Generated from liger_ops/reference.\n#pragma once\n\nnamespace liger::schemas {{\n\n{names}\n\n}}\n"
+
+
 def stub() -> str:
     """Imports what the declarations write out, and writes out the signatures that they derive from others."""
     lines = ["from collections.abc import Sequence", "from torch import Tensor"]
@@ -107,10 +114,15 @@ def with_table(page: str) -> str:
     return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
-def write(package: Path) -> None:
+def write(package: Path, generated: Path | None = None) -> None:
+    """generated: the folder for headers that only the operator library includes."""
     for path, text in ((HEADER, header()), (STUB, stub())):
         (package / path).parent.mkdir(parents=True, exist_ok=True)
         (package / path).write_text(text)
+    if generated is not None:
+        from .codegen import write_if_changed  # imported here: it needs Triton
+
+        write_if_changed(generated / SCHEMAS, schemas())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import json
 import pickle
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -205,9 +207,11 @@ def test_lists_reach_the_header_and_the_stub(operator_of_lists, monkeypatch):
         assert f"    {parameter}\n" in header
     assert "op.call(xs, factors, dims, offsets, limits, order);" in header
     monkeypatch.setattr(declarations, "public_names", lambda: {"made_of_lists_twice": twice})
+    monkeypatch.setattr(declarations, "operators", lambda: {"made_of_lists": once, "made_of_lists_twice": twice})
     scope: dict = {}
     exec(declarations.stub(), scope)
     assert typing.get_type_hints(scope["made_of_lists_twice"], scope) == typing.get_type_hints(twice)
+    assert f'constexpr const char* made_of_lists =\n    "{once.schema}";' in declarations.schemas()
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,15 @@ def test_lists_of_wrong_types(operator_of_lists, args, options, message):
     for function in operator_of_lists:
         with pytest.raises(TypeError, match=f"^{function.__name__}: {message}"):
             function(*args, **options)
+
+
+def test_the_header_of_schemas_has_every_operator(tmp_path):
+    declarations.write(tmp_path, tmp_path / "generated")
+    text = (tmp_path / "generated" / declarations.SCHEMAS).read_text()
+    found = re.findall(r'inline constexpr const char\* (\w+) =\n    (".*");', text)
+    assert {name: json.loads(schema) for name, schema in found} == {
+        name: operator.schema for name, operator in reference.operators().items()
+    }
 
 
 def test_errors_of_the_operator_pass():

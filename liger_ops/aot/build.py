@@ -1,7 +1,7 @@
 """Entry point of the build, run by CMake.
 
 build.py codegen DIR
-build.py declarations PACKAGE
+build.py declarations PACKAGE [--generated DIR]
 build.py packs DIR --archs ...
 """
 
@@ -107,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["codegen", "declarations", "packs"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--generated", type=Path)
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--archs", type=architectures.asked_for, default="all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -116,7 +117,7 @@ def main() -> None:
     elif args.command == "declarations":
         from . import declarations  # imported here: only this command needs torch
 
-        declarations.write(args.folder)
+        declarations.write(args.folder, args.generated)
     else:
         build_packs(args.folder, args.cache, args.archs, args.jobs, every_variant(args.archs))
 

@@ -1,4 +1,5 @@
-"""Generates C++ functions for liger_ops.h, a stub for type checkers and the README's table from the declarations."""
+"""Generates from the declarations: C++ functions for liger_ops.h, the schemas that the operator library registers, a stub
+for type checkers, and the README's table."""
 
 from __future__ import annotations
 
@@ -6,29 +7,35 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..reference import Operator, operators, public_names
+from ..reference._operator import SCHEMA_TYPES, result_count
 
-HEADER, STUB = Path("include/liger_ops/operators.h"), Path("_declared.pyi")
+HEADER, STUB, SCHEMAS = Path("include/liger_ops/operators.h"), Path("_declared.pyi"), Path("schemas.h")
 
 CPP_TYPES = {
     "Tensor": "const at::Tensor&",
-    "Optional[Tensor]": "const std::optional<at::Tensor>&",
+    "Tensor?": "const std::optional<at::Tensor>&",
     "float": "double",
     "int": "int64_t",
     "bool": "bool",
     "str": "std::string_view",
-    "Optional[float]": "std::optional<double>",
-    "Optional[int]": "std::optional<int64_t>",
-    "Optional[List[int]]": "at::OptionalIntArrayRef",
+    "float?": "std::optional<double>",
+    "int?": "std::optional<int64_t>",
+    "Tensor[]": "at::TensorList",
+    "int[]": "at::IntArrayRef",
+    "int[]?": "at::OptionalIntArrayRef",
+    "float[]": "at::ArrayRef<double>",
+    "float[]?": "std::optional<at::ArrayRef<double>>",
 }
 
 
 def default_value(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"{{{', '.join(map(default_value, value))}}}"
     return "std::nullopt" if value is None else json.dumps(value)
 
 
@@ -39,21 +46,21 @@ def summary(operator: Operator) -> str:
 
 
 def cpp_function(operator: Operator) -> str:
-    name, schema = operator.__name__, torch._C.parse_schema(operator.schema)
+    name, declared = operator.__name__, operator.__signature__.parameters.values()
 
-    def parameter(argument: Any) -> str:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        declared = f"{'at::Tensor&' if written else CPP_TYPES[str(argument.type)]} {argument.name}"
-        return f"{declared} = {default_value(argument.default_value)}" if argument.has_default_value() else declared
+    def parameter(p: inspect.Parameter) -> str:
+        written = name.endswith("_") and p is next(iter(declared))
+        text = f"{'at::Tensor&' if written else CPP_TYPES[SCHEMA_TYPES[operator.types[p.name]]]} {p.name}"
+        return text if p.default is p.empty else f"{text} = {default_value(p.default)}"
 
-    count = len(schema.returns)
+    count = result_count(operator.result)
     result = "at::Tensor" if count == 1 else f"std::tuple<{', '.join(['at::Tensor'] * count)}>"
     return "\n".join([
         f"/// {summary(operator)}",
         f"inline {result} {name}(",
-        ",\n".join(f"    {parameter(a)}" for a in schema.arguments) + ") {",
+        ",\n".join(f"    {parameter(p)}" for p in declared) + ") {",
         f'  static const auto op = detail::find<decltype({name})>("liger::{name}");',
-        f"  return op.call({', '.join(a.name for a in schema.arguments)});",
+        f"  return op.call({', '.join(p.name for p in declared)});",
         "}",
     ])  # fmt: skip
 
@@ -65,8 +72,21 @@ def header() -> str:
     )
 
 
+def schemas() -> str:
+    lines = [f"inline constexpr const char* {o.__name__} =\n    {json.dumps(o.schema)};" for o in operators().values()]
+    names = "\n".join(lines)
+    return f"// Generated from liger_ops/reference.\n#pragma once\n\nnamespace liger::schemas {{\n\n{names}\n\n}}\n"
+
+
 def stub() -> str:
-    lines = [f"from {value.__module__} import {name} as {name}" for name, value in sorted(public_names().items())]
+    """Imports what the declarations write out, and writes out the signatures that they derive from others."""
+    lines = ["from collections.abc import Sequence", "from torch import Tensor"]
+    for name, value in sorted(public_names().items()):
+        if getattr(value, "is_derived", False):
+            signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(value.__signature__))
+            lines.append(f"def {name}{signature}: ...")
+        else:
+            lines.append(f"from {value.__module__} import {name} as {name}")
     return "\n".join(["# Generated from liger_ops/reference, for liger_ops/functional.py.", *lines, ""])
 
 
@@ -94,10 +114,15 @@ def with_table(page: str) -> str:
     return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
-def write(package: Path) -> None:
+def write(package: Path, generated: Path | None = None) -> None:
+    """generated: the folder for headers that only the operator library includes."""
     for path, text in ((HEADER, header()), (STUB, stub())):
         (package / path).parent.mkdir(parents=True, exist_ok=True)
         (package / path).write_text(text)
+    if generated is not None:
+        from .codegen import write_if_changed  # imported here: it needs Triton
+
+        write_if_changed(generated / SCHEMAS, schemas())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from ..reference.fused_linear_cross_entropy import chunk_size
+from ..reference._linear import chunk_size
 
 
 def widened(t: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import UnionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -18,17 +20,17 @@ from torch.jit import _builtins
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SCHEMA_TYPES: dict[Any, str] = {
+_REQUIRED: dict[Any, str] = {
     Tensor: "Tensor",
-    Tensor | None: "Tensor?",
     bool: "bool",
     int: "int",
-    int | None: "int?",
     float: "float",
-    float | None: "float?",
     str: "str",
-    Sequence[int] | None: "int[]?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[int]: "int[]",
+    Sequence[float]: "float[]",
 }
+SCHEMA_TYPES: dict[Any, str] = _REQUIRED | {kind | None: f"{text}?" for kind, text in _REQUIRED.items()}
 
 
 class Operator(Protocol[P, R]):
@@ -38,7 +40,9 @@ class Operator(Protocol[P, R]):
     __signature__: inspect.Signature
     reference: Callable[P, R]
     schema: str
+    types: Mapping[str, Any]  # of the arguments
     result: type  # Tensor, a tuple or a NamedTuple
+    is_derived: bool  # the signature is that of another operator, possibly with more arguments
     rows: int
     forward_out_dims: tuple[int, ...]
     constants: tuple[str, ...]
@@ -65,34 +69,72 @@ def operator(
     """
 
     def declare(formula: Callable[P, R]) -> Operator[P, R]:
-        name = formula.__name__
-        hints = typing.get_type_hints(formula)
-        result = hints.pop("return")
-        signature = inspect.signature(formula)
-
-        @functools.wraps(formula)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            try:
-                return getattr(torch.ops.liger, name)(*args, **kwargs)
-            except (RuntimeError, TypeError):
-                demand_types(name, signature, hints, args, kwargs)
-                raise
-
-        @functools.wraps(formula)
-        def call_with_named_results(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return result(*call(*args, **kwargs))
-
-        function = cast(Operator[P, R], call_with_named_results if hasattr(result, "_fields") else call)
-        # TorchScript does not support *args: it calls the operator instead of compiling this function's source.
-        _builtins._register_builtin(function, f"liger::{name}")
-        function.reference, function.__signature__ = formula, signature
-        function.schema = schema_of(signature, hints, name, result)
-        function.result, function.rows, function.forward_out_dims = result, rows, forward_out_dims
-        function.constants, function.choices = constants, choices or {}
-        _declared[name] = function
+        function = _declare(
+            formula, inspect.signature(formula), typing.get_type_hints(formula), constants, choices or {}
+        )
+        function.reference, function.is_derived = formula, False
+        function.rows, function.forward_out_dims = rows, forward_out_dims
         return function
 
     return declare
+
+
+def form_of(base: Operator[P, Any]) -> Callable[[Callable[..., R]], Operator[P, R]]:
+    """Declares an operator with the arguments of `base`, from a formula that takes them, and `op`, by name."""
+
+    def declare(formula: Callable[..., R]) -> Operator[P, R]:
+        return derived(base, base.__signature__, base.types, formula)
+
+    return declare
+
+
+def derived(base: Operator, signature: inspect.Signature, types: Mapping[str, Any], formula: Callable) -> Any:
+    """Declares an operator with this signature and the properties of `base`."""
+    name = formula.__name__
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+
+    @functools.wraps(formula)
+    def reference(*args: Any, **kwargs: Any) -> Any:
+        return formula(op=name, **defaults | dict(zip(signature.parameters, args)) | kwargs)
+
+    result = typing.get_type_hints(formula)["return"]
+    signature = signature.replace(return_annotation=inspect.signature(formula).return_annotation)
+    function = _declare(formula, signature, {**types, "return": result}, base.constants, base.choices)
+    function.reference, function.is_derived, function.rows, function.forward_out_dims = reference, True, 0, ()
+    return function
+
+
+def _declare(
+    formula: Callable[P, R],
+    signature: inspect.Signature,
+    hints: dict[str, Any],
+    constants: tuple[str, ...],
+    choices: Mapping[str, tuple[str, ...]],
+) -> Operator[P, R]:
+    """Makes the function that has the name and the documentation of `formula`."""
+    name, result = formula.__name__, hints["return"]
+    types = {argument: kind for argument, kind in hints.items() if argument != "return"}
+
+    @functools.wraps(formula)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        try:
+            return getattr(torch.ops.liger, name)(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            demand_types(name, signature, types, args, kwargs)
+            raise
+
+    @functools.wraps(formula)
+    def call_with_named_results(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return result(*call(*args, **kwargs))
+
+    function = cast(Operator[P, R], call_with_named_results if hasattr(result, "_fields") else call)
+    # TorchScript does not support *args: it calls the operator instead of compiling this function's source.
+    _builtins._register_builtin(function, f"liger::{name}")
+    function.__signature__, function.__annotations__ = signature, hints
+    function.schema, function.types, function.result = schema_of(signature, types, name, result), types, result
+    function.constants, function.choices = constants, choices
+    _declared[name] = function
+    return function
 
 
 @functools.cache
@@ -113,15 +155,21 @@ def result_count(result: Any) -> int:
     return 1 if result is Tensor else len(getattr(result, "_fields", None) or typing.get_args(result))
 
 
-def schema_of(signature: inspect.Signature, hints: dict[str, Any], name: str, result: Any) -> str:
+def written(default: Any) -> str:
+    if isinstance(default, str):
+        return json.dumps(default)
+    text = repr(list(default)) if isinstance(default, Sequence) else repr(default)
+    return text.replace("e-0", "e-")  # as C++ authors write 1e-6
+
+
+def schema_of(signature: inspect.Signature, types: dict[str, Any], name: str, result: Any) -> str:
     """An operator whose name ends in an underscore writes to its first argument."""
     arguments: list[str] = []
     for i, p in enumerate(signature.parameters.values()):
         if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
-        kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[hints[p.name]]
-        written = json.dumps(p.default) if isinstance(p.default, str) else repr(p.default)
-        default = "" if p.default is p.empty else f"={written}"
+        kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[types[p.name]]
+        default = "" if p.default is p.empty else f"={written(p.default)}"
         arguments.append(f"{kind} {p.name}{default}")
     count = result_count(result)
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -140,13 +188,32 @@ TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int, torch.SymInt, Tensor), "an int"),
     float: ((int, float, torch.SymInt, torch.SymFloat, Tensor), "a float"),
     str: ((str,), "a str"),
-    Sequence[int]: ((Sequence,), "a sequence of ints"),
     type(None): ((type(None),), "None"),
 }
 
 
+def is_a(value: Any, kind: Any) -> bool:
+    if elements := typing.get_args(kind):
+        return isinstance(value, Sequence) and all(is_a(element, *elements) for element in value)
+    return hasattr(value, "__torch_function__") or isinstance(value, TYPES[kind][0])
+
+
+def name_of(kind: Any) -> str:
+    elements = typing.get_args(kind)
+    return f"a sequence of {TYPES[elements[0]][1].split()[1]}s" if elements else TYPES[kind][1]
+
+
+def text_of(value: Any, kinds: Sequence[Any]) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    text = type(value).__name__
+    if isinstance(value, Sequence) and any(map(typing.get_args, kinds)):
+        text += f" of {' and '.join(sorted({type(element).__name__ for element in value}))}"
+    return text
+
+
 def demand_types(
-    op: str, signature: inspect.Signature, hints: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: str, signature: inspect.Signature, types: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Called after the operator has failed: the dispatcher's own message is about its schema."""
     try:
@@ -154,11 +221,12 @@ def demand_types(
     except TypeError as error:
         raise TypeError(f"{op}: {error}") from None
     for argument, value in given.items():
-        kinds = [TYPES[kind] for kind in typing.get_args(hints[argument]) or (hints[argument],)]
-        if hasattr(value, "__torch_function__") or any(isinstance(value, types) for types, _ in kinds):
+        kind = types[argument]
+        kinds = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if hasattr(value, "__torch_function__") or any(is_a(value, kind) for kind in kinds):
             continue
-        got = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-        raise TypeError(f"{op}: {argument} must be {' or '.join(name for _, name in kinds)} (got {got})") from None
+        rule = " or ".join(map(name_of, kinds))
+        raise TypeError(f"{op}: {argument} must be {rule} (got {text_of(value, kinds)})") from None
 
 
 def demand_choice(op: str, argument: str, allowed: tuple[str, ...], got: str) -> None:
@@ -178,3 +246,13 @@ def hint_if_swapped(input_name: str, input: Tensor, weight_name: str, weight: Te
 def widened(x: Tensor) -> Tensor:
     """x in the dtype of its sums and statistics: fp32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits as they enter the softmax."""
+    x = widened(logits)
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def demand_positive(op: str, argument: str, got: float | None) -> None:
+    demand(got is None or 0 < got < math.inf, op, argument, "be positive and finite", got)

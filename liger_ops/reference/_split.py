@@ -1,15 +1,21 @@
-"""Collectives with gradients, for the formulas of losses whose classes are split over the ranks of a process group."""
+"""Losses whose classes are split over the ranks of a process group: their declarations, and collectives with gradients."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._operator import demand
+from ._operator import Operator, demand, derived
+
+R = TypeVar("R")
 
 # The operators that torch.compile traces.
 _collectives = torch.ops._c10d_functional
@@ -84,32 +90,69 @@ def shared(x: Tensor, group: Any) -> Tensor:
     return _Share.apply(x, group)
 
 
-def split_linear(
-    op: str,
-    input: Tensor,
-    weight: Tensor,
-    positions: Sequence[int] | None,
-    group: str,
-    classes: int,
-    class_sizes: Sequence[int] | None,
-    sequence_dim: int | None,
-    prefix: str = "",
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(input for a head whose classes are split, what makes the logits of all classes from this rank's). positions: the
-    dimensions of the tokens of all ranks, if known. prefix: of the tensors' names."""
-    ranks = group_of(op, group)
-    sizes = sizes_of(op, ranks, classes, class_sizes)
-    mine = sizes[ranks.rank()]
-    rule = f"have {mine} classes, those of rank {ranks.rank()} of {ranks.size()}"
-    demand(weight.shape[0] == mine, op, f"{prefix}weight", rule, weight.shape[0])
-    x = input
-    if sequence_dim is not None:
-        dim = sequence_dim % input.dim()
-        rule = f"be a dimension of {prefix}input other than the last"
-        demand(dim < input.dim() - 1, op, "sequence_dim", rule, sequence_dim)
-        have = input.shape[dim]
-        if positions is not None:
-            rule = f"have {positions[dim]} / {ranks.size()} positions along sequence_dim, the same on every rank"
-            demand(have * ranks.size() == positions[dim], op, "input", rule, have)
-        x = joined(input, dim, ranks, [have] * ranks.size())
-    return shared(x, ranks), lambda logits: joined(logits, logits.dim() - 1, ranks, sizes)
+@dataclass
+class Split:
+    """The part of the classes, and with `sequence_dim` of the positions, that this rank of a process group has."""
+
+    op: str
+    group: str
+    classes: int  # of all ranks
+    _: KW_ONLY
+    class_sizes: Sequence[int] | None = None  # of each rank
+    sequence_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        self.ranks = group_of(self.op, self.group)
+        self.sizes = sizes_of(self.op, self.ranks, self.classes, self.class_sizes)
+
+    def check(self, argument: str, classes: int) -> None:
+        rank, ranks = self.ranks.rank(), self.ranks.size()
+        rule = f"have {self.sizes[rank]} classes, those of rank {rank} of {ranks}"
+        demand(classes == self.sizes[rank], self.op, argument, rule, classes)
+
+    def all_classes(self, logits: Tensor) -> Tensor:
+        return joined(logits, logits.dim() - 1, self.ranks, self.sizes)
+
+    def all_positions(self, input: Tensor, prefix: str, positions: Sequence[int] | None) -> Tensor:
+        """prefix: of the argument's name. positions: the dimensions of the positions of all ranks, if known."""
+        if self.sequence_dim is not None:
+            dim, ranks = self.sequence_dim % input.dim(), self.ranks.size()
+            rule = f"be a dimension of {prefix}input other than the last"
+            demand(dim < input.dim() - 1, self.op, "sequence_dim", rule, self.sequence_dim)
+            have = input.shape[dim]
+            if positions is not None:
+                rule = f"have {positions[dim]} / {ranks} positions along sequence_dim, the same on every rank"
+                demand(have * ranks == positions[dim], self.op, f"{prefix}input", rule, have)
+            input = joined(input, dim, self.ranks, [have] * ranks)
+        return shared(input, self.ranks)
+
+
+# Examples run in a process group of one rank.
+BEFORE = (
+    ">>> import torch.distributed as dist",
+    '>>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)',
+)
+AFTER = ">>> dist.destroy_process_group()"
+
+
+def vocab_parallel(base: Operator[..., Any], sequence: bool = True) -> Callable[[Callable[..., R]], Operator[..., R]]:
+    """Declares the form of `base` for split classes, from a formula that takes its arguments, `op` and `split` by name.
+    sequence: whether positions may be split too."""
+    added = [p for name, p in inspect.signature(Split).parameters.items() if name != "op"][: 4 if sequence else 3]
+    names, kinds = [p.name for p in added], typing.get_type_hints(Split)
+
+    def declare(formula: Callable[..., R]) -> Operator[..., R]:
+        @functools.wraps(formula)
+        def of_split(op: str, **given: Any) -> R:
+            return formula(op=op, split=Split(op, **{name: given.pop(name) for name in names}), **given)
+
+        text, _, example = (formula.__doc__ or "").rstrip().partition(">>> ")
+        margin = text.rpartition("\n")[2]
+        of_split.__doc__ = text + f"\n{margin}".join([*BEFORE, f">>> {example}", AFTER, ""])
+        given = [*base.__signature__.parameters.values()]
+        required = [p for p in given if p.default is p.empty]
+        parameters = [*required, *added[:2], *given[len(required) :], *added[2:]]
+        types = {**base.types, **{name: kinds[name] for name in names}}
+        return derived(base, base.__signature__.replace(parameters=parameters), types, of_split)
+
+    return declare

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._operator import demand, operator, widened
+from ._operator import capped, demand, demand_positive, form_of, operator
+from ._split import Split, vocab_parallel
 
 REDUCTIONS = {"reduction": ("mean", "sum", "none")}
 
@@ -21,33 +22,24 @@ class CrossEntropyMetrics(NamedTuple):
     predicted_tokens: Tensor
 
 
-def _check(op: str, label_smoothing: float, lse_square_scale: float, softcap: float | None) -> None:
+def check_options(op: str, label_smoothing: float, lse_square_scale: float, softcap: float | None) -> None:
     demand(0 <= label_smoothing <= 1, op, "label_smoothing", "be between 0 and 1", label_smoothing)
     demand(math.isfinite(lse_square_scale), op, "lse_square_scale", "be finite", lse_square_scale)
-    positive = softcap is None or 0 < softcap < math.inf
-    demand(positive, op, "softcap", "be positive and finite", softcap)
+    demand_positive(op, "softcap", softcap)
 
 
-def _of_tokens(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss without z-loss, z-loss, logits as they enter the softmax) of each token."""
-    x = widened(logits)
-    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+def losses_of(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, lse_square_scale: float
+) -> tuple[Tensor, Tensor]:
+    """(loss without z-loss, z-loss) of each token. x: logits as they enter the softmax."""
     rows, y = torch.atleast_2d(x).flatten(0, -2), target.flatten().long()
     weight = None if weight is None else weight.to(x.dtype)
     losses = functional.cross_entropy(rows, y, weight, None, ignore_index, None, "none", label_smoothing)
     z = lse_square_scale * x.logsumexp(-1).square() if lse_square_scale else torch.zeros_like(losses).view(target.shape)
-    return losses.view(target.shape), z.masked_fill(target == ignore_index, 0), x
+    return losses.view(target.shape), z.masked_fill(target == ignore_index, 0)
 
 
-def _reduced(
+def reduced(
     losses: Tensor, z_losses: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """(loss, z-loss). A mean divides the loss by the sum of the targets' weights, the z-loss by their number."""
@@ -63,16 +55,38 @@ def _reduced(
     return loss + z_loss, z_loss.detach()
 
 
-def _predictions(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def predictions_of(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """(1 if the prediction is right, else 0; predicted class) of each token."""
     predicted = x.argmax(-1).masked_fill(target == ignore_index, -1)
     return (predicted == target.masked_fill(target == ignore_index, -2)).to(x.dtype), predicted
 
 
-def _accuracy(right: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    if reduction == "none":
-        return right
-    return right.sum() / (target != ignore_index).sum() if reduction == "mean" else right.sum()
+def with_metrics(
+    loss: Tensor, z_loss: Tensor, right: Tensor, predicted: Tensor, *,
+    target: Tensor, reduction: str, ignore_index: int, **_: Any,
+) -> CrossEntropyMetrics:  # fmt: skip
+    if reduction != "none":
+        right = right.sum() / (target != ignore_index).sum() if reduction == "mean" else right.sum()
+    return CrossEntropyMetrics(loss, z_loss, right, predicted)
+
+
+def _of_logits(
+    op: str, logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
+    label_smoothing: float, lse_square_scale: float, softcap: float | None, split: Split | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, z-loss, logits as they enter the softmax)."""
+    check_options(op, label_smoothing, lse_square_scale, softcap)
+    if split is not None:
+        split.check("logits", logits.shape[-1])
+        logits = split.all_classes(logits)
+    x = capped(logits, softcap)
+    losses, z = losses_of(x, target, weight, ignore_index, label_smoothing, lse_square_scale)
+    return *reduced(losses, z, target, weight, reduction, ignore_index), x
+
+
+def _metrics_of_logits(**given: Any) -> CrossEntropyMetrics:
+    loss, z_loss, x = _of_logits(**given)
+    return with_metrics(loss, z_loss, *predictions_of(x, given["target"], given["ignore_index"]), **given)
 
 
 @operator(constants=("weight",), choices=REDUCTIONS)
@@ -94,22 +108,12 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
     tensor(1.3863)
     """
-    _check("cross_entropy", label_smoothing, lse_square_scale, softcap)
-    losses, z, _ = _of_tokens(logits, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap)
-    return _reduced(losses, z, target, weight, reduction, ignore_index)[0]
+    options = (weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+    return _of_logits("cross_entropy", logits, target, *options)[0]
 
 
-@operator(constants=("weight",), choices=REDUCTIONS)
-def cross_entropy_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-) -> Tensor:
+@form_of(cross_entropy)
+def cross_entropy_(op: str, logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
     """:func:`cross_entropy` that also computes the gradient and overwrites the logits with it.
 
     logits: (..., V), target: (...) indices, weight: (V,).
@@ -120,28 +124,17 @@ def cross_entropy_(
     >>> logits
     tensor([[-0.5000,  0.5000]])
     """
-    _check("cross_entropy_", label_smoothing, lse_square_scale, softcap)
-    options = (reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+    loss, *_ = _of_logits(op, logits.clone(), target, weight, **options)
     with torch.inference_mode(False), torch.enable_grad():
         # Autograd rejects inference tensors, but not their copies.
         x, y, w = logits.detach().clone().requires_grad_(), target.clone(), None if weight is None else weight.clone()
-        (gradient,) = torch.autograd.grad(cross_entropy.reference(x, y, w, *options).sum(), x)
-    loss = cross_entropy.reference(logits.clone(), target, weight, *options)
+        (gradient,) = torch.autograd.grad(_of_logits(op, x, y, w, **options)[0].sum(), x)
     logits.copy_(gradient)
     return loss
 
 
-@operator(constants=("weight",), choices=REDUCTIONS)
-def cross_entropy_with_metrics(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-) -> CrossEntropyMetrics:
+@form_of(cross_entropy)
+def cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
     """:func:`cross_entropy` with its z-loss, the token accuracy and the predicted tokens.
 
     logits: (..., V), target: (...) indices, weight: (V,).
@@ -150,8 +143,31 @@ def cross_entropy_with_metrics(
     >>> result.token_accuracy, result.predicted_tokens
     (tensor(1.), tensor([1]))
     """
-    _check("cross_entropy_with_metrics", label_smoothing, lse_square_scale, softcap)
-    losses, z, x = _of_tokens(logits, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap)
-    loss, z_loss = _reduced(losses, z, target, weight, reduction, ignore_index)
-    right, predicted = _predictions(x, target, ignore_index)
-    return CrossEntropyMetrics(loss, z_loss, _accuracy(right, target, reduction, ignore_index), predicted)
+    return _metrics_of_logits(**given)
+
+
+@vocab_parallel(cross_entropy, sequence=False)
+def vocab_parallel_cross_entropy(**given: Any) -> Tensor:
+    """:func:`cross_entropy` of logits whose classes are split over the ranks of a process group.
+
+    logits: (..., V) of this rank's classes, target: (...) indices among all `classes`, weight: (V,) of all classes.
+    `group` is the group's name (``group.group_name``). Rank r holds the classes that ``torch.chunk`` gives to part r, or
+    ``class_sizes[r]`` of them. Every rank gets the same loss; the gradient needs no communication.
+
+    >>> vocab_parallel_cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]), dist.group.WORLD.group_name, 4)
+    tensor(1.3863)
+    """
+    return _of_logits(**given)[0]
+
+
+@vocab_parallel(cross_entropy, sequence=False)
+def vocab_parallel_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
+    """:func:`vocab_parallel_cross_entropy` with its z-loss, the token accuracy and the predicted tokens.
+
+    logits: (..., V), target: (...) indices, weight: (V,).
+
+    >>> logits, name = torch.tensor([[0.0, 1.0]]), dist.group.WORLD.group_name
+    >>> vocab_parallel_cross_entropy_with_metrics(logits, torch.tensor([1]), name, 2).predicted_tokens
+    tensor([1])
+    """
+    return _metrics_of_logits(**given)

@@ -1,16 +1,24 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from ._operator import demand, hint_if_swapped, operator
-from .cross_entropy import REDUCTIONS, CrossEntropyMetrics, _accuracy, _check, _of_tokens, _predictions, _reduced
+from ._linear import BYTES_PER_LOGIT, Head, Linear, chunk_size
+from ._operator import demand, form_of, hint_if_swapped, operator
+from ._split import Split, vocab_parallel
+from .cross_entropy import (
+    REDUCTIONS,
+    CrossEntropyMetrics,
+    check_options,
+    losses_of,
+    predictions_of,
+    reduced,
+    with_metrics,
+)
 
 
 class LogProbabilities(NamedTuple):
@@ -19,15 +27,6 @@ class LogProbabilities(NamedTuple):
     loss: Tensor
     log_probs: Tensor
     entropy: Tensor
-
-
-# Eager code stores each logit in its own dtype, and in fp32 before and after the softmax.
-BYTES_PER_LOGIT = 16
-
-
-def chunk_size(classes: int, memory_budget: int | None) -> int:
-    """Number of tokens whose logits may exist at the same time."""
-    return max(1, (1 << 30 if memory_budget is None else memory_budget) // (BYTES_PER_LOGIT * max(1, classes)))
 
 
 def plan(
@@ -41,71 +40,51 @@ def plan(
     return chunk, chunks, chunk * vocabulary * BYTES_PER_LOGIT, gradients * dtype.itemsize
 
 
-def _no_results(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _no_results(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
     return ()
 
 
-def _of_linear(
-    op: str,
-    describe: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ce_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logits_scale: float,
-    token_weight: Tensor | None,
-    memory_budget: int | None,
-    whole: Callable[[Tensor], Tensor] = lambda logits: logits,
-) -> tuple[Tensor, ...]:
-    """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V) and targets (tokens,).
-    whole: makes the logits of all classes."""
-    _check(op, label_smoothing, lse_square_scale, softcap)
-    demand(math.isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale)
-    positive = memory_budget is None or memory_budget > 0
-    demand(positive, op, "memory_budget", "be a positive number of bytes", memory_budget)
-    if target.shape != input.shape[:-1]:
-        hint = hint_if_swapped("input", input, "weight", weight, target)
-        rule = f"have shape {list(input.shape[:-1])}, that of input without its last dimension"
-        demand(not hint, op, "target", rule, f"{list(target.shape)}{hint}")
-
-    def of_chunk(x: Tensor, y: Tensor, factor: Tensor | None) -> tuple[Tensor, ...]:
-        logits = whole(logits_scale * functional.linear(x, weight, bias))
-        losses, z, seen = _of_tokens(logits, y, ce_weight, ignore_index, label_smoothing, lse_square_scale, softcap)
-        if factor is not None:
-            losses, z = losses * factor.to(losses.dtype), z * factor.to(z.dtype)
-        return losses, z, *describe(seen.detach(), y)
-
-    rows, y = torch.atleast_2d(input).flatten(0, -2), target.flatten()
-    factor = None if token_weight is None else token_weight.flatten()
-    chunk = chunk_size(weight.shape[0], memory_budget)
-    if y.shape[0] <= chunk:
-        found = of_chunk(rows, y, factor)
-    else:
-        x_parts, y_parts = rows.split(chunk), y.split(chunk)
-        factors = [None] * len(y_parts) if factor is None else factor.split(chunk)
-        # Backward recomputes the logits of a chunk, but not under function transforms, which lack saved-tensor hooks.
-        transformed = torch._C._are_functorch_transforms_active()
-        parts = [
-            of_chunk(*part)
-            if transformed
-            else checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in zip(x_parts, y_parts, factors)
-        ]
-        found = tuple(map(torch.cat, zip(*parts)))
-    losses, z, *described = (t.view(target.shape) for t in found)
-    return *_reduced(losses, z, target, ce_weight, reduction, ignore_index), *described
-
-
-def _log_probs(x: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _log_probs_of(x: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """(log p of the target, entropy of the prediction) of each token."""
     losses = functional.cross_entropy(x, y.long(), None, None, ignore_index, None, "none")
     return -losses, torch.special.entr(x.softmax(-1)).sum(-1).masked_fill(y == ignore_index, 0)
+
+
+def _of_linear(
+    describe: Callable[[Tensor, Tensor, int], tuple[Tensor, ...]],
+    op: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
+    reduction: str, ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None,
+    logits_scale: float, token_weight: Tensor | None, memory_budget: int | None, split: Split | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V), targets (tokens,) and
+    `ignore_index`."""
+    check_options(op, label_smoothing, lse_square_scale, softcap)
+    head = Head(input, weight, bias, logits_scale, softcap)
+    linear = Linear(op, [head], memory_budget, split, target.shape)
+    if target.shape != linear.tokens:
+        hint = hint_if_swapped("input", linear.inputs[0], "weight", weight, target)
+        rule = f"have shape {list(linear.tokens)}, that of input without its last dimension"
+        demand(not hint, op, "target", rule, f"{list(target.shape)}{hint}")
+
+    def loss_of(x: Tensor, y: Tensor, factor: Tensor | None) -> tuple[Tensor, ...]:
+        losses, z = losses_of(x, y, ce_weight, ignore_index, label_smoothing, lse_square_scale)
+        if factor is not None:
+            losses, z = losses * factor.to(losses.dtype), z * factor.to(z.dtype)
+        return losses, z, *describe(x.detach(), y, ignore_index)
+
+    found = linear.map(loss_of, target.flatten(), None if token_weight is None else token_weight.flatten())
+    losses, z, *described = (t.view(target.shape) for t in found)
+    return *reduced(losses, z, target, ce_weight, reduction, ignore_index), *described
+
+
+def _metrics(**given: Any) -> CrossEntropyMetrics:
+    loss, z_loss, right, predicted = _of_linear(predictions_of, **given)
+    return with_metrics(loss, z_loss, right, predicted, **given)
+
+
+def _log_probs(**given: Any) -> LogProbabilities:
+    loss, _, log_probs, entropy = _of_linear(_log_probs_of, **given)
+    return LogProbabilities(loss, log_probs, entropy)
 
 
 @operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
@@ -135,28 +114,13 @@ def fused_linear_cross_entropy(
     tensor(1.3863)
     """
     return _of_linear(
-        "fused_linear_cross_entropy", _no_results, input, weight, target, bias, ce_weight, reduction, ignore_index,
+        _no_results, "fused_linear_cross_entropy", input, weight, target, bias, ce_weight, reduction, ignore_index,
         label_smoothing, lse_square_scale, softcap, logits_scale, token_weight, memory_budget,
     )[0]  # fmt: skip
 
 
-@operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
-def fused_linear_cross_entropy_with_metrics(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    *,
-    logits_scale: float = 1.0,
-    token_weight: Tensor | None = None,
-    memory_budget: int | None = None,
-) -> CrossEntropyMetrics:
+@form_of(fused_linear_cross_entropy)
+def fused_linear_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
     """:func:`fused_linear_cross_entropy` with its z-loss, the token accuracy and the predicted tokens.
 
     input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
@@ -165,31 +129,11 @@ def fused_linear_cross_entropy_with_metrics(
     >>> fused_linear_cross_entropy_with_metrics(hidden, head, torch.tensor([0, 0])).token_accuracy
     tensor(0.5000)
     """
-    loss, z_loss, right, predicted = _of_linear(
-        "fused_linear_cross_entropy_with_metrics", lambda x, y: _predictions(x, y, ignore_index), input, weight,
-        target, bias, ce_weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, logits_scale,
-        token_weight, memory_budget,
-    )  # fmt: skip
-    return CrossEntropyMetrics(loss, z_loss, _accuracy(right, target, reduction, ignore_index), predicted)
+    return _metrics(**given)
 
 
-@operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
-def fused_linear_cross_entropy_with_log_probs(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    *,
-    logits_scale: float = 1.0,
-    token_weight: Tensor | None = None,
-    memory_budget: int | None = None,
-) -> LogProbabilities:
+@form_of(fused_linear_cross_entropy)
+def fused_linear_cross_entropy_with_log_probs(**given: Any) -> LogProbabilities:
     """:func:`fused_linear_cross_entropy` with each target's log probability and each prediction's entropy.
 
     input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
@@ -198,9 +142,54 @@ def fused_linear_cross_entropy_with_log_probs(
     >>> fused_linear_cross_entropy_with_log_probs(hidden, head, torch.tensor([0])).log_probs
     tensor([-0.6931])
     """
+    return _log_probs(**given)
 
-    loss, _, log_probs, entropy = _of_linear(
-        "fused_linear_cross_entropy_with_log_probs", lambda x, y: _log_probs(x, y, ignore_index), input, weight, target, bias, ce_weight, reduction,
-        ignore_index, label_smoothing, lse_square_scale, softcap, logits_scale, token_weight, memory_budget,
-    )  # fmt: skip
-    return LogProbabilities(loss, log_probs, entropy)
+
+@vocab_parallel(fused_linear_cross_entropy)
+def vocab_parallel_fused_linear_cross_entropy(**given: Any) -> Tensor:
+    """:func:`fused_linear_cross_entropy` of a head whose classes are split over the ranks of a process group.
+
+    input: (..., n), weight: (V, n) and bias: (V,) of this rank's classes, target: (...) indices among all `classes`,
+    ce_weight: (V,) of all classes, token_weight: (...). `group` is the group's name (``group.group_name``). Rank r holds
+    the classes that ``torch.chunk`` gives to part r, or ``class_sizes[r]`` of them. Every rank gets the same loss, and
+    the whole gradient of `input`. With `sequence_dim`, `input` and its gradient are this rank's equal part along that
+    dimension, while `target` and `token_weight` are whole.
+
+    >>> name = dist.group.WORLD.group_name
+    >>> hidden, head = torch.ones(3, 2), torch.zeros(4, 2)
+    >>> vocab_parallel_fused_linear_cross_entropy(hidden, head, torch.tensor([0, 1, 2]), name, 4)
+    tensor(1.3863)
+    """
+    return _of_linear(_no_results, **given)[0]
+
+
+@vocab_parallel(fused_linear_cross_entropy)
+def vocab_parallel_fused_linear_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
+    """:func:`vocab_parallel_fused_linear_cross_entropy` with its z-loss, token accuracy and predicted tokens.
+
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
+
+    >>> name = dist.group.WORLD.group_name
+    >>> hidden, head = torch.eye(2), torch.eye(2)
+    >>> vocab_parallel_fused_linear_cross_entropy_with_metrics(
+    ...     hidden, head, torch.tensor([0, 0]), name, 2
+    ... ).token_accuracy
+    tensor(0.5000)
+    """
+    return _metrics(**given)
+
+
+@vocab_parallel(fused_linear_cross_entropy)
+def vocab_parallel_fused_linear_cross_entropy_with_log_probs(**given: Any) -> LogProbabilities:
+    """:func:`vocab_parallel_fused_linear_cross_entropy` with log probabilities of targets and entropies.
+
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
+
+    >>> name = dist.group.WORLD.group_name
+    >>> hidden, head = torch.ones(1, 2), torch.zeros(2, 2)
+    >>> vocab_parallel_fused_linear_cross_entropy_with_log_probs(
+    ...     hidden, head, torch.tensor([0]), name, 2
+    ... ).log_probs
+    tensor([-0.6931])
+    """
+    return _log_probs(**given)

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from ._operator import demand, hint_if_swapped, operator, widened
+from ._linear import Head, Linear
+from ._operator import demand, demand_positive, hint_if_swapped, operator
+from ._split import Split, vocab_parallel
 from .cross_entropy import REDUCTIONS
-from .fused_linear_cross_entropy import chunk_size
 from .jsd import jsd
 
 
@@ -23,58 +19,31 @@ class LinearDivergence(NamedTuple):
     student_entropy: Tensor
 
 
-@dataclass
-class _Model:
-    """x: (..., H). whole: makes the logits of all classes from those of `weight`."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    scale: float
-    softcap: float | None
-    whole: Callable[[Tensor], Tensor] = lambda logits: logits
-
-    def logs(self, x: Tensor, temperature: float) -> Tensor:
-        """Log-probabilities of logits that were not rounded to the dtype of x."""
-        bias = None if self.bias is None else widened(self.bias)
-        v = self.scale * self.whole(functional.linear(widened(x), widened(self.weight), bias))
-        v = v if self.softcap is None else self.softcap * torch.tanh(v / self.softcap)
-        return (v / temperature).log_softmax(-1)
-
-
 def _of_models(
-    op: str,
-    student: _Model,
-    teacher: _Model,
-    classes: int,
-    beta: float,
-    temperature: float,
-    mask: Tensor | None,
-    reduction: str,
-    token_weight: Tensor | None,
-    memory_budget: int | None,
-) -> LinearDivergence:
+    op: str, s_input: Tensor, s_weight: Tensor, t_input: Tensor, t_weight: Tensor, s_bias: Tensor | None,
+    t_bias: Tensor | None, beta: float, temperature: float, s_logits_scale: float, s_softcap: float | None,
+    t_logits_scale: float, t_softcap: float | None, mask: Tensor | None, reduction: str, token_weight: Tensor | None,
+    memory_budget: int | None, split: Split | None = None,
+) -> LinearDivergence:  # fmt: skip
     demand(0 <= beta <= 1, op, "beta", "be between 0 and 1", beta)
-    demand(0 < temperature < math.inf, op, "temperature", "be positive and finite", temperature)
-    for side, model in (("s", student), ("t", teacher)):
-        demand(math.isfinite(model.scale), op, f"{side}_logits_scale", "be finite", model.scale)
-        cap = model.softcap
-        demand(cap is None or 0 < cap < math.inf, op, f"{side}_softcap", "be positive and finite", cap)
-    positive = memory_budget is None or memory_budget > 0
-    demand(positive, op, "memory_budget", "be a positive number of bytes", memory_budget)
-    shape, have = student.x.shape[:-1], student.weight.shape[0]
-    fits = teacher.x.shape[:-1] == shape
-    rule = f"have shape [{', '.join(map(str, shape))}, hidden], the positions of s_input"
+    demand_positive(op, "temperature", temperature)
+    student = Head(s_input, s_weight, s_bias, s_logits_scale, s_softcap, "s_", wide=True)
+    teacher = Head(t_input, t_weight, t_bias, t_logits_scale, t_softcap, "t_", wide=True)
+    positions = next((t.shape for t in (mask, token_weight) if t is not None), None)
+    linear = Linear(op, [student, teacher], memory_budget, split, positions)
+    shape, (s, t) = linear.tokens, linear.inputs
+    fits = t.shape[:-1] == shape
     hint = ""
     if not fits:
-        hint = hint_if_swapped("s_input", student.x, "s_weight", student.weight, teacher.x)
-        hint += hint_if_swapped("t_input", teacher.x, "t_weight", teacher.weight, student.x)
-    demand(fits, op, "t_input", rule, f"{list(teacher.x.shape)}{hint}")
-    same = teacher.weight.shape[0] == have
-    demand(same, op, "t_weight", f"have {have} classes like s_weight", teacher.weight.shape[0])
+        hint = hint_if_swapped("s_input", s, "s_weight", s_weight, t)
+        hint += hint_if_swapped("t_input", t, "t_weight", t_weight, s)
+    rule = f"have shape [{', '.join(map(str, shape))}, hidden], the positions of s_input"
+    demand(fits, op, "t_input", rule, f"{list(t.shape)}{hint}")
+    have = s_weight.shape[0]
+    demand(t_weight.shape[0] == have, op, "t_weight", f"have {have} classes like s_weight", t_weight.shape[0])
 
-    def of_chunk(s: Tensor, t: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-        s_logs, t_logs = student.logs(s, temperature), teacher.logs(t, temperature)
+    def divergence_of(s: Tensor, t: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+        s_logs, t_logs = ((logits / temperature).log_softmax(-1) for logits in (s, t))
         wide = torch.promote_types(s_logs.dtype, t_logs.dtype)
         found = jsd.reference(s_logs.to(wide), t_logs.to(wide), beta=beta, reduction="none").sum(-1)
         # -inf contributes 0.
@@ -83,24 +52,8 @@ def _of_models(
             found, entropy = torch.where(counted, found, 0), torch.where(counted, entropy, 0)
         return found, entropy.to(wide)
 
-    students, teachers = (torch.atleast_2d(model.x).flatten(0, -2) for model in (student, teacher))
-    counted = None if mask is None else mask.flatten()
-    chunk = chunk_size(2 * classes, memory_budget)
-    if students.shape[0] <= chunk:
-        divergences, entropy = of_chunk(students, teachers, counted)
-    else:
-        s_parts, t_parts = students.split(chunk), teachers.split(chunk)
-        masks = [None] * len(s_parts) if counted is None else counted.split(chunk)
-        # Backward recomputes the logits of a chunk, but not under function transforms, which lack saved-tensor hooks.
-        transformed = torch._C._are_functorch_transforms_active()
-        parts = [
-            of_chunk(*part)
-            if transformed
-            else checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in zip(s_parts, t_parts, masks)
-        ]
-        divergences, entropy = map(torch.cat, zip(*parts))
-    divergences, entropy = divergences.view(shape), entropy.view(shape)
+    found = linear.map(divergence_of, None if mask is None else mask.flatten())
+    divergences, entropy = (t.view(shape) for t in found)
     weights = torch.ones_like(divergences) if token_weight is None else token_weight.to(divergences.dtype)
     if mask is not None:
         weights = torch.where(mask, weights, 0)
@@ -147,8 +100,25 @@ def fused_linear_divergence(
     LinearDivergence(divergence=tensor([0.4621]), student_entropy=tensor([0.5822]))
     """
     return _of_models(
-        "fused_linear_divergence",
-        _Model(s_input, s_weight, s_bias, s_logits_scale, s_softcap),
-        _Model(t_input, t_weight, t_bias, t_logits_scale, t_softcap),
-        s_weight.shape[0], beta, temperature, mask, reduction, token_weight, memory_budget,
+        "fused_linear_divergence", s_input, s_weight, t_input, t_weight, s_bias, t_bias, beta, temperature,
+        s_logits_scale, s_softcap, t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget,
     )  # fmt: skip
+
+
+@vocab_parallel(fused_linear_divergence)
+def vocab_parallel_fused_linear_divergence(**given: Any) -> LinearDivergence:
+    """:func:`fused_linear_divergence` of heads whose classes are split over the ranks of a process group.
+
+    s_input: (..., n), t_input: (..., m), s_weight: (V, n), t_weight: (V, m), s_bias and t_bias: (V,) of this rank's
+    classes, mask: (...), token_weight: (...). Both heads are split alike. `group` is the group's name
+    (``group.group_name``), and `classes` the number of all classes. Rank r holds the classes that ``torch.chunk`` gives to
+    part r, or ``class_sizes[r]`` of them. Every rank gets the same results, and the whole gradient of `s_input`. With
+    `sequence_dim`, the inputs and the gradient of `s_input` are this rank's equal part along that dimension, while `mask`,
+    `token_weight` and the results are whole.
+
+    >>> name = dist.group.WORLD.group_name
+    >>> student, teacher, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), torch.eye(2)
+    >>> vocab_parallel_fused_linear_divergence(student, head, teacher, head, name, 2).divergence
+    tensor([0.4621])
+    """
+    return _of_models(**given)

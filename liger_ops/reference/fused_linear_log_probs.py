@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from ._operator import demand, hint_if_swapped, operator, widened
-from .fused_linear_cross_entropy import chunk_size
+from ._linear import Head, Linear
+from ._operator import demand, demand_positive, hint_if_swapped, operator
+from ._split import Split, vocab_parallel
 from .log_probs import log_probs as rows_of
 
 
@@ -25,74 +22,34 @@ class LinearLogProbs(NamedTuple):
 
 
 def _of_linear(
-    op: str,
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    logits_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
-    mean_logits: bool,
-    log_sum_sq_probs: bool,
-    is_top1: bool,
-    memory_budget: int | None,
-    whole: Callable[[Tensor], Tensor] = lambda logits: logits,
-) -> LinearLogProbs:
-    """whole: makes the logits of all classes."""
-    demand(math.isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale)
-    demand(softcap is None or 0 < softcap < math.inf, op, "softcap", "be positive and finite", softcap)
-    demand(0 < temperature < math.inf, op, "temperature", "be positive and finite", temperature)
-    positive = memory_budget is None or memory_budget > 0
-    demand(positive, op, "memory_budget", "be a positive number of bytes", memory_budget)
-    tokens = target.shape[: input.dim() - 1]
-    rule = f"have shape {list(input.shape[:-1])}, or that with one dimension more"
-    fits = target.dim() - len(input.shape[:-1]) in (0, 1) and tokens == input.shape[:-1]
-    hint = "" if fits else hint_if_swapped("input", input, "weight", weight, target)
+    op: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, logits_scale: float,
+    softcap: float | None, temperature: float, ignore_index: int, entropy: bool, entropy_grad: bool, mean_logits: bool,
+    log_sum_sq_probs: bool, is_top1: bool, memory_budget: int | None, split: Split | None = None,
+) -> LinearLogProbs:  # fmt: skip
+    demand_positive(op, "temperature", temperature)
+    same_bias = None if bias is None else bias.to(input.dtype)
+    head = Head(input, weight.to(input.dtype), same_bias, logits_scale, softcap)
+    linear = Linear(op, [head], memory_budget, split, target.shape)
+    tokens = linear.tokens
+    rule = f"have shape {list(tokens)}, or that with one dimension more"
+    fits = target.dim() - len(tokens) in (0, 1) and target.shape[: len(tokens)] == tokens
+    hint = "" if fits else hint_if_swapped("input", linear.inputs[0], "weight", weight, target)
     demand(fits, op, "target", rule, f"{list(target.shape)}{hint}")
-    head = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
 
-    def of_chunk(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        logits = whole(logits_scale * functional.linear(x, *head))
-        found = rows_of.reference(logits, ids, temperature, ignore_index, softcap, entropy=entropy)
+    def facts_of(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        found = rows_of.reference(x, ids, temperature, ignore_index, entropy=entropy)
         ignored = ids == ignore_index
         skipped = ignored.all(1)
-        z = widened(logits.detach())
-        z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+        z = x.detach() / temperature
         twice = (2 * z).logsumexp(-1) - 2 * z.logsumexp(-1)
         top = (ids == z.argmax(-1, keepdim=True)) & ~ignored if z.shape[-1] else torch.zeros_like(ignored)
         return *found, z.mean(-1).masked_fill(skipped, 0), twice.masked_fill(skipped, 0), top
 
-    count = tokens.numel()
-    several = target.dim() == input.dim()
-    x, ids = input.reshape(count, input.shape[-1]), target.reshape(count, target.shape[-1] if several else 1)
-    chunk = chunk_size(weight.shape[0], memory_budget)
-    if count <= chunk:
-        found = of_chunk(x, ids)
-    else:
-        # Backward recomputes the logits of a chunk, but not under function transforms, which lack saved-tensor hooks.
-        transformed = torch._C._are_functorch_transforms_active()
-        parts = [
-            of_chunk(*part)
-            if transformed
-            else checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in zip(x.split(chunk), ids.split(chunk))
-        ]
-        found = tuple(map(torch.cat, zip(*parts)))
-    logs, entropies, means, squares, tops = found
-
-    def asked(wanted: bool, t: Tensor, shape: torch.Size) -> Tensor:
-        return t.reshape(shape) if wanted else t.new_empty(0)
-
-    return LinearLogProbs(
-        logs.reshape(target.shape),
-        asked(entropy, entropies, tokens),
-        asked(mean_logits, means, tokens),
-        asked(log_sum_sq_probs, squares, tokens),
-        asked(is_top1, tops, target.shape),
-    )
+    ids = target.reshape(tokens.numel(), target.shape[-1] if target.dim() == input.dim() else 1)
+    logs, *facts = linear.map(facts_of, ids)
+    wanted = (entropy, tokens), (mean_logits, tokens), (log_sum_sq_probs, tokens), (is_top1, target.shape)
+    described = (t.reshape(shape) if asked else t.new_empty(0) for t, (asked, shape) in zip(facts, wanted))
+    return LinearLogProbs(logs.reshape(target.shape), *described)
 
 
 @operator()
@@ -131,5 +88,22 @@ def fused_linear_log_probs(
     """
     return _of_linear(
         "fused_linear_log_probs", input, weight, target, bias, logits_scale, softcap, temperature, ignore_index,
-        entropy, mean_logits, log_sum_sq_probs, is_top1, memory_budget,
+        entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget,
     )  # fmt: skip
+
+
+@vocab_parallel(fused_linear_log_probs)
+def vocab_parallel_fused_linear_log_probs(**given: Any) -> LinearLogProbs:
+    """:func:`fused_linear_log_probs` of a head whose classes are split over the ranks of a process group.
+
+    input: (..., n), weight: (V, n) and bias: (V,) of this rank's classes, target: (...) or (..., K) indices among all
+    `classes`. `group` is the group's name (``group.group_name``). Rank r holds the classes that ``torch.chunk`` gives to
+    part r, or ``class_sizes[r]`` of them. Every rank gets the same results, and the whole gradient of `input`. With
+    `sequence_dim`, `input` and its gradient are this rank's equal part along that dimension, while `target` is whole.
+
+    >>> name = dist.group.WORLD.group_name
+    >>> hidden, head = torch.ones(3, 2), torch.zeros(4, 2)
+    >>> vocab_parallel_fused_linear_log_probs(hidden, head, torch.tensor([0, 1, 2]), name, 4).log_probs
+    tensor([-1.3863, -1.3863, -1.3863])
+    """
+    return _of_linear(**given)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._operator import demand, operator, widened
+from ._operator import capped, demand, demand_positive, operator
 
 
 class LogProbs(NamedTuple):
@@ -36,13 +35,12 @@ def log_probs(
     LogProbs(log_probs=tensor([-1.3863,  0.0000]), entropy=tensor([1.3863, 0.0000]))
     """
     rows = logits.shape[:-1]
-    demand(0 < temperature < math.inf, "log_probs", "temperature", "be positive and finite", temperature)
-    demand(softcap is None or 0 < softcap < math.inf, "log_probs", "softcap", "be positive and finite", softcap)
+    demand_positive("log_probs", "temperature", temperature)
+    demand_positive("log_probs", "softcap", softcap)
     rule = f"have shape {list(rows)}, or that with one dimension more"
     fits = index.dim() - len(rows) in (0, 1) and index.shape[: len(rows)] == rows
     demand(fits, "log_probs", "index", rule, list(index.shape))
-    x = widened(logits)
-    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = capped(logits, softcap)
     ids = index.unsqueeze(-1) if index.dim() == len(rows) else index
     ignored = ids == ignore_index
     # Rows that do not count are not differentiated, whatever their logits are.

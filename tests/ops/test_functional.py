@@ -1,17 +1,26 @@
 """liger_ops.functional: its examples, its agreement with the operator schemas, and its additional functions."""
 
+from __future__ import annotations
+
 import doctest
 import inspect
+import json
 import pickle
+import re
+import typing
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checks import count_graphs, record_calls
+from torch import Tensor
 
 from liger_ops import functional, nn, reference
 from liger_ops.__main__ import operators
 from liger_ops.aot import declarations
+from liger_ops.reference import _operator
 
 
 @pytest.mark.parametrize("module", [functional, nn], ids=lambda m: m.__name__)
@@ -38,6 +47,10 @@ def test_the_declaration_matches_the_schema(name):
 def arguments_of(function):
     """A distinct value for each parameter."""
     return {p: [object()] if p == "mrope_section" else object() for p in inspect.signature(function).parameters}
+
+
+def parameters_of(function):
+    return inspect.signature(function).parameters.values()
 
 
 @pytest.mark.parametrize("name", operators())
@@ -68,7 +81,16 @@ def test_the_type_stub_declares_the_public_names():
     assert stub.read_text() == declarations.stub()
     scope: dict = {}
     exec(stub.read_text(), scope)
-    assert {k: v for k, v in scope.items() if k != "__builtins__"} == reference.public_names()
+    for name, value in reference.public_names().items():
+        declared = scope.pop(name)
+        if getattr(value, "is_derived", False):
+            assert typing.get_type_hints(declared, scope) == typing.get_type_hints(value)
+            assert [(p.name, p.kind, p.default) for p in parameters_of(declared)] == [
+                (p.name, p.kind, p.default) for p in parameters_of(value)
+            ]
+        else:
+            assert declared is value
+    assert not scope.keys() - {"__builtins__", "Sequence", "Tensor"}
 
 
 def test_results_have_names():
@@ -121,6 +143,101 @@ X = torch.ones(1, 2, 3, 4)
 def test_arguments_of_wrong_types(name, args, options, message):
     with pytest.raises(TypeError, match=f"^{name}: {message}"):
         getattr(functional, name)(*args, **options)
+
+
+@pytest.fixture
+def operator_of_lists(monkeypatch):
+    """An operator with arguments of all list types, for as long as the test runs."""
+    monkeypatch.setattr(_operator, "_declared", {})
+    monkeypatch.setattr(torch.jit._builtins, "_register_builtin", lambda *_: None)
+
+    @_operator.operator()
+    def made_of_lists(
+        xs: Sequence[Tensor],
+        factors: Sequence[float],
+        dims: Sequence[int] = (0, 1),
+        offsets: Sequence[float] | None = None,
+        *,
+        limits: Sequence[float] = (0.5, 1e-6),
+        order: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The sum of tensors times factors."""
+        return sum(x * f for x, f in zip(xs, factors))
+
+    @_operator.form_of(made_of_lists)
+    def made_of_lists_twice(op: str, **given: Any) -> tuple[Tensor, Tensor]:
+        """The same, twice."""
+        return made_of_lists.reference(**given), made_of_lists.reference(**given)
+
+    with torch.library._scoped_library("liger", "FRAGMENT") as library:
+        for function in (made_of_lists, made_of_lists_twice):
+            library.define(function.schema)
+            library.impl(function.__name__, function.reference, "CompositeImplicitAutograd")
+        yield made_of_lists, made_of_lists_twice
+
+
+LISTS = (
+    "(Tensor[] xs, float[] factors, int[] dims=[0, 1], float[]? offsets=None, *, float[] limits=[0.5, 1e-6], "
+    "int[]? order=None)"
+)
+
+
+def test_lists_are_declared(operator_of_lists):
+    once, twice = operator_of_lists
+    assert once.schema == f"made_of_lists{LISTS} -> Tensor"
+    assert twice.schema == f"made_of_lists_twice{LISTS} -> (Tensor, Tensor)"
+    registered = torch.ops.liger.made_of_lists.default._schema
+    assert str(torch._C.parse_schema(f"liger::{once.schema}")) == str(registered)
+    x, y = torch.ones(2), torch.full((2,), 2.0)
+    assert once([x, y], [3.0, 0.5]).tolist() == [4.0, 4.0]
+    assert [t.tolist() for t in twice([x, y], factors=(1, 2), dims=[1], offsets=[0.5])] == [[5.0, 5.0]] * 2
+
+
+def test_lists_reach_the_header_and_the_stub(operator_of_lists, monkeypatch):
+    once, twice = operator_of_lists
+    header = declarations.cpp_function(once)
+    for parameter in (
+        "at::TensorList xs,",
+        "at::ArrayRef<double> factors,",
+        "at::IntArrayRef dims = {0, 1},",
+        "std::optional<at::ArrayRef<double>> offsets = std::nullopt,",
+        "at::ArrayRef<double> limits = {0.5, 1e-06},",
+        "at::OptionalIntArrayRef order = std::nullopt) {",
+    ):
+        assert f"    {parameter}\n" in header
+    assert "op.call(xs, factors, dims, offsets, limits, order);" in header
+    monkeypatch.setattr(declarations, "public_names", lambda: {"made_of_lists_twice": twice})
+    monkeypatch.setattr(declarations, "operators", lambda: {"made_of_lists": once, "made_of_lists_twice": twice})
+    scope: dict = {}
+    exec(declarations.stub(), scope)
+    assert typing.get_type_hints(scope["made_of_lists_twice"], scope) == typing.get_type_hints(twice)
+    assert f'constexpr const char* made_of_lists =\n    "{once.schema}";' in declarations.schemas()
+
+
+@pytest.mark.parametrize(
+    "args, options, message",
+    [
+        ((3, [1.0]), {}, r"xs must be a sequence of Tensors \(got 3\)"),
+        (([X, 1.0], [1.0]), {}, r"xs must be a sequence of Tensors \(got list of Tensor and float\)"),
+        (([X], ["1"]), {}, r"factors must be a sequence of floats \(got list of str\)"),
+        (([X], [1.0], [0.5]), {}, r"dims must be a sequence of ints \(got list of float\)"),
+        (([X], [1.0]), {"offsets": "no"}, r"offsets must be a sequence of floats or None \(got 'no'\)"),
+        (([X], [1.0]), {"limits": None}, r"limits must be a sequence of floats \(got None\)"),
+    ],
+)
+def test_lists_of_wrong_types(operator_of_lists, args, options, message):
+    for function in operator_of_lists:
+        with pytest.raises(TypeError, match=f"^{function.__name__}: {message}"):
+            function(*args, **options)
+
+
+def test_the_header_of_schemas_has_every_operator(tmp_path):
+    declarations.write(tmp_path, tmp_path / "generated")
+    text = (tmp_path / "generated" / declarations.SCHEMAS).read_text()
+    found = re.findall(r'inline constexpr const char\* (\w+) =\n    (".*");', text)
+    assert {name: json.loads(schema) for name, schema in found} == {
+        name: operator.schema for name, operator in reference.operators().items()
+    }
 
 
 def test_errors_of_the_operator_pass():

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import grid, number, read, size, spread
+from benchmarks.pages import grid
+from benchmarks.records import number, read, size
+from benchmarks.report import spread
 
 Record = dict[str, Any]
 # Quartiles show the spread within one process. Clocks and memory layout also differ between processes.

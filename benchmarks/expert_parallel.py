@@ -29,7 +29,7 @@ from benchmarks import moe_experts
 from benchmarks.arguments import add_out, positive
 from benchmarks.clock import CpuClock, CudaClock
 from benchmarks.machine import describe
-from benchmarks.report import grid, write_above
+from benchmarks.pages import grid, write_above
 from liger_ops import functional as F
 
 DTYPE = torch.bfloat16

@@ -27,7 +27,8 @@ import torch
 from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
 from benchmarks.machine import describe, slug
-from benchmarks.report import grid, read, size, write_above
+from benchmarks.pages import grid, write_above
+from benchmarks.records import read, size
 
 TABLE = Path(__file__).parent.parent / "csrc" / "gemm" / "plan.cpp"
 TORCH = "torch"

@@ -22,7 +22,7 @@ from benchmarks import plots
 from benchmarks.arguments import add_out, positive, shape_of
 from benchmarks.clock import MIB, CpuClock, CudaClock
 from benchmarks.machine import describe, slug
-from benchmarks.report import grid
+from benchmarks.pages import grid
 from liger_ops import functional as F
 from liger_ops import losses
 

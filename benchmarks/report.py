@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.pages import grid, write_above
 from benchmarks.plots import GRID_BYTES, draw
 from benchmarks.providers import PARTS, PROVIDERS, is_ours
 from benchmarks.records import Record, number, read, size
@@ -14,7 +15,6 @@ from benchmarks.records import write as write_records
 
 MOST_ROWS = 200  # of a table on a page
 GRID_SHARE = 0.9  # of the copy bandwidth: the bar for kernels that move more than GRID_BYTES
-BY_HAND = "<!-- by hand from here on -->"
 LEGEND = (
     "Each cell shows the median, the quartiles and the time over the floor (×). The floor is the time for the fewest "
     "bytes that the pass can move, at the copy bandwidth measured in the same run. For an op with GEMMs it is at least "
@@ -31,14 +31,6 @@ def spread(record: Record) -> str:
 
 def over_floor(record: Record) -> str:
     return f"{spread(record)} {record['median'] / record['floor']:.2f}×"
-
-
-def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rows = [header, *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths)) + " |" for row in rows]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join(lines)
 
 
 def row_key(record: Record) -> tuple[str, str, str, str]:
@@ -216,12 +208,6 @@ def exceptions(records: Sequence[Record]) -> list[str]:
     return [line for line in lines if line]
 
 
-def write_above(path: Path, page: str) -> None:
-    """Writes a page and keeps the text below its BY_HAND mark."""
-    _, mark, text = path.read_text().partition(BY_HAND) if path.exists() else ("", "", "")
-    path.write_text(page + (f"\n{mark}{text}" if mark else ""))
-
-
 def write(records: Sequence[Record], stem: Path) -> str:
     """Writes STEM.md and the pictures next to it. Returns the page."""
     plots, note = draw(records, stem)
@@ -251,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     records = read(args.result)
     if any(r["kind"] == "training" for r in records):
-        from benchmarks import training  # imports this module
+        from benchmarks import training  # imported here: it needs torch
 
         print(training.write(records[0], records[1:], args.result.with_suffix("")))
         return 0

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
-from benchmarks.report import grid, write_above
+from benchmarks.pages import grid, write_above
 from benchmarks.training import COMPARED_STEPS, MODELS, PROVIDERS, build, prepare, stepper, timed, tiny
 
 GATHER = "FSDP::all_gather"

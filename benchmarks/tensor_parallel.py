@@ -39,7 +39,7 @@ import liger_ops.nn
 from benchmarks import plots
 from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
-from benchmarks.report import grid, write_above
+from benchmarks.pages import grid, write_above
 from benchmarks.training import COMPARED_STEPS, MODELS, build, prepare, timed, tiny
 
 SPLIT = Shard(1)

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from benchmarks import plots
 from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe
-from benchmarks.report import grid, write_above
+from benchmarks.pages import grid, write_above
 
 PROVIDERS = {
     "hf": "HF eager",

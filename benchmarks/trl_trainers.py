@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.arguments import add_out, positive
 from benchmarks.machine import describe, slug
-from benchmarks.report import grid
+from benchmarks.pages import grid
 
 TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
 WORDS = [f"w{i}" for i in range(60)]

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from benchmarks.arguments import add_out, positive
 from benchmarks.clock import CpuClock, CudaClock
 from benchmarks.machine import describe
+from benchmarks.pages import grid, write_above
 from benchmarks.plots import color, figure_of
-from benchmarks.report import grid, write_above
 from liger_ops import functional as F
 
 

@@ -31,6 +31,7 @@
 #include "core/autograd.h"
 #include "core/memory.h"
 #include "core/registration.h"
+#include "schemas.h"
 
 namespace liger::core {
 
@@ -131,7 +132,11 @@ R leading(All&& all) {
 }
 
 C10_NOINLINE inline std::string argument_name(const char* op, size_t argument) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(qualified(op).c_str(), "").schema().arguments()[argument].name();
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(qualified(op).c_str(), "")
+      .schema()
+      .arguments()[argument]
+      .name();
 }
 
 template <class T>
@@ -354,11 +359,11 @@ struct Operator<Op, Return(A...)> {
 
 }  // namespace liger::core
 
-#define LIGER_OPERATOR(Op)                                                                                          \
-  TORCH_LIBRARY_FRAGMENT(liger, m) { Op::define(m); }                                                               \
-  TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Op::Cpu>(m); }                                                  \
-  TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Op::Cuda>(m); }                                                \
-  TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Op::Meta>(m); }                                                \
-  TORCH_LIBRARY_IMPL(liger, Autograd, m) { Op::implement_autograd(m); }                                             \
-  TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Op::template implement_autocast<c10::DeviceType::CUDA>(m); }         \
+#define LIGER_OPERATOR(Op)                                                                                  \
+  TORCH_LIBRARY_FRAGMENT(liger, m) { Op::define(m); }                                                       \
+  TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Op::Cpu>(m); }                                          \
+  TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Op::Cuda>(m); }                                        \
+  TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Op::Meta>(m); }                                        \
+  TORCH_LIBRARY_IMPL(liger, Autograd, m) { Op::implement_autograd(m); }                                     \
+  TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Op::template implement_autocast<c10::DeviceType::CUDA>(m); } \
   TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Op::template implement_autocast<c10::DeviceType::CPU>(m); }

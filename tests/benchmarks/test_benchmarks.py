@@ -24,6 +24,7 @@ from benchmarks import (
     harness,
     loss_curves,
     machine,
+    pages,
     plots,
     report,
     swiglu,
@@ -381,7 +382,7 @@ def test_handwritten_sections_survive_a_new_report(tmp_path):
     result, page = run_of(tmp_path / "run.jsonl", 2.0, [[1, 8]]), tmp_path / "run.md"
     main.main(["report", str(result)])
     plain = page.read_text()
-    words = f"{report.BY_HAND}\n\n## Why\n"
+    words = f"{pages.BY_HAND}\n\n## Why\n"
     page.write_text(f"Another run's page.\n\n{words}")
     for _ in range(2):
         main.main(["report", str(result)])

@@ -1,5 +1,6 @@
 """Layering: includes point to lower layers without cycles, and the runtime uses neither torch nor Python."""
 
+import ast
 import re
 import subprocess
 from graphlib import TopologicalSorter
@@ -9,7 +10,7 @@ import pytest
 from checks import output_of
 from stub_cuda import LIBRARIES, ROOT
 
-CSRC = ROOT / "csrc"
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "liger_ops"
 FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cpp"))
 # Lowest layer first. Headers in kernels/ are generated.
 FOLDERS = ("runtime", "kernels", "core", "gemm", "ops")
@@ -86,6 +87,31 @@ def test_no_shipped_library_needs_python():
 def test_the_runtime_links_neither_torch_nor_cuda():
     symbols = undefined_symbols(LIBRARIES / "libliger_runtime.so")
     assert not re.search(r"c10|2at|torch|\bcu[A-Z]", symbols)
+
+
+def imports_of(path):
+    """Modules of the package that a file imports, anywhere in it, as parts below the package."""
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = ["liger_ops", *here][: -node.level] if node.level else []
+            names = [".".join([*parent, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        else:
+            continue
+        yield from (name.split(".")[1:] for name in names if name.startswith("liger_ops."))
+
+
+def test_python_imports_point_downwards():
+    graph = {}
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        graph.setdefault(part, set()).update({name[0] for name in imports_of(path)} - {part})
+    list(TopologicalSorter(graph).static_order())  # fails on a cycle
+    assert not graph["kernels"] and not graph["reference"]
+    assert graph["aot"] == {"kernels", "reference", "_version"}
+    assert graph["functional"] == {"reference", "_declared"}
 
 
 def test_kernels_import_no_torch():

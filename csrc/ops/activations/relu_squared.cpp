@@ -129,7 +129,7 @@ struct Meta {
 // No autocast: like torch's own activations, it computes in the dtype of its input.
 struct ReluSquared : core::Operator<ReluSquared, Tensor(const Tensor&)> {
   static constexpr const char* kOp = relu_squared::kOp;
-  static constexpr const char* kSchema = "relu_squared(Tensor x) -> Tensor";
+  static constexpr const char* kSchema = schemas::relu_squared;
   using Edges = core::Positions<0>;
   using Saves = core::Saves<core::Argument<0>>;
   using Cpu = relu_squared::Cpu;

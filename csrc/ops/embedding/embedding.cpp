@@ -100,7 +100,7 @@ Tensor bwd_meta(const Tensor& dout, const Tensor&, c10::SymInt classes, int64_t)
 
 struct Embedding : core::Operator<Embedding, Tensor(const Tensor&, const Tensor&, std::optional<int64_t>)> {
   static constexpr const char* kOp = liger::ops::kOp;
-  static constexpr const char* kSchema = "embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor";
+  static constexpr const char* kSchema = schemas::embedding;
   using Edges = core::Positions<1>;
 
   struct Cpu {

@@ -45,10 +45,9 @@ struct Gelu {
   static constexpr const char* kPackedOp = "geglu_packed";
   static constexpr const char* kLinearOp = "geglu_linear";
   static constexpr const char* kOptions = ", str approximate";
-  static constexpr const char* kSchema = "geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor";
-  static constexpr const char* kPackedSchema = "geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor";
-  static constexpr const char* kLinearSchema =
-      "geglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None, str approximate=\"tanh\") -> Tensor";
+  static constexpr const char* kSchema = schemas::geglu;
+  static constexpr const char* kPackedSchema = schemas::geglu_packed;
+  static constexpr const char* kLinearSchema = schemas::geglu_linear;
   using Forward = kernels::geglu_fwd;
   using Backward = kernels::geglu_bwd;
 

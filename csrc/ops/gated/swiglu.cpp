@@ -15,10 +15,9 @@ struct Silu {
   static constexpr const char* kPackedOp = "swiglu_packed";
   static constexpr const char* kLinearOp = "swiglu_linear";
   static constexpr const char* kOptions = "";
-  static constexpr const char* kSchema = "swiglu(Tensor gate, Tensor up) -> Tensor";
-  static constexpr const char* kPackedSchema = "swiglu_packed(Tensor gate_up) -> Tensor";
-  static constexpr const char* kLinearSchema =
-      "swiglu_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias=None) -> Tensor";
+  static constexpr const char* kSchema = schemas::swiglu;
+  static constexpr const char* kPackedSchema = schemas::swiglu_packed;
+  static constexpr const char* kLinearSchema = schemas::swiglu_linear;
   using Forward = kernels::swiglu_fwd;
   using Backward = kernels::swiglu_bwd;
 

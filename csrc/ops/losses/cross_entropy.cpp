@@ -14,13 +14,8 @@
 // vocab_parallel_cross_entropy (and _with_metrics) takes the logits of this rank's classes and the name of the process
 // group over which the classes are split. Losses and metrics are the same on all ranks.
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
 #include "ops/losses/cross_entropy.h"
+#include "ops/losses/forms.h"
 
 namespace liger::ops::cross_entropy {
 namespace {
@@ -62,7 +57,7 @@ struct Meta {
   }
 };
 
-const char* name_of(bool split, bool metrics = false) {
+constexpr const char* name_of(bool split, bool metrics = false) {
   if (split) return metrics ? "vocab_parallel_cross_entropy_with_metrics" : "vocab_parallel_cross_entropy";
   return metrics ? "cross_entropy_with_metrics" : "cross_entropy";
 }
@@ -86,39 +81,43 @@ using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 /// O: the types of the options in the schemas. Private operators take the split of the classes after these.
 template <class... O>
 struct Ops {
-  template <class Device, class... Split>
-  static Results run(
-      bool metrics, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options,
-      Split... split) {
-    const char* op = name_of(sizeof...(split) > 0, metrics);
-    Options o = check(op, logits, target, weight, options..., split...);
-    return Device::forward(op, logits, target, value_or_undefined(weight), {}, o, {metrics, false});
+  using Cpu = cross_entropy::Cpu;
+  using Cuda = cross_entropy::Cuda;
+  using Meta = cross_entropy::Meta;
+  // Under autocast, PyTorch computes this loss in float32. This operator does that for logits of any dtype, without a
+  // copy.
+  using WholeAutocast = core::NoAutocast;
+  using SplitAutocast = core::NoAutocast;
+
+  template <class R>
+  static constexpr bool has_metrics = std::is_same_v<R, Metrics>;
+
+  template <class R>
+  static constexpr const char* name(bool is_split) {
+    return name_of(is_split, has_metrics<R>);
+  }
+  template <class R>
+  static constexpr const char* schema(bool is_split) {
+    if (has_metrics<R>) {
+      return is_split ? schemas::vocab_parallel_cross_entropy_with_metrics : schemas::cross_entropy_with_metrics;
+    }
+    return is_split ? schemas::vocab_parallel_cross_entropy : schemas::cross_entropy;
   }
 
-  template <class Device>
-  static Tensor loss(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    return run<Device>(false, logits, target, weight, options...).loss;
+  template <class R>
+  static R results(const Results& out) {
+    if constexpr (has_metrics<R>) {
+      return {out.loss, out.z_loss, out.accuracy, out.predicted};
+    } else {
+      return out.loss;
+    }
   }
 
-  template <class Device>
-  static Metrics with_metrics(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    Results out = run<Device>(true, logits, target, weight, options...);
-    return {out.loss, out.z_loss, out.accuracy, out.predicted};
-  }
-
-  template <class Device>
-  static Tensor split_loss(
-      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
-      O... options, ClassSizes sizes) {
-    return run<Device>(false, logits, target, weight, options..., group, classes, sizes).loss;
-  }
-
-  template <class Device>
-  static Metrics split_with_metrics(
-      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
-      O... options, ClassSizes sizes) {
-    Results out = run<Device>(true, logits, target, weight, options..., group, classes, sizes);
-    return {out.loss, out.z_loss, out.accuracy, out.predicted};
+  template <class Device, class R, class... Split>
+  static R run(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options, Split... split) {
+    const char* op = name_of(sizeof...(split) > 0, has_metrics<R>);
+    const Options o = check(op, logits, target, weight, options..., split...);
+    return results<R>(Device::forward(op, logits, target, value_or_undefined(weight), {}, o, {has_metrics<R>, false}));
   }
 
   template <class Device>
@@ -185,10 +184,6 @@ struct Ops {
 
   template <class Device>
   static void implement(torch::Library& m) {
-    core::implement<loss<Device>>(m, "cross_entropy");
-    core::implement<with_metrics<Device>>(m, "cross_entropy_with_metrics");
-    core::implement<split_loss<Device>>(m, "vocab_parallel_cross_entropy");
-    core::implement<split_with_metrics<Device>>(m, "vocab_parallel_cross_entropy_with_metrics");
     core::implement<cross_entropy_<Device>>(m, "cross_entropy_");
     core::implement<fwd<Device>>(m, "_cross_entropy_fwd");
     core::implement<bwd<Device>>(m, "_cross_entropy_bwd");
@@ -210,15 +205,19 @@ struct Ops {
     LIGER_CHECK(!learned, op, "weight", "not require a gradient", "one that does");
   }
 
-  static Results forward_with_graph(
-      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, bool metrics, O... options,
+  template <class R>
+  static std::optional<R> with_graph(
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options,
       c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {}) {
+    const char* name = name_of(!group.empty(), has_metrics<R>);
+    check_differentiable(name, logits, target, weight);
+    if (!torch::autograd::compute_requires_grad(logits)) return std::nullopt;
     static const auto op = core::find_op<decltype(fwd<Cpu>)>("liger::_cross_entropy_fwd");
     Results out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tie(out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals) =
-          op.call(logits, target, weight, {}, metrics, options..., group, classes, sizes);
+          op.call(logits, target, weight, {}, has_metrics<R>, options..., group, classes, sizes);
     }
     auto node = core::make_node<BackwardNode>();
     node->o = parse(name_of(!group.empty()), options..., group, classes, sizes);
@@ -227,55 +226,7 @@ struct Ops {
         core::SavedVariable(logits, false), core::SavedVariable(target, false), core::SavedVariable(weight, false),
         core::SavedVariable(out.stats, false), core::SavedVariable(out.totals, false)};
     torch::autograd::set_history(out.loss, node);
-    return out;
-  }
-
-  static Tensor autograd(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    check_differentiable("cross_entropy", logits, target, weight);
-    if (torch::autograd::compute_requires_grad(logits)) {
-      return forward_with_graph(logits, target, weight, false, options...).loss;
-    }
-    static const auto op = core::find_op<decltype(loss<Cpu>)>("liger::cross_entropy");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(logits, target, weight, options...);
-  }
-
-  static Metrics autograd_with_metrics(
-      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    check_differentiable("cross_entropy_with_metrics", logits, target, weight);
-    if (torch::autograd::compute_requires_grad(logits)) {
-      Results out = forward_with_graph(logits, target, weight, true, options...);
-      return {out.loss, out.z_loss, out.accuracy, out.predicted};
-    }
-    static const auto op = core::find_op<decltype(with_metrics<Cpu>)>("liger::cross_entropy_with_metrics");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(logits, target, weight, options...);
-  }
-
-  static Tensor autograd_split(
-      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
-      O... options, ClassSizes sizes) {
-    check_differentiable(name_of(true), logits, target, weight);
-    if (torch::autograd::compute_requires_grad(logits)) {
-      return forward_with_graph(logits, target, weight, false, options..., group, classes, sizes).loss;
-    }
-    static const auto op = core::find_op<decltype(split_loss<Cpu>)>("liger::vocab_parallel_cross_entropy");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(logits, target, group, classes, weight, options..., sizes);
-  }
-
-  static Metrics autograd_split_with_metrics(
-      const Tensor& logits, const Tensor& target, c10::string_view group, int64_t classes, const OptionalTensor& weight,
-      O... options, ClassSizes sizes) {
-    check_differentiable(name_of(true, true), logits, target, weight);
-    if (torch::autograd::compute_requires_grad(logits)) {
-      Results out = forward_with_graph(logits, target, weight, true, options..., group, classes, sizes);
-      return {out.loss, out.z_loss, out.accuracy, out.predicted};
-    }
-    using Function = decltype(split_with_metrics<Cpu>);
-    static const auto op = core::find_op<Function>("liger::vocab_parallel_cross_entropy_with_metrics");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(logits, target, group, classes, weight, options..., sizes);
+    return results<R>(out);
   }
 
   // Inference mode skips autograd, but graphs that saved the logits earlier must still see a new version.
@@ -306,6 +257,12 @@ struct Ops {
     torch::autograd::rebase_history(logits, refuse);
     return loss;
   }
+
+  template <class R>
+  using Whole = ops::Whole<Ops, R, Types<const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>>;
+  template <class R>
+  using Split =
+      ops::Split<Ops, R, Types<const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>, Types<ClassSizes>>;
 };
 
 using CrossEntropy = Ops<c10::string_view, int64_t, double, double, std::optional<double>>;
@@ -343,25 +300,12 @@ core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
 
 }  // namespace
 
-// No autocast: under autocast, PyTorch computes this loss in float32. This op does that for logits of any dtype,
-// without a copy.
-
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  const std::string options =
-      "Tensor? weight=None, str reduction=\"mean\", int ignore_index=-100, float label_smoothing=0.0, "
-      "float lse_square_scale=0.0, float? softcap=None";
-  const std::string tail = "Tensor target, " + options + ") -> ";
-  const std::string split_tail =
-      "Tensor logits, Tensor target, str group, int classes, " + options + ", *, int[]? class_sizes=None) -> ";
   const std::string private_tail =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str group, "
       "int classes, int[]? class_sizes) -> ";
   const std::string saved = "Tensor target, Tensor? weight, Tensor stats, Tensor? totals, ";
-  core::define(m, "cross_entropy(Tensor logits, " + tail + "Tensor");
-  core::define(m, "cross_entropy_with_metrics(Tensor logits, " + tail + "(Tensor, Tensor, Tensor, Tensor)");
-  core::define(m, "vocab_parallel_cross_entropy(" + split_tail + "Tensor");
-  core::define(m, "vocab_parallel_cross_entropy_with_metrics(" + split_tail + "(Tensor, Tensor, Tensor, Tensor)");
-  core::define(m, "cross_entropy_(Tensor(a!) logits, " + tail + "Tensor");
+  core::define(m, schemas::cross_entropy_);
   core::define(
       m,
       "_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, Tensor? totals, bool metrics, " + private_tail +
@@ -380,14 +324,12 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { CrossEntropy::implement<Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { CrossEntropy::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { CrossEntropy::implement<Meta>(m); }
 
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl("cross_entropy", CrossEntropy::autograd);
-  m.impl("cross_entropy_with_metrics", CrossEntropy::autograd_with_metrics);
-  m.impl("vocab_parallel_cross_entropy", CrossEntropy::autograd_split);
-  m.impl("vocab_parallel_cross_entropy_with_metrics", CrossEntropy::autograd_split_with_metrics);
-  m.impl("cross_entropy_", CrossEntropy::autograd_);
-}
-
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("cross_entropy_", CrossEntropy::autograd_); }
 TORCH_LIBRARY_IMPL(liger, ADInplaceOrView, m) { m.impl("cross_entropy_", CrossEntropy::versioned_); }
+
+LIGER_OPERATOR(CrossEntropy::Whole<Tensor>)
+LIGER_OPERATOR(CrossEntropy::Split<Tensor>)
+LIGER_OPERATOR(CrossEntropy::Whole<Metrics>)
+LIGER_OPERATOR(CrossEntropy::Split<Metrics>)
 
 }  // namespace liger::ops::cross_entropy

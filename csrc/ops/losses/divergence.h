@@ -13,13 +13,7 @@
 //   kSavesInput                                   whether the gradient depends on the input
 //   parse(options...)                             checks the options of the schema
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/checks.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "core/operator.h"
 #include "core/rows.h"
 #include "kernels/divergence.h"
 #include "ops/losses/rows_in_order.h"

@@ -23,12 +23,7 @@
 // and `bias` of this rank's classes, and the name of the process group over which the classes are split. Results and d
 // input are the same on all ranks. With sequence_dim, input and d input are this rank's part along that dimension.
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
@@ -154,12 +149,38 @@ using LogProbs = std::tuple<Tensor, Tensor, Tensor>;
 /// O: the types of the options in the schemas. Private operators take the split of classes and tokens after these.
 template <class... O>
 struct Ops {
+  using Cpu = fused_linear_cross_entropy::Cpu;
+  using Cuda = fused_linear_cross_entropy::Cuda;
+  using Meta = fused_linear_cross_entropy::Meta;
+  // Casts the arguments that F.linear casts. The loss is fp32 in any case.
+  using WholeAutocast = core::AutocastLinear<0, 1, 3>;
+  using SplitAutocast = core::AutocastLinear<0, 1, 5>;
+
+  template <class Result>
+  static constexpr const char* name(bool is_split) {
+    return wanted_of<Result>().op(is_split);
+  }
+
+  template <class Result>
+  static constexpr const char* schema(bool is_split) {
+    constexpr Wanted wanted = wanted_of<Result>();
+    if (wanted.metrics) {
+      return is_split ? schemas::vocab_parallel_fused_linear_cross_entropy_with_metrics
+                      : schemas::fused_linear_cross_entropy_with_metrics;
+    }
+    if (wanted.log_probs) {
+      return is_split ? schemas::vocab_parallel_fused_linear_cross_entropy_with_log_probs
+                      : schemas::fused_linear_cross_entropy_with_log_probs;
+    }
+    return is_split ? schemas::vocab_parallel_fused_linear_cross_entropy : schemas::fused_linear_cross_entropy;
+  }
+
   using Everything =
       std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
   using Dim = std::optional<int64_t>;
 
   template <class Device, class... Split>
-  static Forward run(
+  static Forward run_wanted(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, Split... split) {
     Settings s = check(wanted.op(sizeof...(split) > 0), input, weight, target, bias, ce_weight, options..., split...);
@@ -174,29 +195,17 @@ struct Ops {
   }
   static LogProbs result(const Forward& out, LogProbs*) { return {out.rows.loss, out.log_probs, out.entropy}; }
 
-  /// The public operators, by their results.
-  template <class Device, class Result>
-  static Result whole(
+  template <class Device, class Result, class... Split>
+  static Result run(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
+      const OptionalTensor& ce_weight, O... options, Split... split) {
     return result(
-        run<Device>(wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options...),
-        static_cast<Result*>(nullptr));
-  }
-
-  template <class Device, class Result>
-  static Result split(
-      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
-      const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options, ClassSizes sizes, Dim sequence_dim) {
-    return result(
-        run<Device>(
-            wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options..., group, classes, sizes,
-            sequence_dim),
+        run_wanted<Device>(wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options..., split...),
         static_cast<Result*>(nullptr));
   }
 
   template <class Result>
-  static Wanted wanted_of() {
+  static constexpr Wanted wanted_of() {
     Wanted wanted;
     wanted.metrics = std::is_same_v<Result, Metrics>;
     wanted.log_probs = std::is_same_v<Result, LogProbs>;
@@ -209,7 +218,7 @@ struct Ops {
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, c10::string_view group,
       int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    Forward out = run<Device>(
+    Forward out = run_wanted<Device>(
         Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, known, options..., group, classes, sizes,
         sequence_dim);
     return {out.rows.loss,      out.rows.z_loss, out.rows.accuracy,   out.rows.predicted,
@@ -230,17 +239,8 @@ struct Ops {
     return {out.input, out.weight, out.bias};
   }
 
-  template <class Device, class Result>
-  static void implement_as(torch::Library& m) {
-    core::implement<whole<Device, Result>>(m, wanted_of<Result>().op(false));
-    core::implement<split<Device, Result>>(m, wanted_of<Result>().op(true));
-  }
-
   template <class Device>
   static void implement(torch::Library& m) {
-    implement_as<Device, Loss>(m);
-    implement_as<Device, Metrics>(m);
-    implement_as<Device, LogProbs>(m);
     core::implement<fwd<Device>>(m, "_fused_linear_cross_entropy_fwd");
     core::implement<bwd<Device>>(m, "_fused_linear_cross_entropy_bwd");
   }
@@ -304,83 +304,22 @@ struct Ops {
     return out;
   }
 
-  template <class Result>
-  static Result autograd(
+  template <class Result, class... Split>
+  static std::optional<Result> with_graph(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    const Wanted wanted = wanted_of<Result>();
-    if (auto out = forward_with_graph(wanted, input, weight, target, bias, ce_weight, options...)) {
-      return result(*out, static_cast<Result*>(nullptr));
-    }
-    static const auto op = core::find_op<decltype(whole<Meta, Result>)>(qualified(wanted.op(false)).c_str());
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(input, weight, target, bias, ce_weight, options...);
+      const OptionalTensor& ce_weight, O... options, Split... split) {
+    auto out = forward_with_graph(wanted_of<Result>(), input, weight, target, bias, ce_weight, options..., split...);
+    return out ? std::optional(result(*out, static_cast<Result*>(nullptr))) : std::nullopt;
   }
 
   template <class Result>
-  static Result autograd_split(
-      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
-      const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options, ClassSizes sizes, Dim sequence_dim) {
-    const Wanted wanted = wanted_of<Result>();
-    if (auto out = forward_with_graph(
-            wanted, input, weight, target, bias, ce_weight, options..., group, classes, sizes, sequence_dim)) {
-      return result(*out, static_cast<Result*>(nullptr));
-    }
-    static const auto op = core::find_op<decltype(split<Meta, Result>)>(qualified(wanted.op(true)).c_str());
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(input, weight, target, group, classes, bias, ce_weight, options..., sizes, sequence_dim);
-  }
-
-  static std::string qualified(const char* op) { return std::string("liger::") + op; }
-
+  using Whole = ops::Whole<
+      Ops, Result, Types<const Tensor&, const Tensor&, const Tensor&>,
+      Types<const OptionalTensor&, const OptionalTensor&, O...>>;
   template <class Result>
-  static void implement_autograd(torch::Library& m) {
-    m.impl(wanted_of<Result>().op(false), autograd<Result>);
-    m.impl(wanted_of<Result>().op(true), autograd_split<Result>);
-  }
-
-  // ---- Autocast: casts the arguments that F.linear casts. The loss is fp32 in any case.
-
-  template <c10::DeviceType kDevice>
-  struct Autocast {
-    static Tensor cast(const Tensor& t) {
-      return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
-    }
-    static OptionalTensor cast(const OptionalTensor& t) { return t && t->defined() ? OptionalTensor(cast(*t)) : t; }
-
-    template <class Result>
-    static Result whole(
-        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-        const OptionalTensor& ce_weight, O... options) {
-      static const auto op =
-          core::find_op<decltype(Ops::whole<Meta, Result>)>(qualified(wanted_of<Result>().op(false)).c_str());
-      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-      return op.call(cast(input), cast(weight), target, cast(bias), ce_weight, options...);
-    }
-
-    template <class Result>
-    static Result split(
-        const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
-        const OptionalTensor& bias, const OptionalTensor& ce_weight, O... options, ClassSizes sizes, Dim sequence_dim) {
-      static const auto op =
-          core::find_op<decltype(Ops::split<Meta, Result>)>(qualified(wanted_of<Result>().op(true)).c_str());
-      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-      return op.call(
-          cast(input), cast(weight), target, group, classes, cast(bias), ce_weight, options..., sizes, sequence_dim);
-    }
-
-    template <class Result>
-    static void implement_as(torch::Library& m) {
-      core::implement<whole<Result>>(m, wanted_of<Result>().op(false));
-      core::implement<split<Result>>(m, wanted_of<Result>().op(true));
-    }
-
-    static void implement(torch::Library& m) {
-      implement_as<Loss>(m);
-      implement_as<Metrics>(m);
-      implement_as<LogProbs>(m);
-    }
-  };
+  using Split = ops::Split<
+      Ops, Result, Types<const Tensor&, const Tensor&, const Tensor&>,
+      Types<const OptionalTensor&, const OptionalTensor&, O...>, Types<ClassSizes, Dim>>;
 };
 
 using Linear =
@@ -438,26 +377,10 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
-  const std::string public_options =
-      "Tensor? bias=None, Tensor? ce_weight=None, str reduction=\"mean\", int ignore_index=-100, "
-      "float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, *, float logits_scale=1.0, "
-      "Tensor? token_weight=None, int? memory_budget=None";
   const std::string options =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, "
       "float logits_scale, Tensor? token_weight, int? memory_budget, str group, int classes, int[]? class_sizes, "
       "int? sequence_dim, int wanted) -> ";
-  const std::pair<const char*, const char*> forms[] = {
-      {"", "Tensor"},
-      {"_with_metrics", "(Tensor, Tensor, Tensor, Tensor)"},
-      {"_with_log_probs", "(Tensor, Tensor, Tensor)"}};
-  for (const auto& [suffix, results] : forms) {
-    const std::string name = std::string("fused_linear_cross_entropy") + suffix;
-    core::define(m, name + "(" + tensors + public_options + ") -> " + results);
-    core::define(
-        m,
-        "vocab_parallel_" + name + "(" + tensors + "str group, int classes, " + public_options +
-            ", int[]? class_sizes=None, int? sequence_dim=None) -> " + results);
-  }
   core::define(
       m,
       "_fused_linear_cross_entropy_fwd(" + tensors + "Tensor? bias, Tensor? ce_weight, Tensor? totals, " + options +
@@ -476,13 +399,11 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
 
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  Linear::implement_autograd<Loss>(m);
-  Linear::implement_autograd<Metrics>(m);
-  Linear::implement_autograd<LogProbs>(m);
-}
-
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Linear::Autocast<c10::DeviceType::CUDA>::implement(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Linear::Autocast<c10::DeviceType::CPU>::implement(m); }
+LIGER_OPERATOR(Linear::Whole<Loss>)
+LIGER_OPERATOR(Linear::Split<Loss>)
+LIGER_OPERATOR(Linear::Whole<Metrics>)
+LIGER_OPERATOR(Linear::Split<Metrics>)
+LIGER_OPERATOR(Linear::Whole<LogProbs>)
+LIGER_OPERATOR(Linear::Split<LogProbs>)
 
 }  // namespace liger::ops::fused_linear_cross_entropy

@@ -15,14 +15,14 @@ using namespace cross_entropy;
 struct Wanted {
   bool metrics = false, log_probs = false, input = false, weight = false, bias = false;
 
-  bool any_gradient() const { return input || weight || bias; }
+  constexpr bool any_gradient() const { return input || weight || bias; }
   WantedGradients gradients() const { return {input, weight, bias}; }
   int64_t bits() const { return metrics | log_probs << 1 | input << 2 | weight << 3 | bias << 4; }
   static Wanted from_bits(int64_t bits) {
     auto bit = [&](int i) { return bool(bits >> i & 1); };
     return {bit(0), bit(1), bit(2), bit(3), bit(4)};
   }
-  const char* op(bool split) const {
+  constexpr const char* op(bool split) const {
     // The names without the prefix begin after it.
     constexpr size_t kPrefix = sizeof("vocab_parallel_") - 1;
     const char* name = metrics ? "vocab_parallel_fused_linear_cross_entropy_with_metrics"

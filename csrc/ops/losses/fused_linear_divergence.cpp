@@ -19,14 +19,9 @@
 // the process group over which the classes are split. Results and d input are the same on all ranks. With sequence_dim,
 // both inputs and d input are this rank's equal part along that dimension.
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
-
 #include <cmath>
 
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
 #include "ops/losses/fused_linear_divergence_pass.h"
 
@@ -46,7 +41,7 @@ struct Meta {
   static constexpr RowsOn* rows = nullptr;
 };
 
-const char* name_of(bool is_split) {
+constexpr const char* name_of(bool is_split) {
   return is_split ? "vocab_parallel_fused_linear_divergence" : "fused_linear_divergence";
 }
 const char* name_of_backward(bool is_split) {
@@ -232,6 +227,22 @@ using Dim = std::optional<int64_t>;
 /// these.
 template <class... O>
 struct Ops {
+  using Cpu = fused_linear_divergence::Cpu;
+  using Cuda = fused_linear_divergence::Cuda;
+  using Meta = fused_linear_divergence::Meta;
+  // Casts the arguments that F.linear casts. The divergence is fp32 in any case.
+  using WholeAutocast = core::AutocastLinear<0, 1, 2, 3, 4, 5>;
+  using SplitAutocast = core::AutocastLinear<0, 1, 2, 3, 6, 7>;
+
+  template <class>
+  static constexpr const char* name(bool is_split) {
+    return name_of(is_split);
+  }
+  template <class>
+  static constexpr const char* schema(bool is_split) {
+    return is_split ? schemas::vocab_parallel_fused_linear_divergence : schemas::fused_linear_divergence;
+  }
+
   struct Call {
     Arguments a;
     Options o;
@@ -258,7 +269,7 @@ struct Ops {
   }
 
   template <class On>
-  static Results run(const Call& call, Wanted wanted, const Tensor& total) {
+  static Results run_call(const Call& call, Wanted wanted, const Tensor& total) {
     Results out = empty_results(call.a, call.o, call.tokens, wanted);
     if constexpr (On::rows != nullptr) {
       const char* op = name_of(call.o.vocabulary.is_split());
@@ -267,25 +278,13 @@ struct Ops {
     return out;
   }
 
-  template <class On>
-  static Two whole(
+  template <class On, class, class... Split>
+  static Two run(
       const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options) {
-    Results out =
-        run<On>(check(name_of(false), s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...), {}, Tensor());
-    return {out.divergence, out.entropy};
-  }
-
-  template <class On>
-  static Two split(
-      const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      c10::string_view group, int64_t classes, const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options,
-      ClassSizes sizes, Dim sequence_dim) {
-    Results out = run<On>(
-        check(
-            name_of(true), s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., group, classes, sizes,
-            sequence_dim),
-        {}, Tensor());
+      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options, Split... split) {
+    const char* op = name_of(sizeof...(split) > 0);
+    const Results out = run_call<On>(
+        check(op, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., split...), {}, Tensor());
     return {out.divergence, out.entropy};
   }
 
@@ -294,7 +293,7 @@ struct Ops {
       const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
       const OptionalTensor& s_bias, const OptionalTensor& t_bias, const OptionalTensor& total, O... options,
       c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    Results out = run<On>(
+    Results out = run_call<On>(
         check(
             name_of(!group.empty()), s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., group, classes,
             sizes, sequence_dim),
@@ -320,8 +319,6 @@ struct Ops {
 
   template <class On>
   static void implement(torch::Library& m) {
-    core::implement<whole<On>>(m, name_of(false));
-    core::implement<split<On>>(m, name_of(true));
     core::implement<fwd<On>>(m, "_fused_linear_divergence_fwd");
     core::implement<bwd<On>>(m, "_fused_linear_divergence_bwd");
   }
@@ -329,7 +326,8 @@ struct Ops {
   // ---- Autograd
 
   /// std::nullopt if no argument requires a gradient.
-  static std::optional<Two> forward_with_graph(
+  template <class>
+  static std::optional<Two> with_graph(
       const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
       const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options, c10::string_view group = "",
       int64_t classes = 0, ClassSizes sizes = {}, Dim sequence_dim = {}) {
@@ -395,63 +393,12 @@ struct Ops {
     return Two(out.divergence, out.entropy);
   }
 
-  static Two autograd(
-      const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options) {
-    if (auto out = forward_with_graph(s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...)) return *out;
-    static const auto op = core::find_op<decltype(whole<Meta>)>("liger::fused_linear_divergence");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
-  }
-
-  static Two autograd_split(
-      const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      c10::string_view group, int64_t classes, const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options,
-      ClassSizes sizes, Dim sequence_dim) {
-    if (auto out = forward_with_graph(
-            s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., group, classes, sizes, sequence_dim)) {
-      return *out;
-    }
-    static const auto op = core::find_op<decltype(split<Meta>)>("liger::vocab_parallel_fused_linear_divergence");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(
-        s_input, s_weight, t_input, t_weight, group, classes, s_bias, t_bias, options..., sizes, sequence_dim);
-  }
-
-  // ---- Autocast: casts the arguments that F.linear casts. The divergence is fp32 in any case.
-
-  template <c10::DeviceType kDevice>
-  struct Autocast {
-    static Tensor cast(const Tensor& t) {
-      return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
-    }
-    static OptionalTensor cast(const OptionalTensor& t) { return t && t->defined() ? OptionalTensor(cast(*t)) : t; }
-
-    static Two whole(
-        const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-        const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options) {
-      static const auto op = core::find_op<decltype(Ops::whole<Meta>)>("liger::fused_linear_divergence");
-      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-      return op.call(
-          cast(s_input), cast(s_weight), cast(t_input), cast(t_weight), cast(s_bias), cast(t_bias), options...);
-    }
-
-    static Two split(
-        const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-        c10::string_view group, int64_t classes, const OptionalTensor& s_bias, const OptionalTensor& t_bias,
-        O... options, ClassSizes sizes, Dim sequence_dim) {
-      static const auto op = core::find_op<decltype(Ops::split<Meta>)>("liger::vocab_parallel_fused_linear_divergence");
-      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-      return op.call(
-          cast(s_input), cast(s_weight), cast(t_input), cast(t_weight), group, classes, cast(s_bias), cast(t_bias),
-          options..., sizes, sequence_dim);
-    }
-
-    static void implement(torch::Library& m) {
-      core::implement<whole>(m, name_of(false));
-      core::implement<split>(m, name_of(true));
-    }
-  };
+  using Whole = ops::Whole<
+      Ops, Two, Types<const Tensor&, const Tensor&, const Tensor&, const Tensor&>,
+      Types<const OptionalTensor&, const OptionalTensor&, O...>>;
+  using Split = ops::Split<
+      Ops, Two, Types<const Tensor&, const Tensor&, const Tensor&, const Tensor&>,
+      Types<const OptionalTensor&, const OptionalTensor&, O...>, Types<ClassSizes, Dim>>;
 };
 
 using Linear =
@@ -477,20 +424,11 @@ core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string models = "Tensor s_input, Tensor s_weight, Tensor t_input, Tensor t_weight, ";
-  const std::string public_options =
-      "Tensor? s_bias=None, Tensor? t_bias=None, *, float beta=0.0, float temperature=1.0, "
-      "float s_logits_scale=1.0, float? s_softcap=None, float t_logits_scale=1.0, float? t_softcap=None, "
-      "Tensor? mask=None, str reduction=\"none\", Tensor? token_weight=None, int? memory_budget=None";
   const std::string biases = "Tensor? s_bias, Tensor? t_bias, ";
   const std::string options =
       "float beta, float temperature, float s_logits_scale, float? s_softcap, float t_logits_scale, float? t_softcap, "
       "Tensor? mask, str reduction, Tensor? token_weight, int? memory_budget, str group, int classes, "
       "int[]? class_sizes, int? sequence_dim, int wanted) -> ";
-  core::define(m, "fused_linear_divergence(" + models + public_options + ") -> (Tensor, Tensor)");
-  core::define(
-      m,
-      "vocab_parallel_fused_linear_divergence(" + models + "str group, int classes, " + public_options +
-          ", int[]? class_sizes=None, int? sequence_dim=None) -> (Tensor, Tensor)");
   core::define(
       m,
       "_fused_linear_divergence_fwd(" + models + biases + "Tensor? total, " + options +
@@ -505,12 +443,7 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
 
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl(name_of(false), Linear::autograd);
-  m.impl(name_of(true), Linear::autograd_split);
-}
-
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Linear::Autocast<c10::DeviceType::CUDA>::implement(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Linear::Autocast<c10::DeviceType::CPU>::implement(m); }
+LIGER_OPERATOR(Linear::Whole)
+LIGER_OPERATOR(Linear::Split)
 
 }  // namespace liger::ops::fused_linear_divergence

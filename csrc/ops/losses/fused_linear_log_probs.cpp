@@ -16,12 +16,7 @@
 // the process group over which the classes are split. Results and d input are the same on all ranks. With sequence_dim,
 // input and d input are this rank's part along that dimension.
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
-
-#include "core/autograd.h"
-#include "core/memory.h"
-#include "core/registration.h"
+#include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_log_probs.h"
 
 namespace liger::ops::fused_linear_log_probs {
@@ -42,7 +37,7 @@ struct Meta {
   static constexpr const Device* device = nullptr;
 };
 
-const char* name_of(bool is_split) {
+constexpr const char* name_of(bool is_split) {
   return is_split ? "vocab_parallel_fused_linear_log_probs" : "fused_linear_log_probs";
 }
 
@@ -145,11 +140,27 @@ using Results5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 /// O: the types of the options in the schemas. Private operators take the split of classes and tokens after these.
 template <class... O>
 struct Ops {
+  using Cpu = fused_linear_log_probs::Cpu;
+  using Cuda = fused_linear_log_probs::Cuda;
+  using Meta = fused_linear_log_probs::Meta;
+  // Casts the arguments that F.linear casts. Results are fp32 in any case.
+  using WholeAutocast = core::AutocastLinear<0, 1, 3>;
+  using SplitAutocast = core::AutocastLinear<0, 1, 5>;
+
+  template <class>
+  static constexpr const char* name(bool is_split) {
+    return name_of(is_split);
+  }
+  template <class>
+  static constexpr const char* schema(bool is_split) {
+    return is_split ? schemas::vocab_parallel_fused_linear_log_probs : schemas::fused_linear_log_probs;
+  }
+
   using Everything = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
   using Dim = std::optional<int64_t>;
 
   template <class On, class... Split>
-  static Forward run(
+  static Forward run_wanted(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       O... options, Split... split) {
     const char* op = name_of(sizeof...(split) > 0);
@@ -166,24 +177,18 @@ struct Ops {
     return {rows.log_probs, rows.entropy, rows.mean_logits, rows.log_sum_sq_probs, rows.is_top1};
   }
 
-  template <class On>
-  static Results5 whole(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
-    return results(run<On>({}, input, weight, target, bias, options...));
-  }
-
-  template <class On>
-  static Results5 split(
-      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
-      const OptionalTensor& bias, O... options, ClassSizes sizes, Dim sequence_dim) {
-    return results(run<On>({}, input, weight, target, bias, options..., group, classes, sizes, sequence_dim));
+  template <class On, class, class... Split>
+  static Results5 run(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
+      Split... split) {
+    return results(run_wanted<On>({}, input, weight, target, bias, options..., split...));
   }
 
   template <class On>
   static Everything fwd(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
       c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    Forward out = run<On>(
+    Forward out = run_wanted<On>(
         Wanted::from_bits(wanted), input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
     return std::tuple_cat(
         results(out), std::make_tuple(out.rows.stats, out.rows.chosen, out.of_log_probs, out.of_entropy));
@@ -264,8 +269,6 @@ struct Ops {
 
   template <class On>
   static void implement(torch::Library& m) {
-    core::implement<whole<On>>(m, name_of(false));
-    core::implement<split<On>>(m, name_of(true));
     core::implement<fwd<On>>(m, "_fused_linear_log_probs_fwd");
     core::implement<bwd<On>>(m, "_fused_linear_log_probs_bwd");
     core::implement<scaled<On>>(m, "_fused_linear_log_probs_scale");
@@ -324,54 +327,19 @@ struct Ops {
     return out;
   }
 
-  static Results5 autograd(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
-    if (auto out = forward_with_graph(input, weight, target, bias, options...)) return results(*out);
-    static const auto op = core::find_op<decltype(whole<Meta>)>("liger::fused_linear_log_probs");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(input, weight, target, bias, options...);
+  template <class, class... Split>
+  static std::optional<Results5> with_graph(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
+      Split... split) {
+    auto out = forward_with_graph(input, weight, target, bias, options..., split...);
+    return out ? std::optional(results(*out)) : std::nullopt;
   }
 
-  static Results5 autograd_split(
-      const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
-      const OptionalTensor& bias, O... options, ClassSizes sizes, Dim sequence_dim) {
-    if (auto out = forward_with_graph(input, weight, target, bias, options..., group, classes, sizes, sequence_dim)) {
-      return results(*out);
-    }
-    static const auto op = core::find_op<decltype(split<Meta>)>("liger::vocab_parallel_fused_linear_log_probs");
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(input, weight, target, group, classes, bias, options..., sizes, sequence_dim);
-  }
-
-  // ---- Autocast: casts the arguments that F.linear casts. Results are fp32 in any case.
-
-  template <c10::DeviceType kDevice>
-  struct Autocast {
-    static Tensor cast(const Tensor& t) {
-      return at::autocast::cached_cast(at::autocast::get_autocast_dtype(kDevice), t, kDevice);
-    }
-    static OptionalTensor cast(const OptionalTensor& t) { return t && t->defined() ? OptionalTensor(cast(*t)) : t; }
-
-    static Results5 whole(
-        const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
-      static const auto op = core::find_op<decltype(Ops::whole<Meta>)>("liger::fused_linear_log_probs");
-      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-      return op.call(cast(input), cast(weight), target, cast(bias), options...);
-    }
-
-    static Results5 split(
-        const Tensor& input, const Tensor& weight, const Tensor& target, c10::string_view group, int64_t classes,
-        const OptionalTensor& bias, O... options, ClassSizes sizes, Dim sequence_dim) {
-      static const auto op = core::find_op<decltype(Ops::split<Meta>)>("liger::vocab_parallel_fused_linear_log_probs");
-      c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-      return op.call(cast(input), cast(weight), target, group, classes, cast(bias), options..., sizes, sequence_dim);
-    }
-
-    static void implement(torch::Library& m) {
-      core::implement<whole>(m, name_of(false));
-      core::implement<split>(m, name_of(true));
-    }
-  };
+  using Whole =
+      ops::Whole<Ops, Results5, Types<const Tensor&, const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>>;
+  using Split = ops::Split<
+      Ops, Results5, Types<const Tensor&, const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>,
+      Types<ClassSizes, Dim>>;
 };
 
 using Linear =
@@ -409,23 +377,13 @@ core::variable_list Node::backward(core::variable_list&& grads) {
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
-  const std::string public_options =
-      "Tensor? bias=None, *, float logits_scale=1.0, float? softcap=None, float temperature=1.0, "
-      "int ignore_index=-100, bool entropy=False, bool entropy_grad=False, bool mean_logits=False, "
-      "bool log_sum_sq_probs=False, bool is_top1=False, int? memory_budget=None";
   const std::string softmax = "float logits_scale, float? softcap, float temperature, int ignore_index, ";
   const std::string classes = "str group, int classes, int[]? class_sizes";
   const std::string options = softmax +
       "bool entropy, bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, int? memory_budget, " +
       classes + ", int? sequence_dim, int wanted) -> ";
-  const std::string five = " -> (Tensor, Tensor, Tensor, Tensor, Tensor)";
   const std::string scale = "Tensor? of_entropy, Tensor target, Tensor? weight, Tensor? stats, Tensor? chosen, " +
       softmax + classes + ") -> ";
-  core::define(m, "fused_linear_log_probs(" + tensors + public_options + ")" + five);
-  core::define(
-      m,
-      "vocab_parallel_fused_linear_log_probs(" + tensors + "str group, int classes, " + public_options +
-          ", int[]? class_sizes=None, int? sequence_dim=None)" + five);
   core::define(
       m,
       "_fused_linear_log_probs_fwd(" + tensors + "Tensor? bias, " + options +
@@ -444,12 +402,7 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
 
-TORCH_LIBRARY_IMPL(liger, Autograd, m) {
-  m.impl(name_of(false), Linear::autograd);
-  m.impl(name_of(true), Linear::autograd_split);
-}
-
-TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Linear::Autocast<c10::DeviceType::CUDA>::implement(m); }
-TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Linear::Autocast<c10::DeviceType::CPU>::implement(m); }
+LIGER_OPERATOR(Linear::Whole)
+LIGER_OPERATOR(Linear::Split)
 
 }  // namespace liger::ops::fused_linear_log_probs

@@ -116,9 +116,7 @@ struct LogProbs
           LogProbs,
           std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, double, int64_t, std::optional<double>, bool)> {
   static constexpr const char* kOp = log_probs::kOp;
-  static constexpr const char* kSchema =
-      "log_probs(Tensor logits, Tensor index, float temperature=1.0, int ignore_index=-100, float? softcap=None, *, "
-      "bool entropy=False) -> (Tensor, Tensor)";
+  static constexpr const char* kSchema = schemas::log_probs;
   using Edges = core::Positions<0>;
   using Forward = Four;  // log_probs, entropy, stats, chosen
   using Cpu = log_probs::Cpu;

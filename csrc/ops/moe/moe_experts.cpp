@@ -244,10 +244,7 @@ struct Experts : ExpertsOperator<
                          const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                          const OptionalTensor&, const OptionalTensor&, O...)> {
   static constexpr const char* kOp = moe_experts::kOp;
-  static constexpr const char* kSchema =
-      "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor weight, Tensor? gate_up_bias=None, "
-      "Tensor? down_bias=None, str activation=\"silu\", *, bool interleaved=False, bool transposed=False, "
-      "float? limit=None, float alpha=1.0, float up_offset=0.0, bool weight_before=False) -> Tensor";
+  static constexpr const char* kSchema = schemas::moe_experts;
   using Edges = core::Positions<0, 1, 2, 4, 5, 6>;
   // x, gate_up, down, index, weight, down_bias, pre, routing
   using Saves = core::Saves<
@@ -305,10 +302,7 @@ struct SortedExperts : ExpertsOperator<
                                const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                const OptionalTensor&, O...)> {
   static constexpr const char* kOp = kSortedOp;
-  static constexpr const char* kSchema =
-      "moe_experts_sorted(Tensor x, Tensor gate_up, Tensor down, Tensor tokens_per_expert, Tensor? gate_up_bias=None, "
-      "Tensor? down_bias=None, str activation=\"silu\", *, bool interleaved=False, bool transposed=False, "
-      "float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor";
+  static constexpr const char* kSchema = schemas::moe_experts_sorted;
   using Edges = core::Positions<0, 1, 2, 4, 5>;
   // x, gate_up, down, down_bias, pre, routing
   using Saves = core::Saves<

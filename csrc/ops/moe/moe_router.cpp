@@ -309,10 +309,7 @@ struct MoeRouter : core::Operator<
                            const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, c10::string_view, bool,
                            double, int64_t, int64_t, bool)> {
   static constexpr const char* kOp = moe_router::kOp;
-  static constexpr const char* kSchema =
-      "moe_router(Tensor logits, int top_k, Tensor? bias=None, Tensor? token_weight=None, str score=\"softmax\", *, "
-      "bool normalize=True, float scale=1.0, int groups=1, int top_groups=1, bool statistics=False) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)";
+  static constexpr const char* kSchema = schemas::moe_router;
   using Edges = core::Positions<0>;
   using Constants = core::Positions<3>;
   using Cpu = moe_router::Cpu;

@@ -18,9 +18,7 @@ struct FusedAddRmsNorm
     : core::Operator<
           FusedAddRmsNorm, Two(const Tensor&, const Tensor&, const OptionalTensor&, double, double, c10::string_view)> {
   static constexpr const char* kOp = "fused_add_rms_norm";
-  static constexpr const char* kSchema =
-      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float offset=0.0, str "
-      "casting_mode=\"llama\") -> (Tensor, Tensor)";
+  static constexpr const char* kSchema = schemas::fused_add_rms_norm;
   using Edges = core::Positions<0, 1, 2>;
   using Forward = std::tuple<Tensor, Tensor, Tensor>;  // y, s, rstd
   using Cpu = rms_norm::Cpu;

@@ -41,8 +41,7 @@ void check(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& 
 struct LayerNorm
     : core::Operator<LayerNorm, Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double)> {
   static constexpr const char* kOp = layer_norm::kOp;
-  static constexpr const char* kSchema =
-      "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor";
+  static constexpr const char* kSchema = schemas::layer_norm;
   using Edges = core::Positions<0, 1, 2>;
   using Forward = std::tuple<Tensor, Tensor>;  // y, statistics
   using Cpu = layer_norm::Cpu;

@@ -44,8 +44,7 @@ namespace {
 struct RmsNorm
     : core::Operator<RmsNorm, Tensor(const Tensor&, const OptionalTensor&, double, double, c10::string_view)> {
   static constexpr const char* kOp = rms_norm::kOp;
-  static constexpr const char* kSchema =
-      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> Tensor";
+  static constexpr const char* kSchema = schemas::rms_norm;
   using Edges = core::Positions<0, 1>;
   using Forward = std::tuple<Tensor, Tensor>;  // y, rstd
   using Saves = core::Saves<core::Argument<0>, core::Argument<1>, core::Result<1>>;

@@ -123,10 +123,7 @@ struct Normed : core::Operator<
                         const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
                         const Tensor&, O...)> {
   static constexpr const char* kOp = qk_norm_rope::kOp;
-  static constexpr const char* kSchema =
-      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps=1e-6, "
-      "float offset=0.0, str casting_mode=\"llama\", *, bool interleaved=False, int[]? mrope_section=None) -> "
-      "(Tensor, Tensor)";
+  static constexpr const char* kSchema = schemas::qk_norm_rope;
   using Edges = core::Positions<0, 1, 2, 3>;
   using Constants = core::Positions<4, 5>;
   using Differentiable = core::Positions<0, 1>;

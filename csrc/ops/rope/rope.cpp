@@ -144,9 +144,7 @@ struct Rotation : core::Operator<Op, Type> {
 
 struct Rope : Rotation<Rope, Two(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, Sections)> {
   static constexpr const char* kOp = rope::kOp;
-  static constexpr const char* kSchema =
-      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False, int[]? mrope_section=None) -> "
-      "(Tensor, Tensor)";
+  static constexpr const char* kSchema = schemas::rope;
   using Constants = core::Positions<2, 3>;
 
   template <class Device>
@@ -189,7 +187,7 @@ struct Rope : Rotation<Rope, Two(const Tensor&, const Tensor&, const Tensor&, co
 
 struct RopeFreqsCis : Rotation<RopeFreqsCis, Two(const Tensor&, const Tensor&, const Tensor&)> {
   static constexpr const char* kOp = kComplexOp;
-  static constexpr const char* kSchema = "rope_freqs_cis(Tensor q, Tensor k, Tensor freqs_cis) -> (Tensor, Tensor)";
+  static constexpr const char* kSchema = schemas::rope_freqs_cis;
   using Constants = core::Positions<2>;
 
   template <class Device>

@@ -10,7 +10,7 @@ import stub_cuda
 from stub_cuda import ROOT
 
 from benchmarks import gemm
-from benchmarks.report import read
+from benchmarks.records import read
 
 # ---- The table on a stub cuBLAS.
 

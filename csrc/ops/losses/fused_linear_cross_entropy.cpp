@@ -25,6 +25,7 @@
 
 #include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
+#include "ops/losses/linear_reduced.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 
@@ -40,19 +41,6 @@ Gradients Meta::backward(
     const char*, const Tensor&, const Tensor& input, const Tensor& weight, const Tensor&, const Tensor& bias,
     const Tensor&, const Tensor&, const Tensor&, const Settings&, Wanted wanted) {
   return empty_gradients(input, weight, bias, wanted.gradients());
-}
-
-Tensor scaled(const char* op_name, const Tensor& gradient, const Tensor& factor, bool overwrite) {
-  using Function = Tensor(const Tensor&, const Tensor&, c10::string_view);
-  using InPlace = void(Tensor&, const Tensor&, c10::string_view);
-  if (!overwrite) {
-    static const auto op = core::find_op<Function>("liger::_cross_entropy_scale");
-    return op.call(gradient, factor, op_name);
-  }
-  static const auto op = core::find_op<InPlace>("liger::_cross_entropy_scale_");
-  Tensor flat = as_long_rows(gradient);
-  op.call(flat, factor, op_name);
-  return gradient;
 }
 
 namespace {
@@ -121,15 +109,6 @@ Settings check(
       !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
   return {o, logits_scale, token_weight, memory_budget, sequence_dim};
 }
-
-struct ReducedBackwardNode : core::BackwardNode<ReducedBackwardNode, 4> {  // gradients of input, weight, bias; scale
-  bool is_split = false;
-
-  auto state() { return std::tie(is_split); }
-
-  std::string name() const override { return Wanted().op(is_split); }
-  core::variable_list backward(core::variable_list&& grads) override;
-};
 
 // input, weight, target, bias, ce_weight, token_weight, stats, totals
 struct BackwardNode : core::BackwardNode<BackwardNode, 8> {
@@ -281,19 +260,12 @@ struct Ops {
               wanted.bits());
     }
     auto edges = torch::autograd::collect_next_edges(input, weight, bias);
-    auto save = [](const auto& t) { return core::SavedVariable(t, false); };
     if (s.o.reduced()) {
-      auto node = core::make_node<ReducedBackwardNode>();
-      node->is_split = s.is_split();
-      node->set_next_edges(std::move(edges));
-      node->saved = {
-          save(out.gradients.input), save(out.gradients.weight), save(out.gradients.bias), save(out.deferred_scale)};
-      torch::autograd::set_history(out.rows.loss, node);
+      connect_reduced(Wanted().op(s.is_split()), out.rows.loss, std::move(edges), out.gradients, out.deferred_scale);
     } else {
       auto node = core::make_node<BackwardNode>();
       node->set_next_edges(std::move(edges));
-      node->saved = {save(input),     save(weight),         save(target),         save(bias),
-                     save(ce_weight), save(s.token_weight), save(out.rows.stats), save(out.rows.totals)};
+      node->save(input, weight, target, bias, ce_weight, s.token_weight, out.rows.stats, out.rows.totals);
       node->s = s;
       node->s.token_weight = std::nullopt;
       node->wanted = wanted.bits();
@@ -325,22 +297,6 @@ struct Ops {
 using Linear =
     Ops<c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
         std::optional<int64_t>>;
-
-core::variable_list ReducedBackwardNode::backward(core::variable_list&& grads) {
-  Tensor grad = std::move(grads[0]);
-  if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
-  core::variable_list out;
-  Tensor deferred_scale = take(3);
-  for (size_t i = 0; i < 3; ++i) {
-    Tensor gradient = take(i);
-    if (gradient.defined()) {
-      Tensor factor = deferred_scale.defined() ? grad * deferred_scale.select(0, i > 0) : grad;
-      gradient = scaled("fused_linear_cross_entropy backward", gradient, factor, may_overwrite(gradient, gradient));
-    }
-    out.push_back(std::move(gradient));
-  }
-  return out;
-}
 
 core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);

@@ -63,12 +63,6 @@ Forward empty_forward(
     const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Settings& s,
     Wanted wanted);
 
-/// A dense tensor as few rows as possible, within the 32-bit columns of the scaling kernel.
-Tensor as_long_rows(const Tensor& t);
-
-/// Multiplies a gradient that forward computed by a factor, at no cost if that is 1; in place if `overwrite`.
-Tensor scaled(const char* op_name, const Tensor& gradient, const Tensor& factor, bool overwrite);
-
 /// (classes in ascending order, the row of each), like the kernel order_targets.
 std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, const Shard& shard, const Options& o);
 

@@ -26,14 +26,15 @@ struct Pass {
   Plan plan;
   TokenOrder order;
   Rows rows;
-  const Tensor local, bias;  // local: (tokens of this rank, H)
+  Tokens tokens;
+  const Tensor bias;
   Tensor weight;
   const double logits_scale;
   const bool sustained;
   Gradients into;
   double shrink = 1;  // scale of d weight and d bias
-  Tensor x, bias_sum, taken;  // x: (M, H)
-  core::Pending reducing;
+  InputGradient dinput;
+  Tensor bias_sum, taken;
 
   Pass(
       const char* op, const Tensor& input, const Tensor& weight_in, const Tensor& target, const Tensor& bias_in,
@@ -43,15 +44,15 @@ struct Pass {
             op, target.numel(), shard.largest, input.scalar_type(), wanted, s.memory_budget, shard.is_split())),
         order(order_of(op, input, target.sizes(), target.numel(), shard, s.sequence_dim, plan)),
         rows(op, shard, order.arrange(target), ce_weight, s.o),
-        local(as_rows(input)),
+        tokens(input, target.numel(), order),
         bias(bias_in),
         weight(weight_in),
         logits_scale(s.logits_scale),
-        sustained(gemm::is_sustained(3.0 * double(target.numel()) * double(local.size(1)) * double(weight.size(0)))),
-        into(gradients),
-        x(order.is_split() ? at::empty({target.numel(), local.size(1)}, local.options()) : local) {
+        sustained(gemm::is_sustained(3.0 * double(target.numel()) * double(tokens.x.size(1)) * double(weight.size(0)))),
+        into(gradients) {
+    const Tensor& x = tokens.x;
     auto floats = x.options().dtype(compute_type(x));
-    if (into.input.defined()) into.input = into.input.view({local.size(0), local.size(1)});
+    if (into.input.defined()) dinput.all = into.input.view({tokens.local.size(0), x.size(1)});
     if (into.bias.defined()) bias_sum = at::zeros({weight.size(0)}, floats);
     if (into.weight.defined() && plan.chunks == 0) into.weight.zero_();
     if ((into.weight.defined() || into.input.defined()) &&
@@ -62,27 +63,23 @@ struct Pass {
 
   /// Gives input and weight the layout that the kernel of the exponentials takes.
   void align() {
-    if (!Exponentials::fits(x)) x = x.clone(at::MemoryFormat::Contiguous);
+    if (!Exponentials::fits(x())) tokens.x = x().clone(at::MemoryFormat::Contiguous);
     if (weight.size(0) > 0 && !Exponentials::fits(weight)) weight = weight.clone(at::MemoryFormat::Contiguous);
   }
 
-  /// Gathers the tokens of a chunk, if input is split.
-  core::Pending fetch(int64_t first) const {
-    if (!order.is_split()) return {};
-    const int64_t count = std::min(plan.chunk, x.size(0) - first) / order.ranks;
-    Tensor part = local.narrow(0, first / order.ranks, count).contiguous();
-    return shard.group->all_gather(x.narrow(0, first, order.ranks * count), part);
-  }
+  const Tensor& x() const { return tokens.x; }
+  int64_t rows_from(int64_t first) const { return std::min(plan.chunk, x().size(0) - first); }
+  core::Pending fetch(int64_t first) const { return tokens.fetch(first, rows_from(first), order, shard); }
 
-  Tensor buffer() const { return at::empty({std::min(plan.chunk, x.size(0)), plan.row}, x.options()); }
+  Tensor buffer() const { return at::empty({rows_from(0), plan.row}, x().options()); }
 
   /// The part of the buffer for the logits of the tokens from `first` on.
   Tensor rows_of(const Tensor& buffer, int64_t first) const {
-    return logits_in(buffer, std::min(plan.chunk, x.size(0) - first), weight.size(0), bias.defined());
+    return logits_in(buffer, rows_from(first), weight.size(0), bias.defined());
   }
 
   Tensor logits(const Tensor& buffer, int64_t first) const {
-    Tensor out = rows_of(buffer, first), part = x.narrow(0, first, out.size(0));
+    Tensor out = rows_of(buffer, first), part = x().narrow(0, first, out.size(0));
     if (bias.defined()) {
       at::addmm_out(out, bias, part, weight.t(), logits_scale, logits_scale);
     } else {
@@ -91,36 +88,18 @@ struct Pass {
     return out;
   }
 
-  /// Memory for d input of a chunk. It is complete after reduce().
-  Tensor input_gradient(int64_t first, int64_t count) const {
-    if (!order.is_split()) return into.input.narrow(0, first, count);
-    return at::empty({count, x.size(1)}, x.options());
-  }
-
-  /// Starts the sum over ranks of what input_gradient() returned.
-  void reduce(const Tensor& dx, int64_t first) {
-    if (!shard.is_split()) return;
-    reducing.wait();
-    if (!order.is_split()) {
-      reducing = shard.group->all_reduce(dx);
-    } else {
-      const int64_t count = dx.size(0) / order.ranks;
-      reducing = shard.group->reduce_scatter(into.input.narrow(0, first / order.ranks, count), dx);
-    }
-  }
-
   /// Adds a chunk's gradients, computed from its d logits. Overwrites dlogits.
   void add(Tensor& dlogits, int64_t first) {
     const int64_t count = dlogits.size(0);
-    if (into.input.defined()) {
-      Tensor dx = input_gradient(first, count);
+    if (dinput.defined()) {
+      Tensor dx = dinput.of_chunk(first, count, order);
       gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);
-      reduce(dx, first);
+      dinput.reduce(dx, first, order, shard);
     }
     if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * shrink);
     if (!into.weight.defined()) return;
     if (taken.defined()) rows.take_targets(dlogits, first, taken);
-    gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
+    gemm::multiply(into.weight, dlogits.t(), x().narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
   }
 
   /// The same on the logits-free path. d input doubles as scratch space: first for the sums, then for the weighed
@@ -129,8 +108,8 @@ struct Pass {
       const Exponentials& by, Exponentials::Chunk& chunk, const Tensor& buffer, int64_t first, const RowsOut& out,
       const Tensor& totals, const Tensor& grad) {
     Tensor e = rows_of(buffer, first);
-    if (!into.input.defined()) return by.compute(chunk, e, {}, first, out, {}, {}, {}, false);
-    Tensor dx = into.input.narrow(0, first, e.size(0));
+    if (!dinput.defined()) return by.compute(chunk, e, {}, first, out, {}, {}, {}, false);
+    Tensor dx = dinput.of_chunk(first, e.size(0), order);
     by.compute(chunk, e, dx, first, out, totals, grad, taken, into.weight.defined());
     if (into.weight.defined()) gemm::multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
     gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
@@ -144,13 +123,13 @@ struct Pass {
       const RowsOut& out, const Tensor& totals, const Tensor& grad) {
     const int64_t first = chunk.first;
     Tensor weighed;
-    if (into.weight.defined()) weighed = at::empty({chunk.rows, x.size(1)}, x.options());
+    if (into.weight.defined()) weighed = at::empty({chunk.rows, x().size(1)}, x().options());
     by.weigh(chunk, e, weighed, gathered, out, totals, grad, taken, weighed.defined());
-    if (into.input.defined()) {
-      Tensor dx = input_gradient(first, chunk.rows);
+    if (dinput.defined()) {
+      Tensor dx = dinput.of_chunk(first, chunk.rows, order);
       gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
       by.rescale(chunk, dx, taken);
-      reduce(dx, first);
+      dinput.reduce(dx, first, order, shard);
     }
     if (weighed.defined()) {
       gemm::multiply(into.weight, e.t(), weighed, first > 0, logits_scale * shrink, sustained);
@@ -158,9 +137,9 @@ struct Pass {
   }
 
   void finish() {
-    if (taken.defined() && into.weight.defined()) rows.add_targets(into.weight, x, taken, logits_scale * shrink);
+    if (taken.defined() && into.weight.defined()) rows.add_targets(into.weight, x(), taken, logits_scale * shrink);
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
-    reducing.wait();
+    dinput.wait();
   }
 };
 
@@ -182,7 +161,7 @@ template <class Rows>
 void run_chunks(
     Pass<Rows>& pass, const RowsOut& out, const Exponentials* exponentials, const Tensor& totals,
     const Tensor& token_weight, const Forward& results, Wanted wanted, bool now) {
-  const int64_t tokens = pass.x.size(0);
+  const int64_t tokens = pass.x().size(0);
   const size_t element = results.rows.loss.element_size();
   Tensor buffer = pass.buffer(), scratch_stats;
   Exponentials::Chunk chunk;
@@ -248,7 +227,7 @@ struct SplitLoop {
   void prepare(SplitChunk& c) const {
     c.tokens.wait();
     if (!exponentials) return;
-    c.exponentials = exponentials->chunk(std::min(pass.plan.chunk, pass.x.size(0) - c.first));
+    c.exponentials = exponentials->chunk(pass.rows_from(c.first));
     c.exponentials.first = c.first;
     exponentials->start(c.exponentials);
     c.gathered = group().all_gather(c.exponentials.base());
@@ -344,7 +323,7 @@ Forward forward(
   Forward out = empty_forward(input, weight, target, bias, s, wanted);
   Pass<Rows> pass(op, input, weight, target, bias, ce_weight, s, wanted, out.gradients);
   Tensor token_weight = rows_of_token_weight(s, input, pass.order);
-  const int64_t tokens = pass.x.size(0);
+  const int64_t tokens = pass.x().size(0);
   const bool now = wanted.any_gradient() && o.reduced();
   RowBuffers rows(out.rows, tokens, o, {wanted.metrics, false});
   Tensor totals = out.rows.totals;
@@ -354,32 +333,21 @@ Forward forward(
   }
   const Tensor counted = totals.defined() ? totals : known;
   if (out.deferred_scale.defined()) {
-    int64_t halvings = 0;
-    while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
-    pass.shrink = std::ldexp(1.0, -int(halvings));
-    Tensor grow = at::empty_like(out.deferred_scale);
-    grow.select(0, 0).fill_(1);
-    grow.select(0, 1).fill_(std::ldexp(1.0, int(halvings)));
-    if (o.mean()) {
-      // Without any target, gradients are 0 and not 0 / 0.
-      Tensor by = totals.select(0, 0), inverse = at::where(by == 0, at::zeros_like(by), by.reciprocal());
-      out.deferred_scale.copy_(grow * inverse);
-      // Both totals are now relative to the first, which is 1.
-      totals = totals * inverse;
-    } else {
-      out.deferred_scale.copy_(grow);
-    }
+    const Tensor inverse = o.mean() ? inverse_or_zero(totals.select(0, 0)) : Tensor();
+    pass.shrink = defer_scale(out.deferred_scale, tokens, inverse);
+    // Both totals are now relative to the first, which is 1.
+    if (o.mean()) totals = totals * inverse;
   }
   std::optional<Exponentials> exponentials;
   const int64_t largest_chunk = std::min(pass.plan.chunk, tokens);
-  if (allows_logits_free_path(s, bias, wanted) && Exponentials::applies(pass.x, pass.shard.largest, largest_chunk)) {
+  if (allows_logits_free_path(s, bias, wanted) && Exponentials::applies(pass.x(), pass.shard.largest, largest_chunk)) {
     // Without gradients, the plan's memory includes the sums.
-    const bool has_room = !s.memory_budget || !now || Exponentials::sums_fit(pass.x, weight);
+    const bool has_room = !s.memory_budget || !now || Exponentials::sums_fit(pass.x(), weight);
     // All ranks must decide alike, whatever the layouts of their weights.
-    if (s.is_split() || (has_room && Exponentials::fits(pass.x) && Exponentials::fits(weight))) {
+    if (s.is_split() || (has_room && Exponentials::fits(pass.x()) && Exponentials::fits(weight))) {
       pass.align();
       exponentials.emplace(
-          op, pass.x, pass.weight, pass.rows.target_rows(), ce_weight, pass.shard, o, s.logits_scale, now);
+          op, pass.x(), pass.weight, pass.rows.target_rows(), ce_weight, pass.shard, o, s.logits_scale, now);
     }
   }
   if (s.is_split()) {
@@ -428,10 +396,10 @@ Gradients backward(
   const auto* at = static_cast<const char*>(stats.const_data_ptr());
   Tensor buffer = pass.buffer();
   core::Pending next = pass.fetch(0);
-  for (int64_t first = 0; first < pass.x.size(0); first += pass.plan.chunk) {
+  for (int64_t first = 0; first < pass.x().size(0); first += pass.plan.chunk) {
     next.wait();
     const int64_t after = first + pass.plan.chunk;
-    if (after < pass.x.size(0)) next = pass.fetch(after);
+    if (after < pass.x().size(0)) next = pass.fetch(after);
     Tensor logits = pass.logits(buffer, first);
     const char* stats_of = at + 3 * first * int64_t(stats.element_size());
     if (logits.size(1) > 0)

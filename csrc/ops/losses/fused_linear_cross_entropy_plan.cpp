@@ -52,13 +52,6 @@ Forward empty_forward(
   return out;
 }
 
-Tensor as_long_rows(const Tensor& t) {
-  Tensor flat = t.dim() == 2 && t.stride(0) == 1 ? t.t() : t;
-  if (!flat.is_contiguous()) return t;
-  if (flat.numel() < std::numeric_limits<int32_t>::max()) return flat.view({1, -1});
-  return flat.view({-1, flat.size(-1)});
-}
-
 namespace {
 
 /// Targets as int32 columns of this rank; -1 for tokens without one.

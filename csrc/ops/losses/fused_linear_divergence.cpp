@@ -22,8 +22,8 @@
 #include <cmath>
 
 #include "ops/losses/forms.h"
-#include "ops/losses/fused_linear_cross_entropy.h"
 #include "ops/losses/fused_linear_divergence_pass.h"
+#include "ops/losses/linear_reduced.h"
 
 namespace liger::ops::fused_linear_divergence {
 namespace {
@@ -150,31 +150,6 @@ Results empty_results(const Arguments& a, const Options& o, c10::SymIntArrayRef 
 }
 
 // ---- Backward nodes
-
-struct ReducedNode : core::BackwardNode<ReducedNode, 4> {  // gradients of input, weight, bias; scale
-  bool is_split = false;
-
-  auto state() { return std::tie(is_split); }
-
-  std::string name() const override { return name_of(is_split); }
-
-  core::variable_list backward(core::variable_list&& grads) override {
-    Tensor grad = std::move(grads[0]);
-    if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
-    core::variable_list out;
-    Tensor deferred_scale = take(3);
-    for (size_t i = 0; i < 3; ++i) {
-      Tensor gradient = take(i);
-      if (gradient.defined()) {
-        Tensor factor = deferred_scale.defined() ? grad * deferred_scale.select(0, i > 0) : grad;
-        gradient = fused_linear_cross_entropy::scaled(
-            name_of_backward(is_split), gradient, factor, may_overwrite(gradient, gradient));
-      }
-      out.push_back(std::move(gradient));
-    }
-    return out;
-  }
-};
 
 struct FrozenHeadNode : core::BackwardNode<FrozenHeadNode, 1> {  // gradient of input for incoming gradients of 1
   std::string group;
@@ -365,26 +340,21 @@ struct Ops {
               s_input, s_weight, t_input, t_weight, s_bias, t_bias, {}, options..., group, classes, sizes, sequence_dim,
               wanted.bits());
     }
-    auto save = [](const auto& t) { return core::SavedVariable(t, false); };
+    auto edges = [&] { return torch::autograd::collect_next_edges(s_input, s_weight, s_bias); };
     auto attach = [&](const auto& node) {
-      node->set_next_edges(torch::autograd::collect_next_edges(s_input, s_weight, s_bias));
+      node->set_next_edges(edges());
       torch::autograd::set_history(out.divergence, node);
     };
     if (o.reduced()) {
-      auto node = core::make_node<ReducedNode>();
-      node->saved = {
-          save(out.gradients.input), save(out.gradients.weight), save(out.gradients.bias), save(out.deferred_scale)};
-      node->is_split = is_split;
-      attach(node);
+      connect_reduced(op, out.divergence, edges(), out.gradients, out.deferred_scale);
     } else if (computes_now(o, wanted)) {
       auto node = core::make_node<FrozenHeadNode>();
-      node->saved = {save(out.gradients.input)};
+      node->save(out.gradients.input);
       node->group = o.vocabulary.group, node->sequence_dim = o.sequence_dim;
       attach(node);
     } else {
       auto node = core::make_node<TrainedHeadNode>();
-      node->saved = {save(s_input), save(s_weight), save(t_input),        save(t_weight), save(s_bias),
-                     save(t_bias),  save(a.mask),   save(a.token_weight), save(out.stats)};
+      node->save(s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.mask, a.token_weight, out.stats);
       node->o = o, node->wanted = wanted.bits();
       attach(node);
     }

@@ -155,24 +155,15 @@ inline void store_facts(const Tensor& facts, Rows& r) {
 // ---- The loops
 
 /// One model in a call: its tokens in the order of the call, and its head.
-struct Model {
-  Tensor local, x;  // (tokens of this rank, H), (M, H)
+struct Model : Tokens {
   Tensor weight, bias;  // bias: in the compute type
 
   Model(
       const Tensor& input, const Tensor& weight_in, const Tensor& bias_in, int64_t tokens, const TokenOrder& order,
       at::ScalarType compute)
-      : local(as_rows(input)),
-        x(order.is_split() ? at::empty({tokens, local.size(1)}, local.options()) : local),
+      : Tokens(input, tokens, order),
         weight(weight_in),
         bias(bias_in.defined() ? bias_in.to(compute).contiguous() : bias_in) {}
-
-  /// Gathers the tokens of a chunk, if the input is split.
-  core::Pending fetch(int64_t first, int64_t count, const TokenOrder& order, const Shard& shard) const {
-    if (!order.is_split()) return {};
-    const Tensor part = local.narrow(0, first / order.ranks, count / order.ranks).contiguous();
-    return shard.group->all_gather(x.narrow(0, first, count), part);
-  }
 
   /// Logits without bias and scale, of out.size(1) classes from `c` on, in out's dtype, which is at least that of x.
   void project(Tensor out, int64_t first, int64_t c, bool sustained) const {
@@ -219,8 +210,8 @@ struct Pass {
   Tensor divergence, entropy, stats;  // (M,), (M,), (5, M)
   double shrink = 1;  // scale of d weight and d bias
   Gradients into;
+  InputGradient dinput;
   Tensor sum, dx, bias_sum;  // sum: d input over the classes, if wider than d input. dx: d input of a chunk
-  core::Pending reducing;
 
   template <class MakePlan>
   Pass(
@@ -264,7 +255,7 @@ struct Pass {
   void compute_gradients(const Gradients& gradients, const Tensor& upstream) {
     into = gradients;
     grad = upstream.defined() ? arranged(upstream).to(a.compute()) : upstream;
-    if (into.input.defined()) into.input = into.input.view({student.local.size(0), student.local.size(1)});
+    if (into.input.defined()) dinput.all = into.input.view({student.local.size(0), student.local.size(1)});
     if (into.bias.defined()) bias_sum = at::zeros({shard.n}, a.numbers());
   }
 
@@ -296,16 +287,13 @@ struct Pass {
   void add(const Tensor& dlogits, int64_t first, int64_t c) {
     const double scale = o.student.scale;
     const int64_t count = dlogits.size(0), classes = dlogits.size(1);
-    if (into.input.defined()) {
-      if (c == 0) {
-        dx = order.is_split() ? at::empty({count, student.x.size(1)}, student.x.options())
-                              : into.input.narrow(0, first, count);
-      }
+    if (dinput.defined()) {
+      if (c == 0) dx = dinput.of_chunk(first, count, order);
       const Tensor total = sum.defined() ? sum.narrow(0, 0, count) : dx;
       multiply_by_weight(total, dlogits, student.weight.narrow(0, c, classes), c > 0, scale, sustained);
       if (c + classes == shard.n) {
         if (sum.defined()) dx.copy_(total);
-        reduce(first);
+        dinput.reduce(dx, first, order, shard);
       }
     }
     if (bias_sum.defined()) {
@@ -318,21 +306,9 @@ struct Pass {
     }
   }
 
-  /// Starts the sum of dx over ranks.
-  void reduce(int64_t first) {
-    if (!shard.is_split()) return;
-    reducing.wait();
-    if (!order.is_split()) {
-      reducing = shard.group->all_reduce(dx);
-    } else {
-      const int64_t count = dx.size(0) / order.ranks;
-      reducing = shard.group->reduce_scatter(into.input.narrow(0, first / order.ranks, count), dx);
-    }
-  }
-
   void finish() {
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
-    reducing.wait();
+    dinput.wait();
   }
 };
 
@@ -501,15 +477,9 @@ inline void forward(
                                  : total_of(a, factor, tokens);
   Tensor grad = factor;
   if (wanted.any() && (out.deferred_scale.defined() || o.mean())) {
-    // Without anything to divide by, gradients are 0 and not 0 / 0.
-    const Tensor inverse = o.mean() ? at::where(total == 0, at::zeros_like(total), total.reciprocal()) : Tensor();
+    const Tensor inverse = o.mean() ? inverse_or_zero(total) : Tensor();
     if (out.deferred_scale.defined()) {
-      int64_t halvings = 0;
-      while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
-      pass.shrink = std::ldexp(1.0, -int(halvings));
-      out.deferred_scale.select(0, 0).fill_(1);
-      out.deferred_scale.select(0, 1).fill_(std::ldexp(1.0, int(halvings)));
-      if (o.mean()) out.deferred_scale.mul_(inverse);
+      pass.shrink = defer_scale(out.deferred_scale, tokens, inverse);
     } else {
       grad = factor.defined() ? factor * inverse : inverse.expand(positions).contiguous();
     }

@@ -137,24 +137,23 @@ struct Pass {
   const Shard shard;
   Plan plan;
   TokenOrder order;
-  const Tensor local;  // the tokens of this rank
-  Tensor x, index;  // (M, H), (M, K)
+  const Tokens input;
+  const Tensor index;  // (M, K)
   const Head head;
 
   Pass(
-      const char* op_name, const Device& on, const Tensor& input, const Tensor& weight, const Tensor& target,
-      const Tensor& bias, const Settings& settings, Shard part, Plan given)
+      const char* op_name, const Device& on, const Tensor& given, const Tensor& weight, const Tensor& target,
+      const Tensor& bias, const Settings& settings, Shard part, Plan planned)
       : op(op_name),
         device(on),
         s(settings),
-        sizes(input, target),
+        sizes(given, target),
         shard(std::move(part)),
-        plan(given),
-        order(order_of(op, input, target.sizes(), sizes.tokens, shard, s.sequence_dim, plan)),
-        local(as_rows(input)),
-        x(order.is_split() ? at::empty({sizes.tokens, sizes.hidden}, local.options()) : local),
+        plan(planned),
+        order(order_of(op, given, target.sizes(), sizes.tokens, shard, s.sequence_dim, plan)),
+        input(given, sizes.tokens, order),
         index(arranged(target, sizes.ids).contiguous()),
-        head(x, sizes.tokens, weight, bias, s.logits_scale) {}
+        head(input.x, sizes.tokens, weight, bias, s.logits_scale) {}
 
   /// Numbers per token in the order of this call, (M, each).
   Tensor arranged(const Tensor& t, int64_t each) const {
@@ -162,21 +161,14 @@ struct Pass {
     return (ordered ? order.arrange(t, each) : t).reshape({sizes.tokens, each});
   }
 
-  at::TensorOptions numbers() const { return local.options().dtype(compute_type(local)); }
+  at::TensorOptions numbers() const { return input.x.options().dtype(compute_type(input.x)); }
   int64_t rows_from(int64_t first) const { return std::min(plan.chunk, sizes.tokens - first); }
   Tensor buffer(int64_t classes) const {
-    return at::empty(
-        {std::min(plan.chunk, sizes.tokens), logits_stride(classes, local.scalar_type())}, local.options());
+    return at::empty({rows_from(0), logits_stride(classes, input.x.scalar_type())}, input.x.options());
   }
   Columns columns(int64_t first_class) const { return {shard.first + first_class, shard.classes, "target"}; }
 
-  /// Gathers the tokens of a chunk, if input is split.
-  core::Pending fetch(int64_t first) const {
-    if (!order.is_split()) return {};
-    const int64_t count = rows_from(first) / order.ranks;
-    Tensor part = local.narrow(0, first / order.ranks, count).contiguous();
-    return shard.group->all_gather(x.narrow(0, first, order.ranks * count), part);
-  }
+  core::Pending fetch(int64_t first) const { return input.fetch(first, rows_from(first), order, shard); }
 
   /// Overwrites logits of classes from first_class on with their gradient, or writes it to `into`.
   void differentiate(
@@ -302,7 +294,7 @@ struct ForwardPass : Pass {
     c.tokens.wait();
     const int64_t rows = rows_from(c.first), classes = shard.n;
     c.logits = logits_in(memory, rows, classes, head.bias.defined());
-    if (classes > 0) head.logits(c.logits, x.narrow(0, c.first, rows), 0);
+    if (classes > 0) head.logits(c.logits, input.x.narrow(0, c.first, rows), 0);
     const Tensor ids = index.narrow(0, c.first, rows);
     if (!shard.is_split()) {
       Results results = at_tokens(c.first);
@@ -444,38 +436,30 @@ inline void backward(
   };
   const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, sizes.ids);
   const Tensor g = arranged(grad, sizes.ids), h = arranged(grad_entropy, 1);
-  Tensor dinput = into.input.defined() ? into.input.view({pass.local.size(0), sizes.hidden}) : Tensor(), bias_sum;
+  InputGradient dinput;
+  if (into.input.defined()) dinput.all = into.input.view({pass.input.local.size(0), sizes.hidden});
+  Tensor bias_sum;
   if (into.bias.defined()) bias_sum = at::zeros({classes}, pass.numbers());
   if (into.weight.defined() && pass.plan.chunks == 0) into.weight.zero_();
   // One block needs no sums over classes.
   const bool sums = dinput.defined() && plan.classes < classes && at::isReducedFloatingType(input.scalar_type());
   Tensor buffer = pass.plan.chunks > 0 ? pass.buffer(std::min(plan.classes, classes)) : Tensor(), sum;
   if (sums) sum = at::empty({std::min(pass.plan.chunk, tokens), sizes.hidden}, pass.numbers());
-  core::Pending next = pass.plan.chunks > 0 ? pass.fetch(0) : core::Pending(), reducing;
+  core::Pending next = pass.plan.chunks > 0 ? pass.fetch(0) : core::Pending();
   for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
     next.wait();
     const int64_t rows = pass.rows_from(first), after = first + pass.plan.chunk;
     if (after < tokens) next = pass.fetch(after);
-    const Tensor x = pass.x.narrow(0, first, rows);
+    const Tensor x = pass.input.x.narrow(0, first, rows);
     Upstream upstream;
     if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
     if (h.defined()) upstream.entropy = h.narrow(0, first, rows);
-    Tensor dx;
-    if (dinput.defined()) {
-      dx = order.is_split() ? at::empty({rows, sizes.hidden}, input.options()) : dinput.narrow(0, first, rows);
-    }
+    const Tensor dx = dinput.defined() ? dinput.of_chunk(first, rows, order) : Tensor();
     const Tensor total = sums ? sum.narrow(0, 0, rows) : dx;
     /// Of all classes, over ranks.
     auto finish_input = [&]() {
       if (sums) dx.copy_(total);
-      if (!pass.shard.is_split()) return;
-      reducing.wait();
-      if (!order.is_split()) {
-        reducing = pass.shard.group->all_reduce(dx);
-      } else {
-        const int64_t count = rows / order.ranks;
-        reducing = pass.shard.group->reduce_scatter(dinput.narrow(0, first / order.ranks, count), dx);
-      }
+      dinput.reduce(dx, first, order, pass.shard);
     };
     if (dx.defined() && classes == 0) dx.zero_(), finish_input();
     for (int64_t c = 0; c < classes; c += plan.classes) {
@@ -497,7 +481,7 @@ inline void backward(
     }
   }
   if (into.bias.defined()) into.bias.copy_(bias_sum);
-  reducing.wait();
+  dinput.wait();
 }
 
 /// The gradient of input from what forward made of a frozen head, into `out`, which may be of_log_probs. stats, chosen

@@ -7,6 +7,7 @@
 #include <ATen/WrapDimUtils.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -186,7 +187,67 @@ inline TokenOrder order_of(
   return order;
 }
 
+/// The tokens of an input, in the order of the call.
+struct Tokens {
+  at::Tensor local, x;  // (tokens of this rank, H), (M, H)
+
+  Tokens(const at::Tensor& input, int64_t tokens, const TokenOrder& order)
+      : local(as_rows(input)), x(order.is_split() ? at::empty({tokens, local.size(1)}, local.options()) : local) {}
+
+  /// Gathers `count` tokens from `first` on, if the input is split.
+  core::Pending fetch(int64_t first, int64_t count, const TokenOrder& order, const cross_entropy::Shard& shard) const {
+    if (!order.is_split()) return {};
+    const at::Tensor part = local.narrow(0, first / order.ranks, count / order.ranks).contiguous();
+    return shard.group->all_gather(x.narrow(0, first, count), part);
+  }
+};
+
 // ---- Gradients
+
+/// The gradient of an input, chunk by chunk. Over split classes it is a sum over ranks, which runs while the caller goes
+/// on.
+struct InputGradient {
+  at::Tensor all;  // (tokens of this rank, H); undefined: not wanted
+  core::Pending reducing;
+
+  bool defined() const { return all.defined(); }
+
+  /// Memory for the gradient of `count` tokens from `first` on. It is complete after reduce() and wait().
+  at::Tensor of_chunk(int64_t first, int64_t count, const TokenOrder& order) const {
+    return order.is_split() ? at::empty({count, all.size(1)}, all.options()) : all.narrow(0, first, count);
+  }
+
+  /// Starts the sum over ranks of what of_chunk() returned.
+  void reduce(const at::Tensor& dx, int64_t first, const TokenOrder& order, const cross_entropy::Shard& shard) {
+    if (!shard.is_split()) return;
+    reducing.wait();
+    if (!order.is_split()) {
+      reducing = shard.group->all_reduce(dx);
+    } else {
+      const int64_t count = dx.size(0) / order.ranks;
+      reducing = shard.group->reduce_scatter(all.narrow(0, first / order.ranks, count), dx);
+    }
+  }
+
+  void wait() { reducing.wait(); }
+};
+
+/// 1 / total, and 0 for 0: without anything to divide by, gradients are 0 and not 0 / 0.
+inline at::Tensor inverse_or_zero(const at::Tensor& total) {
+  return at::where(total == 0, at::zeros_like(total), total.reciprocal());
+}
+
+/// fp16 cannot represent small gradients, so forward scales those of weight and bias down by a power of two. Fills the
+/// factors that backward applies, (of input's gradient, of weight's and bias's), and returns that power. inverse: another
+/// factor for both, if defined.
+inline double defer_scale(at::Tensor& factors, int64_t tokens, const at::Tensor& inverse) {
+  int64_t halvings = 0;
+  while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
+  factors.select(0, 0).fill_(1);
+  factors.select(0, 1).fill_(std::ldexp(1.0, int(halvings)));
+  if (inverse.defined()) factors.mul_(inverse);
+  return std::ldexp(1.0, -int(halvings));
+}
 
 struct Gradients {
   at::Tensor input, weight, bias;

@@ -316,7 +316,7 @@ COMPLEX_ERRORS = {
     "real": (torch.ones(5, 8), "be ComplexFloat"),
     "too wide": (torch.ones(5, 9, dtype=torch.complex64), "rotate at most q's head size, 16"),
     "of another sequence": (torch.ones(4, 8, dtype=torch.complex64), "have one row for each of q's 5 positions"),
-    "trained": (torch.ones(5, 8, dtype=torch.complex64, requires_grad=True), "freqs_cis must not require a gradient"),
+    "trained": (torch.ones(5, 8, dtype=torch.complex64, requires_grad=True), "not require a gradient"),
 }
 
 

@@ -62,9 +62,10 @@ def _of_linear(
     token_weight: Tensor | None,
     memory_budget: int | None,
     whole: Callable[[Tensor], Tensor] = lambda logits: logits,
+    classes: int | None = None,
 ) -> tuple[Tensor, ...]:
     """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V) and targets (tokens,).
-    whole: makes the logits of all classes."""
+    whole: makes the logits of all `classes`, if `weight` has a part of them."""
     _check(op, label_smoothing, lse_square_scale, softcap)
     demand(math.isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale)
     positive = memory_budget is None or memory_budget > 0
@@ -83,7 +84,7 @@ def _of_linear(
 
     rows, y = torch.atleast_2d(input).flatten(0, -2), target.flatten()
     factor = None if token_weight is None else token_weight.flatten()
-    chunk = chunk_size(weight.shape[0], memory_budget)
+    chunk = chunk_size(weight.shape[0] if classes is None else classes, memory_budget)
     if y.shape[0] <= chunk:
         found = of_chunk(rows, y, factor)
     else:

@@ -40,8 +40,9 @@ def _of_linear(
     is_top1: bool,
     memory_budget: int | None,
     whole: Callable[[Tensor], Tensor] = lambda logits: logits,
+    classes: int | None = None,
 ) -> LinearLogProbs:
-    """whole: makes the logits of all classes."""
+    """whole: makes the logits of all `classes`, if `weight` has a part of them."""
     demand(math.isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale)
     demand(softcap is None or 0 < softcap < math.inf, op, "softcap", "be positive and finite", softcap)
     demand(0 < temperature < math.inf, op, "temperature", "be positive and finite", temperature)
@@ -68,7 +69,7 @@ def _of_linear(
     count = tokens.numel()
     several = target.dim() == input.dim()
     x, ids = input.reshape(count, input.shape[-1]), target.reshape(count, target.shape[-1] if several else 1)
-    chunk = chunk_size(weight.shape[0], memory_budget)
+    chunk = chunk_size(weight.shape[0] if classes is None else classes, memory_budget)
     if count <= chunk:
         found = of_chunk(x, ids)
     else:

@@ -34,7 +34,7 @@ def _of_split(
     x, whole = split_linear(op, input, weight, target.shape, group, classes, class_sizes, sequence_dim)
     return _of_linear(
         op, describe, x, weight, target, bias, ce_weight, reduction, ignore_index, label_smoothing, lse_square_scale,
-        softcap, logits_scale, token_weight, memory_budget, whole,
+        softcap, logits_scale, token_weight, memory_budget, whole, classes,
     )  # fmt: skip
 
 

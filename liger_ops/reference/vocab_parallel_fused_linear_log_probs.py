@@ -50,5 +50,5 @@ def vocab_parallel_fused_linear_log_probs(
     x, whole = split_linear(op, input, weight, target.shape, group, classes, class_sizes, sequence_dim)
     return _of_linear(
         op, x, weight, target, bias, logits_scale, softcap, temperature, ignore_index, entropy, mean_logits,
-        log_sum_sq_probs, is_top1, memory_budget, whole,
+        log_sum_sq_probs, is_top1, memory_budget, whole, classes,
     )  # fmt: skip

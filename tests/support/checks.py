@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -335,6 +335,20 @@ def forked_output_of(code: str, imports: Sequence[str] = (), **env: str) -> str:
 def successful(done: subprocess.CompletedProcess) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@contextmanager
+def autocast_of_fake_gpus() -> Iterator[None]:
+    """Tensors are made without memory, and CUDA autocast runs on them without a GPU. torch.autocast would want one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
 
 
 def count_graphs() -> tuple[Callable, list]:

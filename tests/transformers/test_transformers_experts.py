@@ -9,6 +9,7 @@ from language_models import ARCHITECTURES, MOE, SIZES, clone, step, tokens, trai
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from liger_ops import functional
 from liger_ops.transformers import apply_liger_kernel, experts, register_experts, unpatch
 from liger_ops.transformers.patch import SWITCHES
 
@@ -99,6 +100,19 @@ def test_options_are_found():
     gpt_oss = experts.identify(stack_of(make("gpt_oss")))
     assert gpt_oss == experts.Experts("silu", True, True, 7.0, 1.702, 1.0, True)
     assert experts.identify(stack_of(make("qwen3_moe"))) == experts.Experts("silu", False, False, None, 1.0, 0.0, False)
+
+
+def test_weights_of_routes_keep_their_precision():
+    """transformers multiplies by them in fp32."""
+    stack = stack_of(make("qwen3_moe")).bfloat16()
+    x, index, weight = torch.randn(4, SIZES["hidden_size"]).bfloat16(), torch.tensor([[0, 2]] * 4), torch.rand(4, 2)
+    assert apply_liger_kernel(stack).rows[0].replacement == "moe_experts"
+    with torch.no_grad():
+        exact, rounded = (
+            functional.moe_experts(x, stack.gate_up_proj, stack.down_proj, index, w)
+            for w in (weight, weight.bfloat16())
+        )
+        assert torch.equal(stack(x, index, weight), exact) and not torch.equal(exact, rounded)
 
 
 def test_without_the_switch_only_the_gate_is_replaced():

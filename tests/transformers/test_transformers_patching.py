@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import output_of
+from checks import autocast_of_fake_gpus, output_of
 from language_models import ARCHITECTURES, make, nodes, step, tokens
 from patched_models import FUSED, assert_same_step, patched
 from torch import nn
@@ -501,6 +501,17 @@ def test_norms_of_torch(norm, dtype):
     assert apply_liger_kernel(norm).rows[0].replacement
     assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm))
     torch.testing.assert_close(norm(x), expected)
+
+
+def test_norms_keep_their_dtype_in_autocast():
+    """On GPUs, where autocast runs the operator in fp32."""
+    norm = modeling_llama.LlamaRMSNorm(16)
+    ours = copy.deepcopy(norm)
+    assert apply_liger_kernel(ours).rows[0].replacement == "rms_norm"
+    with autocast_of_fake_gpus():
+        x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 16), (16,)))
+        norm.weight = ours.weight = nn.Parameter(weight, requires_grad=False)
+        assert ours(x).dtype == norm(x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])

@@ -22,6 +22,8 @@ import liger_ops
 from liger_ops._accuracy import Roundings, compute_dtype, rounded
 
 ROOT = Path(__file__).resolve().parents[2]
+# As the tests were started. torch.compile sets it too, perhaps to a folder that only this process uses.
+INDUCTOR_CACHE = {k: v for k, v in os.environ.items() if k == "TORCHINDUCTOR_CACHE_DIR"}
 HALF_TYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, *HALF_TYPES)
 
@@ -319,9 +321,8 @@ def run_forked(code: str, imports: Sequence[str] = (), **env: str) -> subprocess
 def environment_of_tree(**env: str) -> dict[str, str]:
     """Environment variables with which Python imports this source tree and its test helpers."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]))
-    # torch.compile sets TORCHINDUCTOR variables that are valid in this process only.
-    own = {k: v for k, v in os.environ.items() if "TORCHINDUCTOR" not in k}
-    return {**own, "PYTHONPATH": path, **env}
+    own = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    return {**own, **INDUCTOR_CACHE, "PYTHONPATH": path, **env}
 
 
 def output_of(code: str, **env: str) -> str:

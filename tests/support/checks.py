@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,28 @@ def roundings(
     return Roundings(oracle, of_rounded, inputs, precision)
 
 
+def assert_as_the_formula(
+    ours: Iterable[tuple[str, Tensor]], formula: Callable[..., Mapping[str, Tensor]], inputs: Sequence[Tensor],
+    precision: torch.dtype | None = None, scales: Mapping[str, float] | None = None,
+) -> None:  # fmt: skip
+    """ours: a result's name in the formula, and what was computed. Its error against fp64 may be that of the formula in
+    fp32, its own rounding, or what roundings of the inputs do, see assert_no_worse. precision: that of intermediate
+    results, if it is not that of sums. scales: of results that may be differences of larger terms."""
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+    precision = precision or compute_dtype(leaves)
+    exact, eager = (formula(*(like(t, dtype) for t in leaves)) for dtype in (torch.float64, compute_dtype(leaves)))
+
+    def of_rounded() -> list[Tensor]:
+        found = formula(*rounded(leaves, precision))
+        return [found[name].detach() for name in exact]
+
+    bounds = Roundings([t.detach() for t in exact.values()], of_rounded, leaves, precision, smooth=True)
+    for name, t in ours:
+        truth, i = exact[name].detach(), [*exact].index(name)
+        theirs, scale = eager[name].detach().to(t.dtype), (scales or {}).get(name, 0.0)
+        assert_no_worse(name, t, theirs, truth, scale, bounds=(bounds, i))
+
+
 def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
     """Spacing of subnormal numbers, relative to the oracle's largest magnitude. Matters for fp16 values below 6e-5."""
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
@@ -173,6 +195,13 @@ def check_op(
     sets the tolerance."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
+    check_results(ours, reference, inputs, grads_out)
+
+
+def check_results(
+    ours: Sequence[Tensor], reference: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]
+) -> None:
+    """As check_op, for outputs and gradients that are there already."""
     eager = gradients(reference, [like(t) for t in inputs], grads_out)
     oracle = gradients(reference, [like(t, torch.float64) for t in inputs], grads_out)
     bounds = roundings(reference, inputs, grads_out, oracle)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import output_of
 from language_models import ARCHITECTURES, MOE, SIZES, clone, step, tokens, train
+from patched_models import assert_same_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,10 +47,7 @@ def test_a_step_agrees_with_eager(name):
     eager.config._experts_implementation = "eager"
     rows = rows_of(apply_liger_kernel(model))
     assert rows and all((row.replacement, row.reason) == ("moe_experts", "") for row in rows)
-    (ours, our_gradients), (theirs, their_gradients) = step(model, tokens()), step(eager, tokens())
-    torch.testing.assert_close(ours, theirs)
-    for parameter, gradient in their_gradients.items():
-        torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-4, atol=1e-6)
+    assert_same_step(model, tokens(), step(eager, tokens()))
     assert unpatch(model) and not rows_of(apply_liger_kernel(model, moe_experts=False, swiglu=False))[0].replacement
 
 
@@ -60,10 +58,7 @@ def test_transformers_chooses_the_operator_by_name(name):
     chosen, eager = clone(model, torch.float32), clone(model, torch.float32)
     chosen.set_experts_implementation("liger_ops")
     eager.set_experts_implementation("eager")
-    (ours, our_gradients), (theirs, their_gradients) = step(chosen, tokens()), step(eager, tokens())
-    torch.testing.assert_close(ours, theirs)
-    for parameter, gradient in their_gradients.items():
-        torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-4, atol=1e-6)
+    assert_same_step(chosen, tokens(), step(eager, tokens()))
     assert stack_of(chosen).liger_experts == experts.identify(stack_of(model))
 
 
@@ -224,12 +219,9 @@ def test_lora_on_weights_of_experts(name, order, targets):
     layers = model.config.num_hidden_layers
     weights = WEIGHTS if len(targets) > 1 else GATE_UP
     assert wanted_by(model) == [X | ROUTING | weights] * (layers - 1) + [weights]
-    (ours, our_gradients), (theirs, their_gradients) = step(model, tokens()), step(eager, tokens())
-    torch.testing.assert_close(ours, theirs)
-    assert our_gradients.keys() == their_gradients.keys()
-    assert len(our_gradients) == 2 * len(targets) * layers and all("lora" in name for name in our_gradients)
-    for parameter, gradient in their_gradients.items():
-        torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-4, atol=1e-6)
+    expected = step(eager, tokens())
+    assert_same_step(model, tokens(), expected)
+    assert len(expected[1]) == 2 * len(targets) * layers and all("lora" in name for name in expected[1])
 
 
 # ---- Training

@@ -161,6 +161,15 @@ def assert_as_the_formula(
         assert_no_worse(name, t, theirs, truth, scale, bounds=(bounds, i))
 
 
+def assert_most_digits(ours: Sequence[Tensor], theirs: Sequence[Tensor], scale: float = 1.0) -> None:
+    """Two codes of a long formula, whose ratios and differences lose digits: two thirds of them agree, as Roundings demands
+    at least."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.shape == b.shape, f"result {i}: shape {tuple(a.shape)}, expected {tuple(b.shape)}"
+        error, allowed = distance(a, b, scale), torch.finfo(compute_dtype([a])).eps ** (2 / 3)
+        assert error <= allowed, f"result {i}: error {error:.3g}, allowed {allowed:.3g}"
+
+
 def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
     """Spacing of subnormal numbers, relative to the oracle's largest magnitude. Matters for fp16 values below 6e-5."""
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps

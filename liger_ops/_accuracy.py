@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
@@ -25,16 +26,18 @@ class Roundings:
         results: Callable[[], Sequence[Tensor]],
         inputs: Iterable[Tensor | None],
         precision: torch.dtype,
+        smooth: bool = False,
     ) -> None:
-        """oracle, results: in fp64, of the inputs and of the rounded() inputs."""
+        """oracle, results: in fp64, of the inputs and of the rounded() inputs. smooth: nothing is chosen by its value."""
         self.oracle, self.results, self.eps = oracle, cache(results), torch.finfo(precision).eps
         self.present = [t for t in inputs if t is not None]
+        # If a rounding changes which of two equal values is the largest, the movement says nothing about errors.
+        self.most = math.inf if smooth else self.eps ** (2 / 3)
 
     def bound(self, i: int, distance: Callable[[Tensor, Tensor], float]) -> float:
         """For the distance of result i from the oracle."""
         moved = distance(self.results()[i], self.oracle[i])
-        # If a rounding changes which of two equal values is the largest, the movement says nothing about errors.
-        return min(self.OPERATIONS * moved + self.sums(i), self.eps ** (2 / 3))
+        return min(self.OPERATIONS * moved + self.sums(i), self.most)
 
     def sums(self, i: int) -> float:
         """Of the most terms that a result can add up: a row, or all elements that meet in one of the result's."""

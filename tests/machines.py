@@ -73,15 +73,15 @@ def faces(seeds: int) -> list[Face]:
 def verdicts(face: Face, tier: str, paths: list[str], jobs: int, folder: Path) -> dict[str, str]:
     """ "passed" or the end of the failure's text, by test."""
     report = folder / "report.xml"
+    # Inductor's cache does not ask for the capability that its code was made for.
+    compiled = folder / face.environment.get("ATEN_CPU_CAPABILITY", "own")
+    chosen = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "OMP_WAIT_POLICY": "passive", **face.environment}
     report.unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", tier, f"--junit-xml={report}",
         *(["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []), *face.options, *paths,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=TESTS.parent, env={**os.environ, **face.environment, "OMP_WAIT_POLICY": "passive"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=TESTS.parent, env={**os.environ, **chosen}, capture_output=True, text=True)
     if not report.exists():
         raise SystemExit(f"{face.name}: pytest wrote no report\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     found = {}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as TF
+from checks import assert_most_digits, assert_no_worse, roundings
 from post_training import (
     CLASSES,
     B,
@@ -14,6 +15,7 @@ from post_training import (
     targets,
 )
 from process_group import group_of_one, solo_group
+from torch.utils._pytree import tree_leaves
 
 from liger_ops import losses
 
@@ -26,7 +28,8 @@ def single(m):
 
 
 def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+    found, expected = ([torch.as_tensor(t) for t in tree_leaves(given)] for given in (found, expected))
+    assert_most_digits(found, expected)
 
 
 def logits(m):
@@ -302,13 +305,20 @@ def test_scaled_cross_entropy(dtype, entropy, selected):
     x, w = (t.detach().to(dtype).requires_grad_() for t in m[:2])
     found = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, target, 0.7, -100, 1, entropy, selected)
     found = found if isinstance(found, tuple) else (found,)
-    logs = ((x.float() @ w.float().T) / 0.7).log_softmax(-1)
     ignored = target == -100
-    expected = [-of_ids(logs, target)]
-    expected += [-(logs.exp() * logs).sum(-1).masked_fill(ignored, 0)] * entropy
-    expected += [] if selected is None else [logs[:, selected].masked_fill(ignored[:, None], 0)]
+
+    def formula(x, w):
+        logs = ((x @ w.T) / 0.7).log_softmax(-1)
+        results = [-of_ids(logs, target)]
+        results += [-(logs.exp() * logs).sum(-1).masked_fill(ignored, 0)] * entropy
+        return (*results, *([] if selected is None else [logs[:, selected].masked_fill(ignored[:, None], 0)]))
+
+    given = [t.detach() for t in (x, w)]
+    expected, exact = formula(x.float(), w.float()), formula(*(t.double() for t in given))
+    bounds = roundings(formula, given, [], exact, precision=dtype)
     assert [t.dtype for t in found] == [torch.float32, *[dtype] * entropy, *[torch.float32] * (selected is not None)]
-    torch.testing.assert_close(found, tuple(expected), rtol=0.02, atol=0.02, check_dtype=False)
+    for i, (t, truth) in enumerate(zip(found, exact, strict=True)):
+        assert_no_worse(f"result {i}", t, truth.to(t.dtype), truth, bounds=(bounds, i))
     upstream = [torch.randn(t.shape).to(t.dtype) for t in found]
     ours = torch.autograd.grad(found, (x, w), upstream)
     truths = torch.autograd.grad(expected, (x, w), [g.float() for g in upstream])

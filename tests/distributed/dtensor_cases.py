@@ -109,7 +109,7 @@ for where, p in ROWS.items():
                     result,
                     forward=divisor,
                     backward=divisor,
-                    thorough=(where, op, reduction, bool(labels)) not in PAIRS,
+                    thorough=(where, op, reduction, bool(labels)) not in PAIRS and not first_only,
                     reduction=reduction,
                     ignore_index=-1,
                 )

@@ -6,14 +6,21 @@ from pathlib import Path
 import group_cases
 import process_group
 import pytest
-from checks import forked_output_of, run_forked
+from checks import forked_output_of, output_of, run_forked
 from fork_server import Fork
 from process_group import error_of, run_case
+from torch._inductor import config
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(process_group, "GRACE", 1.0)
+
+
+def test_processes_compile_as_the_tests_do():
+    """torch reads these settings when it is imported. Code for other instruction sets may be in the cache."""
+    code = "from torch._inductor import config; print(config.cpp.vec_isa_ok)"
+    assert forked_output_of(code, process_group.IMPORTS) == output_of(code) == f"{config.cpp.vec_isa_ok}\n"
 
 
 def passes_next() -> bool:

@@ -115,7 +115,11 @@ def compare(
     def wide(t: Any) -> Any:
         return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
 
-    truth = run(formula, {k: wide(t) for k, t in leaves.items()}, {k: wide(t) for k, t in others.items()}, upstream_of)
+    exact_leaves, exact_others = ({k: wide(t) for k, t in given.items()} for given in (leaves, others))
+    truth = run(formula, exact_leaves, exact_others, upstream_of)
+    # What runs without a library.
+    split_formula, exact_mine = getattr(F, name).reference, {k: wide(t) for k, t in mine.items()}
+    of_formula = run(split_formula, exact_mine, {k: wide(t) for k, t in arguments.items()}, upstream_of)
     eager = run(formula, leaves, others, upstream_of)
     names = RESULTS[len(results)]
     # Logits are rounded to the dtype, in ours as in eager code.
@@ -124,11 +128,14 @@ def compare(
     def flat(found: tuple[list, dict]) -> list[Tensor]:
         return [torch.nan_to_num(t) if t.is_floating_point() else t for t in (*found[0], *found[1].values())]
 
-    def of_rounded() -> list[Tensor]:
-        exact_others = {k: wide(t) for k, t in others.items()}
-        return flat(run(formula, dict(zip(leaves, rounded([*leaves.values()], dtype))), exact_others, upstream_of))
+    def bounds_of(leaves: dict[str, Tensor], precision: torch.dtype) -> Roundings:
+        def of_rounded() -> list[Tensor]:
+            changed = dict(zip(leaves, rounded([*leaves.values()], precision)))
+            return flat(run(formula, changed, exact_others, upstream_of))
 
-    bounds = Roundings(flat(truth), of_rounded, leaves.values(), dtype)
+        return Roundings(flat(truth), of_rounded, leaves.values(), precision)
+
+    bounds, exact_bounds = bounds_of(leaves, dtype), bounds_of(exact_leaves, torch.float64)
     # All collectives come before the first assertion that may fail on one rank only.
     for what, ours in zip(names, results):
         same_everywhere(what, ours, split.group)
@@ -136,16 +143,18 @@ def compare(
         same_everywhere(f"gradient of {what}", grads[what], split.group)
     eps = torch.finfo(dtype).eps
     for i, (what, ours, theirs, exact) in enumerate(zip(names, results, eager[0], truth[0])):
+        found = of_formula[0][i]
         if not ours.is_floating_point():
-            assert torch.equal(ours, theirs), what
+            assert torch.equal(ours, theirs) and torch.equal(found, exact), what
             continue
         # A mean of no targets is NaN.
         assert torch.equal(ours.isnan(), exact.isnan()), f"{what}: NaN at other places"
-        ours, theirs, exact = map(torch.nan_to_num, (ours, theirs, exact))
+        ours, theirs, exact, found = map(torch.nan_to_num, (ours, theirs, exact, found))
         scale = 1.0 if name == LOG_PROBS else 0.0
         # Logits are rounded to the dtype, in ours as in eager code; errors of a few of them may be small by chance.
         noise = 8 * (torch.finfo(ours.dtype).eps if name == DIVERGENCE else eps)
         assert_no_worse(what, ours, theirs, exact, scale=scale, noise=noise, bounds=(bounds, i))
+        assert_no_worse(f"{what} of the formula", found, exact, exact, scale=scale, bounds=(exact_bounds, i))
     rounding = largest_logit(leaves) * eps if name == DIVERGENCE else 0.0
     for i, (what, ours) in enumerate(grads.items()):
         assert ours.dtype == dtype
@@ -158,9 +167,9 @@ def compare(
             # Differences of two probabilities of up to 1, which have the relative error of their logits. They may be
             # much smaller than the probabilities.
             noise, largest = noise + 2 * rounding, max(largest, 1.0)
-        assert_no_worse(
-            f"gradient of {what}", ours, theirs, exact, scale=largest, noise=noise, bounds=(bounds, len(results) + i)
-        )
+        of, found, at = f"gradient of {what}", of_formula[1][what], len(results) + i
+        assert_no_worse(of, ours, theirs, exact, scale=largest, noise=noise, bounds=(bounds, at))
+        assert_no_worse(f"{of} of the formula", found, exact, exact, scale=largest, bounds=(exact_bounds, at))
 
 
 def make_targets(
@@ -231,6 +240,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
         classes=3, class_sizes=lambda ranks: [2, 0, 1] if ranks == 3 else [0] * (ranks - 1) + [3]
     ),
     "fewer classes than ranks": dict(classes=2),
+    "one class": dict(classes=1),
     "explicit sizes": dict(classes=50, class_sizes=lambda ranks: divided(50, [7, 9, 9][: ranks - 1])),
     "targets of one rank": dict(among=(0, 10)),
     "no targets": dict(ignored=1.0, reduction="sum"),

@@ -70,6 +70,22 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         CASES.add(f"logits, {str(dtype).removeprefix('torch.')}{label}", of_logits, dtype=dtype, **changes)
 
 
+def predicts_the_first_of_equals(mesh: Any) -> None:
+    """Also if they belong to several ranks."""
+    group, ranks, rank = share_of(mesh)
+    classes, op = 5 * ranks, F.vocab_parallel_cross_entropy_with_metrics
+    logits, target = torch.zeros(3, classes), torch.tensor([0, classes - 1, 3])
+    logits[1, 1] = logits[1, -1] = logits[2, 3] = logits[2, 4] = 2
+    device = mesh.device_type
+    found = op(
+        logits.chunk(ranks, 1)[rank].contiguous().to(device), target.to(device), group, classes, reduction="none"
+    )
+    assert found.predicted_tokens.tolist() == [0, 1, 3] and found.token_accuracy.tolist() == [1, 0, 1]
+
+
+CASES.add("logits, equal classes", predicts_the_first_of_equals)
+
+
 def counts_collectives(mesh: Any) -> None:
     """One gather of facts, 12 bytes per row."""
     group, ranks, _ = share_of(mesh)

@@ -1,6 +1,7 @@
 """The kernels of fused_linear_cross_entropy around its GEMMs, in Triton's interpreter on CPU tensors."""
 
 import torch
+from checks import assert_as_the_formula
 from interpreted import cases
 
 INTERPRETED = """
@@ -63,6 +64,8 @@ def test_kernels_interpreted(case, interpreted):
     taken[known] = expected[known, target[known]].float()
     expected[known, target[known]] = 0
     assert torch.equal(got["taken"], taken) and torch.equal(got["dlogits"], expected)
-    weight = got["dweight_before"].double()
-    weight.index_add_(0, target[known], 0.5 * taken[known, None].double() * got["x"][known].double())
-    torch.testing.assert_close(got["dweight"].double(), weight, rtol=torch.finfo(torch.half).eps, atol=1e-3)
+
+    def results(weight, taken, x):
+        return dict(dweight=weight.index_add(0, target[known], 0.5 * taken[known, None] * x[known]))
+
+    assert_as_the_formula([("dweight", got["dweight"])], results, [got["dweight_before"], taken, got["x"]])

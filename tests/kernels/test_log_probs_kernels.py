@@ -1,9 +1,9 @@
 """The log_probs kernels, in Triton's interpreter on CPU tensors."""
 
 import itertools
-from functools import partial
 
 import torch
+from checks import assert_as_the_formula
 from interpreted import cases
 from pairs import pairs_of
 
@@ -78,31 +78,33 @@ def test_kernels_interpreted(case, interpreted):
     n, _, capped, _, *rest = case
     dtype, extras, first = [*rest, *("fp32", 0, 0)[len(rest) :]]
     got = interpreted
-    x = got["logits"].double().requires_grad_()
     index = torch.where(got["index"] == -100, -100, got["index"] - first)
     counted, here = index != -100, (index >= 0) & (index < n)
-    z = (5 * torch.tanh(x / 5) if capped else x) / 0.7
-    logs, lse = z.log_softmax(-1), z.logsumexp(-1)
-    rows = counted.any(-1)
-    expected = logs.gather(-1, index.clamp(0, n - 1))
-    entropy = torch.where(rows, -(logs.exp() * logs).sum(-1), 0)
-    close = partial(torch.testing.assert_close, rtol=3e-6, atol=3e-6)
-    close(got["log_probs"].double()[here], expected.detach()[here])
+    rows, columns = counted.any(-1), torch.where(here, index, n)
+    parts = {"both": (1, 1), "first": (1, 0), "second": (0, 1)}
+
+    def results(x, grad, grad_entropy):
+        z = (5 * torch.tanh(x / 5) if capped else x) / 0.7
+        logs, lse = z.log_softmax(-1), z.logsumexp(-1)
+        chosen = logs.gather(-1, index.clamp(0, n - 1))
+        entropy = torch.where(rows, -(logs.exp() * logs).sum(-1), 0)
+        found = dict(log_probs=chosen[here], entropy=entropy, mean_logits=torch.where(rows, z.mean(-1), 0))
+        found["log_squares"] = torch.where(rows, (2 * z).logsumexp(-1) - 2 * lse, 0)
+        # An id of another part of the classes only pulls on the sum of exponentials.
+        taken = torch.where(here, chosen, -lse[:, None])
+        for name, (f, h) in parts.items():
+            upstream = f * torch.where(counted, grad, 0), h * grad_entropy
+            (found[name],) = torch.autograd.grad((taken, entropy), x, upstream, retain_graph=True)
+        (others,) = torch.autograd.grad(-torch.where(rows, lse, 0).sum(), x)
+        found["others"] = torch.cat([others, others[:, :1]], 1).scatter(1, columns, 0.0)[:, :n]
+        return found
+
+    ours = [("log_probs", got["log_probs"][here]), ("entropy", got["entropy"])]
     assert not got["log_probs"][~counted].any()
-    close(got["entropy"].double(), entropy.detach())
     if extras:
-        close(got["mean_logits"].double(), torch.where(rows, z.mean(-1), 0).detach())
-        close(got["log_squares"].double(), torch.where(rows, (2 * z).logsumexp(-1) - 2 * lse, 0).detach())
-        assert torch.equal(got["is_top1"].bool(), here & (index == z.argmax(-1, keepdim=True)))
-    # An id of another part of the classes only pulls on the sum of exponentials.
-    taken = torch.where(here, expected, -lse[:, None])
-    upstream = {"both": (1, 1), "first": (1, 0), "second": (0, 1)}
-    slopes = {}
-    for name, (f, h) in upstream.items():
-        grads = f * torch.where(counted, got["grad"], 0).double(), h * got["grad_entropy"].double()
-        (slopes[name],) = torch.autograd.grad((taken, entropy), x, grads, retain_graph=True)
-    (others,) = torch.autograd.grad(-torch.where(rows, lse, 0).sum(), x)
-    columns = torch.where(here, index, n)
-    slopes["others"] = torch.cat([others, others[:, :1]], 1).scatter(1, columns, 0.0)[:, :n]
-    for name, slope in slopes.items():
-        torch.testing.assert_close(got[name].double(), slope, rtol=2**-10 if dtype == "fp16" else 3e-5, atol=1e-6)
+        ours += [(name, got[name]) for name in ("mean_logits", "log_squares")]
+        largest = got["logits"].argmax(-1, keepdim=True)
+        assert torch.equal(got["is_top1"].bool(), here & (index == largest))
+    # NumPy's file has fp32.
+    ours += [(name, got[name].half() if dtype == "fp16" else got[name]) for name in (*parts, "others")]
+    assert_as_the_formula(ours, results, [got["logits"], got["grad"], got["grad_entropy"]])

@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from checks import assert_as_the_formula
 from interpreted import cases
 
 from liger_ops import functional as F
@@ -46,13 +47,15 @@ QUICK = [
 def test_kernels_interpreted(case, interpreted):
     _, top_k, sigmoid, normalize, groups, top_groups, extras = case
     got = interpreted
-    x = got["logits"].double().requires_grad_()
     bias, weight = (got[k] if extras else None for k in ("bias", "weight"))
     options = dict(normalize=bool(normalize), scale=1.5, groups=groups, top_groups=top_groups, statistics=True)
-    expected = reference(x, top_k, bias, weight, ("softmax", "sigmoid")[sigmoid], **options)
-    assert torch.equal(got["index"], expected.experts)
-    for name in ("weights", "tokens", "scores", "z"):
-        torch.testing.assert_close(got[name].double(), getattr(expected, name).detach(), rtol=1e-5, atol=1e-6)
-    upstream = (got["grad"].double(), got["of_scores"].double(), got["of_z"].double()[0])
-    (dx,) = torch.autograd.grad((expected.weights, expected.scores, expected.z), x, upstream)
-    torch.testing.assert_close(got["dx"].double(), dx, rtol=1e-4, atol=1e-5)
+    names = ("weights", "tokens", "scores", "z")
+
+    def results(x, *upstream):
+        found = reference(x, top_k, bias, weight, ("softmax", "sigmoid")[sigmoid], **options)
+        assert torch.equal(got["index"], found.experts)
+        (dx,) = torch.autograd.grad((found.weights, found.scores, found.z), x, upstream)
+        return {name: getattr(found, name) for name in names} | dict(dx=dx)
+
+    inputs = [got["logits"], got["grad"], got["of_scores"], got["of_z"][0]]
+    assert_as_the_formula([(name, got[name]) for name in (*names, "dx")], results, inputs)

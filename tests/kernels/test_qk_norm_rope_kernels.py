@@ -1,6 +1,7 @@
 """The kernels of qk_norm_rope, in Triton's interpreter on CPU tensors."""
 
 import torch
+from checks import assert_as_the_formula
 from interpreted import cases
 from rotations import reference_qk_norm_rope as reference
 
@@ -67,19 +68,21 @@ def test_kernels_interpreted(case, interpreted):
     got, rotated, interleaved = interpreted, case[1], bool(case[3])
     sections, _, of_rows, _, mode = (*case[4:], *(0, (5, 2), "fp32", "fp32", 7)[len(case) - 4 :])
     names = ["q", "k", *(["q_weight"] if mode & 1 else []), *(["k_weight"] if mode & 2 else [])]
-    inputs = {name: got[name].double().requires_grad_() for name in names}
-    cos, sin = (got[name].double() if sections else got[name][0].double() for name in ("cos", "sin"))
     options = dict(
         interleaved=interleaved, mrope_section=[rotated // 8, rotated // 4, rotated // 8] if sections else None
     )
-    outs = reference(
-        inputs["q"], inputs["k"], inputs.get("q_weight"), inputs.get("k_weight"), cos, sin, 1e-6, 0.5, **options
-    )
-    grads = torch.autograd.grad(outs, list(inputs.values()), [got["grad_q"].double(), got["grad_k"].double()])
-    expected = dict(zip(("out_q", "out_k", *(f"d{name}" for name in names)), (*outs, *grads)))
-    expected |= {f"in place d{name}": expected[f"d{name}"] for name in "qk"}
-    # Half precision rounds twice on the way to a result, and once on the way to a gradient.
-    tolerance = 2e-5 if of_rows == "fp32" else 2e-3
-    for name, truth in expected.items():
-        scale = max(1.0, float(truth.detach().abs().max())) if truth.numel() else 1.0
-        torch.testing.assert_close(got[name].double(), truth.detach(), rtol=0, atol=tolerance * scale, msg=name)
+
+    def results(cos, sin, grad_q, grad_k, *given):
+        inputs = dict(zip(names, given))
+        angles = (cos, sin) if sections else (cos[0], sin[0])
+        weights = inputs.get("q_weight"), inputs.get("k_weight")
+        outs = reference(inputs["q"], inputs["k"], *weights, *angles, 1e-6, 0.5, **options)
+        grads = torch.autograd.grad(outs, given, [grad_q, grad_k])
+        found = dict(zip(("out_q", "out_k", *(f"d{name}" for name in names)), (*outs, *grads)))
+        return found | {f"in place d{name}": found[f"d{name}"] for name in "qk"}
+
+    wanted = ["out_q", "out_k", *(f"d{name}" for name in names), *(f"in place d{name}" for name in "qk")]
+    inputs = [got[name] for name in ("cos", "sin", "grad_q", "grad_k", *names)]
+    # Between the norm and the rotation, values have the dtype of the rows.
+    precision = torch.float32 if of_rows == "fp32" else torch.float16
+    assert_as_the_formula([(name, got[name]) for name in wanted], results, inputs, precision)

@@ -1,6 +1,7 @@
 """The rms_norm kernels, in Triton's interpreter on CPU tensors."""
 
 import torch
+from checks import assert_as_the_formula
 from interpreted import cases
 
 INTERPRETED = """
@@ -63,29 +64,33 @@ def formula(s, w, mode, dtype):
 def test_kernels_interpreted(case, interpreted):
     """Runs the kernels on CPU tensors and checks every gradient."""
     got, (residual, mode) = interpreted, case[4:] or (1, 1)
-    s = (got["x"] + residual * got["r"]).double().requires_grad_()
-    w = got["w"].double().requires_grad_() if mode & 1 else None
     few = len(got["dx_final"])  # rows that one program processes per step
+    dtype = got["x"].dtype
 
-    def results(mode, final, rows):
-        y = formula(s[:rows], w, mode, got["x"].dtype)
-        loss = (y * got["dy"][:rows]).sum() + residual * (s * got["ds"])[:rows].sum()
-        wanted = {name: t for name, t in (("dx", s), ("dw", w)) if t is not None}
-        found = {name + final: grad for name, grad in zip(wanted, torch.autograd.grad(loss, wanted.values()))}
-        return found | {"dx" + final: found["dx" + final][:rows]} | ({} if final else {"y": y.detach()})
+    def results(x, r, w, dy, ds, mode=mode):
+        # The kernel rounds the sum.
+        s = x + r + ((x + r).to(dtype) - (x + r)).detach() if residual else x
+        found, parameters = {"s": s, "y": formula(s, w if mode & 1 else None, mode, dtype)}, [w] * (mode & 1)
+        for final, rows in (("", len(s)), ("_final", few)):
+            y = formula(s[:rows], w if mode & 1 else None, mode, dtype)
+            loss = (y * dy[:rows]).sum() + residual * (s * ds)[:rows].sum()
+            dx, *dw = torch.autograd.grad(loss, [s, *parameters], retain_graph=True)
+            found |= {f"dx{final}": dx[:rows], **({f"dw{final}": dw[0]} if dw else {})}
+        return found
 
-    def of_mode(mode):
-        return results(mode, "", len(s)) | results(mode, "_final", few) | ({"s": s.detach()} if residual else {})
-
-    expected = of_mode(mode)
-    for name, truth in expected.items():
-        # fp32 and fp64 may round to neighbouring 16-bit values; the larger tolerance allows for it.
-        exact = got[name].dtype == torch.float32 and (got["x"].dtype == torch.float32 or not mode & 2)
-        tolerance = 2e-5 if exact else 4e-3
-        torch.testing.assert_close(got[name].double(), truth, rtol=tolerance, atol=tolerance)
+    inputs = [got[name] for name in ("x", "r", "w", "dy", "ds")]
+    wanted = [
+        "y",
+        *(["s"] if residual else []),
+        *(f"{name}{final}" for name in ("dx", *["dw"] * (mode & 1)) for final in ("", "_final")),
+    ]
+    # The casting mode rounds the normalised row, which may go either way.
+    precision = dtype if mode & 2 or residual else torch.float32
+    assert_as_the_formula([(name, got[name]) for name in wanted], results, inputs, precision)
     if got["x"].dtype == torch.float16 and mode & 1:
         # The tolerance would hide rounding in the wrong place, so results must be closer to their own mode.
-        other = of_mode(mode ^ 2)
+        wide = [t.double().requires_grad_() for t in inputs]
+        expected, other = results(*wide), results(*wide, mode=mode ^ 2)
         for name in ("y", "dw"):
-            ours, theirs = (torch.linalg.vector_norm(got[name] - t[name]) for t in (expected, other))
+            ours, theirs = (torch.linalg.vector_norm(got[name] - t[name].detach()) for t in (expected, other))
             assert ours < theirs, name

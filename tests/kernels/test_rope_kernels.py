@@ -1,6 +1,7 @@
 """The rope kernel, in Triton's interpreter on CPU tensors."""
 
 import torch
+from checks import assert_as_the_formula
 from interpreted import cases
 from rotations import reference, reference_freqs_cis
 
@@ -54,13 +55,15 @@ def test_kernels_interpreted(case, interpreted):
     """Forward with two groups of heads, and the inverse rotation in place."""
     _, rotated, _, interleaved, mode = case
     got = interpreted
-    q, k = (got[name].double().requires_grad_() for name in "qk")
-    if mode == "complex":
-        outs = reference_freqs_cis(q, k, torch.view_as_complex(got["cos"][0].double().unflatten(-1, (-1, 2))))
-    else:
-        sections = [rotated // 8, rotated // 4, rotated // 8] if mode == "sections" else None
-        cos, sin = (got[name] if sections else got[name][0] for name in ("cos", "sin"))
-        outs = reference(q, k, cos, sin, bool(interleaved), sections)
-    grads = torch.autograd.grad(outs, [q, k], [got["dq"].double(), got["dk"].double()])
-    for name, expected in zip(("out_q", "out_k", "got_q", "got_k"), (*outs, *grads)):
-        torch.testing.assert_close(got[name].double(), expected.detach(), rtol=2e-5, atol=2e-5)
+
+    def results(q, k, cos, sin, dq, dk):
+        if mode == "complex":
+            outs = reference_freqs_cis(q, k, torch.view_as_complex(cos[0].unflatten(-1, (-1, 2)).detach()))
+        elif mode == "sections":
+            outs = reference(q, k, cos, sin, bool(interleaved), [rotated // 8, rotated // 4, rotated // 8])
+        else:
+            outs = reference(q, k, cos[0], sin[0], bool(interleaved))
+        return dict(zip(("out_q", "out_k", "got_q", "got_k"), (*outs, *torch.autograd.grad(outs, [q, k], [dq, dk]))))
+
+    ours = [(name, got[name]) for name in ("out_q", "out_k", "got_q", "got_k")]
+    assert_as_the_formula(ours, results, [got[name] for name in ("q", "k", "cos", "sin", "dq", "dk")])

@@ -139,7 +139,7 @@ class Copy:
             run([sys.executable, "-c", code], self.folder, PYTHONPATH=str(path.parent))
 
     def arguments(self, defect: Defect) -> list[str]:
-        tier = ["--tier", self.settings.tier]
+        tier = ["--tier", "all" if defect.thorough else self.settings.tier]
         has_tiers = "--tier" in (self.folder / "tests/conftest.py").read_text()
         return tests_of(defect, self.folder / "tests", self.settings.flat) + (tier if has_tiers else [])
 

@@ -89,6 +89,23 @@ def test_similar_calls_share_a_compiled_graph(device):
     assert captures() == len(set(offsets))
 
 
+def test_other_sections_have_another_graph(device):
+    def gradients(sections):
+        torch.manual_seed(0)
+        q, k = (torch.randn(1, heads, 3, 8, device=device, requires_grad=True) for heads in (2, 1))
+        cos, sin = torch.randn(2, 3, 1, 3, 8, device=device)
+        out = torch.ops.liger.rope(q, k, cos, sin, mrope_section=sections)
+        sum(t.square().sum() for t in out).backward()
+        return q.grad, k.grad
+
+    ways = [[1, 1, 2], [2, 1, 1]]
+    wanted = [gradients(sections) for sections in ways]
+    with compiled():
+        for sections, expected in zip(ways, wanted):
+            close(gradients(sections), expected)
+    assert captures() == 2
+
+
 def test_changing_sizes(device):
     def gradients(rows):
         torch.manual_seed(rows)

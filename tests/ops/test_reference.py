@@ -10,17 +10,21 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from checks import distance, environment_of_tree
+from checks import assert_no_worse, environment_of_tree
 from models import NAMES, ROWS, Call, inputs_of, outputs
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
 from liger_ops import functional
+from liger_ops._accuracy import Roundings, rounded
 from liger_ops.reference import operators
 
 TESTS = Path(__file__).parent
@@ -270,42 +274,71 @@ def test_the_command_line_reports_reference(copy):
     assert all(paths == {"cpu": "reference"} for paths in facts["operators"].values())
 
 
-def results_of_rows(dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
-    """Results and gradients of every row of models.py."""
-    found = []
+def calls_of_rows(dtype: torch.dtype, seed: int) -> Iterator[tuple[Call, list[torch.Tensor]]]:
+    """For every row of models.py, a module and its inputs."""
     for row in ROWS:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(seed)
         module = Call(row).to(dtype)
         inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs_of(row, 2, 5)]
         constants = ("cos", "sin", *operators()[row.op].constants)
-        inputs = [t.requires_grad_(t.is_floating_point() and n not in constants) for n, t in zip(row.inputs, inputs)]
-        found.append(results_of(module, module, inputs))
-    return found
+        yield (
+            module,
+            [t.requires_grad_(t.is_floating_point() and n not in constants) for n, t in zip(row.inputs, inputs)],
+        )
 
 
 def results_of(function, module: torch.nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results and gradients."""
     results = outputs(function(*inputs))
     wanted = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
     differentiable = [r for r in results if r.requires_grad]
-    upstream = [torch.linspace(0.5, 1, r.numel(), dtype=r.dtype).view(r.shape) for r in differentiable]
+    # The same in every dtype.
+    upstream = [(0.5 + torch.arange(r.numel()) % 64 / 128).view(r.shape).to(r.dtype) for r in differentiable]
     return [t.detach() for t in (*results, *torch.autograd.grad(differentiable, wanted, upstream))]
 
 
-def save_results(path: str) -> None:
-    torch.save([results_of_rows(dtype) for dtype in (torch.float32, torch.bfloat16)], path)
+def results_of_rows(dtype: torch.dtype, seed: int) -> list[list[torch.Tensor]]:
+    return [results_of(module, module, inputs) for module, inputs in calls_of_rows(dtype, seed)]
+
+
+def exact_results(module: Call, inputs: list[torch.Tensor], precision: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Of the formula in fp64. precision: after random roundings of all tensors."""
+    wide = deepcopy(module).double()
+    wide.op = formula(module.op.__name__)
+    own = [t.detach() for t in (*wide.parameters(), *wide.buffers())]
+    changed = rounded([*own, *inputs], precision) if precision else [*own, *map(as_double, inputs)]
+    for t, value in zip(own, changed):
+        t.copy_(value.detach())
+    return results_of(wide, wide, changed[len(own) :])
+
+
+def as_double(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+
+
+def save_results(path: str, seed: int) -> None:
+    torch.save([results_of_rows(dtype, seed) for dtype in (torch.float32, torch.bfloat16)], path)
 
 
 def test_results_equal_those_of_the_library(copy, tmp_path):
-    call(copy, f"save_results({str(tmp_path / 'results')!r})")
+    seed = torch.initial_seed()
+    call(copy, f"save_results({str(tmp_path / 'results')!r}, {seed})")
     for dtype, theirs in zip((torch.float32, torch.bfloat16), torch.load(tmp_path / "results")):
-        for name, *found in zip(NAMES, theirs, results_of_rows(dtype), strict=True):
-            for i, (a, b) in enumerate(zip(*found, strict=True)):
-                assert a.dtype == b.dtype and a.shape == b.shape
-                # Also covers predictions. Sums of few numbers, with other intermediate roundings. The gradient of a
-                # divergence sums over the classes what the rounding of both models' logits leaves.
-                roundings = 16 if "divergence" in name else 4
-                allowed = roundings * torch.finfo(dtype).eps
-                assert distance(a, b, scale=1.0) <= allowed, f"{name}, result {i}, {dtype}"
+        for name, found, (module, inputs) in zip(NAMES, theirs, calls_of_rows(dtype, seed), strict=True):
+            ours, oracle = results_of(module, module, inputs), exact_results(module, inputs)
+            of_rounded = partial(exact_results, module, inputs, dtype)
+            bounds = Roundings(oracle, of_rounded, [*inputs, *module.parameters()], dtype)
+            gradients = sum(t.requires_grad for t in (*inputs, *module.parameters()))
+            for i, (a, b, exact) in enumerate(zip(found, ours, oracle, strict=True)):
+                what = f"{name}, result {i}, {dtype}"
+                assert a.dtype == b.dtype and a.shape == b.shape, what
+                if not a.is_floating_point():
+                    # A rounding may choose between two equal values.
+                    assert torch.equal(a, b) or not torch.equal(bounds.results()[i], exact), what
+                    continue
+                scale = 1.0 if i >= len(ours) - gradients else 0.0
+                for who, t in (("the formula", a), ("the library", b)):
+                    assert_no_worse(f"{what} of {who}", t, exact.to(t.dtype), exact, scale, bounds=(bounds, i))
 
 
 def check_transforms() -> None:

@@ -7,16 +7,14 @@ A difference is a change that users see. Update the file after an intended chang
 from pathlib import Path
 
 import torch
+from checks import autocast_of_fake_gpus
+from torch.nn import functional as F
 
 import liger_ops
 
 RECORD = Path(__file__).with_name("registration.txt")
 KEYS = ("CPU", "CUDA", "Meta", "Autograd", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA")
 COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
-
-
-# Whether autocast runs norms in float32 depends on the torch release; our norms follow torch's.
-AS_TORCH = {"rms_norm": "rms_norm", "fused_add_rms_norm": "rms_norm", "layer_norm": "layer_norm"}
 
 
 def has(name: str, key: str) -> bool:
@@ -27,9 +25,6 @@ def implementations(name: str) -> list[str]:
     op = f"liger::{name}"
     composite = [key for key in COMPOSITE if has(op, key)]
     found = composite or [key for key in KEYS if has(op, key)]
-    if name in AS_TORCH:
-        assert ("AutocastCUDA" in found) == has(f"aten::{AS_TORCH[name]}", "AutocastCUDA")
-        found = [*(key for key in found if key != "AutocastCUDA"), "AutocastCUDA as torch's"]
     return found + (["vmap"] if has(op, "FuncTorchBatched") else [])
 
 
@@ -45,6 +40,16 @@ def record() -> str:
 def test_schemas_and_implementations_match_the_record():
     assert liger_ops._loaded.library is not None
     assert record() == RECORD.read_text()
+
+
+def test_autocast_treats_norms_as_torch_does():
+    """Whether it runs them in float32 depends on the torch release."""
+    with autocast_of_fake_gpus():
+        x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 16), (16,)))
+        rms_norm, layer_norm = F.rms_norm(x, (16,), weight).dtype, F.layer_norm(x, (16,), weight).dtype
+        assert torch.ops.liger.rms_norm(x, weight).dtype == rms_norm
+        assert {t.dtype for t in torch.ops.liger.fused_add_rms_norm(x, x, weight)} == {rms_norm}
+        assert torch.ops.liger.layer_norm(x, weight).dtype == layer_norm
 
 
 if __name__ == "__main__":

@@ -460,6 +460,16 @@ def test_an_edit_recompiles_only_the_kernels_it_affects(keys_after):
     ]
 
 
+def test_every_option_of_a_variant_is_in_its_key():
+    """Also those that do not change the kernel's source hash, such as the number of warps of a trial."""
+    variant = tables.find(KERNEL).variant(0)
+    changes = dict(num_warps=2 * variant.config.num_warps, programs_per_sm=16, constexprs={}, aligned=False)
+    assert variant.config.aligned and not variant.config.programs_per_sm
+    configs = [variant.config, *(dataclasses.replace(variant.config, **{k: v}) for k, v in changes.items())]
+    keys = [compile.code_key(variant.kernel, dataclasses.replace(variant, config=config)) for config in configs]
+    assert len(set(keys)) == len(keys)
+
+
 @pytest.mark.thorough
 def test_a_compiler_option_recompiles_everything(keys_after):
     before = keys_after()

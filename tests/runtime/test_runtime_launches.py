@@ -407,9 +407,9 @@ def status_of():
 
 
 def test_status_reports_launches_and_uses_no_other_device():
-    env = {"STUB_CUDA_DEVICES": '9.0:1:Stub "A";8.0:1:Stub B', "LIGER_OPS_JIT": "0"}
+    env = {"STUB_CUDA_DEVICES": '9.0:1:Stub "A\\";8.0:1:Stub B', "LIGER_OPS_JIT": "0"}
     (status, contexts), _ = stub_cuda.run(status_of, **env)
     assert contexts == 1
-    assert [(d["name"], d["capability"]) for d in status["devices"]] == [('Stub "A"', 90), ("Stub B", 80)]
+    assert [(d["name"], d["capability"]) for d in status["devices"]] == [('Stub "A\\"', 90), ("Stub B", 80)]
     assert status["kernels"]["column_sum"]["launches"] == [1, 0, 0, 0]
     assert not status["jit_enabled"] and status["pack_directory"] == str(PACKS)

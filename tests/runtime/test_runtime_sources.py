@@ -167,6 +167,17 @@ def test_architecture_rules(single):
     assert re.fullmatch(rf"{what}: no source has it \([0-9a-f]{{16}}\): {why}", refused), refused
 
 
+def modules_loaded():
+    return [refusal(), [c["hash"] for c in calls("cuModuleLoadData")]]
+
+
+def test_of_two_packs_that_fit_the_newer_one_serves(packs, single):
+    folder, (_, _, (entry,)) = packs("sm_80"), pack.read(single / "sm_90.pack")
+    pack.write(folder / "sm_86.pack", pack.CUBIN, 86, [entry])
+    env = {"STUB_CUDA_DEVICES": "8.9:100:Stub", "LIGER_OPS_PACK_DIR": folder}
+    assert stub_cuda.run(modules_loaded, **env).value == ["", [fnv(entry.binary)]]
+
+
 def hook_requests(count, answer):
     asked = call_hook_with(answer)
     return [[served_by(device=d) for d in range(count)], [capability for *_, capability in asked]]
@@ -298,16 +309,17 @@ def test_preload_knows_the_kernels_of_every_operator():
     assert {op: set(kernels) for op, kernels in found.items()} == expected
 
 
-def preload_of_an_unknown_operator():
+def preload_of_an_unknown_operator(name):
     try:
-        return runtime.preload(0, ["rms_norm", "rms"])
+        return runtime.preload(0, ["rms_norm", name])
     except RuntimeError as error:
         return str(error)
 
 
-def test_preload_of_an_unknown_operator():
-    message = stub_cuda.run(preload_of_an_unknown_operator).value
-    assert message == "ops must be operators that launch kernels (got 'rms')"
+@pytest.mark.parametrize("name", ["rms", "rms_norms"])
+def test_preload_of_an_unknown_operator(name):
+    message = stub_cuda.run(preload_of_an_unknown_operator, name).value
+    assert message == f"ops must be operators that launch kernels (got '{name}')"
 
 
 def preload_fails():

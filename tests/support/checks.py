@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ import liger_ops
 from liger_ops._accuracy import Roundings, compute_dtype, rounded
 
 ROOT = Path(__file__).resolve().parents[2]
+# As the tests were started. torch.compile sets it too, perhaps to a folder that only this process uses.
+INDUCTOR_CACHE = {k: v for k, v in os.environ.items() if k == "TORCHINDUCTOR_CACHE_DIR"}
 HALF_TYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, *HALF_TYPES)
 
@@ -137,6 +139,37 @@ def roundings(
     return Roundings(oracle, of_rounded, inputs, precision)
 
 
+def assert_as_the_formula(
+    ours: Iterable[tuple[str, Tensor]], formula: Callable[..., Mapping[str, Tensor]], inputs: Sequence[Tensor],
+    precision: torch.dtype | None = None, scales: Mapping[str, float] | None = None,
+) -> None:  # fmt: skip
+    """ours: a result's name in the formula, and what was computed. Its error against fp64 may be that of the formula in
+    fp32, its own rounding, or what roundings of the inputs do, see assert_no_worse. precision: that of intermediate
+    results, if it is not that of sums. scales: of results that may be differences of larger terms."""
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+    precision = precision or compute_dtype(leaves)
+    exact, eager = (formula(*(like(t, dtype) for t in leaves)) for dtype in (torch.float64, compute_dtype(leaves)))
+
+    def of_rounded() -> list[Tensor]:
+        found = formula(*rounded(leaves, precision))
+        return [found[name].detach() for name in exact]
+
+    bounds = Roundings([t.detach() for t in exact.values()], of_rounded, leaves, precision, smooth=True)
+    for name, t in ours:
+        truth, i = exact[name].detach(), [*exact].index(name)
+        theirs, scale = eager[name].detach().to(t.dtype), (scales or {}).get(name, 0.0)
+        assert_no_worse(name, t, theirs, truth, scale, bounds=(bounds, i))
+
+
+def assert_most_digits(ours: Sequence[Tensor], theirs: Sequence[Tensor], scale: float = 1.0) -> None:
+    """Two codes of a long formula, whose ratios and differences lose digits: two thirds of them agree, as Roundings demands
+    at least."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.shape == b.shape, f"result {i}: shape {tuple(a.shape)}, expected {tuple(b.shape)}"
+        error, allowed = distance(a, b, scale), torch.finfo(compute_dtype([a])).eps ** (2 / 3)
+        assert error <= allowed, f"result {i}: error {error:.3g}, allowed {allowed:.3g}"
+
+
 def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
     """Spacing of subnormal numbers, relative to the oracle's largest magnitude. Matters for fp16 values below 6e-5."""
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
@@ -171,6 +204,13 @@ def check_op(
     sets the tolerance."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
+    check_results(ours, reference, inputs, grads_out)
+
+
+def check_results(
+    ours: Sequence[Tensor], reference: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]
+) -> None:
+    """As check_op, for outputs and gradients that are there already."""
     eager = gradients(reference, [like(t) for t in inputs], grads_out)
     oracle = gradients(reference, [like(t, torch.float64) for t in inputs], grads_out)
     bounds = roundings(reference, inputs, grads_out, oracle)
@@ -319,9 +359,8 @@ def run_forked(code: str, imports: Sequence[str] = (), **env: str) -> subprocess
 def environment_of_tree(**env: str) -> dict[str, str]:
     """Environment variables with which Python imports this source tree and its test helpers."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]))
-    # torch.compile sets TORCHINDUCTOR variables that are valid in this process only.
-    own = {k: v for k, v in os.environ.items() if "TORCHINDUCTOR" not in k}
-    return {**own, "PYTHONPATH": path, **env}
+    own = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    return {**own, **INDUCTOR_CACHE, "PYTHONPATH": path, **env}
 
 
 def output_of(code: str, **env: str) -> str:
@@ -335,6 +374,20 @@ def forked_output_of(code: str, imports: Sequence[str] = (), **env: str) -> str:
 def successful(done: subprocess.CompletedProcess) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@contextmanager
+def autocast_of_fake_gpus() -> Iterator[None]:
+    """Tensors are made without memory, and CUDA autocast runs on them without a GPU. torch.autocast would want one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
 
 
 def count_graphs() -> tuple[Callable, list]:

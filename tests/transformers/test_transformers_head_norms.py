@@ -167,7 +167,7 @@ def test_attention_calls_the_operator(name):
     assert rotary_rows(apply_liger_kernel(model)) == {("qk_norm_rope", "")}
     names = graph_of(model)
     assert {"qk_norm_rope", "_ProjectionsBackward"} <= names and "rope" not in names
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
     assert rotary_rows(apply_liger_kernel(model)) == {("qk_norm_rope", "")}
     unpatch(model)
     assert "qk_norm_rope" not in graph_of(model)
@@ -188,7 +188,7 @@ def test_other_attention_is_reported(name, monkeypatch):
     report = apply_liger_kernel(model)
     assert rotary_rows(report) == {("rope", LEFT_ALONE[name])} and LEFT_ALONE[name] in str(report)
     assert "qk_norm_rope" not in graph_of(model)
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
 
 
 def test_switches_separate_norm_and_rotation():
@@ -196,10 +196,10 @@ def test_switches_separate_norm_and_rotation():
     plain = step(model, ids)
     report = apply_liger_kernel(model, rms_norm=False)
     assert rotary_rows(report) == {("rope", "no qk_norm_rope: q_norm stays, because rms_norm is switched off")}
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
     unpatch(model)
     assert rotary_rows(apply_liger_kernel(model, rope=False)) == {("", "rope is switched off")}
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
 
 
 def test_hooked_norms_are_called():
@@ -210,7 +210,7 @@ def test_hooked_norms_are_called():
     report = apply_liger_kernel(model)
     assert rotary_rows(report) == {("rope", "no qk_norm_rope: q_norm is hooked or wrapped"), ("qk_norm_rope", "")}
     handle = later.k_norm.register_full_backward_hook(lambda m, i, o: shapes.append(o[0].shape))
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
     # The shapes of the unpatched model: (batch, sequence, heads, head size).
     assert sorted(shapes) == [(2, 12, 2, 8), (2, 12, 4, 8)]
     handle.remove()
@@ -224,7 +224,7 @@ def test_norms_of_two_kinds_are_applied_separately():
     plain = step(model, ids)
     apply_liger_kernel(model)
     assert "qk_norm_rope" not in graph_of(model)
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
 
 
 def test_frozen_norms_and_absent_weights():
@@ -234,7 +234,7 @@ def test_frozen_norms_and_absent_weights():
     plain = step(model, ids)
     apply_liger_kernel(model)
     assert "qk_norm_rope" in graph_of(model)
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
 
 
 def test_autocast_with_weights_in_fp32():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from language_models import make, nodes, step, tokens
-from patched_models import FUSED, assert_same_step, patched
+from patched_models import FUSED, assert_as_exact, assert_same_logits, assert_same_step, patched
 from torch import Tensor, nn
 from torch.nn import functional as TF
 from transformers import LlamaForCausalLM
@@ -28,12 +28,12 @@ def test_logits_are_returned_on_request():
     apply_liger_kernel(model)
     assert "logits" not in model(input_ids=ids, labels=ids)
     out = model(input_ids=ids, labels=ids, skip_logits=False)
-    torch.testing.assert_close(out.logits, logits, rtol=1e-4, atol=1e-5)
-    assert_same_step(step(model, ids, skip_logits=False), plain)
+    assert_same_logits(out.logits, logits, model, ids)
+    assert_same_step(model, ids, plain, skip_logits=False)
     model.eval()
-    torch.testing.assert_close(model(input_ids=ids, labels=ids).logits, logits, rtol=1e-4, atol=1e-5)
+    assert_same_logits(model(input_ids=ids, labels=ids).logits, logits, model, ids)
     assert "logits" not in model(input_ids=ids, labels=ids, skip_logits=True)
-    torch.testing.assert_close(model(input_ids=ids, labels=ids, return_dict=False)[1], logits, rtol=1e-4, atol=1e-5)
+    assert_same_logits(model(input_ids=ids, labels=ids, return_dict=False)[1], logits, model, ids)
     model.train()
     assert model(input_ids=ids, labels=ids, return_dict=False)[0].dim() == 0
 
@@ -88,7 +88,10 @@ def test_logits_are_found_in_any_output(output, logits_of):
         elif skip:
             assert logits_of(ours) is None
         else:
-            torch.testing.assert_close(logits_of(ours), logits_of(plain), rtol=1e-4, atol=1e-5)
+            of_eager = logits_of(plain)
+            assert_as_exact(
+                [logits_of(ours)], [of_eager], model, lambda: [logits_of(model(ids, ids, skip_logits=False))]
+            )
 
 
 def test_the_head_called_directly_returns_logits():
@@ -240,7 +243,7 @@ def test_hooks_before_the_head_change_its_input_once(hook):
     handle = model.lm_head.register_forward_pre_hook(hook)
     plain = step(model, ids)
     apply_liger_kernel(model)
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
     handle.remove()
     assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
 
@@ -256,7 +259,7 @@ def test_global_hooks_see_the_same_calls():
         before = list(seen)
         apply_liger_kernel(model)
         seen.clear()
-        assert_same_step(step(model, ids), plain)
+        assert_same_step(model, ids, plain)
     finally:
         handle.remove()
     assert sorted(map(str, seen)) == sorted(map(str, before)) and len(seen) == 15

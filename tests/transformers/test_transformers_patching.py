@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import output_of
+from checks import autocast_of_fake_gpus, output_of
 from language_models import ARCHITECTURES, make, nodes, step, tokens
 from patched_models import FUSED, assert_same_step, patched
 from torch import nn
@@ -63,7 +63,7 @@ def test_a_resized_head_is_patched_too(again):
     assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
     unpatch(model)
     assert type(model.lm_head) is nn.Linear
-    assert_same_step(ours, step(model, ids))
+    assert_same_step(model, ids, ours)
 
 
 def test_the_report_shows_a_replaced_head():
@@ -85,7 +85,7 @@ def test_the_report_shows_a_replaced_head():
     report = apply_liger_kernel(model, cross_entropy=False)
     assert report.rows[-1].reason == "its head's forward was replaced"
     assert apply_liger_kernel(model).rows[-1].replacement == "cross_entropy"
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
 
 
 @pytest.mark.parametrize("switch", ["rope", "rms_norm", "swiglu", "embedding"])
@@ -97,7 +97,7 @@ def test_switches(switch):
     names = nodes(model(input_ids=ids, labels=ids).loss)
     expected = {"rope": "rope", "rms_norm": "rms_norm", "swiglu": "swiglu_linear", "embedding": "embedding"}
     assert expected.pop(switch) not in names and set(expected.values()) <= names
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
 
 
 def test_embeddings_without_an_operator_are_left_alone():
@@ -106,7 +106,7 @@ def test_embeddings_without_an_operator_are_left_alone():
     plain = step(model, ids)
     (row,) = (r for r in apply_liger_kernel(model).left_alone if r.kind == "embedding")
     assert "scale_grad_by_freq" in row.reason and "embedding" not in nodes(model(input_ids=ids, labels=ids).loss)
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
 
 
 def test_cross_entropy_without_the_fused_loss():
@@ -117,7 +117,7 @@ def test_cross_entropy_without_the_fused_loss():
     out = model(input_ids=ids, labels=ids)
     assert out.logits.shape == (2, 12, 64)
     assert "cross_entropy" in nodes(out.loss) and FUSED not in nodes(out.loss)
-    assert_same_step(step(model, ids), plain)
+    assert_same_step(model, ids, plain)
     unpatch(model)
     report = apply_liger_kernel(model, fused_linear_cross_entropy=False, cross_entropy=False)
     assert report.left_alone[-1].reason == "both losses are switched off"
@@ -207,7 +207,7 @@ def test_two_models_in_one_process():
     names = nodes(other(input_ids=ids, labels=ids).loss)
     assert not names & {"rope", "rms_norm", "swiglu_linear", FUSED, "cross_entropy"}
     assert type(other) is LlamaForCausalLM and nn.functional.cross_entropy is TF.cross_entropy
-    assert_same_step(step(one, ids), step(other, ids))
+    assert_same_step(one, ids, step(other, ids))
 
 
 def test_one_class_with_two_formulas():
@@ -252,7 +252,7 @@ def test_later_models_use_monkey_patched_functions(owner, name, value, monkeypat
     monkeypatch.setattr(owner, name, value)
     wanted = step(plain, ids)
     apply_liger_kernel(later)
-    assert_same_step(step(later, ids), wanted)
+    assert_same_step(later, ids, wanted)
     assert not torch.equal(before[0], wanted[0])
 
 
@@ -294,7 +294,7 @@ def test_copies_stay_patched(copied):
     apply_liger_kernel(model)
     twin = copied(copied(model))
     assert twin.lm_head.weight is twin.model.embed_tokens.weight is not model.lm_head.weight
-    assert_same_step(step(twin, ids), step(model, ids))
+    assert_same_step(twin, ids, step(model, ids))
     assert FUSED in nodes(twin(input_ids=ids, labels=ids).loss)
     assert unpatch(twin) == unpatch(model) > 0
     assert type(twin) is LlamaForCausalLM and "liger_options" not in vars(twin)
@@ -355,7 +355,7 @@ def test_a_pickle_with_cycles_of_modules():
     loaded = pickle.loads(pickle.dumps(layer))
     assert type(loaded) is type(layer)
     assert apply_liger_kernel(loaded.owners[0]).rows == report.rows
-    assert_same_step(step(loaded.owners[0], ids), expected)
+    assert_same_step(loaded.owners[0], ids, expected)
 
 
 def test_a_module_that_cannot_be_patched_when_it_is_loaded():
@@ -501,6 +501,17 @@ def test_norms_of_torch(norm, dtype):
     assert apply_liger_kernel(norm).rows[0].replacement
     assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm))
     torch.testing.assert_close(norm(x), expected)
+
+
+def test_norms_keep_their_dtype_in_autocast():
+    """On GPUs, where autocast runs the operator in fp32."""
+    norm = modeling_llama.LlamaRMSNorm(16)
+    ours = copy.deepcopy(norm)
+    assert apply_liger_kernel(ours).rows[0].replacement == "rms_norm"
+    with autocast_of_fake_gpus():
+        x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 16), (16,)))
+        norm.weight = ours.weight = nn.Parameter(weight, requires_grad=False)
+        assert ours(x).dtype == norm(x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from checks import (
     CPU_DTYPES,
+    HALF_TYPES,
     LAYOUTS,
     check_op,
     gradients,
@@ -44,6 +45,13 @@ def test_layouts(layout, of_grad, device):
     x, dy = (torch.randn(4, 6, 10, 64, device=device) for _ in range(2))
     dy, x = (LAYOUTS[layout](t) if changed else t for t, changed in ((dy, of_grad), (x, not of_grad)))
     check_op(relu_squared, reference, [x.detach().requires_grad_()], [dy], device)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_every_value_is_rounded_as_torch_does(dtype, device):
+    """To nearest, ties to even."""
+    x = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype)
+    torch.testing.assert_close(relu_squared(x), reference(x.float()).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def test_nan_and_infinity(device):

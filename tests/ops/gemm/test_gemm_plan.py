@@ -152,6 +152,12 @@ def test_other_gemms_do_not_use_the_tiles_of_sustained_ones():
     assert [r["tile"] for r in ran] == [201, 20, 29]
 
 
+def test_sustained_and_other_gemms_of_one_size_have_their_own_plans():
+    problem = MLP[0]
+    (_, ran, _), _ = run_stub(problem, problem | {"sustained": True}, problem, STUB_LT_TILES=LARGER)
+    assert [r["tile"] for r in ran] == [29, 500, 29]
+
+
 def test_a_process_without_cublas():
     assert run_stub(LOGITS, loaded=False).value == [None]
 

@@ -8,6 +8,7 @@ from checks import (
     ROWS_AND_PARAMETERS,
     assert_no_worse,
     check_op,
+    check_results,
     path_taken,
     sizes_around_tiles,
 )
@@ -220,12 +221,10 @@ def test_one_result_may_be_unused(used, device):
 @pytest.mark.library
 def test_backward_overwrites_unreferenced_gradients(rotated, retain, device):
     (q, k, *rest), grads = make(2, 4, 2, 5, 32, torch.float32, device, rotated)
-    expected = torch.autograd.grad(reference_qk_norm_rope(q, k, *rest), [q, k, *rest[:2]], grads)
     incoming, outgoing = [], []
     outs = Probe.apply(incoming, True, *qk_norm_rope(*Probe.apply(outgoing, False, q, k), *rest))
     got = torch.autograd.grad(outs, [q, k, *rest[:2]], grads, retain_graph=retain)
-    for a, b in zip(got, expected):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    check_results([*qk_norm_rope(q, k, *rest), *got], reference_qk_norm_rope, [q, k, *rest], grads)
     assert (incoming == outgoing) != retain
 
 

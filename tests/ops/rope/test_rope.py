@@ -7,6 +7,7 @@ from checks import (
     HALF_TYPES,
     assert_no_worse,
     check_op,
+    equal,
     path_taken,
 )
 from hypothesis import strategies as st
@@ -108,6 +109,20 @@ def test_results_and_gradients_preserve_the_layout(layout, grad_layout, device):
     assert all(o.stride() == t.stride() for o, t in zip(outs, (q, k)))
     got = torch.autograd.grad(outs, [q, k], [LAYOUTS[grad_layout](g) for g in grads])
     assert all(g.stride() == t.stride() for g, t in zip(got, (q, k)))
+
+
+@pytest.mark.parametrize("turned", [None, 0, 1])
+def test_an_unreferenced_gradient_of_another_layout_is_not_overwritten(turned, device):
+    q, k, cos, sin, grads = make(2, 4, 2, 5, 32, torch.float32, device)
+    expected = torch.autograd.grad(rope(q, k, cos, sin), [q, k], grads)
+
+    outs = rope(q, k, cos, sin)
+    for i, (out, grad) in enumerate(zip(outs, grads)):
+        like = (LAYOUTS["heads first"](grad) if i == turned else out).detach()
+        # A hook's new tensor has no other reference.
+        out.register_hook(lambda _, grad=grad, like=like: torch.empty_like(like).copy_(grad))
+    got = torch.autograd.grad(sum(out.sum() for out in outs), [q, k])
+    assert all(g.stride() == t.stride() for g, t in zip(got, (q, k))) and equal(got, expected)
 
 
 @pairwise(

@@ -146,8 +146,8 @@ OPERATORS = [
     ),
     Defect(
         "linear-cross-entropy-keeps-the-last-chunk", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
-        "gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), first > 0,",
-        "gemm::multiply(into.weight, dlogits.t(), x.narrow(0, first, count), 0,",
+        "gemm::multiply(into.weight, dlogits.t(), x().narrow(0, first, count), first > 0,",
+        "gemm::multiply(into.weight, dlogits.t(), x().narrow(0, first, count), 0,",
         "ops/losses/test_fused_linear_cross_entropy.py",
     ),
     Defect(
@@ -181,7 +181,7 @@ VOCAB_PARALLEL = [
     ),
     Defect(
         "split-linear-cross-entropy-keeps-a-part-of-d-input", "csrc/ops/losses/fused_linear_cross_entropy_pass.h",
-        "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);\n      reduce(dx, first);",
+        "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);\n      dinput.reduce(dx, first, order, shard);",
         "      gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);",
         "distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
     ),

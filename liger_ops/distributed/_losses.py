@@ -6,8 +6,8 @@ of its mesh dimension, and is the same on all of its devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ._sharding import text_of
+from ._sharding import on_dtensors, text_of
 
 R = Replicate()
 
@@ -38,11 +38,13 @@ def part_of(op: str, name: str, t: Any, mesh: Any, placements: Sequence[Placemen
     for i, (given, wanted) in enumerate(zip(placements_of(t, mesh), placements)):
         if given not in (wanted, R):
             refuse(op, name, f"be {' or '.join(dict.fromkeys((text_of(wanted), text_of(R))))}", mesh, i, given)
+    if isinstance(t, DTensor) and t.placements == tuple(placements):
+        return t._local_tensor
     # Before torch 2.13, a result that requires a gradient cannot be detached without grad mode.
     t = t.detach()
     if not isinstance(t, DTensor):
         t = DTensor.from_local(t, mesh, (R,) * mesh.ndim, run_check=False)
-    return t._local_tensor if t.placements == tuple(placements) else t.redistribute(mesh, placements)._local_tensor
+    return t.redistribute(mesh, placements)._local_tensor
 
 
 def spread(t: Tensor, mesh: Any, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
@@ -50,62 +52,124 @@ def spread(t: Tensor, mesh: Any, placements: Sequence[Placement], shape: Sequenc
     return DTensor.from_local(t, mesh, tuple(placements), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-@dataclass
-class Rows:
-    """How the rows of a loss lie on the mesh, and which mesh dimension shards the classes."""
+class Call:
+    """The arguments of one call, and how its rows lie. A subclass finds this out, and which mesh dimension shards classes."""
 
-    op: str
-    mesh: Any
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    classes: int
-    split: int | None
+    OF_ROWS: tuple[str, ...] = ("target", "token_weight", "mask")
+    WHOLE: tuple[str, ...] = ("totals", "total")
+
+    def __init__(self, op: str, given: dict[str, Any]) -> None:
+        self.op, self.given = op, given
+        self.mesh = next(t.device_mesh for t in given.values() if isinstance(t, DTensor))
+        self.everywhere = (R,) * self.mesh.ndim
+
+    def lay_out(self, rows: Sequence[Placement], shape: torch.Size, classes: int, split: int | None) -> None:
+        self.rows, self.shape, self.classes, self.split = tuple(rows), shape, classes, split
+        self.sharded = [i for i, p in enumerate(rows) if isinstance(p, Shard)]
 
     @property
-    def sharded(self) -> list[int]:
-        return [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
+    def reduced(self) -> bool:
+        return self.given.get("reduction", "none") != "none"
 
-    @property
-    def group(self) -> tuple[str, int, None]:
-        """The arguments group, classes and class_sizes. DTensor shards as torch.chunk does."""
-        return ("", 0, None) if self.split is None else (self.mesh.get_group(self.split).group_name, self.classes, None)
+    def part(self, name: str, placements: Sequence[Placement]) -> Any:
+        return part_of(self.op, name, self.given[name], self.mesh, placements)
 
-    def part(self, name: str, t: Any) -> Any:
-        return part_of(self.op, name, t, self.mesh, self.placements)
+    def argument(self, name: str) -> Any:
+        """What the operator is given on this device."""
+        value = self.given[name]
+        if name.startswith("grad"):
+            return None if value is None else self.upstream(value)
+        if name in self.OF_ROWS or name in self.WHOLE:
+            return self.part(name, self.rows if name in self.OF_ROWS else self.everywhere)
+        # What forward wrote is read where it lies.
+        return value._local_tensor if isinstance(value, DTensor) else value
 
-    def whole(self, name: str, t: Any) -> Any:
-        return part_of(self.op, name, t, self.mesh, (R,) * self.mesh.ndim)
+    def arguments(self) -> dict[str, Any]:
+        # DTensor shards as torch.chunk does, so there are no class_sizes.
+        group = dict(group="", classes=0, class_sizes=None)
+        if self.split is not None:
+            group |= dict(group=self.mesh.get_group(self.split).group_name, classes=self.classes)
+        return {name: self.argument(name) for name in self.given} | group
 
-    def totals(self, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int, dtype: Any) -> Any:
-        """The divisors of a mean over the rows of all devices; None if each device has all rows."""
-        if reduction != "mean" or not self.sharded:
+    def upstream(self, grad: Any) -> Tensor:
+        if not isinstance(grad, DTensor):
+            grad = DTensor.from_local(grad, self.mesh, self.everywhere, run_check=False)
+        return grad.redistribute(self.mesh, self.everywhere if self.reduced else self.rows)._local_tensor
+
+    def total(self, of_part: Callable[[], Tensor]) -> Tensor | None:
+        """What a mean over the rows of all devices divides by; None if each device has all rows."""
+        if self.given["reduction"] != "mean" or not self.sharded:
             return None
-        floats = torch.promote_types(dtype, torch.float32)
-        total = torch.ops.liger._cross_entropy_totals(target, weight, self.classes, ignore_index, floats)
+        total = of_part()
         for i in self.sharded:
             total = funcol.all_reduce(total, "sum", (self.mesh, i))
         return total
 
-    def spread(self, t: Tensor | None, reduced: bool = False) -> DTensor | None:
-        """A result: one number per row, or their sum."""
-        if t is None:
-            return None
-        if reduced:
-            return spread(t, self.mesh, [Partial() if isinstance(p, Shard) else R for p in self.placements], ())
-        return spread(t, self.mesh, self.placements, self.shape)
 
-    def spread_statistics(self, stats: Tensor | None) -> DTensor | None:
-        """Only the backward half reads them, on the device that wrote them."""
-        if stats is None:
-            return None
-        placements = [Shard(1) if isinstance(p, Shard) else R for p in self.placements]
-        return spread(stats, self.mesh, placements, (stats.shape[0], prod(self.shape)))
+# How a result lies.
+Result = Callable[[Any, Tensor], Tensor]
 
-    def replicated(self, t: Tensor | None) -> DTensor | None:
-        return None if t is None else spread(t, self.mesh, (R,) * self.mesh.ndim, t.shape)
 
-    def upstream(self, grad: Any, reduced: bool) -> Tensor:
-        """The local part of a loss's gradient."""
-        if not isinstance(grad, DTensor):
-            grad = DTensor.from_local(grad, self.mesh, (R,) * self.mesh.ndim, run_check=False)
-        return grad.redistribute(self.mesh, (R,) * self.mesh.ndim if reduced else self.placements)._local_tensor
+def of_loss(call: Call, t: Tensor) -> Tensor:
+    """One number per row, or their sum."""
+    if not call.reduced:
+        return of_rows(call, t)
+    return spread(t, call.mesh, [Partial() if isinstance(p, Shard) else R for p in call.rows], ())
+
+
+def of_rows(call: Call, t: Tensor) -> Tensor:
+    return spread(t, call.mesh, call.rows, call.shape)
+
+
+def of_statistics(call: Call, t: Tensor) -> Tensor:
+    """(facts, rows). Only the backward half reads them, on the device that wrote them."""
+    placements = [Shard(1) if isinstance(p, Shard) else R for p in call.rows]
+    return spread(t, call.mesh, placements, (t.shape[0], prod(call.shape)))
+
+
+def replicated(call: Call, t: Tensor) -> Tensor:
+    return spread(t, call.mesh, call.everywhere, t.shape)
+
+
+def loss_on_dtensors(
+    op: str,
+    call_of: Callable[[str, dict[str, Any]], Call],
+    results: Sequence[Result],
+    gradients: Sequence[Result],
+    forms: dict[str, tuple[dict[str, int], Sequence[int]]],
+    total: tuple[str, Callable[[Any, dict[str, Any]], Tensor]] | None = None,
+) -> None:
+    """Registers the rules of an operator, its forms, and their private halves.
+
+    call_of: of a form's name and its arguments. results, gradients: of the private halves. forms: by the end of its name, what
+    tells the private forward the form, and which results the form returns; the operator itself is last. total: the argument
+    for what a mean divides by, and what computes a device's part of it.
+    """
+
+    def run(half: str, places: Sequence[Result], given: dict[str, Any]) -> Any:
+        form = next(f for f, (facts, _) in forms.items() if all(given.get(k, 0) & v == v for k, v in facts.items()))
+        call = call_of(op + form, given)
+        arguments = call.arguments()
+        if total and half == "fwd":
+            arguments[total[0]] = call.total(lambda: total[1](call, arguments))
+        found = getattr(torch.ops.liger, f"_{op}_{half}")(**arguments)
+        if isinstance(found, Tensor):
+            return places[0](call, found)
+        return tuple(None if t is None else place(call, t) for place, t in zip(places, found))
+
+    def without_gradient(form: str, **given: Any) -> Any:
+        facts, returned = forms[form]
+        found = run("fwd", results, given | facts)
+        return found[0] if len(returned) == 1 else tuple(found[i] for i in returned)
+
+    on_dtensors(f"_{op}_fwd")(lambda **given: run("fwd", results, given))
+    on_dtensors(f"_{op}_bwd")(lambda **given: run("bwd", gradients, given))
+    for form in forms:
+        on_dtensors(op + form)(partial(without_gradient, form))
+
+
+def divisors(call: Call, arguments: dict[str, Any], logits: str, weight: str) -> Tensor:
+    """Of a cross entropy's mean. logits, weight: the arguments with the logits' dtype and the weights of classes."""
+    floats = torch.promote_types(arguments[logits].dtype, torch.float32)
+    target, ignored = arguments["target"], arguments["ignore_index"]
+    return torch.ops.liger._cross_entropy_totals(target, arguments[weight], call.classes, ignored, floats)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._wanted import CE_BIAS, CE_INPUT, CE_WEIGHT
 from ._linear import BYTES_PER_LOGIT, Head, Linear, chunk_size
 from ._operator import demand, form_of, hint_if_swapped, operator
 from ._split import Split, vocab_parallel
@@ -34,7 +35,7 @@ def plan(
 ) -> tuple[int, int, int, int]:
     """liger::_fused_linear_cross_entropy_plan for these formulas."""
     chunk = min(tokens, chunk_size(vocabulary, memory_budget))
-    elements = {4: tokens * hidden, 8: vocabulary * hidden, 16: vocabulary}
+    elements = {CE_INPUT: tokens * hidden, CE_WEIGHT: vocabulary * hidden, CE_BIAS: vocabulary}
     gradients = sum(count for bit, count in elements.items() if wanted & bit)
     chunks = -(-tokens // chunk) if tokens else 0
     return chunk, chunks, chunk * vocabulary * BYTES_PER_LOGIT, gradients * dtype.itemsize

@@ -222,6 +222,26 @@ def plain_beside(mesh: Any) -> None:
 CASES.add("plain input of a sharded head", plain_beside)
 
 
+def plain_bias(mesh: Any) -> None:
+    """Its gradient is summed over the devices, which have different tokens."""
+
+    def losses(x: Any, w: Any, b: Any, t: Any, tw: Any) -> Any:
+        divergence = F.fused_linear_divergence(x, w, t, tw, b, reduction="mean").divergence
+        return F.fused_linear_cross_entropy(x, w, TOKENS, b) + divergence
+
+    given = (HIDDEN, HEAD, HEAD_BIAS, TEACHER, TEACHER_HEAD)
+    layouts = dict(zip(range(5), (Shard(0), R, None, Shard(0), R)))
+    parts = [t if layouts[i] is None else spread(t, mesh, [layouts[i]]) for i, t in enumerate(given)]
+    found, expected = (
+        gradients_of(lambda x, w, b: losses(x, w, b, *tensors[3:]), *tensors[:3]) for tensors in (parts, given)
+    )
+    assert not isinstance(found[3], DTensor)
+    torch.testing.assert_close([t.full_tensor() if isinstance(t, DTensor) else t for t in found], expected)
+
+
+CASES.add("plain bias beside sharded tokens", plain_bias)
+
+
 def in_loss_parallel(mesh: Any) -> None:
     logits = LOGITS.flatten(0, 1)
     target = TOKENS.flatten()

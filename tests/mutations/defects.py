@@ -433,7 +433,7 @@ DTENSOR = [
     ),
     Defect(
         "rule-cross-entropy-shards-classes-twice", "liger_ops/distributed/rules/cross_entropy.py",
-        "if p.is_partial() or (of_classes and split is not None):", "if p.is_partial():",
+        "if p.is_partial() or (p == by_class and split is not None):", "if p.is_partial():",
         "distributed/test_dtensor.py",
     ),
     Defect(

@@ -2,83 +2,48 @@
 a replicated target is sliced. Forward gathers facts about rows where classes are sharded, and sums the divisors of a mean
 where rows are."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from .._losses import R, Rows, refuse, spread
+from .._losses import Call, R, divisors, loss_on_dtensors, of_loss, of_rows, of_statistics, refuse, replicated, spread
 from .._sharding import on_dtensors
 
 
-def rows_of(op: str, logits: Any, target: Any) -> Rows:
-    if not isinstance(logits, DTensor):
-        raise ValueError(f"{op}: logits must be a DTensor like the other arguments (got a plain tensor)")
-    last, placements, split = logits.ndim - 1, [], None
-    for i, p in enumerate(logits.placements):
-        of_classes = p == Shard(last)
-        if p.is_partial() or (of_classes and split is not None):
-            refuse(
-                op,
-                "logits",
-                "be Replicate() or Shard, with classes over one mesh dimension only,",
-                logits.device_mesh,
-                i,
-                p,
-            )
-        split = i if of_classes else split
-        placements.append(R if of_classes else p)
-    return Rows(op, logits.device_mesh, tuple(placements), target.shape, logits.shape[-1], split)
+class LogitsCall(Call):
+    WHOLE = (*Call.WHOLE, "weight")
+
+    def __init__(self, op: str, given: dict[str, Any]) -> None:
+        super().__init__(op, given)
+        logits = given["logits"]
+        if not isinstance(logits, DTensor):
+            raise ValueError(f"{op}: logits must be a DTensor like the other arguments (got a plain tensor)")
+        split, by_class = None, Shard(logits.ndim - 1)
+        for i, p in enumerate(logits.placements):
+            if p.is_partial() or (p == by_class and split is not None):
+                rule = "be Replicate() or Shard, with classes over one mesh dimension only,"
+                refuse(op, "logits", rule, self.mesh, i, p)
+            split = i if p == by_class else split
+        rows = [R if p == by_class else p for p in logits.placements]
+        self.lay_out(rows, given["target"].shape, logits.shape[-1], split)
 
 
-def forward(
-    op: str, logits: Any, target: Any, weight: Any, metrics: bool, reduction: str, ignore_index: int, *options: Any
-) -> tuple[Any, ...]:
-    rows = rows_of(op, logits, target)
-    local, y, w = logits._local_tensor, rows.part("target", target), rows.whole("weight", weight)
-    totals = rows.totals(y, w, reduction, ignore_index, logits.dtype)
-    arguments = (metrics, reduction, ignore_index, *options, *rows.group)
-    loss, z_loss, accuracy, predicted, stats, out_totals = torch.ops.liger._cross_entropy_fwd(
-        local, y, w, totals, *arguments
-    )
-    reduced = reduction != "none"
-    losses = [rows.spread(t, reduced) for t in (loss, z_loss, accuracy)]
-    return *losses, rows.spread(predicted), rows.spread_statistics(stats), rows.replicated(out_totals)
+def of_logits(call: LogitsCall, t: Tensor) -> Tensor:
+    logits = call.given["logits"]
+    return spread(t, call.mesh, logits.placements, logits.shape)
 
 
-@on_dtensors("_cross_entropy_fwd")
-def forward_with_statistics(
-    logits: Any, target: Any, weight: Any, totals: Any, metrics: bool, reduction: str, ignore_index: int,
-    label_smoothing: float, lse_square_scale: float, softcap: float | None, group: str, classes: int, class_sizes: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    op = "cross_entropy_with_metrics" if metrics else "cross_entropy"
-    options = (reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
-    return forward(op, logits, target, weight, metrics, *options)
-
-
-@on_dtensors("cross_entropy")
-def without_gradient(logits: Any, target: Any, weight: Any, **options: Any) -> Any:
-    return forward("cross_entropy", logits, target, weight, False, *options.values())[0]
-
-
-@on_dtensors("cross_entropy_with_metrics")
-def metrics_without_gradient(logits: Any, target: Any, weight: Any, **options: Any) -> tuple[Any, ...]:
-    return forward("cross_entropy_with_metrics", logits, target, weight, True, *options.values())[:4]
-
-
-@on_dtensors("_cross_entropy_bwd")
-def backward(
-    grad: Any, logits: Any, target: Any, weight: Any, stats: Any, totals: Any, reduction: str, ignore_index: int,
-    label_smoothing: float, lse_square_scale: float, softcap: float | None, group: str, classes: int, class_sizes: Any,
-) -> Any:  # fmt: skip
-    rows = rows_of("cross_entropy", logits, target)
-    dlogits = torch.ops.liger._cross_entropy_bwd(
-        rows.upstream(grad, reduction != "none"), logits._local_tensor, rows.part("target", target),
-        rows.whole("weight", weight), stats._local_tensor, rows.whole("totals", totals), reduction, ignore_index,
-        label_smoothing, lse_square_scale, softcap, *rows.group,
-    )  # fmt: skip
-    return spread(dlogits, rows.mesh, logits.placements, logits.shape)
+loss_on_dtensors(
+    "cross_entropy",
+    LogitsCall,
+    results=(of_loss, of_loss, of_loss, of_rows, of_statistics, replicated),
+    gradients=(of_logits,),
+    forms={"_with_metrics": (dict(metrics=True), range(4)), "": (dict(metrics=False), (0,))},
+    total=("totals", partial(divisors, logits="logits", weight="weight")),
+)
 
 
 def scaled(scale: Any, gradient: Any, grad: Any, op: str) -> Any:

@@ -1,95 +1,70 @@
-"""The layouts of fused_linear_cross_entropy. Several ids of a token make a last dimension that is not sharded."""
+"""Several ids of a token make a last dimension that is not sharded."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch import Tensor
+from torch.distributed.tensor import Partial, Shard
 
-from .._losses import R, Rows, part_of, placements_of, spread
+from .._linear import GRADIENTS, LinearCall
+from .._losses import Call, R, Result, loss_on_dtensors, of_rows, replicated, spread
 from .._sharding import on_dtensors
-from .fused_linear_cross_entropy import Call
 
-Loss = torch.ops.liger
 OP = "fused_linear_log_probs"
-HEAD = 2 | 4  # of `wanted`: gradients of weight and bias
-RESULTS = ("entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
 
 
-def call_of(wanted: int, input: Any, weight: Any, target: Any) -> Call:
-    # fused_linear_cross_entropy's bits of `wanted`.
-    return Call(OP, input, weight, target, (wanted & HEAD) << 2)
+def of_ids(call: Call, t: Tensor) -> Tensor:
+    return spread(t, call.mesh, call.rows, call.given["target"].shape)
 
 
-def forward(wanted: int, input: Any, weight: Any, target: Any, bias: Any, **options: Any) -> tuple[Any, ...]:
-    call = call_of(wanted, input, weight, target)
-    rows, mesh = call.rows, call.mesh
-    group, classes, class_sizes = rows.group
-    log_probs, *facts, stats, chosen, of_log_probs, of_entropy = Loss._fused_linear_log_probs_fwd(
-        call.local(input), call.local(weight), rows.part("target", target), call.bias(bias), **options, group=group,
-        classes=classes, class_sizes=class_sizes, sequence_dim=call.sequence_dim, wanted=wanted,
-    )  # fmt: skip
-
-    def by_row(t: Any, shape: Any) -> Any:
-        return None if t is None else spread(t, mesh, rows.placements, shape)
-
-    tokens = target.shape[: input.ndim - 1]
-    shapes = (tokens, tokens, tokens, target.shape)
-    found = [
-        by_row(t, shape) if options[name] else rows.replicated(t) for name, t, shape in zip(RESULTS, facts, shapes)
-    ]
-    # Sums over this device's classes.
-    sums = [Partial() if i == rows.split else p for i, p in enumerate(rows.placements)]
-    products = [None if t is None else spread(t, mesh, sums, input.shape) for t in (of_log_probs, of_entropy)]
-    return by_row(log_probs, target.shape), *found, by_row(stats, (*tokens, 3)), by_row(chosen, target.shape), *products
+def if_asked(name: str, place: Result) -> Result:
+    return lambda call, t: (place if call.given[name] else replicated)(call, t)
 
 
-@on_dtensors("_fused_linear_log_probs_fwd")
-def forward_with_graph(
-    group: str, classes: int, class_sizes: Any, sequence_dim: int | None, **given: Any
-) -> tuple[Any, ...]:
-    return forward(**given)
+def of_statistics(call: Call, t: Tensor) -> Tensor:
+    return spread(t, call.mesh, call.rows, (*call.shape, 3))
 
 
-@on_dtensors(OP)
-def without_gradient(**given: Any) -> tuple[Any, ...]:
-    return forward(0, **given)[:5]
+def of_input(call: LinearCall, t: Tensor) -> Tensor:
+    """Sums over this device's classes."""
+    sums = [Partial() if i == call.split else p for i, p in enumerate(call.rows)]
+    return spread(t, call.mesh, sums, call.given["input"].shape)
 
 
-@on_dtensors("_fused_linear_log_probs_bwd")
-def backward(
-    grad: Any, grad_entropy: Any, input: Any, weight: Any, target: Any, bias: Any, stats: Any, chosen: Any, group: str,
-    classes: int, class_sizes: Any, sequence_dim: int | None, wanted: int, **options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    call = call_of(wanted, input, weight, target)
-    rows = call.rows
-    group, classes, class_sizes = rows.group
-    upstream = [None if g is None else rows.upstream(g, False) for g in (grad, grad_entropy)]
-    found = Loss._fused_linear_log_probs_bwd(
-        *upstream, call.local(input), call.local(weight), rows.part("target", target), call.bias(bias),
-        call.local(stats), call.local(chosen), **options, group=group, classes=classes, class_sizes=class_sizes,
-        sequence_dim=call.sequence_dim, wanted=wanted,
-    )  # fmt: skip
-    return call.gradients(found, bias)
+FACTS = (
+    *(if_asked(name, of_rows) for name in ("entropy", "mean_logits", "log_sum_sq_probs")),
+    if_asked("is_top1", of_ids),
+)
+loss_on_dtensors(
+    OP,
+    LinearCall,
+    results=(of_ids, *FACTS, of_statistics, of_ids, of_input, of_input),
+    gradients=GRADIENTS,
+    forms={"": (dict(wanted=0), range(5))},
+)
 
 
-@on_dtensors("_fused_linear_log_probs_scale")
-def scale(
-    grad: Any, grad_entropy: Any, of_log_probs: Any, of_entropy: Any, target: Any, weight: Any, stats: Any, chosen: Any,
-    group: str, classes: int, class_sizes: Any, **options: Any,
-) -> Any:  # fmt: skip
-    mesh, sums = of_log_probs.device_mesh, of_log_probs.placements
-    split = next((i for i, p in enumerate(sums) if p.is_partial()), None)
-    placements = tuple(p if isinstance(p, Shard) else R for p in sums)
-    # Without weight, the number of classes is not read.
-    rows = Rows(OP, mesh, placements, target.shape, 1 if weight is None else weight.shape[0], split)
-    group, classes, class_sizes = rows.group
-    upstream = [None if g is None else rows.upstream(g, False) for g in (grad, grad_entropy)]
-    of_weight = [Shard(0) if i == split else R for i in range(mesh.ndim)]
-    local = [t._local_tensor if isinstance(t, DTensor) else t for t in (of_log_probs, of_entropy, stats, chosen)]
-    found = Loss._fused_linear_log_probs_scale(
-        *upstream, *local[:2], rows.part("target", target), part_of(OP, "weight", weight, mesh, of_weight), *local[2:],
-        **options, group=group, classes=classes, class_sizes=class_sizes,
-    )  # fmt: skip
-    return spread(found, mesh, placements_of(of_log_probs, mesh) if split is None else placements, of_log_probs.shape)
+class ScaleCall(Call):
+    """Of input gradients that forward computed, sums over this device's classes."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(OP, given)
+        sums, weight = given["of_log_probs"].placements, given["weight"]
+        split = next((i for i, p in enumerate(sums) if p.is_partial()), None)
+        # Without weight, the number of classes is not read.
+        classes = 1 if weight is None else weight.shape[0]
+        self.lay_out([p if isinstance(p, Shard) else R for p in sums], given["target"].shape, classes, split)
+
+    def argument(self, name: str) -> Any:
+        if name == "weight":
+            return self.part(name, [Shard(0) if i == self.split else R for i in range(self.mesh.ndim)])
+        return super().argument(name)
+
+
+@on_dtensors(f"_{OP}_scale")
+def scale(**given: Any) -> Any:
+    call, like = ScaleCall(given), given["of_log_probs"]
+    found = torch.ops.liger._fused_linear_log_probs_scale(**call.arguments())
+    return spread(found, call.mesh, like.placements if call.split is None else call.rows, like.shape)

@@ -195,17 +195,17 @@ VOCAB_PARALLEL = [
         "reference-share-keeps-a-partial-gradient", "liger_ops/reference/_split.py",
         'return _wait(_collectives.all_reduce(grads[0].contiguous(), "sum", ctx.group.group_name)), None',
         "return grads[0].contiguous(), None",
-        "distributed/test_vocab_parallel_formulas.py",
+        "distributed/test_vocab_parallel_cross_entropy.py distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
     ),
     Defect(
         "reference-join-gives-every-rank-the-first-part", "liger_ops/reference/_split.py",
         "grads[0].narrow(ctx.dim, ctx.first, ctx.size)", "grads[0].narrow(ctx.dim, 0, ctx.size)",
-        "distributed/test_vocab_parallel_formulas.py",
+        "distributed/test_vocab_parallel_cross_entropy.py distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
     ),
     Defect(
         "reference-last-rank-has-negative-classes", "liger_ops/reference/_split.py",
         "max(0, min(each, classes - rank * each))", "min(each, classes - rank * each)",
-        "distributed/test_vocab_parallel_formulas.py",
+        "distributed/test_vocab_parallel_cross_entropy.py distributed/test_vocab_parallel_fused_linear_cross_entropy.py",
     ),
 ]  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from ..reference.moe_experts import ACTIVATIONS, activated
 from . import probe
-from .mlps import switch_of
-from .patched import Switches, give_subclass, require_switch, saved_forwards
+from .patched import Switches, give_subclass, require_switch, switch_of
 from .probe import NotUnderstood, agrees, class_of, random_tensor, shallow_copy
 
 OP = "moe_experts"
@@ -146,16 +144,6 @@ def patch_gate(module: nn.Module, switches: Switches, reason: str) -> str:
     members = {"_apply_gate": lambda self, gate_up: packed(gate_up), "liger_reason": reason}
     give_subclass(module, "experts", gate, (found, reason), lambda cls: members)
     return gate
-
-
-def parallelism_of(module: nn.Module) -> str:
-    """How transformers splits the stack over devices, for a report."""
-    for holder, _ in saved_forwards(module):
-        if hasattr(holder, "num_local_experts"):
-            exchange = inspect.getclosurevars(module.forward).nonlocals["implementation"]
-            return f", expert-parallel by {type(exchange).__name__}"
-        return ", tensor-parallel"
-    return ""
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -9,91 +9,29 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any, overload
 
 from torch import nn
 
-from .embeddings import is_embedding, patch_embedding
-from .experts import parallelism_of, patch_experts
-from .heads import loss_operator, patch_loss, prepare_head
-from .layers import has_fusable_norms, patch_layer
-from .mlps import looks_like_mlp, patch_mlp
-from .norms import looks_like_norm, patch_norm
+from .modules import Step, loss_step, plan, step_of
 from .patched import (
     Options,
     Patched,
     Switches,
     deepcopy_as_patched,
     has_replaced_forward,
+    parallelism_of,
     reduce_as_original,
     restore,
     saved_forwards,
 )
 from .probe import NotUnderstood
-from .rebinding import is_wrapper_of
 from .report import Report, Row
-from .rotary import patch_rotary, rotary_methods
 
 SWITCHES = (
     "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "moe_experts", "embedding", "cross_entropy",
     "fused_linear_cross_entropy",
 )  # fmt: skip
-
-
-def kind_of(module: nn.Module) -> tuple[str, Callable[[Any, Switches], str]] | None:
-    if rotary_methods(type(module)):
-        return "rope", patch_rotary
-    if is_embedding(module):
-        return "embedding", patch_embedding
-    if looks_like_norm(module):
-        return "norm", patch_norm
-    if hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True):
-        return "experts", patch_experts
-    if looks_like_mlp(module):
-        return "mlp", patch_mlp
-    if has_fusable_norms(module):
-        return "layer", patch_layer
-    return None
-
-
-def row_of(path: str, module: Any, kind: str, replacement: str) -> Row:
-    """Of a module that is replaced."""
-    parallelism = parallelism_of(module) if kind == "experts" else ""
-    return Row(path, type(module).__name__, kind, replacement + parallelism, getattr(module, "liger_reason", ""))
-
-
-def patch_module(path: str, module: nn.Module, switches: Switches) -> Row | None:
-    if isinstance(module, Patched):
-        kind, replacement = type(module).liger_row
-        row = row_of(path, module, kind, replacement)
-        return row if replacement and kind != "loss" else None
-    found = kind_of(module)
-    if found is None:
-        return None
-    kind, patch = found
-    try:
-        if has_replaced_forward(module) and not (kind == "experts" and saved_forwards(module)):
-            raise NotUnderstood("its forward was replaced")
-        return row_of(path, module, kind, patch(module, switches))
-    except NotUnderstood as reason:
-        return Row(path, type(module).__name__, kind, "", str(reason))
-
-
-def patch_head(model: nn.Module, switches: Switches, memory_budget: int | None) -> Row:
-    try:
-        if has_replaced_forward(model) and not (
-            isinstance(model, Patched) and is_wrapper_of(model.forward, type(model).forward)
-        ):
-            raise NotUnderstood("its forward was replaced")
-        if isinstance(model, Patched):
-            prepare_head(model, memory_budget)
-            op = loss_operator(model)
-        else:
-            op = patch_loss(model, switches, memory_budget)
-        return Row("", type(model).__name__, "loss", op, "")
-    except NotUnderstood as reason:
-        return Row("", type(model).__name__, "loss", "", str(reason))
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -184,27 +122,40 @@ def apply_liger_kernel(
     """
     check_model("apply_liger_kernel", "model_or_class", model_or_class)
     options = checked_options("apply_liger_kernel", memory_budget, switches)
-    chosen = options.switches
     if isinstance(model_or_class, type):
         return patching_class(model_or_class, options)
     model = unwrapped(model_or_class)
-    embeddings: list[tuple[str, nn.Module]] = []
-    others: list[tuple[str, nn.Module]] = []
-    for path, module in model.named_modules():
-        (embeddings if is_embedding(module) else others).append((path, module))
-    rows = [row for path, module in others if (row := patch_module(path, module, chosen))]
-    head = patch_head(model, chosen, memory_budget)
-    if head.replacement or any(row.replacement for row in rows):
-        # Patch embeddings only in models in which something else was recognised.
-        rows = [row for path, module in embeddings if (row := patch_module(path, module, chosen))] + rows
-    rows.append(head)
+    report = Report(
+        getattr(getattr(model, "config", None), "model_type", type(model).__name__), run(plan(model), options)
+    )
     for module in model.modules():
         keep_options(module, options)
-    report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
-    if not report.replaced and any(chosen.values()):
+    if not report.replaced and any(options.switches.values()):
         name = type(model).__name__
-        warnings.warn(f"liger_ops: {name} is left as it is: {rows[-1].reason}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"liger_ops: {name} is left as it is: {report.rows[-1].reason}", RuntimeWarning, stacklevel=2)
     return report
+
+
+def run(steps: list[Step], options: Options) -> list[Row]:
+    embeddings = [step for step in steps if step.kind == "embedding"]
+    rows = [patch_module(step, options) for step in steps if step.kind != "embedding"]
+    # Patch embeddings only in models in which something else was recognised.
+    return [patch_module(step, options) for step in embeddings] + rows if any(row.replacement for row in rows) else rows
+
+
+def patch_module(step: Step, options: Options) -> Row:
+    path, module, kind, patch = step
+    replacement = ""
+    try:
+        # The last step is for the whole model, which patch_model checks.
+        if kind != "loss" and not isinstance(module, Patched) and has_replaced_forward(module):
+            if not (kind == "experts" and saved_forwards(module)):
+                raise NotUnderstood("its forward was replaced")
+        replacement = patch(module, options) + (parallelism_of(module) if kind == "experts" else "")
+        reason = getattr(module, "liger_reason", "")
+    except NotUnderstood as error:
+        reason = str(error)
+    return Row(path, type(module).__name__, kind, replacement, reason)
 
 
 def keep_options(module: nn.Module, options: Options) -> None:
@@ -216,8 +167,8 @@ def keep_options(module: nn.Module, options: Options) -> None:
 def patch_again(module: nn.Module, kind: str, options: Options) -> None:
     """Patches a module of this kind that comes from a pickle."""
     try:
-        row = patch_head(module, *options) if kind == "loss" else patch_module("", module, options.switches)
-        reason = row.reason if row is not None else "computes something else"
+        step = loss_step(module) if kind == "loss" else step_of("", module)
+        reason = patch_module(step, options).reason if step is not None else "computes something else"
     except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
         reason = f"{type(error).__name__}: {error}"
     keep_options(module, options)

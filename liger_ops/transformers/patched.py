@@ -7,6 +7,7 @@ the module is patched again once it is loaded.
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -147,6 +148,16 @@ def saved_forwards(module: nn.Module) -> list[tuple[Any, str]]:
     return found
 
 
+def parallelism_of(module: nn.Module) -> str:
+    """How transformers splits the stack over devices, for a report."""
+    for holder, _ in saved_forwards(module):
+        if hasattr(holder, "num_local_experts"):
+            exchange = inspect.getclosurevars(module.forward).nonlocals["implementation"]
+            return f", expert-parallel by {type(exchange).__name__}"
+        return ", tensor-parallel"
+    return ""
+
+
 def has_replaced_forward(module: nn.Module) -> bool:
     """Whether the instance has its own forward. Accelerate's does not count: it calls the one that it replaced."""
     return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
@@ -159,6 +170,11 @@ def accept_any_keyword(function: Callable[[Any, Tensor], Tensor]) -> Callable[..
         return function(self, *args, *named.values())
 
     return forward
+
+
+def switch_of(gate: str) -> str:
+    """The switch of a key of probe.GATES."""
+    return gate.split()[0]
 
 
 def require_switch(switches: Switches, op: str) -> None:

@@ -528,12 +528,12 @@ PATCHING = [
         "transformers/test_transformers_patching.py",
     ),
     Defect(
-        "norm-keeps-a-wider-result", "liger_ops/transformers/norms.py",
+        "norm-keeps-a-wider-result", "liger_ops/transformers/modules.py",
         "return y if y.dtype == dtype else y.to(dtype)", "return y",
         "transformers/test_transformers_patching.py transformers/test_transformers.py",
     ),
     Defect(
-        "mlp-ignores-its-switch", "liger_ops/transformers/mlps.py",
+        "mlp-ignores-its-switch", "liger_ops/transformers/modules.py",
         "    require_switch(switches, gate)\n", "",
         "transformers/test_transformers_patching.py",
     ),

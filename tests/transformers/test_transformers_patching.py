@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama
 
 import liger_ops.transformers as lt
 from liger_ops.transformers import apply_liger_kernel, probe, unpatch
-from liger_ops.transformers.mlps import patch_mlp
+from liger_ops.transformers.modules import patch_mlp
 from liger_ops.transformers.patch import SWITCHES
 
 pytestmark = pytest.mark.usefixtures("as_large_models")

@@ -34,15 +34,9 @@ class LossCall:
     loss: Tensor  # set by `run`
 
     def __init__(
-        self,
-        target: Tensor,
-        ce_weight: Tensor | None,
-        reduction: str,
-        ignore_index: int,
-        label_smoothing: float,
-        softcap: float | None,
-        logits_scale: float,
-    ) -> None:
+        self, target: Tensor, ce_weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float,
+        softcap: float | None, logits_scale: float,
+    ) -> None:  # fmt: skip
         self.target = target
         self.ce_weight = ce_weight
         self.reduction = reduction
@@ -93,12 +87,7 @@ class DeferredLogits:
     """
 
     def __init__(
-        self,
-        head: nn.Linear | None,
-        hidden: Tensor,
-        dtype: torch.dtype,
-        scale: float = 1.0,
-        cap: float | None = None,
+        self, head: nn.Linear | None, hidden: Tensor, dtype: torch.dtype, scale: float = 1.0, cap: float | None = None
     ) -> None:
         self.head = head
         self.hidden = hidden
@@ -235,15 +224,9 @@ class DeferredLogits:
     # ---- The loss
 
     def cross_entropy(
-        self,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: builtins.float = 0.0,
-    ) -> Tensor:
+        self, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
+        reduce: bool | None = None, reduction: str = "mean", label_smoothing: builtins.float = 0.0,
+    ) -> Tensor:  # fmt: skip
         legacy = size_average is not None or reduce is not None
         usual = self.dim() == 2 and target.dim() == 1 and target.dtype in (torch.int64, torch.int32)
         if legacy or not usual or (self.cap is not None and self.cap <= 0):

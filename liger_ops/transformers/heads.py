@@ -14,9 +14,18 @@ from torch import Tensor, nn
 
 from ..projections import autocast_dtype, hooks_of
 from .deferred import DeferredLogits, LossCall, call_head, without_deferred
-from .patched import Options, Patched, Switches, give_subclass, has_replaced_forward, is_fully_sharded
-from .probe import NotUnderstood, original_class
-from .rewrite import inner_function, is_wrapper_of
+from .patched import (
+    NotUnderstood,
+    Options,
+    Patched,
+    Switches,
+    give_subclass,
+    has_replaced_forward,
+    inner_function,
+    is_fully_sharded,
+    is_wrapper_of,
+    original_class,
+)
 
 
 def head_of(model: Any) -> Any:
@@ -138,12 +147,11 @@ def head_forward(self: Any, input: Tensor, liger_call: LossCall | None = None) -
 
 def patch_model(model: Any, options: Options) -> str:
     """Patches the model's head and its forward. Returns the operator that computes the loss."""
-    if not isinstance(model, Patched):
-        if has_replaced_forward(model):
-            raise NotUnderstood("its forward was replaced")
-        return patch_loss(model, *options)
-    if has_replaced_forward(model) and not is_wrapper_of(model.forward, type(model).forward):
+    patched = isinstance(model, Patched)
+    if has_replaced_forward(model) and not (patched and is_wrapper_of(model.forward, type(model).forward)):
         raise NotUnderstood("its forward was replaced")
+    if not patched:
+        return patch_loss(model, *options)
     prepare_head(model, options.memory_budget)
     return loss_operator(model)
 

@@ -1,5 +1,8 @@
 """Patches one model with the operators, and removes them again. See docs/rewriting.md.
 
+`apply_liger_kernel` plans: it finds out what each module computes (probe.py). Then it patches module by module
+(modules.py, and heads.py for the loss) and reports. Both halves for experts are in experts.py.
+
 Nothing outside the model changes: neither its classes, nor transformers, nor torch. Parameters, hooks, wrappers and
 state_dict keys stay the same.
 """
@@ -9,12 +12,16 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import Any, overload
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, overload
 
 from torch import nn
 
-from .modules import Step, loss_step, plan, step_of
+from . import experts, modules, probe
+from .heads import patch_model
 from .patched import (
+    NotUnderstood,
     Options,
     Patched,
     Switches,
@@ -22,16 +29,100 @@ from .patched import (
     has_replaced_forward,
     parallelism_of,
     reduce_as_original,
+    require_switch,
     restore,
     saved_forwards,
 )
-from .probe import NotUnderstood
-from .report import Report, Row
 
 SWITCHES = (
     "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "moe_experts", "embedding", "cross_entropy",
     "fused_linear_cross_entropy",
 )  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """A kind of modules that operators replace."""
+
+    name: str
+    recognises: Callable[[Any], Any]
+    identify: Callable[[Any, Switches], Any]  # what a module computes, or raises NotUnderstood
+    patch: Callable[[Any, Any], str]  # given that, patches the module and returns the operator
+
+
+def with_switch(identify: Callable[[Any], Any], switch: Callable[[Any], str]) -> Callable[[Any, Switches], Any]:
+    """Identifies a module whose operator is switched by `switch(what it computes)`."""
+
+    def identified(module: nn.Module, switches: Switches) -> Any:
+        found = identify(module)
+        require_switch(switches, switch(found))
+        return found
+
+    return identified
+
+
+# In the order in which they are tried.
+KINDS = (
+    Kind("rope", lambda module: probe.rotary_methods(type(module)), probe.identify_rotary_module, modules.patch_rotary),
+    Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
+    Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
+    Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
+    Kind("mlp", probe.looks_like_mlp, with_switch(probe.identify_mlp, lambda mlp: mlp.switch), modules.patch_mlp),
+    Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
+)
+
+
+class Step(NamedTuple):
+    """What will be done with one module."""
+
+    path: str
+    module: nn.Module
+    kind: str
+    patch: Callable[[], str] | None  # returns the operator; None if the module is left alone
+    reason: str = ""  # why it is left alone
+
+
+# ---- The report
+
+
+class Row(NamedTuple):
+    module: str  # path in the model
+    type: str  # name of the class
+    kind: str  # "layer", "norm", "mlp", "experts", "rope", "embedding" or "loss"
+    replacement: str  # the operator that computes it now, or ""
+    reason: str  # why it was left alone, or why no larger operator replaces it, or ""
+
+
+class Report:
+    """The rows of one model. `print(report)` groups them by class."""
+
+    def __init__(self, model_type: str, rows: Iterable[Row]) -> None:
+        self.model_type = model_type
+        self.rows = list(rows)
+
+    @property
+    def replaced(self) -> list[Row]:
+        return [row for row in self.rows if row.replacement]
+
+    @property
+    def left_alone(self) -> list[Row]:
+        return [row for row in self.rows if not row.replacement]
+
+    def as_dict(self) -> dict:
+        return {"model_type": self.model_type, "rows": [row._asdict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        groups = Counter((row.kind, row.type, row.replacement, row.reason) for row in self.rows)
+        lines = [("kind", "class", "modules", "operator", "reason")]
+        lines += [(kind, cls, str(n), op or "left alone", reason) for (kind, cls, op, reason), n in groups.items()]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+        return "\n".join([f"liger_ops on {self.model_type}", *table])
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.model_type}: {len(self.replaced)} replaced, {len(self.left_alone)} left alone>"
+
+
+# ---- Arguments
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -45,9 +136,6 @@ def unwrapped(model: Any) -> nn.Module:
             model = model.get_base_model()
         else:
             return model
-
-
-# ---- Arguments
 
 
 def what_to_pass(given: Any) -> str:
@@ -125,37 +213,59 @@ def apply_liger_kernel(
     if isinstance(model_or_class, type):
         return patching_class(model_or_class, options)
     model = unwrapped(model_or_class)
-    report = Report(
-        getattr(getattr(model, "config", None), "model_type", type(model).__name__), run(plan(model), options)
-    )
+    rows = patch_all(plan(model, options))
+    report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
     for module in model.modules():
         keep_options(module, options)
     if not report.replaced and any(options.switches.values()):
         name = type(model).__name__
-        warnings.warn(f"liger_ops: {name} is left as it is: {report.rows[-1].reason}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"liger_ops: {name} is left as it is: {rows[-1].reason}", RuntimeWarning, stacklevel=2)
     return report
 
 
-def run(steps: list[Step], options: Options) -> list[Row]:
-    embeddings = [step for step in steps if step.kind == "embedding"]
-    rows = [patch_module(step, options) for step in steps if step.kind != "embedding"]
-    # Patch embeddings only in models in which something else was recognised.
-    return [patch_module(step, options) for step in embeddings] + rows if any(row.replacement for row in rows) else rows
-
-
-def patch_module(step: Step, options: Options) -> Row:
-    path, module, kind, patch = step
-    replacement = ""
+def step_of(path: str, module: nn.Module, switches: Switches) -> Step | None:
+    """How to patch one module, or None if it is of no kind that an operator replaces."""
+    if isinstance(module, Patched):
+        name, operator = type(module).liger_row
+        return Step(path, module, name, lambda: operator) if name not in ("head", "loss") else None
+    kind = next((kind for kind in KINDS if kind.recognises(module)), None)
+    if kind is None:
+        return None
     try:
-        # The last step is for the whole model, which patch_model checks.
-        if kind != "loss" and not isinstance(module, Patched) and has_replaced_forward(module):
-            if not (kind == "experts" and saved_forwards(module)):
-                raise NotUnderstood("its forward was replaced")
-        replacement = patch(module, options) + (parallelism_of(module) if kind == "experts" else "")
-        reason = getattr(module, "liger_reason", "")
-    except NotUnderstood as error:
-        reason = str(error)
-    return Row(path, type(module).__name__, kind, replacement, reason)
+        if has_replaced_forward(module) and not (kind.name == "experts" and saved_forwards(module)):
+            raise NotUnderstood("its forward was replaced")
+        return Step(path, module, kind.name, functools.partial(kind.patch, module, kind.identify(module, switches)))
+    except NotUnderstood as reason:
+        return Step(path, module, kind.name, None, str(reason))
+
+
+def loss_step(model: nn.Module, options: Options) -> Step:
+    """The model's head and its forward, which are patched together."""
+    return Step("", model, "loss", functools.partial(patch_model, model, options))
+
+
+def plan(model: nn.Module, options: Options) -> list[Step]:
+    """The steps that patch the model, from the outside to the inside; the loss is the last. Changes nothing."""
+    steps = [step for path, module in model.named_modules() if (step := step_of(path, module, options.switches))]
+    return [*steps, loss_step(model, options)]
+
+
+def patch_step(step: Step) -> Row:
+    replacement, reason = "", step.reason
+    if step.patch is not None:
+        try:
+            replacement = step.patch() + (parallelism_of(step.module) if step.kind == "experts" else "")
+            reason = getattr(step.module, "liger_reason", "")
+        except NotUnderstood as error:
+            reason = str(error)
+    return Row(step.path, type(step.module).__name__, step.kind, replacement, reason)
+
+
+def patch_all(steps: list[Step]) -> list[Row]:
+    rows = [patch_step(step) for step in steps if step.kind != "embedding"]
+    # Patch embeddings only in models in which something else was recognised.
+    embeddings = [step for step in steps if step.kind == "embedding"] if any(row.replacement for row in rows) else []
+    return [patch_step(step) for step in embeddings] + rows
 
 
 def keep_options(module: nn.Module, options: Options) -> None:
@@ -167,8 +277,8 @@ def keep_options(module: nn.Module, options: Options) -> None:
 def patch_again(module: nn.Module, kind: str, options: Options) -> None:
     """Patches a module of this kind that comes from a pickle."""
     try:
-        step = loss_step(module) if kind == "loss" else step_of("", module)
-        reason = patch_module(step, options).reason if step is not None else "computes something else"
+        step = loss_step(module, options) if kind == "loss" else step_of("", module, options.switches)
+        reason = patch_step(step).reason if step is not None else "computes something else"
     except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
         reason = f"{type(error).__name__}: {error}"
     keep_options(module, options)

@@ -10,15 +10,23 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-
-from .probe import NotUnderstood, original_class
 
 Switches = Mapping[str, bool]
 # Of the instances of patched modules.
 OWN_ATTRIBUTES = ("liger_mode", "liger_options")
+
+
+class NotUnderstood(Exception):
+    """The reason why no operator replaces a module."""
+
+
+def original_class(cls: type) -> type[nn.Module]:
+    return getattr(cls, "liger_original", cls)
 
 
 class Patched(nn.Module):
@@ -82,11 +90,7 @@ _subclasses: dict[tuple, type[nn.Module]] = {}
 
 
 def give_subclass(
-    module: nn.Module,
-    kind: str,
-    replacement: str,
-    key: Any,
-    members: Callable[[type[nn.Module]], dict[str, Any]],
+    module: nn.Module, kind: str, replacement: str, key: Any, members: Callable[[type[nn.Module]], dict[str, Any]]
 ) -> None:
     """Sets the module's class to a subclass with these members. Modules with the same class, kind and key share it."""
     cls = type(module)
@@ -163,6 +167,24 @@ def has_replaced_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
 
 
+def inner_function(function: Any) -> Any:
+    """The function inside its decorators."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def is_wrapper_of(wrapper: Any, function: Any) -> bool:
+    """Whether the wrapper, a decorated function or a bound method, ends in a call of the function."""
+    return getattr(inner_function(wrapper), "__func__", inner_function(wrapper)) is function
+
+
+def is_distributed(tensor: Tensor | None) -> bool:
+    """Whether the tensor is a DTensor, for which the operators have no sharding rules."""
+    # isinstance would need DTensor, which is slow to import.
+    return hasattr(tensor, "device_mesh")
+
+
 def accept_any_keyword(function: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
     """A forward that accepts its tensor under any keyword, because classes name it differently."""
 
@@ -185,3 +207,18 @@ def require_switch(switches: Switches, op: str) -> None:
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether fully_shard manages the module. It replaces the module's class by a subclass."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+@dataclass(frozen=True)
+class Norm:
+    op: str  # "rms_norm" or "layer_norm"
+    epsilon: str  # name of the module's attribute
+    offset: float = 0.0
+    casting_mode: str = "llama"
+    promotes: bool = False  # whether a wider weight makes the result wider
+
+
+def epsilon_of(module: nn.Module, attribute: str, x: Tensor) -> float:
+    value = getattr(module, attribute)
+    # torch's norms compute in fp32 or wider.
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if value is None else value

@@ -39,18 +39,18 @@ from torch import Tensor, nn
 from .. import functional as F
 from .._wanted import WANT_INPUT, WANT_WEIGHT
 from ..projections import has_hooks, project, saves_passes
-from . import probe
+from .patched import Norm, epsilon_of, inner_function, is_distributed
 
 PROJECT, NORM_AND_INPUT, ADD_NORM = "liger_project", "liger_norm_and_input", "liger_add_norm"
 
 
-def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> probe.Norm | None:
+def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> Norm | None:
     """The formula of a patched RMSNorm, or None if its forward must be called: it is hooked, wrapped or distributed, or
     its weight has another dtype than x. wider_weight: the weight may be fp32."""
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
         return None
-    if probe.is_distributed(x) or probe.is_distributed(norm.weight):
+    if is_distributed(x) or is_distributed(norm.weight):
         return None
     fits = norm.weight is None or norm.weight.dtype == x.dtype or (wider_weight and norm.weight.dtype == torch.float32)
     return found if fits else None
@@ -86,7 +86,7 @@ def norm_and_input(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     found = bare_rms_norm(norm, x) if saves_passes(x) else None
     if found is None:
         return norm(x), x
-    eps = probe.epsilon_of(norm, found.epsilon, x)
+    eps = epsilon_of(norm, found.epsilon, x)
     return _NormAndInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
 
 
@@ -96,7 +96,7 @@ def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     if found is None:
         total = residual + x
         return norm(total), total
-    eps = probe.epsilon_of(norm, found.epsilon, x)
+    eps = epsilon_of(norm, found.epsilon, x)
     return F.fused_add_rms_norm(x, residual, norm.weight, eps, found.offset, found.casting_mode)
 
 
@@ -349,18 +349,6 @@ def projections_of(module: nn.Module) -> frozenset[str]:
 
 
 # ---- Copies of functions with other globals
-
-
-def inner_function(function: Any) -> Any:
-    """The function inside its decorators."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-def is_wrapper_of(wrapper: Any, function: Any) -> bool:
-    """Whether the wrapper, a decorated function or a bound method, ends in a call of the function."""
-    return getattr(inner_function(wrapper), "__func__", inner_function(wrapper)) is function
 
 
 def rebound(function: Any, replaced: dict[str, Callable], code: types.CodeType | None = None) -> Any:

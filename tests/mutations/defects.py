@@ -533,8 +533,8 @@ PATCHING = [
         "transformers/test_transformers_patching.py transformers/test_transformers.py",
     ),
     Defect(
-        "mlp-ignores-its-switch", "liger_ops/transformers/modules.py",
-        "    require_switch(switches, gate)\n", "",
+        "mlp-ignores-its-switch", "liger_ops/transformers/patch.py",
+        "        require_switch(switches, switch(found))\n", "",
         "transformers/test_transformers_patching.py",
     ),
     Defect(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import functional as F
 from . import ops
 
 
@@ -23,16 +24,15 @@ class GatedMLP(nn.Module):
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.gate_proj, self.up_proj = (nn.Linear(self.hidden_size, self.intermediate_size, bias) for _ in range(2))
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.product.apply(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.product(self.gate_proj(x), self.up_proj(x)))
 
 
 class LigerSwiGLUMLP(GatedMLP):
-    product = ops.LigerSiLUMulFunction
+    product = staticmethod(ops.swiglu)
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         check_silu(config.hidden_act)
@@ -64,7 +64,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         self.gate_multiplier, self.down_multiplier = (float(m) for m in config.mlp_multipliers)
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.product.apply(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        product = self.product(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
         return self.down_proj(product) * self.down_multiplier
 
 
@@ -75,7 +75,7 @@ class LigerMLP(LigerSwiGLUMLP):
         super().__init__(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.LigerMLPFunction.apply(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        return ops.mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 
 class LigerFalconH1MLP(LigerMLP):
@@ -87,11 +87,11 @@ class LigerFalconH1MLP(LigerMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        return ops.LigerMLPFunction.apply(x, *weights, self.gate_multiplier, self.down_multiplier)
+        return ops.mlp(x, *weights, self.gate_multiplier, self.down_multiplier)
 
 
 class LigerGEGLUMLP(GatedMLP):
-    product = ops.LigerGELUMulFunction
+    product = staticmethod(F.geglu)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -124,11 +124,11 @@ class TiledMLP(GatedMLP):
 
 
 class LigerTiledSwiGLUMLP(TiledMLP):
-    product, activations = ops.LigerSiLUMulFunction, ("silu", "swish")
+    product, activations = staticmethod(ops.swiglu), ("silu", "swish")
 
 
 class LigerTiledGEGLUMLP(TiledMLP):
-    product, activations = ops.LigerGELUMulFunction, ("gelu", "gelu_new", "gelu_pytorch_tanh")
+    product, activations = staticmethod(F.geglu), ("gelu", "gelu_new", "gelu_pytorch_tanh")
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
@@ -141,7 +141,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.LigerSiLUMulFunction.apply(*self.gate_up_proj(x).chunk(2, dim=-1)))
+        return self.down_proj(ops.swiglu(*self.gate_up_proj(x).chunk(2, dim=-1)))
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
@@ -154,7 +154,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(ops.LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
+        return self.w2(ops.swiglu(self.w1(x), self.w3(x)))
 
 
 class LigerExperts(nn.Module):
@@ -173,5 +173,5 @@ class LigerExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states: (..., H), top_k_index and top_k_weights: (..., K), each token's experts and their weights."""
         rows, index, weights = (t.flatten(0, -2) for t in (hidden_states, top_k_index, top_k_weights))
-        out = ops.LigerFusedMoEFunction.apply(rows, self.gate_up_proj, self.down_proj, index, weights)
+        out = ops.fused_moe(rows, self.gate_up_proj, self.down_proj, index, weights)
         return out.view(hidden_states.shape)

@@ -9,41 +9,17 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "PEFT_AVAILABLE",
-    "get_total_gpu_memory",
-    "infer_comm_backend",
-    "infer_device",
-    "infer_device_arch",
-    "is_npu_available",
-    "is_peft_available",
-    "transformers_version_dispatch",
-]
-
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
 # The package's names of GPU families, by compute capability for NVIDIA and by target for AMD.
 NVIDIA = {
-    (7, 0): "volta_turing",
-    (7, 5): "volta_turing",
-    (8, 0): "ampere_ada",
-    (8, 6): "ampere_ada",
-    (8, 9): "ampere_ada",
-    (9, 0): "hopper",
-    (10, 0): "blackwell",
-    (10, 3): "blackwell_ultra",
-    (12, 0): "blackwell_consumer",
-}
+    **dict.fromkeys([(7, 0), (7, 5)], "volta_turing"), **dict.fromkeys([(8, 0), (8, 6), (8, 9)], "ampere_ada"),
+    (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell_ultra", (12, 0): "blackwell_consumer",
+}  # fmt: skip
 AMD = {
-    "gfx908": "cdna",
-    "gfx90a": "cdna2",
-    "gfx940": "cdna3",
-    "gfx941": "cdna3",
-    "gfx942": "cdna3",
-    "gfx1100": "rdna3",
-    "gfx1101": "rdna3",
-    "gfx1102": "rdna3",
-}
+    "gfx908": "cdna", "gfx90a": "cdna2", **dict.fromkeys(["gfx940", "gfx941", "gfx942"], "cdna3"),
+    **dict.fromkeys(["gfx1100", "gfx1101", "gfx1102"], "rdna3"),
+}  # fmt: skip
 # Substrings of device names, in lower case: family.
 XPU = {"max": "pvc", "pvc": "pvc", "ponte": "pvc", "arc": "arc", "battlemage": "arc", "alchemist": "arc"}
 NPU = {"910": "ascend910", "310": "ascend310"}

@@ -9,8 +9,10 @@ model is slower but never wrong.
 from __future__ import annotations
 
 import builtins
+import copy
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,15 +34,9 @@ class LossCall:
     loss: Tensor  # set by `run`
 
     def __init__(
-        self,
-        target: Tensor,
-        ce_weight: Tensor | None,
-        reduction: str,
-        ignore_index: int,
-        label_smoothing: float,
-        softcap: float | None,
-        logits_scale: float,
-    ) -> None:
+        self, target: Tensor, ce_weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float,
+        softcap: float | None, logits_scale: float,
+    ) -> None:  # fmt: skip
         self.target = target
         self.ce_weight = ce_weight
         self.reduction = reduction
@@ -91,12 +87,7 @@ class DeferredLogits:
     """
 
     def __init__(
-        self,
-        head: nn.Linear | None,
-        hidden: Tensor,
-        dtype: torch.dtype,
-        scale: float = 1.0,
-        cap: float | None = None,
+        self, head: nn.Linear | None, hidden: Tensor, dtype: torch.dtype, scale: float = 1.0, cap: float | None = None
     ) -> None:
         self.head = head
         self.hidden = hidden
@@ -233,15 +224,9 @@ class DeferredLogits:
     # ---- The loss
 
     def cross_entropy(
-        self,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: builtins.float = 0.0,
-    ) -> Tensor:
+        self, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
+        reduce: bool | None = None, reduction: str = "mean", label_smoothing: builtins.float = 0.0,
+    ) -> Tensor:  # fmt: skip
         legacy = size_average is not None or reduce is not None
         usual = self.dim() == 2 and target.dim() == 1 and target.dtype in (torch.int64, torch.int32)
         if legacy or not usual or (self.cap is not None and self.cap <= 0):
@@ -312,3 +297,53 @@ OTHERS = "neg pos abs invert eq ne lt le gt ge len iter contains setitem bool in
 for _name in {*OTHERS, *BINARY, *(side + n for side in "ri" for n in BINARY)} - {"imatmul"}:
     if f"__{_name}__" not in vars(DeferredLogits):
         setattr(DeferredLogits, f"__{_name}__", on_logits(f"__{_name}__"))
+
+
+# ---- Outputs of models
+
+
+def without_deferred(out: Any) -> Any:
+    """A model's output with logits in place of DeferredLogits, and without those that were never materialized."""
+    if isinstance(out, tuple) and not hasattr(out, "_fields"):
+        out = tuple(item for item in out if not never_materialized(item))
+    return resolved(out)
+
+
+def never_materialized(item: Any) -> bool:
+    return isinstance(item, DeferredLogits) and item.head is not None and not item.is_materialized()
+
+
+def resolved(item: Any) -> Any:
+    """The item with logits, or None if they were never materialized, in place of DeferredLogits."""
+    if isinstance(item, DeferredLogits):
+        return None if never_materialized(item) else item.logits()
+    if not any(map(holds_deferred, values_of(item))):
+        return item
+    if isinstance(item, Mapping):
+        values = {key: resolved(value) for key, value in item.items()}
+        if dataclasses.is_dataclass(item):
+            return type(item)(**values)
+        out: Any = copy.copy(item)
+        out.update(values)
+        return out
+    if isinstance(item, (tuple, list)):
+        items: Any = map(resolved, item)
+        return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
+    return dataclasses.replace(item, **{name: resolved(value) for name, value in fields_of(item).items()})
+
+
+def holds_deferred(item: Any) -> bool:
+    return isinstance(item, DeferredLogits) or any(map(holds_deferred, values_of(item)))
+
+
+def values_of(item: Any) -> Iterable[Any]:
+    if isinstance(item, Mapping):
+        return item.values()
+    return item if isinstance(item, (tuple, list)) else fields_of(item).values()
+
+
+def fields_of(item: Any) -> dict[str, Any]:
+    """The fields that a dataclass takes in its constructor."""
+    if not dataclasses.is_dataclass(item) or isinstance(item, type):
+        return {}
+    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.init}

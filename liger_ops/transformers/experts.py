@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 from .. import functional as F
 from ..reference.moe_experts import ACTIVATIONS, activated
 from . import probe
-from .mlps import switch_of
-from .patched import Switches, give_subclass, require_switch, saved_forwards
-from .probe import NotUnderstood, agrees, class_of, random_tensor, shallow_copy
+from .patched import NotUnderstood, Switches, give_subclass, is_distributed, require_switch, switch_of
+from .probe import agrees, class_of, random_tensor, shallow_copy
 
 OP = "moe_experts"
 HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
@@ -118,44 +116,41 @@ def identify(module: Any) -> Experts:
     raise NotUnderstood("its gate computes something else")
 
 
-def patch_experts(module: nn.Module, switches: Switches) -> str:
+class Gate(NamedTuple):
+    """Only the gate is replaced."""
+
+    formula: str  # a key of probe.GATES
+    reason: str  # why the operator for the whole stack does not apply
+
+
+def identify_operator(module: nn.Module, switches: Switches) -> Experts | Gate:
     try:
         require_switch(switches, OP)
         found = identify(module)
-        gate = {"silu": "swiglu"}.get(found.activation, "geglu")
-        require_switch(switches, gate)
+        require_switch(switches, "swiglu" if found.activation == "silu" else "geglu")
+        return found
     except NotUnderstood as reason:
-        return patch_gate(module, switches, str(reason))
+        gate = Gate(probe.identify_experts(module), str(reason))
+    require_switch(switches, switch_of(gate.formula))
+    return gate
+
+
+def patch_experts(module: nn.Module, found: Experts | Gate) -> str:
+    if isinstance(found, Gate):
+        gate, packed = switch_of(found.formula), probe.PACKED[found.formula]
+        members = {"_apply_gate": lambda self, gate_up: packed(gate_up), "liger_reason": found.reason}
+        give_subclass(module, "experts", gate, found, lambda cls: members)
+        return gate
 
     def forward(self: Any, hidden_states: Tensor, *args: Tensor, **named: Tensor) -> Tensor:
         index, weight = (*args, *named.values())
         w = self.gate_up_proj
-        if probe.is_distributed(w) or (w.is_cuda and w.dtype == torch.float64):
+        if is_distributed(w) or (w.is_cuda and w.dtype == torch.float64):
             return class_of(self).forward(self, hidden_states, index, weight)
         return found(self, hidden_states, index, weight)
 
     give_subclass(module, "experts", OP, found, lambda cls: {"forward": forward})
     return OP
-
-
-def patch_gate(module: nn.Module, switches: Switches, reason: str) -> str:
-    """reason: why the operator for the whole stack does not apply."""
-    found = probe.identify_experts(module)
-    gate, packed = switch_of(found), probe.PACKED[found]
-    require_switch(switches, gate)
-    members = {"_apply_gate": lambda self, gate_up: packed(gate_up), "liger_reason": reason}
-    give_subclass(module, "experts", gate, (found, reason), lambda cls: members)
-    return gate
-
-
-def parallelism_of(module: nn.Module) -> str:
-    """How transformers splits the stack over devices, for a report."""
-    for holder, _ in saved_forwards(module):
-        if hasattr(holder, "num_local_experts"):
-            exchange = inspect.getclosurevars(module.forward).nonlocals["implementation"]
-            return f", expert-parallel by {type(exchange).__name__}"
-        return ", tensor-parallel"
-    return ""
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

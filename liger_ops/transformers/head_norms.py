@@ -19,13 +19,23 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..projections import autocast_dtype
-from . import probe, rewrite
+from . import rewrite
+from .patched import epsilon_of
 from .rewrite import assignment, expression, is_name, simple_assignment
 
 DELAY, NORM_AND_ROTATE, NORM_HEADS = "liger_delay_norm", "liger_norm_and_rotate", "liger_norm_heads"
 
 # Attributes that a norm does not change.
 KEPT = ("shape", "dtype", "device")
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads that a rotation takes; all have the same options."""
+
+    weights: tuple[Tensor | None, ...]  # one for each tensor
+    eps: float
+    offset: float
+    casting_mode: str
 
 
 def delay_norm(norm: Any, x: Tensor) -> tuple[Tensor, Any]:
@@ -51,7 +61,7 @@ def norm_and_rotate(rotate: Callable, norms: tuple[Any, ...], *arguments: Any, *
     return rotate(*arguments, norms=found, **options)
 
 
-def common_norms(norms: tuple[Any, ...], x: Tensor) -> probe.HeadNorms | None:
+def common_norms(norms: tuple[Any, ...], x: Tensor) -> HeadNorms | None:
     """The norms' weights and options, or None if the options differ or a norm was not delayed."""
     if any(norm is None for norm in norms):
         return None
@@ -59,12 +69,12 @@ def common_norms(norms: tuple[Any, ...], x: Tensor) -> probe.HeadNorms | None:
     dtypes = [norm.weight.dtype for norm in norms if norm.weight is not None]
     if any(o != options[0] for o in options) or any(dtype != dtypes[0] for dtype in dtypes):
         return None
-    return probe.HeadNorms(tuple(norm.weight for norm in norms), *options[0])
+    return HeadNorms(tuple(norm.weight for norm in norms), *options[0])
 
 
 def options_of(norm: Any, x: Tensor) -> tuple[float, float, str]:
     found = type(norm).liger_norm
-    return probe.epsilon_of(norm, found.epsilon, x), found.offset, found.casting_mode
+    return epsilon_of(norm, found.epsilon, x), found.offset, found.casting_mode
 
 
 HELPERS: dict[str, Callable] = {DELAY: delay_norm, NORM_AND_ROTATE: norm_and_rotate, NORM_HEADS: norm_heads}

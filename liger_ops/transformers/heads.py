@@ -13,11 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ..projections import autocast_dtype, hooks_of
-from .deferred import DeferredLogits, LossCall, call_head
-from .outputs import without_deferred
-from .patched import Patched, Switches, give_subclass, has_replaced_forward, is_fully_sharded
-from .probe import NotUnderstood, original_class
-from .rebinding import inner_function
+from .deferred import DeferredLogits, LossCall, call_head, without_deferred
+from .patched import (
+    NotUnderstood,
+    Options,
+    Patched,
+    Switches,
+    give_subclass,
+    has_replaced_forward,
+    inner_function,
+    is_fully_sharded,
+    is_wrapper_of,
+    original_class,
+)
 
 
 def head_of(model: Any) -> Any:
@@ -135,6 +143,17 @@ def head_forward(self: Any, input: Tensor, liger_call: LossCall | None = None) -
     if liger_call is None:
         return nn.functional.linear(input, self.weight, self.bias)
     return liger_call.run(input, self.weight, self.bias, self.liger_memory_budget)
+
+
+def patch_model(model: Any, options: Options) -> str:
+    """Patches the model's head and its forward. Returns the operator that computes the loss."""
+    patched = isinstance(model, Patched)
+    if has_replaced_forward(model) and not (patched and is_wrapper_of(model.forward, type(model).forward)):
+        raise NotUnderstood("its forward was replaced")
+    if not patched:
+        return patch_loss(model, *options)
+    prepare_head(model, options.memory_budget)
+    return loss_operator(model)
 
 
 def patch_loss(model: nn.Module, switches: Switches, memory_budget: int | None) -> str:

@@ -10,60 +10,24 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .patch import apply_liger_kernel, check_model, checked_options, unwrapped
-from .report import Report
+from .patch import Report, apply_liger_kernel, check_model, checked_options, unwrapped
 
-# name: accepted model types. Composite models have one type for the whole model and one for its text part.
-MODELS: dict[str, tuple[str, ...]] = {
-    "cohere": ("cohere",),
-    "cohere2": ("cohere2",),
-    "deepseek_v2": ("deepseek_v2",),
-    "deepseek_v3": ("deepseek_v3",),
-    "deepseek_v4": ("deepseek_v4",),
-    "exaone4": ("exaone4",),
-    "falcon_h1": ("falcon_h1",),
-    "gemma": ("gemma",),
-    "gemma2": ("gemma2",),
-    "gemma3": ("gemma3",),
-    "gemma3_text": ("gemma3_text",),
-    "gemma4": ("gemma4",),
-    "gemma4_text": ("gemma4_text",),
-    "glm": ("glm",),
-    "glm4": ("glm4",),
-    "glm4v": ("glm4v", "glm4v_text"),
-    "glm4v_moe": ("glm4v_moe", "glm4v_moe_text"),
-    "gpt_oss": ("gpt_oss",),
-    "granite": ("granite",),
-    "hunyuan_v1_dense": ("hunyuan_v1_dense",),
-    "hunyuan_v1_moe": ("hunyuan_v1_moe",),
-    "internvl": ("internvl",),
-    "llama": ("llama",),
-    "llama4": ("llama4", "llama4_text"),
-    "llava": ("llava",),
-    "ministral": ("ministral",),
-    "mistral": ("mistral",),
-    "mixtral": ("mixtral",),
-    "mllama": ("mllama", "mllama_text_model"),
-    "muse_glimmer": ("muse_glimmer",),
-    "nemotron": ("nemotron",),
-    "olmo2": ("olmo2",),
-    "olmo3": ("olmo3",),
-    "paligemma": ("paligemma",),
-    "phi3": ("phi3",),
-    "pixtral": ("pixtral",),
-    "qwen2": ("qwen2",),
-    "qwen2_vl": ("qwen2_vl", "qwen2_vl_text"),
-    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl_text"),
-    "qwen3": ("qwen3",),
-    "qwen3_moe": ("qwen3_moe",),
-    "qwen3_next": ("qwen3_next",),
-    "qwen3_5": ("qwen3_5", "qwen3_5_text"),
-    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text"),
-    "qwen3_vl": ("qwen3_vl", "qwen3_vl_text"),
-    "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_vl_moe_text"),
-    "smollm3": ("smollm3",),
-    "smolvlm": ("smolvlm",),
-}
+NAMES = (
+    "cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 "
+    "gemma4_text glm glm4 gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llava ministral mistral "
+    "mixtral muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral qwen2 qwen3 qwen3_moe qwen3_next smollm3 "
+    "smolvlm"
+).split()
+# Composite models have one type for the whole model and one for its text part.
+COMPOSITE = ("glm4v glm4v_moe llama4 qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe").split()
+# name: accepted model types.
+MODELS: dict[str, tuple[str, ...]] = dict(
+    sorted([
+        *((name, (name,)) for name in NAMES),
+        *((name, (name, f"{name}_text")) for name in COMPOSITE),
+        ("mllama", ("mllama", "mllama_text_model")),
+    ])
+)  # fmt: skip
 
 
 @functools.lru_cache(None)

@@ -1,5 +1,8 @@
 """Patches one model with the operators, and removes them again. See docs/rewriting.md.
 
+`apply_liger_kernel` plans: it finds out what each module computes (probe.py). Then it patches module by module
+(modules.py, and heads.py for the loss) and reports. Both halves for experts are in experts.py.
+
 Nothing outside the model changes: neither its classes, nor transformers, nor torch. Parameters, hooks, wrappers and
 state_dict keys stay the same.
 """
@@ -9,31 +12,27 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any, overload
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, overload
 
 from torch import nn
 
-from .embeddings import is_embedding, patch_embedding
-from .experts import parallelism_of, patch_experts
-from .heads import loss_operator, patch_loss, prepare_head
-from .layers import has_fusable_norms, patch_layer
-from .mlps import looks_like_mlp, patch_mlp
-from .norms import looks_like_norm, patch_norm
+from . import experts, modules, probe
+from .heads import patch_model
 from .patched import (
+    NotUnderstood,
     Options,
     Patched,
     Switches,
     deepcopy_as_patched,
     has_replaced_forward,
+    parallelism_of,
     reduce_as_original,
+    require_switch,
     restore,
     saved_forwards,
 )
-from .probe import NotUnderstood
-from .rebinding import is_wrapper_of
-from .report import Report, Row
-from .rotary import patch_rotary, rotary_methods
 
 SWITCHES = (
     "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "moe_experts", "embedding", "cross_entropy",
@@ -41,59 +40,89 @@ SWITCHES = (
 )  # fmt: skip
 
 
-def kind_of(module: nn.Module) -> tuple[str, Callable[[Any, Switches], str]] | None:
-    if rotary_methods(type(module)):
-        return "rope", patch_rotary
-    if is_embedding(module):
-        return "embedding", patch_embedding
-    if looks_like_norm(module):
-        return "norm", patch_norm
-    if hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True):
-        return "experts", patch_experts
-    if looks_like_mlp(module):
-        return "mlp", patch_mlp
-    if has_fusable_norms(module):
-        return "layer", patch_layer
-    return None
+class Kind(NamedTuple):
+    """A kind of modules that operators replace."""
+
+    name: str
+    recognises: Callable[[Any], Any]
+    identify: Callable[[Any, Switches], Any]  # what a module computes, or raises NotUnderstood
+    patch: Callable[[Any, Any], str]  # given that, patches the module and returns the operator
 
 
-def row_of(path: str, module: Any, kind: str, replacement: str) -> Row:
-    """Of a module that is replaced."""
-    parallelism = parallelism_of(module) if kind == "experts" else ""
-    return Row(path, type(module).__name__, kind, replacement + parallelism, getattr(module, "liger_reason", ""))
+def with_switch(identify: Callable[[Any], Any], switch: Callable[[Any], str]) -> Callable[[Any, Switches], Any]:
+    """Identifies a module whose operator is switched by `switch(what it computes)`."""
+
+    def identified(module: nn.Module, switches: Switches) -> Any:
+        found = identify(module)
+        require_switch(switches, switch(found))
+        return found
+
+    return identified
 
 
-def patch_module(path: str, module: nn.Module, switches: Switches) -> Row | None:
-    if isinstance(module, Patched):
-        kind, replacement = type(module).liger_row
-        row = row_of(path, module, kind, replacement)
-        return row if replacement and kind != "loss" else None
-    found = kind_of(module)
-    if found is None:
-        return None
-    kind, patch = found
-    try:
-        if has_replaced_forward(module) and not (kind == "experts" and saved_forwards(module)):
-            raise NotUnderstood("its forward was replaced")
-        return row_of(path, module, kind, patch(module, switches))
-    except NotUnderstood as reason:
-        return Row(path, type(module).__name__, kind, "", str(reason))
+# In the order in which they are tried.
+KINDS = (
+    Kind("rope", lambda module: probe.rotary_methods(type(module)), probe.identify_rotary_module, modules.patch_rotary),
+    Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
+    Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
+    Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
+    Kind("mlp", probe.looks_like_mlp, with_switch(probe.identify_mlp, lambda mlp: mlp.switch), modules.patch_mlp),
+    Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
+)
 
 
-def patch_head(model: nn.Module, switches: Switches, memory_budget: int | None) -> Row:
-    try:
-        if has_replaced_forward(model) and not (
-            isinstance(model, Patched) and is_wrapper_of(model.forward, type(model).forward)
-        ):
-            raise NotUnderstood("its forward was replaced")
-        if isinstance(model, Patched):
-            prepare_head(model, memory_budget)
-            op = loss_operator(model)
-        else:
-            op = patch_loss(model, switches, memory_budget)
-        return Row("", type(model).__name__, "loss", op, "")
-    except NotUnderstood as reason:
-        return Row("", type(model).__name__, "loss", "", str(reason))
+class Step(NamedTuple):
+    """What will be done with one module."""
+
+    path: str
+    module: nn.Module
+    kind: str
+    patch: Callable[[], str] | None  # returns the operator; None if the module is left alone
+    reason: str = ""  # why it is left alone
+
+
+# ---- The report
+
+
+class Row(NamedTuple):
+    module: str  # path in the model
+    type: str  # name of the class
+    kind: str  # "layer", "norm", "mlp", "experts", "rope", "embedding" or "loss"
+    replacement: str  # the operator that computes it now, or ""
+    reason: str  # why it was left alone, or why no larger operator replaces it, or ""
+
+
+class Report:
+    """The rows of one model. `print(report)` groups them by class."""
+
+    def __init__(self, model_type: str, rows: Iterable[Row]) -> None:
+        self.model_type = model_type
+        self.rows = list(rows)
+
+    @property
+    def replaced(self) -> list[Row]:
+        return [row for row in self.rows if row.replacement]
+
+    @property
+    def left_alone(self) -> list[Row]:
+        return [row for row in self.rows if not row.replacement]
+
+    def as_dict(self) -> dict:
+        return {"model_type": self.model_type, "rows": [row._asdict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        groups = Counter((row.kind, row.type, row.replacement, row.reason) for row in self.rows)
+        lines = [("kind", "class", "modules", "operator", "reason")]
+        lines += [(kind, cls, str(n), op or "left alone", reason) for (kind, cls, op, reason), n in groups.items()]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+        return "\n".join([f"liger_ops on {self.model_type}", *table])
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.model_type}: {len(self.replaced)} replaced, {len(self.left_alone)} left alone>"
+
+
+# ---- Arguments
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -107,9 +136,6 @@ def unwrapped(model: Any) -> nn.Module:
             model = model.get_base_model()
         else:
             return model
-
-
-# ---- Arguments
 
 
 def what_to_pass(given: Any) -> str:
@@ -184,27 +210,62 @@ def apply_liger_kernel(
     """
     check_model("apply_liger_kernel", "model_or_class", model_or_class)
     options = checked_options("apply_liger_kernel", memory_budget, switches)
-    chosen = options.switches
     if isinstance(model_or_class, type):
         return patching_class(model_or_class, options)
     model = unwrapped(model_or_class)
-    embeddings: list[tuple[str, nn.Module]] = []
-    others: list[tuple[str, nn.Module]] = []
-    for path, module in model.named_modules():
-        (embeddings if is_embedding(module) else others).append((path, module))
-    rows = [row for path, module in others if (row := patch_module(path, module, chosen))]
-    head = patch_head(model, chosen, memory_budget)
-    if head.replacement or any(row.replacement for row in rows):
-        # Patch embeddings only in models in which something else was recognised.
-        rows = [row for path, module in embeddings if (row := patch_module(path, module, chosen))] + rows
-    rows.append(head)
+    rows = patch_all(plan(model, options))
+    report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
     for module in model.modules():
         keep_options(module, options)
-    report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
-    if not report.replaced and any(chosen.values()):
+    if not report.replaced and any(options.switches.values()):
         name = type(model).__name__
         warnings.warn(f"liger_ops: {name} is left as it is: {rows[-1].reason}", RuntimeWarning, stacklevel=2)
     return report
+
+
+def step_of(path: str, module: nn.Module, switches: Switches) -> Step | None:
+    """How to patch one module, or None if it is of no kind that an operator replaces."""
+    if isinstance(module, Patched):
+        name, operator = type(module).liger_row
+        return Step(path, module, name, lambda: operator) if name not in ("head", "loss") else None
+    kind = next((kind for kind in KINDS if kind.recognises(module)), None)
+    if kind is None:
+        return None
+    try:
+        if has_replaced_forward(module) and not (kind.name == "experts" and saved_forwards(module)):
+            raise NotUnderstood("its forward was replaced")
+        return Step(path, module, kind.name, functools.partial(kind.patch, module, kind.identify(module, switches)))
+    except NotUnderstood as reason:
+        return Step(path, module, kind.name, None, str(reason))
+
+
+def loss_step(model: nn.Module, options: Options) -> Step:
+    """The model's head and its forward, which are patched together."""
+    return Step("", model, "loss", functools.partial(patch_model, model, options))
+
+
+def plan(model: nn.Module, options: Options) -> list[Step]:
+    """The steps that patch the model, from the outside to the inside; the loss is the last. Changes nothing."""
+    steps = [step for path, module in model.named_modules() if (step := step_of(path, module, options.switches))]
+    return [*steps, loss_step(model, options)]
+
+
+def patch_step(step: Step) -> Row:
+    replacement, reason = "", step.reason
+    if step.patch is not None:
+        try:
+            replacement = step.patch() + (parallelism_of(step.module) if step.kind == "experts" else "")
+            reason = getattr(step.module, "liger_reason", "")
+        except NotUnderstood as error:
+            reason = str(error)
+    return Row(step.path, type(step.module).__name__, step.kind, replacement, reason)
+
+
+def patch_all(steps: list[Step]) -> list[Row]:
+    rows = [patch_step(step) for step in steps if step.kind != "embedding"]
+    # Patch embeddings only in models in which something else was recognised.
+    embeddings = [step for step in steps if step.kind == "embedding"] if any(row.replacement for row in rows) else []
+    return [patch_step(step) for step in embeddings] + rows
 
 
 def keep_options(module: nn.Module, options: Options) -> None:
@@ -216,8 +277,8 @@ def keep_options(module: nn.Module, options: Options) -> None:
 def patch_again(module: nn.Module, kind: str, options: Options) -> None:
     """Patches a module of this kind that comes from a pickle."""
     try:
-        row = patch_head(module, *options) if kind == "loss" else patch_module("", module, options.switches)
-        reason = row.reason if row is not None else "computes something else"
+        step = loss_step(module, options) if kind == "loss" else step_of("", module, options.switches)
+        reason = patch_step(step).reason if step is not None else "computes something else"
     except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
         reason = f"{type(error).__name__}: {error}"
     keep_options(module, options)

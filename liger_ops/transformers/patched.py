@@ -7,17 +7,26 @@ the module is patched again once it is loaded.
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-
-from .probe import NotUnderstood, original_class
 
 Switches = Mapping[str, bool]
 # Of the instances of patched modules.
 OWN_ATTRIBUTES = ("liger_mode", "liger_options")
+
+
+class NotUnderstood(Exception):
+    """The reason why no operator replaces a module."""
+
+
+def original_class(cls: type) -> type[nn.Module]:
+    return getattr(cls, "liger_original", cls)
 
 
 class Patched(nn.Module):
@@ -81,11 +90,7 @@ _subclasses: dict[tuple, type[nn.Module]] = {}
 
 
 def give_subclass(
-    module: nn.Module,
-    kind: str,
-    replacement: str,
-    key: Any,
-    members: Callable[[type[nn.Module]], dict[str, Any]],
+    module: nn.Module, kind: str, replacement: str, key: Any, members: Callable[[type[nn.Module]], dict[str, Any]]
 ) -> None:
     """Sets the module's class to a subclass with these members. Modules with the same class, kind and key share it."""
     cls = type(module)
@@ -147,9 +152,37 @@ def saved_forwards(module: nn.Module) -> list[tuple[Any, str]]:
     return found
 
 
+def parallelism_of(module: nn.Module) -> str:
+    """How transformers splits the stack over devices, for a report."""
+    for holder, _ in saved_forwards(module):
+        if hasattr(holder, "num_local_experts"):
+            exchange = inspect.getclosurevars(module.forward).nonlocals["implementation"]
+            return f", expert-parallel by {type(exchange).__name__}"
+        return ", tensor-parallel"
+    return ""
+
+
 def has_replaced_forward(module: nn.Module) -> bool:
     """Whether the instance has its own forward. Accelerate's does not count: it calls the one that it replaced."""
     return "forward" in module.__dict__ and "_old_forward" not in module.__dict__
+
+
+def inner_function(function: Any) -> Any:
+    """The function inside its decorators."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def is_wrapper_of(wrapper: Any, function: Any) -> bool:
+    """Whether the wrapper, a decorated function or a bound method, ends in a call of the function."""
+    return getattr(inner_function(wrapper), "__func__", inner_function(wrapper)) is function
+
+
+def is_distributed(tensor: Tensor | None) -> bool:
+    """Whether the tensor is a DTensor, for which the operators have no sharding rules."""
+    # isinstance would need DTensor, which is slow to import.
+    return hasattr(tensor, "device_mesh")
 
 
 def accept_any_keyword(function: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -161,6 +194,11 @@ def accept_any_keyword(function: Callable[[Any, Tensor], Tensor]) -> Callable[..
     return forward
 
 
+def switch_of(gate: str) -> str:
+    """The switch of a key of probe.GATES."""
+    return gate.split()[0]
+
+
 def require_switch(switches: Switches, op: str) -> None:
     if not switches[op]:
         raise NotUnderstood(f"{op} is switched off")
@@ -169,3 +207,18 @@ def require_switch(switches: Switches, op: str) -> None:
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether fully_shard manages the module. It replaces the module's class by a subclass."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+@dataclass(frozen=True)
+class Norm:
+    op: str  # "rms_norm" or "layer_norm"
+    epsilon: str  # name of the module's attribute
+    offset: float = 0.0
+    casting_mode: str = "llama"
+    promotes: bool = False  # whether a wider weight makes the result wider
+
+
+def epsilon_of(module: nn.Module, attribute: str, x: Tensor) -> float:
+    value = getattr(module, attribute)
+    # torch's norms compute in fp32 or wider.
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if value is None else value

@@ -6,27 +6,37 @@ operator replaces it only if the operator's formula gives the same values.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
-from ..projections import autocast_dtype, is_bare_linear, project
+from ..projections import has_hooks, is_bare_linear, project
+from . import rewrite
+from .patched import (
+    Norm,
+    NotUnderstood,
+    Switches,
+    epsilon_of,
+    has_replaced_forward,
+    inner_function,
+    is_distributed,
+    original_class,
+    require_switch,
+    switch_of,
+)
 
 # Equal formulas differ by fp32 rounding; different formulas differ in the first digits.
 TOLERANCE = 1e-4
-
-
-class NotUnderstood(Exception):
-    """The reason why no operator replaces a module."""
 
 
 def agrees(ours: Tensor, theirs: Any, tolerance: float = TOLERANCE) -> bool:
@@ -51,20 +61,10 @@ def shallow_copy(module: nn.Module, **replaced: Any) -> nn.Module:
     return copy
 
 
-def original_class(cls: type) -> type[nn.Module]:
-    return getattr(cls, "liger_original", cls)
-
-
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The module's own class, without the subclasses that a patch and torch's parametrisations make of it."""
     cls = original_class(type(module))
     return cls.__bases__[0] if cls is type(module) and is_parametrized(module) else cls
-
-
-def is_distributed(tensor: Tensor | None) -> bool:
-    """Whether the tensor is a DTensor, for which the operators have no sharding rules."""
-    # isinstance would need DTensor, which is slow to import.
-    return hasattr(tensor, "device_mesh")
 
 
 def only_tensor_argument(function: Callable) -> bool:
@@ -73,21 +73,6 @@ def only_tensor_argument(function: Callable) -> bool:
 
 
 # ---- Norms
-
-
-@dataclass(frozen=True)
-class Norm:
-    op: str  # "rms_norm" or "layer_norm"
-    epsilon: str  # name of the module's attribute
-    offset: float = 0.0
-    casting_mode: str = "llama"
-    promotes: bool = False  # whether a wider weight makes the result wider
-
-
-def epsilon_of(module: nn.Module, attribute: str, x: Tensor) -> float:
-    value = getattr(module, attribute)
-    # torch's norms compute in fp32 or wider.
-    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if value is None else value
 
 
 def norm_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, norm: Norm) -> Tensor:
@@ -156,6 +141,33 @@ def refine_casting(norm: Norm, run: Callable, rows: Tensor, eps: float) -> Norm:
     return Norm(norm.op, norm.epsilon, norm.offset, mode, promotes)
 
 
+def looks_like_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    try:
+        return identify_norm(module).op == "rms_norm"
+    except NotUnderstood:
+        return False
+
+
+# ---- Decoder layers
+
+
+def has_fusable_norms(module: nn.Module) -> bool:
+    # Check the source first: probing norms takes longer.
+    norms = frozenset(name for name, child in module.named_children() if looks_like_norm(child))
+    forward = inner_function(original_class(type(module)).forward)
+    if not norms or rewrite.with_fused_norms(forward, norms) is None:
+        return False
+    return rewrite.with_fused_norms(forward, rms_norms_of(module)) is not None
+
+
+def rms_norms_of(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, child in module.named_children() if looks_like_norm(child) and is_rms_norm(child))
+
+
 # ---- Gated MLPs
 
 GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -177,9 +189,9 @@ PACKED: dict[str, Callable[[Tensor], Tensor]] = {
 
 # For distributed tensors, which the operators do not take.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": functional.silu,
-    "geglu": lambda gate: functional.gelu(gate, approximate="tanh"),
-    "geglu exact": functional.gelu,
+    "swiglu": nn.functional.silu,
+    "geglu": lambda gate: nn.functional.gelu(gate, approximate="tanh"),
+    "geglu exact": nn.functional.gelu,
 }
 
 
@@ -187,6 +199,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP:
     gate: str  # a key of GATES
     projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
+
+    @property
+    def switch(self) -> str:
+        return switch_of(self.gate)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -268,6 +284,16 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     return packed_forward
 
 
+def looks_like_mlp(module: nn.Module) -> bool:
+    linears = sum(is_linear(child) for child in module.children())
+    name = type(module).__name__.lower()
+    return linears in (2, 3) and any(word in name for word in ("mlp", "feedforward", "ffn", "expert"))
+
+
+def looks_like_experts(module: nn.Module) -> bool:
+    return hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True)
+
+
 def identify_experts(module: nn.Module) -> str:
     """The key of GATES for a stack of experts, whose gate transformers applies in the method `_apply_gate`."""
     cls: Any = original_class(type(module))
@@ -283,6 +309,19 @@ def identify_experts(module: nn.Module) -> str:
     raise NotUnderstood("its gate computes something else")
 
 
+# ---- Embeddings
+
+
+def is_embedding(module: nn.Module) -> bool:
+    return original_class(type(module)).forward is nn.Embedding.forward
+
+
+def identify_embedding(module: nn.Embedding, switches: Switches) -> None:
+    require_switch(switches, "embedding")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise NotUnderstood("it has max_norm, scale_grad_by_freq or sparse gradients")
+
+
 # ---- Rotary position embedding
 
 
@@ -293,6 +332,11 @@ class Rotary:
     tensors: int  # number of rotated tensors: q and k, or one
     layout: str  # "BHSD", "BSHD" or "SHD"
     promotes: bool = False  # whether wider cos and sin make the result wider
+
+    @property
+    def takes_norms(self) -> bool:
+        """Whether rotary_function's result also applies HeadNorms."""
+        return self.kind != "complex" and self.layout == "BHSD"
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -378,120 +422,64 @@ def identify_complex(function: Callable, names: tuple[str, ...]) -> Rotary:
     raise NotUnderstood(f"{function.__name__} computes something else")
 
 
-class HeadNorms(NamedTuple):
-    """RMS norms of the heads that a rotation takes; all have the same options."""
-
-    weights: tuple[Tensor | None, ...]  # one for each tensor
-    eps: float
-    offset: float
-    casting_mode: str
-
-
-def norm_heads(norms: HeadNorms | None, *heads: Tensor) -> tuple[Tensor, ...]:
-    if norms is None:
-        return heads
-    options = norms.eps, norms.offset, norms.casting_mode
-    return tuple(F.rms_norm(x, weight, *options) for x, weight in zip(heads, norms.weights))
+def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            return
+        for name, value in vars(base).items():
+            if name not in seen and isinstance(value, types.FunctionType) and not name.startswith("__"):
+                seen.add(name)
+                yield name, value
 
 
-def rotary_function(rotary: Rotary, original: Callable) -> Callable:
-    """A function with the original's signature. Calls with arguments that were not probed go to the original.
-
-    If its attribute `takes_norms` is not 0, the function also takes HeadNorms of that many tensors as `norms`, and
-    applies them before it rotates.
-    """
-    if rotary.kind == "complex":
-        return complex_rotary_function(rotary, original)
-    widen, pairs = KINDS[rotary.kind]
-    defaults = {n: p.default for n, p in inspect.signature(original).parameters.items() if p.default is not p.empty}
-    default_dim = defaults.get("unsqueeze_dim", 1)
-
-    def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, norms: HeadNorms | None = None
-    ) -> tuple[Tensor, Tensor]:
-        table = widen(cos), widen(sin)
-        # Under autocast, attention casts q and k to half precision anyway.
-        if rotary.promotes and cos.dtype != q.dtype and autocast_dtype(q) is None:
-            q, k = (x.to(cos.dtype) for x in norm_heads(norms, q, k))
-            norms = None
-        elif cos.dtype not in (q.dtype, torch.float32):
-            table = table[0].to(q.dtype), table[1].to(q.dtype)
-        if unsqueeze_dim == 2:
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if norms is None:
-            q, k = F.rope(q, k, *table, interleaved=pairs)
-        else:
-            q_weight, k_weight = norms.weights
-            options = norms.eps, norms.offset, norms.casting_mode
-            q, k = F.qk_norm_rope(q, k, q_weight, k_weight, table[0], table[1], *options, interleaved=pairs)
-        if unsqueeze_dim == 2:
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return q, k
-
-    def known(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
-        if not isinstance(k, Tensor) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or unsqueeze_dim not in (1, 2):
-            return False
-        positions = 3 - unsqueeze_dim
-        return (
-            q.dtype == k.dtype
-            and sin.dtype == cos.dtype
-            and q.shape[0] == k.shape[0]
-            and q.shape[positions] == k.shape[positions] == cos.shape[1]
-            and cos.shape[0] in (1, q.shape[0])
-        )
-
-    if rotary.layout == "SHD":
-
-        def rotated_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs or q.dim() != 3 or k.shape[0] != q.shape[0] or cos.dim() != 2 or len(cos) != len(q):
-                return original(q, k, cos, sin, *args, **kwargs)
-            q, k = rotate(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2)
-            return q.squeeze(0), k.squeeze(0)
-
-        return rotated_positions
-
-    if rotary.tensors == 1:
-
-        def rotated_one(
-            x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = default_dim, norms: HeadNorms | None = None
-        ) -> Any:
-            if not known(x, x, cos, sin, unsqueeze_dim):
-                (x,) = norm_heads(norms, x)
-                return original(x, cos, sin, unsqueeze_dim)
-            none = x[:, :0] if unsqueeze_dim == 1 else x[:, :, :0]
-            if norms is not None:
-                norms = norms._replace(weights=(*norms.weights, None))
-            return rotate(x, none, cos, sin, unsqueeze_dim, norms)[0]
-
-        return taking_norms(rotated_one, 1)
-
-    def rotated(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, norms: HeadNorms | None = None, **kwargs: Any
-    ) -> Any:
-        dim = kwargs.get("unsqueeze_dim", default_dim)
-        if args or kwargs.keys() - {"unsqueeze_dim"} or not known(q, k, cos, sin, dim):
-            q, k = norm_heads(norms, q, k)
-            return original(q, k, cos, sin, *args, **kwargs)
-        return rotate(q, k, cos, sin, dim, norms)
-
-    return taking_norms(rotated, 2)
+def is_rotary(name: str, value: Any) -> bool:
+    return callable(value) and name.startswith("apply_rot") and inspect.isfunction(inner_function(value))
 
 
-def taking_norms(function: Any, tensors: int) -> Callable:
-    function.takes_norms = tensors
-    return function
+def rotary_methods(cls: type) -> dict[str, dict[str, Any]]:
+    """The methods of a class that call rotary functions, with these functions by name."""
+    found = {}
+    for method, function in methods_of(cls):
+        inner = inner_function(function)
+        code, scope = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
+        used = {n: scope[n] for n in code.co_names if n in scope and is_rotary(n, scope[n])} if code else {}
+        if used:
+            found[method] = used
+    return found
 
 
-def complex_rotary_function(rotary: Rotary, original: Callable) -> Callable:
-    heads_last = rotary.layout == "BSHD"
+@functools.lru_cache(None)
+def rotary_of(function: Any) -> Rotary | str:
+    """What the function computes, or why it is not understood."""
+    try:
+        return identify_rotary(function)
+    except NotUnderstood as reason:
+        return str(reason)
 
-    def rotated(q: Tensor, k: Tensor, freqs_cis: Tensor) -> Any:
-        if q.dim() != 4 or k.dim() != 4 or freqs_cis.dim() != 3 or q.dtype != k.dtype:
-            return original(q, k, freqs_cis)
-        freqs_cis = freqs_cis.to(q.device)
-        if not heads_last:
-            return F.rope_freqs_cis(q, k, freqs_cis)
-        q, k = F.rope_freqs_cis(q.transpose(1, 2), k.transpose(1, 2), freqs_cis)
-        return q.transpose(1, 2), k.transpose(1, 2)
 
-    return rotated
+def unfit_norms(module: nn.Module, switches: Switches) -> dict[str, str]:
+    """For each child that looks like a norm, why it cannot become a part of the rotation, or ""."""
+    found = {}
+    for name, child in module.named_children():
+        if looks_like_norm(child):
+            unfit = "is hooked or wrapped" if has_hooks(child) or has_replaced_forward(child) else ""
+            unfit = unfit or ("" if is_rms_norm(child) else "is no RMSNorm")
+            found[name] = unfit or ("" if switches["rms_norm"] else "stays, because rms_norm is switched off")
+    return found
+
+
+class RotaryModule(NamedTuple):
+    methods: dict[str, dict[str, Any]]  # see rotary_methods
+    found: dict[Any, Rotary]  # by the function that is understood
+    unfit: dict[str, str]  # see unfit_norms
+
+
+def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModule:
+    require_switch(switches, "rope")
+    methods = rotary_methods(type(module))
+    found = {f: rotary_of(f) for used in methods.values() for f in used.values()}
+    understood = {f: rotary for f, rotary in found.items() if isinstance(rotary, Rotary)}
+    if not understood:
+        raise NotUnderstood("; ".join(dict.fromkeys(map(str, found.values()))))
+    return RotaryModule(methods, understood, unfit_norms(module, switches))

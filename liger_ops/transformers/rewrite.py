@@ -26,6 +26,7 @@ call, so wrapped or hooked modules are still called.
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import types
@@ -38,18 +39,18 @@ from torch import Tensor, nn
 from .. import functional as F
 from .._wanted import WANT_INPUT, WANT_WEIGHT
 from ..projections import has_hooks, project, saves_passes
-from . import probe
+from .patched import Norm, epsilon_of, inner_function, is_distributed
 
 PROJECT, NORM_AND_INPUT, ADD_NORM = "liger_project", "liger_norm_and_input", "liger_add_norm"
 
 
-def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> probe.Norm | None:
+def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> Norm | None:
     """The formula of a patched RMSNorm, or None if its forward must be called: it is hooked, wrapped or distributed, or
     its weight has another dtype than x. wider_weight: the weight may be fp32."""
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
         return None
-    if probe.is_distributed(x) or probe.is_distributed(norm.weight):
+    if is_distributed(x) or is_distributed(norm.weight):
         return None
     fits = norm.weight is None or norm.weight.dtype == x.dtype or (wider_weight and norm.weight.dtype == torch.float32)
     return found if fits else None
@@ -85,7 +86,7 @@ def norm_and_input(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     found = bare_rms_norm(norm, x) if saves_passes(x) else None
     if found is None:
         return norm(x), x
-    eps = probe.epsilon_of(norm, found.epsilon, x)
+    eps = epsilon_of(norm, found.epsilon, x)
     return _NormAndInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
 
 
@@ -95,7 +96,7 @@ def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     if found is None:
         total = residual + x
         return norm(total), total
-    eps = probe.epsilon_of(norm, found.epsilon, x)
+    eps = epsilon_of(norm, found.epsilon, x)
     return F.fused_add_rms_norm(x, residual, norm.weight, eps, found.offset, found.casting_mode)
 
 
@@ -345,3 +346,46 @@ def with_fused_norms(function: types.FunctionType, norms: frozenset[str]) -> typ
 
 def projections_of(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, child in module.named_children() if type(child) is nn.Linear)
+
+
+# ---- Copies of functions with other globals
+
+
+def rebound(function: Any, replaced: dict[str, Callable], code: types.CodeType | None = None) -> Any:
+    """A copy of a function and its decorators, with `replaced` among its globals and, if given, `code` as its code.
+
+    The copy's globals hold only the names that its code uses. They must not hold the module's __name__, because
+    torch.compile would then read the globals from the module.
+    """
+    cells = function.__closure__
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        inner, code = rebound(wrapped, replaced, code), function.__code__
+        cells = tuple(types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
+        scope = function.__globals__
+    else:
+        names, code = function.__globals__, code or function.__code__
+        scope = {n: names[n] for n in names_in(code) if n in names} | replaced | {"__builtins__": builtins}
+    bound: Any = types.FunctionType(code, scope, function.__name__, function.__defaults__, cells)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(bound, function)
+    if wrapped is None:
+        del bound.__wrapped__
+    else:
+        bound.__wrapped__ = inner
+    return bound
+
+
+def rebinding_key(function: Any) -> tuple:
+    """A cache key: the function and the identity of the globals that it uses, which may change between patches."""
+    inner = inner_function(function)
+    names = inner.__globals__
+    return function, *(id(names[name]) for name in sorted(names_in(inner.__code__)) if name in names)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
+    return names

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pickle
 import re
 import warnings
 
@@ -432,6 +433,40 @@ def test_served_names_exist_in_the_package(liger_kernel_served):
             assert f"{module}.{name}" in recorded or (module.startswith("transformers") and name in last), name
             assert found(f"{module}.{name}") is not None
         assert set(importlib.import_module(f"liger_kernel.{module}").__all__) == set(names)
+
+
+def test_what_is_built_from_the_table_behaves_as_written_by_hand(liger_kernel_served):
+    from liger_kernel.chunked_loss import LigerFusedLinearCPOLoss
+    from liger_kernel.ops import LigerRMSNormFunction
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerJSD, LigerRMSNorm
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy, liger_rms_norm
+
+    x, head, y, ids = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,)), torch.randint(11, (2, 6))
+    logs = (x @ head.T).log_softmax(-1)
+    for call, arguments in (
+        (LigerRMSNorm(8), (x,)),
+        (LigerJSD(), (logs, logs.roll(1, 0))),
+        (LigerCrossEntropyLoss(return_z_loss=True), (logs, y)),
+        (LigerFusedLinearCPOLoss(), (head, torch.stack([x, x]), ids)),
+        (liger_fused_linear_cross_entropy, (x, head, y)),
+        (lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6), (x, head[0])),
+    ):
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        assert repr(compiled(*arguments)) == repr(call(*arguments))
+    assert torch.equal(torch.jit.script(LigerJSD())(logs, logs.roll(1, 0)), LigerJSD()(logs, logs.roll(1, 0)))
+    for value in (LigerRMSNormFunction, LigerRMSNormFunction.apply, LigerJSD, liger_rms_norm):
+        assert pickle.loads(pickle.dumps(value)) is value
+    with pytest.raises(TypeError, match=r"liger_rms_norm\(\) got an unexpected keyword argument 'epsilon'"):
+        liger_rms_norm(x, head[0], 1e-6, epsilon=1e-5)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'eps'"):
+        LigerRMSNormFunction.apply(x, head[0])
+
+
+def test_parameters_that_the_operator_does_not_take_are_refused():
+    from liger_ops.compat.forms import call
+
+    with pytest.raises(TypeError, match="has no parameter epsilon"):
+        call(F.rms_norm, {"X": "X", "W": "W", "epsilon": "epsilon"})
 
 
 def test_without_transformers_the_layers_work():

@@ -528,13 +528,13 @@ PATCHING = [
         "transformers/test_transformers_patching.py",
     ),
     Defect(
-        "norm-keeps-a-wider-result", "liger_ops/transformers/norms.py",
+        "norm-keeps-a-wider-result", "liger_ops/transformers/modules.py",
         "return y if y.dtype == dtype else y.to(dtype)", "return y",
         "transformers/test_transformers_patching.py transformers/test_transformers.py",
     ),
     Defect(
-        "mlp-ignores-its-switch", "liger_ops/transformers/mlps.py",
-        "    require_switch(switches, gate)\n", "",
+        "mlp-ignores-its-switch", "liger_ops/transformers/patch.py",
+        "        require_switch(switches, switch(found))\n", "",
         "transformers/test_transformers_patching.py",
     ),
     Defect(
@@ -551,17 +551,14 @@ PATCHING = [
 
 COMPAT_AND_LOSSES = [
     Defect(
-        "compat-gemma-norm-loses-its-offset", "liger_ops/compat/layers.py",
-        "class LigerRMSNormForGemma2(LigerRMSNorm):\n    def __init__(\n        self,\n        hidden_size: int,\n"
-        "        eps: float = 1e-6,\n        offset: float = 1.0,",
-        "class LigerRMSNormForGemma2(LigerRMSNorm):\n    def __init__(\n        self,\n        hidden_size: int,\n"
-        "        eps: float = 1e-6,\n        offset: float = 0.0,",
+        "compat-gemma-norm-loses-its-offset", "liger_ops/compat/signatures.py",
+        "offset=1.0, casting_mode='gemma', init_fn='zeros'", "offset=0.0, casting_mode='gemma', init_fn='zeros'",
         "compat/test_compat.py compat/test_compat_models.py",
     ),
     Defect(
         "compat-dpo-smooths-every-type", "liger_ops/compat/chunked_loss.py",
-        'label_smoothing=label_smoothing if loss_type in ("exo_pair", "robust") else 0.0,',
-        "label_smoothing=label_smoothing,",
+        'label_smoothing=label_smoothing if loss_type in ("exo_pair", "robust") else 0.0',
+        "label_smoothing=label_smoothing",
         "compat/test_compat_chunked_loss.py",
     ),
     Defect(

@@ -23,9 +23,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama
 
 import liger_ops.transformers as lt
-from liger_ops.transformers import apply_liger_kernel, probe, unpatch
-from liger_ops.transformers.mlps import patch_mlp
-from liger_ops.transformers.patch import SWITCHES
+from liger_ops.transformers import apply_liger_kernel, modules, probe, unpatch
+from liger_ops.transformers.patch import checked_options, plan
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -217,7 +216,7 @@ def test_one_class_with_two_formulas():
     ]
     mlps, x = [modeling_llama.LlamaMLP(config) for config in configs], torch.randn(3, 32)
     expected = [mlp(x) for mlp in mlps]
-    assert [patch_mlp(mlp, dict.fromkeys(SWITCHES, True)) for mlp in mlps] == ["swiglu", "geglu"]
+    assert [modules.patch_mlp(mlp, probe.identify_mlp(mlp)) for mlp in mlps] == ["swiglu", "geglu"]
     for mlp, y in zip(mlps, expected):
         torch.testing.assert_close(mlp(x), y)
 
@@ -514,6 +513,17 @@ def test_norms_keep_their_dtype_in_autocast():
         assert ours(x).dtype == norm(x).dtype == torch.bfloat16
 
 
+def test_a_plan_changes_nothing():
+    model = make("qwen3")
+    attributes = [(type(module), dict(vars(module))) for module in model.modules()]
+    steps = plan(model, checked_options("plan", None, {"swiglu": False}))
+    assert attributes == [(type(module), dict(vars(module))) for module in model.modules()]
+    assert {step.kind: step.reason for step in steps} == {
+        "embedding": "", "norm": "", "layer": "", "rope": "", "mlp": "swiglu is switched off", "loss": "",
+    }  # fmt: skip
+    assert steps[-1].kind == "loss" and steps[-1].module is model
+
+
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_patched_modules_take_keywords(name):
     model, x = make(name), torch.randn(2, 3, 32)
@@ -559,7 +569,7 @@ def test_rotary_functions_are_identified_by_value():
 )
 def test_replaced_rotary_functions_agree_with_the_original(case):
     original = apply_rotary_positions if case == "two-dimensional" else apply_rotary_whole
-    ours = probe.rotary_function(probe.identify_rotary(original), original)
+    ours = modules.rotary_function(probe.identify_rotary(original), original)
     options = {}
     shape = {"heads last": (2, 5, 3, 8), "two-dimensional": (5, 3, 8)}.get(case, (2, 3, 5, 8))
     if case == "heads last":

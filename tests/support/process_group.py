@@ -95,6 +95,8 @@ class Group:
         for rank, path in enumerate(self.logs):
             # transformers reads these variables to distribute a model.
             env = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
+            if device == "cpu":
+                env["CUDA_VISIBLE_DEVICES"] = ""  # transformers would give each rank a GPU
             with path.open("w") as log:
                 self.ranks.append(Fork(code, log, log, IMPORTS, **env))
 

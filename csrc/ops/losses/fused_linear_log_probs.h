@@ -337,7 +337,7 @@ struct ForwardPass : Pass {
 
   void run() {
     if (plan.chunks == 0) {
-      if (x.is_cpu()) runtime::count_cpu_call();
+      if (input.x.is_cpu()) runtime::count_cpu_call();
       return;
     }
     const Tensor first_buffer = buffer(shard.n);

@@ -1,7 +1,7 @@
 """Host overhead of a call, compared with torch's own ops on the same tiny tensors."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from itertools import product
 from time import perf_counter
 
 import pytest
@@ -46,6 +46,12 @@ OPS = {
     ),
     "swiglu": (lambda g, u: ops.swiglu(g, u), lambda g, u: F.silu(g) * u, [ROW, ROW], []),
     "geglu": (lambda g, u: ops.geglu(g, u), lambda g, u: F.gelu(g, approximate="tanh") * u, [ROW, ROW], []),
+    "swiglu_linear": (
+        lambda g, u, w: ops.swiglu_linear(g, u, w),
+        lambda g, u, w: F.linear(F.silu(g) * u, w),
+        [ROW, ROW, (N, N)],
+        [],
+    ),
     "rope": (
         lambda q, cos, sin: ops.rope(q, q, cos, sin)[0],
         lambda q, cos, sin: rotate(q, cos, sin),
@@ -86,8 +92,10 @@ def ratio(ours: Callable[[], object], theirs: Callable[[], object], calls: int) 
     return min(a for a, _ in pairs) / min(b for _, b in pairs)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("mode", ["no_grad", "grad", "forward and backward"])
+MODES = [*product(["cpu", "meta"], ["no_grad", "grad", "forward and backward"]), ("cpu", "autocast")]
+
+
+@pytest.mark.parametrize("device,mode", MODES)
 @pytest.mark.parametrize("op", OPS)
 def test_host_cost(op, mode, device):
     *functions, shapes, constants = OPS[op]
@@ -105,7 +113,7 @@ def test_host_cost(op, mode, device):
     torch.use_deterministic_algorithms(False)  # would fill every result
     allowed = ALLOWED_OF.get(op, ALLOWED)
     try:
-        with torch.no_grad() if mode == "no_grad" else nullcontext():
+        with torch.no_grad() if mode == "no_grad" else torch.autocast("cpu", enabled=mode == "autocast"):
             measured = []
             while not measured or measured[-1] > allowed and len(measured) < ATTEMPTS:
                 measured.append(ratio(*map(bound, functions), CALLS[device]))

@@ -294,7 +294,7 @@ struct Experts : ExpertsOperator<
   }
 };
 
-/// Without weight_before, for there are no weights.
+/// Without weight_before, because there are no weights.
 template <class... O>
 struct SortedExperts : ExpertsOperator<
                            SortedExperts<O...>,

@@ -133,8 +133,8 @@ class Problem:
             gradients = torch.autograd.grad(outputs, [t for t in inputs if t.requires_grad], upstream)
             return [t.detach() for t in (*outputs, *gradients)]
 
-        def results_of_rounded() -> list[torch.Tensor]:
-            changed = rounded([*self.tensors, *self.upstream], precision)
+        def results_of_rounded(draw: int) -> list[torch.Tensor]:
+            changed = rounded([*self.tensors, *self.upstream], precision, draw)
             return results_of(changed[: len(self.tensors)], changed[len(self.tensors) :])
 
         precision = compute_dtype(self.tensors)

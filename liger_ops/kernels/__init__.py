@@ -1,6 +1,7 @@
 """Triton kernels and their variant tables: one file per operator, in the folder of its family, found by globbing. The
 files next to the folders are shared code."""
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from .table import Config, Kernel, Variant
 __all__ = ["Config", "Kernel", "Variant", "modules", "kernels", "find"]
 
 
+@cache
 def modules() -> dict[str, list[Kernel]]:
     """Stem of every kernel file -> the kernels that the file declares, in order."""
     paths = sorted(Path(__file__).parent.glob("*/[!_]*.py"), key=lambda path: path.stem)

@@ -4,6 +4,7 @@ parallelism. A case raises if the two differ."""
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -438,7 +439,9 @@ def tensor_parallel(mesh: Any, order: str) -> None:
     assert type(ours.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
     report = apply_liger_kernel(loaded(LlamaForCausalLM))
     replacements = {row.replacement for row in report.rows if row.kind == "loss"}
-    assert replacements == {"fused_linear_cross_entropy, vocab-parallel over tp"}, replacements
+    # The mesh's dimension has a name in some releases of transformers.
+    assert len(replacements) == 1, replacements
+    assert re.fullmatch("fused_linear_cross_entropy, vocab-parallel over (tp|0)", *replacements), replacements
     with torch.no_grad():
         assert ours(input_ids=ids).logits.shape[-1] == model.config.vocab_size
     out = ours(input_ids=ids, labels=labels)

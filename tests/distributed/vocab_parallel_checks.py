@@ -83,8 +83,9 @@ def upstream_of(loss: Tensor) -> Tensor:
 
 @torch.no_grad()
 def largest_logit(leaves: dict[str, Tensor]) -> float:
-    logits = [leaves[f"{model}_input"] @ leaves[f"{model}_weight"].t() for model in "st"]
-    return max(float(z.abs().max()) if z.numel() else 0.0 for z in logits)
+    """The sum of its terms' magnitudes, each of which is rounded."""
+    logits = [leaves[f"{model}_input"].abs() @ leaves[f"{model}_weight"].abs().t() for model in "st"]
+    return max(float(z.max()) if z.numel() else 0.0 for z in logits)
 
 
 def compare(
@@ -129,8 +130,8 @@ def compare(
         return [torch.nan_to_num(t) if t.is_floating_point() else t for t in (*found[0], *found[1].values())]
 
     def bounds_of(leaves: dict[str, Tensor], precision: torch.dtype) -> Roundings:
-        def of_rounded() -> list[Tensor]:
-            changed = dict(zip(leaves, rounded([*leaves.values()], precision)))
+        def of_rounded(draw: int) -> list[Tensor]:
+            changed = dict(zip(leaves, rounded([*leaves.values()], precision, draw)))
             return flat(run(formula, changed, exact_others, upstream_of))
 
         return Roundings(flat(truth), of_rounded, leaves.values(), precision)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import (
     OPCHECKS,
+    autocast_of_fake_gpus,
     check_deterministic,
     check_inductor,
     check_no_double_backward,
@@ -26,6 +27,7 @@ from models import ROWS, WIDTH, outputs
 from operator_calls import OPERATORS, copied, samples
 from rows import Bound, bind, each_row, in_tiers
 from torch import Tensor
+from torch.nn import functional as nnf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -239,6 +241,16 @@ def test_autocast_keeps_low_precision(row, device):
     with torch.autocast(device, torch.bfloat16):
         ours = results(bound)
     assert equal(ours, results(bound))
+
+
+def test_autocast_treats_norms_as_torch_does():
+    """Whether it runs them in float32 depends on the torch release."""
+    with autocast_of_fake_gpus():
+        x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 16), (16,)))
+        rms_norm, layer_norm = nnf.rms_norm(x, (16,), weight).dtype, nnf.layer_norm(x, (16,), weight).dtype
+        assert torch.ops.liger.rms_norm(x, weight).dtype == rms_norm
+        assert {t.dtype for t in torch.ops.liger.fused_add_rms_norm(x, x, weight)} == {rms_norm}
+        assert torch.ops.liger.layer_norm(x, weight).dtype == layer_norm
 
 
 # ---- Compilation

@@ -39,6 +39,15 @@ def close(ours, theirs) -> None:
 # ---- Formulas compared with PyTorch and transformers
 
 
+def as_transformers(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """transformers' norms compute rows in fp32, also of fp64: ten operations, a sum of a row and a rotation of two terms."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    ours, theirs, own = ours.detach().double(), theirs.detach().double(), torch.finfo(theirs.dtype).eps
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    allowed = 16 * torch.finfo(torch.float32).eps + 2 * own
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
 def formula(name: str):
     return operators()[name].reference
 
@@ -57,11 +66,8 @@ def test_norms(dtype):
     llama.weight.data, gemma.weight.data = w, w
     close(formula("rms_norm")(x), F.rms_norm(x, [40], None, 1e-6))
     close(formula("rms_norm")(x, w, 1e-3, casting_mode="none"), F.rms_norm(x, [40], w, 1e-3))
-    # transformers computes the mean in fp32.
-    tolerance = {} if dtype == torch.bfloat16 else dict(rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(formula("rms_norm")(x, w, 1e-5), llama(x), **tolerance)
-    ours = formula("rms_norm")(x, w, 1e-5, 1.0, "gemma")
-    torch.testing.assert_close(ours, gemma(x), **tolerance)
+    as_transformers(formula("rms_norm")(x, w, 1e-5), llama(x))
+    as_transformers(formula("rms_norm")(x, w, 1e-5, 1.0, "gemma"), gemma(x))
     close(formula("fused_add_rms_norm")(x, residual, w), (formula("rms_norm")(x + residual, w), x + residual))
     close(formula("layer_norm")(x, w, b, 1e-3), F.layer_norm(x, [40], w, b, 1e-3))
 
@@ -114,7 +120,8 @@ def test_norms_of_heads_before_a_rotation():
     for norm, weight in zip(norms, weights):
         norm.weight = torch.nn.Parameter(weight)
     expected = qwen3.apply_rotary_pos_emb(norms[0](q), norms[1](k), cos, sin)
-    close(formula("qk_norm_rope")(q, k, *weights, cos, sin, 1e-3), expected)
+    for ours, theirs in zip(formula("qk_norm_rope")(q, k, *weights, cos, sin, 1e-3), expected, strict=True):
+        as_transformers(ours, theirs)
 
 
 def test_gated_activations():
@@ -301,12 +308,14 @@ def results_of_rows(dtype: torch.dtype, seed: int) -> list[list[torch.Tensor]]:
     return [results_of(module, module, inputs) for module, inputs in calls_of_rows(dtype, seed)]
 
 
-def exact_results(module: Call, inputs: list[torch.Tensor], precision: torch.dtype | None = None) -> list[torch.Tensor]:
+def exact_results(
+    module: Call, inputs: list[torch.Tensor], precision: torch.dtype | None = None, draw: int = 0
+) -> list[torch.Tensor]:
     """Of the formula in fp64. precision: after random roundings of all tensors."""
     wide = deepcopy(module).double()
     wide.op = formula(module.op.__name__)
     own = [t.detach() for t in (*wide.parameters(), *wide.buffers())]
-    changed = rounded([*own, *inputs], precision) if precision else [*own, *map(as_double, inputs)]
+    changed = rounded([*own, *inputs], precision, draw) if precision else [*own, *map(as_double, inputs)]
     for t, value in zip(own, changed):
         t.copy_(value.detach())
     return results_of(wide, wide, changed[len(own) :])
@@ -334,7 +343,8 @@ def test_results_equal_those_of_the_library(copy, tmp_path):
                 assert a.dtype == b.dtype and a.shape == b.shape, what
                 if not a.is_floating_point():
                     # A rounding may choose between two equal values.
-                    assert torch.equal(a, b) or not torch.equal(bounds.results()[i], exact), what
+                    moves = any(not torch.equal(bounds.results(draw)[i], exact) for draw in range(bounds.DRAWS))
+                    assert torch.equal(a, b) or moves, what
                     continue
                 scale = 1.0 if i >= len(ours) - gradients else 0.0
                 for who, t in (("the formula", a), ("the library", b)):

@@ -132,8 +132,8 @@ def roundings(
     results, if it is not that of sums."""
     precision = precision or compute_dtype(inputs)
 
-    def of_rounded() -> list[Tensor]:
-        changed = rounded([*inputs, *grads_out], precision)
+    def of_rounded(draw: int) -> list[Tensor]:
+        changed = rounded([*inputs, *grads_out], precision, draw)
         return gradients(function, changed[: len(inputs)], changed[len(inputs) :])
 
     return Roundings(oracle, of_rounded, inputs, precision)
@@ -150,8 +150,8 @@ def assert_as_the_formula(
     precision = precision or compute_dtype(leaves)
     exact, eager = (formula(*(like(t, dtype) for t in leaves)) for dtype in (torch.float64, compute_dtype(leaves)))
 
-    def of_rounded() -> list[Tensor]:
-        found = formula(*rounded(leaves, precision))
+    def of_rounded(draw: int) -> list[Tensor]:
+        found = formula(*rounded(leaves, precision, draw))
         return [found[name].detach() for name in exact]
 
     bounds = Roundings([t.detach() for t in exact.values()], of_rounded, leaves, precision, smooth=True)
@@ -199,23 +199,29 @@ def check_op(
     inputs: Sequence[Tensor | None],
     grads_out: Sequence[Tensor],
     device: str,
+    terms: float = 0.0,
 ) -> None:
     """Compares outputs and gradients of `op` with `reference` in fp64. The error of `reference` in the op's own dtype
-    sets the tolerance."""
+    sets the tolerance. terms: magnitude of the terms of which gradients are differences, if it may be larger than that
+    of the upstream gradients."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
-    check_results(ours, reference, inputs, grads_out)
+    check_results(ours, reference, inputs, grads_out, terms)
 
 
 def check_results(
-    ours: Sequence[Tensor], reference: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]
+    ours: Sequence[Tensor],
+    reference: Callable,
+    inputs: Sequence[Tensor | None],
+    grads_out: Sequence[Tensor],
+    terms: float = 0.0,
 ) -> None:
     """As check_op, for outputs and gradients that are there already."""
     eager = gradients(reference, [like(t) for t in inputs], grads_out)
     oracle = gradients(reference, [like(t, torch.float64) for t in inputs], grads_out)
     bounds = roundings(reference, inputs, grads_out, oracle)
     # The upstream gradient sets the scale: a gradient may be a difference of large terms (exactly zero for one column).
-    scale = max((float(g.abs().max()) for g in grads_out if g.numel()), default=0.0)
+    scale = max([terms, *(float(g.abs().max()) for g in grads_out if g.numel())])
     outputs = len(ours) - sum(t is not None and t.requires_grad for t in inputs)
     for i, results in enumerate(zip(ours, eager, oracle)):
         assert_no_worse(f"result {i}", *results, scale=scale if i >= outputs else 0.0, bounds=(bounds, i))

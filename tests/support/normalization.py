@@ -1,7 +1,9 @@
-"""The formula of rms_norm, which several operators contain."""
+"""The formula of rms_norm, which several operators contain, and the magnitude of the terms of a norm's gradients."""
 
 import torch
 from torch import Tensor
+
+from liger_ops._accuracy import compute_dtype
 
 
 def rms_norm(
@@ -14,3 +16,21 @@ def rms_norm(
     if casting_mode == "llama":
         normed = normed.to(x.dtype).to(compute)
     return (normed * (weight.to(compute) + offset)).to(x.dtype)
+
+
+@torch.no_grad()
+def terms(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, centred: bool = False) -> float:
+    """Of the gradients of rows, for upstream gradients of 1. Few columns leave little or nothing of them: one column has
+    no variance, and its gradient is zero."""
+    if x.numel() == 0:
+        return 0.0
+    rows = x.double()
+    rows = rows - rows.mean(-1, keepdim=True) if centred else rows
+    factor = 1.0 if weight is None else float((weight.double() + offset).abs().max())
+    return factor * float((rows.square().mean(-1) + eps).rsqrt().max())
+
+
+def noise(outputs: int, rows: list[Tensor], x: Tensor, weight: Tensor | None, eps: float, **options) -> list[float]:
+    """For test_properties.py: the rounding of those terms. rows: the inputs whose gradients are those of x."""
+    error = 2 * torch.finfo(compute_dtype([x])).eps * terms(x.detach(), weight, eps, **options)
+    return [0.0] * outputs + [error for t in rows if t.requires_grad]

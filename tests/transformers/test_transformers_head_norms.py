@@ -1,5 +1,7 @@
 """Patched attention: norms of heads and the rotation that follows become qk_norm_rope, and nothing else changes."""
 
+import inspect
+
 import pytest
 import torch
 from language_models import make, nodes, step, tokens
@@ -265,7 +267,8 @@ def test_calls_that_the_rotation_does_not_take():
     model = make("qwen3")
     attention = model.model.layers[0].self_attn
     apply_liger_kernel(model)
-    rotate = type(attention).forward.__wrapped__.__globals__["apply_rotary_pos_emb"]
+    # transformers wraps the method in some releases.
+    rotate = inspect.unwrap(type(attention).forward).__globals__["apply_rotary_pos_emb"]
     norms = attention.q_norm, attention.k_norm
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     cos, sin = (t.repeat(1, 1, 2) for t in torch.randn(2, 1, 5, 4))

@@ -90,7 +90,7 @@ def test_logits_are_found_in_any_output(output, logits_of):
         else:
             of_eager = logits_of(plain)
             assert_as_exact(
-                [logits_of(ours)], [of_eager], model, lambda: [logits_of(model(ids, ids, skip_logits=False))]
+                lambda: [[logits_of(model(ids, ids, skip_logits=False))]], [[of_eager]], model, [[logits_of(ours)]]
             )
 
 

@@ -69,14 +69,14 @@ def logit_error(
     s_input, s_weight, t_input, t_weight, s_bias=None, t_bias=None, temperature=1.0, s_logits_scale=1.0,
     t_logits_scale=1.0, **_,
 ):  # fmt: skip
-    """One rounding of the largest logit over the temperature, in the dtype in which ours and the formula compute logits:
-    fp32, or fp64 if a model is fp64. The error of a log-probability, some terms of which are rounded."""
+    """One rounding of the terms of the largest logit over the temperature, in the dtype in which ours and the formula compute
+    logits: fp32, or fp64 if a model is fp64. The error of a log-probability, some terms of which are rounded."""
     models = (s_input, s_weight, s_bias, s_logits_scale), (t_input, t_weight, t_bias, t_logits_scale)
     wide = torch.float64 if torch.float64 in (s_input.dtype, t_input.dtype) else torch.float32
     largest = 0.0
     for x, weight, bias, scale in models:
-        logits = nnf.linear(*(t if t is None else t.detach().double() for t in (x, weight, bias)))
-        largest = max(largest, abs(scale) * float(logits.abs().max()) if logits.numel() else 0.0)
+        terms = nnf.linear(*(t if t is None else t.detach().double().abs() for t in (x, weight, bias)))
+        largest = max(largest, abs(scale) * float(terms.max()) if terms.numel() else 0.0)
     return torch.finfo(wide).eps * largest / temperature
 
 

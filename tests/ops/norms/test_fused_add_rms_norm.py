@@ -1,5 +1,6 @@
 """fused_add_rms_norm: torch.ops.liger.fused_add_rms_norm against addition and RMSNorm in fp64."""
 
+import normalization
 import pytest
 import torch
 from checks import (
@@ -40,8 +41,9 @@ SIZES = sorted({1, 7, 33, 72, 130, 576, 1000, 3584, 11008, 40001, *sizes_around_
 
 @sizes_by_device(cpu=[1, 7, 130, 1000, 11008], cuda=SIZES, dtype=CPU_DTYPES)
 def test_sizes(n, dtype, device):
-    inputs, grads = make((5, n), dtype, device)
-    check_op(fused, reference, inputs, grads, device)
+    (x, residual, weight), grads = make((5, n), dtype, device)
+    size = normalization.terms((x + residual).detach(), weight, 1e-6) * float(grads[0].abs().max())
+    check_op(fused, reference, [x, residual, weight], grads, device, size)
 
 
 @pytest.mark.gpu
@@ -272,6 +274,10 @@ def test_errors(case, requires_grad):
     ]
     with pytest.raises(RuntimeError, match=f"fused_add_rms_norm: {message}.*got "):
         fused(*arguments, **options)
+
+
+def noise(name, x, residual, weight, eps, offset, casting_mode):
+    return tuple(normalization.noise(2, [x, residual], x + residual, weight, eps, offset=offset))
 
 
 def vary(draw, arguments):

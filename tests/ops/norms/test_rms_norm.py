@@ -1,5 +1,6 @@
 """rms_norm: torch.ops.liger.rms_norm against the formula in fp64."""
 
+import normalization
 import pytest
 import torch
 from checks import (
@@ -34,7 +35,8 @@ SIZES = sorted(
 @sizes_by_device(cpu=[1, 7, 130, 1000, 11008], cuda=SIZES, dtype=CPU_DTYPES)
 def test_sizes(n, dtype, device):
     x, weight, grads = make((5, n), dtype, device)
-    check_op(rms_norm, reference, [x, weight], grads, device)
+    size = normalization.terms(x, weight, 1e-6) * float(grads[0].abs().max())
+    check_op(rms_norm, reference, [x, weight], grads, device, size)
 
 
 @pytest.mark.gpu
@@ -160,6 +162,10 @@ def test_errors(case):
     arguments, options, message = ERRORS[case]
     with pytest.raises(RuntimeError, match=f"rms_norm: {message}.*got "):
         rms_norm(*arguments(), **options)
+
+
+def noise(name, x, weight, eps, offset, casting_mode):
+    return tuple(normalization.noise(1, [x], x, weight, eps, offset=offset))
 
 
 def vary(draw, arguments):

@@ -89,18 +89,18 @@ CASES: dict[tuple[str, str], Callable[[Inputs], Any]] = {
     ("linear cross entropy", "ours, no communication"): lambda i: F.fused_linear_cross_entropy(
         i.x, i.weight, i.local_target
     ).backward(),
-    ("linear cross entropy", "ours"): lambda i: F.vocab_parallel_fused_linear_cross_entropy(
-        i.x, i.weight, i.target, i.group, i.classes
+    ("linear cross entropy", "ours"): lambda i: F.fused_linear_cross_entropy(
+        i.x, i.weight, i.target, group=i.group, classes=i.classes
     ).backward(),
-    ("linear cross entropy", "ours, sequence"): lambda i: F.vocab_parallel_fused_linear_cross_entropy(
-        i.part, i.weight, i.target, i.group, i.classes, sequence_dim=1
+    ("linear cross entropy", "ours, sequence"): lambda i: F.fused_linear_cross_entropy(
+        i.part, i.weight, i.target, group=i.group, classes=i.classes, sequence_dim=1
     ).backward(),
     ("cross entropy", "torch, loss_parallel"): lambda i: torch_loss_parallel(i.whole(i.logits, 1), i.target),
     ("cross entropy", "ours, no communication"): lambda i: F.cross_entropy(
         i.logits, i.local_target.flatten()
     ).backward(),
-    ("cross entropy", "ours"): lambda i: F.vocab_parallel_cross_entropy(
-        i.logits, i.target.flatten(), i.group, i.classes
+    ("cross entropy", "ours"): lambda i: F.cross_entropy(
+        i.logits, i.target.flatten(), group=i.group, classes=i.classes
     ).backward(),
 }
 

@@ -15,7 +15,7 @@ std::vector<Kernel*>& registry() {
 }  // namespace
 
 size_t KernelSpec::match_operator(const std::string& name) const {
-  // The same sources launch both forms of a loss.
+  // An alias of the operator without it.
   static const std::string kSplit = "vocab_parallel_";
   const std::string op = name.compare(0, kSplit.size(), kSplit) == 0 ? name.substr(kSplit.size()) : name;
   size_t longest = 0;

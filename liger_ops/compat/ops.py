@@ -260,9 +260,9 @@ def fused_linear_scaled_cross_entropy_tp(
     input: (N, n), weight: (V, n) of this rank's classes, as many as every other's, target: (N,).
     """
     group: Any = dist.group.WORLD if tp_group is None else tp_group
-    found = F.vocab_parallel_fused_linear_log_probs(
-        input, weight, target, group.group_name, len(weight) * group.size(), entropy=return_entropy,
-        entropy_grad=return_entropy, **options,
+    found = F.fused_linear_log_probs(
+        input, weight, target, entropy=return_entropy, entropy_grad=return_entropy, group=group.group_name,
+        classes=len(weight) * group.size(), **options,
     )  # fmt: skip
     return (-found.log_probs, found.entropy) if return_entropy else -found.log_probs
 
@@ -293,7 +293,7 @@ def vocab_parallel_cross_entropy(
     options = None, "none", ignore_index, label_smoothing
     if ranks == 1:
         return F.cross_entropy(vocab_parallel_logits, target, *options)
-    return F.vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group.group_name, classes, *options)
+    return F.cross_entropy(vocab_parallel_logits, target, *options, group=tp_group.group_name, classes=classes)
 
 
 # ---- The package's autograd functions

@@ -59,6 +59,8 @@ class Call:
     WHOLE: tuple[str, ...] = ("totals", "total")
 
     def __init__(self, op: str, given: dict[str, Any]) -> None:
+        if given.get("group"):
+            raise ValueError(f"{op}: group must be '' for DTensors, which know their mesh (got '{given['group']}')")
         self.op, self.given = op, given
         self.mesh = next(t.device_mesh for t in given.values() if isinstance(t, DTensor))
         self.everywhere = (R,) * self.mesh.ndim

@@ -226,17 +226,14 @@ class LigerLoss(ChunkedLossWrapper):
         share = None if tokens is None else tokens.float().reciprocal().expand(target.shape)
         options = {"reduction": "sum", "ignore_index": IGNORE_INDEX, "token_weight": share,
                    "memory_budget": self.memory_budget}  # fmt: skip
-        if group is None:
-            loss = F.fused_linear_cross_entropy(x, weight, target, bias, **options)
-        else:
+        if group is not None:
             split = x.shape[1] != target.shape[1]
             if not split and not rows:
                 # torchtitan adds up the gradients of a replicated tensor, which the operator has added up already.
                 # In backward, this passes the sum on in one rank, and zeros in the others.
                 x = spmd.convert(x, group, src=spmd.R, dst=spmd.I, expert_mode=True)
-            loss = torch.ops.liger.vocab_parallel_fused_linear_cross_entropy(
-                x, weight, target, group.group_name, self.classes, bias, sequence_dim=1 if split else None, **options
-            )
+            options |= {"group": group.group_name, "classes": self.classes, "sequence_dim": 1 if split else None}
+        loss = F.fused_linear_cross_entropy(x, weight, target, bias, **options)
         if not isinstance(labels, DTensor):
             return loss
         return DTensor.from_local(loss, mesh, [Partial() if p.is_shard() else Replicate() for p in labels.placements])

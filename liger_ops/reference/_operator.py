@@ -42,7 +42,8 @@ class Operator(Protocol[P, R]):
     schema: str
     types: Mapping[str, Any]  # of the arguments
     result: type  # Tensor, a tuple or a NamedTuple
-    is_derived: bool  # the signature is that of another operator, possibly with more arguments
+    is_derived: bool  # the signature follows from that of another operator
+    alias_of: Operator | None
     rows: int
     forward_out_dims: tuple[int, ...]
     constants: tuple[str, ...]
@@ -79,11 +80,16 @@ def operator(
     return declare
 
 
-def form_of(base: Operator[P, Any]) -> Callable[[Callable[..., R]], Operator[P, R]]:
-    """Declares an operator with the arguments of `base`, from a formula that takes them, and `op`, by name."""
+def form_of(base: Operator[P, Any], without: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Operator[P, R]]:
+    """Declares an operator with the arguments of `base`, from a formula that takes them, and `op`, by name.
+
+    without: arguments that it does not have.
+    """
 
     def declare(formula: Callable[..., R]) -> Operator[P, R]:
-        return derived(base, base.__signature__, base.types, formula)
+        kept = [p for name, p in base.__signature__.parameters.items() if name not in without]
+        types = {name: kind for name, kind in base.types.items() if name not in without}
+        return derived(base, base.__signature__.replace(parameters=kept), types, formula)
 
     return declare
 
@@ -132,7 +138,7 @@ def _declare(
     _builtins._register_builtin(function, f"liger::{name}")
     function.__signature__, function.__annotations__ = signature, hints
     function.schema, function.types, function.result = schema_of(signature, types, name, result), types, result
-    function.constants, function.choices = constants, choices
+    function.constants, function.choices, function.alias_of = constants, choices, None
     _declared[name] = function
     return function
 

@@ -1,13 +1,13 @@
-"""Losses whose classes are split over the ranks of a process group: their declarations, and collectives with gradients."""
+"""Losses whose classes may be split over the ranks of a process group: what their declarations share, and collectives with
+gradients."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import typing
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ._operator import Operator, demand, derived
 
+P = ParamSpec("P")
 R = TypeVar("R")
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 # The operators that torch.compile traces.
 _collectives = torch.ops._c10d_functional
@@ -127,32 +129,59 @@ class Split:
         return shared(input, self.ranks)
 
 
-# Examples run in a process group of one rank.
-BEFORE = (
-    ">>> import torch.distributed as dist",
-    '>>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)',
-)
-AFTER = ">>> dist.destroy_process_group()"
+def split_of(
+    op: str, group: str, classes: int, class_sizes: Sequence[int] | None, sequence_dim: int | None = None
+) -> Split | None:
+    """None if the classes are not split."""
+    if group or classes:
+        return Split(op, group, classes, class_sizes=class_sizes, sequence_dim=sequence_dim)
+    demand(class_sizes is None, op, "class_sizes", "be None without a group", class_sizes)
+    demand(sequence_dim is None, op, "sequence_dim", "be None without a group", sequence_dim)
+    return None
 
 
-def vocab_parallel(base: Operator[..., Any], sequence: bool = True) -> Callable[[Callable[..., R]], Operator[..., R]]:
-    """Declares the form of `base` for split classes, from a formula that takes its arguments, `op` and `split` by name.
-    sequence: whether positions may be split too."""
-    added = [p for name, p in inspect.signature(Split).parameters.items() if name != "op"][: 4 if sequence else 3]
-    names, kinds = [p.name for p in added], typing.get_type_hints(Split)
+CLASSES = """With `group`, the name of a process group (``group.group_name``), the classes are split over its ranks: {these} are
+of this rank's classes, everything else is about all `classes`. Rank r holds the classes that ``torch.chunk`` gives to part r,
+or ``class_sizes[r]`` of them. Every rank gets the same results{more}."""
+SEQUENCE = """, and the whole gradient of {inputs}. With `sequence_dim`, {inputs} and its gradient are this rank's equal part
+along that dimension"""
 
-    def declare(formula: Callable[..., R]) -> Operator[..., R]:
-        @functools.wraps(formula)
-        def of_split(op: str, **given: Any) -> R:
-            return formula(op=op, split=Split(op, **{name: given.pop(name) for name in names}), **given)
 
+def splittable(of_classes: str, inputs: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Documents the arguments `group`, `classes`, `class_sizes` and `sequence_dim` of a formula.
+
+    of_classes: its tensors with one row or column per class. inputs: those that `sequence_dim` splits.
+    """
+
+    def document(formula: Callable[P, R]) -> Callable[P, R]:
         text, _, example = (formula.__doc__ or "").rstrip().partition(">>> ")
         margin = text.rpartition("\n")[2]
-        of_split.__doc__ = text + f"\n{margin}".join([*BEFORE, f">>> {example}", AFTER, ""])
-        given = [*base.__signature__.parameters.values()]
-        required = [p for p in given if p.default is p.empty]
-        parameters = [*required, *added[:2], *given[len(required) :], *added[2:]]
-        types = {**base.types, **{name: kinds[name] for name in names}}
-        return derived(base, base.__signature__.replace(parameters=parameters), types, of_split)
+        added = CLASSES.format(these=of_classes, more=SEQUENCE.format(inputs=inputs) if inputs else "")
+        lines = textwrap.wrap(" ".join(added.split()), 120 - len(margin), break_on_hyphens=False)
+        formula.__doc__ = f"{text.rstrip()}\n\n" + "".join(f"{margin}{line}\n" for line in lines)
+        formula.__doc__ += f"\n{margin}>>> {example}\n{margin}"
+        return formula
 
-    return declare
+    return document
+
+
+def vocab_parallel(base: Operator[..., R]) -> Operator[..., R]:
+    """Declares vocab_parallel_<base>: an alias, with `group` and `classes` after the required arguments."""
+
+    def formula(op: str, **given: Any) -> R:
+        return base.reference(**given)
+
+    name = base.__name__
+    formula.__name__ = formula.__qualname__ = f"vocab_parallel_{name}"
+    formula.__module__ = base.__module__
+    formula.__doc__ = f"""Deprecated: :func:`{name}` with the arguments `group` and `classes`."""
+    formula.__annotations__["return"] = base.result
+    formula.__signature__ = inspect.Signature(return_annotation=base.__signature__.return_annotation)  # type: ignore[attr-defined]
+    given = base.__signature__.parameters
+    added = [given[word].replace(default=inspect.Parameter.empty, kind=POSITIONAL) for word in ("group", "classes")]
+    others = [p for word, p in given.items() if word not in ("group", "classes")]
+    required = [p for p in others if p.default is p.empty]
+    signature = base.__signature__.replace(parameters=[*required, *added, *others[len(required) :]])
+    alias = derived(base, signature, base.types, formula)
+    alias.alias_of = base
+    return alias

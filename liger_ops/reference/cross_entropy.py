@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ._operator import capped, demand, demand_positive, form_of, operator
-from ._split import Split, vocab_parallel
+from ._split import split_of, splittable, vocab_parallel
 
 REDUCTIONS = {"reduction": ("mean", "sum", "none")}
 
@@ -72,10 +73,12 @@ def with_metrics(
 
 def _of_logits(
     op: str, logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
-    label_smoothing: float, lse_square_scale: float, softcap: float | None, split: Split | None = None,
+    label_smoothing: float, lse_square_scale: float, softcap: float | None,
+    group: str = "", classes: int = 0, class_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, z-loss, logits as they enter the softmax)."""
     check_options(op, label_smoothing, lse_square_scale, softcap)
+    split = split_of(op, group, classes, class_sizes)
     if split is not None:
         split.check("logits", logits.shape[-1])
         logits = split.all_classes(logits)
@@ -84,12 +87,8 @@ def _of_logits(
     return *reduced(losses, z, target, weight, reduction, ignore_index), x
 
 
-def _metrics_of_logits(**given: Any) -> CrossEntropyMetrics:
-    loss, z_loss, x = _of_logits(**given)
-    return with_metrics(loss, z_loss, *predictions_of(x, given["target"], given["ignore_index"]), **given)
-
-
 @operator(constants=("weight",), choices=REDUCTIONS)
+@splittable("`logits`")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -99,6 +98,10 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
+    *,
+    group: str = "",
+    classes: int = 0,
+    class_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Cross entropy against class indices over the last dimension, in fp32 even for half-precision logits.
 
@@ -108,11 +111,13 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
     tensor(1.3863)
     """
-    options = (weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
-    return _of_logits("cross_entropy", logits, target, *options)[0]
+    return _of_logits(
+        "cross_entropy", logits, target, weight, reduction, ignore_index, label_smoothing, lse_square_scale, softcap,
+        group, classes, class_sizes,
+    )[0]  # fmt: skip
 
 
-@form_of(cross_entropy)
+@form_of(cross_entropy, without=("group", "classes", "class_sizes"))
 def cross_entropy_(op: str, logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
     """:func:`cross_entropy` that also computes the gradient and overwrites the logits with it.
 
@@ -143,31 +148,9 @@ def cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
     >>> result.token_accuracy, result.predicted_tokens
     (tensor(1.), tensor([1]))
     """
-    return _metrics_of_logits(**given)
+    loss, z_loss, x = _of_logits(**given)
+    return with_metrics(loss, z_loss, *predictions_of(x, given["target"], given["ignore_index"]), **given)
 
 
-@vocab_parallel(cross_entropy, sequence=False)
-def vocab_parallel_cross_entropy(**given: Any) -> Tensor:
-    """:func:`cross_entropy` of logits whose classes are split over the ranks of a process group.
-
-    logits: (..., V) of this rank's classes, target: (...) indices among all `classes`, weight: (V,) of all classes.
-    `group` is the group's name (``group.group_name``). Rank r holds the classes that ``torch.chunk`` gives to part r, or
-    ``class_sizes[r]`` of them. Every rank gets the same loss; the gradient needs no communication.
-
-    >>> vocab_parallel_cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]), dist.group.WORLD.group_name, 4)
-    tensor(1.3863)
-    """
-    return _of_logits(**given)[0]
-
-
-@vocab_parallel(cross_entropy, sequence=False)
-def vocab_parallel_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
-    """:func:`vocab_parallel_cross_entropy` with its z-loss, the token accuracy and the predicted tokens.
-
-    logits: (..., V), target: (...) indices, weight: (V,).
-
-    >>> logits, name = torch.tensor([[0.0, 1.0]]), dist.group.WORLD.group_name
-    >>> vocab_parallel_cross_entropy_with_metrics(logits, torch.tensor([1]), name, 2).predicted_tokens
-    tensor([1])
-    """
-    return _metrics_of_logits(**given)
+vocab_parallel_cross_entropy = vocab_parallel(cross_entropy)
+vocab_parallel_cross_entropy_with_metrics = vocab_parallel(cross_entropy_with_metrics)

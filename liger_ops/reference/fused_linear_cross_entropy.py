@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional
 from .._wanted import CE_BIAS, CE_INPUT, CE_WEIGHT
 from ._linear import BYTES_PER_LOGIT, Head, Linear, chunk_size
 from ._operator import demand, form_of, hint_if_swapped, operator
-from ._split import Split, vocab_parallel
+from ._split import split_of, splittable, vocab_parallel
 from .cross_entropy import (
     REDUCTIONS,
     CrossEntropyMetrics,
@@ -55,13 +55,14 @@ def _of_linear(
     describe: Callable[[Tensor, Tensor, int], tuple[Tensor, ...]],
     op: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
     reduction: str, ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None,
-    logits_scale: float, token_weight: Tensor | None, memory_budget: int | None, split: Split | None = None,
+    logits_scale: float, token_weight: Tensor | None, memory_budget: int | None, group: str, classes: int,
+    class_sizes: Sequence[int] | None, sequence_dim: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V), targets (tokens,) and
     `ignore_index`."""
     check_options(op, label_smoothing, lse_square_scale, softcap)
     head = Head(input, weight, bias, logits_scale, softcap)
-    linear = Linear(op, [head], memory_budget, split, target.shape)
+    linear = Linear(op, [head], memory_budget, split_of(op, group, classes, class_sizes, sequence_dim), target.shape)
     if target.shape != linear.tokens:
         hint = hint_if_swapped("input", linear.inputs[0], "weight", weight, target)
         rule = f"have shape {list(linear.tokens)}, that of input without its last dimension"
@@ -78,17 +79,8 @@ def _of_linear(
     return *reduced(losses, z, target, ce_weight, reduction, ignore_index), *described
 
 
-def _metrics(**given: Any) -> CrossEntropyMetrics:
-    loss, z_loss, right, predicted = _of_linear(predictions_of, **given)
-    return with_metrics(loss, z_loss, right, predicted, **given)
-
-
-def _log_probs(**given: Any) -> LogProbabilities:
-    loss, _, log_probs, entropy = _of_linear(_log_probs_of, **given)
-    return LogProbabilities(loss, log_probs, entropy)
-
-
 @operator(constants=("ce_weight", "token_weight"), choices=REDUCTIONS)
+@splittable("`weight` and `bias`", "`input`")
 def fused_linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
@@ -104,6 +96,10 @@ def fused_linear_cross_entropy(
     logits_scale: float = 1.0,
     token_weight: Tensor | None = None,
     memory_budget: int | None = None,
+    group: str = "",
+    classes: int = 0,
+    class_sizes: Sequence[int] | None = None,
+    sequence_dim: int | None = None,
 ) -> Tensor:
     """:func:`cross_entropy` of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
@@ -116,7 +112,8 @@ def fused_linear_cross_entropy(
     """
     return _of_linear(
         _no_results, "fused_linear_cross_entropy", input, weight, target, bias, ce_weight, reduction, ignore_index,
-        label_smoothing, lse_square_scale, softcap, logits_scale, token_weight, memory_budget,
+        label_smoothing, lse_square_scale, softcap, logits_scale, token_weight, memory_budget, group,
+        classes, class_sizes, sequence_dim,
     )[0]  # fmt: skip
 
 
@@ -130,7 +127,8 @@ def fused_linear_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics
     >>> fused_linear_cross_entropy_with_metrics(hidden, head, torch.tensor([0, 0])).token_accuracy
     tensor(0.5000)
     """
-    return _metrics(**given)
+    loss, z_loss, right, predicted = _of_linear(predictions_of, **given)
+    return with_metrics(loss, z_loss, right, predicted, **given)
 
 
 @form_of(fused_linear_cross_entropy)
@@ -143,54 +141,10 @@ def fused_linear_cross_entropy_with_log_probs(**given: Any) -> LogProbabilities:
     >>> fused_linear_cross_entropy_with_log_probs(hidden, head, torch.tensor([0])).log_probs
     tensor([-0.6931])
     """
-    return _log_probs(**given)
+    loss, _, log_probs, entropy = _of_linear(_log_probs_of, **given)
+    return LogProbabilities(loss, log_probs, entropy)
 
 
-@vocab_parallel(fused_linear_cross_entropy)
-def vocab_parallel_fused_linear_cross_entropy(**given: Any) -> Tensor:
-    """:func:`fused_linear_cross_entropy` of a head whose classes are split over the ranks of a process group.
-
-    input: (..., n), weight: (V, n) and bias: (V,) of this rank's classes, target: (...) indices among all `classes`,
-    ce_weight: (V,) of all classes, token_weight: (...). `group` is the group's name (``group.group_name``). Rank r holds
-    the classes that ``torch.chunk`` gives to part r, or ``class_sizes[r]`` of them. Every rank gets the same loss, and
-    the whole gradient of `input`. With `sequence_dim`, `input` and its gradient are this rank's equal part along that
-    dimension, while `target` and `token_weight` are whole.
-
-    >>> name = dist.group.WORLD.group_name
-    >>> hidden, head = torch.ones(3, 2), torch.zeros(4, 2)
-    >>> vocab_parallel_fused_linear_cross_entropy(hidden, head, torch.tensor([0, 1, 2]), name, 4)
-    tensor(1.3863)
-    """
-    return _of_linear(_no_results, **given)[0]
-
-
-@vocab_parallel(fused_linear_cross_entropy)
-def vocab_parallel_fused_linear_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
-    """:func:`vocab_parallel_fused_linear_cross_entropy` with its z-loss, token accuracy and predicted tokens.
-
-    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
-
-    >>> name = dist.group.WORLD.group_name
-    >>> hidden, head = torch.eye(2), torch.eye(2)
-    >>> vocab_parallel_fused_linear_cross_entropy_with_metrics(
-    ...     hidden, head, torch.tensor([0, 0]), name, 2
-    ... ).token_accuracy
-    tensor(0.5000)
-    """
-    return _metrics(**given)
-
-
-@vocab_parallel(fused_linear_cross_entropy)
-def vocab_parallel_fused_linear_cross_entropy_with_log_probs(**given: Any) -> LogProbabilities:
-    """:func:`vocab_parallel_fused_linear_cross_entropy` with log probabilities of targets and entropies.
-
-    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
-
-    >>> name = dist.group.WORLD.group_name
-    >>> hidden, head = torch.ones(1, 2), torch.zeros(2, 2)
-    >>> vocab_parallel_fused_linear_cross_entropy_with_log_probs(
-    ...     hidden, head, torch.tensor([0]), name, 2
-    ... ).log_probs
-    tensor([-0.6931])
-    """
-    return _log_probs(**given)
+vocab_parallel_fused_linear_cross_entropy = vocab_parallel(fused_linear_cross_entropy)
+vocab_parallel_fused_linear_cross_entropy_with_metrics = vocab_parallel(fused_linear_cross_entropy_with_metrics)
+vocab_parallel_fused_linear_cross_entropy_with_log_probs = vocab_parallel(fused_linear_cross_entropy_with_log_probs)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._linear import Head, Linear
 from ._operator import demand, demand_positive, hint_if_swapped, operator
-from ._split import Split, vocab_parallel
+from ._split import split_of, splittable, vocab_parallel
 from .cross_entropy import REDUCTIONS
 from .jsd import jsd
 
@@ -23,13 +24,14 @@ def _of_models(
     op: str, s_input: Tensor, s_weight: Tensor, t_input: Tensor, t_weight: Tensor, s_bias: Tensor | None,
     t_bias: Tensor | None, beta: float, temperature: float, s_logits_scale: float, s_softcap: float | None,
     t_logits_scale: float, t_softcap: float | None, mask: Tensor | None, reduction: str, token_weight: Tensor | None,
-    memory_budget: int | None, split: Split | None = None,
+    memory_budget: int | None, group: str, classes: int, class_sizes: Sequence[int] | None, sequence_dim: int | None,
 ) -> LinearDivergence:  # fmt: skip
     demand(0 <= beta <= 1, op, "beta", "be between 0 and 1", beta)
     demand_positive(op, "temperature", temperature)
     student = Head(s_input, s_weight, s_bias, s_logits_scale, s_softcap, "s_", wide=True)
     teacher = Head(t_input, t_weight, t_bias, t_logits_scale, t_softcap, "t_", wide=True)
     positions = next((t.shape for t in (mask, token_weight) if t is not None), None)
+    split = split_of(op, group, classes, class_sizes, sequence_dim)
     linear = Linear(op, [student, teacher], memory_budget, split, positions)
     shape, (s, t) = linear.tokens, linear.inputs
     fits = t.shape[:-1] == shape
@@ -66,6 +68,7 @@ def _of_models(
 
 
 @operator(constants=("t_input", "t_weight", "t_bias", "token_weight"), choices=REDUCTIONS)
+@splittable("both weights and biases", "`s_input`")
 def fused_linear_divergence(
     s_input: Tensor,
     s_weight: Tensor,
@@ -84,6 +87,10 @@ def fused_linear_divergence(
     reduction: str = "none",
     token_weight: Tensor | None = None,
     memory_budget: int | None = None,
+    group: str = "",
+    classes: int = 0,
+    class_sizes: Sequence[int] | None = None,
+    sequence_dim: int | None = None,
 ) -> LinearDivergence:
     """The divergence of a teacher's and a student's predictions, from their hidden states and heads.
 
@@ -101,24 +108,9 @@ def fused_linear_divergence(
     """
     return _of_models(
         "fused_linear_divergence", s_input, s_weight, t_input, t_weight, s_bias, t_bias, beta, temperature,
-        s_logits_scale, s_softcap, t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget,
+        s_logits_scale, s_softcap, t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget, group,
+        classes, class_sizes, sequence_dim,
     )  # fmt: skip
 
 
-@vocab_parallel(fused_linear_divergence)
-def vocab_parallel_fused_linear_divergence(**given: Any) -> LinearDivergence:
-    """:func:`fused_linear_divergence` of heads whose classes are split over the ranks of a process group.
-
-    s_input: (..., n), t_input: (..., m), s_weight: (V, n), t_weight: (V, m), s_bias and t_bias: (V,) of this rank's
-    classes, mask: (...), token_weight: (...). Both heads are split alike. `group` is the group's name
-    (``group.group_name``), and `classes` the number of all classes. Rank r holds the classes that ``torch.chunk`` gives to
-    part r, or ``class_sizes[r]`` of them. Every rank gets the same results, and the whole gradient of `s_input`. With
-    `sequence_dim`, the inputs and the gradient of `s_input` are this rank's equal part along that dimension, while `mask`,
-    `token_weight` and the results are whole.
-
-    >>> name = dist.group.WORLD.group_name
-    >>> student, teacher, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), torch.eye(2)
-    >>> vocab_parallel_fused_linear_divergence(student, head, teacher, head, name, 2).divergence
-    tensor([0.4621])
-    """
-    return _of_models(**given)
+vocab_parallel_fused_linear_divergence = vocab_parallel(fused_linear_divergence)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._linear import Head, Linear
 from ._operator import demand, demand_positive, hint_if_swapped, operator
-from ._split import Split, vocab_parallel
+from ._split import split_of, splittable, vocab_parallel
 from .log_probs import log_probs as rows_of
 
 
@@ -24,12 +25,13 @@ class LinearLogProbs(NamedTuple):
 def _of_linear(
     op: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, logits_scale: float,
     softcap: float | None, temperature: float, ignore_index: int, entropy: bool, entropy_grad: bool, mean_logits: bool,
-    log_sum_sq_probs: bool, is_top1: bool, memory_budget: int | None, split: Split | None = None,
+    log_sum_sq_probs: bool, is_top1: bool, memory_budget: int | None, group: str, classes: int,
+    class_sizes: Sequence[int] | None, sequence_dim: int | None,
 ) -> LinearLogProbs:  # fmt: skip
     demand_positive(op, "temperature", temperature)
     same_bias = None if bias is None else bias.to(input.dtype)
     head = Head(input, weight.to(input.dtype), same_bias, logits_scale, softcap)
-    linear = Linear(op, [head], memory_budget, split, target.shape)
+    linear = Linear(op, [head], memory_budget, split_of(op, group, classes, class_sizes, sequence_dim), target.shape)
     tokens = linear.tokens
     rule = f"have shape {list(tokens)}, or that with one dimension more"
     fits = target.dim() - len(tokens) in (0, 1) and target.shape[: len(tokens)] == tokens
@@ -53,6 +55,7 @@ def _of_linear(
 
 
 @operator()
+@splittable("`weight` and `bias`", "`input`")
 def fused_linear_log_probs(
     input: Tensor,
     weight: Tensor,
@@ -69,6 +72,10 @@ def fused_linear_log_probs(
     log_sum_sq_probs: bool = False,
     is_top1: bool = False,
     memory_budget: int | None = None,
+    group: str = "",
+    classes: int = 0,
+    class_sizes: Sequence[int] | None = None,
+    sequence_dim: int | None = None,
 ) -> LinearLogProbs:
     """:func:`log_probs` of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
@@ -88,22 +95,9 @@ def fused_linear_log_probs(
     """
     return _of_linear(
         "fused_linear_log_probs", input, weight, target, bias, logits_scale, softcap, temperature, ignore_index,
-        entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget,
+        entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget, group, classes, class_sizes,
+        sequence_dim,
     )  # fmt: skip
 
 
-@vocab_parallel(fused_linear_log_probs)
-def vocab_parallel_fused_linear_log_probs(**given: Any) -> LinearLogProbs:
-    """:func:`fused_linear_log_probs` of a head whose classes are split over the ranks of a process group.
-
-    input: (..., n), weight: (V, n) and bias: (V,) of this rank's classes, target: (...) or (..., K) indices among all
-    `classes`. `group` is the group's name (``group.group_name``). Rank r holds the classes that ``torch.chunk`` gives to
-    part r, or ``class_sizes[r]`` of them. Every rank gets the same results, and the whole gradient of `input`. With
-    `sequence_dim`, `input` and its gradient are this rank's equal part along that dimension, while `target` is whole.
-
-    >>> name = dist.group.WORLD.group_name
-    >>> hidden, head = torch.ones(3, 2), torch.zeros(4, 2)
-    >>> vocab_parallel_fused_linear_log_probs(hidden, head, torch.tensor([0, 1, 2]), name, 4).log_probs
-    tensor([-1.3863, -1.3863, -1.3863])
-    """
-    return _of_linear(**given)
+vocab_parallel_fused_linear_log_probs = vocab_parallel(fused_linear_log_probs)

@@ -196,9 +196,8 @@ def split_vocabulary(mesh: Any, name: str) -> None:
         ids, labels, count = batch(step)
         logits = model(input_ids=ids).logits.to_local()
         assert logits.shape[-1] * 2 == model.config.vocab_size
-        group, options = mesh.get_group().group_name, {"reduction": "sum"}
-        loss = functional.vocab_parallel_cross_entropy(logits, labels, group, model.config.vocab_size, **options)
-        return loss / count
+        split = dict(group=mesh.get_group().group_name, classes=model.config.vocab_size)
+        return functional.cross_entropy(logits, labels, reduction="sum", **split) / count
 
     assert_equal(name, trained(model, loss_of), model.named_parameters())
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from liger_ops import functional as F
 from liger_ops._accuracy import Roundings, rounded
 
-LOG_PROBS = "vocab_parallel_fused_linear_log_probs"
-DIVERGENCE = "vocab_parallel_fused_linear_divergence"
+LOG_PROBS = "fused_linear_log_probs"
+DIVERGENCE = "fused_linear_divergence"
 INPUTS = ("input", "s_input", "t_input")
 # Names of the results, by their number.
 RESULTS = {
@@ -26,8 +26,8 @@ RESULTS = {
     4: ("loss", "z_loss", "token_accuracy", "predicted"),
     5: ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1"),
 }
-LOGITS = ("vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy_with_metrics")
-LINEAR = tuple(f"vocab_parallel_fused_linear_cross_entropy{form}" for form in ("", "_with_metrics", "_with_log_probs"))
+LOGITS = ("cross_entropy", "cross_entropy_with_metrics")
+LINEAR = tuple(f"fused_linear_cross_entropy{form}" for form in ("", "_with_metrics", "_with_log_probs"))
 
 
 def listed(results: Any) -> list[Tensor]:
@@ -111,7 +111,7 @@ def compare(
     again = run(getattr(F, name), mine, arguments, upstream_of)
     for a, b in zip([*results, *grads.values()], [*again[0], *again[1].values()]):
         assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), "another run gives other bits"
-    formula = getattr(F, name.removeprefix("vocab_parallel_")).reference
+    formula = getattr(F, name.removeprefix("")).reference
 
     def wide(t: Any) -> Any:
         return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t

@@ -73,12 +73,16 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 def predicts_the_first_of_equals(mesh: Any) -> None:
     """Also if they belong to several ranks."""
     group, ranks, rank = share_of(mesh)
-    classes, op = 5 * ranks, F.vocab_parallel_cross_entropy_with_metrics
+    classes, op = 5 * ranks, F.cross_entropy_with_metrics
     logits, target = torch.zeros(3, classes), torch.tensor([0, classes - 1, 3])
     logits[1, 1] = logits[1, -1] = logits[2, 3] = logits[2, 4] = 2
     device = mesh.device_type
     found = op(
-        logits.chunk(ranks, 1)[rank].contiguous().to(device), target.to(device), group, classes, reduction="none"
+        logits.chunk(ranks, 1)[rank].contiguous().to(device),
+        target.to(device),
+        group=group,
+        classes=classes,
+        reduction="none",
     )
     assert found.predicted_tokens.tolist() == [0, 1, 3] and found.token_accuracy.tolist() == [1, 0, 1]
 
@@ -89,11 +93,11 @@ CASES.add("logits, equal classes", predicts_the_first_of_equals)
 def counts_collectives(mesh: Any) -> None:
     """One gather of facts, 12 bytes per row."""
     group, ranks, _ = share_of(mesh)
-    classes, shape, op = 48, (4, 6), F.vocab_parallel_cross_entropy
+    classes, shape, op = 48, (4, 6), F.cross_entropy
     logits, target = torch.randn(*shape, classes // ranks, requires_grad=True), make_targets(shape, classes)
 
     def step(**options: Any) -> None:
-        op(logits, target, group, classes, **options).sum().backward()
+        op(logits, target, group=group, classes=classes, **options).sum().backward()
 
     gather, tokens = "allgather_base", target.numel()
     assert collectives_of(step) == {(gather, 3 * tokens): 1}
@@ -107,22 +111,22 @@ CASES.add("collectives", counts_collectives)
 def refuses(mesh: Any) -> None:
     group, ranks, rank = share_of(mesh)
     logits, target, classes = torch.randn(2, 5), torch.zeros(2, dtype=torch.long), 5 * ranks
-    op, here = F.vocab_parallel_cross_entropy, "vocab_parallel_cross_entropy: "
+    op, here = F.cross_entropy, "cross_entropy: "
     check_refused({
-        here + "group must be the name of a process group (got 'none')": lambda: op(logits, target, "none", classes),
-        here + "group must be the name of a process group (got '')": lambda: op(logits, target, "", classes),
-        here + "classes must be positive (got 0)": lambda: op(logits, target, group, 0),
+        here + "group must be the name of a process group (got 'none')": lambda: op(logits, target, group="none", classes=classes),
+        here + "group must be the name of a process group (got '')": lambda: op(logits, target, group="", classes=classes),
+        here + "classes must be positive (got 0)": lambda: op(logits, target, group=group, classes=0),
         here + f"class_sizes must be the classes of each rank, {classes} in all": lambda: op(
-            logits, target, group, classes, class_sizes=[classes + 1, *[0] * (ranks - 2), -1]
+            logits, target, group=group, classes=classes, class_sizes=[classes + 1, *[0] * (ranks - 2), -1]
         ),
         here + f"class_sizes must have one number for each of the {ranks} ranks": lambda: op(
-            logits, target, group, classes, class_sizes=[classes]
+            logits, target, group=group, classes=classes, class_sizes=[classes]
         ),
         here + f"logits must have 6 classes, those of rank {rank} of {ranks}": lambda: op(
-            logits, target, group, 6 * ranks
+            logits, target, group=group, classes=6 * ranks
         ),
         here + f"weight must have shape [{classes}], one value per class": lambda: op(
-            logits, target, group, classes, torch.ones(5)
+            logits, target, torch.ones(5), group=group, classes=classes
         ),
     })  # fmt: skip
 

@@ -60,13 +60,13 @@ for dtype, reduction, frozen, chunks in pairs_of(
 def counts_collectives(mesh: Any) -> None:
     """One gather of facts for each chunk, 12 bytes per row; the input's gradient reduced for each chunk."""
     group, ranks, rank = share_of(mesh)
-    hidden, classes, shape, op = 8, 48, (4, 6), F.vocab_parallel_fused_linear_cross_entropy
+    hidden, classes, shape, op = 8, 48, (4, 6), F.fused_linear_cross_entropy
     x, weight = (torch.randn(*sizes, hidden, requires_grad=True) for sizes in (shape, (classes // ranks,)))
     target = make_targets(shape, classes)
     tokens, gather = target.numel(), "allgather_base"
 
     def step(x: Tensor, **options: Any) -> None:
-        op(x, weight, target, group, classes, **options).sum().backward()
+        op(x, weight, target, group=group, classes=classes, **options).sum().backward()
 
     assert collectives_of(partial(step, x)) == {(gather, 3 * tokens): 1, ("allreduce", 0): 1}
     assert collectives_of(partial(step, x, reduction="none")) == {(gather, 3 * tokens): 1, ("allreduce", 0): 1}
@@ -83,19 +83,19 @@ CASES.add("collectives", counts_collectives)
 def refuses(mesh: Any) -> None:
     group, ranks, rank = share_of(mesh)
     x, target, weight, classes = torch.randn(2, 4), torch.zeros(2, dtype=torch.long), torch.randn(5, 4), 5 * ranks
-    op, here = F.vocab_parallel_fused_linear_cross_entropy, "vocab_parallel_fused_linear_cross_entropy: "
+    op, here = F.fused_linear_cross_entropy, "fused_linear_cross_entropy: "
     check_refused({
         here + f"weight must have 6 classes, those of rank {rank} of {ranks}": lambda: op(
-            x, weight, target, group, 6 * ranks
+            x, weight, target, group=group, classes=6 * ranks
         ),
         here + "sequence_dim must be a dimension of input other than the last (got 1)": lambda: op(
-            x, weight, target, group, classes, sequence_dim=1
+            x, weight, target, group=group, classes=classes, sequence_dim=1
         ),
         here + f"input must have 2 / {ranks} positions along sequence_dim, the same on every rank (got 2)": lambda: op(
-            x, weight, target, group, classes, sequence_dim=0
+            x, weight, target, group=group, classes=classes, sequence_dim=0
         ),
         here + "ce_weight must not require a gradient (got one that does)": lambda: op(
-            x, weight, target, group, classes, ce_weight=torch.ones(classes, requires_grad=True)
+            x, weight, target, group=group, classes=classes, ce_weight=torch.ones(classes, requires_grad=True)
         ),
     })  # fmt: skip
 
@@ -109,7 +109,7 @@ def compiles(mesh: Any) -> None:
     head = torch.randn(classes, 8, generator=g).chunk(ranks)[rank].to(device).requires_grad_()
 
     def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.vocab_parallel_fused_linear_cross_entropy(2 * x, weight, target, group, classes)
+        return F.fused_linear_cross_entropy(2 * x, weight, target, group=group, classes=classes)
 
     def inputs(tokens: int) -> list[Tensor]:
         x = torch.randn(tokens, 8, generator=g).to(device).requires_grad_()

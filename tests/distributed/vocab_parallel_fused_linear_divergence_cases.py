@@ -130,7 +130,7 @@ def counts_collectives(mesh: Any) -> None:
 
     def step(x: Tensor, t: Tensor, trained: bool, **options: Any) -> Any:
         head = heads[0].clone().requires_grad_(trained)
-        found = F.vocab_parallel_fused_linear_divergence(x, head, t, heads[1], group, classes, **options)
+        found = F.fused_linear_divergence(x, head, t, heads[1], group=group, classes=classes, **options)
         return found.divergence.sum().backward() if found.divergence.requires_grad else found
 
     x, t = torch.randn(*shape, 8), torch.randn(*shape, 5)
@@ -155,20 +155,20 @@ CASES.add("collectives", counts_collectives)
 
 def refuses(mesh: Any) -> None:
     group, ranks, rank = share_of(mesh)
-    x, weight, classes, op = torch.randn(2, 4), torch.randn(5, 4), 5 * ranks, F.vocab_parallel_fused_linear_divergence
+    x, weight, classes, op = torch.randn(2, 4), torch.randn(5, 4), 5 * ranks, F.fused_linear_divergence
     check_refused({
         f"{DIVERGENCE}: s_weight must have 6 classes, those of rank {rank} of {ranks}": lambda: op(
-            x, weight, x, weight, group, 6 * ranks
+            x, weight, x, weight, group=group, classes=6 * ranks
         ),
         f"{DIVERGENCE}: t_weight must have 5 classes like s_weight (got 4)": lambda: op(
-            x, weight, x, weight[:4], group, classes
+            x, weight, x, weight[:4], group=group, classes=classes
         ),
         f"{DIVERGENCE}: sequence_dim must be a dimension of s_input other than the last (got 1)": lambda: op(
-            x, weight, x, weight, group, classes, sequence_dim=1
+            x, weight, x, weight, group=group, classes=classes, sequence_dim=1
         ),
         f"{DIVERGENCE}: mask must have shape [{2 * ranks}], that of s_input without its last dimension, with the "
         "positions of all ranks (got [2])": lambda: op(
-            x, weight, x, weight, group, classes, mask=torch.ones(2).bool(), sequence_dim=0
+            x, weight, x, weight, group=group, classes=classes, mask=torch.ones(2).bool(), sequence_dim=0
         ),
     })  # fmt: skip
 
@@ -183,7 +183,7 @@ def compiles(mesh: Any, sequence_dim: int | None, reduction: str, trained: bool)
 
     def step(x: Tensor, head: Tensor, t: Tensor) -> Tensor:
         options = dict(beta=0.5, reduction=reduction, sequence_dim=sequence_dim)
-        found = F.vocab_parallel_fused_linear_divergence(2 * x, head, t, heads[1], group, classes, **options)
+        found = F.fused_linear_divergence(2 * x, head, t, heads[1], group=group, classes=classes, **options)
         return found.divergence.square().sum()
 
     def inputs(tokens: int) -> list[Tensor]:

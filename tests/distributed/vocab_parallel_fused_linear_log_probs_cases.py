@@ -53,8 +53,8 @@ def counts_collectives(mesh: Any) -> None:
         head = weight.clone().requires_grad_(not frozen)
 
         def step(**options: Any) -> Any:
-            op = F.vocab_parallel_fused_linear_log_probs
-            return op(x, head, target, group, classes, entropy=True, **options)[0].sum().backward()
+            op = F.fused_linear_log_probs
+            return op(x, head, target, group=group, classes=classes, entropy=True, **options)[0].sum().backward()
 
         gather, tokens = "allgather_base", shape[0] * shape[1]
         assert collectives_of(step) == {(gather, (3 + ids) * tokens): 1, ("allreduce", 0): 1}
@@ -73,7 +73,7 @@ def refuses(mesh: Any) -> None:
         getattr(F, LOG_PROBS),
     )
     message = f"{LOG_PROBS}: weight must have 6 classes, those of rank {rank} of {ranks}"
-    check_refused({message: lambda: op(x, weight, target, group, 6 * ranks)})
+    check_refused({message: lambda: op(x, weight, target, group=group, classes=6 * ranks)})
 
 
 CASES.add("arguments are refused", refuses)
@@ -85,7 +85,7 @@ def compiles(mesh: Any) -> None:
     head = torch.randn(classes, 8, generator=g).chunk(ranks)[rank].to(device)
 
     def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        found = F.vocab_parallel_fused_linear_log_probs(2 * x, weight, target, group, classes, entropy=True)
+        found = F.fused_linear_log_probs(2 * x, weight, target, group=group, classes=classes, entropy=True)
         return found.log_probs.square().sum() + found.entropy.sum()
 
     def inputs(tokens: int) -> list[Tensor]:

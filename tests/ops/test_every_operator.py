@@ -24,7 +24,7 @@ from checks import (
     wanted_of,
 )
 from models import ROWS, WIDTH, outputs
-from operator_calls import OPERATORS, copied, samples
+from operator_calls import OPERATORS, PUBLIC, copied, samples
 from rows import Bound, bind, each_row, in_tiers
 from torch import Tensor
 from torch.nn import functional as nnf
@@ -251,6 +251,17 @@ def test_autocast_treats_norms_as_torch_does():
         assert torch.ops.liger.rms_norm(x, weight).dtype == rms_norm
         assert {t.dtype for t in torch.ops.liger.fused_add_rms_norm(x, x, weight)} == {rms_norm}
         assert torch.ops.liger.layer_norm(x, weight).dtype == layer_norm
+
+
+# ---- Constants of the declarations
+
+
+@pytest.mark.parametrize("op,name", [(op, name) for op in PUBLIC for name in operators()[op].constants])
+def test_constants_must_not_require_a_gradient(op, name, device):
+    given = copied(op, samples()[op], device)
+    given[name].requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^{op}: {name} must not require a gradient"):
+        getattr(torch.ops.liger, op)(**given)
 
 
 # ---- Compilation

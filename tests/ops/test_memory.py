@@ -23,10 +23,7 @@ from operator_calls import (
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from liger_ops.reference import operators
-
 ops = torch.ops.liger
-SPLIT = "vocab_parallel_"
 FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this call\)"
 
 
@@ -53,22 +50,11 @@ SAVED = {
     "fused_linear_cross_entropy": {},
     "fused_linear_cross_entropy_with_metrics": {},
     "fused_linear_cross_entropy_with_log_probs": {},
-    **{op: {} for op in operators() if op.startswith("vocab_parallel_fused_linear_cross_entropy")},
-    **{
-        op: {name: name for name in ("input", "weight", "target", "bias")}
-        for op in ("fused_linear_log_probs", "vocab_parallel_fused_linear_log_probs")
-    },
+    "fused_linear_log_probs": {name: name for name in ("input", "weight", "target", "bias")},
     # The default, one number per token, computes the logits again.
-    **{
-        op: {
-            name: name
-            for name in ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
-        }
-        for op in ("fused_linear_divergence", "vocab_parallel_fused_linear_divergence")
-    },
-    **{
-        f"vocab_parallel_{op}": dict(logits="logits", target="target", weight="weight")
-        for op in ("cross_entropy", "cross_entropy_with_metrics")
+    "fused_linear_divergence": {
+        name: name
+        for name in ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
     },
     **{op: dict(gate="gate", up="up") for op in ("swiglu", "geglu")},
     **{f"{op}_packed": dict(gate_up="gate_up") for op in ("swiglu", "geglu")},
@@ -85,8 +71,7 @@ def named(op: str, place: tuple[str, int | None]) -> str:
     """Regex for the start of a message: operator and argument."""
     shown = re.sub(r"^_(.*)_fwd$", r"\1", re.sub(r"^_(.*)_bwd_?$", r"\1 backward", op))
     # With an autograd graph, all variants of a loss call the same private operator.
-    shown = re.sub("^(fused_linear_cross_entropy|cross_entropy)(_with_.*)$", r"\1(\2)?", shown.removeprefix(SPLIT))
-    shown = f"({SPLIT})?{shown}" if op.startswith(SPLIT) else shown
+    shown = re.sub("^(fused_linear_cross_entropy|cross_entropy)(_with_.*)$", r"\1(\2)?", shown)
     return shown + ": " + re.escape(place[0] + (f"[{place[1]}]" if place[1] is not None else ""))
 
 
@@ -135,7 +120,7 @@ def test_every_tensor_with_a_graph_and_under_autocast(op, autocast, dtype, devic
 def test_tensors_saved_by_forward(op, more, device):
     """FSDP frees parameters between forward and backward. Tensors that were not saved may be freed."""
     saved = SAVED[op]
-    if op.removeprefix(SPLIT).startswith("fused_linear") and more:
+    if op.startswith("fused_linear") and more:
         saved = {name: name for name, _ in tensors(samples()[op])}
     for place in tensors(samples()[op]):
         given = differentiable(op, samples()[op] | more, device)

@@ -118,18 +118,16 @@ ROWS = [
     Row(
         "fused_linear_log_probs", LINEAR_LOSS, HEAD, dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)
     ),
-    Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT),
-    Row("vocab_parallel_fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT | dict(entropy=True, sequence_dim=1)),
-    Row("vocab_parallel_fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(beta=0.5)),
-    Row(
-        "vocab_parallel_fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(reduction="sum", sequence_dim=1)
-    ),
-    Row("vocab_parallel_cross_entropy", LOSS, {}, SPLIT),
-    Row("vocab_parallel_cross_entropy_with_metrics", LOSS, {}, SPLIT),
-    Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT),
-    Row("vocab_parallel_fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT | dict(reduction="none", sequence_dim=1)),
-    Row("vocab_parallel_fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD, SPLIT),
-    Row("vocab_parallel_fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD, SPLIT),
+    Row("fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT),
+    Row("fused_linear_log_probs", LINEAR_LOSS, HEAD, SPLIT | dict(entropy=True, sequence_dim=1)),
+    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(beta=0.5)),
+    Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, SPLIT | dict(reduction="sum", sequence_dim=1)),
+    Row("cross_entropy", LOSS, {}, SPLIT),
+    Row("cross_entropy_with_metrics", LOSS, {}, SPLIT),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT | dict(reduction="none", sequence_dim=1)),
+    Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD, SPLIT),
+    Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD, SPLIT),
 ]
 ROWS += [
     Row(
@@ -137,7 +135,7 @@ ROWS += [
         {argument: HIDDEN for argument, p in operator.__signature__.parameters.items() if p.annotation == "Tensor"},
     )
     for name, operator in operators().items()
-    if name not in {row.op for row in ROWS}
+    if name not in {row.op for row in ROWS} and not operator.alias_of
 ]
 NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
 

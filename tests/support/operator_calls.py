@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from process_group import SOLO, solo_group
+from process_group import solo_group
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,12 +72,6 @@ def public_calls() -> dict[str, dict[str, Any]]:
             token_weight=numbers(ROWS).abs(),
         ),
     }
-    calls |= {
-        f"vocab_parallel_{op}": given | dict(group=SOLO, classes=CLASSES)
-        for op, given in calls.items()
-        if ("cross_entropy" in op or op in ("fused_linear_log_probs", "fused_linear_divergence"))
-        and not op.endswith("_")
-    }
     for op in ("swiglu", "geglu"):
         calls |= {
             op: gate,
@@ -106,8 +100,11 @@ def takes_tensors(op: str) -> bool:
     return any("Tensor" in str(a.type) for a in arguments_of(op))
 
 
+ALIASES = {name for name, operator in operators().items() if operator.alias_of}
 OPERATORS = sorted(
-    op for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::") and takes_tensors(op := name[7:])
+    op
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("liger::") and takes_tensors(op := name[7:]) and op not in ALIASES
 )
 PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
@@ -115,7 +112,7 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 def is_differentiable(op: str, name: str, t: Any) -> bool:
     constant = ("ce_weight", "token_weight", "cos", "sin", "target", "t_input", "t_weight", "t_bias")
     constant += ("bias",) if op == "moe_router" else ()
-    constant += ("weight",) if op.removeprefix("vocab_parallel_").startswith("cross_entropy") else ()
+    constant += ("weight",) if op.startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
 
 

@@ -78,7 +78,7 @@ class Sizes:
 def tensors_of(operator: Operator) -> dict[str, tuple[str, str]]:
     """(shapes, kind) of each tensor, parsed from the docstring."""
     found = {}
-    for names, shapes, kind in TENSORS.findall(re.sub(r"\s+", " ", operator.__doc__)):
+    for names, shapes, kind in TENSORS.findall(re.sub(r"\s+", " ", (operator.alias_of or operator).__doc__)):
         found |= {name: (shapes, kind) for name in re.split(", | and ", names)}
     wanted = {n for n, p in operator.__signature__.parameters.items() if "Tensor" in p.annotation}
     assert wanted <= set(found), f"{operator.__name__}: its docstring must give a shape (name: (..., n)) of {wanted}"
@@ -90,7 +90,7 @@ def option(draw: st.DrawFn, operator: Operator, p: inspect.Parameter) -> Any:
         return None  # set by `vary`
     match p.annotation:
         case "str":
-            return draw(st.sampled_from(operator.choices[p.name]))
+            return draw(st.sampled_from(operator.choices.get(p.name, [p.default])))
         case "bool":
             return draw(st.booleans())
         case "float":

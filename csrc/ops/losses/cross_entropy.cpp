@@ -11,8 +11,8 @@
 // cross_entropy_with_metrics  (loss, z_loss, token_accuracy, predicted_tokens); only the loss has a gradient
 // cross_entropy_              overwrites the logits with d loss / d logits
 //
-// vocab_parallel_cross_entropy (and _with_metrics) takes the logits of this rank's classes and the name of the process
-// group over which the classes are split. Losses and metrics are the same on all ranks.
+// With `group`, the name of a process group, its ranks have the logits of different classes, and `classes` is the number of
+// all. Losses and metrics are the same on all ranks.
 
 #include "ops/losses/cross_entropy.h"
 #include "ops/losses/forms.h"
@@ -57,17 +57,14 @@ struct Meta {
   }
 };
 
-constexpr const char* name_of(bool split, bool metrics = false) {
-  if (split) return metrics ? "vocab_parallel_cross_entropy_with_metrics" : "vocab_parallel_cross_entropy";
-  return metrics ? "cross_entropy_with_metrics" : "cross_entropy";
-}
+constexpr const char* name_of(bool metrics) { return metrics ? "cross_entropy_with_metrics" : "cross_entropy"; }
 
 struct BackwardNode : core::BackwardNode<BackwardNode, 5> {  // logits, target, weight, stats, totals
   Options o;
 
   auto state() { return o.tie(); }
 
-  std::string name() const override { return name_of(o.vocabulary.is_split()); }
+  std::string name() const override { return name_of(false); }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
@@ -78,7 +75,17 @@ struct InplaceBackwardNode : core::BackwardNode<InplaceBackwardNode, 1> {  // d 
 
 using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-/// O: the types of the options in the schemas. Private operators take the split of the classes after these.
+void check_differentiable(
+    const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
+  core::check_dense(op, "logits", logits);
+  core::check_dense(op, "target", target);
+  core::check_dense(op, "weight", weight);
+  core::check_no_forward_ad(op, logits, weight);
+  bool learned = torch::autograd::compute_requires_grad(weight);
+  LIGER_CHECK(!learned, op, "weight", "not require a gradient", "one that does");
+}
+
+/// O: the types of the options in the schemas.
 template <class... O>
 struct Ops {
   using Cpu = cross_entropy::Cpu;
@@ -86,22 +93,18 @@ struct Ops {
   using Meta = cross_entropy::Meta;
   // Under autocast, PyTorch computes this loss in float32. This operator does that for logits of any dtype, without a
   // copy.
-  using WholeAutocast = core::NoAutocast;
-  using SplitAutocast = core::NoAutocast;
+  using Autocast = core::NoAutocast;
 
   template <class R>
   static constexpr bool has_metrics = std::is_same_v<R, Metrics>;
 
   template <class R>
-  static constexpr const char* name(bool is_split) {
-    return name_of(is_split, has_metrics<R>);
+  static constexpr const char* name() {
+    return name_of(has_metrics<R>);
   }
   template <class R>
-  static constexpr const char* schema(bool is_split) {
-    if (has_metrics<R>) {
-      return is_split ? schemas::vocab_parallel_cross_entropy_with_metrics : schemas::cross_entropy_with_metrics;
-    }
-    return is_split ? schemas::vocab_parallel_cross_entropy : schemas::cross_entropy;
+  static constexpr const char* schema() {
+    return has_metrics<R> ? schemas::cross_entropy_with_metrics : schemas::cross_entropy;
   }
 
   template <class R>
@@ -113,28 +116,20 @@ struct Ops {
     }
   }
 
-  template <class Device, class R, class... Split>
-  static R run(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options, Split... split) {
-    const char* op = name_of(sizeof...(split) > 0, has_metrics<R>);
-    const Options o = check(op, logits, target, weight, options..., split...);
+  template <class Device, class R>
+  static R run(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    const char* op = name<R>();
+    const Options o = check(op, logits, target, weight, options...);
     return results<R>(Device::forward(op, logits, target, value_or_undefined(weight), {}, o, {has_metrics<R>, false}));
-  }
-
-  template <class Device>
-  static Tensor cross_entropy_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    const char* op = "cross_entropy_";
-    Options o = check(op, logits, target, weight, options...);
-    check_no_overlap(op, logits);
-    return Device::forward_backward(op, logits, target, value_or_undefined(weight), o).loss;
   }
 
   /// known: the divisors of a mean, if they are not those of `target`.
   template <class Device>
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
       const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& known,
-      bool metrics, O... options, c10::string_view group, int64_t classes, ClassSizes sizes) {
-    const char* op = name_of(!group.empty(), metrics);
-    Options o = check(op, logits, target, weight, options..., group, classes, sizes);
+      bool metrics, O... options) {
+    const char* op = name_of(metrics);
+    Options o = check(op, logits, target, weight, options...);
     Results out =
         Device::forward(op, logits, target, value_or_undefined(weight), value_or_undefined(known), o, {metrics, true});
     return {out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals};
@@ -143,9 +138,9 @@ struct Ops {
   template <class Device>
   static Tensor bwd(
       const Tensor& grad, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& stats,
-      const OptionalTensor& totals, O... options, c10::string_view group, int64_t classes, ClassSizes sizes) {
-    const char* op = name_of(!group.empty());
-    Options o = check(op, logits, target, weight, options..., group, classes, sizes);
+      const OptionalTensor& totals, O... options) {
+    const char* op = name_of(false);
+    Options o = check(op, logits, target, weight, options...);
     Tensor dlogits = core::empty_rows_like(logits);
     Device::backward(
         op, dlogits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad, o);
@@ -155,9 +150,9 @@ struct Ops {
   template <class Device>
   static void bwd_(
       const Tensor& grad, Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Tensor& stats,
-      const OptionalTensor& totals, O... options, c10::string_view group, int64_t classes, ClassSizes sizes) {
-    const char* op = name_of(!group.empty());
-    Options o = check(op, logits, target, weight, options..., group, classes, sizes);
+      const OptionalTensor& totals, O... options) {
+    const char* op = name_of(false);
+    Options o = check(op, logits, target, weight, options...);
     Device::backward(
         op, logits, logits, target, value_or_undefined(weight), stats, value_or_undefined(totals), grad, o);
   }
@@ -184,7 +179,6 @@ struct Ops {
 
   template <class Device>
   static void implement(torch::Library& m) {
-    core::implement<cross_entropy_<Device>>(m, "cross_entropy_");
     core::implement<fwd<Device>>(m, "_cross_entropy_fwd");
     core::implement<bwd<Device>>(m, "_cross_entropy_bwd");
     core::implement<bwd_<Device>>(m, "_cross_entropy_bwd_");
@@ -195,32 +189,20 @@ struct Ops {
 
   // ---- Autograd
 
-  static void check_differentiable(
-      const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
-    core::check_dense(op, "logits", logits);
-    core::check_dense(op, "target", target);
-    core::check_dense(op, "weight", weight);
-    core::check_no_forward_ad(op, logits, weight);
-    bool learned = torch::autograd::compute_requires_grad(weight);
-    LIGER_CHECK(!learned, op, "weight", "not require a gradient", "one that does");
-  }
-
   template <class R>
   static std::optional<R> with_graph(
-      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options,
-      c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {}) {
-    const char* name = name_of(!group.empty(), has_metrics<R>);
-    check_differentiable(name, logits, target, weight);
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    check_differentiable(name<R>(), logits, target, weight);
     if (!torch::autograd::compute_requires_grad(logits)) return std::nullopt;
     static const auto op = core::find_op<decltype(fwd<Cpu>)>("liger::_cross_entropy_fwd");
     Results out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tie(out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals) =
-          op.call(logits, target, weight, {}, has_metrics<R>, options..., group, classes, sizes);
+          op.call(logits, target, weight, {}, has_metrics<R>, options...);
     }
     auto node = core::make_node<BackwardNode>();
-    node->o = parse(name_of(!group.empty()), options..., group, classes, sizes);
+    node->o = parse(name<R>(), options...);
     node->set_next_edges(torch::autograd::collect_next_edges(logits));
     node->saved = {
         core::SavedVariable(logits, false), core::SavedVariable(target, false), core::SavedVariable(weight, false),
@@ -229,9 +211,27 @@ struct Ops {
     return results<R>(out);
   }
 
+  template <class R>
+  using Form = ops::Form<Ops, R, const Tensor&, const Tensor&, const OptionalTensor&, O...>;
+};
+
+using CrossEntropy = Ops<
+    c10::string_view, int64_t, double, double, std::optional<double>, c10::string_view, int64_t, ClassSizes>;
+
+/// O: the types of the options in the schema.
+template <class... O>
+struct InPlace {
+  template <class Device>
+  static Tensor run(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    const char* op = "cross_entropy_";
+    Options o = check(op, logits, target, weight, options...);
+    check_no_overlap(op, logits);
+    return Device::forward_backward(op, logits, target, value_or_undefined(weight), o).loss;
+  }
+
   // Inference mode skips autograd, but graphs that saved the logits earlier must still see a new version.
-  static Tensor versioned_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    static const auto op = core::find_op<decltype(cross_entropy_<Cpu>)>("liger::cross_entropy_");
+  static Tensor versioned(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+    static const auto op = core::find_op<decltype(run<Cpu>)>("liger::cross_entropy_");
     Tensor loss;
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -241,12 +241,12 @@ struct Ops {
     return loss;
   }
 
-  static Tensor autograd_(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
+  static Tensor autograd(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
     check_differentiable("cross_entropy_", logits, target, weight);
     bool differentiable = torch::autograd::compute_requires_grad(logits);
     torch::autograd::check_inplace(logits, differentiable);
     auto edges = differentiable ? torch::autograd::collect_next_edges(logits) : torch::autograd::edge_list();
-    Tensor loss = versioned_(logits, target, weight, options...);
+    Tensor loss = versioned(logits, target, weight, options...);
     if (!differentiable) return loss;
     auto node = core::make_node<InplaceBackwardNode>();
     node->set_next_edges(torch::autograd::edge_list(edges));
@@ -257,15 +257,9 @@ struct Ops {
     torch::autograd::rebase_history(logits, refuse);
     return loss;
   }
-
-  template <class R>
-  using Whole = ops::Whole<Ops, R, Types<const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>>;
-  template <class R>
-  using Split =
-      ops::Split<Ops, R, Types<const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>, Types<ClassSizes>>;
 };
 
-using CrossEntropy = Ops<c10::string_view, int64_t, double, double, std::optional<double>>;
+using CrossEntropyInPlace = InPlace<c10::string_view, int64_t, double, double, std::optional<double>>;
 
 core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
@@ -320,16 +314,20 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   core::define(m, "_cross_entropy_scale_(Tensor(a!) dlogits, Tensor grad, str op) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { CrossEntropy::implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { CrossEntropy::implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { CrossEntropy::implement<Meta>(m); }
+template <class Device>
+void implement(torch::Library& m) {
+  CrossEntropy::implement<Device>(m);
+  core::implement<CrossEntropyInPlace::run<Device>>(m, "cross_entropy_");
+}
 
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("cross_entropy_", CrossEntropy::autograd_); }
-TORCH_LIBRARY_IMPL(liger, ADInplaceOrView, m) { m.impl("cross_entropy_", CrossEntropy::versioned_); }
+TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
+TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
+TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
 
-LIGER_OPERATOR(CrossEntropy::Whole<Tensor>)
-LIGER_OPERATOR(CrossEntropy::Split<Tensor>)
-LIGER_OPERATOR(CrossEntropy::Whole<Metrics>)
-LIGER_OPERATOR(CrossEntropy::Split<Metrics>)
+TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("cross_entropy_", CrossEntropyInPlace::autograd); }
+TORCH_LIBRARY_IMPL(liger, ADInplaceOrView, m) { m.impl("cross_entropy_", CrossEntropyInPlace::versioned); }
+
+LIGER_OPERATOR(CrossEntropy::Form<Tensor>)
+LIGER_OPERATOR(CrossEntropy::Form<Metrics>)
 
 }  // namespace liger::ops::cross_entropy

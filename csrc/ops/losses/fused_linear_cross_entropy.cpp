@@ -19,9 +19,9 @@
 // fused_linear_cross_entropy_with_log_probs  (loss, log p of the targets, entropy of the predictions)
 // Only the first of their results has a gradient.
 //
-// vocab_parallel_fused_linear_cross_entropy, and the same with metrics or log probabilities, take the rows of `weight`
-// and `bias` of this rank's classes, and the name of the process group over which the classes are split. Results and d
-// input are the same on all ranks. With sequence_dim, input and d input are this rank's part along that dimension.
+// With `group`, the name of a process group, its ranks have the rows of `weight` and `bias` of different classes, and
+// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input are
+// this rank's part along that dimension.
 
 #include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
@@ -49,8 +49,8 @@ Settings check(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     const OptionalTensor& ce_weight, c10::string_view reduction, int64_t ignore_index, double label_smoothing,
     double lse_square_scale, std::optional<double> softcap, double logits_scale, const OptionalTensor& token_weight,
-    std::optional<int64_t> memory_budget, c10::string_view group = "", int64_t all_classes = 0, ClassSizes sizes = {},
-    std::optional<int64_t> sequence_dim = {}) {
+    std::optional<int64_t> memory_budget, c10::string_view group, int64_t all_classes, ClassSizes sizes,
+    std::optional<int64_t> sequence_dim) {
   auto o = cross_entropy::parse(
       op, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, group, all_classes, sizes);
   check_activation(op, "input", input);
@@ -71,7 +71,7 @@ Settings check(
       "be int64 or int32 class indices", target.scalar_type());
   // Along sequence_dim only the ranks together know the size.
   const int64_t token_dims = input.dim() - 1;
-  sequence_dim = check_sequence_dim(op, "input", input, sequence_dim);
+  sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, o.vocabulary);
   std::vector<c10::SymInt> token_sizes = input.sym_sizes().slice(0, token_dims).vec();
   if (sequence_dim && target.dim() == token_dims) token_sizes[*sequence_dim] = target.sym_size(*sequence_dim);
   c10::SymIntArrayRef tokens = token_sizes;
@@ -117,7 +117,7 @@ struct BackwardNode : core::BackwardNode<BackwardNode, 8> {
 
   auto state() { return std::tuple_cat(s.o.tie(), std::tie(s.logits_scale, s.memory_budget, s.sequence_dim, wanted)); }
 
-  std::string name() const override { return Wanted().op(s.is_split()); }
+  std::string name() const override { return Wanted().op(); }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
@@ -125,46 +125,38 @@ using Loss = Tensor;
 using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using LogProbs = std::tuple<Tensor, Tensor, Tensor>;
 
-/// O: the types of the options in the schemas. Private operators take the split of classes and tokens after these.
+/// O: the types of the options in the schemas.
 template <class... O>
 struct Ops {
   using Cpu = fused_linear_cross_entropy::Cpu;
   using Cuda = fused_linear_cross_entropy::Cuda;
   using Meta = fused_linear_cross_entropy::Meta;
   // Casts the arguments that F.linear casts. The loss is fp32 in any case.
-  using WholeAutocast = core::AutocastLinear<0, 1, 3>;
-  using SplitAutocast = core::AutocastLinear<0, 1, 5>;
+  using Autocast = core::AutocastLinear<0, 1, 3>;
 
   template <class Result>
-  static constexpr const char* name(bool is_split) {
-    return wanted_of<Result>().op(is_split);
+  static constexpr const char* name() {
+    return wanted_of<Result>().op();
   }
 
   template <class Result>
-  static constexpr const char* schema(bool is_split) {
+  static constexpr const char* schema() {
     constexpr Wanted wanted = wanted_of<Result>();
-    if (wanted.metrics) {
-      return is_split ? schemas::vocab_parallel_fused_linear_cross_entropy_with_metrics
-                      : schemas::fused_linear_cross_entropy_with_metrics;
-    }
-    if (wanted.log_probs) {
-      return is_split ? schemas::vocab_parallel_fused_linear_cross_entropy_with_log_probs
-                      : schemas::fused_linear_cross_entropy_with_log_probs;
-    }
-    return is_split ? schemas::vocab_parallel_fused_linear_cross_entropy : schemas::fused_linear_cross_entropy;
+    return wanted.metrics  ? schemas::fused_linear_cross_entropy_with_metrics
+        : wanted.log_probs ? schemas::fused_linear_cross_entropy_with_log_probs
+                           : schemas::fused_linear_cross_entropy;
   }
 
   using Everything =
       std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-  using Dim = std::optional<int64_t>;
 
-  template <class Device, class... Split>
+  template <class Device>
   static Forward run_wanted(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, Split... split) {
-    Settings s = check(wanted.op(sizeof...(split) > 0), input, weight, target, bias, ce_weight, options..., split...);
+      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options) {
+    Settings s = check(wanted.op(), input, weight, target, bias, ce_weight, options...);
     return Device::forward(
-        wanted.op(s.is_split()), input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight),
+        wanted.op(), input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight),
         value_or_undefined(known), s, wanted);
   }
 
@@ -174,12 +166,12 @@ struct Ops {
   }
   static LogProbs result(const Forward& out, LogProbs*) { return {out.rows.loss, out.log_probs, out.entropy}; }
 
-  template <class Device, class Result, class... Split>
+  template <class Device, class Result>
   static Result run(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options, Split... split) {
+      const OptionalTensor& ce_weight, O... options) {
     return result(
-        run_wanted<Device>(wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options..., split...),
+        run_wanted<Device>(wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options...),
         static_cast<Result*>(nullptr));
   }
 
@@ -195,11 +187,9 @@ struct Ops {
   template <class Device>
   static Everything fwd(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, c10::string_view group,
-      int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    Forward out = run_wanted<Device>(
-        Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, known, options..., group, classes, sizes,
-        sequence_dim);
+      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, int64_t wanted) {
+    Forward out =
+        run_wanted<Device>(Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, known, options...);
     return {out.rows.loss,      out.rows.z_loss, out.rows.accuracy,   out.rows.predicted,
             out.log_probs,      out.entropy,     out.gradients.input, out.gradients.weight,
             out.gradients.bias, out.rows.stats,  out.rows.totals,     out.deferred_scale};
@@ -209,9 +199,9 @@ struct Ops {
   static std::tuple<Tensor, Tensor, Tensor> bwd(
       const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, const Tensor& stats, const OptionalTensor& totals, O... options,
-      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    const char* op = Wanted().op(!group.empty());
-    Settings s = check(op, input, weight, target, bias, ce_weight, options..., group, classes, sizes, sequence_dim);
+      int64_t wanted) {
+    const char* op = Wanted().op();
+    Settings s = check(op, input, weight, target, bias, ce_weight, options...);
     Gradients out = Device::backward(
         op, grad, input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight), stats,
         value_or_undefined(totals), s, Wanted::from_bits(wanted));
@@ -229,13 +219,12 @@ struct Ops {
   /// std::nullopt if no argument requires a gradient.
   static std::optional<Forward> forward_with_graph(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options, c10::string_view group = "", int64_t classes = 0,
-      ClassSizes sizes = {}, Dim sequence_dim = {}) {
-    const char* op = wanted.op(!group.empty());
+      const OptionalTensor& ce_weight, O... options) {
+    const char* op = wanted.op();
     core::check_dense(op, "input", input);
     core::check_dense(op, "weight", weight);
     core::check_dense(op, "target", target);
-    Settings s = check(op, input, weight, target, bias, ce_weight, options..., group, classes, sizes, sequence_dim);
+    Settings s = check(op, input, weight, target, bias, ce_weight, options...);
     core::check_no_forward_ad(op, input, weight, bias, ce_weight, s.token_weight);
     auto check_constant = [&](const char* name, const OptionalTensor& t) {
       bool learned = torch::autograd::compute_requires_grad(t);
@@ -255,13 +244,11 @@ struct Ops {
           out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
           out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals,
           out.deferred_scale) =
-          fwd_op.call(
-              input, weight, target, bias, ce_weight, {}, options..., group, classes, sizes, sequence_dim,
-              wanted.bits());
+          fwd_op.call(input, weight, target, bias, ce_weight, {}, options..., wanted.bits());
     }
     auto edges = torch::autograd::collect_next_edges(input, weight, bias);
     if (s.o.reduced()) {
-      connect_reduced(Wanted().op(s.is_split()), out.rows.loss, std::move(edges), out.gradients, out.deferred_scale);
+      connect_reduced(Wanted().op(), out.rows.loss, std::move(edges), out.gradients, out.deferred_scale);
     } else {
       auto node = core::make_node<BackwardNode>();
       node->set_next_edges(std::move(edges));
@@ -276,27 +263,22 @@ struct Ops {
     return out;
   }
 
-  template <class Result, class... Split>
+  template <class Result>
   static std::optional<Result> with_graph(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options, Split... split) {
-    auto out = forward_with_graph(wanted_of<Result>(), input, weight, target, bias, ce_weight, options..., split...);
+      const OptionalTensor& ce_weight, O... options) {
+    auto out = forward_with_graph(wanted_of<Result>(), input, weight, target, bias, ce_weight, options...);
     return out ? std::optional(result(*out, static_cast<Result*>(nullptr))) : std::nullopt;
   }
 
   template <class Result>
-  using Whole = ops::Whole<
-      Ops, Result, Types<const Tensor&, const Tensor&, const Tensor&>,
-      Types<const OptionalTensor&, const OptionalTensor&, O...>>;
-  template <class Result>
-  using Split = ops::Split<
-      Ops, Result, Types<const Tensor&, const Tensor&, const Tensor&>,
-      Types<const OptionalTensor&, const OptionalTensor&, O...>, Types<ClassSizes, Dim>>;
+  using Form = ops::Form<
+      Ops, Result, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, O...>;
 };
 
 using Linear =
     Ops<c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
-        std::optional<int64_t>>;
+        std::optional<int64_t>, c10::string_view, int64_t, ClassSizes, std::optional<int64_t>>;
 
 core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
@@ -355,11 +337,8 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
 
-LIGER_OPERATOR(Linear::Whole<Loss>)
-LIGER_OPERATOR(Linear::Split<Loss>)
-LIGER_OPERATOR(Linear::Whole<Metrics>)
-LIGER_OPERATOR(Linear::Split<Metrics>)
-LIGER_OPERATOR(Linear::Whole<LogProbs>)
-LIGER_OPERATOR(Linear::Split<LogProbs>)
+LIGER_OPERATOR(Linear::Form<Loss>)
+LIGER_OPERATOR(Linear::Form<Metrics>)
+LIGER_OPERATOR(Linear::Form<LogProbs>)
 
 }  // namespace liger::ops::fused_linear_cross_entropy

@@ -22,13 +22,10 @@ struct Wanted {
     auto bit = [&](int i) { return bool(bits >> i & 1); };
     return {bit(0), bit(1), bit(2), bit(3), bit(4)};
   }
-  constexpr const char* op(bool split) const {
-    // The names without the prefix begin after it.
-    constexpr size_t kPrefix = sizeof("vocab_parallel_") - 1;
-    const char* name = metrics ? "vocab_parallel_fused_linear_cross_entropy_with_metrics"
-        : log_probs            ? "vocab_parallel_fused_linear_cross_entropy_with_log_probs"
-                               : "vocab_parallel_fused_linear_cross_entropy";
-    return split ? name : name + kPrefix;
+  constexpr const char* op() const {
+    return metrics ? "fused_linear_cross_entropy_with_metrics"
+        : log_probs ? "fused_linear_cross_entropy_with_log_probs"
+                    : "fused_linear_cross_entropy";
   }
 };
 

@@ -15,9 +15,9 @@
 //
 // fp16 cannot represent small gradients: see fused_linear_cross_entropy.cpp on the deferred scale.
 //
-// vocab_parallel_fused_linear_divergence takes the rows of the weights and biases of this rank's classes, and the name of
-// the process group over which the classes are split. Results and d input are the same on all ranks. With sequence_dim,
-// both inputs and d input are this rank's equal part along that dimension.
+// With `group`, the name of a process group, its ranks have the rows of the weights and biases of different classes, and
+// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, both inputs and d
+// input are this rank's equal part along that dimension.
 
 #include <cmath>
 
@@ -41,12 +41,7 @@ struct Meta {
   static constexpr RowsOn* rows = nullptr;
 };
 
-constexpr const char* name_of(bool is_split) {
-  return is_split ? "vocab_parallel_fused_linear_divergence" : "fused_linear_divergence";
-}
-const char* name_of_backward(bool is_split) {
-  return is_split ? "vocab_parallel_fused_linear_divergence backward" : "fused_linear_divergence backward";
-}
+constexpr const char *kOp = "fused_linear_divergence", *kBackward = "fused_linear_divergence backward";
 
 // ---- Checks
 
@@ -87,7 +82,7 @@ void check_arguments(const char* op, const Arguments& a, Options& o) {
   LIGER_CHECK(
       a.t_weight.sym_size(0) == a.s_weight.sym_size(0), op, "t_weight",
       c10::str("have ", a.s_weight.sym_size(0), " classes like s_weight"), a.t_weight.sym_size(0));
-  o.sequence_dim = check_sequence_dim(op, "s_input", a.s_input, o.sequence_dim);
+  o.sequence_dim = check_sequence_dim(op, "s_input", a.s_input, o.sequence_dim, o.vocabulary);
   const auto sizes = token_sizes(op, a.s_input, o);
   const c10::SymIntArrayRef tokens = sizes;
   const char* of_ranks = o.sequence_dim ? ", with the positions of all ranks" : "";
@@ -157,7 +152,7 @@ struct FrozenHeadNode : core::BackwardNode<FrozenHeadNode, 1> {  // gradient of 
 
   auto state() { return std::tie(group, sequence_dim); }
 
-  std::string name() const override { return name_of(!group.empty()); }
+  std::string name() const override { return kOp; }
 
   core::variable_list backward(core::variable_list&& grads) override {
     Tensor grad = std::move(grads[0]);
@@ -165,7 +160,7 @@ struct FrozenHeadNode : core::BackwardNode<FrozenHeadNode, 1> {  // gradient of 
     Tensor gradient = take(0);
     if (sequence_dim) {
       const auto count = gradient.sym_size(*sequence_dim);
-      grad = grad.narrow_symint(*sequence_dim, count * core::Group(name_of(true), group).rank(), count);
+      grad = grad.narrow_symint(*sequence_dim, count * core::Group(kOp, group).rank(), count);
     }
     Tensor factor = grad.unsqueeze(-1);
     if (!core::is_plain(gradient)) return {at::mul(gradient, factor).to(gradient.scalar_type()), Tensor(), Tensor()};
@@ -189,33 +184,30 @@ struct TrainedHeadNode : core::BackwardNode<TrainedHeadNode, 9> {
         o.vocabulary.tie());
   }
 
-  std::string name() const override { return name_of(o.vocabulary.is_split()); }
+  std::string name() const override { return kOp; }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
 // ---- The dispatched ops
 
 using Two = std::tuple<Tensor, Tensor>;
-using Dim = std::optional<int64_t>;
 
-/// O: the types of the options in the schemas, from beta on. Private operators take the split of classes and tokens after
-/// these.
+/// O: the types of the options in the schemas, from beta on.
 template <class... O>
 struct Ops {
   using Cpu = fused_linear_divergence::Cpu;
   using Cuda = fused_linear_divergence::Cuda;
   using Meta = fused_linear_divergence::Meta;
   // Casts the arguments that F.linear casts. The divergence is fp32 in any case.
-  using WholeAutocast = core::AutocastLinear<0, 1, 2, 3, 4, 5>;
-  using SplitAutocast = core::AutocastLinear<0, 1, 2, 3, 6, 7>;
+  using Autocast = core::AutocastLinear<0, 1, 2, 3, 4, 5>;
 
   template <class>
-  static constexpr const char* name(bool is_split) {
-    return name_of(is_split);
+  static constexpr const char* name() {
+    return kOp;
   }
   template <class>
-  static constexpr const char* schema(bool is_split) {
-    return is_split ? schemas::vocab_parallel_fused_linear_divergence : schemas::fused_linear_divergence;
+  static constexpr const char* schema() {
+    return schemas::fused_linear_divergence;
   }
 
   struct Call {
@@ -229,8 +221,8 @@ struct Ops {
       const OptionalTensor& s_bias, const OptionalTensor& t_bias, double beta, double temperature,
       double s_logits_scale, std::optional<double> s_softcap, double t_logits_scale, std::optional<double> t_softcap,
       const OptionalTensor& mask, c10::string_view reduction, const OptionalTensor& token_weight,
-      std::optional<int64_t> memory_budget, c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {},
-      Dim sequence_dim = {}) {
+      std::optional<int64_t> memory_budget, c10::string_view group, int64_t classes, ClassSizes sizes,
+      std::optional<int64_t> sequence_dim) {
     Call call{
         {s_input, s_weight, t_input, t_weight, value_or_undefined(s_bias), value_or_undefined(t_bias),
          value_or_undefined(mask), value_or_undefined(token_weight)},
@@ -247,19 +239,17 @@ struct Ops {
   static Results run_call(const Call& call, Wanted wanted, const Tensor& total) {
     Results out = empty_results(call.a, call.o, call.tokens, wanted);
     if constexpr (On::rows != nullptr) {
-      const char* op = name_of(call.o.vocabulary.is_split());
-      forward(op, On::rows, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), total, out);
+      forward(kOp, On::rows, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), total, out);
     }
     return out;
   }
 
-  template <class On, class, class... Split>
+  template <class On, class>
   static Two run(
       const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options, Split... split) {
-    const char* op = name_of(sizeof...(split) > 0);
-    const Results out = run_call<On>(
-        check(op, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., split...), {}, Tensor());
+      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options) {
+    const Results out =
+        run_call<On>(check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...), {}, Tensor());
     return {out.divergence, out.entropy};
   }
 
@@ -267,12 +257,10 @@ struct Ops {
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
       const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
       const OptionalTensor& s_bias, const OptionalTensor& t_bias, const OptionalTensor& total, O... options,
-      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
+      int64_t wanted) {
     Results out = run_call<On>(
-        check(
-            name_of(!group.empty()), s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., group, classes,
-            sizes, sequence_dim),
-        Wanted::from_bits(wanted), value_or_undefined(total));
+        check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...), Wanted::from_bits(wanted),
+        value_or_undefined(total));
     const Gradients& g = out.gradients;
     return {out.divergence, out.entropy, g.input, g.weight, g.bias, out.stats, out.deferred_scale};
   }
@@ -281,13 +269,11 @@ struct Ops {
   static std::tuple<Tensor, Tensor, Tensor> bwd(
       const Tensor& grad, const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
       const OptionalTensor& s_bias, const OptionalTensor& t_bias, const Tensor& stats, O... options,
-      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    const char* op = name_of_backward(!group.empty());
-    const Call call = check(
-        op, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., group, classes, sizes, sequence_dim);
+      int64_t wanted) {
+    const Call call = check(kBackward, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
     Gradients out = empty_gradients(s_input, s_weight, call.a.s_bias, Wanted::from_bits(wanted));
     if constexpr (On::rows != nullptr) {
-      backward(op, On::rows, grad, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), stats, out);
+      backward(kBackward, On::rows, grad, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), stats, out);
     }
     return {out.input, out.weight, out.bias};
   }
@@ -304,21 +290,17 @@ struct Ops {
   template <class>
   static std::optional<Two> with_graph(
       const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options, c10::string_view group = "",
-      int64_t classes = 0, ClassSizes sizes = {}, Dim sequence_dim = {}) {
-    const bool is_split = !group.empty() || classes != 0;
-    const char* op = name_of(is_split);
-    core::check_dense(op, "s_input", s_input);
-    core::check_dense(op, "s_weight", s_weight);
-    core::check_dense(op, "t_input", t_input);
-    core::check_dense(op, "t_weight", t_weight);
-    const Call call = check(
-        op, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options..., group, classes, sizes, sequence_dim);
+      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options) {
+    core::check_dense(kOp, "s_input", s_input);
+    core::check_dense(kOp, "s_weight", s_weight);
+    core::check_dense(kOp, "t_input", t_input);
+    core::check_dense(kOp, "t_weight", t_weight);
+    const Call call = check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
     const auto& [a, o, tokens] = call;
-    core::check_no_forward_ad(op, s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.token_weight);
+    core::check_no_forward_ad(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.token_weight);
     auto check_constant = [&](const char* name, const Tensor& t) {
       const bool learned = torch::autograd::compute_requires_grad(t);
-      LIGER_CHECK(!learned, op, name, "not require a gradient", "one that does");
+      LIGER_CHECK(!learned, kOp, name, "not require a gradient", "one that does");
     };
     check_constant("t_input", t_input);
     check_constant("t_weight", t_weight);
@@ -336,9 +318,7 @@ struct Ops {
       std::tie(
           out.divergence, out.entropy, out.gradients.input, out.gradients.weight, out.gradients.bias, out.stats,
           out.deferred_scale) =
-          fwd_op.call(
-              s_input, s_weight, t_input, t_weight, s_bias, t_bias, {}, options..., group, classes, sizes, sequence_dim,
-              wanted.bits());
+          fwd_op.call(s_input, s_weight, t_input, t_weight, s_bias, t_bias, {}, options..., wanted.bits());
     }
     auto edges = [&] { return torch::autograd::collect_next_edges(s_input, s_weight, s_bias); };
     auto attach = [&](const auto& node) {
@@ -346,7 +326,7 @@ struct Ops {
       torch::autograd::set_history(out.divergence, node);
     };
     if (o.reduced()) {
-      connect_reduced(op, out.divergence, edges(), out.gradients, out.deferred_scale);
+      connect_reduced(kOp, out.divergence, edges(), out.gradients, out.deferred_scale);
     } else if (computes_now(o, wanted)) {
       auto node = core::make_node<FrozenHeadNode>();
       node->save(out.gradients.input);
@@ -363,17 +343,15 @@ struct Ops {
     return Two(out.divergence, out.entropy);
   }
 
-  using Whole = ops::Whole<
-      Ops, Two, Types<const Tensor&, const Tensor&, const Tensor&, const Tensor&>,
-      Types<const OptionalTensor&, const OptionalTensor&, O...>>;
-  using Split = ops::Split<
-      Ops, Two, Types<const Tensor&, const Tensor&, const Tensor&, const Tensor&>,
-      Types<const OptionalTensor&, const OptionalTensor&, O...>, Types<ClassSizes, Dim>>;
+  using Form = ops::Form<
+      Ops, Two, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+      const OptionalTensor&, O...>;
 };
 
 using Linear =
     Ops<double, double, double, std::optional<double>, double, std::optional<double>, const OptionalTensor&,
-        c10::string_view, const OptionalTensor&, std::optional<int64_t>>;
+        c10::string_view, const OptionalTensor&, std::optional<int64_t>, c10::string_view, int64_t, ClassSizes,
+        std::optional<int64_t>>;
 
 core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
@@ -413,7 +391,6 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
 
-LIGER_OPERATOR(Linear::Whole)
-LIGER_OPERATOR(Linear::Split)
+LIGER_OPERATOR(Linear::Form)
 
 }  // namespace liger::ops::fused_linear_divergence

@@ -12,9 +12,9 @@
 // entropy_grad; without it a gradient of the entropy makes backward compute the logits again, as it does for the
 // gradients of the head.
 //
-// vocab_parallel_fused_linear_log_probs takes the rows of `weight` and `bias` of this rank's classes, and the name of
-// the process group over which the classes are split. Results and d input are the same on all ranks. With sequence_dim,
-// input and d input are this rank's part along that dimension.
+// With `group`, the name of a process group, its ranks have the rows of `weight` and `bias` of different classes, and
+// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input are
+// this rank's part along that dimension.
 
 #include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_log_probs.h"
@@ -37,16 +37,13 @@ struct Meta {
   static constexpr const Device* device = nullptr;
 };
 
-constexpr const char* name_of(bool is_split) {
-  return is_split ? "vocab_parallel_fused_linear_log_probs" : "fused_linear_log_probs";
-}
+constexpr const char* kOp = "fused_linear_log_probs";
 
 Settings check(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     double logits_scale, std::optional<double> softcap, double temperature, int64_t ignore_index, bool entropy,
     bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, std::optional<int64_t> memory_budget,
-    c10::string_view group = "", int64_t all_classes = 0, ClassSizes sizes = {},
-    std::optional<int64_t> sequence_dim = {}) {
+    c10::string_view group, int64_t all_classes, ClassSizes sizes, std::optional<int64_t> sequence_dim) {
   Vocabulary vocabulary = cross_entropy::parse_vocabulary(op, group, all_classes, sizes);
   check_activation(op, "input", input);
   const auto dtype = input.scalar_type();
@@ -76,7 +73,7 @@ Settings check(
       target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target", "be int64 or int32",
       target.scalar_type());
   const int64_t token_dims = input.dim() - 1;
-  sequence_dim = check_sequence_dim(op, "input", input, sequence_dim);
+  sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, vocabulary);
   std::vector<c10::SymInt> tokens = input.sym_sizes().slice(0, token_dims).vec();
   const bool fits = target.dim() == token_dims || target.dim() == token_dims + 1;
   // Along sequence_dim only the ranks together know the size.
@@ -131,43 +128,40 @@ struct Node : core::BackwardNode<Node, 8> {
 
   auto state() { return std::tuple_cat(s.tie(), std::tie(wanted)); }
 
-  std::string name() const override { return name_of(s.vocabulary.is_split()); }
+  std::string name() const override { return kOp; }
   core::variable_list backward(core::variable_list&& grads) override;
 };
 
 using Results5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// O: the types of the options in the schemas. Private operators take the split of classes and tokens after these.
+/// O: the types of the options in the schemas.
 template <class... O>
 struct Ops {
   using Cpu = fused_linear_log_probs::Cpu;
   using Cuda = fused_linear_log_probs::Cuda;
   using Meta = fused_linear_log_probs::Meta;
   // Casts the arguments that F.linear casts. Results are fp32 in any case.
-  using WholeAutocast = core::AutocastLinear<0, 1, 3>;
-  using SplitAutocast = core::AutocastLinear<0, 1, 5>;
+  using Autocast = core::AutocastLinear<0, 1, 3>;
 
   template <class>
-  static constexpr const char* name(bool is_split) {
-    return name_of(is_split);
+  static constexpr const char* name() {
+    return kOp;
   }
   template <class>
-  static constexpr const char* schema(bool is_split) {
-    return is_split ? schemas::vocab_parallel_fused_linear_log_probs : schemas::fused_linear_log_probs;
+  static constexpr const char* schema() {
+    return schemas::fused_linear_log_probs;
   }
 
   using Everything = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-  using Dim = std::optional<int64_t>;
 
-  template <class On, class... Split>
+  template <class On>
   static Forward run_wanted(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      O... options, Split... split) {
-    const char* op = name_of(sizeof...(split) > 0);
-    Settings s = check(op, input, weight, target, bias, options..., split...);
+      O... options) {
+    Settings s = check(kOp, input, weight, target, bias, options...);
     Forward out = empty_forward(input, target, s, wanted);
     if constexpr (On::device != nullptr) {
-      forward(name_of(s.vocabulary.is_split()), *On::device, input, weight, target, value_or_undefined(bias), s, out);
+      forward(kOp, *On::device, input, weight, target, value_or_undefined(bias), s, out);
     }
     return out;
   }
@@ -177,19 +171,17 @@ struct Ops {
     return {rows.log_probs, rows.entropy, rows.mean_logits, rows.log_sum_sq_probs, rows.is_top1};
   }
 
-  template <class On, class, class... Split>
+  template <class On, class>
   static Results5 run(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
-      Split... split) {
-    return results(run_wanted<On>({}, input, weight, target, bias, options..., split...));
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
+    return results(run_wanted<On>({}, input, weight, target, bias, options...));
   }
 
   template <class On>
   static Everything fwd(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
-      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    Forward out = run_wanted<On>(
-        Wanted::from_bits(wanted), input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
+      int64_t wanted) {
+    Forward out = run_wanted<On>(Wanted::from_bits(wanted), input, weight, target, bias, options...);
     return std::tuple_cat(
         results(out), std::make_tuple(out.rows.stats, out.rows.chosen, out.of_log_probs, out.of_entropy));
   }
@@ -211,8 +203,8 @@ struct Ops {
   static std::tuple<Tensor, Tensor, Tensor> bwd(
       const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& input, const Tensor& weight,
       const Tensor& target, const OptionalTensor& bias, const Tensor& stats, const Tensor& chosen, O... options,
-      c10::string_view group, int64_t classes, ClassSizes sizes, Dim sequence_dim, int64_t wanted) {
-    Settings s = check(kBackward, input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
+      int64_t wanted) {
+    Settings s = check(kBackward, input, weight, target, bias, options...);
     check_upstream(grad, grad_entropy, target, input.dim() - 1);
     const Wanted w = Wanted::from_bits(wanted);
     const Tensor b = value_or_undefined(bias);
@@ -277,16 +269,14 @@ struct Ops {
 
   // ---- Autograd
 
-  /// std::nullopt if no argument requires a gradient.
-  static std::optional<Forward> forward_with_graph(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
-      c10::string_view group = "", int64_t classes = 0, ClassSizes sizes = {}, Dim sequence_dim = {}) {
-    const char* op = name_of(!group.empty());
-    core::check_dense(op, "input", input);
-    core::check_dense(op, "weight", weight);
-    core::check_dense(op, "target", target);
-    Settings s = check(op, input, weight, target, bias, options..., group, classes, sizes, sequence_dim);
-    core::check_no_forward_ad(op, input, weight, bias);
+  template <class>
+  static std::optional<Results5> with_graph(
+      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options) {
+    core::check_dense(kOp, "input", input);
+    core::check_dense(kOp, "weight", weight);
+    core::check_dense(kOp, "target", target);
+    Settings s = check(kOp, input, weight, target, bias, options...);
+    core::check_no_forward_ad(kOp, input, weight, bias);
     Wanted wanted;
     wanted.input = torch::autograd::compute_requires_grad(input);
     wanted.weight = torch::autograd::compute_requires_grad(weight);
@@ -299,7 +289,7 @@ struct Ops {
       std::tie(
           out.rows.log_probs, out.rows.entropy, out.rows.mean_logits, out.rows.log_sum_sq_probs, out.rows.is_top1,
           out.rows.stats, out.rows.chosen, out.of_log_probs, out.of_entropy) =
-          fwd_op.call(input, weight, target, bias, options..., group, classes, sizes, sequence_dim, wanted.bits());
+          fwd_op.call(input, weight, target, bias, options..., wanted.bits());
     }
     auto node = core::make_node<Node>();
     node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
@@ -322,28 +312,16 @@ struct Ops {
     node->wanted = wanted.bits();
     torch::autograd::set_history(out.rows.log_probs, node);
     if (s.entropy) torch::autograd::set_history(out.rows.entropy, node);
-    // Only the node may hold these, so that backward can overwrite them.
-    out.of_log_probs = out.of_entropy = Tensor();
-    return out;
+    return results(out);
   }
 
-  template <class, class... Split>
-  static std::optional<Results5> with_graph(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias, O... options,
-      Split... split) {
-    auto out = forward_with_graph(input, weight, target, bias, options..., split...);
-    return out ? std::optional(results(*out)) : std::nullopt;
-  }
-
-  using Whole =
-      ops::Whole<Ops, Results5, Types<const Tensor&, const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>>;
-  using Split = ops::Split<
-      Ops, Results5, Types<const Tensor&, const Tensor&, const Tensor&>, Types<const OptionalTensor&, O...>,
-      Types<ClassSizes, Dim>>;
+  using Form =
+      ops::Form<Ops, Results5, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, O...>;
 };
 
 using Linear =
-    Ops<double, std::optional<double>, double, int64_t, bool, bool, bool, bool, bool, std::optional<int64_t>>;
+    Ops<double, std::optional<double>, double, int64_t, bool, bool, bool, bool, bool, std::optional<int64_t>,
+        c10::string_view, int64_t, ClassSizes, std::optional<int64_t>>;
 
 core::variable_list Node::backward(core::variable_list&& grads) {
   const Tensor grad = std::move(grads[0]), grad_entropy = grads.size() > 1 ? std::move(grads[1]) : Tensor();
@@ -402,7 +380,6 @@ TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
 TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
 TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
 
-LIGER_OPERATOR(Linear::Whole)
-LIGER_OPERATOR(Linear::Split)
+LIGER_OPERATOR(Linear::Form)
 
 }  // namespace liger::ops::fused_linear_log_probs

@@ -161,8 +161,10 @@ struct TokenOrder {
 
 /// `dim` of an input that is split along a sequence, counted from the first. name: of the input.
 inline std::optional<int64_t> check_sequence_dim(
-    const char* op, const char* name, const at::Tensor& input, std::optional<int64_t> dim) {
+    const char* op, const char* name, const at::Tensor& input, std::optional<int64_t> dim,
+    const cross_entropy::Vocabulary& vocabulary) {
   if (!dim) return dim;
+  LIGER_CHECK(vocabulary.is_split(), op, "sequence_dim", "be None without a group", *dim);
   const int64_t dims = input.dim();
   LIGER_CHECK(
       *dim >= -dims && *dim < dims && at::maybe_wrap_dim(*dim, dims) < dims - 1, op, "sequence_dim",

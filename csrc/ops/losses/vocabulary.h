@@ -17,7 +17,7 @@ namespace liger::ops::cross_entropy {
 
 using ClassSizes = at::OptionalIntArrayRef;
 
-/// The caller's request. group: empty if the classes are not split. sizes: classes of each rank; empty: as torch.chunk
+/// The caller's request. group: empty, and classes: 0, if the classes are not split. sizes: classes of each rank; empty: as torch.chunk
 /// splits them.
 struct Vocabulary {
   std::string group;
@@ -30,8 +30,10 @@ struct Vocabulary {
 };
 
 inline Vocabulary parse_vocabulary(const char* op, c10::string_view group, int64_t classes, ClassSizes sizes) {
-  // Private operators get no group and no classes if the classes are not split.
-  if (group.empty() && classes == 0) return {};
+  if (group.empty() && classes == 0) {
+    LIGER_CHECK(!sizes, op, "class_sizes", "be None without a group", *sizes);
+    return {};
+  }
   LIGER_CHECK(!group.empty(), op, "group", "be the name of a process group", "''");
   LIGER_CHECK(classes > 0, op, "classes", "be positive", classes);
   Vocabulary v{std::string(group), classes, {}};

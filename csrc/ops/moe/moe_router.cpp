@@ -311,7 +311,7 @@ struct MoeRouter : core::Operator<
   static constexpr const char* kOp = moe_router::kOp;
   static constexpr const char* kSchema = schemas::moe_router;
   using Edges = core::Positions<0>;
-  using Constants = core::Positions<3>;
+  using Constants = core::Positions<2, 3>;
   using Cpu = moe_router::Cpu;
   using Cuda = moe_router::Cuda;
   using Meta = moe_router::Meta;

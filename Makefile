@@ -80,7 +80,7 @@ lint: $(linters)
 	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" --dry-run -Werror
 	$(PYTHON) liger_ops/aot/build.py declarations liger_ops
 	$(PYTHON) -m mypy
-	git ls-files ":!*.json*" ":!*.png" ":!tests/compat/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib
+	git ls-files ":!*.json*" ":!*.png" ":!*.pt*" ":!tests/compat/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib
 	$(PYTHON) tests/support/prose.py
 
 demo: build $(models)

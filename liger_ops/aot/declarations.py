@@ -1,17 +1,17 @@
-"""Generates from the declarations: C++ functions for liger_ops.h, the schemas that the operator library registers, a stub
-for type checkers, and the README's table."""
+"""Generates from the declarations: C++ functions for liger_ops.h, the schemas that the operator library registers, and a
+stub for type checkers."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..reference import Operator, operators, public_names
+from ..reference._documentation import documentation
 from ..reference._operator import SCHEMA_TYPES, result_count
 
 HEADER, STUB, SCHEMAS = Path("include/liger_ops/operators.h"), Path("_declared.pyi"), Path("schemas.h")
@@ -40,9 +40,8 @@ def default_value(value: Any) -> str:
 
 
 def summary(operator: Operator) -> str:
-    """The first paragraph of its documentation."""
-    text = re.sub(r"\s+", " ", (operator.__doc__ or "").split("\n\n")[0])
-    return text.replace(":func:`torch.nn.functional.", "`F.").replace(":func:`", "`").replace("``", "`").strip()
+    text = documentation(operator).summary
+    return text.replace(":func:`torch.nn.functional.", "`F.").replace(":func:`", "`").replace("``", "`")
 
 
 def cpp_function(operator: Operator) -> str:
@@ -90,30 +89,6 @@ def stub() -> str:
     return "\n".join(["# Generated from liger_ops/reference, for liger_ops/functional.py.", *lines, ""])
 
 
-def table() -> str:
-    """The README's operator table. Repeated argument lists are abbreviated."""
-    rows, known = [], set[str]()
-    for name, operator in operators().items():
-        arguments = arguments_of(operator)
-        written = "..." if arguments in known and arguments.count(",") > 2 else arguments
-        known.add(arguments)
-        rows.append(f"| `{name}({written})` | {summary(operator).replace('|', '&#124;')} |")
-    return "\n".join(["| operator | what it computes |", "|---|---|", *rows])
-
-
-def arguments_of(operator: Operator) -> str:
-    parameters = [p.replace(annotation=p.empty) for p in operator.__signature__.parameters.values()]
-    return str(inspect.Signature(parameters))[1:-1].replace("'", '"')
-
-
-MARKS = "<!-- operators -->", "<!-- /operators -->"
-
-
-def with_table(page: str) -> str:
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
-
-
 def write(package: Path, generated: Path | None = None) -> None:
     """generated: the folder for headers that only the operator library includes."""
     for path, text in ((HEADER, header()), (STUB, stub())):
@@ -123,9 +98,3 @@ def write(package: Path, generated: Path | None = None) -> None:
         from .codegen import write_if_changed  # imported here: it needs Triton
 
         write_if_changed(generated / SCHEMAS, schemas())
-
-
-if __name__ == "__main__":
-    # python -m liger_ops.aot.declarations README.md
-    page = Path(sys.argv[1])
-    page.write_text(with_table(page.read_text()))

@@ -59,9 +59,10 @@ class ChunkedLogProbFunction:
         if partitioned(weight, bias):
             return REPLACEMENTS.original(LOG_PROBS).apply(hidden, weight, *arguments)
         hidden, weight, bias = projection(hidden, weight, bias)
+        wanted: dict[str, Any] = {name: name in outputs for name in OUTPUTS}
         found = F.fused_linear_log_probs(
             hidden, weight, targets, bias, logits_scale=logit_scale, softcap=final_logit_softcapping,
-            temperature=temperature, **{name: name in outputs for name in OUTPUTS},
+            temperature=temperature, **wanted,
         )  # fmt: skip
         return found.log_probs, *(getattr(found, name) if name in outputs else None for name in OUTPUTS)
 

@@ -43,6 +43,7 @@ class Operator(Protocol[P, R]):
     types: Mapping[str, Any]  # of the arguments
     result: type  # Tensor, a tuple or a NamedTuple
     is_derived: bool  # the signature follows from that of another operator
+    base: Operator | None  # this other operator
     alias_of: Operator | None
     rows: int
     forward_out_dims: tuple[int, ...]
@@ -74,7 +75,7 @@ def operator(
             formula, inspect.signature(formula), typing.get_type_hints(formula), constants, choices or {}
         )
         function.reference, function.is_derived = formula, False
-        function.rows, function.forward_out_dims = rows, forward_out_dims
+        function.base, function.rows, function.forward_out_dims = None, rows, forward_out_dims
         return function
 
     return declare
@@ -107,6 +108,7 @@ def derived(base: Operator, signature: inspect.Signature, types: Mapping[str, An
     signature = signature.replace(return_annotation=inspect.signature(formula).return_annotation)
     function = _declare(formula, signature, {**types, "return": result}, base.constants, base.choices)
     function.reference, function.is_derived, function.rows, function.forward_out_dims = reference, True, 0, ()
+    function.base = base
     return function
 
 

@@ -15,7 +15,8 @@ REDUCTIONS = {"reduction": ("mean", "sum", "none")}
 
 
 class CrossEntropyMetrics(NamedTuple):
-    """The loss and its metrics. Only the loss has a gradient."""
+    """The loss and its metrics. Only the loss has a gradient. Loss, z-loss and accuracy are fp32, scalars or (...) with
+    reduction "none"; the predicted tokens are (...) in int64, and -1 where the target is `ignore_index`."""
 
     loss: Tensor
     z_loss: Tensor
@@ -105,8 +106,15 @@ def cross_entropy(
 ) -> Tensor:
     """Cross entropy against class indices over the last dimension, in fp32 even for half-precision logits.
 
-    logits: (..., V), target: (...) indices, int64 or int32, weight: (V,). With `softcap`, the logits are first replaced
-    by ``softcap * tanh(logits / softcap)``. ``lse_square_scale * logsumexp^2`` (z-loss) is added to each loss.
+    logits: (..., V), target: (...) indices, weight: (V,) in logits' dtype or fp32 -> a scalar, or (...) with reduction
+    "none", in fp32.
+
+    `weight`, `ignore_index`, `label_smoothing` and the default reduction "mean" are those of
+    :func:`torch.nn.functional.cross_entropy`. With `softcap`, which is positive, the logits are first replaced by
+    ``softcap * tanh(logits / softcap)``. ``lse_square_scale * logsumexp^2`` (z-loss) is added to each loss.
+
+    Cost: forward moves |logits|, backward 2 |logits|. Backward needs the tensor arguments and three fp32 numbers per
+    row. It overwrites the logits with their gradient.
 
     >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
     tensor(1.3863)
@@ -122,6 +130,9 @@ def cross_entropy_(op: str, logits: Tensor, target: Tensor, weight: Tensor | Non
     """:func:`cross_entropy` that also computes the gradient and overwrites the logits with it.
 
     logits: (..., V), target: (...) indices, weight: (V,).
+
+    Cost: forward moves 2 |logits|. Backward scales the gradient in place, and moves nothing if the upstream gradient is
+    1. It needs the gradient alone.
 
     >>> logits = torch.zeros(1, 2)
     >>> cross_entropy_(logits, torch.tensor([0]))

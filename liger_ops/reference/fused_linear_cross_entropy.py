@@ -23,7 +23,8 @@ from .cross_entropy import (
 
 
 class LogProbabilities(NamedTuple):
-    """The loss, and for each position the target's log probability and the entropy of the prediction."""
+    """The loss, and for each position the target's log probability and the entropy of the prediction, in fp32. Only the
+    loss has a gradient."""
 
     loss: Tensor
     log_probs: Tensor
@@ -103,9 +104,18 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """:func:`cross_entropy` of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
-    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
-    `token_weight` multiplies each position's loss. `memory_budget` limits the bytes of the logits that exist at the
-    same time.
+    input: (..., n), weight: (V, n), target: (...) indices, bias: (V,), ce_weight: (V,) in input's dtype or fp32,
+    token_weight: (...) in any floating dtype -> a scalar, or (...) with reduction "none", in fp32.
+
+    `ce_weight` is the `weight` of :func:`cross_entropy`, whose options and default reduction this operator has.
+    `logits_scale` is finite. `token_weight` multiplies each position's loss. `memory_budget` limits the bytes of the
+    logits that exist at the same time.
+
+    Cost: one GEMM of tokens, V and n for the logits, and one for each gradient of input and weight. A reduced loss runs
+    them all in forward; backward only scales the gradients, and moves nothing if the upstream gradient is 1. With
+    reduction "none", backward computes the logits again, with one more GEMM. Without `memory_budget`, the logits of a
+    chunk take at most 1280 MiB, and 320 MiB if nothing needs a gradient. Backward of a reduced loss needs the gradients
+    alone; with "none" it needs the tensor arguments and three fp32 numbers per position.
 
     >>> fused_linear_cross_entropy(torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0, 1, 2]))
     tensor(1.3863)

@@ -14,7 +14,8 @@ from .jsd import jsd
 
 
 class LinearDivergence(NamedTuple):
-    """The divergence, and the entropy of the student's prediction at each position."""
+    """The divergence, and the entropy of the student's prediction at each position. Only the divergence has a
+    gradient."""
 
     divergence: Tensor
     student_entropy: Tensor
@@ -94,13 +95,24 @@ def fused_linear_divergence(
 ) -> LinearDivergence:
     """The divergence of a teacher's and a student's predictions, from their hidden states and heads.
 
-    s_input: (..., n), s_weight: (V, n), t_input: (..., m), t_weight: (V, m), s_bias and t_bias: (V,), mask: (...),
-    token_weight: (...). Logits are ``softcap(logits_scale * (input @ weight.T + bias)) / temperature``. With p_s and p_t
-    their softmax, `beta` 0 is KL(p_t || p_s), 1 is KL(p_s || p_t), and between it is
-    ``beta * KL(p_t || m) + (1 - beta) * KL(p_s || m)`` with ``m = (1 - beta) * p_s + beta * p_t``. Only the student's
-    tensors take a gradient, and the entropy has none. Positions where the bool `mask` is False count for nothing, and
-    their results are 0. `token_weight` multiplies each position's divergence; a mean divides by the sum of the weights.
-    `memory_budget` limits the bytes of the logits that exist at the same time.
+    s_input: (..., n), s_weight: (V, n), t_input: (..., m) in any floating dtype, t_weight: (V, m) in t_input's dtype,
+    s_bias: (V,), t_bias: (V,) in t_input's dtype, mask: (...) bool, token_weight: (...) in any floating dtype ->
+    divergence (...), or a scalar if it is reduced, and student_entropy (...), both in fp32.
+
+    Logits are ``softcap(logits_scale * (input @ weight.T + bias)) / temperature``. With p_s and p_t their softmax,
+    `beta` 0 is KL(p_t || p_s), 1 is KL(p_s || p_t), and between it is ``beta * KL(p_t || m) + (1 - beta) * KL(p_s ||
+    m)`` with ``m = (1 - beta) * p_s + beta * p_t``. `temperature` and the softcaps are positive. Positions where `mask`
+    is False count for nothing, and their results are 0. `token_weight` multiplies each position's divergence; a mean
+    divides by the sum of the weights. The default reduction is "none", as for the entropy beside it: post-training
+    losses weight positions themselves. `memory_budget` limits the bytes of the logits that exist at the same time.
+
+    Cost: two GEMMs for the logits of both models, and one for each gradient of s_input and s_weight. A reduced
+    divergence runs them all in forward, with two more if the gradient of s_weight would be rounded more than five
+    times. With reduction "none", forward runs three if s_input alone takes a gradient; otherwise backward computes the
+    logits again, with two more. Without `memory_budget`, logits and their gradients take at most 1280 MiB if the
+    divergence is reduced, 640 MiB if s_input alone takes a gradient, and 320 MiB otherwise, but up to 1280 MiB in a
+    backward that computes logits. Backward needs the gradients that forward has computed, or the tensor arguments and
+    five fp32 numbers per position.
 
     >>> student, teacher, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), torch.eye(2)
     >>> fused_linear_divergence(student, head, teacher, head)

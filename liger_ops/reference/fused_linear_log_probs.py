@@ -13,7 +13,8 @@ from .log_probs import log_probs as rows_of
 
 
 class LinearLogProbs(NamedTuple):
-    """The log-probabilities of ids, and facts about each position's distribution; these are (0,) if not requested."""
+    """The log-probabilities of ids, and facts about each position's distribution; these are (0,) if not requested. Only
+    `log_probs` and `entropy` have gradients. `is_top1` is bool, the others are fp32."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -79,15 +80,26 @@ def fused_linear_log_probs(
 ) -> LinearLogProbs:
     """:func:`log_probs` of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
-    input: (..., n), weight: (V, n), target: (...) or (..., K) indices, bias: (V,). With z the softcapped logits divided
-    by `temperature` and p their softmax: `log_probs` has the shape of `target`, and `entropy`, `mean_logits`, the mean of
-    z, and `log_sum_sq_probs`, log(sum of p squared), have that of the positions. `is_top1` says for each id whether it is
-    the first with the largest z. Only `log_probs` and `entropy` are differentiable. A position whose ids are all ignored
-    has results of 0. `weight` and `bias` may be half precision beside fp32 `input`.
+    input: (..., n), weight: (V, n) in input's dtype, or half precision beside fp32, target: (...) or (..., K) indices,
+    bias: (V,) as weight.
+
+    With z the softcapped logits divided by `temperature` and p their softmax: `log_probs` has the shape of `target`,
+    and `entropy`, `mean_logits`, the mean of z, and `log_sum_sq_probs`, log(sum of p squared), have that of the
+    positions. `is_top1` says for each id whether it is the first with the largest z. A position whose ids are all
+    ignored has results of 0. `temperature` and `softcap` are positive.
 
     `entropy_grad` announces that the entropy's gradient will be needed: if `input` alone requires a gradient, this
     spares backward from computing the logits again. `memory_budget` limits the bytes of the logits that exist at the
     same time.
+
+    Cost: one GEMM of tokens, V and n without gradients. If input alone takes a gradient, forward runs a second one, and
+    a third with `entropy_grad`; without it, a gradient of the entropy makes it four in all. If the head takes a
+    gradient, backward computes the logits again: three in all, or four with the gradient of input. Without
+    `memory_budget`, logits take at most 320 MiB in forward without gradients, 640 MiB in forward that computes them,
+    and 320 to 1280 MiB in backward. If the head takes a gradient, backward needs the tensor arguments, three fp32
+    numbers per position and one per id. For input alone it needs the target and its gradient for upstream gradients of
+    1, |input|, and as much again with `entropy_grad`; with several ids per position also the weight and these numbers;
+    with `entropy` but without `entropy_grad` also the tensor arguments and these numbers.
 
     >>> found = fused_linear_log_probs(torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0, 1, -100]), entropy=True)
     >>> found.log_probs, found.entropy

@@ -11,7 +11,12 @@ from ._operator import operator, widened
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """``gelu(gate) * up``.
 
-    gate, up: (..., n), approximate: "tanh" or "none".
+    gate, up: (..., n) -> (..., n).
+
+    `approximate` is that of :func:`torch.nn.functional.gelu`. "tanh" is the default, as in Gemma.
+
+    Cost: forward moves 3 |gate|, backward 5 |gate|. Backward needs gate and up, and overwrites them with their
+    gradients.
 
     >>> geglu(torch.tensor([1.0]), torch.tensor([2.0]))
     tensor([1.6824])
@@ -25,6 +30,9 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     """:func:`geglu` of the two halves of a fused projection.
 
     gate_up: (..., 2 n) -> (..., n).
+
+    Cost: forward moves 1.5 |gate_up|, backward 2.5 |gate_up|. Backward needs gate_up, and overwrites it with its
+    gradient.
 
     >>> geglu_packed(torch.tensor([1.0, 2.0]))
     tensor([1.6824])
@@ -40,6 +48,10 @@ def geglu_linear(
     """``F.linear(geglu(gate, up, approximate), weight, bias)``. Backward recomputes the geglu instead of saving it.
 
     gate, up: (..., n), weight: (m, n), bias: (m,) -> (..., m).
+
+    Cost: one GEMM in forward, two in backward, one for each of weight and gate and up. Besides, forward moves 3 |gate|,
+    and backward 6 |gate|, or 5 if `weight` takes no gradient. Backward needs gate, up and weight, and overwrites gate
+    and up with their gradients.
 
     >>> geglu_linear(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([[3.0]]))
     tensor([5.0472])

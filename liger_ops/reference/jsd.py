@@ -26,11 +26,17 @@ def jsd(
 ) -> Tensor:
     """The Jensen-Shannon divergence of log-probabilities, generalised by the target's weight `beta` in the mixture.
 
-    input and target: (..., V), shift_labels: (...) indices. With p and q the probabilities of target and input, and the mixture
-    ``m = beta * p + (1 - beta) * q``, it is ``beta * KL(p || m) + (1 - beta) * KL(q || m)``; for beta 0 it is KL(p || q),
-    for beta 1 KL(q || p). Rows whose label is `ignore_index` do not count. "batchmean" divides by the number of rows that
-    count, as liger_kernel does, "mean" by the number of their elements. The target takes no gradient. A probability of
-    zero (-inf) contributes zero.
+    input and target: (..., V) in any floating dtypes, shift_labels: (...) indices -> a scalar, or (..., V) with
+    reduction "none", in fp32.
+
+    With p and q the probabilities of target and input, and the mixture ``m = beta * p + (1 - beta) * q``, it is ``beta
+    * KL(p || m) + (1 - beta) * KL(q || m)``; for beta 0 it is KL(p || q), for beta 1 KL(q || p). `beta` lies in [0, 1].
+    Rows whose label is `ignore_index` do not count. "batchmean" divides by the number of rows that count, as
+    liger-kernel does, which makes it the default; "mean" divides by the number of their elements. A probability of zero
+    (-inf) contributes zero.
+
+    Cost: forward moves |input| + |target|, backward 2 |input| + |target|. Backward needs input and target, and
+    overwrites the target with the gradient.
 
     >>> jsd(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.0, 1.0]]).log())
     tensor(0.2158)

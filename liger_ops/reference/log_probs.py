@@ -9,7 +9,8 @@ from ._operator import capped, demand, demand_positive, operator
 
 
 class LogProbs(NamedTuple):
-    """The log-probabilities of ids and the entropies of rows; these are (..., 0) if they were not requested."""
+    """The log-probabilities of ids and the entropies of rows; these are (..., 0) if they were not requested. Both have
+    gradients."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -27,9 +28,15 @@ def log_probs(
 ) -> LogProbs:
     """Log-probabilities of one id or K ids per row, and the entropy, under the softmax of ``logits / temperature``.
 
-    logits: (..., V), index: (...) or (..., K) indices. Both results are fp32 even for half-precision logits, and both are
-    differentiable. With `softcap`, the logits are first replaced by ``softcap * tanh(logits / softcap)``. An ignored id
-    has the log-probability 0. A row whose ids are all ignored is not read: its entropy is 0 too.
+    logits: (..., V), index: (...) or (..., K) indices -> log_probs of the shape of index and entropy (...), both in
+    fp32.
+
+    `index` has the name that it has in ``torch.gather``. `temperature` and `softcap` are positive and finite. With
+    `softcap`, the logits are first replaced by ``softcap * tanh(logits / softcap)``. An id that is `ignore_index` has
+    the log-probability 0. A row whose ids are all ignored is not read: its entropy is 0 too.
+
+    Cost: forward moves |logits|, backward 2 |logits|. Backward needs the logits, the ids, and three fp32 numbers per
+    row and one per id. It overwrites the logits with their gradient.
 
     >>> log_probs(torch.zeros(2, 4), torch.tensor([0, -100]), entropy=True)
     LogProbs(log_probs=tensor([-1.3863,  0.0000]), entropy=tensor([1.3863, 0.0000]))

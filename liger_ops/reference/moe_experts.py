@@ -31,13 +31,19 @@ def moe_experts(
 
     An expert is ``down @ ((up + up_offset) * f(gate))`` with gate and up from ``gate_up @ x``.
 
-    x: (T, H), gate_up: (E, 2 I, H), down: (E, H, I), index: (T, K) indices, weight: (T, K) in x's dtype or float32,
-    gate_up_bias: (E, 2 I), down_bias: (E, H) -> (T, H).
+    x: (T, H), gate_up: (E, 2 I, H), down: (E, H, I), index: (T, K) indices, weight: (T, K) in x's dtype or fp32,
+    gate_up_bias: (E, 2 I), down_bias: (E, H) -> (T, H) in x's dtype.
 
-    f is "silu", with ``sigmoid(alpha * gate)``, "gelu" or "gelu_tanh". gate and up are the halves of 2 I, or alternate
-    if `interleaved`. With `transposed`, gate_up is (E, H, 2 I) and down is (E, I, H). `limit`: gate is at most limit,
-    up is clamped to [-limit, limit]. With `weight_before`, the weight scales x instead of the result. Indices outside
-    of [0, E) are dropped. gpt-oss has ``interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0``.
+    `index` and `weight` are the experts and weights of :func:`moe_router`. f is "silu", with ``sigmoid(alpha * gate)``,
+    "gelu" or "gelu_tanh". gate and up are the halves of 2 I, or alternate if `interleaved`. With `transposed`, gate_up
+    is (E, H, 2 I) and down is (E, I, H). `limit`: gate is at most limit, up is clamped to [-limit, limit]; it is
+    positive. With `weight_before`, the weight scales x instead of the result, and `gate_up_bias` must be None. `alpha`
+    is 1 unless f is "silu". Indices outside of [0, E) are dropped. gpt-oss has ``interleaved=True, transposed=True,
+    limit=7.0, alpha=1.702, up_offset=1.0``.
+
+    Cost: two grouped GEMMs of T K rows in forward, four in backward, two of them for the gradients of the experts'
+    weights. Backward needs the tensor arguments but `gate_up_bias`, and of each of the T K rows the 2 I numbers before
+    the activation in x's dtype, which it overwrites with their gradient, and 12 bytes of routing data or a little more.
 
     >>> x, index, weight = torch.ones(1, 1), torch.tensor([[1]]), torch.tensor([[0.5]])
     >>> moe_experts(x, torch.ones(2, 2, 1), torch.ones(2, 1, 1), index, weight)
@@ -77,7 +83,11 @@ def moe_experts_sorted(
     """:func:`moe_experts` for rows that are sorted by expert: the first tokens_per_expert[0] rows go to expert 0.
 
     x: (N, H), gate_up: (E, 2 I, H), down: (E, H, I), tokens_per_expert: (E) indices, gate_up_bias: (E, 2 I),
-    down_bias: (E, H) -> (N, H). Rows beyond the sum of tokens_per_expert give 0.
+    down_bias: (E, H) -> (N, H) in x's dtype.
+
+    The options are those of :func:`moe_experts`. Rows beyond the sum of `tokens_per_expert` give 0.
+
+    Cost: that of :func:`moe_experts`, for N rows.
 
     >>> moe_experts_sorted(torch.ones(2, 1), torch.ones(1, 2, 1), torch.ones(1, 1, 1), torch.tensor([1]))
     tensor([[0.7311],

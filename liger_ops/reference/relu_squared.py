@@ -10,7 +10,9 @@ from ._operator import operator, widened
 def relu_squared(x: Tensor) -> Tensor:
     """``relu(x)^2``. Only x is saved for backward.
 
-    x: (..., n).
+    x: (..., n) -> (..., n).
+
+    Cost: forward moves 2 |x|, backward 3 |x|. Backward needs x. The gradient overwrites the upstream gradient.
 
     >>> relu_squared(torch.tensor([-1.0, 3.0]))
     tensor([0., 9.])

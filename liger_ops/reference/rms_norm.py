@@ -14,9 +14,15 @@ def rms_norm(
 ) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension.
 
-    x: (..., n), weight: (n,). `casting_mode` selects where half-precision rows are rounded: "llama" before and after
-    the multiplication by the weight, "gemma" and "none" only after it. :class:`liger_ops.nn.RMSNorm` has the defaults of
-    torch instead: its `eps` is None and its casting mode "gemma".
+    x: (..., n), weight: (n,) in x's dtype or fp32 -> (..., n) in x's dtype.
+
+    `casting_mode` selects where half-precision rows are rounded: "llama" before and after the multiplication by the
+    weight, "gemma" and "none" only after it. "llama" is the default, as in liger-kernel and in most models of
+    transformers. :class:`liger_ops.nn.RMSNorm` has the defaults of torch.nn.RMSNorm, which rounds once: its casting
+    mode is "gemma" and its `eps` is None. Here `eps` is finite and not negative.
+
+    Cost: forward moves 2 |x|, backward 3 |x|. Backward needs x, the weight, and an fp32 number per row. The gradient of
+    x overwrites the upstream gradient.
 
     >>> x = torch.tensor([[3.0, 4.0]])
     >>> rms_norm(x, torch.ones(2), eps=0.0)

@@ -38,9 +38,14 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotary embedding of q and k: rotates the first R columns of every head, and keeps the layouts of q and k.
 
-    q: (B, Hq, S, D), k: (B, Hk, S, D), cos and sin: (S, R) or (1 or B, S, R) with R <= D. Rotated pairs are
-    columns (i, i + R / 2), or (2 i, 2 i + 1) if `interleaved`. With `mrope_section`, three sizes that add up to R / 2,
-    cos and sin have a leading dimension of 3: positions in time, height and width.
+    q: (B, Hq, S, D), k: (B, Hk, S, D), cos and sin: (S, R) or (1 or B, S, R) in q's dtype or fp32 with R <= D -> both
+    with the shapes and dtype of q and k.
+
+    Rotated pairs are columns (i, i + R / 2), or (2 i, 2 i + 1) if `interleaved`. With `mrope_section`, three sizes that
+    add up to R / 2, cos and sin have a leading dimension of 3: positions in time, height and width.
+
+    Cost: forward and backward move 2 (|q| + |k|) each. Backward needs cos and sin alone, and overwrites the upstream
+    gradients.
 
     >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     >>> quarter_turn = torch.zeros(1, 2), torch.ones(1, 2)
@@ -58,7 +63,10 @@ def rope(
 def rope_freqs_cis(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`rope` with complex angles ``cos + i sin`` for pairs of adjacent columns.
 
-    q: (B, Hq, S, D), k: (B, Hk, S, D), freqs_cis: (S, D / 2) or (1 or B, S, R / 2) complex.
+    q: (B, Hq, S, D), k: (B, Hk, S, D), freqs_cis: (S, D / 2) or (1 or B, S, R / 2) complex -> both with the shapes and
+    dtype of q and k.
+
+    Cost: that of :func:`rope`. Backward needs `freqs_cis` alone.
 
     >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     >>> rope_freqs_cis(q, q, torch.tensor([[1j]]))[0].flatten()

@@ -1,4 +1,4 @@
-"""`python -m liger_ops` and the README's table."""
+"""`python -m liger_ops`, and the page of environment variables."""
 
 import json
 import os
@@ -15,7 +15,6 @@ from stub_cuda import PACKS, ROOT
 
 import liger_ops
 from liger_ops import __main__ as command
-from liger_ops.aot import declarations
 
 
 def run_module(*arguments, **env):
@@ -104,16 +103,6 @@ def test_without_a_library_the_report_lists_those_tried():
     minor = ".".join(torch.__version__.split(".")[:2])
     assert f"not used: libliger_ops_torch{minor}.so: built for torch {minor}, installed is 2.99.0" in done
     assert re.search(r"^rms_norm +reference$", done, re.M) and "JIT       off: no operator library" in done, done
-
-
-# ---- The README.
-
-
-def test_the_readme_lists_every_operator():
-    """After a change of a declaration: python -m liger_ops.aot.declarations README.md"""
-    page = (ROOT / "README.md").read_text()
-    assert page == declarations.with_table(page)
-    assert all(f"| `{name}(" in page for name in command.operators())
 
 
 def test_a_page_names_every_environment_variable():

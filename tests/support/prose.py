@@ -18,6 +18,7 @@ NOT_OURS = (
     "tests/docs/test_docs.py",
     "tests/compat/liger_kernel_names.txt",
     "tests/support/prose.txt",
+    "tests/ops/data/",
     "LICENSE",
 )
 

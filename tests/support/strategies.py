@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops.reference import Operator
+from liger_ops.reference._documentation import Described, documentation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-# One or more names, one or more shapes, and optionally the kind of the elements.
-TENSORS = re.compile(r"((?:\w+(?:, | and ))*\w+): (\([^)]*\)(?: or \([^)]*\))*)(?: (indices|complex))?")
 
 # Layouts for a tensor of any rank; `dim` is the dimension to change.
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -75,14 +73,11 @@ class Sizes:
         return self.known[written]
 
 
-def tensors_of(operator: Operator) -> dict[str, tuple[str, str]]:
-    """(shapes, kind) of each tensor, parsed from the docstring."""
-    found = {}
-    for names, shapes, kind in TENSORS.findall(re.sub(r"\s+", " ", (operator.alias_of or operator).__doc__)):
-        found |= {name: (shapes, kind) for name in re.split(", | and ", names)}
+def tensors_of(operator: Operator) -> dict[str, Described]:
+    found = documentation(operator.alias_of or operator).tensors
     wanted = {n for n, p in operator.__signature__.parameters.items() if "Tensor" in p.annotation}
-    assert wanted <= set(found), f"{operator.__name__}: its docstring must give a shape (name: (..., n)) of {wanted}"
-    return {name: found[name] for name in wanted}
+    assert wanted == set(found), f"{operator.__name__}: its docstring must give a shape (name: (..., n)) of {wanted}"
+    return found
 
 
 def option(draw: st.DrawFn, operator: Operator, p: inspect.Parameter) -> Any:
@@ -116,9 +111,8 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
         if "None" in parameters[name].annotation and draw(st.booleans()):
             made[name] = None
             continue
-        written, kind = described[name]
-        shape = sizes.shape(written)
-        if kind == "indices":
+        shape = sizes.shape(described[name].shapes)
+        if described[name].is_of("indices"):
             t = torch.randint(sizes.of("V"), shape, generator=generator)
             if "ignore_index" in arguments:
                 ignored = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
@@ -130,7 +124,7 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
             t = (2 * t).round().clamp(-4, 4) / 4 if "predicted_tokens" in getattr(operator.result, "_fields", ()) else t
             # Class and token weights are never negative.
             t = t.abs() if name.endswith("weight") and name in operator.constants else t
-            if kind == "complex":
+            if described[name].is_of("complex"):
                 t = torch.view_as_complex(t).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
             else:
                 t = t[..., 0].to(dtype)

@@ -75,8 +75,7 @@ struct InplaceBackwardNode : core::BackwardNode<InplaceBackwardNode, 1> {  // d 
 
 using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-void check_differentiable(
-    const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
+void check_differentiable(const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
   core::check_dense(op, "logits", logits);
   core::check_dense(op, "target", target);
   core::check_dense(op, "weight", weight);
@@ -215,8 +214,8 @@ struct Ops {
   using Form = ops::Form<Ops, R, const Tensor&, const Tensor&, const OptionalTensor&, O...>;
 };
 
-using CrossEntropy = Ops<
-    c10::string_view, int64_t, double, double, std::optional<double>, c10::string_view, int64_t, ClassSizes>;
+using CrossEntropy =
+    Ops<c10::string_view, int64_t, double, double, std::optional<double>, c10::string_view, int64_t, ClassSizes>;
 
 /// O: the types of the options in the schema.
 template <class... O>

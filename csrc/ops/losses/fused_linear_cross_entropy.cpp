@@ -243,8 +243,7 @@ struct Ops {
       std::tie(
           out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
           out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals,
-          out.deferred_scale) =
-          fwd_op.call(input, weight, target, bias, ce_weight, {}, options..., wanted.bits());
+          out.deferred_scale) = fwd_op.call(input, weight, target, bias, ce_weight, {}, options..., wanted.bits());
     }
     auto edges = torch::autograd::collect_next_edges(input, weight, bias);
     if (s.o.reduced()) {

@@ -23,7 +23,7 @@ struct Wanted {
     return {bit(0), bit(1), bit(2), bit(3), bit(4)};
   }
   constexpr const char* op() const {
-    return metrics ? "fused_linear_cross_entropy_with_metrics"
+    return metrics  ? "fused_linear_cross_entropy_with_metrics"
         : log_probs ? "fused_linear_cross_entropy_with_log_probs"
                     : "fused_linear_cross_entropy";
   }

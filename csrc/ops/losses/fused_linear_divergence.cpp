@@ -268,8 +268,7 @@ struct Ops {
   template <class On>
   static std::tuple<Tensor, Tensor, Tensor> bwd(
       const Tensor& grad, const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, const Tensor& stats, O... options,
-      int64_t wanted) {
+      const OptionalTensor& s_bias, const OptionalTensor& t_bias, const Tensor& stats, O... options, int64_t wanted) {
     const Call call = check(kBackward, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
     Gradients out = empty_gradients(s_input, s_weight, call.a.s_bias, Wanted::from_bits(wanted));
     if constexpr (On::rows != nullptr) {

@@ -315,8 +315,7 @@ struct Ops {
     return results(out);
   }
 
-  using Form =
-      ops::Form<Ops, Results5, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, O...>;
+  using Form = ops::Form<Ops, Results5, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, O...>;
 };
 
 using Linear =

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <string>
+#include <utility>
 
 #include "core/registration.h"
 #include "schemas.h"
@@ -11,13 +12,12 @@
 namespace liger::ops {
 namespace {
 
-constexpr const char* kPrefix = "vocab_parallel_";
-
 /// Calls the operator without the prefix, with the arguments of the same names.
 void call_by_name(const c10::OperatorHandle& alias, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  constexpr size_t kPrefix = sizeof("liger::vocab_parallel_") - 1;
   const c10::FunctionSchema& given = alias.schema();
-  const std::string name = given.name();
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("liger::" + name.substr(name.find(kPrefix) + std::string(kPrefix).size())).c_str(), "");
+  const std::string name = "liger::" + alias.operator_name().name.substr(kPrefix);
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
   const auto arguments = torch::jit::last(*stack, given.arguments().size());
   torch::jit::Stack named;
   for (const c10::Argument& argument : op.schema().arguments()) {

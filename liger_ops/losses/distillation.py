@@ -57,6 +57,7 @@ def distillation_loss(
     softcap: float | None = None,
     teacher_logits_scale: float = 1.0,
     teacher_softcap: float | None = None,
+    vocab_map: Tensor | None = None,
     memory_budget: int | None = None,
 ) -> tuple[Tensor, Metrics]:
     """``soft_weight * divergence + hard_weight * cross entropy``, sums over the positions that count, divided by their
@@ -66,7 +67,7 @@ def distillation_loss(
     teacher_bias: (V,). beta 0 is KL(teacher || student), 1 is KL(student || teacher), between them the Jensen-Shannon
     divergence with mixture ``(1 - beta) p_student + beta p_teacher``. Positions count by `mask`, or where `target` is
     not `ignore_index`. `temperature` applies to the divergence, without a factor of its square. The teacher takes no
-    gradient.
+    gradient. `vocab_map` (V,): the teacher's class of each of the student's, for a teacher of other classes and beta 0.
 
     The two terms project the student twice: seven GEMMs in all, four without the hard term.
     """
@@ -85,7 +86,7 @@ def distillation_loss(
         hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), bias,
         None if teacher_bias is None else teacher_bias.detach(), beta=beta, temperature=temperature,
         s_logits_scale=logits_scale, s_softcap=softcap, t_logits_scale=teacher_logits_scale, t_softcap=teacher_softcap,
-        mask=counted, reduction="sum", memory_budget=memory_budget,
+        mask=counted, reduction="sum", memory_budget=memory_budget, vocab_map=vocab_map,
         token_weight=share_of(counted, num_items_in_batch, soft_weight, hidden.dtype),
     )  # fmt: skip
     metrics = detached(soft=soft / soft_weight if soft_weight else soft)

@@ -80,8 +80,8 @@ class Linear:
         self.heads, self.split = heads, split
         self.inputs = [head.input for head in heads]
         self.tokens = self.inputs[0].shape[:-1]
-        classes = heads[0].weight.shape[0] if split is None else split.classes
-        self.chunk = chunk_size(len(heads) * classes, memory_budget)
+        classes = sum(head.weight.shape[0] for head in heads) if split is None else len(heads) * split.classes
+        self.chunk = chunk_size(classes, memory_budget)
 
     def map(self, loss: Callable[..., tuple[Tensor, ...]], *facts: Tensor | None) -> tuple[Tensor, ...]:
         """What `loss` computes from the logits of each head and the facts of each token, for all tokens.

@@ -26,6 +26,7 @@ def _of_models(
     t_bias: Tensor | None, beta: float, temperature: float, s_logits_scale: float, s_softcap: float | None,
     t_logits_scale: float, t_softcap: float | None, mask: Tensor | None, reduction: str, token_weight: Tensor | None,
     memory_budget: int | None, group: str, classes: int, class_sizes: Sequence[int] | None, sequence_dim: int | None,
+    vocab_map: Tensor | None,
 ) -> LinearDivergence:  # fmt: skip
     demand(0 <= beta <= 1, op, "beta", "be between 0 and 1", beta)
     demand_positive(op, "temperature", temperature)
@@ -43,11 +44,19 @@ def _of_models(
     rule = f"have shape [{', '.join(map(str, shape))}, hidden], the positions of s_input"
     demand(fits, op, "t_input", rule, f"{list(t.shape)}{hint}")
     have = s_weight.shape[0]
-    demand(t_weight.shape[0] == have, op, "t_weight", f"have {have} classes like s_weight", t_weight.shape[0])
+    if vocab_map is None:
+        demand(t_weight.shape[0] == have, op, "t_weight", f"have {have} classes like s_weight", t_weight.shape[0])
+    else:
+        demand(beta == 0, op, "vocab_map", "be None unless beta is 0", beta)
+        demand(split is None, op, "vocab_map", "be None with a group", "both")
+        rule = f"have shape [{have}], one teacher class per student class"
+        demand(vocab_map.shape == (have,), op, "vocab_map", rule, list(vocab_map.shape))
 
     def divergence_of(s: Tensor, t: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
         s_logs, t_logs = ((logits / temperature).log_softmax(-1) for logits in (s, t))
         wide = torch.promote_types(s_logs.dtype, t_logs.dtype)
+        if vocab_map is not None:
+            t_logs = t_logs.index_select(-1, vocab_map)
         found = jsd.reference(s_logs.to(wide), t_logs.to(wide), beta=beta, reduction="none").sum(-1)
         # -inf contributes 0.
         entropy = -(s_logs.exp() * torch.where(s_logs.isneginf(), 0, s_logs)).sum(-1).detach()
@@ -92,12 +101,13 @@ def fused_linear_divergence(
     classes: int = 0,
     class_sizes: Sequence[int] | None = None,
     sequence_dim: int | None = None,
+    vocab_map: Tensor | None = None,
 ) -> LinearDivergence:
     """The divergence of a teacher's and a student's predictions, from their hidden states and heads.
 
     s_input: (..., n), s_weight: (V, n), t_input: (..., m) in any floating dtype, t_weight: (V, m) in t_input's dtype,
-    s_bias: (V,), t_bias: (V,) in t_input's dtype, mask: (...) bool, token_weight: (...) in any floating dtype ->
-    divergence (...), or a scalar if it is reduced, and student_entropy (...), both in fp32.
+    s_bias: (V,), t_bias: (V,) in t_input's dtype, mask: (...) bool, token_weight: (...) in any floating dtype, vocab_map:
+    (V,) indices -> divergence (...), or a scalar if it is reduced, and student_entropy (...), both in fp32.
 
     Logits are ``softcap(logits_scale * (input @ weight.T + bias)) / temperature``. With p_s and p_t their softmax,
     `beta` 0 is KL(p_t || p_s), 1 is KL(p_s || p_t), and between it is ``beta * KL(p_t || m) + (1 - beta) * KL(p_s ||
@@ -106,13 +116,17 @@ def fused_linear_divergence(
     divides by the sum of the weights. The default reduction is "none", as for the entropy beside it: post-training
     losses weight positions themselves. `memory_budget` limits the bytes of the logits that exist at the same time.
 
+    If the teacher has other classes than the student, `vocab_map` gives the teacher's class of each of the student's.
+    t_weight is then (U, m), and t_bias (U,). For `beta` 0 alone, the divergence is the sum over the V classes of
+    ``p_t[map] * (log p_t[map] - log p_s)``, with p_t the softmax over all U classes. It may be negative.
+
     Cost: two GEMMs for the logits of both models, and one for each gradient of s_input and s_weight. A reduced
     divergence runs them all in forward, with two more if the gradient of s_weight would be rounded more than five
     times. With reduction "none", forward runs three if s_input alone takes a gradient; otherwise backward computes the
     logits again, with two more. Without `memory_budget`, logits and their gradients take at most 1280 MiB if the
     divergence is reduced, 640 MiB if s_input alone takes a gradient, and 320 MiB otherwise, but up to 1280 MiB in a
     backward that computes logits. Backward needs the gradients that forward has computed, or the tensor arguments and
-    five fp32 numbers per position.
+    five fp32 numbers per position. With `vocab_map`, the teacher's U logits are read and written six more times.
 
     >>> student, teacher, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), torch.eye(2)
     >>> fused_linear_divergence(student, head, teacher, head)
@@ -121,7 +135,7 @@ def fused_linear_divergence(
     return _of_models(
         "fused_linear_divergence", s_input, s_weight, t_input, t_weight, s_bias, t_bias, beta, temperature,
         s_logits_scale, s_softcap, t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget, group,
-        classes, class_sizes, sequence_dim,
+        classes, class_sizes, sequence_dim, vocab_map,
     )  # fmt: skip
 
 

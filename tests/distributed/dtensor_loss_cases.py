@@ -78,6 +78,12 @@ for where, x, w in (
             dict.fromkeys(inputs, x) | dict.fromkeys(by_row, rows) | dict.fromkeys(heads, w),
             loss_placements(rows, reduction), forward=counted, reduction=reduction,
         )  # fmt: skip
+case(
+    "fused_linear_divergence with a map by batch", lambda **given: F.fused_linear_divergence(**given).divergence,
+    dict(s_input=HIDDEN, t_input=TEACHER, s_weight=HEAD, t_weight=randn(50, 16), vocab_map=2 * torch.arange(22)),
+    dict(s_input=Shard(0), t_input=Shard(0), s_weight=R, t_weight=R, vocab_map=R), SUM, forward={REDUCE: 1},
+    reduction="mean",
+)  # fmt: skip
 case_2d(
     "fused_linear_divergence by batch, sequence and class",
     linear_divergence,

@@ -14,10 +14,10 @@ WHOLE = own_test_file(operators()["fused_linear_divergence"])
 def vary(draw, arguments):
     """For test_properties.py."""
     WHOLE.vary(draw, arguments)
-    arguments |= dict(group=solo_group(), classes=arguments["s_weight"].shape[0])
+    arguments |= dict(group=solo_group(), classes=arguments["s_weight"].shape[0], vocab_map=None)
 
 
-def noise(op, group, classes, class_sizes, sequence_dim, **arguments):
+def noise(op, group, classes, class_sizes, sequence_dim, vocab_map, **arguments):
     return WHOLE.noise(op, **arguments)
 
 

@@ -89,6 +89,27 @@ def test_masks_counts_and_projections():
         )  # fmt: skip
 
 
+def test_a_student_with_a_subset_of_the_classes():
+    m, teacher = pair()
+    target, kept = targets(N), torch.randperm(teacher.weight.shape[0])[: CLASSES // 2]
+    student = Model(m.hidden, m.weight[: len(kept)].detach().requires_grad_(), None)
+    hard = torch.where(target < len(kept), target, -100)
+    counted = hard != -100
+
+    def formula(m):
+        of_teacher = all_log_probs(teacher)[:, kept]
+        losses = (of_teacher.exp() * (of_teacher - all_log_probs(m))).sum(-1) + cross_entropy(m, hard)
+        return losses[counted].mean()
+
+    def ours(m):
+        return losses.distillation_loss(
+            m.hidden, m.weight, teacher.hidden, teacher.weight, hard, None, teacher.bias, hard_weight=1.0,
+            vocab_map=kept,
+        )[0]  # fmt: skip
+
+    agree(ours, formula, student)
+
+
 def test_metrics_are_unweighted_means():
     (m, teacher), target = pair(), targets(N)
     counted = target != -100

@@ -54,7 +54,17 @@ SAVED = {
     # The default, one number per token, computes the logits again.
     "fused_linear_divergence": {
         name: name
-        for name in ("s_input", "s_weight", "t_input", "t_weight", "s_bias", "t_bias", "mask", "token_weight")
+        for name in (
+            "s_input",
+            "s_weight",
+            "t_input",
+            "t_weight",
+            "s_bias",
+            "t_bias",
+            "mask",
+            "token_weight",
+            "vocab_map",
+        )
     },
     **{op: dict(gate="gate", up="up") for op in ("swiglu", "geglu")},
     **{f"{op}_packed": dict(gate_up="gate_up") for op in ("swiglu", "geglu")},

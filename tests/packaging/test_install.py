@@ -256,5 +256,7 @@ def test_python_of_make_imports_the_checkout_from_any_folder(tmp_path):
     (pip / "__main__.py").touch()
     done = subprocess.run(["make", "BASE=true", ".venv/ready"], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = subprocess.run([python, checkout / "examples" / "some.py"], cwd=elsewhere, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, checkout / "examples" / "some.py"]
+    found = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, env=environment)
     assert found.stdout.strip() == str(checkout / "liger_ops" / "__init__.py"), found.stderr

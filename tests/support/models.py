@@ -114,6 +114,12 @@ ROWS = [
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
     Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(reduction="mean", beta=0.5)),
     Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(beta=1.0, s_softcap=20.0)),
+    Row(
+        "fused_linear_divergence",
+        MODELS | dict(vocab_map=(VOCABULARY,)),
+        HEADS_OF_MODELS | dict(t_weight=(2 * VOCABULARY, WIDTH), t_bias=(2 * VOCABULARY,)),
+        dict(reduction="sum", t_softcap=20.0),
+    ),
     Row("fused_linear_log_probs", LINEAR_LOSS, HEAD),
     Row(
         "fused_linear_log_probs", LINEAR_LOSS, HEAD, dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)
@@ -174,6 +180,8 @@ def inputs_of(
             return torch.randint(VOCABULARY, sizes, device=device)
         if name == "index":
             return torch.randint(EXPERTS, sizes, device=device)
+        if name == "vocab_map":
+            return 2 * torch.arange(*sizes, device=device)
         if name == "tokens_per_expert":
             return torch.arange(*sizes, device=device) % 2
         wanted = requires_grad and name not in ("cos", "sin", "freqs_cis", *operators()[row.op].constants)

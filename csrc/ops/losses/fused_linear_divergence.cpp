@@ -4,7 +4,9 @@
 //   logits = softcap(logits_scale * (input @ weight.T + bias)) / temperature
 //
 // s_input: (..., Hs), s_weight: (V, Hs), t_input: (..., Ht), t_weight: (V, Ht), s_bias, t_bias: (V,), mask: (...) bool,
-// token_weight: (...). The tensors of one model have one dtype; the models may differ. beta 0: KL(teacher || student),
+// token_weight: (...). vocab_map: (V,), if the teacher has other classes: the teacher's class of each of the student's. Only
+// for beta 0; the divergence is then the sum over these classes, under the teacher's softmax over all of its own. The
+// tensors of one model have one dtype; the models may differ. beta 0: KL(teacher || student),
 // 1: KL(student || teacher), between: the Jensen-Shannon divergence with the mixture (1 - beta) p_s + beta p_t. Only the
 // divergence has a gradient, by the student's tensors.
 //
@@ -79,9 +81,22 @@ void check_arguments(const char* op, const Arguments& a, Options& o) {
       c10::str("have shape ", local, " and one dimension more, like s_input"), a.t_input.sym_sizes(),
       core::hint_if_swapped("s_input", a.s_input, "s_weight", a.s_weight, a.t_input),
       core::hint_if_swapped("t_input", a.t_input, "t_weight", a.t_weight, a.s_input));
-  LIGER_CHECK(
-      a.t_weight.sym_size(0) == a.s_weight.sym_size(0), op, "t_weight",
-      c10::str("have ", a.s_weight.sym_size(0), " classes like s_weight"), a.t_weight.sym_size(0));
+  const auto classes = a.s_weight.sym_size(0);
+  if (a.vocab_map.defined()) {
+    check_dense(op, "vocab_map", a.vocab_map);
+    check_same_device(op, "vocab_map", a.vocab_map, "s_input", a.s_input);
+    const auto dtype = a.vocab_map.scalar_type();
+    LIGER_CHECK(dtype == at::kLong || dtype == at::kInt, op, "vocab_map", "be int64 or int32", dtype);
+    LIGER_CHECK(
+        a.vocab_map.dim() == 1 && a.vocab_map.sym_size(0) == classes, op, "vocab_map",
+        c10::str("have shape [", classes, "], one teacher class per student class"), a.vocab_map.sym_sizes());
+    LIGER_CHECK(o.kind() == kinds::FORWARD, op, "vocab_map", "be None unless beta is 0", o.beta);
+    LIGER_CHECK(!o.vocabulary.is_split(), op, "vocab_map", "be None with a group", "both");
+  } else {
+    LIGER_CHECK(
+        a.t_weight.sym_size(0) == classes, op, "t_weight", c10::str("have ", classes, " classes like s_weight"),
+        a.t_weight.sym_size(0));
+  }
   o.sequence_dim = check_sequence_dim(op, "s_input", a.s_input, o.sequence_dim, o.vocabulary);
   const auto sizes = token_sizes(op, a.s_input, o);
   const c10::SymIntArrayRef tokens = sizes;
@@ -171,8 +186,8 @@ struct FrozenHeadNode : core::BackwardNode<FrozenHeadNode, 1> {  // gradient of 
   }
 };
 
-/// s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, stats
-struct TrainedHeadNode : core::BackwardNode<TrainedHeadNode, 9> {
+/// s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats
+struct TrainedHeadNode : core::BackwardNode<TrainedHeadNode, 10> {
   Options o{};
   int64_t wanted = 0;
 
@@ -222,10 +237,10 @@ struct Ops {
       double s_logits_scale, std::optional<double> s_softcap, double t_logits_scale, std::optional<double> t_softcap,
       const OptionalTensor& mask, c10::string_view reduction, const OptionalTensor& token_weight,
       std::optional<int64_t> memory_budget, c10::string_view group, int64_t classes, ClassSizes sizes,
-      std::optional<int64_t> sequence_dim) {
+      std::optional<int64_t> sequence_dim, const OptionalTensor& vocab_map) {
     Call call{
         {s_input, s_weight, t_input, t_weight, value_or_undefined(s_bias), value_or_undefined(t_bias),
-         value_or_undefined(mask), value_or_undefined(token_weight)},
+         value_or_undefined(mask), value_or_undefined(token_weight), value_or_undefined(vocab_map)},
         parse(
             op, beta, temperature, s_logits_scale, s_softcap, t_logits_scale, t_softcap, reduction, memory_budget,
             cross_entropy::parse_vocabulary(op, group, classes, sizes), sequence_dim),
@@ -333,7 +348,7 @@ struct Ops {
       attach(node);
     } else {
       auto node = core::make_node<TrainedHeadNode>();
-      node->save(s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.mask, a.token_weight, out.stats);
+      node->save(s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.mask, a.token_weight, a.vocab_map, out.stats);
       node->o = o, node->wanted = wanted.bits();
       attach(node);
     }
@@ -350,20 +365,20 @@ struct Ops {
 using Linear =
     Ops<double, double, double, std::optional<double>, double, std::optional<double>, const OptionalTensor&,
         c10::string_view, const OptionalTensor&, std::optional<int64_t>, c10::string_view, int64_t, ClassSizes,
-        std::optional<int64_t>>;
+        std::optional<int64_t>, const OptionalTensor&>;
 
 core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
   if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
-  std::array<Tensor, 9> given;
+  std::array<Tensor, 10> given;
   for (size_t i = 0; i < given.size(); ++i) given[i] = take(i);
-  const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, stats] = given;
+  const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats] = given;
   const Vocabulary& v = o.vocabulary;
   static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_divergence_bwd");
   auto [dinput, dweight, dbias] = op.call(
       grad, s_input, s_weight, t_input, t_weight, s_bias, t_bias, stats, o.beta, o.temperature, o.student.scale,
       o.student.softcap, o.teacher.scale, o.teacher.softcap, mask, "none", token_weight, o.memory_budget, v.group,
-      v.classes, v.class_sizes(), o.sequence_dim, wanted);
+      v.classes, v.class_sizes(), o.sequence_dim, vocab_map, wanted);
   return {dinput, dweight, dbias};
 }
 
@@ -375,7 +390,7 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
   const std::string options =
       "float beta, float temperature, float s_logits_scale, float? s_softcap, float t_logits_scale, float? t_softcap, "
       "Tensor? mask, str reduction, Tensor? token_weight, int? memory_budget, str group, int classes, "
-      "int[]? class_sizes, int? sequence_dim, int wanted) -> ";
+      "int[]? class_sizes, int? sequence_dim, Tensor? vocab_map, int wanted) -> ";
   core::define(
       m,
       "_fused_linear_divergence_fwd(" + models + biases + "Tensor? total, " + options +

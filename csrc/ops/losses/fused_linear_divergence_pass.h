@@ -14,6 +14,9 @@
 // If the classes are split over ranks, a rank scans its logits of a part, and needs the facts of all ranks for the values
 // and gradients. The values, sums over classes, are added up over the ranks at the end, but for the mean that the
 // gradient of a mixture needs at once. d input is reduced while d weight's GEMM runs.
+//
+// With vocab_map, the rows compare the student with q, the teacher's softmax over the mapped classes alone, whose share of
+// the whole softmax is s: the divergence is s (KL(q || p_s) + log s), and its gradient s times that of KL(q || p_s).
 
 #include <cmath>
 #include <limits>
@@ -30,13 +33,13 @@ using cross_entropy::Shard;
 
 /// The tensors of a call. Undefined ones were not given.
 struct Arguments {
-  Tensor s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight;
+  Tensor s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map;
 
   at::ScalarType compute() const { return s_input.scalar_type() == at::kDouble ? at::kDouble : compute_type(t_input); }
   at::TensorOptions numbers() const { return s_input.options().dtype(compute()); }
 };
 
-/// stats: (5, M). deferred_scale: factors that backward applies, (of input's gradient, of weight's and bias's);
+/// stats: (5, M); with vocab_map, the last are the shares. deferred_scale: factors that backward applies, (of input's gradient, of weight's and bias's);
 /// undefined: 1.
 struct Results {
   Tensor divergence, entropy, stats, deferred_scale;
@@ -69,9 +72,13 @@ constexpr int64_t kWithoutGradients = 320 * kMiB, kFrozenHead = 640 * kMiB, kRed
 /// where both have one dtype.
 struct Bytes {
   int64_t gradient, logits;
+  int64_t of_mapped = 0;  // of a row, with vocab_map: all logits of the teacher, and a copy of the mapped ones
 
   Bytes(const Arguments& a, bool gradients) {
     const int64_t wide = c10::elementSize(a.compute());
+    if (a.vocab_map.defined()) {
+      of_mapped = (logits_stride(a.t_weight.size(0), at::kHalf) + logits_stride(a.s_weight.size(0), at::kHalf)) * wide;
+    }
     gradient = gradients ? a.s_input.element_size() : 0;
     logits = (gradient == wide ? 1 : 2) * wide;
   }
@@ -93,7 +100,7 @@ inline ChunkPlan plan_chunks(
   const Bytes bytes(a, wanted.any());
   ChunkPlan plan;
   plan.row = logits_stride(classes, at::kHalf);
-  const int64_t per_part = plan.row * bytes.logits + kPerRow, per_chunk = plan.row * bytes.gradient;
+  const int64_t per_part = plan.row * bytes.logits + bytes.of_mapped + kPerRow, per_chunk = plan.row * bytes.gradient;
   const int64_t usual = o.reduced() ? kReduced : wanted.any() ? kFrozenHead : kWithoutGradients;
   const int64_t budget = divide_tokens(plan, op, tokens, per_part + per_chunk, kPerToken, usual, o.memory_budget);
   plan.part = plan.chunk;
@@ -157,17 +164,29 @@ inline void store_facts(const Tensor& facts, Rows& r) {
 /// One model in a call: its tokens in the order of the call, and its head.
 struct Model : Tokens {
   Tensor weight, bias;  // bias: in the compute type
+  Tensor map;  // the row of the head for each class; undefined: the rows in order
 
   Model(
       const Tensor& input, const Tensor& weight_in, const Tensor& bias_in, int64_t tokens, const TokenOrder& order,
-      at::ScalarType compute)
+      at::ScalarType compute, const Tensor& map_in)
       : Tokens(input, tokens, order),
         weight(weight_in),
-        bias(bias_in.defined() ? bias_in.to(compute).contiguous() : bias_in) {}
+        bias(bias_in.defined() ? bias_in.to(compute).contiguous() : bias_in),
+        map(map_in) {}
+
+  /// The part of the head for `count` classes from `c` on. t: weight or bias.
+  Tensor of_classes(const Tensor& t, int64_t c, int64_t count) const {
+    return map.defined() ? t.index_select(0, map.narrow(0, c, count)) : t.narrow(0, c, count);
+  }
 
   /// Logits without bias and scale, of out.size(1) classes from `c` on, in out's dtype, which is at least that of x.
-  void project(Tensor out, int64_t first, int64_t c, bool sustained) const {
-    const Tensor tokens = x.narrow(0, first, out.size(0)), of_weight = weight.narrow(0, c, out.size(1));
+  void project(const Tensor& out, int64_t first, int64_t c, bool sustained) const {
+    project(out, first, of_classes(weight, c, out.size(1)), sustained);
+  }
+
+  /// of_weight: the rows of the classes.
+  void project(Tensor out, int64_t first, const Tensor& of_weight, bool sustained) const {
+    const Tensor tokens = x.narrow(0, first, out.size(0));
     const auto wide = out.scalar_type();
     if (x.size(1) == 0) {
       out.zero_();
@@ -186,7 +205,7 @@ struct Model : Tokens {
 
   Tensor bias_of(int64_t c, int64_t count) const {
     if (!bias.defined()) return bias;
-    const Tensor part = bias.narrow(0, c, count);
+    const Tensor part = of_classes(bias, c, count);
     return aligned16(address(part)) ? part : part.clone();
   }
 };
@@ -226,8 +245,8 @@ struct Pass {
         shard(op, o.vocabulary, a.s_weight.size(0), "s_weight"),
         plan(make_plan(tokens, shard.largest)),
         order(order_of(op, a.s_input, positions, tokens, shard, o.sequence_dim, plan)),
-        student(a.s_input, a.s_weight, a.s_bias, tokens, order, a.compute()),
-        teacher(a.t_input, a.t_weight, a.t_bias, tokens, order, a.compute()),
+        student(a.s_input, a.s_weight, a.s_bias, tokens, order, a.compute(), Tensor()),
+        teacher(a.t_input, a.t_weight, a.t_bias, tokens, order, a.compute(), a.vocab_map),
         sustained(gemm::is_sustained(3.0 * double(tokens) * double(shard.n) * double(student.x.size(1)))),
         mask(arranged(a.mask)) {
     if (a.s_input.is_cpu()) runtime::count_cpu_call();
@@ -315,6 +334,27 @@ struct Pass {
 struct ChunkPass : Pass<ChunkPlan> {
   using Pass::Pass;
 
+  /// With vocab_map. all: the teacher's logits of all classes, which are overwritten. r.teacher: memory for the mapped
+  /// ones.
+  void compute_mapped(Rows& r, const Tensor& all) const {
+    Tensor mapped = r.teacher;
+    at::index_select_out(mapped, all, 1, teacher.map);
+    auto log_total = [&](Tensor z, const Tensor& bias) {
+      if (bias.defined()) z.add_(bias);
+      z.mul_(o.teacher.scale);
+      if (o.teacher.softcap) z.div_(*o.teacher.softcap).tanh_().mul_(*o.teacher.softcap);
+      const Tensor top = z.div_(o.temperature).amax(1, true);
+      return z.sub_(top).exp_().sum(1).log_().add_(top.select(1, 0));
+    };
+    const Tensor of_mapped = log_total(mapped.clone(), r.t_bias);
+    const Tensor share = of_mapped.sub_(log_total(all, teacher.bias)).exp_();
+    r.grad = r.grad.defined() ? r.grad * share : share;
+    rows(r);
+    r.divergence.mul_(share).add_(at::xlogy(share, share));
+    if (r.mask.defined()) r.divergence.masked_fill_(r.mask.logical_not(), 0);
+    if (r.stats.defined()) r.stats.select(0, 4).copy_(share);
+  }
+
   /// The results of a part, and its gradient.
   void compute(Rows& r) const {
     if (!shard.is_split()) return rows(r);
@@ -355,7 +395,10 @@ struct ChunkPass : Pass<ChunkPlan> {
     const bool gradients = into.any();
     const auto compute_dtype = a.compute(), dtype = student.x.scalar_type();
     const bool in_place = gradients && dtype == compute_dtype;
-    Tensor dlogits, logits, t_logits = buffer(plan.part, shard.n, compute_dtype);
+    const bool maps = a.vocab_map.defined();
+    const int64_t t_classes = maps ? a.t_weight.size(0) : shard.n;
+    Tensor dlogits, logits, mapped, t_logits = buffer(plan.part, t_classes, compute_dtype);
+    if (maps) mapped = buffer(plan.part, shard.n, compute_dtype);
     if (gradients) dlogits = buffer(std::min(plan.chunk, tokens), shard.n, dtype);
     if (!in_place) logits = buffer(plan.part, shard.n, compute_dtype);
     auto next = fetch(0);
@@ -369,10 +412,11 @@ struct ChunkPass : Pass<ChunkPlan> {
         Rows r = rows_at(Phase::All, first + at, part, 0, shard.n);
         if (gradients) r.dlogits = chunk.narrow(0, at, part);
         r.student = in_place ? r.dlogits : logits_in(logits, part, shard.n, false);
-        r.teacher = logits_in(t_logits, part, shard.n, false);
+        const Tensor all = logits_in(t_logits, part, t_classes, false);
+        r.teacher = maps ? logits_in(mapped, part, shard.n, false) : all;
         student.project(r.student, first + at, 0, sustained);
-        teacher.project(r.teacher, first + at, 0, sustained);
-        compute(r);
+        teacher.project(all, first + at, teacher.weight, sustained);
+        maps ? compute_mapped(r, all) : compute(r);
       }
       if (gradients) add(chunk, first, 0);
     }
@@ -434,7 +478,8 @@ inline void compute_gradients(
   BlockPass pass(op, rows, a, o, positions, [&](int64_t tokens, int64_t classes) {
     return plan_blocks(op, a, tokens, classes, o, wanted);
   });
-  pass.compute_gradients(into, upstream);
+  const Tensor share = a.vocab_map.defined() ? stats.select(0, 4).view(positions) : Tensor();
+  pass.compute_gradients(into, !share.defined() ? upstream : upstream.defined() ? upstream * share : share);
   pass.stats = pass.ordered(stats);
   pass.shrink = shrink;
   pass.run();

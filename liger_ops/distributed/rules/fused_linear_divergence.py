@@ -17,9 +17,13 @@ def total(call: LinearCall, arguments: dict[str, Any]) -> Tensor:
     return (weights if mask is None else weights.masked_fill(~mask, 0)).sum()
 
 
+class Call(LinearCall):
+    WHOLE = (*LinearCall.WHOLE, "vocab_map")
+
+
 loss_on_dtensors(
     "fused_linear_divergence",
-    LinearCall,
+    Call,
     results=(of_loss, of_rows, *GRADIENTS, of_statistics, replicated),
     gradients=GRADIENTS,
     forms={"": (dict(wanted=0), range(2))},

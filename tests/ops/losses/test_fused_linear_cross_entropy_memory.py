@@ -5,11 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from allocations import peak_memory
 from checks import (
     check_deterministic,
     equal,
 )
 from linear_losses import INPUT, WEIGHT, budget_for, flce, make, plan
+from process_group import solo_group
 
 # ---- Memory
 
@@ -50,6 +52,23 @@ def test_peak_memory_matches_the_plan(needs, mib):
     kept = step()
     peak = torch.cuda.max_memory_allocated() - before
     assert kept is not None and peak == pytest.approx(workspace + grads, rel=0.05)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.library
+def test_peak_memory_stays_below_the_budget(is_split):
+    """With split classes, two buffers of logits would take twice as much."""
+    tokens, hidden, classes, budget = 1024, 32, 8192, 1 << 20
+    x, weight, target, _ = make(tokens, hidden, classes, torch.float32, "cpu")
+    split = dict(group=solo_group(), classes=classes) if is_split else {}
+    small = 64 * tokens  # losses, statistics and facts of rows
+    kept = x.nbytes + weight.nbytes
+
+    def step():
+        return torch.autograd.grad(flce(x, weight, target, memory_budget=budget, **split), (x, weight))
+
+    assert tokens * classes * 4 >= 16 * budget
+    assert peak_memory(step) <= kept + budget + small
 
 
 def test_the_upstream_gradient_scales_the_gradients(device):

@@ -147,6 +147,54 @@ def test_options(beta, reduction, weighted, options, dtype, device):
     check(inputs, device, **arguments)
 
 
+# ---- A teacher of other classes
+
+
+def with_map(inputs, classes, dtype=torch.int64):
+    """The inputs with a teacher of `classes` classes, and the student's classes among them: in any order, some twice."""
+    x, w, tx, tw, b, tb = inputs
+    tw = torch.randn(classes, tw.shape[1], device=tw.device).to(tw.dtype) * (2 * tw.shape[1] ** -0.5)
+    tb = tb if tb is None else torch.randn(classes, device=tw.device).to(tw.dtype)
+    return (x, w, tx, tw, b, tb), torch.randint(classes, w.shape[:1], device=w.device, dtype=dtype)
+
+
+@pairwise(
+    reduction=["mean", "sum", "none"], wanted=["x", "w b", "x w b"], options=OPTIONS, chunks=[1, 3, 12],
+    weighted=["", "mask and weights"], classes=[40, 300], dtype=[torch.float32, torch.bfloat16, torch.float16],
+)  # fmt: skip
+def test_vocab_map(reduction, wanted, options, chunks, weighted, classes, dtype, device):
+    inputs, index = with_map(make((3, 20), 50, dtype, device, bias=True), classes)
+    for name, t in zip("xw  b", inputs):
+        if t.requires_grad:
+            t.requires_grad_(name in wanted.split())
+    arguments = dict(OPTIONS[options], reduction=reduction, vocab_map=index)
+    if weighted:
+        arguments |= dict(mask=torch.rand(3, 20, device=device) < 0.6, token_weight=torch.rand(3, 20, device=device))
+    if chunks > 1:
+        arguments["memory_budget"] = small_budget(inputs, chunks) + 60 // chunks * 8 * (64 + classes)
+    check(inputs, device, **arguments)
+
+
+def test_vocab_map_of_all_classes_changes_nothing(device):
+    x, w, tx, tw, b, tb = make((3, 20), 50, torch.float32, device, bias=True)
+    order = torch.randperm(50, device=device)
+    expected = divergence(x, w, tx, tw, b, tb)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(50, device=device)).int()
+    found = divergence(x, w, tx, tw[order], b, tb[order], vocab_map=back)
+    for ours, theirs in zip(found, expected):
+        assert (ours - theirs).abs().max() <= 8 * logit_error(x, w, tx, tw, b, tb)
+
+
+def test_masked_positions_are_not_read_with_a_vocab_map(device):
+    for reduction in ("mean", "none"):
+        (x, w, tx, tw, b, tb), index = with_map(make(6, 300, device=device, bias=True), 700)
+        mask = torch.tensor([1, 1, 0, 1, 0, 1], device=device).bool()
+        tx[2], tx[4] = math.nan, math.inf
+        found, _ = divergence(x, w, tx, tw, b, tb, mask=mask, vocab_map=index, reduction=reduction)
+        slopes = torch.autograd.grad(found.sum(), (x, w, b))
+        assert found.isfinite().all() and all(s.isfinite().all() for s in slopes)
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_pytorchs_own_functions(beta, device):
     x, w, tx, tw, b, tb = make(12, 50, torch.float64, "cpu", bias=True)
@@ -448,6 +496,13 @@ ERRORS = {
     "teacher classes": (dict(t_weight=W[:9]), "t_weight must have 10 classes like s_weight"),
     "bias": (dict(s_bias=torch.ones(9)), r"s_bias must have shape \[10\]"),
     "teacher bias": (dict(t_bias=torch.ones(10).half()), "t_bias must have the dtype of t_input, Float"),
+    "map": (dict(vocab_map=torch.zeros(9).long()), r"vocab_map must have shape \[10\]"),
+    "map of floats": (dict(vocab_map=torch.zeros(10)), "vocab_map must be int64 or int32"),
+    "map of a mixture": (dict(vocab_map=torch.zeros(10).long(), beta=0.5), "vocab_map must be None unless beta is 0"),
+    "map and group": (
+        dict(vocab_map=torch.zeros(10).long(), group="0", classes=10),
+        "vocab_map must be None with a group",
+    ),
     "mask": (dict(mask=torch.ones(2, 3)), "mask must be bool"),
     "mask shape": (dict(mask=torch.ones(2).bool()), r"mask must have shape \[2, 3\]"),
     "token weights": (dict(token_weight=torch.ones(2, 3).long()), "token_weight must be floating point"),
@@ -474,6 +529,8 @@ def test_errors(case):
 
 def vary(draw, arguments):
     may_be_float32(draw, arguments, "token_weight")
+    if arguments["beta"] != 0:
+        arguments["vocab_map"] = None
     if arguments["mask"] is not None:
         arguments["mask"] = arguments["mask"].detach() > -0.5
 

@@ -1,5 +1,7 @@
+import hashlib
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from liger_ops import compat, projections
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor's own code is not under test here, and probing every vector instruction set is slow.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Inductor's cache on disk stores calls of private operators, which other versions of the checkout may have left there.
+record = Path(__file__).parent / "ops" / "registration.txt"
+os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", hashlib.sha256(record.read_bytes()).hexdigest())
+torch.compiler.config.cache_key_tag = os.environ["TORCH_COMPILE_CACHE_KEY_TAG"]
 
 
 def pytest_addoption(parser):

@@ -51,7 +51,7 @@ def _of_linear(
     ids = target.reshape(tokens.numel(), target.shape[-1] if target.dim() == input.dim() else 1)
     logs, *facts = linear.map(facts_of, ids)
     wanted = (entropy, tokens), (mean_logits, tokens), (log_sum_sq_probs, tokens), (is_top1, target.shape)
-    described = (t.reshape(shape) if asked else t.new_empty(0) for t, (asked, shape) in zip(facts, wanted))
+    described = (t.reshape(shape) if requested else t.new_empty(0) for t, (requested, shape) in zip(facts, wanted))
     return LinearLogProbs(logs.reshape(target.shape), *described)
 
 

@@ -122,15 +122,15 @@ struct Ops {
     return results<R>(Device::forward(op, logits, target, value_or_undefined(weight), {}, o, {has_metrics<R>, false}));
   }
 
-  /// known: the divisors of a mean, if they are not those of `target`.
+  /// divisors: of a mean, if they are not those of `target`.
   template <class Device>
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
-      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& known,
+      const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const OptionalTensor& divisors,
       bool metrics, O... options) {
     const char* op = name_of(metrics);
     Options o = check(op, logits, target, weight, options...);
-    Results out =
-        Device::forward(op, logits, target, value_or_undefined(weight), value_or_undefined(known), o, {metrics, true});
+    Results out = Device::forward(
+        op, logits, target, value_or_undefined(weight), value_or_undefined(divisors), o, {metrics, true});
     return {out.loss, out.z_loss, out.accuracy, out.predicted, out.stats, out.totals};
   }
 

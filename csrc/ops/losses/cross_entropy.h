@@ -337,9 +337,9 @@ struct CudaCall {
 };
 
 /// Reduces losses and metrics of all rows to the call's results. Without out.loss it only computes the totals of a
-/// mean. known: these totals, if they were computed before.
+/// mean. divisors: these totals, if they were computed before.
 void sum_rows_cuda(
-    const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known = {});
+    const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& divisors = {});
 
 /// `logits` holds the rows of the call from `first` on, here and in the functions below.
 void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, int64_t first, const RowsOut& out);

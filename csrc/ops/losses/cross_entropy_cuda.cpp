@@ -11,7 +11,7 @@ runtime::Grid span_grid(const Config& config, int64_t rows, int64_t columns) {
 }
 
 void sum_rows_cuda(
-    const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& known) {
+    const CudaCall& call, const Options& o, const RowsOut& rows_of, const Results& out, const Tensor& divisors) {
   using K = kernels::cross_entropy_sum;
   const int64_t rows = call.target.numel();
   const auto point = runtime::point_of<K>(call.target_words - 1);
@@ -23,7 +23,7 @@ void sum_rows_cuda(
   const int64_t partial_sums = blocks <= 8 ? 1 : std::min<int64_t>(1024, blocks);
   auto floats = call.target.options().dtype(at::kFloat);
   Tensor partial = partial_sums > 1 ? at::empty({partial_sums, 5}, floats) : Tensor();
-  const bool counts = !known.defined() && (o.mean() || out.totals.defined());
+  const bool counts = !divisors.defined() && (o.mean() || out.totals.defined());
   int32_t flags = (call.flags & (flags::HAS_WEIGHT | flags::MEAN)) | (rows_of.z_loss ? flags::SAVE_Z_LOSS : 0) |
       (out.accuracy.defined() ? flags::SAVE_Z_LOSS | flags::SAVE_METRICS : 0) |
       (out.loss.defined() ? 0 : flags::COUNT_ONLY) |
@@ -31,7 +31,7 @@ void sum_rows_cuda(
            : out.totals.defined() ? flags::SAVE_TOTALS
                                   : 0);
   K::Args args{address(out.loss),     address(out.z_loss),
-               address(out.accuracy), address(known.defined() ? known : out.totals),
+               address(out.accuracy), address(divisors.defined() ? divisors : out.totals),
                address(partial),      rows_of.loss,
                rows_of.z_loss,        rows_of.accuracy,
                address(call.target),  address(call.weight),

@@ -153,11 +153,11 @@ struct Ops {
   template <class Device>
   static Forward run_wanted(
       Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options) {
+      const OptionalTensor& ce_weight, const OptionalTensor& divisors, O... options) {
     Settings s = check(wanted.op(), input, weight, target, bias, ce_weight, options...);
     return Device::forward(
         wanted.op(), input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight),
-        value_or_undefined(known), s, wanted);
+        value_or_undefined(divisors), s, wanted);
   }
 
   static Loss result(const Forward& out, Loss*) { return out.rows.loss; }
@@ -183,13 +183,13 @@ struct Ops {
     return wanted;
   }
 
-  /// known: the divisors of a mean, if they are not those of `target`.
+  /// divisors: of a mean, if they are not those of `target`.
   template <class Device>
   static Everything fwd(
       const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, const OptionalTensor& known, O... options, int64_t wanted) {
+      const OptionalTensor& ce_weight, const OptionalTensor& divisors, O... options, int64_t wanted) {
     Forward out =
-        run_wanted<Device>(Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, known, options...);
+        run_wanted<Device>(Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, divisors, options...);
     return {out.rows.loss,      out.rows.z_loss, out.rows.accuracy,   out.rows.predicted,
             out.log_probs,      out.entropy,     out.gradients.input, out.gradients.weight,
             out.gradients.bias, out.rows.stats,  out.rows.totals,     out.deferred_scale};

@@ -32,7 +32,7 @@ struct Pass {
   const double logits_scale;
   const bool sustained;
   Gradients into;
-  double shrink = 1;  // scale of d weight and d bias
+  double head_scale = 1;  // scale of d weight and d bias
   InputGradient dinput;
   Tensor bias_sum, taken;
 
@@ -96,10 +96,11 @@ struct Pass {
       gemm::multiply(dx, dlogits, weight, 0, logits_scale, sustained);
       dinput.reduce(dx, first, order, shard);
     }
-    if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * shrink);
+    if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * head_scale);
     if (!into.weight.defined()) return;
     if (taken.defined()) rows.take_targets(dlogits, first, taken);
-    gemm::multiply(into.weight, dlogits.t(), x().narrow(0, first, count), first > 0, logits_scale * shrink, sustained);
+    gemm::multiply(
+        into.weight, dlogits.t(), x().narrow(0, first, count), first > 0, logits_scale * head_scale, sustained);
   }
 
   /// The same on the logits-free path. d input doubles as scratch space: first for the sums, then for the weighed
@@ -111,7 +112,7 @@ struct Pass {
     if (!dinput.defined()) return by.compute(chunk, e, {}, first, out, {}, {}, {}, false);
     Tensor dx = dinput.of_chunk(first, e.size(0), order);
     by.compute(chunk, e, dx, first, out, totals, grad, taken, into.weight.defined());
-    if (into.weight.defined()) gemm::multiply(into.weight, e.t(), dx, first > 0, logits_scale * shrink, sustained);
+    if (into.weight.defined()) gemm::multiply(into.weight, e.t(), dx, first > 0, logits_scale * head_scale, sustained);
     gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
     by.rescale(chunk, dx, taken);
   }
@@ -132,12 +133,12 @@ struct Pass {
       dinput.reduce(dx, first, order, shard);
     }
     if (weighed.defined()) {
-      gemm::multiply(into.weight, e.t(), weighed, first > 0, logits_scale * shrink, sustained);
+      gemm::multiply(into.weight, e.t(), weighed, first > 0, logits_scale * head_scale, sustained);
     }
   }
 
   void finish() {
-    if (taken.defined() && into.weight.defined()) rows.add_targets(into.weight, x(), taken, logits_scale * shrink);
+    if (taken.defined() && into.weight.defined()) rows.add_targets(into.weight, x(), taken, logits_scale * head_scale);
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
     dinput.wait();
   }
@@ -317,7 +318,7 @@ struct SplitLoop {
 template <class Rows>
 Forward forward(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Tensor& known, const Settings& s, Wanted wanted) {
+    const Tensor& ce_weight, const Tensor& divisors, const Settings& s, Wanted wanted) {
   c10::DeviceGuard guard(input.device());
   const Options& o = s.o;
   Forward out = empty_forward(input, weight, target, bias, s, wanted);
@@ -329,12 +330,12 @@ Forward forward(
   Tensor totals = out.rows.totals;
   if (o.mean() && (now || totals.defined())) {
     if (!totals.defined()) totals = at::empty({2}, out.rows.loss.options());
-    known.defined() ? void(totals.copy_(known)) : pass.rows.count(totals);
+    divisors.defined() ? void(totals.copy_(divisors)) : pass.rows.count(totals);
   }
-  const Tensor counted = totals.defined() ? totals : known;
+  const Tensor counted = totals.defined() ? totals : divisors;
   if (out.deferred_scale.defined()) {
     const Tensor inverse = o.mean() ? inverse_or_zero(totals.select(0, 0)) : Tensor();
-    pass.shrink = defer_scale(out.deferred_scale, tokens, inverse);
+    pass.head_scale = defer_scale(out.deferred_scale, tokens, inverse);
     // Both totals are now relative to the first, which is 1.
     if (o.mean()) totals = totals * inverse;
   }

@@ -38,8 +38,8 @@ Forward empty_forward(
     const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Settings& s,
     Wanted wanted) {
   Forward out;
-  const bool again = wanted.any_gradient() && !s.o.reduced();
-  out.rows = empty_results(input, target, s.o, {wanted.metrics, again});
+  const bool recomputes = wanted.any_gradient() && !s.o.reduced();
+  out.rows = empty_results(input, target, s.o, {wanted.metrics, recomputes});
   auto numbers = out.rows.loss.options();
   if (wanted.log_probs) {
     out.log_probs = at::empty_symint(target.sym_sizes(), numbers);

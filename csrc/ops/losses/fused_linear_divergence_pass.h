@@ -227,7 +227,7 @@ struct Pass {
   const Tensor mask;
   Tensor grad;  // (M,)
   Tensor divergence, entropy, stats;  // (M,), (M,), (5, M)
-  double shrink = 1;  // scale of d weight and d bias
+  double head_scale = 1;  // scale of d weight and d bias
   Gradients into;
   InputGradient dinput;
   Tensor sum, dx, bias_sum;  // sum: d input over the classes, if wider than d input. dx: d input of a chunk
@@ -316,12 +316,12 @@ struct Pass {
       }
     }
     if (bias_sum.defined()) {
-      bias_sum.narrow(0, c, classes).add_(dlogits.sum(0, false, bias_sum.scalar_type()), scale * shrink);
+      bias_sum.narrow(0, c, classes).add_(dlogits.sum(0, false, bias_sum.scalar_type()), scale * head_scale);
     }
     if (into.weight.defined() && classes > 0) {
       gemm::multiply(
-          into.weight.narrow(0, c, classes), dlogits.t(), student.x.narrow(0, first, count), first > 0, scale * shrink,
-          sustained);
+          into.weight.narrow(0, c, classes), dlogits.t(), student.x.narrow(0, first, count), first > 0,
+          scale * head_scale, sustained);
     }
   }
 
@@ -473,7 +473,7 @@ struct BlockPass : Pass<BlockPlan> {
 /// compute type.
 inline void compute_gradients(
     const char* op, RowsOn* rows, const Arguments& a, const Options& o, at::IntArrayRef positions,
-    const Tensor& upstream, const Tensor& stats, double shrink, const Gradients& into) {
+    const Tensor& upstream, const Tensor& stats, double head_scale, const Gradients& into) {
   const Wanted wanted{into.input.defined(), into.weight.defined(), into.bias.defined()};
   BlockPass pass(op, rows, a, o, positions, [&](int64_t tokens, int64_t classes) {
     return plan_blocks(op, a, tokens, classes, o, wanted);
@@ -481,7 +481,7 @@ inline void compute_gradients(
   const Tensor share = a.vocab_map.defined() ? stats.select(0, 4).view(positions) : Tensor();
   pass.compute_gradients(into, !share.defined() ? upstream : upstream.defined() ? upstream * share : share);
   pass.stats = pass.ordered(stats);
-  pass.shrink = shrink;
+  pass.head_scale = head_scale;
   pass.run();
 }
 
@@ -524,7 +524,7 @@ inline void forward(
   if (wanted.any() && (out.deferred_scale.defined() || o.mean())) {
     const Tensor inverse = o.mean() ? inverse_or_zero(total) : Tensor();
     if (out.deferred_scale.defined()) {
-      pass.shrink = defer_scale(out.deferred_scale, tokens, inverse);
+      pass.head_scale = defer_scale(out.deferred_scale, tokens, inverse);
     } else {
       grad = factor.defined() ? factor * inverse : inverse.expand(positions).contiguous();
     }
@@ -540,7 +540,7 @@ inline void forward(
   pass.run();
   const Tensor stats = pass.stats.defined() ? pass.restored(pass.stats) : Tensor();
   if (ordered && out.stats.defined()) out.stats.copy_(stats);
-  if (in_blocks) compute_gradients(op, rows, a, o, positions, grad, stats, pass.shrink, into);
+  if (in_blocks) compute_gradients(op, rows, a, o, positions, grad, stats, pass.head_scale, into);
   if (factor.defined()) pass.divergence.mul_(pass.arranged(factor));
   if (ordered) out.entropy.copy_(pass.order.restore(pass.entropy, positions));
   if (o.reduced()) {

@@ -2,7 +2,7 @@
 //
 //   z = softcap(logits_scale * (input @ weight.T + bias)) / temperature
 //
-// input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,). Returns log p of the ids and, if asked for,
+// input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,). Returns log p of the ids and, if if_wanted for,
 // of each token the entropy, the mean of z, log(sum of p^2), and whether an id has the largest z. The first two have
 // gradients. fp32 input goes with a half-precision weight too.
 //
@@ -99,15 +99,15 @@ Settings check(
 Forward empty_forward(const Tensor& input, const Tensor& target, const Settings& s, Wanted wanted) {
   const auto numbers = input.options().dtype(compute_type(input));
   const auto tokens = target.sym_sizes().slice(0, input.dim() - 1);
-  auto asked = [&](bool is, c10::SymIntArrayRef sizes, at::TensorOptions options) {
+  auto if_wanted = [&](bool is, c10::SymIntArrayRef sizes, at::TensorOptions options) {
     return is ? at::empty_symint(sizes, options) : at::empty({0}, options);
   };
   Forward out;
   out.rows.log_probs = at::empty_symint(target.sym_sizes(), numbers);
-  out.rows.entropy = asked(s.entropy, tokens, numbers);
-  out.rows.mean_logits = asked(s.mean_logits, tokens, numbers);
-  out.rows.log_sum_sq_probs = asked(s.log_sum_sq_probs, tokens, numbers);
-  out.rows.is_top1 = asked(s.is_top1, target.sym_sizes(), numbers.dtype(at::kBool));
+  out.rows.entropy = if_wanted(s.entropy, tokens, numbers);
+  out.rows.mean_logits = if_wanted(s.mean_logits, tokens, numbers);
+  out.rows.log_sum_sq_probs = if_wanted(s.log_sum_sq_probs, tokens, numbers);
+  out.rows.is_top1 = if_wanted(s.is_top1, target.sym_sizes(), numbers.dtype(at::kBool));
   if (!wanted.any()) return out;
   c10::SymDimVector three(tokens.begin(), tokens.end());
   three.push_back(3);
@@ -294,18 +294,18 @@ struct Ops {
     auto node = core::make_node<Node>();
     node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
     // Saved only if backward reads it.
-    const bool scales = out.of_log_probs.defined(), again = !scales || (s.entropy && !s.entropy_grad);
+    const bool scales = out.of_log_probs.defined(), recomputes = !scales || (s.entropy && !s.entropy_grad);
     const bool adds_ids = has_several_ids(input, target);
     auto save = [](const auto& t, bool used = true) {
       return used ? core::SavedVariable(t, false) : core::SavedVariable(Tensor(), false);
     };
     node->saved = {
-        save(input, again),
-        save(weight, again || adds_ids),
+        save(input, recomputes),
+        save(weight, recomputes || adds_ids),
         save(target),
-        save(bias, again),
-        save(out.rows.stats, again || adds_ids),
-        save(out.rows.chosen, again || adds_ids),
+        save(bias, recomputes),
+        save(out.rows.stats, recomputes || adds_ids),
+        save(out.rows.chosen, recomputes || adds_ids),
         save(out.of_log_probs),
         save(out.of_entropy)};
     node->s = s;

@@ -528,12 +528,12 @@ inline void scale_rows(
     }
     const Tensor p = ((v - stats.narrow(1, 0, 1)) * inverse).exp() / stats.narrow(1, 1, 1);
     // The probability of equal ids counts once.
-    Tensor again = at::zeros_like(ignored);
+    Tensor repeated = at::zeros_like(ignored);
     for (int64_t k = 1; k < ids; ++k) {
       const Tensor earlier = columns.narrow(1, 0, k) == columns.narrow(1, k, 1);
-      again.select(1, k).copy_(earlier.any(1));
+      repeated.select(1, k).copy_(earlier.any(1));
     }
-    of_ids = (g - (p * factor).masked_fill(again, 0)) * (inverse * s.logits_scale);
+    of_ids = (g - (p * factor).masked_fill(repeated, 0)) * (inverse * s.logits_scale);
     if (slope.defined()) of_ids.mul_(slope);
     const Tensor elsewhere = ignored | (columns < 0) | (columns >= shard.n);
     of_ids.masked_fill_(elsewhere, 0);

@@ -271,8 +271,8 @@ struct WantedGradients {
 
 inline Gradients empty_gradients(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, WantedGradients wanted) {
-  auto like = [](bool asked, const at::Tensor& t, at::MemoryFormat format) {
-    return asked ? at::empty_like(t, t.options().memory_format(format)) : at::Tensor();
+  auto like = [](bool wanted, const at::Tensor& t, at::MemoryFormat format) {
+    return wanted ? at::empty_like(t, t.options().memory_format(format)) : at::Tensor();
   };
   return {
       like(wanted.input, input, at::MemoryFormat::Contiguous), like(wanted.weight, weight, at::MemoryFormat::Preserve),

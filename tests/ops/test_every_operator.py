@@ -282,7 +282,7 @@ def test_compile_makes_one_graph_for_all_sizes(row, device):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("op", operators())
+@pytest.mark.parametrize("op", PUBLIC)
 @pytest.mark.library
 @pytest.mark.usefixtures("new_cache")
 def test_inductor(op, device):

@@ -73,6 +73,21 @@ def header() -> str:
 
 def schemas() -> str:
     lines = [f"inline constexpr const char* {o.__name__} =\n    {json.dumps(o.schema)};" for o in operators().values()]
+    aliases = [
+        f'    {{"{o.__name__}", {o.__name__}, "liger::{o.alias_of.__name__}"}},'
+        for o in operators().values()
+        if o.alias_of
+    ]
+    lines += [
+        "",
+        "/// op: what the alias calls.",
+        "struct Alias {",
+        "  const char *name, *schema, *op;",
+        "};",
+        "inline constexpr Alias aliases[] = {",
+        *aliases,
+        "};",
+    ]
     names = "\n".join(lines)
     return f"// Generated from liger_ops/reference.\n#pragma once\n\nnamespace liger::schemas {{\n\n{names}\n\n}}\n"
 

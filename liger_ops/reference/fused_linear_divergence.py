@@ -126,7 +126,8 @@ def fused_linear_divergence(
     logits again, with two more. Without `memory_budget`, logits and their gradients take at most 1280 MiB if the
     divergence is reduced, 640 MiB if s_input alone takes a gradient, and 320 MiB otherwise, but up to 1280 MiB in a
     backward that computes logits. Backward needs the gradients that forward has computed, or the tensor arguments and
-    five fp32 numbers per position. With `vocab_map`, the teacher's U logits are read and written six more times.
+    five fp32 numbers per position. With `vocab_map`, five more passes read the teacher's U logits, two of which write
+    them. A bias adds one, a scale or a temperature one, a softcap three.
 
     >>> student, teacher, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), torch.eye(2)
     >>> fused_linear_divergence(student, head, teacher, head)

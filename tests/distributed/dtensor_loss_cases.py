@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -322,6 +323,11 @@ CASES.refuse(
             F.cross_entropy,
             dict(logits=(LOGITS, SUM), target=(TOKENS, R)),
             r"cross_entropy: logits must be .* over mesh dimension 0 \(got Partial\(\)\)",
+        ),
+        "cross_entropy with a group": (
+            partial(F.cross_entropy, group="0", classes=22),
+            dict(logits=(LOGITS, Shard(2)), target=(TOKENS, R)),
+            "cross_entropy: group must be '' for DTensors, which know their mesh",
         ),
         "fused_linear_cross_entropy by hidden": (
             F.fused_linear_cross_entropy,

@@ -339,11 +339,14 @@ struct ChunkPass : Pass<ChunkPlan> {
   void compute_mapped(Rows& r, const Tensor& all) const {
     Tensor mapped = r.teacher;
     at::index_select_out(mapped, all, 1, teacher.map);
+    // The logarithm of the sum of exponentials. Overwrites z.
     auto log_total = [&](Tensor z, const Tensor& bias) {
       if (bias.defined()) z.add_(bias);
-      z.mul_(o.teacher.scale);
-      if (o.teacher.softcap) z.div_(*o.teacher.softcap).tanh_().mul_(*o.teacher.softcap);
-      const Tensor top = z.div_(o.temperature).amax(1, true);
+      double factor = o.teacher.scale;
+      if (o.teacher.softcap) z.mul_(factor / *o.teacher.softcap).tanh_(), factor = *o.teacher.softcap;
+      factor /= o.temperature;
+      if (factor != 1) z.mul_(factor);
+      const Tensor top = z.amax(1, true);
       return z.sub_(top).exp_().sum(1).log_().add_(top.select(1, 0));
     };
     const Tensor of_mapped = log_total(mapped.clone(), r.t_bias);

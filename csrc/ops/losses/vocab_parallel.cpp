@@ -1,9 +1,9 @@
-// vocab_parallel_<name>(...): <name>(...) with the arguments `group` and `classes` after the tensors that are required.
-// Aliases for code that was written before the operators themselves took them.
+// Aliases: vocab_parallel_<name>(...) is <name>(...) with the arguments `group` and `classes` after the tensors that are
+// required, for code that was written before the operators themselves took them.
 
 #include <torch/library.h>
 
-#include <string>
+#include <algorithm>
 #include <utility>
 
 #include "core/registration.h"
@@ -12,12 +12,13 @@
 namespace liger::ops {
 namespace {
 
-/// Calls the operator without the prefix, with the arguments of the same names.
-void call_by_name(const c10::OperatorHandle& alias, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  constexpr size_t kPrefix = sizeof("liger::vocab_parallel_") - 1;
-  const c10::FunctionSchema& given = alias.schema();
-  const std::string name = "liger::" + alias.operator_name().name.substr(kPrefix);
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+/// Calls the alias's operator with the arguments of the same names.
+void call_by_name(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto alias = std::find_if(std::begin(schemas::aliases), std::end(schemas::aliases), [&](const auto& each) {
+    return handle.operator_name().name == std::string("liger::") + each.name;
+  });
+  const c10::FunctionSchema& given = handle.schema();
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(alias->op, "");
   const auto arguments = torch::jit::last(*stack, given.arguments().size());
   torch::jit::Stack named;
   for (const c10::Argument& argument : op.schema().arguments()) {
@@ -31,16 +32,10 @@ void call_by_name(const c10::OperatorHandle& alias, c10::DispatchKeySet, torch::
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(liger, m) {
-  for (const char* schema :
-       {schemas::vocab_parallel_cross_entropy, schemas::vocab_parallel_cross_entropy_with_metrics,
-        schemas::vocab_parallel_fused_linear_cross_entropy,
-        schemas::vocab_parallel_fused_linear_cross_entropy_with_metrics,
-        schemas::vocab_parallel_fused_linear_cross_entropy_with_log_probs,
-        schemas::vocab_parallel_fused_linear_divergence, schemas::vocab_parallel_fused_linear_log_probs}) {
-    const c10::FunctionSchema parsed = torch::schema(schema);
-    core::define(m, parsed);
+  for (const schemas::Alias& alias : schemas::aliases) {
+    core::define(m, alias.schema);
     m.impl(
-        parsed.name().c_str(),
+        alias.name,
         torch::dispatch(
             c10::DispatchKey::CompositeImplicitAutograd, torch::CppFunction::makeFromBoxedFunction<call_by_name>()));
   }

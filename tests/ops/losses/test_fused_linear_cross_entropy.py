@@ -298,6 +298,8 @@ ERRORS = {
     "weight elsewhere": ((X, W.to("meta"), Y), {}, "weight must be on cpu like input"),
     "float target": ((X, W, Y.float()), {}, "target must be int64 or int32 class indices"),
     "target of another shape": ((X, W, Y[:1]), {}, r"target must have shape \[2, 3\]"),
+    "parts of classes alone": ((X, W, Y), dict(class_sizes=[10]), "class_sizes must be None without a group"),
+    "a part of a sequence alone": ((X, W, Y), dict(sequence_dim=0), "sequence_dim must be None without a group"),
     "target out of range": ((X, W, Y + 10), {}, r"target must lie in \[0, 10\) or be ignore_index, -100"),
     "bias of another length": ((X, W, Y, torch.ones(9)), {}, r"bias must have shape \[10\]"),
     "bias of another dtype": ((X, W, Y, torch.ones(10).double()), {}, "bias must have the dtype of input, Float"),

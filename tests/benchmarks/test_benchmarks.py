@@ -35,7 +35,7 @@ from benchmarks import records as files
 from benchmarks.arguments import add_out
 from benchmarks.harness import in_turn
 from benchmarks.op import Anchor, Host
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import PROVIDERS, discover
 from liger_ops.kernels import find
 
 
@@ -113,6 +113,17 @@ def test_shapes_selects_shapes_of_a_suite(tmp_path, monkeypatch):
     assert {(r["kind"], *r["shape"]) for r in report.read(lines) if "op" in r} == {
         (kind, rows, 64) for kind in ("time", "memory") for rows in (2, 8)
     }
+
+
+def test_bars_of_errors_name_results():
+    for name, op in discover().items():
+        if op.must_error:
+            inputs = op.inputs(harness.Make("cpu", torch.float32), *op.shapes["quick-cpu"][0])
+            assert set(op.must_error) <= {f"d {k}" for k in inputs if k not in op.constants}, name
+
+
+def test_the_ceiling_of_a_cpu_is_that_of_fp32():
+    assert clock.gemm_dtype("cpu") == "float32" and clock.gemm_dtype("cuda") == "bfloat16"
 
 
 WARM = """

@@ -133,17 +133,13 @@ def fastest_copy(clock: Clock) -> float:
     return min(clock.samples(lambda: None, lambda _: target.copy_(source), MAX_SAMPLES))
 
 
-def gemm_dtype(device: str) -> str:
-    """Many CPUs have no instructions for bf16, and the quick suite is in fp32 there."""
-    return "bfloat16" if device == "cuda" else "float32"
-
-
 def measure_ceilings(clock: Clock, with_matmul: bool) -> Record:
     """Bytes per second of a large copy and operations per second of a large GEMM, now, on this machine."""
     record: Record = {"kind": "ceiling", "copy_gb_s": 2 * clock.ceiling_bytes / fastest_copy(clock) / 1e3}
     if with_matmul:
-        size = 8192 if clock.device == "cuda" else 1024
-        dtype = getattr(torch, gemm_dtype(clock.device))
+        # Many CPUs have no instructions for bf16, and the quick suite is in fp32 there.
+        size, dtype = (8192, torch.bfloat16) if clock.device == "cuda" else (1024, torch.float32)
+        record["matmul_dtype"] = str(dtype).removeprefix("torch.")
         a, b = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
         clock.samples(lambda: None, lambda _: a @ b, WARMUP_CALLS)
         record["matmul_tflop_s"] = 2 * size**3 / min(clock.samples(lambda: None, lambda _: a @ b, MAX_SAMPLES)) / 1e6

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.clock import gemm_dtype
 from benchmarks.pages import grid, write_above
 from benchmarks.plots import GRID_BYTES, draw
 from benchmarks.providers import PARTS, PROVIDERS, is_ours
@@ -85,7 +84,8 @@ def machine_lines(records: Sequence[Record]) -> list[str]:
     lines = [", ".join(f"{k} {v}" for k, v in facts.items())]
     lines.append(f"Copy bandwidth at the start and end of the run: {copies} GB/s.")
     if ceilings and "matmul_tflop_s" in ceilings[0]:
-        lines.append(f"{gemm_dtype(machine['device'])} GEMM: {number(ceilings[0]['matmul_tflop_s'])} TFLOP/s.")
+        dtype = ceilings[0].get("matmul_dtype", "bfloat16")  # records of earlier releases do not say
+        lines.append(f"{dtype} GEMM: {number(ceilings[0]['matmul_tflop_s'])} TFLOP/s.")
     if "command" in machine:
         lines.append(f"Made by `{machine['command']}`.")
     if machine["device"] == "cuda" and machine.get("flushes", 1) == 1:

@@ -122,8 +122,12 @@ def test_bars_of_errors_name_results():
             assert set(op.must_error) <= {f"d {k}" for k in inputs if k not in op.constants}, name
 
 
-def test_the_ceiling_of_a_cpu_is_that_of_fp32():
-    assert clock.gemm_dtype("cpu") == "float32" and clock.gemm_dtype("cuda") == "bfloat16"
+def test_the_ceiling_of_a_cpu_is_that_of_fp32(monkeypatch):
+    monkeypatch.setattr(clock.CpuClock, "ceiling_bytes", 1 << 20)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        record = clock.measure_ceilings(clock.CpuClock(), with_matmul=True)
+    (products,) = {tuple(e.input_dtypes[:2]) for e in profile.events() if e.name == "aten::mm"}
+    assert products == ("float", "float") and record["matmul_dtype"] == "float32" and record["matmul_tflop_s"] > 0
 
 
 WARM = """

@@ -7,7 +7,7 @@ from interpreted import cases
 
 INTERPRETED = """
 import torch, numpy
-import liger_ops.kernels.losses.cross_entropy
+import liger_ops.kernels.losses.cross_entropy, liger_ops.kernels.losses.cross_entropy_results
 from interpreter import find
 from liger_ops.kernels.losses._flags import MOST_SKEW
 SKEW = MOST_SKEW.value

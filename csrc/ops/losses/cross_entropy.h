@@ -19,6 +19,7 @@
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/cross_entropy_results.h"
 #include "ops/losses/vocabulary.h"
 
 namespace liger::ops::cross_entropy {

@@ -1,4 +1,5 @@
-// Cross entropy of rows on CUDA. Launches the kernels of liger_ops/kernels/losses/cross_entropy.py.
+// Cross entropy of rows on CUDA. Launches the kernels of cross_entropy.py and cross_entropy_results.py in
+// liger_ops/kernels/losses.
 
 #include "ops/losses/cross_entropy.h"
 

@@ -343,7 +343,10 @@ struct ChunkPass : Pass<ChunkPlan> {
     auto log_total = [&](Tensor z, const Tensor& bias) {
       if (bias.defined()) z.add_(bias);
       double factor = o.teacher.scale;
-      if (o.teacher.softcap) z.mul_(factor / *o.teacher.softcap).tanh_(), factor = *o.teacher.softcap;
+      if (o.teacher.softcap) {
+        z.mul_(factor / *o.teacher.softcap).tanh_();
+        factor = *o.teacher.softcap;
+      }
       factor /= o.temperature;
       if (factor != 1) z.mul_(factor);
       const Tensor top = z.amax(1, true);

@@ -47,6 +47,13 @@ inline void check_same_device(
   LIGER_CHECK(t.device() == x.device(), op, name, c10::str("be on ", x.device(), " like ", like), t.device());
 }
 
+/// t: class indices, token ids or the like.
+inline void check_integers(const char* op, const char* name, const at::Tensor& t) {
+  check_dense(op, name, t);
+  const auto dtype = t.scalar_type();
+  LIGER_CHECK(dtype == at::kLong || dtype == at::kInt, op, name, "be int64 or int32", dtype);
+}
+
 /// t must have the device, dtype and shape of x.
 inline void check_same(const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
   check_same_device(op, name, t, like, x);

@@ -30,7 +30,7 @@ def run(path, n, kind, capped, split, dtype="fp32", distance=1.0):
     part = 1024 if split else row
     parts = -(-n // part)
     values, shares = torch.full((rows, parts, 2), nan), torch.full((rows, parts, flag["SHARES"]), nan)
-    arrived, dlogits = torch.zeros(rows, dtype=torch.int32), torch.full((rows, row), nan, dtype=dict(fp32=torch.float32, fp16=torch.float16)[dtype])
+    arrived, dlogits = torch.zeros(1 + rows, dtype=torch.int32), torch.full((rows, row), nan, dtype=dict(fp32=torch.float32, fp16=torch.float16)[dtype])
     names = ("HAS_MASK", "HAS_UPSTREAM", "S_BIAS", "T_BIAS") + (("S_CAP", "T_CAP") if capped else ())
     common = sum(flag[name] for name in names)
     options = (1.4426950408889634 / 0.7, 1 / 0.7, 0.3, 1.3, 1.3, 4.0, 4.0)

@@ -305,8 +305,8 @@ def loss(n, programs, ahead, shares, arrived):
                   rows, n, 0, 0, n, 0, n, 1, 0, -100, 0.0, 0.0, 0.0, 0))
     return ranges(found, logits.data_ptr(), 4 * n)
 out["cross_entropy"] = loss(1000, rows, 2, zeros, zeros.int())
-# Pretends that the other parts of each row have arrived, because the interpreter runs programs one after another.
-out["parts"] = loss(30_000, 3 * rows, 4, torch.zeros(rows, 3, 4), torch.full((rows,), 9, dtype=torch.int32))
+# No program has started. Pretends that the other parts of each row have arrived, because the interpreter runs programs one after another.
+out["parts"] = loss(30_000, 3 * rows, 4, torch.zeros(rows, 3, 4), torch.tensor([0] + rows * [9], dtype=torch.int32))
 def run(path):
     numpy.savez(path, **{name: numpy.array(found) for name, found in out.items()})
 """

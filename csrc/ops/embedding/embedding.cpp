@@ -21,10 +21,7 @@ constexpr int64_t kNoPadding = -1;
 constexpr int64_t kMaxUnsorted = 3072;
 
 void check(const Tensor& input, const Tensor& weight) {
-  core::check_dense(kOp, "input", input);
-  LIGER_CHECK(
-      input.scalar_type() == at::kLong || input.scalar_type() == at::kInt, kOp, "input", "be int64 or int32 indices",
-      input.scalar_type());
+  core::check_integers(kOp, "input", input);
   core::check_activation(kOp, "weight", weight);
   LIGER_CHECK(weight.dim() == 2, kOp, "weight", "have two dimensions", weight.sym_sizes());
   core::check_same_device(kOp, "weight", weight, "input", input);

@@ -81,11 +81,8 @@ template <class... O>
 Options check(
     const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const O&... options) {
   check_activation(op, "logits", logits);
-  check_dense(op, "target", target);
+  check_integers(op, "target", target);
   check_same_device(op, "target", target, "logits", logits);
-  LIGER_CHECK(
-      target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target",
-      "be int64 or int32 class indices", target.scalar_type());
   Options parsed = parse(op, options...);
   auto row_sizes = logits.sym_sizes().slice(0, logits.dim() - 1);
   LIGER_CHECK(

@@ -78,7 +78,7 @@ void forward_rows_cuda(const CudaCall& call, const Options& o, Tensor logits, in
   Tensor partials, arrived;
   if (parts > 1) {
     partials = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
-    arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
+    arrived = at::zeros({1 + walk.rows}, call.target.options().dtype(at::kInt));
   }
   K::Args args{
       out.loss,
@@ -172,7 +172,7 @@ void forward_backward_rows_cuda(
   Tensor partials, arrived;
   if (part) {
     partials = at::empty({walk.rows, parts, 4}, call.target.options().dtype(at::kFloat));
-    arrived = at::zeros({walk.rows}, call.target.options().dtype(at::kInt));
+    arrived = at::zeros({1 + walk.rows}, call.target.options().dtype(at::kInt));
   }
   const auto& at = walk.strides[0];
   K::Args args{

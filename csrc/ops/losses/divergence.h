@@ -146,11 +146,8 @@ struct Divergence {
 
   static void check_labels(const char* op, const OptionalTensor& labels, const Tensor& x) {
     if (!labels || !labels->defined()) return;
-    check_dense(op, "shift_labels", *labels);
+    check_integers(op, "shift_labels", *labels);
     check_same_device(op, "shift_labels", *labels, "input", x);
-    LIGER_CHECK(
-        labels->scalar_type() == at::kLong || labels->scalar_type() == at::kInt, op, "shift_labels",
-        "be int64 or int32", labels->scalar_type());
     auto rows = x.sym_sizes().slice(0, x.dim() - 1);
     LIGER_CHECK(
         labels->sym_sizes().equals(rows), op, "shift_labels",

@@ -64,11 +64,8 @@ Settings check(
       c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of input"), weight.sym_sizes(),
       core::hint_if_swapped("input", input, "weight", weight, target));
   const auto classes = weight.sym_size(0);
-  check_dense(op, "target", target);
+  check_integers(op, "target", target);
   check_same_device(op, "target", target, "input", input);
-  LIGER_CHECK(
-      target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target",
-      "be int64 or int32 class indices", target.scalar_type());
   // Along sequence_dim only the ranks together know the size.
   const int64_t token_dims = input.dim() - 1;
   sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, o.vocabulary);

@@ -83,10 +83,8 @@ void check_arguments(const char* op, const Arguments& a, Options& o) {
       core::hint_if_swapped("t_input", a.t_input, "t_weight", a.t_weight, a.s_input));
   const auto classes = a.s_weight.sym_size(0);
   if (a.vocab_map.defined()) {
-    check_dense(op, "vocab_map", a.vocab_map);
+    check_integers(op, "vocab_map", a.vocab_map);
     check_same_device(op, "vocab_map", a.vocab_map, "s_input", a.s_input);
-    const auto dtype = a.vocab_map.scalar_type();
-    LIGER_CHECK(dtype == at::kLong || dtype == at::kInt, op, "vocab_map", "be int64 or int32", dtype);
     LIGER_CHECK(
         a.vocab_map.dim() == 1 && a.vocab_map.sym_size(0) == classes, op, "vocab_map",
         c10::str("have shape [", classes, "], one teacher class per student class"), a.vocab_map.sym_sizes());

@@ -44,7 +44,7 @@ void rows_cuda(Rows& r) {
   Tensor shares, values, arrived;
   if (scans) shares = at::empty({rows, parts, int64_t(kinds::SHARES)}, numbers);
   if (adds) values = at::empty({rows, parts, 2}, numbers);
-  if (waits) arrived = at::zeros({rows}, numbers.dtype(at::kInt));
+  if (waits) arrived = at::zeros({1 + rows}, numbers.dtype(at::kInt));
   const bool capped = r.o.student.softcap || r.o.teacher.softcap;
   const auto dtype = dtype_of(writes ? r.dlogits : r.student);
   const auto point = runtime::point_of<K>(K::dtype(dtype), r.o.kind(), capped ? 1 : 0);

@@ -67,11 +67,8 @@ Settings check(
         bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op, "bias",
         c10::str("have shape [", weight.sym_size(0), "], one value per class"), bias->sym_sizes());
   }
-  check_dense(op, "target", target);
+  check_integers(op, "target", target);
   check_same_device(op, "target", target, "input", input);
-  LIGER_CHECK(
-      target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op, "target", "be int64 or int32",
-      target.scalar_type());
   const int64_t token_dims = input.dim() - 1;
   sequence_dim = check_sequence_dim(op, "input", input, sequence_dim, vocabulary);
   std::vector<c10::SymInt> tokens = input.sym_sizes().slice(0, token_dims).vec();

@@ -35,11 +35,8 @@ Options check(
     const char* op, const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index,
     std::optional<double> softcap) {
   check_activation(op, "logits", logits);
-  check_dense(op, "index", index);
+  check_integers(op, "index", index);
   check_same_device(op, "index", index, "logits", logits);
-  LIGER_CHECK(
-      index.scalar_type() == at::kLong || index.scalar_type() == at::kInt, op, "index", "be int64 or int32",
-      index.scalar_type());
   const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
   LIGER_CHECK(
       (index.dim() == logits.dim() - 1 || index.dim() == logits.dim()) &&

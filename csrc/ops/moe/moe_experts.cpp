@@ -55,9 +55,7 @@ void check_like_x(const char* op, const char* name, const Tensor& t, const Tenso
 }
 
 void check_integers(const char* op, const char* name, const Tensor& t, const Tensor& x) {
-  core::check_dense(op, name, t);
-  LIGER_CHECK(
-      t.scalar_type() == at::kLong || t.scalar_type() == at::kInt, op, name, "be int64 or int32", t.scalar_type());
+  core::check_integers(op, name, t);
   core::check_same_device(op, name, t, "x", x);
 }
 

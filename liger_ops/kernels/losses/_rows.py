@@ -265,6 +265,14 @@ def combine(peak, total, tilt, first, softcap, flags, EXTRAS: tl.constexpr):
 
 
 @triton.jit
+def start_order(started):
+    """The number of programs that started before this one. Where programs wait for each other, it stands for the
+    program's index: a program then waits only for programs of earlier rows and its own, and a GPU that has room for one
+    row's programs always gets on, in whatever order it starts them."""
+    return tl.atomic_add(started, 1, sem="relaxed")
+
+
+@triton.jit
 def combine_parts(shares, arrived, peak, total, tilt, first, parts, softcap, flags, EXTRAS: tl.constexpr):
     """Stores this part's statistics in `shares`, waits for the row's other parts, and combines all in a fixed order."""
     mine = shares + (tl.program_id(0) % parts) * 4

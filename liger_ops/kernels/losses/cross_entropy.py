@@ -19,7 +19,8 @@ reads the others again from the L2 cache.
 Rows longer than a program can keep are split, PART columns per program. In forward without extras, rows that are too
 few to occupy the device are split too (SHARED). The programs of a row wait for each other after the first read, so all
 of them must run at the same time: the host does not split a row among more programs than the device has
-multiprocessors.
+multiprocessors, and programs take up rows in the order in which they start. arrived: zeros, the number of programs that
+started, then of each row's programs that have finished that read.
 
 SKEWED = 1 allows rows of any length and alignment, such as those of an odd vocabulary. Columns are then counted from
 the last 128-byte boundary at or before the row, `skew` columns to its left, so that whole tiles are as fast as in
@@ -46,7 +47,7 @@ from ._gradient import (
     write_true,
     zero_span,
 )
-from ._rows import forward_row, load_target, log1p, skew_of, softcapped, store_row
+from ._rows import forward_row, load_target, log1p, skew_of, softcapped, start_order, store_row
 
 
 @triton.jit
@@ -63,8 +64,9 @@ def cross_entropy_fwd_kernel(
     end = n
     if SHARED:
         parts = tl.cdiv(columns_end(n, SKEWED), part)
-        row = tl.program_id(0) // parts
-        begin = tl.multiple_of((tl.program_id(0) - row * parts) * part, 8)
+        program = start_order(arrived)
+        row = program // parts
+        begin = tl.multiple_of((program - row * parts) * part, 8)
         end = tl.minimum(columns_end(n, SKEWED), begin + part)
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
@@ -75,7 +77,7 @@ def cross_entropy_fwd_kernel(
         top, total, miss = forward_row(
             loss, z_loss, accuracy, predicted, facts, row, rows, x_row, 0, begin, end, y - first_class, first_class,
             weight, weight_sum, n, label_smoothing, lse_square_scale, softcap, flags, shares + row * (parts * 4),
-            arrived + row, parts, LANES, TILES, SKEWED, SHARED, EXTRAS, 0, True, "", True,
+            arrived + 1 + row, parts, LANES, TILES, SKEWED, SHARED, EXTRAS, 0, True, "", True,
         )  # fmt: skip
         save = (begin == 0) & ((flags & SAVE_STATS) != 0)
         tl.store(stats + row, top, mask=save)
@@ -138,18 +140,20 @@ def cross_entropy_fwd_bwd_kernel(
     REST: tl.constexpr = EXTRAS or not KEEPS_ALL
     PREFETCHES: tl.constexpr = not REST
     parts = 1
-    row = tl.program_id(0)
+    program = tl.program_id(0)
+    row = program
     begin = 0
     end = columns_end(n, SKEWED)
     if PART:
         parts = tl.cdiv(end, PART)
-        row = tl.program_id(0) // parts
-        begin = (tl.program_id(0) - row * parts) * PART
+        program = start_order(arrived)
+        row = program // parts
+        begin = (program - row * parts) * PART
         end = tl.minimum(end, begin + PART)
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
     y = load_target(target, row, target_words, True)
     if PREFETCHES:
-        later = tl.program_id(0) + programs_ahead(2 * KEEP)
+        later = program + programs_ahead(2 * KEEP)
         first = 0
         if PART:
             first = later % parts * PART
@@ -178,7 +182,7 @@ def cross_entropy_fwd_bwd_kernel(
         top, total, miss = forward_row(
             loss, z_loss, accuracy, predicted, 0, row, rows, x_row, kept, begin, end, y, 0, weight, weight_sum,
             n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4),
-            arrived + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, FIRST_READ, False,
+            arrived + 1 + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, FIRST_READ, False,
         )  # fmt: skip
         slope, slope_y, drop_y, tilt = gradient_terms(
             n, y, (y >= 0) & (y < n), top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing,

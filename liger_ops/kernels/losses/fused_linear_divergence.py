@@ -17,7 +17,8 @@ terms and does not depend on that number in first order. Exponentials and logari
 Phases of a program: SCANS finds the largest logits and the sums of exponentials, VALUES adds up the divergence, WRITES
 stores the gradient, which may overwrite x_s. A row is split among programs, `part` columns each, so that the rows in use
 stay in the L2 cache between the phases. With WAITS, the programs of a row wait for each other: the host does not split a
-row among more programs than the device has multiprocessors. In a mixture, VALUES overwrites x_t with log m - log p_s for
+row among more programs than the device has multiprocessors, and programs take up rows in the order in which they start.
+arrived: zeros, the number of programs that started, then one counter per row. In a mixture, VALUES overwrites x_t with log m - log p_s for
 the gradient (KEEPS).
 
 stats: (5, tokens), for a gradient that is computed later: largest v_s, sum of exponentials relative to it, the same of
@@ -31,7 +32,7 @@ from ..elements import DTYPES
 from ..rows import LOG2E
 from ..table import Config, Kernel
 from ._flags import LN2, LOWEST, MOST_PARTS
-from ._rows import lane_columns, log1p, softcapped
+from ._rows import lane_columns, log1p, softcapped, start_order
 from .log_probs import power_of, rebased
 
 FORWARD = tl.constexpr(0)
@@ -252,9 +253,12 @@ def fused_linear_divergence_rows_kernel(
     gradient of each row. inverse: 1 / temperature, factor: log2(e) / temperature."""
     BLOCK: tl.constexpr = TILES * LANES * VEC
     parts = tl.cdiv(n, part)
-    program = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(0) // parts
-    begin = tl.multiple_of((tl.program_id(0) - row * parts) * part, 8)
+    program = tl.program_id(0)
+    if flags & WAITS:
+        program = start_order(arrived)
+    row = program // parts
+    begin = tl.multiple_of((program - row * parts) * part, 8)
+    program = program.to(tl.int64)
     end = tl.minimum(n, begin + part)
     leads = begin == 0
     writes = (flags & WRITES) != 0
@@ -279,7 +283,7 @@ def fused_linear_divergence_rows_kernel(
             tl.store(mine + 4, t_peak)
             tl.store(mine + 5, t_total)
             if flags & WAITS:
-                await_parts(arrived + row, parts)
+                await_parts(arrived + 1 + row, parts)
         if flags & (VALUES | WRITES):
             if flags & KNOWN:
                 s_peak = tl.load(stats + row)
@@ -347,7 +351,7 @@ def fused_linear_divergence_rows_kernel(
                 if writes:
                     if flags & VALUES:
                         if flags & WAITS:
-                            await_parts(arrived + row, 2 * parts)
+                            await_parts(arrived + 1 + row, 2 * parts)
                         tl.debug_barrier()
                     if (flags & KNOWN) == 0:
                         each = tl.arange(0, MOST_PARTS)

@@ -127,7 +127,7 @@ def test_frozen_weights(device):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda i, w: (i.float(), w), r"embedding: input must be int64 or int32 indices \(got Float\)"),
+        (lambda i, w: (i.float(), w), r"embedding: input must be int64 or int32 \(got Float\)"),
         (lambda i, w: (i, w.long()), r"embedding: weight must be float32, float16"),
         (lambda i, w: (i, w[0]), r"embedding: weight must have two dimensions \(got \[24\]\)"),
         (lambda i, w: (i.to("meta"), w), r"embedding: weight must be on meta like input"),

@@ -334,7 +334,7 @@ ERRORS = {
     "integer logits": ((ONES.long(), ZEROS), {}, "logits must be float32, float16, bfloat16 or float64"),
     "scalar logits": ((torch.tensor(1.0), ZEROS), {}, "logits must have at least one dimension"),
     "sparse logits": ((ONES.to_sparse(), ZEROS), {}, "logits must be a dense, unquantized tensor"),
-    "float target": ((ONES, ONES), {}, "target must be int64 or int32 class indices"),
+    "float target": ((ONES, ONES), {}, "target must be int64 or int32"),
     "target of another shape": ((ONES, torch.zeros(3, dtype=torch.long)), {}, r"target must have shape \[2\]"),
     "target elsewhere": ((ONES, ZEROS.to("meta")), {}, "target must be on cpu like logits"),
     "target too large": ((ONES, ZEROS + 8), {}, r"target must lie in \[0, 8\) or be ignore_index, -100 "),

@@ -296,7 +296,7 @@ ERRORS = {
     "weight of another width": ((X, torch.ones(10, 7), Y), {}, r"weight must have shape \[classes, 8\]"),
     "weight of one dimension": ((X, torch.ones(8), Y), {}, r"weight must have shape \[classes, 8\]"),
     "weight elsewhere": ((X, W.to("meta"), Y), {}, "weight must be on cpu like input"),
-    "float target": ((X, W, Y.float()), {}, "target must be int64 or int32 class indices"),
+    "float target": ((X, W, Y.float()), {}, "target must be int64 or int32"),
     "target of another shape": ((X, W, Y[:1]), {}, r"target must have shape \[2, 3\]"),
     "parts of classes alone": ((X, W, Y), dict(class_sizes=[10]), "class_sizes must be None without a group"),
     "a part of a sequence alone": ((X, W, Y), dict(sequence_dim=0), "sequence_dim must be None without a group"),

@@ -5,7 +5,7 @@
 
 Some layers of each model's shape, random weights, bf16, causal SDPA, fused AdamW. Every run has its own process, so that
 a failure does not end the others, and its record is written at once. The losses of the first steps are compared with
-those of the unpatched model. Writes training.jsonl, training.md and training.png. With --kernels, the page also lists the
+those of the unpatched model. With --adapters, peft adds low-rank adapters, and only those are trained. Writes training.jsonl, training.md and training.png. With --kernels, the page also lists the
 kernels of a step and their times.
 """
 
@@ -42,6 +42,7 @@ PROVIDERS = {
     "ours": "ours",
     "ours-compile": "ours + torch.compile",
 }
+LORA = ("adapters", "rank", "targets", "dropout")
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
 COMPARED_STEPS = 4
 PROFILED_STEPS = 3
@@ -138,6 +139,29 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=causal_attention())
 
 
+def add_adapters(model: Any, arguments: argparse.Namespace) -> Any:
+    """The model with frozen weights and adapters of peft, or without adapters: the floor of a step with adapters."""
+    if arguments.adapters == "none":
+        model.requires_grad_(False)
+        model.enable_input_require_grads()
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=arguments.rank,
+        lora_alpha=2 * arguments.rank,
+        lora_dropout=arguments.dropout,
+        target_modules=arguments.targets if arguments.targets == "all-linear" else arguments.targets.split(","),
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=arguments.adapters == "float32")
+    # B starts at zero. Gradients of A would be zeros too.
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=1e-3)
+    return adapted
+
+
 def prepare(model: torch.nn.Module, provider: str) -> Any:
     if provider.startswith("liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -228,9 +252,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     shape, device = shape_of(arguments, arguments.model, arguments.batch), arguments.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = build(shape, device, dtype)
+    if arguments.adapters:
+        model = add_adapters(model, arguments)
     model.train()
     forward = prepare(model, arguments.provider)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad] or [torch.nn.Parameter(torch.zeros(1, device=device))]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(3, shape.vocabulary, (COMPARED_STEPS, shape.batch, shape.length), generator=generator).to(
         device
@@ -270,6 +297,9 @@ class Run:
         for name, value in {**asked, "steps": arguments.steps, "device": arguments.device}.items():
             command += [f"--{name}", str(value)]
         command += [f"--{name}" for name in ("tiny", "kernels") if getattr(arguments, name)]
+        if arguments.adapters:
+            asked |= {name: getattr(arguments, name) for name in LORA}
+            command += [f"--{name}={asked[name]}" for name in LORA]
         self.timeout = arguments.timeout
         self.record: dict[str, Any] = {
             "kind": "training", "model": model, "provider": provider, **asked,
@@ -299,6 +329,7 @@ def load(arguments: argparse.Namespace) -> None:
     modules = ["transformers", f"transformers.models.{kind}.modeling_{kind}"]
     provider, _, compiled = arguments.provider.partition("-")
     modules += {"liger": ["liger_kernel.transformers"], "ours": ["liger_ops.transformers"]}.get(provider, [])
+    modules += ["peft"] if arguments.adapters else []
     modules += ["torch._inductor.compile_fx"] if "compile" in (provider, compiled) else []
     for module in modules:
         importlib.import_module(module)
@@ -307,14 +338,15 @@ def load(arguments: argparse.Namespace) -> None:
 def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
     """The largest difference from a loss of the unpatched model."""
     for other in records:
-        same = all(other[k] == record[k] for k in ("model", "batch", "length", "layers"))
+        same = all(other.get(k) == record.get(k) for k in ("model", "batch", "length", "layers", *LORA))
         if same and other["provider"] == "hf" and "losses" in other and "losses" in record:
             return max(abs(a - b) for a, b in zip(record["losses"], other["losses"]))
     return None
 
 
 def summary(record: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
-    head = [record["model"], *(str(record[k]) for k in ("layers", "batch", "length")), PROVIDERS[record["provider"]]]
+    adapters = f", {record['adapters']} adapters of rank {record['rank']}" if "adapters" in record else ""
+    head = [record["model"] + adapters, *(str(record[k]) for k in ("layers", "batch", "length")), PROVIDERS[record["provider"]]]
     if "error" in record:
         return [*head, record["error"].replace("|", "/"), "", "", ""]
     gap = loss_gap(record, records)
@@ -401,6 +433,12 @@ def main() -> None:
     parser.add_argument("--length", type=positive)
     parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--adapters", choices=["float32", "bfloat16", "none"], help="train adapters of this dtype; none: a frozen model"
+    )
+    parser.add_argument("--rank", type=positive, default=16)
+    parser.add_argument("--targets", default="all-linear", help="comma-separated names of linear layers")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of adapters")
     parser.add_argument("--kernels", action="store_true", help="also profile some steps, on a GPU")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the script")
     parser.add_argument("--timeout", type=positive, default=300, help="time limit of one run in seconds")

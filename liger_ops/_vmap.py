@@ -18,6 +18,17 @@ def in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
+def is_batched(dim: Any) -> bool:
+    return any(map(is_batched, dim)) if isinstance(dim, (list, tuple)) else dim is not None
+
+
+def example(argument: Any, dim: Any, i: int) -> Any:
+    """Number i of the batch."""
+    if isinstance(dim, (list, tuple)):
+        return [example(*pair, i) for pair in zip(argument, dim)]
+    return argument if dim is None else argument.select(dim, i)
+
+
 def rule(op: Callable, rows: int, out_dims: tuple[int, ...]) -> Callable:
     """out_dims: position of the batch dimension in each result; empty: it is the first of every result."""
 
@@ -25,9 +36,9 @@ def rule(op: Callable, rows: int, out_dims: tuple[int, ...]) -> Callable:
         size = info.batch_size
         tensors = [in_front(*pair, size) for pair in zip(args[:rows], in_dims)]
         # A batch of scalars has no dimension for columns: the batch dimension would be taken for it.
-        one_by_one = any(dim is not None for dim in in_dims[rows:]) or any(t.dim() < 2 for t in tensors)
+        one_by_one = any(map(is_batched, in_dims[rows:])) or any(t.dim() < 2 for t in tensors)
         if one_by_one:
-            examples = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims))) for i in range(size)]
+            examples = [op(*(example(*pair, i) for pair in zip(args, in_dims))) for i in range(size)]
             out = torch.stack(examples) if isinstance(examples[0], Tensor) else tuple(map(torch.stack, zip(*examples)))
         else:
             out = op(*tensors, *args[rows:])

@@ -3,5 +3,8 @@
 # Gradients, as in csrc/core/autograd.h.
 WANT_INPUT, WANT_WEIGHT, WANT_BIAS = 1, 2, 4
 
+# Gradients of adapters, as in csrc/ops/gemm/lora_linear.cpp.
+LORA_A, LORA_B = 8, 16
+
 # Of fused_linear_cross_entropy: results, and gradients, as in csrc/ops/losses/fused_linear_cross_entropy.h.
 CE_METRICS, CE_LOG_PROBS, CE_INPUT, CE_WEIGHT, CE_BIAS = 1, 2, 4, 8, 16

@@ -52,11 +52,17 @@ constexpr int64_t wanted_bits(bool input, bool weight, bool bias = false) {
   return (input ? kWantInput : 0) | (weight ? kWantWeight : 0) | (bias ? kWantBias : 0);
 }
 
+inline bool has_forward_gradient(const std::optional<at::Tensor>& t) { return torch::autograd::isFwGradDefined(t); }
+inline bool has_forward_gradient(const at::Tensor& t) { return torch::autograd::isFwGradDefined(t); }
+inline bool has_forward_gradient(const at::TensorList& list) {
+  return std::any_of(list.begin(), list.end(), [](const at::Tensor& t) { return has_forward_gradient(t); });
+}
+
 /// Forward-mode differentiation is not implemented. Without this check it would silently return zeros.
 template <class... Tensors>
 void check_no_forward_ad(const char* op, const Tensors&... tensors) {
   TORCH_CHECK(
-      !(torch::autograd::isFwGradDefined(tensors) || ...), op,
+      !(has_forward_gradient(tensors) || ...), op,
       ": forward-mode automatic differentiation is not supported; use reverse mode (backward)");
 }
 
@@ -140,14 +146,20 @@ void add_to_cache_key(CompiledNodeArgs& args, const std::tuple<T...>& values) {
   std::apply([&](const auto&... each) { (add_to_cache_key(args, each), ...); }, values);
 }
 
+/// The number of saved tensors of a node that depends on the call.
+constexpr size_t kAnyNumber = SIZE_MAX;
+
 /// Base class of all backward nodes: N saved tensors, and a `backward` that runs below autograd.
 ///
 /// Self::state() returns a std::tie of the other members that `backward` reads. Compiled autograd copies them into a
 /// new node, which runs `backward`.
 template <class Self, size_t N>
 class BackwardNode : public torch::autograd::Node {
+  template <class T>
+  using Saved = std::conditional_t<N == kAnyNumber, std::vector<T>, std::array<T, N == kAnyNumber ? 0 : N>>;
+
  public:
-  std::array<SavedVariable, N> saved;
+  Saved<SavedVariable> saved;
 
   std::tuple<> state() { return {}; }
 
@@ -169,7 +181,8 @@ class BackwardNode : public torch::autograd::Node {
     // Saved tensors may be freed, and gradients overwritten, only if the graph is not used again.
     keep_ = create_graph || torch::autograd::get_current_graph_task_keep_graph();
     // Unpack before `run` disables autograd: a hook may run forward code, as checkpointing does.
-    for (size_t i = 0; i < N; ++i) unpacked_[i] = saved[i].unpack(getptr());
+    if constexpr (N == kAnyNumber) unpacked_.resize(saved.size());
+    for (size_t i = 0; i < saved.size(); ++i) unpacked_[i] = saved[i].unpack(getptr());
     const variable_list given = create_graph ? grads : variable_list();
     variable_list out = run(std::move(grads));
     unpacked_ = {};
@@ -206,13 +219,15 @@ class BackwardNode : public torch::autograd::Node {
                       const variable_list& grads, const std::vector<at::IValue>& tensors) {
       auto node = make_node<Self>();
       node->state() = state;
-      for (size_t i = 0; i < N; ++i) node->unpacked_[i] = tensors[i].toTensor();
+      if constexpr (N == kAnyNumber) node->unpacked_.resize(tensors.size());
+      for (size_t i = 0; i < tensors.size(); ++i) node->unpacked_[i] = tensors[i].toTensor();
       node->needs_ = &needs_input;
       return node->run(variable_list(grads));
     };
     const auto& python = compiled::getPyCompilerInterface();
     const std::string bound = python->bind_function(
-        swap.get_py_compiler(), name(), std::move(replay), std::vector<at::TypePtr>(N, at::TensorType::get()),
+        swap.get_py_compiler(), name(), std::move(replay),
+        std::vector<at::TypePtr>(saved.size(), at::TensorType::get()),
         /*is_custom_function=*/true, /*is_traceable=*/true);
     using Outputs = compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>;
     auto out = python->call_function(
@@ -234,6 +249,9 @@ class BackwardNode : public torch::autograd::Node {
   void save(const Tensors&... tensors) {
     static_assert(sizeof...(tensors) == N);
     saved = {SavedVariable(tensors, false)...};
+  }
+  void save_all(at::TensorList tensors) {
+    for (const auto& t : tensors) saved.emplace_back(t, false);
   }
 
   /// Makes these results of forward differentiable by this node.
@@ -263,7 +281,7 @@ class BackwardNode : public torch::autograd::Node {
 
   bool keep_ = true;
   const std::vector<bool>* needs_ = nullptr;  // set by compiled autograd, which has no graph task
-  std::array<at::Tensor, N> unpacked_;
+  Saved<at::Tensor> unpacked_;
 };
 
 }  // namespace liger::core

@@ -91,6 +91,9 @@ struct AutocastLinear {
   static void cast_one(c10::DeviceType device, std::optional<at::Tensor>& t) {
     if (t && t->defined()) cast_one(device, *t);
   }
+  static void cast_one(c10::DeviceType device, std::vector<at::Tensor>& list) {
+    for (auto& t : list) cast_one(device, t);
+  }
 };
 
 /// Casts the arguments at these positions to the widest of their dtypes, as arithmetic does.
@@ -147,6 +150,8 @@ void check_dense_argument(const char* op, size_t argument, const T& value) {
     }
   } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
     if (value && value->defined()) check_dense_argument(op, argument, *value);
+  } else if constexpr (std::is_same_v<T, at::TensorList>) {
+    for (const auto& t : value) check_dense_argument(op, argument, t);
   }
 }
 
@@ -171,6 +176,14 @@ struct Stored<const std::optional<at::Tensor>&> {
   using type = std::tuple<>;
 };
 template <>
+struct Stored<at::TensorList> {
+  using type = std::tuple<>;
+};
+template <>
+struct Stored<at::ArrayRef<double>> {
+  using type = std::tuple<std::vector<double>>;
+};
+template <>
 struct Stored<c10::string_view> {
   using type = std::tuple<std::string>;
 };
@@ -185,6 +198,8 @@ typename Stored<T>::type stored(const T& value) {
     return {};
   } else if constexpr (std::is_same_v<T, at::OptionalIntArrayRef>) {
     return {value ? std::optional(value->vec()) : std::nullopt};
+  } else if constexpr (std::is_same_v<T, at::ArrayRef<double>>) {
+    return {value.vec()};
   } else {
     return typename Stored<T>::type(value);
   }
@@ -204,11 +219,27 @@ inline at::OptionalIntArrayRef passed(const std::optional<std::vector<int64_t>>&
   return value ? at::OptionalIntArrayRef(*value) : std::nullopt;
 }
 
+struct TensorVector : std::vector<at::Tensor> {
+  TensorVector(at::TensorList list) : std::vector<at::Tensor>(list.begin(), list.end()) {}
+};
+
 /// A copy of an argument that Autocast may replace.
 template <class T>
-using Replaceable = std::conditional_t<
-    std::is_same_v<T, const at::Tensor&>, at::Tensor,
-    std::conditional_t<std::is_same_v<T, const std::optional<at::Tensor>&>, std::optional<at::Tensor>, T>>;
+struct Replaceable {
+  using type = T;
+};
+template <>
+struct Replaceable<const at::Tensor&> {
+  using type = at::Tensor;
+};
+template <>
+struct Replaceable<const std::optional<at::Tensor>&> {
+  using type = std::optional<at::Tensor>;
+};
+template <>
+struct Replaceable<at::TensorList> {
+  using type = TensorVector;
+};
 
 }  // namespace detail
 
@@ -297,7 +328,7 @@ struct Operator<Op, Return(A...)> {
   template <c10::DeviceType kDevice>
   static R autocast(A... a) {
     c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-    std::tuple<detail::Replaceable<A>...> arguments(a...);
+    std::tuple<typename detail::Replaceable<A>::type...> arguments(a...);
     Op::Autocast::cast(kDevice, arguments);
     return std::apply([](auto&... replaced) { return handle().call(replaced...); }, arguments);
   }

@@ -1,0 +1,580 @@
+// lora_linear(x, weight, a, b, scale, bias) = F.linear(x, weight, bias) + sum_j scale_j (x A_j^T) B_j^T, and several such
+// projections of one x.
+//
+// Shapes: x (T, n), W (m, n), A (r, n), B (m, r); t = x A^T and u = scale dy B are (T, r). R: the ranks of a group together.
+//
+//   y  = x W^T + scale t B^T         dA = u^T x
+//   dx = dy W + u A                  dB = scale dy^T t
+//
+// All A of a group are multiplied with x in one GEMM, and sums accumulate in GEMMs. Three forms, by dtype:
+//
+//   plain    the adapters have x's dtype.
+//   pieces   x in bf16, adapters in fp32, on CUDA: A, B, t and u are split into three bf16 pieces, see
+//            liger_ops/kernels/gemm/lora_linear.py.
+//   wide     otherwise: x and dy are converted.
+//
+// t is in the adapters' dtype, with columns (T, R).
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "core/cuda.h"
+#include "core/operator.h"
+#include "core/rows.h"
+#include "gemm/mm.h"
+#include "gemm/multiply.h"
+#include "kernels/lora_linear.h"
+
+namespace liger::ops::lora_linear {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using Tensors = std::vector<Tensor>;
+using Biases = c10::List<std::optional<Tensor>>;
+using Scales = at::ArrayRef<double>;
+
+constexpr const char* kOp = "lora_linear";
+constexpr const char* kBackward = "lora_linear backward";
+
+// Gradients that backward computes.
+constexpr int64_t kWantA = 8, kWantB = 16;
+
+struct Cpu {};
+struct Cuda {};
+struct Meta {};
+
+/// of[j]: the projection to which adapter j belongs.
+struct Group {
+  TensorList weights, a, b;
+  Scales scale;
+  at::IntArrayRef of;
+};
+
+// ---- Checks
+
+void check_matrix(const char* op, const std::string& name, const Tensor& t, const Tensor& x) {
+  core::check_dense(op, name.c_str(), t);
+  core::check_same_device(op, name.c_str(), t, "x", x);
+  LIGER_CHECK(t.dim() == 2, op, name, "have two dimensions", t.sym_sizes());
+}
+
+void check_projection(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  check_matrix(op, "weight", weight, x);
+  const auto like_x = c10::str("have the dtype of x, ", x.scalar_type());
+  LIGER_CHECK(weight.scalar_type() == x.scalar_type(), op, "weight", like_x, weight.scalar_type());
+  LIGER_CHECK(
+      weight.sym_size(1) == x.sym_sizes().back(), op, "weight",
+      c10::str("have shape [features, ", x.sym_sizes().back(), "], the last dimension of x"), weight.sym_sizes());
+  if (!bias || !bias->defined()) return;
+  core::check_dense(op, "bias", *bias);
+  core::check_same_device(op, "bias", *bias, "x", x);
+  LIGER_CHECK(bias->scalar_type() == x.scalar_type(), op, "bias", like_x, bias->scalar_type());
+  LIGER_CHECK(
+      bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op, "bias",
+      c10::str("have shape [", weight.sym_size(0), "], one value per feature"), bias->sym_sizes());
+}
+
+void check_adapters(const char* op, const Tensor& x, const Group& g) {
+  const size_t count = g.a.size();
+  const auto as_many = c10::str("have as many entries as a, ", count);
+  LIGER_CHECK(g.b.size() == count, op, "b", as_many, g.b.size());
+  LIGER_CHECK(g.scale.size() == count, op, "scale", as_many, g.scale.size());
+  for (size_t j = 0; j < count; ++j) {
+    const std::string a = c10::str("a[", j, "]"), b = c10::str("b[", j, "]");
+    for (const auto& [name, t] : {std::pair(a, g.a[j]), std::pair(b, g.b[j])}) {
+      check_matrix(op, name, t, x);
+      const auto dtype = t.scalar_type();
+      LIGER_CHECK(
+          dtype == x.scalar_type() || (dtype == at::kFloat && x.scalar_type() != at::kDouble), op, name,
+          c10::str("be float32 or have the dtype of x, ", x.scalar_type()), dtype);
+    }
+    LIGER_CHECK(
+        g.a[j].sym_size(1) == x.sym_sizes().back(), op, a,
+        c10::str("have shape [rank, ", x.sym_sizes().back(), "], the last dimension of x"), g.a[j].sym_sizes());
+    const auto features = g.weights[g.of[j]].sym_size(0), rank = g.a[j].sym_size(0);
+    LIGER_CHECK(
+        g.b[j].sym_size(0) == features && g.b[j].sym_size(1) == rank, op, b,
+        c10::str("have shape [", features, ", ", rank, "], the features of weight and the rank of ", a),
+        g.b[j].sym_sizes());
+  }
+}
+
+// ---- Forms
+
+bool has_dtype(const Group& g, at::ScalarType dtype) {
+  auto fits = [&](const Tensor& t) { return t.scalar_type() == dtype; };
+  return std::all_of(g.a.begin(), g.a.end(), fits) && std::all_of(g.b.begin(), g.b.end(), fits);
+}
+
+bool takes_pieces(const Tensor& x, const Group& g) {
+  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && !g.a.empty() && !has_dtype(g, at::kBFloat16);
+}
+
+/// The dtype of the adapters' products.
+at::ScalarType product_dtype(const Tensor& x, const Group& g) {
+  return has_dtype(g, x.scalar_type()) ? x.scalar_type() : core::compute_type(x);
+}
+
+/// The largest rank as a multiple of 8: then all pieces are aligned to 16 bytes.
+c10::SymInt padded_rank(const Group& g) {
+  c10::SymInt rank = 0;
+  for (const Tensor& a : g.a) rank = rank.max(a.sym_size(0));
+  return (rank + 7) / 8 * 8;
+}
+
+c10::SymInt all_ranks(const Group& g) {
+  c10::SymInt ranks = 0;
+  for (const Tensor& a : g.a) ranks = ranks + a.sym_size(0);
+  return ranks;
+}
+
+Tensors converted(TensorList list, at::ScalarType dtype) {
+  Tensors out;
+  for (const Tensor& t : list) out.push_back(t.to(dtype));
+  return out;
+}
+
+/// The columns of each adapter.
+Tensors columns_of(const Tensor& t, const Group& g) {
+  Tensors out;
+  int64_t first = 0;
+  for (const Tensor& a : g.a) {
+    out.push_back(t.narrow(1, first, a.size(0)));
+    first += a.size(0);
+  }
+  return out;
+}
+
+struct Product {
+  Tensor left, right;
+  double scale = 1;
+};
+using Products = std::vector<Product>;
+
+/// out += all products, or out = their sum. Each is rounded to out's dtype as it is added.
+void add(Tensor& out, const Products& products, bool accumulates) {
+  for (const auto& [left, right, scale] : products) {
+    gemm::multiply(out, left, right, accumulates ? 1 : 0, scale, /*sustained=*/true);
+    accumulates = true;
+  }
+}
+
+/// The sum of large and small products, which may have a wider dtype, and a bias.
+Tensor total(
+    at::IntArrayRef sizes, const Tensor& like, const std::optional<Tensor>& bias, const Products& large,
+    const Products& small) {
+  Tensor out = at::empty(sizes, like.options());
+  const bool biased = bias && bias->defined();
+  if (biased) out.copy_(bias->expand_as(out));
+  if (!small.empty() && small[0].left.scalar_type() != out.scalar_type()) {
+    add(out, large, biased);
+    Tensor wide = out.to(small[0].left.scalar_type());
+    add(wide, small, true);
+    return wide.to(out.scalar_type());
+  }
+  static const bool first = std::getenv("LORA_FIRST");
+  if (first) {
+    add(out, small, biased);
+    add(out, large, biased || !small.empty());
+  } else {
+    add(out, large, biased);
+    add(out, small, true);
+  }
+  return out;
+}
+
+Tensor multiplied(const Tensor& a, const Tensor& b) {
+  Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
+  gemm::multiply(out, a, b, 0, 1, /*sustained=*/true);
+  return out;
+}
+
+// ---- Pieces
+
+enum class Use { Rows, Weight };
+
+/// fp32 numbers (rows, columns), each the sum of `parts` summands at a distance of `part_stride`.
+struct Numbers {
+  Tensor first;
+  int64_t parts = 1, part_stride = 0;
+};
+
+/// Stores the pieces of numbers times scale at `out` (rows, columns) and three times further at a distance of `distance`,
+/// and the numbers at `total`, if that is defined.
+void store_pieces(
+    Use use, const Tensor& out, int64_t distance, const Numbers& numbers, double scale = 1, const Tensor& total = {}) {
+  using K = kernels::lora_pieces;
+  namespace constants = kernels::constants::lora_linear;
+  const int64_t rows = numbers.first.size(0), columns = numbers.first.size(1), count = rows * columns;
+  if (count == 0) return;
+  TORCH_CHECK(count <= INT32_MAX, kOp, ": rows times rank must be below 2^31 (got ", count, ")");
+  const bool has_total = total.defined();
+  K::Args args{
+      core::address(out),
+      core::address(total),
+      core::address(numbers.first),
+      int32_t(count),
+      int32_t(columns),
+      int32_t(numbers.parts),
+      numbers.first.stride(0),
+      numbers.part_stride,
+      has_total ? total.stride(0) : 0,
+      out.stride(0),
+      distance,
+      float(scale),
+      has_total ? constants::HAS_TOTAL : 0};
+  const auto point = runtime::point_of<K>(use == Use::Weight ? 1 : 0);
+  const auto& config = runtime::first_fit<K>(columns, false, point);
+  const auto programs = uint32_t((count + constants::BLOCK - 1) / constants::BLOCK);
+  core::launch<K>(kOp, out.device(), runtime::variant_index<K>(config, point), {programs}, args);
+}
+
+/// An uninitialised tensor, or zeros where padding will not be written.
+Tensor space(at::IntArrayRef sizes, const Tensor& like, bool padded) {
+  const auto options = like.options().dtype(at::kBFloat16);
+  return padded ? at::zeros(sizes, options) : at::empty(sizes, options);
+}
+
+Tensor in_float(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
+
+/// All A: (4, R, n), with R for padded ranks. The first three are all digits, the last three those of a product with pieces
+/// of rows.
+Tensor pieces_of_a(const Group& g, int64_t rank, int64_t n) {
+  const int64_t count = g.a.size(), ranks = count * rank;
+  const bool padded = all_ranks(g) != ranks;
+  Tensor out = space({4, ranks, n}, g.a[0], padded);
+  for (int64_t j = 0; j < count; ++j) {
+    store_pieces(Use::Weight, out[0].narrow(0, j * rank, rank), ranks * n, {in_float(g.a[j])});
+  }
+  return out;
+}
+
+/// One B: (m, 4, rank), likewise.
+Tensor pieces_of_b(const Tensor& b, int64_t rank) {
+  Tensor out = space({b.size(0), 4, rank}, b, b.size(1) != rank);
+  store_pieces(Use::Weight, out.select(1, 0), rank, {in_float(b)});
+  return out;
+}
+
+/// The product of bf16 matrices in fp32.
+Tensor wide_product(const Tensor& a, const Tensor& b) { return at::mm(a, b, at::kFloat); }
+
+/// Three neighbouring pieces of (rows, 4, rank) as columns.
+Tensor three(const Tensor& pieces, int64_t first) { return pieces.narrow(1, first, 3).flatten(1); }
+
+/// Stores t. Returns the adapters' products for each projection.
+std::vector<Products> adapters_in_pieces(const Tensor& x, const Tensor& t, const Group& g) {
+  const int64_t n = x.size(1), rank = padded_rank(g).expect_int(), ranks = rank * int64_t(g.a.size());
+  const Tensor a = pieces_of_a(g, rank, n);
+  const Tensor sums = wide_product(x, a.narrow(0, 0, 3).flatten(0, 1).t());
+  const Tensors totals = columns_of(t, g);
+  std::vector<Products> out(g.weights.size());
+  for (size_t j = 0; j < g.a.size(); ++j) {
+    const int64_t own = g.a[j].size(0);
+    Tensor pieces = space({x.size(0), 4, rank}, x, own != rank);
+    const Numbers numbers{sums.narrow(1, int64_t(j) * rank, own), 3, ranks};
+    store_pieces(Use::Rows, pieces.select(1, 0), rank, numbers, 1, totals[j]);
+    out[g.of[j]].push_back({three(pieces, 0), three(pieces_of_b(g.b[j], rank), 1).t(), g.scale[j]});
+  }
+  return out;
+}
+
+// ---- Forward
+
+std::vector<Products> adapters_in_one_piece(const Tensor& x, Tensor& t, const Group& g) {
+  std::vector<Products> out(g.weights.size());
+  if (g.a.empty()) return out;
+  const auto dtype = t.scalar_type();
+  gemm::multiply(t, x.to(dtype), at::cat(converted(g.a, dtype)).t(), 0, 1, /*sustained=*/true);
+  const Tensors parts = columns_of(t, g), b = converted(g.b, dtype);
+  for (size_t j = 0; j < b.size(); ++j) out[g.of[j]].push_back({parts[j], b[j].t(), g.scale[j]});
+  return out;
+}
+
+/// The projections of x as a matrix, and t.
+template <class Device>
+std::pair<Tensors, Tensor> project(const Tensor& x, const Biases& biases, const Group& g) {
+  Tensors ys;
+  Tensor t = at::empty_symint({x.sym_size(0), all_ranks(g)}, x.options().dtype(product_dtype(x, g)));
+  if constexpr (std::is_same_v<Device, Meta>) {
+    for (const Tensor& weight : g.weights) {
+      ys.push_back(at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options()));
+    }
+  } else {
+    const auto adapters = takes_pieces(x, g) ? adapters_in_pieces(x, t, g) : adapters_in_one_piece(x, t, g);
+    for (size_t i = 0; i < g.weights.size(); ++i) {
+      const Tensor& weight = g.weights[i];
+      ys.push_back(total({x.size(0), weight.size(0)}, x, biases.get(i), {{x, weight.t()}}, adapters[i]));
+    }
+  }
+  return {std::move(ys), t};
+}
+
+// ---- Backward
+
+struct Gradients {
+  Tensor x;
+  Tensors weights, biases, a, b;
+
+  Tensors all() const {
+    Tensors out;
+    if (x.defined()) out.push_back(x);
+    for (const auto* list : {&weights, &biases, &a, &b}) out.insert(out.end(), list->begin(), list->end());
+    return out;
+  }
+};
+
+/// Returns the adapters' products for dx.
+Products backward_in_pieces(
+    Gradients& out, const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
+  const int64_t rows = x.size(0), n = x.size(1), rank = padded_rank(g).expect_int(), count = g.a.size();
+  const int64_t ranks = count * rank;
+  const Tensors parts = columns_of(t, g);
+  Tensor u;
+  if (wanted & (core::kWantInput | kWantA)) u = at::empty({rows, 4, ranks}, x.options());
+  for (int64_t j = 0; j < count; ++j) {
+    const Tensor& dy = grads[g.of[j]];
+    const int64_t own = g.a[j].size(0);
+    if (u.defined()) {
+      const Tensor sums = wide_product(dy, three(pieces_of_b(g.b[j], rank), 0));
+      const Numbers numbers{sums.narrow(1, 0, rank), 3, rank};
+      store_pieces(Use::Rows, u.select(1, 0).narrow(1, j * rank, rank), ranks, numbers, g.scale[j]);
+    }
+    if (wanted & kWantB) {
+      Tensor pieces = space({rows, 4, rank}, x, own != rank);
+      store_pieces(Use::Rows, pieces.select(1, 0), rank, {parts[j]});
+      const Tensor db = wide_product(dy.t(), three(pieces, 1)).view({dy.size(1), 3, rank}).sum(1).mul_(g.scale[j]);
+      out.b.push_back(db.narrow(1, 0, own).to(g.b[j].scalar_type()).contiguous());
+    }
+  }
+  if (wanted & kWantA) {
+    const Tensor all = wide_product(three(u, 1).t(), x).view({3, count, rank, n});
+    for (int64_t j = 0; j < count; ++j) {
+      out.a.push_back(all.select(1, j).sum(0).narrow(0, 0, g.a[j].size(0)).to(g.a[j].scalar_type()));
+    }
+  }
+  if (!(wanted & core::kWantInput)) return {};
+  return {{three(u, 0), pieces_of_a(g, rank, n).narrow(0, 1, 3).flatten(0, 1)}};
+}
+
+Products backward_in_one_piece(
+    Gradients& out, const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
+  const auto dtype = product_dtype(x, g);
+  const Tensors a = converted(g.a, dtype), b = converted(g.b, dtype), parts = columns_of(t, g);
+  Tensors dys, us;
+  Products products;
+  for (const Tensor& dy : grads) dys.push_back(dy.to(dtype));
+  for (size_t j = 0; j < a.size(); ++j) {
+    const Tensor& dy = dys[g.of[j]];
+    us.push_back(multiplied(dy, b[j]).mul_(g.scale[j]));
+    if (wanted & core::kWantInput) products.push_back({us[j], a[j]});
+    if (wanted & kWantB) out.b.push_back(multiplied(dy.t(), parts[j]).mul_(g.scale[j]).to(g.b[j].scalar_type()));
+  }
+  if (wanted & kWantA) {
+    // All of them read x once. Results of an operator must not share memory.
+    const Tensor da = multiplied(at::cat(us, 1).t(), x.to(dtype));
+    int64_t first = 0;
+    for (const Tensor& a : g.a) {
+      const Tensor own = da.narrow(0, first, a.size(0)).to(a.scalar_type());
+      out.a.push_back(g.a.size() > 1 ? own.clone() : own);
+      first += a.size(0);
+    }
+  }
+  return products;
+}
+
+template <class Device>
+Gradients gradients(const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
+  Gradients out;
+  const size_t projections = g.weights.size();
+  if constexpr (std::is_same_v<Device, Meta>) {
+    if (wanted & core::kWantInput) out.x = at::empty_like(x, at::MemoryFormat::Contiguous);
+    for (const Tensor& weight : g.weights) {
+      if (wanted & core::kWantWeight) out.weights.push_back(at::empty_like(weight, at::MemoryFormat::Contiguous));
+      if (wanted & core::kWantBias) out.biases.push_back(at::empty_symint({weight.sym_size(0)}, x.options()));
+    }
+    for (size_t j = 0; j < g.a.size(); ++j) {
+      if (wanted & kWantA) out.a.push_back(at::empty_like(g.a[j], at::MemoryFormat::Contiguous));
+      if (wanted & kWantB) out.b.push_back(at::empty_like(g.b[j], at::MemoryFormat::Contiguous));
+    }
+    return out;
+  }
+  for (size_t i = 0; i < projections; ++i) {
+    if (wanted & core::kWantWeight) out.weights.push_back(multiplied(grads[i].t(), x));
+    if (wanted & core::kWantBias) out.biases.push_back(grads[i].sum(0));
+  }
+  Products small;
+  if (!g.a.empty()) {
+    small = (takes_pieces(x, g) ? backward_in_pieces : backward_in_one_piece)(out, grads, x, t, g, wanted);
+  }
+  if (wanted & core::kWantInput) {
+    Products large;
+    for (size_t i = 0; i < projections; ++i) large.push_back({grads[i], g.weights[i]});
+    out.x = total(x.sizes(), x, std::nullopt, large, small);
+  }
+  return out;
+}
+
+// ---- Several projections of one x, for liger_ops/adapters.py
+
+/// Before a computation. Autocast must not change the dtypes of its GEMMs.
+template <class Device>
+struct Entry {
+  explicit Entry(const Tensor& x) : guard(x.device()) {
+    if constexpr (std::is_same_v<Device, Cpu>) runtime::count_cpu_call();
+  }
+
+  c10::DeviceGuard guard;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+/// y as the rows of x. Not a view, so that its memory can be used again.
+Tensor in_rows_of(const Tensor& x, const Tensor& y) {
+  at::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+  sizes.back() = y.sym_sizes().back();
+  return at::_unsafe_view_symint(y, sizes);
+}
+
+Tensors matrices(TensorList list) {
+  Tensors out;
+  for (const Tensor& t : list) out.push_back(core::as_matrix(t));
+  return out;
+}
+
+template <class Device>
+Tensors projections(
+    const Tensor& x, TensorList weights, const Biases& biases, TensorList a, TensorList b, Scales scale,
+    at::IntArrayRef of) {
+  core::check_activation(kOp, "x", x);
+  LIGER_CHECK(
+      biases.size() == weights.size(), kOp, "biases", c10::str("have ", weights.size(), " entries"), biases.size());
+  LIGER_CHECK(of.size() == a.size(), kOp, "of", c10::str("have ", a.size(), " entries"), of.size());
+  const Group g{weights, a, b, scale, of};
+  for (size_t i = 0; i < weights.size(); ++i) check_projection(kOp, x, weights[i], biases.get(i));
+  check_adapters(kOp, x, g);
+  const Entry<Device> entry(x);
+  auto [ys, t] = project<Device>(core::as_matrix(x), biases, g);
+  for (Tensor& y : ys) y = in_rows_of(x, y);
+  ys.push_back(std::move(t));
+  return std::move(ys);
+}
+
+/// The gradients of x, weights, biases, a and b, of those that are wanted.
+template <class Device>
+Tensors projections_bwd(
+    TensorList grads, const Tensor& x, TensorList weights, TensorList a, TensorList b, const Tensor& t, int64_t wanted,
+    Scales scale, at::IntArrayRef of) {
+  const Entry<Device> entry(x);
+  Gradients out = gradients<Device>(matrices(grads), core::as_matrix(x), t, {weights, a, b, scale, of}, wanted);
+  if (out.x.defined()) out.x = in_rows_of(x, out.x);
+  return out.all();
+}
+
+// ---- The operator
+
+struct LoraLinear
+    : core::Operator<
+          LoraLinear,
+          Tensor(const Tensor&, const Tensor&, TensorList, TensorList, Scales, const std::optional<Tensor>&)> {
+  static constexpr const char* kOp = lora_linear::kOp;
+  static constexpr const char* kSchema = schemas::lora_linear;
+  using Edges = core::Positions<0, 1, 2, 3, 5>;
+  using Forward = std::tuple<Tensor, Tensor>;
+  using Autocast = core::AutocastLinear<0, 1, 2, 3, 5>;
+  using Cpu = lora_linear::Cpu;
+  using Cuda = lora_linear::Cuda;
+  using Meta = lora_linear::Meta;
+
+  template <class Device>
+  static Forward run(
+      bool, const Tensor& x, const Tensor& weight, TensorList a, TensorList b, Scales scale,
+      const std::optional<Tensor>& bias) {
+    core::check_activation(kOp, "x", x);
+    check_projection(kOp, x, weight, bias);
+    const std::vector<int64_t> of(a.size(), 0);
+    const Group g{weight, a, b, scale, of};
+    check_adapters(kOp, x, g);
+    const Entry<Device> entry(x);
+    auto [ys, t] = project<Device>(core::as_matrix(x), Biases({bias}), g);
+    return {in_rows_of(x, ys[0]), t};
+  }
+
+  /// Saves x, weight, t, all a, all b.
+  struct Node : core::BackwardNode<Node, core::kAnyNumber> {
+    std::tuple<std::vector<double>> options;
+
+    auto state() { return std::tie(options); }
+    std::string name() const override { return kOp; }
+
+    void record(
+        const Forward& out, const Tensor& x, const Tensor& weight, TensorList a, TensorList b, const Scales&,
+        const std::optional<Tensor>&) {
+      const auto& [y, t] = out;
+      save_all({x, weight, t});
+      save_all(a);
+      save_all(b);
+      connect(y);
+    }
+
+    core::variable_list backward(core::variable_list&& grads) override {
+      const auto& [scale] = options;
+      const size_t count = scale.size(), edges = 3 + 2 * count;
+      core::variable_list out(edges);
+      if (!grads[0].defined()) return out;
+      const Tensor x = take(0), weight = take(1), t = take(2);
+      if (!core::has_memory(weight)) core::detail::refuse_memory(kBackward, "weight", weight);
+      Tensors a, b;
+      bool wants_a = false, wants_b = false;
+      for (size_t j = 0; j < count; ++j) {
+        wants_a |= needs(2 + j);
+        wants_b |= needs(2 + count + j);
+        a.push_back(take(3 + j));
+      }
+      for (size_t j = 0; j < count; ++j) b.push_back(take(3 + count + j));
+      const bool wants_bias = needs(edges - 1);
+      const int64_t wanted =
+          core::wanted_bits(needs(0), needs(1), wants_bias) | (wants_a ? kWantA : 0) | (wants_b ? kWantB : 0);
+      static const auto op = core::find_op<decltype(projections_bwd<Meta>)>("liger::_lora_projections_bwd");
+      Tensors found = op.call(grads, x, weight, a, b, t, wanted, scale, std::vector<int64_t>(count, 0));
+      auto next = found.begin();
+      if (needs(0)) out[0] = *next++;
+      if (needs(1)) out[1] = *next++;
+      if (wants_bias) out[edges - 1] = *next++;
+      for (size_t j = 0; wants_a && j < count; ++j, ++next) {
+        if (needs(2 + j)) out[2 + j] = *next;
+      }
+      for (size_t j = 0; wants_b && j < count; ++j, ++next) {
+        if (needs(2 + count + j)) out[2 + count + j] = *next;
+      }
+      return out;
+    }
+  };
+
+  static void define_backward(torch::Library& m) {
+    core::define(
+        m,
+        "_lora_projections(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float[] scale, int[] "
+        "of) "
+        "-> Tensor[]");
+    core::define(
+        m,
+        "_lora_projections_bwd(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, int "
+        "wanted, "
+        "float[] scale, int[] of) -> Tensor[]");
+  }
+
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<projections<Device>>(m, "_lora_projections");
+    core::implement<projections_bwd<Device>>(m, "_lora_projections_bwd");
+  }
+};
+
+}  // namespace
+
+LIGER_OPERATOR(LoraLinear)
+
+}  // namespace liger::ops::lora_linear

@@ -1,10 +1,12 @@
 """Several linear projections of one input. In backward, the input's gradients accumulate inside the GEMMs; autograd
-would add them in separate passes. A single projection may still use a faster GEMM."""
+would add them in separate passes. A single projection may still use a faster GEMM.
+
+Projections may be LoRA layers of peft, whose adapters one operator adds. peft itself is not imported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch.nn import functional
 from torch.nn.modules import module as every_module
 
 from ._loader import load
+from .adapters import lora_projections
 
 # Number of elements from which a pass over a tensor takes longer than a Python autograd function.
 LARGE = 1 << 22
@@ -109,8 +112,132 @@ class _Projections(torch.autograd.Function):
         return dx, None, *dweights, *dbiases
 
 
-def project(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """``tuple(linear(x) for linear in linears)``."""
+# ---- LoRA layers of peft
+
+# The file that defines the layers, and in it the forward of a LoRA layer around a linear layer.
+PEFT_LAYERS, PEFT_FORWARD = "peft.tuners.lora.layer", "Linear.forward"
+# In training, peft draws a mask for each adapter.
+HAS_DROPOUT = "has dropout"
+
+
+class Adapted(NamedTuple):
+    """A linear layer and its active adapters, each of which adds ``scale[j] * linear(linear(x, a[j]), b[j])``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: list[Tensor]
+    b: list[Tensor]
+    scale: list[float]
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether this is a LoRA layer around a linear layer, patched or not, that computes what `adapted` reads."""
+    cls = getattr(type(module), "liger_original", type(module))
+    forward = cls.forward
+    return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == (PEFT_LAYERS, PEFT_FORWARD)
+
+
+def why_not_bare(name: str, linear: Any) -> str:
+    """Why the parameters of a linear layer may not be used without calling its forward, or ""."""
+    if is_bare_linear(linear):
+        return ""
+    if type(linear) is not nn.Linear:
+        return f"{name} is {type(linear).__name__}"
+    if type(linear.weight) not in (nn.Parameter, Tensor):
+        return f"the weight of {name} is {type(linear.weight).__name__}"
+    return f"{name} is hooked or wrapped"
+
+
+def why_unread(layer: Any, adapter: str, dtype: torch.dtype) -> str:
+    """Why an adapter of a LoRA layer, whose input has this dtype, must run in peft's own forward, or ""."""
+    if adapter in layer.lora_variant:
+        return f"is the variant {type(layer.lora_variant[adapter]).__name__.removesuffix('LinearVariant')}"
+    a, b, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]
+    if reason := why_not_bare("its A", a) or why_not_bare("its B", b):
+        return reason
+    if a.bias is not None or b.bias is not None:
+        return "its adapter has a bias"
+    if has_hooks(dropout) or type(dropout) not in (nn.Identity, nn.Dropout):
+        return "its dropout is hooked or replaced"
+    if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
+        return HAS_DROPOUT
+    if not isinstance(layer.scaling[adapter], (int, float)):
+        return "its scale is no number"
+    widened = a.weight.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
+    if a.weight.dtype != b.weight.dtype or not (widened or a.weight.dtype == dtype):
+        return f"its A is {a.weight.dtype}, its B {b.weight.dtype}, its input {dtype}"
+    if widened and not layer.cast_input_dtype_enabled:
+        return "does not cast its input"
+    return ""
+
+
+def adapted(layer: Any, dtype: torch.dtype) -> Adapted | str:
+    """A linear layer, with adapters or without, as it computes now for an input of this dtype. Or why it must be called
+    instead; for a LoRA layer this means peft's own forward."""
+    if not is_lora(layer):
+        return why_not_bare("it", layer) or Adapted(layer.weight, layer.bias, [], [], [])
+    base = layer.base_layer
+    if reason := why_not_bare("base", base):
+        return reason
+    if layer.fan_in_fan_out:
+        return "its weight is transposed"
+    if base.weight.dtype != dtype:
+        return f"base is {base.weight.dtype}, its input {dtype}"
+    found = Adapted(base.weight, base.bias, [], [], [])
+    if layer.disable_adapters:
+        return "is disabled while merged" if layer.merged else found
+    if layer.merged:
+        return found
+    for adapter in layer.active_adapters:
+        if adapter not in layer.lora_A:
+            continue
+        if reason := why_unread(layer, adapter, dtype):
+            return reason
+        found.a.append(layer.lora_A[adapter].weight)
+        found.b.append(layer.lora_B[adapter].weight)
+        found.scale.append(layer.scaling[adapter])
+    return found
+
+
+def read(layers: Sequence[nn.Module], x: Tensor) -> list[Adapted] | None:
+    """The layers as they compute now, or None if one of them must be called, or if no operator takes x."""
+    if not HAS_LIBRARY or x.dim() < 2 or not x.is_floating_point() or autocast_dtype(x) is not None:
+        return None
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return None
+    states = []
+    for layer in layers:
+        state = adapted(layer, x.dtype)
+        if isinstance(state, str):
+            return None
+        states.append(state)
+    return states
+
+
+def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
+    of = [i for i, state in enumerate(states) for _ in state.a]
+    a = [weight for state in states for weight in state.a]
+    b = [weight for state in states for weight in state.b]
+    scale = [factor for state in states for factor in state.scale]
+    return lora_projections(x, [s.weight for s in states], [s.bias for s in states], a, b, scale, of)
+
+
+# ---- Any projections
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a LoRA layer must be called because it is hooked or wrapped."""
+    return is_lora(module) and (has_hooks(module) or "forward" in module.__dict__)
+
+
+def project(linears: Sequence[nn.Module], x: Tensor, lora: bool = True) -> tuple[Tensor, ...]:
+    """``tuple(linear(x) for linear in linears)``. lora: whether an operator may compute LoRA layers."""
+    if lora and any(map(is_lora, linears)) and not any(map(is_called, linears)):
+        states = read(linears, x)
+        if states is not None and any(state.a for state in states):
+            return project_adapted(states, x)
+        if states is not None:  # all adapters are merged, disabled or inactive
+            linears = [linear.base_layer if is_lora(linear) else linear for linear in linears]
     if (
         saves_passes(x)
         and (len(linears) > 1 or may_choose_gemm(x))
@@ -120,3 +247,8 @@ def project(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
         parameters = [linear.weight for linear in linears] + [linear.bias for linear in linears]
         return _Projections.apply(x, len(linears), *parameters)
     return tuple(linear(x) for linear in linears)
+
+
+def project_one(linear: nn.Module, x: Tensor, lora: bool = True) -> Tensor:
+    """``linear(x)``, in an operator only if it is a LoRA layer."""
+    return project((linear,), x, lora)[0] if is_lora(linear) else linear(x)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..nn import use_torch_embedding
-from ..projections import autocast_dtype
+from ..projections import autocast_dtype, project_adapted, read
 from . import head_norms, probe, rewrite
 from .patched import (
     Norm,
@@ -60,6 +60,22 @@ def patch_norm(module: nn.Module, norm: Norm) -> str:
 def patch_mlp(module: nn.Module, mlp: probe.MLP) -> str:
     give_subclass(module, "mlp", mlp.switch, mlp, lambda cls: {"forward": accept_any_keyword(probe.mlp_forward(mlp))})
     return mlp.switch
+
+
+# ---- LoRA layers
+
+
+def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    states = None if args or kwargs else read((self,), x)
+    if states is None or not states[0].a:
+        return original_class(type(self)).forward(self, x, *args, **kwargs)
+    return project_adapted(states, x)[0]
+
+
+def patch_lora(module: nn.Module, reason: str) -> str:
+    members = {"forward": lora_forward, "liger_reason": reason}
+    give_subclass(module, "lora", "lora_linear", reason, lambda cls: members)
+    return "lora_linear"
 
 
 # ---- Embeddings
@@ -217,7 +233,7 @@ def complex_rotary_function(rotary: probe.Rotary, original: Callable) -> Callabl
 
 
 def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
-    methods, found, unfit = identified
+    methods, found, unfit, lora = identified
     linears = rewrite.projections_of(module)
     norms = frozenset(name for name, reason in unfit.items() if not reason)
 
@@ -236,6 +252,8 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
             function = getattr(cls, method)
             changed = rewritten(function, method)
             helpers = rewrite.HELPERS | head_norms.HELPERS
+            if not lora:
+                helpers[rewrite.PROJECT] = rewrite.project_without_lora
             bound[method] = rebound(function, replaced | helpers, changed.code if changed else None)
         return bound
 
@@ -248,7 +266,7 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
         if unfit and not fused
     ]
     reason = next((f"no qk_norm_rope: {text}" for text in reasons if text), "")
-    key = linears, norms, reason, tuple(map(rebinding_key, originals.values()))
+    key = linears, norms, reason, lora, tuple(map(rebinding_key, originals.values()))
     replacement = "qk_norm_rope" if fused else "rope"
     give_subclass(module, "rope", replacement, key, members)
     return replacement

@@ -9,6 +9,7 @@ state_dict keys stay the same.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import warnings
@@ -36,7 +37,7 @@ from .patched import (
 
 SWITCHES = (
     "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "moe_experts", "embedding", "cross_entropy",
-    "fused_linear_cross_entropy",
+    "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
 
@@ -60,14 +61,20 @@ def with_switch(identify: Callable[[Any], Any], switch: Callable[[Any], str]) ->
     return identified
 
 
+def identify_mlp(module: nn.Module, switches: Switches) -> probe.MLP:
+    mlp = with_switch(probe.identify_mlp, lambda mlp: mlp.switch)(module, switches)
+    return dataclasses.replace(mlp, lora=switches["lora"])
+
+
 # In the order in which they are tried.
 KINDS = (
     Kind("rope", lambda module: probe.rotary_methods(type(module)), probe.identify_rotary_module, modules.patch_rotary),
     Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
-    Kind("mlp", probe.looks_like_mlp, with_switch(probe.identify_mlp, lambda mlp: mlp.switch), modules.patch_mlp),
+    Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
+    Kind("lora", probe.has_adapters, probe.identify_lora, modules.patch_lora),
 )
 
 
@@ -87,7 +94,7 @@ class Step(NamedTuple):
 class Row(NamedTuple):
     module: str  # path in the model
     type: str  # name of the class
-    kind: str  # "layer", "norm", "mlp", "experts", "rope", "embedding" or "loss"
+    kind: str  # "layer", "norm", "mlp", "experts", "rope", "embedding", "lora" or "loss"
     replacement: str  # the operator that computes it now, or ""
     reason: str  # why it was left alone, or why no larger operator replaces it, or ""
 
@@ -201,7 +208,7 @@ def apply_liger_kernel(
     that patches its instances on construction.
 
     switches: rope, rms_norm, layer_norm, swiglu, geglu, moe_experts, embedding, cross_entropy,
-    fused_linear_cross_entropy. All are on by default.
+    fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
-from ..projections import has_hooks, is_bare_linear, project
+from ..projections import (
+    HAS_DROPOUT,
+    PEFT_LAYERS,
+    adapted,
+    has_hooks,
+    is_bare_linear,
+    is_lora,
+    project,
+    project_one,
+)
 from . import rewrite
 from .patched import (
     Norm,
@@ -199,6 +208,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP:
     gate: str  # a key of GATES
     projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
+    lora: bool = True  # whether LoRA layers among them may run in operators
 
     @property
     def switch(self) -> str:
@@ -220,7 +230,8 @@ def identify_mlp(module: nn.Module) -> MLP:
         raise NotUnderstood("has parameters of its own")
     if len(linears) not in (2, 3):
         raise NotUnderstood(f"has {len(linears)} projections")
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
+    # That of a LoRA layer belongs to its projection.
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for other in others for m in other.modules()):
         raise NotUnderstood("has dropout")
 
     # Run the module with small projections.
@@ -263,23 +274,24 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
         product, product_linear = GATES[mlp.gate], LINEAR[mlp.gate]
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
-            (gate_out, up_out), last = project((getattr(self, gate), getattr(self, up)), x), getattr(self, down)
+            gate_out, up_out = project((getattr(self, gate), getattr(self, up)), x, mlp.lora)
+            last = getattr(self, down)
             if is_distributed(gate_out):
                 return last(activation(gate_out) * up_out)
             if is_bare_linear(last):
                 return product_linear(gate_out, up_out, last.weight, last.bias)
-            return last(product(gate_out, up_out))
+            return project_one(last, product(gate_out, up_out), mlp.lora)
 
         return forward
     gate_up, down = mlp.projections
     packed = PACKED[mlp.gate]
 
     def packed_forward(self: nn.Module, x: Tensor) -> Tensor:
-        both, last = getattr(self, gate_up)(x), getattr(self, down)
+        both, last = project_one(getattr(self, gate_up), x, mlp.lora), getattr(self, down)
         if is_distributed(both):
             gate_out, up_out = both.chunk(2, -1)
             return last(activation(gate_out) * up_out)
-        return last(packed(both))
+        return project_one(last, packed(both), mlp.lora)
 
     return packed_forward
 
@@ -473,6 +485,7 @@ class RotaryModule(NamedTuple):
     methods: dict[str, dict[str, Any]]  # see rotary_methods
     found: dict[Any, Rotary]  # by the function that is understood
     unfit: dict[str, str]  # see unfit_norms
+    lora: bool = True  # whether LoRA layers among its projections may run in operators
 
 
 def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModule:
@@ -482,4 +495,30 @@ def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModul
     understood = {f: rotary for f, rotary in found.items() if isinstance(rotary, Rotary)}
     if not understood:
         raise NotUnderstood("; ".join(dict.fromkeys(map(str, found.values()))))
-    return RotaryModule(methods, understood, unfit_norms(module, switches))
+    return RotaryModule(methods, understood, unfit_norms(module, switches), switches["lora"])
+
+
+# ---- LoRA layers
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether this is a LoRA layer of peft, around a module of any class."""
+    return any((cls.__module__, cls.__name__) == (PEFT_LAYERS, "LoraLayer") for cls in type(module).__mro__)
+
+
+def identify_lora(module: Any, switches: Switches) -> str:
+    """When the layer runs peft's own forward, or ""."""
+    require_switch(switches, "lora")
+    base = module.get_base_layer()
+    if not is_lora(module):
+        plain = type(base) is nn.Linear
+        raise NotUnderstood("its forward is not peft's" if plain else f"base is {type(base).__name__}")
+    if any(map(is_distributed, module.parameters())):
+        return "peft's own forward unless its weights are gathered"
+    state = adapted(module, getattr(getattr(base, "weight", None), "dtype", torch.float32))
+    if isinstance(state, str) and state != HAS_DROPOUT:
+        raise NotUnderstood(state)
+    # Models are often patched in evaluation mode.
+    dropouts = [module.lora_dropout[name] for name in module.active_adapters if name in module.lora_dropout]
+    drops = any(getattr(dropout, "p", 0) > 0 for dropout in dropouts)
+    return f"{HAS_DROPOUT}: peft's own forward in training" if drops else ""

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from .._wanted import WANT_INPUT, WANT_WEIGHT
-from ..projections import has_hooks, project, saves_passes
+from ..projections import has_hooks, is_lora, project, saves_passes
 from .patched import Norm, epsilon_of, inner_function, is_distributed
 
 PROJECT, NORM_AND_INPUT, ADD_NORM = "liger_project", "liger_norm_and_input", "liger_add_norm"
@@ -98,6 +98,10 @@ def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm(total), total
     eps = epsilon_of(norm, found.epsilon, x)
     return F.fused_add_rms_norm(x, residual, norm.weight, eps, found.offset, found.casting_mode)
+
+
+def project_without_lora(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
+    return project(linears, x, lora=False)
 
 
 HELPERS: dict[str, Callable] = {PROJECT: project, NORM_AND_INPUT: norm_and_input, ADD_NORM: add_norm}
@@ -345,7 +349,7 @@ def with_fused_norms(function: types.FunctionType, norms: frozenset[str]) -> typ
 
 
 def projections_of(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, child in module.named_children() if type(child) is nn.Linear)
+    return frozenset(name for name, child in module.named_children() if type(child) is nn.Linear or is_lora(child))
 
 
 # ---- Copies of functions with other globals

@@ -142,7 +142,8 @@ def why_not_bare(name: str, linear: Any) -> str:
     if is_bare_linear(linear):
         return ""
     if type(linear) is not nn.Linear:
-        return f"{name} is {type(linear).__name__}"
+        wrapped = "a wrapped " if type(linear).__name__ == "Linear" else ""
+        return f"{name} is {wrapped}{type(linear).__name__}"
     if type(linear.weight) not in (nn.Parameter, Tensor):
         return f"the weight of {name} is {type(linear.weight).__name__}"
     return f"{name} is hooked or wrapped"
@@ -237,7 +238,7 @@ def project(linears: Sequence[nn.Module], x: Tensor, lora: bool = True) -> tuple
         if states is not None and any(state.a for state in states):
             return project_adapted(states, x)
         if states is not None:  # all adapters are merged, disabled or inactive
-            linears = [linear.base_layer if is_lora(linear) else linear for linear in linears]
+            linears = [getattr(linear, "base_layer", linear) for linear in linears]
     if (
         saves_passes(x)
         and (len(linears) > 1 or may_choose_gemm(x))

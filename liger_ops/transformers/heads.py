@@ -204,7 +204,7 @@ def prepare_head(model: nn.Module, memory_budget: int | None) -> None:
     head = head_of(model)
     if head is None:
         raise NotUnderstood("has no output embedding")
-    if isinstance(head, Patched):
+    if is_patched_head(head):
         return
     if type(head) is not nn.Linear and not (is_fully_sharded(head) and nn.Linear in type(head).__bases__):
         wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
@@ -213,6 +213,10 @@ def prepare_head(model: nn.Module, memory_budget: int | None) -> None:
     give_subclass(head, "head", "", memory_budget, lambda cls: members)
     # Always set it on the instance: torch.compile guards on where the attribute is found.
     head.liger_mode = None
+
+
+def is_patched_head(module: Any) -> bool:
+    return isinstance(module, Patched) and type(module).liger_row[0] == "head"
 
 
 def is_unpatched(head: Any) -> bool:
@@ -227,7 +231,7 @@ def model_forward(cls: type[nn.Module], labels_position: int, mode: HeadMode, me
         # resize_token_embeddings installs a new head. Wrappers may call this forward after the model is unpatched.
         if is_unpatched(head) and isinstance(self, Patched) and not torch.compiler.is_compiling():
             prepare_head(self, memory_budget)
-        if labels is None or not isinstance(head, Patched) or head.liger_mode is not None:
+        if labels is None or not is_patched_head(head) or head.liger_mode is not None:
             return cls.forward(self, *args, **kwargs)
         skip = self.training if skip_logits is None else skip_logits
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()

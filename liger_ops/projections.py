@@ -114,8 +114,8 @@ class _Projections(torch.autograd.Function):
 
 # ---- LoRA layers of peft
 
-# The file that defines the layers, and in it the forward of a LoRA layer around a linear layer.
-PEFT_LAYERS, PEFT_FORWARD = "peft.tuners.lora.layer", "Linear.forward"
+# The file that defines the layers.
+PEFT_LAYERS = "peft.tuners.lora.layer"
 # In training, peft draws a mask for each adapter.
 HAS_DROPOUT = "has dropout"
 
@@ -130,11 +130,19 @@ class Adapted(NamedTuple):
     scale: list[float]
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Whether this is a LoRA layer, around a module of any class."""
+    return any((cls.__module__, cls.__name__) == (PEFT_LAYERS, "LoraLayer") for cls in type(module).__mro__)
+
+
 def is_lora(module: nn.Module) -> bool:
     """Whether this is a LoRA layer around a linear layer, patched or not, that computes what `adapted` reads."""
-    cls = getattr(type(module), "liger_original", type(module))
-    forward = cls.forward
-    return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == (PEFT_LAYERS, PEFT_FORWARD)
+    cls: Any = getattr(type(module), "liger_original", type(module))
+    for base in cls.__mro__:
+        if (base.__module__, base.__name__) == (PEFT_LAYERS, "Linear"):
+            # Neither a subclass nor other code replaced the forward.
+            return cls.forward is base.forward and base.forward.__module__ == PEFT_LAYERS
+    return False
 
 
 def why_not_bare(name: str, linear: Any) -> str:

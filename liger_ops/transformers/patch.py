@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, overload
 
 from torch import nn
 
+from ..projections import has_adapters
 from . import experts, modules, probe
 from .heads import patch_model
 from .patched import (
@@ -74,7 +75,7 @@ KINDS = (
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
-    Kind("lora", probe.has_adapters, probe.identify_lora, modules.patch_lora),
+    Kind("lora", has_adapters, probe.identify_lora, modules.patch_lora),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,20 @@ def original_class(cls: type) -> type[nn.Module]:
     return getattr(cls, "liger_original", cls)
 
 
+def deepcopy_as_patched(module: nn.Module, memo: dict) -> Any:
+    """The __deepcopy__ of patched modules."""
+    # copy.deepcopy looks for it on instances, where wrappers that forward attributes find their inner module's: peft's
+    # models do. Then it copies the wrapper, not the module.
+    caller = sys._getframe(1)
+    wanted = caller.f_locals["x"] if caller.f_code is copy.deepcopy.__code__ else module
+    if wanted is not module:
+        return copy._reconstruct(wanted, memo, *wanted.__reduce_ex__(4))  # type: ignore[attr-defined]
+    clone = new_instance(type(module))
+    memo[id(module)] = clone
+    clone.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return clone
+
+
 class Patched(nn.Module):
     """Base of the subclasses of patched modules."""
 
@@ -44,8 +59,7 @@ class Patched(nn.Module):
         clone.__dict__.update(self.__dict__)
         return clone
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        return deepcopy_as_patched(self, memo)
+    __deepcopy__ = deepcopy_as_patched
 
 
 class Options(NamedTuple):
@@ -77,13 +91,6 @@ def load_patched(module: nn.Module, saved: tuple[dict[str, Any], str, Options]) 
     state, kind, options = saved
     module.__setstate__(state)
     patch_again(module, kind, options)
-
-
-def deepcopy_as_patched(module: nn.Module, memo: dict) -> nn.Module:
-    clone = new_instance(type(module))
-    memo[id(module)] = clone
-    clone.__dict__.update(copy.deepcopy(module.__dict__, memo))
-    return clone
 
 
 _subclasses: dict[tuple, type[nn.Module]] = {}

@@ -22,7 +22,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import functional as F
 from ..projections import (
     HAS_DROPOUT,
-    PEFT_LAYERS,
     adapted,
     has_hooks,
     is_bare_linear,
@@ -499,11 +498,6 @@ def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModul
 
 
 # ---- LoRA layers
-
-
-def has_adapters(module: nn.Module) -> bool:
-    """Whether this is a LoRA layer of peft, around a module of any class."""
-    return any((cls.__module__, cls.__name__) == (PEFT_LAYERS, "LoraLayer") for cls in type(module).__mro__)
 
 
 def identify_lora(module: Any, switches: Switches) -> str:

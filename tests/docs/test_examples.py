@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from checks import environment_of_tree
 from stub_cuda import ROOT
 
@@ -45,6 +46,15 @@ def test_distillation_comes_closer_to_the_teacher_than_text_does(tmp_path):
     whole, top, plain = found["whole teacher"], found["4 likeliest classes"], found["text alone"]
     assert whole[1] < whole[0] / 2 and top[1] < plain[1] - 0.2 and whole[1] < plain[1] - 0.2
     assert picture.stat().st_size > 5_000
+
+
+@pytest.mark.thorough
+def test_lora_with_and_without_the_operators():
+    out = run_example(sys.executable, EXAMPLES / "finetune_lora.py", "--steps", 20, "--layers", 2)
+    first, last = zip(*((float(a), float(b)) for a, b in re.findall(r"ms/step, loss (\S+) -> ([\d.]+)", out)))
+    assert "lora_linear" in out and len(last) == 2 and max(last) < min(first) - 0.1
+    # GPUs compute in bf16.
+    assert last[0] == pytest.approx(last[1], abs=0.02 if torch.cuda.is_available() else 1e-3)
 
 
 def in_processes(count):

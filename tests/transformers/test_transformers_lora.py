@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from checks import assert_no_worse, count_graphs
 from language_models import make, step, tokens, train
 from patched_models import assert_as_exact, assert_same_logits, assert_same_step, logits_of, own_names
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 from liger_ops import projections
@@ -195,7 +197,8 @@ def test_twenty_steps_of_training_end_as_those_of_peft(calls):
                 errors[who][key] *= error**0.5
     for key, error in errors["ours"].items():
         assert error <= 8 * errors["eager"][key] + torch.finfo(torch.float32).eps, key
-    assert float(exact["losses"][-1]) < float(exact["losses"][0])
+    # The same eight batches.
+    assert float(exact["losses"][-8:].mean()) < float(exact["losses"][4:12].mean())
 
 
 def test_compiled_models_have_one_graph(calls):
@@ -218,6 +221,40 @@ def test_compiled_models_have_one_graph(calls):
 
         assert_as_exact(run, ([loss], [*gradients.values()]), plain, found)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("patched", ["before", "after", "sharded"])
+@pytest.mark.usefixtures("process_group")
+def test_fully_sharded_models(patched, calls):
+    plain, ids = build("")[0], tokens()
+    expected = step(plain, ids)
+    model, _ = build(patched)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    if patched == "sharded":
+        report = apply_liger_kernel(model)
+        reason = "peft's own forward unless its weights are gathered"
+        assert lora_rows(report) == {("lora_linear", reason): 7 * LAYERS}
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert taken(calls) == LAYERS * CALLS
+    gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+    def run():
+        loss, gradients = step(plain, ids)
+        return [loss], [*gradients.values()]
+
+    found = [loss.detach()], [gradients[name] for name in expected[1]]
+    assert_as_exact(run, ([expected[0]], [*expected[1].values()]), plain, found)
 
 
 # ---- What peft does with its layers

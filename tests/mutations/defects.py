@@ -480,7 +480,7 @@ REFERENCE = [
 PATCHING = [
     Defect(
         "probe-ignores-dropout", "liger_ops/transformers/probe.py",
-        "if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):", "if False:",
+        "if any(isinstance(m, nn.Dropout) and m.p > 0 for other in others for m in other.modules()):", "if False:",
         "transformers/test_transformers_patching.py transformers/test_transformers.py",
     ),
     Defect(
@@ -545,6 +545,28 @@ PATCHING = [
         "projections-ignore-a-replaced-forward", "liger_ops/projections.py",
         '\n        or "forward" in module.__dict__\n', "\n",
         "ops/gemm/test_projections.py transformers/test_transformers_wrappers.py",
+    ),
+    Defect(
+        "lora-adds-merged-adapters", "liger_ops/projections.py",
+        "    if layer.merged:\n        return found\n", "", "transformers/test_transformers_lora.py",
+    ),
+    Defect(
+        "lora-ignores-dropout", "liger_ops/projections.py",
+        "if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:", "if False:",
+        "transformers/test_transformers_lora.py",
+    ),
+    Defect(
+        "lora-ignores-hooks-of-a-layer", "liger_ops/projections.py",
+        'return is_lora(module) and (has_hooks(module) or "forward" in module.__dict__)', "return False",
+        "transformers/test_transformers_lora.py",
+    ),
+    Defect(
+        "lora-adds-adapters-that-the-switch-forbids", "liger_ops/transformers/patch.py",
+        'lora=switches["lora"])', "lora=True)", "transformers/test_transformers_lora.py",
+    ),
+    Defect(
+        "deep-copies-lose-a-wrapper", "liger_ops/transformers/patched.py",
+        "    if wanted is not module:\n", "    if False:\n", "transformers/test_transformers_lora.py",
     ),
 ]  # fmt: skip
 

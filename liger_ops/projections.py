@@ -137,6 +137,8 @@ def has_adapters(module: nn.Module) -> bool:
 
 def is_lora(module: nn.Module) -> bool:
     """Whether this is a LoRA layer around a linear layer, patched or not, that computes what `adapted` reads."""
+    if type(module) is nn.Linear:
+        return False
     cls: Any = getattr(type(module), "liger_original", type(module))
     for base in cls.__mro__:
         if (base.__module__, base.__name__) == (PEFT_LAYERS, "Linear"):
@@ -157,27 +159,30 @@ def why_not_bare(name: str, linear: Any) -> str:
     return f"{name} is hooked or wrapped"
 
 
-def why_unread(layer: Any, adapter: str, dtype: torch.dtype) -> str:
-    """Why an adapter of a LoRA layer, whose input has this dtype, must run in peft's own forward, or ""."""
+def read_adapter(layer: Any, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | str:
+    """A, B and scale of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward must run."""
     if adapter in layer.lora_variant:
         return f"is the variant {type(layer.lora_variant[adapter]).__name__.removesuffix('LinearVariant')}"
-    a, b, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]
-    if reason := why_not_bare("its A", a) or why_not_bare("its B", b):
+    # Without nn.Module.__getattr__, which would take half of the time.
+    modules = layer._modules
+    down, up, dropout = (modules[name]._modules[adapter] for name in ("lora_A", "lora_B", "lora_dropout"))
+    if reason := why_not_bare("its A", down) or why_not_bare("its B", up):
         return reason
-    if a.bias is not None or b.bias is not None:
+    if down.bias is not None or up.bias is not None:
         return "its adapter has a bias"
     if has_hooks(dropout) or type(dropout) not in (nn.Identity, nn.Dropout):
         return "its dropout is hooked or replaced"
     if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
         return HAS_DROPOUT
-    if not isinstance(layer.scaling[adapter], (int, float)):
+    a, b, scale = down.weight, up.weight, layer.scaling[adapter]
+    if not isinstance(scale, (int, float)):
         return "its scale is no number"
-    widened = a.weight.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
-    if a.weight.dtype != b.weight.dtype or not (widened or a.weight.dtype == dtype):
-        return f"its A is {a.weight.dtype}, its B {b.weight.dtype}, its input {dtype}"
+    widened = a.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
+    if a.dtype != b.dtype or not (widened or a.dtype == dtype):
+        return f"its A is {a.dtype}, its B {b.dtype}, its input {dtype}"
     if widened and not layer.cast_input_dtype_enabled:
         return "does not cast its input"
-    return ""
+    return a, b, scale
 
 
 def adapted(layer: Any, dtype: torch.dtype) -> Adapted | str:
@@ -185,26 +190,28 @@ def adapted(layer: Any, dtype: torch.dtype) -> Adapted | str:
     instead; for a LoRA layer this means peft's own forward."""
     if not is_lora(layer):
         return why_not_bare("it", layer) or Adapted(layer.weight, layer.bias, [], [], [])
-    base = layer.base_layer
+    base = layer._modules["base_layer"]
     if reason := why_not_bare("base", base):
         return reason
     if layer.fan_in_fan_out:
         return "its weight is transposed"
-    if base.weight.dtype != dtype:
-        return f"base is {base.weight.dtype}, its input {dtype}"
     found = Adapted(base.weight, base.bias, [], [], [])
-    if layer.disable_adapters:
-        return "is disabled while merged" if layer.merged else found
-    if layer.merged:
-        return found
+    if found.weight.dtype != dtype:
+        return f"base is {found.weight.dtype}, its input {dtype}"
+    merged = bool(layer.merged_adapters)
+    if layer.disable_adapters or merged:
+        return "is disabled while merged" if layer.disable_adapters and merged else found
+    present = layer._modules["lora_A"]._modules
     for adapter in layer.active_adapters:
-        if adapter not in layer.lora_A:
+        if adapter not in present:
             continue
-        if reason := why_unread(layer, adapter, dtype):
-            return reason
-        found.a.append(layer.lora_A[adapter].weight)
-        found.b.append(layer.lora_B[adapter].weight)
-        found.scale.append(layer.scaling[adapter])
+        state = read_adapter(layer, adapter, dtype)
+        if isinstance(state, str):
+            return state
+        a, b, scale = state
+        found.a.append(a)
+        found.b.append(b)
+        found.scale.append(scale)
     return found
 
 

@@ -548,7 +548,8 @@ PATCHING = [
     ),
     Defect(
         "lora-adds-merged-adapters", "liger_ops/projections.py",
-        "    if layer.merged:\n        return found\n", "", "transformers/test_transformers_lora.py",
+        "    if layer.disable_adapters or merged:\n", "    if layer.disable_adapters:\n",
+        "transformers/test_transformers_lora.py",
     ),
     Defect(
         "lora-ignores-dropout", "liger_ops/projections.py",

@@ -188,16 +188,17 @@ def read_adapter(layer: Any, adapter: str, dtype: torch.dtype) -> tuple[Tensor, 
 def adapted(layer: Any, dtype: torch.dtype) -> Adapted | str:
     """A linear layer, with adapters or without, as it computes now for an input of this dtype. Or why it must be called
     instead; for a LoRA layer this means peft's own forward."""
-    if not is_lora(layer):
-        return why_not_bare("it", layer) or Adapted(layer.weight, layer.bias, [], [], [])
-    base = layer._modules["base_layer"]
+    has_base = is_lora(layer)
+    base = layer._modules["base_layer"] if has_base else layer
     if reason := why_not_bare("base", base):
         return reason
-    if layer.fan_in_fan_out:
-        return "its weight is transposed"
     found = Adapted(base.weight, base.bias, [], [], [])
     if found.weight.dtype != dtype:
         return f"base is {found.weight.dtype}, its input {dtype}"
+    if not has_base:
+        return found
+    if layer.fan_in_fan_out:
+        return "its weight is transposed"
     merged = bool(layer.merged_adapters)
     if layer.disable_adapters or merged:
         return "is disabled while merged" if layer.disable_adapters and merged else found

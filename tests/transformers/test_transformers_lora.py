@@ -537,6 +537,8 @@ def test_inputs_of_another_dtype_than_the_base(calls):
     apply_liger_kernel(model)
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.randn(3, 6, dtype=torch.bfloat16))
+    for layer in (model.q, model.q.base_layer):
+        assert projections.adapted(layer, torch.bfloat16) == "base is torch.float32, its input torch.bfloat16"
     assert not calls
 
 

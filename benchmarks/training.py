@@ -141,7 +141,8 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> torch.nn.Module:
 
 def add_adapters(model: Any, arguments: argparse.Namespace) -> Any:
     """The model with frozen weights and adapters of peft, or without adapters: the floor of a step with adapters."""
-    if arguments.adapters == "none":
+    (dtype,) = arguments.adapters
+    if dtype == "none":
         model.requires_grad_(False)
         model.enable_input_require_grads()
         return model
@@ -154,7 +155,7 @@ def add_adapters(model: Any, arguments: argparse.Namespace) -> Any:
         target_modules=arguments.targets if arguments.targets == "all-linear" else arguments.targets.split(","),
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=arguments.adapters == "float32")
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=dtype == "float32")
     # B starts at zero. Gradients of A would be zeros too.
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -166,7 +167,7 @@ def prepare(model: torch.nn.Module, provider: str) -> Any:
     if provider.startswith("liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        _apply_liger_kernel_to_instance(model=model)
+        _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "peft_config") else model)
     if provider.startswith("ours"):
         from liger_ops.transformers import apply_liger_kernel
 
@@ -290,15 +291,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 class Run:
     """One model with one provider. Its process starts at once and waits for its turn."""
 
-    def __init__(self, model: str, batch: int | None, provider: str, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, model: str, batch: int | None, provider: str, adapters: str | None, arguments: argparse.Namespace
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.training", "--worker", "--model", model, "--provider", provider]
         shape = shape_of(arguments, model, batch)
         asked = dict(layers=shape.layers, length=shape.length, batch=shape.batch)
         for name, value in {**asked, "steps": arguments.steps, "device": arguments.device}.items():
             command += [f"--{name}", str(value)]
         command += [f"--{name}" for name in ("tiny", "kernels") if getattr(arguments, name)]
-        if arguments.adapters:
-            asked |= {name: getattr(arguments, name) for name in LORA}
+        if adapters:
+            asked |= {name: getattr(arguments, name) for name in LORA} | dict(adapters=adapters)
             command += [f"--{name}={asked[name]}" for name in LORA]
         self.timeout = arguments.timeout
         self.record: dict[str, Any] = {
@@ -344,9 +347,18 @@ def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | N
     return None
 
 
+def model_of(record: dict[str, Any]) -> str:
+    if "adapters" not in record:
+        return record["model"]
+    if record["adapters"] == "none":
+        return f"{record['model']}, frozen, without adapters"
+    drops = f", dropout {record['dropout']}" if record["dropout"] else ""
+    on = "" if record["targets"] == "all-linear" else f" on {record['targets']}"
+    return f"{record['model']}, {record['adapters']} adapters of rank {record['rank']}{on}{drops}"
+
+
 def summary(record: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
-    adapters = f", {record['adapters']} adapters of rank {record['rank']}" if "adapters" in record else ""
-    head = [record["model"] + adapters, *(str(record[k]) for k in ("layers", "batch", "length")), PROVIDERS[record["provider"]]]
+    head = [model_of(record), *(str(record[k]) for k in ("layers", "batch", "length")), PROVIDERS[record["provider"]]]
     if "error" in record:
         return [*head, record["error"].replace("|", "/"), "", "", ""]
     gap = loss_gap(record, records)
@@ -398,7 +410,7 @@ def draw(records: list[dict[str, Any]], path: Path, machine: str) -> None:
         return
 
     def group(r: dict[str, Any]) -> str:
-        return f"{r['model']}\n{r['layers']} layers\n{r['batch']} × {r['length']}"
+        return f"{model_of(r).replace(', ', chr(10))}\n{r['layers']} layers\n{r['batch']} × {r['length']}"
 
     groups = list(dict.fromkeys(map(group, good)))
     names = [name for p, name in PROVIDERS.items() if any(r["provider"] == p for r in good)]
@@ -434,7 +446,10 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--adapters", choices=["float32", "bfloat16", "none"], help="train adapters of this dtype; none: a frozen model"
+        "--adapters",
+        nargs="+",
+        choices=["float32", "bfloat16", "none"],
+        help="train adapters of these dtypes; none: a frozen model, only with ours",
     )
     parser.add_argument("--rank", type=positive, default=16)
     parser.add_argument("--targets", default="all-linear", help="comma-separated names of linear layers")
@@ -460,7 +475,14 @@ def main() -> None:
         parser.error(f"--providers must be among {','.join(PROVIDERS)} (got {','.join(unknown)})")
     arguments.out.mkdir(parents=True, exist_ok=True)
     machine = describe(arguments.device)
-    jobs = [(m, b, p) for m in arguments.models for b in arguments.batches or [None] for p in providers]
+    jobs = [
+        (m, b, p, a)
+        for a in arguments.adapters or [None]
+        for m in arguments.models
+        for b in arguments.batches or [None]
+        for p in providers
+        if a != "none" or p == "ours"
+    ]
     records: list[dict[str, Any]] = []
     with open(arguments.out / "training.jsonl", "w") as log:
         print(json.dumps(machine), file=log, flush=True)

@@ -12,6 +12,20 @@ from torch.autograd.function import once_differentiable
 from ._wanted import LORA_A, LORA_B, WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 
 
+def wanted_gradients(
+    needed: Sequence[bool], kinds: Sequence[tuple[int, int]], only: int = -1
+) -> tuple[int, list[int]]:
+    """The bits of the gradients that are needed, and where the operator's results belong in `needed`. kinds: in their
+    order, each bit and the number of tensors that it stands for. only: the bits to consider."""
+    wanted, first, places = 0, 0, []
+    for bit, size in kinds:
+        if bit & only and any(needed[first : first + size]):
+            wanted |= bit
+            places += range(first, first + size)
+        first += size
+    return wanted, places
+
+
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: list[float], of: list[int], count: int, *parameters: Any) -> tuple[Tensor, ...]:
@@ -30,23 +44,63 @@ class _Projections(torch.autograd.Function):
         count, scale = ctx.count, ctx.scale
         weights, a, b = saved[:count], saved[count : count + len(scale)], saved[count + len(scale) :]
         needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
-        # In the order of the operator's results: the bit, and how many gradients it stands for.
         kinds = (
             (WANT_INPUT, 1), (WANT_WEIGHT, count), (WANT_BIAS, count), (LORA_A, len(scale)), (LORA_B, len(scale))
         )  # fmt: skip
-        wanted, first, spans = 0, 0, []
-        for bit, size in kinds:
-            if any(needed[first : first + size]):
-                wanted |= bit
-                spans.append((first, size))
-            first += size
-        found = iter(torch.ops.liger._lora_projections_bwd(grads, x, weights, a, b, t, wanted, scale, ctx.of))
-        out: list[Tensor | None] = [None] * first
-        for start, size in spans:
-            for i in range(start, start + size):
-                gradient = next(found)
-                out[i] = gradient if needed[i] else None
+        wanted, places = wanted_gradients(needed, kinds)
+        found = torch.ops.liger._lora_projections_bwd(grads, x, weights, a, b, t, wanted, scale, ctx.of)
+        out: list[Tensor | None] = [None] * len(needed)
+        for i, gradient in zip(places, found):
+            out[i] = gradient if needed[i] else None
         return out[0], None, None, None, *out[1:]
+
+
+class _GatedProjection(torch.autograd.Function):
+    """A projection of act(gate) * up. Backward recomputes the product, in the pass over gate and up that it makes anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, op: str, options: tuple, scale: list[float], weight: Tensor, bias: Tensor | None,
+        *adapters: Tensor,
+    ) -> Tensor:  # fmt: skip
+        product = getattr(torch.ops.liger, op)(gate, up, *options)
+        of = [0] * len(scale)
+        a, b = adapters[: len(scale)], adapters[len(scale) :]
+        out, t = torch.ops.liger._lora_projections(product, [weight], [bias], a, b, scale, of)
+        ctx.save_for_backward(gate, up, t, weight, *adapters)
+        ctx.op, ctx.options, ctx.scale, ctx.of = op, options, scale, of
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        gate, up, t, weight, *adapters = ctx.saved_tensors
+        count = len(ctx.scale)
+        a, b = adapters[:count], adapters[count:]
+        needed = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[5:]
+        kinds = (WANT_INPUT, 1), (WANT_WEIGHT, 1), (WANT_BIAS, 1), (LORA_A, count), (LORA_B, count)
+        out: list[Tensor | None] = [None] * len(needed)
+
+        def compute(product: Tensor, only: int) -> None:
+            wanted, places = wanted_gradients(needed, kinds, only)
+            if wanted:
+                found = torch.ops.liger._lora_projections_bwd(
+                    [grad], product, [weight], a, b, t, wanted, ctx.scale, ctx.of
+                )
+                for i, gradient in zip(places, found):
+                    out[i] = gradient if needed[i] else None
+
+        # Its gradient and those of the bias and b need only the shape of the product.
+        compute(gate, WANT_INPUT | WANT_BIAS | LORA_B)
+        dgate = dup = None
+        if out[0] is None:
+            product = getattr(torch.ops.liger, ctx.op)(gate, up, *ctx.options)
+        else:
+            backward = getattr(torch.ops.liger, f"_{ctx.op}_product_bwd")
+            dgate, dup, product = backward(out[0], gate, up, *ctx.options)
+        compute(product, WANT_WEIGHT | LORA_A)
+        needs_gate, needs_up = ctx.needs_input_grad[:2]
+        return dgate if needs_gate else None, dup if needs_up else None, None, None, None, *out[1:]
 
 
 def lora_projections(
@@ -61,3 +115,18 @@ def lora_projections(
     """Several projections of x (..., n), each ``linear(x, weights[i], biases[i])`` plus the adapters j with
     ``of[j] == i``: ``scale[j] * linear(linear(x, a[j]), b[j])``."""
     return _Projections.apply(x, list(scale), list(of), len(weights), *weights, *biases, *a, *b)
+
+
+def gated_lora_projection(
+    op: str,
+    options: tuple,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scale: Sequence[float],
+) -> Tensor:
+    """``lora_projections`` with one weight, of op(gate, up, *options). op: "swiglu" or "geglu"."""
+    return _GatedProjection.apply(gate, up, op, options, list(scale), weight, bias, *a, *b)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules import module as every_module
 
 from ._loader import load
-from .adapters import lora_projections
+from .adapters import gated_lora_projection, lora_projections
 
 # Number of elements from which a pass over a tensor takes longer than a Python autograd function.
 LARGE = 1 << 22
@@ -269,3 +269,13 @@ def project(linears: Sequence[nn.Module], x: Tensor, lora: bool = True) -> tuple
 def project_one(linear: nn.Module, x: Tensor, lora: bool = True) -> Tensor:
     """``linear(x)``, in an operator only if it is a LoRA layer."""
     return project((linear,), x, lora)[0] if is_lora(linear) else linear(x)
+
+
+def project_gated(linear: nn.Module, op: str, options: tuple, gate: Tensor, up: Tensor, lora: bool = True) -> Tensor | None:
+    """``linear(op(gate, up, *options))`` for a LoRA layer that an operator computes, or None."""
+    if not lora or not is_lora(linear) or is_called(linear):
+        return None
+    states = read((linear,), gate)
+    if states is None or not states[0].a:
+        return None
+    return gated_lora_projection(op, options, gate, up, *states[0])

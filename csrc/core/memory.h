@@ -71,6 +71,11 @@ void check_argument(const Op& op, size_t argument, const A& value) {
     for (size_t i = 0; i < value.size(); ++i) {
       if (C10_UNLIKELY(!has_memory(value[i]))) refuse_argument(op(), argument, c10::str("[", i, "]"), value[i]);
     }
+  } else if constexpr (std::is_same_v<A, c10::List<std::optional<at::Tensor>>>) {
+    for (size_t i = 0; i < value.size(); ++i) {
+      const std::optional<at::Tensor> t = value.get(i);
+      if (t && C10_UNLIKELY(!has_memory(*t))) refuse_argument(op(), argument, c10::str("[", i, "]"), *t);
+    }
   }
 }
 

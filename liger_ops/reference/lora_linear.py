@@ -8,7 +8,7 @@ from torch.nn import functional
 from ._operator import demand, operator
 
 
-@operator(rows=1)
+@operator(rows=1, forward_out_dims=(0, 0))
 def lora_linear(
     x: Tensor, weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[float], bias: Tensor | None = None
 ) -> Tensor:

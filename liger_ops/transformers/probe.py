@@ -27,6 +27,7 @@ from ..projections import (
     is_bare_linear,
     is_lora,
     project,
+    project_gated,
     project_one,
 )
 from . import rewrite
@@ -271,6 +272,7 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     if len(mlp.projections) == 3:
         gate, up, down = mlp.projections
         product, product_linear = GATES[mlp.gate], LINEAR[mlp.gate]
+        options = {"swiglu": (), "geglu": ("tanh",), "geglu exact": ("none",)}[mlp.gate]
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             gate_out, up_out = project((getattr(self, gate), getattr(self, up)), x, mlp.lora)
@@ -279,7 +281,8 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
                 return last(activation(gate_out) * up_out)
             if is_bare_linear(last):
                 return product_linear(gate_out, up_out, last.weight, last.bias)
-            return project_one(last, product(gate_out, up_out), mlp.lora)
+            adapted_out = project_gated(last, mlp.switch, options, gate_out, up_out, mlp.lora)
+            return last(product(gate_out, up_out)) if adapted_out is None else adapted_out
 
         return forward
     gate_up, down = mlp.projections

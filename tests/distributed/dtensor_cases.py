@@ -160,6 +160,15 @@ case(
 )
 
 
+def adapted(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return F.lora_linear(x, weight, [a], [b], [0.5], bias)
+
+
+LORA = dict(weight=randn(12, 24), a=randn(3, 24), b=randn(12, 3), bias=randn(12))
+for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
+    case(f"lora_linear {where}", adapted, dict(x=X, **LORA), dict(x=p, **dict.fromkeys(LORA, R)), p)
+
+
 def product_of_partial_sums(mesh: Any) -> None:
     a, b = randn(8, 12), randn(12, 4)
     found = torch.ops.liger._mm(spread(a, mesh, [SUM]), spread(b, mesh, [SUM]))
@@ -231,6 +240,16 @@ CASES.refuse(
             F.rms_norm,
             dict(x=(X, SUM), weight=(W, R)),
             r"rms_norm: x must be Replicate\(\) or Shard\(0\) or Shard\(1\) over mesh dimension 0 \(got Partial\(\)\)",
+        ),
+        "lora_linear, x by columns": (
+            adapted,
+            dict(x=(X, Shard(2)), **{name: (t, R) for name, t in LORA.items()}),
+            r"lora_linear: x must be Replicate\(\) or sharded along rows over mesh dimension 0 \(got Shard\(2\)\)",
+        ),
+        "lora_linear, sharded adapter": (
+            adapted,
+            dict(x=(X, R), **{name: (t, Shard(0) if name == "a" else R) for name, t in LORA.items()}),
+            r"lora_linear: a\[0\] must be Replicate\(\) over mesh dimension 0 \(got Shard\(0\)\)",
         ),
         "swiglu, partial up": (
             F.swiglu,

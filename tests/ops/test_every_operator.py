@@ -23,7 +23,7 @@ from checks import (
     like,
     wanted_of,
 )
-from models import ROWS, WIDTH, outputs
+from models import ROWS, WIDTH, in_lists, outputs
 from operator_calls import OPERATORS, PUBLIC, copied, samples
 from rows import Bound, bind, each_row, in_tiers
 from torch import Tensor
@@ -58,7 +58,7 @@ def learned_only(call: Bound, which: str) -> list[Tensor]:
 )
 def test_opcheck(row, learned, device):
     bound = bind(row, device)
-    named = dict(zip(bound.names, learned_only(bound, learned)))
+    named = in_lists(dict(zip(bound.names, learned_only(bound, learned))))
     if row.op.endswith("_"):
         named["logits"] = named["logits"].detach()  # opcheck would overwrite a leaf
     torch.library.opcheck(getattr(torch.ops.liger, row.op).default, (), named | row.options, test_utils=OPCHECKS)
@@ -298,9 +298,12 @@ def script(row, bound: Bound) -> torch.jit.ScriptModule:
         pass
 
     module, first = Script(), " * 1" if row.op.endswith("_") else ""  # a leaf must not be overwritten
-    given = [f"{name}={name}{first if i == 0 else ''}" for i, name in enumerate(bound.names)]
+    names = [name.replace("[", "_").rstrip("]") for name in bound.names]
+    values = [f"{name}{first if i == 0 else ''}" for i, name in enumerate(names)]
+    values_of = {name: str(value).replace("'", "") for name, value in in_lists(dict(zip(bound.names, values))).items()}
+    given = [f"{name}={value}" for name, value in values_of.items()]
     given += [f"{name}={value!r}" for name, value in row.options.items()]
-    parameters = ", ".join(f"{name}: Tensor" for name in bound.names)
+    parameters = ", ".join(f"{name}: Tensor" for name in names)
     module.define(f"def forward(self, {parameters}):\n  return torch.ops.liger.{row.op}({', '.join(given)})\n")
     return module
 

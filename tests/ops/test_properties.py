@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import assert_no_worse, gradients, like, path_taken, roundings
 from hypothesis import HealthCheck, given, seed, settings
+from models import in_lists
 from strategies import calls, own_test_file
 from torch import Tensor
 
@@ -24,8 +25,10 @@ def rounding(operator: Operator, arguments: dict[str, Any]) -> tuple[float, ...]
 
 
 def check(operator: Operator, arguments: dict[str, Any]) -> None:
-    names = [n for n, v in arguments.items() if isinstance(v, Tensor)]
-    given_tensors = [arguments[n] for n in names]
+    flat = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
+    for name, value in arguments.items():
+        flat |= {f"{name}[{i}]": v for i, v in enumerate(value if isinstance(value, list) else []) if isinstance(v, Tensor)}
+    names, given_tensors = list(flat), list(flat.values())
     overwrites = operator.__name__.endswith("_")
 
     def bind(function: Callable) -> Callable:
@@ -33,7 +36,7 @@ def check(operator: Operator, arguments: dict[str, Any]) -> None:
             named = dict(zip(names, tensors))
             if overwrites:  # must not overwrite a leaf or the caller's memory
                 named[names[0]] = named[names[0]] * 1
-            return function(**arguments | named)
+            return function(**arguments | in_lists(named))
 
         return call
 

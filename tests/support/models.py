@@ -50,6 +50,7 @@ SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
 MODELS = dict(s_input=HIDDEN, t_input=HIDDEN)
 HEADS_OF_MODELS = dict(s_weight=(VOCABULARY, WIDTH), t_weight=(VOCABULARY, WIDTH), s_bias=(VOCABULARY,))
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
+ADAPTERS = {"a[0]": (3, WIDTH), "a[1]": (2, WIDTH), "b[0]": (VOCABULARY, 3), "b[1]": (VOCABULARY, 2)}
 ROUTES, EXPERTS = ("B", 2), 3
 MOE = dict(x=("B", WIDTH), index=ROUTES, weight=ROUTES)
 EXPERT_WEIGHTS = dict(gate_up=(EXPERTS, 2 * SIZE, WIDTH), down=(EXPERTS, WIDTH, SIZE))
@@ -79,6 +80,8 @@ ROWS = [
     Row("geglu", GATED),
     Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
     Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
+    Row("lora_linear", dict(x=HIDDEN), DOWN | ADAPTERS, dict(scale=[0.5, 2.0])),
+    Row("lora_linear", dict(x=HIDDEN), HEAD, dict(a=[], b=[], scale=[])),
     Row("embedding", dict(input=TARGET), HEAD),
     Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
     Row("moe_experts", MOE, EXPERT_WEIGHTS),
@@ -146,6 +149,17 @@ ROWS += [
 NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
 
 
+def in_lists(named: Mapping[str, Any]) -> dict[str, Any]:
+    """A list `a` from the arguments "a[0]", "a[1]" and so on, which stand in order."""
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        if name.endswith("]"):
+            found.setdefault(name.partition("[")[0], []).append(value)
+        else:
+            found[name] = value
+    return found
+
+
 class Call(nn.Module):
     """Calls the operator on the row's inputs and on parameters that the module owns."""
 
@@ -168,7 +182,7 @@ class Call(nn.Module):
         if self.overwrites:
             named[self.names[0]] = named[self.names[0]] * 1
         named |= {k: getattr(self, k) for k in self.fixed}
-        return self.op(**named, **dict(self.parameters_of_op.items()), **self.options)
+        return self.op(**in_lists(named | dict(self.parameters_of_op.items())), **self.options)
 
 
 def inputs_of(

@@ -18,6 +18,11 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape)
 
 
+def adapters(*features: int) -> dict[str, Any]:
+    ranks = range(2, 2 + len(features))
+    return dict(a=[numbers(r, N) for r in ranks], b=[numbers(m, r) for m, r in zip(features, ranks)])
+
+
 def public_calls() -> dict[str, dict[str, Any]]:
     """A call of each public operator with all of its tensor arguments."""
     rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
@@ -43,6 +48,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),
         "qk_norm_rope": dict(**heads, q_weight=column, k_weight=numbers(N), cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
         "embedding": dict(input=target, weight=numbers(CLASSES, N)),
+        "lora_linear": dict(x=rows, weight=numbers(5, N), **adapters(5, 5), scale=[0.5, 2.0], bias=numbers(5)),
         "moe_experts": dict(**experts, index=target.view(ROWS, 1), weight=numbers(ROWS, 1)),
         "moe_experts_sorted": dict(**experts, tokens_per_expert=torch.tensor([1, 2])),
         "cross_entropy": loss,
@@ -195,6 +201,10 @@ def samples() -> dict[str, dict[str, Any]]:
     )
     found["_mm"] = dict(a=numbers(ROWS, N), b=numbers(N, 3))
     found["_projections_grad"] = dict(grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)])
+    found["_lora_projections"] = dict(
+        x=numbers(ROWS, N), weights=[numbers(n, N) for n in (3, 5)], biases=[numbers(3), None], **adapters(3, 5),
+        scale=[0.5, 2.0], of=[0, 1],
+    )  # fmt: skip
     # Backward is not in place under a dispatch mode. The in-place operators take the same arguments.
     for op in OPERATORS:
         if op not in found and op.endswith("_"):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from checks import like
-from models import NAMES, ROWS, Call, Row, inputs_of, outputs
+from models import NAMES, ROWS, Call, Row, in_lists, inputs_of, outputs
 from torch import Tensor
 
 from liger_ops.reference import operators
@@ -54,7 +54,7 @@ def bind(row: Row, device: str = "cpu", batch: int = 3, length: int = 5, dtype: 
     def function(op: Callable) -> Callable[..., tuple[Tensor, ...]]:
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             first = [tensors[0] * 1] if overwrites else [tensors[0]]  # a leaf must not be overwritten
-            return outputs(op(**dict(zip(names, [*first, *tensors[1:]])), **row.options))
+            return outputs(op(**in_lists(dict(zip(names, [*first, *tensors[1:]]))), **row.options))
 
         return call
 

@@ -108,6 +108,9 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
     arguments: dict[str, Any] = {n: option(draw, operator, p) for n, p in parameters.items() if n not in described}
     made = {}
     for name in (n for n in parameters if n in described):
+        if parameters[name].annotation == "Sequence[Tensor]":
+            made[name] = []  # filled by `vary`
+            continue
         if "None" in parameters[name].annotation and draw(st.booleans()):
             made[name] = None
             continue

@@ -37,14 +37,19 @@ class Call(NamedTuple):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of lora_projections."""
-    found, function = [], projections.lora_projections
+    """Of lora_projections, and of gated_lora_projection, which projects a product."""
+    found, function, gated = [], projections.lora_projections, projections.gated_lora_projection
 
     def recorded(x, weights, biases, a, b, scale, of):
         found.append(Call(len(weights), len(a)))
         return function(x, weights, biases, a, b, scale, of)
 
+    def recorded_gated(op, options, gate, up, weight, bias, a, b, scale):
+        found.append(Call(1, len(a)))
+        return gated(op, options, gate, up, weight, bias, a, b, scale)
+
     monkeypatch.setattr(projections, "lora_projections", recorded)
+    monkeypatch.setattr(projections, "gated_lora_projection", recorded_gated)
     return found
 
 

@@ -18,7 +18,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "core/cuda.h"
 #include "core/operator.h"
@@ -175,14 +174,9 @@ Tensor total(
     add(wide, small, true);
     return wide.to(out.scalar_type());
   }
-  static const bool first = std::getenv("LORA_FIRST");
-  if (first) {
-    add(out, small, biased);
-    add(out, large, biased || !small.empty());
-  } else {
-    add(out, large, biased);
-    add(out, small, true);
-  }
+  // The small products first: they write `out` once, and the large ones read it while they compute.
+  add(out, small, biased);
+  add(out, large, biased || !small.empty());
   return out;
 }
 
@@ -457,8 +451,8 @@ Tensors projections(
   check_adapters(kOp, x, g);
   const Entry<Device> entry(x);
   auto [ys, t] = project<Device>(core::as_matrix(x), biases, g);
-  for (Tensor& y : ys) y = in_rows_of(x, y);
   ys.push_back(std::move(t));
+  for (Tensor& y : ys) y = in_rows_of(x, y);
   return std::move(ys);
 }
 
@@ -468,7 +462,8 @@ Tensors projections_bwd(
     TensorList grads, const Tensor& x, TensorList weights, TensorList a, TensorList b, const Tensor& t, int64_t wanted,
     Scales scale, at::IntArrayRef of) {
   const Entry<Device> entry(x);
-  Gradients out = gradients<Device>(matrices(grads), core::as_matrix(x), t, {weights, a, b, scale, of}, wanted);
+  Gradients out =
+      gradients<Device>(matrices(grads), core::as_matrix(x), core::as_matrix(t), {weights, a, b, scale, of}, wanted);
   if (out.x.defined()) out.x = in_rows_of(x, out.x);
   return out.all();
 }
@@ -499,7 +494,7 @@ struct LoraLinear
     check_adapters(kOp, x, g);
     const Entry<Device> entry(x);
     auto [ys, t] = project<Device>(core::as_matrix(x), Biases({bias}), g);
-    return {in_rows_of(x, ys[0]), t};
+    return {in_rows_of(x, ys[0]), in_rows_of(x, t)};
   }
 
   /// Saves x, weight, t, all a, all b.

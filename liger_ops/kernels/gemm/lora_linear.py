@@ -36,8 +36,7 @@ def lora_pieces_kernel(
     tl.store(total + row * total_row + column, x, mask=inside & ((flags & HAS_TOTAL) != 0))
     x *= scale
     high = x.to(tl.bfloat16)
-    # Not NaN for infinity.
-    rest = tl.where(x == high.to(tl.float32), 0.0, x - high.to(tl.float32))
+    rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
     out = pieces + row * out_row + column

@@ -273,9 +273,9 @@ def start_order(started):
 
 
 @triton.jit
-def combine_parts(shares, arrived, peak, total, tilt, first, parts, softcap, flags, EXTRAS: tl.constexpr):
-    """Stores this part's statistics in `shares`, waits for the row's other parts, and combines all in a fixed order."""
-    mine = shares + (tl.program_id(0) % parts) * 4
+def combine_parts(shares, arrived, peak, total, tilt, first, own, parts, softcap, flags, EXTRAS: tl.constexpr):
+    """Stores the statistics of part `own` in `shares`, waits for the row's other parts, and combines all in a fixed order."""
+    mine = shares + own * 4
     tl.store(mine, peak)
     tl.store(mine + 1, total)
     tl.store(mine + 2, tilt)
@@ -297,7 +297,7 @@ def combine_parts(shares, arrived, peak, total, tilt, first, parts, softcap, fla
 
 @triton.jit
 def scan_row(
-    row, kept, begin, end, n, y, x_y, true, reference, weight, softcap, flags, shares, arrived, parts,
+    row, kept, begin, end, n, y, x_y, true, reference, weight, softcap, flags, shares, arrived, own, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
     KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
@@ -362,7 +362,7 @@ def scan_row(
     raw_others, top_others, others, tilt, first = combine(peak, lane_total, tilt, first, softcap, flags, EXTRAS)
     if PART:
         raw_others, top_others, others, tilt, first = combine_parts(
-            shares, arrived, raw_others, others, tilt, first, parts, softcap, flags, EXTRAS
+            shares, arrived, raw_others, others, tilt, first, own, parts, softcap, flags, EXTRAS
         )
 
     top = tl.maximum(true, top_others)
@@ -426,7 +426,7 @@ def store_facts(facts, row, rows, top, others, true, tilt, highest, predicted, l
 @triton.jit
 def forward_row(
     loss, z_loss, accuracy, predicted, facts, row, rows, x_row, kept, begin, end, y, first_class, weight, weight_sum,
-    n, label_smoothing, lse_square_scale, softcap, flags, shares, arrived, parts,
+    n, label_smoothing, lse_square_scale, softcap, flags, shares, arrived, own, parts,
     LANES: tl.constexpr, TILES: tl.constexpr, SKEWED: tl.constexpr, PART: tl.constexpr, EXTRAS: tl.constexpr,
     KEPT: tl.constexpr, REST: tl.constexpr, POLICY: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -463,7 +463,7 @@ def forward_row(
     # An invalid y matches no column.
     top, total, others, nll, tilt, highest, best = scan_row(
         x_row, kept, begin, end, n, tl.where(valid, y, -64), x_y, true, reference, weight, softcap, flags, shares, arrived,
-        parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, POLICY,
+        own, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, POLICY,
     )  # fmt: skip
     leads = begin == 0
     if SPLIT:

@@ -59,6 +59,7 @@ def cross_entropy_fwd_kernel(
 ):  # fmt: skip
     """SHARED: for few rows; each row is split among several programs, `part` columns each."""
     parts = 1
+    own = 0
     row = tl.program_id(0)
     begin = 0
     end = n
@@ -66,7 +67,8 @@ def cross_entropy_fwd_kernel(
         parts = tl.cdiv(columns_end(n, SKEWED), part)
         program = start_order(arrived)
         row = program // parts
-        begin = tl.multiple_of((program - row * parts) * part, 8)
+        own = program - row * parts
+        begin = tl.multiple_of(own * part, 8)
         end = tl.minimum(columns_end(n, SKEWED), begin + part)
     y = load_target(target, row, target_words, True)
     if y == ignore_index:
@@ -77,7 +79,7 @@ def cross_entropy_fwd_kernel(
         top, total, miss = forward_row(
             loss, z_loss, accuracy, predicted, facts, row, rows, x_row, 0, begin, end, y - first_class, first_class,
             weight, weight_sum, n, label_smoothing, lse_square_scale, softcap, flags, shares + row * (parts * 4),
-            arrived + 1 + row, parts, LANES, TILES, SKEWED, SHARED, EXTRAS, 0, True, "", True,
+            arrived + 1 + row, own, parts, LANES, TILES, SKEWED, SHARED, EXTRAS, 0, True, "", True,
         )  # fmt: skip
         save = (begin == 0) & ((flags & SAVE_STATS) != 0)
         tl.store(stats + row, top, mask=save)
@@ -140,6 +142,7 @@ def cross_entropy_fwd_bwd_kernel(
     REST: tl.constexpr = EXTRAS or not KEEPS_ALL
     PREFETCHES: tl.constexpr = not REST
     parts = 1
+    own = 0
     program = tl.program_id(0)
     row = program
     begin = 0
@@ -148,7 +151,8 @@ def cross_entropy_fwd_bwd_kernel(
         parts = tl.cdiv(end, PART)
         program = start_order(arrived)
         row = program // parts
-        begin = (program - row * parts) * PART
+        own = program - row * parts
+        begin = own * PART
         end = tl.minimum(end, begin + PART)
     out = dlogits + row_offset(row, inner_rows, dlogits_outer, dlogits_inner)
     y = load_target(target, row, target_words, True)
@@ -182,7 +186,7 @@ def cross_entropy_fwd_bwd_kernel(
         top, total, miss = forward_row(
             loss, z_loss, accuracy, predicted, 0, row, rows, x_row, kept, begin, end, y, 0, weight, weight_sum,
             n, label_smoothing, lse_square_scale, softcap, flags, shares + row.to(tl.int64) * (parts * 4),
-            arrived + 1 + row, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, FIRST_READ, False,
+            arrived + 1 + row, own, parts, LANES, TILES, SKEWED, PART, EXTRAS, KEPT, REST, FIRST_READ, False,
         )  # fmt: skip
         slope, slope_y, drop_y, tilt = gradient_terms(
             n, y, (y >= 0) & (y < n), top, total, miss, grad_here, grad_z, weight, weight_sum, label_smoothing,

@@ -49,9 +49,9 @@ OP = Op(
     formula=formula,
     traffic=traffic,
     flops=flops,
-    providers={"frozen": frozen, "ours": ours},
-    floor="frozen",
-    unchecked=frozenset({"frozen"}),
+    providers={"GEMMs": frozen, "ours": ours},
+    floor="GEMMs",
+    unchecked=frozenset({"GEMMs"}),
     constants=frozenset({"weight"}),
     # Of Llama-3-8B: o, gate or up, down.
     shapes={

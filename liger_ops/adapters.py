@@ -12,12 +12,11 @@ from torch.autograd.function import once_differentiable
 from ._wanted import LORA_A, LORA_B, WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 
 
-def wanted_gradients(
-    needed: Sequence[bool], kinds: Sequence[tuple[int, int]], only: int = -1
-) -> tuple[int, list[int]]:
+def wanted_gradients(needed: Sequence[bool], kinds: Sequence[tuple[int, int]], only: int = -1) -> tuple[int, list[int]]:
     """The bits of the gradients that are needed, and where the operator's results belong in `needed`. kinds: in their
     order, each bit and the number of tensors that it stands for. only: the bits to consider."""
-    wanted, first, places = 0, 0, []
+    wanted = first = 0
+    places: list[int] = []
     for bit, size in kinds:
         if bit & only and any(needed[first : first + size]):
             wanted |= bit
@@ -28,7 +27,9 @@ def wanted_gradients(
 
 class _Projections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: list[float], of: list[int], count: int, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, scale: list[float], of: list[int], count: int, *parameters: Any
+    ) -> tuple[Tensor, ...]:
         """count: the number of weights. parameters: weights, biases, all a, all b."""
         weights, biases, adapters = parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
         a, b = adapters[: len(scale)], adapters[len(scale) :]

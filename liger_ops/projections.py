@@ -271,7 +271,9 @@ def project_one(linear: nn.Module, x: Tensor, lora: bool = True) -> Tensor:
     return project((linear,), x, lora)[0] if is_lora(linear) else linear(x)
 
 
-def project_gated(linear: nn.Module, op: str, options: tuple, gate: Tensor, up: Tensor, lora: bool = True) -> Tensor | None:
+def project_gated(
+    linear: nn.Module, op: str, options: tuple, gate: Tensor, up: Tensor, lora: bool = True
+) -> Tensor | None:
     """``linear(op(gate, up, *options))`` for a LoRA layer that an operator computes, or None."""
     if not lora or not is_lora(linear) or is_called(linear):
         return None

@@ -10,7 +10,12 @@ from ._operator import demand, operator
 
 @operator(rows=1, forward_out_dims=(0, 0))
 def lora_linear(
-    x: Tensor, weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[float], bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scale: Sequence[float],
+    bias: Tensor | None = None,
 ) -> Tensor:
     """A linear layer with low-rank adapters (LoRA): ``F.linear(x, weight, bias)``, plus
     ``scale[i] * F.linear(F.linear(x, a[i]), b[i])`` for every adapter i.

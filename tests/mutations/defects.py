@@ -472,7 +472,7 @@ REFERENCE = [
     ),
     Defect(
         "vmap-shares-a-batched-parameter", "liger_ops/_vmap.py",
-        "one_by_one = any(dim is not None for dim in in_dims[rows:]) or any(", "one_by_one = any(",
+        "one_by_one = any(map(is_batched, in_dims[rows:])) or any(", "one_by_one = any(",
         "ops/test_func.py",
     ),
 ]  # fmt: skip

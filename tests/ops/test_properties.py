@@ -27,7 +27,9 @@ def rounding(operator: Operator, arguments: dict[str, Any]) -> tuple[float, ...]
 def check(operator: Operator, arguments: dict[str, Any]) -> None:
     flat = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
     for name, value in arguments.items():
-        flat |= {f"{name}[{i}]": v for i, v in enumerate(value if isinstance(value, list) else []) if isinstance(v, Tensor)}
+        flat |= {
+            f"{name}[{i}]": v for i, v in enumerate(value if isinstance(value, list) else []) if isinstance(v, Tensor)
+        }
     names, given_tensors = list(flat), list(flat.values())
     overwrites = operator.__name__.endswith("_")
 

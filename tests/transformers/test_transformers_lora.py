@@ -1,89 +1,38 @@
-"""LoRA layers of peft in patched models."""
+"""LoRA layers of peft in patched models: the same numbers, and the same operations of peft."""
 
 import contextlib
 import copy
-import io
-from collections import Counter, defaultdict
-from typing import NamedTuple
+from collections import defaultdict
 
 import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_no_worse, count_graphs
 from language_models import make, step, tokens, train
+from lora_layers import (
+    BASE,
+    CALLS,
+    LAYERS,
+    build,
+    lora_layers,
+    lora_rows,
+    record_calls,
+    taken,
+    with_adapters,
+)
 from patched_models import assert_as_exact, assert_same_logits, assert_same_step, logits_of, own_names
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora.layer import Linear as LoraLinear
-from torch import nn
+from peft import LoraConfig, PeftModel
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import parametrize
 
-from liger_ops import projections
 from liger_ops._accuracy import Roundings, rounded
-from liger_ops.transformers import apply_liger_kernel, unpatch
+from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
-
-# Projections in one call: q, k and v; o; gate and up; down.
-CALLS = [3, 1, 2, 1]
-LAYERS = 2
-BASE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class Call(NamedTuple):
-    projections: int
-    adapters: int
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of lora_projections, and of gated_lora_projection, which projects a product."""
-    found, function, gated = [], projections.lora_projections, projections.gated_lora_projection
-
-    def recorded(x, weights, biases, a, b, scale, of):
-        found.append(Call(len(weights), len(a)))
-        return function(x, weights, biases, a, b, scale, of)
-
-    def recorded_gated(op, options, gate, up, weight, bias, a, b, scale):
-        found.append(Call(1, len(a)))
-        return gated(op, options, gate, up, weight, bias, a, b, scale)
-
-    monkeypatch.setattr(projections, "lora_projections", recorded)
-    monkeypatch.setattr(projections, "gated_lora_projection", recorded_gated)
-    return found
-
-
-def taken(calls):
-    """The sizes of the calls since the last time."""
-    found = [call.projections for call in calls]
-    calls.clear()
-    return found
-
-
-def with_adapters(model, adapter_dtype=None, **options):
-    torch.manual_seed(1)
-    # B is zero at the start of a training: no gradient would reach A.
-    given = {"r": 4, "lora_alpha": 6, "target_modules": BASE, "init_lora_weights": False, **options}
-    return get_peft_model(model, LoraConfig(**given), autocast_adapter_dtype=adapter_dtype != torch.bfloat16)
-
-
-def build(order, name="llama", dtype=torch.float32, adapter_dtype=None, switches=None, **options):
-    """order: "" for peft's own, or when the model is patched: "before" or "after" it gets its adapters."""
-    model, report = make(name, dtype=dtype), None
-    if order == "before":
-        report = apply_liger_kernel(model, **(switches or {}))
-    model = with_adapters(model, adapter_dtype, **options)
-    if order == "after":
-        report = apply_liger_kernel(model, **(switches or {}))
-    return model, report
-
-
-def lora_layers(model):
-    return [module for module in model.modules() if isinstance(module, LoraLinear)]
-
-
-def lora_rows(report):
-    return Counter((row.replacement, row.reason) for row in report.rows if row.kind == "lora")
+    return record_calls(monkeypatch)
 
 
 # ---- The same numbers
@@ -418,285 +367,3 @@ def test_modules_to_save(order, calls):
     model, _ = build(order, **options)
     assert_same_step(model, ids, expected)
     assert set(taken(calls)) == set(CALLS)
-
-
-# ---- Why peft's own forward runs
-
-
-class Pair(nn.Module):
-    """Two projections of one input."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.q, self.k = nn.Linear(6, 8, dtype=dtype), nn.Linear(6, 4, dtype=dtype)
-
-    def forward(self, x):
-        return projections.project((self.q, self.k), x)
-
-
-class OtherLinear(nn.Linear):
-    pass
-
-
-def other_base(model):
-    model.q.base_layer.__class__ = OtherLinear
-
-
-def hook(*path):
-    def add(model):
-        model.q.get_submodule(".".join(path)).register_forward_hook(lambda module, given, result: result * 2)
-
-    return add
-
-
-def attribute(name, value):
-    return lambda model: setattr(model.q, name, value)
-
-
-def parametrized(model):
-    parametrize.register_parametrization(model.q.base_layer, "weight", nn.Softplus())
-
-
-def other_dtype(model):
-    model.q.lora_A.to(torch.bfloat16)
-    model.q.lora_B.to(torch.bfloat16)
-
-
-def scale_of_tensor(model):
-    model.q.scaling["default"] = torch.tensor(2.0)
-
-
-def merged_then_disabled(model):
-    model.q.merge()
-    model.q.enable_adapters(False)
-
-
-def own_dropout(model):
-    model.q.lora_dropout["default"] = nn.AlphaDropout(0.0)
-
-
-# reason, options of the adapters, change
-REASONS = [
-    ("has dropout", {"lora_dropout": 0.5}, None),
-    ("is the variant Dora", {"use_dora": True}, None),
-    ("its adapter has a bias", {"lora_bias": True}, None),
-    ("base is OtherLinear", {}, other_base),
-    ("base is ParametrizedLinear", {}, parametrized),
-    ("base is hooked or wrapped", {}, hook("base_layer")),
-    ("its A is hooked or wrapped", {}, hook("lora_A", "default")),
-    ("its B is hooked or wrapped", {}, hook("lora_B", "default")),
-    ("its dropout is hooked or replaced", {}, hook("lora_dropout", "default")),
-    ("its dropout is hooked or replaced", {}, own_dropout),
-    ("its weight is transposed", {}, attribute("fan_in_fan_out", True)),
-    ("its A is torch.bfloat16, its B torch.bfloat16, its input torch.float32", {}, other_dtype),
-    ("its scale is no number", {}, scale_of_tensor),
-    ("is disabled while merged", {}, merged_then_disabled),
-]
-
-
-def adapted_pair(options, change, dtype=torch.float32):
-    torch.manual_seed(0)
-    model = get_peft_model(
-        Pair(dtype), LoraConfig(r=2, target_modules=["q", "k"], **{"init_lora_weights": False, **options})
-    )
-    if change is not None:
-        change(model.base_model.model)
-    return model.base_model.model
-
-
-@pytest.mark.parametrize("reason, options, change", REASONS)
-def test_reasons(reason, options, change, calls):
-    x = torch.randn(3, 6)
-    theirs, ours = adapted_pair(options, change), adapted_pair(options, change)
-    assert projections.adapted(ours.q, x.dtype) == reason
-    rows = {row.module: row for row in apply_liger_kernel(ours).rows}
-    dropout = reason == "has dropout"
-    said = "has dropout: peft's own forward in training" if dropout else reason
-    assert (rows["q"].replacement, rows["q"].reason) == ("lora_linear" if dropout else "", said)
-    together, apart = lambda model: model(x), lambda model: (model.q(x), model.k(x))
-    for called in (together, apart):
-        calls.clear()
-        outputs = []
-        for model, call in ((theirs, apart), (ours, called)):
-            torch.manual_seed(3)
-            outputs.append([y.detach() for y in call(model)])
-        # The change is one of q alone.
-        assert len(calls) == (0 if options else 1)
-        for expected, y in zip(*outputs):
-            torch.testing.assert_close(y, expected)
-
-
-def test_inputs_that_are_not_cast(calls):
-    model = adapted_pair({}, attribute("cast_input_dtype_enabled", False))
-    assert isinstance(projections.adapted(model.q, torch.float32), projections.Adapted)
-    half = adapted_pair({}, attribute("cast_input_dtype_enabled", False), torch.bfloat16)
-    assert projections.adapted(half.q, torch.bfloat16) == "does not cast its input"
-    apply_liger_kernel(half)
-    with pytest.raises(RuntimeError, match="dtype"):
-        half.q(torch.randn(3, 6, dtype=torch.bfloat16))
-    assert not calls
-
-
-def test_inputs_of_another_dtype_than_the_base(calls):
-    model = adapted_pair({}, None)
-    apply_liger_kernel(model)
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(torch.randn(3, 6, dtype=torch.bfloat16))
-    for layer in (model.q, model.q.base_layer):
-        assert projections.adapted(layer, torch.bfloat16) == "base is torch.float32, its input torch.bfloat16"
-    assert not calls
-
-
-def test_calls_that_no_operator_takes(calls):
-    model, plain, x = adapted_pair({}, None), adapted_pair({}, None), torch.randn(3, 6)
-    apply_liger_kernel(model)
-
-    def autocast(model):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    for call in (
-        autocast,
-        lambda model: model(x[0]),
-        lambda model: torch.func.vmap(model)(x[None]),
-        lambda model: torch.func.jvp(model, (x,), (x,))[1],
-        lambda model: [model.eval().q(x, adapter_names=["default", "__base__", "default"])],
-    ):
-        for ours, theirs in zip(call(model), call(plain), strict=True):
-            assert torch.equal(ours, theirs)
-        assert not calls
-    model(x)
-    assert taken(calls) == [2]
-
-
-def test_hooked_layers_are_called(calls):
-    model, x = adapted_pair({}, None), torch.randn(3, 6)
-    apply_liger_kernel(model)
-    expected = model(x)
-    assert taken(calls) == [2]
-    model.q.register_forward_hook(lambda module, given, result: -result)
-    q, k = model(x)
-    assert taken(calls) == [1, 1]
-    torch.testing.assert_close((-q, k), expected)
-    replaced, calls[:] = model.q.forward, []
-    model.q.forward = lambda x: replaced(x) * 2
-    q, k = model(x)
-    torch.testing.assert_close((-q / 2, k), expected)
-    assert taken(calls) == [1, 1]
-
-
-def test_a_class_with_another_forward(monkeypatch, calls):
-    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: torch.zeros(len(x), self.out_features))
-    model = adapted_pair({}, None)
-    rows = apply_liger_kernel(model).rows
-    assert {row.reason for row in rows if row.kind == "lora"} == {"its forward is not peft's"}
-    assert not any(y.any() for y in model(torch.randn(3, 6))) and not calls
-
-
-# ---- The report and the switch
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_the_report(name):
-    model, report = build("after", name)
-    rows = [row for row in report.rows if row.kind == "lora"]
-    assert len(rows) == 7 * LAYERS and not report.left_alone
-    assert {(row.type, row.replacement, row.reason) for row in rows} == {("Linear", "lora_linear", "")}
-    assert apply_liger_kernel(model).rows == report.rows
-
-
-def test_layers_that_were_adapted_after_patching_are_patched_by_a_second_call(calls):
-    model, report = build("before")
-    assert not lora_rows(report)
-    assert lora_rows(apply_liger_kernel(model)) == {("lora_linear", ""): 7 * LAYERS}
-    logits_of(model, tokens())
-    assert taken(calls) == LAYERS * CALLS
-    for layer in lora_layers(model):
-        layer(torch.randn(2, layer.in_features))
-    assert taken(calls) == [1] * 7 * LAYERS
-
-
-def test_other_layers_of_peft_are_reported():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.conv, self.linear = nn.Embedding(5, 4), nn.Conv2d(2, 2, 1), nn.Linear(4, 4)
-
-    model = get_peft_model(Net(), LoraConfig(r=2, target_modules=["embedding", "conv", "linear"]))
-    rows = {row.module: (row.replacement, row.reason) for row in apply_liger_kernel(model).rows if row.kind == "lora"}
-    assert rows == {
-        "embedding": ("", "base is Embedding"),
-        "conv": ("", "base is Conv2d"),
-        "linear": ("lora_linear", ""),
-    }
-
-
-def test_dropout_runs_in_peft_only_in_training(calls):
-    model, report = build("after", lora_dropout=0.25)
-    plain, ids = build("", lora_dropout=0.25)[0], tokens()
-    assert lora_rows(report) == {("lora_linear", "has dropout: peft's own forward in training"): 7 * LAYERS}
-    assert {row.replacement for row in report.rows if row.kind == "mlp"} == {"swiglu"}
-    assert_same_logits(logits_of(model.eval(), ids), logits_of(plain.eval(), ids), model, ids)
-    assert calls
-    calls.clear()
-    model.train()
-    losses = []
-    for each in (model, plain):
-        torch.manual_seed(5)
-        losses.append(each.train()(input_ids=ids, labels=ids).loss.detach())
-    assert not calls
-    torch.testing.assert_close(*losses)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model(input_ids=ids, labels=ids)
-    assert taken(calls) == LAYERS * CALLS
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_the_switch(order, calls):
-    ids, expected = tokens(), step(build("")[0], tokens())
-    model, report = build(order, switches={"lora": False})
-    assert {row.kind for row in report.replaced} >= {"rope", "mlp", "norm", "loss"}
-    assert lora_rows(report) == ({("", "lora is switched off"): 7 * LAYERS} if order == "after" else {})
-    assert_same_step(model, ids, expected)
-    assert not calls
-    # One model's switch is not another's.
-    step(build(order)[0], ids)
-    assert taken(calls) == LAYERS * CALLS
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_unpatch(order, calls):
-    ids, plain = tokens(), build("")[0]
-    expected = step(plain, ids)
-    model, report = build(order)
-    assert unpatch(model) == len(report.replaced) + 1  # the head has no row
-    assert {type(layer) for layer in lora_layers(model)} == {LoraLinear}
-    loss, gradients = step(model, ids)
-    assert not calls and torch.equal(loss, expected[0])
-    assert all(torch.equal(gradients[name], g) for name, g in expected[1].items())
-
-
-def through_pickle(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-@pytest.mark.parametrize("switches", [{}, {"lora": False}], ids=["", "off"])
-def test_copies_stay_patched(copied, switches, calls):
-    model, report = build("after", switches=switches)
-    ids, expected = tokens(), step(model, tokens())
-    assert taken(calls) == ([] if switches else LAYERS * CALLS)
-    twin = copied(model)
-    loss, gradients = step(twin, ids)
-    assert taken(calls) == ([] if switches else LAYERS * CALLS)
-    torch.testing.assert_close(loss, expected[0])
-    assert gradients.keys() == expected[1].keys() and twin.state_dict().keys() == model.state_dict().keys()
-    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
-    if not switches:
-        assert repr(twin.base_model.model.model.layers[0].mlp.gate_proj).startswith("lora.Linear(")
-    assert unpatch(twin) == len(report.replaced) + 1

@@ -1,0 +1,72 @@
+"""Models with LoRA layers of peft, and the calls that patched ones make."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from language_models import make
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+
+from liger_ops import projections
+from liger_ops.transformers import apply_liger_kernel
+
+# Projections in one call: q, k and v; o; gate and up; down.
+CALLS = [3, 1, 2, 1]
+LAYERS = 2
+BASE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Call(NamedTuple):
+    projections: int
+    adapters: int
+
+
+def record_calls(monkeypatch):
+    """Of lora_projections, and of gated_lora_projection, which projects a product."""
+    found, function, gated = [], projections.lora_projections, projections.gated_lora_projection
+
+    def recorded(x, weights, biases, a, b, scale, of):
+        found.append(Call(len(weights), len(a)))
+        return function(x, weights, biases, a, b, scale, of)
+
+    def recorded_gated(op, options, gate, up, weight, bias, a, b, scale):
+        found.append(Call(1, len(a)))
+        return gated(op, options, gate, up, weight, bias, a, b, scale)
+
+    monkeypatch.setattr(projections, "lora_projections", recorded)
+    monkeypatch.setattr(projections, "gated_lora_projection", recorded_gated)
+    return found
+
+
+def taken(calls):
+    """The sizes of the calls since the last time."""
+    found = [call.projections for call in calls]
+    calls.clear()
+    return found
+
+
+def with_adapters(model, adapter_dtype=None, **options):
+    torch.manual_seed(1)
+    # B is zero at the start of a training: no gradient would reach A.
+    given = {"r": 4, "lora_alpha": 6, "target_modules": BASE, "init_lora_weights": False, **options}
+    return get_peft_model(model, LoraConfig(**given), autocast_adapter_dtype=adapter_dtype != torch.bfloat16)
+
+
+def build(order, name="llama", dtype=torch.float32, adapter_dtype=None, switches=None, **options):
+    """order: "" for peft's own, or when the model is patched: "before" or "after" it gets its adapters."""
+    model, report = make(name, dtype=dtype), None
+    if order == "before":
+        report = apply_liger_kernel(model, **(switches or {}))
+    model = with_adapters(model, adapter_dtype, **options)
+    if order == "after":
+        report = apply_liger_kernel(model, **(switches or {}))
+    return model, report
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, LoraLinear)]
+
+
+def lora_rows(report):
+    return Counter((row.replacement, row.reason) for row in report.rows if row.kind == "lora")

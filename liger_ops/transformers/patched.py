@@ -35,7 +35,7 @@ def deepcopy_as_patched(module: nn.Module, memo: dict) -> Any:
     # copy.deepcopy looks for it on instances, where wrappers that forward attributes find their inner module's: peft's
     # models do. Then it copies the wrapper, not the module.
     caller = sys._getframe(1)
-    wanted = caller.f_locals["x"] if caller.f_code is copy.deepcopy.__code__ else module
+    wanted = caller.f_locals.get("x", module) if caller.f_code is copy.deepcopy.__code__ else module
     if wanted is not module:
         return copy._reconstruct(wanted, memo, *wanted.__reduce_ex__(4))  # type: ignore[attr-defined]
     clone = new_instance(type(module))

@@ -554,20 +554,20 @@ PATCHING = [
     Defect(
         "lora-ignores-dropout", "liger_ops/projections.py",
         "if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:", "if False:",
-        "transformers/test_transformers_lora.py",
+        "transformers/test_transformers_lora_reasons.py",
     ),
     Defect(
         "lora-ignores-hooks-of-a-layer", "liger_ops/projections.py",
         'return is_lora(module) and (has_hooks(module) or "forward" in module.__dict__)', "return False",
-        "transformers/test_transformers_lora.py",
+        "transformers/test_transformers_lora_reasons.py",
     ),
     Defect(
         "lora-adds-adapters-that-the-switch-forbids", "liger_ops/transformers/patch.py",
-        'lora=switches["lora"])', "lora=True)", "transformers/test_transformers_lora.py",
+        'lora=switches["lora"])', "lora=True)", "transformers/test_transformers_lora_reasons.py",
     ),
     Defect(
         "deep-copies-lose-a-wrapper", "liger_ops/transformers/patched.py",
-        "    if wanted is not module:\n", "    if False:\n", "transformers/test_transformers_lora.py",
+        "    if wanted is not module:\n", "    if False:\n", "transformers/test_transformers_lora_reasons.py",
     ),
 ]  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Helpers for tests of patched tiny models."""
 
+import io
+
 import torch
 from language_models import make, step
 
@@ -66,3 +68,10 @@ def assert_same_logits(found, expected, model, ids):
 @torch.no_grad()
 def logits_of(model, ids):
     return model(input_ids=ids).logits
+
+
+def through_pickle(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)

@@ -1,13 +1,12 @@
 """LoRA layers of peft in patched models: why peft's own forward runs, and the report."""
 
 import copy
-import io
 
 import pytest
 import torch
 from language_models import step, tokens
 from lora_layers import CALLS, LAYERS, LoraLinear, build, lora_layers, lora_rows, record_calls, taken
-from patched_models import assert_same_logits, assert_same_step, logits_of
+from patched_models import assert_same_logits, assert_same_step, logits_of, through_pickle
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
@@ -131,7 +130,8 @@ def test_reasons(reason, options, change, calls):
 
 def test_inputs_that_are_not_cast(calls):
     model = adapted_pair({}, attribute("cast_input_dtype_enabled", False))
-    assert isinstance(projections.adapted(model.q, torch.float32), projections.Adapted)
+    read = projections.adapted(model.q, torch.float32)
+    assert read.weight is model.q.base_layer.weight and read.a[0] is model.q.lora_A["default"].weight
     half = adapted_pair({}, attribute("cast_input_dtype_enabled", False), torch.bfloat16)
     assert projections.adapted(half.q, torch.bfloat16) == "does not cast its input"
     apply_liger_kernel(half)
@@ -279,13 +279,6 @@ def test_unpatch(order, calls):
     loss, gradients = step(model, ids)
     assert not calls and torch.equal(loss, expected[0])
     assert all(torch.equal(gradients[name], g) for name, g in expected[1].items())
-
-
-def through_pickle(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])

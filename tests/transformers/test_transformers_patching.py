@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import io
 import json
 import pickle
 import re
@@ -15,7 +14,7 @@ import pytest
 import torch
 from checks import autocast_of_fake_gpus, output_of
 from language_models import ARCHITECTURES, make, nodes, step, tokens
-from patched_models import FUSED, assert_same_step, patched
+from patched_models import FUSED, assert_same_step, patched, through_pickle
 from torch import nn
 from torch.nn import functional as TF
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -278,13 +277,6 @@ def test_saved_and_loaded(tmp_path):
     assert loaded.state_dict().keys() == model.state_dict().keys()
     fresh = lt.AutoLigerKernelForCausalLM.from_config(model.config, rope=False)
     assert "rope" not in nodes(fresh(input_ids=ids, labels=ids).loss)
-
-
-def through_pickle(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])

@@ -22,7 +22,6 @@
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"
-#include "gemm/mm.h"
 #include "gemm/multiply.h"
 #include "kernels/lora_linear.h"
 
@@ -204,7 +203,8 @@ void store_pieces(
   namespace constants = kernels::constants::lora_linear;
   const int64_t rows = numbers.first.size(0), columns = numbers.first.size(1), count = rows * columns;
   if (count == 0) return;
-  TORCH_CHECK(count <= INT32_MAX, kOp, ": rows times rank must be below 2^31 (got ", count, ")");
+  // Indices of the last program must not overflow.
+  LIGER_CHECK(count <= INT32_MAX - constants::BLOCK, kOp, "rows times rank", "be below 2^31 - 1024", count);
   const bool has_total = total.defined();
   K::Args args{
       core::address(out),

@@ -72,7 +72,7 @@ def run(path, n, mean, extras, x="fp32"):
         shape = (rows, n, rows, 0, n)
         # The loss of each row is stored, as if several programs shared a row.
         launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, stats, logits, packed, w, w.sum(),
-               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, -(-(n + SKEW) // 8) * 8, *shape[2:],
+               torch.full((rows, 4), nan), torch.zeros(1 + rows, dtype=torch.int32), rows, n, -(-(n + SKEW) // 8) * 8, *shape[2:],
                words, -100, 0, *options, flags | STATS, X=x, EXTRAS=extras, SHARED=int(not mean and not extras))
         add(flags)
         launch("cross_entropy_bwd", spans, dx, logits, packed, stats, grad, totals, w, w.sum(), *shape, 0, n, words,
@@ -86,7 +86,7 @@ def run(path, n, mean, extras, x="fp32"):
             c, x_of, w_of = end - first, logits[:, first:end].contiguous(), w[first:end].contiguous()
             facts.append(torch.full((6 if extras else 5, rows), nan))
             launch("cross_entropy_fwd", rows, loss, z, accuracy, predicted, stats, facts[-1], x_of, packed, w_of,
-                   w_of.sum(), torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, c,
+                   w_of.sum(), torch.full((rows, 4), nan), torch.zeros(1 + rows, dtype=torch.int32), rows, c,
                    -(-(c + SKEW) // 8) * 8, rows, 0, c, words, -100, first, *options, flags | LOCAL,
                    X=x, EXTRAS=extras, SHARED=0)
         assert loss.isnan().all()
@@ -105,7 +105,7 @@ def run(path, n, mean, extras, x="fp32"):
     def one(loss, z, accuracy, predicted, totals, add, x=both, split_rows=False):
         add(flags & ~(Z | METRICS) | COUNT)
         launch("cross_entropy_fwd_bwd", rows, loss, z, accuracy, predicted, x, x, packed, grad, totals, w, w.sum(),
-               torch.full((rows, 4), nan), torch.zeros(rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
+               torch.full((rows, 4), nan), torch.zeros(1 + rows, dtype=torch.int32), rows, n, rows, 0, n, 0, n, words,
                0 if mean else 1, -100, *options, flags | GRAD, split_rows=split_rows)
         add(flags, KNOWN)
     first, second = results(two), results(one)

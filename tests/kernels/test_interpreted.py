@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import interpreted
 import pytest
-from checks import ROOT
+from checks import ROOT, run_python
 
 CODE = """
 import numpy
@@ -73,3 +73,34 @@ def test_an_import_outside_the_hash_is_refused(tmp_path, monkeypatch):
     code = CODE + "\n__import__('liger_ops.kernels.rope.rope')\n"
     with pytest.raises(AssertionError, match="the hash of the sources lacks .*rope.py"):
         interpreted.load("group", code, (3,), [(3,)])
+
+
+BESIDE = """
+import torch, triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+@triton.jit
+def copy(out, x, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+def launch(outs, xs, n):
+    try:
+        copy[(1,)](torch.zeros(outs), torch.ones(xs), n, BLOCK=16)
+    except InterpreterError as error:
+        return str(error)
+
+assert launch(9, 9, 9) is None
+# The lane of 16 bytes that holds the last element may be read whole.
+assert launch(9, 6, 8) is None
+assert "read of 4 bytes outside" in launch(9, 6, 9)
+assert "write of 4 bytes outside of the launch's tensors: 36 bytes from the start of 36" in launch(9, 12, 10)
+assert "outside" in launch(0, 9, 1)
+"""
+
+
+def test_accesses_outside_of_tensors_are_errors(tmp_path):
+    (tmp_path / "beside.py").write_text(BESIDE)  # Triton reads the source
+    done = run_python(f"import runpy\nrunpy.run_path({str(tmp_path / 'beside.py')!r})", TRITON_INTERPRET="1")
+    assert not done.returncode, done.stderr

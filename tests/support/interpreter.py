@@ -1,5 +1,5 @@
-"""Extends Triton's interpreter, which runs kernels on CPU tensors: emulates inline PTX, accepts scalar conditions as
-masks, and keeps what it would compute again for each value and call."""
+"""Extends Triton's interpreter, which runs kernels on CPU tensors: emulates inline PTX, refuses addresses outside of a
+launch's tensors, accepts scalar conditions as masks, and keeps what it would compute again for each value and call."""
 
 import ctypes
 import functools
@@ -15,6 +15,33 @@ shared = np.zeros(99 * 1024, np.uint8)
 pending_copies: list[tuple[int, bytes]] = []
 pending_groups: list[list[tuple[int, bytes]]] = []  # copies of one commit group are waited for together
 prefetched: list[tuple[int, int]] = []  # (start, end) addresses
+
+
+class Memory:
+    """The storages of a launch's tensors. Without the check, an access beside them would read or change whatever the
+    process keeps there."""
+
+    starts = ends = np.empty(0, np.int64)
+
+    def hold(self, tensors):
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        spans = sorted((start, start + size) for start, size in storages.items() if size)
+        self.starts, self.ends = np.array(spans, np.int64).reshape(-1, 2).T
+
+    def check(self, addresses, mask, size, reads):
+        first = np.asarray(addresses)[np.asarray(mask, bool)].astype(np.int64)
+        # Lanes are read whole; memory is allocated in whole lanes.
+        starts, ends = (self.starts // LANE * LANE, -(-self.ends // LANE) * LANE) if reads else (self.starts, self.ends)
+        at = np.searchsorted(starts, first, side="right") - 1
+        inside = (at >= 0) & (first + size <= np.append(ends, 0)[at])
+        if not inside.all():
+            beside = first[~inside][0]
+            near = np.abs(self.starts - beside).argmin()
+            place = f"{beside - self.starts[near]} bytes from the start of {self.ends[near] - self.starts[near]}"
+            raise IndexError(f"{'read' if reads else 'write'} of {size} bytes outside of the launch's tensors: {place}")
+
+
+memory = Memory()
 
 
 class Results(list):
@@ -37,11 +64,16 @@ def reserve_ring(asm, _):
     return [np.zeros(1, np.int32)]
 
 
+def lane_at(address):
+    memory.check(address, True, LANE, reads=True)
+    return ctypes.string_at(int(address), LANE)
+
+
 def copy(_, values):
     to, source, wanted = values
     for slot, address, goes in zip(to.flat, source.flat, wanted.flat):
         if goes:
-            pending_copies.append((int(slot), ctypes.string_at(int(address), LANE)))
+            pending_copies.append((int(slot), lane_at(address)))
     return [np.zeros(to.shape, np.int32)]
 
 
@@ -60,7 +92,7 @@ def copy_group(asm, values):
     group = []
     for (at, _, row), source in zip(copies, rows):
         for to, address, columns in zip(slot, source, left):
-            lane = ctypes.string_at(int(address) + int(row), LANE) if columns > limit(asm) else bytes(LANE)
+            lane = lane_at(address + int(row)) if columns > limit(asm) else bytes(LANE)
             group.append((int(to) + int(at), lane))
     pending_groups.append(group)
     return [np.zeros(slot.shape, np.int32)]
@@ -97,7 +129,7 @@ def load(asm, values):
     lanes = np.full((len(at), 4), int(absent), np.int32)
     for lane, address, columns in zip(lanes, at, left):
         if columns > limit(asm):
-            lane[:] = np.frombuffer(ctypes.string_at(int(address) + offset(asm, 4), LANE), np.int32)
+            lane[:] = np.frombuffer(lane_at(address + offset(asm, 4)), np.int32)
     return [np.ascontiguousarray(lanes[:, i]) for i in range(4)]
 
 
@@ -111,6 +143,7 @@ def write(_, values):
     wanted = values[5] if len(values) > 5 else np.ones_like(to)
     for address, goes, *lane in zip(to, wanted, *words):
         if goes:
+            memory.check(address, True, LANE, reads=False)
             ctypes.memmove(int(address), np.array(lane, np.int32).tobytes(), LANE)
     return [np.zeros(to.shape, np.int32)]
 
@@ -175,7 +208,39 @@ def install():
         return create_splat(self, block, TensorHandle(scalar.data, int1) if scalar.data.dtype == bool else scalar)
 
     InterpreterBuilder.create_splat = splat_of_bool
+    guard()
     accelerate()
+
+
+def guard():
+    from triton.runtime import interpreter
+
+    prepare, access = interpreter.GridExecutor._init_args_hst, interpreter._interpreter
+
+    def prepare_and_hold(self, args, kwargs):
+        found, named = prepare(self, args, kwargs)
+        memory.hold(t for t in (*found, *named.values()) if hasattr(t, "data_ptr"))
+        return found, named
+
+    def load(at, mask, other, dtype):
+        memory.check(at, mask, np.dtype(dtype).itemsize, reads=True)
+        return access.load(at, mask, other, dtype)
+
+    def store(at, value, mask):
+        memory.check(at, mask, value.itemsize, reads=False)
+        return access.store(at, value, mask)
+
+    def atomic_rmw(op, at, value, mask, order):
+        memory.check(at, mask, value.itemsize, reads=False)
+        return access.atomic_rmw(op, at, value, mask, order)
+
+    def atomic_cas(at, expected, value, order):
+        memory.check(at, True, value.itemsize, reads=False)
+        return access.atomic_cas(at, expected, value, order)
+
+    interpreter.GridExecutor._init_args_hst = prepare_and_hold
+    checked = {"load": load, "store": store, "atomic_rmw": atomic_rmw, "atomic_cas": atomic_cas}
+    interpreter._interpreter = SimpleNamespace(**vars(access) | checked)
 
 
 def accelerate():

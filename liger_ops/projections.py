@@ -118,6 +118,8 @@ class _Projections(torch.autograd.Function):
 PEFT_LAYERS = "peft.tuners.lora.layer"
 # In training, peft draws a mask for each adapter.
 HAS_DROPOUT = "has dropout"
+# Autocast changes no others.
+CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Adapted(NamedTuple):
@@ -159,8 +161,9 @@ def why_not_bare(name: str, linear: Any) -> str:
     return f"{name} is hooked or wrapped"
 
 
-def read_adapter(layer: Any, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | str:
-    """A, B and scale of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward must run."""
+def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float] | str:
+    """A, B and scale of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward must run. casts:
+    autocast gives operands this dtype."""
     if adapter in layer.lora_variant:
         return f"is the variant {type(layer.lora_variant[adapter]).__name__.removesuffix('LinearVariant')}"
     # Without nn.Module.__getattr__, which would take half of the time.
@@ -178,6 +181,8 @@ def read_adapter(layer: Any, adapter: str, dtype: torch.dtype) -> tuple[Tensor, 
     if not isinstance(scale, (int, float)):
         return "its scale is no number"
     widened = a.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
+    if casts and a.dtype in CAST_BY_AUTOCAST and b.dtype in CAST_BY_AUTOCAST:
+        return a.to(dtype), b.to(dtype), scale
     if a.dtype != b.dtype or not (widened or a.dtype == dtype):
         return f"its A is {a.dtype}, its B {b.dtype}, its input {dtype}"
     if widened and not layer.cast_input_dtype_enabled:
@@ -185,14 +190,17 @@ def read_adapter(layer: Any, adapter: str, dtype: torch.dtype) -> tuple[Tensor, 
     return a, b, scale
 
 
-def adapted(layer: Any, dtype: torch.dtype) -> Adapted | str:
+def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | str:
     """A linear layer, with adapters or without, as it computes now for an input of this dtype. Or why it must be called
-    instead; for a LoRA layer this means peft's own forward."""
+    instead; for a LoRA layer this means peft's own forward. casts: autocast gives operands this dtype."""
     has_base = is_lora(layer)
     base = layer._modules["base_layer"] if has_base else layer
     if reason := why_not_bare("base", base):
         return reason
-    found = Adapted(base.weight, base.bias, [], [], [])
+    weight, bias = base.weight, base.bias
+    if casts and weight.dtype in CAST_BY_AUTOCAST:
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    found = Adapted(weight, bias, [], [], [])
     if found.weight.dtype != dtype:
         return f"base is {found.weight.dtype}, its input {dtype}"
     if not has_base:
@@ -206,7 +214,7 @@ def adapted(layer: Any, dtype: torch.dtype) -> Adapted | str:
     for adapter in layer.active_adapters:
         if adapter not in present:
             continue
-        state = read_adapter(layer, adapter, dtype)
+        state = read_adapter(layer, adapter, dtype, casts)
         if isinstance(state, str):
             return state
         a, b, scale = state
@@ -218,13 +226,14 @@ def adapted(layer: Any, dtype: torch.dtype) -> Adapted | str:
 
 def read(layers: Sequence[nn.Module], x: Tensor) -> list[Adapted] | None:
     """The layers as they compute now, or None if one of them must be called, or if no operator takes x."""
-    if not HAS_LIBRARY or x.dim() < 2 or not x.is_floating_point() or autocast_dtype(x) is not None:
+    if not HAS_LIBRARY or x.dim() < 2 or not x.is_floating_point():
         return None
+    given = autocast_dtype(x) if x.dtype in CAST_BY_AUTOCAST else None
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return None
     states = []
     for layer in layers:
-        state = adapted(layer, x.dtype)
+        state = adapted(layer, given or x.dtype, casts=given is not None)
         if isinstance(state, str):
             return None
         states.append(state)
@@ -236,6 +245,7 @@ def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
     a = [weight for state in states for weight in state.a]
     b = [weight for state in states for weight in state.b]
     scale = [factor for state in states for factor in state.scale]
+    x = x.to(states[0].weight.dtype)  # as autocast
     return lora_projections(x, [s.weight for s in states], [s.bias for s in states], a, b, scale, of)
 
 
@@ -279,5 +289,8 @@ def project_gated(
         return None
     states = read((linear,), gate)
     if states is None or not states[0].a:
+        return None
+    # Autocast casts the product, not what it is made of.
+    if {gate.dtype, up.dtype} != {states[0].weight.dtype}:
         return None
     return gated_lora_projection(op, options, gate, up, *states[0])

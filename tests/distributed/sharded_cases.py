@@ -144,7 +144,8 @@ def step(model: nn.Module, call: Callable | None = None, micro: int = 1, sync: b
     plain_name = {
         n: n.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for n, _ in model.named_parameters()
     }
-    return {"loss": total} | {plain_name[n]: whole(p.grad) for n, p in model.named_parameters()}
+    found = {plain_name[n]: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": total} | found
 
 
 def error(found: dict, exact: dict) -> float:

@@ -86,6 +86,21 @@ def test_results_are_as_accurate_as_those_of_peft(name, dtype, adapter_dtype, or
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_is_as_accurate_as_that_of_peft(dtype, order, calls):
+    (plain, _), (model, _), ids = build("", dtype=dtype), build(order, dtype=dtype), tokens()
+    calls.clear()
+    found = []
+    for of in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(results(of, ids))
+    assert taken(calls) == 2 * LAYERS * CALLS
+    for name in found[1]:
+        assert found[0][name].dtype == found[1][name].dtype
+    assert_as_accurate(*found, plain, ids, torch.bfloat16)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
 def test_projections_without_adapters_join_the_call(order, calls):
     options = {"target_modules": ["q_proj", "v_proj", "up_proj"], "rank_pattern": {"v_proj": 7}, "use_rslora": True}
     ids, expected = tokens(), step(build("", **options)[0], tokens())

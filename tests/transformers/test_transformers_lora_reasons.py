@@ -153,13 +153,7 @@ def test_inputs_of_another_dtype_than_the_base(calls):
 def test_calls_that_no_operator_takes(calls):
     model, plain, x = adapted_pair({}, None), adapted_pair({}, None), torch.randn(3, 6)
     apply_liger_kernel(model)
-
-    def autocast(model):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
     for call in (
-        autocast,
         lambda model: model(x[0]),
         lambda model: torch.func.vmap(model)(x[None]),
         lambda model: torch.func.jvp(model, (x,), (x,))[1],

@@ -5,7 +5,7 @@ PYTHON ?= .venv/bin/python
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # Needed by the demo and the tests, which train models.
-MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "matplotlib>=3.9"
+MODELS ?= "transformers>=5.10,<6" "accelerate>=1.10" "peft>=0.18" "bitsandbytes>=0.50" "matplotlib>=3.9"
 # Pinned, because other versions format and check differently.
 LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._wanted import LORA_A, LORA_B, WANT_BIAS, WANT_INPUT, WANT_WEIGHT
+from .quantised import Packed, dequantised
 
 
 def wanted_gradients(needed: Sequence[bool], kinds: Sequence[tuple[int, int]], only: int = -1) -> tuple[int, list[int]]:
@@ -28,22 +29,25 @@ def wanted_gradients(needed: Sequence[bool], kinds: Sequence[tuple[int, int]], o
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: list[float], of: list[int], count: int, *parameters: Any
+        ctx: Any, x: Tensor, scale: list[float], of: list[int], states: list[Any], *parameters: Any
     ) -> tuple[Tensor, ...]:
-        """count: the number of weights. parameters: weights, biases, all a, all b."""
+        """states: of each weight, None if it is not quantised. parameters: weights, biases, all a, all b."""
+        count = len(states)
         weights, biases, adapters = parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
         a, b = adapters[: len(scale)], adapters[len(scale) :]
-        *outputs, t = torch.ops.liger._lora_projections(x, weights, biases, a, b, scale, of)
+        whole = [dequantised(weight, state, x.dtype) for weight, state in zip(weights, states)]
+        *outputs, t = torch.ops.liger._lora_projections(x, whole, biases, a, b, scale, of)
         ctx.save_for_backward(x, t, *weights, *adapters)
-        ctx.scale, ctx.of, ctx.count = scale, of, count
+        ctx.scale, ctx.of, ctx.states = scale, of, states
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, t, *saved = ctx.saved_tensors
-        count, scale = ctx.count, ctx.scale
+        count, scale = len(ctx.states), ctx.scale
         weights, a, b = saved[:count], saved[count : count + len(scale)], saved[count + len(scale) :]
+        weights = [dequantised(weight, state, x.dtype) for weight, state in zip(weights, ctx.states)]
         needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
         kinds = (
             (WANT_INPUT, 1), (WANT_WEIGHT, count), (WANT_BIAS, count), (LORA_A, len(scale)), (LORA_B, len(scale))
@@ -61,24 +65,27 @@ class _GatedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, op: str, options: tuple, scale: list[float], weight: Tensor, bias: Tensor | None,
-        *adapters: Tensor,
+        ctx: Any, gate: Tensor, up: Tensor, op: str, options: tuple, scale: list[float], state: Any, weight: Tensor,
+        bias: Tensor | None, *adapters: Tensor,
     ) -> Tensor:  # fmt: skip
         product = getattr(torch.ops.liger, op)(gate, up, *options)
         of = [0] * len(scale)
         a, b = adapters[: len(scale)], adapters[len(scale) :]
-        out, t = torch.ops.liger._lora_projections(product, [weight], [bias], a, b, scale, of)
+        out, t = torch.ops.liger._lora_projections(
+            product, [dequantised(weight, state, product.dtype)], [bias], a, b, scale, of
+        )
         ctx.save_for_backward(gate, up, t, weight, *adapters)
-        ctx.op, ctx.options, ctx.scale, ctx.of = op, options, scale, of
+        ctx.op, ctx.options, ctx.scale, ctx.of, ctx.state = op, options, scale, of, state
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         gate, up, t, weight, *adapters = ctx.saved_tensors
+        weight = dequantised(weight, ctx.state, gate.dtype)
         count = len(ctx.scale)
         a, b = adapters[:count], adapters[count:]
-        needed = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[5:]
+        needed = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[6:]
         kinds = (WANT_INPUT, 1), (WANT_WEIGHT, 1), (WANT_BIAS, 1), (LORA_A, count), (LORA_B, count)
         out: list[Tensor | None] = [None] * len(needed)
 
@@ -101,12 +108,16 @@ class _GatedProjection(torch.autograd.Function):
             dgate, dup, product = backward(out[0], gate, up, *ctx.options)
         compute(product, WANT_WEIGHT | LORA_A)
         needs_gate, needs_up = ctx.needs_input_grad[:2]
-        return dgate if needs_gate else None, dup if needs_up else None, None, None, None, *out[1:]
+        return dgate if needs_gate else None, dup if needs_up else None, None, None, None, None, *out[1:]
+
+
+def parts_of(weight: Tensor | Packed) -> tuple[Tensor, Any]:
+    return (weight.data, weight.state) if isinstance(weight, Packed) else (weight, None)
 
 
 def lora_projections(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | Packed],
     biases: Sequence[Tensor | None],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
@@ -115,7 +126,8 @@ def lora_projections(
 ) -> tuple[Tensor, ...]:
     """Several projections of x (..., n), each ``linear(x, weights[i], biases[i])`` plus the adapters j with
     ``of[j] == i``: ``scale[j] * linear(linear(x, a[j]), b[j])``."""
-    return _Projections.apply(x, list(scale), list(of), len(weights), *weights, *biases, *a, *b)
+    tensors, states = zip(*map(parts_of, weights))
+    return _Projections.apply(x, list(scale), list(of), list(states), *tensors, *biases, *a, *b)
 
 
 def gated_lora_projection(
@@ -123,11 +135,12 @@ def gated_lora_projection(
     options: tuple,
     gate: Tensor,
     up: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     bias: Tensor | None,
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: Sequence[float],
 ) -> Tensor:
     """``lora_projections`` with one weight, of op(gate, up, *options). op: "swiglu" or "geglu"."""
-    return _GatedProjection.apply(gate, up, op, options, list(scale), weight, bias, *a, *b)
+    tensor, state = parts_of(weight)
+    return _GatedProjection.apply(gate, up, op, options, list(scale), state, tensor, bias, *a, *b)

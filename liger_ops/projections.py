@@ -15,6 +15,7 @@ from torch.nn.modules import module as every_module
 
 from ._loader import load
 from .adapters import gated_lora_projection, lora_projections
+from .quantised import Packed, is_linear_4bit, packed
 
 # Number of elements from which a pass over a tensor takes longer than a Python autograd function.
 LARGE = 1 << 22
@@ -114,8 +115,9 @@ class _Projections(torch.autograd.Function):
 
 # ---- LoRA layers of peft
 
-# The file that defines the layers.
-PEFT_LAYERS = "peft.tuners.lora.layer"
+# Its base class, and the classes whose forward is understood: over nn.Linear, and over bitsandbytes' Linear4bit.
+PEFT_LAYER = ("peft.tuners.lora.layer", "LoraLayer")
+PEFT_LINEARS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 # In training, peft draws a mask for each adapter.
 HAS_DROPOUT = "has dropout"
 # Autocast changes no others.
@@ -125,7 +127,7 @@ CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 class Adapted(NamedTuple):
     """A linear layer and its active adapters, each of which adds ``scale[j] * linear(linear(x, a[j]), b[j])``."""
 
-    weight: Tensor
+    weight: Tensor | Packed
     bias: Tensor | None
     a: list[Tensor]
     b: list[Tensor]
@@ -134,7 +136,7 @@ class Adapted(NamedTuple):
 
 def has_adapters(module: nn.Module) -> bool:
     """Whether this is a LoRA layer, around a module of any class."""
-    return any((cls.__module__, cls.__name__) == (PEFT_LAYERS, "LoraLayer") for cls in type(module).__mro__)
+    return any((cls.__module__, cls.__name__) == PEFT_LAYER for cls in type(module).__mro__)
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -143,9 +145,9 @@ def is_lora(module: nn.Module) -> bool:
         return False
     cls: Any = getattr(type(module), "liger_original", type(module))
     for base in cls.__mro__:
-        if (base.__module__, base.__name__) == (PEFT_LAYERS, "Linear"):
+        if (base.__module__, base.__name__) in PEFT_LINEARS:
             # Neither a subclass nor other code replaced the forward.
-            return cls.forward is base.forward and base.forward.__module__ == PEFT_LAYERS
+            return cls.forward is base.forward and base.forward.__module__ == base.__module__
     return False
 
 
@@ -159,6 +161,18 @@ def why_not_bare(name: str, linear: Any) -> str:
     if type(linear.weight) not in (nn.Parameter, Tensor):
         return f"the weight of {name} is {type(linear.weight).__name__}"
     return f"{name} is hooked or wrapped"
+
+
+def read_weight(base: Any, dtype: torch.dtype, casts: bool) -> Tensor | Packed | str:
+    """The weight of a linear layer for an input of this dtype, or why the layer must be called."""
+    if is_linear_4bit(base):
+        return "base is hooked or wrapped" if has_hooks(base) or "forward" in base.__dict__ else packed(base, dtype)
+    if reason := why_not_bare("base", base):
+        return reason
+    weight = base.weight
+    if casts and weight.dtype in CAST_BY_AUTOCAST:
+        weight = weight.to(dtype)
+    return weight if weight.dtype == dtype else f"base is {weight.dtype}, its input {dtype}"
 
 
 def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float] | str:
@@ -195,17 +209,16 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
     instead; for a LoRA layer this means peft's own forward. casts: autocast gives operands this dtype."""
     has_base = is_lora(layer)
     base = layer._modules["base_layer"] if has_base else layer
-    if reason := why_not_bare("base", base):
-        return reason
-    weight, bias = base.weight, base.bias
-    if casts and weight.dtype in CAST_BY_AUTOCAST:
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    weight = read_weight(base, dtype, casts)
+    if isinstance(weight, str):
+        return weight
+    bias = base.bias
+    if bias is not None and (casts or isinstance(weight, Packed)):
+        bias = bias.to(dtype)
     found = Adapted(weight, bias, [], [], [])
-    if found.weight.dtype != dtype:
-        return f"base is {found.weight.dtype}, its input {dtype}"
     if not has_base:
         return found
-    if layer.fan_in_fan_out:
+    if getattr(layer, "fan_in_fan_out", False):
         return "its weight is transposed"
     merged = bool(layer.merged_adapters)
     if layer.disable_adapters or merged:
@@ -237,6 +250,9 @@ def read(layers: Sequence[nn.Module], x: Tensor) -> list[Adapted] | None:
         if isinstance(state, str):
             return None
         states.append(state)
+    # Few rows, as in generation, have faster kernels in bitsandbytes.
+    if any(isinstance(state.weight, Packed) for state in states) and not torch.is_grad_enabled():
+        return None
     return states
 
 
@@ -245,11 +261,18 @@ def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
     a = [weight for state in states for weight in state.a]
     b = [weight for state in states for weight in state.b]
     scale = [factor for state in states for factor in state.scale]
-    x = x.to(states[0].weight.dtype)  # as autocast
-    return lora_projections(x, [s.weight for s in states], [s.bias for s in states], a, b, scale, of)
+    # Autocast and quantised layers cast their input, and the latter their result to the input's dtype.
+    cast = x.to(states[0].weight.dtype)
+    ys = lora_projections(cast, [s.weight for s in states], [s.bias for s in states], a, b, scale, of)
+    return tuple(y.to(x.dtype) if isinstance(s.weight, Packed) else y for y, s in zip(ys, states))
 
 
 # ---- Any projections
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Whether `project` may compute this layer, now or once it has adapters, without calling it."""
+    return type(module) is nn.Linear or is_linear_4bit(module) or is_lora(module)
 
 
 def is_called(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from ..projections import (
     project_gated,
     project_one,
 )
+from ..quantised import is_linear_4bit
 from . import rewrite
 from .patched import (
     Norm,
@@ -282,7 +283,7 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
             if is_bare_linear(last):
                 return product_linear(gate_out, up_out, last.weight, last.bias)
             adapted_out = project_gated(last, mlp.switch, options, gate_out, up_out, mlp.lora)
-            return last(product(gate_out, up_out)) if adapted_out is None else adapted_out
+            return project_one(last, product(gate_out, up_out), mlp.lora) if adapted_out is None else adapted_out
 
         return forward
     gate_up, down = mlp.projections
@@ -503,6 +504,14 @@ def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModul
 # ---- LoRA layers
 
 
+def dtype_of(base: Any) -> torch.dtype:
+    """In which a linear layer computes, as far as it decides that itself."""
+    weight = getattr(base, "weight", None)
+    if is_linear_4bit(base):
+        return base.compute_dtype or getattr(getattr(weight, "quant_state", None), "dtype", torch.float32)
+    return getattr(weight, "dtype", torch.float32)
+
+
 def identify_lora(module: Any, switches: Switches) -> str:
     """When the layer runs peft's own forward, or ""."""
     require_switch(switches, "lora")
@@ -512,7 +521,7 @@ def identify_lora(module: Any, switches: Switches) -> str:
         raise NotUnderstood("its forward is not peft's" if plain else f"base is {type(base).__name__}")
     if any(map(is_distributed, module.parameters())):
         return "peft's own forward unless its weights are gathered"
-    state = adapted(module, getattr(getattr(base, "weight", None), "dtype", torch.float32))
+    state = adapted(module, dtype_of(base))
     if isinstance(state, str) and state != HAS_DROPOUT:
         raise NotUnderstood(state)
     # Models are often patched in evaluation mode.

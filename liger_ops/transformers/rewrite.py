@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from .._wanted import WANT_INPUT, WANT_WEIGHT
-from ..projections import has_hooks, is_lora, project, saves_passes
+from ..projections import has_hooks, is_projection, project, saves_passes
 from .patched import Norm, epsilon_of, inner_function, is_distributed
 
 PROJECT, NORM_AND_INPUT, ADD_NORM = "liger_project", "liger_norm_and_input", "liger_add_norm"
@@ -349,7 +349,7 @@ def with_fused_norms(function: types.FunctionType, norms: frozenset[str]) -> typ
 
 
 def projections_of(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, child in module.named_children() if type(child) is nn.Linear or is_lora(child))
+    return frozenset(name for name, child in module.named_children() if is_projection(child))
 
 
 # ---- Copies of functions with other globals

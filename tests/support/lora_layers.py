@@ -1,14 +1,18 @@
 """Models with LoRA layers of peft, and the calls that patched ones make."""
 
+import copy
 from collections import Counter
 from typing import NamedTuple
 
 import torch
-from language_models import make
+from checks import assert_no_worse
+from language_models import make, step
+from patched_models import logits_of
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 
 from liger_ops import projections
+from liger_ops._accuracy import Roundings, rounded
 from liger_ops.transformers import apply_liger_kernel
 
 # Projections in one call: q, k and v; o; gate and up; down.
@@ -70,3 +74,30 @@ def lora_layers(model):
 
 def lora_rows(report):
     return Counter((row.replacement, row.reason) for row in report.rows if row.kind == "lora")
+
+
+def results(model, ids):
+    """Logits, loss and gradients of the adapters."""
+    logits = logits_of(model.eval(), ids)
+    loss, gradients = step(model.train(), ids)
+    assert gradients and all("lora_" in name for name in gradients)
+    return {"logits": logits, "loss": loss, **gradients}
+
+
+def assert_as_accurate(ours, theirs, model, ids, precision):
+    """ours, theirs: results of two codes for the model. model: with peft's own code, which becomes fp64."""
+    model = copy.deepcopy(model).double()
+    exact, parameters = results(model, ids), [*model.parameters()]
+    saved = [p.detach().clone() for p in parameters]
+
+    def of_rounded(draw):
+        for p, value in zip(parameters, rounded(saved, precision, draw)):
+            p.data.copy_(value.detach())
+        return [*results(model, ids).values()]
+
+    bounds = Roundings([*exact.values()], of_rounded, saved, precision, smooth=True)
+    scale = max(float(exact[name].abs().max()) for name in exact if "lora_" in name)
+    assert ours.keys() == theirs.keys() == exact.keys()
+    for i, name in enumerate(exact):
+        of = scale if "lora_" in name else 0.0
+        assert_no_worse(name, ours[name], theirs[name], exact[name], of, bounds=(bounds, i))

@@ -7,16 +7,18 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_no_worse, count_graphs
+from checks import count_graphs
 from language_models import make, step, tokens, train
 from lora_layers import (
     BASE,
     CALLS,
     LAYERS,
+    assert_as_accurate,
     build,
     lora_layers,
     lora_rows,
     record_calls,
+    results,
     taken,
     with_adapters,
 )
@@ -24,7 +26,6 @@ from patched_models import assert_as_exact, assert_same_logits, assert_same_step
 from peft import LoraConfig, PeftModel
 from torch.distributed.fsdp import fully_shard
 
-from liger_ops._accuracy import Roundings, rounded
 from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
@@ -36,33 +37,6 @@ def calls(monkeypatch):
 
 
 # ---- The same numbers
-
-
-def results(model, ids):
-    """Logits, loss and gradients of the adapters."""
-    logits = logits_of(model.eval(), ids)
-    loss, gradients = step(model.train(), ids)
-    assert gradients and all("lora_" in name for name in gradients)
-    return {"logits": logits, "loss": loss, **gradients}
-
-
-def assert_as_accurate(ours, theirs, model, ids, precision):
-    """ours, theirs: results of two codes for the model. model: with peft's own code, which becomes fp64."""
-    model = copy.deepcopy(model).double()
-    exact, parameters = results(model, ids), [*model.parameters()]
-    saved = [p.detach().clone() for p in parameters]
-
-    def of_rounded(draw):
-        for p, value in zip(parameters, rounded(saved, precision, draw)):
-            p.data.copy_(value.detach())
-        return [*results(model, ids).values()]
-
-    bounds = Roundings([*exact.values()], of_rounded, saved, precision, smooth=True)
-    scale = max(float(exact[name].abs().max()) for name in exact if "lora_" in name)
-    assert ours.keys() == theirs.keys() == exact.keys()
-    for i, name in enumerate(exact):
-        of = scale if "lora_" in name else 0.0
-        assert_no_worse(name, ours[name], theirs[name], exact[name], of, bounds=(bounds, i))
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -1,0 +1,207 @@
+"""LoRA layers of peft over bitsandbytes' weights in four bits (QLoRA): the same numbers, without a kept copy of a weight."""
+
+from contextlib import nullcontext
+
+import bitsandbytes
+import pytest
+import torch
+from checks import count_graphs
+from language_models import make, step, tokens
+from lora_layers import CALLS, LAYERS, assert_as_accurate, lora_rows, record_calls, results, taken, with_adapters
+from torch import nn
+
+from liger_ops import projections
+from liger_ops.quantised import dequantised
+from liger_ops.transformers import apply_liger_kernel
+
+pytestmark = pytest.mark.usefixtures("as_large_models")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return record_calls(monkeypatch)
+
+
+def replace_linears(model, replaced):
+    """The head stays, as in models that are loaded in four bits."""
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                parent._modules[name] = replaced(child)
+    return model
+
+
+def quantised(model, compute_dtype=torch.bfloat16, quant_type="nf4", nested=True):
+    def in_four_bits(linear):
+        made = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, linear.bias is not None, compute_dtype, nested, quant_type
+        )
+        made.load_state_dict(linear.state_dict())
+        return made.to("cpu")
+
+    model.is_loaded_in_4bit = True
+    return replace_linears(model, in_four_bits)
+
+
+def with_whole_weights(model):
+    def whole(linear):
+        made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
+        values = dequantised(linear.weight, linear.weight.quant_state, torch.float32)
+        made.load_state_dict({"weight": values} | ({} if linear.bias is None else {"bias": linear.bias}))
+        return made.requires_grad_(False)
+
+    model.is_loaded_in_4bit = False
+    return replace_linears(model, whole)
+
+
+def build(order, name="llama", dtype=torch.bfloat16, switches=None, **options):
+    model, report = quantised(make(name, dtype=dtype), **options), None
+    if order == "before":
+        report = apply_liger_kernel(model, **(switches or {}))
+    model = with_adapters(model)
+    if order == "after":
+        report = apply_liger_kernel(model, **(switches or {}))
+    return model, report
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    "name, dtype, autocasts, options",
+    [
+        ("llama", torch.bfloat16, False, {}),
+        ("qwen2", torch.bfloat16, False, {"nested": False}),
+        ("llama", torch.float32, True, {"quant_type": "fp4"}),
+        ("llama", torch.bfloat16, True, {}),
+        ("llama", torch.float32, False, {"compute_dtype": torch.float32}),
+        ("llama", torch.float32, False, {"compute_dtype": None}),
+    ],
+)
+def test_results_are_as_accurate_as_those_of_peft(name, dtype, autocasts, options, order, calls):
+    ids, found = tokens(), []
+    for patched in (order, ""):
+        model, _ = build(patched, name, dtype, **options)
+        calls.clear()
+        with torch.autocast("cpu", torch.bfloat16) if autocasts else nullcontext():
+            found.append(results(model, ids))
+        # The evaluation is without gradients.
+        assert taken(calls) == (LAYERS * CALLS if patched else [])
+    for key in found[1]:
+        assert found[0][key].dtype == found[1][key].dtype
+    exact = with_adapters(with_whole_weights(quantised(make(name, dtype=dtype), **options)))
+    assert_as_accurate(*found, exact, ids, torch.bfloat16 if autocasts else dtype)
+
+
+def layers_of(model):
+    return [module for module in model.modules() if projections.has_adapters(module)]
+
+
+def test_calls_without_gradients_are_left_to_bitsandbytes(calls):
+    (plain, _), (model, report) = build(""), build("after")
+    assert lora_rows(report) == {("lora_linear", ""): 7 * LAYERS}
+    for ours, theirs in zip(layers_of(model), layers_of(plain), strict=True):
+        x = torch.randn(3, ours.in_features, dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(ours(x), theirs(x))
+    assert not calls
+
+
+def test_no_whole_weight_is_saved(calls):
+    model, ids = build("after")[0], tokens()
+    weights = {tuple(m.weight.quant_state.shape) for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)}
+    saved = []
+
+    def save(t):
+        saved.append((t.dtype, tuple(t.shape)))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert calls and weights
+    assert any(dtype == torch.uint8 for dtype, _ in saved)
+    assert not [shape for dtype, shape in saved if dtype != torch.uint8 and shape in weights]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_gradient_checkpointing(order, calls):
+    model, ids = build(order)[0], tokens()
+    expected = step(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    loss, gradients = step(model, ids)
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(gradients[name], expected[1][name]) for name in expected[1])
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_disabled_adapters(order, calls):
+    (plain, _), (model, _) = build(""), build(order)
+    with plain.disable_adapter(), model.disable_adapter():
+        model(input_ids=tokens())
+        for ours, theirs in zip(layers_of(model), layers_of(plain), strict=True):
+            x = torch.randn(3, ours.in_features, dtype=torch.bfloat16)
+            assert torch.equal(ours(x), theirs(x))
+    assert not calls
+
+
+def test_the_switch(calls):
+    model, report = build("after", switches={"lora": False})
+    assert {row.reason for row in report.rows if row.kind == "lora"} == {"lora is switched off"}
+    step(model, tokens())
+    assert not calls
+
+
+def other_compute_dtype(base):
+    base.compute_dtype = torch.float16
+
+
+def not_quantised(base):
+    base.weight.quant_state = None
+
+
+def transposed(base):
+    base.weight.quant_state.shape = torch.Size(reversed(base.weight.quant_state.shape))
+
+
+def hooked(base):
+    base.register_forward_hook(lambda module, inputs, out: None)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (other_compute_dtype, "base computes in torch.float16, its input is torch.bfloat16"),
+        (not_quantised, "base is not quantised yet"),
+        (transposed, "base has another layout of its weight"),
+        (hooked, "base is hooked or wrapped"),
+    ],
+)
+def test_reasons(change, reason):
+    layer = build("")[0].base_model.model.model.layers[0].mlp.up_proj
+    assert not isinstance(projections.adapted(layer, torch.bfloat16), str)
+    change(layer.base_layer)
+    assert projections.adapted(layer, torch.bfloat16) == reason
+
+
+def test_int8_layers_are_left_to_peft(calls):
+    def in_eight_bits(linear):
+        made = bitsandbytes.nn.Linear8bitLt(linear.in_features, linear.out_features, False, has_fp16_weights=False)
+        made.load_state_dict(linear.state_dict())
+        return made.to("cpu")
+
+    model = replace_linears(make("llama", dtype=torch.bfloat16), in_eight_bits)
+    model.is_loaded_in_8bit = True
+    model = with_adapters(model)
+    assert lora_rows(apply_liger_kernel(model)) == {("", "base is Linear8bitLt"): 7 * LAYERS}
+    step(model, tokens())
+    assert not calls
+
+
+def test_compiled_models(calls):
+    torch._dynamo.reset()
+    model, ids = build("after")[0], tokens()
+    expected = step(model, ids)
+    backend, graphs = count_graphs()
+    loss = torch.compile(model, backend=backend)(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert graphs
+    torch.testing.assert_close(loss.detach(), expected[0])

@@ -200,8 +200,12 @@ def test_compiled_models(calls):
     torch._dynamo.reset()
     model, ids = build("after")[0], tokens()
     expected = step(model, ids)
+    model.zero_grad()
     backend, graphs = count_graphs()
     loss = torch.compile(model, backend=backend)(input_ids=ids, labels=ids).loss
     loss.backward()
     assert graphs
     torch.testing.assert_close(loss.detach(), expected[0])
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, expected[1][name])

@@ -9,13 +9,14 @@
 #include <cstddef>
 #include <cstring>
 
-#include "runtime/inflate.h"
+#include "runtime/crc32.h"
+#include "runtime/lzma.h"
 
 namespace liger::runtime {
 namespace {
 
 constexpr char kMagic[8] = {'L', 'I', 'G', 'E', 'R', 'P', 'A', 'K'};
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 #pragma pack(push, 1)
 struct Header {
@@ -28,9 +29,9 @@ struct Header {
 struct Entry {
   uint64_t kernel_hash;
   uint32_t variant, checksum;
-  uint64_t offset;
+  uint64_t offset;  // of a block, which has `stored` bytes
   uint32_t stored, raw, shared, num_warps, name_offset, name_bytes;
-  uint32_t base;  // variant whose code is this one's dictionary; its own number if none
+  uint32_t first;  // where the `raw` bytes of the binary begin in the decoded block
 };
 #pragma pack(pop)
 static_assert(sizeof(Header) == 40 && sizeof(Entry) == 52);
@@ -106,7 +107,8 @@ bool Pack::check(std::string& error) {
   uint64_t names = sizeof(Header) + uint64_t(header.count) * sizeof(Entry);
   for (size_t i = 0; i < header.count; ++i) {
     Entry e = entry_at(data_, i);
-    bool inside = e.offset <= bytes_ && e.stored <= bytes_ - e.offset && e.raw <= kMaxRawBytes;
+    bool inside =
+        e.offset <= bytes_ && e.stored <= bytes_ - e.offset && e.raw <= kMaxRawBytes && e.first <= kMaxRawBytes;
     bool named = names + e.name_offset + uint64_t(e.name_bytes) <= names + header.names_bytes;
     if (!inside || !named) return refuse("corrupt index entry " + std::to_string(i));
   }
@@ -146,14 +148,10 @@ size_t Pack::locate(uint64_t kernel_hash, uint32_t variant) const {
 
 bool Pack::decode(size_t at, std::string& code) const {
   Entry e = entry_at(data_, at);
-  std::string dictionary;
-  if (e.base != e.variant) {
-    size_t base = locate(e.kernel_hash, e.base);
-    // A base has no base itself. Without this check, a damaged index could cause endless recursion.
-    if (base == count_ || entry_at(data_, base).base != e.base || !decode(base, dictionary)) return false;
-  }
-  return crc32(data_ + e.offset, e.stored) == e.checksum &&
-      inflate(data_ + e.offset, e.stored, e.raw, code, dictionary);
+  if (crc32(data_ + e.offset, e.stored) != e.checksum) return false;
+  if (!lzma_decode(data_ + e.offset, e.stored, size_t(e.first) + e.raw, code)) return false;
+  code.erase(0, e.first);
+  return true;
 }
 
 Pack::Lookup Pack::find(uint64_t kernel_hash, uint32_t variant, Binary& out, std::string& error) const {

@@ -4,12 +4,12 @@ WHEEL = 60_000_000
 
 # Kernels of a family, in the packs of all architectures and of PTX together.
 PACKS = {
-    "activations": 350_000,
-    "embedding": 110_000,
-    "gated": 1_460_000,
+    "activations": 290_000,
+    "embedding": 90_000,
+    "gated": 1_030_000,
     "gemm": 60_000,
-    "losses": 15_100_000,
-    "moe": 10_550_000,
-    "norms": 12_900_000,
-    "rope": 5_350_000,
+    "losses": 10_400_000,
+    "moe": 7_200_000,
+    "norms": 9_600_000,
+    "rope": 4_300_000,
 }

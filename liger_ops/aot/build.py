@@ -15,7 +15,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,17 +84,16 @@ def build_packs(
             v, binary = tasks[task], task.result()
             facts = (int(v.kernel.source_hash, 16), v.index, v.name, binary.num_warps, binary.shared)
             for arch, cubin in binary.cubins.items():
-                entries[arch].append(pack.Entry(*facts, cubin, v.base))
+                entries[arch].append(pack.Entry(*facts, cubin))
             # Kernels that support only some architectures have no portable PTX.
             if not v.kernel.archs:
-                entries[0].append(pack.Entry(*facts, binary.ptx, v.base))
+                entries[0].append(pack.Entry(*facts, binary.ptx))
             progress.advance()
     packs = [(folder / f"sm_{arch}.pack", pack.CUBIN, arch, entries[arch]) for arch in archs]
     if archs:
         packs.append((folder / "ptx.pack", pack.PTX, PTX_CAPABILITY, entries[0]))
-    # Threads are enough: zlib releases the GIL.
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda arguments: pack.write(*arguments), packs))
+    for arguments in packs:
+        pack.write(*arguments)
     for stale in {*folder.glob("*.pack")} - {path for path, *_ in packs}:
         stale.unlink()
     # Remove cache entries that no build has used for a month.

@@ -1,27 +1,35 @@
 """The pack: one file with every kernel of one architecture. csrc/runtime/pack.h reads the same format.
 
-All numbers are little-endian. A pack contains a header, an index sorted by (kernel hash, variant), names, and binaries.
-Each binary is deflated and checksummed separately, so that a process inflates only the kernels that it launches.
-Variants of a kernel are similar: most are deflated with another variant, their base, as the dictionary. A base has no
-base itself.
+All numbers are little-endian. A pack contains a header, an index sorted by (kernel hash, variant), names, and blocks.
+Variants of a kernel are similar: a block holds several, compressed by LZMA as one stream, and is checksummed. A process
+decodes a block up to the binary that it launches.
 """
 
 from __future__ import annotations
 
+import lzma
 import os
 import struct
 import tempfile
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAGIC, VERSION = b"LIGERPAK", 2
+MAGIC, VERSION = b"LIGERPAK", 3
 CUBIN, PTX = 0, 1
 # magic, version, kind, arch, entries, file bytes, names bytes; then the checksum of the header, index and names
 HEADER, CHECKSUM = struct.Struct("<8sIIIIQI"), struct.Struct("<I")
-# kernel hash, variant, checksum, offset, stored bytes, raw bytes, shared bytes, warps, name offset, name bytes, base
+# kernel hash, variant, checksum, offset and stored bytes of the block, raw bytes, shared bytes, warps, name offset, name
+# bytes, where the binary begins in the decoded block
 ENTRY = struct.Struct("<QIIQIIIIIII")
+
+# Decoded bytes of a block, unless one binary has more. Larger ones compress better, and take longer to decode.
+BLOCK = 1 << 17
+# Bits of context of a literal (lc), of its position (lp) and of any symbol's position (pb). Instructions have 16 bytes.
+CONTEXTS = {CUBIN: (0, 4, 4), PTX: (3, 0, 0)}
 
 
 @dataclass(frozen=True)
@@ -32,39 +40,57 @@ class Entry:
     num_warps: int
     shared: int
     binary: bytes
-    # A variant of the same kernel with a similar binary. Used if the pack contains it and it has no base itself.
-    base: int | None = field(default=None, compare=False)
 
 
-def deflate(data: bytes, dictionary: bytes) -> bytes:
-    primed: dict[str, Any] = {"zdict": dictionary} if dictionary else {}
-    stream = zlib.compressobj(9, zlib.DEFLATED, -15, **primed)
-    return stream.compress(data) + stream.flush()
+def filters(contexts: tuple[int, int, int]) -> list[dict[str, Any]]:
+    lc, lp, pb = contexts
+    return [{"id": lzma.FILTER_LZMA1, "preset": 6, "dict_size": 1 << 20, "lc": lc, "lp": lp, "pb": pb}]
 
 
-def inflate(data: bytes, dictionary: bytes) -> bytes:
-    stream = zlib.decompressobj(-15, **({"zdict": dictionary} if dictionary else {}))
-    return stream.decompress(data) + stream.flush()
+def compress(data: bytes, contexts: tuple[int, int, int]) -> bytes:
+    lc, lp, pb = contexts
+    return bytes([(pb * 5 + lp) * 9 + lc]) + lzma.compress(data, lzma.FORMAT_RAW, filters=filters(contexts))
+
+
+def decompress(data: bytes, most: int = -1) -> bytes:
+    properties = data[0]
+    contexts = properties % 9, properties // 9 % 5, properties // 45
+    return lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=filters(contexts)).decompress(data[1:], most)
+
+
+def in_blocks(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Neighbouring variants of one kernel."""
+    block: list[Entry] = []
+    size = 0
+    for e in entries:
+        if block and (e.kernel_hash != block[0].kernel_hash or size + len(e.binary) > BLOCK):
+            yield block
+            block, size = [], 0
+        block.append(e)
+        size += len(e.binary)
+    if block:
+        yield block
 
 
 def dumps(kind: int, arch: int, entries: list[Entry]) -> bytes:
     entries = sorted(entries, key=lambda e: (e.kernel_hash, e.variant))
-    bases = {(e.kernel_hash, e.variant): e for e in entries if e.base in (None, e.variant)}
     names = b"".join(e.name.encode() for e in entries)
     at = HEADER.size + CHECKSUM.size + ENTRY.size * len(entries) + len(names)
-    index, blobs, name_at = b"", [], 0
-    for e in entries:
-        base = e if e.base is None else bases.get((e.kernel_hash, e.base), e)
-        blob = deflate(e.binary, b"" if base is e else base.binary)
-        size = len(e.name.encode())
-        index += ENTRY.pack(
-            e.kernel_hash, e.variant, zlib.crc32(blob), at, len(blob), len(e.binary), e.shared, e.num_warps, name_at, size,
-            base.variant,
-        )  # fmt: skip
-        blobs.append(blob)
-        at, name_at = at + len(blob), name_at + size
+    blocks = list(in_blocks(entries))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        stored = list(pool.map(lambda b: compress(b"".join(e.binary for e in b), CONTEXTS[kind]), blocks))
+    index, name_at = b"", 0
+    for block, blob in zip(blocks, stored):
+        first, checksum = 0, zlib.crc32(blob)
+        for e in block:
+            size = len(e.name.encode())
+            index += ENTRY.pack(
+                e.kernel_hash, e.variant, checksum, at, len(blob), len(e.binary), e.shared, e.num_warps, name_at, size, first
+            )  # fmt: skip
+            first, name_at = first + len(e.binary), name_at + size
+        at += len(blob)
     header = HEADER.pack(MAGIC, VERSION, kind, arch, len(entries), at, len(names))
-    return b"".join([header, CHECKSUM.pack(zlib.crc32(header + index + names)), index, names, *blobs])
+    return b"".join([header, CHECKSUM.pack(zlib.crc32(header + index + names)), index, names, *stored])
 
 
 def write(path: Path, kind: int, arch: int, entries: list[Entry]) -> None:
@@ -92,26 +118,34 @@ def index_of(path: Path, data: bytes) -> tuple[int, int, int, list[tuple]]:
     return kind, arch, names_at, [ENTRY.unpack_from(data, index_at + i * ENTRY.size) for i in range(count)]
 
 
-def stored_bytes(path: Path) -> dict[tuple[int, int], tuple[int, bool]]:
-    """(kernel hash, variant) -> bytes that it takes in the pack, and whether it is deflated without a base."""
+def stored_bytes(path: Path) -> dict[tuple[int, int], float]:
+    """(kernel hash, variant) -> bytes that it takes in the pack: of a block, in proportion to the decoded bytes."""
     index = index_of(path, path.read_bytes())[3]
-    return {(kernel, variant): (ENTRY.size + names + stored, base == variant)
-            for kernel, variant, _, _, stored, _, _, _, _, names, base in index}  # fmt: skip
+    decoded: dict[int, int] = {}
+    for _, _, _, offset, _, raw, *_ in index:
+        decoded[offset] = decoded.get(offset, 0) + raw
+    return {(kernel, variant): ENTRY.size + names + stored * raw / decoded[offset]
+            for kernel, variant, _, offset, stored, raw, _, _, _, names, _ in index}  # fmt: skip
 
 
 def read(path: Path) -> tuple[int, int, list[Entry]]:
     """(kind, arch, entries). Raises ValueError if the file is damaged."""
     data = Path(path).read_bytes()
     kind, arch, names_at, index = index_of(path, data)
-    count = len(index)
-    found: dict[tuple[int, int], Entry] = {}
-    # Bases first, because the others are inflated with them.
-    for i in sorted(range(count), key=lambda i: index[i][-1] != index[i][1]):
-        kernel_hash, variant, crc, offset, stored, _, shared, num_warps, name_at, name_size, base = index[i]
-        blob = data[offset : offset + stored]
-        if zlib.crc32(blob) != crc or base != variant and (kernel_hash, base) not in found:
+    found: list[Entry] = []
+    block, whole = -1, b""
+    for i, (kernel_hash, variant, crc, offset, stored, raw, shared, warps, name_at, name_size, first) in enumerate(
+        index
+    ):
+        if offset != block:
+            blob = data[offset : offset + stored]
+            try:
+                block, whole = offset, decompress(blob) if zlib.crc32(blob) == crc else b""
+            except (lzma.LZMAError, IndexError):
+                whole = b""
+        binary = whole[first : first + raw]
+        if len(binary) != raw or not whole:
             raise ValueError(f"{path}: entry {i} is corrupt")
         name = data[names_at + name_at : names_at + name_at + name_size].decode()
-        binary = inflate(blob, b"" if base == variant else found[kernel_hash, base].binary)
-        found[kernel_hash, variant] = Entry(kernel_hash, variant, name, num_warps, shared, binary, base)
-    return kind, arch, [found[key] for key in sorted(found)]
+        found.append(Entry(kernel_hash, variant, name, warps, shared, binary))
+    return kind, arch, found

@@ -103,11 +103,6 @@ class Variant:
         return f"{self.kernel.name}[{choices},{width},{'aligned' if self.config.aligned else 'any'}]"
 
     @property
-    def base(self) -> int:
-        """Index of the variant whose code resembles this one's: the same config at the first choice of every axis."""
-        return self.index % len(self.kernel.configs)
-
-    @property
     def signature(self) -> dict[str, str]:
         types = {a: self.choices[t[1:]] if t[1:] in self.choices else t[1:] for a, t in self.kernel.args.items()}
         signature = {a: ("*" + types[a] if t[0] == "*" else t) for a, t in self.kernel.args.items()}

@@ -1,5 +1,6 @@
 """Kernel packs: Python writes them, C++ reads them, and damaged files are rejected."""
 
+import lzma
 import os
 import random
 import re
@@ -7,7 +8,6 @@ import shutil
 import struct
 import tempfile
 import zlib
-from dataclasses import replace
 
 import pytest
 import stub_cuda
@@ -115,8 +115,8 @@ def open_each(path, folder, damages):
     return out
 
 
-def damage(small, tmp_path, damages):
-    path = small / "sm_90.pack"
+def damage(small, tmp_path, damages, path=None):
+    path = path or small / "sm_90.pack"
     found = stub_cuda.run(open_each, str(path), str(tmp_path), damages).value
     return path.read_bytes(), [(listed, entries) for listed, entries in found]
 
@@ -158,59 +158,39 @@ def test_a_flipped_bit_anywhere_in_the_index_is_detected(small, tmp_path):
         python_refuses(data[:at] + bytes([value]) + data[at + 1 :], tmp_path)
 
 
-def test_a_flipped_bit_in_a_kernel_affects_only_that_kernel(small, tmp_path):
-    data = (small / "sm_90.pack").read_bytes()
+def test_a_flipped_bit_in_a_block_affects_only_its_kernels(small, tmp_path, monkeypatch):
+    kind, arch, entries = pack.read(small / "sm_90.pack")
+    # Two binaries in the first block, one in the second.
+    monkeypatch.setattr(pack, "BLOCK", len(entries[0].binary) + len(entries[1].binary))
+    path = tmp_path / "blocks.pack"
+    pack.write(path, kind, arch, entries)
+    assert pack.read(path)[2] == entries
+    data = path.read_bytes()
     starts = [pack.ENTRY.unpack_from(data, 40 + i * pack.ENTRY.size)[3] for i in range(3)]
+    assert starts[0] == starts[1] < starts[2]
     random.seed(0)
     flips = [(at, [data[at] ^ 1 << random.randrange(8)]) for at in range(starts[0], len(data), 23)]
-    _, found = damage(small, tmp_path, flips)
-    for (at, _), (listed, entries) in zip(flips, found):
-        hit = sum(at >= start for start in starts) - 1
-        name = tables.find(KERNEL).variant(hit).name
-        expected = ["", "", ""]
-        expected[hit] = f"{tmp_path}/damaged.pack: corrupt entry {hit} ({name})"
-        assert (listed, entries) == ("", expected)
+    _, found = damage(small, tmp_path, flips, path)
+    for (at, (value,)), (listed, said) in zip(flips, found):
+        hit = (2,) if at >= starts[2] else (0, 1)
+        corrupt = {i: f"corrupt entry {i} ({tables.find(KERNEL).variant(i).name})" for i in hit}
+        expected = [f"{tmp_path}/damaged.pack: {corrupt[i]}" if i in hit else "" for i in range(3)]
+        assert (listed, said) == ("", expected)
+        python_refuses(data[:at] + bytes([value]) + data[at + 1 :], tmp_path)
 
 
-def based(entries):
-    """The same entries, compressed with the first one as dictionary (base)."""
-    return [replace(e, base=entries[0].variant) for e in entries]
-
-
-def test_a_flipped_bit_in_a_base_affects_all_dependent_entries(small, tmp_path):
-    kind, arch, entries = pack.read(small / "sm_90.pack")
-    pack.write(tmp_path / "based.pack", kind, arch, based(entries))
-    data = (tmp_path / "based.pack").read_bytes()
-    start = pack.ENTRY.unpack_from(data, 40)[3]
-    flip = (start + 500, [data[start + 500] ^ 4])
-    (found,) = stub_cuda.run(open_each, str(tmp_path / "based.pack"), str(tmp_path), [flip]).value
-    assert found[0] == "" and all("corrupt entry" in entry for entry in found[1])
-    python_refuses(data[: start + 500] + bytes([data[start + 500] ^ 4]) + data[start + 501 :], tmp_path)
-
-
-def test_circular_bases(small, tmp_path):
-    data = bytearray((small / "sm_90.pack").read_bytes())
-    for i in range(3):
-        fields = dict(zip(FIELDS, pack.ENTRY.unpack_from(data, 40 + i * pack.ENTRY.size))) | dict(base=(i + 1) % 3)
-        pack.ENTRY.pack_into(data, 40 + i * pack.ENTRY.size, *fields.values())
-    path = tmp_path / "circle.pack"
-    path.write_bytes(checksummed(bytes(data)))
-    ((listed, entries),) = stub_cuda.run(open_each, str(path), str(tmp_path), [(0, [])]).value
-    assert listed == "" and all("corrupt entry" in entry for entry in entries)
-    python_refuses(bytes(path.read_bytes()), tmp_path)
-
-
-def test_a_base_makes_a_pack_smaller_and_changes_nothing_else(tmp_path):
+def test_blocks_make_a_pack_smaller_and_change_nothing_else(tmp_path, monkeypatch):
     kind, arch, entries = pack.read(PACKS / "sm_90.pack")
     entries = [e for e in entries if e.kernel_hash == HASH]
     alone, together = tmp_path / "alone.pack", tmp_path / "together.pack"
-    pack.write(alone, kind, arch, [replace(e, base=None) for e in entries])
     pack.write(together, kind, arch, entries)
+    monkeypatch.setattr(pack, "BLOCK", 1)
+    pack.write(alone, kind, arch, entries)
     assert together.stat().st_size < 0.7 * alone.stat().st_size
     assert pack.read(together) == pack.read(alone) == (kind, arch, entries)
-    # An entry whose base is not in the file is stored without one.
-    pack.write(together, kind, arch, entries[len(tables.find(KERNEL).configs) :])
-    assert pack.read(together)[2] == entries[len(tables.find(KERNEL).configs) :]
+    held = pack.stored_bytes(together)
+    index = together.stat().st_size - sum(held.values())
+    assert abs(index - pack.HEADER.size - pack.CHECKSUM.size) < 1e-3
 
 
 # Damaged fields with a valid checksum: nothing may be read outside the file.
@@ -220,11 +200,11 @@ WRONG_FIELDS = {
     "offset and bytes that wrap round": dict(offset=(1 << 64) - 8, stored=16),
     "a kernel of gigabytes": dict(raw=0xFFFFFFFF),
     "a name beyond the names": dict(name_offset=0xFFFFFFFF, name_bytes=0xFFFFFFFF),
-    "a decoded size too small": dict(raw=100),
-    "a decoded size too large": dict(raw=100_000),
-    "a missing dictionary": dict(base=77),
+    "a decoded size too large": dict(raw=1_000_000),
+    "a beginning beyond the block": dict(first=1_000_000),
+    "a beginning after gigabytes": dict(first=0xFFFFFFFF),
 }
-FIELDS = "kernel_hash variant checksum offset stored raw shared num_warps name_offset name_bytes base".split()
+FIELDS = "kernel_hash variant checksum offset stored raw shared num_warps name_offset name_bytes first".split()
 
 
 def checksummed(data):
@@ -240,7 +220,7 @@ def test_wrong_fields_with_a_valid_checksum(case, small, tmp_path):
     path = tmp_path / "wrong.pack"
     path.write_bytes(checksummed(bytes(data)))
     ((listed, entries),) = stub_cuda.run(open_each, str(path), str(tmp_path), [(0, [])]).value
-    decoded = "decoded size" in case or "dictionary" in case
+    decoded = "decoded size" in case or "beyond the block" in case
     assert "corrupt" in (entries[0] if decoded else listed) and entries[1:] == (["", ""] if decoded else [])
 
 
@@ -288,7 +268,7 @@ DAMAGES = {
     "no header": (lambda p: p.write_bytes(b"LIGERPAK"), "kernel pack ignored: {path}: truncated at 8 bytes"),
     "empty": (lambda p: p.write_bytes(b""), "kernel pack ignored: {path}: empty file"),
     "something else": (lambda p: p.write_bytes(b"no pack " * 100), "kernel pack ignored: {path}: not a kernel pack"),
-    "another version": (wrong_version, "kernel pack ignored: {path}: pack version 7, this build reads 2"),
+    "another version": (wrong_version, "kernel pack ignored: {path}: pack version 7, this build reads 3"),
     "another architecture by a flipped bit": (
         lambda p: flip(p, 16),
         "kernel pack ignored: {path}: corrupt header or index",
@@ -368,7 +348,7 @@ def test_kernels_of_another_build_are_refused(small, tmp_path):
     assert all(f"{s}.pack: holds no {KERNEL} of this build" in message for s in ("sm_90", "ptx"))
 
 
-# ---- Decompression compared with zlib.
+# ---- Decompression compared with liblzma.
 
 random.seed(1)
 PAYLOADS = {
@@ -382,76 +362,85 @@ PAYLOADS = {
     "skewed": bytes(min(255, int(random.expovariate(0.05))) for _ in range(100_000)),
     "runs": b"".join(bytes([random.randrange(256)]) * random.randrange(1, 600) for _ in range(500)),
 }
-STRATEGIES = {
-    "default": zlib.Z_DEFAULT_STRATEGY, "fixed": zlib.Z_FIXED, "huffman": zlib.Z_HUFFMAN_ONLY, "rle": zlib.Z_RLE,
-    "filtered": zlib.Z_FILTERED,
-}  # fmt: skip
+# Bits of contexts, at most 4 of literals together.
+CONTEXTS = [(3, 0, 2), (0, 4, 4), (3, 0, 0), (4, 0, 1), (0, 0, 0), (1, 3, 3), (2, 2, 4)]
 
 
-def deflate(data, level, strategy, flushes=0):
-    stream = zlib.compressobj(level, zlib.DEFLATED, -15, 9, strategy)
-    step = len(data) // (flushes + 1) + 1
-    parts = [
-        stream.compress(data[i : i + step]) + (stream.flush(zlib.Z_FULL_FLUSH) if flushes else b"")
-        for i in range(0, len(data), step)
-    ]
-    return b"".join(parts) + stream.flush()
+def compressed(data, contexts, **options):
+    lc, lp, pb = contexts
+    chosen = {"id": lzma.FILTER_LZMA1, "dict_size": 1 << 21, "lc": lc, "lp": lp, "pb": pb, **options}
+    return bytes([(pb * 5 + lp) * 9 + lc]) + lzma.compress(data, lzma.FORMAT_RAW, filters=[chosen])
 
 
 def write_streams(path, streams, monkeypatch):
-    """Writes a pack with the (decoded bytes, deflate stream) pairs as variants of KERNEL."""
-    ready = dict(enumerate(stream for _, stream in streams))
-    monkeypatch.setattr(pack, "deflate", lambda data, dictionary: ready.pop(min(ready)))
-    pack.write(path, pack.CUBIN, 90, [pack.Entry(HASH, i, "stream", 1, 0, data) for i, (data, _) in enumerate(streams)])
+    """Writes a pack with the (decoded bytes, stream) pairs as variants of KERNEL, each in a block of its own."""
+    ready = {i: stream for i, (_, stream) in enumerate(streams)}
+    named = [pack.Entry(HASH, i, "stream", 1, 0, data) for i, (data, _) in enumerate(streams)]
+    blocks = iter(named)
+    monkeypatch.setattr(pack, "in_blocks", lambda entries: ([e] for e in entries))
+    monkeypatch.setattr(pack.ThreadPoolExecutor, "map", lambda pool, f, of: [ready[next(blocks).variant] for _ in of])
+    pack.write(path, pack.CUBIN, 90, named)
     monkeypatch.undo()
 
 
-def inflate_all(path, count):
+def decode_all(path, count):
     out = []
     for variant in range(count):
         try:
-            out.append(zlib.crc32(runtime.read_entry(path, "column_sum", variant)[0]))
+            code = runtime.read_entry(path, "column_sum", variant)[0]
+            out.append([zlib.crc32(code), zlib.crc32(code[:-1000])])
         except ValueError as error:
             out.append(str(error))
     return out
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_inflate_decodes_what_zlib_encodes(strategy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("contexts", CONTEXTS, ids=str)
+def test_cpp_decodes_what_liblzma_encodes(contexts, tmp_path, monkeypatch):
     streams = [
-        (data, deflate(data, level, STRATEGIES[strategy], flushes))
+        (data, compressed(data, contexts, **options))
         for data in PAYLOADS.values()
-        for level in (0, 1, 6, 9)
-        for flushes in (0, 3)
+        for options in ({"preset": 0}, {"preset": 6}, {"preset": 9 | lzma.PRESET_EXTREME}, {"mode": lzma.MODE_FAST})
     ]
+    # A prefix of a stream is decoded too.
+    streams += [(data[: len(data) // 3], compressed(data, contexts, preset=6)) for data in PAYLOADS.values()]
     write_streams(tmp_path / "streams.pack", streams, monkeypatch)
-    found = stub_cuda.run(inflate_all, str(tmp_path / "streams.pack"), len(streams)).value
-    assert found == [zlib.crc32(data) for data, _ in streams]
+    found = stub_cuda.run(decode_all, str(tmp_path / "streams.pack"), len(streams)).value
+    assert found == [[zlib.crc32(data), zlib.crc32(data[:-1000])] for data, _ in streams]
 
 
-def test_inflate_refuses_malformed_streams(tmp_path, monkeypatch):
-    """Checksums are valid. Noise, truncated streams and flipped bits cause neither a crash nor a wrong result."""
+def test_malformed_streams(tmp_path, monkeypatch):
+    """Checksums are valid. Noise, truncated streams and flipped bits cause no crash, and what liblzma refuses is refused."""
     text = PAYLOADS["text"][:5000] + PAYLOADS["skewed"][:5000]
-    good = [deflate(text, level, strategy) for level in (0, 6) for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_FIXED)]
-    bad = [random.randbytes(random.randrange(1, 300)) for _ in range(500)]
+    good = [compressed(text, contexts, preset=preset) for contexts in CONTEXTS[:3] for preset in (0, 6)]
+    bad = [random.randbytes(random.randrange(300)) for _ in range(500)]
+    bad += [bytes([random.randrange(225), 0]) + random.randbytes(random.randrange(300)) for _ in range(500)]
     for stream in good:
-        bad += [stream[:length] for length in range(0, len(stream), 211)]
+        bad += [stream[:length] for length in range(0, len(stream) - 8, 97)]
         for _ in range(300):
             at, bit = random.randrange(len(stream)), random.randrange(8)
             bad.append(stream[:at] + bytes([stream[at] ^ 1 << bit]) + stream[at + 1 :])
     write_streams(tmp_path / "streams.pack", [(text, stream) for stream in bad], monkeypatch)
-    found = stub_cuda.run(inflate_all, str(tmp_path / "streams.pack"), len(bad)).value
+    found = stub_cuda.run(decode_all, str(tmp_path / "streams.pack"), len(bad)).value
+    refused = 0
     for stream, result in zip(bad, found):
-        decoder = zlib.decompressobj(-15)
-        try:
-            decoded = decoder.decompress(stream)
-        except zlib.error:
-            decoded = None
-        # Some flips only change the text. zlib decides which streams are complete.
-        if decoded is not None and decoder.eof and len(decoded) == len(text):
-            assert result == zlib.crc32(decoded)
-        elif decoded is None or not decoder.eof:
+        decoded = prefix_of(stream, len(text))
+        # liblzma looks ahead, and so refuses what is wrong soon after the last wanted byte.
+        start = decoded[:-1000] if decoded else prefix_of(stream, len(text) - 1000)
+        if decoded or (start and isinstance(result, list)):
+            assert result[1] == zlib.crc32(start) and (not decoded or result[0] == zlib.crc32(decoded))
+        else:
             assert "corrupt entry" in str(result)
+            refused += 1
+    assert refused > 1000
+
+
+def prefix_of(stream, size):
+    """What liblzma decodes, or nothing if it refuses the stream or decodes less."""
+    try:
+        decoded = pack.decompress(stream, size)
+    except (lzma.LZMAError, IndexError):
+        return b""
+    return decoded if len(decoded) == size else b""
 
 
 def test_writing_a_pack_is_atomic_and_leaves_nothing_behind(small, tmp_path):

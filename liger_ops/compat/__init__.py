@@ -5,7 +5,7 @@
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
 Trainer's `use_liger_kernel=True` then finds liger_ops too. A name without a counterpart raises an ImportError that
-states the name. An installed liger_kernel is shadowed only by `install(replace=True)`.
+states the name, the reason and what to use instead. An installed liger_kernel is shadowed only by `install(replace=True)`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,23 @@ def module_getattr(module: str) -> Callable[[str], Any]:
             return found[name]
         if module_members(f"{module}.{name}") is not None:
             return importlib.import_module(f"{module}.{name}")
-        raise ImportError(f"liger_ops.compat: {module}.{name} has no counterpart in liger_ops", name=module)
+        from .missing import no_counterpart
+
+        raise ImportError(no_counterpart(f"{module}.{name}"), name=module)
 
     return __getattr__
+
+
+def module_dir(module: str) -> Callable[[], list[str]]:
+    """The module's `__dir__`: its names and its modules."""
+
+    def __dir__() -> list[str]:
+        from .modules import submodules
+
+        own = [name for name in vars(sys.modules[module]) if name.startswith("__")]
+        return sorted({*own, *(module_members(module) or ()), *submodules(module.partition(".")[2])})
+
+    return __dir__
 
 
 class Distribution(importlib.metadata.Distribution):
@@ -73,8 +87,12 @@ class LigerKernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] != PACKAGE or module_members(name) is None:
+        if name.split(".")[0] != PACKAGE:
             return None
+        if module_members(name) is None:
+            from .missing import no_counterpart
+
+            raise ModuleNotFoundError(no_counterpart(name), name=name)
         return importlib.util.spec_from_loader(name, self, origin=__file__, is_package=True)
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
@@ -91,6 +109,7 @@ class LigerKernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             __doc__=f"{name}, served by liger_ops",
             __all__=[n for n in module_members(name) or () if not n.startswith("__")],
             __getattr__=module_getattr(name),
+            __dir__=module_dir(name),
         )
         if name == PACKAGE:
             vars(module)["__version__"] = SERVED_VERSION

@@ -57,9 +57,13 @@ DPO_TYPES = {
 }  # fmt: skip
 
 
-def check_dpo_type(loss_type: str) -> None:
+def check_dpo_type(loss_type: str, label_smoothing: float) -> None:
     if loss_type not in DPO_TYPES:
         raise ValueError(f"Unsupported loss_type: {loss_type}. Supported types are: {DPO_TYPES}")
+    if loss_type == "exo_pair" and label_smoothing <= 0:
+        raise ValueError(f"label_smoothing must be > 0 for loss_type='exo_pair' (got {label_smoothing})")
+    if loss_type == "robust" and not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust'. Got {label_smoothing}.")
 
 
 def reference(use_ref_model: bool, ref_input: Any, ref_weight: Any, ref_bias: Any) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def dpo(
     *, loss_type: str, label_smoothing: float, use_ref_model: bool, ref_input: Tensor | None,
     ref_weight: Tensor | None, ref_bias: Tensor | None, **arguments: Any,
 ) -> LossAndMetrics:  # fmt: skip
-    check_dpo_type(loss_type)
+    check_dpo_type(loss_type, label_smoothing)
     arguments |= reference(use_ref_model, ref_input, ref_weight, ref_bias)
     # The package ignores label_smoothing in the other types.
     arguments.update(label_smoothing=label_smoothing if loss_type in ("exo_pair", "robust") else 0.0)
@@ -109,7 +113,9 @@ LigerFusedLinearKTOFunction = autograd_function("LigerFusedLinearKTOFunction", k
 LigerFusedLinearORPOLoss = layer("LigerFusedLinearORPOLoss", orpo)
 LigerFusedLinearCPOLoss = layer("LigerFusedLinearCPOLoss", cpo)
 LigerFusedLinearSimPOLoss = layer("LigerFusedLinearSimPOLoss", simpo)
-LigerFusedLinearDPOLoss = layer("LigerFusedLinearDPOLoss", dpo, lambda loss: check_dpo_type(loss.loss_type))
+LigerFusedLinearDPOLoss = layer(
+    "LigerFusedLinearDPOLoss", dpo, lambda loss: check_dpo_type(loss.loss_type, loss.label_smoothing)
+)
 LigerFusedLinearKTOLoss = layer("LigerFusedLinearKTOLoss", kto)
 
 liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
@@ -126,6 +132,10 @@ CHUNKED_LOSS = {
     "cosine_similarity_loss": ["LigerFusedLinearCosineSimilarityFunction", "LigerFusedLinearCosineSimilarityLoss"],
     **{f"{kind.lower()}_loss": [f"LigerFusedLinear{kind}Function", f"LigerFusedLinear{kind}Loss"]
        for kind in ("CPO", "DPO", "GRPO", "JSD", "KTO", "ORPO", "SimPO")},
+    **{f"fused_linear_{kind}": [f"LigerFusedLinear{base}Base"]
+       for kind, base in (("distillation", "Distillation"), ("ppo", "PPO"), ("preference", "Preference"),
+                          ("unpaired_preference", "UnpairedPreference"))},
     "functional": [f"liger_fused_linear_{kind}"
                    for kind in ("cosine", "cpo", "dpo", "grpo", "jsd", "kto", "orpo", "simpo")],
 }  # fmt: skip
+CHUNKED_LOSS["grpo_loss"] += ["clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]

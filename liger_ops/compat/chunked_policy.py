@@ -9,8 +9,11 @@ from torch import Tensor
 
 from .. import functional as F
 from .. import losses
+from ..losses.grpo import vespo_weights
 from .forms import autograd_function, function, layer
 
+UNCLIPPED = "sapo", "vespo"
+TOKENS_ONLY = "cispo", *UNCLIPPED
 LossAndMetrics = tuple[Tensor, tuple[Tensor, ...]]
 
 
@@ -33,12 +36,58 @@ def own_reference(reference: Tensor | None, log_probs: Tensor, beta: float) -> T
     return log_probs.detach() if reference is None and beta != 0 else reference
 
 
+def check_ratio(vllm_is_ratio: Tensor | None, mask: Tensor) -> None:
+    """vllm_is_ratio: (B,), (B, 1) or (B, S) for a mask (B, S)."""
+    shapes = list(mask.shape[:1]), [len(mask), 1], list(mask.shape)
+    if vllm_is_ratio is not None and list(vllm_is_ratio.shape) not in shapes:
+        allowed = ", ".join(map(str, shapes))
+        raise AssertionError(f"vllm_is_ratio must have one of the shapes {allowed} (got {list(vllm_is_ratio.shape)})")
+
+
 def policy_losses(
     log_probs: Tensor, mask: Tensor, advantages: Tensor, *, vespo_k_pos: float, vespo_lambda_pos: float,
     vespo_k_neg: float, vespo_lambda_neg: float, **options: Any,
 ) -> Any:  # fmt: skip
+    level, loss_type, delta = (options[name] for name in ("importance_sampling_level", "loss_type", "delta"))
+    if level == "sequence" and loss_type in TOKENS_ONLY:
+        raise ValueError(f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}.")
+    if delta is not None and loss_type in TOKENS_ONLY:
+        raise ValueError(f"delta (two-sided clipping) is not supported for loss_type={loss_type!r}.")
+    check_ratio(options["vllm_is_ratio"], mask)
     shapes = vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg
     return losses.policy_losses(log_probs, mask, advantages, vespo_shapes=shapes, **options)
+
+
+@torch.no_grad()
+def get_gamma_weights(
+    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor, importance_sampling_ratio: Tensor | None = None,
+    k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0,
+) -> Tensor:  # fmt: skip
+    """VESPO's weights of sequences, (B, 1). advantages: (B,), log_ratio_per_token, mask: (B, S)."""
+    shapes = k_pos, lambda_pos, k_neg, lambda_neg
+    return vespo_weights(log_ratio_per_token, mask, advantages.unsqueeze(-1), importance_sampling_ratio, shapes)
+
+
+def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """An estimate of the KL divergence of q from p, of samples of q."""
+    return torch.exp(log_p - log_q) - (log_p - log_q) - 1.0
+
+
+def sapo_loss_fn(importance_ratio: Tensor, temperature: float) -> Tensor:
+    """SAPO's gate, in the place of the ratio."""
+    if temperature <= 0:
+        raise ValueError("sapo_temperature must be > 0.")
+    return torch.sigmoid(temperature * (importance_ratio - 1)) * (4 / temperature)
+
+
+def clip_coef_fn(coef: Tensor, epsilon_low: float, epsilon_high: float, loss_type: str) -> tuple[Any, Any, Any]:
+    """The clipped ratios, and masks of those below and above the limits."""
+    if loss_type == "cispo":  # no lower limit, and no gradient
+        return coef.clamp(max=epsilon_high).detach(), False, coef > epsilon_high
+    if loss_type in UNCLIPPED:
+        return None, torch.zeros_like(coef, dtype=torch.bool), torch.zeros_like(coef, dtype=torch.bool)
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    return coef.clamp(low, high), coef < low, coef > high
 
 
 def reduced(
@@ -73,7 +122,7 @@ def grpo(
     old, ref = (None if t is None else t.float() if luspo else t.float().masked_fill(mask == 0, 0) for t in given)
     per_token, kl, clipped = policy_losses(
         log_probs, mask, advantages, old_log_probs=old, ref_log_probs=ref, loss_type=loss_type, beta=beta,
-        delta=None if loss_type in ("cispo", "sapo", "vespo") else delta, **options,
+        delta=None if loss_type in TOKENS_ONLY else delta, **options,
     )  # fmt: skip
     loss = reduced(per_token, mask, loss_type, max_completion_length, num_items_in_batch)
     metrics = () if kl is None else (masked_mean(kl, mask),)
@@ -103,13 +152,14 @@ def fused_selective_log_softmax(
     return F.log_probs(logits[:, :-1], ids, temperature).log_probs
 
 
-def grpo_of_logits(
+def grpo_results(
     logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
     completion_mask: Tensor | None, temperature: float, beta: float, *, reduce: bool, loss_type: str,
-    max_completion_length: int | None, num_items_in_batch: Tensor | float | None, **options: Any,
-) -> Any:  # fmt: skip
+    max_completion_length: int | None, num_items_in_batch: Tensor | float | None, phi_seq: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """logits: (B, L + 1, V), completion_ids: (B, L) -> the masked losses, KL estimates and clipped tokens, (B, L) each;
-    with `reduce` the loss and a list of metrics. `inplace` is ignored: the logits are never overwritten."""
+    with `reduce` the loss and the means of the others. phi_seq: VESPO's weights of sequences, if they are known."""
     mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
     ids = completion_ids.masked_fill(mask == 0, -100)
     log_probs = F.log_probs(logits[:, :-1], ids, temperature).log_probs
@@ -118,13 +168,46 @@ def grpo_of_logits(
     found = policy_losses(
         log_probs, mask, advantages, old_log_probs=old, ref_log_probs=ref, beta=beta, loss_type=loss_type, **options
     )
-    per_token, clipped = (t * mask for t in (found.losses, found.clipped.to(log_probs.dtype)))
+    losses = found.losses
+    if phi_seq is not None:
+        losses = -phi_seq.reshape(-1, 1) * advantages.unsqueeze(-1) * log_probs
+        losses = losses if found.kl is None else losses + beta * found.kl
+    per_token, clipped = (t * mask for t in (losses, found.clipped.to(log_probs.dtype)))
     kl = None if found.kl is None else (found.kl * mask).detach()
     if not reduce:
         return per_token, kl, clipped
     longest = mask.shape[1] if max_completion_length is None else max_completion_length
     loss = reduced(per_token, mask, loss_type, longest, num_items_in_batch)
-    return loss, [masked_mean(t, mask) for t in (kl, clipped) if t is not None]
+    return loss, None if kl is None else masked_mean(kl, mask), masked_mean(clipped, mask)
 
+
+def grpo_of_logits(*, reduce: bool, **arguments: Any) -> Any:
+    """As GrpoLossFunction, but with `reduce` the loss and a list of metrics. `inplace` is ignored: the logits are never
+    overwritten."""
+    loss, *metrics = grpo_results(reduce=reduce, **arguments)
+    return (loss, [t for t in metrics if t is not None]) if reduce else (loss, *metrics)
+
+
+def grpo_function(*, loss_type: str, reduce: bool, phi_seq: Tensor | None, **arguments: Any) -> Any:
+    if loss_type == "vespo" and phi_seq is None:
+        raise ValueError("GrpoLossFunction: phi_seq must be given with loss_type 'vespo' (got None)")
+    known = phi_seq if loss_type == "vespo" else None
+    # The shapes of weights that are known do not matter.
+    shapes: Any = dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), 0.0)
+    return grpo_results(loss_type=loss_type, reduce=reduce, phi_seq=known, **shapes, **arguments)
+
+
+def reduce_grpo_loss(
+    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None,
+    num_items_in_batch: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
+    mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask
+    longest = per_token_loss.shape[1] if max_completion_length is None else max_completion_length
+    return reduced(per_token_loss, mask, loss_type, longest, num_items_in_batch)
+
+
+# Other code reaches these under names that begin with _.
+_reduce_grpo_loss, _masked_mean = reduce_grpo_loss, masked_mean
 
 triton_grpo_loss = function(__name__, "triton_grpo_loss", grpo_of_logits)
+GrpoLossFunction = autograd_function(__name__, "GrpoLossFunction", grpo_function)

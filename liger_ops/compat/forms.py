@@ -21,7 +21,8 @@ ALIASES = {
     "embeddings": "weight", "indices": "input", "xq": "q", "xk": "k", "_input": "input", "lin_weight": "weight",
     "y_pred": "input", "y_true": "target", "log_q": "input", "log_p": "target", "p": "input", "q": "target",
     "jsd_beta": "beta", "dim": "hidden_size", "with_scale": "elementwise_affine",
-    "eps_low": "epsilon_low", "eps_high": "epsilon_high",
+    "eps_low": "epsilon_low", "eps_high": "epsilon_high", "input_": "x", "input": "x", "chunk_size": "rows", "V": "values",
+    "V_stacked": "values", "affine_scaling_weight": "weight", "affine_shifting_bias": "bias",
 }  # fmt: skip
 # Parameters that control a kernel or a choice between kernels.
 IGNORED = set(

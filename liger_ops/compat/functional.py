@@ -6,6 +6,7 @@ from functools import partial
 
 from .. import functional as F
 from . import forms, ops
+from .formulas import activations
 
 function = partial(forms.function, __name__)
 
@@ -19,4 +20,5 @@ kl_div = function("kl_div", ops.kl_div)
 layer_norm = function("layer_norm", F.layer_norm)
 rms_norm = function("rms_norm", F.rms_norm)
 rope = function("rope", ops.rope)
+softmax = function("softmax", activations.softmax)
 swiglu = function("swiglu", ops.swiglu)

@@ -89,12 +89,16 @@ def check_rotary_dim(rotary_dim: int, head_dim: int, columns: int) -> None:
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, rotary_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos, sin: (S, R) or (1 or B, S, R), or 4-d with one head. R is rotary_dim or half of it."""
+    """cos, sin: (S, R) or (1 or B, S, R), or 4-d with one head. R is rotary_dim or half of it. By default, rotary_dim is
+    R, or the size of the heads if that is less; with an odd size, the last column does not rotate."""
     if cos.dim() == 4:
-        heads = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
+        heads = next((d for d in (unsqueeze_dim, 1, 2) if cos.shape[d] == 1), 1)
         cos, sin = cos.squeeze(heads), sin.squeeze(heads)
-    if rotary_dim is not None and cos.shape[-1] != rotary_dim:
+    if rotary_dim is None:
+        rotary_dim = 2 * (min(cos.shape[-1], q.shape[-1]) // 2)
+    else:
         check_rotary_dim(rotary_dim, q.shape[-1], cos.shape[-1])
+    if cos.shape[-1] != rotary_dim:
         cos, sin = (torch.cat([t[..., : rotary_dim // 2]] * 2, -1) for t in (cos, sin))
     return F.rope(q, k, cos, sin)
 

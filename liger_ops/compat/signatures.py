@@ -24,6 +24,12 @@ MROPE = "q, k, cos, sin, mrope_section, unsqueeze_dim=1"
 CENTERED = "eps=1e-6, offset=1.0, casting_mode='gemma', init_fn='zeros'"
 SCALED = "eps=1e-6, offset=0.0, casting_mode='gemma', init_fn='ones', in_place=False, with_scale=True"
 
+CONVOLUTION = "stride=1, padding=0, dilation=1, groups=1"
+NEIGHBOURS = "kernel_size=7, dilation=1, scale=None"
+SINKHORN = "tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult"
+MHC = "phi, b, alpha_pre, alpha_post, alpha_res"
+MHC_OPTIONS = "allow_fp32=False, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0"
+
 PAIRS = "_input, weight, target, bias=None"
 REFERENCE = "ref_input=None, ref_weight=None, ref_bias=None"
 CHUNKS = "average_log_prob=False, chunk_size=1"
@@ -102,6 +108,7 @@ FUNCTIONAL = {
     "swiglu": f"a, b, {MULTIPLIERS}, *",
     "geglu": "a, b, *",
     "rope": f"{ROPE}, *",
+    "softmax": "x, *",
     "cross_entropy": f"input, target, weight=None, {CROSS_ENTROPY}, {METRICS}, *",
     "fused_linear_cross_entropy": f"{PAIRS}, {LINEAR_CROSS_ENTROPY}, *",
     "kl_div": f"{KL_DIV}, *",
@@ -182,6 +189,12 @@ CHUNKED_POLICY = {
     "LigerFusedLinearGRPOLoss.forward": (
         f"_input, lin_weight, selected_token_ids, {SAMPLES}, {REFERENCE}, vllm_is_ratio=None, num_items_in_batch=None"
     ),
+    "GrpoLossFunction": (
+        "logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta, eps_low, "
+        "eps_high, inplace, loss_type='grpo', max_completion_length=None, reduce=True, "
+        f"importance_sampling_level='token', {SAPO}, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, "
+        "num_items_in_batch=None, phi_seq=None"
+    ),
     "triton_grpo_loss": (
         "logits, old_logp, ref_logp, completion_ids, advantages, completion_mask=None, temperature=0.9, beta=0.04, "
         f"eps_low=0.2, eps_high=0.4, inplace=True, {POLICY}, reduce=False, {SAPO}, "
@@ -196,4 +209,64 @@ CHUNKED_DISTILLATION = {
         ("Loss", DISTILLATION),
         ("Loss.forward", f"{STUDENT_AND_TEACHER}, true_labels, student_bias=None, teacher_bias=None"),
     )
+}
+ACTIVATIONS = {
+    "LigerSoftmaxFunction": "input_",
+    "LigerSparsemaxFunction": "x, dim",
+    "LigerDyTFunction": "x, alpha, gamma, beta",
+    "LigerPolyNormFunction": "X, W, B, eps=1e-6, in_place=True",
+    "liger_softmax": "x",
+    "liger_sparsemax": "input, dim=-1",
+    "liger_dyt": "x, alpha, gamma, beta",
+    "liger_poly_norm": "X, W, B, eps=1e-6, in_place=True",
+    "LigerSoftmax": "",
+    "LigerSoftmax.forward": "x",
+    "LigerSparsemax": "dim=-1",
+    "LigerSparsemax.forward": "x",
+}
+NORMS = {
+    "LigerGroupNormFunction": "X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps",
+    "liger_group_norm": "X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps",
+    "LigerModulatedRMSNormFunction": f"X, W, scale, shift, eps, {NORM}, in_place=True",
+    "liger_modulated_rms_norm": f"X, W, scale, shift=None, eps=1e-6, {NORM}, in_place=True",
+}
+ATTENTION = {
+    "LigerMultiTokenAttentionFunction": f"scores, weight, bias=None, {CONVOLUTION}, sparse=False",
+    "liger_multi_token_attention": f"scores, weight, bias=None, {CONVOLUTION}, sparse=False",
+    "LigerFusedNeighborhoodAttentionFunction": f"query, key, value, {NEIGHBOURS}",
+    "liger_fused_neighborhood_attention": f"query, key, value, {NEIGHBOURS}",
+    "LigerAttnResFunction": "V_stacked, w_query, w_norm, eps",
+    "liger_attn_res": "V, w_query, w_norm, eps=1e-6",
+}
+HYPER_CONNECTIONS = {
+    "LigerMHCCoeffsFunction": f"x, {MHC}, allow_fp32, {SINKHORN}",
+    "liger_mhc_coeffs": f"x, {MHC}, *, {MHC_OPTIONS}",
+    "LigerMHCPreFunction": "x, h_pre",
+    "liger_mhc_pre": "x, h_pre",
+    "LigerMHCPostResFunction": "x, f_out, h_post, h_res",
+    "liger_mhc_post_res": "x, f_out, h_post, h_res",
+    "liger_mhc_apply": "x, f_out, h_pre, h_post, h_res, *, return_x_in=False",
+    "liger_mhc_forward": f"x, layer, {MHC}, *, {MHC_OPTIONS}, return_coeffs=False",
+}
+# The `forward` of classes from which other code derives losses.
+OF_BASE = "compiled=True, use_ref_model=False"
+BASES = {
+    "LigerFusedLinearPPOBase": (
+        f"cls, ctx, _input, weight, selected_token_ids, {SAMPLES}, {REFERENCE}, epsilon_low=0.2, epsilon_high=0.2, "
+        f"beta=0.04, {POLICY}, temperature=1.0, {OF_BASE}, chunk_size=1, {SAPO}, vllm_is_ratio=None, delta=None, "
+        f"use_bias_correction_kl=False, {VESPO}, num_items_in_batch=None"
+    ),
+    "LigerFusedLinearPreferenceBase": (
+        f"cls, ctx, {PAIRS}, chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1, compute_nll_loss=True, "
+        f"nll_target=None, {OF_BASE}, {REFERENCE}, average_log_prob=True, **loss_kwargs"
+    ),
+    "LigerFusedLinearUnpairedPreferenceBase": (
+        "cls, ctx, _input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100, "
+        f"{OF_BASE}, {REFERENCE}, average_log_prob=False, **loss_kwargs"
+    ),
+    "LigerFusedLinearDistillationBase": (
+        f"cls, ctx, {STUDENT_AND_TEACHER}, target, student_bias=None, teacher_bias=None, chunk_size=1024, "
+        "ignore_index=-100, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, compute_ce_loss=True, "
+        "temperature=1.0, compiled=True, return_soft_hard_loss=False, **loss_kwargs"
+    ),
 }

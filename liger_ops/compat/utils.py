@@ -1,8 +1,9 @@
-"""`liger_kernel.utils`: available devices, backends and packages."""
+"""`liger_kernel.utils` and `env_report`: available devices, backends and packages."""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -100,3 +101,25 @@ def transformers_version_dispatch(
     if parse(transformers.__version__) < parse(required_version):
         return before_fn(*before_args, **(before_kwargs or {}))
     return after_fn(*after_args, **(after_kwargs or {}))
+
+
+def print_env_report() -> None:
+    """Prints the versions of the system, Python and the libraries that matter."""
+    import platform
+
+    from .._version import __version__
+
+    print(f"Operating System: {platform.platform()}")
+    print(f"Python version: {platform.python_version()}")
+    print(f"liger_ops version: {__version__}")
+    print(f"PyTorch version: {torch.__version__}")
+    for name, version, device in (
+        ("CUDA", torch.version.cuda, torch.cuda), ("HIP(ROCm)", torch.version.hip, torch.cuda),
+        ("XPU", torch.version.xpu, torch.xpu),
+    ):  # fmt: skip
+        print(f"{name} version: {version if version and device.is_available() else 'Not available'}")
+    for name in ("triton", "transformers"):
+        try:
+            print(f"{name.capitalize()} version: {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{name.capitalize()}: Not installed")

@@ -1,14 +1,11 @@
 """liger_ops.compat: code written for liger_kernel runs on liger_ops."""
 
-import importlib
-import inspect
 import pickle
-import re
 import warnings
 
 import pytest
 import torch
-from checks import ROOT, equal, forked_output_of, run_python
+from checks import equal, forked_output_of, run_python
 from language_models import SIZES, make, nodes, step, tokens
 from torch import nn
 from torch.nn import functional as TF
@@ -29,17 +26,6 @@ def test_names_exist_only_while_installed():
     compat.uninstall()
     with pytest.raises(ImportError):
         import liger_kernel.ops
-
-
-def test_missing_names_raise_import_errors(liger_kernel_served):
-    with pytest.raises(
-        ImportError, match="liger_kernel.transformers.LigerMultiTokenAttention has no counterpart in liger_ops"
-    ):
-        from liger_kernel.transformers import LigerMultiTokenAttention  # noqa: F401
-    with pytest.raises(ImportError, match="liger_kernel.backends"):
-        import liger_kernel.backends  # noqa: F401
-    with pytest.raises(ImportError, match="liger_kernel.ops.LigerGroupNormFunction"):
-        from liger_kernel.ops import LigerGroupNormFunction  # noqa: F401
 
 
 def test_an_installed_package_is_not_shadowed_by_default(tmp_path, monkeypatch):
@@ -387,52 +373,6 @@ print("same")
 def test_trainer_uses_the_package(tmp_path):
     code = f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + TRAINER
     assert forked_output_of(code, ["language_models"]).endswith("same\n")
-
-
-NAMES = [line for line in (ROOT / "tests/compat/liger_kernel_names.txt").read_text().splitlines() if line[0] != "#"]
-
-
-def found(path):
-    """The value of a path: modules, a name, and optionally an attribute of that class."""
-    modules, name = re.fullmatch(r"((?:[a-z]\w*\.)*)(_?\w+(?:\.\w+)?)", path).groups()
-    first, _, attribute = name.partition(".")
-    value = getattr(importlib.import_module(f"liger_kernel.{modules}".rstrip(".")), first)
-    return getattr(value, attribute) if attribute else value
-
-
-def parameters_of(path):
-    ours = [p.replace(annotation=p.empty) for p in inspect.signature(found(path)).parameters.values()]
-    if "apply_liger_kernel_to_" in path:  # drop the extra keywords of apply_liger_kernel
-        ours = [p for p in ours if p.kind != p.KEYWORD_ONLY]
-    return f"{inspect.Signature([p for p in ours if p.name != 'self'])}"
-
-
-def test_signatures_match_the_package(liger_kernel_served):
-    recorded = {path: f"({rest}" for path, bracket, rest in (line.partition("(") for line in NAMES) if bracket}
-    assert len(recorded) > 200 and {path: parameters_of(path) for path in recorded} == recorded
-
-
-def test_every_other_name_raises_an_import_error(liger_kernel_served):
-    refused = [line for line in NAMES if "(" not in line]
-    assert len(refused) > 200
-    for path in refused:
-        with pytest.raises(ImportError, match=f"liger_kernel.{path} has no counterpart|No module named 'liger_kernel"):
-            found(path)
-
-
-def test_served_names_exist_in_the_package(liger_kernel_served):
-    from liger_ops.compat.modules import MODULES
-
-    recorded = {re.split(r"\.(?:apply|forward|from_\w+)$", line.partition("(")[0])[0] for line in NAMES}
-    # Models that the package lacks, and names that it defines but does not export from transformers.
-    beyond = {f"apply_liger_kernel_to_{name}" for name in ("cohere", "cohere2", "glm")}
-    beyond |= {"MODEL_TYPE_TO_APPLY_LIGER_FN", "PEFT_AVAILABLE"}
-    last = {path.rpartition(".")[2] for path in recorded}
-    for module, names in MODULES.items():
-        for name in set(names) - beyond:
-            assert f"{module}.{name}" in recorded or (module.startswith("transformers") and name in last), name
-            assert found(f"{module}.{name}") is not None
-        assert set(importlib.import_module(f"liger_kernel.{module}").__all__) == set(names)
 
 
 def test_what_is_built_from_the_table_behaves_as_written_by_hand(liger_kernel_served):

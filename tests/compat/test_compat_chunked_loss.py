@@ -203,6 +203,115 @@ def test_triton_grpo_loss(level, kind):
     assert len(triton_grpo_loss(z, None, None, ids, advantages, beta=0.0, reduce=True)[1]) == 1
 
 
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("kind", ["grpo", "cispo", "vespo"])
+def test_grpo_function_of_autograd(kind, reduce):
+    """VESPO's weights of sequences come from the caller."""
+    from liger_kernel.chunked_loss.grpo_loss import get_gamma_weights
+    from liger_kernel.ops.grpo_loss import GrpoLossFunction
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    z = torch.randn(B, S + 1, CLASSES, requires_grad=True)
+    ids, mask, advantages = grpo_batch()
+    old, ref, ratio = -torch.rand(B, S) * 4, -torch.rand(B, S) * 4, torch.rand(B) + 0.5
+    log_ratio = of_ids((z[:, :-1] / 0.8).log_softmax(-1), ids).detach() - old
+    weights = get_gamma_weights(advantages, log_ratio, mask, ratio[:, None], 1.0, 2.0, 1.5, 2.5)
+    of_vespo = dict(vespo_k_pos=1.0, vespo_lambda_pos=2.0, vespo_k_neg=1.5, vespo_lambda_neg=2.5)
+    found = GrpoLossFunction.apply(z, old, ref, ids, advantages, mask, 0.8, 0.1, 0.2, 0.3, True, kind, None, reduce, "token",
+                                   1.0, 1.05, None if kind == "vespo" else ratio, None, True, 40, weights)  # fmt: skip
+    expected = triton_grpo_loss(z, old, ref, ids, advantages, mask, 0.8, 0.1, 0.2, 0.3, True, kind, vllm_is_ratio=ratio,
+                                use_bias_correction_kl=True, num_items_in_batch=40, reduce=reduce, **of_vespo)  # fmt: skip
+    expected = (expected[0], *expected[1]) if reduce else expected
+    assert len(found) == 3
+    close(found, expected)
+    close(*(torch.autograd.grad(t[0].sum(), z) for t in (found, expected)))
+    if kind == "vespo":
+        with pytest.raises(ValueError, match="phi_seq must be given"):
+            GrpoLossFunction.apply(z, old, ref, ids, advantages, mask, 0.8, 0.1, 0.2, 0.3, True, kind)
+
+
+def test_vespos_weights():
+    from liger_kernel.chunked_loss.grpo_loss import get_gamma_weights
+
+    advantages, log_ratio = torch.tensor([1.0, -1.0]), torch.tensor([[0.1, 0.2, 9.0], [-0.3, 0.4, 9.0]])
+    mask = torch.ones(2, 3)
+    mask[:, 2] = 0
+    w = torch.tensor([0.3, 0.1]).double()
+    for ratio, factor in ((None, 1.0), (torch.full((2, 1), 0.5), 0.5)):
+        each = w.exp() * factor
+        k, rate = torch.tensor([2.0, 3.0]).double(), torch.tensor([3.0, 2.0]).double()
+        expected = (rate * (1 - each)).exp() * each**k
+        found = get_gamma_weights(advantages.requires_grad_(), log_ratio, mask, ratio)
+        assert found.shape == (2, 1) and not found.requires_grad
+        close(found.squeeze(1), expected.float())
+
+
+def test_parts_of_policy_losses():
+    from liger_kernel.chunked_loss.grpo_loss import clip_coef_fn, k3_loss_fn, sapo_loss_fn
+    from liger_kernel.transformers.grpo_loss import _masked_mean, _reduce_grpo_loss
+
+    p, q, ratio = -torch.rand(3, 4), -torch.rand(3, 4), torch.tensor([0.5, 1.0, 3.0], requires_grad=True)
+    close(k3_loss_fn(p, q), (p - q).exp() - (p - q) - 1)
+    close(sapo_loss_fn(ratio, 2.0), 2 * torch.sigmoid(2 * (ratio - 1)))
+    with pytest.raises(ValueError, match="must be > 0"):
+        sapo_loss_fn(ratio, 0.0)
+    clipped, low, high = clip_coef_fn(ratio, 0.2, 0.3, "grpo")
+    close(clipped, torch.tensor([0.8, 1.0, 1.3]))
+    assert low.tolist() == [True, False, False] and high.tolist() == [False, False, True]
+    clipped, low, high = clip_coef_fn(ratio, 0.2, 2.0, "cispo")
+    assert clipped.tolist() == [0.5, 1.0, 2.0] and not clipped.requires_grad and low is False and high.tolist()[2]
+    clipped, low, high = clip_coef_fn(ratio, 0.2, 0.3, "sapo")
+    assert clipped is None and not low.any() and not high.any()
+
+    losses, mask = torch.rand(3, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
+    total, sizes = (losses * mask).sum(), mask.sum(-1)
+    close(_masked_mean(losses, mask), total / 6)
+    for kind, expected in (
+        ("grpo", ((losses * mask).sum(-1) / sizes).mean()), ("bnpo", total / 6), ("dapo", total / 6),
+        ("dr_grpo", total / 12), ("luspo", (losses * sizes[:, None]).mean()),
+    ):  # fmt: skip
+        close(_reduce_grpo_loss(losses, mask, kind, None), expected)
+    close(_reduce_grpo_loss(losses, None, "dr_grpo", 10), losses.sum() / 30)
+    close(_reduce_grpo_loss(losses, mask, "dapo", None, 24), total / 24)
+
+
+def test_options_that_policy_losses_refuse():
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    m, z = single(model(B, S)), torch.randn(B, S + 1, CLASSES)
+    ids, mask, advantages = grpo_batch()
+    call = z, None, None, ids, advantages, mask
+    for kind in ("cispo", "sapo", "vespo"):
+        with pytest.raises(ValueError, match="Sequence-level importance sampling is not supported"):
+            triton_grpo_loss(*call, beta=0.0, loss_type=kind, importance_sampling_level="sequence")
+        with pytest.raises(ValueError, match="delta .* is not supported"):
+            triton_grpo_loss(*call, beta=0.0, loss_type=kind, delta=2.0)
+        with pytest.raises(ValueError, match="Sequence-level importance sampling is not supported"):
+            LigerFusedLinearGRPOLoss(loss_type=kind, importance_sampling_level="sequence", beta=0.0)(
+                m.hidden, m.weight, ids, mask, advantages
+            )
+    for ratio in (torch.ones(B + 1), torch.ones(B, S - 1), torch.ones(1, B, S)):
+        with pytest.raises(AssertionError, match="vllm_is_ratio must have one of the shapes"):
+            triton_grpo_loss(*call, beta=0.0, vllm_is_ratio=ratio)
+
+
+def test_options_that_dpo_refuses():
+    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+    from liger_kernel.chunked_loss.functional import liger_fused_linear_dpo
+
+    m, target = single(model(B, S)), targets(B, S)
+    for kind, smoothing in (("exo_pair", 0.0), ("exo_pair", -0.1), ("robust", 0.5), ("robust", -0.1)):
+        for call in (
+            lambda options: LigerFusedLinearDPOLoss(**options),
+            lambda options: liger_fused_linear_dpo(m.hidden, m.weight, target, use_ref_model=False, **options),
+        ):
+            with pytest.raises(ValueError, match=f"label_smoothing must .*{kind}"):
+                call(dict(loss_type=kind, label_smoothing=smoothing))
+    for kind, smoothing in (("exo_pair", 1e-3), ("robust", 0.0), ("robust", 0.49), ("sigmoid", 0.9)):
+        assert LigerFusedLinearDPOLoss(loss_type=kind, label_smoothing=smoothing).label_smoothing == smoothing
+
+
 # ---- Distillation
 
 

@@ -70,15 +70,17 @@ def compare_version(package: str, operator: Callable[[Any, Any], bool], target: 
     return operator(Version(found.__version__), Version(target))
 
 
+def amp_custom_fwd(fwd: Any = None, **options: Any) -> Any:
+    """A decorator for the forward of a function of autograd, for autocast on the device of this machine."""
+    return torch.amp.custom_fwd(fwd, device_type=infer_device(), **options)
+
+
+def amp_custom_bwd(bwd: Any = None, **options: Any) -> Any:
+    return torch.amp.custom_bwd(bwd, device_type=infer_device(), **options)
+
+
 def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    device = infer_device()
-    return (
-        functools.partial(torch.amp.custom_fwd, device_type=device),
-        functools.partial(torch.amp.custom_bwd, device_type=device),
-    )
-
-
-amp_custom_fwd, amp_custom_bwd = get_amp_custom_fwd_bwd()
+    return amp_custom_fwd, amp_custom_bwd
 
 
 def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = BLOCK_M_TOKEN) -> tuple[Tensor, ...]:

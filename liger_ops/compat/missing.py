@@ -20,6 +20,7 @@ PATCHES = Reason(
     "liger_ops rewrites the forward of the model it is given",
     "apply_liger_kernel_to_llama() and the like, or liger_ops.transformers.apply_liger_kernel(model)",
 )
+PRIVATE = Reason("It is private to liger_kernel", "the public functions of its module")
 # Path below the package, or the beginning of one that ends at a dot: why it is not served. The longest counts.
 REASONS = {
     "": Reason("liger_ops does not know the name", "the operators of liger_ops.functional, or liger_kernel itself"),
@@ -29,6 +30,7 @@ REASONS = {
     **dict.fromkeys(("ops.configure", "ops.experimental.mm_int8int2.get_autotune_config", "ops.mlp.get_bucket_m",
                      *(f"ops.{stem}.get_num_warps" for stem in ("fused_ce_tvd", "fused_linear_kl_div", "kl_div", "tvd"))),
                     NO_TUNING),
+    "ops.fused_moe_kernels": Reason("They are Triton kernels", "liger_kernel.ops.fused_moe.LigerFusedMoEFunction.apply"),
     **dict.fromkeys(("ops.utils.get_npu_core_count", "ops.utils.set_large_grf_mode"), ANOTHER_DEVICE),
     "megatron": Reason(
         "It replaces functions inside Megatron-Core",
@@ -45,7 +47,7 @@ REASONS = {
         "It needs the native package liger_cute_kernels", "experts over many devices, as docs/distributed.md says"
     ),
     "transformers.trainer": Reason(
-        "It is a trainer of TRL releases that had one for ORPO", "LigerFusedLinearORPOLoss or liger_ops.losses.orpo_loss"
+        "It derives from the ORPOTrainer of some TRL releases", "LigerFusedLinearORPOLoss or liger_ops.losses.orpo_loss"
     ),
     "triton": Reason(
         "Kernels come from the packs that liger_ops ships", "Triton's own cache"
@@ -55,9 +57,10 @@ REASONS = {
 
 def reason(path: str) -> Reason:
     """path: below the package."""
+    private = path.rpartition(".")[2].startswith("_")
     while path and path not in REASONS:
         path = path.rpartition(".")[0]
-    return REASONS[path]
+    return PRIVATE if private and not path else REASONS[path]
 
 
 def no_counterpart(name: str) -> str:
@@ -109,6 +112,11 @@ RAW = {
 }
 
 
+def is_private_kernel(name: str) -> bool:
+    """Whether it looks like one of the kernels that modules of `liger_kernel.ops` do not export."""
+    return name.startswith("_") and "_kernel" in name and name.isidentifier()
+
+
 class Raw:
     """A kernel of the package, or a function that launches one. Every use says what to call instead."""
 
@@ -138,4 +146,4 @@ INSTEAD = {
 def raw(name: str, module: str, functions: list[str]) -> Raw:
     """functions: those of the module that a caller may call instead."""
     calls = [f"{module}.{f}.apply" for f in functions if f.endswith("Function")]
-    return Raw(name, INSTEAD.get(name.rpartition(".")[2]) or " or ".join(calls))
+    return Raw(name, INSTEAD.get(name.rpartition(".")[2]) or " or ".join(calls) or PRIVATE.instead)

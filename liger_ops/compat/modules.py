@@ -180,6 +180,8 @@ def imported_names(module: str) -> list[str]:
         return IN_CHUNKED_LOSS
     if module == "transformers.grpo_loss":
         return ["GrpoLossFunction", "LigerFusedLinearPPOBase", "_masked_mean", "_reduce_grpo_loss", "get_gamma_weights"]
+    if module == "transformers.monkey_patch":
+        return MODULES["transformers"]
     if parent == "transformers" and stem:
         return ["CrossEntropyOutput", *MODULES["ops"]]
     return []
@@ -192,7 +194,9 @@ def value(module: str, name: str) -> Any:
         return AutoLigerKernelForCausalLM
     parent, _, stem = module.partition(".")
     if parent == "ops":
-        stems = [s for s in ([stem] if stem else missing.RAW) if name in raw_names(s)]
+        stems = [
+            s for s in ([stem] if stem else missing.RAW) if name in raw_names(s) or missing.is_private_kernel(name)
+        ]
         if stems:
             return missing.raw(f"{PACKAGE}.{module}.{name}", f"{PACKAGE}.ops.{stems[0]}", OPS.get(stems[0], "").split())
     if module == "functional":
@@ -214,7 +218,8 @@ class LazyMembers(Mapping):
         self.module, self.names = module, MODULES.get(module, [])
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.names and name not in imported_names(self.module):
+        private = self.module.startswith("ops.") and missing.is_private_kernel(name)
+        if name not in self.names and name not in imported_names(self.module) and not private:
             raise KeyError(name)
         return value(self.module, name)
 

@@ -434,6 +434,8 @@ def test_modules():
         for p in parameters.values():
             p.data.normal_()
         assert torch.equal(module(*arguments), call(*arguments, *parameters.values()))
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*arguments), module(*arguments))
         assert isinstance(repr(module), str)
     assert LigerDyT(8, beta=False, init_alpha=0.25).alpha.item() == 0.25 and LigerDyT(8, beta=False).beta is None
     assert torch.equal(LigerPolyNorm().weight, torch.full((3,), 1 / 3)) and LigerPolyNorm().bias == 1
@@ -486,6 +488,7 @@ def test_hyper_connections_around_a_layer(dtype):
 
     inputs, grads_out = [x, *parameters], [torch.randn(2, 4, H, C).to(dtype)]
     check_results(gradients(ours, inputs, grads_out), formula, inputs, grads_out)
+    assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), module(x))
     out, coefficients = liger_mhc_forward(x, layer, *parameters[:-1], allow_fp32=True, tmax=3, return_coeffs=True)
     assert torch.equal(out, module(x)) and [t.shape[-1] for t in coefficients] == [H, H, H]
     row_sums = torch.stack([coefficients[2].sum(-1), coefficients[2].sum(-2)])

@@ -117,6 +117,22 @@ def test_weights_of_two_bits(shape):
             matmul(a[:, :-1], packed)
 
 
+# ---- Gated activations
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activations_round_no_more_than_eager(name, dtype):
+    """The package rounds the activation before the product, as eager does; the operators do not."""
+    from liger_kernel.transformers import functional as theirs
+
+    function = getattr(theirs, f"liger_{name}")
+    activation = TF.silu if name == "swiglu" else lambda x: TF.gelu(x, approximate="tanh")
+    inputs = [torch.randn(64, 431).mul(8).to(dtype).requires_grad_() for _ in range(2)]
+    grads_out = [torch.randn(64, 431).to(dtype)]
+    check_results(gradients(function, inputs, grads_out), lambda a, b: activation(a) * b, inputs, grads_out)
+
+
 # ---- Rotary position embedding
 
 

@@ -81,9 +81,22 @@ def test_kernels_that_are_not_listed_in_a_module_are_those_it_imports():
             )
 
 
+def test_private_kernels_can_be_imported():
+    from liger_kernel.ops.sparsemax import _sparsemax_forward_kernel as kernel
+
+    with pytest.raises(
+        NotImplementedError, match=r"sparsemax\._sparsemax_forward_kernel .* Call .*SparsemaxFunction.apply"
+    ):
+        kernel[(1,)](torch.ones(1))
+    assert "_sparsemax_forward_kernel" not in dir(importlib.import_module("liger_kernel.ops.sparsemax"))
+    with pytest.raises(ImportError, match="no counterpart"):
+        from liger_kernel.transformers.sparsemax import _sparsemax_forward_kernel  # noqa: F401
+
+
 @pytest.mark.parametrize("path", [
     "ops.swiglu.infer_device_arch", "ops.geglu.device_context", "ops.fused_moe.BLOCK_M_TOKEN",
     "ops.utils.amp_custom_fwd", "transformers.jsd.LigerJSDFunction", "transformers.swiglu.LigerFusedMoEFunction",
+    "transformers.monkey_patch.LigerRMSNorm",
     "transformers.grpo_loss._reduce_grpo_loss", "transformers.grpo_loss.LigerFusedLinearPPOBase",
     "chunked_loss.grpo_loss.LigerFusedLinearPPOBase", "chunked_loss.functional.LigerFusedLinearDPOFunction",
 ])  # fmt: skip
@@ -97,6 +110,7 @@ def test_missing_modules():
     for path, words in (
         ("backends", "no registry"), ("backends.dispatch", "no registry"), ("ops.backends._ascend", "other hardware"),
         ("transformers.model.llama", "apply_liger_kernel_to_llama"), ("unheard.of", "does not know the name"),
+        ("ops.fused_moe_kernels", "LigerFusedMoEFunction.apply"),
     ):  # fmt: skip
         with pytest.raises(ImportError, match=f"liger_kernel.{path.split('.')[0]}.* has no counterpart .*{words}"):
             importlib.import_module(f"liger_kernel.{path}")
@@ -105,6 +119,8 @@ def test_missing_modules():
     assert raised.value.name == "liger_kernel.backends"
     with pytest.raises(ImportError, match="LigerNothing has no counterpart"):
         from liger_kernel.transformers import LigerNothing  # noqa: F401
+    with pytest.raises(ImportError, match="_select_block_size has no counterpart .* private"):
+        from liger_kernel.ops.vocab_parallel_cross_entropy import _select_block_size  # noqa: F401
     assert not hasattr(importlib.import_module("liger_kernel.ops"), "__nothing__")
 
 

@@ -589,6 +589,36 @@ COMPAT_AND_LOSSES = [
         "compat/test_compat.py compat/test_compat_models.py",
     ),
     Defect(
+        "compat-sparsemax-counts-ties-at-the-threshold-twice", "liger_ops/compat/formulas/activations.py",
+        "support = (ordered * count > above)", "support = (ordered * (count - 1) > above - 1)",
+        "compat/test_compat_formulas.py",
+    ),
+    Defect(
+        "compat-sinkhorn-ends-with-rows", "liger_ops/compat/formulas/hyper_connections.py",
+        "for _ in range(tmax - 1):", "for _ in range(tmax - 2):",
+        "compat/test_compat_formulas.py",
+    ),
+    Defect(
+        "compat-formulas-compute-in-the-dtype-of-the-input", "liger_ops/compat/formulas/activations.py",
+        "    wide, weights = widened(x), widened(weight)\n", "    wide, weights = x, weight\n",
+        "compat/test_compat_formulas.py",
+    ),
+    Defect(
+        "compat-odd-heads-rotate-one-column-too-many", "liger_ops/compat/ops.py",
+        "rotary_dim = 2 * (min(cos.shape[-1], q.shape[-1]) // 2)", "rotary_dim = min(cos.shape[-1], q.shape[-1])",
+        "compat/test_compat_helpers.py",
+    ),
+    Defect(
+        "compat-base-of-distillation-sums-in-bf16", "liger_ops/compat/bases.py",
+        "torch.zeros_like(widened(t))", "torch.zeros_like(t)",
+        "compat/test_compat_bases.py",
+    ),
+    Defect(
+        "compat-modules-miss-names-that-they-import", "liger_ops/compat/modules.py",
+        'return ["CrossEntropyOutput", *MODULES["ops"]]', "return []",
+        "compat/test_compat_names.py",
+    ),
+    Defect(
         "grpo-clips-both-sides-alike", "liger_ops/losses/grpo.py",
         "ratio.clamp(1 - epsilon_low, 1 + epsilon_high)", "ratio.clamp(1 - epsilon_low, 1 + epsilon_low)",
         "losses/test_losses_grpo.py",

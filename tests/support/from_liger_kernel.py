@@ -33,11 +33,15 @@ them. Parameters are the same; those that control a kernel, such as `in_place`, 
 - [Served by operators](#served-by-operators): computed by kernels, with the operators that they call.
 - [Served by formulas](#served-by-formulas): differentiable torch code, in fp32 inside for 16-bit tensors.
 - [Served otherwise](#served-otherwise): functions that patch models, and helpers.
-- [Importable only](#importable-only): kernels and functions that launch them. They can be imported; a call raises a
-  `NotImplementedError` that says what to call instead.
+- [Importable only](#importable-only): kernels and functions that launch them. They can be imported, as can kernels
+  whose names begin with `_`; a call raises a `NotImplementedError` that says what to call instead.
 - [Not served](#not-served): an import raises an `ImportError` with the reason and what to use instead. That includes
-  names that are not listed: those that begin with `_`, the test helpers in `testing`, and backends for one kind of
+  names that are not listed: others that begin with `_`, the test helpers in `testing`, and backends for one kind of
   hardware in `ops.backends`, `ops.cute`, `ops.cutedsl` and `ops.cutile`.
+
+Numbers differ by roundings. In 16-bit dtypes, SwiGLU and GEGLU round their result once; liger-kernel also rounds the
+activation, as eager torch does. Tests that demand the elements of eager's result can fail, though the error against
+fp64 is no larger.
 """
 # Modules whose code is followed.
 OURS = re.compile(r"liger_ops\.(compat|losses)\b")

@@ -123,13 +123,18 @@ class Raw:
     def __init__(self, name: str, instead: str) -> None:
         self.__name__, self.instead = name, instead
 
+    def message(self) -> str:
+        name = f"liger_ops.compat: {self.__name__}"
+        return f"{name} launches kernels of liger_kernel, which liger_ops does not have. Call {self.instead}."
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"liger_ops.compat: {self.__name__} launches kernels of liger_kernel, which liger_ops does not have. "
-            f"Call {self.instead}."
-        )
+        raise NotImplementedError(self.message())
 
     __getitem__ = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        """Such as `kernel.fn`."""
+        raise AttributeError(f"{self.message()} It has no {name}." if name[0] != "_" else name)
 
     def __repr__(self) -> str:
         return f"<{self.__name__} of liger_kernel: call {self.instead}>"

@@ -88,6 +88,9 @@ def test_private_kernels_can_be_imported():
         NotImplementedError, match=r"sparsemax\._sparsemax_forward_kernel .* Call .*SparsemaxFunction.apply"
     ):
         kernel[(1,)](torch.ones(1))
+    with pytest.raises(AttributeError, match="Call .*SparsemaxFunction.apply. It has no fn"):
+        kernel.fn  # noqa: B018
+    assert not hasattr(kernel, "__wrapped__")
     assert "_sparsemax_forward_kernel" not in dir(importlib.import_module("liger_kernel.ops.sparsemax"))
     with pytest.raises(ImportError, match="no counterpart"):
         from liger_kernel.transformers.sparsemax import _sparsemax_forward_kernel  # noqa: F401

@@ -11,6 +11,7 @@ from checks import (
     check_one_graph,
     check_reads_only,
     check_results,
+    equal,
     gradients,
     like,
     roundings,
@@ -259,6 +260,18 @@ def test_results_and_gradients(name, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_16_bit_tensors_are_computed_in_fp32(name, dtype):
+    """Results and gradients are those of fp32, rounded once."""
+    ours, _, inputs = of(name)
+    inputs = cast(inputs, dtype)
+    grads_out = upstream(ours, inputs)
+    expected = gradients(ours, cast(inputs, torch.float32), [g.float() for g in grads_out])
+    found = gradients(ours, inputs, grads_out)
+    assert equal(found, [e.to(t.dtype) for e, t in zip(expected, found)])
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_gradcheck(name):
     ours, _, inputs = of(name)
@@ -361,7 +374,7 @@ def test_functions_of_autograd_take_the_arguments_in_order():
 
 
 def test_values_at_the_edges():
-    from liger_kernel.transformers.functional import liger_softmax, liger_sparsemax
+    from liger_kernel.transformers.functional import liger_poly_norm, liger_softmax, liger_sparsemax
 
     # Far from 0 the sums would lose the digits of the differences.
     far = torch.tensor([1e6, 1e6 + 0.5, 0.0])
@@ -369,6 +382,13 @@ def test_values_at_the_edges():
     assert torch.equal(liger_sparsemax(torch.tensor([2.0, -math.inf, 2.0])), torch.tensor([0.5, 0.0, 0.5]))
     assert torch.equal(liger_sparsemax(torch.zeros(2, 4)), torch.full((2, 4), 0.25))
     assert liger_sparsemax(torch.tensor([1.0, math.nan])).isnan().all()
+    # The cube of 60 overflows in fp16.
+    large, weight, bias = (
+        torch.full((1, 4), 60.0).half(),
+        torch.tensor([1.0, 2.0, 3.0]).half(),
+        torch.tensor(4.0).half(),
+    )
+    assert torch.equal(liger_poly_norm(large, weight, bias), torch.full((1, 4), 10.0).half())
     assert torch.equal(liger_softmax(torch.tensor([6e4, 6e4]).half()), torch.tensor([0.5, 0.5]).half())
 
 

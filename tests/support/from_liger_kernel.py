@@ -40,8 +40,8 @@ them. Parameters are the same; those that control a kernel, such as `in_place`, 
   hardware in `ops.backends`, `ops.cute`, `ops.cutedsl` and `ops.cutile`.
 
 Numbers differ by roundings. In 16-bit dtypes, SwiGLU and GEGLU round their result once; liger-kernel also rounds the
-activation, as eager torch does. Tests that demand the elements of eager's result can fail, although ours are as close to
-fp64.
+activation, as eager torch does. Tests that demand the elements of eager's result can fail, although ours are as close
+to fp64.
 """
 # Modules whose code is followed.
 OURS = re.compile(r"liger_ops\.(compat|losses)\b")

@@ -90,10 +90,12 @@ def policy_forward(
     ref = ref_per_token_logps if use_ref_model else None
     if use_ref_model and ref is None:
         if ref_input is None or ref_weight is None:
-            raise AssertionError("If use_ref_model is True, ref_per_token_logps or ref_input must be provided")
+            raise AssertionError(
+                "with use_ref_model, either ref_per_token_logps or ref_input and ref_weight must be given"
+            )
         ref = selected_log_probs(ref_input, ref_weight, selected_token_ids, ref_bias, temperature)
     if loss_type == "dr_grpo" and max_completion_length is None:
-        raise AssertionError("max_completion_length must be provided for loss_type 'dr_grpo'")
+        raise AssertionError("loss_type 'dr_grpo' divides by max_completion_length, which must be given")
     check_ratio(vllm_is_ratio, attention_mask)
     if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1:
         vllm_is_ratio = vllm_is_ratio.unsqueeze(-1)
@@ -178,7 +180,7 @@ def unpaired_forward(
     loss_kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     if preference_labels is None:
-        raise AssertionError("preference_labels must be provided for unpaired preference loss")
+        raise AssertionError("preference_labels must be given (got None)")
     choice = average_log_prob, ignore_index
     if use_ref_model:
         with torch.no_grad():

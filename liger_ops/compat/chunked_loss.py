@@ -63,7 +63,9 @@ def check_dpo_type(loss_type: str, label_smoothing: float) -> None:
     if loss_type == "exo_pair" and label_smoothing <= 0:
         raise ValueError(f"label_smoothing must be > 0 for loss_type='exo_pair' (got {label_smoothing})")
     if loss_type == "robust" and not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust'. Got {label_smoothing}.")
+        raise ValueError(
+            f"label_smoothing must be at least 0 and below 0.5 for loss_type='robust' (got {label_smoothing})"
+        )
 
 
 def reference(use_ref_model: bool, ref_input: Any, ref_weight: Any, ref_bias: Any) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
 def sapo_loss_fn(importance_ratio: Tensor, temperature: float) -> Tensor:
     """SAPO's gate, in the place of the ratio."""
     if temperature <= 0:
-        raise ValueError("sapo_temperature must be > 0.")
+        raise ValueError(f"sapo_loss_fn: temperature must be above 0 (got {temperature})")
     return torch.sigmoid(temperature * (importance_ratio - 1)) * (4 / temperature)
 
 
@@ -115,7 +115,9 @@ def grpo(
     log_probs, ref = log_probs_of(input, weight, bias), ref_per_token_logps if use_ref_model else None
     if beta != 0 and use_ref_model and ref is None:
         if ref_input is None or ref_weight is None:
-            raise AssertionError("If use_ref_model is True, ref_per_token_logps or ref_input must be provided")
+            raise AssertionError(
+                "with use_ref_model, either ref_per_token_logps or ref_input and ref_weight must be given"
+            )
         with torch.no_grad():
             ref = log_probs_of(ref_input, ref_weight, ref_bias)
     given = old_per_token_logps, own_reference(ref, log_probs, beta)

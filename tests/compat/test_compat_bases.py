@@ -166,7 +166,7 @@ def test_unpaired_preference(average):
         sums, of_reference = (t / (target != -100).sum(-1) for t in (sums, of_reference))
     loss = -TF.logsigmoid(torch.where(liked, 1, -1) * 0.3 * (sums - of_reference)).mean()
     agree(found, (loss, [t[which].sum().detach() for t in (sums, logits(m)) for which in (liked, ~liked)]), m)
-    with pytest.raises(AssertionError, match="preference_labels must be provided"):
+    with pytest.raises(AssertionError, match="preference_labels must be given"):
         Unpaired.apply(m.hidden, m.weight, target, None, m.bias, *ref)
 
 

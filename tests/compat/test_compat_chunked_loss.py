@@ -253,7 +253,7 @@ def test_parts_of_policy_losses():
     p, q, ratio = -torch.rand(3, 4), -torch.rand(3, 4), torch.tensor([0.5, 1.0, 3.0], requires_grad=True)
     close(k3_loss_fn(p, q), (p - q).exp() - (p - q) - 1)
     close(sapo_loss_fn(ratio, 2.0), 2 * torch.sigmoid(2 * (ratio - 1)))
-    with pytest.raises(ValueError, match="must be > 0"):
+    with pytest.raises(ValueError, match="must be above 0"):
         sapo_loss_fn(ratio, 0.0)
     clipped, low, high = clip_coef_fn(ratio, 0.2, 0.3, "grpo")
     close(clipped, torch.tensor([0.8, 1.0, 1.3]))

@@ -1,4 +1,5 @@
 """`python -m liger_ops` shows the installation and the path that each operator takes on each device.
+`python -m liger_ops doctor` also checks the operators, and shows what would be done with a model.
 `python -m liger_ops build` builds the operator library for the installed torch."""
 
 from __future__ import annotations
@@ -7,130 +8,43 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 import liger_ops
 
-from . import _jit, _loader
+from . import _loader, doctor
 from .aot import operators as operator_library
-
-
-def operators() -> list[str]:
-    """Names of the public operators, as the dispatcher knows them."""
-    names = {
-        name.removeprefix("liger::").split(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("liger::")
-    }
-    return sorted(name for name in names if not name.startswith("_"))
-
-
-def path_of(op: str, kernels: dict[str, str]) -> str:
-    """Paths of the kernels whose names begin with the operator's name; if there are none, of all kernels."""
-    own = {path for kernel, path in kernels.items() if kernel.startswith(op)}
-    return "+".join(sorted(own or set(kernels.values()))) or "none"
-
-
-def cached_kernels(folder: str) -> dict[str, int]:
-    files = list(Path(folder).glob("triton-*/*.pack")) if folder else []
-    return {"kernels": len(files), "bytes": sum(f.stat().st_size for f in files)}
-
-
-def jit_state(status: dict[str, Any]) -> str:
-    if liger_ops._loaded.library is None:
-        return "off: no operator library"
-    if not status["jit_enabled"]:
-        return "off: LIGER_OPS_JIT=0"
-    return (_jit.compiler() if status["jit_compiler"] else None) or "off: Triton is not installed"
-
-
-def report() -> dict[str, Any]:
-    status = liger_ops.status()
-    loaded = liger_ops._loaded
-    ops = operators()
-    devices = [{k: v for k, v in d.items() if k != "paths"} for d in status["devices"]]
-    paths = {op: {f"cuda:{d['index']}": path_of(op, d["paths"]) for d in status["devices"]} for op in ops}
-    return {
-        "version": liger_ops.__version__,
-        "torch": torch.__version__,
-        "library": str(loaded.library) if loaded.library else None,
-        "libraries_not_used": loaded.tried,
-        "devices": devices,
-        "packs": {"folder": status["pack_directory"], "files": status["packs"]},
-        "jit": {"state": jit_state(status), "cache": status["jit_cache"], **cached_kernels(status["jit_cache"])},
-        "operators": {op: {"cpu": "cpu" if loaded.library else "reference", **paths[op]} for op in ops},
-    }
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
-
-
-def lines(facts: dict[str, Any]) -> list[str]:
-    def section(title: str, body: Sequence[str]) -> list[str]:
-        return [(title if i == 0 else "").ljust(10) + line for i, line in enumerate(body)]
-
-    packs = [
-        (f"sm_{p['arch']}" + (" PTX" if p["kind"] == "ptx" else ""), f"{p['kernels']} kernels", size(p["bytes"]))
-        for p in sorted(facts["packs"]["files"], key=lambda p: (p["kind"], p["arch"]))
-    ]
-    devices = [
-        (f"cuda:{d['index']}", d["name"], f"sm_{d['capability']}", f"{d['multiprocessors']} multiprocessors")
-        for d in facts["devices"]
-    ]
-    jit = facts["jit"]
-    kept = (
-        f"{jit['cache']}  {jit['kernels']} kernels, {size(jit['bytes'])}" if jit["cache"] else "no kernel cache folder"
-    )
-    columns = ["cpu", *(f"cuda:{d['index']}" for d in facts["devices"])]
-    paths = [("operator", *columns), *((op, *(by[c] for c in columns)) for op, by in facts["operators"].items())]
-    not_used = [f"not used: {name}: {why}" for name, why in facts["libraries_not_used"].items()]
-    return [
-        *section("liger-ops", [facts["version"]]),
-        *section("torch", [facts["torch"]]),
-        *section("library", [facts["library"] or "none: the operators are their reference formulas", *not_used]),
-        *section("devices", table(devices) or [f"cpu, {torch.get_num_threads()} threads"]),
-        *section(
-            "packs", [facts["packs"]["folder"], *table(packs)] if packs else [f"none in {facts['packs']['folder']}"]
-        ),
-        *section("JIT", [jit["state"], kept]),
-        "",
-        *table(paths),
-    ]
+from .doctor import installation
 
 
 def main() -> None:
     try:
-        run()
+        status = run()
         sys.stdout.flush()
     except BrokenPipeError:  # of `| head`
         # Python flushes once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        status = 1
+    sys.exit(status)
 
 
-def run() -> None:
+def run() -> int:
+    """Returns the exit status."""
     if sys.argv[1:2] == ["build"]:
         operator_library.main(sys.argv[2:])
-        return
+        return 0
+    if sys.argv[1:2] == ["doctor"]:
+        return doctor.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")
     arguments = parser.parse_args()
     if arguments.cmake_prefix:
         print(_loader.shadowed() or Path(liger_ops.__file__).parent)
-        return
-    facts = report()
-    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(lines(facts)))
+        return 0
+    facts = installation.report()
+    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(installation.lines(facts)))
+    return 0
 
 
 if __name__ == "__main__":

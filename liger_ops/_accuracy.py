@@ -67,3 +67,65 @@ def rounded(tensors: Sequence[Tensor | None], precision: torch.dtype, draw: int 
 def compute_dtype(tensors: Iterable[Tensor | None]) -> torch.dtype:
     """The precision of sums: fp32, or fp64 if an input is fp64."""
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+@torch.no_grad()
+def distance(a: Tensor, oracle: Tensor, scale: float = 0.0) -> float:
+    """Largest error, relative to the oracle's largest magnitude or to `scale` if that is larger."""
+    if a.numel() == 0:
+        return 0.0
+    largest = max(float(oracle.abs().max()), scale, 1e-30)
+    return float((a.double() - oracle.double()).abs().max()) / largest
+
+
+def judged(
+    ours: Tensor,
+    eager: Tensor,
+    oracle: Tensor,
+    scale: float = 0.0,
+    noise: float = 0.0,
+    bounds: tuple[Roundings, int] | None = None,
+) -> tuple[float, float]:
+    """Our error against fp64, and the error allowed: 1.5 times eager's error in the same dtype, plus one rounding of the
+    result. The factor allows for a different summation order. noise: additional allowance for random variation.
+
+    Eager's error is that of one CPU and one draw, and may be small by chance. So our error may also be as large as the
+    error of any code that computes the formula in this precision: bounds, and the number of this result in them."""
+    error = distance(ours, oracle, scale)
+    allowed = 1.5 * distance(eager, oracle, scale) + torch.finfo(ours.dtype).eps + noise
+    if error > allowed and bounds is not None:
+        allowed += bounds[0].bound(bounds[1], lambda a, b: distance(a, b, scale))
+    return error, allowed
+
+
+def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """A leaf with the same values and strides. Floating-point tensors are cast to `dtype`."""
+    if t is None or not t.is_floating_point():
+        return t
+    return t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
+
+
+def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, followed by the gradients of all inputs that require one."""
+    out = function(*inputs)
+    outs = out if isinstance(out, tuple) else (out,)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    pairs = [(o, g.to(o.dtype)) for o, g in zip(outs, grads_out) if o.requires_grad]
+    grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs]) if wanted else []
+    return [*outs, *grads]
+
+
+def roundings(
+    function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor], oracle: Sequence[Tensor],
+    precision: torch.dtype | None = None,
+) -> Roundings:  # fmt: skip
+    """Of gradients(function, inputs, grads_out), whose results in fp64 are `oracle`. precision: that of intermediate
+    results, if it is not that of sums."""
+    precision = precision or compute_dtype(inputs)
+
+    def of_rounded(draw: int) -> list[Tensor]:
+        changed = rounded([*inputs, *grads_out], precision, draw)
+        slopes = [t for t in changed[len(inputs) :] if t is not None]
+        return gradients(function, changed[: len(inputs)], slopes)
+
+    return Roundings(oracle, of_rounded, inputs, precision)

@@ -9,7 +9,7 @@ from rows import in_tiers
 from torch.export import Dim, export
 from torch.export.experimental import _export_forward_backward
 
-from liger_ops.__main__ import operators
+from liger_ops.doctor.installation import operators
 
 cases = in_tiers()
 # Strict mode traces the Python code around the operator, which is the same for every row.

@@ -18,8 +18,8 @@ from checks import count_graphs, record_calls
 from torch import Tensor
 
 from liger_ops import functional, nn, reference
-from liger_ops.__main__ import operators
 from liger_ops.aot import declarations
+from liger_ops.doctor.installation import operators
 from liger_ops.reference import _operator
 
 

@@ -14,7 +14,7 @@ from checks import output_of
 from stub_cuda import PACKS, ROOT
 
 import liger_ops
-from liger_ops import __main__ as command
+from liger_ops.doctor import installation as command
 
 
 def run_module(*arguments, **env):
@@ -91,7 +91,7 @@ WITHOUT_LIBRARY = """
 import warnings, torch
 torch.__version__ = "2.99.0"
 warnings.simplefilter("ignore")
-from liger_ops import __main__ as command
+from liger_ops.doctor import installation as command
 from liger_ops.aot import declarations
 print("\\n".join(command.lines(command.report())))
 """

@@ -11,8 +11,8 @@ from models import configure_cpp, cpp_program, example, libraries_of, run
 
 import liger_ops
 from liger_ops import functional
-from liger_ops.__main__ import operators
 from liger_ops.aot import declarations
+from liger_ops.doctor.installation import operators
 
 PACKAGE = Path(liger_ops.__file__).parent
 

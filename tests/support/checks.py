@@ -19,7 +19,7 @@ from fork_server import Fork
 from torch import Tensor
 
 import liger_ops
-from liger_ops._accuracy import Roundings, compute_dtype, rounded
+from liger_ops._accuracy import Roundings, compute_dtype, distance, gradients, judged, like, rounded, roundings
 
 ROOT = Path(__file__).resolve().parents[2]
 # As the tests were started. torch.compile sets it too, perhaps to a folder that only this process uses.
@@ -92,15 +92,6 @@ def path_taken(device: str):
     assert used == ({served_by(device)} if liger_ops._loaded.library else set()), counts
 
 
-@torch.no_grad()
-def distance(a: Tensor, oracle: Tensor, scale: float = 0.0) -> float:
-    """Largest error, relative to the oracle's largest magnitude or to `scale` if that is larger."""
-    if a.numel() == 0:
-        return 0.0
-    largest = max(float(oracle.abs().max()), scale, 1e-30)
-    return float((a.double() - oracle.double()).abs().max()) / largest
-
-
 def assert_no_worse(
     name: str,
     ours: Tensor,
@@ -110,33 +101,11 @@ def assert_no_worse(
     noise: float = 0.0,
     bounds: tuple[Roundings, int] | None = None,
 ) -> None:
-    """Our error against fp64 may be at most 1.5 times eager's error in the same dtype, plus one rounding of the result.
-    The factor allows for a different summation order. noise: additional allowance for random variation.
-
-    Eager's error is that of one CPU and one draw, and may be small by chance. So our error may also be as large as the
-    error of any code that computes the formula in this precision: bounds, and the number of this result in them."""
+    """Our error against fp64 may be as large as `judged` allows."""
     assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(oracle.shape)}"
     assert ours.dtype == eager.dtype, f"{name}: dtype {ours.dtype}, expected {eager.dtype}"
-    error = distance(ours, oracle, scale)
-    allowed = 1.5 * distance(eager, oracle, scale) + torch.finfo(ours.dtype).eps + noise
-    if error > allowed and bounds is not None:
-        allowed += bounds[0].bound(bounds[1], lambda a, b: distance(a, b, scale))
+    error, allowed = judged(ours, eager, oracle, scale, noise, bounds)
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
-def roundings(
-    function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor], oracle: Sequence[Tensor],
-    precision: torch.dtype | None = None,
-) -> Roundings:  # fmt: skip
-    """Of gradients(function, inputs, grads_out), whose results in fp64 are `oracle`. precision: that of intermediate
-    results, if it is not that of sums."""
-    precision = precision or compute_dtype(inputs)
-
-    def of_rounded(draw: int) -> list[Tensor]:
-        changed = rounded([*inputs, *grads_out], precision, draw)
-        return gradients(function, changed[: len(inputs)], changed[len(inputs) :])
-
-    return Roundings(oracle, of_rounded, inputs, precision)
 
 
 def assert_as_the_formula(
@@ -174,23 +143,6 @@ def coarseness(dtype: torch.dtype, oracle: Tensor) -> float:
     """Spacing of subnormal numbers, relative to the oracle's largest magnitude. Matters for fp16 values below 6e-5."""
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return smallest / max(float(oracle.abs().max()), smallest) if oracle.numel() else 0.0
-
-
-def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, followed by the gradients of all inputs that require one."""
-    out = function(*inputs)
-    outs = out if isinstance(out, tuple) else (out,)
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    pairs = [(o, g.to(o.dtype)) for o, g in zip(outs, grads_out) if o.requires_grad]
-    grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs]) if wanted else []
-    return [*outs, *grads]
-
-
-def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """A leaf with the same values and strides. Floating-point tensors are cast to `dtype`."""
-    if t is None or not t.is_floating_point():
-        return t
-    return t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
 
 
 def check_op(

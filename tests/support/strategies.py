@@ -6,7 +6,6 @@ arguments in a function `vary(draw, arguments)`.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -20,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops.reference import Operator
-from liger_ops.reference._documentation import Described, documentation
+from liger_ops.reference._calls import Shapes, described_tensors, numbers
+from liger_ops.reference._documentation import Described
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -35,46 +35,24 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-class Sizes:
-    """The size of each dimension letter within one example."""
+def shapes(draw: st.DrawFn) -> Shapes:
+    def size_of(letter: str) -> int:
+        if letter == "R":  # columns of a head that are rotated
+            return 2 * draw(st.integers(1, drawn.size("D") // 2))
+        if letter == "D":
+            return 2 * draw(st.integers(1, 20))
+        return draw(st.integers(1, 40) if letter in "nmV" else st.integers(0, 3))
 
-    def __init__(self, draw: st.DrawFn) -> None:
-        self.draw = draw
-        self.known: dict[str, Any] = {}
-
-    def of(self, letter: str) -> int:
-        if letter not in self.known:
-            if letter == "R":  # columns of a head that are rotated
-                size = 2 * self.draw(st.integers(1, self.of("D") // 2))
-            elif letter == "D":
-                size = 2 * self.draw(st.integers(1, 20))
-            else:
-                size = self.draw(st.integers(1, 40) if letter in "nmV" else st.integers(0, 3))
-            self.known[letter] = size
-        return self.known[letter]
-
-    def dimension(self, written: str) -> list[int]:
-        if written == "...":
-            if "..." not in self.known:
-                self.known["..."] = self.draw(st.lists(st.integers(0, 5), max_size=3))
-            return self.known["..."]
-        if " or " in written:
-            written = self.draw(st.sampled_from(written.split(" or ")))
-        if written.isdigit():
-            return [int(written)]
-        factor, letter, divisor = re.fullmatch(r"(?:(\d+) )?([A-Z][a-z]?|[a-z])(?: / (\d+))?", written).groups()
-        return [int(factor or 1) * self.of(letter) // int(divisor or 1)]
-
-    def shape(self, written: str) -> list[int]:
-        """Tensors that are described together get the same shape."""
-        if written not in self.known:
-            chosen = self.draw(st.sampled_from(re.findall(r"\(([^)]*)\)", written)))
-            self.known[written] = [n for part in chosen.rstrip(",").split(", ") for n in self.dimension(part)]
-        return self.known[written]
+    drawn = Shapes(
+        size_of,
+        lambda: draw(st.lists(st.integers(0, 5), max_size=3)),
+        lambda written: draw(st.sampled_from(written)),
+    )
+    return drawn
 
 
 def tensors_of(operator: Operator) -> dict[str, Described]:
-    found = documentation(operator.alias_of or operator).tensors
+    found = described_tensors(operator)
     wanted = {n for n, p in operator.__signature__.parameters.items() if "Tensor" in p.annotation}
     assert wanted == set(found), f"{operator.__name__}: its docstring must give a shape (name: (..., n)) of {wanted}"
     return found
@@ -102,7 +80,7 @@ def option(draw: st.DrawFn, operator: Operator, p: inspect.Parameter) -> Any:
 @st.composite
 def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
     """Arguments by name."""
-    parameters, described, sizes = operator.__signature__.parameters, tensors_of(operator), Sizes(draw)
+    parameters, described, drawn = operator.__signature__.parameters, tensors_of(operator), shapes(draw)
     dtype, seed = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 1 << 20))
     generator = torch.Generator().manual_seed(seed)
     arguments: dict[str, Any] = {n: option(draw, operator, p) for n, p in parameters.items() if n not in described}
@@ -114,23 +92,16 @@ def calls(draw: st.DrawFn, operator: Operator) -> dict[str, Any]:
         if "None" in parameters[name].annotation and draw(st.booleans()):
             made[name] = None
             continue
-        shape = sizes.shape(described[name].shapes)
+        shape = drawn.shape(described[name].shapes)
         if described[name].is_of("indices"):
-            t = torch.randint(sizes.of("V"), shape, generator=generator)
+            t = torch.randint(drawn.size("V"), shape, generator=generator)
             if "ignore_index" in arguments:
                 ignored = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
                 t = t.masked_fill(ignored, arguments["ignore_index"])
             t = t.to(draw(st.sampled_from([torch.int64, torch.int32])))
         else:
-            t = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
-            # Predictions must not depend on rounding: sums of these values are exact in every dtype.
-            t = (2 * t).round().clamp(-4, 4) / 4 if "predicted_tokens" in getattr(operator.result, "_fields", ()) else t
-            # Class and token weights are never negative.
-            t = t.abs() if name.endswith("weight") and name in operator.constants else t
-            if described[name].is_of("complex"):
-                t = torch.view_as_complex(t).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
-            else:
-                t = t[..., 0].to(dtype)
+            t = numbers(operator, name, described[name], shape, generator)
+            t = t.to((torch.complex128 if dtype == torch.float64 else torch.complex64) if t.is_complex() else dtype)
         if t.dim():
             t = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](t, draw(st.integers(0, t.dim() - 1)))
         requires_grad = t.is_floating_point() and name not in operator.constants and draw(st.integers(0, 3)) > 0

@@ -37,6 +37,8 @@ def quantised(model, compute_dtype=torch.bfloat16, quant_type="nf4", nested=True
             linear.in_features, linear.out_features, linear.bias is not None, compute_dtype, nested, quant_type
         )
         made.load_state_dict(linear.state_dict())
+        # In evaluation some CPUs would change the weight to a layout that cannot be trained.
+        made.support_avx512bf16_for_cpu = False
         return made.to("cpu")
 
     model.is_loaded_in_4bit = True

@@ -9,7 +9,7 @@ import torch
 from language_models import nodes
 from lora_layers import build
 from process_group import Cases
-from sharded_cases import BF16, as_large_models, assert_same, batch, enable_checkpoints, error, step
+from sharded_cases import BF16, after_two_steps, as_large_models, assert_same, batch, enable_checkpoints, error, step
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -90,15 +90,4 @@ def no_worse_than_plain(mesh: Any, policy: MixedPrecisionPolicy) -> None:
 
 @case("adapters, two AdamW steps")
 def two_steps(mesh: Any) -> None:
-    def trained(order: str) -> dict:
-        model = sharded(build(order)[0], mesh)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        for i in range(2):
-            ids, labels = batch(i)
-            model(input_ids=ids, labels=labels).loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return step(model)
-
-    assert_same(trained("before"), trained(""))
+    assert_same(*(after_two_steps(sharded(build(order)[0], mesh)) for order in ("before", "")))

@@ -56,14 +56,17 @@ def test_blocks_name_a_language_that_is_tested():
 
 # Pages name a model that would have to be downloaded.
 SMALL_MODEL = """
+import tempfile
+
 import transformers
 
-def small_model(cls, name, *args, **kwargs):
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2)
-    return cls.from_config(config)
-
-transformers.AutoModelForCausalLM.from_pretrained = classmethod(small_model)
+small_model = tempfile.mkdtemp()
+transformers.LlamaForCausalLM(
+    transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                             num_attention_heads=4, num_key_value_heads=2)
+).save_pretrained(small_model)
+load = transformers.AutoModelForCausalLM.from_pretrained
+transformers.AutoModelForCausalLM.from_pretrained = lambda name, *args, **kwargs: load(small_model, *args, **kwargs)
 """
 
 
@@ -77,6 +80,10 @@ assert torch.equal(norm(x), y)
 torch.testing.assert_close(nn.RMSNorm(4096)(1e-3 * rows), torch.nn.RMSNorm(4096)(1e-3 * rows))
 torch.testing.assert_close(loss.detach(), torch.nn.functional.cross_entropy(expected @ head.T, target))
 assert report.replaced
+""",
+    "docs/lora.md": """
+quantised = [row for row in report.rows if row.type == "Linear4bit"]
+assert quantised and all(row.replacement == "lora_linear" for row in quantised), report
 """,
 }
 

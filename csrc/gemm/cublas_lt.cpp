@@ -5,6 +5,8 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "runtime/immortal.h"
+
 namespace liger::gemm {
 namespace {
 
@@ -45,7 +47,7 @@ struct Loaded {
 }  // namespace
 
 const CublasLt* CublasLt::get() {
-  static const Loaded loaded;
+  static const auto& loaded = runtime::immortal<Loaded>();
   return loaded.complete ? &loaded.lt : nullptr;
 }
 

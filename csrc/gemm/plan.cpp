@@ -13,6 +13,7 @@
 #include "gemm/cublas_lt.h"
 #include "runtime/device.h"
 #include "runtime/driver.h"
+#include "runtime/immortal.h"
 #include "runtime/log.h"
 #include "runtime/status.h"
 
@@ -248,7 +249,7 @@ std::shared_ptr<const Plan> plan(const Problem& p, int device) {
   if (!lt) return nullptr;
 
   using Key = std::array<int64_t, 12>;
-  static std::map<Key, std::shared_ptr<const Plan>> plans;
+  static auto& plans = runtime::immortal<std::map<Key, std::shared_ptr<const Plan>>>();
   static std::mutex mutex;
   const Key key{device, int64_t(p.dtype), p.transpose_a, p.transpose_b, p.m, p.n, p.k, p.lda, p.ldb,
                 p.ldc,  p.alignment,      p.sustained};

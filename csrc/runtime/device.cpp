@@ -3,6 +3,8 @@
 #include <array>
 #include <mutex>
 
+#include "runtime/immortal.h"
+
 namespace liger::runtime {
 namespace {
 
@@ -38,7 +40,7 @@ Device::Device(int index) {
 const Device& device_at(int index) {
   static std::array<std::atomic<const Device*>, kMaxDevices> devices{};
   static std::mutex mutex;
-  static const Device out_of_range(-1);
+  static const auto& out_of_range = immortal<Device>(-1);
   if (index < 0 || index >= kMaxDevices) return out_of_range;
   if (const Device* device = devices[index].load(std::memory_order_acquire)) return *device;
   std::lock_guard<std::mutex> lock(mutex);

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include "runtime/immortal.h"
+
 namespace liger::runtime {
 namespace {
 
@@ -56,7 +58,7 @@ struct Loaded {
 }  // namespace
 
 const Driver* Driver::get(std::string* reason) {
-  static const Loaded loaded;
+  static const auto& loaded = immortal<Loaded>();
   if (loaded.reason.empty()) return &loaded.driver;
   if (reason) *reason = loaded.reason;
   return nullptr;

@@ -11,13 +11,14 @@
 #include <cstring>
 #include <mutex>
 
+#include "runtime/immortal.h"
 #include "runtime/log.h"
 
 namespace liger::runtime {
 namespace {
 
 std::mutex compiler_mutex;
-std::string compiler_name;
+std::string& compiler_name = immortal<std::string>();
 
 bool private_folder(const std::string& path, bool create) {
   if (create) {

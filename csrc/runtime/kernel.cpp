@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <string_view>
+
+#include "runtime/immortal.h"
 
 namespace liger::runtime {
 namespace {
 
 std::vector<Kernel*>& registry() {
-  static std::vector<Kernel*> kernels;
+  static auto& kernels = immortal<std::vector<Kernel*>>();
   return kernels;
 }
 
@@ -16,7 +19,7 @@ std::vector<Kernel*>& registry() {
 
 size_t KernelSpec::match_operator(const std::string& name) const {
   // An alias of the operator without it.
-  static const std::string kSplit = "vocab_parallel_";
+  static constexpr std::string_view kSplit = "vocab_parallel_";
   const std::string op = name.compare(0, kSplit.size(), kSplit) == 0 ? name.substr(kSplit.size()) : name;
   size_t longest = 0;
   for (auto stem = operators; *stem; ++stem) {

@@ -15,6 +15,7 @@
 #include <tuple>
 
 #include "runtime/arch.h"
+#include "runtime/immortal.h"
 #include "runtime/jit_cache.h"
 #include "runtime/log.h"
 
@@ -49,7 +50,7 @@ class HookHolder {
 };
 
 HookHolder& hook_holder() {
-  static HookHolder holder;
+  static auto& holder = immortal<HookHolder>();
   return holder;
 }
 
@@ -252,8 +253,9 @@ std::string failed_load(const Kernel& kernel, uint32_t variant, int device, cons
 }  // namespace
 
 const std::vector<std::unique_ptr<Pack>>& packs() {
-  static const auto opened = [] {
-    std::vector<std::unique_ptr<Pack>> found;
+  using Packs = std::vector<std::unique_ptr<Pack>>;
+  static const auto& opened = immortal<const Packs>([] {
+    Packs found;
     std::string folder = pack_directory();
     std::vector<std::string> files;
     DIR* listing = opendir(folder.c_str());
@@ -278,12 +280,12 @@ const std::vector<std::unique_ptr<Pack>>& packs() {
     // The highest target first, because it is the closest of those that fit.
     std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a->arch() > b->arch(); });
     return found;
-  }();
+  }());
   return opened;
 }
 
 const Function* load(Kernel& kernel, uint32_t variant, int device, bool compile, Failure& failure) {
-  static Loader loader;
+  static auto& loader = immortal<Loader>();
   return loader.load(kernel, variant, device, compile, failure);
 }
 

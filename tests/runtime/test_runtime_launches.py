@@ -221,15 +221,27 @@ def test_sixteen_threads_on_each_of_four_devices_load_a_kernel_once():
     assert sorted(c["device"] for c in contexts) == ["0", "1", "2", "3"]
 
 
+def program_over_the_runtime(name):
+    """A program of tests/support/stub_cuda."""
+    flags = (f"-I{ROOT / 'csrc'}", "-rdynamic", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}", "-ldl")
+    return compile_cpp(name, ROOT / f"tests/support/stub_cuda/{name}.cpp", flags=flags)
+
+
 @pytest.mark.parametrize("kernel", ["rms_norm_fwd", WITH_TENSOR_MAPS])
 def test_later_launches_do_not_allocate_or_lock(kernel):
-    flags = (f"-I{ROOT / 'csrc'}", "-rdynamic", f"-L{LIBRARIES}", "-lliger_runtime", f"-Wl,-rpath,{LIBRARIES}", "-ldl")
-    program = compile_cpp("hot_path", ROOT / "tests/support/stub_cuda/hot_path.cpp", flags=flags)
+    program = program_over_the_runtime("hot_path")
     done = subprocess.run([program, kernel], capture_output=True, text=True, env=stub_cuda.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     first_allocations, first_locks, allocations, locks = map(int, done.stdout.split())
     assert first_allocations > 0 and first_locks > 0, "the counters do not count"
     assert allocations == locks == 0
+
+
+def test_a_process_ends_while_threads_launch():
+    program = program_over_the_runtime("exit_while_launching")
+    for _ in range(20):
+        done = subprocess.run([program], capture_output=True, text=True, env=stub_cuda.environment(), timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def query_without_launching():

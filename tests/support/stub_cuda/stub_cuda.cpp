@@ -45,13 +45,14 @@ struct Function {
   int most_shared;
 };
 
+// Not destroyed: threads may call the driver while the process ends.
 std::mutex mutex;
-std::string record;
-std::map<std::string, int> calls;
+std::string& record = *new std::string;
+std::map<std::string, int>& calls = *new std::map<std::string, int>;
 struct Failure {
   int error, first, last;
 };
-std::map<std::string, Failure> failures;
+std::map<std::string, Failure>& failures = *new std::map<std::string, Failure>;
 std::atomic<bool> recording{true};
 std::atomic<bool> capturing{false};
 Context contexts[64];
@@ -71,7 +72,7 @@ std::vector<std::string> split(const std::string& text, char separator) {
 }
 
 const std::vector<Device>& devices() {
-  static const auto found = [] {
+  static const auto& found = *new auto([] {
     std::vector<Device> out;
     auto text = variable("STUB_CUDA_DEVICES");
     for (const auto& item : split(text.empty() ? "9.0:132:Stub H200" : text, ';')) {
@@ -82,7 +83,7 @@ const std::vector<Device>& devices() {
       contexts[out.size() - 1].device = int(out.size()) - 1;
     }
     return out;
-  }();
+  }());
   return found;
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -61,11 +61,11 @@ def options(operator: Operator) -> Iterator[tuple[str, bool, dict[str, Any]]]:
 
 def indices(operator: Operator, name: str, shapes: Shapes, shape: list[int], generator: torch.Generator) -> Tensor:
     if name == "tokens_per_expert":
-        return torch.full(shape, SIZES["N"] // SIZES["E"])
+        return torch.full(shape, shapes.size("N") // shapes.size("E"))
     of_classes = any("V" in t.shapes for t in described_tensors(operator).values())
     t = torch.randint(shapes.size("V" if of_classes else "E"), shape, generator=generator)
     if "ignore_index" in operator.types:
-        t[..., ::5] = operator.__signature__.parameters["ignore_index"].default
+        t.view(-1)[::5] = operator.__signature__.parameters["ignore_index"].default
     return t
 
 
@@ -95,32 +95,43 @@ def floats(operator: Operator, name: str, described: Described, shape: list[int]
     return t if has_exact_sums or not described.shapes.startswith(WEIGHTS) else t / shape[-1] ** 0.5
 
 
-def calls(operator: Operator) -> Iterator[Call]:
-    """In fp64 on CPU. Tensors that may require a gradient do."""
+def call(
+    operator: Operator,
+    with_optional: bool,
+    values: dict[str, Any],
+    size_of: Callable[[str], int] = SIZES.__getitem__,
+    leading: list[int] = LEADING,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments in fp64 on CPU. Tensors that may require a gradient do. values: of options."""
     parameters = operator.__signature__.parameters
     kinds = {name: SCHEMA_TYPES[operator.types[name]] for name in parameters}
     required = {name for name, p in parameters.items() if p.default is p.empty}
+    generator = torch.Generator().manual_seed(seed)
+    shapes = Shapes(size_of, lambda: leading, lambda written: written[-1])
+    made: dict[str, Any] = {name: REQUIRED[kinds[name]] for name in required if kinds[name] in REQUIRED} | values
+    for name, described in described_tensors(operator).items():
+        shape = shapes.shape(described.shapes)
+        if kinds[name] == "Tensor?" and not with_optional:
+            # Without a default, None must be given.
+            made |= {name: None} if name in required else {}
+        elif kinds[name] == "Tensor[]":
+            made[name] = [floats(operator, name, described, shape, generator) for _ in range(ADAPTERS)]
+        elif described.is_of("indices"):
+            made[name] = indices(operator, name, shapes, shape, generator)
+        else:
+            t = floats(operator, name, described, shape, generator)
+            made[name] = t > -0.5 if described.is_of("bool") else t
+    if operator.__name__ in ("kl_div", "jsd", "tvd"):
+        distributions(operator.__name__, made)
+    without_conflicts(made)
+    for name, value in made.items():
+        for t in value if isinstance(value, list) else [value]:
+            if isinstance(t, Tensor) and t.is_floating_point():
+                t.requires_grad_(name not in operator.constants)
+    return made
+
+
+def calls(operator: Operator) -> Iterator[Call]:
     for text, with_optional, values in options(operator):
-        generator = torch.Generator().manual_seed(0)
-        shapes = Shapes(SIZES.__getitem__, lambda: LEADING, lambda written: written[-1])
-        made: dict[str, Any] = {name: REQUIRED[kinds[name]] for name in required if kinds[name] in REQUIRED} | values
-        for name, described in described_tensors(operator).items():
-            shape = shapes.shape(described.shapes)
-            if kinds[name] == "Tensor?" and not with_optional:
-                # Without a default, None must be given.
-                made |= {name: None} if name in required else {}
-            elif kinds[name] == "Tensor[]":
-                made[name] = [floats(operator, name, described, shape, generator) for _ in range(ADAPTERS)]
-            elif described.is_of("indices"):
-                made[name] = indices(operator, name, shapes, shape, generator)
-            else:
-                t = floats(operator, name, described, shape, generator)
-                made[name] = t > -0.5 if described.is_of("bool") else t
-        if operator.__name__ in ("kl_div", "jsd", "tvd"):
-            distributions(operator.__name__, made)
-        without_conflicts(made)
-        for name, value in made.items():
-            for t in value if isinstance(value, list) else [value]:
-                if isinstance(t, Tensor) and t.is_floating_point():
-                    t.requires_grad_(name not in operator.constants)
-        yield Call(text, made)
+        yield Call(text, call(operator, with_optional, values))

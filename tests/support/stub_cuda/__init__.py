@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import sanitizers
 from .packs import ARCHS, PACKS, ROOT, sample  # noqa: F401  tests find it here
 
 LIBRARIES = ROOT / "liger_ops" / "lib"
@@ -62,7 +63,7 @@ def environment(**changes: Any) -> dict[str, str]:
         "LIGER_OPS_JIT": "1",
         "LIGER_OPS_LOG": "1",
     }
-    return {k: str(v) for k, v in (no_cache | defaults | changes).items()}
+    return {k: str(v) for k, v in (no_cache | defaults | sanitizers.environment() | changes).items()}
 
 
 def run(function: Callable, *arguments: Any, needs: Sequence[Callable] = (), **env: Any) -> Run:

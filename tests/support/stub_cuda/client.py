@@ -13,14 +13,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from . import LIBRARIES, ROOT
+from . import LIBRARIES, ROOT, sanitizers
 
 __all__ = [
     "Path", "calls", "call_hook_with", "driver", "json", "launch", "os", "refusal", "runtime", "served_by",
     "sys", "tables", "threading", "zlib",
 ]  # fmt: skip
 
-sys.path.insert(0, str(LIBRARIES))
+sys.path.insert(0, str(sanitizers.folder_of(kind) if (kind := sanitizers.chosen()) else LIBRARIES))
 runtime = importlib.import_module("_runtime")
 
 

@@ -38,7 +38,7 @@ class RMSNorm(nn.RMSNorm):
     """:class:`torch.nn.RMSNorm`. With ``offset=1.0`` the weight is stored as its difference from one, as Gemma does.
 
     The defaults are those of torch, not of :func:`liger_ops.functional.rms_norm`: with `eps` None, epsilon is that of
-    the dtype of the sums (2**-23, or 2**-52 for fp64), and with the casting mode "gemma" the result is rounded once. For
+    the dtype of the sums (`2**-23`, or `2**-52` for fp64), and with the casting mode "gemma" the result is rounded once. For
     the values of ``rms_norm(x, weight)``, pass ``eps=1e-6, casting_mode="llama"``.
 
     >>> RMSNorm(8, eps=1e-6)

@@ -262,13 +262,14 @@ def test_setuptools_requirements_match_pyproject():
 
 def test_make_installs_the_extras_of_pyproject():
     """make installs them before the package is built, so it lists them itself."""
-    extras = dict(re.findall(r"^(\w+) = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S))
+    extras = dict(re.findall(r"^(\w+) = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S))
     listed = {
         name: {re.split("[<>=]", item)[0]: item for item in re.findall(r'"(.*?)"', extras[name])} for name in extras
     }
     makefile = (ROOT / "Makefile").read_text()
     linters = re.search(r"^LINTERS \?= (.*)", makefile, re.M)[1].split()
     assert {*linters} == {item for name, item in listed["dev"].items() if name != "pre-commit"}
+    assert {*re.search(r"^SITE \?= (.*)", makefile, re.M)[1].split()} == {*listed["docs"].values()}
     models = re.findall(r'"(.*?)"', re.search(r"^MODELS \?= (.*)", makefile, re.M)[1])
     assert {*models} <= {*listed["test"].values()}
     installed = {*re.search(r"pip install -q --no-compile (pytest .*) \$\(MODELS\)", makefile)[1].split(), "numpy"}

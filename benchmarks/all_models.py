@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime
 import json
+import os
 import resource
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TINY = {
@@ -222,11 +225,12 @@ def work(types: list[str]) -> None:
         print(json.dumps(compare(model_type)), flush=True)
 
 
-def sweep(types: list[str], batch: int = 12, seconds: int = 600) -> list[dict]:
-    results, waiting = [], list(types)
-    while waiting:
-        chunk, started, done = waiting[:batch], None, []
-        command = [sys.executable, "-m", "benchmarks.all_models", "--work", *chunk]
+def compare_all(types: list[str], seconds: int) -> list[dict]:
+    """In a worker process, and in another one after a crash."""
+    results: list[dict] = []
+    while waiting := types[len(results) :]:
+        started, done = None, []
+        command = [sys.executable, "-m", "benchmarks.all_models", "--work", *waiting]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
             output, end = run.stdout, f"exit code {run.returncode}: {run.stderr.strip().splitlines()[-1:]}"
@@ -238,16 +242,22 @@ def sweep(types: list[str], batch: int = 12, seconds: int = 600) -> list[dict]:
                 started = entry.get("started", started)
                 if "outcome" in entry:
                     done.append(entry)
-        crashed = [t for t in chunk[len(done) :] if t == started]
-        done += [
-            {"model_type": t, "outcome": "does not build", "detail": end, "replaced": {}, "left_alone": {}}
-            for t in crashed
-        ]
+        if len(done) < len(waiting) and waiting[len(done)] == started:
+            lost = {"outcome": "does not build", "detail": end, "replaced": {}, "left_alone": {}}
+            done.append({"model_type": started, **lost})
         if not done:
             raise SystemExit(f"all_models: the worker did not start: {end}")
         results += done
-        waiting = waiting[len(done) :]
-        print(f"[{len(results):3}/{len(types)}] {done[-1]['model_type']}", file=sys.stderr, flush=True)
+    return results
+
+
+def sweep(types: list[str], batch: int = 6, seconds: int = 600) -> list[dict]:
+    results: list[dict] = []
+    chunks = [types[i : i + batch] for i in range(0, len(types), batch)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for found in pool.map(compare_all, chunks, [seconds] * len(chunks)):
+            results += found
+            print(f"[{len(results):3}/{len(types)}] {found[-1]['model_type']}", file=sys.stderr, flush=True)
     return results
 
 
@@ -260,16 +270,18 @@ def markdown(results: list[dict]) -> str:
     ops = collections.Counter(op for used in agreeing for op in used)
     lines = [
         "# Patched models of transformers", "",
-        f"{len(results)} causal language models of transformers {transformers.__version__}, torch {torch.__version__}:",
-        ", ".join(f"{counts[c]} {c}" for c in COUNTED if counts[c]) + ".",
+        f"{len(results)} causal language models of transformers {transformers.__version__}, torch {torch.__version__},",
+        f"on {datetime.date.today()}: " + ", ".join(f"{counts[c]} {c}" for c in COUNTED if counts[c]) + ".",
         "Operators used by the models that agree: " + ", ".join(f"{op} in {n}" for op, n in ops.most_common()) + ".",
         "", "| model type | outcome | replaced | left alone |", "|---|---|---|---|",
     ]  # fmt: skip
-    for r in results:
-        cells = [", ".join(f"{k} × {v}" for k, v in r[name].items()) for name in ("replaced", "left_alone")]
-        detail = f": {r['detail']}" if r["detail"] and r["outcome"] != "left alone" else ""
-        lines.append(f"| {r['model_type']} | {r['outcome']}{detail} | {cells[0]} | {cells[1]} |".replace("\n", " "))
-    return "\n".join(lines)
+    return "\n".join(lines + [row(r) for r in results])
+
+
+def row(result: dict) -> str:
+    cells = [", ".join(f"{k} × {v}" for k, v in result[name].items()) for name in ("replaced", "left_alone")]
+    detail = f": {result['detail']}" if result["detail"] and result["outcome"] != "left alone" else ""
+    return f"| {result['model_type']} | {result['outcome']}{detail} | {cells[0]} | {cells[1]} |".replace("\n", " ")
 
 
 def main() -> None:

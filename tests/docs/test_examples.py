@@ -104,10 +104,35 @@ def test_examples_document_their_command():
 # ---- Benchmarks of whole models
 
 
+MODELS = (ROOT / "benchmarks/results/models.md").read_text()
+
+
+def models_of_the_page():
+    return re.search(
+        r"^(\d+) causal .* transformers (\d+\.\d+)\.\d+, torch .*,\non 20\d\d-.*: (\d+) agrees", MODELS, re.MULTILINE
+    )
+
+
+def test_pages_quote_the_sweep_over_all_models():
+    _, release, agreeing = models_of_the_page().groups()
+    quoted = re.findall(
+        r"all (\d+)\s+causal\s+language\s+models\s+of\s+transformers\s+([\d.]+\d)", (ROOT / "README.md").read_text()
+    )
+    assert quoted == [(agreeing, release)]
+    assert len(re.findall(r"^\| \S+ \| agrees \|", MODELS, re.MULTILINE)) == int(agreeing)
+
+
 @pytest.mark.thorough
 def test_the_sweep_over_all_models():
+    """Shows what the page shows, if it is of the installed release of transformers."""
+    import transformers
+
     out = run_example(sys.executable, "-m", "benchmarks.all_models", "--types", "llama", "gpt2", "deepseek_v3")
-    assert "3 agrees." in out and "| gpt2 | agrees |" in out
+    assert "3 agrees" in out
+    rows = re.findall(r"^\| (?:llama|gpt2|deepseek_v3) \| agrees \|.*", out, re.MULTILINE)
+    assert len(rows) == 3
+    if transformers.__version__.startswith(models_of_the_page()[2] + "."):
+        assert {*rows} <= {*MODELS.splitlines()}
 
 
 @pytest.mark.thorough

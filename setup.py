@@ -113,6 +113,7 @@ class CMakeBuild(build_ext):
             "LIGER_LARGEST": max(sources, key=lambda path: path.stat().st_size),
             "LIGER_COMPILE": ";".join(flags.COMPILE),
             "LIGER_LINK": ";".join(flags.LINK),
+            "LIGER_NAMESPACE": flags.NAMESPACE,
             "LIGER_PORTABLE": flags.PORTABLE,
             "LIGER_PRECOMPILED": ";".join(f"<{name}>" for name in flags.PRECOMPILED),
         }

@@ -2,9 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/library.h>
 
 #include "core/autograd.h"
+#include "core/registration.h"
 #include "runtime/loader.h"
 #include "runtime/status.h"
 
@@ -27,7 +27,7 @@ void enable_jit(std::string compiler) {
           at::AutoDispatchBelowADInplaceOrView below;
           c10::impl::ExcludeDispatchKeyGuard modes(
               c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-          static const auto op = core::find_op<at::Tensor(std::string, int64_t, int64_t)>("liger::_compile_kernel");
+          static const auto op = core::find_op<at::Tensor(std::string, int64_t, int64_t)>("_compile_kernel");
           at::Tensor bytes = op.call(spec.name, variant, capability).contiguous();
           return std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
         } catch (const std::exception& e) {
@@ -39,7 +39,7 @@ void enable_jit(std::string compiler) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_LIBRARY_FRAGMENT(m) {
   m.def("_status() -> str", [] { return runtime::status(); });
   m.def("_reset_counts() -> ()", [] { runtime::reset_counts(); });
   m.def("_preload(int device, str[] ops) -> (int, int)", preload);

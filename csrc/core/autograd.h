@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <array>
 
+#include "core/namespace.h"
 #include "core/rows.h"
 
 namespace liger::core {
@@ -25,10 +26,10 @@ namespace liger::core {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-/// Typed handle to an operator. Keep it in a function-local static: the lookup by name takes microseconds.
+/// Typed handle to one of our operators. Keep it in a function-local static: the lookup by name takes microseconds.
 template <class Function>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+auto find_op(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(qualified(name).c_str(), "").typed<Function>();
 }
 
 // torch holds nodes by std::shared_ptr before 2.13 and by c10::intrusive_ptr since then.

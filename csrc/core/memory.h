@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/checks.h"
+#include "core/namespace.h"
 
 namespace liger::core {
 namespace detail {
@@ -57,7 +58,7 @@ inline std::string public_name(std::string op) {
 
 C10_NOINLINE inline void refuse_argument(
     const std::string& op, size_t argument, const std::string& index, const at::Tensor& t) {
-  const auto schema = c10::Dispatcher::singleton().findSchemaOrThrow(("liger::" + op).c_str(), "").schema();
+  const auto schema = c10::Dispatcher::singleton().findSchemaOrThrow(qualified(op).c_str(), "").schema();
   refuse_memory(public_name(op), schema.arguments().at(argument).name() + index, t);
 }
 

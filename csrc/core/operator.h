@@ -38,8 +38,6 @@ namespace liger::core {
 template <size_t... I>
 using Positions = std::index_sequence<I...>;
 
-inline std::string qualified(const std::string& op) { return "liger::" + op; }
-
 /// Entries of Saves: an argument, or one of what run() returned.
 template <size_t I>
 struct Argument {
@@ -303,7 +301,7 @@ struct Operator<Op, Return(A...)> {
   }
 
   static const auto& handle() {
-    static const auto op = find_op<Type>(qualified(Op::kOp).c_str());
+    static const auto op = find_op<Type>(Op::kOp);
     return op;
   }
 
@@ -364,7 +362,7 @@ struct Operator<Op, Return(A...)> {
   static auto run_forward(A... a) {
     at::AutoDispatchBelowADInplaceOrView below;
     if constexpr (has_forward()) {
-      static const auto op = find_op<typename Op::Forward(A...)>(qualified(private_name("_fwd")).c_str());
+      static const auto op = find_op<typename Op::Forward(A...)>(private_name("_fwd"));
       return op.call(a...);
     } else {
       return handle().call(a...);
@@ -390,11 +388,11 @@ struct Operator<Op, Return(A...)> {
 
 }  // namespace liger::core
 
-#define LIGER_OPERATOR(Op)                                                                                  \
-  TORCH_LIBRARY_FRAGMENT(liger, m) { Op::define(m); }                                                       \
-  TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Op::Cpu>(m); }                                          \
-  TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Op::Cuda>(m); }                                        \
-  TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Op::Meta>(m); }                                        \
-  TORCH_LIBRARY_IMPL(liger, Autograd, m) { Op::implement_autograd(m); }                                     \
-  TORCH_LIBRARY_IMPL(liger, AutocastCUDA, m) { Op::template implement_autocast<c10::DeviceType::CUDA>(m); } \
-  TORCH_LIBRARY_IMPL(liger, AutocastCPU, m) { Op::template implement_autocast<c10::DeviceType::CPU>(m); }
+#define LIGER_OPERATOR(Op)                                                                           \
+  LIGER_LIBRARY_FRAGMENT(m) { Op::define(m); }                                                       \
+  LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Op::Cpu>(m); }                                          \
+  LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Op::Cuda>(m); }                                        \
+  LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Op::Meta>(m); }                                        \
+  LIGER_LIBRARY_IMPL(Autograd, m) { Op::implement_autograd(m); }                                     \
+  LIGER_LIBRARY_IMPL(AutocastCUDA, m) { Op::template implement_autocast<c10::DeviceType::CUDA>(m); } \
+  LIGER_LIBRARY_IMPL(AutocastCPU, m) { Op::template implement_autocast<c10::DeviceType::CPU>(m); }

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "core/namespace.h"
+
 namespace liger::core {
 namespace detail {
 
@@ -58,3 +60,12 @@ inline void define_backward(
 }
 
 }  // namespace liger::core
+
+// torch's TORCH_LIBRARY_FRAGMENT and TORCH_LIBRARY_IMPL, for the operators' namespace.
+#define LIGER_LIBRARY_FRAGMENT(m) LIGER_LIBRARY(FRAGMENT, std::nullopt, m, C10_UID)
+#define LIGER_LIBRARY_IMPL(key, m) LIGER_LIBRARY(IMPL, c10::DispatchKey::key, m, C10_UID)
+#define LIGER_LIBRARY(kind, key, m, uid)                                                                               \
+  static void C10_CONCATENATE(liger_register_, uid)(torch::Library&);                                                  \
+  static const torch::detail::TorchLibraryInit C10_CONCATENATE(liger_library_, uid)(                                   \
+      torch::Library::kind, &C10_CONCATENATE(liger_register_, uid), liger::core::kNamespace, key, __FILE__, __LINE__); \
+  void C10_CONCATENATE(liger_register_, uid)(torch::Library & m)

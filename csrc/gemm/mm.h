@@ -8,7 +8,7 @@ namespace liger::gemm {
 
 inline at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
   if (!a.is_cuda() || !at::isReducedFloatingType(a.scalar_type())) return at::mm(a, b);
-  static const auto op = core::find_op<at::Tensor(const at::Tensor&, const at::Tensor&)>("liger::_mm");
+  static const auto op = core::find_op<at::Tensor(const at::Tensor&, const at::Tensor&)>("_mm");
   return op.call(a, b);
 }
 

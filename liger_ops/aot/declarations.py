@@ -74,9 +74,7 @@ def header() -> str:
 def schemas() -> str:
     lines = [f"inline constexpr const char* {o.__name__} =\n    {json.dumps(o.schema)};" for o in operators().values()]
     aliases = [
-        f'    {{"{o.__name__}", {o.__name__}, "liger::{o.alias_of.__name__}"}},'
-        for o in operators().values()
-        if o.alias_of
+        f'    {{"{o.__name__}", {o.__name__}, "{o.alias_of.__name__}"}},' for o in operators().values() if o.alias_of
     ]
     lines += [
         "",

@@ -10,11 +10,14 @@ import subprocess
 from pathlib import Path
 
 # Relative to csrc.
-SOURCES = ("ops/**/*.cpp", "runtime/portable.cpp", "library.cpp")
+SOURCES = ("ops/**/*.cpp", "core/namespace.cpp", "runtime/portable.cpp", "library.cpp")
 # Included before every source.
 PORTABLE = "runtime/portable.h"
 # Included next, in all sources except portable.cpp, which defines what these headers declare.
 PRECOMPILED = ("core/autograd.h", "core/cpu.h", "core/cuda.h", "core/registration.h")
+
+# The operators are torch.ops.<NAMESPACE>.*.
+NAMESPACE = "liger"
 
 # OpenMP symbols come from torch's own runtime: linking another one would create a second thread pool.
 COMPILE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wno-unknown-pragmas")

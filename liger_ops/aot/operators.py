@@ -51,7 +51,7 @@ def plan(compiler: list[str], folder: Path, library: Path) -> Plan:
         raise SystemExit(f"liger-ops: the installed torch must have its C++ headers (none in {torch_folder}/include)")
     common = [*compiler, f"-std=c++{cxx_standard(torch_folder)}", *flags.COMPILE]
     common += [f"-ffile-prefix-map={csrc.parent}=liger_ops", f"-ffile-prefix-map={torch_folder}=torch"]
-    common += [f"-I{csrc}", f"-I{generated}"]
+    common += [f'-DLIGER_NAMESPACE="{flags.NAMESPACE}"', f"-I{csrc}", f"-I{generated}"]
     common += ["-isystem", f"{torch_folder}/include", "-isystem", f"{torch_folder}/include/torch/csrc/api/include"]
     # Compilers use the .gch file next to a header as soon as it exists.
     header, portable = folder / "operators.h", csrc / flags.PORTABLE

@@ -174,11 +174,11 @@ struct ReluSquared : core::Operator<ReluSquared, Tensor(const Tensor&)> {
     if (!dy.defined()) return {Tensor()};
     Tensor x = node.take(0);
     if (node.may_overwrite(dy, x)) {
-      static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_relu_squared_bwd_");
+      static const auto op = core::find_op<decltype(bwd_<Meta>)>("_relu_squared_bwd_");
       op.call(dy, x);
       return {dy};
     }
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_relu_squared_bwd");
+    static const auto op = core::find_op<decltype(bwd<Meta>)>("_relu_squared_bwd");
     return {op.call(dy, x)};
   }
 };

@@ -140,7 +140,7 @@ struct Embedding : core::Operator<Embedding, Tensor(const Tensor&, const Tensor&
 
     core::variable_list backward(core::variable_list&& grads) override {
       if (!grads[0].defined()) return {Tensor()};
-      static const auto op = core::find_op<decltype(bwd_cuda)>("liger::_embedding_bwd");
+      static const auto op = core::find_op<decltype(bwd_cuda)>("_embedding_bwd");
       return {op.call(grads[0], take(0), classes, padding_idx)};
     }
   };

@@ -180,7 +180,7 @@ struct Gated {
 
   template <class Function>
   static auto find(const char* before, const char* after) {
-    return find_op<Function>((std::string("liger::") + before + kOp + after).c_str());
+    return find_op<Function>(std::string(before) + kOp + after);
   }
 
   template <class AnyNode>

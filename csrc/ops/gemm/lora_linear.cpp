@@ -532,7 +532,7 @@ struct LoraLinear
       const bool wants_bias = needs(edges - 1);
       const int64_t wanted =
           core::wanted_bits(needs(0), needs(1), wants_bias) | (wants_a ? kWantA : 0) | (wants_b ? kWantB : 0);
-      static const auto op = core::find_op<decltype(projections_bwd<Meta>)>("liger::_lora_projections_bwd");
+      static const auto op = core::find_op<decltype(projections_bwd<Meta>)>("_lora_projections_bwd");
       Tensors found = op.call(grads, x, weight, a, b, t, wanted, scale, std::vector<int64_t>(count, 0));
       auto next = found.begin();
       if (needs(0)) out[0] = *next++;

@@ -44,9 +44,9 @@ Tensor mm_cuda(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) { core::define(m, "_mm(Tensor a, Tensor b) -> Tensor"); }
+LIGER_LIBRARY_FRAGMENT(m) { core::define(m, "_mm(Tensor a, Tensor b) -> Tensor"); }
 
-TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { core::implement<mm>(m, "_mm"); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { core::implement<mm_cuda>(m, "_mm"); }
+LIGER_LIBRARY_IMPL(CompositeExplicitAutograd, m) { core::implement<mm>(m, "_mm"); }
+LIGER_LIBRARY_IMPL(CUDA, m) { core::implement<mm_cuda>(m, "_mm"); }
 
 }  // namespace liger::ops

@@ -41,9 +41,9 @@ at::Tensor projections_grad_cuda(at::TensorList grads, at::TensorList weights) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) { core::define(m, "_projections_grad(Tensor[] grads, Tensor[] weights) -> Tensor"); }
+LIGER_LIBRARY_FRAGMENT(m) { core::define(m, "_projections_grad(Tensor[] grads, Tensor[] weights) -> Tensor"); }
 
-TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) { core::implement<projections_grad>(m, "_projections_grad"); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { core::implement<projections_grad_cuda>(m, "_projections_grad"); }
+LIGER_LIBRARY_IMPL(CompositeExplicitAutograd, m) { core::implement<projections_grad>(m, "_projections_grad"); }
+LIGER_LIBRARY_IMPL(CUDA, m) { core::implement<projections_grad_cuda>(m, "_projections_grad"); }
 
 }  // namespace liger::ops

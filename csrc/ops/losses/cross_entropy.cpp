@@ -193,7 +193,7 @@ struct Ops {
       const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
     check_differentiable(name<R>(), logits, target, weight);
     if (!torch::autograd::compute_requires_grad(logits)) return std::nullopt;
-    static const auto op = core::find_op<decltype(fwd<Cpu>)>("liger::_cross_entropy_fwd");
+    static const auto op = core::find_op<decltype(fwd<Cpu>)>("_cross_entropy_fwd");
     Results out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -230,7 +230,7 @@ struct InPlace {
 
   // Inference mode skips autograd, but graphs that saved the logits earlier must still see a new version.
   static Tensor versioned(Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-    static const auto op = core::find_op<decltype(run<Cpu>)>("liger::cross_entropy_");
+    static const auto op = core::find_op<decltype(run<Cpu>)>("cross_entropy_");
     Tensor loss;
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -266,13 +266,13 @@ core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   Tensor logits = take(0), target = take(1), weight = take(2), stats = take(3), totals = take(4);
   const Vocabulary& v = o.vocabulary;
   if (may_overwrite(logits, logits)) {
-    static const auto op = core::find_op<decltype(CrossEntropy::bwd_<Cpu>)>("liger::_cross_entropy_bwd_");
+    static const auto op = core::find_op<decltype(CrossEntropy::bwd_<Cpu>)>("_cross_entropy_bwd_");
     op.call(
         grad, logits, target, weight, stats, totals, o.reduction_name(), o.ignore_index, o.label_smoothing,
         o.lse_square_scale, o.softcap, v.group, v.classes, v.class_sizes());
     return {logits.detach()};
   }
-  static const auto op = core::find_op<decltype(CrossEntropy::bwd<Cpu>)>("liger::_cross_entropy_bwd");
+  static const auto op = core::find_op<decltype(CrossEntropy::bwd<Cpu>)>("_cross_entropy_bwd");
   return {op.call(
       grad, logits, target, weight, stats, totals, o.reduction_name(), o.ignore_index, o.label_smoothing,
       o.lse_square_scale, o.softcap, v.group, v.classes, v.class_sizes())};
@@ -283,17 +283,17 @@ core::variable_list InplaceBackwardNode::backward(core::variable_list&& grads) {
   if (!grad.defined()) return {Tensor()};
   Tensor dlogits = take(0);
   if (core::is_plain(dlogits) && !keeps_graph()) {
-    static const auto op = core::find_op<decltype(CrossEntropy::scale_<Cpu>)>("liger::_cross_entropy_scale_");
+    static const auto op = core::find_op<decltype(CrossEntropy::scale_<Cpu>)>("_cross_entropy_scale_");
     op.call(dlogits, grad, name());
     return {dlogits.detach()};
   }
-  static const auto op = core::find_op<decltype(CrossEntropy::scale<Cpu>)>("liger::_cross_entropy_scale");
+  static const auto op = core::find_op<decltype(CrossEntropy::scale<Cpu>)>("_cross_entropy_scale");
   return {op.call(dlogits, grad, name())};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_LIBRARY_FRAGMENT(m) {
   const std::string private_tail =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str group, "
       "int classes, int[]? class_sizes) -> ";
@@ -319,12 +319,12 @@ void implement(torch::Library& m) {
   core::implement<CrossEntropyInPlace::run<Device>>(m, "cross_entropy_");
 }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(CPU, m) { implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { implement<Meta>(m); }
 
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl("cross_entropy_", CrossEntropyInPlace::autograd); }
-TORCH_LIBRARY_IMPL(liger, ADInplaceOrView, m) { m.impl("cross_entropy_", CrossEntropyInPlace::versioned); }
+LIGER_LIBRARY_IMPL(Autograd, m) { m.impl("cross_entropy_", CrossEntropyInPlace::autograd); }
+LIGER_LIBRARY_IMPL(ADInplaceOrView, m) { m.impl("cross_entropy_", CrossEntropyInPlace::versioned); }
 
 LIGER_OPERATOR(CrossEntropy::Form<Tensor>)
 LIGER_OPERATOR(CrossEntropy::Form<Metrics>)

@@ -9,7 +9,7 @@
 //
 // A Loss has
 //   kOp, kBackward                                the operator's name, and that of its backward in messages
-//   kPublic, kForward, kGradient, kOverwriting    the names of its dispatched operators
+//   kForward, kGradient, kOverwriting             the names of its private operators
 //   kSavesInput                                   whether the gradient depends on the input
 //   parse(options...)                             checks the options of the schema
 
@@ -257,7 +257,7 @@ struct Divergence {
     const bool learned = torch::autograd::compute_requires_grad(given_target);
     LIGER_CHECK(!learned, kOp, "target", "not require a gradient", "one that does");
     if (!torch::autograd::compute_requires_grad(input)) {
-      static const auto op = find_op<decltype(apply<Meta>)>(Loss::kPublic);
+      static const auto op = find_op<decltype(apply<Meta>)>(Loss::kOp);
       at::AutoDispatchBelowADInplaceOrView below;
       return op.call(input, given_target, labels, options...);
     }

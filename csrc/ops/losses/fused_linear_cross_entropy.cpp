@@ -233,7 +233,7 @@ struct Ops {
     wanted.weight = torch::autograd::compute_requires_grad(weight);
     wanted.bias = torch::autograd::compute_requires_grad(bias);
     if (!wanted.any_gradient()) return std::nullopt;
-    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("liger::_fused_linear_cross_entropy_fwd");
+    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_cross_entropy_fwd");
     Forward out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -282,7 +282,7 @@ core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   Tensor input = take(0), weight = take(1), target = take(2), bias = take(3), ce_weight = take(4);
   OptionalTensor token_weight = take(5);
   Tensor stats = take(6), totals = take(7);
-  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_cross_entropy_bwd");
+  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_cross_entropy_bwd");
   const Vocabulary& v = s.o.vocabulary;
   auto [dinput, dweight, dbias] = op.call(
       grad, input, weight, target, bias, ce_weight, stats, totals, s.o.reduction_name(), s.o.ignore_index,
@@ -309,7 +309,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_LIBRARY_FRAGMENT(m) {
   const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
   const std::string options =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, "
@@ -329,9 +329,9 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
       plan);
 }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(CPU, m) { Linear::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { Linear::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { Linear::implement<Meta>(m); }
 
 LIGER_OPERATOR(Linear::Form<Loss>)
 LIGER_OPERATOR(Linear::Form<Metrics>)

@@ -323,7 +323,7 @@ struct Ops {
     wanted.weight = torch::autograd::compute_requires_grad(s_weight);
     wanted.bias = torch::autograd::compute_requires_grad(s_bias);
     if (!wanted.any()) return std::nullopt;
-    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("liger::_fused_linear_divergence_fwd");
+    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_divergence_fwd");
     Results out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -372,7 +372,7 @@ core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
   for (size_t i = 0; i < given.size(); ++i) given[i] = take(i);
   const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats] = given;
   const Vocabulary& v = o.vocabulary;
-  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_divergence_bwd");
+  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_divergence_bwd");
   auto [dinput, dweight, dbias] = op.call(
       grad, s_input, s_weight, t_input, t_weight, s_bias, t_bias, stats, o.beta, o.temperature, o.student.scale,
       o.student.softcap, o.teacher.scale, o.teacher.softcap, mask, "none", token_weight, o.memory_budget, v.group,
@@ -382,7 +382,7 @@ core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_LIBRARY_FRAGMENT(m) {
   const std::string models = "Tensor s_input, Tensor s_weight, Tensor t_input, Tensor t_weight, ";
   const std::string biases = "Tensor? s_bias, Tensor? t_bias, ";
   const std::string options =
@@ -399,9 +399,9 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
           "(Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(CPU, m) { Linear::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { Linear::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { Linear::implement<Meta>(m); }
 
 LIGER_OPERATOR(Linear::Form)
 

@@ -279,7 +279,7 @@ struct Ops {
     wanted.weight = torch::autograd::compute_requires_grad(weight);
     wanted.bias = torch::autograd::compute_requires_grad(bias);
     if (!wanted.any()) return std::nullopt;
-    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("liger::_fused_linear_log_probs_fwd");
+    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_log_probs_fwd");
     Forward out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
@@ -332,14 +332,14 @@ core::variable_list Node::backward(core::variable_list&& grads) {
           s.o.temperature, s.o.ignore_index, v.group, v.classes, v.class_sizes());
     };
     if (may_overwrite(of_log_probs, of_log_probs)) {
-      static const auto op = core::find_op<decltype(Linear::scaled_<Meta>)>("liger::_fused_linear_log_probs_scale_");
+      static const auto op = core::find_op<decltype(Linear::scaled_<Meta>)>("_fused_linear_log_probs_scale_");
       run(op);
       return {of_log_probs.detach(), Tensor(), Tensor()};
     }
-    static const auto op = core::find_op<decltype(Linear::scaled<Meta>)>("liger::_fused_linear_log_probs_scale");
+    static const auto op = core::find_op<decltype(Linear::scaled<Meta>)>("_fused_linear_log_probs_scale");
     return {run(op), Tensor(), Tensor()};
   }
-  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("liger::_fused_linear_log_probs_bwd");
+  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_log_probs_bwd");
   auto [dinput, dweight, dbias] = op.call(
       grad, grad_entropy, input, weight, target, bias, stats, chosen, s.logits_scale, s.o.softcap, s.o.temperature,
       s.o.ignore_index, s.entropy, s.entropy_grad, s.mean_logits, s.log_sum_sq_probs, s.is_top1, s.memory_budget,
@@ -349,7 +349,7 @@ core::variable_list Node::backward(core::variable_list&& grads) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_LIBRARY_FRAGMENT(m) {
   const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
   const std::string softmax = "float logits_scale, float? softcap, float temperature, int ignore_index, ";
   const std::string classes = "str group, int classes, int[]? class_sizes";
@@ -372,9 +372,9 @@ TORCH_LIBRARY_FRAGMENT(liger, m) {
       m, "_fused_linear_log_probs_scale_(Tensor? grad, Tensor? grad_entropy, Tensor(a!) of_log_probs, " + scale + "()");
 }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { Linear::implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { Linear::implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { Linear::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(CPU, m) { Linear::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { Linear::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { Linear::implement<Meta>(m); }
 
 LIGER_OPERATOR(Linear::Form)
 

@@ -8,8 +8,8 @@ namespace {
 
 struct Jsd {
   static constexpr const char *kOp = "jsd", *kBackward = "jsd backward";
-  static constexpr const char *kPublic = "liger::jsd", *kForward = "liger::_jsd_fwd";
-  static constexpr const char *kGradient = "liger::_jsd_bwd", *kOverwriting = "liger::_jsd_bwd_";
+  static constexpr const char* kForward = "_jsd_fwd";
+  static constexpr const char *kGradient = "_jsd_bwd", *kOverwriting = "_jsd_bwd_";
   static constexpr bool kSavesInput = true;
 
   static Options parse(double beta, int64_t ignore_index, c10::string_view reduction) {
@@ -24,13 +24,11 @@ using Op = Divergence<Jsd, double, int64_t, c10::string_view>;
 }  // namespace
 
 // No autocast, as in kl_div.
-TORCH_LIBRARY_FRAGMENT(liger, m) {
-  Op::define(m, "float beta=0.5, int ignore_index=-100, str reduction=\"batchmean\"");
-}
+LIGER_LIBRARY_FRAGMENT(m) { Op::define(m, "float beta=0.5, int ignore_index=-100, str reduction=\"batchmean\""); }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl(Jsd::kOp, Op::autograd); }
+LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Jsd::kOp, Op::autograd); }
 
 }  // namespace liger::ops::divergence

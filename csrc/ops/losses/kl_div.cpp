@@ -7,8 +7,8 @@ namespace {
 
 struct KlDiv {
   static constexpr const char *kOp = "kl_div", *kBackward = "kl_div backward";
-  static constexpr const char *kPublic = "liger::kl_div", *kForward = "liger::_kl_div_fwd";
-  static constexpr const char *kGradient = "liger::_kl_div_bwd", *kOverwriting = "liger::_kl_div_bwd_";
+  static constexpr const char* kForward = "_kl_div_fwd";
+  static constexpr const char *kGradient = "_kl_div_bwd", *kOverwriting = "_kl_div_bwd_";
   static constexpr bool kSavesInput = false;
 
   static Options parse(int64_t ignore_index, c10::string_view reduction, bool log_target, double eps) {
@@ -24,13 +24,13 @@ using Op = Divergence<KlDiv, int64_t, c10::string_view, bool, double>;
 
 // No autocast: under autocast, PyTorch computes this loss in float32. This op does that for rows of any dtype, without a
 // copy.
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_LIBRARY_FRAGMENT(m) {
   Op::define(m, "int ignore_index=-100, str reduction=\"mean\", bool log_target=False, float eps=1e-10");
 }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl(KlDiv::kOp, Op::autograd); }
+LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(KlDiv::kOp, Op::autograd); }
 
 }  // namespace liger::ops::divergence

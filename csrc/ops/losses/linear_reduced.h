@@ -26,10 +26,10 @@ inline at::Tensor scaled(
   using Function = at::Tensor(const at::Tensor&, const at::Tensor&, c10::string_view);
   using InPlace = void(at::Tensor&, const at::Tensor&, c10::string_view);
   if (!overwrite) {
-    static const auto op = core::find_op<Function>("liger::_cross_entropy_scale");
+    static const auto op = core::find_op<Function>("_cross_entropy_scale");
     return op.call(gradient, factor, op_name);
   }
-  static const auto op = core::find_op<InPlace>("liger::_cross_entropy_scale_");
+  static const auto op = core::find_op<InPlace>("_cross_entropy_scale_");
   at::Tensor flat = as_long_rows(gradient);
   op.call(flat, factor, op_name);
   return gradient;

@@ -169,11 +169,11 @@ struct LogProbs
       Tensor logits = take(0), index = take(1), stats = take(2), chosen = take(3);
       const auto& [temperature, ignore_index, softcap, entropy] = options;
       if (may_overwrite(logits, logits)) {
-        static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_log_probs_bwd_");
+        static const auto op = core::find_op<decltype(bwd_<Meta>)>("_log_probs_bwd_");
         op.call(grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
         return {logits.detach()};
       }
-      static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_log_probs_bwd");
+      static const auto op = core::find_op<decltype(bwd<Meta>)>("_log_probs_bwd");
       return {op.call(grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap)};
     }
   };

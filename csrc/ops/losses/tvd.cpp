@@ -7,8 +7,8 @@ namespace {
 
 struct Tvd {
   static constexpr const char *kOp = "tvd", *kBackward = "tvd backward";
-  static constexpr const char *kPublic = "liger::tvd", *kForward = "liger::_tvd_fwd";
-  static constexpr const char *kGradient = "liger::_tvd_bwd", *kOverwriting = "liger::_tvd_bwd_";
+  static constexpr const char* kForward = "_tvd_fwd";
+  static constexpr const char *kGradient = "_tvd_bwd", *kOverwriting = "_tvd_bwd_";
   static constexpr bool kSavesInput = true;
 
   static Options parse(int64_t ignore_index, c10::string_view reduction) {
@@ -21,11 +21,11 @@ using Op = Divergence<Tvd, int64_t, c10::string_view>;
 }  // namespace
 
 // No autocast, as in kl_div.
-TORCH_LIBRARY_FRAGMENT(liger, m) { Op::define(m, "int ignore_index=-100, str reduction=\"batchmean\""); }
+LIGER_LIBRARY_FRAGMENT(m) { Op::define(m, "int ignore_index=-100, str reduction=\"batchmean\""); }
 
-TORCH_LIBRARY_IMPL(liger, CPU, m) { Op::implement<Cpu>(m); }
-TORCH_LIBRARY_IMPL(liger, CUDA, m) { Op::implement<Cuda>(m); }
-TORCH_LIBRARY_IMPL(liger, Meta, m) { Op::implement<Meta>(m); }
-TORCH_LIBRARY_IMPL(liger, Autograd, m) { m.impl(Tvd::kOp, Op::autograd); }
+LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Tvd::kOp, Op::autograd); }
 
 }  // namespace liger::ops::divergence

@@ -15,10 +15,10 @@ namespace {
 /// Calls the alias's operator with the arguments of the same names.
 void call_by_name(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto alias = std::find_if(std::begin(schemas::aliases), std::end(schemas::aliases), [&](const auto& each) {
-    return handle.operator_name().name == std::string("liger::") + each.name;
+    return handle.operator_name().name == core::qualified(each.name);
   });
   const c10::FunctionSchema& given = handle.schema();
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(alias->op, "");
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(core::qualified(alias->op).c_str(), "");
   const auto arguments = torch::jit::last(*stack, given.arguments().size());
   torch::jit::Stack named;
   for (const c10::Argument& argument : op.schema().arguments()) {
@@ -31,7 +31,7 @@ void call_by_name(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch:
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(liger, m) {
+LIGER_LIBRARY_FRAGMENT(m) {
   for (const schemas::Alias& alias : schemas::aliases) {
     core::define(m, alias.schema);
     m.impl(

@@ -214,10 +214,10 @@ struct Gradient {
       const Tensor& index, const Tensor& weight, const Tensor& down_bias, Tensor pre, const Tensor& routing,
       int64_t wanted, O... options) {
     if (pre.is_contiguous() && node.may_overwrite(pre, pre)) {
-      static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("liger::_moe_experts_bwd_");
+      static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("_moe_experts_bwd_");
       return in_place.call(dout, x, gate_up, down, index, weight, down_bias, pre, routing, wanted, options...);
     }
-    static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("liger::_moe_experts_bwd");
+    static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("_moe_experts_bwd");
     return out_of_place.call(dout, x, gate_up, down, index, weight, down_bias, pre, routing, wanted, options...);
   }
 };

@@ -395,7 +395,7 @@ struct MoeRouter : core::Operator<
       if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return {Tensor()};
       Tensor logits = take(0), index = take(1), token_weight = take(2);
       const auto& [top_k, score, normalize, scale, groups, top_groups, statistics] = options;
-      static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_moe_router_bwd");
+      static const auto op = core::find_op<decltype(bwd<Meta>)>("_moe_router_bwd");
       return {op.call(grads[0], grads[1], grads[2], logits, index, token_weight, score, normalize, scale)};
     }
   };

@@ -119,11 +119,11 @@ struct LayerNorm
       Tensor x = take(0), weight = take(1), statistics = take(2);
       const int64_t wanted = core::wanted_bits(needs(0), needs(1), needs(2));
       if (needs(0) && may_overwrite(dy, x)) {
-        static const auto op = core::find_op<decltype(bwd_<Meta>)>("liger::_layer_norm_bwd_");
+        static const auto op = core::find_op<decltype(bwd_<Meta>)>("_layer_norm_bwd_");
         auto [dweight, dbias] = op.call(dy, x, weight, statistics, wanted, parameters);
         return {dy, dweight, dbias};
       }
-      static const auto op = core::find_op<decltype(bwd<Meta>)>("liger::_layer_norm_bwd");
+      static const auto op = core::find_op<decltype(bwd<Meta>)>("_layer_norm_bwd");
       auto [dx, dweight, dbias] = op.call(dy, x, weight, statistics, wanted, parameters);
       return {dx, dweight, dbias};
     }

@@ -123,12 +123,12 @@ std::tuple<Tensor, Tensor> backward(
     const Tensor& dy, const Tensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, double offset,
     const std::string& casting_mode, int64_t wanted, bool overwrite_dy) {
   if (overwrite_dy && (wanted & core::kWantInput)) {
-    static const auto op = core::find_op<decltype(RmsNorm::bwd_<Meta>)>("liger::_rms_norm_bwd_");
+    static const auto op = core::find_op<decltype(RmsNorm::bwd_<Meta>)>("_rms_norm_bwd_");
     Tensor dx = dy;
     Tensor dweight = op.call(dx, ds, s, weight, rstd, wanted, offset, casting_mode);
     return {dx, dweight};
   }
-  static const auto op = core::find_op<decltype(RmsNorm::bwd<Meta>)>("liger::_rms_norm_bwd");
+  static const auto op = core::find_op<decltype(RmsNorm::bwd<Meta>)>("_rms_norm_bwd");
   return op.call(dy, ds, s, weight, rstd, wanted, offset, casting_mode);
 }
 

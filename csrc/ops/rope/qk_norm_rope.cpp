@@ -198,15 +198,13 @@ struct Normed : core::Operator<
     };
     Tensor dq_weight, dk_weight;
     if (heads && has_q && has_k && node.may_overwrite(grad_q, q) && node.may_overwrite(grad_k, k)) {
-      static const auto in_place =
-          core::find_op<decltype(Gradient<O...>::template bwd_<Meta>)>("liger::_qk_norm_rope_bwd_");
+      static const auto in_place = core::find_op<decltype(Gradient<O...>::template bwd_<Meta>)>("_qk_norm_rope_bwd_");
       std::tie(dq_weight, dk_weight) = call(in_place);
     } else {
       // Heads without a gradient are replaced by a tensor without heads.
       if (!has_q) grad_q = q = k.narrow(1, 0, 0);
       if (!has_k) grad_k = k = q.narrow(1, 0, 0);
-      static const auto out_of_place =
-          core::find_op<decltype(Gradient<O...>::template bwd<Meta>)>("liger::_qk_norm_rope_bwd");
+      static const auto out_of_place = core::find_op<decltype(Gradient<O...>::template bwd<Meta>)>("_qk_norm_rope_bwd");
       std::tie(grad_q, grad_k, dq_weight, dk_weight) = call(out_of_place);
     }
     return {

@@ -117,14 +117,14 @@ struct Node : core::BackwardNode<Node, 2> {  // cos, sin
     Sections given = sections.empty() ? Sections() : Sections(sections);
     if (needs_q && needs_k && may_overwrite(dq, dq) && may_overwrite(dk, dk) && dq.sym_strides().equals(q_strides) &&
         dk.sym_strides().equals(k_strides)) {
-      static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("liger::_rope_bwd_");
+      static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("_rope_bwd_");
       in_place.call(dq, dk, cos, sin, interleaved, given);
       return {dq, dk};
     }
     // A gradient that is not needed is replaced by a tensor without heads.
     if (!needs_q) dq = dk.narrow(1, 0, 0);
     if (!needs_k) dk = dq.narrow(1, 0, 0);
-    static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("liger::_rope_bwd");
+    static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("_rope_bwd");
     auto [out_q, out_k] = out_of_place.call(dq, dk, cos, sin, interleaved, given, q_strides, k_strides);
     return {needs_q ? out_q : Tensor(), needs_k ? out_k : Tensor()};
   }

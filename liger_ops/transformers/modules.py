@@ -28,23 +28,28 @@ from .rewrite import rebinding_key, rebound
 # ---- Norms
 
 
+def normed(self: Any, x: Tensor, norm: Norm) -> Tensor:
+    """The norm's forward."""
+    if is_distributed(x) or is_distributed(self.weight):
+        return original_class(type(self)).forward(self, x)
+    weight, eps = self.weight, epsilon_of(self, norm.epsilon, x)
+    dtype = x.dtype
+    if weight is not None and weight.dtype != dtype:
+        if norm.promotes:
+            dtype = torch.promote_types(dtype, weight.dtype)
+        if weight.dtype != torch.float32:
+            weight = weight.to(dtype)
+        x = x.to(dtype)
+    if norm.op == "rms_norm":
+        y = F.rms_norm(x, weight, eps, norm.offset, norm.casting_mode)
+    else:
+        y = F.layer_norm(x, weight, self.bias, eps)
+    return y if y.dtype == dtype else y.to(dtype)
+
+
 def patch_norm(module: nn.Module, norm: Norm) -> str:
     def forward(self: Any, x: Tensor) -> Tensor:
-        if is_distributed(x) or is_distributed(self.weight):
-            return original_class(type(self)).forward(self, x)
-        weight, eps = self.weight, epsilon_of(self, norm.epsilon, x)
-        dtype = x.dtype
-        if weight is not None and weight.dtype != dtype:
-            if norm.promotes:
-                dtype = torch.promote_types(dtype, weight.dtype)
-            if weight.dtype != torch.float32:
-                weight = weight.to(dtype)
-            x = x.to(dtype)
-        if norm.op == "rms_norm":
-            y = F.rms_norm(x, weight, eps, norm.offset, norm.casting_mode)
-        else:
-            y = F.layer_norm(x, weight, self.bias, eps)
-        return y if y.dtype == dtype else y.to(dtype)
+        return normed(self, x, norm)
 
     members: dict[str, Any] = {"forward": accept_any_keyword(forward), "liger_norm": norm}
     for name in ("weight", "bias"):
@@ -118,6 +123,50 @@ def norm_heads(norms: head_norms.HeadNorms | None, *heads: Tensor) -> tuple[Tens
     return tuple(F.rms_norm(x, weight, *options) for x, weight in zip(heads, norms.weights))
 
 
+def rotate(
+    rotary: probe.Rotary,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int,
+    norms: head_norms.HeadNorms | None = None,
+) -> tuple[Tensor, Tensor]:
+    widen, pairs = probe.KINDS[rotary.kind]
+    table = widen(cos), widen(sin)
+    # Under autocast, attention casts q and k to half precision anyway.
+    if rotary.promotes and cos.dtype != q.dtype and autocast_dtype(q) is None:
+        q, k = (x.to(cos.dtype) for x in norm_heads(norms, q, k))
+        norms = None
+    elif cos.dtype not in (q.dtype, torch.float32):
+        table = table[0].to(q.dtype), table[1].to(q.dtype)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if norms is None:
+        q, k = F.rope(q, k, *table, interleaved=pairs)
+    else:
+        q_weight, k_weight = norms.weights
+        options = norms.eps, norms.offset, norms.casting_mode
+        q, k = F.qk_norm_rope(q, k, q_weight, k_weight, table[0], table[1], *options, interleaved=pairs)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return q, k
+
+
+def is_probed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+    """Whether arguments of these shapes and dtypes are like those of the probe."""
+    if not isinstance(k, Tensor) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or unsqueeze_dim not in (1, 2):
+        return False
+    positions = 3 - unsqueeze_dim
+    return (
+        q.dtype == k.dtype
+        and sin.dtype == cos.dtype
+        and q.shape[0] == k.shape[0]
+        and q.shape[positions] == k.shape[positions] == cos.shape[1]
+        and cos.shape[0] in (1, q.shape[0])
+    )
+
+
 @functools.lru_cache(None)
 def rotary_function(rotary: probe.Rotary, original: Callable) -> Callable:
     """A function with the original's signature. Calls with arguments that were not probed go to the original.
@@ -127,50 +176,15 @@ def rotary_function(rotary: probe.Rotary, original: Callable) -> Callable:
     """
     if rotary.kind == "complex":
         return complex_rotary_function(rotary, original)
-    widen, pairs = probe.KINDS[rotary.kind]
     defaults = {n: p.default for n, p in inspect.signature(original).parameters.items() if p.default is not p.empty}
     default_dim = defaults.get("unsqueeze_dim", 1)
-
-    def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, norms: head_norms.HeadNorms | None = None
-    ) -> tuple[Tensor, Tensor]:
-        table = widen(cos), widen(sin)
-        # Under autocast, attention casts q and k to half precision anyway.
-        if rotary.promotes and cos.dtype != q.dtype and autocast_dtype(q) is None:
-            q, k = (x.to(cos.dtype) for x in norm_heads(norms, q, k))
-            norms = None
-        elif cos.dtype not in (q.dtype, torch.float32):
-            table = table[0].to(q.dtype), table[1].to(q.dtype)
-        if unsqueeze_dim == 2:
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if norms is None:
-            q, k = F.rope(q, k, *table, interleaved=pairs)
-        else:
-            q_weight, k_weight = norms.weights
-            options = norms.eps, norms.offset, norms.casting_mode
-            q, k = F.qk_norm_rope(q, k, q_weight, k_weight, table[0], table[1], *options, interleaved=pairs)
-        if unsqueeze_dim == 2:
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return q, k
-
-    def is_probed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
-        if not isinstance(k, Tensor) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or unsqueeze_dim not in (1, 2):
-            return False
-        positions = 3 - unsqueeze_dim
-        return (
-            q.dtype == k.dtype
-            and sin.dtype == cos.dtype
-            and q.shape[0] == k.shape[0]
-            and q.shape[positions] == k.shape[positions] == cos.shape[1]
-            and cos.shape[0] in (1, q.shape[0])
-        )
 
     if rotary.layout == "SHD":
 
         def rotated_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
             if args or kwargs or q.dim() != 3 or k.shape[0] != q.shape[0] or cos.dim() != 2 or len(cos) != len(q):
                 return original(q, k, cos, sin, *args, **kwargs)
-            q, k = rotate(q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2)
+            q, k = rotate(rotary, q.unsqueeze(0), k.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2)
             return q.squeeze(0), k.squeeze(0)
 
         return rotated_positions
@@ -190,7 +204,7 @@ def rotary_function(rotary: probe.Rotary, original: Callable) -> Callable:
             none = x[:, :0] if unsqueeze_dim == 1 else x[:, :, :0]
             if norms is not None:
                 norms = norms._replace(weights=(*norms.weights, None))
-            return rotate(x, none, cos, sin, unsqueeze_dim, norms)[0]
+            return rotate(rotary, x, none, cos, sin, unsqueeze_dim, norms)[0]
 
         return taking_norms(rotated_one, 1)
 
@@ -207,7 +221,7 @@ def rotary_function(rotary: probe.Rotary, original: Callable) -> Callable:
         if args or kwargs.keys() - {"unsqueeze_dim"} or not is_probed(q, k, cos, sin, dim):
             q, k = norm_heads(norms, q, k)
             return original(q, k, cos, sin, *args, **kwargs)
-        return rotate(q, k, cos, sin, dim, norms)
+        return rotate(rotary, q, k, cos, sin, dim, norms)
 
     return taking_norms(rotated, 2)
 

@@ -11,11 +11,13 @@ LINTERS ?= ruff==0.17.6 clang-format==23.1.5 mypy==2.4.1 codespell==2.4.3
 
 # Of the site.
 SITE ?= mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings[python]==1.0.8 ruff==0.17.6
+# What loads the repository of `make hub`. Newer transformers refuse this release of kernels.
+HUB ?= "transformers==5.22.*" kernels==0.17.2
 
 # Torch minors that `make wheel` builds for: all those in liger_ops/aot/torch_release.py, or a list of some.
 TORCH_VERSIONS ?= all
 
-.PHONY: build test test-thorough test-all test-machines test-packs sanitize lint docs demo wheel sdist clean
+.PHONY: build test test-thorough test-all test-machines test-packs test-hub sanitize lint docs demo wheel hub sdist clean
 .DEFAULT_GOAL := build
 
 # Independent targets run in parallel.
@@ -79,6 +81,16 @@ sanitize: build $(models) test-packs
 	$(PYTHON) tests/sanitize.py address
 	$(PYTHON) tests/sanitize.py thread
 
+# The repository in the library `kernels` and in transformers, in an environment of its own.
+test-hub: build build/hub-env/ready
+	$(PYTHON) setup.py -q hub
+	PYTHONPATH="$(CURDIR)" build/hub-env/bin/python -m pytest -m kernels tests/packaging/test_hub.py tests/docs/test_docs.py
+
+build/hub-env/ready: Makefile
+	$(BASE) -m venv build/hub-env
+	build/hub-env/bin/python -m pip install -q --no-compile "$(TORCH)" pytest $(HUB)
+	touch $@
+
 test-packs: $(ready)
 	$(PYTHON) tests/support/stub_cuda/packs.py
 
@@ -109,6 +121,12 @@ demo: build $(models)
 wheel: $(ready)
 	LIGER_OPS_TORCH_VERSIONS="$(TORCH_VERSIONS)" SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 	  $(PYTHON) setup.py -q bdist_wheel
+
+# A repository for Hugging Face's library `kernels`, in build/hub, for the installed torch. With
+# LIGER_OPS_TORCH_VERSIONS=all, for all releases and all GPUs. It uses the object files of `build` and waits for it if both
+# are made.
+hub: $(ready) $(filter build,$(MAKECMDGOALS))
+	$(PYTHON) setup.py -q hub
 
 sdist: $(ready)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) setup.py -q sdist

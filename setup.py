@@ -3,6 +3,7 @@
 pip install --no-build-isolation .          kernels for the GPUs of this machine (LIGER_OPS_ARCHS=all: for all GPUs)
 pip install --no-build-isolation -e .       the same, inside the checkout
 make wheel                                  one wheel for every torch minor in liger_ops/aot/torch_release.py
+make hub                                    a repository for Hugging Face's library `kernels`
 """
 
 import importlib.util
@@ -84,6 +85,8 @@ class CMakeBuild(build_ext):
 
     # The folder that only an installed package needed, until it is a wheel.
     temporary: Path | None = None
+    # Of the operators; None: that of the package.
+    namespace: str | None = None
 
     def run(self) -> None:
         torch = require_torch()
@@ -113,7 +116,7 @@ class CMakeBuild(build_ext):
             "LIGER_LARGEST": max(sources, key=lambda path: path.stat().st_size),
             "LIGER_COMPILE": ";".join(flags.COMPILE),
             "LIGER_LINK": ";".join(flags.LINK),
-            "LIGER_NAMESPACE": flags.NAMESPACE,
+            "LIGER_NAMESPACE": self.namespace or flags.NAMESPACE,
             "LIGER_PORTABLE": flags.PORTABLE,
             "LIGER_PRECOMPILED": ";".join(f"<{name}>" for name in flags.PRECOMPILED),
         }
@@ -138,7 +141,7 @@ class CMakeBuild(build_ext):
                 progress.run(["cmake", "--build", str(build)], env)
         except FileNotFoundError:
             raise SystemExit("liger-ops: building needs CMake and ninja: `pip install cmake ninja` first") from None
-        if not self.inplace:
+        if not self.inplace and not self.namespace:
             self.ship_sources(package / "share" / "src", build / "generated")
             # In a checkout that is built in place, it is the folder of that build.
             CMakeBuild.temporary = None if releases() or (ROOT / "liger_ops" / "lib").exists() else build
@@ -157,7 +160,7 @@ class CMakeBuild(build_ext):
     def check_release(self, libraries: Path, torch_folders: list) -> None:
         manylinux, torch_release = build_module("manylinux"), build_module("torch_release")
         torch_release.require_libraries(releases(), os.listdir(libraries), libraries)
-        runtime = libraries / "libliger_runtime.so"
+        (runtime,) = libraries.glob("lib*_runtime.so")
         found = [sentence for library in sorted(libraries.iterdir()) for sentence in manylinux.violations(library)]
         for minor, folder in zip(releases(), torch_folders):
             library = libraries / torch_release.library_name(minor)
@@ -167,6 +170,25 @@ class CMakeBuild(build_ext):
 
     def get_outputs(self) -> list:
         return []
+
+
+class Hub(CMakeBuild):
+    """Links the library under another namespace, and writes the package as a repository of the library `kernels`."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        # For libraries and packs. The repository is written beside it.
+        self.build_lib = str(ROOT / "build" / "hub-files")
+
+    def run(self) -> None:
+        hub, torch = build_module("hub"), require_torch()
+        self.namespace = hub.namespace(ROOT / "liger_ops", ROOT / "csrc")
+        built = Path(self.build_lib).resolve() / "liger_ops"
+        # Libraries of earlier sources have other names.
+        shutil.rmtree(built / "lib", ignore_errors=True)
+        super().run()
+        minors = releases() or [".".join(torch.__version__.split(".")[:2])]
+        hub.write(built.parents[1] / "hub", ROOT / "liger_ops", built, minors, self.namespace)
 
 
 class Wheel(bdist_wheel):
@@ -194,5 +216,5 @@ class Wheel(bdist_wheel):
 
 setup(
     ext_modules=[Extension("liger_ops._native", sources=[])],
-    cmdclass={"build_ext": CMakeBuild, "dist_info": Metadata, "bdist_wheel": Wheel},
+    cmdclass={"build_ext": CMakeBuild, "dist_info": Metadata, "bdist_wheel": Wheel, "hub": Hub},
 )

@@ -53,6 +53,8 @@ def shadowed() -> Path | None:
 
 def remedy() -> str:
     here = built.PACKAGE.parent
+    if (built.PACKAGE / "metadata.json").exists():  # written by aot/hub.py
+        return "Load a revision of the repository that serves this torch"
     commands = f"with `make build` or `pip install --no-build-isolation -e .` in {here}"
     if installed := shadowed():
         return (

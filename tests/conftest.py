@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(config, items):
     present = {
         "gpu": torch.cuda.is_available(),
         "hopper": torch.cuda.is_available() and has_hopper_kernels(),
+        "kernels": find_spec("kernels") is not None,
         "library": liger_ops._loaded.library is not None,
         "torchtitan": find_spec("torchtitan") is not None,
         "trl": find_spec("trl") is not None,

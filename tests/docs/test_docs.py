@@ -91,7 +91,10 @@ assert quantised and all(row.replacement == "lora_linear" for row in quantised),
 def pages_with_python():
     for page in PAGES:
         if blocks(page, "python"):
-            yield pytest.param(page, marks=[pytest.mark.thorough] * (page.name != "README.md"), id=ids(page))
+            marks = [pytest.mark.kernels] * (page.name == "hub.md") + [pytest.mark.thorough] * (
+                page.name != "README.md"
+            )
+            yield pytest.param(page, marks=marks, id=ids(page))
 
 
 @pytest.mark.parametrize("page", [*pages_with_python()])

@@ -16,6 +16,8 @@ HUB ?= "transformers==5.22.*" kernels==0.17.2
 
 # Torch minors that `make wheel` builds for: all those in liger_ops/aot/torch_release.py, or a list of some.
 TORCH_VERSIONS ?= all
+# The machine that `make wheel` builds for, by its cross compiler: x86_64 or aarch64. By default this machine.
+MACHINE ?=
 
 .PHONY: build test test-thorough test-all test-machines test-packs test-hub sanitize lint docs demo wheel hub sdist clean
 .DEFAULT_GOAL := build
@@ -119,7 +121,7 @@ demo: build $(models)
 
 # One wheel for all TORCH_VERSIONS, reproducible byte for byte. Downloads the headers and libraries of those releases.
 wheel: $(ready)
-	LIGER_OPS_TORCH_VERSIONS="$(TORCH_VERSIONS)" SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	LIGER_OPS_TORCH_VERSIONS="$(TORCH_VERSIONS)" LIGER_OPS_MACHINE="$(MACHINE)" SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 	  $(PYTHON) setup.py -q bdist_wheel
 
 # A repository for Hugging Face's library `kernels`, in build/hub, for the installed torch. With

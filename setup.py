@@ -3,6 +3,7 @@
 pip install --no-build-isolation .          kernels for the GPUs of this machine (LIGER_OPS_ARCHS=all: for all GPUs)
 pip install --no-build-isolation -e .       the same, inside the checkout
 make wheel                                  one wheel for every torch minor in liger_ops/aot/torch_release.py
+make wheel MACHINE=aarch64                  the same for another machine in liger_ops/aot/machines.py
 make hub                                    a repository for Hugging Face's library `kernels`
 """
 
@@ -60,6 +61,17 @@ def releases() -> list:
     return build_module("torch_release").asked_for(os.environ.get("LIGER_OPS_TORCH_VERSIONS", ""))
 
 
+def machine():
+    """The machine that a wheel for several torch releases is for; None to build only for the installed torch."""
+    wanted = os.environ.get("LIGER_OPS_MACHINE", "")
+    if releases():
+        return build_module("machines").asked_for(wanted)
+    if wanted:
+        rule = "needs LIGER_OPS_TORCH_VERSIONS, as `make wheel` sets it: the installed torch is for this machine"
+        raise SystemExit(f"liger-ops: LIGER_OPS_MACHINE {rule}")
+    return None
+
+
 def architectures() -> list[int]:
     """What to compile kernels for: by default the GPUs of this machine; a wheel for several torch releases has all."""
     archs, wanted = build_module("archs"), os.environ.get("LIGER_OPS_ARCHS", "")
@@ -97,13 +109,18 @@ class CMakeBuild(build_ext):
         torch_folders = [Path(torch.__file__).parent]
         torch_release, flags, progress = map(build_module, ("torch_release", "flags", "progress"))
         kernels_for = architectures()
-        compiler = flags.compiler()
+        target = machine()
+        default = target.compiler if target else "g++"
+        compiler = flags.compiler(default)
         if compiler is None:
-            raise SystemExit("liger-ops: building needs a C++ compiler: g++, or the one named in CXX")
+            raise SystemExit(f"liger-ops: building needs a C++ compiler: {default}, or the one named in CXX")
+        native = not target or target.native
+        if not native and (got := flags.compiles_for(compiler)) != target.name:
+            raise SystemExit(f"liger-ops: {compiler[0]}, which CXX names, must compile for {target.name} (got {got})")
         sources = flags.sources(ROOT / "csrc")
         if releases():
-            build /= "release"
-            torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch") for v in releases()]
+            build /= f"release-{target.name}"
+            torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch", target) for v in releases()]
         arguments = {
             "LIGER_PYTHON": sys.executable,
             "Python_EXECUTABLE": sys.executable,
@@ -111,7 +128,7 @@ class CMakeBuild(build_ext):
             "LIGER_TORCH_STANDARDS": ";".join(str(torch_release.cxx_standard(folder)) for folder in torch_folders),
             "LIGER_ARCHS": ",".join(map(str, kernels_for)),
             "LIGER_OUTPUT": package,
-            "LIGER_CXX_RUNTIME": ";".join(flags.cxx_runtime(compiler)),
+            "LIGER_CXX_RUNTIME": ";".join(flags.cxx_runtime(compiler, native)),
             "LIGER_SOURCES": ";".join(map(str, sources)),
             "LIGER_LARGEST": max(sources, key=lambda path: path.stat().st_size),
             "LIGER_COMPILE": ";".join(flags.COMPILE),
@@ -119,6 +136,7 @@ class CMakeBuild(build_ext):
             "LIGER_NAMESPACE": self.namespace or flags.NAMESPACE,
             "LIGER_PORTABLE": flags.PORTABLE,
             "LIGER_PRECOMPILED": ";".join(f"<{name}>" for name in flags.PRECOMPILED),
+            **(target.cmake if target else {}),
         }
         # The Python bindings are a development tool for one Python version.
         if not releases() and importlib.util.find_spec("pybind11"):
@@ -146,7 +164,7 @@ class CMakeBuild(build_ext):
             # In a checkout that is built in place, it is the folder of that build.
             CMakeBuild.temporary = None if releases() or (ROOT / "liger_ops" / "lib").exists() else build
         if releases():
-            self.check_release(package / "lib", torch_folders)
+            self.check_release(package / "lib", torch_folders, target)
 
     def ship_sources(self, target: Path, generated: Path) -> None:
         """Adds the sources that `python -m liger_ops build` compiles."""
@@ -157,16 +175,18 @@ class CMakeBuild(build_ext):
             self.mkpath(str(copy.parent))
             self.copy_file(str(path), str(copy))
 
-    def check_release(self, libraries: Path, torch_folders: list) -> None:
+    def check_release(self, libraries: Path, torch_folders: list, target) -> None:
         manylinux, torch_release = build_module("manylinux"), build_module("torch_release")
         torch_release.require_libraries(releases(), os.listdir(libraries), libraries)
         (runtime,) = libraries.glob("lib*_runtime.so")
-        found = [sentence for library in sorted(libraries.iterdir()) for sentence in manylinux.violations(library)]
+        found = []
+        for library in sorted(libraries.iterdir()):
+            found += manylinux.violations(library, target) + manylinux.build_paths(library, [ROOT, *torch_folders])
         for minor, folder in zip(releases(), torch_folders):
             library = libraries / torch_release.library_name(minor)
             found += manylinux.missing_symbols(library, [runtime, *(folder / "lib").glob("lib*.so")])
         if found:
-            raise SystemExit("\n".join([f"liger-ops: not fit for {manylinux.TAG}:", *found]))
+            raise SystemExit("\n".join([f"liger-ops: not fit for {target.tag}:", *found]))
 
     def get_outputs(self) -> list:
         return []
@@ -195,7 +215,7 @@ class Wheel(bdist_wheel):
     """A wheel for several torch releases uses no Python symbols, so it fits every Python."""
 
     def get_tag(self) -> tuple:
-        return ("py3", "none", build_module("manylinux").TAG) if releases() else super().get_tag()
+        return ("py3", "none", machine().tag) if machine() else super().get_tag()
 
     def run(self) -> None:
         # For a reproducible wheel: no files of an earlier build, no file modes that depend on the user's umask.

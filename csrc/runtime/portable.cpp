@@ -4,9 +4,11 @@
 
 #include <new>
 
+#include "runtime/portable.h"
+
 #define LIGER_PRIVATE __attribute__((visibility("hidden")))
 
-#if defined(__x86_64__) && defined(__GLIBC__)
+#ifdef LIGER_OLDEST_GLIBC
 // libstdc++ reads this to decide whether to count shared_ptr references without atomics. glibc before 2.32 does not
 // define it. Zero is always safe: there may be other threads.
 extern "C" {
@@ -17,8 +19,12 @@ LIGER_PRIVATE char __libc_single_threaded = 0;
 // glibc before 2.33 has no symbols for these functions. Its <sys/stat.h> implements them by the calls below.
 extern "C" int __fxstat(int version, int file, struct stat* info);
 extern "C" int __lxstat(int version, const char* path, struct stat* info);
-extern "C" LIGER_PRIVATE int fstat(int file, struct stat* info) noexcept { return __fxstat(1, file, info); }
-extern "C" LIGER_PRIVATE int lstat(const char* path, struct stat* info) noexcept { return __lxstat(1, path, info); }
+extern "C" LIGER_PRIVATE int fstat(int file, struct stat* info) noexcept {
+  return __fxstat(LIGER_STAT_VERSION, file, info);
+}
+extern "C" LIGER_PRIVATE int lstat(const char* path, struct stat* info) noexcept {
+  return __lxstat(LIGER_STAT_VERSION, path, info);
+}
 #endif
 
 // libstdc++ has this function since GCC 11.

@@ -6,13 +6,25 @@
 
 #include <features.h>
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-__asm__(".symver dladdr, dladdr@GLIBC_2.2.5");
-__asm__(".symver dlopen, dlopen@GLIBC_2.2.5");
-__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
-__asm__(".symver exp, exp@GLIBC_2.2.5");
-__asm__(".symver log, log@GLIBC_2.2.5");
-__asm__(".symver pow, pow@GLIBC_2.2.5");
+// Per machine: the oldest version of glibc's symbols, and the layout of `struct stat` that its __fxstat takes.
+#ifdef __GLIBC__
+#if defined(__x86_64__)
+#define LIGER_OLDEST_GLIBC "GLIBC_2.2.5"
+#define LIGER_STAT_VERSION 1
+#elif defined(__aarch64__)
+#define LIGER_OLDEST_GLIBC "GLIBC_2.17"
+#define LIGER_STAT_VERSION 0
+#endif
+#endif
+
+#ifdef LIGER_OLDEST_GLIBC
+#define LIGER_OLDEST(function) __asm__(".symver " #function ", " #function "@" LIGER_OLDEST_GLIBC)
+LIGER_OLDEST(dladdr);
+LIGER_OLDEST(dlopen);
+LIGER_OLDEST(dlsym);
+LIGER_OLDEST(exp);
+LIGER_OLDEST(log);
+LIGER_OLDEST(pow);
 // std::condition_variable::wait
 __asm__(
     ".symver _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, "

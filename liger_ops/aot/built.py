@@ -36,7 +36,7 @@ def source_folders() -> list[Path]:
     if SHIPPED.exists():
         return [SHIPPED / "csrc", SHIPPED / "generated"]
     build = PACKAGE.parent / "build"
-    stamps = [*build.glob("*/generated/stamp"), *build.glob("*/release/generated/stamp")]
+    stamps = [*build.glob("*/generated/stamp"), *build.glob("*/release-*/generated/stamp")]
     newest = max(stamps, key=lambda path: path.stat().st_mtime, default=build / "generated" / "stamp")
     return [PACKAGE.parent / "csrc", newest.parent]
 

@@ -29,19 +29,28 @@ def sources(csrc: Path) -> list[Path]:
     return [path for pattern in SOURCES for path in sorted(csrc.glob(pattern))]
 
 
-def compiler() -> list[str] | None:
-    """The C++ compiler in CXX, else g++; None if it is not on PATH."""
-    command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+def compiler(default: str = "g++") -> list[str] | None:
+    """The C++ compiler in CXX, else `default`; None if it is not on PATH."""
+    command = shlex.split(os.environ.get("CXX", "")) or [default]
     return command if shutil.which(command[0]) else None
 
 
-def cxx_runtime(compiler: list[str]) -> list[str]:
+def answer(compiler: list[str], question: str) -> str:
+    return subprocess.run([*compiler, question], capture_output=True, text=True).stdout.strip()
+
+
+def compiles_for(compiler: list[str]) -> str:
+    """The machine: the first part of names such as aarch64-linux-gnu."""
+    return answer(compiler, "-dumpmachine").partition("-")[0]
+
+
+def cxx_runtime(compiler: list[str], native: bool = True) -> list[str]:
     """Linker flags for the shared C++ runtime. A compiler that has only the static one would link a second runtime into
     torch's process, and its streams crash on the first error message."""
-    asked = [*compiler, "-print-file-name=libstdc++.so"]
-    if os.path.isabs(subprocess.run(asked, capture_output=True, text=True).stdout.strip()):
+    if os.path.isabs(answer(compiler, "-print-file-name=libstdc++.so")):
         return []
-    for folder in ("usr/lib", "usr/lib64", "usr/lib/*-linux-gnu", "lib64"):
+    # The libraries of this system are not for another machine.
+    for folder in ("usr/lib", "usr/lib64", "usr/lib/*-linux-gnu", "lib64") if native else ():
         for shared in Path("/").glob(f"{folder}/libstdc++.so.6"):
             return ["-nostdlib++", str(shared), "-lm"]
     raise SystemExit(f"liger-ops: neither {compiler[0]} nor the system has a shared C++ runtime, libstdc++.so.6")

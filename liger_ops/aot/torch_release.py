@@ -8,6 +8,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .machines import Machine
 
 # The torch minors that a wheel supports. Each library is built against one patch release, which makes builds
 # reproducible; the patch releases of a minor share their binary interface.
@@ -75,18 +79,19 @@ def unpack(wheel: Path, folder: Path) -> None:
         archive.extractall(folder, [name for name in archive.namelist() if name.startswith(NEEDED)])
 
 
-def fetch(minor: str, cache: Path) -> Path:
-    """The torch folder of a release, with the files that a build needs. Downloaded once, without dependencies."""
+def fetch(minor: str, cache: Path, machine: Machine) -> Path:
+    """The torch folder of a release for a machine, with the files that a build needs. Downloaded once, without
+    dependencies."""
     version = RELEASES[minor]
-    target = cache / version
+    target = cache / f"{version}-{machine.name}"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", scratch]
-            command += ["--platform", "manylinux_2_28_x86_64", "--python-version", PYTHON, f"torch=={version}"]
+            command += ["--platform", machine.tag, "--python-version", PYTHON, f"torch=={version}"]
             if subprocess.run(command).returncode:
-                sentence = f"torch {version}, to build for torch {minor}, was not downloaded: see pip's message above"
-                raise SystemExit(f"liger-ops: {sentence}")
+                torch = f"torch {version} for {machine.name}, to build for torch {minor}"
+                raise SystemExit(f"liger-ops: {torch}, was not downloaded: see pip's message above")
             (wheel,) = Path(scratch).glob("torch-*.whl")
             unpacked = Path(scratch) / "unpacked"
             unpack(wheel, unpacked)

@@ -678,6 +678,14 @@ PACKAGING = [
         "missing = [minor for minor in minors if library_name(minor) not in present]", "missing = []",
         "packaging/test_release.py packaging/test_build.py",
     ),
+    Defect(
+        "release-accepts-any-machine", "liger_ops/aot/manylinux.py", "!= machine.elf:", "== -1:",
+        "packaging/test_machines.py",
+    ),
+    Defect(
+        "release-downloads-torch-of-this-machine", "liger_ops/aot/torch_release.py", 'f"{version}-{machine.name}"', "version",
+        "packaging/test_machines.py packaging/test_release.py",
+    ),
 ]  # fmt: skip
 
 DEFECTS = [

@@ -13,8 +13,10 @@ from checks import output_of, run_python
 from stub_cuda import LIBRARIES, ROOT, compile_cpp
 
 import liger_ops
-from liger_ops.aot import built, flags, manylinux, torch_release
+from liger_ops.aot import archs, built, flags, machines, manylinux, torch_release
 
+HERE = machines.asked_for("")
+RESULTS = ROOT / "benchmarks" / "results"
 RUNTIME = LIBRARIES / "libliger_runtime.so"
 TORCH = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch.so", "libtorch_cpu.so")]
 
@@ -29,23 +31,24 @@ def library(name: str, code: str, folder: Path, *flags: str) -> Path:
 
 def test_shipped_libraries_load_on_older_systems():
     shipped = sorted(LIBRARIES.glob("lib*.so"))
-    found = [sentence for path in shipped for sentence in manylinux.violations(path)]
+    found = [sentence for path in shipped for sentence in manylinux.violations(path, HERE)]
     assert len(shipped) >= 2
     assert found == []
 
 
-def test_symbols_missing_on_older_systems_are_named(tmp_path, monkeypatch):
+def test_symbols_missing_on_older_systems_are_named(tmp_path):
     code = '#include <unistd.h>\nextern "C" int draw(char* c) { return getentropy(c, 1); }\n'
     fine = library("fine", code, tmp_path)
-    assert manylinux.violations(fine) == []
-    monkeypatch.setitem(manylinux.LIMITS, "GLIBC", (2, 24))
-    assert manylinux.violations(fine) == ["libfine.so: getentropy needs GLIBC_2.25"]
+    assert manylinux.violations(fine, HERE) == []
+    older = HERE._replace(glibc=(2, 24))
+    assert manylinux.violations(fine, older) == ["libfine.so: getentropy needs GLIBC_2.25"]
 
 
 def test_a_library_outside_the_standard_set_is_named(tmp_path):
     elsewhere = library("elsewhere", "", tmp_path)
     needing = ("-Wl,--no-as-needed", f"-L{elsewhere.parent}", "-lelsewhere")
-    assert manylinux.violations(library("other", "", tmp_path, *needing)) == ["libother.so: needs libelsewhere.so"]
+    other = library("other", "", tmp_path, *needing)
+    assert manylinux.violations(other, HERE) == ["libother.so: needs libelsewhere.so"]
 
 
 def test_every_symbol_of_the_operators_has_a_definition():
@@ -56,11 +59,13 @@ def test_every_symbol_of_the_operators_has_a_definition():
     assert missing and all("is not defined by any of its libraries" in sentence for sentence in missing)
 
 
-def test_libraries_contain_no_build_paths():
+def test_libraries_contain_no_build_paths(tmp_path):
     """Builds of one commit are equal, independent of the folder."""
-    for path in LIBRARIES.glob("lib*.so"):
-        for place in (ROOT, Path(torch.__file__).parents[1]):
-            assert str(place).encode() not in path.read_bytes(), f"{path.name}: {place}"
+    places = [ROOT, Path(torch.__file__).parents[1]]
+    assert [sentence for path in LIBRARIES.glob("lib*.so") for sentence in manylinux.build_paths(path, places)] == []
+    code = f'extern "C" const char* built_in() {{ return "{ROOT}/build"; }}\n'
+    named = library("named", code, tmp_path)
+    assert manylinux.build_paths(named, places) == [f"libnamed.so: contains the path {ROOT}"]
 
 
 # ---- Torch releases that are not installed.
@@ -125,16 +130,16 @@ def test_a_release_is_downloaded_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch_release.subprocess, "run", download)
     for _ in range(2):
-        assert (torch_release.fetch("2.11", tmp_path) / "include" / "header.h").exists()
+        assert (torch_release.fetch("2.11", tmp_path, HERE) / "include" / "header.h").exists()
     (command,) = commands
     assert "--no-deps" in command and command[-1] == "torch==2.11.0"
-    assert [p.name for p in tmp_path.iterdir()] == ["2.11.0"]
+    assert [p.name for p in tmp_path.iterdir()] == [f"2.11.0-{HERE.name}"]
 
 
 def test_a_release_that_cannot_be_downloaded_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_release.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
-    with pytest.raises(SystemExit, match="torch 2.11.0, to build for torch 2.11, was not downloaded"):
-        torch_release.fetch("2.11", tmp_path)
+    with pytest.raises(SystemExit, match=f"torch 2.11.0 for {HERE.name}, to build for torch 2.11, was not downloaded"):
+        torch_release.fetch("2.11", tmp_path, HERE)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -163,6 +168,17 @@ def test_a_page_lists_the_test_results_of_each_release():
             assert re.fullmatch(r"not run|\d+ passed( on [\w ]+)?", result.strip()), f"{release}: {result}"
 
 
+def test_a_page_lists_the_cards_that_each_pack_has_run_on():
+    """Cards whose results the repository holds."""
+    text = (ROOT / "docs/installation.md").read_text().split("\n| pack |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", text, re.M))
+    assert {*rows} == {*(f"sm_{arch}" for arch in archs.ALL), "ptx"}
+    cards = {card for said in rows.values() if said != "not run" for card in said.split(", ")}
+    assert cards == {
+        card for card in ("A100", "H100", "H200", "B200") if list(RESULTS.glob(f"nvidia-{card.lower()}-*"))
+    }
+
+
 def test_the_installed_torch_is_among_the_releases():
     assert liger_ops._loader.torch_minor() in torch_release.RELEASES
 
@@ -180,12 +196,20 @@ print("-".join(wheel.get_tag()))
 """
 
 
-def test_a_wheel_for_several_torch_versions_supports_every_python(monkeypatch):
+@pytest.mark.parametrize("machine", ["", *machines.MACHINES])
+def test_a_wheel_for_several_torch_versions_supports_every_python(machine, monkeypatch):
     monkeypatch.chdir(ROOT)
-    several = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="2.11 2.13").split()[-1]
-    one = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="").split()[-1]
-    assert several == "py3-none-manylinux_2_28_x86_64"
-    assert one.startswith(f"cp{sys.version_info[0]}{sys.version_info[1]}-")
+    several = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="2.11 2.13", LIGER_OPS_MACHINE=machine).split()[-1]
+    assert several == f"py3-none-manylinux_2_28_{machine or HERE.name}"
+
+
+def test_a_wheel_for_the_installed_torch_is_for_this_python_and_machine(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    one = output_of(TAGS, LIGER_OPS_TORCH_VERSIONS="", LIGER_OPS_MACHINE="").split()[-1]
+    assert one.startswith(f"cp{sys.version_info[0]}{sys.version_info[1]}-") and one.endswith(f"_{HERE.name}")
+    done = run_python(TAGS, LIGER_OPS_TORCH_VERSIONS="", LIGER_OPS_MACHINE="aarch64")
+    sentence = "liger-ops: LIGER_OPS_MACHINE needs LIGER_OPS_TORCH_VERSIONS"
+    assert (done.returncode, done.stderr.splitlines()[-1][: len(sentence)]) == (1, sentence)
 
 
 WHEEL = """

@@ -19,7 +19,7 @@ TORCH_VERSIONS ?= all
 # The machine that `make wheel` builds for, by its cross compiler: x86_64 or aarch64. By default this machine.
 MACHINE ?=
 
-.PHONY: build test test-thorough test-all test-machines test-packs test-hub sanitize lint docs demo wheel hub sdist clean
+.PHONY: build test test-thorough test-all test-aarch64 test-machines test-packs test-hub sanitize lint docs demo wheel hub sdist clean
 .DEFAULT_GOAL := build
 
 # Independent targets run in parallel.
@@ -129,6 +129,10 @@ wheel: $(ready)
 # are made.
 hub: $(ready) $(filter build,$(MAKECMDGOALS))
 	$(PYTHON) setup.py -q hub
+
+# The wheel for aarch64 in an emulator, on x86-64.
+test-aarch64: $(ready)
+	$(PYTHON) tests/packaging/emulated.py dist/*_aarch64.whl
 
 sdist: $(ready)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) setup.py -q sdist

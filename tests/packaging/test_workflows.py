@@ -120,6 +120,6 @@ def test_workflows_call_what_exists():
     targets = {*re.findall(r"^([\w./-]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)}
     commands = "\n".join(steps_of(job, "run") for job in JOBS.values())
     made = {word for line in re.findall(r"make (.*)", commands) for word in line.split("MACHINE")[0].split()}
-    assert made == {"wheel", "build", ".venv/models"} and made <= targets
+    assert made == {"wheel", "build", "test-hub", ".venv/models"} and made <= targets
     files = re.findall(r"(?:tests|\.ci)/[\w/.]+", commands)
     assert len(files) > 4 and [name for name in files if not (ROOT / name).exists()] == []

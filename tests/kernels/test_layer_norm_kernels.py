@@ -29,6 +29,8 @@ def run(path, n, aligned, of_rows="fp32", of_weight="fp32", weighted=True, rows=
     out = dict(x=x, w=w, b=b, dy=dy, y=y)
     few, final = min(rows, backward.constexprs["BLOCK_M"]), 32
     wanted = {"both": 8 | 16, "dw": 8, "db": 16, "neither": 0, "both_final": 8 | 16 | final, "db_final": 16 | final}
+    if n > 1000:  # the interpreter takes long
+        wanted = {name: wanted[name] for name in ("both", "db", "both_final")}
     for name, flags in wanted.items():
         programs, count = (1, few) if flags & final else (2, rows)
         partial, outs = torch.full((2, 2, n), nan), torch.full((2, n), nan, dtype=w.dtype)
@@ -62,7 +64,7 @@ THOROUGH = [
 
 @cases(QUICK, THOROUGH)
 def test_kernels_interpreted(case, interpreted):
-    """Runs the kernels on CPU tensors, for every combination of parameter gradients."""
+    """Runs the kernels on CPU tensors, for combinations of parameter gradients."""
     got = interpreted
     weighted = len(case) < 3 or case[-1] is not False
     few = len(got["dx_both_final"])  # rows that one program processes per step
@@ -76,7 +78,9 @@ def test_kernels_interpreted(case, interpreted):
         return found | dict(dx_final=dx[:few], dw_final=dw, db_final=db)
 
     ours = [("y", got["y"])]
-    for name in ("both", "dw", "db", "neither", "both_final", "db_final"):
+    names = [key.removeprefix("dx_") for key in got if key.startswith("dx_")]
+    assert len(names) == (3 if got["x"].shape[1] > 1000 else 6)
+    for name in names:
         final = "_final" * name.endswith("_final")
         ours.append((f"dx{final}", got[f"dx_{name}"]))
         for parameter, t in zip(("dw", "db"), got[f"parameters_{name}"]):

@@ -109,7 +109,7 @@ def few_measurements(monkeypatch):
 
 
 def test_a_soak_of_few_steps(device):
-    wrong, _ = soak.soak(41, device)
+    wrong, _ = soak.soak(17, device)
     assert wrong == []
 
 

@@ -21,24 +21,30 @@ class Memory:
     """The storages of a launch's tensors. Without the check, an access beside them would read or change whatever the
     process keeps there."""
 
-    starts = ends = np.empty(0, np.int64)
+    spans: list[tuple[int, int]] = []
+    lanes: list[tuple[int, int]] = []  # of reads: lanes are read whole, and memory is allocated in whole lanes
 
     def hold(self, tensors):
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        spans = sorted((start, start + size) for start, size in storages.items() if size)
-        self.starts, self.ends = np.array(spans, np.int64).reshape(-1, 2).T
+        self.spans = sorted((start, start + size) for start, size in storages.items() if size)
+        self.lanes = [(start // LANE * LANE, -(-end // LANE) * LANE) for start, end in self.spans]
 
     def check(self, addresses, mask, size, reads):
-        first = np.asarray(addresses)[np.asarray(mask, bool)].astype(np.int64)
-        # Lanes are read whole; memory is allocated in whole lanes.
-        starts, ends = (self.starts // LANE * LANE, -(-self.ends // LANE) * LANE) if reads else (self.starts, self.ends)
-        at = np.searchsorted(starts, first, side="right") - 1
-        inside = (at >= 0) & (first + size <= np.append(ends, 0)[at])
-        if not inside.all():
-            beside = first[~inside][0]
-            near = np.abs(self.starts - beside).argmin()
-            place = f"{beside - self.starts[near]} bytes from the start of {self.ends[near] - self.starts[near]}"
-            raise IndexError(f"{'read' if reads else 'write'} of {size} bytes outside of the launch's tensors: {place}")
+        mask = np.asarray(mask, bool)
+        first = addresses if mask.all() else addresses[mask]
+        if not first.size:
+            return
+        spans = self.lanes if reads else self.spans
+        low, high = int(first.min()), int(first.max())
+        if any(start <= low and high + size <= end for start, end in spans):
+            return
+        for address in map(int, first.flat):  # they are of several tensors
+            if not any(start <= address and address + size <= end for start, end in spans):
+                start, end = min(self.spans, key=lambda span: abs(span[0] - address), default=(0, 0))
+                place = f"{address - start} bytes from the start of {end - start}"
+                raise IndexError(
+                    f"{'read' if reads else 'write'} of {size} bytes outside of the launch's tensors: {place}"
+                )
 
 
 memory = Memory()
@@ -64,24 +70,26 @@ def reserve_ring(asm, _):
     return [np.zeros(1, np.int32)]
 
 
-def lane_at(address):
-    memory.check(address, True, LANE, reads=True)
-    return ctypes.string_at(int(address), LANE)
+def lanes_at(addresses, wanted):
+    """The bytes at each address that is wanted, else None."""
+    memory.check(addresses, wanted, LANE, reads=True)
+    return [ctypes.string_at(at, LANE) if goes else None for at, goes in zip(addresses.tolist(), wanted.tolist())]
 
 
 def copy(_, values):
-    to, source, wanted = values
-    for slot, address, goes in zip(to.flat, source.flat, wanted.flat):
-        if goes:
-            pending_copies.append((int(slot), lane_at(address)))
-    return [np.zeros(to.shape, np.int32)]
+    to, source, wanted = (v.ravel() for v in values)
+    lanes = zip(to.tolist(), lanes_at(source, wanted != 0))
+    pending_copies.extend((slot, lane) for slot, lane in lanes if lane is not None)
+    return [np.zeros(values[0].shape, np.int32)]
 
 
+@functools.cache
 def limit(asm):
     """The constant that the number of remaining columns is compared with."""
     return int(re.findall(r"setp\.gt\.s32 there, \$\d, (\d+);", asm)[0])
 
 
+@functools.cache
 def offset(asm, operand):
     return int(re.findall(rf"\[\${operand}\+(\d+)\]", asm)[0])
 
@@ -89,11 +97,10 @@ def offset(asm, operand):
 def copy_group(asm, values):
     slot, *rows, left = values
     copies = re.findall(r"\[\$1\+(\d+)\], \[\$(\d)\+(\d+)\], 16, size", asm)
-    group = []
+    group, inside = [], left > limit(asm)
     for (at, _, row), source in zip(copies, rows):
-        for to, address, columns in zip(slot, source, left):
-            lane = lane_at(address + int(row)) if columns > limit(asm) else bytes(LANE)
-            group.append((int(to) + int(at), lane))
+        lanes = lanes_at(source + int(row), inside)
+        group += [(to + int(at), lane or bytes(LANE)) for to, lane in zip(slot.tolist(), lanes)]
     pending_groups.append(group)
     return [np.zeros(slot.shape, np.int32)]
 
@@ -119,17 +126,16 @@ def wait_group(asm, values):
 def read(asm, values):
     (slots,) = values
     at = offset(asm, 4) if "+" in asm else 0
-    lanes = np.stack([shared[slot + at : slot + at + LANE].view(np.int32) for slot in slots])
+    lanes = shared[(slots + at)[:, None] + np.arange(LANE)].view(np.int32)
     return [np.ascontiguousarray(lanes[:, i]) for i in range(4)]
 
 
 def load(asm, values):
     at, left = values
     absent = re.findall(r"mov\.b32 \$0, (\d+);", asm)[0]
-    lanes = np.full((len(at), 4), int(absent), np.int32)
-    for lane, address, columns in zip(lanes, at, left):
-        if columns > limit(asm):
-            lane[:] = np.frombuffer(lane_at(address + offset(asm, 4)), np.int32)
+    missing = np.full(4, int(absent), np.int32).tobytes()
+    found = b"".join(lane or missing for lane in lanes_at(at + offset(asm, 4), left > limit(asm)))
+    lanes = np.frombuffer(found, np.int32).reshape(-1, 4)
     return [np.ascontiguousarray(lanes[:, i]) for i in range(4)]
 
 
@@ -140,11 +146,12 @@ def store(asm, values):
 
 def write(_, values):
     to, *words = values[:5]
-    wanted = values[5] if len(values) > 5 else np.ones_like(to)
-    for address, goes, *lane in zip(to, wanted, *words):
+    wanted = values[5] != 0 if len(values) > 5 else np.ones(to.shape, bool)
+    memory.check(to, wanted, LANE, reads=False)
+    lanes = np.stack(words, 1).astype(np.int32)
+    for address, lane, goes in zip(to.tolist(), lanes, wanted.tolist()):
         if goes:
-            memory.check(address, True, LANE, reads=False)
-            ctypes.memmove(int(address), np.array(lane, np.int32).tobytes(), LANE)
+            ctypes.memmove(address, lane.tobytes(), LANE)
     return [np.zeros(to.shape, np.int32)]
 
 

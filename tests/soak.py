@@ -89,12 +89,14 @@ def soak(
     wrong: list[str] = []
     measured = []
     gc.freeze()  # collections then examine only what is made from here on
-    for number in range(steps):
-        wrong += step(chance.choice(chosen), chance, device, number % COMPARED == 0)
-        each(number)
-        if number % max(steps // MEASUREMENTS, 1) == 0:
-            measured.append(memory(device))
-    gc.unfreeze()
+    try:
+        for number in range(steps):
+            wrong += step(chance.choice(chosen), chance, device, number % COMPARED == 0)
+            each(number)
+            if number % max(steps // MEASUREMENTS, 1) == 0:
+                measured.append(memory(device))
+    finally:
+        gc.unfreeze()
     host, on_device = (growth(list(series)) for series in zip(*measured))
     return wrong, (host, on_device)
 

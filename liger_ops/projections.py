@@ -118,20 +118,19 @@ class _Projections(torch.autograd.Function):
 # Its base class, and the classes whose forward is understood: over nn.Linear, and over bitsandbytes' Linear4bit.
 PEFT_LAYER = ("peft.tuners.lora.layer", "LoraLayer")
 PEFT_LINEARS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
-# In training, peft draws a mask for each adapter.
-HAS_DROPOUT = "has dropout"
 # Autocast changes no others.
 CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Adapted(NamedTuple):
-    """A linear layer and its active adapters, each of which adds ``scale[j] * linear(linear(x, a[j]), b[j])``."""
+    """A linear layer and its active adapters, each of which adds ``scale[j] * linear(linear(dropout(x), a[j]), b[j])``."""
 
     weight: Tensor | Packed
     bias: Tensor | None
     a: list[Tensor]
     b: list[Tensor]
     scale: list[float]
+    dropout: list[float]
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -175,9 +174,9 @@ def read_weight(base: Any, dtype: torch.dtype, casts: bool) -> Tensor | Packed |
     return weight if weight.dtype == dtype else f"base is {weight.dtype}, its input {dtype}"
 
 
-def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float] | str:
-    """A, B and scale of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward must run. casts:
-    autocast gives operands this dtype."""
+def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float, float] | str:
+    """A, B, scale and rate of dropout of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward
+    must run. casts: autocast gives operands this dtype."""
     if adapter in layer.lora_variant:
         return f"is the variant {type(layer.lora_variant[adapter]).__name__.removesuffix('LinearVariant')}"
     # Without nn.Module.__getattr__, which would take half of the time.
@@ -189,19 +188,18 @@ def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> t
         return "its adapter has a bias"
     if has_hooks(dropout) or type(dropout) not in (nn.Identity, nn.Dropout):
         return "its dropout is hooked or replaced"
-    if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
-        return HAS_DROPOUT
+    rate = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     a, b, scale = down.weight, up.weight, layer.scaling[adapter]
     if not isinstance(scale, (int, float)):
         return "its scale is no number"
     widened = a.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
     if casts and a.dtype in CAST_BY_AUTOCAST and b.dtype in CAST_BY_AUTOCAST:
-        return a.to(dtype), b.to(dtype), scale
+        return a.to(dtype), b.to(dtype), scale, rate
     if a.dtype != b.dtype or not (widened or a.dtype == dtype):
         return f"its A is {a.dtype}, its B {b.dtype}, its input {dtype}"
     if widened and not layer.cast_input_dtype_enabled:
         return "does not cast its input"
-    return a, b, scale
+    return a, b, scale, rate
 
 
 def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | str:
@@ -215,7 +213,7 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
     bias = base.bias
     if bias is not None and (casts or isinstance(weight, Packed)):
         bias = bias.to(dtype)
-    found = Adapted(weight, bias, [], [], [])
+    found = Adapted(weight, bias, [], [], [], [])
     if not has_base:
         return found
     if getattr(layer, "fan_in_fan_out", False):
@@ -230,10 +228,8 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
         state = read_adapter(layer, adapter, dtype, casts)
         if isinstance(state, str):
             return state
-        a, b, scale = state
-        found.a.append(a)
-        found.b.append(b)
-        found.scale.append(scale)
+        for values, value in zip(found[2:], state):
+            values.append(value)
     return found
 
 
@@ -261,9 +257,10 @@ def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
     a = [weight for state in states for weight in state.a]
     b = [weight for state in states for weight in state.b]
     scale = [factor for state in states for factor in state.scale]
+    dropout = [rate for state in states for rate in state.dropout]
     # Autocast and quantised layers cast their input, and the latter their result to the input's dtype.
     cast = x.to(states[0].weight.dtype)
-    ys = lora_projections(cast, [s.weight for s in states], [s.bias for s in states], a, b, scale, of)
+    ys = lora_projections(cast, [s.weight for s in states], [s.bias for s in states], a, b, scale, of, dropout)
     return tuple(y.to(x.dtype) if isinstance(s.weight, Packed) else y for y, s in zip(ys, states))
 
 

@@ -21,7 +21,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
 from ..projections import (
-    HAS_DROPOUT,
     adapted,
     has_hooks,
     is_bare_linear,
@@ -522,9 +521,6 @@ def identify_lora(module: Any, switches: Switches) -> str:
     if any(map(is_distributed, module.parameters())):
         return "peft's own forward unless its weights are gathered"
     state = adapted(module, dtype_of(base))
-    if isinstance(state, str) and state != HAS_DROPOUT:
+    if isinstance(state, str):
         raise NotUnderstood(state)
-    # Models are often patched in evaluation mode.
-    dropouts = [module.lora_dropout[name] for name in module.active_adapters if name in module.lora_dropout]
-    drops = any(getattr(dropout, "p", 0) > 0 for dropout in dropouts)
-    return f"{HAS_DROPOUT}: peft's own forward in training" if drops else ""
+    return ""

@@ -233,7 +233,7 @@ KERNELS = [
         aligned=["out", "x", "w", "features", "ranks", "padded", "rank", "x_row", "w_step", "out_row", "out_split"],
         axes={"dtype": DTYPES, "adapter": ADAPTERS},
         configs=configs(
-            [(16, 64, 128, 16, 4), (32, 64, 128, 32, 4), (None, 64, 128, 64, 8), (None, 32, 64, 16, 4)], STAGES=3
+            [(16, 64, 128, 16, 4), (32, 64, 64, 32, 4), (None, 64, 64, 64, 4), (None, 32, 64, 16, 4)], STAGES=4
         ),
     ),
     Kernel(
@@ -249,7 +249,7 @@ KERNELS = [
             "drops": [{"DROPS": 0}, {"DROPS": 1}],
         },
         configs=configs(
-            [(16, 64, 128, 16, 4), (32, 64, 128, 32, 4), (None, 64, 128, 64, 8), (None, 32, 64, 16, 4)], STAGES=3
+            [(16, 64, 128, 16, 4), (32, 64, 128, 32, 4), (None, 64, 128, 64, 4), (None, 32, 64, 16, 4)], STAGES=3
         ),
     ),
     Kernel(

@@ -47,8 +47,8 @@ class GatedNorm:
         return self.casting_mode == "llama" and self.gate_first
 
     def of(self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        options = dict(gate_first=self.gate_first, group_size=self.group_size)
-        return F.rms_norm_gated(x, gate, weight, eps, self.offset, self.casting_mode, self.activation, **options)
+        options = self.offset, self.casting_mode, self.activation
+        return F.rms_norm_gated(x, gate, weight, eps, *options, gate_first=self.gate_first, group_size=self.group_size)
 
 
 def parameters_of_forward(module: nn.Module) -> tuple[str, ...]:
@@ -69,18 +69,18 @@ def group_sizes(module: nn.Module, n: int) -> Iterator[int | None]:
     yield from dict.fromkeys(size for v in sorted(numbers) for size in (v, n // v))
 
 
-def identify(module: nn.Module, switches: Switches) -> GatedNorm:
+def identify(module: Any, switches: Switches) -> GatedNorm:
     require_switch(switches, "rms_norm")
     cls, names = original_class(type(module)), parameters_of_forward(module)
     parameters = dict(module.named_parameters(recurse=False))
     if [*module.children(), *module.buffers(recurse=False)] or parameters.keys() != {"weight"}:
         raise NotUnderstood("has parameters that no gated norm has")
-    if module.weight.dim() != 1:
+    if parameters["weight"].dim() != 1:
         raise NotUnderstood("its weight has more than one dimension")
     epsilons = [name for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
     if not epsilons:
         raise NotUnderstood("has no epsilon")
-    n = module.weight.shape[0]
+    n = parameters["weight"].shape[0]
     weight = 20 * probe.random_tensor(n, seed=7)
 
     def run(x: Tensor, gate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -146,10 +146,11 @@ def patch(module: nn.Module, norm: GatedNorm) -> str:
     def members(cls: type[nn.Module]) -> dict[str, Any]:
         def forward(self: Any, *args: Any, **named: Any) -> Any:
             given = dict(zip(norm.arguments, args)) | named
-            x, gate = (given.get(name) for name in norm.arguments)
-            if len(given) != len(args) + len(named) or len(given) != 2 or not understood(x, gate, self.weight):
-                return original_class(type(self)).forward(self, *args, **named)
-            return normed(self, norm, x, gate)
+            if len(given) == len(args) + len(named) and given.keys() == set(norm.arguments):
+                x, gate = (given[name] for name in norm.arguments)
+                if understood(x, gate, self.weight):
+                    return normed(self, norm, x, gate)
+            return original_class(type(self)).forward(self, *args, **named)
 
         return {"forward": forward}
 

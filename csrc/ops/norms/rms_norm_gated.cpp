@@ -63,9 +63,10 @@ void check(const char* op, const Tensor& x, const Tensor& gate, const Tensor& we
 }
 
 struct RmsNormGated : core::Operator<
-                          RmsNormGated, Tensor(
-                                            const Tensor&, const Tensor&, const OptionalTensor&, double, double,
-                                            c10::string_view, c10::string_view, bool, std::optional<int64_t>)> {
+                          RmsNormGated,
+                          Tensor(
+                              const Tensor&, const Tensor&, const OptionalTensor&, double, double, c10::string_view,
+                              c10::string_view, bool, std::optional<int64_t>)> {
   static constexpr const char* kOp = rms_norm_gated::kOp;
   static constexpr const char* kSchema = schemas::rms_norm_gated;
   using Edges = core::Positions<0, 1, 2>;

@@ -190,7 +190,9 @@ def rms_norm_gated_bwd_kernel(
     if PREFETCH:
         row = block_rows(program, BLOCK_M)
         next_x = load_tiles(x + row_offset(row, inner_rows, x_outer, x_inner), row < rows, n, BLOCK_N, TILES)
-        next_gate = load_tiles(gate + row_offset(row, inner_rows, gate_outer, gate_inner), row < rows, n, BLOCK_N, TILES)
+        next_gate = load_tiles(
+            gate + row_offset(row, inner_rows, gate_outer, gate_inner), row < rows, n, BLOCK_N, TILES
+        )
         next_dy = load_tiles(dy + row_offset(row, inner_rows, dy_outer, dy_inner), row < rows, n, BLOCK_N, TILES)
 
     for block in tl.range(program, tl.cdiv(rows, BLOCK_M), programs):

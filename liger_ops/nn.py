@@ -18,6 +18,7 @@ __all__ = [
     "LayerNorm",
     "LinearLossHead",
     "RMSNorm",
+    "RMSNormGated",
     "SwiGLUMLP",
     "apply_rotary_pos_emb",
 ]
@@ -89,6 +90,49 @@ class FusedAddRMSNorm(RMSNorm):
         rows, residual = _rows(name, x, shape), _rows(name, residual, shape)
         y, s = F.fused_add_rms_norm(rows, residual, _flat(self.weight), self.epsilon(x), self.offset, self.casting_mode)
         return y.view(x.shape), s.view(x.shape)
+
+
+class RMSNormGated(RMSNorm):
+    """``forward(x, gate)`` of :func:`liger_ops.functional.rms_norm_gated`, with the parameters of :class:`RMSNorm`.
+
+    >>> RMSNormGated(8, eps=1e-6)(torch.ones(2, 8), torch.zeros(2, 8)).sum()
+    tensor(0., grad_fn=<SumBackward0>)
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        activation: str = "silu",
+        gate_first: bool = False,
+        group_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, device, dtype, offset=offset, casting_mode=casting_mode
+        )
+        self.activation, self.gate_first, self.group_size = activation, gate_first, group_size
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        shape = list(self.normalized_shape)
+        rows, gates = _rows("RMSNormGated", x, shape), _rows("RMSNormGated", gate, shape)
+        y = F.rms_norm_gated(
+            rows,
+            gates,
+            _flat(self.weight),
+            self.epsilon(x),
+            self.offset,
+            self.casting_mode,
+            self.activation,
+            gate_first=self.gate_first,
+            group_size=self.group_size,
+        )
+        return y.view(x.shape)
 
 
 class LayerNorm(nn.LayerNorm):

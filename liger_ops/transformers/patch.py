@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, overload
 from torch import nn
 
 from ..projections import has_adapters
-from . import experts, modules, probe
+from . import experts, gated_norms, modules, probe
 from .heads import patch_model
 from .patched import (
     NotUnderstood,
@@ -71,6 +71,7 @@ def identify_mlp(module: nn.Module, switches: Switches) -> probe.MLP:
 KINDS = (
     Kind("rope", lambda module: probe.rotary_methods(type(module)), probe.identify_rotary_module, modules.patch_rotary),
     Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
+    Kind("norm", gated_norms.looks_gated, gated_norms.identify, gated_norms.patch),
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),

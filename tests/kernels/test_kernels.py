@@ -88,7 +88,13 @@ def test_the_elf_reader_agrees_with_cuobjdump(tmp_path):
 SMALL_SPILL = 16
 # Aligned configs with programs_per_sm limit registers to make room for resident programs, and may spill more; tuning
 # measured these configs with their spills. Each limit is the kernel's current maximum on any architecture.
-SPILLS_OF_LIMITED_REGISTERS = {"layer_norm_fwd": 192, "layer_norm_bwd": 368, "rms_norm_fwd": 80, "rms_norm_bwd": 80}
+SPILLS_OF_LIMITED_REGISTERS = {
+    "layer_norm_fwd": 192,
+    "layer_norm_bwd": 368,
+    "rms_norm_fwd": 80,
+    "rms_norm_bwd": 80,
+    "rms_norm_gated_bwd": 96,
+}
 
 
 @pytest.mark.parametrize("name, arch", COMPILED)

@@ -51,11 +51,16 @@ def run(path, n, aligned, of_rows="fp32", of_weight="fp32", mode=1, groups=1, of
 """
 # Modes: 1 has a weight, 2 rounds rows, 4 rounds products, 256 gates first, 512 sigmoid.
 MODES = [0, 1, 2, 7, 259, 513, 769, 771]
-# One tile and several, aligned and unaligned, a loop in backward and in both; rows that load ahead.
-QUICK = [(40, True, "fp32", "fp32", 1), (2560, True, "fp32", "fp32", 257), (60, False), (700, False, "fp32", "fp32", 257)]
+# One tile and several, aligned and unaligned; tiles that are loaded twice; loops.
+QUICK = [
+    (40, True, "fp32", "fp32", 1),
+    (2560, True, "fp32", "fp32", 257),
+    (60, False),
+    (700, False, "fp32", "fp32", 257),
+]
 QUICK += [(40, True, "fp16", "fp16", mode) for mode in MODES]
 QUICK += [(40, True, "fp16", "fp32", 3), (40, True, "fp16", "fp32", 259, 1, "fp32")]
-QUICK += [(7000, True, "fp16", "fp16", 7), (13_000, True, "fp32", "fp32", 513)]
+QUICK += [(7000, True, "fp16", "fp16", 7), (13_000, True, "fp32", "fp32", 513), (17_000, True, "fp16", "fp16", 259)]
 # Groups, in one tile and in a loop.
 QUICK += [(40, True, "fp16", "fp16", 259, 3), (33, False, "fp32", "fp32", 513, 2), (600, False, "fp16", "fp16", 7, 3)]
 THOROUGH = [(n, True) for n in (128, 1024, 4000, 17_000)]

@@ -57,6 +57,21 @@ OPERATORS = [
         "ops/test_compiled_autograd.py ops/norms/test_rms_norm.py",
     ),
     Defect(
+        "gated-norm-applies-the-gate-twice", "csrc/ops/norms/rms_norm_gated_cpu.cpp",
+        "if (!a.gate_first) multiply(out, out, activation", "multiply(out, out, activation",
+        "ops/norms/test_rms_norm_gated.py ops/test_every_operator.py",
+    ),
+    Defect(
+        "gated-norm-rounds-a-product-before-a-wide-weight", "csrc/ops/norms/rms_norm_gated.h",
+        "weight.defined() && weight.scalar_type() == x.scalar_type();", "weight.defined();",
+        "ops/norms/test_rms_norm_gated.py",
+    ),
+    Defect(
+        "gated-norm-gradient-of-the-gate-misses-the-norm", "csrc/ops/norms/rms_norm_gated_cpu.cpp",
+        "block[i] = g[i] * norm[i] * by[i];", "block[i] = g[i] * v[i] * by[i];",
+        "ops/norms/test_rms_norm_gated.py",
+    ),
+    Defect(
         "fused-add-rms-norm-saves-a-leaf-as-an-output", "csrc/ops/norms/fused_add_rms_norm.cpp",
         "if (s_has_gradient) connect(s);", "connect(s);",
         "ops/norms/test_fused_add_rms_norm.py ops/test_every_operator.py",
@@ -342,6 +357,16 @@ KERNELS = [
         "kernel-rows-swap-strides", "liger_ops/kernels/rows.py",
         "offset = row.to(tl.int64) * inner_stride", "offset = row.to(tl.int64) * outer_stride",
         f"kernels/test_rms_norm_kernels.py ops/norms/test_rms_norm.py {INTERPRETED}",
+    ),
+    Defect(
+        "kernel-gated-norm-reads-the-first-groups-weight", "liger_ops/kernels/norms/rms_norm_gated.py",
+        "    weights = weight + first", "    weights = weight",
+        "kernels/test_rms_norm_gated_kernels.py",
+    ),
+    Defect(
+        "kernel-gated-norm-forgets-the-activations-slope", "liger_ops/kernels/norms/rms_norm_gated.py",
+        "tl.store(dgate, of_gate * slope,", "tl.store(dgate, of_gate,",
+        "kernels/test_rms_norm_gated_kernels.py",
     ),
     Defect(
         "kernel-rms-norm-drops-epsilon", "liger_ops/kernels/norms/rms_norm.py",

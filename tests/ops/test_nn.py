@@ -88,6 +88,12 @@ OF_LINEAR_LOSSES = dict(OF_LOSSES, ce_weight=PER_CLASS, logits_scale=0.5, memory
 MODULES = {
     "rms_norm": (ours.RMSNorm, [16], OF_NORMS, dict(x=X)),
     "fused_add_rms_norm": (ours.FusedAddRMSNorm, [16], OF_NORMS, dict(x=X, residual=X + 1)),
+    "rms_norm_gated": (
+        ours.RMSNormGated,
+        [16],
+        dict(OF_NORMS, activation="sigmoid", gate_first=True, group_size=8),
+        dict(x=X, gate=X + 1),
+    ),
     "layer_norm": (ours.LayerNorm, [16], dict(eps=0.5), dict(x=X)),
     "embedding": (ours.Embedding, [7, 16], dict(padding_idx=3), dict(input=TARGET)),
     "cross_entropy": (ours.CrossEntropyLoss, [], dict(OF_LOSSES, weight=PER_CLASS), dict(logits=X, target=TARGET)),
@@ -243,6 +249,7 @@ def scripted_calls():
     yield ours.RMSNorm([3, 8], eps=1e-3, offset=1.0), x.view(5, 3, 8)
     yield ours.RMSNorm(24, elementwise_affine=False), x.double()
     yield ours.FusedAddRMSNorm([3, 8]), x.view(5, 3, 8), x.view(5, 3, 8) + 1
+    yield ours.RMSNormGated([3, 8], group_size=8), x.view(5, 3, 8), x.view(5, 3, 8) + 1
     yield ours.LayerNorm(24), x
     yield ours.LayerNorm((3, 8), bias=False), x.view(5, 3, 8)
     yield ours.Embedding(11, 24, padding_idx=1), target

@@ -556,7 +556,14 @@ def test_flags_and_limits_of_a_kernel_file_reach_cpp():
 
 def test_operators_that_launch_a_kernel_are_found_in_the_cpp_sources():
     launched_by = codegen.operators_of()
-    assert launched_by["column_sum"] == ["moe_router", "fused_add_rms_norm", "layer_norm", "rms_norm", "qk_norm_rope"]
+    assert launched_by["column_sum"] == [
+        "moe_router",
+        "fused_add_rms_norm",
+        "layer_norm",
+        "rms_norm",
+        "rms_norm_gated",
+        "qk_norm_rope",
+    ]
     # Found by includes: a divergence shares code with the linear loss.
     found = ["cross_entropy", "fused_linear_cross_entropy", "fused_linear_divergence"]
     assert launched_by["cross_entropy_fwd"] == found

@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(name, **{**SIZES, **ARCHITECTURES[name], **options})
+    config = AutoConfig.for_model(name, **{**SIZES, **ARCHITECTURES.get(name, {}), **options})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     # Norm weights of exactly one would hide errors.
     for p in model.parameters():

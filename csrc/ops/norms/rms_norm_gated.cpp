@@ -63,9 +63,10 @@ void check(const char* op, const Tensor& x, const Tensor& gate, const Tensor& we
 }
 
 struct RmsNormGated : core::Operator<
-                          RmsNormGated, Tensor(
-                                            const Tensor&, const Tensor&, const OptionalTensor&, double, double,
-                                            c10::string_view, c10::string_view, bool, std::optional<int64_t>)> {
+                          RmsNormGated,
+                          Tensor(
+                              const Tensor&, const Tensor&, const OptionalTensor&, double, double, c10::string_view,
+                              c10::string_view, bool, std::optional<int64_t>)> {
   static constexpr const char* kOp = rms_norm_gated::kOp;
   static constexpr const char* kSchema = schemas::rms_norm_gated;
   using Edges = core::Positions<0, 1, 2>;
@@ -119,6 +120,13 @@ struct RmsNormGated : core::Operator<
     const Tensor w = value_or_undefined(weight);
     check(kBackward, x, gate, w);
     const auto options = options_of(kBackward, 0, offset, mode, activation, gate_first);
+    const auto dtype = options.result_type(x, w);
+    LIGER_CHECK(
+        dy.scalar_type() == dtype, kBackward, "dy", c10::str("have the dtype of the result, ", dtype),
+        dy.scalar_type());
+    LIGER_CHECK(
+        dy.sym_sizes().equals(x.sym_sizes()), kBackward, "dy", c10::str("have the shape of x, ", x.sym_sizes()),
+        dy.sym_sizes());
     // Like dx, and not like the gate: kernels walk both by the same rows.
     const Tensor dgate = wanted & kWantGate ? core::empty_rows_like(x) : Tensor();
     return Device::backward(dy, x, gate, w, rstd, options, dx, dgate, wanted & core::kWantWeight);

@@ -86,9 +86,8 @@ Gradients Cuda::backward(
   auto walk = core::walk_rows<6>(kBackward, {&lead, &dx, &dgate, &dy, &x, &gate});
   check_count(kBackward, walk.rows, groups);
   const bool aligned = walk.aligned_strides() && columns % 8 == 0 &&
-      core::aligned16(
-                           core::address(dx), core::address(dgate), core::address(dy), core::address(x),
-                           core::address(gate), core::address(weight));
+      core::aligned16(core::address(dx), core::address(dgate), core::address(dy), core::address(x), core::address(gate),
+                      core::address(weight));
   const auto point = point_of<K>(x, weight, dy);
   const auto& config = runtime::first_fit<K>(columns, aligned, point, walk.rows);
   const int64_t blocks = (walk.rows + config.BLOCK_M - 1) / config.BLOCK_M;
@@ -125,8 +124,7 @@ Gradients Cuda::backward(
       common_flags(options, x, weight) | (dx.defined() ? flags::NEEDS_DX : 0) |
           (dgate.defined() ? flags::NEEDS_DGATE : 0) | (needs_dweight ? flags::NEEDS_DWEIGHT : 0) |
           (final ? flags::FINAL : 0)};
-  core::launch<K>(
-      kBackward, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs * groups)}, args);
+  core::launch<K>(kBackward, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs * groups)}, args);
   if (adds_up) core::column_sum(kBackward, partial, dweight);
   return {dx, dgate, dweight};
 }

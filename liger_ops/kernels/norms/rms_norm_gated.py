@@ -29,7 +29,7 @@ from ..rows import (
     store_share,
     zero_tiles,
 )
-from ..table import ACTIVATION_WEIGHT_DTYPES, HALVES, Kernel, fewer_when_mixed
+from ..table import ACTIVATION_WEIGHT_DTYPES, Kernel, fewer_when_mixed
 
 HAS_WEIGHT = tl.constexpr(1)
 ROUND_FIRST = tl.constexpr(2)  # rows are rounded before they are multiplied by the weight
@@ -151,6 +151,11 @@ def rms_norm_gated_fwd_kernel(
 
 
 @triton.jit
+def load_tile(row, row_mask, n, t: tl.constexpr, BLOCK_N: tl.constexpr):
+    return load_tiles(row + t * BLOCK_N, row_mask, n - t * BLOCK_N, BLOCK_N, 1)[0]
+
+
+@triton.jit
 def upstream(dy, a, flags):
     """The gradient of the normalised row's product with the weight."""
     dy = dy.to(tl.float32)
@@ -171,7 +176,7 @@ def rms_norm_gated_bwd_kernel(
     dx, dgate, dweight, partial, dy, x, gate, weight, rstd,
     rows, n, groups, inner_rows, dx_outer, dx_inner, dgate_outer, dgate_inner, dy_outer, dy_inner, x_outer, x_inner,
     gate_outer, gate_inner, offset, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     program, group = block_and_group(tl.program_id(0), groups)
     programs = tl.num_programs(0) // groups
@@ -187,11 +192,6 @@ def rms_norm_gated_bwd_kernel(
     # partial: (programs, groups * n)
     partial_row = partial + program.to(tl.int64) * groups * n + first
     sums = zero_tiles(BLOCK_M, BLOCK_N, TILES)
-    if PREFETCH:
-        row = block_rows(program, BLOCK_M)
-        next_x = load_tiles(x + row_offset(row, inner_rows, x_outer, x_inner), row < rows, n, BLOCK_N, TILES)
-        next_gate = load_tiles(gate + row_offset(row, inner_rows, gate_outer, gate_inner), row < rows, n, BLOCK_N, TILES)
-        next_dy = load_tiles(dy + row_offset(row, inner_rows, dy_outer, dy_inner), row < rows, n, BLOCK_N, TILES)
 
     for block in tl.range(program, tl.cdiv(rows, BLOCK_M), programs):
         row = block_rows(block, BLOCK_M)
@@ -205,22 +205,7 @@ def rms_norm_gated_bwd_kernel(
         dots = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
         if TILES > 0:
-            if PREFETCH:
-                # The next rows load while these are reduced. In their own dtype they need half the registers.
-                xs = next_x
-                gates = next_gate
-                dys = next_dy
-                ahead = block_rows(block + programs, BLOCK_M)
-                next_x = load_tiles(
-                    x + row_offset(ahead, inner_rows, x_outer, x_inner), ahead < rows, n, BLOCK_N, TILES
-                )
-                next_gate = load_tiles(
-                    gate + row_offset(ahead, inner_rows, gate_outer, gate_inner), ahead < rows, n, BLOCK_N, TILES
-                )
-                next_dy = load_tiles(
-                    dy + row_offset(ahead, inner_rows, dy_outer, dy_inner), ahead < rows, n, BLOCK_N, TILES
-                )
-            else:
+            if not RELOAD:
                 xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
                 gates = load_tiles(gate_row, row_mask, n, BLOCK_N, TILES)
                 dys = load_tiles(dy_row, row_mask, n, BLOCK_N, TILES)
@@ -228,24 +213,43 @@ def rms_norm_gated_bwd_kernel(
             for t in tl.static_range(TILES):
                 cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
                 w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
-                a, _ = activated_and_slope(gates[t].to(tl.float32), flags)
-                normed = entering(xs[t], a, flags) * scale
+                if RELOAD:
+                    value = load_tile(x_row, row_mask, n, t, BLOCK_N)
+                    z = load_tile(gate_row, row_mask, n, t, BLOCK_N)
+                    dvalue = load_tile(dy_row, row_mask, n, t, BLOCK_N)
+                else:
+                    value = xs[t]
+                    z = gates[t]
+                    dvalue = dys[t]
+                a, _ = activated_and_slope(z.to(tl.float32), flags)
+                normed = entering(value, a, flags) * scale
                 rounded, _ = weighted(normed, w, flags, dtype)
-                grad = upstream(dys[t], a, flags)
+                grad = upstream(dvalue, a, flags)
                 new_sums = new_sums + (sums[t] + grad * rounded,)
                 dots += grad * w * normed
             sums = new_sums
             mean = row_mean(dots, n)
+            if RELOAD:
+                # Else the compiler would keep the tiles, and all that follows from them, in registers.
+                tl.debug_barrier()
             for t in tl.static_range(TILES):
                 cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
                 mask = row_mask & (cols < n)[None, :]
                 w = load_parameter(weight, cols, n, flags & HAS_WEIGHT, 1.0)[None, :] + offset
-                a, slope = activated_and_slope(gates[t].to(tl.float32), flags)
-                normed = entering(xs[t], a, flags) * scale
+                if RELOAD:
+                    value = load_tile(x_row, row_mask, n, t, BLOCK_N)
+                    z = load_tile(gate_row, row_mask, n, t, BLOCK_N)
+                    dvalue = load_tile(dy_row, row_mask, n, t, BLOCK_N)
+                else:
+                    value = xs[t]
+                    z = gates[t]
+                    dvalue = dys[t]
+                a, slope = activated_and_slope(z.to(tl.float32), flags)
+                normed = entering(value, a, flags) * scale
                 _, product = weighted(normed, w, flags, dtype)
-                dv = (upstream(dys[t], a, flags) * w - normed * mean) * scale
+                dv = (upstream(dvalue, a, flags) * w - normed * mean) * scale
                 store_gradients(
-                    dx_row + cols[None, :], dgate_row + cols[None, :], dv, xs[t], dys[t], product, a, slope, mask, flags
+                    dx_row + cols[None, :], dgate_row + cols[None, :], dv, value, dvalue, product, a, slope, mask, flags
                 )
         else:
             for start in range(0, n, BLOCK_N):
@@ -292,7 +296,7 @@ DTYPES = [point | {"Y": point["X"]} for point in ACTIVATION_WEIGHT_DTYPES]
 DTYPES += [{"X": x, "W": "fp32", "Y": "fp32"} for x in ("bf16", "fp16")]
 
 forward_config = partial(rows_config, ahead=0)
-backward_config = partial(rows_config, prefetch=0)
+backward_config = partial(rows_config, reload=0)
 
 
 KERNELS = [
@@ -319,10 +323,8 @@ KERNELS = [
             forward_config(2048, 1, 2048, 1, 4, ahead=1),
             forward_config(3072, 1, 1024, 3, 4, ahead=1),
             forward_config(4096, 1, 4096, 1, 8, ahead=1),
-            forward_config(5120, 1, 1024, 5, 8, ahead=1),
             forward_config(6144, 1, 2048, 3, 8, ahead=1),
             forward_config(8192, 1, 4096, 2, 8, ahead=1),
-            forward_config(12288, 1, 4096, 3, 16, ahead=1),
             forward_config(16384, 1, 4096, 4, 16, ahead=1),
             forward_config(None, 1, 8192, 0, 16),
             forward_config(64, 32, 64, 1, 4, aligned=False),
@@ -347,27 +349,22 @@ KERNELS = [
             "x_outer", "x_inner", "gate_outer", "gate_inner",
         ],
         axes={"dtype": DTYPES},
-        # Three inputs, a sum per column and the activation's slope: half the columns per thread of rms_norm from 1024
-        # columns on. fp32 rows of more than 12288 columns do not fit into registers.
+        # Three inputs, the activation and its slope take many registers: a thread has 8 columns of a row, or loads them
+        # twice (RELOAD), the second time from a cache.
         configs=fewer_when_mixed([
-            backward_config(64, 32, 64, 1, 4, 4),
-            backward_config(128, 16, 128, 1, 4, 4),
-            backward_config(256, 8, 256, 1, 4, 4),
-            backward_config(512, 2, 512, 1, 4, 5),
+            backward_config(64, 16, 64, 1, 4, 4),
+            backward_config(128, 8, 128, 1, 4, 4),
+            backward_config(256, 4, 256, 1, 4, 4),
+            backward_config(512, 2, 512, 1, 4, 4),
             backward_config(1024, 1, 1024, 1, 4, 5),
             backward_config(2048, 1, 2048, 1, 8, 3),
             backward_config(3072, 1, 1024, 3, 8, 2),
-            backward_config(4096, 1, 2048, 2, 8, 2),
-            backward_config(5120, 1, 1024, 5, 8, 1),
-            backward_config(6144, 1, 2048, 3, 16, 1, prefetch=1, only=HALVES),
-            backward_config(6144, 1, 2048, 3, 16, 1),
-            backward_config(8192, 1, 4096, 2, 16, 1, prefetch=1, only=HALVES),
-            backward_config(8192, 1, 4096, 2, 16, 1),
-            backward_config(12288, 1, 4096, 3, 16, 1),
-            backward_config(16384, 1, 4096, 4, 16, 1, only=HALVES),
+            backward_config(4096, 1, 2048, 2, 8, 2, reload=1),
+            backward_config(8192, 1, 4096, 2, 16, 1, reload=1),
+            backward_config(16384, 1, 4096, 4, 16, 1, reload=1),
             backward_config(None, 1, 8192, 0, 32, 1),
-            backward_config(64, 16, 64, 1, 4, 4, aligned=False),
-            backward_config(512, 4, 512, 1, 4, 3, aligned=False),
+            backward_config(64, 8, 64, 1, 4, 4, aligned=False),
+            backward_config(512, 2, 512, 1, 4, 3, aligned=False),
             backward_config(None, 1, 2048, 0, 8, 2, aligned=False),
         ]),
     ),

@@ -15,8 +15,8 @@ from checks import (
     path_taken,
     sizes_around_tiles,
 )
-from normalization import rms_norm_gated as reference
 from hypothesis import strategies as st
+from normalization import rms_norm_gated as reference
 from pairs import either_or_both, pairwise, sizes_by_device
 from strategies import may_be_float32
 
@@ -106,9 +106,7 @@ def test_rows_wider_than_the_register_file(n):
     dtype=CPU_DTYPES,
     eps=[1e-6, 1e-2],
 )
-def test_options(
-    dtype, weight_dtype, casting_mode, activation, gate_first, group_size, offset, eps, device
-):
+def test_options(dtype, weight_dtype, casting_mode, activation, gate_first, group_size, offset, eps, device):
     inputs, grads = make((3, 4, 96), dtype, device, weight_dtype)
     options = dict(eps=eps, offset=offset, casting_mode=casting_mode, activation=activation)
     options |= dict(gate_first=gate_first, group_size=group_size)

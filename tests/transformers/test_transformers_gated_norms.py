@@ -1,0 +1,265 @@
+"""Norms with a gate: what each class of transformers is recognised as, and models that train and generate with them."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from checks import gradients, path_taken
+from language_models import SIZES, make, step, tokens
+from patched_models import assert_as_exact, assert_same_step, through_pickle
+from torch import nn
+
+from liger_ops import functional as F
+from liger_ops.transformers import apply_liger_kernel, unpatch
+
+N = 32
+# model type, class, further arguments, options of the operator
+CLASSES = [
+    ("qwen3_next", "Qwen3NextRMSNormGated", (), {}),
+    ("qwen3_5", "Qwen3_5RMSNormGated", (), {}),
+    ("qwen3_5_moe", "Qwen3_5MoeRMSNormGated", (), {}),
+    ("olmo_hybrid", "OlmoHybridRMSNormGated", (), {}),
+    ("qwen4_exp", "Qwen4ExpTextRMSNormGated", (1e-6, "silu"), {}),
+    ("qwen4_exp", "Qwen4ExpTextRMSNormGated", (1e-6, "sigmoid"), dict(activation="sigmoid")),
+    ("lara_mini", "LaraMiniRMSNormGated", (), dict(casting_mode="gemma")),
+    ("kimi_linear", "KimiLinearRMSNormGated", (), dict(casting_mode="gemma", activation="sigmoid")),
+    ("glm5_next", "Glm5NextTextRMSNormGated", (), dict(casting_mode="gemma", activation="sigmoid")),
+    ("bailing_hybrid", "BailingHybridRMSNormGated", (), dict(casting_mode="gemma", activation="sigmoid")),
+    ("mamba2", "MambaRMSNormGated", (N,), dict(gate_first=True)),
+    ("mamba2", "MambaRMSNormGated", (4,), dict(gate_first=True, group_size=4)),
+    ("bamba", "BambaRMSNormGated", (N,), dict(gate_first=True)),
+    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated", (N,), dict(gate_first=True)),
+    ("nemotron_h", "NemotronHRMSNormGated", (8,), dict(gate_first=True, group_size=8)),
+    ("zamba2", "Zamba2RMSNormGated", (16,), dict(gate_first=True, group_size=16)),
+    ("falcon_h1", "FalconH1RMSNormGated", (1e-6, 4, True), dict(casting_mode="gemma", group_size=8)),
+    ("falcon_h1", "FalconH1RMSNormGated", (1e-6, 4, False), dict(casting_mode="gemma", gate_first=True, group_size=8)),
+]
+NAMES = [" ".join([cls, *map(str, more)]) for _, cls, more, _ in CLASSES]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def made(model_type, cls, more):
+    try:
+        source = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    except ModuleNotFoundError:
+        pytest.skip(f"this transformers has no {model_type}")
+    norm = getattr(source, cls)(N, *more)
+    norm.weight.data += torch.randn(N, generator=torch.Generator().manual_seed(3))
+    return norm
+
+
+class Holder(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+
+def rows(dtype, seed):
+    return torch.randn(2, 5, N, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def recorded(monkeypatch):
+    """The options of the operator's calls."""
+    calls, operator = [], F.rms_norm_gated
+
+    def record(x, gate, weight, eps, offset, casting_mode, activation, *, gate_first, group_size):
+        found = dict(casting_mode=casting_mode, activation=activation, gate_first=gate_first, group_size=group_size)
+        defaults = dict(casting_mode="llama", activation="silu", gate_first=False, group_size=None)
+        calls.append({name: value for name, value in found.items() if value != defaults[name]})
+        return operator(x, gate, weight, eps, offset, casting_mode, activation, **dict(list(found.items())[2:]))
+
+    monkeypatch.setattr(F, "rms_norm_gated", record)
+    return calls
+
+
+@pytest.mark.parametrize("model_type, cls, more, options", CLASSES, ids=NAMES)
+def test_classes(model_type, cls, more, options, monkeypatch):
+    """Which operator replaces a class. In every mix of dtypes, results have the original's dtype and, but for roundings
+    that may go either way, its values."""
+    model = Holder(made(model_type, cls, more))
+    (row,) = (row for row in apply_liger_kernel(model).rows if row.module == "norm")
+    assert (row.type, row.kind, row.replacement, row.reason) == (cls, "norm", "rms_norm_gated", "")
+    calls, checked = recorded(monkeypatch), 0
+    for x_dtype in DTYPES:
+        for gate_dtype in DTYPES:
+            for weight_dtype in DTYPES:
+                x, gate = rows(x_dtype, 0), rows(gate_dtype, 1)
+                norm = model.norm.to(weight_dtype)
+                with torch.no_grad(), path_taken("cpu"):
+                    ours = norm(x, gate=gate)
+                theirs = type(norm).liger_original.forward(norm, x, gate)
+                assert ours.dtype == theirs.dtype
+                # Half-precision results, or results of rounded rows: by one rounding, or two, of the larger spacing.
+                rounded = torch.bfloat16 in (ours.dtype, x_dtype)
+                close = dict(rtol=2**-6, atol=2**-6) if rounded else dict(rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(ours, theirs, **close)
+                checked += 1
+    # torch.bfloat16 alone, as models are trained: rounding in the wrong place would change a fourth of the results.
+    x, gate, norm = rows(torch.bfloat16, 0), rows(torch.bfloat16, 1), model.norm.bfloat16()
+    differ = norm(x, gate) != type(norm).liger_original.forward(norm, x, gate)
+    assert differ.double().mean() < 0.02
+    assert len(calls) == checked + 1 and all(call == options for call in calls)
+
+
+@pytest.mark.parametrize("model_type, cls, more, options", CLASSES[::5], ids=NAMES[::5])
+def test_calls_that_were_not_probed_run_the_original(model_type, cls, more, options, monkeypatch):
+    model = Holder(made(model_type, cls, more))
+    apply_liger_kernel(model)
+    calls, norm, x = recorded(monkeypatch), model.norm, rows(torch.float32, 0)
+    narrow = rows(torch.float32, 1)[:, :1]
+    for given, named in (((x,), {}), ((x, None), {}), ((x, narrow), {}), ((x, x, x), {}), ((x, x), dict(gate=x))):
+        found = []
+        for forward in (norm, lambda *a, **k: type(norm).liger_original.forward(norm, *a, **k)):
+            try:
+                found.append(forward(*given, **named))
+            except Exception as error:
+                found.append(type(error))
+        same = found[0] is found[1] if isinstance(found[0], type) else torch.equal(*found)
+        assert same and not calls
+
+
+def test_what_is_left_alone():
+    """Modules that look like gated norms, and are none."""
+
+    class RMSNormGated(nn.Module):
+        def __init__(self, act=nn.functional.silu, clamp=None):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(N)), 1e-6
+            self.act, self.clamp = act, clamp
+
+        def forward(self, x, gate):
+            y = F.rms_norm(x, self.weight, self.eps) * self.act(gate)
+            return y if self.clamp is None else y.clamp(-self.clamp, self.clamp)
+
+    cases = {
+        "computes something else": RMSNormGated(nn.functional.gelu),
+        "": RMSNormGated(),
+    }
+    cases["has no epsilon"] = RMSNormGated()
+    del cases["has no epsilon"].eps
+    cases["its forward was replaced"] = RMSNormGated()
+    cases["its forward was replaced"].forward = lambda x, gate: x
+    cases["has parameters that no gated norm has"] = RMSNormGated()
+    cases["has parameters that no gated norm has"].bias = nn.Parameter(torch.zeros(N))
+    clamped = Holder(RMSNormGated(clamp=1.0))
+    with pytest.warns(RuntimeWarning, match="left as it is"):
+        assert "computes something else" in str(apply_liger_kernel(clamped))
+    for reason, norm in cases.items():
+        model = nn.ModuleDict(dict(gated=norm, plain=nn.RMSNorm(N, 1e-6)))
+        (row,) = (row for row in apply_liger_kernel(model).rows if row.module == "gated")
+        assert row.reason == reason and bool(row.replacement) == (not reason)
+        assert unpatch(model) == 1 + (not reason)
+    off = nn.ModuleDict(dict(gated=RMSNormGated(), plain=nn.LayerNorm(N)))
+    assert "rms_norm is switched off" in str(apply_liger_kernel(off, rms_norm=False))
+
+
+def test_gradients_pickles_and_copies():
+    model = Holder(made("mamba2", "MambaRMSNormGated", (8,)))
+    inputs = [rows(torch.float32, 0).requires_grad_(), rows(torch.float32, 1).requires_grad_(), model.norm.weight]
+    plain = gradients(lambda x, gate, _: model.norm(x, gate), inputs, [rows(torch.float32, 2)])
+    apply_liger_kernel(model)
+    for patched in (model, copy.deepcopy(model), through_pickle(model)):
+        assert type(patched.norm).liger_row == ("norm", "rms_norm_gated")
+        with path_taken("cpu"):
+            ours = gradients(
+                lambda x, gate, _: patched.norm(x, gate),
+                [*inputs[:2], patched.norm.weight],
+                [rows(torch.float32, 2)],
+            )
+        torch.testing.assert_close(ours, plain)
+
+
+def test_compiled_in_one_graph():
+    model = Holder(made("qwen3_next", "Qwen3NextRMSNormGated", ()))
+    apply_liger_kernel(model)
+    x, gate = rows(torch.float32, 0), rows(torch.float32, 1)
+    compiled = torch.compile(model.norm, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(x, gate), model.norm(x, gate))
+
+
+# ---- Models
+
+# All experts are chosen: a choice might depend on rounding.
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"shared_expert_intermediate_size": 24}
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA = {**HEADS, "layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {"layer_types": ["linear_attention", "full_attention"], **EXPERTS}
+MODELS = {
+    "qwen3_next": {**DELTA, **EXPERTS},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
+    "olmo_hybrid": DELTA,
+    "lara_mini": DELTA,
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, **LATENT},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0, **LATENT},
+    "qwen4_exp_text": {
+        **HEADS,
+        **EXPERTS,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": 64, "indexer_compress_ratio": 4, "hc_lowrank": 8},
+    },
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**MAMBA, **EXPERTS, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
+    "nemotron_h": {
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
+        "layers_block_type": ["mamba", "attention"],
+    },
+    "zamba2": {
+        **{"mamba_d_state": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8},
+        **{"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4},
+    },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+        **{"mamba_n_groups": 2, "mamba_chunk_size": 8, "mamba_rms_norm": True},
+    },
+}
+QUICK = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
+IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in MODELS]
+# The gated norms alone differ.
+ALONE = {name: False for name in ("rope", "swiglu", "geglu", "moe_experts", "embedding", "layer_norm")}
+ALONE |= {name: False for name in ("cross_entropy", "fused_linear_cross_entropy", "lora")}
+
+
+def model_of(name):
+    try:
+        return make(name, **{k: v for k, v in MODELS[name].items() if SIZES.get(k) != v})
+    except ValueError as error:
+        if "model_type" in str(error) or "Unrecognized" in str(error):
+            pytest.skip(f"this transformers has no {name}")
+        raise
+
+
+def trained(model, steps=20):
+    """The losses of a few steps of gradient descent, which amplifies rounding less than Adam."""
+    model = copy.deepcopy(model).train()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for i in range(steps):
+        loss = model(input_ids=(ids := tokens(2, 12, seed=i % 4)), labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [[torch.stack(losses)]]
+
+
+@pytest.mark.parametrize("name", IN_TIERS)
+def test_training_and_generation(name):
+    model, ids = model_of(name), tokens()
+    losses, plain = trained(model), step(model, ids)
+    text = model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False)
+    report = apply_liger_kernel(model.train(), **ALONE)
+    gated = [row for row in report.rows if "Gated" in row.type]
+    assert gated and all(row.replacement == "rms_norm_gated" for row in gated)
+    assert_same_step(model, ids, plain)
+    assert_as_exact(lambda: trained(model), losses, model)
+    assert float(losses[0][0][-4:].mean()) < float(losses[0][0][:4].mean())
+    assert torch.equal(model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False), text)
+    assert unpatch(model) >= len(gated)
+    assert torch.equal(step(model.train(), ids)[0], plain[0])

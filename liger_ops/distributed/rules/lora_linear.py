@@ -79,6 +79,7 @@ def backward(
     if wanted & WANT_INPUT:
         dx = parts.spread_rows(next(found), x.shape[-1])
         out.append(dx if isinstance(x, DTensor) else dx.full_tensor())
-    for bit, like in ((WANT_WEIGHT, weights), (WANT_BIAS, weights), (LORA_A, a), (LORA_B, b)):
+    present = [weight for weight in weights if weight is not None]
+    for bit, like in ((WANT_WEIGHT, present), (WANT_BIAS, present), (LORA_A, a), (LORA_B, b)):
         out += [parts.summed(next(found), t) for t in like] if wanted & bit else []
     return out

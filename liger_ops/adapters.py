@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from ._wanted import LORA_A, LORA_B, WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 from .quantised import Packed, dequantised
 
-
 Kinds = Sequence[tuple[int, Sequence[int]]]
 
 

@@ -312,7 +312,9 @@ def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
-def add_adapters(x: Tensor, cast: Tensor, members: Sequence[int], states: Sequence[Adapted], results: list[Any]) -> None:
+def add_adapters(
+    x: Tensor, cast: Tensor, members: Sequence[int], states: Sequence[Adapted], results: list[Any]
+) -> None:
     """Completes the results of the members. cast: x in the operator's dtype."""
     of = [i for i, state in enumerate(states) for _ in state.a]
     a = [weight for state in states for weight in state.a]

@@ -145,7 +145,10 @@ def given(**changed):
     "changed, message",
     [
         (dict(biases=[torch.ones(2, 7, 12).half()]), "bias must have the dtype of x, Float"),
-        (dict(biases=[torch.ones(7, 12)]), r"bias must have the shape of x, \[2, 7, 16\], except for the last dimension"),
+        (
+            dict(biases=[torch.ones(7, 12)]),
+            r"bias must have the shape of x, \[2, 7, 16\], except for the last dimension",
+        ),
         (dict(biases=[torch.ones(7, 2, 12)]), r"bias must have the shape of x, \[2, 7, 16\]"),
         (dict(biases=[torch.ones(2, 7, 12, device="meta")]), "bias must be on cpu like x"),
         (dict(biases=[torch.ones(2, 7, 9)]), r"b\[0\] must have shape \[9, 3\]"),

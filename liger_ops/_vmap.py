@@ -32,16 +32,16 @@ def example(argument: Any, dim: Any, i: int) -> Any:
 def rule(op: Callable, rows: int, out_dims: tuple[int, ...]) -> Callable:
     """out_dims: position of the batch dimension in each result; empty: it is the first of every result."""
 
-    def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any, **options: Any) -> tuple[Any, Any]:
         size = info.batch_size
         tensors = [in_front(*pair, size) for pair in zip(args[:rows], in_dims)]
         # A batch of scalars has no dimension for columns: the batch dimension would be taken for it.
         one_by_one = any(map(is_batched, in_dims[rows:])) or any(t.dim() < 2 for t in tensors)
         if one_by_one:
-            examples = [op(*(example(*pair, i) for pair in zip(args, in_dims))) for i in range(size)]
+            examples = [op(*(example(*pair, i) for pair in zip(args, in_dims)), **options) for i in range(size)]
             out = torch.stack(examples) if isinstance(examples[0], Tensor) else tuple(map(torch.stack, zip(*examples)))
         else:
-            out = op(*tensors, *args[rows:])
+            out = op(*tensors, *args[rows:], **options)
             if out_dims:
                 return out, out_dims
         return out, 0 if isinstance(out, Tensor) else (0,) * len(out)

@@ -3,6 +3,9 @@
 # Gradients, as in csrc/core/autograd.h.
 WANT_INPUT, WANT_WEIGHT, WANT_BIAS = 1, 2, 4
 
+# Besides, of rms_norm_gated, as in csrc/ops/norms/rms_norm_gated.cpp.
+WANT_GATE = 4
+
 # Gradients of adapters, as in csrc/ops/gemm/lora_linear.cpp.
 LORA_A, LORA_B = 8, 16
 

@@ -41,36 +41,39 @@ def kinds_of(weights: Sequence[Tensor | None], adapters: int) -> Kinds:
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: list[float], of: list[int], states: list[Any], *parameters: Any
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, scale: list[float], of: list[int], states: list[Any], seeds: Tensor | None,
+        dropout: list[float], *parameters: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """states: of each weight, None if it is not quantised. parameters: weights, biases, all a, all b. Where a weight is
         None, the bias is another layer's result, if given."""
         count = len(states)
         weights, biases, adapters = parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
         a, b = adapters[: len(scale)], adapters[len(scale) :]
         whole = [dequantised(weight, state, x.dtype) for weight, state in zip(weights, states)]
-        *outputs, t = torch.ops.liger._lora_projections(x, whole, biases, a, b, scale, of)
-        ctx.save_for_backward(x, t, *weights, *adapters)
-        ctx.scale, ctx.of, ctx.states = scale, of, states
+        *outputs, t = torch.ops.liger._lora_projections(x, whole, biases, a, b, scale, of, seeds, dropout)
+        ctx.save_for_backward(x, t, seeds, *weights, *adapters)
+        ctx.scale, ctx.of, ctx.states, ctx.dropout = scale, of, states, dropout
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, t, *saved = ctx.saved_tensors
+        x, t, seeds, *saved = ctx.saved_tensors
         count, scale = len(ctx.states), ctx.scale
         weights, a, b = saved[:count], saved[count : count + len(scale)], saved[count + len(scale) :]
         weights = [dequantised(weight, state, x.dtype) for weight, state in zip(weights, ctx.states)]
-        needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]
         wanted, places = wanted_gradients(needed, kinds_of(weights, len(scale)))
-        found = torch.ops.liger._lora_projections_bwd(grads, x, weights, a, b, t, wanted, scale, ctx.of)
+        found = torch.ops.liger._lora_projections_bwd(
+            grads, x, weights, a, b, t, wanted, scale, ctx.of, seeds, ctx.dropout
+        )
         out: list[Tensor | None] = [None] * len(needed)
         for i, gradient in zip(places, found):
             out[i] = gradient if needed[i] else None
         for i, weight in enumerate(weights):
             if weight is None and needed[1 + count + i]:
                 out[1 + count + i] = grads[i]
-        return out[0], None, None, None, *out[1:]
+        return out[0], None, None, None, None, None, *out[1:]
 
 
 class _GatedProjection(torch.autograd.Function):
@@ -78,27 +81,27 @@ class _GatedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, op: str, options: tuple, scale: list[float], state: Any, weight: Tensor,
-        bias: Tensor | None, *adapters: Tensor,
+        ctx: Any, gate: Tensor, up: Tensor, op: str, options: tuple, scale: list[float], state: Any, seeds: Tensor | None,
+        dropout: list[float], weight: Tensor, bias: Tensor | None, *adapters: Tensor,
     ) -> Tensor:  # fmt: skip
         product = getattr(torch.ops.liger, op)(gate, up, *options)
         of = [0] * len(scale)
         a, b = adapters[: len(scale)], adapters[len(scale) :]
         out, t = torch.ops.liger._lora_projections(
-            product, [dequantised(weight, state, product.dtype)], [bias], a, b, scale, of
+            product, [dequantised(weight, state, product.dtype)], [bias], a, b, scale, of, seeds, dropout
         )
-        ctx.save_for_backward(gate, up, t, weight, *adapters)
-        ctx.op, ctx.options, ctx.scale, ctx.of, ctx.state = op, options, scale, of, state
+        ctx.save_for_backward(gate, up, t, seeds, weight, *adapters)
+        ctx.op, ctx.options, ctx.scale, ctx.of, ctx.state, ctx.dropout = op, options, scale, of, state, dropout
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        gate, up, t, weight, *adapters = ctx.saved_tensors
+        gate, up, t, seeds, weight, *adapters = ctx.saved_tensors
         weight = dequantised(weight, ctx.state, gate.dtype)
         count = len(ctx.scale)
         a, b = adapters[:count], adapters[count:]
-        needed = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[6:]
+        needed = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[8:]
         kinds = kinds_of([weight], count)
         out: list[Tensor | None] = [None] * len(needed)
 
@@ -106,7 +109,7 @@ class _GatedProjection(torch.autograd.Function):
             wanted, places = wanted_gradients(needed, kinds, only)
             if wanted:
                 found = torch.ops.liger._lora_projections_bwd(
-                    [grad], product, [weight], a, b, t, wanted, ctx.scale, ctx.of
+                    [grad], product, [weight], a, b, t, wanted, ctx.scale, ctx.of, seeds, ctx.dropout
                 )
                 for i, gradient in zip(places, found):
                     out[i] = gradient if needed[i] else None
@@ -121,11 +124,19 @@ class _GatedProjection(torch.autograd.Function):
             dgate, dup, product = backward(out[0], gate, up, *ctx.options)
         compute(product, WANT_WEIGHT | LORA_A)
         needs_gate, needs_up = ctx.needs_input_grad[:2]
-        return dgate if needs_gate else None, dup if needs_up else None, None, None, None, None, *out[1:]
+        return dgate if needs_gate else None, dup if needs_up else None, *[None] * 6, *out[1:]
 
 
 def parts_of(weight: Tensor | Packed | None) -> tuple[Tensor | None, Any]:
     return (weight.data, weight.state) if isinstance(weight, Packed) else (weight, None)
+
+
+def seeds_for(dropout: Sequence[float], device: torch.device) -> Tensor | None:
+    """Seeds of the masks of adapters with these rates of dropout, or None if nothing is dropped. They come from the device's
+    generator, without a copy to the host."""
+    if not any(dropout):
+        return None
+    return torch.randint(-(2**63), 2**63 - 1, (len(dropout),), device=device)
 
 
 def lora_projections(
@@ -136,12 +147,15 @@ def lora_projections(
     b: Sequence[Tensor],
     scale: Sequence[float],
     of: Sequence[int],
+    dropout: Sequence[float] = (),
 ) -> tuple[Tensor, ...]:
     """Several projections of x (..., n), each ``linear(x, weights[i], biases[i])`` plus the adapters j with
-    ``of[j] == i``: ``scale[j] * linear(linear(x, a[j]), b[j])``. Where weights[i] is None, biases[i] is
+    ``of[j] == i``: ``scale[j] * linear(linear(x, a[j]), b[j])``, of x with dropout[j]. Where weights[i] is None, biases[i] is
     another layer's result, (..., m), or None for the sum of the adapters alone."""
     tensors, states = zip(*map(parts_of, weights))
-    return _Projections.apply(x, list(scale), list(of), list(states), *tensors, *biases, *a, *b)
+    seeds = seeds_for(dropout, x.device)
+    rates = [] if seeds is None else list(dropout)
+    return _Projections.apply(x, list(scale), list(of), list(states), seeds, rates, *tensors, *biases, *a, *b)
 
 
 def gated_lora_projection(
@@ -154,7 +168,10 @@ def gated_lora_projection(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scale: Sequence[float],
+    dropout: Sequence[float] = (),
 ) -> Tensor:
     """``lora_projections`` with one weight, of op(gate, up, *options). op: "swiglu" or "geglu"."""
     tensor, state = parts_of(weight)
-    return _GatedProjection.apply(gate, up, op, options, list(scale), state, tensor, bias, *a, *b)
+    seeds = seeds_for(dropout, gate.device)
+    rates = [] if seeds is None else list(dropout)
+    return _GatedProjection.apply(gate, up, op, options, list(scale), state, seeds, rates, tensor, bias, *a, *b)

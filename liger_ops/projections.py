@@ -128,8 +128,6 @@ PEFT_LINEARS = {
     ("peft.tuners.lora.hqq", "HqqLoraLinear"): False,
     ("peft.tuners.lora.te", "TeLinear"): True,
 }
-# In training, peft draws a mask for each adapter.
-HAS_DROPOUT = "has dropout"
 # Autocast changes no others.
 CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -144,13 +142,14 @@ class Called(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """A linear layer and its active adapters, each of which adds ``scale[j] * linear(linear(x, a[j]), b[j])``."""
+    """A linear layer and its active adapters, each of which adds ``scale[j] * linear(linear(dropout(x), a[j]), b[j])``."""
 
     weight: Tensor | Packed | Called
     bias: Tensor | None
     a: list[Tensor]
     b: list[Tensor]
     scale: list[float]
+    dropout: list[float]
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -203,9 +202,9 @@ def read_weight(base: Any, dtype: torch.dtype, casts: bool) -> Tensor | Packed |
     return weight if weight.dtype == dtype else f"base is {weight.dtype}, its input {dtype}"
 
 
-def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float] | str:
-    """A, B and scale of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward must run. casts:
-    autocast gives operands this dtype."""
+def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float, float] | str:
+    """A, B, scale and rate of dropout of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward
+    must run. casts: autocast gives operands this dtype."""
     if adapter in layer.lora_variant:
         return f"is the variant {type(layer.lora_variant[adapter]).__name__.removesuffix('LinearVariant')}"
     # Without nn.Module.__getattr__, which would take half of the time.
@@ -217,19 +216,18 @@ def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> t
         return "its adapter has a bias"
     if has_hooks(dropout) or type(dropout) not in (nn.Identity, nn.Dropout):
         return "its dropout is hooked or replaced"
-    if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
-        return HAS_DROPOUT
+    rate = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     a, b, scale = down.weight, up.weight, layer.scaling[adapter]
     if not isinstance(scale, (int, float)):
         return "its scale is no number"
     widened = a.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
     if casts and a.dtype in CAST_BY_AUTOCAST and b.dtype in CAST_BY_AUTOCAST:
-        return a.to(dtype), b.to(dtype), scale
+        return a.to(dtype), b.to(dtype), scale, rate
     if a.dtype != b.dtype or not (widened or a.dtype == dtype):
         return f"its A is {a.dtype}, its B {b.dtype}, its input {dtype}"
     if widened and not layer.cast_input_dtype_enabled:
         return "does not cast its input"
-    return a, b, scale
+    return a, b, scale, rate
 
 
 def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | str:
@@ -250,7 +248,7 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
         bias = base.bias
         if bias is not None and (casts or isinstance(weight, Packed)):
             bias = bias.to(dtype)
-    found = Adapted(weight, bias, [], [], [])
+    found = Adapted(weight, bias, [], [], [], [])
     if not has_base:
         return found
     merged = bool(layer.merged_adapters)
@@ -263,10 +261,8 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
         state = read_adapter(layer, adapter, dtype, casts)
         if isinstance(state, str):
             return state
-        a, b, scale = state
-        found.a.append(a)
-        found.b.append(b)
-        found.scale.append(scale)
+        for values, value in zip(found[2:], state):
+            values.append(value)
     return found
 
 
@@ -320,6 +316,7 @@ def add_adapters(
     a = [weight for state in states for weight in state.a]
     b = [weight for state in states for weight in state.b]
     scale = [factor for state in states for factor in state.scale]
+    dropout = [rate for state in states for rate in state.dropout]
     weights, biases = [], []
     for i, state in zip(members, states):
         if isinstance(state.weight, Called):
@@ -330,7 +327,7 @@ def add_adapters(
         else:
             weights.append(state.weight)
             biases.append(state.bias)
-    ys = lora_projections(cast, weights, biases, a, b, scale, of)
+    ys = lora_projections(cast, weights, biases, a, b, scale, of, dropout)
     for i, state, bias, y in zip(members, states, biases, ys):
         if isinstance(state.weight, Packed):
             y = y.to(x.dtype)

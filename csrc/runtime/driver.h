@@ -16,7 +16,7 @@ constexpr int kCuAttributeMajor = 75;
 constexpr int kCuAttributeMinor = 76;
 constexpr int kCuCaptureModeRelaxed = 2;
 constexpr int kCuFunctionDynamicShared = 8;
-constexpr unsigned kCuDefaultShared = 48 << 10;  // dynamic shared memory that needs no opt-in
+constexpr unsigned kCuDefaultShared = 47 << 10;  // dynamic shared memory that needs no opt-in anywhere
 // Keys of cuLaunchKernel's `extra` list, which pass the arguments as one packed buffer.
 inline void* const kCuLaunchBuffer = reinterpret_cast<void*>(1);
 inline void* const kCuLaunchBufferSize = reinterpret_cast<void*>(2);

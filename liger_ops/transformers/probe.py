@@ -21,8 +21,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
 from ..projections import (
-    HAS_DROPOUT,
-    Adapted,
     Called,
     adapted,
     has_hooks,
@@ -527,13 +525,6 @@ def identify_lora(module: Any, switches: Switches) -> str:
     if any(map(is_distributed, module.parameters())):
         return "peft's own forward unless its weights are gathered"
     state = adapted(module, dtype_of(module, base))
-    if isinstance(state, str) and state != HAS_DROPOUT:
+    if isinstance(state, str):
         raise NotUnderstood(state)
-    reasons = []
-    if isinstance(state, Adapted) and isinstance(state.weight, Called):
-        reasons.append(f"calls its base, because {state.weight.reason}")
-    # Models are often patched in evaluation mode.
-    dropouts = [module.lora_dropout[name] for name in module.active_adapters if name in module.lora_dropout]
-    if any(getattr(dropout, "p", 0) > 0 for dropout in dropouts):
-        reasons.append(f"{HAS_DROPOUT}: peft's own forward in training")
-    return "; ".join(reasons)
+    return f"calls its base, because {state.weight.reason}" if isinstance(state.weight, Called) else ""

@@ -30,6 +30,7 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
         dict(x=p, residual=p, weight=R),
         [p, p],
     )
+    case(f"rms_norm_gated {where}", F.rms_norm_gated, dict(x=X, gate=X + 1, weight=W), dict(x=p, gate=p, weight=R), p)
     for op in (F.swiglu_packed, F.geglu_packed):
         case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
 
@@ -181,6 +182,7 @@ CASES.add("GEMM of partial sums", product_of_partial_sums)
 
 for op, tensors, gradients, wanted in (
     (F.rms_norm, dict(x=X, weight=W), [R, R], {REDUCE: 1}),
+    (F.rms_norm_gated, dict(x=X, gate=X + 1, weight=W), [R, R, R], {REDUCE: 1}),
     (F.layer_norm, dict(x=X, weight=W, bias=B), [R, R, R], {REDUCE: 1}),
     (F.swiglu, dict(gate=X, up=X + 1), [SUM, SUM], {}),
     (F.swiglu_packed, dict(gate_up=X), [SUM], {}),

@@ -553,8 +553,8 @@ PATCHING = [
     ),
     Defect(
         "lora-ignores-dropout", "liger_ops/projections.py",
-        "if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:", "if False:",
-        "transformers/test_transformers_lora_reasons.py",
+        "if type(dropout) is nn.Dropout and dropout.training else 0.0", "if False else 0.0",
+        "transformers/test_transformers_lora_dropout.py",
     ),
     Defect(
         "lora-ignores-hooks-of-a-layer", "liger_ops/projections.py",

@@ -33,6 +33,7 @@ SAVED = {
     **{op: {name: name for name in names} for op, names in plain_operators().items()},
     "rms_norm": dict(x="x", weight="weight"),
     "fused_add_rms_norm": dict(weight="weight"),
+    "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),
     "layer_norm": dict(x="x", weight="weight"),
     "rope": dict(cos="cos", sin="sin"),
     "rope_freqs_cis": dict(freqs_cis="cos"),

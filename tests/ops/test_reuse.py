@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 NORMS = {
     "rms_norm": lambda x, w: torch.ops.liger.rms_norm(x, w),
     "layer_norm": lambda x, w: torch.ops.liger.layer_norm(x, w, w),
+    "rms_norm_gated": lambda x, w: torch.ops.liger.rms_norm_gated(x, torch.full_like(x, 0.5), w),
     "fused_add_rms_norm": lambda x, w: torch.ops.liger.fused_add_rms_norm(x, torch.full_like(x, 0.5), w)[0],
 }
 

@@ -30,13 +30,13 @@ def record_calls(monkeypatch):
     """Of lora_projections, and of gated_lora_projection, which projects a product."""
     found, function, gated = [], projections.lora_projections, projections.gated_lora_projection
 
-    def recorded(x, weights, biases, a, b, scale, of):
+    def recorded(x, weights, biases, a, *others):
         found.append(Call(len(weights), len(a)))
-        return function(x, weights, biases, a, b, scale, of)
+        return function(x, weights, biases, a, *others)
 
-    def recorded_gated(op, options, gate, up, weight, bias, a, b, scale):
+    def recorded_gated(op, options, gate, up, weight, bias, a, *others):
         found.append(Call(1, len(a)))
-        return gated(op, options, gate, up, weight, bias, a, b, scale)
+        return gated(op, options, gate, up, weight, bias, a, *others)
 
     monkeypatch.setattr(projections, "lora_projections", recorded)
     monkeypatch.setattr(projections, "gated_lora_projection", recorded_gated)

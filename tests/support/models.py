@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 HIDDEN, PACKED, LOGITS, TARGET = ("B", "S", WIDTH), ("B", "S", 2 * WIDTH), ("B", "S", VOCABULARY), ("B", "S")
 QUERY, ANGLES = ("B", HEADS, "S", SIZE), (1, "S", SIZE)
-NORM, ADD_NORM = dict(x=HIDDEN), dict(x=HIDDEN, residual=HIDDEN)
+NORM, ADD_NORM, GATED_NORM = dict(x=HIDDEN), dict(x=HIDDEN, residual=HIDDEN), dict(x=HIDDEN, gate=HIDDEN)
 ROPE = dict(q=QUERY, k=QUERY, cos=ANGLES, sin=ANGLES)
 HEAD_NORMS = dict(q_weight=(SIZE,), k_weight=(SIZE,))
 GATED, LOSS, LINEAR_LOSS = (
@@ -64,6 +64,14 @@ ROWS = [
     Row("rms_norm", NORM, SCALE, dict(eps=1e-5, offset=1.0, casting_mode="gemma")),
     Row("rms_norm", NORM),
     Row("fused_add_rms_norm", ADD_NORM, SCALE),
+    Row("rms_norm_gated", GATED_NORM, SCALE),
+    Row(
+        "rms_norm_gated",
+        GATED_NORM,
+        SCALE,
+        dict(offset=1.0, casting_mode="gemma", activation="sigmoid", gate_first=True, group_size=8),
+    ),
+    Row("rms_norm_gated", GATED_NORM),
     Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
     Row("layer_norm", NORM, dict(bias=(WIDTH,))),
     Row("rope", ROPE),

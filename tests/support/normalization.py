@@ -18,6 +18,35 @@ def rms_norm(
     return (normed * (weight.to(compute) + offset)).to(x.dtype)
 
 
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    activation: str = "silu",
+    *,
+    gate_first: bool = False,
+    group_size: int | None = None,
+):
+    compute = torch.promote_types(x.dtype, torch.float32)
+    act = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
+    wide, by = x.to(compute), act(gate.to(compute))
+    rows = wide * by if gate_first else wide
+    normed = rms_norm(rows.unflatten(-1, (-1, group_size or x.shape[-1])), None, eps).flatten(-2)
+    if casting_mode == "llama":
+        normed = normed.to(x.dtype)
+    if weight is not None:
+        normed = normed.to(compute) * (weight.to(compute) + offset)
+    if casting_mode == "llama":
+        # As in transformers: two half-precision factors have such a product, and a wider weight makes it wider.
+        normed = normed.to(x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
+    if gate_first:
+        return normed if casting_mode == "llama" else normed.to(x.dtype)
+    return (normed.to(compute) * by).to(x.dtype)
+
+
 @torch.no_grad()
 def terms(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, centred: bool = False) -> float:
     """Of the gradients of rows, for upstream gradients of 1. Few columns leave little or nothing of them: one column has

@@ -66,7 +66,6 @@ def own_dropout(model):
 
 # reason, options of the adapters, change
 REASONS = [
-    ("has dropout", {"lora_dropout": 0.5}, None),
     ("is the variant Dora", {"use_dora": True}, None),
     ("its adapter has a bias", {"lora_bias": True}, None),
     ("its A is hooked or wrapped", {}, hook("lora_A", "default")),
@@ -95,9 +94,7 @@ def test_reasons(reason, options, change, calls):
     theirs, ours = adapted_pair(options, change), adapted_pair(options, change)
     assert projections.adapted(ours.q, x.dtype) == reason
     rows = {row.module: row for row in apply_liger_kernel(ours).rows}
-    dropout = reason == "has dropout"
-    said = "has dropout: peft's own forward in training" if dropout else reason
-    assert (rows["q"].replacement, rows["q"].reason) == ("lora_linear" if dropout else "", said)
+    assert (rows["q"].replacement, rows["q"].reason) == ("", reason)
     together, apart = lambda model: model(x), lambda model: (model.q(x), model.k(x))
     for called in (together, apart):
         calls.clear()
@@ -210,28 +207,6 @@ def test_other_layers_of_peft_are_reported():
         "conv": ("", "base is Conv2d"),
         "linear": ("lora_linear", ""),
     }
-
-
-def test_dropout_runs_in_peft_only_in_training(calls):
-    model, report = build("after", lora_dropout=0.25)
-    plain, ids = build("", lora_dropout=0.25)[0], tokens()
-    assert lora_rows(report) == {("lora_linear", "has dropout: peft's own forward in training"): 7 * LAYERS}
-    assert {row.replacement for row in report.rows if row.kind == "mlp"} == {"swiglu"}
-    assert_same_logits(logits_of(model.eval(), ids), logits_of(plain.eval(), ids), model, ids)
-    assert calls
-    calls.clear()
-    model.train()
-    losses = []
-    for each in (model, plain):
-        torch.manual_seed(5)
-        losses.append(each.train()(input_ids=ids, labels=ids).loss.detach())
-    assert not calls
-    torch.testing.assert_close(*losses)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model(input_ids=ids, labels=ids)
-    assert taken(calls) == LAYERS * CALLS
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -6,14 +6,14 @@
 //   y  = x W^T + scale t B^T         dA = u^T x
 //   dx = dy W + u A                  dB = scale dy^T t
 //
-// All A of a group are multiplied with x in one GEMM, and sums accumulate in GEMMs. Three forms, by dtype:
+// All A of a group are multiplied with x in one pass, and sums accumulate in GEMMs. Two forms:
 //
-//   plain    the adapters have x's dtype.
-//   pieces   x in bf16, adapters in fp32, on CUDA: A, B, t and u are split into three bf16 pieces, see
-//            liger_ops/kernels/gemm/lora_linear.py.
-//   wide     otherwise: x and dy are converted.
+//   kernels   on CUDA, x in 16 bits, adapters of its dtype or, beside bf16, in fp32: lora_products.h. t is in fp32, with
+//             the ranks of each adapter padded.
+//   GEMMs     otherwise, in the wider dtype of x and the adapters, which t has too.
 //
-// t is in the adapters' dtype, with columns (T, R).
+// Dropout drops elements of x in the adapters' products only, and multiplies the others by 1 / (1 - rate). t and u contain
+// that factor.
 
 #include <ATen/ATen.h>
 
@@ -23,7 +23,8 @@
 #include "core/operator.h"
 #include "core/rows.h"
 #include "gemm/multiply.h"
-#include "kernels/lora_linear.h"
+#include "ops/gemm/lora_dropout.h"
+#include "ops/gemm/lora_products.h"
 #include "runtime/status.h"
 
 namespace liger::ops::lora_linear {
@@ -45,12 +46,17 @@ struct Cpu {};
 struct Cuda {};
 struct Meta {};
 
-/// of[j]: the projection to which adapter j belongs. Where a weight is undefined, another layer multiplies it with x, and
-/// only the adapters are computed here.
+/// of[j]: the projection to which adapter j belongs. dropout: a rate for each adapter, or empty. Where a weight is undefined,
+/// another layer multiplies it with x, and only the adapters are computed here.
 struct Group {
   TensorList weights, a, b;
   Scales scale;
   at::IntArrayRef of;
+  Tensor seeds;
+  Scales dropout;
+
+  double rate(size_t j) const { return dropout.empty() ? 0 : dropout[j]; }
+  double gain(size_t j) const { return gain_of(rate(j)); }
 };
 
 // ---- Checks
@@ -127,6 +133,18 @@ void check_adapters(const char* op, const Tensor& x, const Group& g, const Optio
   }
 }
 
+void check_dropout(const char* op, const Tensor& x, const Group& g) {
+  if (g.dropout.empty()) return;
+  const int64_t count = g.a.size();
+  const auto as_many = c10::str("have as many entries as a, ", count);
+  LIGER_CHECK(int64_t(g.dropout.size()) == count, op, "dropout", as_many, g.dropout.size());
+  for (const double rate : g.dropout) LIGER_CHECK(rate >= 0 && rate <= 1, op, "dropout", "be between 0 and 1", rate);
+  LIGER_CHECK(g.seeds.defined(), op, "seeds", "be given with dropout", "None");
+  core::check_same_device(op, "seeds", g.seeds, "x", x);
+  LIGER_CHECK(g.seeds.scalar_type() == at::kLong, op, "seeds", "be int64", g.seeds.scalar_type());
+  LIGER_CHECK(g.seeds.dim() == 1 && g.seeds.sym_size(0) == count, op, "seeds", as_many, g.seeds.sym_sizes());
+}
+
 // ---- Forms
 
 bool has_dtype(const Group& g, at::ScalarType dtype) {
@@ -134,23 +152,27 @@ bool has_dtype(const Group& g, at::ScalarType dtype) {
   return std::all_of(g.a.begin(), g.a.end(), fits) && std::all_of(g.b.begin(), g.b.end(), fits);
 }
 
-bool takes_pieces(const Tensor& x, const Group& g) {
-  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && !g.a.empty() && !has_dtype(g, at::kBFloat16);
+bool takes_kernels(const Tensor& x, const Group& g) {
+  if (!x.is_cuda() || g.a.empty()) return false;
+  return x.scalar_type() == at::kBFloat16 || (x.scalar_type() == at::kHalf && has_dtype(g, at::kHalf));
 }
 
-/// The dtype of the adapters' products.
-at::ScalarType product_dtype(const Tensor& x, const Group& g) {
+/// The dtype in which the adapters' products are computed. Kernels convert to it as they load.
+at::ScalarType adapter_dtype(const Tensor& x, const Group& g) {
   return has_dtype(g, x.scalar_type()) ? x.scalar_type() : core::compute_type(x);
 }
 
-/// The largest rank as a multiple of 8: then all pieces are aligned to 16 bytes.
+/// The largest rank, padded.
 c10::SymInt padded_rank(const Group& g) {
+  constexpr int kStep = kernels::constants::lora_products::RANK_STEP;
   c10::SymInt rank = 0;
   for (const Tensor& a : g.a) rank = rank.max(a.sym_size(0));
-  return (rank + 7) / 8 * 8;
+  return (rank + (kStep - 1)) / kStep * kStep;
 }
 
-c10::SymInt all_ranks(const Group& g) {
+/// The columns of t.
+c10::SymInt all_ranks(const Tensor& x, const Group& g) {
+  if (takes_kernels(x, g)) return padded_rank(g) * int64_t(g.a.size());
   c10::SymInt ranks = 0;
   for (const Tensor& a : g.a) ranks = ranks + a.sym_size(0);
   return ranks;
@@ -173,6 +195,7 @@ Tensors columns_of(const Tensor& t, const Group& g) {
   return out;
 }
 
+/// scale * left * right, or left if `right` is undefined.
 struct Product {
   Tensor left, right;
   double scale = 1;
@@ -182,7 +205,13 @@ using Products = std::vector<Product>;
 /// out += all products, or out = their sum. Each is rounded to out's dtype as it is added.
 void add(Tensor& out, const Products& products, bool accumulates) {
   for (const auto& [left, right, scale] : products) {
-    gemm::multiply(out, left, right, accumulates ? 1 : 0, scale, /*sustained=*/true);
+    if (right.defined()) {
+      gemm::multiply(out, left, right, accumulates ? 1 : 0, scale, /*sustained=*/true);
+    } else if (accumulates) {
+      out.add_(left);
+    } else {
+      out.copy_(left);
+    }
     accumulates = true;
   }
 }
@@ -213,105 +242,97 @@ Tensor multiplied(const Tensor& a, const Tensor& b) {
   return out;
 }
 
-// ---- Pieces
+// ---- Kernels
 
-enum class Use { Rows, Weight };
+/// Rows with neighbours in the last dimension.
+Tensor dense_rows(const Tensor& t) { return t.stride(1) == 1 || t.size(1) < 2 ? t : t.contiguous(); }
 
-/// fp32 numbers (rows, columns), each the sum of `parts` summands at a distance of `part_stride`.
-struct Numbers {
-  Tensor first;
-  int64_t parts = 1, part_stride = 0;
+/// All A as one matrix, padded.
+Tensor stacked(const Tensor& x, const Group& g, int64_t rank) {
+  Tensors list = converted(g.a, adapter_dtype(x, g));
+  if (list.size() == 1 && list[0].size(0) == rank) return dense_rows(list[0]);
+  for (Tensor& a : list) {
+    if (a.size(0) < rank) a = at::constant_pad_nd(a, {0, 0, 0, rank - a.size(0)});
+  }
+  return at::cat(list);
+}
+
+/// Consecutive adapters with one rate of dropout.
+struct Run {
+  int64_t first, count;
+  Dropped dropped;
 };
 
-/// Stores the pieces of numbers times scale at `out` (rows, columns) and three times further at a distance of `distance`,
-/// and the numbers at `total`, if that is defined.
-void store_pieces(
-    Use use, const Tensor& out, int64_t distance, const Numbers& numbers, double scale = 1, const Tensor& total = {}) {
-  using K = kernels::lora_pieces;
-  namespace constants = kernels::constants::lora_linear;
-  const int64_t rows = numbers.first.size(0), columns = numbers.first.size(1), count = rows * columns;
-  if (count == 0) return;
-  // Indices of the last program must not overflow.
-  LIGER_CHECK(count <= INT32_MAX - constants::BLOCK, kOp, "rows times rank", "be below 2^31 - 1024", count);
-  const bool has_total = total.defined();
-  K::Args args{
-      core::address(out),
-      core::address(total),
-      core::address(numbers.first),
-      int32_t(count),
-      int32_t(columns),
-      int32_t(numbers.parts),
-      numbers.first.stride(0),
-      numbers.part_stride,
-      has_total ? total.stride(0) : 0,
-      out.stride(0),
-      distance,
-      float(scale),
-      has_total ? constants::HAS_TOTAL : 0};
-  const auto point = runtime::point_of<K>(use == Use::Weight ? 1 : 0);
-  const auto& config = runtime::first_fit<K>(columns, false, point);
-  const auto programs = uint32_t((count + constants::BLOCK - 1) / constants::BLOCK);
-  core::launch<K>(kOp, out.device(), runtime::variant_index<K>(config, point), {programs}, args);
-}
-
-/// An uninitialised tensor, or zeros where padding will not be written.
-Tensor space(at::IntArrayRef sizes, const Tensor& like, bool padded) {
-  const auto options = like.options().dtype(at::kBFloat16);
-  return padded ? at::zeros(sizes, options) : at::empty(sizes, options);
-}
-
-Tensor in_float(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
-
-/// All A: (4, R, n), with R for padded ranks. The first three are all digits, the last three those of a product with pieces
-/// of rows.
-Tensor pieces_of_a(const Group& g, int64_t rank, int64_t n) {
-  const int64_t count = g.a.size(), ranks = count * rank;
-  const bool padded = all_ranks(g) != ranks;
-  Tensor out = space({4, ranks, n}, g.a[0], padded);
-  for (int64_t j = 0; j < count; ++j) {
-    store_pieces(Use::Weight, out[0].narrow(0, j * rank, rank), ranks * n, {in_float(g.a[j])});
+std::vector<Run> runs_of(const Group& g) {
+  std::vector<Run> out;
+  for (int64_t j = 0; j < int64_t(g.a.size()); ++j) {
+    if (!out.empty() && out.back().dropped.rate == g.rate(j)) {
+      ++out.back().count;
+    } else {
+      out.push_back({j, 1, {Tensor(), g.rate(j)}});
+    }
+  }
+  for (Run& run : out) {
+    if (run.dropped.rate > 0) run.dropped.seeds = g.seeds.narrow(0, run.first, run.count);
   }
   return out;
 }
 
-/// One B: (m, 4, rank), likewise.
-Tensor pieces_of_b(const Tensor& b, int64_t rank) {
-  Tensor out = space({b.size(0), 4, rank}, b, b.size(1) != rank);
-  store_pieces(Use::Weight, out.select(1, 0), rank, {in_float(b)});
-  return out;
+Adapter adapter_b(const Tensor& x, const Group& g, size_t j) {
+  return {dense_rows(g.b[j].to(adapter_dtype(x, g))), /*by_feature=*/true};
 }
 
-/// The product of bf16 matrices in fp32.
-Tensor wide_product(const Tensor& a, const Tensor& b) { return at::mm(a, b, at::kFloat); }
-
-/// Three neighbouring pieces of (rows, 4, rank) as columns.
-Tensor three(const Tensor& pieces, int64_t first) { return pieces.narrow(1, first, 3).flatten(1); }
-
-/// Stores t. Returns the adapters' products for each projection.
-std::vector<Products> adapters_in_pieces(const Tensor& x, const Tensor& t, const Group& g) {
-  const int64_t n = x.size(1), rank = padded_rank(g).expect_int(), ranks = rank * int64_t(g.a.size());
-  const Tensor a = pieces_of_a(g, rank, n);
-  const Tensor sums = wide_product(x, a.narrow(0, 0, 3).flatten(0, 1).t());
-  const Tensors totals = columns_of(t, g);
-  std::vector<Products> out(g.weights.size());
+/// Stores t. Returns the adapters' part of each projection with its bias, or an undefined tensor.
+Tensors forward_by_kernels(const Tensor& x, const Tensor& t, const OptionalTensors& biases, const Group& g) {
+  const int64_t rank = padded_rank(g).expect_int();
+  const Tensor rows = dense_rows(x), a = stacked(x, g, rank);
+  for (const auto& [first, count, dropped] : runs_of(g)) {
+    auto own = [&](const Tensor& of, int64_t dim) { return of.narrow(dim, first * rank, count * rank); };
+    rows_product(own(t, 1), rows, {own(a, 0)}, rank, gain_of(dropped.rate), dropped);
+  }
+  Tensors out(g.weights.size());
   for (size_t j = 0; j < g.a.size(); ++j) {
-    const int64_t own = g.a[j].size(0);
-    Tensor pieces = space({x.size(0), 4, rank}, x, own != rank);
-    const Numbers numbers{sums.narrow(1, int64_t(j) * rank, own), 3, ranks};
-    store_pieces(Use::Rows, pieces.select(1, 0), rank, numbers, 1, totals[j]);
-    out[g.of[j]].push_back({three(pieces, 0), three(pieces_of_b(g.b[j], rank), 1).t(), g.scale[j]});
+    Tensor& y = out[g.of[j]];
+    Tensor addend = y;
+    if (!y.defined()) {
+      y = at::empty({x.size(0), g.b[j].size(0)}, x.options());
+      const std::optional<Tensor> bias = biases.get(g.of[j]);
+      if (bias && bias->defined()) addend = bias->contiguous();
+    }
+    expand(y, t.narrow(1, int64_t(j) * rank, rank), adapter_b(x, g, j), rank, addend, g.scale[j]);
   }
   return out;
 }
 
 // ---- Forward
 
-std::vector<Products> adapters_in_one_piece(const Tensor& x, Tensor& t, const Group& g) {
+/// x with the dropout of adapter j, in dtype.
+Tensor dropped_rows(const Tensor& x, const Group& g, size_t j, at::ScalarType dtype) {
+  const Tensor rows = x.to(dtype);
+  if (g.rate(j) == 0) return rows;
+  const Tensor seed = g.seeds.narrow(0, int64_t(j), 1);
+  if (x.is_cuda()) return dropped_on_cuda(rows, {seed, g.rate(j)});
+  return dropped_on_cpu(rows, *seed.const_data_ptr<int64_t>(), g.rate(j));
+}
+
+bool drops(const Group& g) {
+  return std::any_of(g.dropout.begin(), g.dropout.end(), [](double rate) { return rate > 0; });
+}
+
+/// Stores t. Returns the adapters' products for each projection.
+std::vector<Products> forward_by_gemms(const Tensor& x, Tensor& t, const Group& g) {
   std::vector<Products> out(g.weights.size());
   if (g.a.empty()) return out;
   const auto dtype = t.scalar_type();
-  gemm::multiply(t, x.to(dtype), at::cat(converted(g.a, dtype)).t(), 0, 1, /*sustained=*/true);
-  const Tensors parts = columns_of(t, g), b = converted(g.b, dtype);
+  const Tensors a = converted(g.a, dtype), b = converted(g.b, dtype), parts = columns_of(t, g);
+  if (!drops(g)) {
+    gemm::multiply(t, x.to(dtype), at::cat(a).t(), 0, 1, /*sustained=*/true);
+  } else {
+    for (size_t j = 0; j < a.size(); ++j) {
+      Tensor part = parts[j];
+      gemm::multiply(part, dropped_rows(x, g, j, dtype), a[j].t(), 0, 1, /*sustained=*/true);
+    }
+  }
   for (size_t j = 0; j < b.size(); ++j) out[g.of[j]].push_back({parts[j], b[j].t(), g.scale[j]});
   return out;
 }
@@ -320,19 +341,29 @@ std::vector<Products> adapters_in_one_piece(const Tensor& x, Tensor& t, const Gr
 template <class Device>
 std::pair<Tensors, Tensor> project(const Tensor& x, const OptionalTensors& biases, const Group& g) {
   Tensors ys;
-  Tensor t = at::empty_symint({x.sym_size(0), all_ranks(g)}, x.options().dtype(product_dtype(x, g)));
+  const auto t_dtype = takes_kernels(x, g) ? at::kFloat : adapter_dtype(x, g);
+  Tensor t = at::empty_symint({x.sym_size(0), all_ranks(x, g)}, x.options().dtype(t_dtype));
   if constexpr (std::is_same_v<Device, Meta>) {
     for (size_t i = 0; i < g.weights.size(); ++i) {
       ys.push_back(at::empty_symint({x.sym_size(0), features_of(g, biases, i)}, x.options()));
     }
   } else {
-    const auto adapters = takes_pieces(x, g) ? adapters_in_pieces(x, t, g) : adapters_in_one_piece(x, t, g);
+    Tensors begun(g.weights.size());
+    std::vector<Products> small(g.weights.size());
+    if (takes_kernels(x, g)) {
+      begun = forward_by_kernels(x, t, biases, g);
+    } else {
+      small = forward_by_gemms(x, t, g);
+    }
     for (size_t i = 0; i < g.weights.size(); ++i) {
       const Tensor& weight = g.weights[i];
-      std::optional<Tensor> bias = biases.get(i);
-      if (!weight.defined() && bias && bias->defined()) bias = core::as_matrix(*bias);
       const Products large = weight.defined() ? Products{{x, weight.t()}} : Products{};
-      ys.push_back(total({x.size(0), features_of(g, biases, i).expect_int()}, x, bias, large, adapters[i]));
+      if (begun[i].defined()) {
+        add(begun[i], large, true);
+        ys.push_back(begun[i]);
+      } else {
+        ys.push_back(total({x.size(0), features_of(g, biases, i).expect_int()}, x, biases.get(i), large, small[i]));
+      }
     }
   }
   return {std::move(ys), t};
@@ -352,42 +383,51 @@ struct Gradients {
   }
 };
 
-/// Returns the adapters' products for dx.
-Products backward_in_pieces(
+/// Returns the adapters' part of dx, or an undefined tensor.
+Tensor backward_by_kernels(
     Gradients& out, const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
-  const int64_t rows = x.size(0), n = x.size(1), rank = padded_rank(g).expect_int(), count = g.a.size();
-  const int64_t ranks = count * rank;
-  const Tensors parts = columns_of(t, g);
+  const int64_t rank = padded_rank(g).expect_int();
+  const bool all_digits = adapter_dtype(x, g) == at::kFloat;
+  const Tensor rows = dense_rows(x);
+  Tensors dys;
+  for (const Tensor& grad : grads) dys.push_back(dense_rows(grad));
+  auto of_adapter = [&](const Tensor& of, int64_t j) { return of.narrow(1, j * rank, rank); };
   Tensor u;
-  if (wanted & (core::kWantInput | kWantA)) u = at::empty({rows, 4, ranks}, x.options());
-  for (int64_t j = 0; j < count; ++j) {
-    const Tensor& dy = grads[g.of[j]];
-    const int64_t own = g.a[j].size(0);
-    if (u.defined()) {
-      const Tensor sums = wide_product(dy, three(pieces_of_b(g.b[j], rank), 0));
-      const Numbers numbers{sums.narrow(1, 0, rank), 3, rank};
-      store_pieces(Use::Rows, u.select(1, 0).narrow(1, j * rank, rank), ranks, numbers, g.scale[j]);
-    }
+  if (wanted & (core::kWantInput | kWantA)) u = at::empty_like(t);
+  for (size_t j = 0; j < g.a.size(); ++j) {
+    const Tensor& dy = dys[g.of[j]];
+    if (u.defined()) rows_product(of_adapter(u, j), dy, adapter_b(x, g, j), rank, g.scale[j] * g.gain(j));
     if (wanted & kWantB) {
-      Tensor pieces = space({rows, 4, rank}, x, own != rank);
-      store_pieces(Use::Rows, pieces.select(1, 0), rank, {parts[j]});
-      const Tensor db = wide_product(dy.t(), three(pieces, 1)).view({dy.size(1), 3, rank}).sum(1).mul_(g.scale[j]);
-      out.b.push_back(db.narrow(1, 0, own).to(g.b[j].scalar_type()).contiguous());
+      const int64_t own = g.b[j].size(1);
+      const Tensor parts = columns_product(dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
+      out.b.push_back(parts.sum(0).to(g.b[j].scalar_type()));
     }
   }
-  if (wanted & kWantA) {
-    const Tensor all = wide_product(three(u, 1).t(), x).view({3, count, rank, n});
-    for (int64_t j = 0; j < count; ++j) {
-      out.a.push_back(all.select(1, j).sum(0).narrow(0, 0, g.a[j].size(0)).to(g.a[j].scalar_type()));
+  Tensor dx;
+  if (wanted & core::kWantInput) dx = at::empty(x.sizes(), x.options());
+  const Tensor a = dx.defined() ? stacked(x, g, rank) : Tensor();
+  for (const auto& [first, count, dropped] : runs_of(g)) {
+    const int64_t start = first * rank, ranks = count * rank;
+    if (wanted & kWantA) {
+      const Tensor parts =
+          columns_product(rows, u.narrow(1, start, ranks), ranks, rank, /*by_feature=*/false, all_digits, 1, dropped);
+      for (int64_t k = 0; k < count; ++k) {
+        const Tensor& own = g.a[first + k];
+        out.a.push_back(parts.narrow(1, k * rank, own.size(0)).sum(0).to(own.scalar_type()));
+      }
+    }
+    if (dx.defined()) {
+      expand(dx, u.narrow(1, start, ranks), {a.narrow(0, start, ranks)}, rank, first > 0 ? dx : Tensor(), 1, dropped);
     }
   }
-  if (!(wanted & core::kWantInput)) return {};
-  return {{three(u, 0), pieces_of_a(g, rank, n).narrow(0, 1, 3).flatten(0, 1)}};
+  return dx;
 }
 
-Products backward_in_one_piece(
+/// Returns the adapters' products for dx.
+Products backward_by_gemms(
     Gradients& out, const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
-  const auto dtype = product_dtype(x, g);
+  if (g.a.empty()) return {};
+  const auto dtype = t.scalar_type();
   const Tensors a = converted(g.a, dtype), b = converted(g.b, dtype), parts = columns_of(t, g);
   Tensors dys, us;
   Products products;
@@ -395,18 +435,28 @@ Products backward_in_one_piece(
   for (size_t j = 0; j < a.size(); ++j) {
     const Tensor& dy = dys[g.of[j]];
     us.push_back(multiplied(dy, b[j]).mul_(g.scale[j]));
-    if (wanted & core::kWantInput) products.push_back({us[j], a[j]});
     if (wanted & kWantB) out.b.push_back(multiplied(dy.t(), parts[j]).mul_(g.scale[j]).to(g.b[j].scalar_type()));
-  }
-  if (wanted & kWantA) {
-    // All of them read x once. Results of an operator must not share memory.
-    const Tensor da = multiplied(at::cat(us, 1).t(), x.to(dtype));
-    int64_t first = 0;
-    for (const Tensor& a : g.a) {
-      const Tensor own = da.narrow(0, first, a.size(0)).to(a.scalar_type());
-      out.a.push_back(g.a.size() > 1 ? own.clone() : own);
-      first += a.size(0);
+    if (!(wanted & core::kWantInput)) continue;
+    if (g.rate(j) > 0) {
+      products.push_back({dropped_rows(multiplied(us[j], a[j]), g, j, dtype)});
+    } else {
+      products.push_back({us[j], a[j]});
     }
+  }
+  if (!(wanted & kWantA)) return products;
+  if (drops(g)) {
+    for (size_t j = 0; j < a.size(); ++j) {
+      out.a.push_back(multiplied(us[j].t(), dropped_rows(x, g, j, dtype)).to(g.a[j].scalar_type()));
+    }
+    return products;
+  }
+  // All of them read x once. Results of an operator must not share memory.
+  const Tensor da = multiplied(at::cat(us, 1).t(), x.to(dtype));
+  int64_t first = 0;
+  for (const Tensor& a : g.a) {
+    const Tensor own = da.narrow(0, first, a.size(0)).to(a.scalar_type());
+    out.a.push_back(g.a.size() > 1 ? own.clone() : own);
+    first += a.size(0);
   }
   return products;
 }
@@ -434,15 +484,21 @@ Gradients gradients(const Tensors& grads, const Tensor& x, const Tensor& t, cons
     if (wanted & core::kWantBias) out.biases.push_back(grads[i].sum(0));
   }
   Products small;
-  if (!g.a.empty()) {
-    small = (takes_pieces(x, g) ? backward_in_pieces : backward_in_one_piece)(out, grads, x, t, g, wanted);
+  if (takes_kernels(x, g)) {
+    out.x = backward_by_kernels(out, grads, x, t, g, wanted);
+  } else {
+    small = backward_by_gemms(out, grads, x, t, g, wanted);
   }
   if (wanted & core::kWantInput) {
     Products large;
     for (size_t i = 0; i < projections; ++i) {
       if (g.weights[i].defined()) large.push_back({grads[i], g.weights[i]});
     }
-    out.x = total(x.sizes(), x, std::nullopt, large, small);
+    if (out.x.defined()) {
+      add(out.x, large, true);
+    } else {
+      out.x = total(x.sizes(), x, std::nullopt, large, small);
+    }
   }
   return out;
 }
@@ -483,18 +539,25 @@ Tensors tensors_of(const OptionalTensors& list) {
 /// Where a weight is None, `biases` may have the result of another layer, (..., m).
 template <class Device>
 Tensors projections(
-    const Tensor& x, const OptionalTensors& weights, const OptionalTensors& biases, TensorList a, TensorList b, Scales scale,
-    at::IntArrayRef of) {
+    const Tensor& x, const OptionalTensors& weights, const OptionalTensors& biases, TensorList a, TensorList b,
+    Scales scale, at::IntArrayRef of, const std::optional<Tensor>& seeds, Scales dropout) {
   core::check_activation(kOp, "x", x);
   LIGER_CHECK(
       biases.size() == weights.size(), kOp, "biases", c10::str("have ", weights.size(), " entries"), biases.size());
   LIGER_CHECK(of.size() == a.size(), kOp, "of", c10::str("have ", a.size(), " entries"), of.size());
   const Tensors present = tensors_of(weights);
-  const Group g{present, a, b, scale, of};
-  for (size_t i = 0; i < weights.size(); ++i) check_projection(kOp, x, present[i], biases.get(i));
+  const Group g{present, a, b, scale, of, seeds.value_or(Tensor()), dropout};
+  OptionalTensors summands;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const std::optional<Tensor> bias = biases.get(i);
+    check_projection(kOp, x, present[i], bias);
+    const bool is_result = !present[i].defined() && bias && bias->defined();
+    summands.push_back(is_result ? core::as_matrix(*bias) : bias);
+  }
   check_adapters(kOp, x, g, biases);
+  check_dropout(kOp, x, g);
   const Entry<Device> entry(x);
-  auto [ys, t] = project<Device>(core::as_matrix(x), biases, g);
+  auto [ys, t] = project<Device>(core::as_matrix(x), summands, g);
   ys.push_back(std::move(t));
   for (Tensor& y : ys) y = in_rows_of(x, y);
   return std::move(ys);
@@ -504,12 +567,12 @@ Tensors projections(
 /// that of its layer.
 template <class Device>
 Tensors projections_bwd(
-    TensorList grads, const Tensor& x, const OptionalTensors& weights, TensorList a, TensorList b, const Tensor& t, int64_t wanted,
-    Scales scale, at::IntArrayRef of) {
+    TensorList grads, const Tensor& x, const OptionalTensors& weights, TensorList a, TensorList b, const Tensor& t,
+    int64_t wanted, Scales scale, at::IntArrayRef of, const std::optional<Tensor>& seeds, Scales dropout) {
   const Entry<Device> entry(x);
   const Tensors present = tensors_of(weights);
-  Gradients out =
-      gradients<Device>(matrices(grads), core::as_matrix(x), core::as_matrix(t), {present, a, b, scale, of}, wanted);
+  const Group g{present, a, b, scale, of, seeds.value_or(Tensor()), dropout};
+  Gradients out = gradients<Device>(matrices(grads), core::as_matrix(x), core::as_matrix(t), g, wanted);
   if (out.x.defined()) out.x = in_rows_of(x, out.x);
   return out.all();
 }
@@ -536,7 +599,7 @@ struct LoraLinear
     core::check_activation(kOp, "x", x);
     check_projection(kOp, x, weight, bias);
     const std::vector<int64_t> of(a.size(), 0);
-    const Group g{weight, a, b, scale, of};
+    const Group g{weight, a, b, scale, of, {}, {}};
     const OptionalTensors biases({bias});
     check_adapters(kOp, x, g, biases);
     const Entry<Device> entry(x);
@@ -580,8 +643,9 @@ struct LoraLinear
       const int64_t wanted =
           core::wanted_bits(needs(0), needs(1), wants_bias) | (wants_a ? kWantA : 0) | (wants_b ? kWantB : 0);
       static const auto op = core::find_op<decltype(projections_bwd<Meta>)>("_lora_projections_bwd");
-      Tensors found = op.call(
-          grads, x, OptionalTensors({std::optional<Tensor>(weight)}), a, b, t, wanted, scale, std::vector<int64_t>(count, 0));
+      const std::vector<int64_t> of(count, 0);
+      const OptionalTensors weights({std::optional<Tensor>(weight)});
+      Tensors found = op.call(grads, x, weights, a, b, t, wanted, scale, of, std::nullopt, Scales());
       auto next = found.begin();
       if (needs(0)) out[0] = *next++;
       if (needs(1)) out[1] = *next++;
@@ -600,13 +664,11 @@ struct LoraLinear
     core::define(
         m,
         "_lora_projections(Tensor x, Tensor?[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float[] scale, int[] "
-        "of) "
-        "-> Tensor[]");
+        "of, Tensor? seeds=None, float[] dropout=[]) -> Tensor[]");
     core::define(
         m,
         "_lora_projections_bwd(Tensor[] grads, Tensor x, Tensor?[] weights, Tensor[] a, Tensor[] b, Tensor t, int "
-        "wanted, "
-        "float[] scale, int[] of) -> Tensor[]");
+        "wanted, float[] scale, int[] of, Tensor? seeds=None, float[] dropout=[]) -> Tensor[]");
   }
 
   template <class Device>

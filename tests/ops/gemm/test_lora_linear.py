@@ -6,11 +6,12 @@ import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, assert_no_worse, gradients, like, path_taken, roundings
 from hypothesis import strategies as st
+from lora_dropout import dropped, kept
 from pairs import pairwise
 from torch.nn import functional
 
 from liger_ops import functional as F
-from liger_ops.adapters import gated_lora_projection, lora_projections
+from liger_ops.adapters import gated_lora_projection, lora_projections, seeds_for
 
 lora_linear = torch.ops.liger.lora_linear
 
@@ -33,16 +34,15 @@ def vary(draw, arguments):
     arguments["scale"] = [draw(st.sampled_from([1.0, 0.5, -1.25])) for _ in ranks]
 
 
-def truncation(*sizes: int) -> float:
-    """Tensor cores add 16 products at a time to a sum, which they cut off after the 24th bit."""
-    return max(sizes) / 16 * 2**-23
+# Tensor cores add 16 products at a time to a sum, which they cut off after the 24th bit. A block has up to 128 products.
+TRUNCATION = 128 / 16 * 2**-23
 
 
 class Case:
     """Projections of one input with an adapter each, in any dtypes."""
 
     def __init__(
-        self, device, dtype, adapter_dtype, rows=17, n=24, features=(32, 8), ranks=(4, 3), biased=True
+        self, device, dtype, adapter_dtype, rows=17, n=24, features=(32, 8), ranks=(4, 3), biased=True, dropout=()
     ) -> None:
         torch.manual_seed(0)
 
@@ -59,7 +59,8 @@ class Case:
         self.tensors += [make(r, n, dtype=adapter_dtype, scale=max(n, 1) ** -0.5) for r in ranks]
         self.tensors += [make(features[i], r, dtype=adapter_dtype, scale=r**-0.5) for i, r in zip(self.of, ranks)]
         self.upstream = [torch.randn(rows, m, device=device, dtype=dtype) for m in features]
-        self.noise = truncation(rows, n, *features) if torch.device(device).type == "cuda" else 0.0
+        self.noise = TRUNCATION if torch.device(device).type == "cuda" else 0.0
+        self.dropout = dropout
 
     def parts(self, tensors):
         projections, adapters = self.sizes
@@ -72,22 +73,34 @@ class Case:
 
     def ours(self, *tensors):
         x, weights, biases, a, b = self.parts(tensors)
-        return lora_projections(x, weights, biases, a, b, self.scale, self.of)
+        torch.manual_seed(7)
+        return lora_projections(x, weights, biases, a, b, self.scale, self.of, self.dropout)
 
     def formula(self, *tensors):
         x, weights, biases, a, b = self.parts(tensors)
         own = [[j for j, i in enumerate(self.of) if i == p] for p in range(len(weights))]
+        if any(self.dropout):
+            torch.manual_seed(7)
+            seeds = seeds_for(self.dropout, x.device).tolist()
+            return tuple(self.with_dropout(x, w, bias, js, a, b, seeds) for w, bias, js in zip(weights, biases, own))
         return tuple(
             F.lora_linear.reference(x, w, [a[j] for j in js], [b[j] for j in js], [self.scale[j] for j in js], bias)
             for w, bias, js in zip(weights, biases, own)
         )
 
+    def with_dropout(self, x, weight, bias, own, a, b, seeds):
+        """As peft computes it."""
+        y = functional.linear(x, weight, bias)
+        for j in own:
+            found = functional.linear(dropped(x.to(a[j].dtype), seeds[j], self.dropout[j]), a[j])
+            y = y + functional.linear(found, b[j]) * self.scale[j]
+        return y.to(x.dtype)
+
     def check(self):
         exact = gradients(self.formula, [like(t, torch.float64) for t in self.tensors], self.upstream)
         x, _, _, a, _ = self.parts(self.tensors)
-        # On a GPU only pieces need a kernel besides GEMMs.
-        in_pieces = x.dtype == torch.bfloat16 and any(t.dtype == torch.float32 for t in a)
-        with path_taken(x.device.type) if in_pieces or x.is_cpu else nullcontext():
+        by_kernels = any(t.dtype == x.dtype or x.dtype == torch.bfloat16 for t in a) and x.dtype in HALF_TYPES
+        with path_taken(x.device.type) if by_kernels or x.is_cpu else nullcontext():
             ours = gradients(self.ours, self.tensors, self.upstream)
         eager = gradients(self.formula, self.tensors, self.upstream)
         bounds = roundings(self.formula, self.tensors, self.upstream, exact)
@@ -108,6 +121,49 @@ class Case:
 )
 def test_projections(dtype, wide, rows, n, features, ranks, biased, device):
     Case(device, dtype, torch.float32 if wide else dtype, rows, n, features, ranks, biased).check()
+
+
+@pairwise(
+    dtype=CPU_DTYPES,
+    wide=[False, True],
+    rows=[1, 70],
+    n=[24, 136],
+    ranks=[(16,), (8, 8, 8), (32, 48, 5)],
+    dropout=[(0.25,) * 3, (0.5, 0.0, 0.1), (1.0, 0.3, 0.3)],
+)
+def test_dropout(dtype, wide, rows, n, ranks, dropout, device):
+    """Each adapter has its own mask, for which its seed stands."""
+    adapter_dtype = torch.float32 if wide else dtype
+    Case(device, dtype, adapter_dtype, rows, n, (40, 24), ranks, dropout=dropout[: len(ranks)]).check()
+
+
+def test_masks_are_independent_and_have_the_rate():
+    rows, columns, rate = 512, 1024, 0.1
+    masks = [kept(seed, rate, rows, columns).double() for seed in (0, 1, 2**32, -5, 2**63 - 1)]
+    # Five standard deviations of a mean of independent draws.
+    bound = 5 * (rate * (1 - rate) / (rows * columns)) ** 0.5
+    for i, mask in enumerate(masks):
+        assert abs(float(mask.mean()) - (1 - rate)) < bound
+        centred = mask - mask.mean()
+        shifted = [centred.roll(1, 0), centred.roll(1, 1), centred.roll(64, 1), *(m - m.mean() for m in masks[i + 1 :])]
+        for other in shifted:
+            assert abs(float((centred * other).mean())) < bound * (rate * (1 - rate)) ** 0.5
+        for dim in 0, 1:
+            means = mask.mean(dim)
+            assert float(means.var()) == pytest.approx(rate * (1 - rate) / mask.shape[dim], rel=0.35)
+
+
+def test_dropout_follows_the_generator(device):
+    case = Case(device, torch.float32, torch.float32, dropout=(0.5, 0.5))
+    x, weights, biases, a, b = case.parts(case.tensors)
+
+    def drawn():
+        return torch.stack(lora_projections(x, weights[:1], biases[:1], a[:1], b[:1], [1.0], [0], [0.5]))
+
+    torch.manual_seed(3)
+    first, second = drawn(), drawn()
+    torch.manual_seed(3)
+    assert torch.equal(first, drawn()) and not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("rows, n, features", [(0, 8, (8, 8)), (3, 0, (8, 8)), (3, 8, (0, 8))])
@@ -182,7 +238,7 @@ def test_gated_projections(dtype, op, learned, device):
     bounds = roundings(formula, made, dy, exact)
     found = zip(gradients(ours, made, dy), gradients(formula, made, dy), exact, strict=True)
     for i, each in enumerate(found):
-        noise = truncation(24) * float(each[2].detach().abs().max()) if torch.device(device).type == "cuda" else 0.0
+        noise = TRUNCATION * float(each[2].detach().abs().max()) if torch.device(device).type == "cuda" else 0.0
         assert_no_worse(f"result {i}", *each, noise=noise, bounds=(bounds, i))
 
 
@@ -253,13 +309,13 @@ def test_errors(case):
 @pytest.mark.gpu
 def test_pieces_hold_all_digits():
     """bf16 activations and fp32 adapters: all but x and dy is fp32."""
-    case = Case("cuda", torch.bfloat16, torch.float32, 300, 256, (128, 64, 72), (16, 16, 16))
+    case = Case("cuda", torch.bfloat16, torch.float32, 8192, 4096, (1024, 512, 72), (16, 16, 16))
     exact = gradients(case.formula, [like(t, torch.float64) for t in case.tensors], case.upstream)
     ours = gradients(case.ours, case.tensors, case.upstream)
     of_adapters = list(zip(ours, exact))[-6:]
     assert all(t.dtype == torch.float32 for t, _ in of_adapters)
     for t, truth in of_adapters:
-        assert float((t - truth).abs().max() / truth.abs().max()) < 4 * truncation(300)
+        assert float((t - truth).abs().max() / truth.abs().max()) < TRUNCATION
 
 
 @pytest.mark.gpu

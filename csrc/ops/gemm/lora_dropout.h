@@ -1,0 +1,54 @@
+#pragma once
+
+// Dropout of adapters on the CPU. An element is kept if a hash of the adapter's seed, its row and its column says so: then
+// backward needs no masks, and all devices drop the same elements. liger_ops/kernels/gemm/lora_products.py has the same
+// hash.
+
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+
+#include <cmath>
+
+namespace liger::ops::lora_linear {
+
+inline uint32_t mixed(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352d;
+  x ^= x >> 15;
+  x *= 0x846ca68b;
+  return x ^ (x >> 16);
+}
+
+/// Hashes below it are dropped. They are signed.
+inline int32_t threshold_of(double rate) {
+  return int32_t(std::min(std::round(std::ldexp(rate, 32)) - std::ldexp(1, 31), double(INT32_MAX)));
+}
+
+/// What kept elements are multiplied by.
+inline double gain_of(double rate) { return rate < 1 ? 1 / (1 - rate) : 0; }
+
+/// x (T, C) with dropout, in a new tensor.
+inline at::Tensor dropped_on_cpu(const at::Tensor& x, int64_t seed, double rate) {
+  at::Tensor out = at::empty(x.sizes(), x.options());
+  const int64_t rows = x.size(0), columns = x.size(1), row_stride = x.stride(0), stride = x.stride(1);
+  const int32_t threshold = threshold_of(rate);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "lora_linear", [&] {
+    const auto gain = at::opmath_type<scalar_t>(gain_of(rate));
+    const scalar_t* from = x.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, rows, at::divup(at::internal::GRAIN_SIZE, std::max<int64_t>(columns, 1)), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const uint32_t key = mixed(mixed(uint32_t(row) ^ uint32_t(seed)) + uint32_t(uint64_t(seed) >> 32));
+        for (int64_t c = 0; c < columns; ++c) {
+          const bool keep = int32_t(mixed(key ^ (uint32_t(c) * 0x9e3779b1u))) >= threshold;
+          to[row * columns + c] = keep ? scalar_t(from[row * row_stride + c * stride] * gain) : scalar_t(0);
+        }
+      }
+    });
+  });
+  return out;
+}
+
+}  // namespace liger::ops::lora_linear

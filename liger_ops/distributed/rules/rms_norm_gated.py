@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..._wanted import WANT_GATE, WANT_INPUT, WANT_WEIGHT
+from .._sharding import Layout, R, row_placements, sharding, summed
+
+
+@sharding("rms_norm_gated", gathered=("x",))
+def forward(x: Any, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        yield [rows], dict(x=rows, gate=rows, weight=R)
+
+
+@sharding("_rms_norm_gated_fwd", gathered=("x",))
+def forward_with_graph(x: Any, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        yield [rows, rows], dict(x=rows, gate=rows, weight=R)
+
+
+@sharding("_rms_norm_gated_bwd", reduced=("dy",), gathered=("x",))
+def backward(x: Any, rstd: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+    for rows in row_placements(x):
+        if rows not in rstd.placements:  # backward runs where forward ran
+            continue
+        placements = {WANT_INPUT: rows, WANT_GATE: rows, WANT_WEIGHT: summed(rows)}
+        results = [placement if wanted & bit else None for bit, placement in placements.items()]
+        yield results, dict(dy=rows, x=rows, gate=rows, weight=R, rstd=rows)

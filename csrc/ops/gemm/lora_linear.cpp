@@ -547,12 +547,11 @@ Tensors projections(
   LIGER_CHECK(of.size() == a.size(), kOp, "of", c10::str("have ", a.size(), " entries"), of.size());
   const Tensors present = tensors_of(weights);
   const Group g{present, a, b, scale, of, seeds.value_or(Tensor()), dropout};
-  OptionalTensors summands;
+  OptionalTensors summands = biases.copy();
   for (size_t i = 0; i < weights.size(); ++i) {
     const std::optional<Tensor> bias = biases.get(i);
     check_projection(kOp, x, present[i], bias);
-    const bool is_result = !present[i].defined() && bias && bias->defined();
-    summands.push_back(is_result ? core::as_matrix(*bias) : bias);
+    if (!present[i].defined() && bias && bias->defined()) summands.set(i, core::as_matrix(*bias));
   }
   check_adapters(kOp, x, g, biases);
   check_dropout(kOp, x, g);

@@ -202,7 +202,9 @@ def read_weight(base: Any, dtype: torch.dtype, casts: bool) -> Tensor | Packed |
     return weight if weight.dtype == dtype else f"base is {weight.dtype}, its input {dtype}"
 
 
-def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float, float] | str:
+def read_adapter(
+    layer: Any, adapter: str, dtype: torch.dtype, casts: bool
+) -> tuple[Tensor, Tensor, float, float] | str:
     """A, B, scale and rate of dropout of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward
     must run. casts: autocast gives operands this dtype."""
     if adapter in layer.lora_variant:
@@ -235,17 +237,18 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
     instead; for a LoRA layer this means peft's own forward. casts: autocast gives operands this dtype."""
     has_base = is_lora(layer)
     base = base_of(layer) if has_base else layer
-    weight, bias = read_weight(base, dtype, casts), None
-    if isinstance(weight, str):
+    read, bias = read_weight(base, dtype, casts), None
+    weight: Tensor | Packed | Called
+    if isinstance(read, str):
         # DTensors, whose class is slow to import.
         if any(hasattr(t, "device_mesh") for t in base._parameters.values()):
-            return weight
+            return read
         cls = peft_linear(layer) if has_base else None
         # peft asks whether autocast is on for GPUs.
         keeps = cls is None or PEFT_LINEARS[cls.__module__, cls.__name__] or not torch.is_autocast_enabled()
-        weight = Called(base, dtype, weight, keeps)
+        weight = Called(base, dtype, read, keeps)
     else:
-        bias = base.bias
+        weight, bias = read, base.bias
         if bias is not None and (casts or isinstance(weight, Packed)):
             bias = bias.to(dtype)
     found = Adapted(weight, bias, [], [], [], [])
@@ -255,13 +258,14 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
     if layer.disable_adapters or merged:
         return "is disabled while merged" if layer.disable_adapters and merged else found
     present = layer._modules["lora_A"]._modules
+    lists: tuple[list[Any], ...] = found.a, found.b, found.scale, found.dropout
     for adapter in layer.active_adapters:
         if adapter not in present:
             continue
         state = read_adapter(layer, adapter, dtype, casts)
         if isinstance(state, str):
             return state
-        for values, value in zip(found[2:], state):
+        for values, value in zip(lists, state):
             values.append(value)
     return found
 
@@ -291,8 +295,8 @@ def input_dtype(state: Adapted, result: Tensor | None) -> torch.dtype:
     if result is None or result.dtype == dtype:
         return dtype
     # Then peft adds the adapters in fp32. Where autocast casts them, they have its dtype.
-    wide = result.dtype == torch.float32 and all(t.dtype == torch.float32 for t in (*state.a, *state.b))
-    return torch.float32 if wide else dtype
+    wide, adapters = torch.promote_types(dtype, result.dtype), (*state.a, *state.b)
+    return wide if all(t.dtype == wide == torch.float32 for t in adapters) else dtype
 
 
 def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
@@ -317,7 +321,8 @@ def add_adapters(
     b = [weight for state in states for weight in state.b]
     scale = [factor for state in states for factor in state.scale]
     dropout = [rate for state in states for rate in state.dropout]
-    weights, biases = [], []
+    weights: list[Tensor | Packed | None] = []
+    biases: list[Tensor | None] = []
     for i, state in zip(members, states):
         if isinstance(state.weight, Called):
             result, shape = results[i], (*x.shape[:-1], len(state.b[0]))
@@ -381,9 +386,10 @@ def project_gated(
     if not lora or not is_lora(linear) or is_called(linear):
         return None
     states = read((linear,), gate)
-    if states is None or not states[0].a or isinstance(states[0].weight, Called):
+    if states is None or not states[0].a:
         return None
-    # Autocast casts the product, not what it is made of.
-    if {gate.dtype, up.dtype} != {states[0].weight.dtype}:
+    weight, bias, a, b, scale, dropout = states[0]
+    # A layer that is called needs the product. Autocast casts the product, not what it is made of.
+    if isinstance(weight, Called) or {gate.dtype, up.dtype} != {weight.dtype}:
         return None
-    return gated_lora_projection(op, options, gate, up, *states[0])
+    return gated_lora_projection(op, options, gate, up, weight, bias, a, b, scale, dropout)

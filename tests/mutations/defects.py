@@ -567,7 +567,8 @@ PATCHING = [
     ),
     Defect(
         "lora-rounds-adapters-beside-a-wider-result", "liger_ops/projections.py",
-        "return torch.float32 if wide else dtype", "return dtype", "transformers/test_transformers_lora_bases.py",
+        "return wide if all(t.dtype == wide == torch.float32 for t in adapters) else dtype", "return dtype",
+        "transformers/test_transformers_lora_bases.py",
     ),
     Defect(
         "lora-changes-the-dtype-of-a-base-s-result", "liger_ops/projections.py",

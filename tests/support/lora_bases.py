@@ -20,7 +20,9 @@ from transformers.pytorch_utils import Conv1D
 class Codes(nn.Module):
     """A weight as eight-bit codes with scales, as quantised layers have. computes, returns: dtypes, or those of the input."""
 
-    def __init__(self, linear: nn.Linear, computes: torch.dtype | None = None, returns: torch.dtype | None = None) -> None:
+    def __init__(
+        self, linear: nn.Linear, computes: torch.dtype | None = None, returns: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.computes, self.returns = computes, returns

@@ -6,7 +6,7 @@ import pytest
 import torch
 from language_models import step, tokens
 from lora_layers import CALLS, LAYERS, LoraLinear, build, lora_layers, lora_rows, record_calls, taken
-from patched_models import assert_same_logits, assert_same_step, logits_of, through_pickle
+from patched_models import assert_same_step, logits_of, through_pickle
 from peft import LoraConfig, get_peft_model
 from torch import nn
 

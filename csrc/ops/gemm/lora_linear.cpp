@@ -104,7 +104,8 @@ c10::SymInt features_of(const Group& g, const OptionalTensors& biases, int64_t i
   const std::optional<Tensor> result = biases.get(i);
   if (result && result->defined()) return result->sym_sizes().back();
   const auto* first = std::find(g.of.begin(), g.of.end(), i);
-  LIGER_CHECK(first != g.of.end(), kOp, "bias", "be another layer's result if there are no weight and no adapters", "None");
+  LIGER_CHECK(
+      first != g.of.end(), kOp, "bias", "be another layer's result if there are no weight and no adapters", "None");
   return g.b[first - g.of.begin()].sym_size(0);
 }
 
@@ -399,7 +400,8 @@ Tensor backward_by_kernels(
     if (u.defined()) rows_product(of_adapter(u, j), dy, adapter_b(x, g, j), rank, g.scale[j] * g.gain(j));
     if (wanted & kWantB) {
       const int64_t own = g.b[j].size(1);
-      const Tensor parts = columns_product(dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
+      const Tensor parts =
+          columns_product(dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
       out.b.push_back(parts.sum(0).to(g.b[j].scalar_type()));
     }
   }

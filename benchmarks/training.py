@@ -373,7 +373,9 @@ def load(arguments: argparse.Namespace) -> None:
 def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
     """The largest difference from a loss of the unpatched model."""
     for other in records:
-        same = all(other.get(k) == record.get(k) for k in ("model", "batch", "length", "layers", "checkpointing", *LORA))
+        same = all(
+            other.get(k) == record.get(k) for k in ("model", "batch", "length", "layers", "checkpointing", *LORA)
+        )
         if same and other["provider"] == "hf" and "losses" in other and "losses" in record:
             return max(abs(a - b) for a, b in zip(record["losses"], other["losses"]))
     return None
@@ -489,7 +491,9 @@ def main() -> None:
     parser.add_argument("--rank", type=positive, default=16)
     parser.add_argument("--targets", default="all-linear", help="comma-separated names of linear layers")
     parser.add_argument("--dropout", type=float, default=0.0, help="of adapters")
-    parser.add_argument("--base", choices=BASES, default="plain", help="weights beside adapters; quantised by bitsandbytes")
+    parser.add_argument(
+        "--base", choices=BASES, default="plain", help="weights beside adapters; quantised by bitsandbytes"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of each layer")
     parser.add_argument("--kernels", action="store_true", help="also profile some steps, on a GPU")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the script")

@@ -104,6 +104,15 @@ def parametrized(linear: nn.Linear) -> nn.Module:
     return parametrize.register_parametrization(linear, "weight", nn.Tanh())
 
 
+class Marked(Tensor):
+    """Results are of this class too."""
+
+
+def marked(linear: nn.Linear) -> nn.Module:
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Marked), requires_grad=False)
+    return linear
+
+
 def four_bits(linear: nn.Linear) -> nn.Module:
     """That computes in another dtype than its input."""
     made = bitsandbytes.nn.Linear4bit(
@@ -123,6 +132,7 @@ BASES: dict[str, tuple[Callable[[nn.Linear], nn.Module], str]] = {
     "hooked": (hooked, "base is hooked or wrapped"),
     "forward": (other_forward, "base is hooked or wrapped"),
     "parametrized": (parametrized, "base is ParametrizedLinear"),
+    "marked": (marked, "the weight of base is Marked"),
     "nf4": (four_bits, "base computes in torch.float32, its input is torch.bfloat16"),
 }
 

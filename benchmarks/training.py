@@ -5,8 +5,10 @@
 
 Some layers of each model's shape, random weights, bf16, causal SDPA, fused AdamW. Every run has its own process, so that
 a failure does not end the others, and its record is written at once. The losses of the first steps are compared with
-those of the unpatched model. With --adapters, peft adds low-rank adapters, and only those are trained. Writes training.jsonl, training.md and training.png. With --kernels, the page also lists the
-kernels of a step and their times.
+those of the unpatched model. With --adapters, peft adds low-rank adapters, and only those are trained; with --base, beside
+weights that bitsandbytes quantised. With --checkpointing, backward computes each layer again instead of saving its
+activations. Writes training.jsonl, training.md and training.png. With --kernels, the page also lists the kernels of a step
+and their times.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ PROVIDERS = {
     "ours": "ours",
     "ours-compile": "ours + torch.compile",
 }
-LORA = ("adapters", "rank", "targets", "dropout")
+LORA = ("adapters", "rank", "targets", "dropout", "base")
+BASES = ("plain", "nf4", "int8")
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
 COMPARED_STEPS = 4
 PROFILED_STEPS = 3
@@ -137,6 +140,29 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> torch.nn.Module:
     with torch.device(device):
         config = AutoConfig.for_model(shape.model_type, **sizes)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=causal_attention())
+
+
+def quantised(model: Any, base: str, device: str, dtype: torch.dtype) -> Any:
+    """The model with its linear layers, but for the head, quantised by bitsandbytes."""
+    import bitsandbytes
+
+    def in_four_bits(*sizes: Any) -> torch.nn.Module:
+        return bitsandbytes.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
+
+    def in_eight_bits(*sizes: Any) -> torch.nn.Module:
+        return bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
+
+    make = {"nf4": in_four_bits, "int8": in_eight_bits}[base]
+    for parent in [*model.modules()]:
+        for name, linear in [*parent.named_children()]:
+            if isinstance(linear, torch.nn.Linear) and linear is not model.get_output_embeddings():
+                made = make(linear.in_features, linear.out_features, linear.bias is not None)
+                made.load_state_dict(linear.state_dict())
+                # Quantises.
+                setattr(parent, name, made.to(device))
+    # peft chooses its layers by these.
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = base == "nf4", base == "int8"
+    return model
 
 
 def add_adapters(model: Any, arguments: argparse.Namespace) -> Any:
@@ -252,7 +278,11 @@ def kernels_of(step: Callable[[int], Any]) -> list[tuple[str, float, float]]:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     shape, device = shape_of(arguments, arguments.model, arguments.batch), arguments.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = build(shape, device, dtype)
+    model: Any = build(shape, device, dtype)
+    if arguments.base != "plain":
+        model = quantised(model, arguments.base, device, dtype)
+    if arguments.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if arguments.adapters:
         model = add_adapters(model, arguments)
     model.train()
@@ -299,10 +329,11 @@ class Run:
         asked = dict(layers=shape.layers, length=shape.length, batch=shape.batch)
         for name, value in {**asked, "steps": arguments.steps, "device": arguments.device}.items():
             command += [f"--{name}", str(value)]
-        command += [f"--{name}" for name in ("tiny", "kernels") if getattr(arguments, name)]
+        command += [f"--{name}" for name in ("tiny", "kernels", "checkpointing") if getattr(arguments, name)]
         if adapters:
             asked |= {name: getattr(arguments, name) for name in LORA} | dict(adapters=adapters)
             command += [f"--{name}={asked[name]}" for name in LORA]
+        asked |= {"checkpointing": True} if arguments.checkpointing else {}
         self.timeout = arguments.timeout
         self.record: dict[str, Any] = {
             "kind": "training", "model": model, "provider": provider, **asked,
@@ -333,6 +364,7 @@ def load(arguments: argparse.Namespace) -> None:
     provider, _, compiled = arguments.provider.partition("-")
     modules += {"liger": ["liger_kernel.transformers"], "ours": ["liger_ops.transformers"]}.get(provider, [])
     modules += ["peft"] if arguments.adapters else []
+    modules += ["bitsandbytes"] if arguments.base != "plain" else []
     modules += ["torch._inductor.compile_fx"] if "compile" in (provider, compiled) else []
     for module in modules:
         importlib.import_module(module)
@@ -341,20 +373,25 @@ def load(arguments: argparse.Namespace) -> None:
 def loss_gap(record: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
     """The largest difference from a loss of the unpatched model."""
     for other in records:
-        same = all(other.get(k) == record.get(k) for k in ("model", "batch", "length", "layers", *LORA))
+        same = all(
+            other.get(k) == record.get(k) for k in ("model", "batch", "length", "layers", "checkpointing", *LORA)
+        )
         if same and other["provider"] == "hf" and "losses" in other and "losses" in record:
             return max(abs(a - b) for a, b in zip(record["losses"], other["losses"]))
     return None
 
 
 def model_of(record: dict[str, Any]) -> str:
+    again = ", checkpointing" if record.get("checkpointing") else ""
     if "adapters" not in record:
-        return record["model"]
+        return record["model"] + again
+    base = record.get("base", "plain")
+    again = ("" if base == "plain" else f", {base} base") + again
     if record["adapters"] == "none":
-        return f"{record['model']}, frozen, without adapters"
+        return f"{record['model']}, frozen, without adapters{again}"
     drops = f", dropout {record['dropout']}" if record["dropout"] else ""
     on = "" if record["targets"] == "all-linear" else f" on {record['targets']}"
-    return f"{record['model']}, {record['adapters']} adapters of rank {record['rank']}{on}{drops}"
+    return f"{record['model']}, {record['adapters']} adapters of rank {record['rank']}{on}{drops}{again}"
 
 
 def summary(record: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
@@ -454,6 +491,10 @@ def main() -> None:
     parser.add_argument("--rank", type=positive, default=16)
     parser.add_argument("--targets", default="all-linear", help="comma-separated names of linear layers")
     parser.add_argument("--dropout", type=float, default=0.0, help="of adapters")
+    parser.add_argument(
+        "--base", choices=BASES, default="plain", help="weights beside adapters; quantised by bitsandbytes"
+    )
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of each layer")
     parser.add_argument("--kernels", action="store_true", help="also profile some steps, on a GPU")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the script")
     parser.add_argument("--timeout", type=positive, default=300, help="time limit of one run in seconds")
@@ -464,6 +505,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.kernels and arguments.device != "cuda":
         parser.error("--kernels needs a GPU")
+    if arguments.base != "plain" and not arguments.adapters:
+        parser.error("--base needs --adapters")
     if arguments.worker:
         load(arguments)
         if sys.stdin.readline():

@@ -12,18 +12,30 @@ from torch.autograd.function import once_differentiable
 from ._wanted import LORA_A, LORA_B, WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 from .quantised import Packed, dequantised
 
+Kinds = Sequence[tuple[int, Sequence[int]]]
 
-def wanted_gradients(needed: Sequence[bool], kinds: Sequence[tuple[int, int]], only: int = -1) -> tuple[int, list[int]]:
+
+def wanted_gradients(needed: Sequence[bool], kinds: Kinds, only: int = -1) -> tuple[int, list[int]]:
     """The bits of the gradients that are needed, and where the operator's results belong in `needed`. kinds: in their
-    order, each bit and the number of tensors that it stands for. only: the bits to consider."""
-    wanted = first = 0
+    order, each bit and the places of its tensors. only: the bits to consider."""
+    wanted = 0
     places: list[int] = []
-    for bit, size in kinds:
-        if bit & only and any(needed[first : first + size]):
+    for bit, of_bit in kinds:
+        if bit & only and any(needed[i] for i in of_bit):
             wanted |= bit
-            places += range(first, first + size)
-        first += size
+            places += of_bit
     return wanted, places
+
+
+def kinds_of(weights: Sequence[Tensor | None], adapters: int) -> Kinds:
+    """Of x, weights, biases, a and b. An absent weight and its bias, another layer's result, are not the operator's."""
+    count = len(weights)
+    present = [i for i, weight in enumerate(weights) if weight is not None]
+    first = 1 + 2 * count
+    return (
+        (WANT_INPUT, [0]), (WANT_WEIGHT, [1 + i for i in present]), (WANT_BIAS, [1 + count + i for i in present]),
+        (LORA_A, range(first, first + adapters)), (LORA_B, range(first + adapters, first + 2 * adapters)),
+    )  # fmt: skip
 
 
 class _Projections(torch.autograd.Function):
@@ -32,7 +44,8 @@ class _Projections(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: list[float], of: list[int], states: list[Any], seeds: Tensor | None,
         dropout: list[float], *parameters: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """states: of each weight, None if it is not quantised. parameters: weights, biases, all a, all b."""
+        """states: of each weight, None if it is not quantised. parameters: weights, biases, all a, all b. Where a weight is
+        None, the bias is another layer's result, if given."""
         count = len(states)
         weights, biases, adapters = parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
         a, b = adapters[: len(scale)], adapters[len(scale) :]
@@ -50,16 +63,16 @@ class _Projections(torch.autograd.Function):
         weights, a, b = saved[:count], saved[count : count + len(scale)], saved[count + len(scale) :]
         weights = [dequantised(weight, state, x.dtype) for weight, state in zip(weights, ctx.states)]
         needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]
-        kinds = (
-            (WANT_INPUT, 1), (WANT_WEIGHT, count), (WANT_BIAS, count), (LORA_A, len(scale)), (LORA_B, len(scale))
-        )  # fmt: skip
-        wanted, places = wanted_gradients(needed, kinds)
+        wanted, places = wanted_gradients(needed, kinds_of(weights, len(scale)))
         found = torch.ops.liger._lora_projections_bwd(
             grads, x, weights, a, b, t, wanted, scale, ctx.of, seeds, ctx.dropout
         )
         out: list[Tensor | None] = [None] * len(needed)
         for i, gradient in zip(places, found):
             out[i] = gradient if needed[i] else None
+        for i, weight in enumerate(weights):
+            if weight is None and needed[1 + count + i]:
+                out[1 + count + i] = grads[i]
         return out[0], None, None, None, None, None, *out[1:]
 
 
@@ -89,7 +102,7 @@ class _GatedProjection(torch.autograd.Function):
         count = len(ctx.scale)
         a, b = adapters[:count], adapters[count:]
         needed = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[8:]
-        kinds = (WANT_INPUT, 1), (WANT_WEIGHT, 1), (WANT_BIAS, 1), (LORA_A, count), (LORA_B, count)
+        kinds = kinds_of([weight], count)
         out: list[Tensor | None] = [None] * len(needed)
 
         def compute(product: Tensor, only: int) -> None:
@@ -114,7 +127,7 @@ class _GatedProjection(torch.autograd.Function):
         return dgate if needs_gate else None, dup if needs_up else None, *[None] * 6, *out[1:]
 
 
-def parts_of(weight: Tensor | Packed) -> tuple[Tensor, Any]:
+def parts_of(weight: Tensor | Packed | None) -> tuple[Tensor | None, Any]:
     return (weight.data, weight.state) if isinstance(weight, Packed) else (weight, None)
 
 
@@ -128,7 +141,7 @@ def seeds_for(dropout: Sequence[float], device: torch.device) -> Tensor | None:
 
 def lora_projections(
     x: Tensor,
-    weights: Sequence[Tensor | Packed],
+    weights: Sequence[Tensor | Packed | None],
     biases: Sequence[Tensor | None],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
@@ -137,7 +150,8 @@ def lora_projections(
     dropout: Sequence[float] = (),
 ) -> tuple[Tensor, ...]:
     """Several projections of x (..., n), each ``linear(x, weights[i], biases[i])`` plus the adapters j with
-    ``of[j] == i``: ``scale[j] * linear(linear(x, a[j]), b[j])``, of x with dropout[j]."""
+    ``of[j] == i``: ``scale[j] * linear(linear(x, a[j]), b[j])``, of x with dropout[j]. Where weights[i] is None, biases[i] is
+    another layer's result, (..., m), or None for the sum of the adapters alone."""
     tensors, states = zip(*map(parts_of, weights))
     seeds = seeds_for(dropout, x.device)
     rates = [] if seeds is None else list(dropout)

@@ -115,17 +115,36 @@ class _Projections(torch.autograd.Function):
 
 # ---- LoRA layers of peft
 
-# Its base class, and the classes whose forward is understood: over nn.Linear, and over bitsandbytes' Linear4bit.
+# Its base class, and the classes whose forward is understood, with whether autocast keeps the dtype of the base's result.
 PEFT_LAYER = ("peft.tuners.lora.layer", "LoraLayer")
-PEFT_LINEARS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+PEFT_LINEARS = {
+    ("peft.tuners.lora.layer", "Linear"): True,
+    ("peft.tuners.lora.bnb", "Linear4bit"): False,
+    ("peft.tuners.lora.bnb", "Linear8bitLt"): False,
+    ("peft.tuners.lora.gptq", "GPTQLoraLinear"): True,
+    ("peft.tuners.lora.awq", "AwqLoraLinear"): False,
+    ("peft.tuners.lora.aqlm", "AqlmLoraLinear"): True,
+    ("peft.tuners.lora.eetq", "EetqLoraLinear"): False,
+    ("peft.tuners.lora.hqq", "HqqLoraLinear"): False,
+    ("peft.tuners.lora.te", "TeLinear"): True,
+}
 # Autocast changes no others.
 CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Called(NamedTuple):
+    """A layer whose own forward computes its result."""
+
+    layer: nn.Module
+    dtype: torch.dtype  # of the input that its adapters take
+    reason: str
+    keeps_dtype: bool = True  # whether adapters leave the dtype of its result
 
 
 class Adapted(NamedTuple):
     """A linear layer and its active adapters, each of which adds ``scale[j] * linear(linear(dropout(x), a[j]), b[j])``."""
 
-    weight: Tensor | Packed
+    weight: Tensor | Packed | Called
     bias: Tensor | None
     a: list[Tensor]
     b: list[Tensor]
@@ -138,16 +157,25 @@ def has_adapters(module: nn.Module) -> bool:
     return any((cls.__module__, cls.__name__) == PEFT_LAYER for cls in type(module).__mro__)
 
 
+def peft_linear(module: nn.Module) -> Any:
+    """The class of PEFT_LINEARS of which a LoRA layer, patched or not, is an instance, or None."""
+    cls: Any = getattr(type(module), "liger_original", type(module))
+    return next((base for base in cls.__mro__ if (base.__module__, base.__name__) in PEFT_LINEARS), None)
+
+
 def is_lora(module: nn.Module) -> bool:
     """Whether this is a LoRA layer around a linear layer, patched or not, that computes what `adapted` reads."""
     if type(module) is nn.Linear:
         return False
+    base = peft_linear(module)
     cls: Any = getattr(type(module), "liger_original", type(module))
-    for base in cls.__mro__:
-        if (base.__module__, base.__name__) in PEFT_LINEARS:
-            # Neither a subclass nor other code replaced the forward.
-            return cls.forward is base.forward and base.forward.__module__ == base.__module__
-    return False
+    # Neither a subclass nor other code replaced the forward.
+    return base is not None and cls.forward is base.forward and base.forward.__module__ == base.__module__
+
+
+def base_of(layer: nn.Module) -> Any:
+    """The layer that a LoRA layer calls."""
+    return layer._modules.get("quant_linear_module") or layer._modules["base_layer"]
 
 
 def why_not_bare(name: str, linear: Any) -> str:
@@ -163,7 +191,7 @@ def why_not_bare(name: str, linear: Any) -> str:
 
 
 def read_weight(base: Any, dtype: torch.dtype, casts: bool) -> Tensor | Packed | str:
-    """The weight of a linear layer for an input of this dtype, or why the layer must be called."""
+    """The weight of a linear layer for an input of this dtype, or why its own forward must be called."""
     if is_linear_4bit(base):
         return "base is hooked or wrapped" if has_hooks(base) or "forward" in base.__dict__ else packed(base, dtype)
     if reason := why_not_bare("base", base):
@@ -174,7 +202,9 @@ def read_weight(base: Any, dtype: torch.dtype, casts: bool) -> Tensor | Packed |
     return weight if weight.dtype == dtype else f"base is {weight.dtype}, its input {dtype}"
 
 
-def read_adapter(layer: Any, adapter: str, dtype: torch.dtype, casts: bool) -> tuple[Tensor, Tensor, float, float] | str:
+def read_adapter(
+    layer: Any, adapter: str, dtype: torch.dtype, casts: bool
+) -> tuple[Tensor, Tensor, float, float] | str:
     """A, B, scale and rate of dropout of an adapter of a LoRA layer whose input has this dtype, or why peft's own forward
     must run. casts: autocast gives operands this dtype."""
     if adapter in layer.lora_variant:
@@ -206,29 +236,36 @@ def adapted(layer: Any, dtype: torch.dtype, casts: bool = False) -> Adapted | st
     """A linear layer, with adapters or without, as it computes now for an input of this dtype. Or why it must be called
     instead; for a LoRA layer this means peft's own forward. casts: autocast gives operands this dtype."""
     has_base = is_lora(layer)
-    base = layer._modules["base_layer"] if has_base else layer
-    weight = read_weight(base, dtype, casts)
-    if isinstance(weight, str):
-        return weight
-    bias = base.bias
-    if bias is not None and (casts or isinstance(weight, Packed)):
-        bias = bias.to(dtype)
+    base = base_of(layer) if has_base else layer
+    read, bias = read_weight(base, dtype, casts), None
+    weight: Tensor | Packed | Called
+    if isinstance(read, str):
+        # DTensors, whose class is slow to import.
+        if any(hasattr(t, "device_mesh") for t in base._parameters.values()):
+            return read
+        cls = peft_linear(layer) if has_base else None
+        # peft asks whether autocast is on for GPUs.
+        keeps = cls is None or PEFT_LINEARS[cls.__module__, cls.__name__] or not torch.is_autocast_enabled()
+        weight = Called(base, dtype, read, keeps)
+    else:
+        weight, bias = read, base.bias
+        if bias is not None and (casts or isinstance(weight, Packed)):
+            bias = bias.to(dtype)
     found = Adapted(weight, bias, [], [], [], [])
     if not has_base:
         return found
-    if getattr(layer, "fan_in_fan_out", False):
-        return "its weight is transposed"
     merged = bool(layer.merged_adapters)
     if layer.disable_adapters or merged:
         return "is disabled while merged" if layer.disable_adapters and merged else found
     present = layer._modules["lora_A"]._modules
+    lists: tuple[list[Any], ...] = found.a, found.b, found.scale, found.dropout
     for adapter in layer.active_adapters:
         if adapter not in present:
             continue
         state = read_adapter(layer, adapter, dtype, casts)
         if isinstance(state, str):
             return state
-        for values, value in zip(found[2:], state):
+        for values, value in zip(lists, state):
             values.append(value)
     return found
 
@@ -252,24 +289,65 @@ def read(layers: Sequence[nn.Module], x: Tensor) -> list[Adapted] | None:
     return states
 
 
+def input_dtype(state: Adapted, result: Tensor | None) -> torch.dtype:
+    """Of the operator that adds the adapters. result: of the layer, if it was called."""
+    dtype = state.weight.dtype
+    if result is None or result.dtype == dtype:
+        return dtype
+    # Then peft adds the adapters in fp32. Where autocast casts them, they have its dtype.
+    wide, adapters = torch.promote_types(dtype, result.dtype), (*state.a, *state.b)
+    return wide if all(t.dtype == wide == torch.float32 for t in adapters) else dtype
+
+
 def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
+    called = [state.weight if isinstance(state.weight, Called) else None for state in states]
+    results: list[Any] = [layer and layer.layer(x) for layer in called]
+    together: dict[torch.dtype, list[int]] = {}
+    for i, (state, result) in enumerate(zip(states, results)):
+        if called[i] is None or state.a:
+            together.setdefault(input_dtype(state, result), []).append(i)
+    for dtype, members in together.items():
+        # Autocast and quantised layers cast their input, and the latter their result to the input's dtype.
+        add_adapters(x, x.to(dtype), members, [states[i] for i in members], results)
+    return tuple(results)
+
+
+def add_adapters(
+    x: Tensor, cast: Tensor, members: Sequence[int], states: Sequence[Adapted], results: list[Any]
+) -> None:
+    """Completes the results of the members. cast: x in the operator's dtype."""
     of = [i for i, state in enumerate(states) for _ in state.a]
     a = [weight for state in states for weight in state.a]
     b = [weight for state in states for weight in state.b]
     scale = [factor for state in states for factor in state.scale]
     dropout = [rate for state in states for rate in state.dropout]
-    # Autocast and quantised layers cast their input, and the latter their result to the input's dtype.
-    cast = x.to(states[0].weight.dtype)
-    ys = lora_projections(cast, [s.weight for s in states], [s.bias for s in states], a, b, scale, of, dropout)
-    return tuple(y.to(x.dtype) if isinstance(s.weight, Packed) else y for y, s in zip(ys, states))
+    weights: list[Tensor | Packed | None] = []
+    biases: list[Tensor | None] = []
+    for i, state in zip(members, states):
+        if isinstance(state.weight, Called):
+            result, shape = results[i], (*x.shape[:-1], len(state.b[0]))
+            joins = type(result) is Tensor and result.dtype == cast.dtype and result.shape == shape
+            weights.append(None)
+            biases.append(result if joins else None)
+        else:
+            weights.append(state.weight)
+            biases.append(state.bias)
+    ys = lora_projections(cast, weights, biases, a, b, scale, of, dropout)
+    for i, state, bias, y in zip(members, states, biases, ys):
+        if isinstance(state.weight, Packed):
+            y = y.to(x.dtype)
+        elif isinstance(state.weight, Called) and bias is None:
+            y = results[i] + y
+            y = y.to(results[i].dtype) if state.weight.keeps_dtype else y
+        results[i] = y
 
 
 # ---- Any projections
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether `project` may compute this layer, now or once it has adapters, without calling it."""
-    return type(module) is nn.Linear or is_linear_4bit(module) or is_lora(module)
+    """Whether `project` may compute this layer, or its adapters once it has some, without calling it."""
+    return is_lora(module) or (hasattr(module, "in_features") and not has_adapters(module))
 
 
 def is_called(module: nn.Module) -> bool:
@@ -284,7 +362,7 @@ def project(linears: Sequence[nn.Module], x: Tensor, lora: bool = True) -> tuple
         if states is not None and any(state.a for state in states):
             return project_adapted(states, x)
         if states is not None:  # all adapters are merged, disabled or inactive
-            linears = [getattr(linear, "base_layer", linear) for linear in linears]
+            linears = [base_of(linear) if is_lora(linear) else linear for linear in linears]
     if (
         saves_passes(x)
         and (len(linears) > 1 or may_choose_gemm(x))
@@ -304,13 +382,14 @@ def project_one(linear: nn.Module, x: Tensor, lora: bool = True) -> Tensor:
 def project_gated(
     linear: nn.Module, op: str, options: tuple, gate: Tensor, up: Tensor, lora: bool = True
 ) -> Tensor | None:
-    """``linear(op(gate, up, *options))`` for a LoRA layer that an operator computes, or None."""
+    """``linear(op(gate, up, *options))`` for a LoRA layer that one operator computes, or None."""
     if not lora or not is_lora(linear) or is_called(linear):
         return None
     states = read((linear,), gate)
     if states is None or not states[0].a:
         return None
-    # Autocast casts the product, not what it is made of.
-    if {gate.dtype, up.dtype} != {states[0].weight.dtype}:
+    weight, bias, a, b, scale, dropout = states[0]
+    # A layer that is called needs the product. Autocast casts the product, not what it is made of.
+    if isinstance(weight, Called) or {gate.dtype, up.dtype} != {weight.dtype}:
         return None
-    return gated_lora_projection(op, options, gate, up, *states[0])
+    return gated_lora_projection(op, options, gate, up, weight, bias, a, b, scale, dropout)

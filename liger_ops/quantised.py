@@ -41,7 +41,7 @@ def packed(linear: Any, dtype: torch.dtype) -> Packed | str:
 
 
 def dequantised(data: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """data: packed numbers with their state, or a weight that is not quantised, whose state is None."""
+    """data: packed numbers with their state, or a weight that is not quantised (or None), whose state is None."""
     if state is None:
         return data
     functional: Any = importlib.import_module("bitsandbytes.functional")

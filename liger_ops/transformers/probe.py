@@ -21,10 +21,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
 from ..projections import (
+    Called,
     adapted,
     has_hooks,
     is_bare_linear,
     is_lora,
+    peft_linear,
     project,
     project_gated,
     project_one,
@@ -503,24 +505,26 @@ def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModul
 # ---- LoRA layers
 
 
-def dtype_of(base: Any) -> torch.dtype:
-    """In which a linear layer computes, as far as it decides that itself."""
+def dtype_of(layer: Any, base: Any) -> torch.dtype:
+    """Of the input of a LoRA layer, as far as its weights tell."""
     weight = getattr(base, "weight", None)
     if is_linear_4bit(base):
         return base.compute_dtype or getattr(getattr(weight, "quant_state", None), "dtype", torch.float32)
-    return getattr(weight, "dtype", torch.float32)
+    known = getattr(weight, "dtype", torch.int8), *(a.weight.dtype for a in layer.lora_A.values())
+    # Quantised weights have fewer bits.
+    return next((dtype for dtype in known if dtype.is_floating_point and dtype.itemsize > 1), torch.float32)
 
 
 def identify_lora(module: Any, switches: Switches) -> str:
-    """When the layer runs peft's own forward, or ""."""
+    """When the layer, or its base, runs its own forward, or ""."""
     require_switch(switches, "lora")
     base = module.get_base_layer()
     if not is_lora(module):
-        plain = type(base) is nn.Linear
-        raise NotUnderstood("its forward is not peft's" if plain else f"base is {type(base).__name__}")
+        replaced = type(base) is nn.Linear or peft_linear(module)
+        raise NotUnderstood("its forward is not peft's" if replaced else f"base is {type(base).__name__}")
     if any(map(is_distributed, module.parameters())):
         return "peft's own forward unless its weights are gathered"
-    state = adapted(module, dtype_of(base))
+    state = adapted(module, dtype_of(module, base))
     if isinstance(state, str):
         raise NotUnderstood(state)
-    return ""
+    return f"calls its base, because {state.weight.reason}" if isinstance(state.weight, Called) else ""

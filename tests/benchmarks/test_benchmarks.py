@@ -355,6 +355,43 @@ def test_a_run_of_training_is_drawn_again(tmp_path):
     assert path.with_suffix(".png").stat().st_size > 5_000
 
 
+def test_labels_of_training():
+    plain = {"model": "llama", "adapters": "float32", "rank": 16, "targets": "all-linear", "dropout": 0.0}
+    labels = [
+        training.model_of({"model": "llama", "checkpointing": True}),
+        training.model_of(plain),
+        training.model_of(plain | {"base": "nf4", "checkpointing": True}),
+        training.model_of(plain | {"adapters": "none", "base": "int8"}),
+    ]
+    assert labels == [
+        "llama, checkpointing",
+        "llama, float32 adapters of rank 16",
+        "llama, float32 adapters of rank 16, nf4 base, checkpointing",
+        "llama, frozen, without adapters, int8 base",
+    ]
+
+
+def test_quantised_weights_are_not_trained(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["training", "--base", "nf4"])
+    with pytest.raises(SystemExit, match="2"):
+        training.main()
+    assert "--base needs --adapters" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_quantised_bases_train(base, tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    command = "--tiny --models llama --providers hf,ours --adapters float32 --checkpointing --steps 1 --device cpu"
+    arguments = ["-m", "benchmarks.training", *command.split(), "--base", base, "--out", str(tmp_path)]
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment_of_tree(), check=True, capture_output=True)
+    records = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()][1:]
+    assert [r["provider"] for r in records] == ["hf", "ours"]
+    assert not [r["error"] for r in records if "error" in r]
+    assert training.loss_gap(records[1], records) < 1e-3
+
+
 def test_written_records_are_read_back(tmp_path):
     written = [machine_of("full"), {"kind": "time", "median": 14.505310000000001, "us": [[1, 2.5]], "bytes": None}]
     files.write(written, tmp_path / "run.jsonl")

@@ -582,6 +582,30 @@ PATCHING = [
         "transformers/test_transformers_lora_dropout.py",
     ),
     Defect(
+        "lora-drops-the-gradient-of-a-called-base", "liger_ops/adapters.py",
+        "if weight is None and needed[1 + count + i]:", "if False:", "ops/gemm/test_lora_results.py",
+    ),
+    Defect(
+        "lora-calls-a-base-without-its-hooks", "liger_ops/projections.py",
+        "[layer and layer.layer(x) for layer in called]", "[layer and layer.layer.forward(x) for layer in called]",
+        "transformers/test_transformers_lora_bases.py",
+    ),
+    Defect(
+        "lora-rounds-adapters-beside-a-wider-result", "liger_ops/projections.py",
+        "return wide if all(t.dtype == wide == torch.float32 for t in adapters) else dtype", "return dtype",
+        "transformers/test_transformers_lora_bases.py",
+    ),
+    Defect(
+        "lora-changes-the-dtype-of-a-base-s-result", "liger_ops/projections.py",
+        "y = y.to(results[i].dtype) if state.weight.keeps_dtype else y", "pass",
+        "transformers/test_transformers_lora_bases.py",
+    ),
+    Defect(
+        "lora-adds-to-results-of-other-rows", "csrc/ops/gemm/lora_linear.cpp",
+        "result->dim() == x.dim() && rows(*result).equals(rows(x)), op", "result->dim() > 0, op",
+        "ops/gemm/test_lora_results.py",
+    ),
+    Defect(
         "lora-ignores-hooks-of-a-layer", "liger_ops/projections.py",
         'return is_lora(module) and (has_hooks(module) or "forward" in module.__dict__)', "return False",
         "transformers/test_transformers_lora_reasons.py",

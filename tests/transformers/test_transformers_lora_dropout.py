@@ -52,7 +52,7 @@ class Masked(nn.Module):
         self.seed = seed
 
     def forward(self, x):
-        return dropped(x, self.seed, RATE)
+        return dropped(x, self.seed, RATE) if self.training else x
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -11,7 +11,7 @@ from lora_layers import CALLS, LAYERS, assert_as_accurate, lora_rows, record_cal
 from torch import nn
 
 from liger_ops import projections
-from liger_ops.quantised import dequantised
+from liger_ops.quantised import Packed, dequantised
 from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
@@ -177,25 +177,11 @@ def hooked(base):
         (hooked, "base is hooked or wrapped"),
     ],
 )
-def test_reasons(change, reason):
+def test_why_the_base_is_called(change, reason):
     layer = build("")[0].base_model.model.model.layers[0].mlp.up_proj
-    assert not isinstance(projections.adapted(layer, torch.bfloat16), str)
+    assert isinstance(projections.adapted(layer, torch.bfloat16).weight, Packed)
     change(layer.base_layer)
-    assert projections.adapted(layer, torch.bfloat16) == reason
-
-
-def test_int8_layers_are_left_to_peft(calls):
-    def in_eight_bits(linear):
-        made = bitsandbytes.nn.Linear8bitLt(linear.in_features, linear.out_features, False, has_fp16_weights=False)
-        made.load_state_dict(linear.state_dict())
-        return made.to("cpu")
-
-    model = replace_linears(make("llama", dtype=torch.bfloat16), in_eight_bits)
-    model.is_loaded_in_8bit = True
-    model = with_adapters(model)
-    assert lora_rows(apply_liger_kernel(model)) == {("", "base is Linear8bitLt"): 7 * LAYERS}
-    step(model, tokens())
-    assert not calls
+    assert projections.adapted(layer, torch.bfloat16).weight.reason == reason
 
 
 def test_compiled_models(calls):

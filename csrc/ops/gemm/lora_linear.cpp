@@ -33,7 +33,7 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 using Tensors = std::vector<Tensor>;
-using Biases = c10::List<std::optional<Tensor>>;
+using OptionalTensors = c10::List<std::optional<Tensor>>;
 using Scales = at::ArrayRef<double>;
 
 constexpr const char* kOp = "lora_linear";
@@ -46,7 +46,8 @@ struct Cpu {};
 struct Cuda {};
 struct Meta {};
 
-/// of[j]: the projection to which adapter j belongs. dropout: a rate for each adapter, or empty.
+/// of[j]: the projection to which adapter j belongs. dropout: a rate for each adapter, or empty. Where a weight is undefined,
+/// another layer multiplies it with x, and only the adapters are computed here.
 struct Group {
   TensorList weights, a, b;
   Scales scale;
@@ -66,7 +67,23 @@ void check_matrix(const char* op, const std::string& name, const Tensor& t, cons
   LIGER_CHECK(t.dim() == 2, op, name, "have two dimensions", t.sym_sizes());
 }
 
+/// result: of another layer, to which adapters are added.
+void check_result(const char* op, const Tensor& x, const std::optional<Tensor>& result) {
+  if (!result || !result->defined()) return;
+  core::check_dense(op, "bias", *result);
+  core::check_same_device(op, "bias", *result, "x", x);
+  LIGER_CHECK(
+      result->scalar_type() == x.scalar_type(), op, "bias", c10::str("have the dtype of x, ", x.scalar_type()),
+      result->scalar_type());
+  auto rows = [](const Tensor& t) { return t.sym_sizes().slice(0, t.dim() - 1); };
+  LIGER_CHECK(
+      result->dim() == x.dim() && rows(*result).equals(rows(x)), op, "bias",
+      c10::str("have the shape of x, ", x.sym_sizes(), ", except for the last dimension, if its weight is None"),
+      result->sym_sizes());
+}
+
 void check_projection(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  if (!weight.defined()) return check_result(op, x, bias);
   check_matrix(op, "weight", weight, x);
   const auto like_x = c10::str("have the dtype of x, ", x.scalar_type());
   LIGER_CHECK(weight.scalar_type() == x.scalar_type(), op, "weight", like_x, weight.scalar_type());
@@ -82,7 +99,17 @@ void check_projection(const char* op, const Tensor& x, const Tensor& weight, con
       c10::str("have shape [", weight.sym_size(0), "], one value per feature"), bias->sym_sizes());
 }
 
-void check_adapters(const char* op, const Tensor& x, const Group& g) {
+c10::SymInt features_of(const Group& g, const OptionalTensors& biases, int64_t i) {
+  if (g.weights[i].defined()) return g.weights[i].sym_size(0);
+  const std::optional<Tensor> result = biases.get(i);
+  if (result && result->defined()) return result->sym_sizes().back();
+  const auto* first = std::find(g.of.begin(), g.of.end(), i);
+  LIGER_CHECK(
+      first != g.of.end(), kOp, "bias", "be another layer's result if there are no weight and no adapters", "None");
+  return g.b[first - g.of.begin()].sym_size(0);
+}
+
+void check_adapters(const char* op, const Tensor& x, const Group& g, const OptionalTensors& biases) {
   const size_t count = g.a.size();
   const auto as_many = c10::str("have as many entries as a, ", count);
   LIGER_CHECK(g.b.size() == count, op, "b", as_many, g.b.size());
@@ -99,7 +126,7 @@ void check_adapters(const char* op, const Tensor& x, const Group& g) {
     LIGER_CHECK(
         g.a[j].sym_size(1) == x.sym_sizes().back(), op, a,
         c10::str("have shape [rank, ", x.sym_sizes().back(), "], the last dimension of x"), g.a[j].sym_sizes());
-    const auto features = g.weights[g.of[j]].sym_size(0), rank = g.a[j].sym_size(0);
+    const auto features = features_of(g, biases, g.of[j]), rank = g.a[j].sym_size(0);
     LIGER_CHECK(
         g.b[j].sym_size(0) == features && g.b[j].sym_size(1) == rank, op, b,
         c10::str("have shape [", features, ", ", rank, "], the features of weight and the rank of ", a),
@@ -200,9 +227,10 @@ Tensor total(
   if (!small.empty() && small[0].left.scalar_type() != out.scalar_type()) {
     add(out, large, biased);
     Tensor wide = out.to(small[0].left.scalar_type());
-    add(wide, small, true);
+    add(wide, small, biased || !large.empty());
     return wide.to(out.scalar_type());
   }
+  if (!biased && large.empty() && small.empty()) return out.zero_();
   // The small products first: they write `out` once, and the large ones read it while they compute.
   add(out, small, biased);
   add(out, large, biased || !small.empty());
@@ -256,7 +284,7 @@ Adapter adapter_b(const Tensor& x, const Group& g, size_t j) {
 }
 
 /// Stores t. Returns the adapters' part of each projection with its bias, or an undefined tensor.
-Tensors forward_by_kernels(const Tensor& x, const Tensor& t, const Biases& biases, const Group& g) {
+Tensors forward_by_kernels(const Tensor& x, const Tensor& t, const OptionalTensors& biases, const Group& g) {
   const int64_t rank = padded_rank(g).expect_int();
   const Tensor rows = dense_rows(x), a = stacked(x, g, rank);
   for (const auto& [first, count, dropped] : runs_of(g)) {
@@ -312,13 +340,13 @@ std::vector<Products> forward_by_gemms(const Tensor& x, Tensor& t, const Group& 
 
 /// The projections of x as a matrix, and t.
 template <class Device>
-std::pair<Tensors, Tensor> project(const Tensor& x, const Biases& biases, const Group& g) {
+std::pair<Tensors, Tensor> project(const Tensor& x, const OptionalTensors& biases, const Group& g) {
   Tensors ys;
   const auto t_dtype = takes_kernels(x, g) ? at::kFloat : adapter_dtype(x, g);
   Tensor t = at::empty_symint({x.sym_size(0), all_ranks(x, g)}, x.options().dtype(t_dtype));
   if constexpr (std::is_same_v<Device, Meta>) {
-    for (const Tensor& weight : g.weights) {
-      ys.push_back(at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options()));
+    for (size_t i = 0; i < g.weights.size(); ++i) {
+      ys.push_back(at::empty_symint({x.sym_size(0), features_of(g, biases, i)}, x.options()));
     }
   } else {
     Tensors begun(g.weights.size());
@@ -330,12 +358,12 @@ std::pair<Tensors, Tensor> project(const Tensor& x, const Biases& biases, const 
     }
     for (size_t i = 0; i < g.weights.size(); ++i) {
       const Tensor& weight = g.weights[i];
-      const Products large{{x, weight.t()}};
+      const Products large = weight.defined() ? Products{{x, weight.t()}} : Products{};
       if (begun[i].defined()) {
         add(begun[i], large, true);
         ys.push_back(begun[i]);
       } else {
-        ys.push_back(total({x.size(0), weight.size(0)}, x, biases.get(i), large, small[i]));
+        ys.push_back(total({x.size(0), features_of(g, biases, i).expect_int()}, x, biases.get(i), large, small[i]));
       }
     }
   }
@@ -372,7 +400,8 @@ Tensor backward_by_kernels(
     if (u.defined()) rows_product(of_adapter(u, j), dy, adapter_b(x, g, j), rank, g.scale[j] * g.gain(j));
     if (wanted & kWantB) {
       const int64_t own = g.b[j].size(1);
-      const Tensor parts = columns_product(dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
+      const Tensor parts =
+          columns_product(dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
       out.b.push_back(parts.sum(0).to(g.b[j].scalar_type()));
     }
   }
@@ -441,6 +470,7 @@ Gradients gradients(const Tensors& grads, const Tensor& x, const Tensor& t, cons
   if constexpr (std::is_same_v<Device, Meta>) {
     if (wanted & core::kWantInput) out.x = at::empty_like(x, at::MemoryFormat::Contiguous);
     for (const Tensor& weight : g.weights) {
+      if (!weight.defined()) continue;
       if (wanted & core::kWantWeight) out.weights.push_back(at::empty_like(weight, at::MemoryFormat::Contiguous));
       if (wanted & core::kWantBias) out.biases.push_back(at::empty_symint({weight.sym_size(0)}, x.options()));
     }
@@ -451,6 +481,7 @@ Gradients gradients(const Tensors& grads, const Tensor& x, const Tensor& t, cons
     return out;
   }
   for (size_t i = 0; i < projections; ++i) {
+    if (!g.weights[i].defined()) continue;
     if (wanted & core::kWantWeight) out.weights.push_back(multiplied(grads[i].t(), x));
     if (wanted & core::kWantBias) out.biases.push_back(grads[i].sum(0));
   }
@@ -462,7 +493,9 @@ Gradients gradients(const Tensors& grads, const Tensor& x, const Tensor& t, cons
   }
   if (wanted & core::kWantInput) {
     Products large;
-    for (size_t i = 0; i < projections; ++i) large.push_back({grads[i], g.weights[i]});
+    for (size_t i = 0; i < projections; ++i) {
+      if (g.weights[i].defined()) large.push_back({grads[i], g.weights[i]});
+    }
     if (out.x.defined()) {
       add(out.x, large, true);
     } else {
@@ -498,32 +531,48 @@ Tensors matrices(TensorList list) {
   return out;
 }
 
+/// None becomes an undefined tensor.
+Tensors tensors_of(const OptionalTensors& list) {
+  Tensors out;
+  for (size_t i = 0; i < list.size(); ++i) out.push_back(list.get(i).value_or(Tensor()));
+  return out;
+}
+
+/// Where a weight is None, `biases` may have the result of another layer, (..., m).
 template <class Device>
 Tensors projections(
-    const Tensor& x, TensorList weights, const Biases& biases, TensorList a, TensorList b, Scales scale,
-    at::IntArrayRef of, const std::optional<Tensor>& seeds, Scales dropout) {
+    const Tensor& x, const OptionalTensors& weights, const OptionalTensors& biases, TensorList a, TensorList b,
+    Scales scale, at::IntArrayRef of, const std::optional<Tensor>& seeds, Scales dropout) {
   core::check_activation(kOp, "x", x);
   LIGER_CHECK(
       biases.size() == weights.size(), kOp, "biases", c10::str("have ", weights.size(), " entries"), biases.size());
   LIGER_CHECK(of.size() == a.size(), kOp, "of", c10::str("have ", a.size(), " entries"), of.size());
-  const Group g{weights, a, b, scale, of, seeds.value_or(Tensor()), dropout};
-  for (size_t i = 0; i < weights.size(); ++i) check_projection(kOp, x, weights[i], biases.get(i));
-  check_adapters(kOp, x, g);
+  const Tensors present = tensors_of(weights);
+  const Group g{present, a, b, scale, of, seeds.value_or(Tensor()), dropout};
+  OptionalTensors summands = biases.copy();
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const std::optional<Tensor> bias = biases.get(i);
+    check_projection(kOp, x, present[i], bias);
+    if (!present[i].defined() && bias && bias->defined()) summands.set(i, core::as_matrix(*bias));
+  }
+  check_adapters(kOp, x, g, biases);
   check_dropout(kOp, x, g);
   const Entry<Device> entry(x);
-  auto [ys, t] = project<Device>(core::as_matrix(x), biases, g);
+  auto [ys, t] = project<Device>(core::as_matrix(x), summands, g);
   ys.push_back(std::move(t));
   for (Tensor& y : ys) y = in_rows_of(x, y);
   return std::move(ys);
 }
 
-/// The gradients of x, weights, biases, a and b, of those that are wanted.
+/// The gradients of x, weights, biases, a and b, of those that are wanted. A weight that is None has no gradient, and dx lacks
+/// that of its layer.
 template <class Device>
 Tensors projections_bwd(
-    TensorList grads, const Tensor& x, TensorList weights, TensorList a, TensorList b, const Tensor& t, int64_t wanted,
-    Scales scale, at::IntArrayRef of, const std::optional<Tensor>& seeds, Scales dropout) {
+    TensorList grads, const Tensor& x, const OptionalTensors& weights, TensorList a, TensorList b, const Tensor& t,
+    int64_t wanted, Scales scale, at::IntArrayRef of, const std::optional<Tensor>& seeds, Scales dropout) {
   const Entry<Device> entry(x);
-  const Group g{weights, a, b, scale, of, seeds.value_or(Tensor()), dropout};
+  const Tensors present = tensors_of(weights);
+  const Group g{present, a, b, scale, of, seeds.value_or(Tensor()), dropout};
   Gradients out = gradients<Device>(matrices(grads), core::as_matrix(x), core::as_matrix(t), g, wanted);
   if (out.x.defined()) out.x = in_rows_of(x, out.x);
   return out.all();
@@ -552,9 +601,10 @@ struct LoraLinear
     check_projection(kOp, x, weight, bias);
     const std::vector<int64_t> of(a.size(), 0);
     const Group g{weight, a, b, scale, of, {}, {}};
-    check_adapters(kOp, x, g);
+    const OptionalTensors biases({bias});
+    check_adapters(kOp, x, g, biases);
     const Entry<Device> entry(x);
-    auto [ys, t] = project<Device>(core::as_matrix(x), Biases({bias}), g);
+    auto [ys, t] = project<Device>(core::as_matrix(x), biases, g);
     return {in_rows_of(x, ys[0]), in_rows_of(x, t)};
   }
 
@@ -595,7 +645,8 @@ struct LoraLinear
           core::wanted_bits(needs(0), needs(1), wants_bias) | (wants_a ? kWantA : 0) | (wants_b ? kWantB : 0);
       static const auto op = core::find_op<decltype(projections_bwd<Meta>)>("_lora_projections_bwd");
       const std::vector<int64_t> of(count, 0);
-      Tensors found = op.call(grads, x, weight, a, b, t, wanted, scale, of, std::nullopt, Scales());
+      const OptionalTensors weights({std::optional<Tensor>(weight)});
+      Tensors found = op.call(grads, x, weights, a, b, t, wanted, scale, of, std::nullopt, Scales());
       auto next = found.begin();
       if (needs(0)) out[0] = *next++;
       if (needs(1)) out[1] = *next++;
@@ -613,11 +664,11 @@ struct LoraLinear
   static void define_backward(torch::Library& m) {
     core::define(
         m,
-        "_lora_projections(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float[] scale, int[] "
+        "_lora_projections(Tensor x, Tensor?[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float[] scale, int[] "
         "of, Tensor? seeds=None, float[] dropout=[]) -> Tensor[]");
     core::define(
         m,
-        "_lora_projections_bwd(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, int "
+        "_lora_projections_bwd(Tensor[] grads, Tensor x, Tensor?[] weights, Tensor[] a, Tensor[] b, Tensor t, int "
         "wanted, float[] scale, int[] of, Tensor? seeds=None, float[] dropout=[]) -> Tensor[]");
   }
 

@@ -65,20 +65,22 @@ def forward_with_graph(x: Any, weight: Any, a: Any, b: Any, scale: Any, bias: An
 
 @on_dtensors("_lora_projections_bwd")
 def backward(
-    grads: Any, x: Any, weights: Any, a: Any, b: Any, t: Any, wanted: int, scale: Any, of: Any
-) -> list[Tensor]:
+    grads: Any, x: Any, weights: Any, a: Any, b: Any, t: Any, wanted: int, scale: Any, of: Any, seeds: None, dropout: Any,
+) -> list[Tensor]:  # fmt: skip
+    # lora_linear has no dropout.
     parts = Parts(x, *grads, *weights, *a, *b, t)
     found = iter(
         torch.ops.liger._lora_projections_bwd(
             [parts.of_rows("the gradient", grad) for grad in grads], parts.of_rows("x", x),
             parts.all_whole("weights", weights), parts.all_whole("a", a), parts.all_whole("b", b),
-            parts.of_rows("t", t), wanted, scale, of,
+            parts.of_rows("t", t), wanted, scale, of, seeds, dropout,
         )
     )  # fmt: skip
     out: list[Tensor] = []
     if wanted & WANT_INPUT:
         dx = parts.spread_rows(next(found), x.shape[-1])
         out.append(dx if isinstance(x, DTensor) else dx.full_tensor())
-    for bit, like in ((WANT_WEIGHT, weights), (WANT_BIAS, weights), (LORA_A, a), (LORA_B, b)):
+    present = [weight for weight in weights if weight is not None]
+    for bit, like in ((WANT_WEIGHT, present), (WANT_BIAS, present), (LORA_A, a), (LORA_B, b)):
         out += [parts.summed(next(found), t) for t in like] if wanted & bit else []
     return out

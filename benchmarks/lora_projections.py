@@ -1,7 +1,6 @@
 """Projections of one x: (tokens, n) with frozen weights and an fp32 adapter of rank r each, as liger_ops.transformers fuses
 peft's layers: q, k and v, gate and up, or a layer alone. m1, m2, m3: their features, 0 for none."""
 
-import torch
 import torch.nn.functional as F
 
 from benchmarks.op import Op

@@ -7,7 +7,7 @@ PACKS = {
     "activations": 290_000,
     "embedding": 90_000,
     "gated": 1_030_000,
-    "gemm": 60_000,
+    "gemm": 4_000_000,
     "losses": 10_400_000,
     "moe": 7_200_000,
     "norms": 13_900_000,

@@ -1,4 +1,4 @@
-"""Which elements the adapters' dropout keeps, in integers of 64 bits."""
+"""Which elements the dropout of adapters keeps, in torch's integers."""
 
 import torch
 

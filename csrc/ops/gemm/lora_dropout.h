@@ -38,15 +38,16 @@ inline at::Tensor dropped_on_cpu(const at::Tensor& x, int64_t seed, double rate)
     const auto gain = at::opmath_type<scalar_t>(gain_of(rate));
     const scalar_t* from = x.const_data_ptr<scalar_t>();
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows, at::divup(at::internal::GRAIN_SIZE, std::max<int64_t>(columns, 1)), [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) {
-        const uint32_t key = mixed(mixed(uint32_t(row) ^ uint32_t(seed)) + uint32_t(uint64_t(seed) >> 32));
-        for (int64_t c = 0; c < columns; ++c) {
-          const bool keep = int32_t(mixed(key ^ (uint32_t(c) * 0x9e3779b1u))) >= threshold;
-          to[row * columns + c] = keep ? scalar_t(from[row * row_stride + c * stride] * gain) : scalar_t(0);
-        }
-      }
-    });
+    at::parallel_for(
+        0, rows, at::divup(at::internal::GRAIN_SIZE, std::max<int64_t>(columns, 1)), [&](int64_t first, int64_t last) {
+          for (int64_t row = first; row < last; ++row) {
+            const uint32_t key = mixed(mixed(uint32_t(row) ^ uint32_t(seed)) + uint32_t(uint64_t(seed) >> 32));
+            for (int64_t c = 0; c < columns; ++c) {
+              const bool keep = int32_t(mixed(key ^ (uint32_t(c) * 0x9e3779b1u))) >= threshold;
+              to[row * columns + c] = keep ? scalar_t(from[row * row_stride + c * stride] * gain) : scalar_t(0);
+            }
+          }
+        });
   });
   return out;
 }

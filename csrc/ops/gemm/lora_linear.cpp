@@ -6,14 +6,17 @@
 //   y  = x W^T + scale t B^T         dA = u^T x
 //   dx = dy W + u A                  dB = scale dy^T t
 //
-// All A of a group are multiplied with x in one pass, and sums accumulate in GEMMs. Two forms:
+// All A of a group are multiplied with x in one pass, and sums accumulate in GEMMs. Four forms:
 //
-//   kernels   on CUDA, x in 16 bits, adapters of its dtype or, beside bf16, in fp32: lora_products.h. t is in fp32, with
-//             the ranks of each adapter padded.
-//   GEMMs     otherwise, in the wider dtype of x and the adapters, which t has too.
+//   kernels   on CUDA, x in 16 bits, adapters of its dtype or, beside bf16, in fp32, of few ranks or with dropout:
+//             lora_products.h. t is in fp32, with the ranks of each adapter padded.
+//   plain     the adapters have x's dtype.
+//   pieces    x in bf16, adapters in fp32, on CUDA: A, B, t and u are split into three bf16 pieces, see
+//             liger_ops/kernels/gemm/lora_linear.py.
+//   wide      otherwise: x and dy are converted.
 //
-// Dropout drops elements of x in the adapters' products only, and multiplies the others by 1 / (1 - rate). t and u contain
-// that factor.
+// In the last three t is in the adapters' dtype. Dropout drops elements of x in the adapters' products only, and multiplies
+// the others by 1 / (1 - rate). t and u contain that factor.
 
 #include <ATen/ATen.h>
 
@@ -23,6 +26,7 @@
 #include "core/operator.h"
 #include "core/rows.h"
 #include "gemm/multiply.h"
+#include "kernels/lora_linear.h"
 #include "ops/gemm/lora_dropout.h"
 #include "ops/gemm/lora_products.h"
 #include "runtime/status.h"
@@ -153,9 +157,22 @@ bool has_dtype(const Group& g, at::ScalarType dtype) {
   return std::all_of(g.a.begin(), g.a.end(), fits) && std::all_of(g.b.begin(), g.b.end(), fits);
 }
 
+bool drops(const Group& g) {
+  return std::any_of(g.dropout.begin(), g.dropout.end(), [](double rate) { return rate > 0; });
+}
+
+// With more ranks per adapter, cuBLAS is faster.
+constexpr int64_t kMostRanks = 32;
+
 bool takes_kernels(const Tensor& x, const Group& g) {
   if (!x.is_cuda() || g.a.empty()) return false;
-  return x.scalar_type() == at::kBFloat16 || (x.scalar_type() == at::kHalf && has_dtype(g, at::kHalf));
+  if (x.scalar_type() != at::kBFloat16 && !(x.scalar_type() == at::kHalf && has_dtype(g, at::kHalf))) return false;
+  auto has_few = [](const Tensor& a) { return a.sym_size(0) <= kMostRanks; };
+  return drops(g) || std::all_of(g.a.begin(), g.a.end(), has_few);
+}
+
+bool takes_pieces(const Tensor& x, const Group& g) {
+  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && !g.a.empty() && !has_dtype(g, at::kBFloat16);
 }
 
 /// The dtype in which the adapters' products are computed. Kernels convert to it as they load.
@@ -243,6 +260,104 @@ Tensor multiplied(const Tensor& a, const Tensor& b) {
   return out;
 }
 
+// ---- Pieces
+
+/// The largest rank as a multiple of 8: then all pieces are aligned to 16 bytes.
+int64_t piece_rank(const Group& g) {
+  int64_t rank = 0;
+  for (const Tensor& a : g.a) rank = std::max(rank, a.size(0));
+  return (rank + 7) / 8 * 8;
+}
+
+enum class Use { Rows, Weight };
+
+/// fp32 numbers (rows, columns), each the sum of `parts` summands at a distance of `part_stride`.
+struct Numbers {
+  Tensor first;
+  int64_t parts = 1, part_stride = 0;
+};
+
+/// Stores the pieces of numbers times scale at `out` (rows, columns) and three times further at a distance of `distance`,
+/// and the numbers at `total`, if that is defined.
+void store_pieces(
+    Use use, const Tensor& out, int64_t distance, const Numbers& numbers, double scale = 1, const Tensor& total = {}) {
+  using K = kernels::lora_pieces;
+  namespace constants = kernels::constants::lora_linear;
+  const int64_t rows = numbers.first.size(0), columns = numbers.first.size(1), count = rows * columns;
+  if (count == 0) return;
+  // Indices of the last program must not overflow.
+  LIGER_CHECK(count <= INT32_MAX - constants::BLOCK, kOp, "rows times rank", "be below 2^31 - 1024", count);
+  const bool has_total = total.defined();
+  K::Args args{
+      core::address(out),
+      core::address(total),
+      core::address(numbers.first),
+      int32_t(count),
+      int32_t(columns),
+      int32_t(numbers.parts),
+      numbers.first.stride(0),
+      numbers.part_stride,
+      has_total ? total.stride(0) : 0,
+      out.stride(0),
+      distance,
+      float(scale),
+      has_total ? constants::HAS_TOTAL : 0};
+  const auto point = runtime::point_of<K>(use == Use::Weight ? 1 : 0);
+  const auto& config = runtime::first_fit<K>(columns, false, point);
+  const auto programs = uint32_t((count + constants::BLOCK - 1) / constants::BLOCK);
+  core::launch<K>(kOp, out.device(), runtime::variant_index<K>(config, point), {programs}, args);
+}
+
+/// An uninitialised tensor, or zeros where padding will not be written.
+Tensor space(at::IntArrayRef sizes, const Tensor& like, bool padded) {
+  const auto options = like.options().dtype(at::kBFloat16);
+  return padded ? at::zeros(sizes, options) : at::empty(sizes, options);
+}
+
+Tensor in_float(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
+
+/// All A: (4, R, n), with R for padded ranks. The first three are all digits, the last three those of a product with pieces
+/// of rows.
+Tensor pieces_of_a(const Group& g, int64_t rank, int64_t n) {
+  const int64_t count = g.a.size(), ranks = count * rank;
+  const bool padded = std::any_of(g.a.begin(), g.a.end(), [&](const Tensor& a) { return a.size(0) != rank; });
+  Tensor out = space({4, ranks, n}, g.a[0], padded);
+  for (int64_t j = 0; j < count; ++j) {
+    store_pieces(Use::Weight, out[0].narrow(0, j * rank, rank), ranks * n, {in_float(g.a[j])});
+  }
+  return out;
+}
+
+/// One B: (m, 4, rank), likewise.
+Tensor pieces_of_b(const Tensor& b, int64_t rank) {
+  Tensor out = space({b.size(0), 4, rank}, b, b.size(1) != rank);
+  store_pieces(Use::Weight, out.select(1, 0), rank, {in_float(b)});
+  return out;
+}
+
+/// The product of bf16 matrices in fp32.
+Tensor wide_product(const Tensor& a, const Tensor& b) { return at::mm(a, b, at::kFloat); }
+
+/// Three neighbouring pieces of (rows, 4, rank) as columns.
+Tensor three(const Tensor& pieces, int64_t first) { return pieces.narrow(1, first, 3).flatten(1); }
+
+/// Stores t. Returns the adapters' products for each projection.
+std::vector<Products> forward_in_pieces(const Tensor& x, const Tensor& t, const Group& g) {
+  const int64_t n = x.size(1), rank = piece_rank(g), ranks = rank * int64_t(g.a.size());
+  const Tensor a = pieces_of_a(g, rank, n);
+  const Tensor sums = wide_product(x, a.narrow(0, 0, 3).flatten(0, 1).t());
+  const Tensors totals = columns_of(t, g);
+  std::vector<Products> out(g.weights.size());
+  for (size_t j = 0; j < g.a.size(); ++j) {
+    const int64_t own = g.a[j].size(0);
+    Tensor pieces = space({x.size(0), 4, rank}, x, own != rank);
+    const Numbers numbers{sums.narrow(1, int64_t(j) * rank, own), 3, ranks};
+    store_pieces(Use::Rows, pieces.select(1, 0), rank, numbers, 1, totals[j]);
+    out[g.of[j]].push_back({three(pieces, 0), three(pieces_of_b(g.b[j], rank), 1).t(), g.scale[j]});
+  }
+  return out;
+}
+
 // ---- Kernels
 
 /// Rows with neighbours in the last dimension.
@@ -316,10 +431,6 @@ Tensor dropped_rows(const Tensor& x, const Group& g, size_t j, at::ScalarType dt
   return dropped_on_cpu(rows, *seed.const_data_ptr<int64_t>(), g.rate(j));
 }
 
-bool drops(const Group& g) {
-  return std::any_of(g.dropout.begin(), g.dropout.end(), [](double rate) { return rate > 0; });
-}
-
 /// Stores t. Returns the adapters' products for each projection.
 std::vector<Products> forward_by_gemms(const Tensor& x, Tensor& t, const Group& g) {
   std::vector<Products> out(g.weights.size());
@@ -354,7 +465,7 @@ std::pair<Tensors, Tensor> project(const Tensor& x, const OptionalTensors& biase
     if (takes_kernels(x, g)) {
       begun = forward_by_kernels(x, t, biases, g);
     } else {
-      small = forward_by_gemms(x, t, g);
+      small = takes_pieces(x, g) ? forward_in_pieces(x, t, g) : forward_by_gemms(x, t, g);
     }
     for (size_t i = 0; i < g.weights.size(); ++i) {
       const Tensor& weight = g.weights[i];
@@ -426,6 +537,39 @@ Tensor backward_by_kernels(
 }
 
 /// Returns the adapters' products for dx.
+Products backward_in_pieces(
+    Gradients& out, const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
+  const int64_t rows = x.size(0), n = x.size(1), rank = piece_rank(g), count = g.a.size();
+  const int64_t ranks = count * rank;
+  const Tensors parts = columns_of(t, g);
+  Tensor u;
+  if (wanted & (core::kWantInput | kWantA)) u = at::empty({rows, 4, ranks}, x.options());
+  for (int64_t j = 0; j < count; ++j) {
+    const Tensor& dy = grads[g.of[j]];
+    const int64_t own = g.a[j].size(0);
+    if (u.defined()) {
+      const Tensor sums = wide_product(dy, three(pieces_of_b(g.b[j], rank), 0));
+      const Numbers numbers{sums.narrow(1, 0, rank), 3, rank};
+      store_pieces(Use::Rows, u.select(1, 0).narrow(1, j * rank, rank), ranks, numbers, g.scale[j]);
+    }
+    if (wanted & kWantB) {
+      Tensor pieces = space({rows, 4, rank}, x, own != rank);
+      store_pieces(Use::Rows, pieces.select(1, 0), rank, {parts[j]});
+      const Tensor db = wide_product(dy.t(), three(pieces, 1)).view({dy.size(1), 3, rank}).sum(1).mul_(g.scale[j]);
+      out.b.push_back(db.narrow(1, 0, own).to(g.b[j].scalar_type()).contiguous());
+    }
+  }
+  if (wanted & kWantA) {
+    const Tensor all = wide_product(three(u, 1).t(), x).view({3, count, rank, n});
+    for (int64_t j = 0; j < count; ++j) {
+      out.a.push_back(all.select(1, j).sum(0).narrow(0, 0, g.a[j].size(0)).to(g.a[j].scalar_type()));
+    }
+  }
+  if (!(wanted & core::kWantInput)) return {};
+  return {{three(u, 0), pieces_of_a(g, rank, n).narrow(0, 1, 3).flatten(0, 1)}};
+}
+
+/// Returns the adapters' products for dx.
 Products backward_by_gemms(
     Gradients& out, const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
   if (g.a.empty()) return {};
@@ -489,7 +633,7 @@ Gradients gradients(const Tensors& grads, const Tensor& x, const Tensor& t, cons
   if (takes_kernels(x, g)) {
     out.x = backward_by_kernels(out, grads, x, t, g, wanted);
   } else {
-    small = backward_by_gemms(out, grads, x, t, g, wanted);
+    small = (takes_pieces(x, g) ? backward_in_pieces : backward_by_gemms)(out, grads, x, t, g, wanted);
   }
   if (wanted & core::kWantInput) {
     Products large;

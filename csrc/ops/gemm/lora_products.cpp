@@ -49,11 +49,11 @@ void rows_product(
   const bool drops = dropped.rate > 0;
   const int64_t tokens = x.size(0), features = x.size(1), padded = out.size(1);
   const bool aligned = is_aligned(x) && is_aligned(w.weight) && features % 8 == 0 && w.ranks() % 8 == 0;
-  const auto point = runtime::point_of<K>(
-      K::dtype(core::dtype_of(x), core::dtype_of(w.weight)), adapter_point(w.by_feature, drops));
+  const auto point =
+      runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(w.weight)), adapter_point(w.by_feature, drops));
   const auto& config = runtime::first_fit<K>(ranks_of_block(padded, rank, drops), aligned, point);
   const int64_t programs = ceil_div(tokens, config.BLOCK_T) * ceil_div(padded, config.BLOCK_R);
-  const int64_t splits = splits_for(x, programs, ceil_div(features, config.BLOCK_C), 1);
+  const int64_t splits = splits_for(x, programs, ceil_div(features, config.BLOCK_C), 3);
   const Tensor to = splits == 1 ? out : at::empty({splits, tokens, padded}, out.options());
   K::Args args{
       core::address(to),
@@ -91,7 +91,8 @@ Tensor columns_product(
   const int64_t programs = ceil_div(features, config.BLOCK_C) * ceil_div(ranks, config.BLOCK_R);
   const int64_t splits = splits_for(x, programs, ceil_div(tokens, config.BLOCK_T), 2);
   const auto options = x.options().dtype(at::kFloat);
-  const Tensor out = by_feature ? at::empty({splits, features, ranks}, options) : at::empty({splits, ranks, features}, options);
+  const Tensor out =
+      by_feature ? at::empty({splits, features, ranks}, options) : at::empty({splits, ranks, features}, options);
   K::Args args{
       core::address(out),
       core::address(x),
@@ -119,10 +120,10 @@ void expand(
   using K = kernels::lora_expand;
   const bool drops = dropped.rate > 0, adds = addend.defined();
   const int64_t tokens = out.size(0), features = out.size(1), padded = v.size(1);
-  const bool aligned = is_aligned(out) && is_aligned(v) && is_aligned(w.weight) && features % 8 == 0 && w.ranks() % 8 == 0 &&
-      (!adds || is_aligned(addend));
-  const auto point = runtime::point_of<K>(
-      K::dtype(core::dtype_of(out), core::dtype_of(w.weight)), adapter_point(w.by_feature, drops));
+  const bool aligned = is_aligned(out) && is_aligned(v) && is_aligned(w.weight) && features % 8 == 0 &&
+      w.ranks() % 8 == 0 && (!adds || is_aligned(addend));
+  const auto point =
+      runtime::point_of<K>(K::dtype(core::dtype_of(out), core::dtype_of(w.weight)), adapter_point(w.by_feature, drops));
   const auto& config = runtime::first_fit<K>(ranks_of_block(padded, rank, drops), aligned, point);
   K::Args args{
       core::address(out),

@@ -29,13 +29,14 @@ struct Adapter {
 
 /// out (T, R) = scale * dropped(x) w^T. Columns of padding become 0.
 void rows_product(
-    const at::Tensor& out, const at::Tensor& x, const Adapter& w, int64_t rank, double scale, const Dropped& dropped = {});
+    const at::Tensor& out, const at::Tensor& x, const Adapter& w, int64_t rank, double scale,
+    const Dropped& dropped = {});
 
 /// scale * v^T dropped(x) as (R, C), or by feature (C, R), of v's first `ranks` columns: parts along the first dimension,
 /// whose sum is the product.
 at::Tensor columns_product(
-    const at::Tensor& x, const at::Tensor& v, int64_t ranks, int64_t rank, bool by_feature, bool all_digits, double scale,
-    const Dropped& dropped = {});
+    const at::Tensor& x, const at::Tensor& v, int64_t ranks, int64_t rank, bool by_feature, bool all_digits,
+    double scale, const Dropped& dropped = {});
 
 /// out (T, C) = addend + dropped(scale * v w). addend: undefined, a row, or as large as out, which it may be.
 void expand(

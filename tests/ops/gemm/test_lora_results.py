@@ -15,7 +15,9 @@ class Group:
     """Projections of one input with adapters, each of a kind: "multiplied" has a weight, "called" the result of another
     layer, "alone" neither."""
 
-    def __init__(self, kinds, dtype=torch.float32, adapter_dtype=None, rows=(2, 7), n=16, of=(0, 1, 2, 1), rank=3, device="cpu"):
+    def __init__(
+        self, kinds, dtype=torch.float32, adapter_dtype=None, rows=(2, 7), n=16, of=(0, 1, 2, 1), rank=3, device="cpu"
+    ):
         torch.manual_seed(0)
 
         def make(*shape, dtype=dtype):

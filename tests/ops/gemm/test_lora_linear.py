@@ -34,8 +34,13 @@ def vary(draw, arguments):
     arguments["scale"] = [draw(st.sampled_from([1.0, 0.5, -1.25])) for _ in ranks]
 
 
-# Tensor cores add 16 products at a time to a sum, which they cut off after the 24th bit. A block has up to 128 products.
-TRUNCATION = 128 / 16 * 2**-23
+def truncation(*sizes: int) -> float:
+    """Tensor cores add 16 products at a time to a sum, which they cut off after the 24th bit."""
+    return max(sizes) / 16 * 2**-23
+
+
+# Of our kernels, which add the products of blocks. Beyond MOST_RANKS, cuBLAS multiplies.
+TRUNCATION, MOST_RANKS = truncation(128), 32
 
 
 class Case:
@@ -59,7 +64,9 @@ class Case:
         self.tensors += [make(r, n, dtype=adapter_dtype, scale=max(n, 1) ** -0.5) for r in ranks]
         self.tensors += [make(features[i], r, dtype=adapter_dtype, scale=r**-0.5) for i, r in zip(self.of, ranks)]
         self.upstream = [torch.randn(rows, m, device=device, dtype=dtype) for m in features]
-        self.noise = TRUNCATION if torch.device(device).type == "cuda" else 0.0
+        by_blocks = any(dropout) or max(ranks, default=0) <= MOST_RANKS
+        noise = TRUNCATION if by_blocks else truncation(rows, n, *features)
+        self.noise = noise if torch.device(device).type == "cuda" else 0.0
         self.dropout = dropout
 
     def parts(self, tensors):
@@ -100,6 +107,8 @@ class Case:
         exact = gradients(self.formula, [like(t, torch.float64) for t in self.tensors], self.upstream)
         x, _, _, a, _ = self.parts(self.tensors)
         by_kernels = any(t.dtype == x.dtype or x.dtype == torch.bfloat16 for t in a) and x.dtype in HALF_TYPES
+        few = any(self.dropout) or all(len(t) <= MOST_RANKS for t in a)
+        by_kernels &= few or any(t.dtype == torch.float32 for t in a)  # or in pieces
         with path_taken(x.device.type) if by_kernels or x.is_cpu else nullcontext():
             ours = gradients(self.ours, self.tensors, self.upstream)
         eager = gradients(self.formula, self.tensors, self.upstream)

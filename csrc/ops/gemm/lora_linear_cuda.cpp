@@ -1,3 +1,5 @@
+// What the functions of lora_products.h compute: liger_ops/kernels/gemm/lora_products.py.
+
 #include "ops/gemm/lora_products.h"
 
 #include "core/operator.h"

@@ -17,10 +17,11 @@ DEFINITIONS = """
 import os, sys, threading, time, torch, liger_ops
 
 torch.set_num_threads(2)
-heads, target = torch.randn(400, 64), torch.randint(400, (200,))
+rows, heads, target = torch.randn(200, 64), torch.randn(400, 64), torch.randint(400, (200,))
 
+# Draws no numbers: a fork may copy the generator's lock while a thread holds it.
 def work():
-    x = torch.randn(200, 64, requires_grad=True)
+    x = rows.clone().requires_grad_()
     y = torch.ops.liger.rms_norm(x, torch.ones(64))
     return torch.autograd.grad(torch.ops.liger.fused_linear_cross_entropy(y, heads, target), x)[0]
 

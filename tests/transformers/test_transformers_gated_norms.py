@@ -1,7 +1,7 @@
 """Norms with a gate: what each class of transformers is recognised as, and models that train and generate with them."""
 
 import copy
-import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -35,15 +35,14 @@ CLASSES = [
     ("falcon_h1", "FalconH1RMSNormGated", (1e-6, 4, True), dict(casting_mode="gemma", group_size=8)),
     ("falcon_h1", "FalconH1RMSNormGated", (1e-6, 4, False), dict(casting_mode="gemma", gate_first=True, group_size=8)),
 ]
+# Older releases of transformers lack the newest models.
+CLASSES = [row for row in CLASSES if importlib.util.find_spec(f"transformers.models.{row[0]}")]
 NAMES = [" ".join([cls, *map(str, more)]) for _, cls, more, _ in CLASSES]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def made(model_type, cls, more):
-    try:
-        source = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    except ModuleNotFoundError:
-        pytest.skip(f"this transformers has no {model_type}")
+    source = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     norm = getattr(source, cls)(N, *more)
     norm.weight.data += torch.randn(N, generator=torch.Generator().manual_seed(3))
     return norm

@@ -42,15 +42,27 @@ def config_table(kernel: Kernel) -> str:
     return "\n".join([struct, size, "  static constexpr Config configs[] = {", *rows, "  };"])
 
 
+def choosing(values: list[dict]) -> list[str]:
+    """What the host names to choose one of an axis' values: dtypes, with constants where several values share them."""
+    dtypes = [k for k, v in values[0].items() if isinstance(v, str)]
+    distinct = {tuple(value[k] for k in dtypes) for value in values}
+    return dtypes if not dtypes or len(distinct) == len(values) else list(values[0])
+
+
+def cpp_choice(value: str | int) -> str:
+    return f"runtime::DType::{CPP_DTYPES[value]}" if isinstance(value, str) else str(value)
+
+
 def axis_functions(kernel: Kernel) -> str:
     out = []
     for axis, values in kernel.axes.items():
-        letters = [k for k, v in values[0].items() if isinstance(v, str)]
+        choices = choosing(values)
         out.append(f"  static constexpr int {axis}_count = {len(values)};")
-        if letters:
-            out.append(f"  static constexpr int {axis}({', '.join('runtime::DType ' + k for k in letters)}) {{")
+        if choices:
+            kinds = ("runtime::DType" if isinstance(values[0][k], str) else "int" for k in choices)
+            out.append(f"  static constexpr int {axis}({', '.join(map(' '.join, zip(kinds, choices)))}) {{")
             for i, value in enumerate(values):
-                test = " && ".join(f"{k} == runtime::DType::{CPP_DTYPES[value[k]]}" for k in letters)
+                test = " && ".join(f"{k} == {cpp_choice(value[k])}" for k in choices)
                 out.append(f"    if ({test}) return {i};")
             out.append("    return -1;\n  }")
     sizes = ", ".join(str(len(v)) for v in kernel.axes.values())

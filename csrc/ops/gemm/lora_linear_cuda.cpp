@@ -85,10 +85,11 @@ Tensor columns_product(
     const Tensor& x, const Tensor& v, int64_t ranks, int64_t rank, bool by_feature, bool all_digits, double scale,
     const Dropped& dropped) {
   using K = kernels::lora_columns;
-  const bool drops = dropped.rate > 0, is_half = x.scalar_type() == at::kHalf;
+  const bool drops = dropped.rate > 0;
+  const int pieces = all_digits && x.scalar_type() != at::kHalf ? 3 : 2;
   const int64_t tokens = x.size(0), features = x.size(1);
   const bool aligned = is_aligned(x) && is_aligned(v) && features % 8 == 0 && ranks % 8 == 0;
-  const auto point = runtime::point_of<K>(is_half ? 2 : all_digits ? 1 : 0, drops);
+  const auto point = runtime::point_of<K>(K::pieces(core::dtype_of(x), pieces), drops);
   const auto& config = runtime::first_fit<K>(ranks_of_block(ranks, rank, drops), aligned, point);
   const int64_t programs = ceil_div(features, config.BLOCK_C) * ceil_div(ranks, config.BLOCK_R);
   const int64_t splits = splits_for(x, programs, ceil_div(tokens, config.BLOCK_T), 2);

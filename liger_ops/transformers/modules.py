@@ -208,11 +208,12 @@ def rotary_function(rotary: probe.Rotary, original: Callable) -> Callable:
 
         return taking_norms(rotated_one, 1)
 
+    # Some functions rotate q alone where they get no k.
     def rotated(
         q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        k: Any = None,
+        cos: Any = None,
+        sin: Any = None,
         *args: Any,
         norms: head_norms.HeadNorms | None = None,
         **kwargs: Any,

@@ -262,3 +262,11 @@ def test_training_and_generation(name):
     assert torch.equal(model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False), text)
     assert unpatch(model) >= len(gated)
     assert torch.equal(step(model.train(), ids)[0], plain[0])
+
+
+@pytest.mark.parametrize("name", IN_TIERS)
+def test_with_everything_else_patched(name):
+    model, ids = model_of(name), tokens()
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    assert_same_step(model, ids, plain)

@@ -55,7 +55,7 @@ def compile_one(name: str, point: int, config: Any, capability: int) -> Any:
 
 
 class Host:
-    """The host code of the operators, with a candidate in place of one kernel's config."""
+    """The host code of the operators, with a candidate in place of one config of a kernel's table."""
 
     def __init__(self, runtime: Any, device: int, capability: int, clock: Any, jobs: int | None = None) -> None:
         self.runtime, self.device, self.capability, self.clock = runtime, device, capability, clock
@@ -64,38 +64,58 @@ class Host:
         spawn = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), mp_context=spawn)
 
-    def launched(self, run: Callable[[], Any]) -> dict[str, Any]:
-        """Kernel name -> the variant that a run launches last."""
+    def launched(self, run: Callable[[], Any]) -> dict[str, list[list[Any]]]:
+        """Kernel name -> the variants that a run launches, in one list those of one config, which differ in their points."""
         from liger_ops.kernels import kernels
 
-        self.runtime.reset_counts()
-        run()
-        used = [k for k in kernels() if any(self.runtime.launch_counts(k.name).values())]
-        return {k.name: k.variant(self.runtime.last_variant(k.name)) for k in used}
+        found: dict[str, set[int]] = {k.name: set() for k in kernels()}
+        for name, seen in found.items():
+            self.runtime.watch(name, lambda: None, lambda n=name, s=seen: s.add(self.runtime.last_variant(n)))
+        try:
+            run()
+        finally:
+            for name in found:
+                self.runtime.watch(name, None)
+        out: dict[str, list[list[Any]]] = {}
+        for kernel in kernels():
+            by_config: dict[int, list[Any]] = {}
+            for index in sorted(found[kernel.name]):
+                by_config.setdefault(index % len(kernel.configs), []).append(kernel.variant(index))
+            if by_config:
+                out[kernel.name] = list(by_config.values())
+        return out
 
-    def compile(self, variant: Any, configs: Sequence[Any]) -> list[str | None]:
-        """For each config, the reason why it cannot replace this variant's, or None."""
-        point = variant.index // len(variant.kernel.configs)
-        keys = [(variant.kernel.name, point, repr(config)) for config in configs]
+    def compile(self, variants: Sequence[Any], configs: Sequence[Any]) -> list[str | None]:
+        """For each config, the reason why it cannot replace that of these variants, or None."""
+        keys = [[self.key(variant, config) for variant in variants] for config in configs]
         tasks = {
-            key: self.pool.submit(compile_one, variant.kernel.name, point, config, self.capability)
-            for key, config in zip(keys, configs)
+            key: self.pool.submit(compile_one, key[0], key[1], config, self.capability)
+            for ks, config in zip(keys, configs)
+            for key in ks
             if key not in self.binaries
         }
         self.binaries |= {key: task.result() for key, task in tasks.items()}
-        return [binary if isinstance(binary, str) else None for binary in (self.binaries[key] for key in keys)]
+        return [next((b for key in ks if isinstance(b := self.binaries[key], str)), None) for ks in keys]
 
-    def choose(self, variant: Any, config: Any) -> None:
+    @staticmethod
+    def key(variant: Any, config: Any) -> tuple[str, int, str]:
+        return variant.kernel.name, variant.index // len(variant.kernel.configs), repr(config)
+
+    def choose(self, variants: Sequence[Any], config: Any) -> None:
         from liger_ops.aot import pack
 
-        (why,) = self.compile(variant, [config])
+        (why,) = self.compile(variants, [config])
         if why:
             raise WrongResult(why)
-        kernel = variant.kernel
-        binary = self.binaries[kernel.name, variant.index // len(kernel.configs), repr(config)]
-        facts = (int(kernel.source_hash, 16), variant.index, variant.name, binary.num_warps, binary.shared)
-        packed = pack.dumps(pack.CUBIN, self.capability, [pack.Entry(*facts, binary.cubins[self.capability])])
-        self.runtime.try_config(kernel.name, self.device, kernel.config_bytes(config), variant.index, packed)
+        kernel, entries = variants[0].kernel, []
+        for variant in variants:
+            binary = self.binaries[self.key(variant, config)]
+            facts = (int(kernel.source_hash, 16), variant.index, variant.name, binary.num_warps, binary.shared)
+            entries.append(pack.Entry(*facts, binary.cubins[self.capability]))
+        packed = pack.dumps(pack.CUBIN, self.capability, entries)
+        indices = [variant.index for variant in variants]
+        about = kernel.config_bytes(config), len(kernel.configs), indices
+        self.runtime.try_config(kernel.name, self.device, *about, packed)
 
     def restore(self, name: str) -> None:
         self.runtime.end_trial(name)
@@ -141,24 +161,25 @@ def developers_runtime() -> Any:
 
 
 def climb(
-    host: Host, variant: Any, run: Callable[[], Any], check: Callable[[], None], tell: Callable[[str], None]
+    host: Host, variants: Sequence[Any], run: Callable[[], Any], check: Callable[[], None], tell: Callable[[str], None]
 ) -> list[tuple[float, Any]]:
     """(microseconds, config) of the row in the table and of every right candidate that was tried.
 
     run: runs the op. check: raises WrongResult if the op's results are wrong.
     """
-    name = variant.kernel.name
-    times = {repr(variant.config): (host.time(name, run), variant.config)}
+    kernel, present = variants[0].kernel, variants[0].config
+    name = kernel.name
+    times = {repr(present): (host.time(name, run), present)}
     tried = set(times)
     for _ in range(STEPS):
         best, config = min(times.values(), key=lambda found: found[0])
-        new = [c for c in neighbours(config, smallest_share(variant.kernel)) if repr(c) not in tried]
+        new = [c for c in neighbours(config, smallest_share(kernel)) if repr(c) not in tried]
         tried |= {repr(c) for c in new}
-        refused = host.compile(variant, new)
+        refused = host.compile(variants, new)
         for candidate, why in zip(new, refused):
             if why is None:
                 try:
-                    host.choose(variant, candidate)
+                    host.choose(variants, candidate)
                     check()
                     times[repr(candidate)] = (host.time(name, run), candidate)
                 except (WrongResult, RuntimeError) as error:
@@ -298,7 +319,8 @@ def main(argv: Sequence[str]) -> int:
                 print(line, flush=True)
                 failed |= not passes
                 continue
-            found = climb(host, launched[name], run, check, lambda line: print(line, file=sys.stderr))
-            print("\n".join(proposal(name, case, found, gpu, args.top)), flush=True)
+            for variants in launched[name]:
+                found = climb(host, variants, run, check, lambda line: print(line, file=sys.stderr))
+                print("\n".join(proposal(name, case, found, gpu, args.top)), flush=True)
         problem.forget_truth()
     return int(failed)

@@ -53,8 +53,7 @@ void launch_raw(
     const py::bytes& args, uintptr_t stream) {
   Kernel& kernel = kernel_named(name);
   std::string packed = args;
-  if (!kernel.spec().has_variant(variant) && variant != kTrialVariant)
-    throw py::value_error("no such variant of " + name);
+  if (!kernel.spec().has_variant(variant) && !is_trial(variant)) throw py::value_error("no such variant of " + name);
   if (packed.size() != kernel.spec().args_bytes) {
     throw py::value_error(name + " takes " + std::to_string(kernel.spec().args_bytes) + " bytes of arguments");
   }
@@ -84,8 +83,9 @@ std::optional<bool> multiply_at_fake_addresses(
 }
 
 void try_config_of(
-    const std::string& name, int device, const py::bytes& config, uint32_t variant, const py::bytes& pack) {
-  std::string error = try_config(kernel_named(name), device, config, variant, pack);
+    const std::string& name, int device, const py::bytes& config, uint32_t configs,
+    const std::vector<uint32_t>& variants, const py::bytes& pack) {
+  std::string error = try_config(kernel_named(name), device, config, configs, variants, pack);
   if (!error.empty()) throw std::runtime_error(error);
 }
 
@@ -161,8 +161,8 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("launch_counts", launch_counts, py::arg("kernel"));
   m.def("last_variant", [](const std::string& name) { return kernel_named(name).last_variant(); });
   m.def(
-      "try_config", try_config_of, py::arg("kernel"), py::arg("device"), py::arg("config"), py::arg("variant"),
-      py::arg("pack"));
+      "try_config", try_config_of, py::arg("kernel"), py::arg("device"), py::arg("config"), py::arg("configs"),
+      py::arg("variants"), py::arg("pack"));
   m.def("end_trial", [](const std::string& name) { kernel_named(name).set_trial(nullptr); });
   m.def("watch", watch, py::arg("kernel"), py::arg("before"), py::arg("after") = py::none());
   m.attr("TRIAL") = kTrialVariant;

@@ -32,7 +32,7 @@ size_t KernelSpec::match_operator(const std::string& name) const {
 Kernel::Kernel(const KernelSpec& spec) : spec_(spec) { registry().push_back(this); }
 
 std::string Kernel::name_of(uint32_t variant) const {
-  return variant == kTrialVariant ? std::string(spec_.name) + "[trial]" : spec_.variant_names[variant];
+  return is_trial(variant) ? std::string(spec_.name) + "[trial]" : spec_.variant_names[variant];
 }
 
 void Kernel::publish(int device, uint32_t variant, const Function* function) {

@@ -60,17 +60,19 @@ struct Function {
   Source source;
 };
 
-/// A config that a developer tool tries instead of the kernel's table, and the kernel compiled for it.
+/// A config that a developer tool tries instead of one of the kernel's table, and the kernel compiled for it.
 struct Trial {
   std::string config;  // bytes of the kernel's Config
-  const Function* function;
+  uint32_t instead_of;  // index of a config in the table
+  std::vector<const Function*> functions;  // by point, null where it was not compiled
 };
 /// Callbacks of a developer tool around each launch.
 struct Watch {
   std::function<void()> before, after;
 };
-/// The variant number of a trial.
-constexpr uint32_t kTrialVariant = std::numeric_limits<uint32_t>::max();
+/// The variant number of a trial at the first point. Others follow.
+constexpr uint32_t kTrialVariant = 1u << 31;
+constexpr bool is_trial(uint32_t variant) { return variant >= kTrialVariant; }
 
 class LIGER_RUNTIME_API Kernel {
  public:
@@ -158,13 +160,12 @@ const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
     const bool within_limits = (c.max_n < 0 || n <= c.max_n) && (c.max_rows < 0 || rows <= c.max_rows);
     return within_limits && (c.points >> point.index & 1) && (aligned || !c.aligned);
   };
-  if (const Trial* trial = K::kernel.trial()) {
+  size_t i = 0;
+  while (i + 1 < kConfigs && !fits(K::configs[i], n, aligned, facts...)) ++i;
+  if (const Trial* trial = K::kernel.trial(); trial && trial->instead_of == i) {
     return *reinterpret_cast<const typename K::Config*>(trial->config.data());
   }
-  for (size_t i = 0; i + 1 < kConfigs; ++i) {
-    if (fits(K::configs[i], n, aligned, facts...)) return K::configs[i];
-  }
-  return K::configs[kConfigs - 1];
+  return K::configs[i];
 }
 
 template <class K>
@@ -172,7 +173,7 @@ uint32_t variant_index(const typename K::Config& config, Point point) {
   constexpr size_t kConfigs = sizeof(K::configs) / sizeof(K::configs[0]);
   // A config outside of the table belongs to a trial.
   const bool listed = uintptr_t(&config) - uintptr_t(&K::configs[0]) < sizeof(K::configs);
-  return listed ? point.index * uint32_t(kConfigs) + uint32_t(&config - K::configs) : kTrialVariant;
+  return listed ? point.index * uint32_t(kConfigs) + uint32_t(&config - K::configs) : kTrialVariant + point.index;
 }
 
 }  // namespace liger::runtime

@@ -29,8 +29,12 @@ bool launches_block() {
 std::string launch(Kernel& kernel, uint32_t variant, int device, void* stream, Grid grid, const void* args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return {};
   const Function* function = nullptr;
-  if (__builtin_expect(variant == kTrialVariant, 0)) {
-    function = kernel.trial()->function;
+  if (__builtin_expect(is_trial(variant), 0)) {
+    const Trial* trial = kernel.trial();
+    const uint32_t point = variant - kTrialVariant;
+    if (trial && point < trial->functions.size()) function = trial->functions[point];
+    if (!function)
+      return failed_launch(kernel, variant, device, grid, "it was not compiled for this point of its axes");
   } else if (device >= 0 && device < kMaxDevices) {
     function = kernel.loaded(device, variant);
   }

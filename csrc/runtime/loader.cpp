@@ -301,7 +301,8 @@ const char* path_of(const Kernel& kernel, const Device& device) {
 }
 
 std::string try_config(
-    Kernel& kernel, int device, const std::string& config, uint32_t variant, const std::string& bytes) {
+    Kernel& kernel, int device, const std::string& config, uint32_t configs, const std::vector<uint32_t>& variants,
+    const std::string& bytes) {
   std::string error;
   const Driver* driver = Driver::get(&error);
   if (!driver) return error;
@@ -310,10 +311,16 @@ std::string try_config(
   if (!retain_context(*driver, found, error)) return error;
   auto pack = Pack::parse(bytes, "the candidate", error);
   if (!pack) return error;
-  Attempt attempt{kernel, variant, found, *driver, {}, {}, {}};
-  const Function* function = attempt.from_pack(*pack, Source::Hook);
-  if (!function) return attempt.why_none();
-  kernel.set_trial(new Trial{config, function});
+  Trial trial{config, variants.at(0) % configs, {}};
+  for (uint32_t variant : variants) {
+    Attempt attempt{kernel, variant, found, *driver, {}, {}, {}};
+    const Function* function = attempt.from_pack(*pack, Source::Hook);
+    if (!function) return attempt.why_none();
+    const uint32_t point = variant / configs;
+    if (trial.functions.size() <= point) trial.functions.resize(point + 1);
+    trial.functions[point] = function;
+  }
+  kernel.set_trial(new Trial(std::move(trial)));
   return {};
 }
 

@@ -454,10 +454,10 @@ class FakeHost:
         config = self.chosen or find(name).configs[0]
         return config.constexprs["BLOCK_M"] + config.num_warps / 100
 
-    def compile(self, variant, configs):
+    def compile(self, variants, configs):
         return ["too large" if c.constexprs["BLOCK_M"] > 64 else None for c in configs]
 
-    def choose(self, variant, config):
+    def choose(self, variants, config):
         self.chosen = config
 
     def restore(self, name):
@@ -473,8 +473,8 @@ class FakeHost:
 @pytest.fixture(scope="module")
 def tuned():
     host, log = FakeHost(), []
-    variant = find("column_sum").variant(0)
-    found = tune.climb(host, variant, lambda: None, host.check, log.append)
+    variants = [find("column_sum").variant(0)]
+    found = tune.climb(host, variants, lambda: None, host.check, log.append)
     assert host.chosen is None and host.restored == len(host.checked)
     return SimpleNamespace(host=host, log=log, found=found, configs=[tune.row(c) for _, c in found])
 
@@ -560,23 +560,33 @@ def tune_on_the_stub():
     kernel = find("column_sum")
     variant = kernel.variant(0)
     host = tune.Host(runtime, 0, 90, SimpleNamespace(flushes=0), jobs=1)
-    refused = host.compile(variant, [replace(variant.config, constexprs=dict(BLOCK_M=3, BLOCK_N=16))])
-    host.choose(variant, replace(variant.config, num_warps=2))
+    points = [variant, kernel.variant(len(kernel.configs))]
+    refused = host.compile(points, [replace(variant.config, constexprs=dict(BLOCK_M=3, BLOCK_N=16))])
+    host.choose(points, replace(variant.config, num_warps=2))
     around = []
     runtime.watch("column_sum", lambda: around.append(len(calls("cuLaunchKernel"))), lambda: around.append("after"))
-    launch("column_sum", variant=runtime.TRIAL, grid=(4, 2, 1))
+    for point in (0, 1):
+        launch("column_sum", variant=runtime.TRIAL + point, grid=(4, 2, 1))
     runtime.watch("column_sum", None)
+    try:
+        launch("column_sum", variant=runtime.TRIAL + 2, grid=(4, 2, 1))
+    except RuntimeError as error:
+        refused.append(str(error))
     host.restore("column_sum")
-    launched = host.launched(lambda: launch("column_sum", variant=1))
-    return [refused, around, {name: v.index for name, v in launched.items()}, calls("cuLaunchKernel")]
+    of_one_config = 0, 2 * len(kernel.configs)
+    launched = host.launched(lambda: [launch("column_sum", variant=v) for v in (*of_one_config, 1)])
+    indices = {name: [[v.index for v in vs] for vs in groups] for name, groups in launched.items()}
+    return [refused, around, indices == {"column_sum": [[*of_one_config], [1]]}, calls("cuLaunchKernel")]
 
 
 @pytest.mark.thorough
 def test_tuning_launches_candidates_through_the_runtime():
-    (refused, around, launched, (tried, stock)), _ = stub_cuda.run(tune_on_the_stub)
-    assert "power of 2" in refused[0] and around == [0, "after"] and launched == {"column_sum": 1}
-    assert (tried["symbol"], tried["grid"], tried["threads"]) == ("column_sum_kernel", "4,2,1", "64,1,1")
-    assert stock["threads"] == "256,1,1"
+    (refused, around, launched, (*tried, _, _, stock)), _ = stub_cuda.run(tune_on_the_stub)
+    assert "power of 2" in refused[0] and "not compiled for this point" in refused[1]
+    assert around == [0, "after", 1, "after"] and launched
+    for call in tried:
+        assert (call["symbol"], call["grid"], call["threads"]) == ("column_sum_kernel", "4,2,1", "64,1,1")
+    assert len(tried) == 2 and stock["threads"] == "256,1,1"
 
 
 def test_kernel_times_of_a_step_are_summed_by_name():

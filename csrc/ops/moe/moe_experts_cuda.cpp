@@ -156,8 +156,7 @@ struct Kernels {
     std::string error;
     const auto* info = runtime::device_info(device_.index(), error);
     if (!info || !K::kernel.spec().supports(info->capability)) return false;
-    return variant == runtime::kTrialVariant ||
-        runtime::loads(K::kernel, variant, device_.index()) == runtime::Loads::Yes;
+    return runtime::is_trial(variant) || runtime::loads(K::kernel, variant, device_.index()) == runtime::Loads::Yes;
   }
 
   at::Device device_ = call.x.device();

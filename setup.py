@@ -117,10 +117,10 @@ class CMakeBuild(build_ext):
         native = not target or target.native
         if not native and (got := flags.compiles_for(compiler)) != target.name:
             raise SystemExit(f"liger-ops: {compiler[0]}, which CXX names, must compile for {target.name} (got {got})")
-        sources = flags.sources(ROOT / "csrc")
         if releases():
             build /= f"release-{target.name}"
             torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch", target) for v in releases()]
+        sources = flags.write_units(ROOT / "csrc", build / "units")
         arguments = {
             "LIGER_PYTHON": sys.executable,
             "Python_EXECUTABLE": sys.executable,
@@ -130,7 +130,7 @@ class CMakeBuild(build_ext):
             "LIGER_OUTPUT": package,
             "LIGER_CXX_RUNTIME": ";".join(flags.cxx_runtime(compiler, native)),
             "LIGER_SOURCES": ";".join(map(str, sources)),
-            "LIGER_LARGEST": max(sources, key=lambda path: path.stat().st_size),
+            "LIGER_LARGEST": sources[0],
             "LIGER_COMPILE": ";".join(flags.COMPILE),
             "LIGER_LINK": ";".join(flags.LINK),
             "LIGER_NAMESPACE": self.namespace or flags.NAMESPACE,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 # Relative to csrc.
 SOURCES = ("ops/**/*.cpp", "core/namespace.cpp", "runtime/portable.cpp", "library.cpp")
+# A compiler reads the headers once for several sources, up to this size together.
+UNIT_BYTES = 40_000
 # Included before every source.
 PORTABLE = "runtime/portable.h"
 # Included next, in all sources except portable.cpp, which defines what these headers declare.
@@ -27,6 +29,38 @@ LINK = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-sh
 
 def sources(csrc: Path) -> list[Path]:
     return [path for pattern in SOURCES for path in sorted(csrc.glob(pattern))]
+
+
+def units(csrc: Path) -> list[list[Path]]:
+    """Sources that are compiled at once: those of operators in order. The largest one is alone and comes first, so that it
+    compiles while the others wait for their precompiled header."""
+    everything = sources(csrc)
+    largest = max(everything, key=size_of)
+    groups: list[list[Path]] = []
+    for path in everything:
+        joins = groups and path.is_relative_to(csrc / "ops") and largest not in (path, groups[-1][0])
+        if joins and sum(map(size_of, (*groups[-1], path))) <= UNIT_BYTES:
+            groups[-1].append(path)
+        else:
+            groups.append([path])
+    return sorted(groups, key=lambda group: (largest not in group, -sum(map(size_of, group))))
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def write_units(csrc: Path, folder: Path) -> list[Path]:
+    """What the compiler gets: sources, and files in `folder` that include several, written only if they changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = []
+    for group in units(csrc):
+        path = group[0] if len(group) == 1 else folder / f"{group[0].stem}-to-{group[-1].stem}.cpp"
+        text = "".join(f'#include "{source.relative_to(csrc).as_posix()}"\n' for source in group)
+        if path.parent == folder and not (path.exists() and path.read_text() == text):
+            path.write_text(text)
+        out.append(path)
+    return out
 
 
 def compiler(default: str = "g++") -> list[str] | None:

@@ -57,10 +57,9 @@ def plan(compiler: list[str], folder: Path, library: Path) -> Plan:
     header, portable = folder / "operators.h", csrc / flags.PORTABLE
     precompile = Step([*common, "-x", "c++-header", str(header)], folder / "operators.h.gch")
     objects = []
-    for source in flags.sources(csrc):
+    for source in flags.write_units(csrc, folder):
         included = portable if source.stem == portable.stem else header
-        output = folder / f"{'-'.join(source.relative_to(csrc).parts)}.o"
-        objects.append(Step([*common, "-include", str(included), "-c", str(source)], output))
+        objects.append(Step([*common, "-include", str(included), "-c", str(source)], folder / f"{source.stem}.o"))
     link = [*compiler, "-shared", *(str(step.output) for step in objects)]
     link += [f"-L{built.LIBRARIES}", "-lliger_runtime", f"-L{torch_folder}/lib", *flags.LINK]
     link += ["-Wl,-rpath,$ORIGIN", f"-Wl,-rpath,{built.LIBRARIES}", *flags.cxx_runtime(compiler)]
@@ -90,14 +89,12 @@ def run(step: Step) -> None:
 
 
 def run_all(steps: Plan, jobs: int) -> None:
-    # The largest sources first, so that no long compilation is left for the end.
-    ordered = sorted(steps.objects, key=lambda step: -Path(step.command[-1]).stat().st_size)
-    progress = Progress(len(ordered) + 1, "compiling operators")
+    progress = Progress(len(steps.objects) + 1, "compiling operators")
     with ThreadPoolExecutor(jobs) as pool:
         # Compiled in parallel with the first sources; later ones use it.
-        if jobs < len(ordered):
+        if jobs < len(steps.objects):
             pool.submit(run, steps.header)
-        tasks = [pool.submit(run, step) for step in ordered]
+        tasks = [pool.submit(run, step) for step in steps.objects]
         try:
             for task in as_completed(tasks):
                 task.result()

@@ -44,7 +44,9 @@ def commands(home):
 def test_every_source_is_compiled_with_the_flags_of_the_cmake_build(commands):
     header, *objects, link = commands
     sources = [command[command.index("-c") + 1] for command in objects]
-    assert sorted(sources) == sorted(map(str, flags.sources(ROOT / "csrc"))) and len(sources) > 10
+    units = flags.units(ROOT / "csrc")
+    assert [Path(source).stem.partition("-to-")[0] for source in sources] == [group[0].stem for group in units]
+    assert sorted(sum(units, [])) == sorted(flags.sources(ROOT / "csrc")) and len(units) > 10
     for command in (header, *objects):
         assert {*flags.COMPILE, f"-std=c++{torch_release.cxx_standard(TORCH)}"} <= {*command}
         assert f"{TORCH}/include" in command and f"-I{ROOT / 'csrc'}" in command

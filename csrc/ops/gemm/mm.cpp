@@ -10,7 +10,7 @@
 #include "core/registration.h"
 #include "gemm/multiply.h"
 
-namespace liger::ops {
+namespace liger::ops::mm {
 namespace {
 
 using at::Tensor;
@@ -49,4 +49,4 @@ LIGER_LIBRARY_FRAGMENT(m) { core::define(m, "_mm(Tensor a, Tensor b) -> Tensor")
 LIGER_LIBRARY_IMPL(CompositeExplicitAutograd, m) { core::implement<mm>(m, "_mm"); }
 LIGER_LIBRARY_IMPL(CUDA, m) { core::implement<mm_cuda>(m, "_mm"); }
 
-}  // namespace liger::ops
+}  // namespace liger::ops::mm

@@ -11,7 +11,7 @@
 #include "core/registration.h"
 #include "gemm/multiply.h"
 
-namespace liger::ops {
+namespace liger::ops::projections {
 namespace {
 
 constexpr const char* kOp = "_projections_grad";
@@ -46,4 +46,4 @@ LIGER_LIBRARY_FRAGMENT(m) { core::define(m, "_projections_grad(Tensor[] grads, T
 LIGER_LIBRARY_IMPL(CompositeExplicitAutograd, m) { core::implement<projections_grad>(m, "_projections_grad"); }
 LIGER_LIBRARY_IMPL(CUDA, m) { core::implement<projections_grad_cuda>(m, "_projections_grad"); }
 
-}  // namespace liger::ops
+}  // namespace liger::ops::projections

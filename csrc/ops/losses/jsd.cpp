@@ -19,16 +19,16 @@ struct Jsd {
   }
 };
 
-using Op = Divergence<Jsd, double, int64_t, c10::string_view>;
+using JsdOp = Divergence<Jsd, double, int64_t, c10::string_view>;
 
 }  // namespace
 
 // No autocast, as in kl_div.
-LIGER_LIBRARY_FRAGMENT(m) { Op::define(m, "float beta=0.5, int ignore_index=-100, str reduction=\"batchmean\""); }
+LIGER_LIBRARY_FRAGMENT(m) { JsdOp::define(m, "float beta=0.5, int ignore_index=-100, str reduction=\"batchmean\""); }
 
-LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Meta>(m); }
-LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Jsd::kOp, Op::autograd); }
+LIGER_LIBRARY_IMPL(CPU, m) { JsdOp::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { JsdOp::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { JsdOp::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Jsd::kOp, JsdOp::autograd); }
 
 }  // namespace liger::ops::divergence

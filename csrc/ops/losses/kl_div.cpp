@@ -18,19 +18,19 @@ struct KlDiv {
   }
 };
 
-using Op = Divergence<KlDiv, int64_t, c10::string_view, bool, double>;
+using KlDivOp = Divergence<KlDiv, int64_t, c10::string_view, bool, double>;
 
 }  // namespace
 
 // No autocast: under autocast, PyTorch computes this loss in float32. This op does that for rows of any dtype, without a
 // copy.
 LIGER_LIBRARY_FRAGMENT(m) {
-  Op::define(m, "int ignore_index=-100, str reduction=\"mean\", bool log_target=False, float eps=1e-10");
+  KlDivOp::define(m, "int ignore_index=-100, str reduction=\"mean\", bool log_target=False, float eps=1e-10");
 }
 
-LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Meta>(m); }
-LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(KlDiv::kOp, Op::autograd); }
+LIGER_LIBRARY_IMPL(CPU, m) { KlDivOp::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { KlDivOp::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { KlDivOp::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(KlDiv::kOp, KlDivOp::autograd); }
 
 }  // namespace liger::ops::divergence

@@ -16,16 +16,16 @@ struct Tvd {
   }
 };
 
-using Op = Divergence<Tvd, int64_t, c10::string_view>;
+using TvdOp = Divergence<Tvd, int64_t, c10::string_view>;
 
 }  // namespace
 
 // No autocast, as in kl_div.
-LIGER_LIBRARY_FRAGMENT(m) { Op::define(m, "int ignore_index=-100, str reduction=\"batchmean\""); }
+LIGER_LIBRARY_FRAGMENT(m) { TvdOp::define(m, "int ignore_index=-100, str reduction=\"batchmean\""); }
 
-LIGER_LIBRARY_IMPL(CPU, m) { Op::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { Op::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { Op::implement<Meta>(m); }
-LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Tvd::kOp, Op::autograd); }
+LIGER_LIBRARY_IMPL(CPU, m) { TvdOp::implement<Cpu>(m); }
+LIGER_LIBRARY_IMPL(CUDA, m) { TvdOp::implement<Cuda>(m); }
+LIGER_LIBRARY_IMPL(Meta, m) { TvdOp::implement<Meta>(m); }
+LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Tvd::kOp, TvdOp::autograd); }
 
 }  // namespace liger::ops::divergence

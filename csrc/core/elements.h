@@ -22,11 +22,19 @@ Rows<N> walk_elements(const char* op, const std::array<at::Tensor*, N>& tensors)
   return out;
 }
 
+/// Columns of a span.
+constexpr int64_t kSpan = 8192;
+
+/// Spans of a row.
+template <size_t N>
+int64_t spans_of(const Rows<N>& walk) {
+  return (walk.n + kSpan - 1) / kSpan;
+}
+
 // Splits rows into short spans and calls f(row, first column, columns) on them in parallel.
 template <size_t N, class F>
 void parallel_spans(const Rows<N>& walk, const F& f) {
-  constexpr int64_t kSpan = 8192;
-  const int64_t spans = (walk.n + kSpan - 1) / kSpan, blocks = walk.rows * spans;
+  const int64_t spans = spans_of(walk), blocks = walk.rows * spans;
   parallel_ranges(blocks, cpu_ranges(blocks, std::min(walk.n, kSpan)), [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       int64_t row = block / spans, first = (block - row * spans) * kSpan;

@@ -16,8 +16,12 @@ DTYPES = ({"X": "bf16"}, {"X": "fp16"}, {"X": "fp32"})
 
 @triton.jit
 def program_tile(rows, n, ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(rows, first column, mask) of this program's tile. Only the first column is 64-bit."""
-    program = tl.program_id(0)
+    return tile_at(tl.program_id(0), rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def tile_at(program, rows, n, ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(rows, first column, mask) of a tile. Only the first column is 64-bit."""
     if ONE_ROW:
         row = 0
         start = program.to(tl.int64) * BLOCK_N

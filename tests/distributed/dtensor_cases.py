@@ -18,6 +18,7 @@ case, case_2d = CASES.case, CASES.case_2d
 
 # Sizes that do not divide by four devices.
 X, W, B = randn(5, 7, 24), randn(24), randn(24) + 1
+NUMBERS = dict(alpha_p=randn(1), alpha_n=randn(1))
 
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
     case(f"rms_norm {where}", F.rms_norm, dict(x=X, weight=W), dict(x=p, weight=R), p)
@@ -38,6 +39,7 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1),
     for op in (F.swiglu, F.geglu):
         case(f"{op.__name__} {where}", op, dict(gate=X, up=X + 1), dict(gate=p, up=p), p)
     case(f"relu_squared {where}", F.relu_squared, dict(x=X), dict(x=p), p)
+    case(f"xielu {where}", F.xielu, dict(x=X, **NUMBERS), dict(x=p, alpha_p=R, alpha_n=R), p)
 
 # The rows are gathered, and in backward again.
 case(
@@ -187,6 +189,7 @@ for op, tensors, gradients, wanted in (
     (F.swiglu, dict(gate=X, up=X + 1), [SUM, SUM], {}),
     (F.swiglu_packed, dict(gate_up=X), [SUM], {}),
     (F.relu_squared, dict(x=X), [SUM], {}),
+    (F.xielu, dict(x=X, **NUMBERS), [SUM, SUM, SUM], {}),
 ):
     CASES[f"{op.__name__}, partial upstream gradient"] = partial(
         partial_upstream, op=op, tensors=tensors, gradients=gradients, collectives_wanted=wanted

@@ -72,6 +72,7 @@ ROWS = [
         dict(offset=1.0, casting_mode="gemma", activation="sigmoid", gate_first=True, group_size=8),
     ),
     Row("rms_norm_gated", GATED_NORM),
+    Row("xielu", dict(x=HIDDEN), dict(alpha_p=(1,), alpha_n=(1,))),
     Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
     Row("layer_norm", NORM, dict(bias=(WIDTH,))),
     Row("rope", ROPE),

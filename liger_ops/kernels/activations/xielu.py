@@ -1,0 +1,123 @@
+"""xIELU, elementwise. Tiles and strides: ../elements.py.
+
+The gradient may overwrite dy: each thread reads an element before it writes the element. Programs of backward go through
+several tiles each, so that the two numbers' gradients are sums of few partial sums, in a fixed order.
+"""
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+
+from ..elements import DTYPES, ONE_ROW, config, load_tile, program_tile, store_tile, tile_at
+from ..table import Kernel
+
+NEEDS_DX = tl.constexpr(1)
+NEEDS_DALPHA = tl.constexpr(2)
+WIDE = tl.constexpr(4)
+NEAR = tl.constexpr(-0.5)  # above this, a series replaces the exponential
+
+
+@triton.jit
+def load_numbers(alpha_p, alpha_n, wide_p, wide_n, flags):
+    """With WIDE the numbers are in fp32, which is no choice of the table: that would double it."""
+    wide = (flags & WIDE) != 0
+    p = tl.load(alpha_p, mask=not wide, other=0.0).to(tl.float32) + tl.load(wide_p, mask=wide, other=0.0)
+    n = tl.load(alpha_n, mask=not wide, other=0.0).to(tl.float32) + tl.load(wide_n, mask=wide, other=0.0)
+    return p, n
+
+
+@triton.jit
+def softplus(alpha):
+    e = tl.exp(alpha)
+    up = 1 + e
+    # The quotient corrects the rounding of 1 + e.
+    log = tl.where(up == 1, e, tl.log(up) * (e / (up - 1)))
+    return tl.where(alpha > 20, alpha, log)
+
+
+@triton.jit
+def below(v, eps):
+    """expm1(c) - v and expm1(c), and their slopes, for c = min(v, eps)."""
+    c = tl.where(v > eps, eps, v)
+    bend = 1 / 24 + c * (1 / 120 + c * (1 / 720 + c * (1 / 5040 + c * (1 / 40320))))
+    small = c * c * (1 / 2 + c * (1 / 6 + c * bend))  # expm1(c) - c
+    power = tl.exp(c)
+    rise = tl.where(c > NEAR, small + c, power - 1)
+    gap = tl.where(c > NEAR, small + (c - v), rise - v)
+    return gap, rise, tl.where(v > eps, -1.0, rise), tl.where(v > eps, 0.0, tl.where(c > NEAR, 1 + rise, power))
+
+
+@triton.jit
+def xielu_fwd_kernel(
+    y, x, alpha_p, alpha_n, wide_p, wide_n,
+    rows, n, inner_rows, y_outer, y_inner, x_outer, x_inner, beta, eps, flags,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = program_tile(rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+    v = load_tile(x, tile, inner_rows, x_outer, x_inner, ONE_ROW, BLOCK_N).to(tl.float32)
+    at_p, at_n = load_numbers(alpha_p, alpha_n, wide_p, wide_n, flags)
+    p, s = softplus(at_p), softplus(at_n)
+    gap, rise, _, _ = below(v, eps)
+    out = tl.where(v > 0, (p * v + beta) * v, s * gap + beta * rise)
+    store_tile(y, out, tile, inner_rows, y_outer, y_inner, ONE_ROW, BLOCK_N)
+
+
+@triton.jit
+def xielu_bwd_kernel(
+    dx, partial, dy, x, alpha_p, alpha_n, wide_p, wide_n,
+    rows, n, inner_rows, dx_outer, dx_inner, dy_outer, dy_inner, x_outer, x_inner, beta, eps, flags,
+    ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """partial: (2, programs), the gradients of alpha_p and alpha_n."""
+    at_p, at_n = load_numbers(alpha_p, alpha_n, wide_p, wide_n, flags)
+    p, s = softplus(at_p), softplus(at_n)
+    sum_p, sum_n = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    tiles = (tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N)).to(tl.int32)
+    for program in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tile_at(program, rows, n, ONE_ROW, BLOCK_M, BLOCK_N)
+        v = load_tile(x, tile, inner_rows, x_outer, x_inner, ONE_ROW, BLOCK_N).to(tl.float32)
+        d = load_tile(dy, tile, inner_rows, dy_outer, dy_inner, ONE_ROW, BLOCK_N).to(tl.float32)
+        gap, _, gap_slope, rise_slope = below(v, eps)
+        if (flags & NEEDS_DX) != 0:
+            out = d * tl.where(v > 0, 2 * p * v + beta, s * gap_slope + beta * rise_slope)
+            store_tile(dx, out, tile, inner_rows, dx_outer, dx_inner, ONE_ROW, BLOCK_N)
+        sum_p += tl.where(v > 0, d * v * v, 0.0)
+        sum_n += tl.where(v > 0, 0.0, d * gap)
+    if (flags & NEEDS_DALPHA) != 0:
+        total_p, total_n = tl.sum(tl.sum(sum_p, 1), 0), tl.sum(tl.sum(sum_n, 1), 0)
+        to = partial + tl.program_id(0)
+        tl.store(to, total_p / (1 + tl.exp(-at_p)))
+        tl.store(to + tl.num_programs(0), total_n / (1 + tl.exp(-at_n)))
+
+
+SIZES = {"rows": "i32", "n": "i64", "inner_rows": "i32"}
+FORWARD_STRIDES = {"y_outer": "i64", "y_inner": "i64", "x_outer": "i64", "x_inner": "i64"}
+BACKWARD_STRIDES = {
+    "dx_outer": "i64", "dx_inner": "i64", "dy_outer": "i64", "dy_inner": "i64", "x_outer": "i64", "x_inner": "i64",
+}  # fmt: skip
+NUMBERS = {"alpha_p": "*A", "alpha_n": "*A", "wide_p": "*fp32", "wide_n": "*fp32"}
+CHOICES = [{**choice, "A": choice["X"]} for choice in DTYPES]
+OPTIONS = {"beta": "fp32", "eps": "fp32", "flags": "i32"}
+# Without the configs for narrow strided rows, which an activation seldom has.
+CONFIGS = [ONE_ROW, config(None, 1, 1024, 4), config(None, 1, 1024, 4, aligned=False)]
+PROGRAMS_PER_SM = 4
+
+KERNELS = [
+    Kernel(
+        function=xielu_fwd_kernel,
+        args={"y": "*X", "x": "*X", **NUMBERS, **SIZES, **FORWARD_STRIDES, **OPTIONS},
+        aligned=["y", "x", "n", *FORWARD_STRIDES],
+        axes={"dtype": CHOICES},
+        configs=CONFIGS,
+    ),
+    Kernel(
+        function=xielu_bwd_kernel,
+        args={
+            "dx": "*X", "partial": "*fp32", "dy": "*X", "x": "*X", **NUMBERS, **SIZES, **BACKWARD_STRIDES, **OPTIONS,
+        },
+        aligned=["dx", "dy", "x", "n", *BACKWARD_STRIDES],
+        axes={"dtype": CHOICES},
+        configs=[replace(c, programs_per_sm=PROGRAMS_PER_SM) for c in CONFIGS],
+    ),
+]  # fmt: skip

@@ -1,0 +1,155 @@
+"""xielu against its formula in fp64."""
+
+import math
+
+import pytest
+import torch
+from checks import CPU_DTYPES, HALF_TYPES, LAYOUTS, check_op, sizes_around_tiles
+from pairs import pairwise, sizes_by_device
+from torch import Tensor, nn
+
+from liger_ops import functional as F
+
+xielu = torch.ops.liger.xielu
+BETA, EPS = 0.5, -1e-6
+
+
+def reference(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = BETA, eps: float = EPS) -> Tensor:
+    """As transformers' XIELUActivation."""
+    p, m = nn.functional.softplus(alpha_p), beta + nn.functional.softplus(alpha_n)
+    low = torch.expm1(torch.clamp(x, max=eps)) - x
+    return torch.where(x > 0, p * x * x + beta * x, low * m + beta * x)
+
+
+def make(shape, dtype, device, alphas=None) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    x, dy = (2 * torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    numbers = [torch.tensor([v], device=device, dtype=alphas or dtype) for v in (0.2, -1.1)]
+    return [t.requires_grad_() for t in (x, *numbers)], [dy]
+
+
+@sizes_by_device(
+    cpu=[1, 7, 2560],
+    cuda=[1, 7, 131, 2560, *sizes_around_tiles("xielu_fwd", "xielu_bwd")],
+    dtype=CPU_DTYPES,
+)
+def test_sizes(n, dtype, device):
+    for shape in ((n,), (3, n), (2, 5, n)):
+        check_op(xielu, reference, *make(shape, dtype, device), device)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_numbers_in_fp32(dtype, device):
+    check_op(
+        xielu, lambda *args: reference(*args).to(args[0].dtype), *make((5, 320), dtype, device, torch.float32), device
+    )
+
+
+@pairwise(layout=LAYOUTS, of_grad=[False, True])
+def test_layouts(layout, of_grad, device):
+    torch.manual_seed(0)
+    x, dy = (torch.randn(4, 6, 10, 64, device=device) for _ in range(2))
+    dy, x = (LAYOUTS[layout](t) if changed else t for t, changed in ((dy, of_grad), (x, not of_grad)))
+    _, *numbers = make((1,), torch.float32, device)[0]
+    check_op(xielu, reference, [x.detach().requires_grad_(), *numbers], [dy], device)
+
+
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)])
+def test_gradients_that_are_wanted(wanted, device):
+    inputs, grads = make((7, 96), torch.float32, device)
+    inputs = [t.detach().requires_grad_(bool(w)) for t, w in zip(inputs, wanted)]
+    check_op(xielu, reference, inputs, grads, device)
+
+
+@pytest.mark.parametrize("options", [dict(beta=0.0), dict(beta=-0.25), dict(eps=-0.75), dict(eps=0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_options(options, dtype, device):
+    inputs, grads = make((7, 96), dtype, device)
+    check_op(
+        lambda *args: xielu(*args, **options), lambda *args: reference(*args, **(dict(beta=BETA, eps=EPS) | options)),
+        inputs, grads, device,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("alphas", [(-30.0, -30.0), (30.0, 19.0), (0.0, -8.0)])
+def test_all_sizes_of_numbers(alphas, device):
+    """Large and small numbers, for x from 1e-30 to 1e4 on both sides of zero."""
+    x = torch.logspace(-30, 4, 300, device=device)
+    x = torch.cat([x, -x, torch.zeros(2, device=device)])
+    numbers = [torch.tensor([v], device=device) for v in alphas]
+    ours, exact = xielu(x, *numbers), reference(x.double(), *(t.double() for t in numbers))
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_small_numbers_keep_their_digits(device):
+    """Near zero expm1(x) - x loses its digits in eager fp32 too, but it is small beside beta x."""
+    x = -torch.logspace(-9, 1, 4000, device=device)
+    numbers = [torch.tensor([v], device=device) for v in (0.2, 3.0)]
+    exact = reference(x.double(), *(t.double() for t in numbers))
+    error, eager = ((f(x, *numbers).double() - exact).abs() / exact.abs() for f in (xielu, reference))
+    assert error.max() <= 1.5 * eager.max() + torch.finfo(torch.float32).eps
+
+
+def test_nan_and_infinity(device):
+    _, *numbers = make((1,), torch.float32, device)[0]
+    x = torch.tensor([math.nan, -math.inf, math.inf, -0.0, -1.0, 2.0], device=device, requires_grad=True)
+    ours, (dx,) = F.xielu(x, *numbers), torch.autograd.grad(F.xielu(x, *numbers).sum(), [x])
+    expected = reference(x, *numbers)
+    expected[1] = math.inf  # instead of infinity less infinity
+    torch.testing.assert_close(ours, expected, equal_nan=True)
+    assert dx[0].isnan() and dx[2] == math.inf and not dx[3:].isnan().any()
+
+
+def test_backward_overwrites_an_unreferenced_gradient(device):
+    (x, *numbers), (dy,) = make((4, 64), torch.float32, device)
+    (held,) = torch.autograd.grad(xielu(x, *numbers), x, dy)
+    assert held.data_ptr() != dy.data_ptr()
+    y = xielu(x, *numbers) * 1.0
+    seen = []
+    y.grad_fn.next_functions[0][0].register_prehook(lambda grads: seen.append(grads[0].data_ptr()))
+    (dropped,) = torch.autograd.grad(y, x, dy)
+    assert seen == [dropped.data_ptr()] and torch.equal(held, dropped)
+
+
+def test_sums_over_many_elements(device):
+    """The numbers' gradients are as exact as sums in fp64, and the same in every run."""
+    torch.manual_seed(0)
+    x, dy = (torch.randn(400, 1030, device=device) for _ in range(2))
+    numbers = [torch.tensor([v], device=device, requires_grad=True) for v in (0.2, -1.1)]
+    first, second = (torch.autograd.grad(xielu(x, *numbers), numbers, dy) for _ in range(2))
+    exact = [t.detach().double().requires_grad_() for t in numbers]
+    truth = torch.autograd.grad(reference(x.double(), *exact), exact, dy.double())
+    terms = torch.autograd.grad(reference(x.double(), *exact), exact, dy.double().abs() * x.double().sign().abs())
+    for a, b, t, size in zip(first, second, truth, terms):
+        assert torch.equal(a, b)
+        assert abs(float(a) - float(t)) <= 4 * torch.finfo(torch.float32).eps * abs(float(size))
+
+
+def test_gradcheck():
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    numbers = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (0.2, -1.1)]
+    assert torch.autograd.gradcheck(xielu, [x, *numbers])
+
+
+ONE = torch.ones(1)
+ERRORS = {
+    "integers": ((torch.ones(2, 8, dtype=torch.long), ONE, ONE), "x must be float32, float16, bfloat16 or float64"),
+    "scalar": ((torch.tensor(1.0), ONE, ONE), "x must have at least one dimension"),
+    "two numbers": ((torch.ones(8), torch.ones(2), ONE), "alpha_p must have one element"),
+    "wider": ((torch.ones(8).half(), ONE.double(), ONE), "alpha_p must be float32 or have the dtype of x"),
+    "different": ((torch.ones(8).half(), ONE, ONE.half()), "alpha_n must have the dtype of alpha_p"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    arguments, message = ERRORS[case]
+    with pytest.raises(RuntimeError, match=f"xielu: {message}.*got "):
+        xielu(*arguments)
+
+
+def test_a_second_derivative_is_refused():
+    inputs, _ = make((3, 8), torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match="xielu"):
+        (dx,) = torch.autograd.grad(xielu(*inputs).sum(), inputs[:1], create_graph=True)
+        dx.sum().backward()

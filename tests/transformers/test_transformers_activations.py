@@ -1,0 +1,116 @@
+"""Activations with trained numbers: what is recognised, and a model that trains and generates with them."""
+
+import copy
+
+import pytest
+import torch
+from checks import path_taken
+from language_models import make, step, tokens
+from patched_models import assert_as_exact, assert_same_step, through_pickle
+from torch import nn
+from transformers.activations import XIELUActivation
+
+from liger_ops.transformers import apply_liger_kernel, unpatch
+
+# The activation alone differs.
+ALONE = {name: False for name in ("rope", "rms_norm", "embedding", "cross_entropy", "fused_linear_cross_entropy")}
+
+
+class Holder(nn.Module):
+    def __init__(self, *activation):
+        super().__init__()
+        self.activation = XIELUActivation(*activation)
+
+    def forward(self, x):
+        return self.activation(x)
+
+
+def row_of(report):
+    (row,) = (row for row in report.rows if row.kind == "activation")
+    return row.replacement, row.reason
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16),
+                                    (torch.bfloat16, torch.float32), (torch.float32, torch.float32)])  # fmt: skip
+def test_results_have_the_dtype_that_the_module_gives_them(dtypes):
+    of_numbers, of_x = dtypes
+    holder, x = Holder().to(of_numbers), 3 * torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).to(of_x)
+    plain = holder(x)
+    assert row_of(apply_liger_kernel(holder)) == ("xielu", "")
+    with path_taken("cpu"):
+        ours = holder(x)
+    assert ours.dtype == plain.dtype
+    exact = copy.deepcopy(holder).double()
+    unpatch(exact)
+    error, eager = ((y.double() - exact(x.double())).norm() for y in (ours, plain))
+    # Numbers in bf16 are rounded several times in eager.
+    assert error <= 1.5 * eager + torch.finfo(ours.dtype).eps * plain.double().norm()
+    assert unpatch(holder) and torch.equal(holder(x), plain)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.25])
+def test_numbers_of_the_module_are_used(beta):
+    holder, x = Holder(0.8, 0.8, beta).float(), torch.linspace(-4, 4, 40).view(2, 20)
+    plain = holder(x)
+    assert row_of(apply_liger_kernel(holder)) == ("xielu", "")
+    torch.testing.assert_close(holder(x), plain)
+    torch.testing.assert_close(through_pickle(holder)(x), plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*is left as it is")
+def test_what_is_left_alone(monkeypatch):
+    assert row_of(apply_liger_kernel(Holder(), xielu=False)) == ("", "xielu is switched off")
+    with torch.device("meta"):
+        assert row_of(apply_liger_kernel(Holder())) == ("", "has no numbers beta and eps")
+    monkeypatch.setattr(XIELUActivation, "forward", lambda self, x: x * self.alpha_p + self.alpha_n)
+    assert row_of(apply_liger_kernel(Holder())) == ("", "computes something else")
+
+
+def apertus():
+    return make("apertus", hidden_act="xielu")
+
+
+def trained(model, steps=20):
+    model = copy.deepcopy(model).train()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for i in range(steps):
+        loss = model(input_ids=(ids := tokens(2, 12, seed=i % 4)), labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [[torch.stack(losses)]]
+
+
+def test_training_and_generation():
+    model, ids = apertus(), tokens()
+    losses, plain = trained(model), step(model, ids)
+    text = model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False)
+    report = apply_liger_kernel(model.train(), **ALONE)
+    found = [row for row in report.rows if row.kind == "activation"]
+    assert len(found) == len(model.model.layers) and all(row.replacement == "xielu" for row in found)
+    assert_same_step(model, ids, plain)
+    assert_as_exact(lambda: trained(model), losses, model)
+    assert torch.equal(model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False), text)
+
+
+def test_with_everything_else_patched_and_compiled():
+    model, ids = apertus(), tokens()
+    plain = step(model, ids)
+    apply_liger_kernel(model)
+    assert_same_step(model, ids, plain)
+    assert_same_step(torch.compile(model, backend="aot_eager"), ids, plain)
+
+
+def test_autocast():
+    model, ids = apertus(), tokens()
+    plain = model(ids).logits
+    apply_liger_kernel(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        unpatch(model)
+        theirs = model(ids).logits
+    error, eager = ((y.float() - plain).norm() for y in (ours, theirs))
+    assert error <= 1.5 * eager + torch.finfo(torch.bfloat16).eps * plain.norm()

@@ -34,9 +34,9 @@ def rule(op: Callable, rows: int, out_dims: tuple[int, ...]) -> Callable:
 
     def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any, **options: Any) -> tuple[Any, Any]:
         size = info.batch_size
-        tensors = [in_front(*pair, size) for pair in zip(args[:rows], in_dims)]
+        tensors = [None if t is None else in_front(t, dim, size) for t, dim in zip(args[:rows], in_dims)]
         # A batch of scalars has no dimension for columns: the batch dimension would be taken for it.
-        one_by_one = any(map(is_batched, in_dims[rows:])) or any(t.dim() < 2 for t in tensors)
+        one_by_one = any(map(is_batched, in_dims[rows:])) or any(t is not None and t.dim() < 2 for t in tensors)
         if one_by_one:
             examples = [op(*(example(*pair, i) for pair in zip(args, in_dims)), **options) for i in range(size)]
             out = torch.stack(examples) if isinstance(examples[0], Tensor) else tuple(map(torch.stack, zip(*examples)))

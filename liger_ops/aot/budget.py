@@ -6,8 +6,8 @@ WHEEL = 60_000_000
 PACKS = {
     "activations": 580_000,
     "embedding": 90_000,
-    "gated": 1_030_000,
-    "gemm": 4_000_000,
+    "gated": 1_450_000,
+    "gemm": 2_700_000,
     "losses": 10_400_000,
     "moe": 7_200_000,
     "norms": 13_900_000,

@@ -32,6 +32,13 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
         [p, p],
     )
     case(f"rms_norm_gated {where}", F.rms_norm_gated, dict(x=X, gate=X + 1, weight=W), dict(x=p, gate=p, weight=R), p)
+    case(
+        f"sigmoid_gate with numbers of rows and a residual {where}",
+        F.sigmoid_gate,
+        dict(x=X, gate=X[..., :1] + 1, residual=X - 1),
+        dict(x=p, gate=p, residual=p),
+        p,
+    )
     for op in (F.swiglu_packed, F.geglu_packed):
         case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
 
@@ -39,6 +46,7 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1),
     for op in (F.swiglu, F.geglu):
         case(f"{op.__name__} {where}", op, dict(gate=X, up=X + 1), dict(gate=p, up=p), p)
     case(f"relu_squared {where}", F.relu_squared, dict(x=X), dict(x=p), p)
+    case(f"sigmoid_gate {where}", F.sigmoid_gate, dict(x=X, gate=X + 1), dict(x=p, gate=p), p)
     case(f"xielu {where}", F.xielu, dict(x=X, **NUMBERS), dict(x=p, alpha_p=R, alpha_n=R), p)
 
 # The rows are gathered, and in backward again.
@@ -187,6 +195,7 @@ for op, tensors, gradients, wanted in (
     (F.rms_norm_gated, dict(x=X, gate=X + 1, weight=W), [R, R, R], {REDUCE: 1}),
     (F.layer_norm, dict(x=X, weight=W, bias=B), [R, R, R], {REDUCE: 1}),
     (F.swiglu, dict(gate=X, up=X + 1), [SUM, SUM], {}),
+    (F.sigmoid_gate, dict(x=X, gate=X + 1), [SUM, SUM], {}),
     (F.swiglu_packed, dict(gate_up=X), [SUM], {}),
     (F.relu_squared, dict(x=X), [SUM], {}),
     (F.xielu, dict(x=X, **NUMBERS), [SUM, SUM, SUM], {}),

@@ -35,6 +35,7 @@ SAVED = {
     "fused_add_rms_norm": dict(weight="weight"),
     "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),
     "layer_norm": dict(x="x", weight="weight"),
+    "sigmoid_gate": dict(x="x", gate="gate"),
     "xielu": {name: name for name in ("x", "alpha_p", "alpha_n")},
     "rope": dict(cos="cos", sin="sin"),
     "rope_freqs_cis": dict(freqs_cis="cos"),

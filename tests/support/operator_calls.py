@@ -44,6 +44,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "rms_norm": dict(x=rows, weight=column),
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
+        "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
         "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
         "layer_norm": dict(x=rows, weight=column, bias=numbers(N)),
         "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),

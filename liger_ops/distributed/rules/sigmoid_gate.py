@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..._wanted import WANT_INPUT, WANT_WEIGHT
+from .._sharding import SUM, Layout, R, any_placements, row_placements, sharding
+
+
+def placements_of(x: Any, gate: Any) -> Iterator[Any]:
+    return any_placements(x) if gate.shape == x.shape else row_placements(x)
+
+
+@sharding("sigmoid_gate")
+def forward(x: Any, gate: Any, **_: Any) -> Iterator[Layout]:
+    for part in placements_of(x, gate):
+        yield [part], dict(x=part, gate=part, residual=part)
+
+
+@sharding("_sigmoid_gate_bwd", reduced=("dout",))
+def backward(x: Any, gate: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+    for dout, of_inputs in [(SUM, R), *((part, part) for part in placements_of(x, gate))]:
+        results = [dout if wanted & bit else None for bit in (WANT_INPUT, WANT_WEIGHT)]
+        yield results, dict(dout=dout, x=of_inputs, gate=of_inputs)

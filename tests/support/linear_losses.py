@@ -152,3 +152,21 @@ def check_untargeted(name, inputs, ours, eager, oracle, chunks):
     results = [t[untargeted] for t in (ours, eager, oracle)]
     noise = 3 * rms_error(*results[1:]) + chunks * torch.finfo(ours.dtype).eps / 2
     assert_no_worse(f"{name} of untargeted classes", *results, noise=noise + coarseness(ours.dtype, results[2]))
+
+
+def logit_error(
+    s_input, s_weight, t_input, t_weight, s_bias=None, t_bias=None, temperature=1.0, s_logits_scale=1.0,
+    t_logits_scale=1.0, **others,
+):  # fmt: skip
+    """One rounding of the terms of the largest logit over the temperature, in the dtype in which ours and the formula compute
+    logits: fp32, or fp64 if a model is fp64. The error of a log-probability, some terms of which are rounded."""
+    models = ("s_", s_input, s_weight, s_bias, s_logits_scale), ("t_", t_input, t_weight, t_bias, t_logits_scale)
+    wide = torch.float64 if torch.float64 in (s_input.dtype, t_input.dtype) else torch.float32
+    largest = 0.0
+    for prefix, x, weight, bias, scale in models:
+        terms = F.linear(*(t if t is None else t.detach().double().abs() for t in (x, weight, bias)))
+        if others.get(f"{prefix}low_rank_input") is not None:
+            addend = (others[f"{prefix}low_rank_{name}"].detach().double().abs() for name in ("input", "weight"))
+            terms = terms + F.linear(*addend)
+        largest = max(largest, abs(scale) * float(terms.max()) if terms.numel() else 0.0)
+    return torch.finfo(wide).eps * largest / temperature

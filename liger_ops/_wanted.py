@@ -6,11 +6,8 @@ WANT_INPUT, WANT_WEIGHT, WANT_BIAS = 1, 2, 4
 # Besides, of rms_norm_gated, as in csrc/ops/norms/rms_norm_gated.cpp.
 WANT_GATE = 4
 
-# Those of a low-rank addend of logits, as in csrc/ops/losses/linear_chunks.h.
-WANT_LOW_RANK_INPUT, WANT_LOW_RANK_WEIGHT = 8, 16
-
 # Gradients of adapters, as in csrc/ops/gemm/lora_linear.cpp.
 LORA_A, LORA_B = 8, 16
 
 # Of fused_linear_cross_entropy: results, and gradients, as in csrc/ops/losses/fused_linear_cross_entropy.h.
-CE_METRICS, CE_LOG_PROBS, CE_INPUT, CE_WEIGHT, CE_BIAS, CE_LOW_RANK_INPUT, CE_LOW_RANK_WEIGHT = 1, 2, 4, 8, 16, 32, 64
+CE_METRICS, CE_LOG_PROBS, CE_INPUT, CE_WEIGHT, CE_BIAS = 1, 2, 4, 8, 16

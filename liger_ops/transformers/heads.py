@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import low_rank_input
-from ..projections import Adapted, autocast_dtype, has_adapters, hooks_of, is_lora, read
+from ..projections import Adapted, autocast_dtype, has_adapters, has_hooks, hooks_of, is_lora, read
 from .deferred import DeferredLogits, LossCall, call_head, without_deferred
 from .modules import lora_forward
 from .patched import (
@@ -30,7 +30,7 @@ from .patched import (
     original_class,
     restore,
 )
-from .probe import identify_lora
+from .probe import UNLESS_GATHERED, identify_lora
 
 
 def head_of(model: Any) -> Any:
@@ -105,7 +105,8 @@ def may_defer(head: Any, input: Tensor) -> bool:
     """Whether the head may compute a loss in place of logits."""
     if has_adapters(head):
         replaced = has_replaced_forward(head) or has_other_hooks(head)
-        return not replaced and adapted_head(head, input) is not None
+        # Its own call gathers the weights of a sharded head, and then decides.
+        return not replaced and (is_fully_sharded(head) or adapted_head(head, input) is not None)
     if class_mesh(head) is not None:
         return not has_other_hooks(head)
     # Quantised weights, and weights that something other than FSDP distributes, have other classes.
@@ -163,7 +164,7 @@ def adapted_head_forward(self: Any, x: Tensor, *args: Any, liger_call: LossCall 
     if liger_call is None:
         return lora_forward(self, x, *args, **kwargs)
     state = adapted_head(self, x)
-    if state is None:  # it has changed since the logits were deferred
+    if state is None:
         return liger_call.run_on_logits(lora_forward(self, x))
     weight, bias, a, b, scale, dropout = state
     x = x.to(weight.dtype)
@@ -257,13 +258,16 @@ def prepare_adapted_head(head: Any, memory_budget: int | None, lora: bool) -> No
         reason = identify_lora(head, {"lora": lora})
     except NotUnderstood as error:
         reason = str(error)
-    if reason:
+    base = head.get_base_layer()
+    # FSDP gathers weights. Tensor parallelism has hooks or replaces the forward.
+    gathers = reason == UNLESS_GATHERED and not has_hooks(base) and not has_replaced_forward(base)
+    if reason and not gathers:
         raise NotUnderstood(f"its head is left to peft: {reason}")
     options = head.__dict__.get("liger_options")
     # It was patched as a LoRA layer, and its row stays that of one.
     restore(head)
-    members = {"forward": adapted_head_forward, **members_of_head(memory_budget)}
-    give_subclass(head, "lora", "lora_linear", ("head", memory_budget), lambda cls: members)
+    members = {"forward": adapted_head_forward, "liger_reason": reason, **members_of_head(memory_budget)}
+    give_subclass(head, "lora", "lora_linear", ("head", reason, memory_budget), lambda cls: members)
     head.liger_mode = None
     if options is not None:
         head.liger_options = options

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+import torch.distributed as dist
 from checks import count_graphs
 from language_models import make, step, tokens, train
 from lora_dropout import dropped
@@ -13,6 +14,7 @@ from lora_layers import BASE, LAYERS, assert_as_accurate, build, lora_layers, re
 from patched_models import assert_as_exact, assert_same_logits, assert_same_step, logits_of, own_names, through_pickle
 from peft import LoraConfig
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from liger_ops import adapters
 from liger_ops.transformers import apply_liger_kernel, deferred, unpatch
@@ -182,6 +184,40 @@ def test_compiled_models_have_one_graph(rate, losses):
 
         assert_as_exact(run, ([loss], [*gradients.values()]), plain, found)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("patched", ["before", "after", "sharded"])
+@pytest.mark.usefixtures("process_group")
+def test_fully_sharded_models(patched, alone, losses):
+    """alone: the head's weights are gathered for its own call."""
+    plain, ids = adapt("")[0], tokens()
+    expected, theirs = step(plain, ids)
+    model, _ = adapt(patched)
+    if alone:
+        fully_shard(head_of(model))
+    fully_shard(model)
+    if patched == "sharded":
+        report = apply_liger_kernel(model)
+        reason = "peft's own forward unless its weights are gathered"
+        assert row_of(report, "lm_head") == ("lora_linear", reason)
+        assert row_of(report, "") == ("fused_linear_cross_entropy", "")
+        assert apply_liger_kernel(model).rows == report.rows
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert taken(losses) == [4]
+    torch.testing.assert_close(loss, expected)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), theirs[name], rtol=1e-3, atol=1e-6)
 
 
 # ---- What peft does with its layers

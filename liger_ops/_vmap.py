@@ -65,6 +65,12 @@ def register(library: torch.library.Library) -> None:
         if operator.forward_out_dims:
             register_rule(f"_{name}_fwd", operator.rows, operator.forward_out_dims)
     # PyTorch cannot run operators that take lists once per example.
-    for name in ("_lora_projections", "_lora_projections_bwd", "_projections_grad"):
+    for name in (
+        "_lora_projections",
+        "_lora_projections_bwd",
+        "_low_rank_input",
+        "_low_rank_input_bwd",
+        "_projections_grad",
+    ):
         register_rule(name, 0, ())
     torch.library.register_vmap("liger::_mm", multiply, lib=library)

@@ -127,6 +127,28 @@ class _GatedProjection(torch.autograd.Function):
         return dgate if needs_gate else None, dup if needs_up else None, *[None] * 6, *out[1:]
 
 
+class _LowRankInput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: list[float], seeds: Tensor | None, dropout: list[float], *a: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, seeds, *a)
+        ctx.scale, ctx.dropout = scale, dropout
+        return torch.ops.liger._low_rank_input(x, a, scale, seeds, dropout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, seeds, *a = ctx.saved_tensors
+        needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+        wanted, places = wanted_gradients(needed, ((WANT_INPUT, [0]), (LORA_A, range(1, len(needed)))))
+        found = torch.ops.liger._low_rank_input_bwd(grad, x, a, wanted, ctx.scale, seeds, ctx.dropout)
+        out: list[Tensor | None] = [None] * len(needed)
+        for i, gradient in zip(places, found):
+            out[i] = gradient if needed[i] else None
+        return out[0], None, None, None, *out[1:]
+
+
 def parts_of(weight: Tensor | Packed | None) -> tuple[Tensor | None, Any]:
     return (weight.data, weight.state) if isinstance(weight, Packed) else (weight, None)
 
@@ -175,3 +197,10 @@ def gated_lora_projection(
     seeds = seeds_for(dropout, gate.device)
     rates = [] if seeds is None else list(dropout)
     return _GatedProjection.apply(gate, up, op, options, list(scale), state, seeds, rates, tensor, bias, *a, *b)
+
+
+def low_rank_input(x: Tensor, a: Sequence[Tensor], scale: Sequence[float], dropout: Sequence[float] = ()) -> Tensor:
+    """The `low_rank_input` of a linear loss for x (..., n): ``scale[j] * linear(x, a[j])``, of x with dropout[j], of all
+    adapters side by side, (..., r) in fp32. Its `low_rank_weight` holds their B side by side."""
+    seeds = seeds_for(dropout, x.device)
+    return _LowRankInput.apply(x, list(scale), seeds, [] if seeds is None else list(dropout), *a)

@@ -277,8 +277,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 class FusedLinearCrossEntropyLoss(nn.Module):
     """Cross entropy of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
-    ``forward(input, weight, target, bias=None, token_weight=None)`` with input (..., n), weight (V, n), target (...).
-    `ce_weight` holds class weights, (V,). Mind the order of input and weight: if V is the number of positions, swapped
+    ``forward(input, weight, target, bias=None, token_weight=None, low_rank_input=None, low_rank_weight=None)`` with input
+    (..., n), weight (V, n), target (...). ``low_rank_input @ low_rank_weight.T`` of (..., r) and (V, r) joins the product:
+    an adapter of the head. `ce_weight` holds class weights, (V,). Mind the order of input and weight: if V is the number of positions, swapped
     arguments have shapes that fit, and only the loss is wrong.
     """
 
@@ -311,12 +312,14 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         bias: Tensor | None = None,
         token_weight: Tensor | None = None,
+        low_rank_input: Tensor | None = None,
+        low_rank_weight: Tensor | None = None,
     ) -> Tensor:
         # The operator itself: TorchScript does not support the keyword defaults of the function in `functional`.
         return torch.ops.liger.fused_linear_cross_entropy(
             input, weight, target, bias, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
             self.lse_square_scale, self.softcap, logits_scale=self.logits_scale, token_weight=token_weight,
-            memory_budget=self.memory_budget,
+            memory_budget=self.memory_budget, low_rank_input=low_rank_input, low_rank_weight=low_rank_weight,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -106,7 +106,7 @@ def kernels_named(path: Path, seen: set[Path]) -> set[str]:
     seen.add(path)
     text = path.read_text()
     found = set(re.findall(r"\bkernels::([a-z_]+)\b", text))
-    for header in re.findall(r'#include "((?:core|ops)/[\w/]+)\.h"', text):
+    for header in re.findall(r'#include "((?:core|gemm|ops)/[\w/]+)\.h"', text):
         for ending in (".h", *SOURCES):
             found |= kernels_named(CSRC / (header + ending), seen)
     return found

@@ -1,4 +1,5 @@
-"""Rules of losses of a head, or of a student's and a teacher's: inputs (..., n), weights (V, n), biases (V,).
+"""Rules of losses of a head, or of a student's and a teacher's: inputs (..., n), weights (V, n), biases (V,), and low-rank
+inputs (..., r) and weights (V, r), which lie like inputs and weights.
 
 Over one mesh dimension the heads may be Shard(0), by classes, all alike: inputs are replicated, or sharded along a sequence
 and then gathered chunk by chunk, as their gradient is scattered. Over the others the heads are replicated and tokens may be
@@ -18,8 +19,8 @@ from ._losses import Call, R, Result, placements_of, refuse, spread
 
 class LinearCall(Call):
     WHOLE = (*Call.WHOLE, "ce_weight")
-    INPUTS = ("input", "s_input", "t_input")
-    HEADS = ("weight", "bias", "s_weight", "s_bias", "t_weight", "t_bias")
+    INPUTS = tuple(p + name for p in ("", "s_", "t_") for name in ("input", "low_rank_input"))
+    HEADS = tuple(p + name for p in ("", "s_", "t_") for name in ("weight", "bias", "low_rank_weight"))
     WANT_HEAD = WANT_WEIGHT | WANT_BIAS
 
     def __init__(self, op: str, given: dict[str, Any]) -> None:
@@ -58,10 +59,10 @@ def gradient(name: str) -> Result:
         """Of a plain tensor: plain."""
         of_head = [Partial() if isinstance(p, Shard) else w for p, w in zip(call.rows, call.of_head)]
         like = call.given[call.prefix + name]
-        found = spread(t, call.mesh, call.of_input if name == "input" else of_head, like.shape)
+        found = spread(t, call.mesh, call.of_input if name.endswith("input") else of_head, like.shape)
         return found if isinstance(like, DTensor) else found.full_tensor()
 
     return of_gradient
 
 
-GRADIENTS = tuple(map(gradient, ("input", "weight", "bias")))
+GRADIENTS = tuple(map(gradient, ("input", "weight", "bias", "low_rank_input", "low_rank_weight")))

@@ -65,9 +65,11 @@ def reference_log_probs(
     ignore_index: int,
     head: dict[str, Any],
 ) -> Tensor | None:
-    """Log-probabilities (B, S) under the reference model, or None without one."""
+    """Log-probabilities (B, S) under the reference model, or None without one. head: of the policy, whose adapter it does
+    not have."""
     if ref_hidden is None or ref_weight is None:
         return None
+    head = {name: value for name, value in head.items() if not name.startswith("low_rank_")}
     with torch.no_grad():
         return F.fused_linear_log_probs(
             ref_hidden, ref_weight, target, ref_bias, ignore_index=ignore_index, **head

@@ -59,6 +59,8 @@ def distillation_loss(
     teacher_softcap: float | None = None,
     vocab_map: Tensor | None = None,
     memory_budget: int | None = None,
+    low_rank_input: Tensor | None = None,
+    low_rank_weight: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """``soft_weight * divergence + hard_weight * cross entropy``, sums over the positions that count, divided by their
     number or by `num_items_in_batch`.
@@ -68,6 +70,7 @@ def distillation_loss(
     divergence with mixture ``(1 - beta) p_student + beta p_teacher``. Positions count by `mask`, or where `target` is
     not `ignore_index`. `temperature` applies to the divergence, without a factor of its square. The teacher takes no
     gradient. `vocab_map` (V,): the teacher's class of each of the student's, for a teacher of other classes and beta 0.
+    low_rank_input (..., r) and low_rank_weight (V, r) belong to an adapter of the student's head.
 
     The two terms project the student twice: seven GEMMs in all, four without the hard term.
     """
@@ -88,12 +91,14 @@ def distillation_loss(
         s_logits_scale=logits_scale, s_softcap=softcap, t_logits_scale=teacher_logits_scale, t_softcap=teacher_softcap,
         mask=counted, reduction="sum", memory_budget=memory_budget, vocab_map=vocab_map,
         token_weight=share_of(counted, num_items_in_batch, soft_weight, hidden.dtype),
+        s_low_rank_input=low_rank_input, s_low_rank_weight=low_rank_weight,
     )  # fmt: skip
     metrics = detached(soft=soft / soft_weight if soft_weight else soft)
     metrics["student_entropy"] = entropy.sum() / counted.sum().clamp(min=1)
     if hard_weight == 0 or target is None:
         return soft, metrics
-    head = {"logits_scale": logits_scale, "softcap": softcap, "memory_budget": memory_budget}
+    head = {"logits_scale": logits_scale, "softcap": softcap, "memory_budget": memory_budget,
+            "low_rank_input": low_rank_input, "low_rank_weight": low_rank_weight}  # fmt: skip
     share = share_of(counted, num_items_in_batch, hard_weight, hidden.dtype)
     hard = hard_loss(hidden, weight, target.masked_fill(~counted, ignore_index), bias, share, ignore_index, head)
     return soft + hard, {**metrics, **detached(hard=hard / hard_weight)}
@@ -143,10 +148,13 @@ def topk_distillation_loss(
     logits_scale: float = 1.0,
     softcap: float | None = None,
     memory_budget: int | None = None,
+    low_rank_input: Tensor | None = None,
+    low_rank_weight: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """:func:`distillation_loss` of a teacher of which only the likeliest classes are known.
 
-    hidden: (..., n), weight: (V, n), teacher_ids, teacher_log_probs: (..., K), target, mask: (...), bias: (V,). Ids
+    hidden: (..., n), weight: (V, n), teacher_ids, teacher_log_probs: (..., K), target, mask: (...), bias: (V,),
+    low_rank_input: (..., r) and low_rank_weight: (V, r), of an adapter of the head. Ids
     of one position must differ; an id `ignore_index` is a missing one. With `tail`, the other classes are one more
     bucket of both distributions; without it, they do not count. `temperature` is that of the teacher's
     log-probabilities.
@@ -172,7 +180,8 @@ def topk_distillation_loss(
     together = temperature == 1
     if together and hard_ids is not None:
         ids = torch.cat([ids, hard_ids.unsqueeze(-1)], -1)
-    head: dict[str, Any] = {"logits_scale": logits_scale, "softcap": softcap, "memory_budget": memory_budget}
+    head: dict[str, Any] = {"logits_scale": logits_scale, "softcap": softcap, "memory_budget": memory_budget,
+                            "low_rank_input": low_rank_input, "low_rank_weight": low_rank_weight}  # fmt: skip
     found = F.fused_linear_log_probs(
         hidden, weight, ids, bias, temperature=temperature, ignore_index=ignore_index, **head
     ).log_probs

@@ -180,11 +180,14 @@ def grpo_loss(
     softcap: float | None = None,
     temperature: float = 1.0,
     memory_budget: int | None = None,
+    low_rank_input: Tensor | None = None,
+    low_rank_weight: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
     """The policy-gradient loss of sampled completions.
 
-    hidden: (B, S, n), weight: (V, n), target, mask: (B, S), advantages: (B,) or (B, S), bias: (V,). `old_log_probs`
+    hidden: (B, S, n), weight: (V, n), target, mask: (B, S), advantages: (B,) or (B, S), bias: (V,), low_rank_input:
+    (B, S, r) and low_rank_weight: (V, r), of an adapter of the policy's head. `old_log_probs`
     (B, S) are those of the policy that sampled; without them, the ratio is 1 with a gradient. With `beta`, the
     penalty is the estimated KL divergence from the reference: `ref_log_probs` (B, S), or `ref_hidden` (B, S, n') and
     `ref_weight` (V, n'); without `beta` the reference has no effect. `entropy_weight` rewards entropy, at the cost of one more GEMM.
@@ -203,7 +206,8 @@ def grpo_loss(
     check(beta == 0 or has_reference, "grpo_loss", "ref_log_probs or ref_hidden", f"be given with beta {beta}", None)
     check_numbers("grpo_loss", FINITE, entropy_weight=entropy_weight)
     head: dict[str, Any] = {"logits_scale": logits_scale, "softcap": softcap, "temperature": temperature,
-                            "memory_budget": memory_budget}  # fmt: skip
+                            "memory_budget": memory_budget, "low_rank_input": low_rank_input,
+                            "low_rank_weight": low_rank_weight}  # fmt: skip
     ids = target.masked_fill(mask == 0, ignore_index)
     found = F.fused_linear_log_probs(
         hidden, weight, ids, bias, ignore_index=ignore_index, entropy=True, entropy_grad=entropy_weight != 0, **head

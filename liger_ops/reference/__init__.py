@@ -5,8 +5,8 @@ Each function of :mod:`liger_ops.functional` below calls the operator ``torch.op
 underscore overwrites its first argument; the others write to no argument.
 
 Letters: B batch, H heads (of experts: hidden columns), S sequence, D head size, R rotated columns of a head, n and m
-columns of a row, V classes, T tokens, K ids or choices per row, E experts, I inner columns of an expert; "..." any
-leading dimensions.
+columns of a row, V classes, T tokens, K ids or choices per row, E experts, I inner columns of an expert, r and q ranks of
+adapters; "..." any leading dimensions.
 
 Tensors are fp32, fp16 or bf16, or fp64 on CPU, of any strides. Those of a call have the same dtype unless a note says
 otherwise. Indices are int64 or int32. Results that are called fp32 are fp64 for fp64 tensors. A result has a gradient

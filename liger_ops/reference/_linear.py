@@ -27,7 +27,7 @@ def chunk_size(classes: int, memory_budget: int | None) -> int:
 
 @dataclass
 class Head:
-    """Logits ``softcap(scale * (input @ weight.T + bias))`` of input (..., n).
+    """Logits ``softcap(scale * (input @ weight.T + low_rank_input @ low_rank_weight.T + bias))`` of input (..., n).
 
     prefix: of its arguments' names. wide: the logits are not rounded to the dtype of the input.
     """
@@ -39,21 +39,49 @@ class Head:
     softcap: float | None
     prefix: str = ""
     wide: bool = False
+    low_rank_input: Tensor | None = None
+    low_rank_weight: Tensor | None = None
 
     def check(self, op: str) -> None:
         demand(math.isfinite(self.scale), op, f"{self.prefix}logits_scale", "be finite", self.scale)
         demand_positive(op, f"{self.prefix}softcap", self.softcap)
 
+    def check_low_rank(self, op: str, sequence_dim: int | None) -> None:
+        t, b, names = (
+            self.low_rank_input,
+            self.low_rank_weight,
+            [f"{self.prefix}low_rank_{n}" for n in ("input", "weight")],
+        )
+        got = "None" if b is None else "a tensor"
+        demand((t is None) == (b is None), op, names[1], f"be given if and only if {names[0]} is", got)
+        if t is None or b is None:
+            return
+        rule = f"have the shape of {self.prefix}input, {list(self.input.shape)}, except for the last dimension"
+        fits = t.dim() > 0 and t.shape[:-1] == self.input.shape[:-1]
+        demand(fits, op, names[0], rule, list(t.shape))
+        shape = [self.weight.shape[0], t.shape[-1]]
+        rule = f"have shape {shape}, the classes and the last dimension of {names[0]}"
+        demand(list(b.shape) == shape, op, names[1], rule, list(b.shape))
+        demand(sequence_dim is None, op, names[0], "be None with sequence_dim", "both")
+
     def over(self, split: Split, positions: Sequence[int] | None) -> Head:
         split.check(f"{self.prefix}weight", self.weight.shape[0])
-        return replace(self, input=split.all_positions(self.input, self.prefix, positions))
+        t = self.low_rank_input
+        return replace(
+            self,
+            input=split.all_positions(self.input, self.prefix, positions),
+            low_rank_input=None if t is None else split.all_positions(t, self.prefix, positions),
+        )
 
-    def logits(self, x: Tensor, split: Split | None) -> Tensor:
-        """(rows, V) of x: (rows, n), as they enter the softmax."""
+    def logits(self, x: Tensor, t: Tensor | None, split: Split | None) -> Tensor:
+        """(rows, V) of x: (rows, n), as they enter the softmax. t: the rows of low_rank_input."""
         weight, bias = self.weight, self.bias
         if self.wide:
             x, weight, bias = widened(x), widened(weight), None if bias is None else widened(bias)
-        part = self.scale * functional.linear(x, weight, bias)
+        part = functional.linear(x, weight, bias)
+        if t is not None and self.low_rank_weight is not None:
+            part = (part + functional.linear(widened(t), widened(self.low_rank_weight))).to(part.dtype)
+        part = self.scale * part
         return capped(part if split is None else split.all_classes(part), self.softcap)
 
 
@@ -71,6 +99,8 @@ class Linear:
         split: Split | None,
         positions: Sequence[int] | None,
     ) -> None:
+        for head in heads:
+            head.check_low_rank(op, None if split is None else split.sequence_dim)
         if split is not None:
             heads = [head.over(split, positions) for head in heads]
         for head in heads:
@@ -89,11 +119,14 @@ class Linear:
         facts: (tokens, ...), as are the results.
         """
 
-        def of_chunk(*parts: Any) -> tuple[Tensor, ...]:
-            logits = [head.logits(x, self.split) for head, x in zip(self.heads, parts)]
-            return loss(*logits, *parts[len(logits) :])
+        count = len(self.heads)
 
-        rows = [*(torch.atleast_2d(x).flatten(0, -2) for x in self.inputs), *facts]
+        def of_chunk(*parts: Any) -> tuple[Tensor, ...]:
+            logits = [head.logits(x, t, self.split) for head, x, t in zip(self.heads, parts, parts[count:])]
+            return loss(*logits, *parts[2 * count :])
+
+        of_heads = [*self.inputs, *(head.low_rank_input for head in self.heads)]
+        rows = [*(None if x is None else torch.atleast_2d(x).flatten(0, -2) for x in of_heads), *facts]
         if self.tokens.numel() <= self.chunk:
             return of_chunk(*rows)
         # Function transforms lack the saved-tensor hooks with which backward computes a chunk again.

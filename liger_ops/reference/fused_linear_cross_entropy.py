@@ -57,12 +57,13 @@ def _of_linear(
     op: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None,
     reduction: str, ignore_index: int, label_smoothing: float, lse_square_scale: float, softcap: float | None,
     logits_scale: float, token_weight: Tensor | None, memory_budget: int | None, group: str, classes: int,
-    class_sizes: Sequence[int] | None, sequence_dim: int | None,
+    class_sizes: Sequence[int] | None, sequence_dim: int | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, z-loss, results of `describe` per token). `describe` takes logits (tokens, V), targets (tokens,) and
     `ignore_index`."""
     check_options(op, label_smoothing, lse_square_scale, softcap)
-    head = Head(input, weight, bias, logits_scale, softcap)
+    head = Head(input, weight, bias, logits_scale, softcap, "", False, low_rank_input, low_rank_weight)
     linear = Linear(op, [head], memory_budget, split_of(op, group, classes, class_sizes, sequence_dim), target.shape)
     if target.shape != linear.tokens:
         hint = hint_if_swapped("input", linear.inputs[0], "weight", weight, target)
@@ -101,11 +102,18 @@ def fused_linear_cross_entropy(
     classes: int = 0,
     class_sizes: Sequence[int] | None = None,
     sequence_dim: int | None = None,
+    low_rank_input: Tensor | None = None,
+    low_rank_weight: Tensor | None = None,
 ) -> Tensor:
     """:func:`cross_entropy` of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
     input: (..., n), weight: (V, n), target: (...) indices, bias: (V,), ce_weight: (V,) in input's dtype or fp32,
-    token_weight: (...) in any floating dtype -> a scalar, or (...) with reduction "none", in fp32.
+    token_weight: (...) in any floating dtype, low_rank_input: (..., r) in input's dtype or fp32, low_rank_weight: (V, r)
+    in input's dtype or fp32 -> a scalar, or (...) with reduction "none", in fp32.
+
+    With `low_rank_input` and `low_rank_weight`, the logits are ``logits_scale * (input @ weight.T + low_rank_input @
+    low_rank_weight.T + bias)``: for a head with a LoRA adapter, ``scale * input @ a.T`` and b. Neither the sum of the
+    weights nor the logits are stored.
 
     `ce_weight` is the `weight` of :func:`cross_entropy`, whose options and default reduction this operator has.
     `logits_scale` is finite. `token_weight` multiplies each position's loss. `memory_budget` limits the bytes of the
@@ -123,7 +131,7 @@ def fused_linear_cross_entropy(
     return _of_linear(
         _no_results, "fused_linear_cross_entropy", input, weight, target, bias, ce_weight, reduction, ignore_index,
         label_smoothing, lse_square_scale, softcap, logits_scale, token_weight, memory_budget, group,
-        classes, class_sizes, sequence_dim,
+        classes, class_sizes, sequence_dim, low_rank_input, low_rank_weight,
     )[0]  # fmt: skip
 
 
@@ -131,7 +139,8 @@ def fused_linear_cross_entropy(
 def fused_linear_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics:
     """:func:`fused_linear_cross_entropy` with its z-loss, the token accuracy and the predicted tokens.
 
-    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...), low_rank_input:
+    (..., r), low_rank_weight: (V, r).
 
     >>> hidden, head = torch.eye(2), torch.eye(2)
     >>> fused_linear_cross_entropy_with_metrics(hidden, head, torch.tensor([0, 0])).token_accuracy
@@ -145,7 +154,8 @@ def fused_linear_cross_entropy_with_metrics(**given: Any) -> CrossEntropyMetrics
 def fused_linear_cross_entropy_with_log_probs(**given: Any) -> LogProbabilities:
     """:func:`fused_linear_cross_entropy` with each target's log probability and each prediction's entropy.
 
-    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...).
+    input: (..., n), weight: (V, n), target: (...) indices, bias and ce_weight: (V,), token_weight: (...), low_rank_input:
+    (..., r), low_rank_weight: (V, r).
 
     >>> hidden, head = torch.ones(1, 2), torch.zeros(2, 2)
     >>> fused_linear_cross_entropy_with_log_probs(hidden, head, torch.tensor([0])).log_probs

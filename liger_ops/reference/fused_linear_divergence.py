@@ -26,12 +26,14 @@ def _of_models(
     t_bias: Tensor | None, beta: float, temperature: float, s_logits_scale: float, s_softcap: float | None,
     t_logits_scale: float, t_softcap: float | None, mask: Tensor | None, reduction: str, token_weight: Tensor | None,
     memory_budget: int | None, group: str, classes: int, class_sizes: Sequence[int] | None, sequence_dim: int | None,
-    vocab_map: Tensor | None,
+    vocab_map: Tensor | None, s_low_rank_input: Tensor | None, s_low_rank_weight: Tensor | None,
+    t_low_rank_input: Tensor | None, t_low_rank_weight: Tensor | None,
 ) -> LinearDivergence:  # fmt: skip
     demand(0 <= beta <= 1, op, "beta", "be between 0 and 1", beta)
     demand_positive(op, "temperature", temperature)
-    student = Head(s_input, s_weight, s_bias, s_logits_scale, s_softcap, "s_", wide=True)
-    teacher = Head(t_input, t_weight, t_bias, t_logits_scale, t_softcap, "t_", wide=True)
+    of_student, of_teacher = (s_low_rank_input, s_low_rank_weight), (t_low_rank_input, t_low_rank_weight)
+    student = Head(s_input, s_weight, s_bias, s_logits_scale, s_softcap, "s_", True, *of_student)
+    teacher = Head(t_input, t_weight, t_bias, t_logits_scale, t_softcap, "t_", True, *of_teacher)
     positions = next((t.shape for t in (mask, token_weight) if t is not None), None)
     split = split_of(op, group, classes, class_sizes, sequence_dim)
     linear = Linear(op, [student, teacher], memory_budget, split, positions)
@@ -77,7 +79,10 @@ def _of_models(
     return LinearDivergence(total if reduction == "sum" else total / weights.sum(), entropy)
 
 
-@operator(constants=("t_input", "t_weight", "t_bias", "token_weight"), choices=REDUCTIONS)
+@operator(
+    constants=("t_input", "t_weight", "t_bias", "token_weight", "t_low_rank_input", "t_low_rank_weight"),
+    choices=REDUCTIONS,
+)
 @splittable("both weights and biases", "`s_input`")
 def fused_linear_divergence(
     s_input: Tensor,
@@ -102,12 +107,18 @@ def fused_linear_divergence(
     class_sizes: Sequence[int] | None = None,
     sequence_dim: int | None = None,
     vocab_map: Tensor | None = None,
+    s_low_rank_input: Tensor | None = None,
+    s_low_rank_weight: Tensor | None = None,
+    t_low_rank_input: Tensor | None = None,
+    t_low_rank_weight: Tensor | None = None,
 ) -> LinearDivergence:
     """The divergence of a teacher's and a student's predictions, from their hidden states and heads.
 
     s_input: (..., n), s_weight: (V, n), t_input: (..., m) in any floating dtype, t_weight: (V, m) in t_input's dtype,
     s_bias: (V,), t_bias: (V,) in t_input's dtype, mask: (...) bool, token_weight: (...) in any floating dtype, vocab_map:
-    (V,) indices -> divergence (...), or a scalar if it is reduced, and student_entropy (...), both in fp32.
+    (V,) indices, s_low_rank_input: (..., r) in s_input's dtype or fp32, s_low_rank_weight: (V, r) in s_input's dtype or
+    fp32, t_low_rank_input: (..., q) in t_input's dtype or fp32, t_low_rank_weight: (V, q) in t_input's dtype or fp32 ->
+    divergence (...), or a scalar if it is reduced, and student_entropy (...), both in fp32.
 
     Logits are ``softcap(logits_scale * (input @ weight.T + bias)) / temperature``. With p_s and p_t their softmax,
     `beta` 0 is KL(p_t || p_s), 1 is KL(p_s || p_t), and between it is ``beta * KL(p_t || m) + (1 - beta) * KL(p_s ||
@@ -115,6 +126,9 @@ def fused_linear_divergence(
     is False count for nothing, and their results are 0. `token_weight` multiplies each position's divergence; a mean
     divides by the sum of the weights. The default reduction is "none", as for the entropy beside it: post-training
     losses weight positions themselves. `memory_budget` limits the bytes of the logits that exist at the same time.
+
+    A model's `low_rank_input` and `low_rank_weight` add ``low_rank_input @ low_rank_weight.T`` to ``input @ weight.T``,
+    as an adapter of its head does.
 
     If the teacher has other classes than the student, `vocab_map` gives the teacher's class of each of the student's.
     t_weight is then (U, m), and t_bias (U,). For `beta` 0 alone, the divergence is the sum over the V classes of
@@ -136,7 +150,8 @@ def fused_linear_divergence(
     return _of_models(
         "fused_linear_divergence", s_input, s_weight, t_input, t_weight, s_bias, t_bias, beta, temperature,
         s_logits_scale, s_softcap, t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget, group,
-        classes, class_sizes, sequence_dim, vocab_map,
+        classes, class_sizes, sequence_dim, vocab_map, s_low_rank_input, s_low_rank_weight, t_low_rank_input,
+        t_low_rank_weight,
     )  # fmt: skip
 
 

@@ -27,11 +27,14 @@ def _of_linear(
     op: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, logits_scale: float,
     softcap: float | None, temperature: float, ignore_index: int, entropy: bool, entropy_grad: bool, mean_logits: bool,
     log_sum_sq_probs: bool, is_top1: bool, memory_budget: int | None, group: str, classes: int,
-    class_sizes: Sequence[int] | None, sequence_dim: int | None,
+    class_sizes: Sequence[int] | None, sequence_dim: int | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None,
 ) -> LinearLogProbs:  # fmt: skip
     demand_positive(op, "temperature", temperature)
     same_bias = None if bias is None else bias.to(input.dtype)
-    head = Head(input, weight.to(input.dtype), same_bias, logits_scale, softcap)
+    head = Head(
+        input, weight.to(input.dtype), same_bias, logits_scale, softcap, "", False, low_rank_input, low_rank_weight
+    )
     linear = Linear(op, [head], memory_budget, split_of(op, group, classes, class_sizes, sequence_dim), target.shape)
     tokens = linear.tokens
     rule = f"have shape {list(tokens)}, or that with one dimension more"
@@ -77,11 +80,17 @@ def fused_linear_log_probs(
     classes: int = 0,
     class_sizes: Sequence[int] | None = None,
     sequence_dim: int | None = None,
+    low_rank_input: Tensor | None = None,
+    low_rank_weight: Tensor | None = None,
 ) -> LinearLogProbs:
     """:func:`log_probs` of ``logits_scale * (input @ weight.T + bias)``, without storing all logits at once.
 
     input: (..., n), weight: (V, n) in input's dtype, or half precision beside fp32, target: (...) or (..., K) indices,
-    bias: (V,) as weight.
+    bias: (V,) in weight's dtype, low_rank_input: (..., r) in input's dtype or fp32, low_rank_weight: (V, r) in input's
+    dtype or fp32.
+
+    With `low_rank_input` and `low_rank_weight`, the logits are ``logits_scale * (input @ weight.T + low_rank_input @
+    low_rank_weight.T + bias)``, those of a head with an adapter, which counts as a part of the head below.
 
     With z the softcapped logits divided by `temperature` and p their softmax: `log_probs` has the shape of `target`,
     and `entropy`, `mean_logits`, the mean of z, and `log_sum_sq_probs`, log(sum of p squared), have that of the
@@ -108,7 +117,7 @@ def fused_linear_log_probs(
     return _of_linear(
         "fused_linear_log_probs", input, weight, target, bias, logits_scale, softcap, temperature, ignore_index,
         entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget, group, classes, class_sizes,
-        sequence_dim,
+        sequence_dim, low_rank_input, low_rank_weight,
     )  # fmt: skip
 
 

@@ -45,14 +45,26 @@ class LossCall:
         self.softcap = softcap
         self.logits_scale = logits_scale
 
-    def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, memory_budget: int | None) -> Tensor:
+    def run(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, memory_budget: int | None,
+        low_rank_input: Tensor | None = None, low_rank_weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         loss = F.fused_linear_cross_entropy(
             input, weight, self.target, bias, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
             softcap=self.softcap, logits_scale=self.logits_scale, memory_budget=memory_budget,
+            low_rank_input=low_rank_input, low_rank_weight=low_rank_weight,
         )  # fmt: skip
         # Of a head whose classes are split: a DTensor, the same on all devices.
         self.loss = loss.to_local() if hasattr(loss, "to_local") else loss
         return loss
+
+    def run_on_logits(self, logits: Tensor) -> Tensor:
+        logits = logits if self.logits_scale == 1.0 else logits * self.logits_scale
+        self.loss = F.cross_entropy(
+            logits, self.target, self.ce_weight, self.reduction, self.ignore_index, self.label_smoothing,
+            softcap=self.softcap,
+        )  # fmt: skip
+        return self.loss
 
 
 def call_head(head: nn.Module, input: Tensor, **arguments: Any) -> Tensor:
@@ -87,7 +99,7 @@ class DeferredLogits:
     """
 
     def __init__(
-        self, head: nn.Linear | None, hidden: Tensor, dtype: torch.dtype, scale: float = 1.0, cap: float | None = None
+        self, head: Any, hidden: Tensor, dtype: torch.dtype, scale: float = 1.0, cap: float | None = None
     ) -> None:
         self.head = head
         self.hidden = hidden
@@ -242,7 +254,7 @@ class DeferredLogits:
         call = LossCall(target, weight, reduction, ignore_index, label_smoothing, self.cap, scale)
         if hasattr(self.head.weight, "placements") and not is_fully_sharded(self.head):
             # Tensor parallelism's forward or hooks compute and distribute logits.
-            call.run(self.hidden, self.head.weight, self.head.bias, self.head.liger_memory_budget)  # type: ignore[arg-type]
+            call.run(self.hidden, self.head.weight, self.head.bias, self.head.liger_memory_budget)
             return call.loss
         # Hooks of ColwiseParallel drop positional arguments, but no keywords.
         loss = call_head(self.head, self.hidden, liger_call=call)

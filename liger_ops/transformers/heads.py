@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..projections import autocast_dtype, hooks_of
+from ..adapters import low_rank_input
+from ..projections import Adapted, autocast_dtype, has_adapters, has_hooks, hooks_of, is_lora, read
 from .deferred import DeferredLogits, LossCall, call_head, without_deferred
+from .modules import lora_forward
 from .patched import (
     NotUnderstood,
     Options,
@@ -25,7 +28,9 @@ from .patched import (
     is_fully_sharded,
     is_wrapper_of,
     original_class,
+    restore,
 )
+from .probe import UNLESS_GATHERED, identify_lora
 
 
 def head_of(model: Any) -> Any:
@@ -96,8 +101,12 @@ class HeadMode(NamedTuple):
         return torch.compiler.is_compiling() or self.thread in (0, threading.get_ident())
 
 
-def may_defer(head: nn.Linear) -> bool:
+def may_defer(head: Any, input: Tensor) -> bool:
     """Whether the head may compute a loss in place of logits."""
+    if has_adapters(head):
+        replaced = has_replaced_forward(head) or has_other_hooks(head)
+        # Its own call gathers the weights of a sharded head, and then decides.
+        return not replaced and (is_fully_sharded(head) or adapted_head(head, input) is not None)
     if class_mesh(head) is not None:
         return not has_other_hooks(head)
     # Quantised weights, and weights that something other than FSDP distributes, have other classes.
@@ -123,15 +132,21 @@ def class_mesh(head: nn.Module) -> Any:
     return head.weight.device_mesh if splits else None  # type: ignore[union-attr]
 
 
-def deferring_call(self: Any, input: Tensor) -> Any:
+def adapted_head(head: Any, x: Tensor) -> Adapted | None:
+    """The weights of a head with adapters, as it computes now, or None if the loss needs its logits."""
+    states = read((head,), x)
+    return states[0] if states is not None and isinstance(states[0].weight, Tensor) else None
+
+
+def deferring_call(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Defers the logits before any hook runs, so that hooks run once, around the computation of the loss or the logits.
 
     FSDP gathers the weights before each call and frees them after it, so a second call would gather them again.
     """
     mode = self.liger_mode
-    if mode is None or not mode.is_of_this_thread():
-        return call_head(self, input)
-    if mode.defers and may_defer(self):
+    if mode is None or args or kwargs or not mode.is_of_this_thread():
+        return nn.Module.__call__(self, input, *args, **kwargs)
+    if mode.defers and may_defer(self, input):
         column = column_parallel(self)
         hidden = input if column is None else column.input(self, (input,), column.mesh)
         return DeferredLogits(self, hidden, autocast_dtype(input) or input.dtype)
@@ -145,6 +160,18 @@ def head_forward(self: Any, input: Tensor, liger_call: LossCall | None = None) -
     return liger_call.run(input, self.weight, self.bias, self.liger_memory_budget)
 
 
+def adapted_head_forward(self: Any, x: Tensor, *args: Any, liger_call: LossCall | None = None, **kwargs: Any) -> Tensor:
+    if liger_call is None:
+        return lora_forward(self, x, *args, **kwargs)
+    state = adapted_head(self, x)
+    if state is None:
+        return liger_call.run_on_logits(lora_forward(self, x))
+    weight, bias, a, b, scale, dropout = state
+    x = x.to(weight.dtype)
+    addend = (low_rank_input(x, a, scale, dropout), b[0] if len(b) == 1 else torch.cat(b, 1)) if a else ()
+    return liger_call.run(x, weight, bias, self.liger_memory_budget, *addend)  # type: ignore[arg-type]
+
+
 def patch_model(model: Any, options: Options) -> str:
     """Patches the model's head and its forward. Returns the operator that computes the loss."""
     patched = isinstance(model, Patched)
@@ -152,7 +179,7 @@ def patch_model(model: Any, options: Options) -> str:
         raise NotUnderstood("its forward was replaced")
     if not patched:
         return patch_loss(model, *options)
-    prepare_head(model, options.memory_budget)
+    prepare_head(model, options.memory_budget, options.switches["lora"])
     return loss_operator(model)
 
 
@@ -163,18 +190,19 @@ def patch_loss(model: nn.Module, switches: Switches, memory_budget: int | None) 
     parameters = list(inspect.signature(original).parameters)
     if "labels" not in parameters:
         raise NotUnderstood("its forward takes no labels")
-    prepare_head(model, memory_budget)
+    lora = switches["lora"]
+    prepare_head(model, memory_budget, lora)
     mode = HeadMode(switches["fused_linear_cross_entropy"], switches["cross_entropy"])
     op = mode.operator(head_of(model))
     has_loss = mode.defers and isinstance(getattr(type(model), "loss_function", None), property)
     loss: Any = model.loss_function if has_loss else None
 
     def members(cls: Any) -> dict[str, Any]:
-        forward = model_forward(cls, parameters.index("labels") - 1, mode, memory_budget)
+        forward = model_forward(cls, parameters.index("labels") - 1, mode, memory_budget, lora)
         found: dict[str, Any] = {"forward": forward, "liger_mode": mode}
         return found | {"loss_function": loss_property(cls.loss_function, loss)} if loss else found
 
-    give_subclass(model, "loss", op, (original, op, mode, memory_budget, loss), members)
+    give_subclass(model, "loss", op, (original, op, mode, memory_budget, lora, loss), members)
     return op
 
 
@@ -199,38 +227,78 @@ def loss_property(original: Any, loss: Callable) -> property:
     return property(loss_function, original.fset)
 
 
-def prepare_head(model: nn.Module, memory_budget: int | None) -> None:
-    """Patches the model's head, unless it is patched already."""
+def prepare_head(model: nn.Module, memory_budget: int | None, lora: bool) -> None:
+    """Patches the model's head, unless it is patched already. lora: whether operators may compute adapters."""
     head = head_of(model)
     if head is None:
         raise NotUnderstood("has no output embedding")
     if is_patched_head(head):
         return
+    if has_adapters(head):
+        release_base(model)
+        return prepare_adapted_head(head, memory_budget, lora)
     if type(head) is not nn.Linear and not (is_fully_sharded(head) and nn.Linear in type(head).__bases__):
         wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
         raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
-    members = {"__call__": deferring_call, "forward": head_forward, "liger_memory_budget": memory_budget}
+    members = {"forward": head_forward, **members_of_head(memory_budget)}
     give_subclass(head, "head", "", memory_budget, lambda cls: members)
     # Always set it on the instance: torch.compile guards on where the attribute is found.
     head.liger_mode = None
 
 
+def release_base(model: Any) -> None:
+    """If peft has adapted a patched head, the layer that it wraps is no head any more."""
+    head = head_of(model)
+    if has_adapters(head) and is_patched_head(head.get_base_layer()):
+        restore(head.get_base_layer())
+
+
+def prepare_adapted_head(head: Any, memory_budget: int | None, lora: bool) -> None:
+    try:
+        reason = identify_lora(head, {"lora": lora})
+    except NotUnderstood as error:
+        reason = str(error)
+    base = head.get_base_layer()
+    # FSDP gathers weights. Tensor parallelism has hooks or replaces the forward.
+    gathers = reason == UNLESS_GATHERED and not has_hooks(base) and not has_replaced_forward(base)
+    if reason and not gathers:
+        raise NotUnderstood(f"its head is left to peft: {reason}")
+    options = head.__dict__.get("liger_options")
+    # It was patched as a LoRA layer, and its row stays that of one.
+    restore(head)
+    members = {"forward": adapted_head_forward, "liger_reason": reason, **members_of_head(memory_budget)}
+    give_subclass(head, "lora", "lora_linear", ("head", reason, memory_budget), lambda cls: members)
+    head.liger_mode = None
+    if options is not None:
+        head.liger_options = options
+
+
+def members_of_head(memory_budget: int | None) -> dict[str, Any]:
+    return {"__call__": deferring_call, "liger_memory_budget": memory_budget, "liger_is_head": True}
+
+
 def is_patched_head(module: Any) -> bool:
-    return isinstance(module, Patched) and type(module).liger_row[0] == "head"
+    return isinstance(module, Patched) and module.liger_is_head
 
 
-def is_unpatched(head: Any) -> bool:
-    return type(head) is nn.Linear and not has_replaced_forward(head)
+def is_unpatched(head: Any, lora: bool) -> bool:
+    if has_replaced_forward(head) or is_patched_head(head):
+        return False
+    return type(head) is nn.Linear or (lora and is_lora(head))
 
 
-def model_forward(cls: type[nn.Module], labels_position: int, mode: HeadMode, memory_budget: int | None) -> Callable:
+def model_forward(
+    cls: type[nn.Module], labels_position: int, mode: HeadMode, memory_budget: int | None, lora: bool
+) -> Callable:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         labels = kwargs.get("labels", args[labels_position] if len(args) > labels_position else None)
         head = head_of(self)
-        # resize_token_embeddings installs a new head. Wrappers may call this forward after the model is unpatched.
-        if is_unpatched(head) and isinstance(self, Patched) and not torch.compiler.is_compiling():
-            prepare_head(self, memory_budget)
+        # resize_token_embeddings installs a new head, and peft one with adapters. Wrappers may call this forward after the
+        # model is unpatched.
+        if isinstance(self, Patched) and not torch.compiler.is_compiling() and is_unpatched(head, lora):
+            with contextlib.suppress(NotUnderstood):
+                prepare_head(self, memory_budget, lora)
         if labels is None or not is_patched_head(head) or head.liger_mode is not None:
             return cls.forward(self, *args, **kwargs)
         skip = self.training if skip_logits is None else skip_logits

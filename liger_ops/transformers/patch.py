@@ -21,7 +21,7 @@ from torch import nn
 
 from ..projections import has_adapters
 from . import activations, experts, gated_norms, modules, probe
-from .heads import patch_model
+from .heads import patch_model, release_base
 from .patched import (
     NotUnderstood,
     Options,
@@ -223,6 +223,7 @@ def apply_liger_kernel(
     if isinstance(model_or_class, type):
         return patching_class(model_or_class, options)
     model = unwrapped(model_or_class)
+    release_base(model)
     rows = patch_all(plan(model, options))
     report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
     for module in model.modules():

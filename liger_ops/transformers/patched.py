@@ -50,6 +50,7 @@ class Patched(nn.Module):
     liger_original: type[nn.Module]
     liger_row: tuple[str, str]  # kind and replacement of the report's Row
     liger_reason = ""  # the Row's reason
+    liger_is_head = False  # whether the module is a model's head and may compute its loss
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_as_original(self, protocol)

@@ -515,6 +515,9 @@ def dtype_of(layer: Any, base: Any) -> torch.dtype:
     return next((dtype for dtype in known if dtype.is_floating_point and dtype.itemsize > 1), torch.float32)
 
 
+UNLESS_GATHERED = "peft's own forward unless its weights are gathered"
+
+
 def identify_lora(module: Any, switches: Switches) -> str:
     """When the layer, or its base, runs its own forward, or ""."""
     require_switch(switches, "lora")
@@ -523,7 +526,7 @@ def identify_lora(module: Any, switches: Switches) -> str:
         replaced = type(base) is nn.Linear or peft_linear(module)
         raise NotUnderstood("its forward is not peft's" if replaced else f"base is {type(base).__name__}")
     if any(map(is_distributed, module.parameters())):
-        return "peft's own forward unless its weights are gathered"
+        return UNLESS_GATHERED
     state = adapted(module, dtype_of(module, base))
     if isinstance(state, str):
         raise NotUnderstood(state)

@@ -54,6 +54,20 @@ for where, x, w in (
             dict(input=x, weight=w, target=rows, bias=w), loss_placements(rows, reduction), forward=counted,
             reduction=reduction, softcap=5.0,
         )  # fmt: skip
+T, B = randn(5, 8, 3), randn(22, 3)
+for where, x, w in (("by batch", Shard(0), R), ("by class", R, Shard(0))):
+    case(
+        f"fused_linear_cross_entropy with a low-rank addend {where}", F.fused_linear_cross_entropy,
+        dict(input=HIDDEN, weight=HEAD, target=TOKENS, low_rank_input=T, low_rank_weight=B),
+        dict(input=x, weight=w, target=x, low_rank_input=x, low_rank_weight=w), loss_placements(x, "sum"),
+        reduction="sum", softcap=5.0,
+    )  # fmt: skip
+    case(
+        f"fused_linear_log_probs with a low-rank addend {where}",
+        lambda **given: F.fused_linear_log_probs(**given, entropy=True)[:2],
+        dict(input=HIDDEN, weight=HEAD, target=TOKENS, low_rank_input=T, low_rank_weight=B),
+        dict(input=x, weight=w, target=x, low_rank_input=x, low_rank_weight=w), [x, x], softcap=5.0,
+    )  # fmt: skip
 TEACHER, TEACHER_HEAD = randn(5, 8, 16), randn(22, 16)
 MASK, FACTORS = TOKENS != -100, randn(5, 8).abs()
 

@@ -9,6 +9,7 @@ from torch.cuda import device_count
 from liger_ops.reference import operators
 
 WHOLE = own_test_file(operators()["fused_linear_divergence"])
+precision = WHOLE.precision
 
 
 def vary(draw, arguments):

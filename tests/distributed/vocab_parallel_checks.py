@@ -17,7 +17,7 @@ from liger_ops._accuracy import Roundings, rounded
 
 LOG_PROBS = "fused_linear_log_probs"
 DIVERGENCE = "fused_linear_divergence"
-INPUTS = ("input", "s_input", "t_input")
+INPUTS = ("input", "s_input", "t_input", "low_rank_input")
 # Names of the results, by their number.
 RESULTS = {
     1: ("loss",),
@@ -192,6 +192,7 @@ def of_linear(
     bias: bool = False,
     weighted: bool = False,
     token_weighted: bool = False,
+    rank: int | None = None,
     among: Sequence[int] | None = None,
     ignored: float = 0.25,
     ids: int | None = None,
@@ -210,6 +211,8 @@ def of_linear(
     leaves = {"input": randn(*shape, hidden), "weight": randn(classes, hidden) * scale * hidden**-0.5}
     if bias:
         leaves["bias"] = randn(classes)
+    if rank is not None:
+        leaves |= {"low_rank_input": randn(*shape, rank), "low_rank_weight": randn(classes, rank)}
     leaves = {k: t.to(device, dtype).requires_grad_(k not in frozen) for k, t in leaves.items()}
     floats = torch.float64 if dtype == torch.float64 else torch.float32
     of_target = shape if ids is None else (*shape, ids)
@@ -219,7 +222,8 @@ def of_linear(
     if token_weighted:
         others["token_weight"] = randn(*shape).abs().to(device, floats)
     sizes = class_sizes and class_sizes(mesh.size())
-    compare(op, Split(mesh, classes, sizes), leaves, {"weight": 0, "bias": 0}, others, sequence_dim, sizes)
+    of_classes = {"weight": 0, "bias": 0, "low_rank_weight": 0}
+    compare(op, Split(mesh, classes, sizes), leaves, of_classes, others, sequence_dim, sizes)
 
 
 OPTIONS = {

@@ -31,6 +31,10 @@ for reduction, label, weighted in pairs_of(REDUCTIONS, OPTIONS, (False, True)):
     of = f"{reduction}, {label}{', weighted' if weighted else ''}"
     shared: dict[str, Any] = dict(reduction=reduction, weighted=weighted, **OPTIONS[label])
     CASES.add(f"linear, {of}", of_linear, **shared, bias=weighted, token_weighted=weighted)
+for name, reduction, chunks in pairs_of(LINEAR, REDUCTIONS, (False, True)):
+    of = f"{name}, {reduction}{', chunks' if chunks else ''}"
+    options = dict(memory_budget=24 * 16 + 4 * 320) if chunks else {}
+    CASES.add(f"low-rank addend, {of}", of_linear, op=name, reduction=reduction, rank=3, bias=True, **options)
 for name, reduction, dim in pairs_of(LINEAR[1:], REDUCTIONS, (None, 1)):
     of = f"{name.rpartition('with_')[2]}, {reduction}{'' if dim is None else ', sequence'}"
     options = OPTIONS["all options"] if dim is None else {}

@@ -38,6 +38,10 @@ for label, ids, frozen, form in pairs_of(KINDS, (None, 3), ((), ("weight", "bias
     of = f"{label}{f', {ids} ids' if ids else ''}{', frozen ' + frozen[0] if frozen else ''}{form}"
     options = dict(ids=ids, frozen=frozen, bias=True) | KINDS[label] | FORMS[form]
     CASES.add(f"log_probs, {of}", of_linear, op=LOG_PROBS, **options)
+for label, ids, frozen in pairs_of(("facts", "all options", "chunks"), (None, 3), ((), ("weight", "bias"))):
+    of = f"{label}{f', {ids} ids' if ids else ''}{', frozen weight' if frozen else ''}"
+    options = dict(ids=ids, frozen=frozen, bias=True, rank=3) | KINDS[label]
+    CASES.add(f"log_probs with a low-rank addend, {of}", of_linear, op=LOG_PROBS, **options)
 for label, frozen, dim in pairs_of(UNEVEN, ((), ("weight",)), (None, 1)):
     given = {k: v for k, v in UNEVEN[label].items() if k != "reduction"}
     of = f"{label}{', frozen weight' if frozen else ''}{'' if dim is None else ', sequence'}"

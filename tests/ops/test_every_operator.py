@@ -210,9 +210,12 @@ def contains_a_gemm(row) -> bool:
 
 
 def in_low_precision(row, bound: Bound) -> list[Tensor]:
-    """The operands of GEMMs in bf16. Weights of tokens, classes and routes are no operands."""
+    """The operands of GEMMs in bf16. Weights of tokens, classes and routes are no operands, and low-rank ones may be in fp32."""
     kept = ("ce_weight", "token_weight", *(["weight"] if row.op.startswith("moe_experts") else []))
-    return [t if name in kept else like(t, torch.bfloat16) for name, t in zip(bound.names, bound.tensors)]
+    return [
+        t if name in kept or "low_rank" in name else like(t, torch.bfloat16)
+        for name, t in zip(bound.names, bound.tensors)
+    ]
 
 
 @in_tiers()

@@ -55,7 +55,9 @@ SAVED = {
     "fused_linear_cross_entropy": {},
     "fused_linear_cross_entropy_with_metrics": {},
     "fused_linear_cross_entropy_with_log_probs": {},
-    "fused_linear_log_probs": {name: name for name in ("input", "weight", "target", "bias")},
+    "fused_linear_log_probs": {
+        name: name for name in ("input", "weight", "target", "bias", "low_rank_input", "low_rank_weight")
+    },
     # The default, one number per token, computes the logits again.
     "fused_linear_divergence": {
         name: name
@@ -69,6 +71,10 @@ SAVED = {
             "mask",
             "token_weight",
             "vocab_map",
+            "s_low_rank_input",
+            "s_low_rank_weight",
+            "t_low_rank_input",
+            "t_low_rank_weight",
         )
     },
     **{op: dict(gate="gate", up="up") for op in ("swiglu", "geglu")},

@@ -101,7 +101,15 @@ MODULES = {
         ours.FusedLinearCrossEntropyLoss,
         [],
         OF_LINEAR_LOSSES,
-        dict(input=X, weight=X + 1, target=TARGET, bias=PER_CLASS + 1, token_weight=PER_TOKEN),
+        dict(
+            input=X,
+            weight=X + 1,
+            target=TARGET,
+            bias=PER_CLASS + 1,
+            token_weight=PER_TOKEN,
+            low_rank_input=X + 2,
+            low_rank_weight=X + 3,
+        ),  # fmt: skip
     ),
 }
 

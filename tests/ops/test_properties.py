@@ -24,6 +24,12 @@ def rounding(operator: Operator, arguments: dict[str, Any]) -> tuple[float, ...]
     return found if isinstance(found, tuple) else (found,)
 
 
+def precision(operator: Operator, arguments: dict[str, Any]) -> torch.dtype | None:
+    """Of intermediate results that the operator may round other than its formula does, if its tests define one."""
+    module = own_test_file(operator)
+    return module.precision(**arguments) if hasattr(module, "precision") else None
+
+
 def check(operator: Operator, arguments: dict[str, Any]) -> None:
     flat = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
     for name, value in arguments.items():
@@ -55,7 +61,7 @@ def check(operator: Operator, arguments: dict[str, Any]) -> None:
     assert all(torch.equal(t, b) for t, b in zip(given_tensors, before))
     eager = gradients(exact, [like(t) for t in given_tensors], upstream)
     oracle = gradients(exact, doubles, upstream)
-    bounds = roundings(exact, given_tensors, upstream, oracle)
+    bounds = roundings(exact, given_tensors, upstream, oracle, precision(operator, arguments))
     dtype = next(t.dtype for t in given_tensors if t.is_floating_point())
     count = len(upstream)
     scale = max((float(g.abs().max()) for g in upstream if g.numel()), default=0.0)

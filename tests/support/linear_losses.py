@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from checks import HALF_TYPES, assert_no_worse, coarseness, gradients, like, path_taken, roundings
 
+from liger_ops._accuracy import compute_dtype
+from liger_ops.reference import operators
+
 flce = torch.ops.liger.fused_linear_cross_entropy
 
 
@@ -59,6 +62,25 @@ def make(tokens, hidden, classes, dtype, device, bias=False, ignored=0.25):
     target[torch.rand(tokens, device=device) < ignored] = -100
     b = torch.randn(classes, device=device).to(dtype).requires_grad_() if bias else None
     return x, weight, target, b
+
+
+def precision(input=None, low_rank_input=None, s_input=None, s_low_rank_input=None, **_):
+    """For test_properties.py: with a low-rank addend, ours rounds the addend and the logits to the dtype, and the formula the
+    product and the logits. Their gradients are rounded too, whatever the dtype of the addend."""
+    x, addend = (input, low_rank_input) if s_input is None else (s_input, s_low_rank_input)
+    return None if addend is None else x.dtype
+
+
+def noise(op, **arguments):
+    """For test_properties.py: a loss near zero has the absolute error of a number near one."""
+    given = {
+        k: v.detach().double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
+    error = 4 * torch.finfo(compute_dtype([arguments["input"], arguments["weight"]])).eps
+    exact = operators()[op].reference(**given)
+    exact = (exact,) if isinstance(exact, torch.Tensor) else exact
+    return tuple(error / max(float(t.double().abs().nan_to_num().max()), 1e-30) if t.numel() else 0.0 for t in exact)
 
 
 def budget_for(chunks, inputs, wanted=INPUT | WEIGHT):
@@ -130,3 +152,21 @@ def check_untargeted(name, inputs, ours, eager, oracle, chunks):
     results = [t[untargeted] for t in (ours, eager, oracle)]
     noise = 3 * rms_error(*results[1:]) + chunks * torch.finfo(ours.dtype).eps / 2
     assert_no_worse(f"{name} of untargeted classes", *results, noise=noise + coarseness(ours.dtype, results[2]))
+
+
+def logit_error(
+    s_input, s_weight, t_input, t_weight, s_bias=None, t_bias=None, temperature=1.0, s_logits_scale=1.0,
+    t_logits_scale=1.0, **others,
+):  # fmt: skip
+    """One rounding of the terms of the largest logit over the temperature, in the dtype in which ours and the formula compute
+    logits: fp32, or fp64 if a model is fp64. The error of a log-probability, some terms of which are rounded."""
+    models = ("s_", s_input, s_weight, s_bias, s_logits_scale), ("t_", t_input, t_weight, t_bias, t_logits_scale)
+    wide = torch.float64 if torch.float64 in (s_input.dtype, t_input.dtype) else torch.float32
+    largest = 0.0
+    for prefix, x, weight, bias, scale in models:
+        terms = F.linear(*(t if t is None else t.detach().double().abs() for t in (x, weight, bias)))
+        if others.get(f"{prefix}low_rank_input") is not None:
+            addend = (others[f"{prefix}low_rank_{name}"].detach().double().abs() for name in ("input", "weight"))
+            terms = terms + F.linear(*addend)
+        largest = max(largest, abs(scale) * float(terms.max()) if terms.numel() else 0.0)
+    return torch.finfo(wide).eps * largest / temperature

@@ -49,7 +49,10 @@ DIVERGENCE, CHOICE = dict(input=LOGITS, target=LOGITS), dict(logits=LOGITS, inde
 SCALE, HEAD = dict(weight=(WIDTH,)), dict(weight=(VOCABULARY, WIDTH))
 MODELS = dict(s_input=HIDDEN, t_input=HIDDEN)
 HEADS_OF_MODELS = dict(s_weight=(VOCABULARY, WIDTH), t_weight=(VOCABULARY, WIDTH), s_bias=(VOCABULARY,))
+LOW_RANK_MODELS = dict(s_low_rank_input=("B", "S", 3), t_low_rank_input=("B", "S", 2))
+LOW_RANK_HEADS = dict(s_low_rank_weight=(VOCABULARY, 3), t_low_rank_weight=(VOCABULARY, 2))
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
+LOW_RANK, LOW_RANK_WEIGHT = dict(low_rank_input=("B", "S", 3)), dict(low_rank_weight=(VOCABULARY, 3))
 ADAPTERS = {"a[0]": (3, WIDTH), "a[1]": (2, WIDTH), "b[0]": (VOCABULARY, 3), "b[1]": (VOCABULARY, 2)}
 ROUTES, EXPERTS = ("B", 2), 3
 MOE = dict(x=("B", WIDTH), index=ROUTES, weight=ROUTES)
@@ -125,6 +128,8 @@ ROWS = [
         DOWN | dict(ce_weight=(VOCABULARY,)),
         dict(reduction="sum", label_smoothing=0.1),
     ),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS | LOW_RANK, DOWN | LOW_RANK_WEIGHT, dict(softcap=20.0)),
+    Row("fused_linear_cross_entropy", LINEAR_LOSS | LOW_RANK, HEAD | LOW_RANK_WEIGHT, dict(reduction="none")),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD),
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD),
     Row("fused_linear_divergence", MODELS, HEADS_OF_MODELS, dict(reduction="mean", beta=0.5)),
@@ -135,7 +140,9 @@ ROWS = [
         HEADS_OF_MODELS | dict(t_weight=(2 * VOCABULARY, WIDTH), t_bias=(2 * VOCABULARY,)),
         dict(reduction="sum", t_softcap=20.0),
     ),
+    Row("fused_linear_divergence", MODELS | LOW_RANK_MODELS, HEADS_OF_MODELS | LOW_RANK_HEADS, dict(reduction="mean")),
     Row("fused_linear_log_probs", LINEAR_LOSS, HEAD),
+    Row("fused_linear_log_probs", LINEAR_LOSS | LOW_RANK, DOWN | LOW_RANK_WEIGHT, dict(entropy=True)),
     Row(
         "fused_linear_log_probs", LINEAR_LOSS, HEAD, dict(temperature=2.0, softcap=20.0, entropy=True, mean_logits=True)
     ),

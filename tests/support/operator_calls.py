@@ -23,6 +23,11 @@ def adapters(*features: int) -> dict[str, Any]:
     return dict(a=[numbers(r, N) for r in ranks], b=[numbers(m, r) for m, r in zip(features, ranks)])
 
 
+def low_rank(prefix: str = "", classes: int = CLASSES) -> dict[str, Any]:
+    shapes = {"input": ROWS, "weight": classes}
+    return {f"{prefix}low_rank_{name}": numbers(size, 3) for name, size in shapes.items()}
+
+
 def public_calls() -> dict[str, dict[str, Any]]:
     """A call of each public operator with all of its tensor arguments."""
     rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
@@ -31,11 +36,12 @@ def public_calls() -> dict[str, dict[str, Any]]:
     rows_and_labels = dict(input=rows, target=numbers(ROWS, N), shift_labels=target)
     linear = dict(
         input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), ce_weight=numbers(CLASSES).abs(),
-        token_weight=numbers(ROWS).abs(),
+        token_weight=numbers(ROWS).abs(), **low_rank(),
     )  # fmt: skip
     log_probs = dict(
-        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), entropy=True, entropy_grad=True
-    )
+        input=rows, weight=numbers(CLASSES, N), target=target, bias=numbers(CLASSES), entropy=True, entropy_grad=True,
+        **low_rank(),
+    )  # fmt: skip
     heads = dict(q=numbers(1, 2, ROWS, N), k=numbers(1, 1, ROWS, N))
     experts = dict(
         x=rows, gate_up=numbers(2, 6, N), down=numbers(2, N, 3), gate_up_bias=numbers(2, 6), down_bias=numbers(2, N)
@@ -80,6 +86,8 @@ def public_calls() -> dict[str, dict[str, Any]]:
             vocab_map=torch.arange(CLASSES) + 1,
             mask=target > 0,
             token_weight=numbers(ROWS).abs(),
+            **low_rank("s_"),
+            **low_rank("t_", CLASSES + 2),
         ),
     }
     for op in ("swiglu", "geglu"):
@@ -121,6 +129,7 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 def is_differentiable(op: str, name: str, t: Any) -> bool:
     constant = ("ce_weight", "token_weight", "cos", "sin", "target", "t_input", "t_weight", "t_bias")
+    constant += ("t_low_rank_input", "t_low_rank_weight")
     constant += ("bias",) if op == "moe_router" else ()
     constant += ("weight",) if op.startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
@@ -208,6 +217,8 @@ def samples() -> dict[str, dict[str, Any]]:
         x=numbers(ROWS, N), weights=[numbers(n, N) for n in (3, 5)], biases=[numbers(3), None], **adapters(3, 5),
         scale=[0.5, 2.0], of=[0, 1],
     )  # fmt: skip
+    found["_low_rank_input"] = dict(x=numbers(ROWS, N), a=adapters(3, 5)["a"], scale=[0.5, 2.0])
+    found["_low_rank_input_bwd"] = dict(found["_low_rank_input"], grad=numbers(ROWS, 5), wanted=9)
     # Backward is not in place under a dispatch mode. The in-place operators take the same arguments.
     for op in OPERATORS:
         if op not in found and op.endswith("_"):

@@ -126,6 +126,15 @@ def own_test_file(operator: Operator) -> ModuleType:
     return module
 
 
+def has_low_rank(draw: Callable, arguments: dict[str, Any], prefix: str = "") -> None:
+    """For use in `vary`: a low-rank addend, whose tensors may be fp32, or none."""
+    pair = [f"{prefix}low_rank_input", f"{prefix}low_rank_weight"]
+    if any(arguments[name] is None for name in pair):
+        arguments |= dict.fromkeys(pair)
+    for name in pair:
+        may_be_float32(draw, arguments, name)
+
+
 def may_be_float32(draw: Callable, arguments: dict[str, Any], *names: str) -> None:
     """For use in `vary`: these arguments may be fp32 while the others have half precision."""
     present = [n for n in names if arguments[n] is not None]

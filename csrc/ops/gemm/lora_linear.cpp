@@ -9,7 +9,7 @@
 // All A of a group are multiplied with x in one pass, and sums accumulate in GEMMs. Four forms:
 //
 //   kernels   on CUDA, x in 16 bits, adapters of its dtype or, beside bf16, in fp32, of few ranks or with dropout:
-//             lora_products.h. t is in fp32, with the ranks of each adapter padded.
+//             gemm/lora_products.h. t is in fp32, with the ranks of each adapter padded.
 //   plain     the adapters have x's dtype.
 //   pieces    x in bf16, adapters in fp32, on CUDA: A, B, t and u are split into three bf16 pieces, see
 //             liger_ops/kernels/gemm/lora_linear.py.
@@ -25,10 +25,10 @@
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"
+#include "gemm/lora_dropout.h"
+#include "gemm/lora_products.h"
 #include "gemm/multiply.h"
 #include "kernels/lora_linear.h"
-#include "ops/gemm/lora_dropout.h"
-#include "ops/gemm/lora_products.h"
 #include "runtime/status.h"
 
 namespace liger::ops::lora_linear {
@@ -60,7 +60,7 @@ struct Group {
   Scales dropout;
 
   double rate(size_t j) const { return dropout.empty() ? 0 : dropout[j]; }
-  double gain(size_t j) const { return gain_of(rate(j)); }
+  double gain(size_t j) const { return gemm::gain_of(rate(j)); }
 };
 
 // ---- Checks
@@ -113,6 +113,22 @@ c10::SymInt features_of(const Group& g, const OptionalTensors& biases, int64_t i
   return g.b[first - g.of.begin()].sym_size(0);
 }
 
+/// A or B.
+void check_adapter(const char* op, const std::string& name, const Tensor& t, const Tensor& x) {
+  check_matrix(op, name, t, x);
+  const auto dtype = t.scalar_type();
+  LIGER_CHECK(
+      dtype == x.scalar_type() || (dtype == at::kFloat && x.scalar_type() != at::kDouble), op, name,
+      c10::str("be float32 or have the dtype of x, ", x.scalar_type()), dtype);
+}
+
+void check_a(const char* op, const std::string& name, const Tensor& a, const Tensor& x) {
+  check_adapter(op, name, a, x);
+  LIGER_CHECK(
+      a.sym_size(1) == x.sym_sizes().back(), op, name,
+      c10::str("have shape [rank, ", x.sym_sizes().back(), "], the last dimension of x"), a.sym_sizes());
+}
+
 void check_adapters(const char* op, const Tensor& x, const Group& g, const OptionalTensors& biases) {
   const size_t count = g.a.size();
   const auto as_many = c10::str("have as many entries as a, ", count);
@@ -120,16 +136,8 @@ void check_adapters(const char* op, const Tensor& x, const Group& g, const Optio
   LIGER_CHECK(g.scale.size() == count, op, "scale", as_many, g.scale.size());
   for (size_t j = 0; j < count; ++j) {
     const std::string a = c10::str("a[", j, "]"), b = c10::str("b[", j, "]");
-    for (const auto& [name, t] : {std::pair(a, g.a[j]), std::pair(b, g.b[j])}) {
-      check_matrix(op, name, t, x);
-      const auto dtype = t.scalar_type();
-      LIGER_CHECK(
-          dtype == x.scalar_type() || (dtype == at::kFloat && x.scalar_type() != at::kDouble), op, name,
-          c10::str("be float32 or have the dtype of x, ", x.scalar_type()), dtype);
-    }
-    LIGER_CHECK(
-        g.a[j].sym_size(1) == x.sym_sizes().back(), op, a,
-        c10::str("have shape [rank, ", x.sym_sizes().back(), "], the last dimension of x"), g.a[j].sym_sizes());
+    check_adapter(op, b, g.b[j], x);
+    check_a(op, a, g.a[j], x);
     const auto features = features_of(g, biases, g.of[j]), rank = g.a[j].sym_size(0);
     LIGER_CHECK(
         g.b[j].sym_size(0) == features && g.b[j].sym_size(1) == rank, op, b,
@@ -164,9 +172,14 @@ bool drops(const Group& g) {
 // With more ranks per adapter, cuBLAS is faster.
 constexpr int64_t kMostRanks = 32;
 
+/// Whether the kernels compute products of x and these adapters.
+bool has_kernels(const Tensor& x, const Group& g) {
+  const auto dtype = x.scalar_type();
+  return x.is_cuda() && (dtype == at::kBFloat16 || (dtype == at::kHalf && has_dtype(g, at::kHalf)));
+}
+
 bool takes_kernels(const Tensor& x, const Group& g) {
-  if (!x.is_cuda() || g.a.empty()) return false;
-  if (x.scalar_type() != at::kBFloat16 && !(x.scalar_type() == at::kHalf && has_dtype(g, at::kHalf))) return false;
+  if (g.a.empty() || !has_kernels(x, g)) return false;
   auto has_few = [](const Tensor& a) { return a.sym_size(0) <= kMostRanks; };
   return drops(g) || std::all_of(g.a.begin(), g.a.end(), has_few);
 }
@@ -376,7 +389,7 @@ Tensor stacked(const Tensor& x, const Group& g, int64_t rank) {
 /// Consecutive adapters with one rate of dropout.
 struct Run {
   int64_t first, count;
-  Dropped dropped;
+  gemm::Dropped dropped;
 };
 
 std::vector<Run> runs_of(const Group& g) {
@@ -394,18 +407,23 @@ std::vector<Run> runs_of(const Group& g) {
   return out;
 }
 
-Adapter adapter_b(const Tensor& x, const Group& g, size_t j) {
+gemm::Adapter adapter_b(const Tensor& x, const Group& g, size_t j) {
   return {dense_rows(g.b[j].to(adapter_dtype(x, g))), /*by_feature=*/true};
+}
+
+/// Stores t.
+void store_t(const Tensor& x, const Tensor& t, const Group& g, int64_t rank) {
+  const Tensor rows = dense_rows(x), a = stacked(x, g, rank);
+  for (const auto& [first, count, dropped] : runs_of(g)) {
+    auto own = [&](const Tensor& of, int64_t dim) { return of.narrow(dim, first * rank, count * rank); };
+    gemm::rows_product(kOp, own(t, 1), rows, {own(a, 0)}, rank, gemm::gain_of(dropped.rate), dropped);
+  }
 }
 
 /// Stores t. Returns the adapters' part of each projection with its bias, or an undefined tensor.
 Tensors forward_by_kernels(const Tensor& x, const Tensor& t, const OptionalTensors& biases, const Group& g) {
   const int64_t rank = padded_rank(g).expect_int();
-  const Tensor rows = dense_rows(x), a = stacked(x, g, rank);
-  for (const auto& [first, count, dropped] : runs_of(g)) {
-    auto own = [&](const Tensor& of, int64_t dim) { return of.narrow(dim, first * rank, count * rank); };
-    rows_product(own(t, 1), rows, {own(a, 0)}, rank, gain_of(dropped.rate), dropped);
-  }
+  store_t(x, t, g, rank);
   Tensors out(g.weights.size());
   for (size_t j = 0; j < g.a.size(); ++j) {
     Tensor& y = out[g.of[j]];
@@ -415,7 +433,7 @@ Tensors forward_by_kernels(const Tensor& x, const Tensor& t, const OptionalTenso
       const std::optional<Tensor> bias = biases.get(g.of[j]);
       if (bias && bias->defined()) addend = bias->contiguous();
     }
-    expand(y, t.narrow(1, int64_t(j) * rank, rank), adapter_b(x, g, j), rank, addend, g.scale[j]);
+    gemm::expand(kOp, y, t.narrow(1, int64_t(j) * rank, rank), adapter_b(x, g, j), rank, addend, g.scale[j]);
   }
   return out;
 }
@@ -427,8 +445,8 @@ Tensor dropped_rows(const Tensor& x, const Group& g, size_t j, at::ScalarType dt
   const Tensor rows = x.to(dtype);
   if (g.rate(j) == 0) return rows;
   const Tensor seed = g.seeds.narrow(0, int64_t(j), 1);
-  if (x.is_cuda()) return dropped_on_cuda(rows, {seed, g.rate(j)});
-  return dropped_on_cpu(rows, *seed.const_data_ptr<int64_t>(), g.rate(j));
+  if (x.is_cuda()) return gemm::dropped_on_cuda(kOp, rows, {seed, g.rate(j)});
+  return gemm::dropped_on_cpu(rows, *seed.const_data_ptr<int64_t>(), g.rate(j));
 }
 
 /// Stores t. Returns the adapters' products for each projection.
@@ -495,12 +513,37 @@ struct Gradients {
   }
 };
 
+/// Computes the gradients of A, and returns that of x or an undefined tensor. u: (T, R), with the ranks of each adapter
+/// padded to `rank`.
+Tensor backward_from_u(Gradients& out, const Tensor& u, const Tensor& x, const Group& g, int64_t rank, int64_t wanted) {
+  const bool all_digits = adapter_dtype(x, g) == at::kFloat;
+  const Tensor rows = dense_rows(x);
+  Tensor dx;
+  if (wanted & core::kWantInput) dx = at::empty(x.sizes(), x.options());
+  const Tensor a = dx.defined() ? stacked(x, g, rank) : Tensor();
+  for (const auto& [first, count, dropped] : runs_of(g)) {
+    const int64_t start = first * rank, ranks = count * rank;
+    if (wanted & kWantA) {
+      const Tensor parts = gemm::columns_product(
+          kOp, rows, u.narrow(1, start, ranks), ranks, rank, /*by_feature=*/false, all_digits, 1, dropped);
+      for (int64_t k = 0; k < count; ++k) {
+        const Tensor& own = g.a[first + k];
+        out.a.push_back(parts.narrow(1, k * rank, own.size(0)).sum(0).to(own.scalar_type()));
+      }
+    }
+    if (dx.defined()) {
+      const Tensor addend = first > 0 ? dx : Tensor();
+      gemm::expand(kOp, dx, u.narrow(1, start, ranks), {a.narrow(0, start, ranks)}, rank, addend, 1, dropped);
+    }
+  }
+  return dx;
+}
+
 /// Returns the adapters' part of dx, or an undefined tensor.
 Tensor backward_by_kernels(
     Gradients& out, const Tensors& grads, const Tensor& x, const Tensor& t, const Group& g, int64_t wanted) {
   const int64_t rank = padded_rank(g).expect_int();
   const bool all_digits = adapter_dtype(x, g) == at::kFloat;
-  const Tensor rows = dense_rows(x);
   Tensors dys;
   for (const Tensor& grad : grads) dys.push_back(dense_rows(grad));
   auto of_adapter = [&](const Tensor& of, int64_t j) { return of.narrow(1, j * rank, rank); };
@@ -508,32 +551,15 @@ Tensor backward_by_kernels(
   if (wanted & (core::kWantInput | kWantA)) u = at::empty_like(t);
   for (size_t j = 0; j < g.a.size(); ++j) {
     const Tensor& dy = dys[g.of[j]];
-    if (u.defined()) rows_product(of_adapter(u, j), dy, adapter_b(x, g, j), rank, g.scale[j] * g.gain(j));
+    if (u.defined()) gemm::rows_product(kOp, of_adapter(u, j), dy, adapter_b(x, g, j), rank, g.scale[j] * g.gain(j));
     if (wanted & kWantB) {
       const int64_t own = g.b[j].size(1);
       const Tensor parts =
-          columns_product(dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
+          gemm::columns_product(kOp, dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
       out.b.push_back(parts.sum(0).to(g.b[j].scalar_type()));
     }
   }
-  Tensor dx;
-  if (wanted & core::kWantInput) dx = at::empty(x.sizes(), x.options());
-  const Tensor a = dx.defined() ? stacked(x, g, rank) : Tensor();
-  for (const auto& [first, count, dropped] : runs_of(g)) {
-    const int64_t start = first * rank, ranks = count * rank;
-    if (wanted & kWantA) {
-      const Tensor parts =
-          columns_product(rows, u.narrow(1, start, ranks), ranks, rank, /*by_feature=*/false, all_digits, 1, dropped);
-      for (int64_t k = 0; k < count; ++k) {
-        const Tensor& own = g.a[first + k];
-        out.a.push_back(parts.narrow(1, k * rank, own.size(0)).sum(0).to(own.scalar_type()));
-      }
-    }
-    if (dx.defined()) {
-      expand(dx, u.narrow(1, start, ranks), {a.narrow(0, start, ranks)}, rank, first > 0 ? dx : Tensor(), 1, dropped);
-    }
-  }
-  return dx;
+  return backward_from_u(out, u, x, g, rank, wanted);
 }
 
 /// Returns the adapters' products for dx.
@@ -722,6 +748,84 @@ Tensors projections_bwd(
   return out.all();
 }
 
+// ---- The low-rank input of a head, for liger_ops/adapters.py
+
+/// scale_j * drop(x) A_j^T of all adapters side by side, (..., R) in fp32, or in fp64 for fp64.
+template <class Device>
+Tensor low_rank_input(const Tensor& x, TensorList a, Scales scale, const std::optional<Tensor>& seeds, Scales dropout) {
+  const Group g{{}, a, {}, scale, {}, seeds.value_or(Tensor()), dropout};
+  const auto as_many = c10::str("have as many entries as a, ", a.size());
+  core::check_activation(kOp, "x", x);
+  LIGER_CHECK(!a.empty(), kOp, "a", "have an entry", 0);
+  LIGER_CHECK(scale.size() == a.size(), kOp, "scale", as_many, scale.size());
+  for (size_t j = 0; j < a.size(); ++j) check_a(kOp, c10::str("a[", j, "]"), a[j], x);
+  check_dropout(kOp, x, g);
+  const Entry<Device> entry(x);
+  const auto options = x.options().dtype(core::compute_type(x));
+  if constexpr (std::is_same_v<Device, Meta>) {
+    at::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+    sizes.back() = 0;
+    for (const Tensor& each : a) sizes.back() = sizes.back() + each.sym_size(0);
+    return at::empty_symint(sizes, options);
+  }
+  const Tensor rows = core::as_matrix(x);
+  Tensors parts;
+  if (has_kernels(x, g)) {
+    const int64_t rank = padded_rank(g).expect_int();
+    const Tensor t = at::empty({rows.size(0), int64_t(a.size()) * rank}, options);
+    store_t(rows, t, g, rank);
+    for (size_t j = 0; j < a.size(); ++j) parts.push_back(t.narrow(1, int64_t(j) * rank, a[j].size(0)) * scale[j]);
+  } else {
+    const auto dtype = core::compute_type(x);
+    for (size_t j = 0; j < a.size(); ++j) {
+      parts.push_back(at::mm(dropped_rows(rows, g, j, dtype), a[j].to(dtype).t()).mul_(scale[j]));
+    }
+  }
+  return in_rows_of(x, at::cat(parts, 1));
+}
+
+/// The gradients of x and a, of those that are wanted.
+template <class Device>
+Tensors low_rank_input_bwd(
+    const Tensor& grad, const Tensor& x, TensorList a, int64_t wanted, Scales scale, const std::optional<Tensor>& seeds,
+    Scales dropout) {
+  const Group g{{}, a, {}, scale, {}, seeds.value_or(Tensor()), dropout};
+  const Entry<Device> entry(x);
+  Gradients out;
+  if constexpr (std::is_same_v<Device, Meta>) {
+    if (wanted & core::kWantInput) out.x = at::empty_like(x, at::MemoryFormat::Contiguous);
+    for (const Tensor& each : a) {
+      if (wanted & kWantA) out.a.push_back(at::empty_like(each, at::MemoryFormat::Contiguous));
+    }
+    return out.all();
+  }
+  const Tensor rows = core::as_matrix(x);
+  const Tensors grads = columns_of(core::as_matrix(grad), g);
+  if (has_kernels(x, g)) {
+    const int64_t rank = padded_rank(g).expect_int();
+    const Tensor u = at::zeros({rows.size(0), int64_t(a.size()) * rank}, grad.options());
+    for (size_t j = 0; j < a.size(); ++j) {
+      u.narrow(1, int64_t(j) * rank, a[j].size(0)).copy_(grads[j] * (scale[j] * g.gain(j)));
+    }
+    out.x = backward_from_u(out, u, rows, g, rank, wanted);
+  } else {
+    const auto dtype = grad.scalar_type();
+    Tensor sum;
+    for (size_t j = 0; j < a.size(); ++j) {
+      const Tensor u = grads[j] * scale[j];
+      if (wanted & kWantA) {
+        out.a.push_back(at::mm(u.t(), dropped_rows(rows, g, j, dtype)).to(a[j].scalar_type()));
+      }
+      if (!(wanted & core::kWantInput)) continue;
+      const Tensor dx = dropped_rows(at::mm(u, a[j].to(dtype)), g, j, dtype);
+      sum = sum.defined() ? sum.add_(dx) : dx;
+    }
+    if (sum.defined()) out.x = sum.to(x.scalar_type());
+  }
+  if (out.x.defined()) out.x = in_rows_of(x, out.x);
+  return out.all();
+}
+
 // ---- The operator
 
 struct LoraLinear
@@ -814,12 +918,20 @@ struct LoraLinear
         m,
         "_lora_projections_bwd(Tensor[] grads, Tensor x, Tensor?[] weights, Tensor[] a, Tensor[] b, Tensor t, int "
         "wanted, float[] scale, int[] of, Tensor? seeds=None, float[] dropout=[]) -> Tensor[]");
+    core::define(
+        m, "_low_rank_input(Tensor x, Tensor[] a, float[] scale, Tensor? seeds=None, float[] dropout=[]) -> Tensor");
+    core::define(
+        m,
+        "_low_rank_input_bwd(Tensor grad, Tensor x, Tensor[] a, int wanted, float[] scale, Tensor? seeds=None, "
+        "float[] dropout=[]) -> Tensor[]");
   }
 
   template <class Device>
   static void implement_backward(torch::Library& m) {
     core::implement<projections<Device>>(m, "_lora_projections");
     core::implement<projections_bwd<Device>>(m, "_lora_projections_bwd");
+    core::implement<low_rank_input<Device>>(m, "_low_rank_input");
+    core::implement<low_rank_input_bwd<Device>>(m, "_low_rank_input_bwd");
   }
 };
 

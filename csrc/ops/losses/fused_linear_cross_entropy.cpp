@@ -1,10 +1,10 @@
 // fused_linear_cross_entropy(input, weight, target, ...): cross_entropy of logits that exist for one chunk of tokens at
 // a time,
 //
-//   logits = logits_scale * (input @ weight.T + bias)
+//   logits = logits_scale * (input @ weight.T + low_rank_input @ low_rank_weight.T + bias)
 //
-// input: (..., H), weight: (V, H), target: (...), bias: (V,), all of one dtype except target. ce_weight: (V,), the
-// class weights. token_weight: (...), a factor for each token's loss; a mean still divides by the sum of the targets'
+// input: (..., H), weight: (V, H), target: (...), bias: (V,), all of one dtype except target. low_rank_input: (..., R) and
+// low_rank_weight: (V, R), in that dtype or fp32, are an adapter's. ce_weight: (V,), the class weights. token_weight: (...), a factor for each token's loss; a mean still divides by the sum of the targets'
 // class weights. Everything else is as in cross_entropy.
 //
 // For a reduced loss, forward computes the gradients while a chunk's logits exist. That takes three GEMMs per chunk,
@@ -39,8 +39,8 @@ Forward Meta::forward(
 
 Gradients Meta::backward(
     const char*, const Tensor&, const Tensor& input, const Tensor& weight, const Tensor&, const Tensor& bias,
-    const Tensor&, const Tensor&, const Tensor&, const Settings&, Wanted wanted) {
-  return empty_gradients(input, weight, bias, wanted.gradients());
+    const Tensor&, const Tensor&, const Tensor&, const Settings& s, Wanted wanted) {
+  return empty_gradients(input, weight, bias, wanted.gradients(), s.low_rank_input, s.low_rank_weight);
 }
 
 namespace {
@@ -50,7 +50,7 @@ Settings check(
     const OptionalTensor& ce_weight, c10::string_view reduction, int64_t ignore_index, double label_smoothing,
     double lse_square_scale, std::optional<double> softcap, double logits_scale, const OptionalTensor& token_weight,
     std::optional<int64_t> memory_budget, c10::string_view group, int64_t all_classes, ClassSizes sizes,
-    std::optional<int64_t> sequence_dim) {
+    std::optional<int64_t> sequence_dim, const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
   auto o = cross_entropy::parse(
       op, reduction, ignore_index, label_smoothing, lse_square_scale, softcap, group, all_classes, sizes);
   check_activation(op, "input", input);
@@ -104,11 +104,14 @@ Settings check(
   LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
   LIGER_CHECK(
       !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
-  return {o, logits_scale, token_weight, memory_budget, sequence_dim};
+  Settings s{o, logits_scale, token_weight, memory_budget, sequence_dim, {}, {}};
+  s.low_rank_input = value_or_undefined(low_rank_input), s.low_rank_weight = value_or_undefined(low_rank_weight);
+  check_low_rank(op, "", input, weight, s.low_rank_input, s.low_rank_weight, sequence_dim);
+  return s;
 }
 
-// input, weight, target, bias, ce_weight, token_weight, stats, totals
-struct BackwardNode : core::BackwardNode<BackwardNode, 8> {
+// input, weight, target, bias, ce_weight, token_weight, stats, totals, low_rank_input, low_rank_weight
+struct BackwardNode : core::BackwardNode<BackwardNode, 10> {
   Settings s;
   int64_t wanted;
 
@@ -144,8 +147,8 @@ struct Ops {
                            : schemas::fused_linear_cross_entropy;
   }
 
-  using Everything =
-      std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  using Everything = std::tuple<
+      Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
   template <class Device>
   static Forward run_wanted(
@@ -187,13 +190,15 @@ struct Ops {
       const OptionalTensor& ce_weight, const OptionalTensor& divisors, O... options, int64_t wanted) {
     Forward out =
         run_wanted<Device>(Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, divisors, options...);
-    return {out.rows.loss,      out.rows.z_loss, out.rows.accuracy,   out.rows.predicted,
-            out.log_probs,      out.entropy,     out.gradients.input, out.gradients.weight,
-            out.gradients.bias, out.rows.stats,  out.rows.totals,     out.deferred_scale};
+    const Gradients& g = out.gradients;
+    return {out.rows.loss,   out.rows.z_loss,   out.rows.accuracy, out.rows.predicted,
+            out.log_probs,   out.entropy,       g.input,           g.weight,
+            g.bias,          g.low_rank_input,  g.low_rank_weight, out.rows.stats,
+            out.rows.totals, out.deferred_scale};
   }
 
   template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor> bwd(
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
       const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
       const OptionalTensor& ce_weight, const Tensor& stats, const OptionalTensor& totals, O... options,
       int64_t wanted) {
@@ -202,7 +207,7 @@ struct Ops {
     Gradients out = Device::backward(
         op, grad, input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight), stats,
         value_or_undefined(totals), s, Wanted::from_bits(wanted));
-    return {out.input, out.weight, out.bias};
+    return {out.input, out.weight, out.bias, out.low_rank_input, out.low_rank_weight};
   }
 
   template <class Device>
@@ -222,7 +227,7 @@ struct Ops {
     core::check_dense(op, "weight", weight);
     core::check_dense(op, "target", target);
     Settings s = check(op, input, weight, target, bias, ce_weight, options...);
-    core::check_no_forward_ad(op, input, weight, bias, ce_weight, s.token_weight);
+    core::check_no_forward_ad(op, input, weight, bias, ce_weight, s.token_weight, s.low_rank_input, s.low_rank_weight);
     auto check_constant = [&](const char* name, const OptionalTensor& t) {
       bool learned = torch::autograd::compute_requires_grad(t);
       LIGER_CHECK(!learned, op, name, "not require a gradient", "one that does");
@@ -232,6 +237,8 @@ struct Ops {
     wanted.input = torch::autograd::compute_requires_grad(input);
     wanted.weight = torch::autograd::compute_requires_grad(weight);
     wanted.bias = torch::autograd::compute_requires_grad(bias);
+    wanted.low_rank_input = torch::autograd::compute_requires_grad(s.low_rank_input);
+    wanted.low_rank_weight = torch::autograd::compute_requires_grad(s.low_rank_weight);
     if (!wanted.any_gradient()) return std::nullopt;
     static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_cross_entropy_fwd");
     Forward out;
@@ -239,18 +246,22 @@ struct Ops {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tie(
           out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
-          out.gradients.input, out.gradients.weight, out.gradients.bias, out.rows.stats, out.rows.totals,
-          out.deferred_scale) = fwd_op.call(input, weight, target, bias, ce_weight, {}, options..., wanted.bits());
+          out.gradients.input, out.gradients.weight, out.gradients.bias, out.gradients.low_rank_input,
+          out.gradients.low_rank_weight, out.rows.stats, out.rows.totals, out.deferred_scale) =
+          fwd_op.call(input, weight, target, bias, ce_weight, {}, options..., wanted.bits());
     }
-    auto edges = torch::autograd::collect_next_edges(input, weight, bias);
+    auto edges = torch::autograd::collect_next_edges(input, weight, bias, s.low_rank_input, s.low_rank_weight);
     if (s.o.reduced()) {
       connect_reduced(Wanted().op(), out.rows.loss, std::move(edges), out.gradients, out.deferred_scale);
     } else {
       auto node = core::make_node<BackwardNode>();
       node->set_next_edges(std::move(edges));
-      node->save(input, weight, target, bias, ce_weight, s.token_weight, out.rows.stats, out.rows.totals);
+      node->save(
+          input, weight, target, bias, ce_weight, s.token_weight, out.rows.stats, out.rows.totals, s.low_rank_input,
+          s.low_rank_weight);
       node->s = s;
       node->s.token_weight = std::nullopt;
+      node->s.low_rank_input = node->s.low_rank_weight = Tensor();
       node->wanted = wanted.bits();
       torch::autograd::set_history(out.rows.loss, node);
     }
@@ -274,21 +285,23 @@ struct Ops {
 
 using Linear =
     Ops<c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
-        std::optional<int64_t>, c10::string_view, int64_t, ClassSizes, std::optional<int64_t>>;
+        std::optional<int64_t>, c10::string_view, int64_t, ClassSizes, std::optional<int64_t>, const OptionalTensor&,
+        const OptionalTensor&>;
 
 core::variable_list BackwardNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
-  if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
+  if (!grad.defined()) return core::variable_list(5);
   Tensor input = take(0), weight = take(1), target = take(2), bias = take(3), ce_weight = take(4);
   OptionalTensor token_weight = take(5);
   Tensor stats = take(6), totals = take(7);
+  OptionalTensor low_rank_input = take(8), low_rank_weight = take(9);
   static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_cross_entropy_bwd");
   const Vocabulary& v = s.o.vocabulary;
-  auto [dinput, dweight, dbias] = op.call(
+  auto [dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight] = op.call(
       grad, input, weight, target, bias, ce_weight, stats, totals, s.o.reduction_name(), s.o.ignore_index,
       s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget, v.group,
-      v.classes, v.class_sizes(), s.sequence_dim, wanted);
-  return {dinput, dweight, dbias};
+      v.classes, v.class_sizes(), s.sequence_dim, low_rank_input, low_rank_weight, wanted);
+  return {dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight};
 }
 
 /// (tokens per chunk, chunks, bytes of workspace, bytes of gradients)
@@ -314,15 +327,17 @@ LIGER_LIBRARY_FRAGMENT(m) {
   const std::string options =
       "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, "
       "float logits_scale, Tensor? token_weight, int? memory_budget, str group, int classes, int[]? class_sizes, "
-      "int? sequence_dim, int wanted) -> ";
+      "int? sequence_dim, Tensor? low_rank_input, Tensor? low_rank_weight, int wanted) -> ";
   core::define(
       m,
       "_fused_linear_cross_entropy_fwd(" + tensors + "Tensor? bias, Tensor? ce_weight, Tensor? totals, " + options +
-          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+          "Tensor)");
   core::define(
       m,
       "_fused_linear_cross_entropy_bwd(Tensor grad, " + tensors +
-          "Tensor? bias, Tensor? ce_weight, Tensor stats, Tensor? totals, " + options + "(Tensor, Tensor, Tensor)");
+          "Tensor? bias, Tensor? ce_weight, Tensor stats, Tensor? totals, " + options +
+          "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_fused_linear_cross_entropy_plan(int tokens, int hidden, int vocabulary, ScalarType dtype, int wanted, "
       "int? memory_budget) -> (int, int, int, int)",

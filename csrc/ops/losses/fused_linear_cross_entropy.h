@@ -13,14 +13,15 @@ using namespace cross_entropy;
 
 /// Results that the caller requests besides the loss.
 struct Wanted {
-  bool metrics = false, log_probs = false, input = false, weight = false, bias = false;
+  bool metrics = false, log_probs = false, input = false, weight = false, bias = false, low_rank_input = false,
+       low_rank_weight = false;
 
-  constexpr bool any_gradient() const { return input || weight || bias; }
-  WantedGradients gradients() const { return {input, weight, bias}; }
-  int64_t bits() const { return metrics | log_probs << 1 | input << 2 | weight << 3 | bias << 4; }
+  constexpr bool any_gradient() const { return input || weight || bias || low_rank_input || low_rank_weight; }
+  WantedGradients gradients() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
+  int64_t bits() const { return metrics | log_probs << 1 | gradients().bits() << 2; }
   static Wanted from_bits(int64_t bits) {
-    auto bit = [&](int i) { return bool(bits >> i & 1); };
-    return {bit(0), bit(1), bit(2), bit(3), bit(4)};
+    const auto g = WantedGradients::from_bits(bits >> 2);
+    return {bool(bits & 1), bool(bits & 2), g.input, g.weight, g.bias, g.low_rank_input, g.low_rank_weight};
   }
   constexpr const char* op() const {
     return metrics  ? "fused_linear_cross_entropy_with_metrics"
@@ -29,17 +30,18 @@ struct Wanted {
   }
 };
 
-/// sequence_dim: the dimension along which input is split over the ranks of the group.
+/// sequence_dim: the dimension along which input is split over the ranks of the group. low_rank_*: undefined without.
 struct Settings {
   Options o;
   double logits_scale;
   OptionalTensor token_weight;
   std::optional<int64_t> memory_budget, sequence_dim;
+  Tensor low_rank_input, low_rank_weight;
 
   bool is_split() const { return o.vocabulary.is_split(); }
 };
 
-/// deferred_scale: factors that backward applies, (of input's gradient, of weight's and bias's); undefined: 1.
+/// deferred_scale: factors that backward applies, (of the tokens' gradients, of the head's); undefined: 1.
 struct Forward {
   Results rows;
   Tensor log_probs, entropy, deferred_scale;

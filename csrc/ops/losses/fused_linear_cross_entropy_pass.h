@@ -4,7 +4,7 @@
 //
 // M tokens, H hidden, V classes. A chunk of T tokens takes three GEMMs (logits, d input, d weight). Between them, the
 // rows of cross_entropy overwrite the buffer of T x V logits with its gradient. The logits-free path skips these rows,
-// see exponentials.h.
+// see exponentials.h. A low-rank addend of the logits (gemm/low_rank.h) is written before the first GEMM adds to it.
 //
 // If the classes are split over ranks, a rank computes facts about its logits of a chunk, and needs those of all ranks
 // before the gradients. d input is a sum over ranks: it is reduced while d weight's GEMM runs. With two buffers of
@@ -29,10 +29,11 @@ struct Pass {
   Tokens tokens;
   const Tensor bias;
   Tensor weight;
+  gemm::LowRank low_rank;
   const double logits_scale;
   const bool sustained;
   Gradients into;
-  double head_scale = 1;  // scale of d weight and d bias
+  double head_scale = 1;  // scale of d weight, d bias and d low_rank_weight
   InputGradient dinput;
   Tensor bias_sum, taken;
 
@@ -47,6 +48,7 @@ struct Pass {
         tokens(input, target.numel(), order),
         bias(bias_in),
         weight(weight_in),
+        low_rank(op, s.low_rank_input, s.low_rank_weight, tokens.x),
         logits_scale(s.logits_scale),
         sustained(gemm::is_sustained(3.0 * double(target.numel()) * double(tokens.x.size(1)) * double(weight.size(0)))),
         into(gradients) {
@@ -54,6 +56,7 @@ struct Pass {
     auto floats = x.options().dtype(compute_type(x));
     if (into.input.defined()) dinput.all = into.input.view({tokens.local.size(0), x.size(1)});
     if (into.bias.defined()) bias_sum = at::zeros({weight.size(0)}, floats);
+    low_rank.compute_gradients(into.low_rank_input, into.low_rank_weight);
     if (into.weight.defined() && plan.chunks == 0) into.weight.zero_();
     if ((into.weight.defined() || into.input.defined()) &&
         takes_targets(x.scalar_type(), plan.chunks, wanted, shard.is_split())) {
@@ -80,7 +83,10 @@ struct Pass {
 
   Tensor logits(const Tensor& buffer, int64_t first) const {
     Tensor out = rows_of(buffer, first), part = x().narrow(0, first, out.size(0));
-    if (bias.defined()) {
+    if (low_rank.defined()) {
+      low_rank.write(out, first, low_rank.b(), bias, logits_scale);
+      gemm::multiply(out, part, weight.t(), 1, logits_scale, sustained);
+    } else if (bias.defined()) {
       at::addmm_out(out, bias, part, weight.t(), logits_scale, logits_scale);
     } else {
       gemm::multiply(out, part, weight.t(), 0, logits_scale, sustained);
@@ -97,6 +103,7 @@ struct Pass {
       dinput.reduce(dx, first, order, shard);
     }
     if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * head_scale);
+    if (low_rank.defined()) low_rank.add_gradients(dlogits, first, 0, logits_scale, logits_scale * head_scale);
     if (!into.weight.defined()) return;
     if (taken.defined()) rows.take_targets(dlogits, first, taken);
     gemm::multiply(
@@ -140,6 +147,7 @@ struct Pass {
   void finish() {
     if (taken.defined() && into.weight.defined()) rows.add_targets(into.weight, x(), taken, logits_scale * head_scale);
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
+    finish_low_rank(low_rank, shard);
     dinput.wait();
   }
 };
@@ -152,7 +160,8 @@ inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input, const
 /// True if the call allows the logits-free path: it requests only the loss and gradients. If it requests any gradient,
 /// it must request that of input, because d input doubles as scratch space.
 inline bool allows_logits_free_path(const Settings& s, const Tensor& bias, const Wanted& wanted) {
-  const bool extras = bias.defined() || s.o.label_smoothing != 0 || s.o.softcap || wanted.metrics || wanted.log_probs;
+  const bool extras = bias.defined() || s.low_rank_input.defined() || s.o.label_smoothing != 0 || s.o.softcap ||
+      wanted.metrics || wanted.log_probs;
   const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;
   return made_now && !extras && s.logits_scale > 0;
 }
@@ -389,7 +398,7 @@ Gradients backward(
   c10::DeviceGuard guard(input.device());
   LIGER_CHECK(
       grad.sizes().equals(target.sizes()), op, "the gradient", c10::str("have shape ", target.sizes()), grad.sizes());
-  Gradients out = empty_gradients(input, weight, bias, wanted.gradients());
+  Gradients out = empty_gradients(input, weight, bias, wanted.gradients(), s.low_rank_input, s.low_rank_weight);
   Pass<Rows> pass(op, input, weight, target, bias, ce_weight, s, wanted, out);
   Tensor incoming = pass.order.arrange(grad).to(compute_type(input)).contiguous();
   Tensor token_weight = rows_of_token_weight(s, input, pass.order);

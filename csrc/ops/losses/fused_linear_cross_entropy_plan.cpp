@@ -46,7 +46,7 @@ Forward empty_forward(
     out.entropy = at::empty_symint(target.sym_sizes(), numbers);
   }
   if (s.o.reduced()) {
-    out.gradients = empty_gradients(input, weight, bias, wanted.gradients());
+    out.gradients = empty_gradients(input, weight, bias, wanted.gradients(), s.low_rank_input, s.low_rank_weight);
     if (wanted.any_gradient() && input.scalar_type() == at::kHalf) out.deferred_scale = at::empty({2}, numbers);
   }
   return out;

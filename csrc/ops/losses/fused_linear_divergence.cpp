@@ -1,10 +1,10 @@
 // fused_linear_divergence(s_input, s_weight, t_input, t_weight, ...): the divergence of a student's predictions from a
 // teacher's, and the student's entropy, from logits that exist for a part of the tokens at a time,
 //
-//   logits = softcap(logits_scale * (input @ weight.T + bias)) / temperature
+//   logits = softcap(logits_scale * (input @ weight.T + low_rank_input @ low_rank_weight.T + bias)) / temperature
 //
 // s_input: (..., Hs), s_weight: (V, Hs), t_input: (..., Ht), t_weight: (V, Ht), s_bias, t_bias: (V,), mask: (...) bool,
-// token_weight: (...). vocab_map: (V,), if the teacher has other classes: the teacher's class of each of the student's. Only
+// token_weight: (...). {s,t}_low_rank_input: (..., R) and {s,t}_low_rank_weight: (V, R), of adapters. vocab_map: (V,), if the teacher has other classes: the teacher's class of each of the student's. Only
 // for beta 0; the divergence is then the sum over these classes, under the teacher's softmax over all of its own. The
 // tensors of one model have one dtype; the models may differ. beta 0: KL(teacher || student),
 // 1: KL(student || teacher), between: the Jensen-Shannon divergence with the mixture (1 - beta) p_s + beta p_t. Only the
@@ -96,6 +96,8 @@ void check_arguments(const char* op, const Arguments& a, Options& o) {
         a.t_weight.sym_size(0));
   }
   o.sequence_dim = check_sequence_dim(op, "s_input", a.s_input, o.sequence_dim, o.vocabulary);
+  check_low_rank(op, "s_", a.s_input, a.s_weight, a.s_low_rank_input, a.s_low_rank_weight, o.sequence_dim);
+  check_low_rank(op, "t_", a.t_input, a.t_weight, a.t_low_rank_input, a.t_low_rank_weight, o.sequence_dim);
   const auto sizes = token_sizes(op, a.s_input, o);
   const c10::SymIntArrayRef tokens = sizes;
   const char* of_ranks = o.sequence_dim ? ", with the positions of all ranks" : "";
@@ -148,7 +150,7 @@ Results empty_results(const Arguments& a, const Options& o, c10::SymIntArrayRef 
   out.divergence = at::empty_symint(o.reduced() ? c10::SymIntArrayRef() : tokens, a.numbers());
   out.entropy = at::empty_symint(tokens, a.numbers());
   if (computes_now(o, wanted)) {
-    out.gradients = empty_gradients(a.s_input, a.s_weight, a.s_bias, wanted);
+    out.gradients = empty_gradients(a.s_input, a.s_weight, a.s_bias, wanted, a.s_low_rank_input, a.s_low_rank_weight);
     const bool half = a.s_input.scalar_type() == at::kHalf;
     if (half && o.reduced()) out.deferred_scale = at::empty({2}, a.numbers());
   } else if (wanted.any()) {
@@ -169,23 +171,25 @@ struct FrozenHeadNode : core::BackwardNode<FrozenHeadNode, 1> {  // gradient of 
 
   core::variable_list backward(core::variable_list&& grads) override {
     Tensor grad = std::move(grads[0]);
-    if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
+    auto of_input = [](Tensor t) { return core::variable_list{std::move(t), Tensor(), Tensor(), Tensor(), Tensor()}; };
+    if (!grad.defined()) return of_input(Tensor());
     Tensor gradient = take(0);
     if (sequence_dim) {
       const auto count = gradient.sym_size(*sequence_dim);
       grad = grad.narrow_symint(*sequence_dim, count * core::Group(kOp, group).rank(), count);
     }
     Tensor factor = grad.unsqueeze(-1);
-    if (!core::is_plain(gradient)) return {at::mul(gradient, factor).to(gradient.scalar_type()), Tensor(), Tensor()};
+    if (!core::is_plain(gradient)) return of_input(at::mul(gradient, factor).to(gradient.scalar_type()));
     // Both multiply in the wider dtype, without a tensor of it.
-    if (may_overwrite(gradient, gradient)) return {gradient.mul_(factor), Tensor(), Tensor()};
+    if (may_overwrite(gradient, gradient)) return of_input(gradient.mul_(factor));
     Tensor out = at::empty_like(gradient);
-    return {at::mul_out(out, gradient, factor), Tensor(), Tensor()};
+    return of_input(at::mul_out(out, gradient, factor));
   }
 };
 
-/// s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats
-struct TrainedHeadNode : core::BackwardNode<TrainedHeadNode, 10> {
+/// s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats, s_low_rank_input,
+/// s_low_rank_weight, t_low_rank_input, t_low_rank_weight
+struct TrainedHeadNode : core::BackwardNode<TrainedHeadNode, 14> {
   Options o{};
   int64_t wanted = 0;
 
@@ -235,10 +239,14 @@ struct Ops {
       double s_logits_scale, std::optional<double> s_softcap, double t_logits_scale, std::optional<double> t_softcap,
       const OptionalTensor& mask, c10::string_view reduction, const OptionalTensor& token_weight,
       std::optional<int64_t> memory_budget, c10::string_view group, int64_t classes, ClassSizes sizes,
-      std::optional<int64_t> sequence_dim, const OptionalTensor& vocab_map) {
+      std::optional<int64_t> sequence_dim, const OptionalTensor& vocab_map, const OptionalTensor& s_low_rank_input,
+      const OptionalTensor& s_low_rank_weight, const OptionalTensor& t_low_rank_input,
+      const OptionalTensor& t_low_rank_weight) {
     Call call{
         {s_input, s_weight, t_input, t_weight, value_or_undefined(s_bias), value_or_undefined(t_bias),
-         value_or_undefined(mask), value_or_undefined(token_weight), value_or_undefined(vocab_map)},
+         value_or_undefined(mask), value_or_undefined(token_weight), value_or_undefined(vocab_map),
+         value_or_undefined(s_low_rank_input), value_or_undefined(s_low_rank_weight),
+         value_or_undefined(t_low_rank_input), value_or_undefined(t_low_rank_weight)},
         parse(
             op, beta, temperature, s_logits_scale, s_softcap, t_logits_scale, t_softcap, reduction, memory_budget,
             cross_entropy::parse_vocabulary(op, group, classes, sizes), sequence_dim),
@@ -267,7 +275,7 @@ struct Ops {
   }
 
   template <class On>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
       const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
       const OptionalTensor& s_bias, const OptionalTensor& t_bias, const OptionalTensor& total, O... options,
       int64_t wanted) {
@@ -275,19 +283,21 @@ struct Ops {
         check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...), Wanted::from_bits(wanted),
         value_or_undefined(total));
     const Gradients& g = out.gradients;
-    return {out.divergence, out.entropy, g.input, g.weight, g.bias, out.stats, out.deferred_scale};
+    return {out.divergence,   out.entropy,       g.input,   g.weight,          g.bias,
+            g.low_rank_input, g.low_rank_weight, out.stats, out.deferred_scale};
   }
 
   template <class On>
-  static std::tuple<Tensor, Tensor, Tensor> bwd(
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
       const Tensor& grad, const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
       const OptionalTensor& s_bias, const OptionalTensor& t_bias, const Tensor& stats, O... options, int64_t wanted) {
     const Call call = check(kBackward, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
-    Gradients out = empty_gradients(s_input, s_weight, call.a.s_bias, Wanted::from_bits(wanted));
+    Gradients out = empty_gradients(
+        s_input, s_weight, call.a.s_bias, Wanted::from_bits(wanted), call.a.s_low_rank_input, call.a.s_low_rank_weight);
     if constexpr (On::rows != nullptr) {
       backward(kBackward, On::rows, grad, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), stats, out);
     }
-    return {out.input, out.weight, out.bias};
+    return {out.input, out.weight, out.bias, out.low_rank_input, out.low_rank_weight};
   }
 
   template <class On>
@@ -309,7 +319,9 @@ struct Ops {
     core::check_dense(kOp, "t_weight", t_weight);
     const Call call = check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
     const auto& [a, o, tokens] = call;
-    core::check_no_forward_ad(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.token_weight);
+    core::check_no_forward_ad(
+        kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.token_weight, a.s_low_rank_input,
+        a.s_low_rank_weight, a.t_low_rank_input, a.t_low_rank_weight);
     auto check_constant = [&](const char* name, const Tensor& t) {
       const bool learned = torch::autograd::compute_requires_grad(t);
       LIGER_CHECK(!learned, kOp, name, "not require a gradient", "one that does");
@@ -318,21 +330,28 @@ struct Ops {
     check_constant("t_weight", t_weight);
     check_constant("t_bias", a.t_bias);
     check_constant("token_weight", a.token_weight);
+    check_constant("t_low_rank_input", a.t_low_rank_input);
+    check_constant("t_low_rank_weight", a.t_low_rank_weight);
     Wanted wanted;
     wanted.input = torch::autograd::compute_requires_grad(s_input);
     wanted.weight = torch::autograd::compute_requires_grad(s_weight);
     wanted.bias = torch::autograd::compute_requires_grad(s_bias);
+    wanted.low_rank_input = torch::autograd::compute_requires_grad(a.s_low_rank_input);
+    wanted.low_rank_weight = torch::autograd::compute_requires_grad(a.s_low_rank_weight);
     if (!wanted.any()) return std::nullopt;
     static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_divergence_fwd");
     Results out;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       std::tie(
-          out.divergence, out.entropy, out.gradients.input, out.gradients.weight, out.gradients.bias, out.stats,
-          out.deferred_scale) =
+          out.divergence, out.entropy, out.gradients.input, out.gradients.weight, out.gradients.bias,
+          out.gradients.low_rank_input, out.gradients.low_rank_weight, out.stats, out.deferred_scale) =
           fwd_op.call(s_input, s_weight, t_input, t_weight, s_bias, t_bias, {}, options..., wanted.bits());
     }
-    auto edges = [&] { return torch::autograd::collect_next_edges(s_input, s_weight, s_bias); };
+    auto edges = [&] {
+      return torch::autograd::collect_next_edges(
+          s_input, s_weight, s_bias, call.a.s_low_rank_input, call.a.s_low_rank_weight);
+    };
     auto attach = [&](const auto& node) {
       node->set_next_edges(edges());
       torch::autograd::set_history(out.divergence, node);
@@ -346,7 +365,9 @@ struct Ops {
       attach(node);
     } else {
       auto node = core::make_node<TrainedHeadNode>();
-      node->save(s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.mask, a.token_weight, a.vocab_map, out.stats);
+      node->save(
+          s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.mask, a.token_weight, a.vocab_map, out.stats,
+          a.s_low_rank_input, a.s_low_rank_weight, a.t_low_rank_input, a.t_low_rank_weight);
       node->o = o, node->wanted = wanted.bits();
       attach(node);
     }
@@ -363,21 +384,23 @@ struct Ops {
 using Linear =
     Ops<double, double, double, std::optional<double>, double, std::optional<double>, const OptionalTensor&,
         c10::string_view, const OptionalTensor&, std::optional<int64_t>, c10::string_view, int64_t, ClassSizes,
-        std::optional<int64_t>, const OptionalTensor&>;
+        std::optional<int64_t>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&>;
 
 core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
   Tensor grad = std::move(grads[0]);
-  if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
-  std::array<Tensor, 10> given;
+  if (!grad.defined()) return core::variable_list(5);
+  std::array<Tensor, 14> given;
   for (size_t i = 0; i < given.size(); ++i) given[i] = take(i);
-  const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats] = given;
+  const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats, s_t, s_b, t_t, t_b] =
+      given;
   const Vocabulary& v = o.vocabulary;
   static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_divergence_bwd");
-  auto [dinput, dweight, dbias] = op.call(
+  auto [dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight] = op.call(
       grad, s_input, s_weight, t_input, t_weight, s_bias, t_bias, stats, o.beta, o.temperature, o.student.scale,
       o.student.softcap, o.teacher.scale, o.teacher.softcap, mask, "none", token_weight, o.memory_budget, v.group,
-      v.classes, v.class_sizes(), o.sequence_dim, vocab_map, wanted);
-  return {dinput, dweight, dbias};
+      v.classes, v.class_sizes(), o.sequence_dim, vocab_map, s_t, s_b, t_t, t_b, wanted);
+  return {dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight};
 }
 
 }  // namespace
@@ -388,15 +411,16 @@ LIGER_LIBRARY_FRAGMENT(m) {
   const std::string options =
       "float beta, float temperature, float s_logits_scale, float? s_softcap, float t_logits_scale, float? t_softcap, "
       "Tensor? mask, str reduction, Tensor? token_weight, int? memory_budget, str group, int classes, "
-      "int[]? class_sizes, int? sequence_dim, Tensor? vocab_map, int wanted) -> ";
+      "int[]? class_sizes, int? sequence_dim, Tensor? vocab_map, Tensor? s_low_rank_input, Tensor? s_low_rank_weight, "
+      "Tensor? t_low_rank_input, Tensor? t_low_rank_weight, int wanted) -> ";
   core::define(
       m,
       "_fused_linear_divergence_fwd(" + models + biases + "Tensor? total, " + options +
-          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   core::define(
       m,
       "_fused_linear_divergence_bwd(Tensor grad, " + models + biases + "Tensor stats, " + options +
-          "(Tensor, Tensor, Tensor)");
+          "(Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 LIGER_LIBRARY_IMPL(CPU, m) { Linear::implement<Cpu>(m); }

@@ -34,6 +34,7 @@ using cross_entropy::Shard;
 /// The tensors of a call. Undefined ones were not given.
 struct Arguments {
   Tensor s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map;
+  Tensor s_low_rank_input, s_low_rank_weight, t_low_rank_input, t_low_rank_weight;
 
   at::ScalarType compute() const { return s_input.scalar_type() == at::kDouble ? at::kDouble : compute_type(t_input); }
   at::TensorOptions numbers() const { return s_input.options().dtype(compute()); }
@@ -164,41 +165,49 @@ inline void store_facts(const Tensor& facts, Rows& r) {
 /// One model in a call: its tokens in the order of the call, and its head.
 struct Model : Tokens {
   Tensor weight, bias;  // bias: in the compute type
+  gemm::LowRank low_rank;
   Tensor map;  // the row of the head for each class; undefined: the rows in order
 
   Model(
-      const Tensor& input, const Tensor& weight_in, const Tensor& bias_in, int64_t tokens, const TokenOrder& order,
-      at::ScalarType compute, const Tensor& map_in)
+      const Tensor& input, const Tensor& weight_in, const Tensor& bias_in, gemm::LowRank addend, int64_t tokens,
+      const TokenOrder& order, at::ScalarType compute, const Tensor& map_in)
       : Tokens(input, tokens, order),
         weight(weight_in),
         bias(bias_in.defined() ? bias_in.to(compute).contiguous() : bias_in),
+        low_rank(std::move(addend)),
         map(map_in) {}
 
-  /// The part of the head for `count` classes from `c` on. t: weight or bias.
+  /// The part of the head for `count` classes from `c` on. t: weight, bias or the addend's b.
   Tensor of_classes(const Tensor& t, int64_t c, int64_t count) const {
     return map.defined() ? t.index_select(0, map.narrow(0, c, count)) : t.narrow(0, c, count);
   }
 
   /// Logits without bias and scale, of out.size(1) classes from `c` on, in out's dtype, which is at least that of x.
   void project(const Tensor& out, int64_t first, int64_t c, bool sustained) const {
-    project(out, first, of_classes(weight, c, out.size(1)), sustained);
+    const int64_t count = out.size(1);
+    const Tensor of_b = low_rank.defined() ? of_classes(low_rank.b(), c, count) : Tensor();
+    project(out, first, of_classes(weight, c, count), of_b, sustained);
   }
 
-  /// of_weight: the rows of the classes.
-  void project(Tensor out, int64_t first, const Tensor& of_weight, bool sustained) const {
+  /// of_weight, of_b: the rows of the classes.
+  void project(Tensor out, int64_t first, const Tensor& of_weight, const Tensor& of_b, bool sustained) const {
     const Tensor tokens = x.narrow(0, first, out.size(0));
     const auto wide = out.scalar_type();
+    const bool adds = low_rank.defined();
+    if (adds) low_rank.write(out, first, of_b, {}, 1);
     if (x.size(1) == 0) {
-      out.zero_();
+      if (!adds) out.zero_();
     } else if (x.scalar_type() == wide) {
-      gemm::multiply(out, tokens, of_weight.t(), 0, 1, sustained);
+      gemm::multiply(out, tokens, of_weight.t(), adds, 1, sustained);
+    } else if (x.is_cuda() && adds) {
+      at::addmm_out(out, out, tokens, of_weight.t(), wide);
     } else if (x.is_cuda()) {
       at::mm_out(out, tokens, of_weight.t(), wide);
     } else {
       const Tensor wide_tokens = tokens.to(wide);
       for_widened_parts(of_weight, wide, [&](int64_t from, int64_t count, const Tensor& w) {
         Tensor columns = out.narrow(1, from, count);
-        at::mm_out(columns, wide_tokens, w.t());
+        gemm::multiply(columns, wide_tokens, w.t(), adds);
       });
     }
   }
@@ -222,7 +231,8 @@ struct Pass {
   const Shard shard;
   P plan;
   const TokenOrder order;
-  const Model student, teacher;
+  Model student;
+  const Model teacher;
   const bool sustained;
   const Tensor mask;
   Tensor grad;  // (M,)
@@ -245,8 +255,12 @@ struct Pass {
         shard(op, o.vocabulary, a.s_weight.size(0), "s_weight"),
         plan(make_plan(tokens, shard.largest)),
         order(order_of(op, a.s_input, positions, tokens, shard, o.sequence_dim, plan)),
-        student(a.s_input, a.s_weight, a.s_bias, tokens, order, a.compute(), Tensor()),
-        teacher(a.t_input, a.t_weight, a.t_bias, tokens, order, a.compute(), a.vocab_map),
+        student(
+            a.s_input, a.s_weight, a.s_bias, {op, a.s_low_rank_input, a.s_low_rank_weight, a.s_input}, tokens, order,
+            a.compute(), Tensor()),
+        teacher(
+            a.t_input, a.t_weight, a.t_bias, {op, a.t_low_rank_input, a.t_low_rank_weight, a.t_input}, tokens, order,
+            a.compute(), a.vocab_map),
         sustained(gemm::is_sustained(3.0 * double(tokens) * double(shard.n) * double(student.x.size(1)))),
         mask(arranged(a.mask)) {
     if (a.s_input.is_cpu()) runtime::count_cpu_call();
@@ -276,10 +290,11 @@ struct Pass {
     grad = upstream.defined() ? arranged(upstream).to(a.compute()) : upstream;
     if (into.input.defined()) dinput.all = into.input.view({student.local.size(0), student.local.size(1)});
     if (into.bias.defined()) bias_sum = at::zeros({shard.n}, a.numbers());
+    student.low_rank.compute_gradients(into.low_rank_input, into.low_rank_weight);
   }
 
   void zero_gradients() {
-    for (Tensor* t : {&into.input, &into.weight, &into.bias}) {
+    for (Tensor* t : {&into.input, &into.weight, &into.bias, &into.low_rank_input, &into.low_rank_weight}) {
       if (t->defined()) t->zero_();
     }
   }
@@ -318,6 +333,7 @@ struct Pass {
     if (bias_sum.defined()) {
       bias_sum.narrow(0, c, classes).add_(dlogits.sum(0, false, bias_sum.scalar_type()), scale * head_scale);
     }
+    student.low_rank.add_gradients(dlogits, first, c, scale, scale * head_scale);
     if (into.weight.defined() && classes > 0) {
       gemm::multiply(
           into.weight.narrow(0, c, classes), dlogits.t(), student.x.narrow(0, first, count), first > 0,
@@ -327,6 +343,7 @@ struct Pass {
 
   void finish() {
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
+    finish_low_rank(student.low_rank, shard);
     dinput.wait();
   }
 };
@@ -421,7 +438,7 @@ struct ChunkPass : Pass<ChunkPlan> {
         const Tensor all = logits_in(t_logits, part, t_classes, false);
         r.teacher = maps ? logits_in(mapped, part, shard.n, false) : all;
         student.project(r.student, first + at, 0, sustained);
-        teacher.project(all, first + at, teacher.weight, sustained);
+        teacher.project(all, first + at, teacher.weight, teacher.low_rank.b(), sustained);
         maps ? compute_mapped(r, all) : compute(r);
       }
       if (gradients) add(chunk, first, 0);
@@ -480,7 +497,7 @@ struct BlockPass : Pass<BlockPlan> {
 inline void compute_gradients(
     const char* op, RowsOn* rows, const Arguments& a, const Options& o, at::IntArrayRef positions,
     const Tensor& upstream, const Tensor& stats, double head_scale, const Gradients& into) {
-  const Wanted wanted{into.input.defined(), into.weight.defined(), into.bias.defined()};
+  const Wanted wanted(into);
   BlockPass pass(op, rows, a, o, positions, [&](int64_t tokens, int64_t classes) {
     return plan_blocks(op, a, tokens, classes, o, wanted);
   });
@@ -512,7 +529,7 @@ inline void forward(
     const Tensor& given_total, Results& out) {
   c10::DeviceGuard guard(a.s_input.device());
   const Gradients& into = out.gradients;
-  const Wanted wanted{into.input.defined(), into.weight.defined(), into.bias.defined()};
+  const Wanted wanted(into);
   bool in_blocks = false;
   ChunkPass pass(op, rows, a, o, positions, [&](int64_t tokens, int64_t classes) {
     ChunkPlan plan = plan_chunks(op, a, tokens, classes, o, wanted);

@@ -1,8 +1,9 @@
 // fused_linear_log_probs(input, weight, target, ...): log_probs of logits that exist for one chunk at a time,
 //
-//   z = softcap(logits_scale * (input @ weight.T + bias)) / temperature
+//   z = softcap(logits_scale * (input @ weight.T + low_rank_input @ low_rank_weight.T + bias)) / temperature
 //
-// input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,). Returns log p of the ids and, if if_wanted for,
+// input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,), low_rank_input: (..., R) and
+// low_rank_weight: (V, R), of an adapter. Returns log p of the ids and, if if_wanted for,
 // of each token the entropy, the mean of z, log(sum of p^2), and whether an id has the largest z. The first two have
 // gradients. fp32 input goes with a half-precision weight too.
 //
@@ -43,7 +44,8 @@ Settings check(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     double logits_scale, std::optional<double> softcap, double temperature, int64_t ignore_index, bool entropy,
     bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, std::optional<int64_t> memory_budget,
-    c10::string_view group, int64_t all_classes, ClassSizes sizes, std::optional<int64_t> sequence_dim) {
+    c10::string_view group, int64_t all_classes, ClassSizes sizes, std::optional<int64_t> sequence_dim,
+    const OptionalTensor& low_rank_input, const OptionalTensor& low_rank_weight) {
   Vocabulary vocabulary = cross_entropy::parse_vocabulary(op, group, all_classes, sizes);
   check_activation(op, "input", input);
   const auto dtype = input.scalar_type();
@@ -85,11 +87,21 @@ Settings check(
   LIGER_CHECK(positive(temperature), op, "temperature", "be positive and finite", temperature);
   LIGER_CHECK(
       !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
-  return {logits_scale, {temperature, ignore_index, softcap},
-          entropy,      entropy_grad,
-          mean_logits,  log_sum_sq_probs,
-          is_top1,      memory_budget,
-          vocabulary,   sequence_dim};
+  const Tensor t = value_or_undefined(low_rank_input), b = value_or_undefined(low_rank_weight);
+  check_low_rank(op, "", input, weight, t, b, sequence_dim);
+  return {
+      logits_scale,
+      {temperature, ignore_index, softcap},
+      entropy,
+      entropy_grad,
+      mean_logits,
+      log_sum_sq_probs,
+      is_top1,
+      memory_budget,
+      vocabulary,
+      sequence_dim,
+      t,
+      b};
 }
 
 /// wanted: what backward will need. Nothing: only the results.
@@ -118,8 +130,8 @@ Forward empty_forward(const Tensor& input, const Tensor& target, const Settings&
   return out;
 }
 
-/// input, weight, target, bias, stats, chosen, of_log_probs, of_entropy
-struct Node : core::BackwardNode<Node, 8> {
+/// input, weight, target, bias, stats, chosen, of_log_probs, of_entropy, low_rank_input, low_rank_weight
+struct Node : core::BackwardNode<Node, 10> {
   Settings s{};
   int64_t wanted = 0;
 
@@ -197,7 +209,7 @@ struct Ops {
   }
 
   template <class On>
-  static std::tuple<Tensor, Tensor, Tensor> bwd(
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
       const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& input, const Tensor& weight,
       const Tensor& target, const OptionalTensor& bias, const Tensor& stats, const Tensor& chosen, O... options,
       int64_t wanted) {
@@ -205,13 +217,13 @@ struct Ops {
     check_upstream(grad, grad_entropy, target, input.dim() - 1);
     const Wanted w = Wanted::from_bits(wanted);
     const Tensor b = value_or_undefined(bias);
-    Gradients out = empty_gradients(input, weight, b, w);
+    Gradients out = empty_gradients(input, weight, b, w, s.low_rank_input, s.low_rank_weight);
     if constexpr (On::device != nullptr) {
       backward(
           kBackward, *On::device, value_or_undefined(grad), value_or_undefined(grad_entropy), input, weight, target, b,
           stats, chosen, s, out);
     }
-    return {out.input, out.weight, out.bias};
+    return {out.input, out.weight, out.bias, out.low_rank_input, out.low_rank_weight};
   }
 
   /// d input of a frozen head. It may overwrite of_log_probs.
@@ -273,11 +285,13 @@ struct Ops {
     core::check_dense(kOp, "weight", weight);
     core::check_dense(kOp, "target", target);
     Settings s = check(kOp, input, weight, target, bias, options...);
-    core::check_no_forward_ad(kOp, input, weight, bias);
+    core::check_no_forward_ad(kOp, input, weight, bias, s.low_rank_input, s.low_rank_weight);
     Wanted wanted;
     wanted.input = torch::autograd::compute_requires_grad(input);
     wanted.weight = torch::autograd::compute_requires_grad(weight);
     wanted.bias = torch::autograd::compute_requires_grad(bias);
+    wanted.low_rank_input = torch::autograd::compute_requires_grad(s.low_rank_input);
+    wanted.low_rank_weight = torch::autograd::compute_requires_grad(s.low_rank_weight);
     if (!wanted.any()) return std::nullopt;
     static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_log_probs_fwd");
     Forward out;
@@ -289,7 +303,7 @@ struct Ops {
           fwd_op.call(input, weight, target, bias, options..., wanted.bits());
     }
     auto node = core::make_node<Node>();
-    node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+    node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias, s.low_rank_input, s.low_rank_weight));
     // Saved only if backward reads it.
     const bool scales = out.of_log_probs.defined(), recomputes = !scales || (s.entropy && !s.entropy_grad);
     const bool adds_ids = has_several_ids(input, target);
@@ -304,8 +318,11 @@ struct Ops {
         save(out.rows.stats, recomputes || adds_ids),
         save(out.rows.chosen, recomputes || adds_ids),
         save(out.of_log_probs),
-        save(out.of_entropy)};
+        save(out.of_entropy),
+        save(s.low_rank_input, recomputes),
+        save(s.low_rank_weight, recomputes)};
     node->s = s;
+    node->s.low_rank_input = node->s.low_rank_weight = Tensor();
     node->wanted = wanted.bits();
     torch::autograd::set_history(out.rows.log_probs, node);
     if (s.entropy) torch::autograd::set_history(out.rows.entropy, node);
@@ -317,13 +334,14 @@ struct Ops {
 
 using Linear =
     Ops<double, std::optional<double>, double, int64_t, bool, bool, bool, bool, bool, std::optional<int64_t>,
-        c10::string_view, int64_t, ClassSizes, std::optional<int64_t>>;
+        c10::string_view, int64_t, ClassSizes, std::optional<int64_t>, const OptionalTensor&, const OptionalTensor&>;
 
 core::variable_list Node::backward(core::variable_list&& grads) {
   const Tensor grad = std::move(grads[0]), grad_entropy = grads.size() > 1 ? std::move(grads[1]) : Tensor();
-  if (!grad.defined() && !grad_entropy.defined()) return {Tensor(), Tensor(), Tensor()};
+  if (!grad.defined() && !grad_entropy.defined()) return core::variable_list(5);
   Tensor input = take(0), weight = take(1), target = take(2), bias = take(3), stats = take(4), chosen = take(5);
   Tensor of_log_probs = take(6), of_entropy = take(7);
+  OptionalTensor low_rank_input = take(8), low_rank_weight = take(9);
   const Vocabulary& v = s.vocabulary;
   if (of_log_probs.defined() && (!grad_entropy.defined() || of_entropy.defined())) {
     auto run = [&](const auto& op) {
@@ -334,17 +352,17 @@ core::variable_list Node::backward(core::variable_list&& grads) {
     if (may_overwrite(of_log_probs, of_log_probs)) {
       static const auto op = core::find_op<decltype(Linear::scaled_<Meta>)>("_fused_linear_log_probs_scale_");
       run(op);
-      return {of_log_probs.detach(), Tensor(), Tensor()};
+      return {of_log_probs.detach(), Tensor(), Tensor(), Tensor(), Tensor()};
     }
     static const auto op = core::find_op<decltype(Linear::scaled<Meta>)>("_fused_linear_log_probs_scale");
-    return {run(op), Tensor(), Tensor()};
+    return {run(op), Tensor(), Tensor(), Tensor(), Tensor()};
   }
   static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_log_probs_bwd");
-  auto [dinput, dweight, dbias] = op.call(
+  auto [dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight] = op.call(
       grad, grad_entropy, input, weight, target, bias, stats, chosen, s.logits_scale, s.o.softcap, s.o.temperature,
       s.o.ignore_index, s.entropy, s.entropy_grad, s.mean_logits, s.log_sum_sq_probs, s.is_top1, s.memory_budget,
-      v.group, v.classes, v.class_sizes(), s.sequence_dim, wanted);
-  return {dinput, dweight, dbias};
+      v.group, v.classes, v.class_sizes(), s.sequence_dim, low_rank_input, low_rank_weight, wanted);
+  return {dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight};
 }
 
 }  // namespace
@@ -355,7 +373,7 @@ LIGER_LIBRARY_FRAGMENT(m) {
   const std::string classes = "str group, int classes, int[]? class_sizes";
   const std::string options = softmax +
       "bool entropy, bool entropy_grad, bool mean_logits, bool log_sum_sq_probs, bool is_top1, int? memory_budget, " +
-      classes + ", int? sequence_dim, int wanted) -> ";
+      classes + ", int? sequence_dim, Tensor? low_rank_input, Tensor? low_rank_weight, int wanted) -> ";
   const std::string scale = "Tensor? of_entropy, Tensor target, Tensor? weight, Tensor? stats, Tensor? chosen, " +
       softmax + classes + ") -> ";
   core::define(
@@ -365,7 +383,7 @@ LIGER_LIBRARY_FRAGMENT(m) {
   core::define(
       m,
       "_fused_linear_log_probs_bwd(Tensor? grad, Tensor? grad_entropy, " + tensors +
-          "Tensor? bias, Tensor stats, Tensor chosen, " + options + "(Tensor, Tensor, Tensor)");
+          "Tensor? bias, Tensor stats, Tensor chosen, " + options + "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   core::define(
       m, "_fused_linear_log_probs_scale(Tensor? grad, Tensor? grad_entropy, Tensor of_log_probs, " + scale + "Tensor");
   core::define(

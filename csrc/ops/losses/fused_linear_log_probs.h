@@ -29,7 +29,7 @@ using log_probs::Columns;
 using log_probs::Results;
 using log_probs::Upstream;
 
-/// sequence_dim: the dimension along which input is split over the ranks of the group.
+/// sequence_dim: the dimension along which input is split over the ranks of the group. low_rank_*: undefined without.
 struct Settings {
   double logits_scale;
   log_probs::Options o;
@@ -37,6 +37,7 @@ struct Settings {
   std::optional<int64_t> memory_budget;
   Vocabulary vocabulary;
   std::optional<int64_t> sequence_dim;
+  Tensor low_rank_input, low_rank_weight;
 
   auto tie() {
     return std::tuple_cat(
@@ -73,25 +74,33 @@ constexpr int64_t kLeastBackward = 320 * kMiB, kMostBackward = 1280 * kMiB;
 /// time. bias: (V,) in input's dtype, or undefined.
 struct Head {
   Tensor weight, bias;
+  gemm::LowRank low_rank;
   at::ScalarType dtype;  // of input
   double scale;
   bool sustained;
 
-  Head(const Tensor& x, int64_t tokens, const Tensor& weight_in, const Tensor& bias_in, double logits_scale)
+  Head(
+      const char* op, const Tensor& x, int64_t tokens, const Tensor& weight_in, const Tensor& bias_in,
+      const Settings& s)
       : weight(weight_in),
         bias(bias_in.defined() ? bias_in.to(x.scalar_type()) : bias_in),
+        low_rank(op, s.low_rank_input, s.low_rank_weight, x),
         dtype(x.scalar_type()),
-        scale(logits_scale),
+        scale(s.logits_scale),
         sustained(gemm::is_sustained(2.0 * double(tokens) * double(x.size(1)) * double(weight_in.size(0)))) {}
 
   bool is_mixed() const { return weight.scalar_type() != dtype; }
 
-  /// out: (T, n), the logits of n classes from first_class on.
-  void logits(Tensor out, const Tensor& x, int64_t first_class) const {
+  /// out: (T, n), the logits of n classes from first_class on. x: the tokens from `row` on.
+  void logits(Tensor out, const Tensor& x, int64_t row, int64_t first_class) const {
     const Tensor of_weight = weight.narrow(0, first_class, out.size(1));
     auto compute = [&](Tensor into, const Tensor& w, int64_t first) {
-      if (bias.defined()) {
-        at::addmm_out(into, bias.narrow(0, first_class + first, w.size(0)), x, w.t(), scale, scale);
+      const Tensor of_bias = bias.defined() ? bias.narrow(0, first_class + first, w.size(0)) : bias;
+      if (low_rank.defined()) {
+        low_rank.write(into, row, low_rank.b().narrow(0, first_class + first, w.size(0)), of_bias, scale);
+        gemm::multiply(into, x, w.t(), 1, scale, sustained);
+      } else if (bias.defined()) {
+        at::addmm_out(into, of_bias, x, w.t(), scale, scale);
       } else {
         gemm::multiply(into, x, w.t(), 0, scale, sustained);
       }
@@ -139,7 +148,7 @@ struct Pass {
   TokenOrder order;
   const Tokens input;
   const Tensor index;  // (M, K)
-  const Head head;
+  Head head;
 
   Pass(
       const char* op_name, const Device& on, const Tensor& given, const Tensor& weight, const Tensor& target,
@@ -153,7 +162,7 @@ struct Pass {
         order(order_of(op, given, target.sizes(), sizes.tokens, shard, s.sequence_dim, plan)),
         input(given, sizes.tokens, order),
         index(arranged(target, sizes.ids).contiguous()),
-        head(input.x, sizes.tokens, weight, bias, s.logits_scale) {}
+        head(op, input.x, sizes.tokens, weight, bias, s) {}
 
   /// Numbers per token in the order of this call, (M, each).
   Tensor arranged(const Tensor& t, int64_t each) const {
@@ -294,7 +303,7 @@ struct ForwardPass : Pass {
     c.tokens.wait();
     const int64_t rows = rows_from(c.first), classes = shard.n;
     c.logits = logits_in(memory, rows, classes, head.bias.defined());
-    if (classes > 0) head.logits(c.logits, input.x.narrow(0, c.first, rows), 0);
+    if (classes > 0) head.logits(c.logits, input.x.narrow(0, c.first, rows), c.first, 0);
     const Tensor ids = index.narrow(0, c.first, rows);
     if (!shard.is_split()) {
       Results results = at_tokens(c.first);
@@ -425,7 +434,7 @@ inline void backward(
   c10::DeviceGuard guard(input.device());
   Shard shard(op, s.vocabulary, weight.size(0), "weight");
   const Sizes sizes(input, target);
-  const Wanted wanted{into.input.defined(), into.weight.defined(), into.bias.defined()};
+  const Wanted wanted(into);
   BlockPlan plan =
       backward_plan(op, sizes.tokens, sizes.hidden, shard.largest, input.scalar_type(), wanted, s.memory_budget);
   Pass pass(op, device, input, weight, target, bias, s, std::move(shard), plan);
@@ -441,6 +450,7 @@ inline void backward(
   Tensor bias_sum;
   if (into.bias.defined()) bias_sum = at::zeros({classes}, pass.numbers());
   if (into.weight.defined() && pass.plan.chunks == 0) into.weight.zero_();
+  pass.head.low_rank.compute_gradients(into.low_rank_input, into.low_rank_weight);
   // One block needs no sums over classes.
   const bool sums = dinput.defined() && plan.classes < classes && at::isReducedFloatingType(input.scalar_type());
   Tensor buffer = pass.plan.chunks > 0 ? pass.buffer(std::min(plan.classes, classes)) : Tensor(), sum;
@@ -465,13 +475,14 @@ inline void backward(
     for (int64_t c = 0; c < classes; c += plan.classes) {
       const int64_t count = std::min(plan.classes, classes - c);
       Tensor logits = logits_in(buffer, rows, count, pass.head.bias.defined());
-      pass.head.logits(logits, x, c);
+      pass.head.logits(logits, x, first, c);
       pass.differentiate(logits, logits, first, c, upstream, stats, chosen);
       if (dx.defined()) {
         pass.head.input_gradient(total, logits, c, c > 0);
         // The reduction runs during the last GEMM.
         if (c + count == classes) finish_input();
       }
+      pass.head.low_rank.add_gradients(logits, first, c, s.logits_scale, s.logits_scale);
       if (into.weight.defined()) {
         pass.head.weight_gradient(into.weight.narrow(0, c, count), logits, x, first > 0);
       }
@@ -481,6 +492,7 @@ inline void backward(
     }
   }
   if (into.bias.defined()) into.bias.copy_(bias_sum);
+  finish_low_rank(pass.head.low_rank, pass.shard);
   dinput.wait();
 }
 

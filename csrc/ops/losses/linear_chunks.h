@@ -13,6 +13,7 @@
 
 #include "core/autograd.h"
 #include "core/rows.h"
+#include "gemm/low_rank.h"
 #include "gemm/multiply.h"
 #include "ops/losses/vocabulary.h"
 
@@ -252,31 +253,96 @@ inline double defer_scale(at::Tensor& factors, int64_t tokens, const at::Tensor&
 }
 
 struct Gradients {
-  at::Tensor input, weight, bias;
+  at::Tensor input, weight, bias, low_rank_input, low_rank_weight;
 
-  bool any() const { return input.defined() || weight.defined() || bias.defined(); }
+  bool any() const {
+    return input.defined() || weight.defined() || bias.defined() || low_rank_input.defined() ||
+        low_rank_weight.defined();
+  }
 };
 
 /// Gradients that a call computes.
 struct WantedGradients {
-  bool input = false, weight = false, bias = false;
+  static constexpr int64_t kLowRankInput = 8, kLowRankWeight = 16;
 
-  bool head() const { return weight || bias; }
+  bool input = false, weight = false, bias = false, low_rank_input = false, low_rank_weight = false;
+
+  WantedGradients() = default;
+  WantedGradients(bool input, bool weight, bool bias, bool low_rank_input = false, bool low_rank_weight = false)
+      : input(input), weight(weight), bias(bias), low_rank_input(low_rank_input), low_rank_weight(low_rank_weight) {}
+  /// Those that have memory.
+  explicit WantedGradients(const Gradients& into)
+      : WantedGradients(
+            into.input.defined(), into.weight.defined(), into.bias.defined(), into.low_rank_input.defined(),
+            into.low_rank_weight.defined()) {}
+
+  /// Any but that of input.
+  bool head() const { return weight || bias || low_rank_input || low_rank_weight; }
   bool any() const { return input || head(); }
-  int64_t bits() const { return core::wanted_bits(input, weight, bias); }
+  int64_t bits() const {
+    return core::wanted_bits(input, weight, bias) | (low_rank_input ? kLowRankInput : 0) |
+        (low_rank_weight ? kLowRankWeight : 0);
+  }
   static WantedGradients from_bits(int64_t bits) {
-    return {bool(bits & core::kWantInput), bool(bits & core::kWantWeight), bool(bits & core::kWantBias)};
+    auto has = [&](int64_t bit) { return bool(bits & bit); };
+    return {
+        has(core::kWantInput), has(core::kWantWeight), has(core::kWantBias), has(kLowRankInput), has(kLowRankWeight)};
   }
 };
 
+/// low_rank: the gradients' owners, undefined without a low-rank addend.
 inline Gradients empty_gradients(
-    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, WantedGradients wanted) {
+    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, WantedGradients wanted,
+    const at::Tensor& low_rank_input = {}, const at::Tensor& low_rank_weight = {}) {
   auto like = [](bool wanted, const at::Tensor& t, at::MemoryFormat format) {
     return wanted ? at::empty_like(t, t.options().memory_format(format)) : at::Tensor();
   };
   return {
       like(wanted.input, input, at::MemoryFormat::Contiguous), like(wanted.weight, weight, at::MemoryFormat::Preserve),
-      like(wanted.bias, bias, at::MemoryFormat::Contiguous)};
+      like(wanted.bias, bias, at::MemoryFormat::Contiguous),
+      like(wanted.low_rank_input, low_rank_input, at::MemoryFormat::Contiguous),
+      like(wanted.low_rank_weight, low_rank_weight, at::MemoryFormat::Contiguous)};
+}
+
+/// A low-rank addend t b^T of a head's logits: both t and b are given, or none of them. prefix: of the arguments' names.
+inline void check_low_rank(
+    const char* op, const std::string& prefix, const at::Tensor& input, const at::Tensor& weight,
+    const at::Tensor& low_rank_input, const at::Tensor& low_rank_weight, std::optional<int64_t> sequence_dim) {
+  const std::string t_name = prefix + "low_rank_input", b_name = prefix + "low_rank_weight";
+  LIGER_CHECK(
+      low_rank_input.defined() == low_rank_weight.defined(), op, b_name, "be given if and only if " + t_name + " is",
+      low_rank_weight.defined() ? "a tensor" : "None");
+  if (!low_rank_input.defined()) return;
+  const auto dtype = input.scalar_type();
+  auto check = [&](const std::string& name, const at::Tensor& t) {
+    core::check_dense(op, name.c_str(), t);
+    core::check_same_device(op, name.c_str(), t, (prefix + "input").c_str(), input);
+    LIGER_CHECK(
+        t.scalar_type() == dtype || (t.scalar_type() == at::kFloat && dtype != at::kDouble), op, name,
+        c10::str("be float32 or have the dtype of ", prefix, "input, ", dtype), t.scalar_type());
+  };
+  check(t_name, low_rank_input);
+  check(b_name, low_rank_weight);
+  auto rows = [](const at::Tensor& t) { return t.sym_sizes().slice(0, t.dim() - 1); };
+  LIGER_CHECK(
+      low_rank_input.dim() == input.dim() && rows(low_rank_input).equals(rows(input)), op, t_name,
+      c10::str("have the shape of ", prefix, "input, ", input.sym_sizes(), ", except for the last dimension"),
+      low_rank_input.sym_sizes());
+  const auto classes = weight.sym_size(0), ranks = low_rank_input.sym_sizes().back();
+  LIGER_CHECK(
+      low_rank_weight.dim() == 2 && low_rank_weight.sym_size(0) == classes && low_rank_weight.sym_size(1) == ranks, op,
+      b_name, c10::str("have shape [", classes, ", ", ranks, "], the classes and the last dimension of ", t_name),
+      low_rank_weight.sym_sizes());
+  LIGER_CHECK(!sequence_dim, op, t_name, "be None with sequence_dim", "both");
+}
+
+/// Completes a low-rank addend's gradients. That of t is a sum over the ranks that have the classes.
+inline void finish_low_rank(gemm::LowRank& low_rank, const cross_entropy::Shard& shard) {
+  if (!low_rank.defined()) return;
+  if (shard.is_split() && low_rank.gradient_of_t().defined()) {
+    shard.group->all_reduce(low_rank.gradient_of_t()).wait();
+  }
+  low_rank.finish();
 }
 
 /// Calls f(first class, number of classes, their rows of weight in `wide`), so that no wide copy of the weight exists.

@@ -39,7 +39,8 @@ inline at::Tensor scaled(
 
 /// Multiplies the gradients by the incoming gradient, on the device, at no cost if that is 1; in place if nothing else
 /// can see them.
-struct ReducedNode : core::BackwardNode<ReducedNode, 4> {  // gradients of input, weight, bias; deferred scale
+// Gradients of input, weight, bias, and of a low-rank addend's t and b; the deferred scale.
+struct ReducedNode : core::BackwardNode<ReducedNode, 6> {
   const char* op = "";
 
   auto state() { return std::tie(op); }
@@ -47,13 +48,15 @@ struct ReducedNode : core::BackwardNode<ReducedNode, 4> {  // gradients of input
 
   core::variable_list backward(core::variable_list&& grads) override {
     at::Tensor grad = std::move(grads[0]);
-    if (!grad.defined()) return {at::Tensor(), at::Tensor(), at::Tensor()};
+    constexpr size_t kGradients = 5, kLowRankInput = 3;
+    if (!grad.defined()) return core::variable_list(kGradients);
     core::variable_list out;
-    at::Tensor deferred_scale = take(3);
-    for (size_t i = 0; i < 3; ++i) {
+    at::Tensor deferred_scale = take(kGradients);
+    for (size_t i = 0; i < kGradients; ++i) {
       at::Tensor gradient = take(i);
       if (gradient.defined()) {
-        at::Tensor factor = deferred_scale.defined() ? grad * deferred_scale.select(0, i > 0) : grad;
+        const bool of_tokens = i == 0 || i == kLowRankInput;
+        at::Tensor factor = deferred_scale.defined() ? grad * deferred_scale.select(0, !of_tokens) : grad;
         gradient = detail::scaled(name() + " backward", gradient, factor, may_overwrite(gradient, gradient));
       }
       out.push_back(std::move(gradient));
@@ -62,14 +65,16 @@ struct ReducedNode : core::BackwardNode<ReducedNode, 4> {  // gradients of input
   }
 };
 
-/// Connects a loss. deferred_scale: see defer_scale().
+/// Connects a loss. edges: of the node's gradients. deferred_scale: see defer_scale().
 inline void connect_reduced(
     const char* op, const at::Tensor& loss, torch::autograd::edge_list&& edges, const Gradients& gradients,
     const at::Tensor& deferred_scale) {
   auto node = core::make_node<ReducedNode>();
   node->op = op;
   node->set_next_edges(std::move(edges));
-  node->save(gradients.input, gradients.weight, gradients.bias, deferred_scale);
+  node->save(
+      gradients.input, gradients.weight, gradients.bias, gradients.low_rank_input, gradients.low_rank_weight,
+      deferred_scale);
   torch::autograd::set_history(loss, node);
 }
 

@@ -85,13 +85,9 @@ SIZES = {"rows": "i32", "n": "i32", "inner_rows": "i32"}
 FORWARD_STRIDES, BACKWARD_STRIDES = strides("out", "x", "gate", "residual"), strides("dx", "dgate", "dout", "x", "gate")
 AXES = {"dtype": [{**choice, "A": choice["X"]} for choice in DTYPES], "per_row": [{"PER_ROW": 0}, {"PER_ROW": 1}]}
 CONFIGS = [
-    Config(max_n, aligned, 4, constexprs=dict(BLOCK_M=m, BLOCK_N=n))
-    for max_n, aligned, m, n in (
-        (128, True, 8, 128),
-        (None, True, 1, 1024),
-        (256, False, 4, 256),
-        (None, False, 1, 1024),
-    )
+    Config(256, True, 4, constexprs=dict(BLOCK_M=4, BLOCK_N=256)),
+    Config(None, True, 4, constexprs=dict(BLOCK_M=1, BLOCK_N=1024)),
+    Config(None, False, 4, constexprs=dict(BLOCK_M=1, BLOCK_N=1024)),
 ]
 
 KERNELS = [

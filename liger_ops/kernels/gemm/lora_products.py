@@ -39,7 +39,7 @@ def row_keys(seed, rows):
 
 @triton.jit
 def kept(tile, keys, columns, threshold):
-    """The tile with 0 where an element is dropped. threshold: see threshold_of in csrc/ops/gemm/lora_dropout.h, which has
+    """The tile with 0 where an element is dropped. threshold: see threshold_of in csrc/gemm/lora_dropout.h, which has
     the same hash."""
     x = keys[:, None] ^ (columns.to(tl.uint32) * 0x9E3779B1)[None, :]
     x ^= x >> 16

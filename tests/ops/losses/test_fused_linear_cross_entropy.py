@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import linear_losses
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from linear_losses import (
     with_metrics,
 )
 from pairs import pairwise
-from strategies import may_be_float32
+from strategies import has_low_rank, may_be_float32
 
 import liger_ops
 
@@ -335,7 +336,12 @@ def test_launch_counts_name_the_cpu_path():
     assert liger_ops.launch_counts()["cpu"] == 1
 
 
+# For test_properties.py.
+noise, precision = linear_losses.noise, linear_losses.precision
+
+
 def vary(draw, arguments):
     may_be_float32(draw, arguments, "ce_weight")
     may_be_float32(draw, arguments, "token_weight")
+    has_low_rank(draw, arguments)
     arguments["memory_budget"] = draw(st.sampled_from([None, 12_000]))

@@ -4,6 +4,7 @@ import itertools
 import math
 from functools import partial
 
+import linear_losses
 import pytest
 import torch
 import torch.nn.functional as nnf
@@ -22,8 +23,9 @@ from checks import (
     path_taken,
     roundings,
 )
+from linear_losses import logit_error
 from pairs import pairwise
-from strategies import may_be_float32
+from strategies import has_low_rank, may_be_float32
 from torch import Tensor
 
 from liger_ops import functional as F
@@ -63,21 +65,6 @@ def small_budget(inputs, parts=3):
     row = (len(inputs[1]) + 63) // 64 * 64
     wide = 8 if inputs[0].dtype == torch.float64 else 4
     return (2 * row * wide + row * inputs[0].element_size() + 400) * -(-tokens // parts) + 24 * tokens
-
-
-def logit_error(
-    s_input, s_weight, t_input, t_weight, s_bias=None, t_bias=None, temperature=1.0, s_logits_scale=1.0,
-    t_logits_scale=1.0, **_,
-):  # fmt: skip
-    """One rounding of the terms of the largest logit over the temperature, in the dtype in which ours and the formula compute
-    logits: fp32, or fp64 if a model is fp64. The error of a log-probability, some terms of which are rounded."""
-    models = (s_input, s_weight, s_bias, s_logits_scale), (t_input, t_weight, t_bias, t_logits_scale)
-    wide = torch.float64 if torch.float64 in (s_input.dtype, t_input.dtype) else torch.float32
-    largest = 0.0
-    for x, weight, bias, scale in models:
-        terms = nnf.linear(*(t if t is None else t.detach().double().abs() for t in (x, weight, bias)))
-        largest = max(largest, abs(scale) * float(terms.max()) if terms.numel() else 0.0)
-    return torch.finfo(wide).eps * largest / temperature
 
 
 def relative(error, truth):
@@ -530,8 +517,13 @@ def test_errors(case):
         divergence(**dict(s_input=X, s_weight=W, t_input=X, t_weight=W) | arguments)
 
 
+precision = linear_losses.precision  # for test_properties.py
+
+
 def vary(draw, arguments):
     may_be_float32(draw, arguments, "token_weight")
+    has_low_rank(draw, arguments, "s_")
+    has_low_rank(draw, arguments, "t_")
     if arguments["beta"] != 0:
         arguments["vocab_map"] = None
     if arguments["mask"] is not None:

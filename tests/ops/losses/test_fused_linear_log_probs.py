@@ -4,6 +4,7 @@ import itertools
 import math
 from functools import partial
 
+import linear_losses
 import pytest
 import torch
 from allocations import peak_memory
@@ -23,10 +24,9 @@ from checks import (
 )
 from linear_losses import rms_error
 from pairs import pairwise
-from torch import Tensor
+from strategies import has_low_rank
 
 from liger_ops import functional as F
-from liger_ops._accuracy import compute_dtype
 
 op = torch.ops.liger.fused_linear_log_probs
 
@@ -59,19 +59,14 @@ def make(tokens, hidden, classes, dtype, device, ids=None, bias=False, frozen=()
     return x, weight, target, b
 
 
+# For test_properties.py.
+noise, precision = linear_losses.noise, linear_losses.precision
+
+
 def vary(draw, arguments):
     """For test_properties.py: the terms of this mean may cancel."""
     arguments |= dict(mean_logits=False)
-
-
-def noise(op, **arguments):
-    """For test_properties.py: a logarithm near zero has the absolute error of a number near one."""
-    given = {
-        k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()
-    }
-    error = 4 * torch.finfo(compute_dtype([arguments["input"], arguments["weight"]])).eps
-    exact = F.fused_linear_log_probs.reference(**given)
-    return tuple(error / max(float(t.double().abs().nan_to_num().max()), 1e-30) if t.numel() else 0.0 for t in exact)
+    has_low_rank(draw, arguments)
 
 
 def both(found, options):

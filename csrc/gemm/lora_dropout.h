@@ -11,7 +11,7 @@
 
 #include <cmath>
 
-namespace liger::ops::lora_linear {
+namespace liger::gemm {
 
 inline uint32_t mixed(uint32_t x) {
   x ^= x >> 16;
@@ -52,4 +52,4 @@ inline at::Tensor dropped_on_cpu(const at::Tensor& x, int64_t seed, double rate)
   return out;
 }
 
-}  // namespace liger::ops::lora_linear
+}  // namespace liger::gemm

@@ -103,7 +103,8 @@ def moe_experts_sorted(
     """:func:`moe_experts` for rows that are sorted by expert: the first tokens_per_expert[0] rows go to expert 0.
 
     x: (N, H), gate_up: (E, 2 I, H), down: (E, H, I), tokens_per_expert: (E) indices, gate_up_bias: (E, 2 I),
-    down_bias: (E, H) -> (N, H) in x's dtype.
+    down_bias: (E, H), gate_up_a: (E, r, H), gate_up_b: (E, 2 I, r), down_a: (E, r, I), down_b: (E, H, r) -> (N, H) in
+    x's dtype.
 
     The options are those of :func:`moe_experts`. Rows beyond the sum of `tokens_per_expert` give 0.
 

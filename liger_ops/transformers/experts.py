@@ -71,7 +71,7 @@ def stored(module: Any, name: str, transposed: bool) -> tuple[Tensor, Factors | 
     # peft, unless its wrapper is patched, parametrises the weight during the call: with the product of two factors, if
     # there is one adapter.
     added = module._modules.get("parametrizations", {})
-    if name in added and len(added[name]) == 1 and type(added[name][0]).__name__ == "_LoraFactorsProxy":
+    if name not in module._parameters and name in added and len(added[name]) == 1 and type(added[name][0]).__name__ == "_LoraFactorsProxy":
         proxy = added[name][0]
         a, b = (proxy.lhs, proxy.rhs) if transposed else (proxy.rhs, proxy.lhs)
         return added[name].original, Factors(*((f.transpose(1, 2) if transposed else f) for f in (a, b)), proxy.scaling)

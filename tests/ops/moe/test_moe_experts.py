@@ -15,6 +15,7 @@ from checks import (
 )
 from hypothesis import strategies as st
 from pairs import pairwise
+from strategies import may_be_float32
 from torch import Tensor
 
 from liger_ops.reference.moe_experts import moe_experts as declared
@@ -412,6 +413,10 @@ def vary(draw, arguments):
         for name in ("gate_up", "down"):
             turned = like(arguments[name]).detach().transpose(1, 2)
             arguments[name] = turned.requires_grad_(arguments[name].requires_grad)
+    for pair in (("gate_up_a", "gate_up_b"), ("down_a", "down_b")):
+        if any(arguments[name] is None for name in pair):
+            arguments |= dict.fromkeys(pair)
+        may_be_float32(draw, arguments, *pair)
 
 
 def test_cpu_path():

@@ -287,7 +287,10 @@ def finished_in(parts, config):
     return replace(config, constexprs={**config.constexprs, "PARTS": parts})
 
 
-SMALL_PRODUCTS = [product(64, 32, 2, only=FLOATS), product(64, 32, 2, aligned=False, only={})]
+# With adapters, which are rarely beside fp32, the last one serves aligned tensors too.
+SMALL_PRODUCTS = [
+    product(64, 32, 2, only=FLOATS | {"ADAPTS": (0,)}), product(64, 32, 2, aligned=False, only={})
+]  # fmt: skip
 UNALIGNED_UP = product(32, 32, 2, aligned=False, only={})
 
 KERNELS = [

@@ -44,7 +44,7 @@ def factors_of(wrapper: Any, adapter: str, transposed: bool) -> tuple[Tensor, Te
     a = down.view(wrapper.num_experts, -1, down.shape[1])
     b = up.view(up.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
     if wrapper._did_swap_in_out_features == transposed:  # A belongs to the results, as in older releases
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
+        a, b = b.mT, a.mT
     return a, b
 
 
@@ -111,7 +111,7 @@ def check_factors(wrapper: Any, adapter: str, transposed: bool) -> None:
     shape = (EXPERTS, rows, columns) if transposed else (EXPERTS, columns, rows)
     natural = wrapper._did_swap_in_out_features != transposed
     inner, outer = (rows, columns) if natural else (columns, rows)
-    parts = {}
+    parts: dict[str, nn.Module] = {}
     for name, size in (("lora_A", (RANK * EXPERTS, inner)), ("lora_B", (outer, RANK * EXPERTS))):
         linear = nn.Linear(size[1], size[0], bias=False, device="meta")
         linear.weight = nn.Parameter(random_tensor(*size, seed=len(parts)))
@@ -124,7 +124,7 @@ def check_factors(wrapper: Any, adapter: str, transposed: bool) -> None:
     with torch.no_grad():
         a, b = factors_of(copy, adapter, transposed)
         merged = b @ a * 0.5
-        if not agrees(merged.transpose(1, 2) if transposed else merged, copy.get_delta_weight(adapter), 1e-5):
+        if not agrees(merged.mT if transposed else merged, copy.get_delta_weight(adapter), 1e-5):
             raise NotUnderstood("its adapter has another layout")
 
 

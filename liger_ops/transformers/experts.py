@@ -42,7 +42,7 @@ class Experts:
     biases: bool
 
     def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        (gate_up, down), adapters = self.stored(module)
+        (gate_up, down), adapters = self.weights_of(module)
         gate_up_bias, down_bias = (getattr(module, name) if self.biases else None for name in BIASES)
         dtype = gate_up.dtype
         if weight.dtype not in (dtype, torch.float32):
@@ -54,9 +54,10 @@ class Experts:
         )  # fmt: skip
         return out.to(x.dtype)
 
-    def stored(self, module: Any) -> tuple[list[Tensor], dict[str, Any]]:
+    def weights_of(self, module: Any) -> tuple[list[Tensor], dict[str, Any]]:
         """Both weights as they are stored, and the adapters that they have in this call, as arguments of the operator."""
-        weights, arguments = [], {}
+        weights: list[Tensor] = []
+        arguments: dict[str, Any] = {}
         for name, prefix in zip(WEIGHTS, ("gate_up", "down")):
             weight, factors = stored(module, name, self.transposed)
             weights.append(weight)
@@ -71,10 +72,15 @@ def stored(module: Any, name: str, transposed: bool) -> tuple[Tensor, Factors | 
     # peft, unless its wrapper is patched, parametrises the weight during the call: with the product of two factors, if
     # there is one adapter.
     added = module._modules.get("parametrizations", {})
-    if name not in module._parameters and name in added and len(added[name]) == 1 and type(added[name][0]).__name__ == "_LoraFactorsProxy":
+    if (
+        name not in module._parameters
+        and name in added
+        and len(added[name]) == 1
+        and type(added[name][0]).__name__ == "_LoraFactorsProxy"
+    ):
         proxy = added[name][0]
-        a, b = (proxy.lhs, proxy.rhs) if transposed else (proxy.rhs, proxy.lhs)
-        return added[name].original, Factors(*((f.transpose(1, 2) if transposed else f) for f in (a, b)), proxy.scaling)
+        a, b = (proxy.lhs.mT, proxy.rhs.mT) if transposed else (proxy.rhs, proxy.lhs)
+        return added[name].original, Factors(a, b, proxy.scaling)
     return getattr(module, name), None
 
 

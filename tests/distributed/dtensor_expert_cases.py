@@ -47,7 +47,9 @@ def expert_layouts(of: str, interleaved: bool, transposed: bool, tokens: dict[st
         return found | dict.fromkeys(parameters, Shard(0))
     if of == "inner size":
         kind, columns, rows = Shard if interleaved else STRIDED.get, 1 + transposed, 2 - transposed
-        return found | dict(gate_up=kind(columns), down=Shard(rows), gate_up_bias=kind(1), gate_up_b=kind(1), down_a=Shard(2))
+        return found | dict(
+            gate_up=kind(columns), down=Shard(rows), gate_up_bias=kind(1), gate_up_b=kind(1), down_a=Shard(2)
+        )
     return found
 
 
@@ -78,7 +80,9 @@ for op, tokens in ((F.moe_experts, ROUTED), (F.moe_experts_sorted, SORTED)):
     adapted = tokens | expert_weights(False) | EXPERT_ADAPTERS
     for kind in kinds:
         layout = expert_layouts(kind, False, False, tokens)
-        case(f"{op.__name__}, adapters, by {kind}", op, adapted, layout, RESULTS[kind], gate_up_scale=0.5, down_scale=2.0)
+        case(
+            f"{op.__name__}, adapters, by {kind}", op, adapted, layout, RESULTS[kind], gate_up_scale=0.5, down_scale=2.0
+        )
 case(
     "moe_experts, weights first, by expert",
     partial(F.moe_experts, activation="gelu_tanh", weight_before=True),

@@ -132,7 +132,6 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
     in_pieces, kind = kind == "pieces", "" if kind == "pieces" else kind
     first, second = (Adapters(*each, routes, in_pieces) for each in adapters) if adapters else (None, None)
     no_step = torch.zeros(1, 1, 1, dtype=x.dtype), torch.zeros(1, dtype=x.dtype), 0
-    ADAPTS = int(adapters is not None)
 
     def of(*shape, dtype=x.dtype):
         return torch.full(shape, float("nan"), dtype=dtype)
@@ -187,7 +186,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
             "up", lambda c: most * blocks(inner, c["BLOCK_N"] // 2),
             (act, pre, x, gate_up, gate_up_bias, scale, offsets, tiles, tokens, order, most, hidden, inner, x.stride(0),
              gate_up.stride(0), gate_up.stride(1), *options, flags | has_bias | shared.SAVES_PRE.value, *step),
-            aligned=aligned, LAYOUT=layout, GATE=gate, ADAPTS=ADAPTS, kind=kind, **X,
+            aligned=aligned, LAYOUT=layout, GATE=gate, n=step[2], kind=kind, **X,
         )  # fmt: skip
     product = pre.clone()
 
@@ -204,7 +203,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
             "rows", lambda c: most * blocks(out.shape[1], c["BLOCK_N"]),
             (out, a, w, bias, offsets, tiles, most, a.shape[1], out.shape[1], w.stride(0), w.stride(1), flags,
              *step),
-            aligned=aligned, LAYOUT=layout, ADAPTS=ADAPTS, kind="" if grouped else kind, **X,
+            aligned=aligned, LAYOUT=layout, n=step[2], kind="" if grouped else kind, **X,
         )  # fmt: skip
 
     def combine(rows, flags):
@@ -253,7 +252,7 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
             (pre, weighted, shares, pre, dout, down, scale, offsets, tiles, tokens, order, most, pairs, hidden, inner,
              dout.stride(0), down.stride(0), down.stride(1), *options,
              flags | weighs | shared.SAVES_ACT.value | shared.WANTS_WEIGHT.value, *step),
-            aligned=aligned, LAYOUT=sum_first if transposed else columns_first, GATE=gate, ADAPTS=ADAPTS, kind=kind, **X,
+            aligned=aligned, LAYOUT=sum_first if transposed else columns_first, GATE=gate, n=step[2], kind=kind, **X,
         )  # fmt: skip
     dweight = of(tokens_count, choices, dtype=torch.float32)
     words = 2 if index.dtype == torch.int64 else 1

@@ -39,8 +39,7 @@ struct Meta {
     auto bias = [&](int64_t bit, const c10::SymInt& n) {
       return wanted & bit ? at::empty_symint({call.gate_up.sym_size(0), n}, call.x.options()) : Tensor();
     };
-    return gradients_like(
-        call, like, bias(kGateUpBias, saved.pre.sym_size(1)), bias(kDownBias, call.x.sym_size(1)));
+    return gradients_like(call, like, bias(kGateUpBias, saved.pre.sym_size(1)), bias(kDownBias, call.x.sym_size(1)));
   }
 };
 
@@ -95,7 +94,8 @@ void check_adapters(
       adapters.a.scalar_type() == adapters.b.scalar_type(), op, b,
       c10::str("have the dtype of ", a, ", ", adapters.a.scalar_type()), adapters.b.scalar_type());
   const auto experts = call.gate_up.sym_size(0), rank = adapters.a.sym_size(1);
-  const auto a_letters = c10::str("[experts, rank, ", in_name, "]"), b_letters = c10::str("[experts, ", out_name, ", rank]");
+  const auto a_letters = c10::str("[experts, rank, ", in_name, "]"),
+             b_letters = c10::str("[experts, ", out_name, ", rank]");
   check_shape(op, a.c_str(), adapters.a, a_letters.c_str(), {experts, rank, in});
   check_shape(op, b.c_str(), adapters.b, b_letters.c_str(), {experts, out, rank});
 }
@@ -214,8 +214,7 @@ Ten differentiate(
   check_shape(
       kBackward, "routing", routing, "of the routing data", {Routing::size(pairs_of(call), in.gate_up.sym_size(0))});
   Gradients g = Device::backward(call, in.dout, routing, saved, dpre, wanted);
-  return {g.x,         g.gate_up,   g.down, g.weight, g.gate_up_bias, g.down_bias, g.gate_up_a,
-          g.gate_up_b, g.down_a,    g.down_b};
+  return {g.x, g.gate_up, g.down, g.weight, g.gate_up_bias, g.down_bias, g.gate_up_a, g.gate_up_b, g.down_a, g.down_b};
 }
 
 /// O: the types of Options, in their order.
@@ -244,12 +243,12 @@ struct Gradient {
   }
 
   static void define(torch::Library& m) {
-    constexpr const char* kResults =
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)";
+    constexpr const char* kResults = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)";
     core::define_backward(
         m, "_moe_experts_bwd",
         "Tensor dout, Tensor x, Tensor gate_up, Tensor down, Tensor? index, Tensor? weight, Tensor? down_bias, "
-        "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor(a!) pre, Tensor routing, Tensor t, "
+        "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor(a!) pre, Tensor routing, Tensor "
+        "t, "
         "int wanted, str activation, bool interleaved, bool transposed, float? limit, float alpha, float up_offset, "
         "bool weight_before, float gate_up_scale, float down_scale",
         kResults, kResults);
@@ -270,7 +269,7 @@ struct Gradient {
       auto [x, gate_up, down, weight, gate_up_bias, down_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b] = op.call(
           in.dout, in.x, in.gate_up, in.down, in.index, in.weight, in.down_bias, gate_up_a, gate_up_b, down_a, down_b,
           pre, routing, t, wanted, options...);
-      return core::variable_list{x,         gate_up,   down,       weight,     gate_up_bias,
+      return core::variable_list{x,         gate_up,    down,       weight,  gate_up_bias,
                                  down_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b};
     };
     if (pre.is_contiguous() && node.may_overwrite(pre, pre)) {
@@ -282,8 +281,7 @@ struct Gradient {
   }
 };
 
-using AnyGradient =
-    Gradient<c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double>;
+using AnyGradient = Gradient<c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double>;
 
 using AllOptions =
     std::tuple<c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double>;
@@ -293,8 +291,10 @@ AllOptions with_weight_before(
     c10::string_view activation, bool interleaved, bool transposed, std::optional<double> limit, double alpha,
     double up_offset, O... rest) {
   const auto start = std::make_tuple(activation, interleaved, transposed, limit, alpha, up_offset);
-  if constexpr (sizeof...(O) == 3) return std::tuple_cat(start, std::make_tuple(rest...));
-  else return std::tuple_cat(start, std::make_tuple(false, rest...));
+  if constexpr (sizeof...(O) == 3)
+    return std::tuple_cat(start, std::make_tuple(rest...));
+  else
+    return std::tuple_cat(start, std::make_tuple(false, rest...));
 }
 
 /// The backward of both operators. first: position of the adapters among the node's tensors, which pre, routing and t
@@ -347,14 +347,15 @@ struct Experts : ExpertsOperator<
   template <class Device>
   static Results run(
       bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options, const OptionalTensor& gate_up_a,
-      const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b, double gate_up_scale,
-      double down_scale) {
+      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options,
+      const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
+      const OptionalTensor& down_b, double gate_up_scale, double down_scale) {
     const Four adapters{gate_up_a, gate_up_b, down_a, down_b};
     return run_experts<Device>(
-        save, make_call(
-                  kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias, adapters,
-                  {options..., gate_up_scale, down_scale}));
+        save,
+        make_call(
+            kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias, adapters,
+            {options..., gate_up_scale, down_scale}));
   }
 
   // As a linear layer. The routing weights stay as they are, unless they are wider than fp32.
@@ -406,14 +407,15 @@ struct SortedExperts : ExpertsOperator<
   template <class Device>
   static Results run(
       bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options, const OptionalTensor& gate_up_a,
-      const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b, double gate_up_scale,
-      double down_scale) {
+      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options,
+      const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
+      const OptionalTensor& down_b, double gate_up_scale, double down_scale) {
     const Four adapters{gate_up_a, gate_up_b, down_a, down_b};
     return run_experts<Device>(
-        save, make_call(
-                  kOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias, adapters,
-                  {options..., false, gate_up_scale, down_scale}));
+        save,
+        make_call(
+            kOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias, adapters,
+            {options..., false, gate_up_scale, down_scale}));
   }
 
   template <class AnyNode>
@@ -423,7 +425,8 @@ struct SortedExperts : ExpertsOperator<
     const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2);
     const OptionalTensor none, down_bias = node.take(3);
     const Inputs in{dout, x, gate_up, down, none, none, down_bias, {}};
-    auto found = differentiate_experts(node, in, 4, [](int64_t edge) { return int64_t(1) << (edge < 3 ? edge : edge + 1); });
+    auto found =
+        differentiate_experts(node, in, 4, [](int64_t edge) { return int64_t(1) << (edge < 3 ? edge : edge + 1); });
     found.erase(found.begin() + 3);  // of the weights of routes
     return found;
   }

@@ -143,9 +143,11 @@ inline Tensor adapter_gradient(const Tensor& t, bool zero = false) {
 template <class F>
 Gradients gradients_like(const Call& call, const F& like, const Tensor& gate_up_bias, const Tensor& down_bias) {
   const auto &g = call.gate_up_adapters, &d = call.down_adapters;
-  return {like(kX, call.x),     like(kGateUp, call.gate_up), like(kDown, call.down), like(kWeight, call.weight),
-          gate_up_bias,         down_bias,                   like(kGateUpA, g.a),    like(kGateUpB, g.b),
-          like(kDownA, d.a),    like(kDownB, d.b)};
+  return {like(kX, call.x),       like(kGateUp, call.gate_up),
+          like(kDown, call.down), like(kWeight, call.weight),
+          gate_up_bias,           down_bias,
+          like(kGateUpA, g.a),    like(kGateUpB, g.b),
+          like(kDownA, d.a),      like(kDownB, d.b)};
 }
 
 }  // namespace liger::ops::moe_experts

@@ -203,8 +203,7 @@ Gradients Cpu::backward(
   auto bias = [&](int64_t bit, int64_t n) {
     return wanted & bit ? at::zeros({call.experts(), n}, call.x.options()) : Tensor();
   };
-  Gradients out =
-      gradients_like(call, zeros, bias(kGateUpBias, 2 * call.inner()), bias(kDownBias, call.hidden()));
+  Gradients out = gradients_like(call, zeros, bias(kGateUpBias, 2 * call.inner()), bias(kDownBias, call.hidden()));
   if (call.is_empty()) return out;
   Tensor dx = wanted & kX ? at::zeros({call.pairs(), call.hidden()}, call.x.options()) : Tensor();
   const auto &first_adapters = call.gate_up_adapters, &second_adapters = call.down_adapters;

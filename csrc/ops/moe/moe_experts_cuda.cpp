@@ -27,6 +27,8 @@ constexpr int64_t kManyRows = 1024, kWide = 1024;
 /// The addend of a product: v (pairs, pieces, padded ranks) times each expert's packed adapter. Undefined: none.
 struct Step {
   Tensor v, packed;
+
+  int32_t ranks() const { return v.defined() ? int32_t(v.size(2)) : 0; }
 };
 
 struct Kernels {
@@ -61,12 +63,15 @@ struct Kernels {
     start<K>(runtime::variant_index<K>(config, runtime::point_of<K>(choices...)), programs, args);
   }
 
-  /// Calls f(kernel, config, variant) for the device's own kernel if there is one, else for the general one.
+  /// Calls f(kernel, config, variant) for the device's own kernel if there is one, else for the general one. ranks: of
+  /// the adapters that the kernel adds.
   template <class General, class Hopper, class F, class... Choices>
-  void choose(bool aligned, const F& f, Choices... choices) const {
+  void choose(int64_t ranks, bool aligned, const F& f, Choices... choices) const {
     const auto dtype = core::dtype_of(call.x);
-    if (dtype != runtime::DType::F32 && attempt(Hopper{}, true, aligned, f, Hopper::dtype(dtype), choices...)) return;
-    attempt(General{}, false, aligned, f, General::dtype(dtype), choices...);
+    if (dtype != runtime::DType::F32 && attempt(Hopper{}, true, ranks, aligned, f, Hopper::dtype(dtype), choices...)) {
+      return;
+    }
+    attempt(General{}, false, ranks, aligned, f, General::dtype(dtype), choices...);
   }
 
   static uint32_t gather_variant(at::ScalarType dtype) {
@@ -138,7 +143,7 @@ struct Kernels {
   void set_step(Args& args, const Step& step) const {
     args.v = address(step.v);
     args.packed = address(step.packed);
-    args.padded = step.v.defined() ? int32_t(step.v.size(2)) : 0;
+    args.padded = step.ranks();
   }
 
   template <class Args>
@@ -156,9 +161,9 @@ struct Kernels {
   static constexpr bool has_block_n = HasBlockN<K>::value;
 
   template <class K, class F, class... Choices>
-  bool attempt(K kernel, bool optional, bool aligned, const F& f, Choices... choices) const {
+  bool attempt(K kernel, bool optional, int64_t ranks, bool aligned, const F& f, Choices... choices) const {
     const auto point = runtime::point_of<K>(choices...);
-    const auto& config = runtime::first_fit<K>(1, aligned, point);
+    const auto& config = runtime::first_fit<K>(ranks, aligned, point);
     const uint32_t variant = runtime::variant_index<K>(config, point);
     if (optional && !can_run<K>(variant)) return false;
     f(kernel, config, variant);
@@ -242,8 +247,7 @@ Tensor pack(const Kernels& k, const Tensor& adapter, at::ScalarType dtype) {
   Tensor out = at::empty({k.experts, features, pieces, padded}, adapter.options().dtype(dtype));
   const auto& config = runtime::first_fit<K>(1, false);
   k.start<K>(
-      runtime::variant_index<K>(
-          config, runtime::point_of<K>(K::dtype(core::dtype_of(dtype), core::dtype_of(adapter)))),
+      runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(dtype), core::dtype_of(adapter)))),
       ceil_div(features * padded, config.BLOCK_P) * ceil_div(k.experts, config.BLOCK_E),
       {address(out), address(adapter), k.experts, int32_t(features), int32_t(ranks), int32_t(padded), adapter.stride(0),
        adapter.stride(1), adapter.stride(2)});
@@ -305,7 +309,7 @@ void add_step(const Kernels& k, const Tensor& out, const Step& step) {
       runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(out)))),
       k.tiles * ceil_div(n, config.BLOCK_N),
       {address(out), address(step.v), address(step.packed), address(k.routing.offsets), address(k.routing.tiles),
-       k.tiles, n, int32_t(step.v.size(2))});
+       k.tiles, n, step.ranks()});
 }
 
 /// (E, in, r)
@@ -365,7 +369,7 @@ Tensor up_product(const Kernels& k, const Tensor& x, Tensor* saved, const Tensor
     args.flags = k.gate_flags() | (bias.defined() ? flags::HAS_BIAS : 0) | (pre.defined() ? flags::SAVES_PRE : 0);
     k.start<K>(variant, k.tiles * ceil_div(k.inner, config.BLOCK_N / 2), args);
   };
-  k.choose<kernels::moe_experts_up, kernels::moe_experts_up_hopper>(aligned, run, layout, k.gate(), int(step.v.defined()));
+  k.choose<kernels::moe_experts_up, kernels::moe_experts_up_hopper>(step.ranks(), aligned, run, layout, k.gate());
   return act;
 }
 
@@ -407,7 +411,7 @@ Tensor rows_product(
     k.start<K>(variant, k.tiles * ceil_div(out.size(1), config.BLOCK_N), args);
   };
   const int layout = sum_first ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
-  k.choose<kernels::moe_experts_rows, Hopper>(aligned, run, layout, int(step.v.defined()));
+  k.choose<kernels::moe_experts_rows, Hopper>(step.ranks(), aligned, run, layout);
   return out;
 }
 
@@ -478,7 +482,7 @@ ActGradients act_backward(
   };
   const int layout = k.call.options.transposed ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
   k.choose<kernels::moe_experts_act_bwd, kernels::moe_experts_act_bwd_hopper>(
-      aligned, run, layout, k.gate(), int(step.v.defined()));
+      step.ranks(), aligned, run, layout, k.gate());
   return {act, shares};
 }
 
@@ -509,7 +513,7 @@ Tensor weights_product(const Kernels& k, const Tensor& like, ByToken& tokens, co
     k.start<K>(
         variant, k.experts * ceil_div(out.size(1), config.BLOCK_M) * ceil_div(out.size(2), config.BLOCK_N), args);
   };
-  k.choose<kernels::moe_experts_weights, Hopper>(aligned, run, int(token_left));
+  k.choose<kernels::moe_experts_weights, Hopper>(0, aligned, run, int(token_left));
   return out;
 }
 
@@ -627,8 +631,7 @@ Gradients Cuda::backward(
       u = narrow(k, dout.tokens, second.b, o.down_scale, true);
       step = {u.v, pack(k, by_feature(second.a), dout.tokens.scalar_type())};
     }
-    const auto [act, shares] =
-        act_backward(k, dout, pre, dpre, wants(kDown | kDownA | kDownB), wants(kWeight), step);
+    const auto [act, shares] = act_backward(k, dout, pre, dpre, wants(kDown | kDownA | kDownB), wants(kWeight), step);
     step = Step();
     if (wants(kWeight)) out.weight = weight_gradient(k, shares, dout.tokens, call.index.contiguous());
     if (wants(kDown)) {

@@ -70,7 +70,9 @@ def moe_adapters_rows_kernel(
         mask = fits[:, None] & exists[None, :]
         left = tl.load(x + feature[None, :], mask=fits[None, :], other=0.0)
         if packed.dtype.element_ty == tl.float32:
-            right = tl.load(packed + (expert * features + feature)[:, None] * padded + rank[None, :], mask=mask, other=0.0)
+            right = tl.load(
+                packed + (expert * features + feature)[:, None] * padded + rank[None, :], mask=mask, other=0.0
+            )
             total = tl.dot(left.to(tl.float32), right, total, input_precision="ieee")
         else:
             at = packed + (expert * features + feature)[:, None] * (ADAPTER_PIECES * padded) + rank[None, :]
@@ -147,9 +149,7 @@ def tiles(*sizes, only):
     """sizes: (most ranks, BLOCK_T, BLOCK_C, BLOCK_R). The last one serves tensors that are not aligned, and sums in fp32."""
     aligned = [i + 1 < len(sizes) for i in range(len(sizes))]
     return [
-        Config(
-            ranks, whole, 4, constexprs=dict(BLOCK_T=t, BLOCK_C=c, BLOCK_R=r, STAGES=3), only=only if whole else {}
-        )
+        Config(ranks, whole, 4, constexprs=dict(BLOCK_T=t, BLOCK_C=c, BLOCK_R=r, STAGES=3), only=only if whole else {})
         for whole, (ranks, t, c, r) in zip(aligned, sizes)
     ]
 

@@ -255,7 +255,6 @@ def moe_experts_weights_kernel(
 
 WEIGHTS = {"w_expert": "i64", "w_row": "i64"}
 ADAPTERS = {"v": "*X", "packed": "*X", "padded": "i32"}
-ADAPTS = [{"ADAPTS": 0}, {"ADAPTS": 1}]
 
 
 def product(block_n, block_k, stages, *, aligned=True, warps=8, group=8, only=HALVES):
@@ -287,11 +286,21 @@ def finished_in(parts, config):
     return replace(config, constexprs={**config.constexprs, "PARTS": parts})
 
 
-# With adapters, which are rarely beside fp32, the last one serves aligned tensors too.
+def for_ranks(adapts, config):
+    """A config with or without the last step. Its width is the number of ranks."""
+    return replace(config, max_n=None if adapts else 0, constexprs={**config.constexprs, "ADAPTS": adapts})
+
+
+def both(config):
+    return [for_ranks(0, config), for_ranks(1, config)]
+
+
+# To save space, tensors that are not aligned always have a last step, perhaps without ranks, and fp32 with adapters has no
+# kernels of its own.
 SMALL_PRODUCTS = [
-    product(64, 32, 2, only=FLOATS | {"ADAPTS": (0,)}), product(64, 32, 2, aligned=False, only={})
+    for_ranks(0, product(64, 32, 2, only=FLOATS)), for_ranks(1, product(64, 32, 2, aligned=False, only={}))
 ]  # fmt: skip
-UNALIGNED_UP = product(32, 32, 2, aligned=False, only={})
+UNALIGNED_UP = for_ranks(1, product(32, 32, 2, aligned=False, only={}))
 
 KERNELS = [
     *kernels_of_product(
@@ -302,9 +311,9 @@ KERNELS = [
             **WEIGHTS, **GATE, **ADAPTERS,
         },
         ["act", "pre", "x", "gate_up", "hidden", "inner", "x_row", "w_expert", "w_row", *ADAPTERS],
-        {"layout": layouts(SUM_FIRST, COLUMNS_FIRST, HALVES_APART), "gate": GATES, "adapts": ADAPTS},
-        [product(128, 32, 5), SMALL_PRODUCTS[0], UNALIGNED_UP],
-        [product(256, 64, 4), UNALIGNED_UP],
+        {"layout": layouts(SUM_FIRST, COLUMNS_FIRST, HALVES_APART), "gate": GATES},
+        [*both(product(128, 32, 5)), SMALL_PRODUCTS[0], UNALIGNED_UP],
+        [*both(product(256, 64, 4)), UNALIGNED_UP],
     ),
     *kernels_of_product(
         moe_experts_rows_kernel,
@@ -313,9 +322,9 @@ KERNELS = [
             "n": "i32", **WEIGHTS, "flags": "i32", **ADAPTERS,
         },
         ["out", "a", "w", "depth", "n", "w_expert", "w_row", *ADAPTERS],
-        {"layout": layouts(SUM_FIRST, COLUMNS_FIRST), "adapts": ADAPTS},
-        [product(256, 32, 4), *SMALL_PRODUCTS],
-        [product(256, 64, 4), SMALL_PRODUCTS[-1]],
+        {"layout": layouts(SUM_FIRST, COLUMNS_FIRST)},
+        [*both(product(256, 32, 4)), *SMALL_PRODUCTS],
+        [*both(product(256, 64, 4)), SMALL_PRODUCTS[-1]],
         ("_hopper", "_bwd_hopper"),
     ),
     *kernels_of_product(
@@ -326,9 +335,9 @@ KERNELS = [
             "inner": "i32", "dout_row": "i64", **WEIGHTS, **GATE, **ADAPTERS,
         },
         ["dpre", "act", "pre", "dout", "down", "hidden", "inner", "dout_row", "w_expert", "w_row", *ADAPTERS],
-        {"layout": layouts(SUM_FIRST, COLUMNS_FIRST), "gate": GATES, "adapts": ADAPTS},
-        [finished_in(4, product(128, 32, 5)), *(finished_in(4, small) for small in SMALL_PRODUCTS)],
-        [finished_in(4, product(128, 64, 4)), finished_in(4, SMALL_PRODUCTS[-1])],
+        {"layout": layouts(SUM_FIRST, COLUMNS_FIRST), "gate": GATES},
+        [finished_in(4, config) for config in (*both(product(128, 32, 5)), *SMALL_PRODUCTS)],
+        [finished_in(4, config) for config in (*both(product(128, 64, 4)), SMALL_PRODUCTS[-1])],
     ),
     *kernels_of_product(
         moe_experts_weights_kernel,

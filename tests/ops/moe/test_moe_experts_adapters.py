@@ -69,9 +69,7 @@ def test_sizes(size, ranks, dtype, device):
     check(inputs, grads, size[3], device)
 
 
-@pairwise(
-    options=EVERY_OPTION, size=[(23, 24, 16, 5, 3), (9, 7, 5, 3, 2)], bias=[False, True], frozen=[False, True]
-)
+@pairwise(options=EVERY_OPTION, size=[(23, 24, 16, 5, 3), (9, 7, 5, 3, 2)], bias=[False, True], frozen=[False, True])
 def test_options(size, options, bias, frozen, device):
     bias &= not options.get("weight_before", False)
     transposed = options.get("transposed", False)
@@ -158,7 +156,9 @@ def test_adapters_of_rank_zero_add_nothing(device):
     inputs, grads = inputs_of(23, 24, 16, 5, 3, device=device)
     shapes = [(5, 0, 24), (5, 32, 0), (5, 0, 16), (5, 24, 0)]
     empty = [torch.ones(shape, device=device).requires_grad_() for shape in shapes]
-    found = gradients(lambda *t: torch.ops.liger.moe_experts(*t[:5], **dict(zip(ADAPTERS, t[5:]))), inputs + empty, grads)
+    found = gradients(
+        lambda *t: torch.ops.liger.moe_experts(*t[:5], **dict(zip(ADAPTERS, t[5:]))), inputs + empty, grads
+    )
     assert equal(found[:5], gradients(torch.ops.liger.moe_experts, inputs, grads))
     assert [g.shape for g in found[5:]] == [*map(torch.Size, shapes)]
 
@@ -217,7 +217,10 @@ def bad(**changes):
         (dict(gate_up_b=torch.ones(5, 32, 2)), r"gate_up_b must have shape \[experts, 2 inner, rank\], \[5, 32, 3\]"),
         (dict(down_a=torch.ones(4, 8, 16)), r"down_a must have shape \[experts, rank, inner\], \[5, 8, 16\]"),
         (dict(down_b=torch.ones(5, 9, 8)), r"down_b must have shape \[experts, hidden, rank\], \[5, 8, 8\]"),
-        (dict(down_a=torch.ones(5, 8, 16).half()), r"down_a must be float32 or have the dtype of x, Float \(got Half\)"),
+        (
+            dict(down_a=torch.ones(5, 8, 16).half()),
+            r"down_a must be float32 or have the dtype of x, Float \(got Half\)",
+        ),
         (dict(down_b=torch.ones(5, 8, 8, device="meta")), r"down_b must be on cpu like x \(got meta\)"),
     ],
 )

@@ -1,8 +1,11 @@
-"""The kernels of moe_experts with adapters, in Triton's interpreter on CPU tensors."""
+"""The kernels of moe_experts with adapters, in Triton's interpreter on CPU tensors. And the C++ code that launches them."""
 
+import numpy as np
+import pytest
 import torch
-from checks import assert_no_worse
+from checks import ROOT, assert_no_worse, run_python
 from interpreted import cases
+from stub_cuda import LIBRARIES
 
 from liger_ops import functional as F
 
@@ -31,10 +34,8 @@ THOROUGH = [
 ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 
 
-@cases(QUICK, THOROUGH)
-def test_kernels_interpreted(case, interpreted):
+def check(case, got):
     _, _, activation, transposed, interleaved, bias, weight_before, counts, _, _, _ = case
-    got = interpreted
     options = dict(
         activation=activation, transposed=transposed, interleaved=interleaved, limit=0.75,
         alpha=1.5 if activation == "silu" else 1.0, up_offset=0.25, gate_up_scale=0.75, down_scale=2.0,
@@ -56,3 +57,44 @@ def test_kernels_interpreted(case, interpreted):
     eager, oracle = run(None), run(torch.float64)
     for name in oracle:
         assert_no_worse(name, got[name].to(eager[name].dtype), eager[name], oracle[name])
+
+
+@cases(QUICK, THOROUGH)
+def test_kernels_interpreted(case, interpreted):
+    check(case, interpreted)
+
+
+# ---- What C++ launches
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """moe_experts_cuda.cpp, without a device."""
+    from torch.utils.cpp_extension import load
+
+    folder = tmp_path_factory.mktemp("moe_experts_on_cpu")
+    headers = ROOT.glob("build/cpython*/generated/kernels/moe_adapters.h")
+    generated = max(headers, key=lambda path: path.stat().st_mtime).parents[1]
+    load(
+        "moe_experts_on_cpu",
+        [str(ROOT / "tests/support/moe_experts_on_cpu.cpp")],
+        extra_include_paths=[str(ROOT / "csrc"), str(generated)],
+        extra_cflags=["-std=c++20", "-O1", "-fvisibility=hidden"],
+        extra_ldflags=[str(LIBRARIES / "libliger_runtime.so"), f"-Wl,-rpath,{LIBRARIES}"],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+    return str(folder / "moe_experts_on_cpu.so")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "case", [c for c in QUICK + THOROUGH if c[8] in ("", "_hopper")], ids=lambda case: "-".join(map(str, case))
+)
+def test_kernels_as_the_host_launches_them(case, library, tmp_path):
+    path = str(tmp_path / "results.npz")
+    code = f"from moe_on_host import run_host\nrun_host({path!r}, {library!r}, *{case!r})"
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert not done.returncode, done.stdout + done.stderr
+    with np.load(path) as arrays:
+        check(case, {name: torch.from_numpy(array) for name, array in arrays.items()})

@@ -316,8 +316,8 @@ def save(path, results):
     numpy.savez(path, **{k: v.numpy() for k, v in results.items()})
 
 
-def run_adapted(path, size, dtype, activation, transposed, interleaved, bias, weight_before, counts, kind, ranks, wide):
-    """layer() with adapters whose storage is peft's, saved at path together with its inputs. wide: adapters in fp32."""
+def adapted_inputs(size, dtype, transposed, bias, counts, ranks, wide):
+    """Tensors by name, with adapters that lie as peft's. wide: those are in fp32."""
     torch.manual_seed(0)
     tokens, hidden, inner, experts, choices = size
     dtype = getattr(torch, dtype)
@@ -326,25 +326,41 @@ def run_adapted(path, size, dtype, activation, transposed, interleaved, bias, we
     def make(*shape, dtype=dtype):
         return (torch.randn(shape) / 2).to(dtype)
 
-    def adapters(inputs, outputs, rank, scale):
+    def adapters(inputs, outputs, rank):
         a = make(rank * experts, inputs, dtype=of_adapters).view(experts, rank, inputs)
-        return a, make(outputs, rank * experts, dtype=of_adapters).view(outputs, rank, experts).permute(2, 0, 1), scale
+        return a, make(outputs, rank * experts, dtype=of_adapters).view(outputs, rank, experts).permute(2, 0, 1)
 
-    x, dout = make(tokens, hidden + 8)[:, :hidden], make(tokens, hidden)
-    gate_up, down = make(experts, 2 * inner, hidden), make(experts, hidden, inner)
+    found = dict(x=make(tokens, hidden + 8)[:, :hidden], given_dout=make(tokens, hidden))
+    found |= dict(
+        gate_up=make(experts, 2 * inner, hidden), down=make(experts, hidden, inner), index=torch.tensor(counts)
+    )
     if transposed:
-        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-    biases = [make(experts, 2 * inner).float(), make(experts, hidden).float()] if bias else []
-    index, weight = torch.tensor(counts), None
+        found |= {name: found[name].transpose(1, 2).contiguous() for name in ("gate_up", "down")}
+    if bias:
+        found |= dict(gate_up_bias=make(experts, 2 * inner).float(), down_bias=make(experts, hidden).float())
     if not counts:
-        index, weight = torch.randint(-1, experts + 1, (tokens, choices)), torch.rand(tokens, choices)
-    of_both = adapters(hidden, 2 * inner, ranks[0], 0.75), adapters(inner, hidden, ranks[1], 2.0)
+        found |= dict(index=torch.randint(-1, experts + 1, (tokens, choices)), weight=torch.rand(tokens, choices))
+    found["gate_up_a"], found["gate_up_b"] = adapters(hidden, 2 * inner, ranks[0])
+    found["down_a"], found["down_b"] = adapters(inner, hidden, ranks[1])
+    return found
+
+
+SCALES, LIMIT, UP_OFFSET = (0.75, 2.0), 0.75, 0.25
+
+
+def alpha_of(activation):
+    return 1.5 if activation == "silu" else 1.0
+
+
+def run_adapted(path, size, dtype, activation, transposed, interleaved, bias, weight_before, counts, kind, ranks, wide):
+    """layer() with adapters, saved at path together with its inputs."""
+    given = adapted_inputs(size, dtype, transposed, bias, counts, ranks, wide)
     flags = shared.INTERLEAVED.value * interleaved | shared.WEIGHT_FIRST.value * weight_before
     gate = shared.SILU.value if activation == "silu" else shared.GELU.value
-    options = (1.5 if activation == "silu" else 1.0, 0.75, 0.25)
-    results = layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed, options, kind, of_both)
-    given = dict(x=x, gate_up=gate_up, down=down, index=index, given_dout=dout)
-    given |= {} if weight is None else {"weight": weight}
-    given |= dict(zip(("gate_up_bias", "down_bias"), biases))
-    given |= dict(gate_up_a=of_both[0][0], gate_up_b=of_both[0][1], down_a=of_both[1][0], down_b=of_both[1][1])
+    biases = [given["gate_up_bias"], given["down_bias"]] if bias else []
+    of_both = [(given[f"{name}_a"], given[f"{name}_b"], scale) for name, scale in zip(("gate_up", "down"), SCALES)]
+    results = layer(
+        given["x"], given["gate_up"], given["down"], given["index"], given.get("weight"), biases, given["given_dout"],
+        flags, gate, transposed, (alpha_of(activation), LIMIT, UP_OFFSET), kind, of_both,
+    )  # fmt: skip
     save(path, results | {f"in_{k}": v for k, v in given.items()})

@@ -21,6 +21,14 @@ HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
 WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 
 
+class Factors(NamedTuple):
+    """Low-rank adapters of a weight of all experts: scale * b @ a."""
+
+    a: Tensor  # (E, r, in)
+    b: Tensor  # (E, out, r)
+    scale: float
+
+
 @dataclass(frozen=True)
 class Experts:
     """Options of the operator for a stack of experts."""
@@ -34,16 +42,46 @@ class Experts:
     biases: bool
 
     def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        (gate_up, down), adapters = self.weights_of(module)
         gate_up_bias, down_bias = (getattr(module, name) if self.biases else None for name in BIASES)
-        dtype = module.gate_up_proj.dtype
+        dtype = gate_up.dtype
         if weight.dtype not in (dtype, torch.float32):
             weight = weight.to(dtype)
         out = F.moe_experts(
-            x.to(dtype), module.gate_up_proj, module.down_proj, index, weight, gate_up_bias, down_bias, self.activation,
+            x.to(dtype), gate_up, down, index, weight, gate_up_bias, down_bias, self.activation,
             interleaved=self.interleaved, transposed=self.transposed, limit=self.limit, alpha=self.alpha,
-            up_offset=self.up_offset,
+            up_offset=self.up_offset, **adapters,
         )  # fmt: skip
         return out.to(x.dtype)
+
+    def weights_of(self, module: Any) -> tuple[list[Tensor], dict[str, Any]]:
+        """Both weights as they are stored, and the adapters that they have in this call, as arguments of the operator."""
+        weights: list[Tensor] = []
+        arguments: dict[str, Any] = {}
+        for name, prefix in zip(WEIGHTS, ("gate_up", "down")):
+            weight, factors = stored(module, name, self.transposed)
+            weights.append(weight)
+            if factors is not None:
+                arguments |= {f"{prefix}_a": factors.a, f"{prefix}_b": factors.b, f"{prefix}_scale": factors.scale}
+        return weights, arguments
+
+
+def stored(module: Any, name: str, transposed: bool) -> tuple[Tensor, Factors | None]:
+    if factors := module.__dict__.get("liger_adapters", {}).get(name):
+        return getattr(module, name), factors
+    # peft, unless its wrapper is patched, parametrises the weight during the call: with the product of two factors, if
+    # there is one adapter.
+    added = module._modules.get("parametrizations", {})
+    if (
+        name not in module._parameters
+        and name in added
+        and len(added[name]) == 1
+        and type(added[name][0]).__name__ == "_LoraFactorsProxy"
+    ):
+        proxy = added[name][0]
+        a, b = (proxy.lhs.mT, proxy.rhs.mT) if transposed else (proxy.rhs, proxy.lhs)
+        return added[name].original, Factors(a, b, proxy.scaling)
+    return getattr(module, name), None
 
 
 class EagerConfig:
@@ -144,7 +182,7 @@ def patch_experts(module: nn.Module, found: Experts | Gate) -> str:
 
     def forward(self: Any, hidden_states: Tensor, *args: Tensor, **named: Tensor) -> Tensor:
         index, weight = (*args, *named.values())
-        w = self.gate_up_proj
+        w, _ = stored(self, WEIGHTS[0], found.transposed)
         if is_distributed(w) or (w.is_cuda and w.dtype == torch.float64):
             return class_of(self).forward(self, hidden_states, index, weight)
         return found(self, hidden_states, index, weight)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, overload
 from torch import nn
 
 from ..projections import has_adapters
-from . import activations, experts, gated_norms, modules, probe
+from . import activations, adapted_experts, experts, gated_norms, modules, probe
 from .heads import patch_model, release_base
 from .patched import (
     NotUnderstood,
@@ -77,6 +77,7 @@ KINDS = (
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
+    Kind("lora", adapted_experts.wraps_parameter, adapted_experts.identify, adapted_experts.patch),
     Kind("lora", has_adapters, probe.identify_lora, modules.patch_lora),
 )
 

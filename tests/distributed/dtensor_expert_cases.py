@@ -32,8 +32,14 @@ def expert_weights(transposed: bool) -> dict[str, Tensor]:
     return {name: w.transpose(1, 2).contiguous() if transposed else w for name, w in found.items()}
 
 
+EXPERT_ADAPTERS = dict(
+    gate_up_a=randn(EXPERTS, 2, 24), gate_up_b=randn(EXPERTS, 2 * INNER, 2), down_a=randn(EXPERTS, 3, INNER),
+    down_b=randn(EXPERTS, 24, 3),
+)  # fmt: skip
+
+
 def expert_layouts(of: str, interleaved: bool, transposed: bool, tokens: dict[str, Tensor]) -> dict[str, Placement]:
-    parameters = ("gate_up", "down", "gate_up_bias", "down_bias")
+    parameters = ("gate_up", "down", "gate_up_bias", "down_bias", *EXPERT_ADAPTERS)
     found = dict.fromkeys((*tokens, *parameters), R)
     if of == "token":
         return found | dict.fromkeys(tokens, Shard(0))
@@ -41,7 +47,9 @@ def expert_layouts(of: str, interleaved: bool, transposed: bool, tokens: dict[st
         return found | dict.fromkeys(parameters, Shard(0))
     if of == "inner size":
         kind, columns, rows = Shard if interleaved else STRIDED.get, 1 + transposed, 2 - transposed
-        return found | dict(gate_up=kind(columns), down=Shard(rows), gate_up_bias=kind(1))
+        return found | dict(
+            gate_up=kind(columns), down=Shard(rows), gate_up_bias=kind(1), gate_up_b=kind(1), down_a=Shard(2)
+        )
     return found
 
 
@@ -69,6 +77,12 @@ for op, tokens in ((F.moe_experts, ROUTED), (F.moe_experts_sorted, SORTED)):
     case(f"{op.__name__}, halves, biases, by inner size", op, halves, layout, SUM)
     both = {k: [p, p] for k, p in expert_layouts("expert", False, False, tokens).items()}
     case_2d(f"{op.__name__}, by expert twice", op, halves, both, [[SUM, SUM]])
+    adapted = tokens | expert_weights(False) | EXPERT_ADAPTERS
+    for kind in kinds:
+        layout = expert_layouts(kind, False, False, tokens)
+        case(
+            f"{op.__name__}, adapters, by {kind}", op, adapted, layout, RESULTS[kind], gate_up_scale=0.5, down_scale=2.0
+        )
 case(
     "moe_experts, weights first, by expert",
     partial(F.moe_experts, activation="gelu_tanh", weight_before=True),

@@ -95,6 +95,8 @@ SPILLS_OF_LIMITED_REGISTERS = {
     "rms_norm_bwd": 80,
     "rms_norm_gated_bwd": 96,
 }
+# The last step of GEMMs with adapters needs a few more registers, once per tile.
+SPILL_OF_ADAPTERS = 64
 
 
 @pytest.mark.parametrize("name, arch", COMPILED)
@@ -104,6 +106,7 @@ def test_spills(name, arch):
     for variant in variants(name, arch):
         limited = variant.max_registers and variant.config.aligned
         allowed = max(SMALL_SPILL, SPILLS_OF_LIMITED_REGISTERS.get(name, 0) if limited else 0)
+        allowed = max(allowed, SPILL_OF_ADAPTERS if variant.constexprs.get("ADAPTS") else 0)
         spilled = spilled_bytes(binaries[variant.name])
         if spilled > allowed:
             worse.append(f"{variant.name}: {spilled} bytes, allowed {allowed}")
@@ -242,6 +245,10 @@ def has_aligned_rows(kernel) -> bool:
     return not kernel.archs and "*X" in kernel.args.values() and any(config.aligned for config in kernel.configs)
 
 
+# Tiles of adapters have as many columns as ranks: a thread may have less than a full access.
+FEW_COLUMNS = ("v", "packed", "pieces")
+
+
 @pytest.mark.parametrize("name", [k.name for k in tables.kernels() if has_aligned_rows(k)])
 def test_aligned_variants_use_16_byte_accesses(name):
     """Every tensor with the dtype of the activations, in every variant with wide enough tiles."""
@@ -257,7 +264,7 @@ def test_aligned_variants_use_16_byte_accesses(name):
         for what, sources, width in accesses(texts[variant.name].decode(), pointers):
             for source in sources:
                 widths[what, source] = max(width, widths.get((what, source), 0))
-        narrow = {k: w for k, w in widths.items() if w < WIDEST}
+        narrow = {k: w for k, w in widths.items() if w < WIDEST and k[1] not in FEW_COLUMNS}
         assert not narrow, f"{variant.name}: {narrow}"
         seen |= {source for _, source in widths}
         checked += 1

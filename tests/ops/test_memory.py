@@ -28,6 +28,7 @@ ops = torch.ops.liger
 FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this call\)"
 
 
+ADAPTERS_OF_EXPERTS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 # Arguments that forward saves -> their names in the backward operator.
 SAVED = {
     **{op: {name: name for name in names} for op, names in plain_operators().items()},
@@ -42,8 +43,10 @@ SAVED = {
     "qk_norm_rope": {name: name for name in ("q", "k", "q_weight", "k_weight", "cos", "sin")},
     "embedding": dict(input="input"),
     "lora_linear": {name: name for name in ("x", "weight", "a", "b")},
-    "moe_experts": {name: name for name in ("x", "gate_up", "down", "index", "weight", "down_bias")},
-    "moe_experts_sorted": {name: name for name in ("x", "gate_up", "down", "down_bias")},
+    "moe_experts": {
+        name: name for name in ("x", "gate_up", "down", "index", "weight", "down_bias", *ADAPTERS_OF_EXPERTS)
+    },
+    "moe_experts_sorted": {name: name for name in ("x", "gate_up", "down", "down_bias", *ADAPTERS_OF_EXPERTS)},
     "cross_entropy": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_with_metrics": dict(logits="logits", target="target", weight="weight"),
     "cross_entropy_": dict(logits="dlogits"),

@@ -250,7 +250,7 @@ def test_cpp_and_python_choose_the_same_variant(tmp_path):
     codegen.generate(tmp_path)
     everything = tables.kernels()
     widths, rows = (
-        sorted({1, 1 << 40} | {b + d for b in bounds if b for d in (0, 1)})
+        sorted({1, 1 << 40} | {b + d for b in bounds if b is not None for d in (0, 1)})
         for bounds in zip(*((c.max_n, c.max_rows) for k in everything for c in k.configs))
     )
     calls = [

@@ -59,6 +59,10 @@ MOE = dict(x=("B", WIDTH), index=ROUTES, weight=ROUTES)
 EXPERT_WEIGHTS = dict(gate_up=(EXPERTS, 2 * SIZE, WIDTH), down=(EXPERTS, WIDTH, SIZE))
 TURNED_WEIGHTS = dict(gate_up=(EXPERTS, WIDTH, 2 * SIZE), down=(EXPERTS, SIZE, WIDTH))
 EXPERT_BIASES = dict(gate_up_bias=(EXPERTS, 2 * SIZE), down_bias=(EXPERTS, WIDTH))
+EXPERT_ADAPTERS = dict(
+    gate_up_a=(EXPERTS, 3, WIDTH), gate_up_b=(EXPERTS, 2 * SIZE, 3), down_a=(EXPERTS, 2, SIZE),
+    down_b=(EXPERTS, WIDTH, 2),
+)  # fmt: skip
 GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
 SPLIT = dict(group=SOLO, classes=VOCABULARY)
 
@@ -101,6 +105,7 @@ ROWS = [
     Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
     Row("moe_experts", MOE, EXPERT_WEIGHTS),
     Row("moe_experts", MOE, TURNED_WEIGHTS | EXPERT_BIASES, GPT_OSS),
+    Row("moe_experts", MOE, EXPERT_WEIGHTS | EXPERT_ADAPTERS, dict(gate_up_scale=0.5, down_scale=2.0)),
     Row("moe_experts_sorted", dict(x=("B", WIDTH), tokens_per_expert=(EXPERTS,)), EXPERT_WEIGHTS),
     Row("cross_entropy", LOSS, {}, dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=20.0)),
     Row("cross_entropy", LOSS, {}, dict(reduction="none")),

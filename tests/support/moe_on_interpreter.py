@@ -4,6 +4,7 @@ import numpy
 import torch
 from interpreter import find
 
+from liger_ops.kernels.gemm.lora_products import RANK_STEP
 from liger_ops.kernels.moe import _tiles as shared
 from liger_ops.kernels.moe import moe_experts as m
 
@@ -16,11 +17,11 @@ def blocks(a, b):
     return -(-a // b)
 
 
-def launch(name, programs, arguments, n=1, aligned=False, kind="", **choices):
-    kernel = find(f"moe_experts_{name}{kind}")
-    variant = kernel.pick(choices, n, aligned)
-    if programs(variant.constexprs):
-        kernel.function[(programs(variant.constexprs),)](*arguments, **variant.constexprs)
+def launch(name, programs, arguments, n=1, aligned=False, kind="", family="moe_experts", pieces=None, **choices):
+    kernel = find(f"{family}_{name}{kind}")
+    constexprs = kernel.pick(choices, n, aligned).constexprs | ({"PIECES": pieces} if pieces else {})
+    if programs(constexprs):
+        kernel.function[(programs(constexprs),)](*arguments, **constexprs)
 
 
 def routing(index, pairs, choices, experts):
@@ -41,8 +42,76 @@ def routing(index, pairs, choices, experts):
     return offsets, tiles, tokens, order, position
 
 
-def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed, options, kind=""):
-    """Forward and backward: everything that they compute. weight: fp32, or None if rows are sorted."""
+NAMES = {torch.float32: "fp32", torch.float16: "fp16"}
+
+
+def padded(ranks):
+    return blocks(ranks, RANK_STEP.value) * RANK_STEP.value
+
+
+class Adapters:
+    """The adapters of a weight, in the kernels. a: (E, r, in), b: (E, out, r). in_pieces: adapters in fp32 beside fp16
+    are multiplied as beside bf16, which the interpreter cannot multiply."""
+
+    def __init__(self, a, b, scale, routes, in_pieces):
+        self.a, self.b, self.scale, self.routes, self.in_pieces = a.transpose(1, 2), b, scale, routes, in_pieces
+
+    def pack(self, adapter, dtype):
+        experts, features, ranks = adapter.shape
+        pieces = 1 if dtype == torch.float32 else shared.ADAPTER_PIECES.value
+        out = torch.full((experts, features, pieces, padded(ranks)), float("nan"), dtype=dtype)
+        launch(
+            "pack",
+            lambda c: blocks(features * padded(ranks), c["BLOCK_P"]) * blocks(experts, c["BLOCK_E"]),
+            (out, adapter, experts, features, ranks, padded(ranks), *adapter.stride()),
+            family="moe_adapters", P=NAMES[dtype], W=NAMES[adapter.dtype],
+        )  # fmt: skip
+        return out
+
+    def rows(self, x, adapter, gathers):
+        """scale x times an adapter: in fp32, and in pieces."""
+        offsets, tiles, tokens, pairs, most = self.routes
+        features, ranks = adapter.shape[1:]
+        packed = self.pack(adapter, adapter.dtype if x.dtype == torch.float16 and not self.in_pieces else x.dtype)
+        t = torch.full((pairs, ranks), float("nan"))
+        v = torch.full((pairs, 1 if x.dtype == torch.float32 else 2, padded(ranks)), float("nan"), dtype=x.dtype)
+        aligned = features % 8 == 0 and x.stride(0) % 8 == 0
+        launch(
+            "rows", lambda c: most * (ROWS // c["BLOCK_T"]) * blocks(padded(ranks), c["BLOCK_R"]),
+            (t, v, x, packed, offsets, tiles, tokens, features, ranks, padded(ranks), x.stride(0), self.scale,
+             shared.GATHERS.value * gathers),
+            n=padded(ranks), aligned=aligned, family="moe_adapters", X=NAMES[x.dtype], P=NAMES[packed.dtype],
+        )  # fmt: skip
+        return t, v
+
+    def step(self, v, adapter):
+        return v, self.pack(adapter, v.dtype), v.shape[2]
+
+    def gradient(self, adapter, x, v, gathers):
+        """As the adapter lies in memory."""
+        offsets, _, tokens, _, _ = self.routes
+        experts, features, ranks = adapter.shape
+        out = torch.empty_like(adapter).fill_(float("nan"))
+        aligned = features % 8 == 0 and ranks % 8 == 0 and x.stride(0) % 8 == 0
+        launch(
+            "columns", lambda c: experts * blocks(features, c["BLOCK_C"]) * blocks(ranks, c["BLOCK_R"]),
+            (out, x, v, offsets, tokens, features, ranks, x.stride(0), *out.stride(), shared.GATHERS.value * gathers),
+            n=ranks, aligned=aligned, family="moe_adapters", pieces=3 if self.in_pieces else None, X=NAMES[x.dtype],
+            W=NAMES[x.dtype if self.in_pieces else adapter.dtype],
+        )  # fmt: skip
+        return out
+
+    def add(self, out, step):
+        offsets, tiles, _, _, most = self.routes
+        launch(
+            "add", lambda c: most * blocks(out.shape[1], c["BLOCK_N"]),
+            (out, *step[:2], offsets, tiles, most, out.shape[1], step[2]), aligned=True, family="moe_adapters", X="bf16",
+        )  # fmt: skip
+
+
+def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed, options, kind="", adapters=None):
+    """Forward and backward: everything that they compute. weight: fp32, or None if rows are sorted. adapters: a, b and
+    scale of both weights."""
     (tokens_count, hidden), experts = x.shape, gate_up.shape[0]
     inner = down.shape[1 if transposed else 2]
     choices = index.shape[1] if weight is not None else 1
@@ -54,10 +123,15 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
     X = {"X": DTYPES[x.dtype]}
     scale = torch.ones(pairs) if weight is None else weight
     gate_up_bias, down_bias = biases if biases else (torch.zeros(1), torch.zeros(1))
-    interleaved, first = bool(flags & shared.INTERLEAVED.value), bool(flags & shared.WEIGHT_FIRST.value)
+    interleaved, before = bool(flags & shared.INTERLEAVED.value), bool(flags & shared.WEIGHT_FIRST.value)
     has_bias = shared.HAS_BIAS.value if biases else 0
     weighs = shared.HAS_WEIGHT.value if weight is not None else 0
     sum_first, columns_first = m.SUM_FIRST.value, m.COLUMNS_FIRST.value
+
+    routes = offsets, tiles, tokens, pairs, most
+    in_pieces, kind = kind == "pieces", "" if kind == "pieces" else kind
+    first, second = (Adapters(*each, routes, in_pieces) for each in adapters) if adapters else (None, None)
+    no_step = torch.zeros(1, 1, 1, dtype=x.dtype), torch.zeros(1, dtype=x.dtype), 0
 
     def of(*shape, dtype=x.dtype):
         return torch.full(shape, float("nan"), dtype=dtype)
@@ -95,8 +169,14 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         y.zero_()
         dx.zero_()
     layout = sum_first if not transposed else columns_first if interleaved else m.HALVES_APART.value
+    step, t = no_step, None
+    if adapters:
+        t, v = first.rows(x, first.a, True)
+        step = first.step(v, first.b)
     if grouped:
         pre = group(gather(x), gate_up, transposed)
+        if adapters:
+            first.add(pre, step)
         launch_grouped(
             "act", parts,
             (act, pre, gate_up_bias, scale, offsets, tiles, order, inner, *options, flags | has_bias), GATE=gate,
@@ -105,22 +185,25 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         launch(
             "up", lambda c: most * blocks(inner, c["BLOCK_N"] // 2),
             (act, pre, x, gate_up, gate_up_bias, scale, offsets, tiles, tokens, order, most, hidden, inner, x.stride(0),
-             gate_up.stride(0), gate_up.stride(1), *options, flags | has_bias | shared.SAVES_PRE.value),
-            aligned=aligned, LAYOUT=layout, GATE=gate, kind=kind, **X,
+             gate_up.stride(0), gate_up.stride(1), *options, flags | has_bias | shared.SAVES_PRE.value, *step),
+            aligned=aligned, LAYOUT=layout, GATE=gate, n=step[2], kind=kind, **X,
         )  # fmt: skip
     product = pre.clone()
 
-    def rows_product(out, a, w, bias, layout, flags, kind):
+    def rows_product(out, a, w, bias, layout, flags, kind, step):
         if grouped and not flags:
             out[:] = group(a, w, layout == columns_first)
+            if adapters:
+                first.add(out, step)
             if weight is None:
                 clear = (out, offsets, experts, pairs, hidden)
                 launch_grouped("clear_rest", lambda c: blocks(pairs, c["BLOCK_M"]), clear)
             return
         launch(
             "rows", lambda c: most * blocks(out.shape[1], c["BLOCK_N"]),
-            (out, a, w, bias, offsets, tiles, most, a.shape[1], out.shape[1], w.stride(0), w.stride(1), flags),
-            aligned=aligned, LAYOUT=layout, kind="" if grouped else kind, **X,
+            (out, a, w, bias, offsets, tiles, most, a.shape[1], out.shape[1], w.stride(0), w.stride(1), flags,
+             *step),
+            aligned=aligned, LAYOUT=layout, n=step[2], kind="" if grouped else kind, **X,
         )  # fmt: skip
 
     def combine(rows, flags):
@@ -133,8 +216,10 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         )  # fmt: skip
         return out
 
-    rows_product(y, act, down, down_bias, columns_first if transposed else sum_first, has_bias, kind)
-    out = combine(y, weighs * (not first))
+    if adapters:
+        step = second.step(second.rows(act, second.a, False)[1], second.b)
+    rows_product(y, act, down, down_bias, columns_first if transposed else sum_first, has_bias, kind, step)
+    out = combine(y, weighs * (not before))
 
     weighted, width = of(pairs, inner), []
     shares = of(blocks(inner, 16), pairs, dtype=torch.float32)
@@ -143,8 +228,14 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         width.append(blocks(inner, c["BLOCK_N"]))
         return most * width[0]
 
+    u = None
+    if adapters:
+        u, v = second.rows(dout, second.b, True)
+        step = second.step(v, second.a)
     if grouped:
         weighted = group(gather(dout), down, not transposed)
+        if adapters:
+            second.add(weighted, step)
 
         def all_parts(c):
             width.append(blocks(inner, c["BLOCK_N"]))
@@ -160,13 +251,13 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
             "act_bwd", act_programs,
             (pre, weighted, shares, pre, dout, down, scale, offsets, tiles, tokens, order, most, pairs, hidden, inner,
              dout.stride(0), down.stride(0), down.stride(1), *options,
-             flags | weighs | shared.SAVES_ACT.value | shared.WANTS_WEIGHT.value),
-            aligned=aligned, LAYOUT=sum_first if transposed else columns_first, GATE=gate, kind=kind, **X,
+             flags | weighs | shared.SAVES_ACT.value | shared.WANTS_WEIGHT.value, *step),
+            aligned=aligned, LAYOUT=sum_first if transposed else columns_first, GATE=gate, n=step[2], kind=kind, **X,
         )  # fmt: skip
     dweight = of(tokens_count, choices, dtype=torch.float32)
     words = 2 if index.dtype == torch.int64 else 1
     if weight is not None:
-        with_bias = has_bias if not first else 0
+        with_bias = has_bias if not before else 0
         launch(
             "route_bwd", lambda c: blocks(pairs, c["BLOCK_P"]),
             (dweight, shares, position, dout, down_bias, index.view(torch.int32), pairs, choices, hidden,
@@ -199,18 +290,77 @@ def layer(x, gate_up, down, index, weight, biases, dout, flags, gate, transposed
         return out
 
     results = dict(zip(("offsets", "tiles", "tokens", "order", "position"), found))
+    if adapters:
+        results |= dict(
+            ddown_a=second.gradient(second.a, weighted, u, False).transpose(1, 2),
+            ddown_b=second.gradient(second.b, dout, second.rows(weighted, second.a, False)[0], True),
+            dgate_up_b=first.gradient(first.b, pre, t, False),
+        )  # fmt: skip
+        u, v = first.rows(pre, first.b, False)
+        results["dgate_up_a"] = first.gradient(first.a, x, u, True).transpose(1, 2)
+        step = first.step(v, first.a)
     rows_product(
-        dx, pre, gate_up, gate_up_bias, sum_first if transposed else columns_first, 0, other_kind("_bwd_hopper")
+        dx, pre, gate_up, gate_up_bias, sum_first if transposed else columns_first, 0, other_kind("_bwd_hopper"), step
     )
     results |= dict(
         out=out, dx=combine(dx, 0), product=product, dweight=dweight,
         dgate_up=weights_product(gate_up, x, pre, transposed, other_kind("_gate_up_hopper")),
         ddown=weights_product(down, dout, weighted, not transposed, other_kind("_down_hopper")),
         dgate_up_bias=bias_gradient(pre, 0),
-        ddown_bias=bias_gradient(dout, shared.GATHERS.value | weighs * (not first)),
+        ddown_bias=bias_gradient(dout, shared.GATHERS.value | weighs * (not before)),
     )  # fmt: skip
     return results
 
 
 def save(path, results):
     numpy.savez(path, **{k: v.numpy() for k, v in results.items()})
+
+
+def adapted_inputs(size, dtype, transposed, bias, counts, ranks, wide):
+    """Tensors by name, with adapters that lie as peft's. wide: those are in fp32."""
+    torch.manual_seed(0)
+    tokens, hidden, inner, experts, choices = size
+    dtype = getattr(torch, dtype)
+    of_adapters = torch.float32 if wide else dtype
+
+    def make(*shape, dtype=dtype):
+        return (torch.randn(shape) / 2).to(dtype)
+
+    def adapters(inputs, outputs, rank):
+        a = make(rank * experts, inputs, dtype=of_adapters).view(experts, rank, inputs)
+        return a, make(outputs, rank * experts, dtype=of_adapters).view(outputs, rank, experts).permute(2, 0, 1)
+
+    found = dict(x=make(tokens, hidden + 8)[:, :hidden], given_dout=make(tokens, hidden))
+    found |= dict(
+        gate_up=make(experts, 2 * inner, hidden), down=make(experts, hidden, inner), index=torch.tensor(counts)
+    )
+    if transposed:
+        found |= {name: found[name].transpose(1, 2).contiguous() for name in ("gate_up", "down")}
+    if bias:
+        found |= dict(gate_up_bias=make(experts, 2 * inner).float(), down_bias=make(experts, hidden).float())
+    if not counts:
+        found |= dict(index=torch.randint(-1, experts + 1, (tokens, choices)), weight=torch.rand(tokens, choices))
+    found["gate_up_a"], found["gate_up_b"] = adapters(hidden, 2 * inner, ranks[0])
+    found["down_a"], found["down_b"] = adapters(inner, hidden, ranks[1])
+    return found
+
+
+SCALES, LIMIT, UP_OFFSET = (0.75, 2.0), 0.75, 0.25
+
+
+def alpha_of(activation):
+    return 1.5 if activation == "silu" else 1.0
+
+
+def run_adapted(path, size, dtype, activation, transposed, interleaved, bias, weight_before, counts, kind, ranks, wide):
+    """layer() with adapters, saved at path together with its inputs."""
+    given = adapted_inputs(size, dtype, transposed, bias, counts, ranks, wide)
+    flags = shared.INTERLEAVED.value * interleaved | shared.WEIGHT_FIRST.value * weight_before
+    gate = shared.SILU.value if activation == "silu" else shared.GELU.value
+    biases = [given["gate_up_bias"], given["down_bias"]] if bias else []
+    of_both = [(given[f"{name}_a"], given[f"{name}_b"], scale) for name, scale in zip(("gate_up", "down"), SCALES)]
+    results = layer(
+        given["x"], given["gate_up"], given["down"], given["index"], given.get("weight"), biases, given["given_dout"],
+        flags, gate, transposed, (alpha_of(activation), LIMIT, UP_OFFSET), kind, of_both,
+    )  # fmt: skip
+    save(path, results | {f"in_{k}": v for k, v in given.items()})

@@ -44,8 +44,9 @@ def public_calls() -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     heads = dict(q=numbers(1, 2, ROWS, N), k=numbers(1, 1, ROWS, N))
     experts = dict(
-        x=rows, gate_up=numbers(2, 6, N), down=numbers(2, N, 3), gate_up_bias=numbers(2, 6), down_bias=numbers(2, N)
-    )
+        x=rows, gate_up=numbers(2, 6, N), down=numbers(2, N, 3), gate_up_bias=numbers(2, 6), down_bias=numbers(2, N),
+        gate_up_a=numbers(2, 2, N), gate_up_b=numbers(2, 6, 2), down_a=numbers(2, 1, 3), down_b=numbers(2, N, 1),
+    )  # fmt: skip
     calls = {
         "rms_norm": dict(x=rows, weight=column),
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),

@@ -3,7 +3,8 @@
 import io
 
 import torch
-from language_models import make, step
+from language_models import make, step, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops._accuracy import Roundings, rounded
 from liger_ops.transformers import apply_liger_kernel
@@ -75,3 +76,30 @@ def through_pickle(model):
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+# Of moe_experts, in the order of the bits in csrc/ops/moe/moe_experts.h.
+GRADIENTS = (
+    "x", "gate_up", "down", "weight", "gate_up_bias", "down_bias", "gate_up_a", "gate_up_b", "down_a", "down_b"
+)  # fmt: skip
+
+
+class Wanted(TorchDispatchMode):
+    """Records which gradients the backward of moe_experts computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_moe_experts_bwd" in func.__name__:
+            bits = args[[a.name for a in func._schema.arguments].index("wanted")]
+            self.calls.append({name for i, name in enumerate(GRADIENTS) if bits >> i & 1})
+        return func(*args, **(kwargs or {}))
+
+
+def wanted_by(model):
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    with Wanted() as mode:
+        loss.backward()
+    return mode.calls

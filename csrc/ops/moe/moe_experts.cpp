@@ -8,10 +8,12 @@
 // is clamped to [-limit, limit]. weight_before: expert(weight * x) instead of weight * expert(x).
 // An index outside of [0, E) contributes nothing: with expert parallelism that expert is elsewhere.
 //
+// Adapters a (E, r, in) and b (E, out, r) of a weight add scale * b @ (a @ .) to its product.
+//
 // moe_experts_sorted takes rows that are sorted by expert, and their numbers; rows beyond those are 0.
 //
-// Products round to x's dtype; the sum over choices is fp32 and rounded once. Forward saves x, the first product (pre)
-// and the routing data. Backward recomputes the activation and writes the gradient of pre over it, because nothing
+// Products round to x's dtype; the sum over choices is fp32 and rounded once. Forward saves x, the first product (pre),
+// the routing data, and t = scale * a @ x of the adapters of gate_up. Backward recomputes the activation and writes the gradient of pre over it, because nothing
 // else can see it.
 
 #include "ops/moe/moe_experts.h"
@@ -25,18 +27,19 @@ using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
 struct Meta {
-  static Tensor forward(const Call& call, const Tensor&, Tensor* pre) {
-    if (pre) *pre = empty_pre(call);
+  static Tensor forward(const Call& call, const Tensor&, Saved* saved) {
+    if (saved) *saved = {empty_pre(call), empty_t(call)};
     return at::empty_symint(call.x.sym_sizes(), call.x.options());
   }
   static Gradients backward(
-      const Call& call, const Tensor&, const Tensor&, const Tensor& pre, const Tensor&, int64_t wanted) {
-    auto like = [&](int64_t bit, const Tensor& t) { return wanted & bit ? gradient_like(t) : Tensor(); };
+      const Call& call, const Tensor&, const Tensor&, const Saved& saved, const Tensor&, int64_t wanted) {
+    auto like = [&](int64_t bit, const Tensor& t) {
+      return !(wanted & bit) ? Tensor() : bit < kGateUpA ? gradient_like(t) : adapter_gradient(t);
+    };
     auto bias = [&](int64_t bit, const c10::SymInt& n) {
       return wanted & bit ? at::empty_symint({call.gate_up.sym_size(0), n}, call.x.options()) : Tensor();
     };
-    return {like(kX, call.x),           like(kGateUp, call.gate_up),        like(kDown, call.down),
-            like(kWeight, call.weight), bias(kGateUpBias, pre.sym_size(1)), bias(kDownBias, call.x.sym_size(1))};
+    return gradients_like(call, like, bias(kGateUpBias, saved.pre.sym_size(1)), bias(kDownBias, call.x.sym_size(1)));
   }
 };
 
@@ -70,6 +73,33 @@ void check_options(const char* op, const Call& call) {
       !o.weight_before || !call.gate_up_bias.defined(), op, "gate_up_bias", "be absent with weight_before", "a tensor");
 }
 
+/// The adapters of one weight, whose product has `in` features and `out` results.
+void check_adapters(
+    const Call& call, const Adapters& adapters, const std::string& of, const c10::SymInt& in, const char* in_name,
+    const c10::SymInt& out, const char* out_name) {
+  const char* op = call.op;
+  const std::string a = of + "_a", b = of + "_b";
+  if (!adapters.a.defined() && !adapters.b.defined()) return;
+  LIGER_CHECK(adapters.a.defined(), op, a, "accompany " + b, "None");
+  LIGER_CHECK(adapters.b.defined(), op, b, "accompany " + a, "None");
+  for (const auto& [name, t] : {std::pair(a, adapters.a), std::pair(b, adapters.b)}) {
+    const auto dtype = t.scalar_type(), of_x = call.x.scalar_type();
+    core::check_same_device(op, name.c_str(), t, "x", call.x);
+    LIGER_CHECK(
+        dtype == of_x || (dtype == at::kFloat && of_x != at::kDouble), op, name,
+        c10::str("be float32 or have the dtype of x, ", of_x), dtype);
+    LIGER_CHECK(t.dim() == 3, op, name, "have three dimensions", t.sym_sizes());
+  }
+  LIGER_CHECK(
+      adapters.a.scalar_type() == adapters.b.scalar_type(), op, b,
+      c10::str("have the dtype of ", a, ", ", adapters.a.scalar_type()), adapters.b.scalar_type());
+  const auto experts = call.gate_up.sym_size(0), rank = adapters.a.sym_size(1);
+  const auto a_letters = c10::str("[experts, rank, ", in_name, "]"),
+             b_letters = c10::str("[experts, ", out_name, ", rank]");
+  check_shape(op, a.c_str(), adapters.a, a_letters.c_str(), {experts, rank, in});
+  check_shape(op, b.c_str(), adapters.b, b_letters.c_str(), {experts, out, rank});
+}
+
 void check(const Call& call) {
   const char* op = call.op;
   const Tensor& x = call.x;
@@ -96,6 +126,8 @@ void check(const Call& call) {
     check_like_x(op, "down_bias", call.down_bias, x);
     check_shape(op, "down_bias", call.down_bias, "[experts, hidden]", {experts, hidden});
   }
+  check_adapters(call, call.gate_up_adapters, "gate_up", hidden, "hidden", inner * 2, "2 inner");
+  check_adapters(call, call.down_adapters, "down", inner, "inner", hidden, "hidden");
   if (call.is_sorted()) {
     if (call.index.defined()) {  // backward does not need it
       check_integers(op, "tokens_per_expert", call.index, x);
@@ -117,10 +149,13 @@ void check(const Call& call) {
   check_options(op, call);
 }
 
+/// gate_up_a, gate_up_b, down_a, down_b
+using Four = std::array<OptionalTensor, 4>;
+
 Call make_call(
     const char* op, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index,
     const OptionalTensor& weight, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-    const Options& options) {
+    const Four& adapters, const Options& options) {
   Call call{
       op,
       x,
@@ -130,6 +165,8 @@ Call make_call(
       value_or_undefined(weight),
       value_or_undefined(gate_up_bias),
       value_or_undefined(down_bias),
+      {value_or_undefined(adapters[0]), value_or_undefined(adapters[1])},
+      {value_or_undefined(adapters[2]), value_or_undefined(adapters[3])},
       options};
   check(call);
   return call;
@@ -142,64 +179,79 @@ Tensor empty_routing(const Call& call) {
 
 // ---- Backward
 
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Ten = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// (out, pre, routing); pre only if it is saved.
+/// (out, pre, routing, t); pre and t only if they are saved.
 template <class Device>
-Three run_experts(bool save, const Call& call) {
-  Tensor pre, routing = empty_routing(call);
-  Tensor out = Device::forward(call, routing, save ? &pre : nullptr);
-  return {out, pre, routing};
+Results run_experts(bool save, const Call& call) {
+  Saved saved;
+  const Tensor routing = empty_routing(call);
+  Tensor out = Device::forward(call, routing, save ? &saved : nullptr);
+  return {out, saved.pre, routing, saved.t};
 }
 
-/// Without weight and index, rows are sorted already.
+/// What backward needs, in the order of its schema. Without weight and index, rows are sorted already.
+struct Inputs {
+  const Tensor &dout, &x, &gate_up, &down;
+  const OptionalTensor &index, &weight, &down_bias;
+  Four adapters;
+};
+
 template <class Device>
-Six differentiate(
-    const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
-    const OptionalTensor& weight, const OptionalTensor& down_bias, const Tensor& pre, const Tensor& dpre,
-    const Tensor& routing, int64_t wanted, const Options& options) {
-  const Call call = make_call(kBackward, x, gate_up, down, value_or_undefined(index), weight, {}, down_bias, options);
-  core::check_same(kBackward, "dout", dout, "x", x);
-  check_like_x(kBackward, "pre", pre, x);
+Ten differentiate(
+    const Inputs& in, const Saved& saved, const Tensor& dpre, const Tensor& routing, int64_t wanted,
+    const Options& options) {
+  const Call call = make_call(
+      kBackward, in.x, in.gate_up, in.down, value_or_undefined(in.index), in.weight, {}, in.down_bias, in.adapters,
+      options);
+  core::check_same(kBackward, "dout", in.dout, "x", in.x);
+  check_like_x(kBackward, "pre", saved.pre, in.x);
   check_shape(
-      kBackward, "pre", pre, "[pairs, 2 inner]", {pairs_of(call), gate_up.sym_size(options.transposed ? 2 : 1)});
+      kBackward, "pre", saved.pre, "[pairs, 2 inner]",
+      {pairs_of(call), in.gate_up.sym_size(options.transposed ? 2 : 1)});
+  check_shape(kBackward, "t", saved.t, "[pairs, rank]", {pairs_of(call), call.gate_up_adapters.rank()});
   check_shape(
-      kBackward, "routing", routing, "of the routing data", {Routing::size(pairs_of(call), gate_up.sym_size(0))});
-  const Gradients g = Device::backward(call, dout, routing, pre, dpre, wanted);
-  return {g.x, g.gate_up, g.down, g.weight, g.gate_up_bias, g.down_bias};
+      kBackward, "routing", routing, "of the routing data", {Routing::size(pairs_of(call), in.gate_up.sym_size(0))});
+  Gradients g = Device::backward(call, in.dout, routing, saved, dpre, wanted);
+  return {g.x, g.gate_up, g.down, g.weight, g.gate_up_bias, g.down_bias, g.gate_up_a, g.gate_up_b, g.down_a, g.down_b};
 }
 
 /// O: the types of Options, in their order.
 template <class... O>
 struct Gradient {
   template <class Device>
-  static Six bwd(
+  static Ten bwd(
       const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
-      const OptionalTensor& weight, const OptionalTensor& down_bias, const Tensor& pre, const Tensor& routing,
-      int64_t wanted, O... options) {
-    return differentiate<Device>(
-        dout, x, gate_up, down, index, weight, down_bias, pre, gradient_like(pre), routing, wanted, {options...});
+      const OptionalTensor& weight, const OptionalTensor& down_bias, const OptionalTensor& gate_up_a,
+      const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b, const Tensor& pre,
+      const Tensor& routing, const Tensor& t, int64_t wanted, O... options) {
+    const Inputs in{dout, x, gate_up, down, index, weight, down_bias, {gate_up_a, gate_up_b, down_a, down_b}};
+    return differentiate<Device>(in, {pre, t}, gradient_like(pre), routing, wanted, {options...});
   }
 
   // Overwrites pre, which must be contiguous.
   template <class Device>
-  static Six bwd_(
+  static Ten bwd_(
       const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
-      const OptionalTensor& weight, const OptionalTensor& down_bias, Tensor& pre, const Tensor& routing, int64_t wanted,
-      O... options) {
+      const OptionalTensor& weight, const OptionalTensor& down_bias, const OptionalTensor& gate_up_a,
+      const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b, Tensor& pre,
+      const Tensor& routing, const Tensor& t, int64_t wanted, O... options) {
     LIGER_CHECK(pre.is_contiguous(), kBackward, "pre", "be contiguous", pre.sym_strides());
-    return differentiate<Device>(
-        dout, x, gate_up, down, index, weight, down_bias, pre, pre, routing, wanted, {options...});
+    const Inputs in{dout, x, gate_up, down, index, weight, down_bias, {gate_up_a, gate_up_b, down_a, down_b}};
+    return differentiate<Device>(in, {pre, t}, pre, routing, wanted, {options...});
   }
 
   static void define(torch::Library& m) {
+    constexpr const char* kResults = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)";
     core::define_backward(
         m, "_moe_experts_bwd",
         "Tensor dout, Tensor x, Tensor gate_up, Tensor down, Tensor? index, Tensor? weight, Tensor? down_bias, "
-        "Tensor(a!) pre, Tensor routing, int wanted, str activation, bool interleaved, bool transposed, float? limit, "
-        "float alpha, float up_offset, bool weight_before",
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+        "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor(a!) pre, Tensor routing, Tensor "
+        "t, "
+        "int wanted, str activation, bool interleaved, bool transposed, float? limit, float alpha, float up_offset, "
+        "bool weight_before, float gate_up_scale, float down_scale",
+        kResults, kResults);
   }
 
   template <class Device>
@@ -209,27 +261,67 @@ struct Gradient {
   }
 
   template <class AnyNode>
-  static Six call(
-      AnyNode& node, const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down,
-      const Tensor& index, const Tensor& weight, const Tensor& down_bias, Tensor pre, const Tensor& routing,
-      int64_t wanted, O... options) {
+  static core::variable_list call(
+      AnyNode& node, const Inputs& in, Tensor pre, const Tensor& routing, const Tensor& t, int64_t wanted,
+      O... options) {
+    const auto& [gate_up_a, gate_up_b, down_a, down_b] = in.adapters;
+    auto with = [&](const auto& op) {
+      auto [x, gate_up, down, weight, gate_up_bias, down_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b] = op.call(
+          in.dout, in.x, in.gate_up, in.down, in.index, in.weight, in.down_bias, gate_up_a, gate_up_b, down_a, down_b,
+          pre, routing, t, wanted, options...);
+      return core::variable_list{x,         gate_up,    down,       weight,  gate_up_bias,
+                                 down_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b};
+    };
     if (pre.is_contiguous() && node.may_overwrite(pre, pre)) {
       static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("_moe_experts_bwd_");
-      return in_place.call(dout, x, gate_up, down, index, weight, down_bias, pre, routing, wanted, options...);
+      return with(in_place);
     }
     static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("_moe_experts_bwd");
-    return out_of_place.call(dout, x, gate_up, down, index, weight, down_bias, pre, routing, wanted, options...);
+    return with(out_of_place);
   }
 };
 
-using AnyGradient = Gradient<c10::string_view, bool, bool, std::optional<double>, double, double, bool>;
+using AnyGradient = Gradient<c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double>;
+
+using AllOptions =
+    std::tuple<c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double>;
+
+template <class... O>
+AllOptions with_weight_before(
+    c10::string_view activation, bool interleaved, bool transposed, std::optional<double> limit, double alpha,
+    double up_offset, O... rest) {
+  const auto start = std::make_tuple(activation, interleaved, transposed, limit, alpha, up_offset);
+  if constexpr (sizeof...(O) == 3)
+    return std::tuple_cat(start, std::make_tuple(rest...));
+  else
+    return std::tuple_cat(start, std::make_tuple(false, rest...));
+}
+
+/// The backward of both operators. first: position of the adapters among the node's tensors, which pre, routing and t
+/// follow. bit: of the gradient of an edge.
+template <class AnyNode, class Bit>
+core::variable_list differentiate_experts(AnyNode& node, Inputs in, size_t first, const Bit& bit) {
+  for (size_t i = 0; i < 4; ++i) {
+    const Tensor adapter = node.take(first + i);
+    if (adapter.defined()) in.adapters[i] = adapter;
+  }
+  Tensor pre = node.take(first + 4);
+  const Tensor routing = node.take(first + 5), t = node.take(first + 6);
+  int64_t wanted = 0;
+  for (size_t i = 0; i < node.next_edges().size(); ++i) wanted |= node.needs(i) ? bit(i) : 0;
+  return core::with_options(node.options, [&](const auto&... o) {
+    return std::apply(
+        [&](const auto&... all) { return AnyGradient::call(node, in, std::move(pre), routing, t, wanted, all...); },
+        with_weight_before(o...));
+  });
+}
 
 // ---- The operators
 
 /// What both have in common.
 template <class Op, class Type>
 struct ExpertsOperator : core::Operator<Op, Type> {
-  using Forward = Three;
+  using Forward = Results;
   using Cpu = moe_experts::Cpu;
   using Cuda = moe_experts::Cuda;
   using Meta = moe_experts::Meta;
@@ -240,28 +332,37 @@ struct Experts : ExpertsOperator<
                      Experts<O...>,
                      Tensor(
                          const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                         const OptionalTensor&, const OptionalTensor&, O...)> {
+                         const OptionalTensor&, const OptionalTensor&, O..., const OptionalTensor&,
+                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, double)> {
   static constexpr const char* kOp = moe_experts::kOp;
   static constexpr const char* kSchema = schemas::moe_experts;
-  using Edges = core::Positions<0, 1, 2, 4, 5, 6>;
-  // x, gate_up, down, index, weight, down_bias, pre, routing
+  static constexpr size_t kFirst = 7 + sizeof...(O);  // of the adapters
+  using Edges = core::Positions<0, 1, 2, 4, 5, 6, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>;
+  // x, gate_up, down, index, weight, down_bias, adapters, pre, routing, t
   using Saves = core::Saves<
       core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>, core::Argument<4>, core::Argument<6>,
-      core::Result<1>, core::Result<2>>;
+      core::Argument<kFirst>, core::Argument<kFirst + 1>, core::Argument<kFirst + 2>, core::Argument<kFirst + 3>,
+      core::Result<1>, core::Result<2>, core::Result<3>>;
 
   template <class Device>
-  static Three run(
+  static Results run(
       bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options) {
+      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options,
+      const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
+      const OptionalTensor& down_b, double gate_up_scale, double down_scale) {
+    const Four adapters{gate_up_a, gate_up_b, down_a, down_b};
     return run_experts<Device>(
-        save, make_call(kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias, {options...}));
+        save,
+        make_call(
+            kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias, adapters,
+            {options..., gate_up_scale, down_scale}));
   }
 
   // As a linear layer. The routing weights stay as they are, unless they are wider than fp32.
-  struct Autocast : core::AutocastLinear<0, 1, 2, 5, 6> {
+  struct Autocast : core::AutocastLinear<0, 1, 2, 5, 6, kFirst, kFirst + 1, kFirst + 2, kFirst + 3> {
     template <class Arguments>
     static void cast(c10::DeviceType device, Arguments& arguments) {
-      core::AutocastLinear<0, 1, 2, 5, 6>::cast(device, arguments);
+      core::AutocastLinear<0, 1, 2, 5, 6, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>::cast(device, arguments);
       Tensor& weight = std::get<4>(arguments);
       if (weight.scalar_type() != std::get<0>(arguments).scalar_type()) weight = weight.to(at::kFloat);
     }
@@ -276,19 +377,11 @@ struct Experts : ExpertsOperator<
   template <class AnyNode>
   static core::variable_list backward(AnyNode& node, core::variable_list&& grads) {
     Tensor dout = std::move(grads[0]);
-    if (!dout.defined()) return core::variable_list(6);
-    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2), index = node.take(3),
-                 weight = node.take(4), down_bias = node.take(5);
-    Tensor pre = node.take(6);
-    const Tensor routing = node.take(7);
-    int64_t wanted = 0;
-    for (size_t i = 0; i < 6; ++i) wanted |= node.needs(i) ? int64_t(1) << i : 0;
-    auto [dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias] =
-        core::with_options(node.options, [&](const auto&... o) {
-          return AnyGradient::call(
-              node, dout, x, gate_up, down, index, weight, down_bias, std::move(pre), routing, wanted, o...);
-        });
-    return {dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias};
+    if (!dout.defined()) return core::variable_list(10);
+    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2);
+    const OptionalTensor index = node.take(3), weight = node.take(4), down_bias = node.take(5);
+    const Inputs in{dout, x, gate_up, down, index, weight, down_bias, {}};
+    return differentiate_experts(node, in, 6, [](int64_t edge) { return int64_t(1) << edge; });
   }
 };
 
@@ -298,39 +391,44 @@ struct SortedExperts : ExpertsOperator<
                            SortedExperts<O...>,
                            Tensor(
                                const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                               const OptionalTensor&, O...)> {
+                               const OptionalTensor&, O..., const OptionalTensor&, const OptionalTensor&,
+                               const OptionalTensor&, const OptionalTensor&, double, double)> {
   static constexpr const char* kOp = kSortedOp;
   static constexpr const char* kSchema = schemas::moe_experts_sorted;
-  using Edges = core::Positions<0, 1, 2, 4, 5>;
-  // x, gate_up, down, down_bias, pre, routing
+  static constexpr size_t kFirst = 6 + sizeof...(O);  // of the adapters
+  using Edges = core::Positions<0, 1, 2, 4, 5, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>;
+  // x, gate_up, down, down_bias, adapters, pre, routing, t
   using Saves = core::Saves<
-      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<5>, core::Result<1>, core::Result<2>>;
-  using Autocast = core::AutocastLinear<0, 1, 2, 4, 5>;
+      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<5>, core::Argument<kFirst>,
+      core::Argument<kFirst + 1>, core::Argument<kFirst + 2>, core::Argument<kFirst + 3>, core::Result<1>,
+      core::Result<2>, core::Result<3>>;
+  using Autocast = core::AutocastLinear<0, 1, 2, 4, 5, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>;
 
   template <class Device>
-  static Three run(
+  static Results run(
       bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options) {
+      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options,
+      const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
+      const OptionalTensor& down_b, double gate_up_scale, double down_scale) {
+    const Four adapters{gate_up_a, gate_up_b, down_a, down_b};
     return run_experts<Device>(
-        save, make_call(kOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias, {options..., false}));
+        save,
+        make_call(
+            kOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias, adapters,
+            {options..., false, gate_up_scale, down_scale}));
   }
 
   template <class AnyNode>
   static core::variable_list backward(AnyNode& node, core::variable_list&& grads) {
     Tensor dout = std::move(grads[0]);
-    if (!dout.defined()) return core::variable_list(5);
-    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2), down_bias = node.take(3);
-    Tensor pre = node.take(4);
-    const Tensor routing = node.take(5);
-    constexpr int64_t kOfEdge[] = {kX, kGateUp, kDown, kGateUpBias, kDownBias};
-    int64_t wanted = 0;
-    for (size_t i = 0; i < 5; ++i) wanted |= node.needs(i) ? kOfEdge[i] : 0;
-    auto [dx, dgate_up, ddown, dweight, dgate_up_bias, ddown_bias] =
-        core::with_options(node.options, [&](const auto&... o) {
-          return AnyGradient::call(
-              node, dout, x, gate_up, down, {}, {}, down_bias, std::move(pre), routing, wanted, o..., false);
-        });
-    return {dx, dgate_up, ddown, dgate_up_bias, ddown_bias};
+    if (!dout.defined()) return core::variable_list(9);
+    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2);
+    const OptionalTensor none, down_bias = node.take(3);
+    const Inputs in{dout, x, gate_up, down, none, none, down_bias, {}};
+    auto found =
+        differentiate_experts(node, in, 4, [](int64_t edge) { return int64_t(1) << (edge < 3 ? edge : edge + 1); });
+    found.erase(found.begin() + 3);  // of the weights of routes
+    return found;
   }
 };
 

@@ -24,6 +24,7 @@ struct Options {
   std::optional<double> limit;
   double alpha, up_offset;
   bool weight_before;
+  double gate_up_scale, down_scale;  // of adapters
 
   bool is_silu() const { return activation == "silu"; }
   double limit_or_infinity() const { return limit.value_or(std::numeric_limits<double>::infinity()); }
@@ -31,9 +32,19 @@ struct Options {
 
 /// Gradients that a backward computes.
 constexpr int64_t kX = 1, kGateUp = 2, kDown = 4, kWeight = 8, kGateUpBias = 16, kDownBias = 32;
+constexpr int64_t kGateUpA = 64, kGateUpB = 128, kDownA = 256, kDownB = 512;
 
+/// Undefined: not wanted.
 struct Gradients {
-  Tensor x, gate_up, down, weight, gate_up_bias, down_bias;  // undefined: not wanted
+  Tensor x, gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b;
+};
+
+/// Low-rank adapters of one weight of all experts. a: (E, r, in), b: (E, out, r), of any strides, or undefined.
+struct Adapters {
+  Tensor a, b;
+
+  bool present() const { return a.defined(); }
+  c10::SymInt rank() const { return present() ? a.sym_size(1) : c10::SymInt(0); }
 };
 
 struct Call {
@@ -42,6 +53,7 @@ struct Call {
   // (E, H), or undefined. index and weight: (T, K). Rows that are sorted already have no weight, and index is
   // tokens_per_expert (E), undefined in backward.
   Tensor x, gate_up, down, index, weight, gate_up_bias, down_bias;
+  Adapters gate_up_adapters, down_adapters;
   Options options;
 
   bool is_sorted() const { return !weight.defined(); }
@@ -86,29 +98,56 @@ inline c10::SymInt pairs_of(const Call& call) {
   return call.is_sorted() ? call.x.sym_size(0) : call.x.sym_size(0) * call.index.sym_size(1);
 }
 
+/// (pairs, r): x A^T of the rows of the experts, times the scale.
+inline Tensor empty_t(const Call& call) {
+  const auto dtype = call.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::empty_symint({pairs_of(call), call.gate_up_adapters.rank()}, call.x.options().dtype(dtype));
+}
+
 inline Tensor empty_pre(const Call& call) {
   return at::empty_symint({pairs_of(call), call.gate_up.sym_size(call.options.transposed ? 2 : 1)}, call.x.options());
 }
 
-/// forward: `routing` receives the routing data, and `pre`, unless it is null, the first product (pairs, 2 I).
-/// backward: dpre may be pre. index and sizes: as in Call.
+/// What forward saves: the first product (pairs, 2 I), and t of the adapters of gate_up (pairs, r), which is empty without.
+struct Saved {
+  Tensor pre, t;
+};
+
+/// forward: `routing` receives the routing data, and `saved`, unless it is null, new tensors.
+/// backward: dpre may be saved.pre. index and sizes: as in Call.
 struct Cpu {
-  static Tensor forward(const Call& call, const Tensor& routing, Tensor* pre);
+  static Tensor forward(const Call& call, const Tensor& routing, Saved* saved);
   static Gradients backward(
-      const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
+      const Call& call, const Tensor& dout, const Tensor& routing, const Saved& saved, const Tensor& dpre,
       int64_t wanted);
 };
 
 struct Cuda {
-  static Tensor forward(const Call& call, const Tensor& routing, Tensor* pre);
+  static Tensor forward(const Call& call, const Tensor& routing, Saved* saved);
   static Gradients backward(
-      const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
+      const Call& call, const Tensor& dout, const Tensor& routing, const Saved& saved, const Tensor& dpre,
       int64_t wanted);
 };
 
 /// A gradient of t's shape, contiguous.
 inline Tensor gradient_like(const Tensor& t, bool zero = false) {
   return zero ? at::zeros_symint(t.sym_sizes(), t.options()) : at::empty_symint(t.sym_sizes(), t.options());
+}
+
+/// Of an adapter: as it lies, so that it needs no copy if it is a view of a parameter.
+inline Tensor adapter_gradient(const Tensor& t, bool zero = false) {
+  return zero ? at::zeros_like(t) : at::empty_like(t);
+}
+
+/// Gradients from like(bit, t), which are of t's shape, and those of the biases.
+template <class F>
+Gradients gradients_like(const Call& call, const F& like, const Tensor& gate_up_bias, const Tensor& down_bias) {
+  const auto &g = call.gate_up_adapters, &d = call.down_adapters;
+  return {like(kX, call.x),       like(kGateUp, call.gate_up),
+          like(kDown, call.down), like(kWeight, call.weight),
+          gate_up_bias,           down_bias,
+          like(kGateUpA, g.a),    like(kGateUpB, g.b),
+          like(kDownA, d.a),      like(kDownB, d.b)};
 }
 
 }  // namespace liger::ops::moe_experts

@@ -73,6 +73,21 @@ Tensor linear_bias(const Tensor& biases, int64_t expert) {
   return biases.defined() ? biases.select(0, expert) : Tensor();
 }
 
+/// (., r) = scale x A^T, in the compute type.
+Tensor narrow(const Tensor& x, const Adapters& adapters, int64_t expert, double scale) {
+  return at::mm(x, adapters.a.select(0, expert).t().to(x.scalar_type())).mul_(scale);
+}
+
+/// The matrix of an adapter, in the dtype of x.
+Tensor matrix(const Tensor& adapter, int64_t expert, const Tensor& x) {
+  return adapter.select(0, expert).to(x.scalar_type());
+}
+
+/// product + t B^T, rounded to the dtype of the product.
+Tensor widened(const Tensor& product, const Tensor& t, const Adapters& adapters, int64_t expert) {
+  return at::addmm(product.to(t.scalar_type()), t, matrix(adapters.b, expert, t).t()).to(product.scalar_type());
+}
+
 struct Halves {
   Tensor gate, up;
 };
@@ -139,10 +154,11 @@ Tensor scaled(const Tensor& t, const Tensor& factor) { return factor.defined() ?
 
 }  // namespace
 
-Tensor Cpu::forward(const Call& call, const Tensor& routing, Tensor* pre) {
+Tensor Cpu::forward(const Call& call, const Tensor& routing, Saved* saved) {
   runtime::count_cpu_call();
   const Options& o = call.options;
-  if (pre) *pre = empty_pre(call);
+  const auto &first_adapters = call.gate_up_adapters, &second_adapters = call.down_adapters;
+  if (saved) *saved = {empty_pre(call), empty_t(call)};
   if (call.is_empty()) return at::zeros_like(call.x, at::MemoryFormat::Contiguous);
   const Routing r(routing, call.pairs(), call.experts());
   route(call, r);
@@ -150,57 +166,64 @@ Tensor Cpu::forward(const Call& call, const Tensor& routing, Tensor* pre) {
   const auto compute = core::compute_type(call.x);
   for_each_expert(call, r, [&](const Expert& expert) {
     const Tensor rows = call.x.index_select(0, expert.tokens);
-    const Tensor product = at::linear(
+    Tensor product = at::linear(
         rows, linear_weight(call.gate_up, expert.index, o.transposed), linear_bias(call.gate_up_bias, expert.index));
-    if (pre) pre->narrow(0, expert.first, expert.count).copy_(product);
+    if (first_adapters.present()) {
+      const Tensor t = narrow(rows.to(compute), first_adapters, expert.index, o.gate_up_scale);
+      product = widened(product, t, first_adapters, expert.index);
+      if (saved) saved->t.narrow(0, expert.first, expert.count).copy_(t);
+    }
+    if (saved) saved->pre.narrow(0, expert.first, expert.count).copy_(product);
     const Tensor first = o.weight_before ? weights_of(call, expert) : Tensor();
     const auto [gate, up] = halves(product, o.interleaved);
-    const Tensor act = activate(o, scaled(gate.to(compute), first), scaled(up.to(compute), first), false).value;
-    y.narrow(0, expert.first, expert.count)
-        .copy_(
-            at::linear(
-                act.to(call.x.scalar_type()), linear_weight(call.down, expert.index, o.transposed),
-                linear_bias(call.down_bias, expert.index)));
+    const Tensor act = activate(o, scaled(gate.to(compute), first), scaled(up.to(compute), first), false)
+                           .value.to(call.x.scalar_type());
+    Tensor out = at::linear(
+        act, linear_weight(call.down, expert.index, o.transposed), linear_bias(call.down_bias, expert.index));
+    if (second_adapters.present()) {
+      const Tensor t = narrow(act.to(compute), second_adapters, expert.index, o.down_scale);
+      out = widened(out, t, second_adapters, expert.index);
+    }
+    y.narrow(0, expert.first, expert.count).copy_(out);
   });
   return combine(call, r, y, !call.is_sorted() && !o.weight_before);
 }
 
 Gradients Cpu::backward(
-    const Call& call, const Tensor& dout, const Tensor& routing, const Tensor& pre, const Tensor& dpre,
+    const Call& call, const Tensor& dout, const Tensor& routing, const Saved& saved, const Tensor& dpre,
     int64_t wanted) {
   runtime::count_cpu_call();
   const Options& o = call.options;
   const Routing r(routing, call.pairs(), call.experts());
   const auto compute = core::compute_type(call.x), dtype = call.x.scalar_type();
-  Gradients out;
   // Experts without rows keep zeros.
-  auto zeros = [&](int64_t bit, const Tensor& like) { return wanted & bit ? gradient_like(like, true) : Tensor(); };
-  out.gate_up = zeros(kGateUp, call.gate_up);
-  out.down = zeros(kDown, call.down);
-  out.weight = zeros(kWeight, call.weight);
+  auto zeros = [&](int64_t bit, const Tensor& like) {
+    return !(wanted & bit) ? Tensor() : bit < kGateUpA ? gradient_like(like, true) : adapter_gradient(like, true);
+  };
   auto bias = [&](int64_t bit, int64_t n) {
     return wanted & bit ? at::zeros({call.experts(), n}, call.x.options()) : Tensor();
   };
-  out.gate_up_bias = bias(kGateUpBias, 2 * call.inner());
-  out.down_bias = bias(kDownBias, call.hidden());
-  if (call.is_empty()) {
-    out.x = zeros(kX, call.x);
-    return out;
-  }
+  Gradients out = gradients_like(call, zeros, bias(kGateUpBias, 2 * call.inner()), bias(kDownBias, call.hidden()));
+  if (call.is_empty()) return out;
   Tensor dx = wanted & kX ? at::zeros({call.pairs(), call.hidden()}, call.x.options()) : Tensor();
+  const auto &first_adapters = call.gate_up_adapters, &second_adapters = call.down_adapters;
   for_each_expert(call, r, [&](const Expert& expert) {
     const Tensor d = dout.index_select(0, expert.tokens), scale = weights_of(call, expert);
     const Tensor first = o.weight_before ? scale : Tensor(), last = o.weight_before ? Tensor() : scale;
-    const Tensor down = linear_weight(call.down, expert.index, o.transposed);
-    const Tensor dact = at::mm(d, down).to(compute);
-    const Tensor pre_rows = pre.narrow(0, expert.first, expert.count).to(compute);
+    const Tensor down = linear_weight(call.down, expert.index, o.transposed), wide_d = d.to(compute);
+    Tensor dact = at::mm(d, down).to(compute), u;
+    if (second_adapters.present()) {
+      u = at::mm(wide_d, matrix(second_adapters.b, expert.index, wide_d)).mul_(o.down_scale);
+      dact = at::addmm(dact, u, matrix(second_adapters.a, expert.index, u));
+    }
+    const Tensor pre_rows = saved.pre.narrow(0, expert.first, expert.count).to(compute);
     const auto [gate, up] = halves(pre_rows, o.interleaved);
     const Activated act = activate(o, scaled(gate, first), scaled(up, first), true);
     const Tensor dgate = scaled(dact, last) * act.by_gate, dup = scaled(dact, last) * act.by_up;
     if (out.weight.defined()) {
       Tensor share = (o.weight_before ? dgate * gate + dup * up : dact * act.value).sum(1);
       if (call.down_bias.defined() && !o.weight_before) {
-        share += at::mv(d.to(compute), call.down_bias.select(0, expert.index).to(compute));
+        share += at::mv(wide_d, call.down_bias.select(0, expert.index).to(compute));
       }
       out.weight.view(-1).index_copy_(0, expert.order.to(at::kLong), share.to(out.weight.scalar_type()));
     }
@@ -208,19 +231,40 @@ Gradients Cpu::backward(
     const auto [to_gate, to_up] = halves(rows, o.interleaved);
     to_gate.copy_(scaled(dgate, first));
     to_up.copy_(scaled(dup, first));
+    const Tensor weighted = scaled(act.value, last).to(dtype);
     if (out.down.defined()) {
       Tensor to = linear_weight(out.down, expert.index, o.transposed);
-      to.copy_(at::mm(d.t(), scaled(act.value, last).to(dtype)));
+      to.copy_(at::mm(d.t(), weighted));
     }
-    if (out.down_bias.defined()) out.down_bias.select(0, expert.index).copy_(scaled(d.to(compute), last).sum(0));
-    if (out.gate_up_bias.defined()) out.gate_up_bias.select(0, expert.index).copy_(rows.to(compute).sum(0));
+    if (out.down_a.defined()) out.down_a.select(0, expert.index).copy_(at::mm(u.t(), weighted.to(compute)));
+    if (out.down_b.defined()) {
+      const Tensor t = narrow(weighted.to(compute), second_adapters, expert.index, o.down_scale);
+      out.down_b.select(0, expert.index).copy_(at::mm(wide_d.t(), t));
+    }
+    if (out.down_bias.defined()) out.down_bias.select(0, expert.index).copy_(scaled(wide_d, last).sum(0));
+    const Tensor wide_rows = rows.to(compute);
+    if (out.gate_up_bias.defined()) out.gate_up_bias.select(0, expert.index).copy_(wide_rows.sum(0));
     if (out.gate_up.defined()) {
       Tensor to = linear_weight(out.gate_up, expert.index, o.transposed);
       to.copy_(at::mm(rows.t(), call.x.index_select(0, expert.tokens)));
     }
+    if (out.gate_up_b.defined()) {
+      const Tensor t = saved.t.narrow(0, expert.first, expert.count);
+      out.gate_up_b.select(0, expert.index).copy_(at::mm(wide_rows.t(), t));
+    }
+    if (first_adapters.present() && (dx.defined() || out.gate_up_a.defined())) {
+      u = at::mm(wide_rows, matrix(first_adapters.b, expert.index, wide_rows)).mul_(o.gate_up_scale);
+    }
+    if (out.gate_up_a.defined()) {
+      const Tensor x = call.x.index_select(0, expert.tokens).to(compute);
+      out.gate_up_a.select(0, expert.index).copy_(at::mm(u.t(), x));
+    }
     if (dx.defined()) {
-      dx.narrow(0, expert.first, expert.count)
-          .copy_(at::mm(rows, linear_weight(call.gate_up, expert.index, o.transposed)));
+      Tensor product = at::mm(rows, linear_weight(call.gate_up, expert.index, o.transposed));
+      if (first_adapters.present()) {
+        product = at::addmm(product.to(compute), u, matrix(first_adapters.a, expert.index, u)).to(dtype);
+      }
+      dx.narrow(0, expert.first, expert.count).copy_(product);
     }
   });
   if (dx.defined()) out.x = combine(call, r, dx, false);

@@ -1,9 +1,11 @@
-// moe_experts on CUDA. The kernels and what they compute: liger_ops/kernels/moe/{moe_experts,moe_rows}.py.
+// moe_experts on CUDA. The kernels and what they compute: liger_ops/kernels/moe/{moe_experts,moe_rows,moe_adapters}.py.
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "core/cuda.h"
 #include "kernels/geglu.h"
+#include "kernels/lora_products.h"
+#include "kernels/moe_adapters.h"
 #include "kernels/moe_rows.h"
 #include "ops/moe/moe_experts.h"
 #include "runtime/loader.h"
@@ -21,6 +23,13 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // it was always faster, for other products from about this number of rows per expert, and for the first product if
 // experts are wide too.
 constexpr int64_t kManyRows = 1024, kWide = 1024;
+
+/// The addend of a product: v (pairs, pieces, padded ranks) times each expert's packed adapter. Undefined: none.
+struct Step {
+  Tensor v, packed;
+
+  int32_t ranks() const { return v.defined() ? int32_t(v.size(2)) : 0; }
+};
 
 struct Kernels {
   const Call& call;
@@ -54,12 +63,15 @@ struct Kernels {
     start<K>(runtime::variant_index<K>(config, runtime::point_of<K>(choices...)), programs, args);
   }
 
-  /// Calls f(kernel, config, variant) for the device's own kernel if there is one, else for the general one.
+  /// Calls f(kernel, config, variant) for the device's own kernel if there is one, else for the general one. ranks: of
+  /// the adapters that the kernel adds.
   template <class General, class Hopper, class F, class... Choices>
-  void choose(bool aligned, const F& f, Choices... choices) const {
+  void choose(int64_t ranks, bool aligned, const F& f, Choices... choices) const {
     const auto dtype = core::dtype_of(call.x);
-    if (dtype != runtime::DType::F32 && attempt(Hopper{}, true, aligned, f, Hopper::dtype(dtype), choices...)) return;
-    attempt(General{}, false, aligned, f, General::dtype(dtype), choices...);
+    if (dtype != runtime::DType::F32 && attempt(Hopper{}, true, ranks, aligned, f, Hopper::dtype(dtype), choices...)) {
+      return;
+    }
+    attempt(General{}, false, ranks, aligned, f, General::dtype(dtype), choices...);
   }
 
   static uint32_t gather_variant(at::ScalarType dtype) {
@@ -128,6 +140,13 @@ struct Kernels {
   }
 
   template <class Args>
+  void set_step(Args& args, const Step& step) const {
+    args.v = address(step.v);
+    args.packed = address(step.packed);
+    args.padded = step.ranks();
+  }
+
+  template <class Args>
   void set_weights(Args& args, const Tensor& w) const {
     args.w_expert = w.stride(0);
     args.w_row = w.stride(1);
@@ -142,9 +161,9 @@ struct Kernels {
   static constexpr bool has_block_n = HasBlockN<K>::value;
 
   template <class K, class F, class... Choices>
-  bool attempt(K kernel, bool optional, bool aligned, const F& f, Choices... choices) const {
+  bool attempt(K kernel, bool optional, int64_t ranks, bool aligned, const F& f, Choices... choices) const {
     const auto point = runtime::point_of<K>(choices...);
-    const auto& config = runtime::first_fit<K>(1, aligned, point);
+    const auto& config = runtime::first_fit<K>(ranks, aligned, point);
     const uint32_t variant = runtime::variant_index<K>(config, point);
     if (optional && !can_run<K>(variant)) return false;
     f(kernel, config, variant);
@@ -214,8 +233,93 @@ void route(const Kernels& k, const Tensor& index) {
       0);
 }
 
+// ---- Adapters
+
+bool is_narrow(at::ScalarType dtype) { return dtype != at::kFloat; }
+
+/// (E, C, pieces, padded ranks). adapter: (E, C, r), of any strides.
+Tensor pack(const Kernels& k, const Tensor& adapter, at::ScalarType dtype) {
+  using K = kernels::moe_adapters_pack;
+  constexpr int64_t kStep = kernels::constants::lora_products::RANK_STEP;
+  const int64_t features = adapter.size(1), ranks = adapter.size(2), padded = ceil_div(ranks, kStep) * kStep;
+  const int64_t pieces = is_narrow(dtype) ? int64_t(flags::ADAPTER_PIECES) : 1;
+  Tensor out = at::empty({k.experts, features, pieces, padded}, adapter.options().dtype(dtype));
+  const auto& config = runtime::first_fit<K>(1, false);
+  k.start<K>(
+      runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(dtype), core::dtype_of(adapter)))),
+      ceil_div(features * padded, config.BLOCK_P) * ceil_div(k.experts, config.BLOCK_E),
+      {address(out), address(adapter), k.experts, int32_t(features), int32_t(ranks), int32_t(padded), adapter.stride(0),
+       adapter.stride(1), adapter.stride(2)});
+  return out;
+}
+
+/// The dtype in which rows are multiplied with an adapter. Pieces in fp16 cannot hold small numbers.
+at::ScalarType dtype_of_rows(const Tensor& x, const Tensor& adapter) {
+  return x.scalar_type() == at::kHalf ? adapter.scalar_type() : x.scalar_type();
+}
+
+/// scale x times an adapter, of the rows of the experts.
+struct Narrow {
+  Tensor t, v;  // (pairs, r) in fp32, and its pieces for a Step
+};
+
+/// adapter: (E, C, r). by_token: whether x has a row per token. t: memory for the result, or undefined.
+Narrow narrow(
+    const Kernels& k, const Tensor& x, const Tensor& adapter, double scale, bool by_token, Tensor t = Tensor()) {
+  using K = kernels::moe_adapters_rows;
+  const auto ranks = int32_t(adapter.size(2));
+  const Tensor packed = pack(k, adapter, dtype_of_rows(x, adapter));
+  const int64_t padded = packed.size(3), pieces = is_narrow(x.scalar_type()) ? 2 : 1;
+  if (!t.defined()) t = at::empty({k.pairs, ranks}, x.options().dtype(at::kFloat));
+  const Tensor v = at::empty({k.pairs, pieces, padded}, x.options());
+  const bool aligned = multiples_of_8(x.size(1), x.stride(0)) && core::aligned16(address(x), address(t));
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(packed)));
+  const auto& config = runtime::first_fit<K>(padded, aligned, point);
+  k.start<K>(
+      runtime::variant_index<K>(config, point),
+      k.tiles * int64_t(flags::TILE_ROWS / config.BLOCK_T) * ceil_div(padded, config.BLOCK_R),
+      {address(t), address(v), address(x), address(packed), address(k.routing.offsets), address(k.routing.tiles),
+       address(k.routing.tokens), int32_t(x.size(1)), ranks, int32_t(padded), x.stride(0), float(scale),
+       by_token ? flags::GATHERS : 0});
+  return {t, v};
+}
+
+/// out (E, C, r), the gradient of an adapter: of every expert, the sum over its rows of x^T v. v: (pairs, r) in fp32.
+void sum_products(const Kernels& k, const Tensor& out, const Tensor& x, const Tensor& v, bool by_token) {
+  using K = kernels::moe_adapters_columns;
+  const int64_t features = out.size(1), ranks = out.size(2);
+  const bool aligned = multiples_of_8(features, ranks, x.stride(0)) && core::aligned16(address(x), address(v));
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(out)));
+  const auto& config = runtime::first_fit<K>(ranks, aligned, point);
+  k.start<K>(
+      runtime::variant_index<K>(config, point),
+      k.experts * ceil_div(features, config.BLOCK_C) * ceil_div(ranks, config.BLOCK_R),
+      {address(out), address(x), address(v), address(k.routing.offsets), address(k.routing.tokens), int32_t(features),
+       int32_t(ranks), x.stride(0), out.stride(0), out.stride(1), out.stride(2), by_token ? flags::GATHERS : 0});
+}
+
+/// out (pairs, n) += the step, of a result of PyTorch's grouped GEMM.
+void add_step(const Kernels& k, const Tensor& out, const Step& step) {
+  if (!step.v.defined()) return;
+  using K = kernels::moe_adapters_add;
+  const auto n = int32_t(out.size(1));
+  const auto& config = runtime::first_fit<K>(n, true);
+  k.start<K>(
+      runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(out)))),
+      k.tiles * ceil_div(n, config.BLOCK_N),
+      {address(out), address(step.v), address(step.packed), address(k.routing.offsets), address(k.routing.tiles),
+       k.tiles, n, step.ranks()});
+}
+
+/// (E, in, r)
+Tensor by_feature(const Tensor& a) { return a.transpose(1, 2); }
+
+bool has_ranks(const Adapters& adapters) { return adapters.present() && adapters.a.size(1) > 0; }
+
+// ---- Products
+
 /// act (pairs, I). saved: null, or receives the product (pairs, 2 I).
-Tensor up_product(const Kernels& k, const Tensor& x, Tensor* saved, const Tensor& bias) {
+Tensor up_product(const Kernels& k, const Tensor& x, Tensor* saved, const Tensor& bias, const Step& step) {
   const Options& o = k.call.options;
   const Tensor w = with_rows(k.call.gate_up);
   const bool aligned = multiples_of_8(k.hidden, k.inner, x.stride(0), w.stride(0), w.stride(1)) &&
@@ -223,6 +327,7 @@ Tensor up_product(const Kernels& k, const Tensor& x, Tensor* saved, const Tensor
   Tensor act, pre;
   if (k.can_group(aligned) && k.has_many_rows() && k.inner >= kWide) {
     pre = k.group(k.gather(x), columns_last(w, o.transposed));
+    add_step(k, pre, step);
     act = at::empty({k.pairs, k.inner}, x.options());
     kernels::moe_experts_act::Args args{};
     args.act = address(act);
@@ -259,22 +364,25 @@ Tensor up_product(const Kernels& k, const Tensor& x, Tensor* saved, const Tensor
     args.x_row = x.stride(0);
     k.set_weights(args, w);
     k.set_gate(args);
+    k.set_step(args, step);
     args.flags = k.gate_flags() | (bias.defined() ? flags::HAS_BIAS : 0) | (pre.defined() ? flags::SAVES_PRE : 0);
     k.start<K>(variant, k.tiles * ceil_div(k.inner, config.BLOCK_N / 2), args);
   };
-  k.choose<kernels::moe_experts_up, kernels::moe_experts_up_hopper>(aligned, run, layout, k.gate());
+  k.choose<kernels::moe_experts_up, kernels::moe_experts_up_hopper>(step.ranks(), aligned, run, layout, k.gate());
   return act;
 }
 
 /// (pairs, H) = a (pairs, depth) times each expert's matrix, of which a dimension is H and the other is summed. Sorted
 /// rows beyond those of the experts are 0.
 template <class Hopper>
-Tensor rows_product(const Kernels& k, const Tensor& a, const Tensor& weights, bool sum_first, const Tensor& bias) {
+Tensor rows_product(
+    const Kernels& k, const Tensor& a, const Tensor& weights, bool sum_first, const Tensor& bias, const Step& step) {
   const Tensor w = with_rows(weights);
   const bool aligned =
       multiples_of_8(k.hidden, a.size(1), w.stride(0), w.stride(1)) && core::aligned16(address(a), address(w));
   if (k.can_group(aligned) && k.has_many_rows() && !bias.defined()) {
     Tensor out = k.group(a, columns_last(w, !sum_first));
+    add_step(k, out, step);
     if (k.call.is_sorted()) {
       using K = kernels::moe_experts_clear_rest;
       const auto& config = runtime::first_fit<K>(k.hidden, true);
@@ -297,11 +405,12 @@ Tensor rows_product(const Kernels& k, const Tensor& a, const Tensor& weights, bo
     args.depth = int32_t(a.size(1));
     args.n = int32_t(out.size(1));
     k.set_weights(args, w);
+    k.set_step(args, step);
     args.flags = bias.defined() ? flags::HAS_BIAS : 0;
     k.start<K>(variant, k.tiles * ceil_div(out.size(1), config.BLOCK_N), args);
   };
   const int layout = sum_first ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
-  k.choose<kernels::moe_experts_rows, Hopper>(aligned, run, layout);
+  k.choose<kernels::moe_experts_rows, Hopper>(step.ranks(), aligned, run, layout);
   return out;
 }
 
@@ -312,7 +421,8 @@ struct ActGradients {
 };
 
 ActGradients act_backward(
-    const Kernels& k, ByToken& douts, const Tensor& pre, const Tensor& dpre, bool wants_act, bool wants_weight) {
+    const Kernels& k, ByToken& douts, const Tensor& pre, const Tensor& dpre, bool wants_act, bool wants_weight,
+    const Step& step) {
   const Tensor w = with_rows(k.call.down), &dout = douts.tokens;
   const bool aligned = multiples_of_8(k.hidden, k.inner, dout.stride(0), w.stride(0), w.stride(1)) &&
       core::aligned16(address(dout), address(w), address(pre), address(dpre));
@@ -324,6 +434,7 @@ ActGradients act_backward(
       (wants_act ? flags::SAVES_ACT : 0) | (wants_weight ? flags::WANTS_WEIGHT : 0);
   if (k.can_group(aligned) && k.has_many_rows()) {
     act = k.group(douts.gathered(k), columns_last(w, !k.call.options.transposed));
+    add_step(k, act, step);
     using K = kernels::moe_experts_act_rows_bwd;
     empty_shares(ceil_div(k.inner, runtime::first_fit<K>(k.inner, true).BLOCK_N));
     K::Args args{};
@@ -364,11 +475,13 @@ ActGradients act_backward(
     args.dout_row = dout.stride(0);
     k.set_weights(args, w);
     k.set_gate(args);
+    k.set_step(args, step);
     args.flags = all_flags;
     k.start<K>(variant, k.tiles * columns, args);
   };
   const int layout = k.call.options.transposed ? flags::SUM_FIRST : flags::COLUMNS_FIRST;
-  k.choose<kernels::moe_experts_act_bwd, kernels::moe_experts_act_bwd_hopper>(aligned, run, layout, k.gate());
+  k.choose<kernels::moe_experts_act_bwd, kernels::moe_experts_act_bwd_hopper>(
+      step.ranks(), aligned, run, layout, k.gate());
   return {act, shares};
 }
 
@@ -399,7 +512,7 @@ Tensor weights_product(const Kernels& k, const Tensor& like, ByToken& tokens, co
     k.start<K>(
         variant, k.experts * ceil_div(out.size(1), config.BLOCK_M) * ceil_div(out.size(2), config.BLOCK_N), args);
   };
-  k.choose<kernels::moe_experts_weights, Hopper>(aligned, run, int(token_left));
+  k.choose<kernels::moe_experts_weights, Hopper>(0, aligned, run, int(token_left));
   return out;
 }
 
@@ -456,60 +569,105 @@ void check_sizes(const Call& call) {
 
 }  // namespace
 
-Tensor Cuda::forward(const Call& call, const Tensor& routing, Tensor* pre) {
+Tensor Cuda::forward(const Call& call, const Tensor& routing, Saved* saved) {
   c10::DeviceGuard guard(call.x.device());
+  if (saved) saved->t = empty_t(call);
   if (call.is_empty()) {
-    if (pre) *pre = empty_pre(call);
+    if (saved) saved->pre = empty_pre(call);
     return at::zeros_like(call.x, at::MemoryFormat::Contiguous);
   }
   check_sizes(call);
+  const Options& o = call.options;
   const Routing parts(routing, call.pairs(), call.experts());
   const Kernels k(call, parts);
   route(k, call.index.contiguous());
-  Tensor act = up_product(k, rows_of(call.x), pre, fp32_or_undefined(call.gate_up_bias));
+  const Tensor x = rows_of(call.x);
+  Step step;
+  if (const auto& adapters = call.gate_up_adapters; has_ranks(adapters)) {
+    step.v = narrow(k, x, by_feature(adapters.a), o.gate_up_scale, true, saved ? saved->t : Tensor()).v;
+    step.packed = pack(k, adapters.b, x.scalar_type());
+  }
+  Tensor act = up_product(k, x, saved ? &saved->pre : nullptr, fp32_or_undefined(call.gate_up_bias), step);
+  step = Step();
+  if (const auto& adapters = call.down_adapters; has_ranks(adapters)) {
+    step.v = narrow(k, act, by_feature(adapters.a), o.down_scale, false).v;
+    step.packed = pack(k, adapters.b, x.scalar_type());
+  }
   const Tensor y = rows_product<kernels::moe_experts_rows_hopper>(
-      k, act, call.down, !call.options.transposed, fp32_or_undefined(call.down_bias));
+      k, act, call.down, !o.transposed, fp32_or_undefined(call.down_bias), step);
   act = Tensor();
-  return combine(k, y, !call.options.weight_before);
+  step = Step();
+  return combine(k, y, !o.weight_before);
 }
 
 Gradients Cuda::backward(
-    const Call& call, const Tensor& dout_given, const Tensor& routing, const Tensor& pre_given, const Tensor& dpre,
+    const Call& call, const Tensor& dout_given, const Tensor& routing, const Saved& saved, const Tensor& dpre,
     int64_t wanted) {
   c10::DeviceGuard guard(call.x.device());
-  const bool transposed = call.options.transposed;
-  auto wants = [&](int64_t bit) { return (wanted & bit) != 0; };
-  Gradients out;
+  const Options& o = call.options;
+  const auto &first = call.gate_up_adapters, &second = call.down_adapters;
+  auto wants = [&](int64_t bits) { return (wanted & bits) != 0; };
+  auto zeros = [&](int64_t bit, const Tensor& like) {
+    return !wants(bit) ? Tensor() : bit < kGateUpA ? gradient_like(like, true) : adapter_gradient(like, true);
+  };
   if (call.is_empty()) {
-    auto zeros = [&](int64_t bit, const Tensor& like) { return wants(bit) ? gradient_like(like, true) : Tensor(); };
     auto bias = [&](int64_t bit, int64_t n) {
       return wants(bit) ? at::zeros({call.experts(), n}, call.x.options()) : Tensor();
     };
-    return {zeros(kX, call.x),           zeros(kGateUp, call.gate_up),        zeros(kDown, call.down),
-            zeros(kWeight, call.weight), bias(kGateUpBias, 2 * call.inner()), bias(kDownBias, call.hidden())};
+    return gradients_like(call, zeros, bias(kGateUpBias, 2 * call.inner()), bias(kDownBias, call.hidden()));
   }
   const Routing parts(routing.contiguous(), call.pairs(), call.experts());
   const Kernels k(call, parts);
-  const Tensor pre = pre_given.contiguous();
-  const bool weighted = !call.is_sorted() && !call.options.weight_before;
+  const Tensor pre = saved.pre.contiguous();
+  const bool weighted = !call.is_sorted() && !o.weight_before;
+  Gradients out;
   // Large buffers live as briefly as possible: the rows of d out, of act and of d x are gone before d gate_up exists.
-  if (wants(kX | kGateUp | kDown | kWeight | kGateUpBias)) {
+  if (wants(~kDownBias)) {
     ByToken dout{rows_of(dout_given)};
-    const auto [act, shares] = act_backward(k, dout, pre, dpre, wants(kDown), wants(kWeight));
+    Narrow u;
+    Step step;
+    if (has_ranks(second)) {
+      u = narrow(k, dout.tokens, second.b, o.down_scale, true);
+      step = {u.v, pack(k, by_feature(second.a), dout.tokens.scalar_type())};
+    }
+    const auto [act, shares] = act_backward(k, dout, pre, dpre, wants(kDown | kDownA | kDownB), wants(kWeight), step);
+    step = Step();
     if (wants(kWeight)) out.weight = weight_gradient(k, shares, dout.tokens, call.index.contiguous());
     if (wants(kDown)) {
-      out.down = weights_product<kernels::moe_experts_weights_down_hopper>(k, call.down, dout, act, !transposed);
+      out.down = weights_product<kernels::moe_experts_weights_down_hopper>(k, call.down, dout, act, !o.transposed);
+    }
+    if (wants(kDownA)) {
+      out.down_a = adapter_gradient(second.a);
+      sum_products(k, by_feature(out.down_a), act, u.t, false);
+    }
+    if (wants(kDownB)) {
+      out.down_b = adapter_gradient(second.b);
+      const Narrow t = has_ranks(second) ? narrow(k, act, by_feature(second.a), o.down_scale, false) : Narrow();
+      sum_products(k, out.down_b, dout.tokens, t.t, true);
     }
   }
   if (wants(kDownBias)) out.down_bias = bias_gradient(k, rows_of(dout_given), true, weighted);
   if (wants(kGateUpBias)) out.gate_up_bias = bias_gradient(k, dpre, false, false);
+  Narrow u;
+  if (has_ranks(first) && wants(kX | kGateUpA)) u = narrow(k, dpre, first.b, o.gate_up_scale, false);
+  if (wants(kGateUpB)) {
+    out.gate_up_b = adapter_gradient(first.b);
+    sum_products(k, out.gate_up_b, dpre, saved.t.contiguous(), false);
+  }
+  if (wants(kGateUpA)) {
+    out.gate_up_a = adapter_gradient(first.a);
+    sum_products(k, by_feature(out.gate_up_a), rows_of(call.x), u.t, true);
+  }
   if (wants(kX)) {
-    const Tensor rows = rows_product<kernels::moe_experts_rows_bwd_hopper>(k, dpre, call.gate_up, transposed, {});
+    Step step;
+    if (has_ranks(first)) step = {u.v, pack(k, by_feature(first.a), call.x.scalar_type())};
+    const Tensor rows =
+        rows_product<kernels::moe_experts_rows_bwd_hopper>(k, dpre, call.gate_up, o.transposed, {}, step);
     out.x = combine(k, rows, false);
   }
   if (wants(kGateUp)) {
     ByToken x{rows_of(call.x)};
-    out.gate_up = weights_product<kernels::moe_experts_weights_gate_up_hopper>(k, call.gate_up, x, dpre, transposed);
+    out.gate_up = weights_product<kernels::moe_experts_weights_gate_up_hopper>(k, call.gate_up, x, dpre, o.transposed);
   }
   return out;
 }

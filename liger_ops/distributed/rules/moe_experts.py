@@ -18,7 +18,11 @@ from .._losses import R, part_of, placements_of, refuse, spread
 from .._sharding import SUM, is_strided, on_dtensors, text_of
 
 ROUTED, SORTED = "moe_experts", "moe_experts_sorted"
-PARAMETERS = ("gate_up", "down", "gate_up_bias", "down_bias")
+BIASES, ADAPTERS = ("gate_up_bias", "down_bias"), ("gate_up_a", "gate_up_b", "down_a", "down_b")
+PARAMETERS = ("gate_up", "down", *BIASES, *ADAPTERS)
+# Whole on each device if the inner size is sharded, where their gradients are partial sums.
+SPANNING = ("gate_up_a", "down_b")
+SCALES = ("gate_up_scale", "down_scale")
 OPTIONS = ("activation", "interleaved", "transposed", "limit", "alpha", "up_offset")
 
 
@@ -32,7 +36,8 @@ class Call:
                 raise ValueError(f"{op}: {name} must be a DTensor like the other arguments (got a plain tensor)")
         self.mesh = self.gate_up.device_mesh
         columns, rows = (2, 1) if given["transposed"] else (1, 2)
-        self.dims = {"gate_up": columns, "down": rows, "gate_up_bias": 1}  # of the inner size
+        # Of the inner size.
+        self.dims = {"gate_up": columns, "down": rows, "gate_up_bias": 1, "gate_up_b": 1, "down_a": 2}
         self.inner = given["down"].shape[rows]
         self.kinds = [self.kind(i) for i in range(self.mesh.ndim)]
         self.layouts = {name: [self.layout(name, i) for i in range(self.mesh.ndim)] for name in PARAMETERS}
@@ -84,10 +89,10 @@ class Call:
         """Of a parameter."""
         if self.kinds[i] == "experts":
             return Shard(0)
-        if self.kinds[i] != "inner" or name == "down_bias":
+        if self.kinds[i] != "inner" or name not in self.dims:
             return R
         of_gate_up = self.gate_up.placements[i]
-        if name == "down" or self.given["interleaved"]:
+        if name in ("down", "down_a") or self.given["interleaved"]:
             return Shard(self.dims[name])
         return type(of_gate_up)(self.dims[name], split_factor=2)
 
@@ -120,6 +125,20 @@ class Call:
     @property
     def biases(self) -> tuple[Any, Any]:
         return self.parameter("gate_up_bias"), self.parameter("down_bias")
+
+    @property
+    def adapters(self) -> tuple[Any, ...]:
+        return tuple(map(self.parameter, ADAPTERS))
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        return self.given["gate_up_scale"], self.given["down_scale"]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Options and adapters."""
+        values = (*self.options, *self.adapters, *self.scales)
+        return dict(zip((*OPTIONS, *ADAPTERS, *SCALES), values, strict=True))
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -159,60 +178,59 @@ class Call:
         if name not in PARAMETERS:
             found = spread(t, self.mesh, self.shares, self.given[name].shape)
             return found if isinstance(self.given[name], DTensor) else found.full_tensor()
-        placements = [SUM if kind == "tokens" else p for kind, p in zip(self.kinds, self.layouts[name])]
+        summed = ("tokens", "inner") if name in SPANNING else ("tokens",)
+        placements = [SUM if kind in summed else p for kind, p in zip(self.kinds, self.layouts[name])]
         biases = {"gate_up_bias": 2 * self.inner, "down_bias": self.x.shape[1]}
         shape = (self.gate_up.shape[0], biases[name]) if name in biases else self.given[name].shape
         return spread(t, self.mesh, placements, shape)
 
     def gradients(self, found: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        names = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
+        names = ("x", "gate_up", "down", "weight", *BIASES, *ADAPTERS)
         return tuple(self.gradient(name, t) for name, t in zip(names, found, strict=True))
 
 
 @on_dtensors(ROUTED)
 def without_gradient(**given: Any) -> DTensor:
     call = Call(ROUTED, given)
-    return call.out(
-        torch.ops.liger.moe_experts(
-            *call.weights, *call.routes(), *call.biases, **dict(zip(OPTIONS, call.options)),
-            weight_before=given["weight_before"],
-        )
-    )  # fmt: skip
+    named = call.named | {"weight_before": given["weight_before"]}
+    return call.out(torch.ops.liger.moe_experts(*call.weights, *call.routes(), *call.biases, **named))
 
 
 @on_dtensors("_moe_experts_fwd")
-def forward(**given: Any) -> tuple[DTensor, DTensor, DTensor]:
+def forward(**given: Any) -> tuple[DTensor, ...]:
     call = Call(ROUTED, given)
-    out, pre, routing = torch.ops.liger._moe_experts_fwd(
-        *call.weights, *call.routes(), *call.biases, *call.options, given["weight_before"]
+    out, *saved = torch.ops.liger._moe_experts_fwd(
+        *call.weights, *call.routes(), *call.biases, *call.options, given["weight_before"], *call.adapters, *call.scales
     )
-    return call.out(out), call.saved(pre), call.saved(routing)
+    return call.out(out), *map(call.saved, saved)
 
 
 @on_dtensors(SORTED)
 def sorted_without_gradient(**given: Any) -> DTensor:
     call = Call(SORTED, given)
-    options = dict(zip(OPTIONS, call.options))
     if call.is_split_by_expert:
         routes = call.routes_of_sorted_rows()
-        return call.out(torch.ops.liger.moe_experts(*call.weights, *routes, *call.biases, **options))
+        return call.out(torch.ops.liger.moe_experts(*call.weights, *routes, *call.biases, **call.named))
     counts = call.part("tokens_per_expert", call.rows)
-    return call.out(torch.ops.liger.moe_experts_sorted(*call.weights, counts, *call.biases, **options))
+    return call.out(torch.ops.liger.moe_experts_sorted(*call.weights, counts, *call.biases, **call.named))
 
 
 @on_dtensors("_moe_experts_sorted_fwd")
-def sorted_forward(**given: Any) -> tuple[DTensor, DTensor, DTensor]:
+def sorted_forward(**given: Any) -> tuple[DTensor, ...]:
     call = Call(SORTED, given)
+    last = *call.adapters, *call.scales
     if not call.is_split_by_expert:
         counts = call.part("tokens_per_expert", call.rows)
-        out, pre, routing = torch.ops.liger._moe_experts_sorted_fwd(*call.weights, counts, *call.biases, *call.options)
+        out, pre, routing, t = torch.ops.liger._moe_experts_sorted_fwd(
+            *call.weights, counts, *call.biases, *call.options, *last
+        )
     else:
         index, weight = call.routes_of_sorted_rows()
-        out, pre, routing = torch.ops.liger._moe_experts_fwd(
-            *call.weights, index, weight, *call.biases, *call.options, False
+        out, pre, routing, t = torch.ops.liger._moe_experts_fwd(
+            *call.weights, index, weight, *call.biases, *call.options, False, *last
         )
         routing = torch.cat([routing, index.flatten()])  # for backward, which gets no counts
-    return call.out(out), call.saved(pre), call.saved(routing)
+    return call.out(out), *map(call.saved, (pre, routing, t))
 
 
 @on_dtensors("_moe_experts_bwd")
@@ -226,9 +244,10 @@ def backward(**given: Any) -> tuple[Any, ...]:
         index = ids.unsqueeze(1)
         weight = call.weights_of_sorted_rows(index)
     dout = given["dout"].redistribute(call.mesh, call.rows)._local_tensor
+    pre, t = given["pre"]._local_tensor, given["t"]._local_tensor
     return call.gradients(
         torch.ops.liger._moe_experts_bwd(
-            dout, *call.weights, index, weight, call.parameter("down_bias"), given["pre"]._local_tensor, routing,
-            given["wanted"], *call.options, given["weight_before"],
+            dout, *call.weights, index, weight, call.parameter("down_bias"), *call.adapters, pre, routing, t,
+            given["wanted"], *call.options, given["weight_before"], *call.scales,
         )
     )  # fmt: skip

@@ -1,14 +1,17 @@
-"""Tiles of rows of experts, and the activation of a tile: shared by the kernels of moe_experts and of its rows."""
+"""Tiles of rows of experts, and the activation of a tile: shared by the kernels of moe_experts, of its rows and adapters."""
 
 import triton
 import triton.language as tl
 
 from ..gated.geglu import gelu_weight, gelu_weight_and_slope
 from ..gated.swiglu import sigmoid_and_slope
+from ..gemm.lora_products import RANK_STEP
 
 TILE_ROWS = tl.constexpr(128)
 ROUTE_BLOCK = tl.constexpr(256)  # pairs of one program of the routing kernels
 MAX_EXPERTS = tl.constexpr(4096)
+
+ADAPTER_PIECES = tl.constexpr(3)  # of a packed adapter in 16 bits
 
 # Flags, beside TANH of geglu.
 INTERLEAVED = tl.constexpr(4)
@@ -31,6 +34,18 @@ GATE = {"alpha": "fp32", "limit": "fp32", "up_offset": "fp32", "flags": "i32"}
 
 
 @triton.jit
+def place_of(most_tiles, column_tiles, GROUP: tl.constexpr):
+    """(tile of rows, tile of columns) of this program. Programs that run together share rows and weights in L2."""
+    program = tl.program_id(0)
+    group = program // (GROUP * column_tiles)
+    inside = program - group * (GROUP * column_tiles)
+    first = group * GROUP
+    height = tl.minimum(most_tiles - first, GROUP)
+    column = inside // height
+    return first + inside - column * height, column
+
+
+@triton.jit
 def rows_of(tile, tiles, offsets, part=0, ROWS: tl.constexpr = TILE_ROWS):
     """(expert, rows, which of them exist) of a tile, or of a part of it. Rows beyond the expert's last repeat it, so that
     loads need no mask."""
@@ -38,6 +53,29 @@ def rows_of(tile, tiles, offsets, part=0, ROWS: tl.constexpr = TILE_ROWS):
     row = tl.load(tiles + 2 + 2 * tile) + part * ROWS + tl.arange(0, ROWS)
     end = tl.load(offsets + expert + 1)
     return expert.to(tl.int64), tl.minimum(row, end - 1), row < end
+
+
+@triton.jit
+def with_adapter(total, v, packed, expert, row, columns, exists, features, padded):
+    """total + v times the expert's adapter, for these rows and columns. v: (rows, pieces, padded), the first two pieces;
+    packed: (experts, features, ADAPTER_PIECES, padded). In fp32 both have one piece."""
+    WIDE: tl.constexpr = v.dtype.element_ty == tl.float32
+    V_PIECES: tl.constexpr = 1 if WIDE else 2
+    W_PIECES: tl.constexpr = 1 if WIDE else ADAPTER_PIECES
+    v += row.to(tl.int64)[:, None] * (V_PIECES * padded)
+    packed += (expert * features + columns)[None, :] * (W_PIECES * padded)
+    for start in range(0, padded, RANK_STEP):
+        rank = start + tl.arange(0, RANK_STEP)
+        left, right = v + rank[None, :], packed + rank[:, None]
+        high = tl.load(right, mask=exists[None, :], other=0.0)
+        if WIDE:
+            total = tl.dot(tl.load(left), high, total, input_precision="ieee")
+        else:
+            left_high = tl.load(left)
+            total = tl.dot(tl.load(left + padded), high, total)
+            total = tl.dot(left_high, tl.load(right + padded, mask=exists[None, :], other=0.0), total)
+            total = tl.dot(left_high, high, total)
+    return total
 
 
 @triton.jit

@@ -7,6 +7,9 @@ Letters: T tokens, E experts, H hidden, I inner. gate_up: (E, 2 I, H), or (E, H,
     rows      y = act @ down^T;  backward: d x of every row = d pre @ gate_up
     act_bwd   d act = d out[tokens] @ down, then d pre (over pre) and d weight of every row
     weights   gradients of gate_up and down: sums over the rows of every expert
+
+The first three add low-rank adapters as a last step (ADAPTS): v (rows, pieces, padded) times `packed`, which
+moe_adapters.py describes.
 """
 
 from dataclasses import replace
@@ -30,8 +33,10 @@ from ._tiles import (
     act_bwd_part,
     activation,
     alternate,
+    place_of,
     rows_of,
     store_halves,
+    with_adapter,
 )
 
 # How weights lie in memory.
@@ -41,18 +46,6 @@ HALVES_APART = tl.constexpr(2)  # the same, and a tile's gate and up are two pro
 
 
 # ---- Tiles
-
-
-@triton.jit
-def place_of(most_tiles, column_tiles, GROUP: tl.constexpr):
-    """(tile of rows, tile of columns) of this program. Programs that run together share rows and weights in L2."""
-    program = tl.program_id(0)
-    group = program // (GROUP * column_tiles)
-    inside = program - group * (GROUP * column_tiles)
-    first = group * GROUP
-    height = tl.minimum(most_tiles - first, GROUP)
-    column = inside // height
-    return first + inside - column * height, column
 
 
 @triton.jit
@@ -97,8 +90,8 @@ def multiply_two(a, w0, w1, exists, depth, w_row, N: tl.constexpr, BLOCK_K: tl.c
 @triton.jit
 def moe_experts_up_kernel(
     act, pre, x, gate_up, bias, weight, offsets, tiles, tokens, order,
-    most_tiles, hidden, inner, x_row, w_expert, w_row, alpha, limit, up_offset, flags,
-    LAYOUT: tl.constexpr, GATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    most_tiles, hidden, inner, x_row, w_expert, w_row, alpha, limit, up_offset, flags, v, packed, padded,
+    LAYOUT: tl.constexpr, GATE: tl.constexpr, ADAPTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = BLOCK_N // 2
@@ -116,6 +109,10 @@ def moe_experts_up_kernel(
         gate, up = multiply_two(
             a, w + cols[None, :], w + (inner + cols)[None, :], cols < inner, hidden, w_row, HALF, BLOCK_K, STAGES
         )
+        if ADAPTS:
+            exists = cols < inner
+            gate = with_adapter(gate, v, packed, expert, row, cols, exists, 2 * inner, padded)
+            up = with_adapter(up, v, packed, expert, row, inner + cols, exists, 2 * inner, padded)
         gate += tl.load(bias + cols, mask=has_bias & (cols < inner), other=0.0)[None, :]
         up += tl.load(bias + inner + cols, mask=has_bias & (cols < inner), other=0.0)[None, :]
         gate, up = gate.to(dtype), up.to(dtype)
@@ -131,6 +128,8 @@ def moe_experts_up_kernel(
             w_column = tl.where((flags & INTERLEAVED) != 0, column * BLOCK_N + at, apart)
             w_rows = w_column.to(tl.int64)[None, :] * w_row
             pair = multiply(a, w + w_rows, exists, hidden, w_row, BLOCK_N, True, BLOCK_K, STAGES)
+        if ADAPTS:
+            pair = with_adapter(pair, v, packed, expert, row, w_column, exists, 2 * inner, padded)
         pair += tl.load(bias + w_column, mask=has_bias & exists, other=0.0)[None, :]
         pair = pair.to(dtype)
         gate, up = alternate(pair, HALF)
@@ -153,8 +152,9 @@ def moe_experts_up_kernel(
 
 @triton.jit
 def moe_experts_rows_kernel(
-    out, a, w, bias, offsets, tiles, most_tiles, depth, n, w_expert, w_row, flags,
-    LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    out, a, w, bias, offsets, tiles, most_tiles, depth, n, w_expert, w_row, flags, v, packed, padded,
+    LAYOUT: tl.constexpr, ADAPTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """out (rows, n) = a (rows, depth) @ w of the rows' expert, plus its bias."""
     tile, column = place_of(most_tiles, tl.cdiv(n, BLOCK_N), GROUP)
@@ -162,12 +162,14 @@ def moe_experts_rows_kernel(
         return
     expert, row, inside = rows_of(tile, tiles, offsets)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = row.to(tl.int64)[:, None]
+    rows, row = row, row.to(tl.int64)[:, None]
     w_cols = cols.to(tl.int64) * w_row if LAYOUT == SUM_FIRST else cols
     w += expert * w_expert
     total = multiply(
         a + row * depth, w + w_cols[None, :], cols < n, depth, w_row, BLOCK_N, LAYOUT == SUM_FIRST, BLOCK_K, STAGES
     )
+    if ADAPTS:
+        total = with_adapter(total, v, packed, expert, rows, cols, cols < n, n, padded)
     total += tl.load(bias + expert * n + cols, mask=((flags & HAS_BIAS) != 0) & (cols < n), other=0.0)[None, :]
     tl.store(out + row * n + cols[None, :], total.to(out.dtype.element_ty), mask=inside[:, None] & (cols < n)[None, :])
 
@@ -181,9 +183,9 @@ def columns_in_two(tile, N: tl.constexpr):
 @triton.jit
 def moe_experts_act_bwd_kernel(
     dpre, act, shares, pre, dout, down, weight, offsets, tiles, tokens, order,
-    most_tiles, pairs, hidden, inner, dout_row, w_expert, w_row, alpha, limit, up_offset, flags,
-    LAYOUT: tl.constexpr, GATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr,
+    most_tiles, pairs, hidden, inner, dout_row, w_expert, w_row, alpha, limit, up_offset, flags, v, packed, padded,
+    LAYOUT: tl.constexpr, GATE: tl.constexpr, ADAPTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dpre may be pre. act: what the gradient of down multiplies d out with; shares: (column tiles, pairs), of d
     weight. A tile is finished in PARTS parts, because all of it would not fit into registers."""
@@ -196,6 +198,8 @@ def moe_experts_act_bwd_kernel(
     w_cols = cols.to(tl.int64) * w_row if LAYOUT == SUM_FIRST else cols
     w = down + expert * w_expert + w_cols[None, :]
     dact = multiply(a, w, cols < inner, hidden, w_row, BLOCK_N, LAYOUT == SUM_FIRST, BLOCK_K, STAGES)
+    if ADAPTS:
+        dact = with_adapter(dact, v, packed, expert, row, cols, cols < inner, inner, padded)
     weighs = inside & ((flags & (HAS_WEIGHT | WEIGHT_FIRST)) != 0)
     scale = tl.load(weight + tl.load(order + row), mask=weighs, other=1.0)
     N: tl.constexpr = BLOCK_N // PARTS
@@ -250,6 +254,7 @@ def moe_experts_weights_kernel(
 # ---- Tables
 
 WEIGHTS = {"w_expert": "i64", "w_row": "i64"}
+ADAPTERS = {"v": "*X", "packed": "*X", "padded": "i32"}
 
 
 def product(block_n, block_k, stages, *, aligned=True, warps=8, group=8, only=HALVES):
@@ -281,8 +286,21 @@ def finished_in(parts, config):
     return replace(config, constexprs={**config.constexprs, "PARTS": parts})
 
 
-SMALL_PRODUCTS = [product(64, 32, 2, only=FLOATS), product(64, 32, 2, aligned=False, only={})]
-UNALIGNED_UP = product(32, 32, 2, aligned=False, only={})
+def for_ranks(adapts, config):
+    """A config with or without the last step. Its width is the number of ranks."""
+    return replace(config, max_n=None if adapts else 0, constexprs={**config.constexprs, "ADAPTS": adapts})
+
+
+def both(config):
+    return [for_ranks(0, config), for_ranks(1, config)]
+
+
+# To save space, tensors that are not aligned always have a last step, perhaps without ranks, and fp32 with adapters has no
+# kernels of its own.
+SMALL_PRODUCTS = [
+    for_ranks(0, product(64, 32, 2, only=FLOATS)), for_ranks(1, product(64, 32, 2, aligned=False, only={}))
+]  # fmt: skip
+UNALIGNED_UP = for_ranks(1, product(32, 32, 2, aligned=False, only={}))
 
 KERNELS = [
     *kernels_of_product(
@@ -290,23 +308,23 @@ KERNELS = [
         {
             "act": "*X", "pre": "*X", "x": "*X", "gate_up": "*X", "bias": "*fp32", "weight": "*fp32", **ROUTES,
             "tokens": "*i32", "order": "*i32", "most_tiles": "i32", "hidden": "i32", "inner": "i32", "x_row": "i64",
-            **WEIGHTS, **GATE,
+            **WEIGHTS, **GATE, **ADAPTERS,
         },
-        ["act", "pre", "x", "gate_up", "hidden", "inner", "x_row", "w_expert", "w_row"],
+        ["act", "pre", "x", "gate_up", "hidden", "inner", "x_row", "w_expert", "w_row", *ADAPTERS],
         {"layout": layouts(SUM_FIRST, COLUMNS_FIRST, HALVES_APART), "gate": GATES},
-        [product(128, 32, 5), SMALL_PRODUCTS[0], UNALIGNED_UP],
-        [product(256, 64, 4), UNALIGNED_UP],
+        [*both(product(128, 32, 5)), SMALL_PRODUCTS[0], UNALIGNED_UP],
+        [*both(product(256, 64, 4)), UNALIGNED_UP],
     ),
     *kernels_of_product(
         moe_experts_rows_kernel,
         {
             "out": "*X", "a": "*X", "w": "*X", "bias": "*fp32", **ROUTES, "most_tiles": "i32", "depth": "i32",
-            "n": "i32", **WEIGHTS, "flags": "i32",
+            "n": "i32", **WEIGHTS, "flags": "i32", **ADAPTERS,
         },
-        ["out", "a", "w", "depth", "n", "w_expert", "w_row"],
+        ["out", "a", "w", "depth", "n", "w_expert", "w_row", *ADAPTERS],
         {"layout": layouts(SUM_FIRST, COLUMNS_FIRST)},
-        [product(256, 32, 4), *SMALL_PRODUCTS],
-        [product(256, 64, 4), SMALL_PRODUCTS[-1]],
+        [*both(product(256, 32, 4)), *SMALL_PRODUCTS],
+        [*both(product(256, 64, 4)), SMALL_PRODUCTS[-1]],
         ("_hopper", "_bwd_hopper"),
     ),
     *kernels_of_product(
@@ -314,12 +332,12 @@ KERNELS = [
         {
             "dpre": "*X", "act": "*X", "shares": "*fp32", "pre": "*X", "dout": "*X", "down": "*X", "weight": "*fp32",
             **ROUTES, "tokens": "*i32", "order": "*i32", "most_tiles": "i32", "pairs": "i32", "hidden": "i32",
-            "inner": "i32", "dout_row": "i64", **WEIGHTS, **GATE,
+            "inner": "i32", "dout_row": "i64", **WEIGHTS, **GATE, **ADAPTERS,
         },
-        ["dpre", "act", "pre", "dout", "down", "hidden", "inner", "dout_row", "w_expert", "w_row"],
+        ["dpre", "act", "pre", "dout", "down", "hidden", "inner", "dout_row", "w_expert", "w_row", *ADAPTERS],
         {"layout": layouts(SUM_FIRST, COLUMNS_FIRST), "gate": GATES},
-        [finished_in(4, product(128, 32, 5)), *(finished_in(4, small) for small in SMALL_PRODUCTS)],
-        [finished_in(4, product(128, 64, 4)), finished_in(4, SMALL_PRODUCTS[-1])],
+        [finished_in(4, config) for config in (*both(product(128, 32, 5)), *SMALL_PRODUCTS)],
+        [finished_in(4, config) for config in (*both(product(128, 64, 4)), SMALL_PRODUCTS[-1])],
     ),
     *kernels_of_product(
         moe_experts_weights_kernel,

@@ -13,51 +13,16 @@ from checks import (
     like,
     path_taken,
 )
+from expert_inputs import EVERY_OPTION, GPT_OSS, MANY_ROWS, inputs_of, sorted_inputs, with_options
 from hypothesis import strategies as st
 from pairs import pairwise
+from strategies import may_be_float32
 from torch import Tensor
 
 from liger_ops.reference.moe_experts import moe_experts as declared
 from liger_ops.reference.moe_experts import moe_experts_sorted as declared_sorted
 
 moe_experts, moe_experts_sorted = torch.ops.liger.moe_experts, torch.ops.liger.moe_experts_sorted
-GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
-
-
-def weights(hidden, inner, experts, transposed, make, bias=False) -> list[Tensor]:
-    shapes = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
-    shapes = [(e, b, a) if transposed else (e, a, b) for e, a, b in shapes]
-    scaled = [make(*shape) * max(shape[1 if transposed else 2], 1) ** -0.5 for shape in shapes]
-    return scaled + ([make(experts, 2 * inner), make(experts, hidden)] if bias else [])
-
-
-def inputs_of(
-    tokens, hidden, inner, experts, choices, dtype=torch.float32, device="cpu", transposed=False, bias=False, index=None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Arguments in call order, of which all floating-point ones require a gradient, and an upstream gradient."""
-    generator = torch.Generator().manual_seed(0)
-
-    def make(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    x, (gate_up, down, *biases) = make(tokens, hidden), weights(hidden, inner, experts, transposed, make, bias)
-    if index is None:  # skewed: the first experts get most, some none; a few are dropped
-        index = (torch.rand(tokens, choices, generator=generator) ** 3 * (experts + 1)).long() - int(experts > 1)
-    weight = torch.rand(tokens, choices, generator=generator)
-    made = [x, gate_up, down, index, weight, *biases]
-    made = [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in made]
-    return [t.requires_grad_(t.is_floating_point()) for t in made], [make(tokens, hidden).to(device, dtype)]
-
-
-def sorted_inputs(rows, hidden, inner, counts, dtype=torch.float32, device="cpu", transposed=False, bias=False):
-    (x, gate_up, down, _, _, *biases), grads = inputs_of(
-        rows, hidden, inner, len(counts), 1, dtype, device, transposed, bias
-    )
-    return [x, gate_up, down, torch.tensor(counts, device=device), *biases], grads
-
-
-def with_options(function, **options):
-    return lambda *tensors: function(*tensors, **options)
 
 
 def check(inputs, grads, device, op=moe_experts, formula=declared, **options):
@@ -86,24 +51,6 @@ def test_sizes(size, dtype, device):
 @pytest.mark.parametrize("size", [(1000, 512, 384, 16, 4), (777, 264, 136, 64, 8), (4096, 1024, 256, 128, 8)])
 def test_large_sizes_on_cuda(size, transposed, dtype):
     check(*inputs_of(*size, dtype, "cuda", transposed), "cuda", transposed=transposed)
-
-
-# Every product of theirs takes PyTorch's grouped GEMM.
-MANY_ROWS = [(2100, 264, 1032, 4, 2), (1111, 128, 1024, 5, 8)]
-
-
-EVERY_OPTION = [
-    dict(),
-    dict(interleaved=True),
-    dict(transposed=True),
-    GPT_OSS,
-    dict(activation="gelu"),
-    dict(activation="gelu_tanh", transposed=True),
-    dict(limit=0.5, interleaved=True),
-    dict(alpha=1.5, up_offset=0.25),
-    dict(weight_before=True),
-    dict(weight_before=True, activation="gelu", interleaved=True, transposed=True),
-]
 
 
 @pairwise(options=EVERY_OPTION, size=[(23, 24, 16, 5, 3), (9, 7, 5, 3, 2)], bias=[False, True])
@@ -412,6 +359,10 @@ def vary(draw, arguments):
         for name in ("gate_up", "down"):
             turned = like(arguments[name]).detach().transpose(1, 2)
             arguments[name] = turned.requires_grad_(arguments[name].requires_grad)
+    for pair in (("gate_up_a", "gate_up_b"), ("down_a", "down_b")):
+        if any(arguments[name] is None for name in pair):
+            arguments |= dict.fromkeys(pair)
+        may_be_float32(draw, arguments, *pair)
 
 
 def test_cpu_path():

@@ -5,6 +5,7 @@ WHEEL = 60_000_000
 # Kernels of a family, in the packs of all architectures and of PTX together.
 PACKS = {
     "activations": 290_000,
+    "conv": 3_300_000,
     "embedding": 90_000,
     "gated": 1_030_000,
     "gemm": 4_000_000,

@@ -34,6 +34,20 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
     for op in (F.swiglu_packed, F.geglu_packed):
         case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
 
+SAMPLES, PAST = torch.arange(7).div(3, rounding_mode="floor").repeat(5, 1), randn(5, 3, 24)
+for where, p, column, sample in (
+    ("replicated", R, R, R),
+    ("by batch", Shard(0), R, Shard(0)),
+    ("by columns", Shard(2), Shard(0), R),
+):
+    case(
+        f"causal_conv1d {where}",
+        F.causal_conv1d,
+        dict(x=X, weight=randn(24, 4), bias=B, seq_idx=SAMPLES, initial_state=PAST),
+        dict(x=p, weight=column, bias=column, seq_idx=sample, initial_state=p),
+        p,
+    )
+
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by columns": Shard(2)}.items():
     for op in (F.swiglu, F.geglu):
         case(f"{op.__name__} {where}", op, dict(gate=X, up=X + 1), dict(gate=p, up=p), p)

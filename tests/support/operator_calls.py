@@ -44,6 +44,13 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "rms_norm": dict(x=rows, weight=column),
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
+        "causal_conv1d": dict(
+            x=numbers(2, ROWS, N),
+            weight=numbers(N, 3),
+            bias=numbers(N),
+            seq_idx=target.view(1, ROWS).repeat(2, 1),
+            initial_state=numbers(2, 2, N),
+        ),
         "layer_norm": dict(x=rows, weight=column, bias=numbers(N)),
         "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
         "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),

@@ -6,9 +6,6 @@ WANT_INPUT, WANT_WEIGHT, WANT_BIAS = 1, 2, 4
 # Besides, of rms_norm_gated, as in csrc/ops/norms/rms_norm_gated.cpp.
 WANT_GATE = 4
 
-# Besides, of causal_conv1d, as in csrc/ops/conv/causal_conv1d.h.
-WANT_STATE = 8
-
 # Gradients of adapters, as in csrc/ops/gemm/lora_linear.cpp.
 LORA_A, LORA_B = 8, 16
 

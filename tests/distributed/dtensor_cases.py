@@ -34,17 +34,12 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
     for op in (F.swiglu_packed, F.geglu_packed):
         case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
 
-SAMPLES, PAST = torch.arange(7).div(3, rounding_mode="floor").repeat(5, 1), randn(5, 3, 24)
-for where, p, column, sample in (
-    ("replicated", R, R, R),
-    ("by batch", Shard(0), R, Shard(0)),
-    ("by columns", Shard(2), Shard(0), R),
-):
+for where, p, column in (("replicated", R, R), ("by batch", Shard(0), R), ("by columns", Shard(2), Shard(0))):
     case(
         f"causal_conv1d {where}",
         F.causal_conv1d,
-        dict(x=X, weight=randn(24, 4), bias=B, seq_idx=SAMPLES, initial_state=PAST),
-        dict(x=p, weight=column, bias=column, seq_idx=sample, initial_state=p),
+        dict(x=X, weight=randn(24, 4), bias=B),
+        dict(x=p, weight=column, bias=column),
         p,
     )
 

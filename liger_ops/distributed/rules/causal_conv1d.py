@@ -3,36 +3,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 
-from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_STATE, WANT_WEIGHT
+from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 from .._sharding import Layout, R, sharding, summed
 
-
-def placements(cu_seqlens: Any) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """Of x, of the parameters and of seq_idx: whole, by columns, or by batches."""
-    yield R, R, R
-    yield Shard(2), Shard(0), R
-    if cu_seqlens is None:
-        yield Shard(0), R, Shard(0)
+# Of x, and of the parameters: whole, by batches, or by columns.
+PLACEMENTS = (R, R), (Shard(0), R), (Shard(2), Shard(0))
 
 
 @sharding("causal_conv1d")
-def forward(x: Any, cu_seqlens: Any = None, **_: Any) -> Iterator[Layout]:
-    for rows, columns, samples in placements(cu_seqlens):
-        given = dict(x=rows, weight=columns, bias=columns, seq_idx=samples, cu_seqlens=R, initial_state=rows)
-        yield [rows], given
+def forward(seq_idx: Any, cu_seqlens: Any, initial_state: Any, **_: Any) -> Iterator[Layout]:
+    # register_sharding has no layouts for tensors that are passed by keyword.
+    for name, given in dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state).items():
+        if given is not None:
+            raise ValueError(f"causal_conv1d: {name} must be None beside DTensors (got a DTensor)")
+    for rows, columns in PLACEMENTS:
+        yield [rows], dict(x=rows, weight=columns, bias=columns)
 
 
 @sharding("_causal_conv1d_bwd", reduced=("dy",))
-def backward(x: Any, bias: Any, initial_state: Any, cu_seqlens: Any, wanted: int, **_: Any) -> Iterator[Layout]:
-    for rows, columns, samples in placements(cu_seqlens):
+def backward(bias: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+    for rows, columns in PLACEMENTS:
         parameter = summed(rows) if columns == R else columns
         results = [
             rows if wanted & WANT_INPUT else None,
             parameter if wanted & WANT_WEIGHT else None,
             parameter if wanted & WANT_BIAS and bias is not None else None,
-            rows if wanted & WANT_STATE and initial_state is not None else None,
+            None,
         ]
-        given = dict(x=rows, weight=columns, bias=columns, seq_idx=samples, cu_seqlens=R, initial_state=rows)
-        yield results, dict(dy=rows, **given)
+        yield results, dict(dy=rows, x=rows, weight=columns, bias=columns)

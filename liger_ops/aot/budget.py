@@ -5,6 +5,7 @@ WHEEL = 60_000_000
 # Kernels of a family, in the packs of all architectures and of PTX together.
 PACKS = {
     "activations": 580_000,
+    "conv": 3_300_000,
     "embedding": 90_000,
     "gated": 1_450_000,
     "gemm": 2_700_000,

@@ -105,7 +105,7 @@ def kernels_named(path: Path, seen: set[Path]) -> set[str]:
         return set()
     seen.add(path)
     text = path.read_text()
-    found = set(re.findall(r"\bkernels::([a-z_]+)\b", text))
+    found = set(re.findall(r"\bkernels::([a-z0-9_]+)\b", text))
     for header in re.findall(r'#include "((?:core|gemm|ops)/[\w/]+)\.h"', text):
         for ending in (".h", *SOURCES):
             found |= kernels_named(CSRC / (header + ending), seen)

@@ -42,6 +42,15 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
     for op in (F.swiglu_packed, F.geglu_packed):
         case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
 
+for where, p, column in (("replicated", R, R), ("by batch", Shard(0), R), ("by columns", Shard(2), Shard(0))):
+    case(
+        f"causal_conv1d {where}",
+        F.causal_conv1d,
+        dict(x=X, weight=randn(24, 4), bias=B),
+        dict(x=p, weight=column, bias=column),
+        p,
+    )
+
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by columns": Shard(2)}.items():
     for op in (F.swiglu, F.geglu):
         case(f"{op.__name__} {where}", op, dict(gate=X, up=X + 1), dict(gate=p, up=p), p)

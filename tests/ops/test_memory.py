@@ -35,6 +35,7 @@ SAVED = {
     "rms_norm": dict(x="x", weight="weight"),
     "fused_add_rms_norm": dict(weight="weight"),
     "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),
+    "causal_conv1d": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
     "layer_norm": dict(x="x", weight="weight"),
     "sigmoid_gate": dict(x="x", gate="gate"),
     "xielu": {name: name for name in ("x", "alpha_p", "alpha_n")},

@@ -53,6 +53,13 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
         "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
         "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
+        "causal_conv1d": dict(
+            x=numbers(2, ROWS, N),
+            weight=numbers(N, 3),
+            bias=numbers(N),
+            seq_idx=target.view(1, ROWS).repeat(2, 1),
+            initial_state=numbers(2, 2, N),
+        ),
         "layer_norm": dict(x=rows, weight=column, bias=numbers(N)),
         "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
         "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),

@@ -1,0 +1,260 @@
+"""Depthwise causal convolution over time of channel-last rows, and silu.
+
+    v[t] = bias + sum over k < width of weight[width - 1 - k] * x[t - k * dilation];  y = silu(v) or v
+
+A program walks over STEPS rows of BLOCK_N columns, in each of BLOCK_M chunks of time. It keeps the last rows in registers,
+so that it reads every row once; loads of UNROLL rows are in flight together. Rows that are `dilation` apart form a
+sequence of their own (`phase` is its first row) that is convolved without gaps. WIDTH is the width rounded up: taps beyond
+`width` are skipped.
+
+In backward, dx[t] needs dv of the next rows: a program walks WIDTH - 1 rows further than its chunk, and what it has of dx
+lags by as many rows. Rows before the first are those of the initial state.
+
+Rows of another sample are skipped: `sample` holds a number for every row.
+"""
+
+import triton
+import triton.language as tl
+
+from ..table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
+
+SILU = tl.constexpr(1)
+HAS_BIAS = tl.constexpr(2)
+HAS_STATE = tl.constexpr(4)
+HAS_SAMPLES = tl.constexpr(8)
+NEEDS_DX = tl.constexpr(16)
+NEEDS_DWEIGHT = tl.constexpr(32)
+NEEDS_DBIAS = tl.constexpr(64)
+NEEDS_DSTATE = tl.constexpr(128)
+# The values of WIDTH.
+NARROW_WIDTH = tl.constexpr(4)
+MAX_WIDTH = tl.constexpr(8)
+
+
+@triton.jit
+def place(n, length, dilation, chunks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr):
+    """Of this program: its share of rows, batch, phase, first steps (BLOCK_M, 1), and columns (1, BLOCK_N)."""
+    blocks = tl.cdiv(n, BLOCK_N)
+    share = tl.program_id(0) // blocks
+    cols = (tl.program_id(0) - share * blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    sequence = share // chunks
+    chunk = share - sequence * chunks
+    batch = sequence // dilation
+    phase = sequence - batch * dilation
+    first = (chunk * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]) * STEPS
+    return share, batch.to(tl.int64), phase, first, cols
+
+
+@triton.jit
+def row_at(x, state, t, x_row, past, n, cols, mask, flags):
+    """Row t of x, or of the state if t is negative. x and state point to the batch's first row."""
+    value = tl.load(x + t.to(tl.int64) * x_row + cols, mask=mask & (t >= 0), other=0.0)
+    if flags & HAS_STATE:
+        earlier = mask & (t < 0) & (t + past >= 0)
+        value = tl.where(t < 0, tl.load(state + (t + past).to(tl.int64) * n + cols, mask=earlier, other=0.0), value)
+    return value
+
+
+@triton.jit
+def sample_at(sample, t, length, flags):
+    inside = tl.minimum(tl.maximum(t, 0), length - 1)
+    return tl.load(sample + inside, mask=(inside >= 0) & ((flags & HAS_SAMPLES) != 0), other=0)
+
+
+@triton.jit
+def taps(weight, cols, n, width, WIDTH: tl.constexpr):
+    """The weight of the row k steps ago, k < WIDTH."""
+    found = ()
+    for k in tl.static_range(WIDTH):
+        at = weight + cols.to(tl.int64) * width + (width - 1 - k)
+        found = found + (tl.load(at, mask=(cols < n) & (k < width), other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def rows_before(x, state, sample, phase, first, dilation, x_row, past, n, cols, length, flags, WIDTH: tl.constexpr):
+    """The WIDTH - 1 rows before step `first`, and their samples."""
+    rows = ()
+    samples = ()
+    for i in tl.static_range(WIDTH - 1):
+        t = phase + (first + (i - (WIDTH - 1))) * dilation
+        rows = rows + (row_at(x, state, t, x_row, past, n, cols, (cols < n) & (t < length), flags),)
+        samples = samples + (sample_at(sample, t, length, flags),)
+    return rows, samples
+
+
+@triton.jit
+def convolved(rows, samples, w, bias, width, at: tl.constexpr, dtype: tl.constexpr, WIDTH: tl.constexpr):
+    """v at rows[at]; rounded if the weight has x's dtype."""
+    v = bias
+    for k in tl.static_range(WIDTH):
+        counts = (samples[at - k] == samples[at]) & (k < width)
+        # Not a product with zero: rows of another sample may be infinite.
+        v += w[k] * tl.where(counts, rows[at - k].to(tl.float32), 0.0)
+    return v.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def from_(values, start: tl.constexpr, count: tl.constexpr):
+    kept = ()
+    for i in tl.static_range(count):
+        kept = kept + (values[start + i],)
+    return kept
+
+
+@triton.jit
+def causal_conv1d_fwd_kernel(
+    y, x, weight, bias, sample, state,
+    length, n, width, dilation, chunks, x_batch, x_row, flags,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    _, batch, phase, first, cols = place(n, length, dilation, chunks, BLOCK_M, BLOCK_N, STEPS)
+    past = (width - 1) * dilation
+    x += batch * x_batch
+    y += batch * length * n
+    sample += batch * length
+    state += batch * past * n
+    dtype: tl.constexpr = x.dtype.element_ty
+    rounded: tl.constexpr = dtype if weight.dtype.element_ty == dtype else tl.float32
+    w = taps(weight, cols, n, width, WIDTH)
+    b = tl.load(bias + cols, mask=(cols < n) & ((flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
+    rows, samples = rows_before(x, state, sample, phase, first, dilation, x_row, past, n, cols, length, flags, WIDTH)
+    for start in range(0, STEPS, UNROLL):
+        for i in tl.static_range(UNROLL):
+            t = phase + (first + start + i) * dilation
+            mask = (cols < n) & (t < length)
+            rows = rows + (tl.load(x + t.to(tl.int64) * x_row + cols, mask=mask, other=0.0),)
+            samples = samples + (sample_at(sample, t, length, flags),)
+        for i in tl.static_range(UNROLL):
+            t = phase + (first + start + i) * dilation
+            v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH)
+            v = tl.where((flags & SILU) != 0, v * tl.sigmoid(v), v)
+            tl.store(y + t.to(tl.int64) * n + cols, v.to(dtype), mask=(cols < n) & (t < length))
+        rows = from_(rows, UNROLL, WIDTH - 1)
+        samples = from_(samples, UNROLL, WIDTH - 1)
+
+
+@triton.jit
+def slope(v, flags):
+    # The sigmoid's slope as s * (1 - s) would lose digits.
+    e = tl.exp(-tl.abs(v))
+    r = 1.0 / (1.0 + e)
+    return tl.where((flags & SILU) != 0, tl.where(v < 0, e * r, r) + v * (e * r * r), 1.0)
+
+
+@triton.jit
+def causal_conv1d_bwd_kernel(
+    dx, dstate, dweight, dbias, dy, x, weight, bias, sample, state,
+    length, n, width, dilation, chunks, dy_batch, dy_row, x_batch, x_row, flags,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """dweight, dbias: fp32, one share per program over all columns: (shares, n, width) and (shares, n)."""
+    share, batch, phase, first, cols = place(n, length, dilation, chunks, BLOCK_M, BLOCK_N, STEPS)
+    past = (width - 1) * dilation
+    x += batch * x_batch
+    dy += batch * dy_batch
+    dx += batch * length * n
+    sample += batch * length
+    state += batch * past * n
+    dstate += batch * past * n
+    dtype: tl.constexpr = x.dtype.element_ty
+    rounded: tl.constexpr = dtype if weight.dtype.element_ty == dtype else tl.float32
+    w = taps(weight, cols, n, width, WIDTH)
+    b = tl.load(bias + cols, mask=(cols < n) & ((flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
+    rows, samples = rows_before(x, state, sample, phase, first, dilation, x_row, past, n, cols, length, flags, WIDTH)
+    # Upstream of the convolution. Of rows before the chunk it is not needed, or zero.
+    dvs = ()
+    dws = ()
+    for _ in tl.static_range(WIDTH - 1):
+        dvs = dvs + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
+    for _ in tl.static_range(WIDTH):
+        dws = dws + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
+    db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, STEPS + WIDTH - 1, UNROLL):
+        grads = ()
+        for i in tl.static_range(UNROLL):
+            t = phase + (first + start + i) * dilation
+            mask = (cols < n) & (t < length)
+            rows = rows + (tl.load(x + t.to(tl.int64) * x_row + cols, mask=mask, other=0.0),)
+            grads = grads + (tl.load(dy + t.to(tl.int64) * dy_row + cols, mask=mask, other=0.0),)
+            samples = samples + (sample_at(sample, t, length, flags),)
+        for i in tl.static_range(UNROLL):
+            step = first + start + i
+            v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH)
+            inside = (cols < n) & (phase + step * dilation < length)
+            dv = tl.where(inside, grads[i].to(tl.float32) * slope(v, flags), 0.0)
+            dvs = dvs + (dv,)
+            own = tl.where(start + i < STEPS, dv, 0.0)
+            db += own
+            sums = ()
+            for k in tl.static_range(WIDTH):
+                counts = (samples[WIDTH - 1 + i - k] == samples[WIDTH - 1 + i]) & (k < width)
+                before = rows[WIDTH - 1 + i - k].to(tl.float32)
+                sums = sums + (dws[k] + own * tl.where(counts & (start + i < STEPS), before, 0.0),)
+            dws = sums
+            # The row WIDTH - 1 steps ago has now met all rows that read it.
+            out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for k in tl.static_range(WIDTH):
+                counts = (samples[i + k] == samples[i]) & (k < width)
+                out += w[k] * tl.where(counts, dvs[i + k], 0.0)
+            lag = start + i - (WIDTH - 1)
+            t = phase + (first + lag) * dilation
+            wanted = (cols < n) & (t < length) & (lag >= 0) & ((flags & NEEDS_DX) != 0)
+            tl.store(dx + t.to(tl.int64) * n + cols, out.to(dtype), mask=wanted & (lag < STEPS))
+            if flags & NEEDS_DSTATE:
+                earlier = (cols < n) & (first + lag < 0) & (t + past >= 0)
+                tl.store(dstate + (t + past).to(tl.int64) * n + cols, out.to(dtype), mask=earlier)
+        rows = from_(rows, UNROLL, WIDTH - 1)
+        samples = from_(samples, UNROLL, WIDTH - 1)
+        dvs = from_(dvs, UNROLL, WIDTH - 1)
+    col = tl.reshape(cols, [BLOCK_N])
+    part = share.to(tl.int64) * n + col
+    for k in tl.static_range(WIDTH):
+        wanted = (col < n) & (k < width) & ((flags & NEEDS_DWEIGHT) != 0)
+        tl.store(dweight + part * width + (width - 1 - k), tl.sum(dws[k], axis=0), mask=wanted)
+    tl.store(dbias + part, tl.sum(db, axis=0), mask=(col < n) & ((flags & NEEDS_DBIAS) != 0))
+
+
+def config(max_n, block_m, block_n, steps, *, unroll=4, warps=4, aligned=True, only=None):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, STEPS=steps, UNROLL=unroll)
+    return Config(max_n, aligned, warps, constexprs=constexprs, only=only or {})
+
+
+NARROW, WIDE = ({"WIDTH": (w.value,)} for w in (NARROW_WIDTH, MAX_WIDTH))
+AXES = {"dtype": ACTIVATION_WEIGHT_DTYPES, "width": [{"WIDTH": w.value} for w in (NARROW_WIDTH, MAX_WIDTH)]}
+SIZES = {"length": "i32", "n": "i32", "width": "i32", "dilation": "i32", "chunks": "i32"}
+
+KERNELS = [
+    Kernel(
+        function=causal_conv1d_fwd_kernel,
+        args={
+            "y": "*X", "x": "*X", "weight": "*W", "bias": "*W", "sample": "*i32", "state": "*X",
+            **SIZES, "x_batch": "i64", "x_row": "i64", "flags": "i32",
+        },
+        aligned=["y", "x", "state", "n", "x_batch", "x_row"],
+        axes=AXES,
+        configs=[
+            config(128, 8, 128, 32),
+            config(None, 1, 1024, 32, only=NARROW),
+            config(None, 1, 512, 32, only=WIDE),
+            config(None, 1, 256, 32, aligned=False),
+        ],
+    ),
+    Kernel(
+        function=causal_conv1d_bwd_kernel,
+        args={
+            "dx": "*X", "dstate": "*X", "dweight": "*fp32", "dbias": "*fp32", "dy": "*X", "x": "*X", "weight": "*W",
+            "bias": "*W", "sample": "*i32", "state": "*X",
+            **SIZES, "dy_batch": "i64", "dy_row": "i64", "x_batch": "i64", "x_row": "i64", "flags": "i32",
+        },
+        aligned=["dx", "dstate", "dy", "x", "state", "n", "dy_batch", "dy_row", "x_batch", "x_row"],
+        axes=AXES,
+        # Sums and rows of backward take registers: a thread has 4 columns, or 2.
+        configs=[
+            config(128, 4, 128, 128, only=NARROW),
+            config(None, 1, 512, 128, only=NARROW),
+            config(None, 1, 256, 128, only=WIDE),
+            config(None, 1, 128, 128, aligned=False),
+        ],
+    ),
+]  # fmt: skip

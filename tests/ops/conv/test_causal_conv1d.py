@@ -1,0 +1,225 @@
+"""causal_conv1d: torch.ops.liger.causal_conv1d against torch's conv1d and silu in fp64."""
+
+import pytest
+import torch
+from checks import CPU_DTYPES, LAYOUTS, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
+from hypothesis import strategies as st
+from pairs import pairwise, sizes_by_device
+from torch.nn import functional
+
+conv = torch.ops.liger.causal_conv1d
+KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
+
+
+def reference(x, weight, bias=None, state=None, activation="silu", dilation=1, lengths=None):
+    """lengths: of the samples, one after the other."""
+    if lengths:
+        parts = x.split(lengths, 1)
+        first = reference(parts[0], weight, bias, state, activation, dilation)
+        rest = [reference(part, weight, bias, None, activation, dilation) for part in parts[1:]]
+        return torch.cat([first, *rest], 1)
+    past = (weight.shape[1] - 1) * dilation
+    before = x.new_zeros(len(x), past, x.shape[2]) if state is None else state
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    rows = torch.cat([before, x], 1).transpose(1, 2).to(dtype)
+    y = functional.conv1d(rows, weight[:, None], bias, dilation=dilation, groups=x.shape[2]).transpose(1, 2)
+    return (functional.silu(y) if activation == "silu" else y).to(x.dtype)
+
+
+def ours(x, weight, bias=None, state=None, activation="silu", dilation=1, lengths=None, cumulative=False):
+    packed = {}
+    if lengths:
+        samples = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(x.device)
+        packed = dict(seq_idx=samples.expand(len(x), -1))
+    if cumulative:
+        packed = dict(cu_seqlens=torch.tensor([0, *lengths], device=x.device).cumsum(0))
+    return conv(x, weight, bias, activation, dilation=dilation, initial_state=state, **packed)
+
+
+def make(shape, width, dtype, device, weight_dtype=None, past=None, with_bias=True):
+    torch.manual_seed(0)  # compared rounding errors must not depend on which tests ran before
+    x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    kind = dict(dtype=weight_dtype or dtype, device=device, requires_grad=True)
+    weight, bias = torch.randn(shape[2], width, **kind), torch.randn(shape[2], **kind) if with_bias else None
+    state = past and torch.randn(shape[0], past, shape[2], dtype=dtype, device=device, requires_grad=True)
+    return [x, weight, bias, state], [torch.randn(shape, dtype=dtype, device=device)]
+
+
+def check(inputs, grads, device, **options):
+    theirs = {name: value for name, value in options.items() if name != "cumulative"}
+    check_op(lambda *t: ours(*t, **options), lambda *t: reference(*t, **theirs), inputs, grads, device)
+
+
+SIZES = sorted({1, 7, 33, 72, 1000, 8192, *sizes_around_tiles(*KERNELS)})
+
+
+@sizes_by_device(cpu=[1, 7, 130, 1000], cuda=SIZES, dtype=CPU_DTYPES, width=range(2, 9))
+def test_sizes(n, dtype, width, device):
+    inputs, grads = make((2, 9, n), width, dtype, device)
+    check(inputs, grads, device)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 127, 128, 129, 300])
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_lengths(length, dilation, device):
+    """Both sides of the rows that a program walks over, and fewer rows than the state has."""
+    inputs, grads = make((2, length, 40), 4, torch.float32, device, past=3 * dilation)
+    check(inputs, grads, device, dilation=dilation)
+
+
+@pairwise(
+    dtype=CPU_DTYPES,
+    weight_dtype=[None, torch.float32],
+    width=[2, 4, 7],
+    activation=["silu", "none"],
+    dilation=[1, 2],
+    lengths=[None, [5, 1, 2, 4]],
+    with_state=[True, False],
+    with_bias=[True, False],
+)
+def test_options(dtype, weight_dtype, width, activation, dilation, lengths, with_state, with_bias, device):
+    past = (width - 1) * dilation if with_state else None
+    inputs, grads = make((2, 12, 24), width, dtype, device, weight_dtype, past, with_bias)
+    check(inputs, grads, device, activation=activation, dilation=dilation, lengths=lengths)
+
+
+def test_cumulative_lengths(device):
+    inputs, grads = make((1, 12, 24), 4, torch.float32, device, past=3)
+    for lengths in ([5, 1, 2, 4], [12], [1, 11]):
+        check(inputs, grads, device, lengths=lengths, cumulative=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_samples_do_not_depend_on_their_neighbours(dtype, device):
+    """Bit for bit, even beside infinite rows; gradients too."""
+    (x, weight, bias, _), (grad,) = make((1, 11, 24), 4, dtype, device)
+    alone = gradients(lambda x: ours(x, weight, bias), [x[:, 4:9].detach().requires_grad_()], [grad[:, 4:9]])
+    hostile = x.detach().clone()
+    hostile[:, :4], hostile[:, 9:] = float("inf"), float("nan")
+    packed = gradients(lambda x: ours(x, weight, bias, lengths=[4, 5, 2]), [hostile.requires_grad_()], [grad])
+    assert equal(alone, [t[:, 4:9] for t in packed])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+def test_roundings(dtype, weight_dtype, device):
+    """Results equal the formula's except where sums in another order round to the other neighbour."""
+    (x, weight, bias, _), _ = make((2, 64, 64), 4, dtype, device, weight_dtype)
+    y = reference(x.double(), weight.double(), bias.double(), activation="none")
+    y = y.to(dtype).double() if weight_dtype is None else y
+    assert (ours(x, weight, bias) != functional.silu(y).to(dtype)).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, device):
+    (x, weight, bias, _), (grad,) = make((3, 8, 24), 4, torch.float32, device)
+    check([LAYOUTS[layout](x.detach()).requires_grad_(), weight, bias, None], [grad], device)
+    check([x, weight, bias, None], [LAYOUTS[layout](grad)], device)
+
+
+@pairwise(needs_x=[True, False], needs_weight=[True, False], needs_bias=[True, False], needs_state=[True, False])
+def test_only_required_gradients(needs_x, needs_weight, needs_bias, needs_state, device):
+    inputs, grads = make((2, 9, 24), 4, torch.float32, device, past=3)
+    for t, needed in zip(inputs, (needs_x, needs_weight, needs_bias, needs_state)):
+        t.requires_grad_(needed)
+    check(inputs, grads, device)
+
+
+def test_the_state_continues_a_sequence(device):
+    (x, weight, bias, _), _ = make((2, 12, 24), 4, torch.bfloat16, device)
+    whole = ours(x, weight, bias)
+    assert torch.equal(ours(x[:, 5:], weight, bias, x[:, 2:5]), whole[:, 5:])
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (2, 0, 8), (2, 4, 0)])
+def test_empty(shape, device):
+    inputs, grads = make(shape, 4, torch.float32, device, past=3)
+    found = gradients(lambda *t: ours(*t), inputs, grads)
+    assert found[0].shape == shape and all((t == 0).all() for t in found)
+
+
+@pairwise(activation=["silu", "none"], dilation=[1, 2], lengths=[None, [2, 3]], with_bias=[True, False])
+def test_gradcheck(activation, dilation, lengths, with_bias):
+    inputs, _ = make((2, 5, 3), 3, torch.float64, "cpu", past=2 * dilation, with_bias=with_bias)
+    options = dict(activation=activation, dilation=dilation, lengths=lengths)
+    wanted = [t for t in inputs if t is not None]
+    if with_bias:
+        assert torch.autograd.gradcheck(lambda x, w, b, s: ours(x, w, b, s, **options), wanted)
+    else:
+        assert torch.autograd.gradcheck(lambda x, w, s: ours(x, w, None, s, **options), wanted)
+
+
+def test_autocast_casts_as_for_a_linear_layer(device):
+    inputs, _ = make((2, 5, 8), 4, torch.float32, device, past=3)
+    with torch.autocast(device, torch.bfloat16):
+        assert ours(*inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    n = 4096
+    x = torch.randn(1, 2**31 // n + 5, n, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(n, 4, device="cuda", dtype=torch.bfloat16)
+    with path_taken("cuda"):
+        y = ours(x, weight)
+    tail = x[:, -10:]
+    wide = reference(tail.double(), weight.double())
+    assert_no_worse("tail", y[:, -7:], reference(tail, weight)[:, -7:], wide[:, -7:])
+
+
+X, W, IDS = torch.ones(2, 4, 8), torch.ones(8, 4), torch.zeros(2, 4, dtype=torch.long)
+ERRORS = {
+    "integer x": (lambda: (X.long(), W), {}, "x must be float32, float16, bfloat16 or float64"),
+    "flat x": (lambda: (X[0], W), {}, r"x must have shape \(B, S, C\)"),
+    "weight of other columns": (lambda: (X, W[:7]), {}, r"weight must have shape \[8, W\]"),
+    "three-dimensional weight": (lambda: (X, W[:, None]), {}, r"weight must have shape \[8, W\]"),
+    "narrow weight": (lambda: (X, W[:, :1]), {}, "weight must have 2 to 8 columns"),
+    "wide weight": (lambda: (X, W.repeat(1, 3)), {}, "weight must have 2 to 8 columns"),
+    "weight of another dtype": (lambda: (X, W.half()), {}, "weight must be float32 or have the dtype of x"),
+    "bias of another dtype": (lambda: (X, W, W[:, 0].half()), {}, "bias must have the dtype of weight"),
+    "bias of another shape": (lambda: (X, W, W[0]), {}, r"bias must have shape \[8\]"),
+    "unknown activation": (lambda: (X, W, None, "gelu"), {}, "activation must be 'silu' or 'none'"),
+    "dilation of zero": (lambda: (X, W), dict(dilation=0), "dilation must be positive"),
+    "fractional seq_idx": (lambda: (X, W), dict(seq_idx=IDS.float()), "seq_idx must be int64 or int32"),
+    "seq_idx of another shape": (lambda: (X, W), dict(seq_idx=IDS[:1]), r"seq_idx must have shape \[2, 4\]"),
+    "both kinds of samples": (
+        lambda: (X, W), dict(seq_idx=IDS, cu_seqlens=IDS[0]), "cu_seqlens must be None beside seq_idx",
+    ),
+    "cu_seqlens of batches": (lambda: (X, W), dict(cu_seqlens=IDS[0]), "x must have a batch of 1 beside cu_seqlens"),
+    "state of another length": (
+        lambda: (X, W), dict(initial_state=X), r"initial_state must have shape \[2, 3, 8\]",
+    ),
+    "state of another dtype": (
+        lambda: (X, W), dict(initial_state=X[:, 1:].half()), "initial_state must have the dtype of x",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.library
+def test_errors(case):
+    arguments, options, message = ERRORS[case]
+    with pytest.raises(RuntimeError, match=f"causal_conv1d: {message}.*got "):
+        conv(*arguments(), **options)
+
+
+def vary(draw, arguments):
+    """Of the property tests: shapes that fit."""
+    x, width, dilation = arguments["x"], draw(st.integers(2, 8)), draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    batch, length, n = x.shape
+    wide = x.dtype if x.dtype == torch.float64 or draw(st.booleans()) else torch.float32
+
+    def numbers(*shape, dtype=wide):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_(draw(st.booleans()))
+
+    arguments |= dict(dilation=dilation, weight=numbers(n, width), seq_idx=None, cu_seqlens=None)
+    if arguments["bias"] is not None:
+        arguments["bias"] = numbers(n)
+    if arguments["initial_state"] is not None:
+        arguments["initial_state"] = numbers(batch, (width - 1) * dilation, n, dtype=x.dtype)
+    if draw(st.booleans()):
+        ids = torch.randint(3, (batch, length), generator=generator)
+        arguments["seq_idx"] = ids.sort(1).values.to(draw(st.sampled_from([torch.int64, torch.int32])))
+    elif batch == 1:
+        arguments["cu_seqlens"] = torch.tensor([0, draw(st.integers(0, length)), length])

@@ -132,7 +132,7 @@ class CMakeBuild(build_ext):
             "LIGER_SOURCES": ";".join(map(str, sources)),
             "LIGER_LARGEST": sources[0],
             "LIGER_COMPILE": ";".join(flags.COMPILE),
-            "LIGER_LINK": ";".join(flags.LINK),
+            "LIGER_LINK": ";".join([*flags.LINK, *(flags.LINK_FOR_RELEASE if releases() else ())]),
             "LIGER_NAMESPACE": self.namespace or flags.NAMESPACE,
             "LIGER_PORTABLE": flags.PORTABLE,
             "LIGER_PRECOMPILED": ";".join(f"<{name}>" for name in flags.PRECOMPILED),

@@ -25,6 +25,8 @@ NAMESPACE = "liger"
 COMPILE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wno-unknown-pragmas")
 # Undefined symbols are allowed because the dependencies of torch's libraries may be missing.
 LINK = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined", "-Wl,--build-id=none")
+# Besides, of a library in a wheel: without the symbols of debuggers, a fifteenth of the compressed size.
+LINK_FOR_RELEASE = ("-Wl,--strip-all",)
 
 
 def sources(csrc: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from ..reference._operator import SCHEMA_TYPES
 
 # By dimension letter. Few are multiples of a tile, and rows are 16-byte aligned.
 SIZES = dict(
-    B=2, Hq=4, Hk=2, S=17, D=64, R=32, n=64, m=48, V=320, K=2, r=4, q=3, T=40, N=40, E=4, I=24, H=32
+    B=2, Hq=4, Hk=2, S=17, D=64, R=32, n=64, m=48, V=320, K=2, r=4, q=3, T=40, N=40, E=4, I=24, H=32, C=48, W=4, P=3
 )  # fmt: skip
 LEADING = [2, 17]
 WEIGHTS = ("(V, ", "(m, ", "(E, ", "(r, ")
@@ -77,12 +77,25 @@ def distributions(name: str, arguments: dict[str, Any]) -> None:
         arguments[argument] = rows if is_log else rows.exp()
 
 
+def packed_samples(arguments: dict[str, Any]) -> None:
+    """Samples by numbers of their rows, or, where the activation is not the default, by their ends, in one batch."""
+    if "activation" not in arguments:
+        arguments["cu_seqlens"] = None
+        return
+    length = arguments["x"].shape[1]
+    arguments |= dict(seq_idx=None, cu_seqlens=torch.tensor([0, length // 3, length // 3, length]))
+    for name in ("x", "initial_state"):
+        arguments[name] = arguments[name][:1]
+
+
 def without_conflicts(arguments: dict[str, Any]) -> None:
     """Drops tensors that other options exclude, and turns weights that an option expects turned."""
     if arguments.get("beta") and "vocab_map" in arguments:
         arguments["vocab_map"] = None
     if arguments.get("weight_before"):
         arguments["gate_up_bias"] = None
+    if "cu_seqlens" in arguments:
+        packed_samples(arguments)
     if arguments.get("transposed"):
         for name in ("gate_up", "down"):
             arguments[name] = arguments[name].transpose(1, 2).contiguous()

@@ -561,6 +561,7 @@ def test_flags_and_limits_of_a_kernel_file_reach_cpp():
 def test_operators_that_launch_a_kernel_are_found_in_the_cpp_sources():
     launched_by = codegen.operators_of()
     assert launched_by["column_sum"] == [
+        "xielu",
         "causal_conv1d",
         "moe_router",
         "fused_add_rms_norm",

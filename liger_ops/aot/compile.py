@@ -218,6 +218,7 @@ def code_key(kernel: Kernel, variant: Variant) -> str:
         str(variant.divisibility),
         str(variant.config.num_warps),
         str(variant.max_registers),
+        str(kernel.archs),
         triton_version(),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

@@ -163,7 +163,7 @@ class Build(subprocess.Popen):
             given = dict(word[2:].split("=", 1) for word in command if word.startswith("-D"))
             if given:
                 Build.given, folder = given, Path(command[command.index("-B") + 1])
-                folder.mkdir(parents=True)
+                folder.mkdir(parents=True, exist_ok=True)
             else:
                 shutil.copytree({libraries!r}, Path(Build.given["LIGER_OUTPUT"], "lib"))
             command = ["true"]

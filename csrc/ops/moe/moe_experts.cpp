@@ -298,8 +298,8 @@ AllOptions with_weight_before(
 }
 
 /// The backward of both operators. first: position of the adapters among the node's tensors, which pre, routing and t
-/// follow. bit: of the gradient of an edge.
-template <class AnyNode, class Bit>
+/// follow. bit: of the gradient of an edge. A node of compiled autograd does not know the number of its edges.
+template <class Edges, class AnyNode, class Bit>
 core::variable_list differentiate_experts(AnyNode& node, Inputs in, size_t first, const Bit& bit) {
   for (size_t i = 0; i < 4; ++i) {
     const Tensor adapter = node.take(first + i);
@@ -308,7 +308,7 @@ core::variable_list differentiate_experts(AnyNode& node, Inputs in, size_t first
   Tensor pre = node.take(first + 4);
   const Tensor routing = node.take(first + 5), t = node.take(first + 6);
   int64_t wanted = 0;
-  for (size_t i = 0; i < node.next_edges().size(); ++i) wanted |= node.needs(i) ? bit(i) : 0;
+  for (size_t i = 0; i < Edges::size(); ++i) wanted |= node.needs(i) ? bit(i) : 0;
   return core::with_options(node.options, [&](const auto&... o) {
     return std::apply(
         [&](const auto&... all) { return AnyGradient::call(node, in, std::move(pre), routing, t, wanted, all...); },
@@ -381,7 +381,7 @@ struct Experts : ExpertsOperator<
     const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2);
     const OptionalTensor index = node.take(3), weight = node.take(4), down_bias = node.take(5);
     const Inputs in{dout, x, gate_up, down, index, weight, down_bias, {}};
-    return differentiate_experts(node, in, 6, [](int64_t edge) { return int64_t(1) << edge; });
+    return differentiate_experts<Edges>(node, in, 6, [](int64_t edge) { return int64_t(1) << edge; });
   }
 };
 
@@ -425,8 +425,8 @@ struct SortedExperts : ExpertsOperator<
     const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2);
     const OptionalTensor none, down_bias = node.take(3);
     const Inputs in{dout, x, gate_up, down, none, none, down_bias, {}};
-    auto found =
-        differentiate_experts(node, in, 4, [](int64_t edge) { return int64_t(1) << (edge < 3 ? edge : edge + 1); });
+    auto found = differentiate_experts<Edges>(
+        node, in, 4, [](int64_t edge) { return int64_t(1) << (edge < 3 ? edge : edge + 1); });
     found.erase(found.begin() + 3);  // of the weights of routes
     return found;
   }

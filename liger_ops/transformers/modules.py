@@ -248,7 +248,7 @@ def complex_rotary_function(rotary: probe.Rotary, original: Callable) -> Callabl
 
 
 def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
-    methods, found, unfit, lora = identified
+    methods, found, unfit, lora, gates = identified
     linears = rewrite.projections_of(module)
     norms = frozenset(name for name, reason in unfit.items() if not reason)
 
@@ -258,7 +258,11 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
 
     def rewritten(function: Any, method: str) -> rewrite.Rewritten | None:
         merged = [(head_norms.fuse_head_norms, norms | rotary_of(method))] if norms else []
-        return rewrite.rewritten(inner_function(function), *merged, (rewrite.share_projections, linears))
+        function = inner_function(function)
+        sigmoids = rewrite.sigmoids_in(function) if gates else frozenset()
+        return rewrite.rewritten(
+            function, *merged, (rewrite.share_projections, linears), (rewrite.fuse_gates, sigmoids)
+        )
 
     def members(cls: type) -> dict[str, Any]:
         bound: dict[str, Any] = {"liger_reason": reason}
@@ -281,7 +285,7 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
         if unfit and not fused
     ]
     reason = next((f"no qk_norm_rope: {text}" for text in reasons if text), "")
-    key = linears, norms, reason, lora, tuple(map(rebinding_key, originals.values()))
+    key = linears, norms, reason, lora, gates, tuple(map(rebinding_key, originals.values()))
     replacement = "qk_norm_rope" if fused else "rope"
     give_subclass(module, "rope", replacement, key, members)
     return replacement

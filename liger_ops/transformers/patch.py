@@ -37,7 +37,7 @@ from .patched import (
 )
 
 SWITCHES = (
-    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "moe_experts", "embedding", "cross_entropy",
+    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "moe_experts", "embedding", "cross_entropy",
     "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
@@ -211,7 +211,7 @@ def apply_liger_kernel(
     instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
     that patches its instances on construction.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, moe_experts, embedding, cross_entropy,
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, moe_experts, embedding, cross_entropy,
     fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 

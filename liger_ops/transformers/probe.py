@@ -490,6 +490,7 @@ class RotaryModule(NamedTuple):
     found: dict[Any, Rotary]  # by the function that is understood
     unfit: dict[str, str]  # see unfit_norms
     lora: bool = True  # whether LoRA layers among its projections may run in operators
+    gates: bool = True  # whether its products with sigmoids may run in operators
 
 
 def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModule:
@@ -499,7 +500,7 @@ def identify_rotary_module(module: nn.Module, switches: Switches) -> RotaryModul
     understood = {f: rotary for f, rotary in found.items() if isinstance(rotary, Rotary)}
     if not understood:
         raise NotUnderstood("; ".join(dict.fromkeys(map(str, found.values()))))
-    return RotaryModule(methods, understood, unfit_norms(module, switches), switches["lora"])
+    return RotaryModule(methods, understood, unfit_norms(module, switches), switches["lora"], switches["sigmoid_gate"])
 
 
 # ---- LoRA layers

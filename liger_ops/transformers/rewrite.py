@@ -17,6 +17,10 @@ A residual addition and the norm that follows:
     residual = h
     h = self.norm(h)
 
+A gate:
+
+    y = y * torch.sigmoid(self.gate(x))    y = liger_gate(y, self.gate(x))
+
 Norms of heads and the rotation that follows: head_norms.py.
 
 A function is rewritten only if its source compiles to the bytecode that it runs. The helpers look modules up in every
@@ -41,7 +45,7 @@ from .._wanted import WANT_INPUT, WANT_WEIGHT
 from ..projections import has_hooks, is_projection, project, saves_passes
 from .patched import Norm, epsilon_of, inner_function, is_distributed
 
-PROJECT, NORM_AND_INPUT, ADD_NORM = "liger_project", "liger_norm_and_input", "liger_add_norm"
+PROJECT, NORM_AND_INPUT, ADD_NORM, GATE = "liger_project", "liger_norm_and_input", "liger_add_norm", "liger_gate"
 
 
 def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> Norm | None:
@@ -104,7 +108,20 @@ def project_without_lora(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Ten
     return project(linears, x, lora=False)
 
 
-HELPERS: dict[str, Callable] = {PROJECT: project, NORM_AND_INPUT: norm_and_input, ADD_NORM: add_norm}
+def gate(x: Any, g: Any) -> Any:
+    """x * sigmoid(g)"""
+    if isinstance(x, Tensor) and isinstance(g, Tensor) and x.dtype == g.dtype and 0 < x.dim() == g.dim():
+        one_per_row = g.shape[-1] == 1 and g.shape[:-1] == x.shape[:-1]
+        if (
+            x.is_floating_point()
+            and (one_per_row or g.shape == x.shape)
+            and not (is_distributed(x) or is_distributed(g))
+        ):
+            return F.sigmoid_gate(x, g)
+    return x * torch.sigmoid(g)
+
+
+HELPERS: dict[str, Callable] = {PROJECT: project, NORM_AND_INPUT: norm_and_input, ADD_NORM: add_norm, GATE: gate}
 
 
 def child_called(node: ast.AST) -> tuple[str, str] | None:
@@ -260,6 +277,50 @@ def fuse_norm_and_input(block: list[ast.stmt], norms: frozenset[str], function: 
             continue
         block[i : i + 2] = [assignment((h, residual), expression(f"{NORM_AND_INPUT}(self.{child}, {h})"), block[i + 1])]
         return True
+    return False
+
+
+def sigmoids_in(function: Any) -> frozenset[str]:
+    """How the function may call torch's sigmoid."""
+    scope = getattr(function, "__globals__", {})
+
+    def found(text: str) -> Any:
+        first, *rest = text.split(".")
+        return functools.reduce(lambda value, name: getattr(value, name, None), rest, scope.get(first))
+
+    names = ("torch.sigmoid", "F.sigmoid", "nn.functional.sigmoid", "torch.nn.functional.sigmoid")
+    return frozenset(text for text in names if found(text) in (torch.sigmoid, nn.functional.sigmoid))
+
+
+def sigmoid_of(node: ast.expr, sigmoids: frozenset[str]) -> ast.expr | None:
+    """g if the node is ``sigmoid(g)``, g.unsqueeze(-1) if it is ``sigmoid(g).unsqueeze(-1)``."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+        return None
+    if ast.unparse(node.func) in sigmoids:
+        return None if isinstance(node.args[0], ast.Starred) else node.args[0]
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze" and ast.unparse(node.args[0]) == "-1":
+        inner = sigmoid_of(node.func.value, sigmoids)
+        if inner is not None and ast.unparse(node.func.value).startswith(tuple(f"{name}(" for name in sigmoids)):
+            return ast.Call(ast.Attribute(inner, "unsqueeze", ast.Load()), node.args, [])
+    return None
+
+
+def fuse_gates(block: list[ast.stmt], sigmoids: frozenset[str], function: ast.FunctionDef) -> bool:
+    """Merges the product of a name and a sigmoid."""
+    for statement in block:
+        for node in ast.walk(statement):
+            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+                continue
+            for x, other in ((node.left, node.right), (node.right, node.left)):
+                g = sigmoid_of(other, sigmoids)
+                # Without assignments inside of it, the order of evaluation does not matter.
+                if g is None or not isinstance(x, ast.Name) or any(isinstance(n, ast.NamedExpr) for n in ast.walk(g)):
+                    continue
+                call = expression(f"{GATE}(None, None)")
+                assert isinstance(call, ast.Call)
+                call.args = [x, g]
+                replace_node(block, node, call)
+                return True
     return False
 
 

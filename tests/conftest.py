@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checks import has_hopper_kernels
 from interpreted import load
 from stub_cuda import packs as stub_cuda_packs
@@ -85,6 +86,14 @@ def liger_kernel_served():
     compat.install()
     yield
     compat.uninstall()
+
+
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

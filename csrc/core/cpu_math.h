@@ -75,6 +75,12 @@ inline float vector_log1p(float x) {
 
 inline double vector_log1p(double x) { return std::log1p(x); }
 
+/// exp(x) - 1 - x for |x| < 1 / 2.
+inline float expm1_less_x(float x) {
+  const float bend = 1.f / 24 + x * (1.f / 120 + x * (1.f / 720 + x * (1.f / 5040 + x * (1.f / 40320))));
+  return x * x * (0.5f + x * (1.f / 6 + x * bend));
+}
+
 template <class C>
 C vector_sigmoid(C x) {
   return 1 / (1 + vector_exp(-x));

@@ -292,17 +292,27 @@ def sigmoids_in(function: Any) -> frozenset[str]:
     return frozenset(text for text in names if found(text) in (torch.sigmoid, nn.functional.sigmoid))
 
 
+def only_argument(node: ast.AST) -> ast.expr | None:
+    """Of a call."""
+    if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+        return None if isinstance(node.args[0], ast.Starred) else node.args[0]
+    return None
+
+
 def sigmoid_of(node: ast.expr, sigmoids: frozenset[str]) -> ast.expr | None:
     """g if the node is ``sigmoid(g)``, g.unsqueeze(-1) if it is ``sigmoid(g).unsqueeze(-1)``."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+    argument = only_argument(node)
+    if argument is None or not isinstance(node, ast.Call):
         return None
     if ast.unparse(node.func) in sigmoids:
-        return None if isinstance(node.args[0], ast.Starred) else node.args[0]
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze" and ast.unparse(node.args[0]) == "-1":
-        inner = sigmoid_of(node.func.value, sigmoids)
-        if inner is not None and ast.unparse(node.func.value).startswith(tuple(f"{name}(" for name in sigmoids)):
-            return ast.Call(ast.Attribute(inner, "unsqueeze", ast.Load()), node.args, [])
-    return None
+        return argument
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "unsqueeze" or ast.unparse(argument) != "-1":
+        return None
+    inner = node.func.value
+    g = only_argument(inner)
+    if g is None or not isinstance(inner, ast.Call) or ast.unparse(inner.func) not in sigmoids:
+        return None
+    return ast.Call(ast.Attribute(g, "unsqueeze", ast.Load()), [argument], [])
 
 
 def fuse_gates(block: list[ast.stmt], sigmoids: frozenset[str], function: ast.FunctionDef) -> bool:
@@ -316,10 +326,7 @@ def fuse_gates(block: list[ast.stmt], sigmoids: frozenset[str], function: ast.Fu
                 # Without assignments inside of it, the order of evaluation does not matter.
                 if g is None or not isinstance(x, ast.Name) or any(isinstance(n, ast.NamedExpr) for n in ast.walk(g)):
                     continue
-                call = expression(f"{GATE}(None, None)")
-                assert isinstance(call, ast.Call)
-                call.args = [x, g]
-                replace_node(block, node, call)
+                replace_node(block, node, ast.Call(ast.Name(GATE, ast.Load()), [x, g], []))
                 return True
     return False
 

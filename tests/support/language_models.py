@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 SIZES = {
     "vocab_size": 64,
@@ -43,6 +44,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
     "cohere": {"logit_scale": 0.25},
 }
+
+
+def known(names: Iterable[str]) -> list[str]:
+    """Those that this release of transformers has. Older ones lack the newest models."""
+    return [name for name in names if name in CONFIG_MAPPING]
 
 
 def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:

@@ -1,5 +1,6 @@
 """Helpers for tests of patched tiny models."""
 
+import copy
 import io
 
 import torch
@@ -60,6 +61,31 @@ def assert_same_step(model, ids, expected, **arguments):
         return [loss], [gradients[name] for name in expected[1]]
 
     assert_as_exact(run, ([expected[0]], [*expected[1].values()]), model)
+
+
+def assert_as_found(found, plain, ids):
+    """The results of step() on another model agree with those of the plain one."""
+
+    def run():
+        loss, gradients = step(plain, ids)
+        return [loss], [*gradients.values()]
+
+    expected = run()
+    assert_as_exact(run, expected, plain, ([found[0]], [own_names(found[1])[name] for name in step(plain, ids)[1]]))
+
+
+def trained(model, steps=20):
+    """The losses of a few steps of gradient descent, which amplifies rounding less than Adam."""
+    model = copy.deepcopy(model).train()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for i in range(steps):
+        loss = model(input_ids=(ids := tokens(2, 12, seed=i % 4)), labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [[torch.stack(losses)]]
 
 
 def assert_same_logits(found, expected, model, ids):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import path_taken
 from language_models import make, step, tokens
-from patched_models import assert_as_exact, assert_same_step, through_pickle
+from patched_models import assert_as_exact, assert_same_step, through_pickle, trained
 from torch import nn
 from transformers.activations import XIELUActivation
 
@@ -68,19 +68,6 @@ def test_what_is_left_alone(monkeypatch):
 
 def apertus():
     return make("apertus", hidden_act="xielu")
-
-
-def trained(model, steps=20):
-    model = copy.deepcopy(model).train()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
-    for i in range(steps):
-        loss = model(input_ids=(ids := tokens(2, 12, seed=i % 4)), labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [[torch.stack(losses)]]
 
 
 def test_training_and_generation():

@@ -6,8 +6,8 @@ import importlib.util
 import pytest
 import torch
 from checks import gradients, path_taken
-from language_models import SIZES, make, step, tokens
-from patched_models import assert_as_exact, assert_same_step, through_pickle
+from language_models import SIZES, known, make, step, tokens
+from patched_models import assert_as_exact, assert_same_step, through_pickle, trained
 from torch import nn
 
 from liger_ops import functional as F
@@ -219,33 +219,14 @@ MODELS = {
     },
 }
 QUICK = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
-IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in MODELS]
+IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(MODELS)]
 # The gated norms alone differ.
 ALONE = {name: False for name in ("rope", "swiglu", "geglu", "moe_experts", "embedding", "layer_norm")}
 ALONE |= {name: False for name in ("cross_entropy", "fused_linear_cross_entropy", "lora")}
 
 
 def model_of(name):
-    try:
-        return make(name, **{k: v for k, v in MODELS[name].items() if SIZES.get(k) != v})
-    except ValueError as error:
-        if "model_type" in str(error) or "Unrecognized" in str(error):
-            pytest.skip(f"this transformers has no {name}")
-        raise
-
-
-def trained(model, steps=20):
-    """The losses of a few steps of gradient descent, which amplifies rounding less than Adam."""
-    model = copy.deepcopy(model).train()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
-    for i in range(steps):
-        loss = model(input_ids=(ids := tokens(2, 12, seed=i % 4)), labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [[torch.stack(losses)]]
+    return make(name, **{k: v for k, v in MODELS[name].items() if SIZES.get(k) != v})
 
 
 @pytest.mark.parametrize("name", IN_TIERS)

@@ -1,12 +1,9 @@
 """LoRA layers of peft in patched models: the same numbers, and the same operations of peft."""
 
 import contextlib
-import copy
-from collections import defaultdict
 
 import pytest
 import torch
-import torch.distributed as dist
 from checks import count_graphs
 from language_models import make, step, tokens, train
 from lora_layers import (
@@ -14,6 +11,7 @@ from lora_layers import (
     CALLS,
     LAYERS,
     assert_as_accurate,
+    assert_training_ends_as_that_of_peft,
     build,
     lora_layers,
     lora_rows,
@@ -22,7 +20,7 @@ from lora_layers import (
     taken,
     with_adapters,
 )
-from patched_models import assert_as_exact, assert_same_logits, assert_same_step, logits_of, own_names
+from patched_models import assert_as_exact, assert_as_found, assert_same_logits, assert_same_step, logits_of
 from peft import LoraConfig, PeftModel
 from torch.distributed.fsdp import fully_shard
 
@@ -125,21 +123,16 @@ def test_gradient_checkpointing(order, reentrant, calls):
 
 
 def test_twenty_steps_of_training_end_as_those_of_peft(calls):
-    """As test_training_is_as_accurate_as_eager in test_transformers_experts.py, with its factor."""
-    errors = {"ours": defaultdict(lambda: 1.0), "eager": defaultdict(lambda: 1.0)}
-    for seed in range(2):
-        start = with_adapters(make("llama", seed), init_lora_weights=True)
-        exact, found = train(copy.deepcopy(start).double(), 20), {"eager": train(copy.deepcopy(start), 20)}
-        apply_liger_kernel(start)
+    def start(seed):
+        return with_adapters(make("llama", seed), init_lora_weights=True)
+
+    def ours(model):
         assert not calls
-        found["ours"] = train(start, 20)
+        found = train(model, 20)
         assert taken(calls) == 21 * LAYERS * CALLS
-        for who, result in found.items():
-            for key, wanted in exact.items():
-                error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
-                errors[who][key] *= error**0.5
-    for key, error in errors["ours"].items():
-        assert error <= 8 * errors["eager"][key] + torch.finfo(torch.float32).eps, key
+        return found
+
+    exact = assert_training_ends_as_that_of_peft(start, ours)
     # The same eight batches.
     assert float(exact["losses"][-8:].mean()) < float(exact["losses"][4:12].mean())
 
@@ -152,26 +145,11 @@ def test_compiled_models_have_one_graph(calls):
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for seed in range(2):
         ids = tokens(seed=seed)
-        loss, gradients = step(plain, ids)
         ours = step(compiled, ids)
         # The recording is traced too.
         assert len(graphs) == 1 and taken(calls) == LAYERS * CALLS
-        found = [ours[0]], [own_names(ours[1])[name] for name in gradients]
-
-        def run(ids=ids):
-            loss, gradients = step(plain, ids)
-            return [loss], [*gradients.values()]
-
-        assert_as_exact(run, ([loss], [*gradients.values()]), plain, found)
+        assert_as_found(ours, plain, ids)
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def process_group():
-    """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("patched", ["before", "after", "sharded"])

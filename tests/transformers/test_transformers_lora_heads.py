@@ -2,16 +2,23 @@
 
 import contextlib
 import copy
-from collections import defaultdict
 
 import pytest
 import torch
-import torch.distributed as dist
 from checks import count_graphs
 from language_models import make, step, tokens, train
 from lora_dropout import dropped
-from lora_layers import BASE, LAYERS, assert_as_accurate, build, lora_layers, results, with_adapters
-from patched_models import assert_as_exact, assert_same_logits, assert_same_step, logits_of, own_names, through_pickle
+from lora_layers import (
+    BASE,
+    LAYERS,
+    assert_as_accurate,
+    assert_training_ends_as_that_of_peft,
+    build,
+    lora_layers,
+    results,
+    with_adapters,
+)
+from patched_models import assert_as_found, assert_same_logits, assert_same_step, logits_of, through_pickle
 from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -146,21 +153,16 @@ def test_a_trained_bias_and_a_trained_base(losses):
 
 
 def test_twenty_steps_of_training_end_as_those_of_peft(losses):
-    """As that of test_transformers_lora.py."""
-    errors = {"ours": defaultdict(lambda: 1.0), "eager": defaultdict(lambda: 1.0)}
-    for seed in range(2):
-        start = with_adapters(make("llama", seed), init_lora_weights=True, target_modules=BASE + HEAD)
-        exact, found = train(copy.deepcopy(start).double(), 20), {"eager": train(copy.deepcopy(start), 20)}
-        apply_liger_kernel(start)
+    def start(seed):
+        return with_adapters(make("llama", seed), init_lora_weights=True, target_modules=BASE + HEAD)
+
+    def ours(model):
         assert not losses
-        found["ours"] = train(start, 20)
+        found = train(model, 20)
         assert taken(losses)[:20] == 20 * [4]
-        for who, result in found.items():
-            for key, wanted in exact.items():
-                error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
-                errors[who][key] *= error**0.5
-    for key, error in errors["ours"].items():
-        assert error <= 8 * errors["eager"][key] + torch.finfo(torch.float32).eps, key
+        return found
+
+    assert_training_ends_as_that_of_peft(start, ours)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
@@ -175,23 +177,8 @@ def test_compiled_models_have_one_graph(rate, losses):
         assert len(graphs) == 1 and taken(losses) == [4]  # the recording is traced too
         if rate:
             continue
-        loss, gradients = step(plain, ids)
-        found = [ours[0]], [own_names(ours[1])[name] for name in gradients]
-
-        def run(ids=ids):
-            loss, gradients = step(plain, ids)
-            return [loss], [*gradients.values()]
-
-        assert_as_exact(run, ([loss], [*gradients.values()]), plain, found)
+        assert_as_found(ours, plain, ids)
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def process_group():
-    """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("alone", [False, True])

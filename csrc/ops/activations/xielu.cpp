@@ -61,8 +61,7 @@ struct Below {
 inline Below<float> below(float v, float eps) {
   constexpr float kNear = -0.5f;  // above this, a series replaces the exponential
   const float c = v > eps ? eps : v;
-  const float bend = 1.f / 24 + c * (1.f / 120 + c * (1.f / 720 + c * (1.f / 5040 + c * (1.f / 40320))));
-  const float small = c * c * (0.5f + c * (1.f / 6 + c * bend)), power = core::vector_exp(c);
+  const float small = core::expm1_less_x(c), power = core::vector_exp(c);
   const float rise = c > kNear ? small + c : power - 1, slope = c > kNear ? 1 + rise : power;
   return {c > kNear ? small + (c - v) : rise - v, rise, v > eps ? -1.f : rise, v > eps ? 0.f : slope};
 }

@@ -73,10 +73,7 @@ C gap_of(C v_s, C v_t) {
 // Below this, series replace exponentials.
 constexpr float kNear = 0.5f;
 
-inline float series_expm1(float x) {
-  const float bend = 1.f / 24 + x * (1.f / 120 + x * (1.f / 720 + x * (1.f / 5040 + x * (1.f / 40320))));
-  return x + x * x * (0.5f + x * (1.f / 6 + x * bend));
-}
+inline float series_expm1(float x) { return x + core::expm1_less_x(x); }
 inline double series_expm1(double x) { return std::expm1(x); }
 
 inline float relative_entropy(float p, float q, float x) {

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES, ONE_ROW, config, load_tile, program_tile, store_tile, tile_at
+from ..functions import expm1_less_x, log1p
 from ..table import Kernel
 
 NEEDS_DX = tl.constexpr(1)
@@ -29,19 +30,14 @@ def load_numbers(alpha_p, alpha_n, wide_p, wide_n, flags):
 
 @triton.jit
 def softplus(alpha):
-    e = tl.exp(alpha)
-    up = 1 + e
-    # The quotient corrects the rounding of 1 + e.
-    log = tl.where(up == 1, e, tl.log(up) * (e / (up - 1)))
-    return tl.where(alpha > 20, alpha, log)
+    return tl.where(alpha > 20, alpha, log1p(tl.exp(alpha)))
 
 
 @triton.jit
 def below(v, eps):
     """expm1(c) - v and expm1(c), and their slopes, for c = min(v, eps)."""
     c = tl.where(v > eps, eps, v)
-    bend = 1 / 24 + c * (1 / 120 + c * (1 / 720 + c * (1 / 5040 + c * (1 / 40320))))
-    small = c * c * (1 / 2 + c * (1 / 6 + c * bend))  # expm1(c) - c
+    small = expm1_less_x(c)
     power = tl.exp(c)
     rise = tl.where(c > NEAR, small + c, power - 1)
     gap = tl.where(c > NEAR, small + (c - v), rise - v)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..functions import log1p
 from ..kept import await_kept, read_kept
 from ..rows import LOG2E
 from ._flags import (
@@ -105,13 +106,6 @@ def softcapped(x, cap):
     small = size < 0.6
     value = tl.where(small, x + x * bend, tl.where(z < 0, -far, far))
     return value, tl.where(small, 1 - near * near, 4 * u * (1 - u))
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) for x > -1. The division by u - 1 corrects the rounding of u = 1 + x."""
-    u = 1 + x
-    return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
 
 
 @triton.jit

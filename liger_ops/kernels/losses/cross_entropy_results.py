@@ -4,6 +4,7 @@ and metrics of rows, and those of all rows are added up. Names and flags are tho
 import triton
 import triton.language as tl
 
+from ..functions import log1p
 from ..table import Config, Kernel
 from ._flags import (
     COUNT_ONLY,
@@ -20,7 +21,7 @@ from ._flags import (
     SAVE_Z_LOSS,
     TO_PARTIAL,
 )
-from ._rows import exp, load_target, load_weight, log1p, store_row
+from ._rows import exp, load_target, load_weight, store_row
 
 
 @triton.jit

@@ -29,10 +29,11 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES
+from ..functions import expm1_less_x, log1p
 from ..rows import LOG2E
 from ..table import Config, Kernel
 from ._flags import LN2, LOWEST, MOST_PARTS
-from ._rows import lane_columns, log1p, softcapped, start_order
+from ._rows import lane_columns, softcapped, start_order
 from .log_probs import power_of, rebased
 
 FORWARD = tl.constexpr(0)
@@ -103,8 +104,7 @@ def gap_of(v_s, v_t):
 @triton.jit
 def series_expm1(x):
     """exp(x) - 1 for |x| < NEAR."""
-    bend = 1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * (1 / 40320))))
-    return x + x * x * (1 / 2 + x * (1 / 6 + x * bend))
+    return x + expm1_less_x(x)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ COLORS = {
     "liger-kernel JSD": "#9cc4e6", "trl JSD": "#c9a9dd", "trl frozen": "#8d6aa8",
     "GEMMs": "#333333", "three GEMMs": "#222222", "GEMMs of ours": "#555555", "GEMMs of compact": "#777777",
     "four GEMMs": "#2b2b2b", "six GEMMs": "#444444", "GEMMs of a frozen head": "#666666",
+    "frozen": "#4a4a4a", "frozen head": "#5a5a5a",
 }  # fmt: skip
 SAME_COLOR = {"HF eager": "hf", "HF + torch.compile": "torch.compile"}
 LABELS = {"hf": "hf (eager)"}

@@ -2,15 +2,17 @@
 
 // The products of low-rank adapters on CUDA, by the kernels of liger_ops/kernels/gemm/lora_products.py.
 //
-// Shapes: x and y (T, C), a and b as in lora_linear.cpp, t and u (T, R) in fp32. T: tokens, C: features. The ranks of each
-// adapter are padded to `rank` columns.
+// Shapes: x and y (T, C), t and u (T, R) in fp32, adapters (R, C). T: tokens, C: features. The ranks of each adapter are
+// padded to `rank`.
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "core/cuda.h"
 #include "gemm/lora_dropout.h"
+#include "kernels/lora_linear.h"
 #include "kernels/lora_products.h"
 
 namespace liger::gemm {
@@ -19,15 +21,6 @@ namespace liger::gemm {
 struct Dropped {
   at::Tensor seeds;  // one per adapter
   double rate = 0;
-};
-
-/// An adapter or several, stacked along their ranks: (R, C), or (C, R) by feature.
-struct Adapter {
-  at::Tensor weight;
-  bool by_feature = false;
-
-  int64_t ranks() const { return weight.size(by_feature ? 1 : 0); }
-  int64_t step() const { return weight.stride(0); }
 };
 
 namespace lora_detail {
@@ -60,11 +53,101 @@ inline int64_t splits_for(const at::Tensor& on, int64_t programs, int64_t steps,
   return std::clamp<int64_t>(wanted / std::max<int64_t>(programs, 1), 1, std::max<int64_t>(steps / 4, 1));
 }
 
-inline int adapter_point(bool by_feature, bool drops) { return by_feature ? 1 : drops ? 2 : 0; }
+inline bool pads(const std::vector<at::Tensor>& adapters, int64_t rank) {
+  return std::any_of(adapters.begin(), adapters.end(), [&](const at::Tensor& t) { return t.size(0) != rank; });
+}
 
 }  // namespace lora_detail
 
-/// out (T, R) = scale * dropped(x) w^T. Columns of padding become 0.
+// ---- Pieces of fp32 numbers, see liger_ops/kernels/gemm/lora_linear.py
+
+enum class Use { Rows, Weight };
+
+/// fp32 numbers (rows, columns), each the sum of `parts` summands at a distance of `part_stride`.
+struct Numbers {
+  at::Tensor first;
+  int64_t parts = 1, part_stride = 0;
+};
+
+/// Stores the pieces of numbers times scale at `out` (rows, columns) and three times further at a distance of `distance`,
+/// and the numbers at `total`, if that is defined.
+inline void store_pieces(
+    const char* op, Use use, const at::Tensor& out, int64_t distance, const Numbers& numbers, double scale = 1,
+    const at::Tensor& total = {}) {
+  using K = kernels::lora_pieces;
+  namespace constants = kernels::constants::lora_linear;
+  const int64_t rows = numbers.first.size(0), columns = numbers.first.size(1), count = rows * columns;
+  if (count == 0) return;
+  // Indices of the last program must not overflow.
+  LIGER_CHECK(count <= INT32_MAX - constants::BLOCK, op, "rows times rank", "be below 2^31 - 1024", count);
+  const bool has_total = total.defined();
+  K::Args args{
+      core::address(out),
+      core::address(total),
+      core::address(numbers.first),
+      int32_t(count),
+      int32_t(columns),
+      int32_t(numbers.parts),
+      numbers.first.stride(0),
+      numbers.first.stride(1),
+      numbers.part_stride,
+      has_total ? total.stride(0) : 0,
+      out.stride(0),
+      distance,
+      float(scale),
+      has_total ? constants::HAS_TOTAL : 0};
+  const auto point = runtime::point_of<K>(use == Use::Weight ? 1 : 0);
+  const auto& config = runtime::first_fit<K>(columns, false, point);
+  const auto programs = uint32_t((count + constants::BLOCK - 1) / constants::BLOCK);
+  core::launch<K>(op, out.device(), runtime::variant_index<K>(config, point), {programs}, args);
+}
+
+/// A bf16 tensor, with zeros where padding is never written.
+inline at::Tensor space(at::IntArrayRef sizes, const at::Tensor& like, bool padded) {
+  const auto options = like.options().dtype(at::kBFloat16);
+  return padded ? at::zeros(sizes, options) : at::empty(sizes, options);
+}
+
+/// The pieces of adapters (r, C): (4, R, C). The first three are all digits, the last three those of a product with pieces
+/// of rows.
+inline at::Tensor pieces_of(const char* op, const std::vector<at::Tensor>& adapters, int64_t rank) {
+  const int64_t ranks = int64_t(adapters.size()) * rank, features = adapters[0].size(1);
+  const at::Tensor out = space({4, ranks, features}, adapters[0], lora_detail::pads(adapters, rank));
+  int64_t first = 0;
+  for (const at::Tensor& adapter : adapters) {
+    store_pieces(op, Use::Weight, out[0].narrow(0, first, rank), out.stride(0), {adapter.to(at::kFloat)});
+    first += rank;
+  }
+  return out;
+}
+
+// ---- Products
+
+/// An adapter or several, stacked along their ranks: (R, C) in x's dtype. For fp32 the highest pieces; the next ones are
+/// `piece` after them, and the last ones `piece` before them.
+struct Adapter {
+  at::Tensor weight;
+  int64_t piece = 0;
+
+  Adapter narrow(int64_t dim, int64_t start, int64_t count) const { return {weight.narrow(dim, start, count), piece}; }
+  int pieces() const { return piece == 0 ? 1 : 3; }
+};
+
+/// adapters: (r, C), with any strides. dtype: fp32, or that of x.
+inline Adapter stacked(const char* op, std::vector<at::Tensor> adapters, int64_t rank, at::ScalarType dtype) {
+  if (dtype == at::kFloat) {
+    const at::Tensor pieces = pieces_of(op, adapters, rank);
+    return {pieces[1], pieces.stride(0)};
+  }
+  for (at::Tensor& adapter : adapters) {
+    adapter = adapter.to(dtype);
+    if (adapter.size(0) < rank) adapter = at::constant_pad_nd(adapter, {0, 0, 0, rank - adapter.size(0)});
+  }
+  const at::Tensor all = adapters.size() == 1 ? adapters[0] : at::cat(adapters);
+  return {all.stride(1) == 1 ? all : all.contiguous()};
+}
+
+/// out (T, R) = scale * dropped(x) w^T.
 inline void rows_product(
     const char* op, const at::Tensor& out, const at::Tensor& x, const Adapter& w, int64_t rank, double scale,
     const Dropped& dropped = {}) {
@@ -72,12 +155,11 @@ inline void rows_product(
   using K = kernels::lora_rows;
   const bool drops = dropped.rate > 0;
   const int64_t tokens = x.size(0), features = x.size(1), padded = out.size(1);
-  const bool aligned = is_aligned(x) && is_aligned(w.weight) && features % 8 == 0 && w.ranks() % 8 == 0;
-  const auto point =
-      runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(w.weight)), adapter_point(w.by_feature, drops));
+  const bool aligned = is_aligned(x) && is_aligned(w.weight) && features % 8 == 0;
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), w.pieces()), drops);
   const auto& config = runtime::first_fit<K>(ranks_of_block(padded, rank, drops), aligned, point);
   const int64_t programs = ceil_div(tokens, config.BLOCK_T) * ceil_div(padded, config.BLOCK_R);
-  const int64_t splits = splits_for(x, programs, ceil_div(features, config.BLOCK_C), 3);
+  const int64_t splits = splits_for(x, programs, ceil_div(features, config.BLOCK_C), 1);
   const at::Tensor to = splits == 1 ? out : at::empty({splits, tokens, padded}, out.options());
   K::Args args{
       core::address(to),
@@ -86,12 +168,12 @@ inline void rows_product(
       core::address(dropped.seeds),
       size_of(op, "rows of x", tokens),
       size_of(op, "features", features),
-      int32_t(w.ranks()),
       int32_t(padded),
       int32_t(rank),
       int32_t(splits),
       x.stride(0),
-      w.step(),
+      w.weight.stride(0),
+      w.piece,
       to.stride(-2),
       splits == 1 ? 0 : to.stride(0),
       float(scale),
@@ -117,7 +199,7 @@ inline at::Tensor columns_product(
   const auto point = runtime::point_of<K>(K::pieces(core::dtype_of(x), pieces), drops);
   const auto& config = runtime::first_fit<K>(ranks_of_block(ranks, rank, drops), aligned, point);
   const int64_t programs = ceil_div(features, config.BLOCK_C) * ceil_div(ranks, config.BLOCK_R);
-  const int64_t splits = splits_for(x, programs, ceil_div(tokens, config.BLOCK_T), 2);
+  const int64_t splits = splits_for(x, programs, ceil_div(tokens, config.BLOCK_T), 3);
   const auto options = x.options().dtype(at::kFloat);
   const at::Tensor out =
       by_feature ? at::empty({splits, features, ranks}, options) : at::empty({splits, ranks, features}, options);
@@ -142,18 +224,60 @@ inline at::Tensor columns_product(
   return out;
 }
 
-/// out (T, C) = addend + dropped(scale * v w). addend: undefined, a row, or as large as out, which it may be.
+/// u (T, R) = u_scale * y w^T, and in the same pass over y the parts, along the first dimension, of scale * y^T v as
+/// (C, ranks), of v's first `ranks` columns. Returns an undefined tensor, and computes nothing, where two passes are needed.
+inline at::Tensor rows_and_columns(
+    const char* op, const at::Tensor& u, const at::Tensor& y, const Adapter& w, const at::Tensor& v, int64_t ranks,
+    double u_scale, double scale) {
+  using namespace lora_detail;
+  using K = kernels::lora_rows_columns;
+  const int64_t tokens = y.size(0), features = y.size(1), padded = u.size(1);
+  const bool aligned = is_aligned(y) && is_aligned(w.weight) && is_aligned(v) && features % 8 == 0 && ranks % 8 == 0;
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(y), w.pieces()));
+  const auto& config = runtime::first_fit<K>(16, true, point);
+  // The parts of u must be small beside y, which is read once less.
+  if (!aligned || padded != config.BLOCK_R || tokens < 16 * config.BLOCK_T) return {};
+  const int64_t blocks = ceil_div(features, config.BLOCK_C);
+  const int64_t splits = splits_for(y, blocks, ceil_div(tokens, config.BLOCK_T), 2);
+  const int64_t share = ceil_div(ceil_div(tokens, splits), config.BLOCK_T) * config.BLOCK_T;
+  const at::Tensor rows = at::empty({blocks, tokens, padded}, u.options());
+  const at::Tensor columns = at::empty({ceil_div(tokens, share), features, ranks}, u.options());
+  K::Args args{
+      core::address(rows),
+      core::address(columns),
+      core::address(y),
+      core::address(w.weight),
+      core::address(v),
+      size_of(op, "rows of x", tokens),
+      size_of(op, "features", features),
+      int32_t(ranks),
+      int32_t(share),
+      y.stride(0),
+      w.weight.stride(0),
+      w.piece,
+      v.stride(0),
+      rows.stride(0),
+      columns.stride(0),
+      float(u_scale),
+      float(scale)};
+  start<K>(op, y, runtime::variant_index<K>(config, point), blocks * columns.size(0), args);
+  at::Tensor result = u;
+  at::sum_out(result, rows, 0);
+  return columns;
+}
+
+/// out (T, C) = addend + dropped(scale * v w), of v's first `ranks` columns. addend: undefined, a row, or as large as out,
+/// which it may be.
 inline void expand(
-    const char* op, const at::Tensor& out, const at::Tensor& v, const Adapter& w, int64_t rank,
+    const char* op, const at::Tensor& out, const at::Tensor& v, const Adapter& w, int64_t ranks, int64_t rank,
     const at::Tensor& addend, double scale, const Dropped& dropped = {}) {
   using namespace lora_detail;
   using K = kernels::lora_expand;
   const bool drops = dropped.rate > 0, adds = addend.defined();
   const int64_t tokens = out.size(0), features = out.size(1), padded = v.size(1);
-  const bool aligned = is_aligned(out) && is_aligned(v) && is_aligned(w.weight) && features % 8 == 0 &&
-      w.ranks() % 8 == 0 && (!adds || is_aligned(addend));
-  const auto point =
-      runtime::point_of<K>(K::dtype(core::dtype_of(out), core::dtype_of(w.weight)), adapter_point(w.by_feature, drops));
+  const bool aligned = is_aligned(out) && is_aligned(v) && is_aligned(w.weight) && features % 8 == 0 && ranks % 8 == 0 &&
+      (!adds || is_aligned(addend));
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(out), w.pieces()), drops);
   const auto& config = runtime::first_fit<K>(ranks_of_block(padded, rank, drops), aligned, point);
   K::Args args{
       core::address(out),
@@ -163,11 +287,12 @@ inline void expand(
       core::address(dropped.seeds),
       size_of(op, "rows of x", tokens),
       size_of(op, "features", features),
-      int32_t(w.ranks()),
+      int32_t(ranks),
       int32_t(padded),
       int32_t(rank),
       v.stride(0),
-      w.step(),
+      w.weight.stride(0),
+      w.piece,
       out.stride(0),
       adds && addend.dim() > 1 ? addend.stride(0) : 0,
       float(scale),

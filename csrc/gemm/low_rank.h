@@ -53,7 +53,7 @@ class LowRank {
     if (by_kernels_ && !is_wide) {
       at::Tensor addend;
       if (bias.defined()) addend = scale == 1 ? bias.contiguous() : bias * scale;
-      return expand(op_, out, t, {of_b, /*by_feature=*/true}, padded_, addend, scale);
+      return expand(op_, out, t, adapter(of_b), ranks_, padded_, addend, scale);
     }
     const at::Tensor own = t.narrow(1, 0, ranks_), b = widened(of_b).t();
     for_parts(rows, columns, is_wide, [&](int64_t first, int64_t count) {
@@ -69,13 +69,13 @@ class LowRank {
   void add_gradients(const at::Tensor& grad, int64_t row, int64_t column, double t_scale, double b_scale) {
     const int64_t rows = grad.size(0), columns = grad.size(1);
     if (rows == 0 || columns == 0 || !(t_sum_.defined() || b_sum_.defined())) return;
-    const at::Tensor t = t_.narrow(0, row, rows), b = b_.narrow(0, column, columns);
+    const at::Tensor t = t_.narrow(0, row, rows), b = columns == b_.size(0) ? b_ : b_.narrow(0, column, columns);
     at::Tensor of_t = t_sum_.defined() ? t_sum_.narrow(0, row, rows) : t_sum_;
     at::Tensor of_b = b_sum_.defined() ? b_sum_.narrow(0, column, columns) : b_sum_;
     if (by_kernels_) {
       if (of_t.defined()) {
         const at::Tensor part = at::empty(of_t.sizes(), of_t.options());
-        rows_product(op_, part, grad, {b, /*by_feature=*/true}, padded_, t_scale);
+        rows_product(op_, part, grad, adapter(b), padded_, t_scale);
         of_t.add_(part);
       }
       if (!of_b.defined()) return;
@@ -102,6 +102,15 @@ class LowRank {
  private:
   at::Tensor widened(const at::Tensor& part) const { return part.to(t_.scalar_type()); }
 
+  /// of_b as the kernels take it. Chunks of rows share it.
+  const Adapter& adapter(const at::Tensor& of_b) const {
+    if (!of_b.is_same(adapted_)) {
+      adapter_ = stacked(op_, {of_b.t()}, padded_, b_.scalar_type());
+      adapted_ = of_b;
+    }
+    return adapter_;
+  }
+
   /// All columns at once if no part of the product is converted.
   template <class F>
   void for_parts(int64_t rows, int64_t columns, bool at_once, const F& f) const {
@@ -115,6 +124,8 @@ class LowRank {
   int64_t ranks_ = 0, padded_ = 0;
   bool by_kernels_ = false;
   at::Tensor t_, b_, t_sum_, b_sum_, of_t_, of_b_;
+  mutable Adapter adapter_;
+  mutable at::Tensor adapted_;
 };
 
 }  // namespace liger::gemm

@@ -332,6 +332,10 @@ def test_a_page_shows_its_command(monkeypatch, tmp_path):
     assert "Made by `python -m benchmarks --suite quick`." in report.write(records, tmp_path / "run")
 
 
+def test_every_provider_of_an_op_is_measured():
+    assert {name for op in discover().values() for name in op.providers} <= {*PROVIDERS}
+
+
 def test_every_provider_has_a_color():
     names = [*PROVIDERS, *training.PROVIDERS.values()]
     assert len({plots.color(name) for name in names}) == len({plots.SAME_COLOR.get(name, name) for name in names})

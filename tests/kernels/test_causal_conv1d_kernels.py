@@ -23,7 +23,8 @@ def run(path, n, aligned, width=4, length=9, dilation=1, flags=SILU | BIAS, of_r
     samples = (torch.arange(length) * 3 // length + torch.arange(batch)[:, None]).int()
     # Rows of x are those of a wider tensor.
     wide = torch.cat([torch.full_like(x, nan), x], -1)
-    choices = {"X": of_rows, "W": of_weight, "WIDTH": 4 if width <= 4 else 8}
+    masked = int(width != 4 or bool(flags & SAMPLES))
+    choices = {"X": of_rows, "W": of_weight, "WIDTH": 4 if width <= 4 else 8, "MASKED": masked}
     forward, backward = (find(f"causal_conv1d_{k}").pick(choices, n, aligned) for k in ("fwd", "bwd"))
 
     def shares(variant):

@@ -17,8 +17,9 @@ int32_t common_flags(const Inputs& in) {
 
 template <class K>
 auto point_of(const Inputs& in) {
+  const bool masked = in.width() != flags::NARROW_WIDTH || in.samples.defined();
   return runtime::point_of<K>(
-      K::dtype(core::dtype_of(in.x), core::dtype_of(in.weight)), in.width() <= flags::NARROW_WIDTH ? 0 : 1);
+      K::dtype(core::dtype_of(in.x), core::dtype_of(in.weight)), in.width() > flags::NARROW_WIDTH ? 2 : masked);
 }
 
 struct Blocks {

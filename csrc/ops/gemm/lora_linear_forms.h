@@ -28,7 +28,6 @@
 #include "gemm/lora_dropout.h"
 #include "gemm/lora_products.h"
 #include "gemm/multiply.h"
-#include "kernels/lora_linear.h"
 #include "runtime/status.h"
 
 namespace liger::ops::lora_linear {
@@ -196,69 +195,12 @@ inline int64_t piece_rank(const Group& g) {
   return (rank + 7) / 8 * 8;
 }
 
-enum class Use { Rows, Weight };
-
-/// fp32 numbers (rows, columns), each the sum of `parts` summands at a distance of `part_stride`.
-struct Numbers {
-  Tensor first;
-  int64_t parts = 1, part_stride = 0;
-};
-
-/// Stores the pieces of numbers times scale at `out` (rows, columns) and three times further at a distance of `distance`,
-/// and the numbers at `total`, if that is defined.
-inline void store_pieces(
-    Use use, const Tensor& out, int64_t distance, const Numbers& numbers, double scale = 1, const Tensor& total = {}) {
-  using K = kernels::lora_pieces;
-  namespace constants = kernels::constants::lora_linear;
-  const int64_t rows = numbers.first.size(0), columns = numbers.first.size(1), count = rows * columns;
-  if (count == 0) return;
-  // Indices of the last program must not overflow.
-  LIGER_CHECK(count <= INT32_MAX - constants::BLOCK, kOp, "rows times rank", "be below 2^31 - 1024", count);
-  const bool has_total = total.defined();
-  K::Args args{
-      core::address(out),
-      core::address(total),
-      core::address(numbers.first),
-      int32_t(count),
-      int32_t(columns),
-      int32_t(numbers.parts),
-      numbers.first.stride(0),
-      numbers.part_stride,
-      has_total ? total.stride(0) : 0,
-      out.stride(0),
-      distance,
-      float(scale),
-      has_total ? constants::HAS_TOTAL : 0};
-  const auto point = runtime::point_of<K>(use == Use::Weight ? 1 : 0);
-  const auto& config = runtime::first_fit<K>(columns, false, point);
-  const auto programs = uint32_t((count + constants::BLOCK - 1) / constants::BLOCK);
-  core::launch<K>(kOp, out.device(), runtime::variant_index<K>(config, point), {programs}, args);
-}
-
-/// An uninitialised tensor, or zeros where padding will not be written.
-inline Tensor space(at::IntArrayRef sizes, const Tensor& like, bool padded) {
-  const auto options = like.options().dtype(at::kBFloat16);
-  return padded ? at::zeros(sizes, options) : at::empty(sizes, options);
-}
-
 inline Tensor in_float(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
-
-/// All A: (4, R, n), with R for padded ranks. The first three are all digits, the last three those of a product with pieces
-/// of rows.
-inline Tensor pieces_of_a(const Group& g, int64_t rank, int64_t n) {
-  const int64_t count = g.a.size(), ranks = count * rank;
-  const bool padded = std::any_of(g.a.begin(), g.a.end(), [&](const Tensor& a) { return a.size(0) != rank; });
-  Tensor out = space({4, ranks, n}, g.a[0], padded);
-  for (int64_t j = 0; j < count; ++j) {
-    store_pieces(Use::Weight, out[0].narrow(0, j * rank, rank), ranks * n, {in_float(g.a[j])});
-  }
-  return out;
-}
 
 /// One B: (m, 4, rank), likewise.
 inline Tensor pieces_of_b(const Tensor& b, int64_t rank) {
-  Tensor out = space({b.size(0), 4, rank}, b, b.size(1) != rank);
-  store_pieces(Use::Weight, out.select(1, 0), rank, {in_float(b)});
+  Tensor out = gemm::space({b.size(0), 4, rank}, b, b.size(1) != rank);
+  gemm::store_pieces(kOp, gemm::Use::Weight, out.select(1, 0), rank, {in_float(b)});
   return out;
 }
 
@@ -270,16 +212,16 @@ inline Tensor three(const Tensor& pieces, int64_t first) { return pieces.narrow(
 
 /// Stores t. Returns the adapters' products for each projection.
 inline std::vector<Products> forward_in_pieces(const Tensor& x, const Tensor& t, const Group& g) {
-  const int64_t n = x.size(1), rank = piece_rank(g), ranks = rank * int64_t(g.a.size());
-  const Tensor a = pieces_of_a(g, rank, n);
+  const int64_t rank = piece_rank(g), ranks = rank * int64_t(g.a.size());
+  const Tensor a = gemm::pieces_of(kOp, g.a.vec(), rank);
   const Tensor sums = wide_product(x, a.narrow(0, 0, 3).flatten(0, 1).t());
   const Tensors totals = columns_of(t, g);
   std::vector<Products> out(g.weights.size());
   for (size_t j = 0; j < g.a.size(); ++j) {
     const int64_t own = g.a[j].size(0);
-    Tensor pieces = space({x.size(0), 4, rank}, x, own != rank);
-    const Numbers numbers{sums.narrow(1, int64_t(j) * rank, own), 3, ranks};
-    store_pieces(Use::Rows, pieces.select(1, 0), rank, numbers, 1, totals[j]);
+    Tensor pieces = gemm::space({x.size(0), 4, rank}, x, own != rank);
+    const gemm::Numbers numbers{sums.narrow(1, int64_t(j) * rank, own), 3, ranks};
+    gemm::store_pieces(kOp, gemm::Use::Rows, pieces.select(1, 0), rank, numbers, 1, totals[j]);
     out[g.of[j]].push_back({three(pieces, 0), three(pieces_of_b(g.b[j], rank), 1).t(), g.scale[j]});
   }
   return out;
@@ -290,14 +232,12 @@ inline std::vector<Products> forward_in_pieces(const Tensor& x, const Tensor& t,
 /// Rows with neighbours in the last dimension.
 inline Tensor dense_rows(const Tensor& t) { return t.stride(1) == 1 || t.size(1) < 2 ? t : t.contiguous(); }
 
-/// All A as one matrix, padded.
-inline Tensor stacked(const Tensor& x, const Group& g, int64_t rank) {
-  Tensors list = converted(g.a, adapter_dtype(x, g));
-  if (list.size() == 1 && list[0].size(0) == rank) return dense_rows(list[0]);
-  for (Tensor& a : list) {
-    if (a.size(0) < rank) a = at::constant_pad_nd(a, {0, 0, 0, rank - a.size(0)});
-  }
-  return at::cat(list);
+inline gemm::Adapter all_a(const Tensor& x, const Group& g, int64_t rank) {
+  return gemm::stacked(kOp, g.a.vec(), rank, adapter_dtype(x, g));
+}
+
+inline gemm::Adapter adapter_b(const Tensor& x, const Group& g, size_t j, int64_t rank) {
+  return gemm::stacked(kOp, {g.b[j].t()}, rank, adapter_dtype(x, g));
 }
 
 /// Consecutive adapters with one rate of dropout.
@@ -321,16 +261,13 @@ inline std::vector<Run> runs_of(const Group& g) {
   return out;
 }
 
-inline gemm::Adapter adapter_b(const Tensor& x, const Group& g, size_t j) {
-  return {dense_rows(g.b[j].to(adapter_dtype(x, g))), /*by_feature=*/true};
-}
-
 /// Stores t.
 inline void store_t(const Tensor& x, const Tensor& t, const Group& g, int64_t rank) {
-  const Tensor rows = dense_rows(x), a = stacked(x, g, rank);
+  const Tensor rows = dense_rows(x);
+  const gemm::Adapter a = all_a(x, g, rank);
   for (const auto& [first, count, dropped] : runs_of(g)) {
-    auto own = [&](const Tensor& of, int64_t dim) { return of.narrow(dim, first * rank, count * rank); };
-    gemm::rows_product(kOp, own(t, 1), rows, {own(a, 0)}, rank, gemm::gain_of(dropped.rate), dropped);
+    auto own = [&](const auto& of, int64_t dim) { return of.narrow(dim, first * rank, count * rank); };
+    gemm::rows_product(kOp, own(t, 1), rows, own(a, 0), rank, gemm::gain_of(dropped.rate), dropped);
   }
 }
 
@@ -347,7 +284,8 @@ inline Tensors forward_by_kernels(const Tensor& x, const Tensor& t, const Option
       const std::optional<Tensor> bias = biases.get(g.of[j]);
       if (bias && bias->defined()) addend = bias->contiguous();
     }
-    gemm::expand(kOp, y, t.narrow(1, int64_t(j) * rank, rank), adapter_b(x, g, j), rank, addend, g.scale[j]);
+    const Tensor own = t.narrow(1, int64_t(j) * rank, rank);
+    gemm::expand(kOp, y, own, adapter_b(x, g, j, rank), g.b[j].size(1), rank, addend, g.scale[j]);
   }
   return out;
 }
@@ -435,7 +373,7 @@ inline Tensor backward_from_u(
   const Tensor rows = dense_rows(x);
   Tensor dx;
   if (wanted & core::kWantInput) dx = at::empty(x.sizes(), x.options());
-  const Tensor a = dx.defined() ? stacked(x, g, rank) : Tensor();
+  const gemm::Adapter a = dx.defined() ? all_a(x, g, rank) : gemm::Adapter();
   for (const auto& [first, count, dropped] : runs_of(g)) {
     const int64_t start = first * rank, ranks = count * rank;
     if (wanted & kWantA) {
@@ -448,7 +386,8 @@ inline Tensor backward_from_u(
     }
     if (dx.defined()) {
       const Tensor addend = first > 0 ? dx : Tensor();
-      gemm::expand(kOp, dx, u.narrow(1, start, ranks), {a.narrow(0, start, ranks)}, rank, addend, 1, dropped);
+      const Tensor own = u.narrow(1, start, ranks);
+      gemm::expand(kOp, dx, own, a.narrow(0, start, ranks), ranks, rank, addend, 1, dropped);
     }
   }
   return dx;
@@ -466,13 +405,19 @@ inline Tensor backward_by_kernels(
   if (wanted & (core::kWantInput | kWantA)) u = at::empty_like(t);
   for (size_t j = 0; j < g.a.size(); ++j) {
     const Tensor& dy = dys[g.of[j]];
-    if (u.defined()) gemm::rows_product(kOp, of_adapter(u, j), dy, adapter_b(x, g, j), rank, g.scale[j] * g.gain(j));
-    if (wanted & kWantB) {
-      const int64_t own = g.b[j].size(1);
-      const Tensor parts =
-          gemm::columns_product(kOp, dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, g.scale[j]);
-      out.b.push_back(parts.sum(0).to(g.b[j].scalar_type()));
+    const int64_t own = g.b[j].size(1);
+    const double scale = g.scale[j], u_scale = scale * g.gain(j);
+    const gemm::Adapter b = u.defined() ? adapter_b(x, g, j, rank) : gemm::Adapter();
+    Tensor parts;  // of the gradient of B
+    if (u.defined() && (wanted & kWantB)) {
+      parts = gemm::rows_and_columns(kOp, of_adapter(u, j), dy, b, of_adapter(t, j), own, u_scale, scale);
     }
+    if (u.defined() && !parts.defined()) gemm::rows_product(kOp, of_adapter(u, j), dy, b, rank, u_scale);
+    if (!(wanted & kWantB)) continue;
+    if (!parts.defined()) {
+      parts = gemm::columns_product(kOp, dy, of_adapter(t, j), own, rank, /*by_feature=*/true, all_digits, scale);
+    }
+    out.b.push_back(parts.sum(0).to(g.b[j].scalar_type()));
   }
   return backward_from_u(out, u, x, g, rank, wanted);
 }
@@ -490,12 +435,12 @@ inline Products backward_in_pieces(
     const int64_t own = g.a[j].size(0);
     if (u.defined()) {
       const Tensor sums = wide_product(dy, three(pieces_of_b(g.b[j], rank), 0));
-      const Numbers numbers{sums.narrow(1, 0, rank), 3, rank};
-      store_pieces(Use::Rows, u.select(1, 0).narrow(1, j * rank, rank), ranks, numbers, g.scale[j]);
+      const gemm::Numbers numbers{sums.narrow(1, 0, rank), 3, rank};
+      gemm::store_pieces(kOp, gemm::Use::Rows, u.select(1, 0).narrow(1, j * rank, rank), ranks, numbers, g.scale[j]);
     }
     if (wanted & kWantB) {
-      Tensor pieces = space({rows, 4, rank}, x, own != rank);
-      store_pieces(Use::Rows, pieces.select(1, 0), rank, {parts[j]});
+      Tensor pieces = gemm::space({rows, 4, rank}, x, own != rank);
+      gemm::store_pieces(kOp, gemm::Use::Rows, pieces.select(1, 0), rank, {parts[j]});
       const Tensor db = wide_product(dy.t(), three(pieces, 1)).view({dy.size(1), 3, rank}).sum(1).mul_(g.scale[j]);
       out.b.push_back(db.narrow(1, 0, own).to(g.b[j].scalar_type()).contiguous());
     }
@@ -507,7 +452,7 @@ inline Products backward_in_pieces(
     }
   }
   if (!(wanted & core::kWantInput)) return {};
-  return {{three(u, 0), pieces_of_a(g, rank, n).narrow(0, 1, 3).flatten(0, 1)}};
+  return {{three(u, 0), gemm::pieces_of(kOp, g.a.vec(), rank).narrow(0, 1, 3).flatten(0, 1)}};
 }
 
 /// Returns the adapters' products for dx.

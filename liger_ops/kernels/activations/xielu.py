@@ -114,6 +114,6 @@ KERNELS = [
         },
         aligned=["dx", "dy", "x", "n", *BACKWARD_STRIDES],
         axes={"dtype": CHOICES},
-        configs=[replace(c, programs_per_sm=PROGRAMS_PER_SM) for c in CONFIGS],
+        configs=[replace(c, num_warps=8, programs_per_sm=PROGRAMS_PER_SM) for c in CONFIGS],
     ),
 ]  # fmt: skip

@@ -10,13 +10,14 @@ sequence of their own (`phase` is its first row) that is convolved without gaps.
 In backward, dx[t] needs dv of the next rows: a program walks WIDTH - 1 rows further than its chunk, and what it has of dx
 lags by as many rows. Rows before the first are those of the initial state.
 
-Rows of another sample are skipped: `sample` holds a number for every row.
+Rows of another sample are skipped: `sample` holds a number for every row. Without samples and with every tap in use,
+nothing is selected (MASKED = 0).
 """
 
 import triton
 import triton.language as tl
 
-from ..table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
+from ..table import ACTIVATION_WEIGHT_DTYPES, HALVES, Config, Kernel
 
 SILU = tl.constexpr(1)
 HAS_BIAS = tl.constexpr(2)
@@ -84,13 +85,21 @@ def rows_before(x, state, sample, phase, first, dilation, x_row, past, n, cols, 
 
 
 @triton.jit
-def convolved(rows, samples, w, bias, width, at: tl.constexpr, dtype: tl.constexpr, WIDTH: tl.constexpr):
+def that_counts(value, samples, at: tl.constexpr, k: tl.constexpr, width, MASKED: tl.constexpr):
+    """The value that meets tap k at samples[at], or 0. Not a product with zero: rows of another sample may be infinite."""
+    if MASKED:
+        value = tl.where((samples[at - k] == samples[at]) & (k < width), value, 0.0)
+    return value
+
+
+@triton.jit
+def convolved(
+    rows, samples, w, bias, width, at: tl.constexpr, dtype: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
     """v at rows[at]; rounded if the weight has x's dtype."""
     v = bias
     for k in tl.static_range(WIDTH):
-        counts = (samples[at - k] == samples[at]) & (k < width)
-        # Not a product with zero: rows of another sample may be infinite.
-        v += w[k] * tl.where(counts, rows[at - k].to(tl.float32), 0.0)
+        v += w[k] * that_counts(rows[at - k].to(tl.float32), samples, at, k, width, MASKED)
     return v.to(dtype).to(tl.float32)
 
 
@@ -106,7 +115,8 @@ def from_(values, start: tl.constexpr, count: tl.constexpr):
 def causal_conv1d_fwd_kernel(
     y, x, weight, bias, sample, state,
     length, n, width, dilation, chunks, x_batch, x_row, flags,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     _, batch, phase, first, cols = place(n, length, dilation, chunks, BLOCK_M, BLOCK_N, STEPS)
     past = (width - 1) * dilation
@@ -127,7 +137,7 @@ def causal_conv1d_fwd_kernel(
             samples = samples + (sample_at(sample, t, length, flags),)
         for i in tl.static_range(UNROLL):
             t = phase + (first + start + i) * dilation
-            v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH)
+            v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH, MASKED)
             v = tl.where((flags & SILU) != 0, v * tl.sigmoid(v), v)
             tl.store(y + t.to(tl.int64) * n + cols, v.to(dtype), mask=(cols < n) & (t < length))
         rows = from_(rows, UNROLL, WIDTH - 1)
@@ -146,7 +156,8 @@ def slope(v, flags):
 def causal_conv1d_bwd_kernel(
     dx, dstate, dweight, dbias, dy, x, weight, bias, sample, state,
     length, n, width, dilation, chunks, dy_batch, dy_row, x_batch, x_row, flags,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """dweight, dbias: fp32, one share per program over all columns: (shares, n, width) and (shares, n)."""
     share, batch, phase, first, cols = place(n, length, dilation, chunks, BLOCK_M, BLOCK_N, STEPS)
@@ -180,7 +191,7 @@ def causal_conv1d_bwd_kernel(
             samples = samples + (sample_at(sample, t, length, flags),)
         for i in tl.static_range(UNROLL):
             step = first + start + i
-            v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH)
+            v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH, MASKED)
             inside = (cols < n) & (phase + step * dilation < length)
             dv = tl.where(inside, grads[i].to(tl.float32) * slope(v, flags), 0.0)
             dvs = dvs + (dv,)
@@ -188,15 +199,14 @@ def causal_conv1d_bwd_kernel(
             db += own
             sums = ()
             for k in tl.static_range(WIDTH):
-                counts = (samples[WIDTH - 1 + i - k] == samples[WIDTH - 1 + i]) & (k < width)
-                before = rows[WIDTH - 1 + i - k].to(tl.float32)
-                sums = sums + (dws[k] + own * tl.where(counts & (start + i < STEPS), before, 0.0),)
+                before = tl.where(start + i < STEPS, rows[WIDTH - 1 + i - k].to(tl.float32), 0.0)
+                before = that_counts(before, samples, WIDTH - 1 + i, k, width, MASKED)
+                sums = sums + (dws[k] + own * before,)
             dws = sums
             # The row WIDTH - 1 steps ago has now met all rows that read it.
             out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for k in tl.static_range(WIDTH):
-                counts = (samples[i + k] == samples[i]) & (k < width)
-                out += w[k] * tl.where(counts, dvs[i + k], 0.0)
+                out += w[k] * that_counts(dvs[i + k], samples, i + k, k, width, MASKED)
             lag = start + i - (WIDTH - 1)
             t = phase + (first + lag) * dilation
             wanted = (cols < n) & (t < length) & (lag >= 0) & ((flags & NEEDS_DX) != 0)
@@ -221,7 +231,8 @@ def config(max_n, block_m, block_n, steps, *, unroll=4, warps=4, aligned=True, o
 
 
 NARROW, WIDE = ({"WIDTH": (w.value,)} for w in (NARROW_WIDTH, MAX_WIDTH))
-AXES = {"dtype": ACTIVATION_WEIGHT_DTYPES, "width": [{"WIDTH": w.value} for w in (NARROW_WIDTH, MAX_WIDTH)]}
+WIDTHS = [{"WIDTH": width.value, "MASKED": m} for width, m in ((NARROW_WIDTH, 0), (NARROW_WIDTH, 1), (MAX_WIDTH, 1))]
+AXES = {"dtype": ACTIVATION_WEIGHT_DTYPES, "width": WIDTHS}
 SIZES = {"length": "i32", "n": "i32", "width": "i32", "dilation": "i32", "chunks": "i32"}
 
 KERNELS = [
@@ -235,7 +246,7 @@ KERNELS = [
         axes=AXES,
         configs=[
             config(128, 8, 128, 32),
-            config(None, 1, 1024, 32, only=NARROW),
+            config(None, 1, 512, 32, only=NARROW),
             config(None, 1, 512, 32, only=WIDE),
             config(None, 1, 256, 32, aligned=False),
         ],
@@ -252,6 +263,7 @@ KERNELS = [
         # Sums and rows of backward take registers: a thread has 4 columns, or 2.
         configs=[
             config(128, 4, 128, 128, only=NARROW),
+            config(None, 1, 256, 256, unroll=8, only=NARROW | {"MASKED": (0,)} | HALVES),
             config(None, 1, 512, 128, only=NARROW),
             config(None, 1, 256, 128, only=WIDE),
             config(None, 1, 128, 128, aligned=False),

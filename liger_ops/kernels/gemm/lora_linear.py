@@ -21,7 +21,8 @@ HAS_TOTAL = tl.constexpr(1)
 
 @triton.jit
 def lora_pieces_kernel(
-    pieces, total, numbers, count, columns, parts, row_stride, part_stride, total_row, out_row, out_piece, scale, flags,
+    pieces, total, numbers, count, columns, parts, row_stride, column_stride, part_stride, total_row, out_row, out_piece, scale,
+    flags,
     WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """total: the numbers themselves, with HAS_TOTAL."""
@@ -29,7 +30,7 @@ def lora_pieces_kernel(
     inside = index < count
     row = (index // columns).to(tl.int64)
     column = index % columns
-    at = numbers + row * row_stride + column
+    at = numbers + row * row_stride + column * column_stride
     x = tl.load(at, mask=inside, other=0.0)
     for part in range(1, parts):
         x += tl.load(at + part * part_stride, mask=inside, other=0.0)
@@ -57,7 +58,7 @@ KERNELS = [
         function=lora_pieces_kernel,
         args={
             "pieces": "*bf16", "total": "*fp32", "numbers": "*fp32", "count": "i32", "columns": "i32", "parts": "i32",
-            "row_stride": "i64", "part_stride": "i64", "total_row": "i64", "out_row": "i64", "out_piece": "i64",
+            "row_stride": "i64", "column_stride": "i64", "part_stride": "i64", "total_row": "i64", "out_row": "i64", "out_piece": "i64",
             "scale": "fp32", "flags": "i32",
         },
         aligned=[],

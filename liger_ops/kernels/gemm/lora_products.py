@@ -1,14 +1,16 @@
 """The products of low-rank adapters (LoRA) with 16-bit activations, each in one pass over the activations.
 
-    rows      t = x A^T and u = dy B       (T, R) from (T, C) and an adapter
-    columns   dA = u^T x and dB = dy^T t   (R, C) from (T, C) and (T, R)
-    expand    t B^T and u A                (T, C) from (T, R) and an adapter
+    rows           t = x A^T and u = dy B       (T, R) from (T, C) and an adapter
+    columns        dA = u^T x and dB = dy^T t   (R, C) from (T, C) and (T, R)
+    rows_columns   u and dB                     both, of an adapter of few ranks
+    expand         t B^T and u A                (T, C) from (T, R) and an adapter
 
 T: tokens, C: features, R: ranks, those of each adapter padded to a multiple of RANK_STEP. (T, R) is in fp32.
 
 Tensor cores multiply: an fp32 number is the sum of 16-bit pieces, each nearest to what is left. Three pieces hold all digits
-of an fp32 number, two enough for a result in 16 bits. Because tensor cores truncate their sums, the products of blocks are
-added outside of them.
+of an fp32 number, two enough for a result in 16 bits. An fp32 adapter comes as such pieces, (R, C) each: at w those nearest
+to the numbers, a `w_piece` after them the next, and a `w_piece` before them the last, as lora_linear.py stores them. Because
+tensor cores truncate their sums, the products of blocks are added outside of them.
 
 Masks of dropout are not stored: a hash of the adapter's seed, the row and the column says whether an element is kept.
 """
@@ -59,18 +61,14 @@ def split(x, X: tl.constexpr):
 
 
 @triton.jit
-def times(x, w, PIECES: tl.constexpr):
-    """x w, of 16-bit x and PIECES of w. The smallest products come first."""
+def times(x, w, w_piece, mask, PIECES: tl.constexpr):
+    """x w, of 16-bit x and w in PIECES. The smallest products come first."""
     if PIECES == 1:
-        out = tl.dot(x, w)
+        out = tl.dot(x, tl.load(w, mask=mask, other=0.0))
     else:
-        high, middle, rest = split(w, x.dtype)
-        if PIECES == 3:
-            out = tl.dot(x, rest.to(x.dtype))
-            out = tl.dot(x, middle, out)
-        else:
-            out = tl.dot(x, middle)
-        out = tl.dot(x, high, out)
+        out = tl.dot(x, tl.load(w - w_piece, mask=mask, other=0.0))
+        out = tl.dot(x, tl.load(w + w_piece, mask=mask, other=0.0), out)
+        out = tl.dot(x, tl.load(w, mask=mask, other=0.0), out)
     return out
 
 
@@ -88,22 +86,21 @@ def times_pieces(v, x, PIECES: tl.constexpr):
 
 @triton.jit
 def lora_rows_kernel(
-    out, x, w, seeds, tokens, features, ranks, padded, rank, splits, x_row, w_step, out_row, out_split, scale, threshold,
-    BY_FEATURE: tl.constexpr, DROPS: tl.constexpr,
+    out, x, w, seeds, tokens, features, padded, rank, splits, x_row, w_row, w_piece, out_row, out_split, scale, threshold,
+    PIECES: tl.constexpr, DROPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out (splits, T, R) = scale x w^T, each split over a part of C. w: (R, C), or with BY_FEATURE (C, R), with neighbours in its
-    last dimension. ranks: those of w. padded: those of out. rank: that of one adapter, padded."""
-    PIECES: tl.constexpr = 3 if w.dtype.element_ty == tl.float32 else 1
+    """out (splits, T, R) = scale x w^T, each split over a part of C. w: (R, C). padded: R. rank: that of one adapter, padded."""
     blocks = tl.cdiv(padded, BLOCK_R)
     block = tl.program_id(0) % blocks
     part = tl.program_id(0) // blocks % splits
     row = tl.program_id(0) // blocks // splits * BLOCK_T + tl.arange(0, BLOCK_T)
     column = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_fits, column_fits = row < tokens, column < ranks
+    row_fits, column_fits = row < tokens, column < padded
     share = tl.cdiv(tl.cdiv(features, splits), BLOCK_C) * BLOCK_C
     end = tl.minimum((part + 1) * share, features)
     x += row.to(tl.int64)[:, None] * x_row
+    w += column.to(tl.int64)[None, :] * w_row
     if DROPS:
         keys = row_keys(tl.load(seeds + block * BLOCK_R // rank), row)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
@@ -111,16 +108,11 @@ def lora_rows_kernel(
         feature = start + tl.arange(0, BLOCK_C)
         fits = feature < features
         left = tl.load(x + feature[None, :], mask=row_fits[:, None] & fits[None, :], other=0.0)
-        if BY_FEATURE:
-            at = feature.to(tl.int64)[:, None] * w_step + column[None, :]
-        else:
-            at = column.to(tl.int64)[None, :] * w_step + feature[:, None]
-        right = tl.load(w + at, mask=fits[:, None] & column_fits[None, :], other=0.0)
         if DROPS:
             left = kept(left, keys, feature, threshold)
-        total += times(left, right, PIECES)
+        total += times(left, w + feature[:, None], w_piece, fits[:, None] & column_fits[None, :], PIECES)
     to = out + part.to(tl.int64) * out_split + row.to(tl.int64)[:, None] * out_row + column[None, :]
-    tl.store(to, total * scale, mask=row_fits[:, None] & (column < padded)[None, :])
+    tl.store(to, total * scale, mask=row_fits[:, None] & column_fits[None, :])
 
 
 @triton.jit
@@ -155,11 +147,39 @@ def lora_columns_kernel(
 
 
 @triton.jit
-def lora_expand_kernel(
-    out, v, w, addend, seeds, tokens, features, ranks, padded, rank, v_row, w_step, out_row, addend_row, scale, threshold, flags,
-    BY_FEATURE: tl.constexpr, DROPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+def lora_rows_columns_kernel(
+    rows, columns, x, w, v, tokens, features, ranks, share, x_row, w_row, w_piece, v_row, rows_part, columns_part, rows_scale,
+    columns_scale, PIECES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out (T, C) = addend + scale v w. v: (T, R), w: (R, C), or with BY_FEATURE (C, R). ranks: those of w. padded: those of v."""
+    """rows (parts, T, BLOCK_R) = scale x w^T, each part over BLOCK_C of C, and columns (parts, C, ranks) = scale x^T v, each
+    over `share` of T. w: (BLOCK_R, C), v: (T, BLOCK_R)."""
+    blocks = tl.cdiv(features, BLOCK_C)
+    feature = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    part = tl.program_id(0) // blocks
+    column = tl.arange(0, BLOCK_R)
+    fits, column_fits = feature < features, column < ranks
+    rows += (tl.program_id(0) % blocks).to(tl.int64) * rows_part
+    w += column.to(tl.int64)[None, :] * w_row + feature[:, None]
+    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in tl.range(part * share, tl.minimum((part + 1) * share, tokens), BLOCK_T, num_stages=STAGES):
+        row = start + tl.arange(0, BLOCK_T)
+        row_fits, at = row < tokens, row.to(tl.int64)[:, None]
+        here = tl.load(x + at * x_row + feature[None, :], mask=row_fits[:, None] & fits[None, :], other=0.0)
+        left = tl.load(v + at * v_row + column[None, :], mask=row_fits[:, None] & column_fits[None, :], other=0.0)
+        of_rows = times(here, w, w_piece, fits[:, None], PIECES) * rows_scale
+        tl.store(rows + at * BLOCK_R + column[None, :], of_rows, mask=row_fits[:, None])
+        total += times_pieces(tl.trans(left), here, 3 if PIECES == 3 else 2)
+    to = columns + part.to(tl.int64) * columns_part + feature.to(tl.int64)[None, :] * ranks + column[:, None]
+    tl.store(to, total * columns_scale, mask=column_fits[:, None] & fits[None, :])
+
+
+@triton.jit
+def lora_expand_kernel(
+    out, v, w, addend, seeds, tokens, features, ranks, padded, rank, v_row, w_row, w_piece, out_row, addend_row, scale, threshold,
+    flags, PIECES: tl.constexpr, DROPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out (T, C) = addend + scale v w. v: (T, R), w: (R, C). ranks: those that are not padding. padded: R."""
     blocks = tl.cdiv(features, BLOCK_C)
     row = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     feature = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -172,26 +192,28 @@ def lora_expand_kernel(
             v + row.to(tl.int64)[:, None] * v_row + column[None, :],
             mask=row_fits[:, None] & column_fits[None, :], other=0.0,
         )  # fmt: skip
-        if BY_FEATURE:
-            at = feature.to(tl.int64)[None, :] * w_step + column[:, None]
-        else:
-            at = column.to(tl.int64)[:, None] * w_step + feature[None, :]
-        right = tl.load(w + at, mask=column_fits[:, None] & fits[None, :], other=0.0)
-        X: tl.constexpr = out.dtype.element_ty
-        high, middle, _ = split(left, X)
-        if w.dtype.element_ty == tl.float32:
-            part = tl.dot(middle, right.to(X))
-            part += times(high, right, 2)
-        else:
-            part = tl.dot(middle, right)
-            part = tl.dot(high, right, part)
+        at = w + column.to(tl.int64)[:, None] * w_row + feature[None, :]
+        inside = column_fits[:, None] & fits[None, :]
+        right = tl.load(at, mask=inside, other=0.0)
+        high, middle, _ = split(left, right.dtype)
         if DROPS:
-            part = kept(part, row_keys(tl.load(seeds + start // rank), row), feature, threshold)
-        total += part
+            part = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        else:
+            part = total
+        part = tl.dot(middle, right, part)
+        if PIECES == 3:
+            part = tl.dot(high, tl.load(at + w_piece, mask=inside, other=0.0), part)
+        part = tl.dot(high, right, part)
+        if DROPS:
+            total += kept(part, row_keys(tl.load(seeds + start // rank), row), feature, threshold)
+        else:
+            total = part
     total *= scale
     mask = row_fits[:, None] & fits[None, :]
-    at = addend + row.to(tl.int64)[:, None] * addend_row + feature[None, :]
-    total += tl.load(at, mask=mask & ((flags & HAS_ADDEND) != 0), other=0.0).to(tl.float32)
+    # A masked load would still move the tile to another layout.
+    if flags & HAS_ADDEND:
+        at = addend + row.to(tl.int64)[:, None] * addend_row + feature[None, :]
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64)[:, None] * out_row + feature[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -209,32 +231,36 @@ def lora_drop_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * out_row + feature[None, :], tile, mask=mask)
 
 
-DTYPES = [{"X": "bf16", "W": "bf16"}, {"X": "bf16", "W": "fp32"}, {"X": "fp16", "W": "fp16"}]
-# A, B, and A with dropout.
-ADAPTERS = [{"BY_FEATURE": 0, "DROPS": 0}, {"BY_FEATURE": 1, "DROPS": 0}, {"BY_FEATURE": 0, "DROPS": 1}]
+# Adapters of x's dtype, and in fp32.
+DTYPES = [{"X": "bf16", "PIECES": 1}, {"X": "bf16", "PIECES": 3}, {"X": "fp16", "PIECES": 1}]
+DROPS = [{"DROPS": 0}, {"DROPS": 1}]
 
 
-def configs(tiles, **constexprs):
-    """tiles: (most ranks, BLOCK_T, BLOCK_C, BLOCK_R, warps). The last one serves tensors that are not aligned."""
-    return [
-        Config(ranks, i + 1 < len(tiles), warps, constexprs=dict(BLOCK_T=t, BLOCK_C=c, BLOCK_R=r, **constexprs))
-        for i, (ranks, t, c, r, warps) in enumerate(tiles)
-    ]
+def config(ranks, t, c, r, programs=0, pieces=(1, 3), aligned=True, keeps_all=False, **constexprs):
+    """ranks: the most that it takes. programs: per multiprocessor. keeps_all: no dropout."""
+    sizes = dict(BLOCK_T=t, BLOCK_C=c, BLOCK_R=r, **constexprs)
+    only = {"PIECES": pieces} | ({"DROPS": (0,)} if keeps_all else {})
+    return Config(ranks, aligned, 4, programs, constexprs=sizes, only=only)
 
 
 KERNELS = [
     Kernel(
         function=lora_rows_kernel,
         args={
-            "out": "*fp32", "x": "*X", "w": "*W", "seeds": "*i64", "tokens": "i32", "features": "i32", "ranks": "i32",
-            "padded": "i32", "rank": "i32", "splits": "i32", "x_row": "i64", "w_step": "i64", "out_row": "i64", "out_split": "i64",
-            "scale": "fp32", "threshold": "i32",
+            "out": "*fp32", "x": "*X", "w": "*X", "seeds": "*i64", "tokens": "i32", "features": "i32", "padded": "i32",
+            "rank": "i32", "splits": "i32", "x_row": "i64", "w_row": "i64", "w_piece": "i64", "out_row": "i64",
+            "out_split": "i64", "scale": "fp32", "threshold": "i32",
         },
-        aligned=["out", "x", "w", "features", "ranks", "padded", "rank", "x_row", "w_step", "out_row", "out_split"],
-        axes={"dtype": DTYPES, "adapter": ADAPTERS},
-        configs=configs(
-            [(16, 64, 128, 16, 4), (32, 64, 64, 32, 4), (None, 64, 64, 64, 4), (None, 32, 64, 16, 4)], STAGES=4
-        ),
+        aligned=["out", "x", "w", "features", "padded", "rank", "x_row", "w_row", "w_piece", "out_row", "out_split"],
+        axes={"dtype": DTYPES, "drops": DROPS},
+        configs=[
+            config(16, 64, 128, 16, pieces=(1,), STAGES=4),
+            config(32, 64, 128, 32, pieces=(1,), STAGES=4),
+            config(48, 64, 64, 16, pieces=(3,), STAGES=6),
+            config(None, 64, 64, 64, pieces=(1,), STAGES=5),
+            config(None, 64, 64, 64, pieces=(3,), STAGES=3),
+            config(None, 32, 64, 16, aligned=False, STAGES=4),
+        ],
     ),
     Kernel(
         function=lora_columns_kernel,
@@ -246,22 +272,44 @@ KERNELS = [
         aligned=["out", "x", "v", "features", "ranks", "rank", "x_row", "v_row", "out_split"],
         axes={
             "pieces": [{"X": "bf16", "PIECES": 2}, {"X": "bf16", "PIECES": 3}, {"X": "fp16", "PIECES": 2}],
-            "drops": [{"DROPS": 0}, {"DROPS": 1}],
+            "drops": DROPS,
         },
-        configs=configs(
-            [(16, 64, 128, 16, 4), (32, 64, 128, 32, 4), (None, 64, 128, 64, 4), (None, 32, 64, 16, 4)], STAGES=3
-        ),
+        configs=[
+            config(None, 32, 256, 16, pieces=(2, 3), STAGES=3),
+            config(None, 32, 64, 16, pieces=(2, 3), aligned=False, STAGES=3),
+        ],
+    ),
+    Kernel(
+        function=lora_rows_columns_kernel,
+        args={
+            "rows": "*fp32", "columns": "*fp32", "x": "*X", "w": "*X", "v": "*fp32", "tokens": "i32", "features": "i32",
+            "ranks": "i32", "share": "i32", "x_row": "i64", "w_row": "i64", "w_piece": "i64", "v_row": "i64",
+            "rows_part": "i64", "columns_part": "i64", "rows_scale": "fp32", "columns_scale": "fp32",
+        },
+        aligned=[
+            "rows", "columns", "x", "w", "v", "features", "ranks", "share", "x_row", "w_row", "w_piece", "v_row", "rows_part",
+            "columns_part",
+        ],
+        axes={"dtype": DTYPES},
+        configs=[config(16, 32, 256, 16, STAGES=3)],
     ),
     Kernel(
         function=lora_expand_kernel,
         args={
-            "out": "*X", "v": "*fp32", "w": "*W", "addend": "*X", "seeds": "*i64", "tokens": "i32", "features": "i32",
-            "ranks": "i32", "padded": "i32", "rank": "i32", "v_row": "i64", "w_step": "i64", "out_row": "i64",
+            "out": "*X", "v": "*fp32", "w": "*X", "addend": "*X", "seeds": "*i64", "tokens": "i32", "features": "i32",
+            "ranks": "i32", "padded": "i32", "rank": "i32", "v_row": "i64", "w_row": "i64", "w_piece": "i64", "out_row": "i64",
             "addend_row": "i64", "scale": "fp32", "threshold": "i32", "flags": "i32",
         },
-        aligned=["out", "v", "w", "addend", "features", "ranks", "padded", "rank", "v_row", "w_step", "out_row", "addend_row"],
-        axes={"dtype": DTYPES, "adapter": ADAPTERS},
-        configs=configs([(16, 64, 128, 16, 4), (None, 64, 128, 32, 4), (None, 32, 64, 16, 4)]),
+        aligned=[
+            "out", "v", "w", "addend", "features", "ranks", "padded", "rank", "v_row", "w_row", "w_piece", "out_row",
+            "addend_row",
+        ],
+        axes={"dtype": DTYPES, "drops": DROPS},
+        configs=[
+            config(None, 64, 128, 16, programs=4, keeps_all=True),
+            config(None, 64, 128, 16),
+            config(None, 32, 64, 16, aligned=False),
+        ],
     ),
     Kernel(
         function=lora_drop_kernel,

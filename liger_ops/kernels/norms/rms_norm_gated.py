@@ -176,7 +176,7 @@ def rms_norm_gated_bwd_kernel(
     dx, dgate, dweight, partial, dy, x, gate, weight, rstd,
     rows, n, groups, inner_rows, dx_outer, dx_inner, dgate_outer, dgate_inner, dy_outer, dy_inner, x_outer, x_inner,
     gate_outer, gate_inner, offset, flags,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, RELOAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, RELOAD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     program, group = block_and_group(tl.program_id(0), groups)
     programs = tl.num_programs(0) // groups
@@ -209,6 +209,12 @@ def rms_norm_gated_bwd_kernel(
                 xs = load_tiles(x_row, row_mask, n, BLOCK_N, TILES)
                 gates = load_tiles(gate_row, row_mask, n, BLOCK_N, TILES)
                 dys = load_tiles(dy_row, row_mask, n, BLOCK_N, TILES)
+            if AHEAD:
+                later = block_rows(block + programs, BLOCK_M)
+                columns = tl.where(later < rows, n, 0)
+                prefetch(x + row_offset(later, inner_rows, x_outer, x_inner), 0, columns)
+                prefetch(gate + row_offset(later, inner_rows, gate_outer, gate_inner), 0, columns)
+                prefetch(dy + row_offset(later, inner_rows, dy_outer, dy_inner), 0, columns)
             new_sums = ()
             for t in tl.static_range(TILES):
                 cols = t * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -296,7 +302,7 @@ DTYPES = [point | {"Y": point["X"]} for point in ACTIVATION_WEIGHT_DTYPES]
 DTYPES += [{"X": x, "W": "fp32", "Y": "fp32"} for x in ("bf16", "fp16")]
 
 forward_config = partial(rows_config, ahead=0)
-backward_config = partial(rows_config, reload=0)
+backward_config = partial(rows_config, reload=0, ahead=0)
 
 
 KERNELS = [
@@ -352,16 +358,16 @@ KERNELS = [
         # Three inputs, the activation and its slope take many registers: a thread has 8 columns of a row, or loads them
         # twice (RELOAD), the second time from a cache.
         configs=fewer_when_mixed([
-            backward_config(64, 16, 64, 1, 4, 4),
-            backward_config(128, 8, 128, 1, 4, 4),
-            backward_config(256, 4, 256, 1, 4, 4),
+            backward_config(64, 16, 64, 1, 8, 4),
+            backward_config(128, 8, 128, 1, 8, 4),
+            backward_config(256, 4, 256, 1, 8, 4),
             backward_config(512, 2, 512, 1, 4, 4),
             backward_config(1024, 1, 1024, 1, 4, 5),
             backward_config(2048, 1, 2048, 1, 8, 3),
             backward_config(3072, 1, 1024, 3, 8, 2),
-            backward_config(4096, 1, 2048, 2, 8, 2, reload=1),
-            backward_config(8192, 1, 4096, 2, 16, 1, reload=1),
-            backward_config(16384, 1, 4096, 4, 16, 1, reload=1),
+            backward_config(4096, 1, 2048, 2, 16, 2, reload=1, ahead=1),
+            backward_config(8192, 1, 4096, 2, 16, 1, reload=1, ahead=1),
+            backward_config(16384, 1, 4096, 4, 16, 1, reload=1, ahead=1),
             backward_config(None, 1, 8192, 0, 32, 1),
             backward_config(64, 8, 64, 1, 4, 4, aligned=False),
             backward_config(512, 2, 512, 1, 4, 3, aligned=False),

@@ -1,5 +1,7 @@
 """adapters.low_rank_input, the tokens' part of a head's adapters, against its formula in fp64."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from checks import CPU_DTYPES, OPCHECKS, assert_no_worse, count_graphs, gradients, like, path_taken, roundings
@@ -46,11 +48,13 @@ def test_matches_the_formula(dtype, adapter, ranks, rates, device):
         torch.manual_seed(7)
         return low_rank_input(x, a, SCALE[: len(a)], rates)
 
-    with path_taken(device):
+    # On CUDA, GEMMs multiply fp32 activations, and a kernel drops their elements.
+    launches = device == "cpu" or dtype != torch.float32 or any(rates)
+    with path_taken(device) if launches else nullcontext():
         quiet = ours_of(*(t.detach() for t in tensors))
     assert quiet.dtype == torch.float32 and quiet.shape == (3, 20, sum(ranks))
     upstream = [torch.randn_like(quiet)]
-    with path_taken(device):
+    with path_taken(device) if launches else nullcontext():
         ours = gradients(ours_of, [like(t) for t in tensors], upstream)
     eager = gradients(exact, [like(t) for t in tensors], upstream)
     oracle = gradients(exact, [like(t, torch.float64) for t in tensors], upstream)

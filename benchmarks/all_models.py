@@ -273,15 +273,16 @@ def markdown(results: list[dict]) -> str:
         f"{len(results)} causal language models of transformers {transformers.__version__}, torch {torch.__version__},",
         f"on {datetime.date.today()}: " + ", ".join(f"{counts[c]} {c}" for c in COUNTED if counts[c]) + ".",
         "Operators used by the models that agree: " + ", ".join(f"{op} in {n}" for op, n in ops.most_common()) + ".",
-        "", "| model type | outcome | replaced | left alone |", "|---|---|---|---|",
+        "", "| model type | outcome | replaced | left alone, or the error |", "|---|---|---|---|",
     ]  # fmt: skip
     return "\n".join(lines + [row(r) for r in results])
 
 
 def row(result: dict) -> str:
-    cells = [", ".join(f"{k} × {v}" for k, v in result[name].items()) for name in ("replaced", "left_alone")]
-    detail = f": {result['detail']}" if result["detail"] and result["outcome"] != "left alone" else ""
-    return f"| {result['model_type']} | {result['outcome']}{detail} | {cells[0]} | {cells[1]} |".replace("\n", " ")
+    replaced, left = (", ".join(f"{k} × {v}" for k, v in result[name].items()) for name in ("replaced", "left_alone"))
+    error = "" if result["outcome"] == "left alone" else result["detail"]
+    cells = (result["model_type"], result["outcome"], replaced, ", ".join(filter(None, (left, error))))
+    return f"| {' | '.join(cells)} |".replace("\n", " ")
 
 
 def main() -> None:

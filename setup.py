@@ -56,6 +56,13 @@ def build_module(stem: str):
     return module
 
 
+def fresh(build: Path) -> list[str]:
+    """CMake refuses the cache of a checkout that was moved or copied."""
+    cache = build / "CMakeCache.txt"
+    moved = cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text()
+    return ["--fresh"] if moved else []
+
+
 def releases() -> list:
     """The torch minors in LIGER_OPS_TORCH_VERSIONS; empty to build only for the installed torch."""
     return build_module("torch_release").asked_for(os.environ.get("LIGER_OPS_TORCH_VERSIONS", ""))
@@ -148,7 +155,7 @@ class CMakeBuild(build_ext):
         # Prefers tools that pip installed next to this interpreter.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         env = {**os.environ, "CXX": shlex.join(compiler), "PATH": path}
-        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+        configure = ["cmake", *fresh(build), "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         try:
             subprocess.run([*configure, *(f"-D{k}={v}" for k, v in arguments.items())], check=True, env=env)
             if self.inplace and not self.editable_mode:

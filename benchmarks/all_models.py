@@ -17,6 +17,7 @@ import os
 import resource
 import subprocess
 import sys
+import textwrap
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,7 +105,11 @@ OVERRIDES = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-COUNTED = ("agrees", "left alone", "differs", "does not run unpatched", "does not build")
+# Outcomes, and what is said of several models.
+COUNTED = {
+    "agrees": "agree", "left alone": "are left alone", "differs": "differ", "does not run unpatched": "do not run unpatched",
+    "does not build": "do not build",
+}  # fmt: skip
 
 
 def model_types() -> list[str]:
@@ -321,7 +326,7 @@ def markdown(results: list[dict]) -> str:
     lines = [
         "# Patched models of transformers", "",
         f"{len(results)} causal language models of transformers {transformers.__version__}, torch {torch.__version__},",
-        f"on {datetime.date.today()}: " + ", ".join(f"{counts[c]} {c}" for c in COUNTED if counts[c]) + ".",
+        f"on {datetime.date.today()}: " + ", ".join(f"{counts[c]} {said}" for c, said in COUNTED.items() if counts[c]) + ".",
         "Operators used by the models that agree: " + ", ".join(f"{op} in {n}" for op, n in ops.most_common()) + ".",
         "", "| model type | outcome | replaced | left alone, or the error |", "|---|---|---|---|",
     ]  # fmt: skip
@@ -330,7 +335,7 @@ def markdown(results: list[dict]) -> str:
 
 def row(result: dict) -> str:
     replaced, left = (", ".join(f"{k} × {v}" for k, v in result[name].items()) for name in ("replaced", "left_alone"))
-    error = "" if result["outcome"] == "left alone" else result["detail"]
+    error = "" if result["outcome"] == "left alone" else textwrap.shorten(result["detail"], 100, placeholder=" ...")
     cells = (result["model_type"], result["outcome"], replaced, ", ".join(filter(None, (left, error))))
     return f"| {' | '.join(cells)} |".replace("\n", " ")
 

@@ -91,6 +91,24 @@ def architectures() -> list[int]:
     return [*found]
 
 
+def presentation() -> dict:
+    """What a package index shows. Its page has no files beside it: links lead into the repository, if its address is known."""
+    text = (ROOT / "README.md").read_text()
+    urls = {}
+    if address := os.environ.get("LIGER_OPS_REPOSITORY", "").rstrip("/"):
+        (version,) = re.findall(r'__version__ = "(.+)"', (ROOT / "liger_ops" / "_version.py").read_text())
+        pages, files = (f"{address}/{kind}/v{version}" for kind in ("blob", "raw"))
+        text = re.sub(r"(!\[[^]]*\]\()(?!https?://|#)", rf"\g<1>{files}/", text)
+        text = re.sub(r"((?<!!)\[[^]]*\]\()(?!https?://|#)", rf"\g<1>{pages}/", text)
+        urls = {
+            "Source": address,
+            "Issues": f"{address}/issues",
+            "Documentation": f"{pages}/README.md#read-on",
+            "Changelog": f"{pages}/CHANGELOG.md",
+        }
+    return {"long_description": text, "long_description_content_type": "text/markdown", "project_urls": urls}
+
+
 class Metadata(dist_info):
     """pip runs this first. Without torch it fails here, before pip downloads a torch that nothing was built for."""
 
@@ -242,6 +260,7 @@ class Wheel(bdist_wheel):
 
 
 setup(
+    **presentation(),
     ext_modules=[Extension("liger_ops._native", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "dist_info": Metadata, "bdist_wheel": Wheel, "hub": Hub},
 )

@@ -56,6 +56,13 @@ def build_module(stem: str):
     return module
 
 
+def fresh(build: Path) -> list[str]:
+    """CMake refuses the cache of a checkout that was moved or copied."""
+    cache = build / "CMakeCache.txt"
+    moved = cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text()
+    return ["--fresh"] if moved else []
+
+
 def releases() -> list:
     """The torch minors in LIGER_OPS_TORCH_VERSIONS; empty to build only for the installed torch."""
     return build_module("torch_release").asked_for(os.environ.get("LIGER_OPS_TORCH_VERSIONS", ""))
@@ -82,6 +89,24 @@ def architectures() -> list[int]:
             "first use; LIGER_OPS_ARCHS=all, or a list such as 80,90, compiles them now"
         )
     return [*found]
+
+
+def presentation() -> dict:
+    """What a package index shows. Its page has no files beside it: links lead into the repository, if its address is known."""
+    text = (ROOT / "README.md").read_text()
+    urls = {}
+    if address := os.environ.get("LIGER_OPS_REPOSITORY", "").rstrip("/"):
+        (version,) = re.findall(r'__version__ = "(.+)"', (ROOT / "liger_ops" / "_version.py").read_text())
+        pages, files = (f"{address}/{kind}/v{version}" for kind in ("blob", "raw"))
+        text = re.sub(r"(!\[[^]]*\]\()(?!https?://|#)", rf"\g<1>{files}/", text)
+        text = re.sub(r"((?<!!)\[[^]]*\]\()(?!https?://|#)", rf"\g<1>{pages}/", text)
+        urls = {
+            "Source": address,
+            "Issues": f"{address}/issues",
+            "Documentation": f"{pages}/README.md#read-on",
+            "Changelog": f"{pages}/CHANGELOG.md",
+        }
+    return {"long_description": text, "long_description_content_type": "text/markdown", "project_urls": urls}
 
 
 class Metadata(dist_info):
@@ -148,7 +173,7 @@ class CMakeBuild(build_ext):
         # Prefers tools that pip installed next to this interpreter.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         env = {**os.environ, "CXX": shlex.join(compiler), "PATH": path}
-        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+        configure = ["cmake", *fresh(build), "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         try:
             subprocess.run([*configure, *(f"-D{k}={v}" for k, v in arguments.items())], check=True, env=env)
             if self.inplace and not self.editable_mode:
@@ -235,6 +260,7 @@ class Wheel(bdist_wheel):
 
 
 setup(
+    **presentation(),
     ext_modules=[Extension("liger_ops._native", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "dist_info": Metadata, "bdist_wheel": Wheel, "hub": Hub},
 )

@@ -17,6 +17,7 @@ import os
 import resource
 import subprocess
 import sys
+import textwrap
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,20 +45,71 @@ EVEN_IF_NONE = {"head_dim", "num_key_value_heads", "num_experts_per_tok", "n_rou
 # For models in which the sizes above contradict each other. None keeps the config's own value.
 OVERRIDES = {
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dory": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "mlp"] + ["full_attention", "mlp"] * 2,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 2,
+    },
+    "dots3_note_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_state": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 8,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    **dict.fromkeys(
+        ("inkling2_text", "inkling2_loop_text"),
+        {
+            "unpadded_vocab_size": 96,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+        },
+    ),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "mamba2": {"num_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
+    "nemotron_h": {"n_groups": 2, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 24},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+    },
     "reformer": {"is_decoder": True},
     "xlnet": {"max_position_embeddings": None},
     "xmod": {"default_language": "en_XX"},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_d_state": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "adapter_rank": 4,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
-COUNTED = ("agrees", "left alone", "differs", "does not run unpatched", "does not build")
+# Outcomes, and what is said of several models.
+COUNTED = {
+    "agrees": "agree", "left alone": "are left alone", "differs": "differ", "does not run unpatched": "do not run unpatched",
+    "does not build": "do not build",
+}  # fmt: skip
 
 
 def model_types() -> list[str]:
@@ -70,6 +122,9 @@ def sizes_for(default) -> dict:
     """Arguments that make a config of this class small."""
     mine = OVERRIDES.get(default.model_type, {})
     sizes = {}
+    if "per_layer_config" in default.to_dict():  # layers of several sizes
+        sizes["per_layer_config"] = {}
+        default = type(default)(**sizes)
     for name, value in {**TINY, **mine}.items():
         declared = getattr(type(default), name, None)
         fixed = isinstance(declared, property) and declared.fset is None
@@ -271,17 +326,18 @@ def markdown(results: list[dict]) -> str:
     lines = [
         "# Patched models of transformers", "",
         f"{len(results)} causal language models of transformers {transformers.__version__}, torch {torch.__version__},",
-        f"on {datetime.date.today()}: " + ", ".join(f"{counts[c]} {c}" for c in COUNTED if counts[c]) + ".",
+        f"on {datetime.date.today()}: " + ", ".join(f"{counts[c]} {said}" for c, said in COUNTED.items() if counts[c]) + ".",
         "Operators used by the models that agree: " + ", ".join(f"{op} in {n}" for op, n in ops.most_common()) + ".",
-        "", "| model type | outcome | replaced | left alone |", "|---|---|---|---|",
+        "", "| model type | outcome | replaced | left alone, or the error |", "|---|---|---|---|",
     ]  # fmt: skip
     return "\n".join(lines + [row(r) for r in results])
 
 
 def row(result: dict) -> str:
-    cells = [", ".join(f"{k} × {v}" for k, v in result[name].items()) for name in ("replaced", "left_alone")]
-    detail = f": {result['detail']}" if result["detail"] and result["outcome"] != "left alone" else ""
-    return f"| {result['model_type']} | {result['outcome']}{detail} | {cells[0]} | {cells[1]} |".replace("\n", " ")
+    replaced, left = (", ".join(f"{k} × {v}" for k, v in result[name].items()) for name in ("replaced", "left_alone"))
+    error = "" if result["outcome"] == "left alone" else textwrap.shorten(result["detail"], 100, placeholder=" ...")
+    cells = (result["model_type"], result["outcome"], replaced, ", ".join(filter(None, (left, error))))
+    return f"| {' | '.join(cells)} |".replace("\n", " ")
 
 
 def main() -> None:

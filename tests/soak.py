@@ -33,6 +33,8 @@ GROWTH = 4 << 20
 
 
 def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
+    taps = chance.randint(2, 8)
+
     def size_of(letter: str) -> int:
         if letter == "R":  # rotated columns of a head, of which D is the smallest number
             return 2 * chance.randint(1, 8)
@@ -40,6 +42,8 @@ def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
             return 2 * chance.randint(8, 48)
         if letter == "K":
             return 2
+        if letter in "WP":  # taps of a convolution, and the rows before the first
+            return taps - (letter == "P")
         # The loss over one class is zero, of which no error is a part.
         if letter in "nmVI":
             return chance.choice((8, 17, 64, 100, 257, 1024) if letter == "V" else (1, 8, 17, 64, 100, 257, 1024))

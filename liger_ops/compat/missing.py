@@ -28,7 +28,10 @@ REASONS = {
                      "set_impl", "testing", "ops.backends"), NO_REGISTRY),
     **dict.fromkeys(("ops.cute", "ops.cutedsl", "ops.cutile", "ops._nvidia_shared"), NO_REGISTRY),
     **dict.fromkeys(("ops.configure", "ops.experimental.mm_int8int2.get_autotune_config", "ops.mlp.get_bucket_m",
-                     *(f"ops.{stem}.get_num_warps" for stem in ("fused_ce_tvd", "fused_linear_kl_div", "kl_div", "tvd"))),
+                     *(f"ops.{stem}.get_num_warps" for stem in ("fused_ce_tvd", "fused_linear_kl_div", "kl_div", "tvd")),
+                     *(f"ops.{stem}.MAX_FUSED_SIZE" for stem in (
+                         "cross_entropy", "fused_ce_tvd", "fused_linear_cross_entropy", "fused_linear_jsd",
+                         "fused_linear_kl_div", "group_norm", "jsd", "kl_div", "tvd", "vocab_parallel_cross_entropy"))),
                     NO_TUNING),
     "ops.fused_moe_kernels": Reason("They are Triton kernels", "liger_kernel.ops.fused_moe.LigerFusedMoEFunction.apply"),
     **dict.fromkeys(("ops.utils.get_npu_core_count", "ops.utils.set_large_grf_mode"), ANOTHER_DEVICE),

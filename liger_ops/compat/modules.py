@@ -181,7 +181,7 @@ def imported_names(module: str) -> list[str]:
     if module == "transformers.grpo_loss":
         return ["GrpoLossFunction", "LigerFusedLinearPPOBase", "_masked_mean", "_reduce_grpo_loss", "get_gamma_weights"]
     if module == "transformers.monkey_patch":
-        return MODULES["transformers"]
+        return ["PEFT_AVAILABLE", *MODULES["transformers"]]
     if parent == "transformers" and stem:
         return ["CrossEntropyOutput", *MODULES["ops"]]
     return []

@@ -39,6 +39,7 @@ def test_decorators_and_versions(monkeypatch):
         compare_version,
         device_context,
         ensure_contiguous,
+        get_amp_custom_fwd_bwd,
     )
 
     x = torch.randn(3, 4)
@@ -68,6 +69,7 @@ def test_decorators_and_versions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device) or nullcontext())
     with device_context("cuda:3"):
         assert current == [torch.device("cuda:3")]
+    assert get_amp_custom_fwd_bwd() == (amp_custom_fwd, amp_custom_bwd)
     assert compare_version("torch", operator.ge, "2.4.0") and not compare_version("torch", operator.lt, "2.4.0")
     assert not compare_version("a_package_that_is_missing", operator.ge, "0.0")
 

@@ -65,7 +65,7 @@ def test_mlps_of_single_models(liger_kernel_served):
 @pytest.mark.parametrize("shape", [(2, 70, 32), (70, 32)])
 @pytest.mark.parametrize("shards", [None, 1, 4])
 def test_tiled_mlps_run_one_chunk_at_a_time(shards, shape, liger_kernel_served):
-    from liger_kernel.ops import apply_tiled_mlp
+    from liger_kernel.ops import LigerTiledMLPFunction, apply_tiled_mlp
     from liger_kernel.transformers import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
     from transformers import LlamaConfig
 
@@ -88,6 +88,8 @@ def test_tiled_mlps_run_one_chunk_at_a_time(shards, shape, liger_kernel_served):
     assert chunks == forward
     loss.backward()
     assert sorted(chunks) == sorted(2 * forward)  # each chunk runs again in backward
+    linear = nn.Linear(32, 32)
+    torch.testing.assert_close(LigerTiledMLPFunction.apply(fn, linear, x, 3), linear(x))
 
 
 # Mixtral's experts have the width of the config's intermediate_size.
@@ -197,6 +199,15 @@ def test_rotations_of_single_models(liger_kernel_served):
     close(llama4_rope.liger_llama4_text_rotary_pos_emb(q, k, torch.cat([freqs[:, 0]] * 2)), expected)
 
 
+def test_rotations_of_a_module(liger_kernel_served):
+    from liger_kernel.transformers import llama4_rope
+
+    modeling = SimpleNamespace()
+    assert llama4_rope.apply_liger_llama4_rope_full(modeling) is None
+    assert modeling.apply_rotary_emb is llama4_rope.liger_llama4_text_rotary_pos_emb
+    assert modeling.vision_apply_rotary_emb is llama4_rope.liger_llama4_vision_rotary_pos_emb
+
+
 def test_the_functional_module(liger_kernel_served):
     import liger_kernel
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
@@ -281,6 +292,15 @@ def test_patching_functions_have_the_package_defaults(liger_kernel_served, monke
     assert not calls.pop()["rope"]
     monkey_patch.apply_liger_kernel_to_llama(model=model, layer_norm=False)
     assert not calls.pop()["layer_norm"]
+
+
+def test_patching_functions_are_of_types_that_transformers_has():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    from liger_ops.compat import patching
+
+    types = {*patching.MODEL_TYPE_TO_APPLY_LIGER_FN}
+    assert len(types) > 50 and {*types} - {*CONFIG_MAPPING_NAMES} == set()
 
 
 def test_devices_and_backends(liger_kernel_served, monkeypatch):

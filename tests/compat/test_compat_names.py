@@ -99,7 +99,7 @@ def test_private_kernels_can_be_imported():
 @pytest.mark.parametrize("path", [
     "ops.swiglu.infer_device_arch", "ops.geglu.device_context", "ops.fused_moe.BLOCK_M_TOKEN",
     "ops.utils.amp_custom_fwd", "transformers.jsd.LigerJSDFunction", "transformers.swiglu.LigerFusedMoEFunction",
-    "transformers.monkey_patch.LigerRMSNorm",
+    "transformers.monkey_patch.LigerRMSNorm", "transformers.monkey_patch.PEFT_AVAILABLE",
     "transformers.grpo_loss._reduce_grpo_loss", "transformers.grpo_loss.LigerFusedLinearPPOBase",
     "chunked_loss.grpo_loss.LigerFusedLinearPPOBase", "chunked_loss.functional.LigerFusedLinearDPOFunction",
 ])  # fmt: skip
@@ -122,6 +122,8 @@ def test_missing_modules():
     assert raised.value.name == "liger_kernel.backends"
     with pytest.raises(ImportError, match="LigerNothing has no counterpart"):
         from liger_kernel.transformers import LigerNothing  # noqa: F401
+    with pytest.raises(ImportError, match="MAX_FUSED_SIZE has no counterpart .* choose the settings of their kernels"):
+        from liger_kernel.ops.kl_div import MAX_FUSED_SIZE  # noqa: F401
     with pytest.raises(ImportError, match="_select_block_size has no counterpart .* private"):
         from liger_kernel.ops.vocab_parallel_cross_entropy import _select_block_size  # noqa: F401
     assert not hasattr(importlib.import_module("liger_kernel.ops"), "__nothing__")

@@ -111,7 +111,7 @@ def test_python_runs(page, tmp_path):
 
 def commands(page: Path) -> list[str]:
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [command for line in lines if (command := line.partition(" #")[0].strip())]
+    return [command for line in lines if (command := f" {line}".partition(" #")[0].strip())]
 
 
 HELP = """

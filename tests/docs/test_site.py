@@ -53,6 +53,17 @@ def test_every_public_module_has_an_api_page():
     assert "::: liger_ops\n" in text and set(liger_ops.__all__) > {"status", "preload"}
 
 
+def test_the_style_sheet_exists():
+    """mkdocs does not check that, even with --strict."""
+    (sheets,) = re.findall(r"^extra_css: \[(.*)\]$", CONFIG, re.MULTILINE)
+    assert all((ROOT / sheet).is_file() for sheet in sheets.split(", "))
+
+
+def test_code_is_coloured():
+    """fenced_code leaves it plain."""
+    assert "  - pymdownx.highlight\n  - pymdownx.superfences\n" in CONFIG and "fenced_code" not in CONFIG
+
+
 def test_docstrings_become_markdown(monkeypatch):
     griffe = types.SimpleNamespace(Extension=object, Object=object)
     monkeypatch.setitem(__import__("sys").modules, "griffe", griffe)

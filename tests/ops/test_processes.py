@@ -1,5 +1,6 @@
 """Forks and the end of a process while operators run, and a soak of few steps."""
 
+import random
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
@@ -112,6 +113,12 @@ def few_measurements(monkeypatch):
 def test_a_soak_of_few_steps(device):
     wrong, _ = soak.soak(17, device)
     assert wrong == []
+
+
+@pytest.mark.parametrize("operator", soak.public_operators(), ids=lambda operator: operator.__name__)
+def test_random_calls_are_valid(operator):
+    for seed in range(4):
+        soak.step(operator, random.Random(seed), "cpu", False)
 
 
 def test_a_soak_finds_a_leak(monkeypatch):

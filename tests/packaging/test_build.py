@@ -136,6 +136,25 @@ def test_a_wheel_for_several_torch_releases_is_for_all_gpus(asked, archs, monkey
     assert [*map(int, found.split())] == [*archs]
 
 
+MOVED = """
+import runpy, setuptools, sys
+from pathlib import Path
+setuptools.setup = lambda **keywords: None
+fresh = runpy.run_path("setup.py")["fresh"]
+print(*[fresh(Path(folder)) for folder in sys.argv[1:]])
+"""
+
+
+def test_a_checkout_that_was_moved_is_configured_anew(tmp_path):
+    for name, source in (("here", ROOT), ("there", ROOT / "elsewhere"), ("none", None)):
+        (tmp_path / name).mkdir()
+        if source:
+            (tmp_path / name / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\n")
+    folders = [str(tmp_path / name) for name in ("here", "there", "none")]
+    done = subprocess.run([sys.executable, "-c", MOVED, *folders], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[] ['--fresh'] []\n", done.stderr
+
+
 def test_without_a_driver_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(archs.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     assert archs.present() == []

@@ -1,9 +1,11 @@
 """Installations: progress that pip shows, folders that an installation leaves, editable installs, sources that shadow the
-installed package, and the environment that make creates."""
+installed package, the environment that make creates, and metadata."""
 
+import email
 import fcntl
 import os
 import pty
+import re
 import runpy
 import shutil
 import subprocess
@@ -260,3 +262,39 @@ def test_python_of_make_imports_the_checkout_from_any_folder(tmp_path):
     command = [python, checkout / "examples" / "some.py"]
     found = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, env=environment)
     assert found.stdout.strip() == str(checkout / "liger_ops" / "__init__.py"), found.stderr
+
+
+# ---- The metadata
+
+
+@pytest.fixture(scope="module", params=["", "https://example.org/someone/liger-ops/"])
+def metadata(request, tmp_path_factory):
+    """The repository's address, and what a package index reads."""
+    folder = tmp_path_factory.mktemp("metadata")
+    command = [sys.executable, "setup.py", "-q", "dist_info", "--output-dir", folder]
+    env = {**os.environ, "LIGER_OPS_REPOSITORY": request.param}
+    subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
+    (file,) = folder.glob("*.dist-info/METADATA")
+    return request.param.rstrip("/"), email.message_from_string(file.read_text())
+
+
+def test_the_metadata_is_complete(metadata):
+    address, found = metadata
+    assert {"Name", "Version", "Summary", "License-Expression", "License-File", "Keywords", "Classifier"} <= {
+        *found.keys()
+    }
+    assert found["Requires-Python"] == ">=3.10" and found["Description-Content-Type"] == "text/markdown"
+    urls = dict(line.split(", ") for line in found.get_all("Project-URL", []))
+    assert {*urls} == ({"Source", "Issues", "Documentation", "Changelog"} if address else set())
+    assert all(url.startswith(address) for url in urls.values())
+
+
+def test_links_of_the_readme_lead_into_the_repository(metadata):
+    """And to a file of it. Pictures are files and no pages."""
+    address, found = metadata
+    readme = found.get_payload()
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", readme)
+    assert len(links) > 20 and readme.startswith("# liger-ops\n")
+    for picture, link in links if address else []:
+        place = f"{address}/{'raw' if picture else 'blob'}/v{found['Version']}/"
+        assert link.startswith(place) and (ROOT / link.removeprefix(place).partition("#")[0]).exists(), link

@@ -51,6 +51,11 @@ def test_a_release_has_every_machine_and_torch():
     assert "make wheel MACHINE=${{ matrix.machine }}" in steps_of(RELEASE["wheel"], "run")
 
 
+def test_wheels_know_the_repository():
+    (build,) = [step for step in RELEASE["wheel"]["steps"] if "make wheel" in step.get("run", "")]
+    assert build["env"] == {"LIGER_OPS_REPOSITORY": "${{ github.server_url }}/${{ github.repository }}"}
+
+
 def test_the_same_wheels_are_compared_tested_and_published():
     """Each is built on two machines, and the first one is published."""
     assert RELEASE["wheel"]["strategy"]["matrix"]["build"] == ["first", "second"]

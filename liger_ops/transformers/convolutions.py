@@ -124,12 +124,13 @@ def identify(module: nn.Module, switches: Switches) -> Convolution:
     reasons = [why_not(f) for used in methods.values() for f in used.values()]
     if any(reasons):
         raise NotUnderstood(next(filter(None, reasons)))
-    # The convolution's weight is an argument of a function that computes the whole layer.
+    # A function that takes the convolution's weight and those of other modules calls none of them.
     fused = [
-        f"in training, {found.package}'s {name} computes the layer"
+        f"in training, {found.package}'s {name} computes {', '.join(weights)}"
         for used in recurrences_of(cls).values()
         for name, f in used.items()
-        if (found := packaged(f)) and found.installed and "conv1d_weight" in found.parameters
+        if (found := packaged(f)) and found.installed
+        if "conv1d" in (weights := [n.removesuffix("_weight") for n in found.parameters if n.endswith("_weight")])
     ]
     return Convolution(methods, "; ".join(dict.fromkeys(fused)))
 

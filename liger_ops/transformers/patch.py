@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, overload
 from torch import nn
 
 from ..projections import has_adapters
-from . import activations, adapted_experts, convolutions, experts, gated_norms, modules, probe
+from . import activations, adapted_experts, convolutions, experts, gated_norms, modules, packing, probe
 from .heads import patch_model, release_base
 from .patched import (
     NotUnderstood,
@@ -71,6 +71,7 @@ def identify_mlp(module: nn.Module, switches: Switches) -> probe.MLP:
 KINDS = (
     Kind("rope", lambda module: probe.rotary_methods(type(module)), probe.identify_rotary_module, modules.patch_rotary),
     Kind("conv", convolutions.looks_convolving, convolutions.identify, convolutions.patch),
+    Kind("packing", packing.runs_layers, packing.identify_model, packing.patch_model),
     Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
     Kind("norm", gated_norms.looks_gated, gated_norms.identify, gated_norms.patch),
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
@@ -99,7 +100,9 @@ class Step(NamedTuple):
 class Row(NamedTuple):
     module: str  # path in the model
     type: str  # name of the class
-    kind: str  # "layer", "norm", "mlp", "activation", "experts", "rope", "conv", "embedding", "lora" or "loss"
+    kind: (
+        str  # "layer", "norm", "mlp", "activation", "experts", "rope", "conv", "packing", "embedding", "lora" or "loss"
+    )
     replacement: str  # the operator that computes it now, or ""
     reason: str  # why it was left alone, or why no larger operator replaces it, or ""
 

@@ -7,6 +7,8 @@ from typing import Any
 from language_models import SIZES, make
 from torch import nn
 
+from liger_ops.transformers import SWITCHES
+
 # All experts are chosen: a choice might depend on rounding.
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS |= {"shared_expert_intermediate_size": 24}
@@ -63,6 +65,8 @@ WITH_CONVOLUTIONS: dict[str, dict[str, Any]] = GATED | {
         "layers_block_type": ["mamba", "hybrid", "hybrid"],
     },
 }
+# Options with which apply_liger_kernel patches nothing else.
+ALONE = {name: name == "causal_conv1d" for name in SWITCHES}
 
 
 def hybrid(name: str) -> nn.Module:

@@ -6,17 +6,16 @@ import importlib
 import pytest
 import torch
 from checks import path_taken
-from hybrid_models import GATED, WITH_CONVOLUTIONS, hybrid
+from hybrid_models import ALONE, GATED, WITH_CONVOLUTIONS, hybrid
 from language_models import known, step, tokens
 from patched_models import assert_as_exact, assert_same_step, through_pickle, trained
 from torch import nn
 
 from liger_ops import functional as F
-from liger_ops.transformers import SWITCHES, apply_liger_kernel, convolutions, unpatch
+from liger_ops.transformers import apply_liger_kernel, convolutions, unpatch
 
 QUICK = ("qwen3_next", "kimi_linear", "mamba2", "lfm2")
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(WITH_CONVOLUTIONS)]
-ALONE = {name: name == "causal_conv1d" for name in SWITCHES}
 
 
 def convolutions_in(report):

@@ -79,6 +79,7 @@ KINDS = (
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
+    Kind("gate", modules.has_gated_addition, modules.identify_gate, modules.patch_gate),
     Kind("lora", adapted_experts.wraps_parameter, adapted_experts.identify, adapted_experts.patch),
     Kind("lora", has_adapters, probe.identify_lora, modules.patch_lora),
 )
@@ -100,9 +101,8 @@ class Step(NamedTuple):
 class Row(NamedTuple):
     module: str  # path in the model
     type: str  # name of the class
-    kind: (
-        str  # "layer", "norm", "mlp", "activation", "experts", "rope", "conv", "packing", "embedding", "lora" or "loss"
-    )
+    # "layer", "norm", "mlp", "activation", "experts", "gate", "rope", "conv", "packing", "embedding", "lora" or "loss"
+    kind: str
     replacement: str  # the operator that computes it now, or ""
     reason: str  # why it was left alone, or why no larger operator replaces it, or ""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hybrid_models import ALONE, WITH_CONVOLUTIONS, hybrid
 from language_models import known, step, tokens
-from patched_models import assert_same_step, through_pickle
+from patched_models import assert_as_exact, assert_same_step, through_pickle
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, packing, unpatch
@@ -26,6 +26,10 @@ QUICK = ("qwen3_next", "kimi_linear", "bamba", "lfm2")
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(PACKING)]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 ENDS = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+
+
+def pairwise(ends):
+    return [*zip(ends, ends[1:])]
 
 
 def packing_row(report):
@@ -48,17 +52,34 @@ def test_convolutions_do_not_see_neighbours(name, monkeypatch):
     report = apply_liger_kernel(model, **ALONE)
     assert packing_row(report).replacement == "causal_conv1d"
     embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
-    y = first_convolution(model, monkeypatch, inputs_embeds=embeddings, position_ids=POSITIONS)
-    for start, end in zip(ENDS.tolist(), ENDS.tolist()[1:]):
-        rows = slice(start, end)
-        alone = first_convolution(
-            model, monkeypatch, inputs_embeds=embeddings[:, rows], position_ids=POSITIONS[:, rows]
-        )
-        torch.testing.assert_close(y[:, rows], alone)
-        (gradient,) = torch.autograd.grad(y[:, rows].square().sum(), embeddings, retain_graph=True)
-        (own,) = torch.autograd.grad(alone.square().sum(), embeddings)
-        torch.testing.assert_close(gradient, own)
-        assert gradient[:, rows].any() and not gradient[:, :start].any() and not gradient[:, end:].any()
+    ends = ENDS.tolist()
+
+    def convolved(rows):
+        given = dict(inputs_embeds=embeddings[:, rows], position_ids=POSITIONS[:, rows])
+        return first_convolution(model, monkeypatch, **given)
+
+    def results(ys):
+        """Of each sample, and the gradients of all embeddings for it."""
+        ys = [*ys]
+        return [ys, [torch.autograd.grad(y.square().sum(), embeddings, retain_graph=True)[0] for y in ys]]
+
+    def packed():
+        y = convolved(slice(None))
+        return results(y[:, start:end] for start, end in pairwise(ends))
+
+    alone = results([convolved(slice(start, end)) for start, end in pairwise(ends)])
+    assert_as_exact(packed, alone, model)
+    for (start, end), gradient in zip(pairwise(ends), packed()[1]):
+        assert gradient[:, start:end].any() and not gradient[:, :start].any() and not gradient[:, end:].any()
+
+
+@pytest.mark.parametrize("name", known(["falcon_h1", "zamba2"]))
+def test_samples_are_derived_once(name, monkeypatch):
+    model, ids, seen, operator = hybrid(name), tokens(1, 12), [], F.causal_conv1d
+    apply_liger_kernel(model, **ALONE)
+    monkeypatch.setattr(F, "causal_conv1d", lambda *a, **k: (seen.append(k["seq_idx"]), operator(*a, **k))[1])
+    model(ids, position_ids=POSITIONS, use_cache=False)
+    assert len(seen) == 2 and seen[0] is seen[1] is not None
 
 
 @pytest.mark.parametrize("name", known(NOT))
@@ -67,26 +88,24 @@ def test_models_that_do_not_pass_positions_on(name):
     assert (row.replacement, row.reason) == ("", NOT[name])
 
 
-def alone(model, ids):
-    """Logits, and gradients of their squares' sum, if each sample comes alone."""
+def step_on(model, parts, **arguments):
+    """Logits, and gradients of their squares' sum."""
     found, model = [], model.train()
     model.zero_grad()
-    for part in ids.split(LENGTHS, 1):
-        logits = model(part, use_cache=False).logits
+    for part in parts:
+        logits = model(part, use_cache=False, **arguments).logits
         logits.square().sum().backward()
         found.append(logits.detach())
-    return torch.cat(found, 1), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [[torch.cat(found, 1)], [p.grad.clone() for p in model.parameters() if p.grad is not None]]
 
 
-def packed(model, ids, **arguments):
-    model.train().zero_grad()
-    logits = model(ids, use_cache=False, **arguments).logits
-    logits.square().sum().backward()
-    return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def alone(model, ids):
+    """Each sample comes alone."""
+    return step_on(model, ids.split(LENGTHS, 1))
 
 
 def assert_apart(model, ids, expected, **arguments):
-    torch.testing.assert_close(packed(model, ids, **arguments), expected, rtol=1e-4, atol=1e-4)
+    assert_as_exact(lambda: step_on(model, [ids], **arguments), expected, model)
 
 
 @pytest.mark.parametrize("arguments", [dict(position_ids=POSITIONS), dict(position_ids=POSITIONS, cu_seq_lens_q=ENDS)])
@@ -110,9 +129,16 @@ def test_rows_of_a_batch_have_their_own_samples():
     model, ids = hybrid("lfm2"), tokens(2, 12)
     positions = torch.stack([POSITIONS[0], torch.arange(12)])
     apply_liger_kernel(model)
-    found = model(ids, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(found[0, :5], model(ids[:1, :5], use_cache=False).logits[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[1], model(ids[1:], use_cache=False).logits[0], rtol=1e-4, atol=1e-4)
+
+    @torch.no_grad()
+    def packed():
+        found = model(ids, position_ids=positions, use_cache=False).logits
+        return [[found[:1, :5], found[:1, 6:], found[1:]]]
+
+    with torch.no_grad():
+        parts = ids[:1, :5], ids[:1, 6:], ids[1:]
+        expected = [[model(part, use_cache=False).logits for part in parts]]
+    assert_as_exact(packed, expected, model)
 
 
 def test_compiled_and_checkpointed():
@@ -214,7 +240,7 @@ def test_recurrences_get_cu_seqlens(name, source, package):
     row = packing_row(apply_liger_kernel(model, **ALONE))
     seen.clear()
     assert_apart(model, ids, expected, position_ids=POSITIONS)
-    assert seen[0].tolist() == ENDS.tolist() and all(ends is seen[0] for ends in seen)
+    assert seen and all(ends.tolist() == ENDS.tolist() for ends in seen)
     assert_apart(model, ids, expected, position_ids=POSITIONS, cu_seq_lens_q=ENDS)
     assert row.replacement == "causal_conv1d"
 

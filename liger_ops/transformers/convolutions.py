@@ -50,9 +50,9 @@ def packaged(function: Any) -> Packaged | None:
     """What transformers' decorator knows about the function, or None."""
     while function is not None:
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-        cells = {name: cell.cell_contents for name, cell in zip(names, getattr(function, "__closure__", None) or ())}
-        if {"package", "is_new_implementation", "applicable_params"} <= cells.keys():
-            return Packaged(cells["package"], cells["is_new_implementation"], tuple(cells["applicable_params"]))
+        if {"package", "is_new_implementation", "applicable_params"} <= set(names):
+            held = {name: cell.cell_contents for name, cell in zip(names, function.__closure__)}
+            return Packaged(held["package"], held["is_new_implementation"], tuple(held["applicable_params"]))
         function = getattr(function, "__wrapped__", None)
     return None
 
@@ -75,7 +75,7 @@ def is_convolution(name: str, value: Any) -> bool:
 
 
 def is_packaged(name: str, value: Any) -> bool:
-    return inspect.isfunction(inner_function(value)) and packaged(value) is not None
+    return callable(value) and inspect.isfunction(inner_function(value)) and packaged(value) is not None
 
 
 @functools.lru_cache(None)
@@ -138,14 +138,10 @@ def identify(module: nn.Module, switches: Switches) -> Convolution:
 # ---- The functions that patched modules call
 
 
-def samples_of(given: dict[str, Any], x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """seq_idx and cu_seqlens of a convolution of x: (B, C, S)."""
-    seq_idx, ends = given.get("seq_idx"), given.get("cu_seq_lens_q")
-    if seq_idx is not None:
-        # Rows of a cache may precede those of a derived seq_idx.
-        same = seq_idx.shape == (x.shape[0], x.shape[2])
-        return (seq_idx if same or DERIVED not in given else None), None
-    return None, ends if ends is not None and x.shape[0] == 1 else None
+def numbers_for(x: Tensor, seq_idx: Tensor | None) -> Tensor | None:
+    """seq_idx for the rows of x: (B, C, S). Rows before those of seq_idx, of a cache, belong to the first sample."""
+    before = 0 if seq_idx is None else x.shape[2] - seq_idx.shape[1]
+    return seq_idx if seq_idx is None or before <= 0 else torch.cat([seq_idx[:, :1].expand(-1, before), seq_idx], 1)
 
 
 def stated(value: Any) -> bool:
@@ -178,12 +174,11 @@ def convolution_function(original: Any) -> Callable:
             if DERIVED in named:
                 named = {name: value for name, value in named.items() if name not in (DERIVED, "seq_idx")}
             return original(*args, **named)
-        seq_idx, ends = samples_of(given, x)
         rows = x.transpose(1, 2)
         if x.dtype != weight.dtype and (x.dtype == torch.float64 or weight.dtype != torch.float32):
             rows = rows.to(weight.dtype)
-        activation = ACTIVATIONS[given.get("activation")]
-        y = F.causal_conv1d(rows, weight, bias, activation, seq_idx=seq_idx, cu_seqlens=ends)
+        activation, seq_idx = ACTIVATIONS[given.get("activation")], numbers_for(x, given.get("seq_idx"))
+        y = F.causal_conv1d(rows, weight, bias, activation, seq_idx=seq_idx)
         return y.to(x.dtype).transpose(1, 2)
 
     return convolved

@@ -135,6 +135,18 @@ def test_dtypes_and_memory(functions, dtype, weights, activation):
     assert_no_worse("y", y, expected, original(x.double(), weight.double(), bias.double(), activation))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast(functions, dtype):
+    original, ours, seen = functions
+    x, weight, bias = made(dtype)
+    with torch.autocast("cpu", torch.bfloat16), path_taken("cpu"):
+        y = ours(x, weight, bias, "silu")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = original(x, weight, bias, "silu")
+    assert_no_worse("y", y, expected, original(x.double(), weight.double(), bias.double(), "silu"))
+    assert len(seen) == 1
+
+
 def test_calls_that_the_operator_does_not_take_run_the_original(functions):
     original, ours, seen = functions
     x, weight, bias = made()

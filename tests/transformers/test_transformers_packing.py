@@ -11,7 +11,7 @@ from language_models import known, step, tokens
 from patched_models import assert_as_exact, assert_same_step, through_pickle
 
 from liger_ops import functional as F
-from liger_ops.transformers import apply_liger_kernel, packing, unpatch
+from liger_ops.transformers import apply_liger_kernel, convolutions, packing, unpatch
 
 LENGTHS = (5, 1, 6)
 # The models whose layers pass no keywords to their convolutions, or whose forward takes no positions.
@@ -162,6 +162,18 @@ def test_a_base_model(name):
     assert torch.isfinite(model(tokens(1, 12), position_ids=POSITIONS).last_hidden_state).all()
 
 
+@pytest.mark.parametrize("name", known(["lfm2", "zamba"]))
+def test_rows_that_precede_the_samples(name):
+    """A cache pads a prompt that is shorter than its rows."""
+    model, ids = hybrid(name).eval(), tokens(1, 2)
+    apply_liger_kernel(model, **ALONE)
+    found = model(ids, position_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True).logits
+    assert torch.isfinite(found).all()
+    x = torch.randn(1, 3, 5)
+    assert convolutions.numbers_for(x, torch.tensor([[4, 5, 5]])).tolist() == [[4, 4, 4, 5, 5]]
+    assert convolutions.numbers_for(x, None) is None
+
+
 # ---- Positions
 
 
@@ -256,6 +268,18 @@ def test_scans_get_seq_idx(package):
     expected = alone(model, ids)
     apply_liger_kernel(model, **ALONE)
     assert_apart(model, ids, expected, position_ids=POSITIONS)
+
+
+def test_the_package_of_convolutions_is_not_called(package):
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+        raise AssertionError("called")
+
+    package("lfm2", "causal_conv1d_fn", causal_conv1d_fn, "stand_in_causal_conv1d")
+    model, ids = hybrid("lfm2"), tokens()
+    with pytest.raises(AssertionError, match="called"):
+        model(ids)
+    apply_liger_kernel(model, **ALONE)
+    assert torch.isfinite(model(ids, position_ids=POSITIONS).logits).all()
 
 
 def test_the_report_says_what_a_package_computes_in_training(package):

@@ -174,7 +174,7 @@ def adapted_head_forward(self: Any, x: Tensor, *args: Any, liger_call: LossCall 
 
 def patch_model(model: Any, options: Options) -> str:
     """Patches the model's head and its forward. Returns the operator that computes the loss."""
-    patched = isinstance(model, Patched)
+    patched = isinstance(model, Patched) and type(model).liger_row[0] == "loss"
     if has_replaced_forward(model) and not (patched and is_wrapper_of(model.forward, type(model).forward)):
         raise NotUnderstood("its forward was replaced")
     if not patched:

@@ -16,13 +16,15 @@ from ..projections import autocast_dtype, project_adapted, read
 from . import head_norms, probe, rewrite
 from .patched import (
     Norm,
+    Switches,
     accept_any_keyword,
     epsilon_of,
     give_subclass,
     inner_function,
     is_distributed,
     original_class,
-)  # fmt: skip
+    require_switch,
+)
 from .rewrite import rebinding_key, rebound
 
 # ---- Norms
@@ -111,6 +113,27 @@ def patch_layer(module: nn.Module, norms: frozenset[str]) -> str:
 
     give_subclass(module, "layer", "fused_add_rms_norm", (norms, rebinding_key(type(module).forward)), members)
     return "fused_add_rms_norm"
+
+
+# ---- Gates whose result is added, as that of a shared expert
+
+
+def has_gated_addition(module: nn.Module) -> bool:
+    forward = inner_function(original_class(type(module)).forward)
+    return hasattr(forward, "__code__") and rewrite.with_gated_additions(forward) is not None
+
+
+def identify_gate(module: nn.Module, switches: Switches) -> None:
+    require_switch(switches, "sigmoid_gate")
+
+
+def patch_gate(module: nn.Module, _: None) -> str:
+    def members(cls: type[nn.Module]) -> dict[str, Any]:
+        code = rewrite.with_gated_additions(inner_function(cls.forward))
+        return {"forward": rebound(cls.forward, rewrite.HELPERS, code)}
+
+    give_subclass(module, "gate", "sigmoid_gate", rebinding_key(type(module).forward), members)
+    return "sigmoid_gate"
 
 
 # ---- Rotary position embedding

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, overload
 from torch import nn
 
 from ..projections import has_adapters
-from . import activations, adapted_experts, experts, gated_norms, modules, probe
+from . import activations, adapted_experts, convolutions, experts, gated_norms, modules, packing, probe
 from .heads import patch_model, release_base
 from .patched import (
     NotUnderstood,
@@ -37,8 +37,8 @@ from .patched import (
 )
 
 SWITCHES = (
-    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "moe_experts", "embedding", "cross_entropy",
-    "fused_linear_cross_entropy", "lora",
+    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "moe_experts", "embedding",
+    "cross_entropy", "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
 
@@ -70,6 +70,8 @@ def identify_mlp(module: nn.Module, switches: Switches) -> probe.MLP:
 # In the order in which they are tried.
 KINDS = (
     Kind("rope", lambda module: probe.rotary_methods(type(module)), probe.identify_rotary_module, modules.patch_rotary),
+    Kind("conv", convolutions.looks_convolving, convolutions.identify, convolutions.patch),
+    Kind("packing", packing.runs_layers, packing.identify_model, packing.patch_model),
     Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
     Kind("norm", gated_norms.looks_gated, gated_norms.identify, gated_norms.patch),
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
@@ -77,6 +79,7 @@ KINDS = (
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
+    Kind("gate", modules.has_gated_addition, modules.identify_gate, modules.patch_gate),
     Kind("lora", adapted_experts.wraps_parameter, adapted_experts.identify, adapted_experts.patch),
     Kind("lora", has_adapters, probe.identify_lora, modules.patch_lora),
 )
@@ -98,7 +101,8 @@ class Step(NamedTuple):
 class Row(NamedTuple):
     module: str  # path in the model
     type: str  # name of the class
-    kind: str  # "layer", "norm", "mlp", "activation", "experts", "rope", "embedding", "lora" or "loss"
+    # "layer", "norm", "mlp", "activation", "experts", "gate", "rope", "conv", "packing", "embedding", "lora" or "loss"
+    kind: str
     replacement: str  # the operator that computes it now, or ""
     reason: str  # why it was left alone, or why no larger operator replaces it, or ""
 
@@ -211,8 +215,8 @@ def apply_liger_kernel(
     instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
     that patches its instances on construction.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, moe_experts, embedding, cross_entropy,
-    fused_linear_cross_entropy, lora. All are on by default.
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, moe_experts, embedding,
+    cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.

@@ -453,16 +453,21 @@ def is_rotary(name: str, value: Any) -> bool:
     return callable(value) and name.startswith("apply_rot") and inspect.isfunction(inner_function(value))
 
 
-def rotary_methods(cls: type) -> dict[str, dict[str, Any]]:
-    """The methods of a class that call rotary functions, with these functions by name."""
+def methods_with(cls: type, wanted: Callable[[str, Any], bool]) -> dict[str, dict[str, Any]]:
+    """The methods of a class that use wanted globals, with these globals by name."""
     found = {}
     for method, function in methods_of(cls):
         inner = inner_function(function)
         code, scope = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
-        used = {n: scope[n] for n in code.co_names if n in scope and is_rotary(n, scope[n])} if code else {}
+        used = {n: scope[n] for n in code.co_names if n in scope and wanted(n, scope[n])} if code else {}
         if used:
             found[method] = used
     return found
+
+
+def rotary_methods(cls: type) -> dict[str, dict[str, Any]]:
+    """The methods of a class that call rotary functions, with these functions by name."""
+    return methods_with(cls, is_rotary)
 
 
 @functools.lru_cache(None)

@@ -21,6 +21,11 @@ A gate:
 
     y = y * torch.sigmoid(self.gate(x))    y = liger_gate(y, self.gate(x))
 
+A gate and the addition that follows:
+
+    y = y * torch.sigmoid(self.gate(x))    h = liger_gate(y, self.gate(x), h)
+    h = h + y
+
 Norms of heads and the rotation that follows: head_norms.py.
 
 A function is rewritten only if its source compiles to the bytecode that it runs. The helpers look modules up in every
@@ -108,8 +113,8 @@ def project_without_lora(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Ten
     return project(linears, x, lora=False)
 
 
-def gate(x: Any, g: Any) -> Any:
-    """x * sigmoid(g)"""
+def gate(x: Any, g: Any, residual: Any = None) -> Any:
+    """x * sigmoid(g), added to the residual if there is one."""
     if isinstance(x, Tensor) and isinstance(g, Tensor) and x.dtype == g.dtype and 0 < x.dim() == g.dim():
         one_per_row = g.shape[-1] == 1 and g.shape[:-1] == x.shape[:-1]
         if (
@@ -117,11 +122,24 @@ def gate(x: Any, g: Any) -> Any:
             and (one_per_row or g.shape == x.shape)
             and not (is_distributed(x) or is_distributed(g))
         ):
-            return F.sigmoid_gate(x, g)
-    return x * torch.sigmoid(g)
+            if residual is None:
+                return F.sigmoid_gate(x, g)
+            if (
+                isinstance(residual, Tensor)
+                and residual.shape == x.shape
+                and residual.dtype == x.dtype
+                and not is_distributed(residual)
+            ):
+                return F.sigmoid_gate(x, g, residual)
+    y = x * torch.sigmoid(g)
+    return y if residual is None else residual + y
 
 
 HELPERS: dict[str, Callable] = {PROJECT: project, NORM_AND_INPUT: norm_and_input, ADD_NORM: add_norm, GATE: gate}
+
+
+# Their code may run later than where they stand.
+LATER = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
 
 
 def child_called(node: ast.AST) -> tuple[str, str] | None:
@@ -329,6 +347,44 @@ def fuse_gates(block: list[ast.stmt], sigmoids: frozenset[str], function: ast.Fu
                 replace_node(block, node, ast.Call(ast.Name(GATE, ast.Load()), [x, g], []))
                 return True
     return False
+
+
+def is_read_later(name: str, statements: list[ast.stmt], function: ast.FunctionDef) -> bool:
+    """Whether the statements, or functions within the function, may read the name."""
+    inner = [node for node in ast.walk(function) if isinstance(node, LATER) and node is not function]
+    return any(is_name(node, name) for below in (*statements, *inner) for node in ast.walk(below))
+
+
+def fuse_gated_additions(block: list[ast.stmt], _: frozenset[str], function: ast.FunctionDef) -> bool:
+    """Merges ``y = liger_gate(x, g); h = h + y`` into one statement, if y is not read again."""
+    # In a loop, the name may be read in the next turn.
+    if block is not function.body:
+        return False
+    for i in range(len(block) - 1):
+        gated, total = map(simple_assignment, block[i : i + 2])
+        if gated is None or total is None:
+            continue
+        (y, call), (h, summed) = gated, total
+        if not (isinstance(call, ast.Call) and is_name(call.func, GATE) and len(call.args) == 2):
+            continue
+        if not (isinstance(summed, ast.BinOp) and isinstance(summed.op, ast.Add)):
+            continue
+        sides = {side.id for side in (summed.left, summed.right) if isinstance(side, ast.Name)}
+        if y == h or sides != {y, h} or is_read_later(y, block[i + 2 :], function):
+            continue
+        merged = ast.Call(call.func, [*call.args, ast.Name(h, ast.Load())], [])
+        block[i : i + 2] = [ast.copy_location(ast.Assign([ast.Name(h, ast.Store())], merged), block[i + 1])]
+        return True
+    return False
+
+
+def with_gated_additions(function: Any) -> types.CodeType | None:
+    """The function's code with gates merged into the additions that follow, or None if it has none."""
+    # Check the names first: reading the source takes longer.
+    if "sigmoid" not in names_in(function.__code__):
+        return None
+    found = rewritten(function, (fuse_gates, sigmoids_in(function)), (fuse_gated_additions, frozenset()))
+    return found.code if found and found.applied[1] else None
 
 
 def only_added(name: str, function: ast.FunctionDef) -> bool:

@@ -6,7 +6,8 @@ import importlib.util
 import pytest
 import torch
 from checks import gradients, path_taken
-from language_models import SIZES, known, make, step, tokens
+from hybrid_models import GATED, hybrid
+from language_models import known, step, tokens
 from patched_models import assert_as_exact, assert_same_step, through_pickle, trained
 from torch import nn
 
@@ -179,63 +180,20 @@ def test_compiled_in_one_graph():
 
 # ---- Models
 
-# All experts are chosen: a choice might depend on rounding.
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-EXPERTS |= {"shared_expert_intermediate_size": 24}
-HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-DELTA = {**HEADS, "layer_types": ["linear_attention", "full_attention"]}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LATENT |= {"layer_types": ["linear_attention", "full_attention"], **EXPERTS}
-MODELS = {
-    "qwen3_next": {**DELTA, **EXPERTS},
-    "qwen3_5_text": DELTA,
-    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
-    "olmo_hybrid": DELTA,
-    "lara_mini": DELTA,
-    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, **LATENT},
-    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0, **LATENT},
-    "qwen4_exp_text": {
-        **HEADS,
-        **EXPERTS,
-        "layer_types": ["linear_attention", "indexed_attention"],
-        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
-        **{"indexer_budget": 64, "indexer_compress_ratio": 4, "hc_lowrank": 8},
-    },
-    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
-    "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "granitemoehybrid": {**MAMBA, **EXPERTS, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
-    "nemotron_h": {
-        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
-        "layers_block_type": ["mamba", "attention"],
-    },
-    "zamba2": {
-        **{"mamba_d_state": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8},
-        **{"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "adapter_rank": 4},
-    },
-    "falcon_h1": {
-        **{"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
-        **{"mamba_n_groups": 2, "mamba_chunk_size": 8, "mamba_rms_norm": True},
-    },
-}
 QUICK = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
-IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(MODELS)]
+IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(GATED)]
 # The gated norms alone differ.
 ALONE = {name: False for name in ("rope", "swiglu", "geglu", "moe_experts", "embedding", "layer_norm")}
-ALONE |= {name: False for name in ("cross_entropy", "fused_linear_cross_entropy", "lora")}
-
-
-def model_of(name):
-    return make(name, **{k: v for k, v in MODELS[name].items() if SIZES.get(k) != v})
+ALONE |= {name: False for name in ("causal_conv1d", "cross_entropy", "fused_linear_cross_entropy", "lora")}
 
 
 @pytest.mark.parametrize("name", IN_TIERS)
 def test_training_and_generation(name):
-    model, ids = model_of(name), tokens()
+    model, ids = hybrid(name), tokens()
     losses, plain = trained(model), step(model, ids)
     text = model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False)
     report = apply_liger_kernel(model.train(), **ALONE)
-    gated = [row for row in report.rows if "Gated" in row.type]
+    gated = [row for row in report.rows if row.kind == "norm" and "Gated" in row.type]
     assert gated and all(row.replacement == "rms_norm_gated" for row in gated)
     assert_same_step(model, ids, plain)
     assert_as_exact(lambda: trained(model), losses, model)
@@ -247,7 +205,7 @@ def test_training_and_generation(name):
 
 @pytest.mark.parametrize("name", IN_TIERS)
 def test_with_everything_else_patched(name):
-    model, ids = model_of(name), tokens()
+    model, ids = hybrid(name), tokens()
     plain = step(model, ids)
     apply_liger_kernel(model)
     assert_same_step(model, ids, plain)

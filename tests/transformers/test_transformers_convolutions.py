@@ -1,0 +1,242 @@
+"""Models whose short convolutions run in causal_conv1d."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from checks import assert_no_worse, path_taken
+from hybrid_models import ALONE, GATED, WITH_CONVOLUTIONS, hybrid
+from language_models import known, step, tokens
+from patched_models import assert_as_exact, assert_same_step, through_pickle, trained
+from torch import nn
+
+from liger_ops import functional as F
+from liger_ops.transformers import apply_liger_kernel, convolutions, unpatch
+
+QUICK = ("qwen3_next", "kimi_linear", "mamba2", "lfm2")
+IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(WITH_CONVOLUTIONS)]
+
+
+def convolutions_in(report):
+    return [row for row in report.rows if row.kind == "conv"]
+
+
+def calls(model, ids):
+    """How often a forward runs the operator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        model(ids)
+    return sum(event.count for event in seen.key_averages() if event.key == "liger::causal_conv1d")
+
+
+@pytest.mark.parametrize("name", IN_TIERS)
+def test_training_and_generation(name):
+    model, ids = hybrid(name), tokens()
+    losses, plain = trained(model), step(model, ids)
+    text = model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False)
+    report = apply_liger_kernel(model.train(), **ALONE)
+    rows = convolutions_in(report)
+    assert rows and {(row.replacement, row.reason) for row in rows} == {("causal_conv1d", "")}
+    with path_taken("cpu"):
+        assert calls(model, ids) == len(rows)
+    assert_same_step(model, ids, plain)
+    assert_as_exact(lambda: trained(model), losses, model)
+    assert float(losses[0][0][-4:].mean()) < float(losses[0][0][:4].mean())
+    assert calls(model.eval(), ids) == len(rows)
+    assert torch.equal(model.generate(ids[:1], max_new_tokens=6, do_sample=False), text)
+    assert unpatch(model) >= len(rows)
+    assert not calls(model, ids)
+    assert torch.equal(step(model.train(), ids)[0], plain[0])
+
+
+@pytest.mark.parametrize("name", [case for case in IN_TIERS if case.values[0] not in GATED])
+def test_with_everything_else_patched(name):
+    model, ids = hybrid(name), tokens()
+    plain = step(model, ids)
+    report = apply_liger_kernel(model)
+    assert calls(model, ids) == len(convolutions_in(report))
+    assert_same_step(model, ids, plain)
+
+
+def test_generation_continues_from_a_cache():
+    """Several tokens after cached ones, which the model joins with the cached rows before the convolution."""
+    model, ids = hybrid("qwen3_next").eval(), tokens()
+
+    @torch.no_grad()
+    def continued():
+        first = model(ids[:, :7], use_cache=True)
+        return [[model(ids[:, 7:], cache=first.cache).logits]]
+
+    expected = continued()
+    apply_liger_kernel(model, **ALONE)
+    assert_as_exact(continued, expected, model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_copies_and_pickles(reentrant):
+    model, ids = hybrid("qwen3_next"), tokens()
+    plain = step(model, ids)
+    report = apply_liger_kernel(model, **ALONE)
+    for other in (copy.deepcopy(model), through_pickle(model)):
+        assert calls(other, ids) == len(convolutions_in(report))
+        other.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert_same_step(other, ids, plain)
+
+
+def test_compiled():
+    model, ids = hybrid("lfm2"), tokens()
+    plain = step(model, ids)
+    apply_liger_kernel(model, **ALONE)
+    assert_same_step(torch.compile(model, backend="aot_eager", fullgraph=True), ids, plain)
+
+
+def test_the_switch():
+    model, ids = hybrid("lfm2"), tokens()
+    report = apply_liger_kernel(model, causal_conv1d=False)
+    assert {row.reason for row in convolutions_in(report)} == {"causal_conv1d is switched off"}
+    assert not calls(model, ids)
+
+
+# ---- The function
+
+SOURCE = "transformers.models.qwen3_next.modeling_qwen3_next"
+
+
+@pytest.fixture
+def functions(monkeypatch):
+    """transformers' function, ours, and a list of the operator's calls."""
+    original = importlib.import_module(SOURCE).causal_conv1d_fn
+    seen, operator = [], F.causal_conv1d
+    monkeypatch.setattr(F, "causal_conv1d", lambda *a, **k: (seen.append(a), operator(*a, **k))[1])
+    return original, convolutions.convolution_function(original), seen
+
+
+def made(dtype=torch.float32, weights=torch.float32, columns=6, width=4):
+    def random(*shape, seed):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    x = random(2, 9, 2 * columns, seed=0).to(dtype)[..., columns:].transpose(1, 2)
+    return x, random(columns, width, seed=1).to(weights), random(columns, seed=2).to(weights)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swish"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_and_memory(functions, dtype, weights, activation):
+    """In every mix of dtypes, results have the original's dtype and are as exact. Input and result are transposed views."""
+    original, ours, seen = functions
+    x, weight, bias = made(dtype, weights)
+    with path_taken("cpu"):
+        y = ours(x, weight, bias=bias, activation=activation)
+    expected = original(x, weight, bias, activation)
+    assert y.dtype == expected.dtype and y.transpose(1, 2).is_contiguous() and len(seen) == 1
+    if dtype == weights or weights == torch.float32 != dtype != torch.float64:
+        assert seen[0][0].data_ptr() == x.data_ptr()
+    assert_no_worse("y", y, expected, original(x.double(), weight.double(), bias.double(), activation))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast(functions, dtype):
+    original, ours, seen = functions
+    x, weight, bias = made(dtype)
+    with torch.autocast("cpu", torch.bfloat16), path_taken("cpu"):
+        y = ours(x, weight, bias, "silu")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = original(x, weight, bias, "silu")
+    assert_no_worse("y", y, expected, original(x.double(), weight.double(), bias.double(), "silu"))
+    assert len(seen) == 1
+
+
+def test_calls_that_the_operator_does_not_take_run_the_original(functions):
+    original, ours, seen = functions
+    x, weight, bias = made()
+    wide = made(width=9)[1]
+    for given, named in (
+        ((x, weight, bias, "gelu"), {}),
+        ((x, weight, bias), dict(initial_states=x[..., :3])),
+        ((x, weight, bias), dict(return_final_states=True)),
+        ((x, wide, None, "silu"), {}),
+        ((x, weight, bias.double(), "silu"), {}),
+        ((x[:1], weight), dict(cu_seqlens=torch.tensor([0, 9]))),
+        ((x[0], weight), {}),
+        ((x, weight, bias), dict(bias=bias)),
+        ((x, weight, bias, "silu", 1), {}),
+    ):
+        found = []
+        for function in (ours, original):
+            try:
+                found.append(function(*given, **named))
+            except Exception as error:
+                found.append(type(error))
+        assert found[0] is found[1] if isinstance(found[0], type) else torch.equal(*found)
+    assert not seen
+
+
+def test_arguments_that_the_original_ignores(functions):
+    _, ours, seen = functions
+    x, weight, bias = made()
+    assert torch.equal(ours(x, weight, bias, num_items_in_batch=3, max_length_q=9), ours(x, weight, bias))
+    assert len(seen) == 2
+
+
+# ---- What is left alone
+
+
+def causal_conv1d_fn(x, weight, bias=None, activation=None):
+    y = nn.functional.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])
+    return (y if activation is None else nn.functional.silu(y))[..., : x.shape[-1]]
+
+
+def clamped_conv1d_fn(x, weight, bias=None, activation=None):
+    return causal_conv1d_fn(x, weight, bias, activation).clamp(-50, 50)
+
+
+def wide_conv1d_fn(x, weight, bias=None, activation=None):
+    return causal_conv1d_fn(x.to(weight.dtype), weight, bias, activation)
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1d = nn.Conv1d(6, 6, 4, groups=6)
+
+    def forward(self, x):
+        return causal_conv1d_fn(x.mT, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu").mT
+
+
+class Clamped(Mixer):
+    def forward(self, x):
+        return clamped_conv1d_fn(x.mT, self.conv1d.weight.squeeze(1), self.conv1d.bias).mT
+
+
+class Wide(Mixer):
+    def forward(self, x):
+        return wide_conv1d_fn(x.mT, self.conv1d.weight.squeeze(1), self.conv1d.bias).mT
+
+
+def test_what_is_left_alone():
+    replaced = Mixer()
+    replaced.forward = lambda x: x
+    cases = {
+        "": Mixer(),
+        "clamped_conv1d_fn computes something else": Clamped(),
+        "the result of wide_conv1d_fn in half precision is wider": Wide(),
+        "its forward was replaced": replaced,
+    }
+    for reason, mixer in cases.items():
+        model = nn.ModuleDict(dict(mixer=mixer, norm=nn.RMSNorm(6, 1e-6)))
+        (row,) = convolutions_in(apply_liger_kernel(model))
+        assert (row.reason, bool(row.replacement)) == (reason, not reason)
+
+
+def test_a_function_of_ones_own():
+    """It takes no keywords that it does not name."""
+    mixer, x = Mixer(), torch.randn(2, 9, 6)
+    expected = mixer(x)
+    apply_liger_kernel(mixer)
+    assert type(mixer).liger_row == ("conv", "causal_conv1d")
+    with path_taken("cpu"):
+        assert_as_exact(lambda: [[mixer(x)]], [[expected]], mixer)
+    ours = convolutions.convolution_function(causal_conv1d_fn)
+    with pytest.raises(TypeError, match="max_length_q"):
+        ours(x.mT, mixer.conv1d.weight.squeeze(1), max_length_q=9)

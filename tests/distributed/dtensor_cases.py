@@ -41,6 +41,7 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
     )
     for op in (F.swiglu_packed, F.geglu_packed):
         case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
+    case(f"limited swiglu {where}", partial(F.swiglu, limit=0.5), dict(gate=X, up=X + 1), dict(gate=p, up=p), p)
 
 for where, p, column in (("replicated", R, R), ("by batch", Shard(0), R), ("by columns", Shard(2), Shard(0))):
     case(

@@ -92,6 +92,11 @@ OPERATORS = [
         "ops/gated/test_geglu.py ops/test_every_operator.py",
     ),
     Defect(
+        "swiglu-gradient-stops-at-the-limit", "csrc/ops/gated/swiglu.cpp",
+        "return {act.value, x > C(limit) ? C(0) : act.slope};", "return {act.value, x >= C(limit) ? C(0) : act.slope};",
+        "ops/gated/test_swiglu.py",
+    ),
+    Defect(
         "gated-overwrites-up-in-use", "csrc/ops/gated/gated.h",
         "node.may_overwrite(gate, up) && node.may_overwrite(up, gate)",
         "node.may_overwrite(gate, up) && up.strides() == gate.strides()",
@@ -418,7 +423,7 @@ KERNELS = [
     ),
     Defect(
         "kernel-swiglu-slope-has-the-wrong-sign", "liger_ops/kernels/gated/swiglu.py",
-        "dg = d * u * (s + g * slope)", "dg = d * u * (s - g * slope)",
+        "d * u * (s + g * slope)", "d * u * (s - g * slope)",
         f"kernels/test_swiglu_kernels.py kernels/test_gated_kernels.py ops/gated/test_swiglu.py {INTERPRETED}",
     ),
     Defect(

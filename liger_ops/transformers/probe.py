@@ -377,7 +377,9 @@ class Rotary:
     @property
     def takes_norms(self) -> bool:
         """Whether rotary_function's result also applies HeadNorms."""
-        return self.kind != "complex" and self.layout == "BHSD"
+        if self.kind == "complex" or self.layout != "BHSD":
+            return False
+        return not KINDS[self.kind].trailing and not KINDS[self.kind].halves_out
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -392,12 +394,36 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x[..., :r] * cos + turned * sin, x[..., r:]], -1)
 
 
-# kind: (how cos and sin are expanded to all rotated columns, whether neighbouring columns form a pair)
-KINDS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "half": (lambda t: t, False),
-    "interleaved": (lambda t: t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1), True),
-    "half table": (lambda t: torch.cat([t, t], -1), False),
-    "pairs": (lambda t: t, True),
+def rotate_last_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
+    rest = x.shape[-1] - cos.shape[-1]
+    return torch.cat([x[..., :rest], rotate_pairs(x[..., rest:], cos, sin)], -1)
+
+
+def rotate_pairs_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r = cos.shape[-1]
+    return rotate_halves(torch.cat([x[..., 0:r:2], x[..., 1:r:2], x[..., r:]], -1), cos, sin)
+
+
+class RotaryKind(NamedTuple):
+    widen: Callable[[Tensor], Tensor]  # expands cos and sin to those of the operator
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]  # the operator's formula
+    # Options of the operator.
+    interleaved: bool = False
+    trailing: bool = False
+    halves_out: bool = False
+    half_table: bool = False  # whether pairs have one angle each
+
+
+KINDS = {
+    "half": RotaryKind(lambda t: t, rotate_halves),
+    "interleaved": RotaryKind(
+        lambda t: t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1), rotate_pairs, interleaved=True
+    ),
+    "half table": RotaryKind(lambda t: torch.cat([t, t], -1), rotate_halves, half_table=True),
+    "pairs": RotaryKind(lambda t: t, rotate_pairs, interleaved=True),
+    "last pairs": RotaryKind(lambda t: t, rotate_last_pairs, trailing=True, half_table=True),
+    "pairs to halves": RotaryKind(lambda t: t, rotate_pairs_to_halves, halves_out=True),
 }
 
 
@@ -426,25 +452,25 @@ def identify_angles(function: Callable, names: tuple[str, ...], tensors: int) ->
     for layout in ("BHSD", "SHD"):
         shapes = [(2, 3, positions, size), (2, 2, positions, size)] if layout == "BHSD" else [(positions, 3, size)] * 2
         x = [random_tensor(*shape, seed=i) for i, shape in enumerate(shapes[:tensors])]
-        for kind, (widen, pairs) in KINDS.items():
+        for name, kind in KINDS.items():
             seen = False
             for width in (size, size // 2):
                 table = [random_tensor(*shapes[0][:-3], positions, width // 2, seed=3 + i) for i in range(2)]
-                if kind != "half table":
+                if not kind.half_table:
                     table = [torch.cat([t, t], -1) for t in table]
                 theirs = try_call(function, *x, *table)
                 if theirs is None:
                     continue
                 heads = -3 if layout == "BHSD" else -2
-                cos, sin = (widen(t).unsqueeze(heads).double() for t in table)
-                rotate = rotate_pairs if pairs else rotate_halves
-                if cos.shape[-1] > size or not all(agrees(rotate(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
+                cos, sin = (kind.widen(t).unsqueeze(heads).double() for t in table)
+                turned = [kind.rotate(a.double(), cos, sin) for a in x] if cos.shape[-1] <= size else []
+                if not turned or not all(map(agrees, turned, theirs)):
                     break
                 seen = True
                 half = try_call(function, *(t.to(torch.bfloat16) for t in x), *table)
             else:
                 if seen:
-                    return Rotary(kind, names, tensors, layout, half is not None and half[0].dtype == torch.float32)
+                    return Rotary(name, names, tensors, layout, half is not None and half[0].dtype == torch.float32)
     raise NotUnderstood(f"{function.__name__} computes something else")
 
 

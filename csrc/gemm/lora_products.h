@@ -275,8 +275,8 @@ inline void expand(
   using K = kernels::lora_expand;
   const bool drops = dropped.rate > 0, adds = addend.defined();
   const int64_t tokens = out.size(0), features = out.size(1), padded = v.size(1);
-  const bool aligned = is_aligned(out) && is_aligned(v) && is_aligned(w.weight) && features % 8 == 0 && ranks % 8 == 0 &&
-      (!adds || is_aligned(addend));
+  const bool aligned = is_aligned(out) && is_aligned(v) && is_aligned(w.weight) && features % 8 == 0 &&
+      ranks % 8 == 0 && (!adds || is_aligned(addend));
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(out), w.pieces()), drops);
   const auto& config = runtime::first_fit<K>(ranks_of_block(padded, rank, drops), aligned, point);
   K::Args args{

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ._operator import demand, demand_choice, operator, widened
 
-SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 MOST_EXPERTS, MOST_CHOICES = 1024, 32
 # Keeps a sum of scores that are all zero from dividing zero.
 LEAST = 1e-20
@@ -32,6 +33,7 @@ def moe_router(
     bias: Tensor | None = None,
     token_weight: Tensor | None = None,
     score: str = "softmax",
+    experts: Tensor | None = None,
     *,
     normalize: bool = True,
     scale: float = 1.0,
@@ -41,11 +43,12 @@ def moe_router(
 ) -> Routing:
     """Chooses `top_k` experts for each token of a mixture of experts.
 
-    logits: (..., n), bias: (n,) in any floating dtype, token_weight: (...) in any floating dtype -> weights (...,
-    top_k) in fp32, experts (..., top_k) in int64, and the statistics in fp32.
+    logits: (..., n), bias: (n,) in any floating dtype, token_weight: (...) in any floating dtype, experts: (..., k)
+    indices -> weights (..., top_k) in fp32, experts (..., top_k) in int64, and the statistics in fp32.
 
-    The scores are the softmax or the sigmoids of the logits. The experts with the largest ``score + bias`` are chosen,
-    the largest first; of equal ones the first. With `groups`, they come from the `top_groups` groups whose two best
+    The scores are the softmax or the sigmoids of the logits, or ``sqrt(softplus(logits))``, which is rounded to the
+    logits' dtype after both steps, as in DeepSeek-V4. The experts with the largest ``score + bias`` are chosen, the
+    largest first; of equal ones the first. `experts` gives the choice instead, k = top_k. With `groups`, they come from the `top_groups` groups whose two best
     experts have the largest sums. The weights are the scores of the chosen experts in fp32, divided by their sum if
     `normalize`, times `scale`.
 
@@ -53,7 +56,8 @@ def moe_router(
     expert; `scores`, (n,), sums the scores; `z`, a scalar, sums ``logsumexp(logits) ** 2``. For N tokens,
     ``n * (tokens / N * scores / N).sum()`` is the load-balancing loss of Switch Transformers, and ``z / N`` the z-loss.
 
-    There are at most 1024 experts, and `top_k` is at most 32. `groups` divides the experts.
+    There are at most 1024 experts, and `top_k` is at most 32. `groups` divides the experts. With `experts`, there are
+    neither `bias` nor `groups`; one outside of [0, n) is an error on CPU, and has the weight 0 on CUDA.
 
     Cost: forward moves |logits| + 12 top_k bytes per token, backward twice |logits| and the same 12 top_k bytes.
     Backward needs the logits, the experts and `token_weight`, and computes the scores again.
@@ -70,9 +74,13 @@ def moe_router(
     most = min(n // groups * top_groups, MOST_CHOICES)
     demand(1 <= top_k <= most, "moe_router", "top_k", f"lie in [1, {most}]", top_k)
     x = widened(logits)
-    scores = x.softmax(-1) if score == "softmax" else x.sigmoid()
-    # Logits have the order of their scores, without ties from rounding.
-    by = x if bias is None and groups == 1 else scores if bias is None else scores + bias
+    if score == "sqrtsoftplus":
+        scores = functional.softplus(x).to(logits.dtype).to(x.dtype).sqrt().to(logits.dtype).to(x.dtype)
+    else:
+        scores = x.softmax(-1) if score == "softmax" else x.sigmoid()
+    # Logits have the order of their scores, without ties from rounding. Rounded scores decide.
+    by_logits = bias is None and groups == 1 and score != "sqrtsoftplus"
+    by = x if by_logits else scores if bias is None else scores + bias
     by = by.detach().masked_fill(by.isnan(), math.inf)
     if groups > 1:
         of_group = by.unflatten(-1, (groups, n // groups))
@@ -80,6 +88,11 @@ def moe_router(
         rank = best.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
         by = of_group.masked_fill((rank >= top_groups).unsqueeze(-1), -math.inf).flatten(-2)
     index = by.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    if experts is not None:
+        demand(experts.shape == index.shape, "moe_router", "experts", f"have shape {[*index.shape]}", [*experts.shape])
+        demand(bias is None, "moe_router", "bias", "be None, because experts are given", "a tensor")
+        demand(groups == 1, "moe_router", "groups", "be 1, because experts are given", groups)
+        index = experts.long()
     weights = scores.gather(-1, index)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST)
@@ -87,7 +100,7 @@ def moe_router(
     if not statistics:
         return Routing(weights, index, *(x.new_empty(0) for _ in range(3)))
     count = x.new_ones(logits.shape[:-1]) if token_weight is None else token_weight.to(x.dtype)
-    chosen = torch.zeros_like(x).scatter(-1, index, 1.0)
+    chosen = torch.zeros_like(x).scatter_add(-1, index, torch.ones_like(weights))
     rows = tuple(range(logits.dim() - 1))
 
     def total(t: Tensor) -> Tensor:

@@ -8,22 +8,27 @@ from torch import Tensor
 from ._operator import demand, operator, widened
 
 
-def _by_section(t: Tensor, sections: Sequence[int], interleaved: bool) -> Tensor:
-    """t: (3, ..., R) -> (..., R)"""
-    columns = [2 * size for size in sections] if interleaved else [*sections] * 2
+def _by_section(t: Tensor, columns: Sequence[int]) -> Tensor:
+    """t: (3, ..., R) -> (..., R), whose columns are in sections 0, 1, 2, 0, 1, 2."""
     return torch.cat([part[i % 3] for i, part in enumerate(t.split(columns, -1))], -1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, trailing: bool = False, halves_out: bool = False
+) -> Tensor:
     """x: (B, H, S, D), cos and sin: (S, R) or (1 or B, S, R)"""
-    head, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    sizes = [cos.shape[-1], x.shape[-1] - cos.shape[-1]]
+    rest, head = x.split(sizes[::-1], -1) if trailing else x.split(sizes, -1)[::-1]
     head, cos, sin = widened(head), widened(cos).unsqueeze(-3), widened(sin).unsqueeze(-3)
-    if interleaved:
+    if halves_out:
+        head = torch.cat((head[..., ::2], head[..., 1::2]), -1)
+    if interleaved and not halves_out:
         turned = torch.stack((-head[..., 1::2], head[..., ::2]), -1).flatten(-2)
     else:
         first, second = head.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
-    return torch.cat(((head * cos + turned * sin).to(x.dtype), rest), -1)
+    rotated = (head * cos + turned * sin).to(x.dtype)
+    return torch.cat((rest, rotated) if trailing else (rotated, rest), -1)
 
 
 @operator(constants=("cos", "sin"))
@@ -35,6 +40,8 @@ def rope(
     *,
     interleaved: bool = False,
     mrope_section: Sequence[int] | None = None,
+    trailing: bool = False,
+    halves_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotary embedding of q and k: rotates the first R columns of every head, and keeps the layouts of q and k.
 
@@ -44,19 +51,32 @@ def rope(
     Rotated pairs are columns (i, i + R / 2), or (2 i, 2 i + 1) if `interleaved`. With `mrope_section`, three sizes that
     add up to R / 2, cos and sin have a leading dimension of 3: positions in time, height and width.
 
+    If `trailing`, the last R columns are rotated, in pairs (2 i, 2 i + 1) that have one angle each: cos and sin have
+    R / 2 columns, as in DeepSeek-V4. With `halves_out`, the rotated pairs (2 i, 2 i + 1) are written to columns
+    (i, i + R / 2), as in DeepSeek-V3; cos and sin are in the order of the results, unless pairs have one angle each.
+
     Cost: forward and backward move 2 (|q| + |k|) each. Backward needs cos and sin alone, and overwrites the upstream
-    gradients.
+    gradients, except with `halves_out`.
 
     >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     >>> quarter_turn = torch.zeros(1, 2), torch.ones(1, 2)
     >>> rope(q, q, *quarter_turn)[0].flatten()
     tensor([0., 1.])
     """
+    interleaved = interleaved or trailing
     if mrope_section is not None:
-        fits = len(mrope_section) == 3 and 2 * sum(mrope_section) == cos.shape[-1]
-        demand(fits, "rope", "mrope_section", f"be three sizes that add up to {cos.shape[-1]} / 2", mrope_section)
-        cos, sin = (_by_section(t, mrope_section, interleaved) for t in (cos, sin))
-    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
+        rotated = 2 * cos.shape[-1] if trailing else cos.shape[-1]
+        fits = len(mrope_section) == 3 and 2 * sum(mrope_section) == rotated
+        demand(fits, "rope", "mrope_section", f"be three sizes that add up to {rotated} / 2", mrope_section)
+        if trailing:
+            columns = [*mrope_section]
+        else:
+            columns = [2 * size for size in mrope_section] if interleaved and not halves_out else [*mrope_section] * 2
+        cos, sin = (_by_section(t, columns) for t in (cos, sin))
+    if trailing:
+        cos, sin = ((torch.cat((t, t), -1) if halves_out else t.repeat_interleave(2, -1)) for t in (cos, sin))
+    options = interleaved, trailing, halves_out
+    return _rotated(q, cos, sin, *options), _rotated(k, cos, sin, *options)
 
 
 @operator(constants=("freqs_cis",))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from ..reference.moe_experts import ACTIVATIONS, activated
 from . import probe
-from .patched import NotUnderstood, Switches, give_subclass, is_distributed, require_switch, switch_of
+from .patched import NotUnderstood, Switches, give_subclass, is_distributed, require_switch
 from .probe import agrees, class_of, random_tensor, shallow_copy
 
 OP = "moe_experts"
@@ -154,31 +154,31 @@ def identify(module: Any) -> Experts:
     raise NotUnderstood("its gate computes something else")
 
 
-class Gate(NamedTuple):
-    """Only the gate is replaced."""
+class GateAlone(NamedTuple):
+    """Of a stack of which only the gate is replaced."""
 
-    formula: str  # a key of probe.GATES
+    gate: probe.Gate
     reason: str  # why the operator for the whole stack does not apply
 
 
-def identify_operator(module: nn.Module, switches: Switches) -> Experts | Gate:
+def identify_operator(module: nn.Module, switches: Switches) -> Experts | GateAlone:
     try:
         require_switch(switches, OP)
         found = identify(module)
         require_switch(switches, "swiglu" if found.activation == "silu" else "geglu")
         return found
     except NotUnderstood as reason:
-        gate = Gate(probe.identify_experts(module), str(reason))
-    require_switch(switches, switch_of(gate.formula))
-    return gate
+        alone = GateAlone(probe.identify_experts(module), str(reason))
+    require_switch(switches, alone.gate.switch)
+    return alone
 
 
-def patch_experts(module: nn.Module, found: Experts | Gate) -> str:
-    if isinstance(found, Gate):
-        gate, packed = switch_of(found.formula), probe.PACKED[found.formula]
-        members = {"_apply_gate": lambda self, gate_up: packed(gate_up), "liger_reason": found.reason}
-        give_subclass(module, "experts", gate, found, lambda cls: members)
-        return gate
+def patch_experts(module: nn.Module, found: Experts | GateAlone) -> str:
+    if isinstance(found, GateAlone):
+        switch, packed, options = found.gate.switch, found.gate.operator("_packed"), found.gate.options
+        members = {"_apply_gate": lambda self, gate_up: packed(gate_up, *options), "liger_reason": found.reason}
+        give_subclass(module, "experts", switch, found, lambda cls: members)
+        return switch
 
     def forward(self: Any, hidden_states: Tensor, *args: Tensor, **named: Tensor) -> Tensor:
         index, weight = (*args, *named.values())

@@ -155,8 +155,8 @@ def rotate(
     unsqueeze_dim: int,
     norms: head_norms.HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor]:
-    widen, pairs = probe.KINDS[rotary.kind]
-    table = widen(cos), widen(sin)
+    kind = probe.KINDS[rotary.kind]
+    table = kind.widen(cos), kind.widen(sin)
     # Under autocast, attention casts q and k to half precision anyway.
     if rotary.promotes and cos.dtype != q.dtype and autocast_dtype(q) is None:
         q, k = (x.to(cos.dtype) for x in norm_heads(norms, q, k))
@@ -166,11 +166,11 @@ def rotate(
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     if norms is None:
-        q, k = F.rope(q, k, *table, interleaved=pairs)
+        q, k = F.rope(q, k, *table, interleaved=kind.interleaved, trailing=kind.trailing, halves_out=kind.halves_out)
     else:
         q_weight, k_weight = norms.weights
         options = norms.eps, norms.offset, norms.casting_mode
-        q, k = F.qk_norm_rope(q, k, q_weight, k_weight, table[0], table[1], *options, interleaved=pairs)
+        q, k = F.qk_norm_rope(q, k, q_weight, k_weight, table[0], table[1], *options, interleaved=kind.interleaved)
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     return q, k

@@ -202,11 +202,6 @@ def accept_any_keyword(function: Callable[[Any, Tensor], Tensor]) -> Callable[..
     return forward
 
 
-def switch_of(gate: str) -> str:
-    """The switch of a key of probe.GATES."""
-    return gate.split()[0]
-
-
 def require_switch(switches: Switches, op: str) -> None:
     if not switches[op]:
         raise NotUnderstood(f"{op} is switched off")

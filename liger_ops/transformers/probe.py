@@ -43,7 +43,6 @@ from .patched import (
     is_distributed,
     original_class,
     require_switch,
-    switch_of,
 )
 
 # Equal formulas differ by fp32 rounding; different formulas differ in the first digits.
@@ -181,24 +180,6 @@ def rms_norms_of(module: nn.Module) -> frozenset[str]:
 
 # ---- Gated MLPs
 
-GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu": F.swiglu,
-    "geglu": F.geglu,
-    "geglu exact": lambda gate, up: F.geglu(gate, up, "none"),
-}
-LINEAR: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {
-    "swiglu": F.swiglu_linear,
-    "geglu": F.geglu_linear,
-    "geglu exact": lambda gate, up, weight, bias: F.geglu_linear(gate, up, weight, bias, "none"),
-}
-PACKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.swiglu_packed,
-    "geglu": F.geglu_packed,
-    "geglu exact": lambda gate_up: F.geglu_packed(gate_up, "none"),
-}
-
-
-# For distributed tensors, which the operators do not take.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": nn.functional.silu,
     "geglu": lambda gate: nn.functional.gelu(gate, approximate="tanh"),
@@ -206,15 +187,57 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class MLP:
-    gate: str  # a key of GATES
-    projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
-    lora: bool = True  # whether LoRA layers among them may run in operators
+class Gate(NamedTuple):
+    formula: str  # a key of ACTIVATIONS
+    limit: float | None = None  # of swiglu
 
     @property
     def switch(self) -> str:
-        return switch_of(self.gate)
+        return self.formula.split()[0]
+
+    @property
+    def options(self) -> tuple:
+        """Of the operators."""
+        return {"swiglu": (self.limit,), "geglu": ("tanh",), "geglu exact": ("none",)}[self.formula]
+
+    def operator(self, form: str = "") -> Callable[..., Tensor]:
+        return getattr(F, self.switch + form)
+
+    def product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """For distributed tensors, which the operators do not take."""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ACTIVATIONS[self.formula](gate) * up
+
+
+def limits_of(module: nn.Module) -> list[float]:
+    """Numbers of the module that may limit its gate."""
+    return sorted({float(v) for v in vars(module).values() if type(v) in (int, float) and 0 < v < math.inf})
+
+
+def gates_of(module: nn.Module) -> list[Gate]:
+    return [*map(Gate, ACTIVATIONS), *(Gate("swiglu", limit) for limit in limits_of(module))]
+
+
+def input_sizes(module: nn.Module) -> list[float]:
+    """Scales of random inputs. Large ones reach the limit of a module that clamps."""
+    return [1.0, 50.0, *(50 * limit for limit in limits_of(module) if limit > 1)]
+
+
+@dataclass(frozen=True)
+class MLP:
+    formula: str  # of the gate
+    projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
+    lora: bool = True  # whether LoRA layers among them may run in operators
+    limit: float | None = None  # of the gate
+
+    @property
+    def gate(self) -> Gate:
+        return Gate(self.formula, self.limit)
+
+    @property
+    def switch(self) -> str:
+        return self.gate.switch
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -252,15 +275,15 @@ def identify_mlp(module: nn.Module) -> MLP:
         small[name].weight = nn.Parameter(random_tensor(*shape, seed=i).double(), False)
     scalars = {k: sizes.get(v, v) for k, v in vars(module).items() if type(v) is int}
     probe = shallow_copy(module, _modules={**module._modules, **small}, training=True, **scalars)
-    # The second input is large, so that an MLP that clamps differs from the formula.
-    inputs = [random_tensor(5, hidden, seed=9).double(), 50 * random_tensor(5, hidden, seed=10).double()]
+    scales = input_sizes(module)
+    inputs = [scale * random_tensor(5, hidden, seed=9 + i).double() for i, scale in enumerate(scales)]
     try:
         with torch.no_grad():
             theirs = [cls.forward(probe, x) for x in inputs]
     except Exception as error:
         raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
-    for names, gate in itertools.product(itertools.permutations(linears), GATES):
-        mlp = MLP(gate, names)
+    for names, gate in itertools.product(itertools.permutations(linears), gates_of(module)):
+        mlp = MLP(gate.formula, names, limit=gate.limit)
         try:
             if all(agrees(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
                 return mlp
@@ -270,32 +293,33 @@ def identify_mlp(module: nn.Module) -> MLP:
 
 
 def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
-    activation = ACTIVATIONS[mlp.gate]
+    found = mlp.gate
+    options = found.options
+    product, product_linear, packed = (found.operator(form) for form in ("", "_linear", "_packed"))
     if len(mlp.projections) == 3:
         gate, up, down = mlp.projections
-        product, product_linear = GATES[mlp.gate], LINEAR[mlp.gate]
-        options = {"swiglu": (), "geglu": ("tanh",), "geglu exact": ("none",)}[mlp.gate]
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             gate_out, up_out = project((getattr(self, gate), getattr(self, up)), x, mlp.lora)
             last = getattr(self, down)
             if is_distributed(gate_out):
-                return last(activation(gate_out) * up_out)
+                return last(found.product(gate_out, up_out))
             if is_bare_linear(last):
-                return product_linear(gate_out, up_out, last.weight, last.bias)
+                return product_linear(gate_out, up_out, last.weight, last.bias, *options)
             adapted_out = project_gated(last, mlp.switch, options, gate_out, up_out, mlp.lora)
-            return project_one(last, product(gate_out, up_out), mlp.lora) if adapted_out is None else adapted_out
+            if adapted_out is not None:
+                return adapted_out
+            return project_one(last, product(gate_out, up_out, *options), mlp.lora)
 
         return forward
     gate_up, down = mlp.projections
-    packed = PACKED[mlp.gate]
 
     def packed_forward(self: nn.Module, x: Tensor) -> Tensor:
         both, last = project_one(getattr(self, gate_up), x, mlp.lora), getattr(self, down)
         if is_distributed(both):
             gate_out, up_out = both.chunk(2, -1)
-            return last(activation(gate_out) * up_out)
-        return project_one(last, packed(both), mlp.lora)
+            return last(found.product(gate_out, up_out))
+        return project_one(last, packed(both, *options), mlp.lora)
 
     return packed_forward
 
@@ -310,17 +334,18 @@ def looks_like_experts(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") and getattr(module, "has_gate", True)
 
 
-def identify_experts(module: nn.Module) -> str:
-    """The key of GATES for a stack of experts, whose gate transformers applies in the method `_apply_gate`."""
+def identify_experts(module: nn.Module) -> Gate:
+    """The gate of a stack of experts, which transformers applies in the method `_apply_gate`."""
     cls: Any = original_class(type(module))
-    x = torch.cat([random_tensor(5, 12, seed=9), 50 * random_tensor(5, 12, seed=10)])
+    inputs = [scale * random_tensor(5, 12, seed=9 + i) for i, scale in enumerate(input_sizes(module))]
     try:
         with torch.no_grad():
-            theirs = cls._apply_gate(shallow_copy(module), x)
+            theirs = [cls._apply_gate(shallow_copy(module), x) for x in inputs]
     except Exception as error:
         raise NotUnderstood(f"its gate does not run on a small input ({type(error).__name__})") from None
-    for gate, packed in PACKED.items():
-        if agrees(packed(x), theirs, 1e-6):
+    for gate in gates_of(module):
+        packed = gate.operator("_packed")
+        if all(agrees(packed(x, *gate.options), y, 1e-6) for x, y in zip(inputs, theirs)):
             return gate
     raise NotUnderstood("its gate computes something else")
 
@@ -352,7 +377,9 @@ class Rotary:
     @property
     def takes_norms(self) -> bool:
         """Whether rotary_function's result also applies HeadNorms."""
-        return self.kind != "complex" and self.layout == "BHSD"
+        if self.kind == "complex" or self.layout != "BHSD":
+            return False
+        return not KINDS[self.kind].trailing and not KINDS[self.kind].halves_out
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -367,12 +394,36 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x[..., :r] * cos + turned * sin, x[..., r:]], -1)
 
 
-# kind: (how cos and sin are expanded to all rotated columns, whether neighbouring columns form a pair)
-KINDS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "half": (lambda t: t, False),
-    "interleaved": (lambda t: t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1), True),
-    "half table": (lambda t: torch.cat([t, t], -1), False),
-    "pairs": (lambda t: t, True),
+def rotate_last_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
+    rest = x.shape[-1] - cos.shape[-1]
+    return torch.cat([x[..., :rest], rotate_pairs(x[..., rest:], cos, sin)], -1)
+
+
+def rotate_pairs_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r = cos.shape[-1]
+    return rotate_halves(torch.cat([x[..., 0:r:2], x[..., 1:r:2], x[..., r:]], -1), cos, sin)
+
+
+class RotaryKind(NamedTuple):
+    widen: Callable[[Tensor], Tensor]  # expands cos and sin to those of the operator
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]  # the operator's formula
+    # Options of the operator.
+    interleaved: bool = False
+    trailing: bool = False
+    halves_out: bool = False
+    half_table: bool = False  # whether pairs have one angle each
+
+
+KINDS = {
+    "half": RotaryKind(lambda t: t, rotate_halves),
+    "interleaved": RotaryKind(
+        lambda t: t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1), rotate_pairs, interleaved=True
+    ),
+    "half table": RotaryKind(lambda t: torch.cat([t, t], -1), rotate_halves, half_table=True),
+    "pairs": RotaryKind(lambda t: t, rotate_pairs, interleaved=True),
+    "last pairs": RotaryKind(lambda t: t, rotate_last_pairs, trailing=True, half_table=True),
+    "pairs to halves": RotaryKind(lambda t: t, rotate_pairs_to_halves, halves_out=True),
 }
 
 
@@ -401,25 +452,25 @@ def identify_angles(function: Callable, names: tuple[str, ...], tensors: int) ->
     for layout in ("BHSD", "SHD"):
         shapes = [(2, 3, positions, size), (2, 2, positions, size)] if layout == "BHSD" else [(positions, 3, size)] * 2
         x = [random_tensor(*shape, seed=i) for i, shape in enumerate(shapes[:tensors])]
-        for kind, (widen, pairs) in KINDS.items():
+        for name, kind in KINDS.items():
             seen = False
             for width in (size, size // 2):
                 table = [random_tensor(*shapes[0][:-3], positions, width // 2, seed=3 + i) for i in range(2)]
-                if kind != "half table":
+                if not kind.half_table:
                     table = [torch.cat([t, t], -1) for t in table]
                 theirs = try_call(function, *x, *table)
                 if theirs is None:
                     continue
                 heads = -3 if layout == "BHSD" else -2
-                cos, sin = (widen(t).unsqueeze(heads).double() for t in table)
-                rotate = rotate_pairs if pairs else rotate_halves
-                if cos.shape[-1] > size or not all(agrees(rotate(a.double(), cos, sin), b) for a, b in zip(x, theirs)):
+                cos, sin = (kind.widen(t).unsqueeze(heads).double() for t in table)
+                turned = [kind.rotate(a.double(), cos, sin) for a in x] if cos.shape[-1] <= size else []
+                if not turned or not all(map(agrees, turned, theirs)):
                     break
                 seen = True
                 half = try_call(function, *(t.to(torch.bfloat16) for t in x), *table)
             else:
                 if seen:
-                    return Rotary(kind, names, tensors, layout, half is not None and half[0].dtype == torch.float32)
+                    return Rotary(name, names, tensors, layout, half is not None and half[0].dtype == torch.float32)
     raise NotUnderstood(f"{function.__name__} computes something else")
 
 

@@ -41,6 +41,7 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
     )
     for op in (F.swiglu_packed, F.geglu_packed):
         case(f"{op.__name__} {where}", op, dict(gate_up=X), dict(gate_up=p), p)
+    case(f"limited swiglu {where}", partial(F.swiglu, limit=0.5), dict(gate=X, up=X + 1), dict(gate=p, up=p), p)
 
 for where, p, column in (("replicated", R, R), ("by batch", Shard(0), R), ("by columns", Shard(2), Shard(0))):
     case(
@@ -81,6 +82,9 @@ def rotary_cases(
 ) -> None:
     tensors, placements = dict(q=Q, k=K, cos=cos, sin=sin), dict(q=q, k=k, cos=angles, sin=angles)
     case(f"rope {where}", F.rope, tensors, placements, [q, k])
+    case(f"rope into halves {where}", partial(F.rope, halves_out=True), tensors, placements, [q, k])
+    last = tensors | dict(cos=cos[..., :3], sin=sin[..., :3])
+    case(f"rope of the last pairs {where}", partial(F.rope, trailing=True), last, placements, [q, k])
     weights = dict.fromkeys(OF_HEADS, R)
     case(f"qk_norm_rope {where}", F.qk_norm_rope, {**tensors, **OF_HEADS}, {**placements, **weights}, [q, k])
 
@@ -143,6 +147,13 @@ for where, p in ROWS.items():
         )
 
 
+GIVEN = torch.arange(5 * 7 * 2).view(5, 7, 2) % 24
+
+
+def weights_of(logits: Tensor, experts: Tensor) -> Tensor:
+    return F.moe_router(logits, 2, score="sqrtsoftplus", experts=experts).weights
+
+
 def differentiable_routing(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     found = F.moe_router(logits, 3, statistics=True)
     return found.weights, found.scores, found.z
@@ -151,6 +162,9 @@ def differentiable_routing(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
     total = R if p == R else SUM
     case(f"moe_router {where}", differentiable_routing, dict(logits=X), dict(logits=p), [p, total, total])
+    case(
+        f"moe_router of given experts {where}", weights_of, dict(logits=X, experts=GIVEN), dict(logits=p, experts=p), p
+    )
 
 # ---- GEMMs
 

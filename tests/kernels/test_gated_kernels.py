@@ -12,7 +12,7 @@ import liger_ops.kernels.gated.geglu
 from interpreter import find
 from liger_ops.kernels.gated.swiglu import PRODUCT
 
-def run(path, stem, flags, n, aligned):
+def run(path, stem, number, n, aligned):
     torch.manual_seed(0)
     # Rows in two levels: 2 blocks of 4, the last one partial.
     rows, inner = 7, 4
@@ -23,19 +23,26 @@ def run(path, stem, flags, n, aligned):
     packed, plain = (inner * 2 * n, 2 * n), (inner * n, n)
     def grid(c):
         return (-(-rows // c["BLOCK_M"]) * -(-n // c["BLOCK_N"]),)
+    if stem == "swiglu":
+        flags, number = 0, float("inf") if number is None else number
+        limits = [number]
+    else:
+        flags, limits = number, []
     c = forward.config.constexprs
-    forward.kernel.function[grid(c)](out, gate, up, rows, n, inner, *plain, *packed, *packed, *flags, **c)
+    forward.kernel.function[grid(c)](out, gate, up, rows, n, inner, *plain, *packed, *packed, number, **c)
     c = backward.config.constexprs
     backward.kernel.function[grid(c)](
         gate, up, dout, dout, gate, up, rows, n, inner, *packed, *packed, *plain, *packed, *packed,
-        sum(flags) | PRODUCT.value, **c)
+        flags | PRODUCT.value, *limits, **c)
     saved = dict(**kept, out=out, product=dout, dgate=gate, dup=up)
     numpy.savez(path, **{name: t.contiguous().numpy() for name, t in saved.items()})
 """
+# The number is the limit of swiglu, or holds the flags of geglu.
 FORMULAS = {
-    ("swiglu", ()): F.swiglu.reference,
-    ("geglu", (1,)): lambda gate, up: F.geglu.reference(gate, up, "tanh"),
-    ("geglu", (0,)): lambda gate, up: F.geglu.reference(gate, up, "none"),
+    ("swiglu", None): F.swiglu.reference,
+    ("swiglu", 0.7): lambda gate, up: F.swiglu.reference(gate, up, 0.7),
+    ("geglu", 1): lambda gate, up: F.geglu.reference(gate, up, "tanh"),
+    ("geglu", 0): lambda gate, up: F.geglu.reference(gate, up, "none"),
 }
 SIZES = [(40, True), (200, True), (1000, True), (2056, True), (60, False), (1100, False)]
 QUICK = [(*formula, *size) for formula in FORMULAS for size in SIZES]

@@ -92,6 +92,11 @@ OPERATORS = [
         "ops/gated/test_geglu.py ops/test_every_operator.py",
     ),
     Defect(
+        "swiglu-gradient-stops-at-the-limit", "csrc/ops/gated/swiglu.cpp",
+        "return {act.value, x > C(limit) ? C(0) : act.slope};", "return {act.value, x >= C(limit) ? C(0) : act.slope};",
+        "ops/gated/test_swiglu.py",
+    ),
+    Defect(
         "gated-overwrites-up-in-use", "csrc/ops/gated/gated.h",
         "node.may_overwrite(gate, up) && node.may_overwrite(up, gate)",
         "node.may_overwrite(gate, up) && up.strides() == gate.strides()",
@@ -118,19 +123,34 @@ OPERATORS = [
         "ops/activations/test_relu_squared.py",
     ),
     Defect(
+        "rope-of-halves-overwrites-its-gradient", "csrc/ops/rope/rope.cpp",
+        "if (!halves_out && needs_q", "if (needs_q",
+        "ops/rope/test_rope.py",
+    ),
+    Defect(
+        "router-rounds-no-score", "csrc/ops/moe/moe_router.cpp",
+        "C(T(std::sqrt(C(T(v > 20 ? v : std::log1p(std::exp(v)))))))", "std::sqrt(v > 20 ? v : std::log1p(std::exp(v)))",
+        "ops/moe/test_moe_router.py",
+    ),
+    Defect(
+        "router-counts-a-repeated-expert-once", "csrc/ops/moe/moe_router.cpp",
+        "d[chosen[k]] += C(w.scale)", "d[chosen[k]] = C(w.scale)",
+        "ops/moe/test_moe_router.py",
+    ),
+    Defect(
         "rope-copies-one-column-too-few", "csrc/ops/rope/rope_cpu.cpp",
-        "std::copy(x + rotated, x + width, y + rotated)", "std::copy(x + rotated, x + width - 1, y + rotated)",
+        "std::copy(x + end, x + width, y + end)", "std::copy(x + end, x + width - 1, y + end)",
         "ops/rope/test_rope.py",
     ),
     Defect(
         "rope-gradient-ignores-a-strided-k", "csrc/ops/rope/rope.cpp",
-        "dq.sym_strides().equals(q_strides) &&\n        dk.sym_strides().equals(k_strides)) {",
+        "dq.sym_strides().equals(q_strides) && dk.sym_strides().equals(k_strides)) {",
         "dq.sym_strides().equals(q_strides)) {",
         "ops/rope/test_rope.py ops/test_reuse.py",
     ),
     Defect(
         "rope-loses-sections-in-compiled-autograd", "csrc/ops/rope/rope.cpp",
-        "std::tie(interleaved, sections, q_strides, k_strides, op)", "std::tie(interleaved, q_strides, k_strides, op)",
+        "columns.halves_out, sections, q_strides", "columns.halves_out, q_strides",
         "ops/test_compiled_autograd.py ops/rope/test_rope.py",
     ),
     Defect(
@@ -418,7 +438,7 @@ KERNELS = [
     ),
     Defect(
         "kernel-swiglu-slope-has-the-wrong-sign", "liger_ops/kernels/gated/swiglu.py",
-        "dg = d * u * (s + g * slope)", "dg = d * u * (s - g * slope)",
+        "d * u * (s + g * slope)", "d * u * (s - g * slope)",
         f"kernels/test_swiglu_kernels.py kernels/test_gated_kernels.py ops/gated/test_swiglu.py {INTERPRETED}",
     ),
     Defect(

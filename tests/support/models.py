@@ -90,15 +90,19 @@ ROWS = [
     Row("layer_norm", NORM, dict(bias=(WIDTH,))),
     Row("rope", ROPE),
     Row("rope", ROPE, {}, dict(interleaved=True)),
+    Row("rope", ROPE | dict(cos=(1, "S", 2), sin=(1, "S", 2)), {}, dict(trailing=True)),
+    Row("rope", ROPE, {}, dict(halves_out=True)),
     Row("rope", ROPE | dict(cos=(3, *ANGLES), sin=(3, *ANGLES)), {}, dict(mrope_section=[1, 1, 2])),
     Row("rope_freqs_cis", dict(q=QUERY, k=QUERY, freqs_cis=("S", SIZE // 2))),
     Row("qk_norm_rope", ROPE, HEAD_NORMS),
     Row("qk_norm_rope", ROPE, HEAD_NORMS, dict(offset=1.0, casting_mode="gemma", interleaved=True)),
     Row("qk_norm_rope", ROPE, {}, dict(q_weight=None, k_weight=None)),
     Row("swiglu", GATED),
+    Row("swiglu", GATED, {}, dict(limit=0.5)),
     Row("swiglu_packed", dict(gate_up=PACKED)),
+    Row("swiglu_packed", dict(gate_up=PACKED), {}, dict(limit=0.5)),
     Row("swiglu_linear", GATED, DOWN),
-    Row("swiglu_linear", GATED, HEAD),
+    Row("swiglu_linear", GATED, HEAD, dict(limit=0.5)),
     Row("geglu", GATED),
     Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
     Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
@@ -122,6 +126,8 @@ ROWS = [
     Row("log_probs", CHOICE, {}, dict(temperature=0.5, softcap=20.0, entropy=True)),
     Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3)),
     Row("moe_router", dict(logits=LOGITS), {}, dict(top_k=3, score="sigmoid", groups=4, top_groups=2, statistics=True)),
+    Row("moe_router", dict(logits=LOGITS), dict(bias=(VOCABULARY,)), dict(top_k=3, score="sqrtsoftplus")),
+    Row("moe_router", dict(logits=LOGITS, experts=("B", "S", 2)), {}, dict(top_k=2, score="sqrtsoftplus")),
     Row(
         "moe_router",
         dict(logits=LOGITS, token_weight=TARGET),
@@ -219,7 +225,7 @@ def inputs_of(
         sizes = [dict(B=batch, S=length).get(d, d) for d in shape]
         if shape == TARGET and name != "token_weight":
             return torch.randint(VOCABULARY, sizes, device=device)
-        if name == "index":
+        if name in ("index", "experts"):
             return torch.randint(EXPERTS, sizes, device=device)
         if name == "vocab_map":
             return 2 * torch.arange(*sizes, device=device)

@@ -12,25 +12,36 @@ def rotate(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-second, first), -1)
 
 
-def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, mrope_section=None):
+def reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, mrope_section=None, trailing=False,
+    halves_out=False,
+):  # fmt: skip
     """Casts the angles to the dtype of q, as eager models do."""
     cos, sin = (t.to(q.dtype) for t in (cos, sin))
+    together = (interleaved or trailing) and not halves_out  # of the pairs in the results
     if mrope_section is not None:
-        cos, sin = (by_section(t, mrope_section, interleaved) for t in (cos, sin))
+        cos, sin = (by_section(t, mrope_section, together, trailing) for t in (cos, sin))
+    if trailing:
+        cos, sin = (t.repeat_interleave(2, -1) if together else torch.cat([t, t], -1) for t in (cos, sin))
     cos, sin = (t.unsqueeze(-3) for t in (cos, sin))
     width = cos.shape[-1]
 
     def apply(x: Tensor) -> Tensor:
-        head = x[..., :width]
-        return torch.cat((head * cos + rotate(head, interleaved) * sin, x[..., width:]), -1)
+        first = x.shape[-1] - width if trailing else 0
+        head = x[..., first : first + width]
+        if halves_out:
+            head = torch.cat([head[..., ::2], head[..., 1::2]], -1)
+        turned = head * cos + rotate(head, together) * sin
+        return torch.cat((x[..., :first], turned, x[..., first + width :]), -1)
 
     return apply(q), apply(k)
 
 
-def by_section(t: Tensor, sections, interleaved: bool) -> Tensor:
+def by_section(t: Tensor, sections, interleaved: bool, one_per_pair: bool = False) -> Tensor:
     """t: (3, ..., R) -> (..., R). The section of a column selects the first index."""
     which = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
-    which = which.repeat_interleave(2) if interleaved else which.repeat(2)
+    if not one_per_pair:
+        which = which.repeat_interleave(2) if interleaved else which.repeat(2)
     return torch.stack([t[w, ..., i] for i, w in enumerate(which.tolist())], -1)
 
 

@@ -13,7 +13,7 @@ using at::Tensor;
 constexpr int64_t kStage = 512;
 
 template <class Math, class T>
-LIGER_VECTORIZED void gated_forward(T* out, const T* gate, const T* up, int64_t n) {
+LIGER_VECTORIZED void gated_forward(const Math& math, T* out, const T* gate, const T* up, int64_t n) {
   using C = Compute<T>;
   C stages[3][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
@@ -21,7 +21,7 @@ LIGER_VECTORIZED void gated_forward(T* out, const T* gate, const T* up, int64_t 
     const C *g = widen_all(gate + first, stages[0], count), *u = widen_all(up + first, stages[1], count);
     C* o = target(out + first, stages[2]);
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) o[i] = Math::value(g[i]) * u[i];
+    for (int64_t i = 0; i < count; ++i) o[i] = math.value(g[i]) * math.up(u[i]);
     narrow_all(out + first, o, count);
   }
 }
@@ -29,7 +29,7 @@ LIGER_VECTORIZED void gated_forward(T* out, const T* gate, const T* up, int64_t 
 // dgate may be gate, and dup may be up. product may be dout, or null if it is not needed.
 template <class Math, class T>
 LIGER_VECTORIZED void gated_backward(
-    T* dgate, T* dup, T* product, const T* dout, const T* gate, const T* up, int64_t n) {
+    const Math& math, T* dgate, T* dup, T* product, const T* dout, const T* gate, const T* up, int64_t n) {
   using C = Compute<T>;
   C stages[6][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
@@ -40,10 +40,10 @@ LIGER_VECTORIZED void gated_backward(
     C* p = product ? target(product + first, stages[5]) : stages[5];
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
-      const C upstream = d[i], other = u[i];
-      const auto act = Math::value_and_slope(g[i]);
+      const C upstream = d[i], other = math.up(u[i]);
+      const auto act = math.value_and_slope(g[i]);
       dg[i] = upstream * other * act.slope;
-      du[i] = upstream * act.value;
+      du[i] = math.up_gradient(u[i], upstream * act.value);
       p[i] = act.value * other;
     }
     narrow_all(dgate + first, dg, count);
@@ -68,8 +68,8 @@ struct Cpu {
       activation.with_math([&](auto math) {
         parallel_spans(walk, [&, o = o, g = g, u = u](int64_t row, int64_t first, int64_t n) {
           int64_t inner = walk.inner_rows;
-          gated_forward<decltype(math)>(
-              out_at + o.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
+          gated_forward(
+              math, out_at + o.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
               up_at + u.offset(row, inner) + first, n);
         });
       });
@@ -91,8 +91,8 @@ struct Cpu {
       activation.with_math([&](auto math) {
         parallel_spans(walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
           int64_t inner = walk.inner_rows;
-          gated_backward<decltype(math)>(
-              dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
+          gated_backward(
+              math, dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
               product_at ? product_at + d.offset(row, inner) + first : nullptr, dout_at + d.offset(row, inner) + first,
               gate_at + g.offset(row, inner) + first, up_at + u.offset(row, inner) + first, n);
         });

@@ -11,7 +11,7 @@
 namespace liger::ops {
 namespace {
 
-struct ExactGelu {
+struct ExactGelu : gated::PlainUp {
   template <class C>
   static C value(C x) {
     return x * core::vector_normal(x).cdf;
@@ -25,7 +25,7 @@ struct ExactGelu {
 };
 
 // 0.5 * (1 + tanh(z)) = sigmoid(2 z), with 2 z = k * (x + 0.044715 x^3).
-struct TanhGelu {
+struct TanhGelu : gated::PlainUp {
   static constexpr double kScale = 1.5957691216057308, kCubic = 0.044715;
 
   template <class C>

@@ -2,7 +2,8 @@
 // and z losses.
 //
 // logits: (..., n) of any strides. Results are fp32 (fp64 for fp64 logits). Saves the logits and the chosen indices;
-// backward recomputes the scores.
+// backward recomputes the scores. score "sqrtsoftplus" is rounded to the logits' dtype after softplus and after sqrt, as
+// in DeepSeek-V4, because the choice depends on it. experts: (..., top_k), chosen beforehand.
 
 #include "core/column_sum.h"
 #include "core/cpu.h"
@@ -21,9 +22,12 @@ constexpr const char* kOp = "moe_router";
 constexpr const char* kBackward = "moe_router backward";
 constexpr double kLeast = 1e-20;  // keeps a sum of scores that are all zero from dividing zero
 
+enum class Score { softmax, sigmoid, sqrtsoftplus };
+
 /// How weights follow from logits, for forward and backward.
 struct Weighing {
-  bool sigmoid, normalize;
+  Score score;
+  bool normalize;
   double scale;
 };
 
@@ -40,9 +44,9 @@ struct Upstream {
   Tensor weights, scores, z;
 };
 
-/// Contiguous rows; bias and token_weight in the compute type, or undefined.
+/// Contiguous rows; bias and token_weight in the compute type, and the experts that are given, or undefined.
 struct Inputs {
-  Tensor logits, bias, token_weight;
+  Tensor logits, bias, token_weight, given;
 
   int64_t experts() const { return logits.size(-1); }
   int64_t rows() const { return c10::multiply_integers(logits.sizes().slice(0, logits.dim() - 1)); }
@@ -56,7 +60,7 @@ struct Row {
   C lse = 0;
 
   template <class T>
-  void read(const T* x, int64_t n, bool sigmoid) {
+  void read(const T* x, int64_t n, Score score) {
     scores.resize(n), soft.resize(n);
     C peak = -std::numeric_limits<C>::infinity();
     double total = 0;
@@ -64,7 +68,18 @@ struct Row {
     for (int64_t j = 0; j < n; ++j) total += soft[j] = std::exp(C(x[j]) - peak);
     for (int64_t j = 0; j < n; ++j) soft[j] = C(soft[j] / total);
     lse = C(peak + std::log(total));
-    for (int64_t j = 0; j < n; ++j) scores[j] = sigmoid ? 1 / (1 + std::exp(-C(x[j]))) : soft[j];
+    for (int64_t j = 0; j < n; ++j) {
+      const C v = x[j];
+      // From 20 on, softplus is the identity, as in PyTorch.
+      scores[j] = score == Score::softmax ? soft[j]
+          : score == Score::sigmoid       ? 1 / (1 + std::exp(-v))
+                                          : C(T(std::sqrt(C(T(v > 20 ? v : std::log1p(std::exp(v)))))));
+    }
+  }
+
+  /// The derivative of sqrt(softplus(x)), of which far below 0 the logarithm has the slope 1 / 2.
+  static C root_slope(C x, C score) {
+    return x < -40 || score == 0 ? score / 2 : 1 / ((1 + std::exp(-x)) * (2 * score));
   }
 };
 
@@ -112,6 +127,7 @@ struct Cpu {
       using C = core::Compute<T>;
       const T* x = in.logits.const_data_ptr<T>();
       const C *bias = core::data_or_null<C>(in.bias), *counts = core::data_or_null<C>(in.token_weight);
+      const int64_t* given = core::data_or_null<int64_t>(in.given);
       C* weights = out.weights.data_ptr<C>();
       int64_t* index = out.index.data_ptr<int64_t>();
       const int64_t ranges = core::cpu_sum_ranges(rows, n);
@@ -121,10 +137,11 @@ struct Cpu {
         std::vector<C> by(n);
         std::vector<double> sum(statistics ? 2 * n + 1 : 0);
         for (int64_t row = begin; row < end; ++row) {
-          r.read(x + row * n, n, w.sigmoid);
+          r.read(x + row * n, n, w.score);
           for (int64_t j = 0; j < n; ++j) {
             // Logits have the order of their scores, without ties from rounding.
-            const C v = bias ? r.scores[j] + bias[j] : o.groups > 1 ? r.scores[j] : C(x[row * n + j]);
+            const bool by_logits = !bias && o.groups == 1 && w.score != Score::sqrtsoftplus;
+            const C v = by_logits ? C(x[row * n + j]) : r.scores[j] + (bias ? bias[j] : C(0));
             by[j] = v == v ? v : std::numeric_limits<C>::infinity();
           }
           auto eligible = within_best_groups(by, o);
@@ -132,7 +149,9 @@ struct Cpu {
           int64_t* chosen = index + row * o.top_k;
           C total = 0;
           for (int64_t k = 0; k < o.top_k; ++k) {
-            chosen[k] = first_of_largest(by, eligible);
+            chosen[k] = given ? given[row * o.top_k + k] : first_of_largest(by, eligible);
+            TORCH_CHECK_INDEX(
+                chosen[k] >= 0 && chosen[k] < n, kOp, ": experts must lie in [0, ", n, ") (got ", chosen[k], ")");
             eligible[chosen[k]] = 0;
             total += weight[k] = r.scores[chosen[k]];
           }
@@ -169,7 +188,7 @@ struct Cpu {
         Row<C> r;
         std::vector<C> d(n);
         for (int64_t row = begin; row < end; ++row) {
-          r.read(x + row * n, n, w.sigmoid);
+          r.read(x + row * n, n, w.score);
           std::fill(d.begin(), d.end(), C(0));
           const int64_t* chosen = all + row * top_k;
           C total = C(kLeast), dot = 0;
@@ -178,16 +197,21 @@ struct Cpu {
           }
           for (int64_t k = 0; g && k < top_k; ++k) {
             const C own = g[row * top_k + k];
-            d[chosen[k]] = C(w.scale) * (w.normalize ? (own - dot / total) / total : own);
+            d[chosen[k]] += C(w.scale) * (w.normalize ? (own - dot / total) / total : own);
           }
           const C count = counts ? counts[row] : C(1);
           for (int64_t j = 0; h && count != 0 && j < n; ++j) d[j] += count * h[j];
           C mean = 0;
           for (int64_t j = 0; j < n; ++j) mean += d[j] * r.scores[j];
           for (int64_t j = 0; j < n; ++j) {
-            // The slope of a sigmoid, without the cancellation of 1 - score.
-            const C slope = 1 / (1 + std::exp(C(x[row * n + j])));
-            C v = !g && (!h || count == 0) ? C(0) : r.scores[j] * (w.sigmoid ? d[j] * slope : d[j] - mean);
+            const C at = x[row * n + j], score = r.scores[j];
+            C v = 0;
+            if (g || (h && count != 0)) {
+              // The slope of a sigmoid, without the cancellation of 1 - score.
+              v = w.score == Score::softmax   ? score * (d[j] - mean)
+                  : w.score == Score::sigmoid ? score * (d[j] * (1 / (1 + std::exp(at))))
+                                              : d[j] * Row<C>::root_slope(at, score);
+            }
             if (z && count != 0) v += 2 * count * *z * r.lse * r.soft[j];
             dx[row * n + j] = T(v);
           }
@@ -202,8 +226,8 @@ struct Cpu {
 int32_t bits(bool condition, int32_t flag) { return condition ? flag : 0; }
 
 int32_t weighing_flags(const Inputs& in, const Weighing& w) {
-  return bits(w.sigmoid, flags::SIGMOID) | bits(w.normalize, flags::NORMALIZE) |
-      bits(in.token_weight.defined(), flags::HAS_TOKEN_WEIGHT);
+  return bits(w.score == Score::sigmoid, flags::SIGMOID) | bits(w.score == Score::sqrtsoftplus, flags::SQRTSOFTPLUS) |
+      bits(w.normalize, flags::NORMALIZE) | bits(in.token_weight.defined(), flags::HAS_TOKEN_WEIGHT);
 }
 
 struct Cuda {
@@ -230,13 +254,14 @@ struct Cuda {
     args.weights = core::address(out.weights), args.index = core::address(out.index);
     args.tokens = core::address(counts), args.sums = core::address(sums), args.squares = core::address(squares);
     args.logits = core::address(in.logits), args.bias = core::address(in.bias);
-    args.token_weight = core::address(in.token_weight);
+    args.token_weight = core::address(in.token_weight), args.given = core::address(in.given);
     args.rows = int32_t(rows), args.n = int32_t(n), args.top_k = int32_t(o.top_k);
     args.groups = int32_t(o.groups), args.group_size = int32_t(n / o.groups);
     args.top_groups = int32_t(o.top_groups);
     args.scale = float(w.scale), args.least = float(kLeast);
     args.flags = weighing_flags(in, w) | bits(statistics, flags::STATISTICS) |
-        bits(in.bias.defined(), flags::HAS_SCORE_BIAS) | bits(!in.bias.defined() && o.groups == 1, flags::BY_LOGITS);
+        bits(in.bias.defined(), flags::HAS_SCORE_BIAS) | bits(in.given.defined(), flags::HAS_EXPERTS) |
+        bits(!in.bias.defined() && o.groups == 1 && w.score != Score::sqrtsoftplus, flags::BY_LOGITS);
     core::launch<K>(kOp, in.logits.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
     if (!statistics) return;
     core::column_sum(kOp, counts, out.tokens);
@@ -273,9 +298,12 @@ struct Meta {
 // ---- The operator
 
 Weighing weighing(std::string_view score, bool normalize, double scale) {
-  LIGER_CHECK(score == "softmax" || score == "sigmoid", kOp, "score", "be 'softmax' or 'sigmoid'", "'", score, "'");
+  const bool sigmoid = score == "sigmoid", softplus = score == "sqrtsoftplus";
+  LIGER_CHECK(
+      sigmoid || softplus || score == "softmax", kOp, "score", "be 'softmax', 'sigmoid' or 'sqrtsoftplus'", "'", score,
+      "'");
   LIGER_CHECK(std::isfinite(scale), kOp, "scale", "be finite", scale);
-  return {score == "sigmoid", normalize, scale};
+  return {sigmoid ? Score::sigmoid : softplus ? Score::sqrtsoftplus : Score::softmax, normalize, scale};
 }
 
 /// Checks the tensors that forward and backward share.
@@ -306,8 +334,8 @@ using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 struct MoeRouter : core::Operator<
                        MoeRouter,
                        Five(
-                           const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, c10::string_view, bool,
-                           double, int64_t, int64_t, bool)> {
+                           const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, c10::string_view,
+                           const OptionalTensor&, bool, double, int64_t, int64_t, bool)> {
   static constexpr const char* kOp = moe_router::kOp;
   static constexpr const char* kSchema = schemas::moe_router;
   using Edges = core::Positions<0>;
@@ -319,8 +347,9 @@ struct MoeRouter : core::Operator<
   template <class Device>
   static Five run(
       bool, const Tensor& logits, int64_t top_k, const OptionalTensor& bias, const OptionalTensor& token_weight,
-      std::string_view score, bool normalize, double scale, int64_t groups, int64_t top_groups, bool statistics) {
-    const Inputs in = inputs_of(kOp, logits, bias, token_weight);
+      std::string_view score, const OptionalTensor& experts, bool normalize, double scale, int64_t groups,
+      int64_t top_groups, bool statistics) {
+    Inputs in = inputs_of(kOp, logits, bias, token_weight);
     const Weighing w = weighing(score, normalize, scale);
     const auto n = logits.sym_sizes().back();
     LIGER_CHECK(groups >= 1 && n % groups == 0, kOp, "groups", c10::str("divide the ", n, " experts"), groups);
@@ -332,6 +361,18 @@ struct MoeRouter : core::Operator<
         c10::str("lie in [1, ", open.min(int64_t(flags::MOST_CHOICES)), "]"), top_k);
     c10::SymDimVector chosen(logits.sym_sizes().begin(), logits.sym_sizes().end());
     chosen.back() = top_k;
+    if (experts && experts->defined()) {
+      core::check_same_device(kOp, "experts", *experts, "logits", logits);
+      core::check_dense(kOp, "experts", *experts);
+      LIGER_CHECK(
+          at::isIntegralType(experts->scalar_type(), false), kOp, "experts", "be integers", experts->scalar_type());
+      LIGER_CHECK(
+          experts->sym_sizes().equals(chosen), kOp, "experts", c10::str("have shape ", c10::SymIntArrayRef(chosen)),
+          experts->sym_sizes());
+      LIGER_CHECK(!in.bias.defined(), kOp, "bias", "be None, because experts are given", "a tensor");
+      LIGER_CHECK(groups == 1, kOp, "groups", "be 1, because experts are given", groups);
+      in.given = experts->to(at::kLong).contiguous();
+    }
     const auto options = logits.options().dtype(core::compute_type(logits));
     const c10::SymInt count = statistics ? n : c10::SymInt(0);
     Results out{

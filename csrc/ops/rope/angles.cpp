@@ -21,7 +21,7 @@ void check_heads(const char* op, const Tensor& q, const Tensor& k) {
       op, "k", c10::str("have the batch, sequence and head size of q, ", q.sym_sizes()), k.sym_sizes());
 }
 
-// columns_per_angle: 2 for complex angles, which rotate a pair of columns each; 1 if every column has its own angle.
+// columns_per_angle: 2 if an angle, perhaps complex, rotates a pair of columns; 1 if every column has its own.
 void check_angles(
     const char* op, const char* name, const Tensor& angles, const Tensor& q, bool sections, int64_t columns_per_angle) {
   core::check_same_device(op, name, angles, "q", q);
@@ -49,7 +49,7 @@ void check_angles(
 
 void check_heads_and_angles(
     const char* op, const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin,
-    const Sections& sections) {
+    const Sections& sections, const Columns& columns) {
   check_heads(op, q, k);
   if (!sin) {
     auto wanted = q.scalar_type() == at::kDouble ? at::kComplexDouble : at::kComplexFloat;
@@ -57,7 +57,8 @@ void check_heads_and_angles(
     check_angles(op, "freqs_cis", cos, q, false, 2);
     return;
   }
-  check_angles(op, "cos", cos, q, sections.has_value(), 1);
+  const int64_t columns_per_angle = columns.trailing ? 2 : 1;
+  check_angles(op, "cos", cos, q, sections.has_value(), columns_per_angle);
   LIGER_CHECK(
       cos.scalar_type() == q.scalar_type() || (cos.scalar_type() == at::kFloat && q.scalar_type() != at::kDouble), op,
       "cos", c10::str("be float32 or have the dtype of q, ", q.scalar_type()), cos.scalar_type());
@@ -65,21 +66,25 @@ void check_heads_and_angles(
   if (sections) {
     bool fits = sections->size() == 3 && (*sections)[0] >= 0 && (*sections)[1] >= 0 && (*sections)[2] >= 0;
     LIGER_CHECK(
-        fits && cos.sym_size(-1) == 2 * ((*sections)[0] + (*sections)[1] + (*sections)[2]), op, "mrope_section",
-        c10::str("be three sizes that add up to ", cos.sym_size(-1), " / 2"), *sections);
+        fits && columns_per_angle * cos.sym_size(-1) == 2 * ((*sections)[0] + (*sections)[1] + (*sections)[2]), op,
+        "mrope_section", c10::str("be three sizes that add up to ", columns_per_angle * cos.sym_size(-1), " / 2"),
+        *sections);
   }
 }
 
-Angles make_angles(Tensor cos, const OptionalTensor& sin_in, const Sections& sections) {
-  bool is_complex = !sin_in;
-  if (is_complex) cos = at::view_as_real(cos).flatten(-2);
+Angles make_angles(Tensor cos, const OptionalTensor& sin_in, const Sections& sections, const Columns& columns) {
+  // One angle for a pair of columns that stay together is read as a complex number.
+  const bool joins = columns.trailing && !columns.halves_out, is_complex = joins || !sin_in;
+  if (!sin_in) cos = at::view_as_real(cos).flatten(-2);
+  if (joins) cos = at::stack({cos, *sin_in}, -1).flatten(-2);
   Tensor sin = is_complex ? cos : *sin_in;
   bool alike = cos.stride(-1) == 1 && (is_complex || cos.strides() == sin.strides());
   if (!alike) {
     cos = cos.contiguous();
     sin = sin.contiguous();
   }
-  int64_t half = cos.size(-1) / 2, lead = sections ? 1 : 0;
+  const bool shares = columns.trailing && columns.halves_out;
+  int64_t half = shares ? cos.size(-1) : cos.size(-1) / 2, lead = sections ? 1 : 0;
   Angles out{cos, sin, half};
   out.position = cos.stride(-2);
   if (cos.dim() - lead == 3 && cos.size(lead) > 1) out.batch = cos.stride(lead);
@@ -87,6 +92,8 @@ Angles make_angles(Tensor cos, const OptionalTensor& sin_in, const Sections& sec
   out.section_1 = sections ? (*sections)[0] : half;
   out.section_2 = sections ? (*sections)[0] + (*sections)[1] : half;
   out.is_complex = is_complex;
+  out.second = shares ? 0 : columns.writes_pairs() ? 1 : half;
+  out.next = columns.writes_pairs() ? 2 : 1;
   return out;
 }
 

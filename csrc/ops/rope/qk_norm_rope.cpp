@@ -40,7 +40,7 @@ struct Options {
 void check(
     const char* op, const Tensor& q, const Tensor& k, const Tensor& q_weight, const Tensor& k_weight, const Tensor& cos,
     const Tensor& sin, const Options& options) {
-  rope::check_heads_and_angles(op, q, k, cos, sin, options.sections);
+  rope::check_heads_and_angles(op, q, k, cos, sin, options.sections, {});
   if (q_weight.defined()) core::check_column_parameter(op, "q_weight", q_weight, q, "q");
   if (k_weight.defined()) core::check_column_parameter(op, "k_weight", k_weight, k, "k");
   if (q_weight.defined() && k_weight.defined()) {
@@ -64,7 +64,7 @@ Forward describe(
     out.k = rope::with_unit_columns(k);
     if (q_weight.defined()) out.q_weight = q_weight.contiguous();
     if (k_weight.defined()) out.k_weight = k_weight.contiguous();
-    out.angles = rope::make_angles(cos, sin, options.sections);
+    out.angles = rope::make_angles(cos, sin, options.sections, {options.interleaved});
   }
   return out;
 }

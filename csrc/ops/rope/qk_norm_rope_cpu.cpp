@@ -43,7 +43,7 @@ struct Heads {
 // y may be x.
 template <class C>
 void rotate_head(C* y, const C* x, int64_t n, const PairAngles<C>& angles, bool interleaved) {
-  rope::rotate_row(y, x, angles, interleaved);
+  rope::rotate_row(y, x, angles, interleaved, interleaved);
   if (y != x) std::copy(x + 2 * angles.half, x + n, y + 2 * angles.half);
 }
 
@@ -116,7 +116,7 @@ void dispatch(const Forward& call, bool inverse, const F& f) {
     const int64_t positions = call.positions();
     f(t, [&, positions](auto& angles, int64_t token) {
       const int64_t b = token / positions, s = token - b * positions;
-      angles.template load<decltype(w)>(call.angles, call.interleaved, inverse, b, s);
+      angles.template load<decltype(w)>(call.angles, inverse, b, s);
       return std::make_pair(b, s);
     });
   });

@@ -1,4 +1,4 @@
-// rope(q, k, cos, sin, *, interleaved, mrope_section) -> q and k with the first R columns of every head rotated:
+// rope(q, k, cos, sin, *, interleaved, mrope_section, trailing, halves_out) -> q and k with R columns of every head rotated:
 // y = x * cos + rotate(x) * sin, where rotate maps a pair (a, b) to (-b, a).
 //
 // q: (B, Hq, S, D), k: (B, Hk, S, D) of any strides; results and gradients keep q's and k's own dense layouts.
@@ -6,6 +6,10 @@
 // (i, i + R / 2), or (2 i, 2 i + 1) if interleaved. With mrope_section = [t, h, w] (multimodal positions,
 // t + h + w = R / 2) cos and sin have a leading dimension of 3. The first t pairs use its index 0, the next h pairs
 // index 1 and the last w pairs index 2.
+//
+// The first R columns are rotated. If trailing, the last R are: pairs (2 i, 2 i + 1) with cos and sin (..., R / 2), as in
+// DeepSeek-V4. With halves_out, pairs (2 i, 2 i + 1) are written to columns (i, i + R / 2), as in DeepSeek-V3, and cos and
+// sin are in the order of the results.
 //
 // rope_freqs_cis(q, k, freqs_cis) takes the angles as complex numbers cos + i sin, (S, R / 2) or (1 or B, S, R / 2).
 // Its pairs are neighbouring columns, as in Llama 4.
@@ -38,7 +42,7 @@ struct Meta {
 template <class Device>
 void rotate_into(
     const Tensor& out_q, const Tensor& out_k, const Tensor& q, const Tensor& k, const Tensor& cos,
-    const OptionalTensor& sin, bool interleaved, const Sections& sections, bool inverse) {
+    const OptionalTensor& sin, const Columns& columns, const Sections& sections, bool inverse) {
   if constexpr (Device::rotate != nullptr) {
     bool in_place = out_q.is_same(q);
     Call call{
@@ -46,8 +50,8 @@ void rotate_into(
         out_k,
         in_place ? q : with_unit_columns(q),
         in_place ? k : with_unit_columns(k),
-        make_angles(cos, sin, sections),
-        interleaved || !sin,
+        make_angles(cos, sin, sections, columns),
+        columns,
         inverse};
     Device::rotate(name_of(sin), call);
   }
@@ -57,11 +61,11 @@ using Two = std::tuple<Tensor, Tensor>;
 
 template <class Device>
 Two rotated(
-    const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
+    const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin, const Columns& columns,
     const Sections& sections) {
-  check_heads_and_angles(name_of(sin), q, k, cos, sin, sections);
+  check_heads_and_angles(name_of(sin), q, k, cos, sin, sections, columns);
   Tensor out_q = core::empty_rows_like(q), out_k = core::empty_rows_like(k);
-  rotate_into<Device>(out_q, out_k, q, k, cos, sin, interleaved, sections, false);
+  rotate_into<Device>(out_q, out_k, q, k, cos, sin, columns, sections, false);
   return {out_q, out_k};
 }
 
@@ -69,34 +73,40 @@ Two rotated(
 template <class Device>
 Two bwd(
     const Tensor& dq, const Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
-    Sections sections, c10::SymIntArrayRef q_strides, c10::SymIntArrayRef k_strides) {
-  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections);
+    Sections sections, bool trailing, bool halves_out, c10::SymIntArrayRef q_strides, c10::SymIntArrayRef k_strides) {
+  const Columns columns{interleaved, trailing, halves_out};
+  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections, columns);
   Tensor out_q = at::empty_strided_symint(dq.sym_sizes(), q_strides, dq.options());
   Tensor out_k = at::empty_strided_symint(dk.sym_sizes(), k_strides, dk.options());
-  rotate_into<Device>(out_q, out_k, dq, dk, cos, sin, interleaved, sections, true);
+  rotate_into<Device>(out_q, out_k, dq, dk, cos, sin, columns, sections, true);
   return {out_q, out_k};
 }
 
 template <class Device>
-void bwd_(Tensor& dq, Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved, Sections sections) {
-  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections);
-  rotate_into<Device>(dq, dk, dq, dk, cos, sin, interleaved, sections, true);
+void bwd_(
+    Tensor& dq, Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved, Sections sections,
+    bool trailing) {
+  const Columns columns{interleaved, trailing};
+  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections, columns);
+  rotate_into<Device>(dq, dk, dq, dk, cos, sin, columns, sections, true);
 }
 
 struct Node : core::BackwardNode<Node, 2> {  // cos, sin
-  bool interleaved = false;
+  Columns columns;
   std::vector<int64_t> sections;  // empty: none
   std::vector<c10::SymInt> q_strides, k_strides;
   const char* op = kOp;
 
-  auto state() { return std::tie(interleaved, sections, q_strides, k_strides, op); }
+  auto state() {
+    return std::tie(columns.interleaved, columns.trailing, columns.halves_out, sections, q_strides, k_strides, op);
+  }
   std::string name() const override { return op; }
 
   void record(
-      const Two& out, const Tensor&, const Tensor&, const Tensor& cos, const OptionalTensor& sin, bool is_interleaved,
-      const Sections& given) {
+      const Two& out, const Tensor&, const Tensor&, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
+      const Sections& given, bool trailing, bool halves_out) {
     op = name_of(sin);
-    interleaved = is_interleaved;
+    columns = {interleaved, trailing, halves_out};
     if (given) sections = given->vec();
     const auto& [out_q, out_k] = out;
     q_strides = out_q.sym_strides().vec();
@@ -105,7 +115,7 @@ struct Node : core::BackwardNode<Node, 2> {  // cos, sin
     connect(out_q, out_k);
   }
   void record(const Two& out, const Tensor& q, const Tensor& k, const Tensor& freqs_cis) {
-    record(out, q, k, freqs_cis, std::nullopt, true, std::nullopt);
+    record(out, q, k, freqs_cis, std::nullopt, true, std::nullopt, false, false);
   }
 
   core::variable_list backward(core::variable_list&& grads) override {
@@ -115,17 +125,20 @@ struct Node : core::BackwardNode<Node, 2> {  // cos, sin
     Tensor cos = take(0), sin_or_none = take(1);
     OptionalTensor sin = sin_or_none.defined() ? OptionalTensor(sin_or_none) : std::nullopt;
     Sections given = sections.empty() ? Sections() : Sections(sections);
-    if (needs_q && needs_k && may_overwrite(dq, dq) && may_overwrite(dk, dk) && dq.sym_strides().equals(q_strides) &&
-        dk.sym_strides().equals(k_strides)) {
+    const auto& [interleaved, trailing, halves_out] = columns;
+    // Gradients of halves go to other columns, which others still read.
+    if (!halves_out && needs_q && needs_k && may_overwrite(dq, dq) && may_overwrite(dk, dk) &&
+        dq.sym_strides().equals(q_strides) && dk.sym_strides().equals(k_strides)) {
       static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("_rope_bwd_");
-      in_place.call(dq, dk, cos, sin, interleaved, given);
+      in_place.call(dq, dk, cos, sin, interleaved, given, trailing);
       return {dq, dk};
     }
     // A gradient that is not needed is replaced by a tensor without heads.
     if (!needs_q) dq = dk.narrow(1, 0, 0);
     if (!needs_k) dk = dq.narrow(1, 0, 0);
     static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("_rope_bwd");
-    auto [out_q, out_k] = out_of_place.call(dq, dk, cos, sin, interleaved, given, q_strides, k_strides);
+    auto [out_q, out_k] =
+        out_of_place.call(dq, dk, cos, sin, interleaved, given, trailing, halves_out, q_strides, k_strides);
     return {needs_q ? out_q : Tensor(), needs_k ? out_k : Tensor()};
   }
 };
@@ -142,16 +155,17 @@ struct Rotation : core::Operator<Op, Type> {
   using Meta = rope::Meta;
 };
 
-struct Rope : Rotation<Rope, Two(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, Sections)> {
+struct Rope
+    : Rotation<Rope, Two(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, Sections, bool, bool)> {
   static constexpr const char* kOp = rope::kOp;
   static constexpr const char* kSchema = schemas::rope;
   using Constants = core::Positions<2, 3>;
 
   template <class Device>
   static Two run(
-      bool, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved,
-      Sections sections) {
-    return rotated<Device>(q, k, cos, sin, interleaved, sections);
+      bool, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved, Sections sections,
+      bool trailing, bool halves_out) {
+    return rotated<Device>(q, k, cos, sin, {interleaved, trailing, halves_out}, sections);
   }
 
   // Multiplication promotes mixed dtypes, with autocast and without. This operator requires one dtype for q and k, and
@@ -161,7 +175,7 @@ struct Rope : Rotation<Rope, Two(const Tensor&, const Tensor&, const Tensor&, co
 
     template <class Arguments>
     static void cast(c10::DeviceType, Arguments& arguments) {
-      auto& [q, k, cos, sin, interleaved, sections] = arguments;
+      auto& [q, k, cos, sin, interleaved, sections, trailing, halves_out] = arguments;
       const auto wider = at::promote_types(q.scalar_type(), k.scalar_type());
       q = q.to(wider), k = k.to(wider);
       for (Tensor* t : {&cos, &sin}) {
@@ -171,10 +185,11 @@ struct Rope : Rotation<Rope, Two(const Tensor&, const Tensor&, const Tensor&, co
   };
 
   static void define_backward(torch::Library& m) {
-    const std::string angles = "Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section";
+    const std::string angles = "Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section, bool trailing";
     core::define(
         m,
-        "_rope_bwd(Tensor dq, Tensor dk, " + angles + ", SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)");
+        "_rope_bwd(Tensor dq, Tensor dk, " + angles +
+            ", bool halves_out, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)");
     core::define(m, "_rope_bwd_(Tensor(a!) dq, Tensor(b!) dk, " + angles + ") -> ()");
   }
 
@@ -192,7 +207,7 @@ struct RopeFreqsCis : Rotation<RopeFreqsCis, Two(const Tensor&, const Tensor&, c
 
   template <class Device>
   static Two run(bool, const Tensor& q, const Tensor& k, const Tensor& freqs_cis) {
-    return rotated<Device>(q, k, freqs_cis, std::nullopt, true, std::nullopt);
+    return rotated<Device>(q, k, freqs_cis, std::nullopt, {/*interleaved=*/true}, std::nullopt);
   }
 };
 

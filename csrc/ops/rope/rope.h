@@ -9,12 +9,17 @@ namespace liger::ops::rope {
 struct Call {
   Tensor out_q, out_k, q, k;
   Angles angles;
-  bool interleaved, inverse;
+  Columns columns;
+  bool inverse;
 
   int64_t batch() const { return q.size(0); }
   int64_t positions() const { return q.size(2); }
   int64_t head_size() const { return q.size(3); }
   bool in_place() const { return out_q.is_same(q); }
+  bool reads_pairs() const { return inverse ? columns.writes_pairs() : columns.reads_pairs(); }
+  bool writes_pairs() const { return inverse ? columns.reads_pairs() : columns.writes_pairs(); }
+  /// The first column that is rotated.
+  int64_t first() const { return columns.trailing ? head_size() - 2 * angles.half : 0; }
 };
 
 using Rotate = void(const char* op, const Call& call);

@@ -11,15 +11,18 @@ namespace {
 
 template <class T>
 LIGER_VECTORIZED void rotate_heads(
-    T* y, const T* x, int64_t heads, int64_t y_head, int64_t x_head, int64_t width,
-    const PairAngles<core::Compute<T>>& angles, core::Compute<T>* stage, bool interleaved) {
-  const int64_t rotated = 2 * angles.half;
+    T* y, const T* x, const Call& call, int64_t heads, int64_t y_head, int64_t x_head,
+    const PairAngles<core::Compute<T>>& angles, core::Compute<T>* stage) {
+  const int64_t rotated = 2 * angles.half, first = call.first(), width = call.head_size(), end = first + rotated;
+  const bool x_pairs = call.reads_pairs(), y_pairs = call.writes_pairs();
   for (int64_t h = 0; h < heads; ++h, x += x_head, y += y_head) {
-    const auto* from = core::widen_all(x, stage, rotated);
-    auto* to = core::target(y, stage);
-    rotate_row(to, from, angles, interleaved);
-    core::narrow_all(y, to, rotated);
-    if (x != y) std::copy(x + rotated, x + width, y + rotated);
+    const auto* from = core::widen_all(x + first, stage, rotated);
+    auto* to = core::target(y + first, x_pairs == y_pairs ? stage : stage + rotated);
+    rotate_row(to, from, angles, x_pairs, y_pairs);
+    core::narrow_all(y + first, to, rotated);
+    if (x == y) continue;
+    std::copy(x, x + first, y);
+    std::copy(x + end, x + width, y + end);
   }
 }
 
@@ -39,16 +42,16 @@ void rotate_cpu(const char*, const Call& call) {
     int64_t ranges = core::cpu_ranges(rows, (q_heads + k_heads) * width);
     core::parallel_ranges(rows, ranges, [&](int64_t, int64_t begin, int64_t end) {
       PairAngles<C> angles(half);
-      std::vector<C> stage(2 * half);
+      std::vector<C> stage(4 * half);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t b = row / positions, s = row - b * positions;
-        angles.template load<decltype(w)>(call.angles, call.interleaved, call.inverse, b, s);
+        angles.template load<decltype(w)>(call.angles, call.inverse, b, s);
         rotate_heads(
-            out_q_at + out_q.offset(b, s), q_at + q.offset(b, s), q_heads, out_q.head, q.head, width, angles,
-            stage.data(), call.interleaved);
+            out_q_at + out_q.offset(b, s), q_at + q.offset(b, s), call, q_heads, out_q.head, q.head, angles,
+            stage.data());
         rotate_heads(
-            out_k_at + out_k.offset(b, s), k_at + k.offset(b, s), k_heads, out_k.head, k.head, width, angles,
-            stage.data(), call.interleaved);
+            out_k_at + out_k.offset(b, s), k_at + k.offset(b, s), call, k_heads, out_k.head, k.head, angles,
+            stage.data());
       }
     });
   });

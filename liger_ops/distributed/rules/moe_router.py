@@ -10,7 +10,7 @@ from .._sharding import Layout, R, row_placements, sharding, summed
 def forward(logits: Any, **_: Any) -> Iterator[Layout]:
     for rows in row_placements(logits):
         total = summed(rows)
-        yield [rows, rows, total, total, total], dict(logits=rows, bias=R, token_weight=rows)
+        yield [rows, rows, total, total, total], dict(logits=rows, bias=R, token_weight=rows, experts=rows)
 
 
 @sharding("_moe_router_bwd", reduced=("grad",))

@@ -34,12 +34,21 @@ def dense_strides(shape: Any, like: Any) -> tuple[int, ...]:
 
 @on_dtensors("_rope_bwd")
 def backward(
-    dq: DTensor, dk: DTensor, cos: Any, sin: Any, interleaved: bool, mrope_section: Any, q_strides: Any, k_strides: Any
+    dq: DTensor,
+    dk: DTensor,
+    cos: Any,
+    sin: Any,
+    interleaved: bool,
+    mrope_section: Any,
+    trailing: bool,
+    halves_out: bool,
+    q_strides: Any,
+    k_strides: Any,
 ) -> tuple[DTensor, DTensor]:
     """Strides are of the whole tensors; each device lays out its part alone."""
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in (dq, dk, cos, sin)]
     strides = [dense_strides(part.shape, of) for part, of in zip(parts, (q_strides, k_strides))]
-    turned = torch.ops.liger._rope_bwd(*parts, interleaved, mrope_section, *strides)
+    turned = torch.ops.liger._rope_bwd(*parts, interleaved, mrope_section, trailing, halves_out, *strides)
 
     def whole(part: Tensor, like: DTensor, strides: Any) -> DTensor:
         stride = dense_strides(like.shape, strides)

@@ -22,7 +22,7 @@ SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def reciprocal(y):
-    """1 / y for 1 <= y <= 2. A division also handles the ends of fp32's range, which takes more instructions."""
+    """1 / y for 1 <= y <= 3. A division also handles the ends of fp32's range, which takes more instructions."""
     r = tl.rsqrt(y)
     r *= r
     return r * tl.fma(-y, r, 2.0)

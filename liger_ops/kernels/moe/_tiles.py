@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..gated.geglu import gelu_weight, gelu_weight_and_slope
-from ..gated.swiglu import sigmoid_and_slope
+from ..gated.swiglu import clamp, sigmoid_and_slope
 from ..gemm.lora_products import RANK_STEP
 
 TILE_ROWS = tl.constexpr(128)
@@ -113,14 +113,6 @@ def activation_and_slopes(gate, up, alpha, limit, up_offset, flags, GATE: tl.con
         f, slope = g * p, p + alpha * g * slope
     u += up_offset
     return u * f, tl.where(gate > limit, 0.0, u * slope), tl.where(tl.abs(up) > limit, 0.0, f)
-
-
-@triton.jit
-def clamp(gate, up, limit):
-    # tl.minimum would drop NaN.
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return gate, up
 
 
 @triton.jit

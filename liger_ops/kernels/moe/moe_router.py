@@ -1,13 +1,14 @@
 """The choice of experts for each token. For a token with n logits:
 
-    score_j  = softmax or sigmoid of the logits
+    score_j  = softmax, sigmoid or sqrt(softplus) of the logits; the last is rounded after each step
     chosen   = the top_k largest score_j + bias_j, within the best groups
     weight_k = scale * score_k / sum of the chosen scores (without NORMALIZE: scale * score_k)
 
 `least` is added to that sum, which may be zero.
 
 A program processes ROWS tokens at a time, as a tile of ROWS x EXPERTS logits. It finds the largest element top_k times; of
-equal ones it takes the first. NaN counts as the largest. Programs are persistent: with STATISTICS, each sums over its
+equal ones it takes the first. NaN counts as the largest. With HAS_EXPERTS the choice is given, perhaps an expert twice.
+Programs are persistent: with STATISTICS, each sums over its
 tokens and writes one row of partial sums.
 
 Backward recomputes the scores. With g_k the gradient of weight k, S the sum of the chosen scores and h_j the gradient of
@@ -19,6 +20,7 @@ the summed scores:
 import triton
 import triton.language as tl
 
+from ..gated.geglu import reciprocal
 from ..table import Config, Kernel
 
 SIGMOID = tl.constexpr(1)
@@ -30,6 +32,8 @@ OF_SCORES = tl.constexpr(32)
 OF_Z = tl.constexpr(64)
 HAS_SCORE_BIAS = tl.constexpr(128)
 HAS_TOKEN_WEIGHT = tl.constexpr(256)
+SQRTSOFTPLUS = tl.constexpr(512)
+HAS_EXPERTS = tl.constexpr(1024)
 MOST_EXPERTS = tl.constexpr(1024)
 MOST_CHOICES = tl.constexpr(32)
 
@@ -45,14 +49,27 @@ def load_logits(logits, row, rows, n, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def scores_of(x, flags):
-    """(scores, powers, their sums, peaks). Columns outside have the score 0."""
+def log1p_of_fraction(x):
+    """log(1 + x) for 0 <= x <= 1: twice the area tangent of s = x / (2 + x) <= 1 / 3, in fewer registers than a logarithm."""
+    s = x * reciprocal(2 + x)
+    z = s * s
+    series = 1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15))))
+    return 2 * s * (1 + z * (1 / 3 + z * (1 / 5 + z * series)))
+
+
+@triton.jit
+def scores_of(x, flags, ROUNDED: tl.constexpr):
+    """(scores, powers, their sums, peaks). Columns outside have the score 0. ROUNDED: the dtype of the logits."""
     peak = tl.max(x, axis=1)
     powers = tl.exp(x - peak[:, None])
     total = tl.sum(powers, axis=1)
     scores = powers / total[:, None]
     if flags & SIGMOID:
         scores = 1 / (1 + tl.exp(-x))
+    if flags & SQRTSOFTPLUS:
+        softplus = tl.where(x > 0, x, 0.0) + log1p_of_fraction(tl.exp(-tl.abs(x)))
+        softplus = softplus.to(ROUNDED).to(tl.float32)
+        scores = tl.sqrt_rn(softplus).to(ROUNDED).to(tl.float32)
     return scores, powers, total, peak
 
 
@@ -73,7 +90,7 @@ def counts_of(token_weight, row, rows, flags):
 
 @triton.jit
 def moe_router_fwd_kernel(
-    weights, index, tokens, sums, squares, logits, bias, token_weight,
+    weights, index, tokens, sums, squares, logits, bias, token_weight, given,
     rows, n, top_k, groups, group_size, top_groups, scale, least, flags,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
@@ -83,10 +100,12 @@ def moe_router_fwd_kernel(
     summed = tl.zeros([EXPERTS], tl.float32)
     squared = tl.zeros([ROWS], tl.float32)
     slots = tl.arange(0, CHOICES)[None, :]
+    # Of these rows: 32-bit offsets leave registers to the scores.
+    given += program.to(tl.int64) * ROWS * top_k
     for block in range(program, tl.cdiv(rows, ROWS), programs):
         row = block * ROWS + tl.arange(0, ROWS)
         x, columns, places, inside = load_logits(logits, row, rows, n, EXPERTS)
-        scores, powers, total, peak = scores_of(x, flags)
+        scores, powers, total, peak = scores_of(x, flags, logits.dtype.element_ty)
         real = tl.broadcast_to(columns < n, [ROWS, EXPERTS])
         scores = tl.where(real, scores, 0.0)
         by = scores
@@ -116,9 +135,12 @@ def moe_router_fwd_kernel(
         found = tl.zeros([ROWS, CHOICES], tl.int32)
         weight = tl.zeros([ROWS, CHOICES], tl.float32)
         for k in range(0, top_k):
-            score, expert = first_of_largest(by, columns, eligible & (taken == 0))
+            if flags & HAS_EXPERTS:
+                expert = tl.load(given + tl.arange(0, ROWS) * top_k + k, mask=row < rows, other=0).to(tl.int32)
+            else:
+                score, expert = first_of_largest(by, columns, eligible & (taken == 0))
             hit = columns == expert[:, None]
-            taken = tl.where(hit, 1, taken)
+            taken = tl.where(hit, taken + 1, taken)
             found = tl.where(slots == k, expert[:, None], found)
             weight = tl.where(slots == k, tl.sum(tl.where(hit, scores, 0.0), axis=1)[:, None], weight)
         if flags & NORMALIZE:
@@ -134,6 +156,7 @@ def moe_router_fwd_kernel(
             summed += tl.sum(tl.where(counted[:, None] != 0, scores * counted[:, None], 0.0), axis=0)
             lse = peak + tl.log(total)
             squared += tl.where(counted != 0, lse * lse * counted, 0.0)
+        given += programs.to(tl.int64) * ROWS * top_k
     if flags & STATISTICS:
         experts = tl.arange(0, EXPERTS)
         at = program.to(tl.int64) * n + experts
@@ -150,7 +173,7 @@ def moe_router_bwd_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x, columns, at, inside = load_logits(logits, row, rows, n, EXPERTS)
-    scores, powers, total, peak = scores_of(x, flags)
+    scores, powers, total, peak = scores_of(x, flags, logits.dtype.element_ty)
     soft = powers / total[:, None]
     d = tl.zeros([ROWS, EXPERTS], tl.float32)
     if flags & OF_WEIGHTS:
@@ -160,14 +183,14 @@ def moe_router_bwd_kernel(
             expert = tl.load(index + first + k, mask=row < rows, other=-1)
             g = tl.load(grad + first + k, mask=row < rows, other=0.0)
             hit = columns == expert[:, None]
-            taken = tl.where(hit, 1, taken)
-            d = tl.where(hit, g[:, None], d)
+            taken = tl.where(hit, taken + 1, taken)
+            d = tl.where(hit, d + g[:, None], d)
         d *= scale
         if flags & NORMALIZE:
             own = tl.where(taken != 0, scores, 0.0)
-            chosen = tl.sum(own, axis=1) + least
+            chosen = tl.sum(own * taken, axis=1) + least
             mean = tl.sum(d * own, axis=1) / chosen
-            d = tl.where(taken != 0, (d - mean[:, None]) / chosen[:, None], 0.0)
+            d = tl.where(taken != 0, (d - taken * mean[:, None]) / chosen[:, None], 0.0)
     counted = counts_of(token_weight, row, rows, flags)
     if flags & OF_SCORES:
         h = tl.load(grad_scores + columns, mask=columns < n, other=0.0)
@@ -175,6 +198,9 @@ def moe_router_bwd_kernel(
     if flags & SIGMOID:
         slope = 1 / (1 + tl.exp(x))
         dx = d * scores * slope
+    elif flags & SQRTSOFTPLUS:
+        # Far below 0, the logarithm of the score has the slope 1 / 2.
+        dx = d * tl.where((x < -40) | (scores == 0), 0.5 * scores, tl.sigmoid(x) / (2 * scores))
     else:
         dx = scores * (d - tl.sum(d * scores, axis=1)[:, None])
     # Without an upstream gradient, a row may hold anything.
@@ -199,7 +225,7 @@ KERNELS = [
         function=moe_router_fwd_kernel,
         args={
             "weights": "*fp32", "index": "*i64", "tokens": "*fp32", "sums": "*fp32", "squares": "*fp32", "logits": "*X",
-            "bias": "*fp32", "token_weight": "*fp32",
+            "bias": "*fp32", "token_weight": "*fp32", "given": "*i64",
             **dict.fromkeys(("rows", "n", "top_k", "groups", "group_size", "top_groups"), "i32"),
             "scale": "fp32", "least": "fp32", "flags": "i32",
         },

@@ -1,15 +1,17 @@
-"""Rotary position embedding of q and k in one kernel: y = x * cos + rotate(x) * sin over the first R columns of a head.
+"""Rotary position embedding of q and k in one kernel: y = x * cos + rotate(x) * sin over R columns of a head.
 
 A head's R columns form R / 2 pairs: columns (i, i + R / 2), or (2 i, 2 i + 1) if INTERLEAVED. For a pair (a, b)
     y_a = x_a * cos_a - x_b * sin_a        y_b = x_b * cos_b + x_a * sin_b
-and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a).
+and the gradient is the same expression with (sin_a, sin_b) replaced by (-sin_b, -sin_a). If MIXED, x has pairs
+(2 i, 2 i + 1) and y has pairs (i, i + R / 2), or with READS_HALVES the other way around. Columns are counted from the
+first that is rotated. The other columns, `rest_width` of them from column `rest` on, are copied.
 
 One program processes all heads of one position of one batch entry, or some of these heads.
 
 If everything is aligned, the rotated columns of all heads of q and k form a row of pieces with PIECE pairs each. A
 thread processes one piece at a time, for any R, and reads its own angles, mostly from the cache. Otherwise a thread
 processes single pairs: PIECE pairs at a time of PIECES heads share their angles, and all columns of a head share its
-address. In both cases a pair is read completely before it is written, so y may overwrite x.
+address. In both cases a pair is read completely before it is written, so y may overwrite x, unless MIXED.
 """
 
 import triton
@@ -19,6 +21,11 @@ from ..table import ACTIVATION_WEIGHT_DTYPES, Config, Kernel
 
 INVERSE = tl.constexpr(1)
 COMPLEX = tl.constexpr(2)  # cos and sin are one table of (cos, sin) pairs; only if INTERLEAVED
+READS_HALVES = tl.constexpr(4)  # only if MIXED
+# How pairs lie in a head.
+HALVES = tl.constexpr(0)
+INTERLEAVED = tl.constexpr(1)
+MIXED = tl.constexpr(2)
 
 
 @triton.jit
@@ -63,13 +70,49 @@ def head_pointers(q, k, head, q_heads, q_stride, k_stride, MULTIPLE: tl.constexp
 
 
 @triton.jit
+def load_piece(starts, first, inside, half, flags, PAIRS: tl.constexpr, PIECE: tl.constexpr, ALIGNED: tl.constexpr):
+    """PIECE pairs from `first` on."""
+    pair = first + tl.arange(0, PIECE)[None, :]
+    cols = 2 * first + tl.arange(0, 2 * PIECE)[None, :]
+    pairs_inside = inside if ALIGNED else inside & (pair < half)
+    cols_inside = inside if ALIGNED else inside & (cols < 2 * half)
+    if PAIRS == INTERLEAVED:
+        a, b = load_pairs(starts + cols, cols_inside, half, True)
+    elif PAIRS == HALVES:
+        a, b = load_pairs(starts + pair, pairs_inside, half, False)
+    elif flags & READS_HALVES:
+        a, b = load_pairs(starts + pair, pairs_inside, half, False)
+    else:
+        a, b = load_pairs(starts + cols, cols_inside, half, True)
+    return a, b
+
+
+@triton.jit
+def store_piece(
+    starts, first, a, b, inside, half, flags, PAIRS: tl.constexpr, PIECE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    pair = first + tl.arange(0, PIECE)[None, :]
+    cols = 2 * first + tl.arange(0, 2 * PIECE)[None, :]
+    pairs_inside = inside if ALIGNED else inside & (pair < half)
+    cols_inside = inside if ALIGNED else inside & (cols < 2 * half)
+    if PAIRS == INTERLEAVED:
+        store_pairs(starts + cols, a, b, cols_inside, half, True)
+    elif PAIRS == HALVES:
+        store_pairs(starts + pair, a, b, pairs_inside, half, False)
+    elif flags & READS_HALVES:
+        store_pairs(starts + cols, a, b, cols_inside, half, True)
+    else:
+        store_pairs(starts + pair, a, b, pairs_inside, half, False)
+
+
+@triton.jit
 def rope_kernel(
     out_q, out_k, q, k, cos, sin,
-    positions, q_heads, k_heads, half, width, section_1, section_2,
+    positions, q_heads, k_heads, half, second, rest, rest_width, section_1, section_2,
     out_q_batch, out_q_head, out_q_position, out_k_batch, out_k_head, out_k_position,
     q_batch, q_head, q_position, k_batch, k_head, k_position,
     angle_batch, angle_position, angle_section, flags,
-    INTERLEAVED: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr,
+    PAIRS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     # 64-bit before the multiplications: a tensor may have more than 2**31 elements.
     program = tl.program_id(0).to(tl.int64)
@@ -84,7 +127,9 @@ def rope_kernel(
     heads = q_heads + k_heads
     start = tl.program_id(1) * PIECES
     step = tl.num_programs(1) * PIECES
-    SPREAD: tl.constexpr = 2 if INTERLEAVED else 1
+    # Columns of angles from one pair to the next. Angles are in the order of halves if MIXED.
+    SPREAD: tl.constexpr = 2 if PAIRS == INTERLEAVED else 1
+    TOGETHER: tl.constexpr = PAIRS == INTERLEAVED
 
     if ALIGNED:
         in_head = half // PIECE
@@ -92,22 +137,25 @@ def rope_kernel(
             piece = block + tl.arange(0, PIECES)
             inside = (piece < heads * in_head)[:, None]
             head = piece // in_head
-            cols = (SPREAD * PIECE * (piece - head * in_head))[:, None] + tl.arange(0, SPREAD * PIECE)[None, :]
-            a, b = load_pairs(head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols, inside, half, INTERLEAVED)
+            first = (PIECE * (piece - head * in_head))[:, None]
+            a, b = load_piece(
+                head_pointers(q, k, head, q_heads, q_head, k_head, 16), first, inside, half, flags, PAIRS, PIECE, True
+            )
+            cols = SPREAD * first + tl.arange(0, SPREAD * PIECE)[None, :]
             # If everything is aligned, sections begin at piece boundaries.
             section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
             at = section * angle_section + cols
-            cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
-            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
-            store_pairs(y, a * cos_a - b * sin_a, b * cos_b + a * sin_b, inside, half, INTERLEAVED)
+            cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, second, flags, TOGETHER)
+            y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16)
+            ya, yb = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+            store_piece(y, first, ya, yb, inside, half, flags, PAIRS, PIECE, True)
 
-        # Partial rotary: copies the columns from R to width.
-        in_rest = (width - 2 * half) // PIECE
+        in_rest = rest_width // PIECE
         for block in range(start, heads * in_rest, step):
             piece = block + tl.arange(0, PIECES)
             inside = (piece < heads * in_rest)[:, None]
             head = piece // in_rest
-            cols = (2 * half + PIECE * (piece - head * in_rest))[:, None] + tl.arange(0, PIECE)[None, :]
+            cols = (rest + PIECE * (piece - head * in_rest))[:, None] + tl.arange(0, PIECE)[None, :]
             x = head_pointers(q, k, head, q_heads, q_head, k_head, 16) + cols
             y = head_pointers(out_q, out_k, head, q_heads, out_q_head, out_k_head, 16) + cols
             tl.store(y, tl.load(x, mask=inside, other=0.0), mask=inside)
@@ -122,18 +170,20 @@ def rope_kernel(
                 inside = cols < SPREAD * half
                 section = (cols >= SPREAD * section_1).to(tl.int64) + (cols >= SPREAD * section_2).to(tl.int64)
                 at = section * angle_section + cols
-                cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, half, flags, INTERLEAVED)
-                a, b = load_pairs(x + cols, exists & inside, half, INTERLEAVED)
+                cos_a, cos_b, sin_a, sin_b = load_angles(cos, sin, at, inside, second, flags, TOGETHER)
+                a, b = load_piece(x, first, exists, half, flags, PAIRS, PIECE, False)
                 ya, yb = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-                store_pairs(y + cols, ya, yb, exists & inside, half, INTERLEAVED)
-            for first in range(2 * half, width, PIECE):
+                store_piece(y, first, ya, yb, exists, half, flags, PAIRS, PIECE, False)
+            for first in range(0, rest_width, PIECE):
                 cols = (first + tl.arange(0, PIECE))[None, :]
-                inside = exists & (cols < width)
+                inside = exists & (cols < rest_width)
+                cols += rest
                 tl.store(y + cols, tl.load(x + cols, mask=inside, other=0.0), mask=inside)
 
 
-def config(max_n, piece, pieces, num_warps, aligned=True):
-    return Config(max_n, aligned, num_warps, constexprs=dict(PIECE=piece, PIECES=pieces, ALIGNED=int(aligned)))
+def config(max_n, piece, pieces, num_warps, aligned=True, only=None):
+    constexprs = dict(PIECE=piece, PIECES=pieces, ALIGNED=int(aligned))
+    return Config(max_n, aligned, num_warps, constexprs=constexprs, only=only or {})
 
 
 KERNELS = [
@@ -141,8 +191,8 @@ KERNELS = [
         function=rope_kernel,
         args={
             "out_q": "*X", "out_k": "*X", "q": "*X", "k": "*X", "cos": "*W", "sin": "*W",
-            "positions": "i32", "q_heads": "i32", "k_heads": "i32", "half": "i32", "width": "i32",
-            "section_1": "i32", "section_2": "i32",
+            "positions": "i32", "q_heads": "i32", "k_heads": "i32", "half": "i32", "second": "i32",
+            "rest": "i32", "rest_width": "i32", "section_1": "i32", "section_2": "i32",
             "out_q_batch": "i64", "out_q_head": "i64", "out_q_position": "i64",
             "out_k_batch": "i64", "out_k_head": "i64", "out_k_position": "i64",
             "q_batch": "i64", "q_head": "i64", "q_position": "i64",
@@ -150,15 +200,15 @@ KERNELS = [
             "angle_batch": "i64", "angle_position": "i64", "angle_section": "i64", "flags": "i32",
         },
         aligned=[
-            "out_q", "out_k", "q", "k", "cos", "sin", "half", "width", "section_1", "section_2",
+            "out_q", "out_k", "q", "k", "cos", "sin", "half", "second", "rest", "rest_width", "section_1", "section_2",
             "out_q_batch", "out_q_head", "out_q_position", "out_k_batch", "out_k_head", "out_k_position",
             "q_batch", "q_head", "q_position", "k_batch", "k_head", "k_position",
             "angle_batch", "angle_position", "angle_section",
         ],
-        axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "interleaved": [{"INTERLEAVED": 0}, {"INTERLEAVED": 1}]},
+        axes={"dtype": ACTIVATION_WEIGHT_DTYPES, "pairs": [{"PAIRS": p.value} for p in (HALVES, INTERLEAVED, MIXED)]},
         # max_n limits R. The shapes are the fastest ones on an H200 in bf16.
         configs=[
-            config(64, 8, 64, 2),
+            config(64, 8, 64, 2, only={"PAIRS": (HALVES.value, INTERLEAVED.value)}),
             config(None, 8, 128, 4),
             config(None, 32, 4, 1, aligned=False),
         ],

@@ -40,6 +40,8 @@ OPTIONS = {
     "sigmoid": dict(score="sigmoid"),
     "groups": dict(score="sigmoid", groups=4, top_groups=2, scale=2.5),
     "groups of a softmax": dict(groups=8, top_groups=3, normalize=False),
+    "root": dict(score="sqrtsoftplus", scale=1.5),
+    "groups of roots": dict(score="sqrtsoftplus", groups=4, top_groups=2, normalize=False),
 }
 LAYOUTS = {
     "part of wider rows": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
@@ -54,10 +56,13 @@ def vary(draw, arguments):
     from hypothesis import strategies as st
 
     n = arguments["logits"].shape[-1]
+    if (experts := arguments["experts"]) is not None and 0 < experts.shape[-1] <= min(n, 32):
+        arguments |= dict(groups=1, top_groups=1, top_k=experts.shape[-1], bias=None, experts=experts % n)
+        return
     groups = draw(st.sampled_from([g for g in range(1, n + 1) if n % g == 0]))
     top_groups = draw(st.integers(1, groups))
     top_k = draw(st.integers(1, min(n // groups * top_groups, 32)))
-    arguments |= dict(groups=groups, top_groups=top_groups, top_k=top_k)
+    arguments |= dict(groups=groups, top_groups=top_groups, top_k=top_k, experts=None)
 
 
 def make(shape, dtype=torch.float32, device="cpu", bias=False, token_weight=False):
@@ -97,6 +102,76 @@ def test_options(options, bias, token_weight, device):
     for statistics in (False, True):
         logits, *others = make((70, 64), torch.float32, device, bias, token_weight)
         check(logits, 6, *others, device, statistics=statistics, **OPTIONS[options])
+
+
+def rounded_roots(x):
+    """sqrt(softplus(x)) with two roundings to the dtype of x, from fp64."""
+    first = torch.nn.functional.softplus(x.double()).to(x.dtype)
+    return first.double().sqrt().to(x.dtype)
+
+
+def without_close_calls(x):
+    """1 in place of numbers whose rounded roots differ if softplus is computed a little less accurately."""
+    exact = torch.nn.functional.softplus(x.double())
+    low, high = ((exact * (1 + sign * 2**-20)).to(x.dtype) for sign in (-1, 1))
+    roots = [(t.double().sqrt() * (1 + sign * 2**-20)).to(x.dtype) for t in (low, high) for sign in (-1, 1)]
+    same = torch.stack([t == roots[0] for t in roots]).all(0) & (low == high)
+    assert same.double().mean() > 0.9
+    return torch.where(same, x, 1.0).to(x.dtype)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_roots_decide(dtype, with_bias, device):
+    """Many scores are equal after rounding; of these the first is chosen."""
+    torch.manual_seed(0)
+    logits = without_close_calls((4 + torch.randn(60, 64)).to(dtype))
+    bias = torch.randn(64).round() / 8 if with_bias else None
+    scores = rounded_roots(logits).float()
+    by = scores if bias is None else scores + bias
+    assert (by.sort(-1).values.diff() == 0).any()
+    expected = by.sort(dim=-1, descending=True, stable=True).indices[:, :6]
+    chosen = scores.gather(1, expected)
+    on_device = (t if t is None else t.to(device) for t in (logits, bias))
+    x, bias = on_device
+    with path_taken(device):
+        found = moe_router(x, 6, bias, score="sqrtsoftplus", scale=1.5)
+    for routing in (found, reference(x, 6, bias, score="sqrtsoftplus", scale=1.5)):
+        assert torch.equal(routing[1].cpu(), expected)
+        torch.testing.assert_close(routing[0].cpu(), 1.5 * chosen / chosen.sum(-1, keepdim=True))
+
+
+@pairwise(score=["softmax", "sigmoid", "sqrtsoftplus"], normalize=[False, True], statistics=[False, True])
+def test_experts_that_are_given(score, normalize, statistics, device):
+    logits, *_ = make((40, 16), device=device)
+    # The first rows name an expert twice.
+    experts = torch.randint(0, 16, (40, 4), device=device)
+    experts[:5, 1:] = experts[:5, :1]
+    for given in (experts, experts.int()):
+        options = dict(score=score, normalize=normalize, scale=1.5, experts=given)
+        check(logits, 4, None, None, device, statistics=statistics, **options)
+        routing = moe_router(logits, 4, **options)
+        assert torch.equal(routing[1], experts) and routing[1].data_ptr() != given.data_ptr()
+
+
+def test_chosen_experts_given_again(device):
+    logits, *_ = make((40, 16), device=device)
+    for score in ("softmax", "sigmoid", "sqrtsoftplus"):
+        first = moe_router(logits, 4, score=score, statistics=True)
+        again = moe_router(logits, 4, score=score, statistics=True, experts=first[1])
+        assert all(map(torch.equal, first, again))
+
+
+def test_roots_far_below_zero(device):
+    logits = torch.tensor([[-30.0, -60.0, -80.0, 30.0, math.inf, -math.inf]], device=device, requires_grad=True)
+    weights, *_ = moe_router(logits, 6, score="sqrtsoftplus", normalize=False)
+    order = [4, 3, 0, 1, 2, 5]
+    exact = torch.nn.functional.softplus(logits.detach().double()).sqrt()[0, order]
+    torch.testing.assert_close(weights[0].double(), exact, rtol=1e-5, atol=0)
+    (slope,) = torch.autograd.grad(weights[0, 1:].sum(), logits)
+    x = logits.detach().double()[0, order][1:5]
+    torch.testing.assert_close(slope[0, order][1:5].double(), x.sigmoid() / (2 * exact[1:5]), rtol=1e-5, atol=0)
+    assert slope.isfinite().all()
 
 
 def test_upstream_gradients(device):
@@ -210,7 +285,23 @@ ERRORS = {
     "integers": (lambda x: moe_router(x.long(), 2), "logits must be float32"),
     "scalar": (lambda x: moe_router(x[0, 0], 2), "logits must have at least one dimension"),
     "experts": (lambda x: moe_router(x.new_zeros(2, 1025), 2), r"logits must have at most 1024 experts \(got 1025\)"),
-    "score": (lambda x: moe_router(x, 2, score="relu"), "score must be 'softmax' or 'sigmoid' .got 'relu'"),
+    "score": (
+        lambda x: moe_router(x, 2, score="relu"),
+        "score must be 'softmax', 'sigmoid' or 'sqrtsoftplus' .got 'relu'",
+    ),
+    "shape of experts": (
+        lambda x: moe_router(x, 2, experts=x[:, :3].long()),
+        r"experts must have shape \[4, 2\] \(got \[4, 3\]\)",
+    ),
+    "dtype of experts": (lambda x: moe_router(x, 2, experts=x[:, :2]), r"experts must be integers \(got Float\)"),
+    "experts and a bias": (
+        lambda x: moe_router(x, 2, x[0], experts=x[:, :2].long()),
+        r"bias must be None, because experts are given \(got a tensor\)",
+    ),
+    "experts and groups": (
+        lambda x: moe_router(x, 2, groups=2, experts=x[:, :2].long()),
+        r"groups must be 1, because experts are given \(got 2\)",
+    ),
     "scale": (lambda x: moe_router(x, 2, scale=math.inf), r"scale must be finite \(got inf\)"),
     "groups": (lambda x: moe_router(x, 2, groups=5), r"groups must divide the 16 experts \(got 5\)"),
     "top_groups": (lambda x: moe_router(x, 2, groups=4, top_groups=5), r"top_groups must lie in \[1, 4\] \(got 5\)"),
@@ -229,3 +320,11 @@ def test_errors(error, device):
     call, message = ERRORS[error]
     with pytest.raises(RuntimeError, match=f"moe_router: {message}"):
         call(torch.randn(4, 16, device=device))
+
+
+@pytest.mark.library
+def test_experts_out_of_range():
+    """On CPU. On CUDA, such an expert has the weight 0."""
+    for wrong in (-1, 16):
+        with pytest.raises(IndexError, match=rf"moe_router: experts must lie in \[0, 16\) \(got {wrong}\)"):
+            moe_router(torch.randn(4, 16), 2, experts=torch.full((4, 2), wrong))

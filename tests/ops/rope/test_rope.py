@@ -62,6 +62,72 @@ def test_partial_rotation(n, interleaved, dtype, device):
     check(q, k, cos, sin, grads, device, interleaved=interleaved)
 
 
+WAYS = {
+    "trailing": dict(trailing=True),
+    "halves": dict(halves_out=True),
+    "trailing halves": dict(trailing=True, halves_out=True),
+}
+
+
+def make_way(way, batch, q_heads, k_heads, sequence, size, dtype, device, rotated, **options):
+    """With angles of the width that the options take."""
+    width = rotated // 2 if "trailing" in WAYS[way] else rotated
+    return make(batch, q_heads, k_heads, sequence, size, dtype, device, width, **options)
+
+
+# n: head size and rotated columns, of DeepSeek-V4, MLA, and sizes that nothing divides.
+@sizes_by_device(
+    cpu=[(16, 16), (40, 16), (33, 6), (2, 2)],
+    cuda=[(16, 16), (64, 64), (192, 64), (512, 64), (320, 192), (40, 16), (100, 20), (33, 6), (2, 2)],
+    way=WAYS,
+    dtype=CPU_DTYPES,
+)
+def test_pairs_at_the_end_and_into_halves(n, way, dtype, device):
+    q, k, cos, sin, grads = make_way(way, 2, 5, 1, 3, n[0], dtype, device, n[1])
+    check(q, k, cos, sin, grads, device, **WAYS[way])
+
+
+@pairwise(way=WAYS, angle_batch=[1, 3], own_dtype=[False, True], layout=LAYOUTS)
+def test_layouts_of_pairs_at_the_end_and_into_halves(way, angle_batch, own_dtype, layout, device):
+    angle_dtype = torch.bfloat16 if own_dtype else torch.float32
+    q, k, cos, sin, grads = make_way(
+        way, 3, 4, 2, 5, 48, torch.bfloat16, device, 32, angle_dtype=angle_dtype, angle_batch=angle_batch
+    )
+    q, k = (LAYOUTS[layout](t.detach()).requires_grad_() for t in (q, k))
+    check(q, k, cos, sin, [LAYOUTS[layout](g) for g in grads], device, **WAYS[way])
+    # A part of a wider table.
+    wide = [torch.cat([t, t], -1)[..., : t.shape[-1]] for t in (cos, sin)]
+    assert equal(rope(q, k, *wide, **WAYS[way]), rope(q, k, cos, sin, **WAYS[way]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sections_of_pairs_at_the_end_and_into_halves(way, device):
+    q, k, *_, grads = make(2, 3, 2, 5, 40, torch.float32, device)
+    width = 16 if "trailing" in WAYS[way] else 32
+    cos, sin = (t.view(3, 2, 5, width) for t in angles(6, 5, width, device=device))
+    check(q, k, cos, sin, grads, device, mrope_section=[3, 8, 5], **WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_at_the_end_and_into_halves(way, device):
+    """Gradients of trailing pairs may overwrite those of the results, gradients of halves may not."""
+    q, k, cos, sin, grads = make_way(way, 2, 3, 1, 4, 24, torch.float64, "cpu", 16, angle_dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q, k: rope(q, k, cos, sin, **WAYS[way]), [q, k])
+    for wanted in ([q], [k], [q, k]):
+        outs = rope(q, k, cos, sin, **WAYS[way])
+        loss = sum((o * g).sum() for o, g in zip(outs, grads))
+        expected = torch.autograd.grad(reference(q, k, cos, sin, **WAYS[way]), wanted, grads, allow_unused=True)
+        torch.testing.assert_close(torch.autograd.grad(loss, wanted), expected)
+
+
+def test_angles_of_pairs_at_the_end(device):
+    q, k, cos, sin, _ = make(1, 2, 1, 3, 8, torch.float32, device, 6)
+    with pytest.raises(RuntimeError, match="rope: cos must rotate at most q's head size, 8 .got 12 columns"):
+        rope(q, k, cos, sin, trailing=True)
+    with pytest.raises(RuntimeError, match=r"rope: mrope_section must be three sizes that add up to 8 / 2"):
+        rope(q, k, *(t[..., :4].expand(3, 1, 3, 4) for t in (cos, sin)), trailing=True, mrope_section=[1, 1, 1])
+
+
 # Multi-head, grouped-query and multi-query attention, counts that do not fill a tile, and more heads in k than in q.
 @pytest.mark.parametrize(
     "q_heads, k_heads, batch, sequence",
@@ -347,8 +413,11 @@ def vary(draw, arguments):
     if "cos" not in arguments:
         return
     may_be_float32(draw, arguments, "cos", "sin")
+    if arguments["trailing"]:
+        for name in ("cos", "sin"):
+            arguments[name] = arguments[name][..., : arguments[name].shape[-1] // 2]
     if draw(st.booleans()):
-        pairs = arguments["cos"].shape[-1] // 2
+        pairs = arguments["cos"].shape[-1] // (1 if arguments["trailing"] else 2)
         first, second = sorted(draw(st.lists(st.integers(0, pairs), min_size=2, max_size=2)))
         arguments["mrope_section"] = [first, second - first, pairs - second]
         for name in ("cos", "sin"):

@@ -447,7 +447,7 @@ def draw(records: list[dict[str, Any]], path: Path, machine: str) -> None:
         return
 
     def group(r: dict[str, Any]) -> str:
-        return f"{model_of(r).replace(', ', chr(10))}\n{r['layers']} layers\n{r['batch']} × {r['length']}"
+        return f"{model_of(r).replace(', ', chr(10))}\n{r['layers']} layers, {r['batch']} × {r['length']}"
 
     groups = list(dict.fromkeys(map(group, good)))
     names = [name for p, name in PROVIDERS.items() if any(r["provider"] == p for r in good)]

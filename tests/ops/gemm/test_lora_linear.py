@@ -40,7 +40,7 @@ def truncation(*sizes: int) -> float:
 
 
 # Of our kernels, which add the products of blocks. Beyond MOST_RANKS, cuBLAS multiplies.
-TRUNCATION, MOST_RANKS = truncation(128), 32
+TRUNCATION, MOST_RANKS = truncation(256), 32
 
 
 class Case:
@@ -130,6 +130,12 @@ class Case:
 )
 def test_projections(dtype, wide, rows, n, features, ranks, biased, device):
     Case(device, dtype, torch.float32 if wide else dtype, rows, n, features, ranks, biased).check()
+
+
+@pairwise(dtype=CPU_DTYPES, wide=[False, True], ranks=[(8, 16), (16, 5)], features=[(264, 40), (520,)])
+def test_many_rows(dtype, wide, ranks, features, device):
+    """On CUDA, one pass over dy computes the gradient of B and that which A's gradient needs."""
+    Case(device, dtype, torch.float32 if wide else dtype, 600, 72, features, ranks).check()
 
 
 @pairwise(

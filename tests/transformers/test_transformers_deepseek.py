@@ -270,3 +270,15 @@ def test_rotations(kind, unsqueeze_dim):
     torch.testing.assert_close(results, run(function))
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(run(compiled), results)
+
+
+@needs_v4
+def test_limits_beside_adapters():
+    peft = pytest.importorskip("peft")
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    model, ids = peft.get_peft_model(model_of("deepseek_v4"), config), tokens()
+    plain = step(model, ids)
+    report = apply_liger_kernel(model)
+    assert {row.replacement for row in report.rows if row.kind == "mlp"} == {"swiglu"}
+    assert_same_step(model, ids, plain)

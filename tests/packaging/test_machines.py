@@ -181,7 +181,7 @@ runpy.run_path("setup.py", run_name="__main__")
 @pytest.fixture
 def cross_build(tmp_path, monkeypatch):
     """setup.py in a folder that has torch for the other machine, with a cross compiler that answers questions alone."""
-    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "csrc", "liger_ops"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "CMakeLists.txt", "csrc", "liger_ops"):
         (tmp_path / name).symlink_to(ROOT / name)
     torch = tmp_path / "build" / "torch" / f"2.13.0-{OTHER.name}" / "torch"
     for path, text in {"share/cmake/Torch/TorchConfig.cmake": " CXX_STANDARD 20\n", "include/ATen/ATen.h": ""}.items():

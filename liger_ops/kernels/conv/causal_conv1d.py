@@ -17,7 +17,7 @@ nothing is selected (MASKED = 0).
 import triton
 import triton.language as tl
 
-from ..table import ACTIVATION_WEIGHT_DTYPES, HALVES, Config, Kernel
+from ..table import ACTIVATION_WEIGHT_DTYPES, FLOATS, HALVES, Config, Kernel
 
 SILU = tl.constexpr(1)
 HAS_BIAS = tl.constexpr(2)
@@ -264,6 +264,7 @@ KERNELS = [
         configs=[
             config(128, 4, 128, 128, only=NARROW),
             config(None, 1, 256, 256, unroll=8, only=NARROW | {"MASKED": (0,)} | HALVES),
+            config(None, 1, 512, 128, only=NARROW | FLOATS),
             config(None, 1, 512, 128, only=NARROW),
             config(None, 1, 256, 128, only=WIDE),
             config(None, 1, 128, 128, aligned=False),

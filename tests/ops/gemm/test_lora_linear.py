@@ -228,7 +228,7 @@ def test_an_output_without_gradient(device):
 
 @pairwise(
     dtype=CPU_DTYPES,
-    op=[("swiglu", ()), ("geglu", ("tanh",)), ("geglu", ("none",))],
+    op=[("swiglu", (None,)), ("swiglu", (0.5,)), ("geglu", ("tanh",)), ("geglu", ("none",))],
     learned=["all", "adapters", "activations", "b"],
 )
 def test_gated_projections(dtype, op, learned, device):

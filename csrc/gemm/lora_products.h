@@ -234,7 +234,7 @@ inline at::Tensor rows_and_columns(
   const int64_t tokens = y.size(0), features = y.size(1), padded = u.size(1);
   const bool aligned = is_aligned(y) && is_aligned(w.weight) && is_aligned(v) && features % 8 == 0 && ranks % 8 == 0;
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(y), w.pieces()));
-  const auto& config = runtime::first_fit<K>(16, true, point);
+  const auto& config = runtime::first_fit<K>(padded, true, point);
   // With few rows there are few programs, and y may stay in the cache for a second pass.
   if (!aligned || padded != config.BLOCK_R || tokens < 16 * config.BLOCK_T) return {};
   const int64_t blocks = ceil_div(features, config.BLOCK_C);

@@ -5,10 +5,10 @@ WHEEL = 60_000_000
 # Kernels of a family, in the packs of all architectures and of PTX together.
 PACKS = {
     "activations": 560_000,
-    "conv": 1_800_000,
+    "conv": 2_400_000,
     "embedding": 90_000,
     "gated": 1_400_000,
-    "gemm": 2_550_000,
+    "gemm": 1_500_000,
     "losses": 10_100_000,
     "moe": 9_700_000,
     "norms": 13_400_000,

@@ -291,7 +291,7 @@ KERNELS = [
             "columns_part",
         ],
         axes={"dtype": DTYPES},
-        configs=[config(16, 32, 256, 16, STAGES=3)],
+        configs=[config(None, 32, 256, 16, STAGES=3)],
     ),
     Kernel(
         function=lora_expand_kernel,

@@ -14,7 +14,7 @@ from post_training import (
     of_ids,
     targets,
 )
-from process_group import group_of_one, solo_group
+from solo_group import group_of_one, solo_group
 from torch.utils._pytree import tree_leaves
 
 from liger_ops import losses

@@ -2,7 +2,8 @@
 
 import pytest
 import vocab_parallel_cross_entropy_cases as cases
-from process_group import run_case, solo_group
+from process_group import run_case
+from solo_group import solo_group
 from torch.cuda import device_count
 
 

@@ -3,7 +3,8 @@
 import linear_losses
 import pytest
 import vocab_parallel_fused_linear_cross_entropy_cases as cases
-from process_group import run_case, solo_group
+from process_group import run_case
+from solo_group import solo_group
 from strategies import has_low_rank
 from torch.cuda import device_count
 

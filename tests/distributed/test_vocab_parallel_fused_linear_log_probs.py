@@ -2,7 +2,8 @@
 
 import pytest
 import vocab_parallel_fused_linear_log_probs_cases as cases
-from process_group import run_case, solo_group
+from process_group import run_case
+from solo_group import solo_group
 from strategies import has_low_rank, own_test_file
 from torch.cuda import device_count
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checks import assert_no_worse
-from process_group import solo_group
+from solo_group import solo_group
 
 pytestmark = pytest.mark.verl
 

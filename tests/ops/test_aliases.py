@@ -7,7 +7,7 @@ import torch
 from checks import OPCHECKS, count_graphs, equal
 from models import NAMES, ROWS, Call, inputs_of, outputs
 from operator_calls import ALIASES
-from process_group import SOLO, solo_group
+from solo_group import SOLO, solo_group
 
 from liger_ops import functional as F
 

@@ -106,7 +106,7 @@ def test_training_graph(row, device):
 
 LOAD = """
 import torch, liger_ops
-from process_group import solo_group
+from solo_group import solo_group
 solo_group()
 for number in range({count}):
     program = torch.export.load(f"{folder}/{{number}}.pt2")

@@ -17,7 +17,7 @@ from language_models import make, step, tokens
 from models import outputs
 from operator_calls import backward, differentiable, public_calls
 from patched_models import assert_same_step
-from process_group import solo_group
+from solo_group import solo_group
 from torch.utils._pytree import tree_leaves
 
 import liger_ops

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from liger_kernel_calls import Call, Case, draw, first, function, given, with_weight_first
-from process_group import group_of_one, solo_group
+from solo_group import group_of_one, solo_group
 from torch import Tensor
 from torch.nn import functional as TF
 

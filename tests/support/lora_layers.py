@@ -1,12 +1,12 @@
 """Models with LoRA layers of peft, and the calls that patched ones make."""
 
 import copy
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 from checks import assert_no_worse
-from language_models import make, step, train
+from language_models import make, step
 from patched_models import logits_of
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -101,21 +101,3 @@ def assert_as_accurate(ours, theirs, model, ids, precision):
     for i, name in enumerate(exact):
         of = scale if "lora_" in name else 0.0
         assert_no_worse(name, ours[name], theirs[name], exact[name], of, bounds=(bounds, i))
-
-
-def assert_training_ends_as_that_of_peft(start, train_patched):
-    """As test_training_is_as_accurate_as_eager in test_transformers_experts.py, with its factor, over 20 steps of two models.
-    Returns what the last of them ends with in fp64. start: makes a model by its seed; train_patched: checks its path too."""
-    errors = {"ours": defaultdict(lambda: 1.0), "eager": defaultdict(lambda: 1.0)}
-    for seed in range(2):
-        model = start(seed)
-        exact, found = train(copy.deepcopy(model).double(), 20), {"eager": train(copy.deepcopy(model), 20)}
-        apply_liger_kernel(model)
-        found["ours"] = train_patched(model)
-        for who, result in found.items():
-            for key, wanted in exact.items():
-                error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
-                errors[who][key] *= error**0.5
-    for key, error in errors["ours"].items():
-        assert error <= 8 * errors["eager"][key] + torch.finfo(torch.float32).eps, key
-    return exact

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from process_group import SOLO, solo_group
+from solo_group import SOLO, solo_group
 from stub_cuda import scratch
 from torch import Tensor, nn
 

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from process_group import solo_group
+from solo_group import solo_group
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

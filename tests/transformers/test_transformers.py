@@ -1,11 +1,9 @@
 """liger_ops.transformers: patched models of many architectures train as unpatched ones do."""
 
-import collections
-
 import pytest
 import torch
-from language_models import ARCHITECTURES, clone, make, nodes, step, tokens, train
-from patched_models import FUSED, assert_same_logits, assert_same_step
+from language_models import ARCHITECTURES, make, nodes, step, tokens, train
+from patched_models import FUSED, assert_same_logits, assert_same_step, assert_training_is_as_accurate
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
 
@@ -22,27 +20,12 @@ TRAINED = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in QUICK
 
 @pytest.mark.parametrize("name, dtype", TRAINED, ids=str)
 def test_training_is_as_accurate_as_unpatched(name, dtype):
-    """Compares the errors of patched and unpatched training, both relative to unpatched training in a wider dtype.
-
-    Rounding errors grow exponentially, so a single training may have a large error: compare geometric means over four
-    trainings. The logarithm of the error ratio of one training has a standard deviation of up to 0.56, so that of the
-    mean has 0.28. The allowed factor of 4 is five standard deviations."""
-    wide = torch.float64 if dtype == torch.float32 else torch.float32
-    errors = {who: collections.defaultdict(lambda: 1.0) for who in ("ours", "eager")}
-    trainings = 4
-    for seed in range(trainings):
-        start = make(name, seed)
-        exact, eager = train(clone(start, wide)), train(clone(start, dtype))
-        model = clone(start, dtype)
+    def patched(model):
         report = apply_liger_kernel(model)
         assert {"norm", "loss"} <= {row.kind for row in report.replaced} and not report.left_alone
-        ours = train(model)
-        for who, result in (("ours", ours), ("eager", eager)):
-            for key, wanted in exact.items():
-                error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
-                errors[who][key] *= error ** (1 / trainings)
-    for key, error in errors["ours"].items():
-        assert error <= 4 * errors["eager"][key] + torch.finfo(dtype).eps, key
+        return train(model)
+
+    _, ours = assert_training_is_as_accurate(lambda seed: make(name, seed), train, patched, dtype, trainings=4)
     assert float(ours["losses"][-8:].mean()) < float(ours["losses"][:8].mean()) - 0.05
 
 

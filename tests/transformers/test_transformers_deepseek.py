@@ -246,11 +246,8 @@ def rotary_functions():
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-@pytest.mark.parametrize("kind", ["pairs to halves", "last pairs"])
-def test_rotations(kind, unsqueeze_dim):
-    function = dict(rotary_functions()).get(kind)
-    if function is None:
-        pytest.skip("this release of transformers has no DeepSeek-V4")
+@pytest.mark.parametrize("kind, function", list(rotary_functions()))
+def test_rotations(kind, function, unsqueeze_dim):
     found = probe.identify_rotary(function)
     assert (found.kind, found.takes_norms, found.promotes) == (kind, False, kind == "pairs to halves")
     ours, size = modules.rotary_function(found, function), 16 if kind == "last pairs" else 8

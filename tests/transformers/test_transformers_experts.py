@@ -1,12 +1,10 @@
 """Mixture-of-experts layers of transformers, whose experts become one operator."""
 
-from collections import defaultdict
-
 import pytest
 import torch
 from checks import output_of
 from language_models import ARCHITECTURES, MOE, SIZES, clone, step, tokens, train
-from patched_models import assert_same_step, wanted_by
+from patched_models import assert_same_step, assert_training_is_as_accurate, wanted_by
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_ops import functional
@@ -171,23 +169,18 @@ def test_frozen_experts_have_no_gradient_of_their_weights():
     "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n not in ("qwen3_moe", "gpt_oss"))) for n in MODELS]
 )
 def test_training_is_as_accurate_as_eager(name):
-    """As test_training_is_as_accurate_as_unpatched in test_transformers.py, where the error of one training relative to
-    another's has a logarithm with a standard deviation of up to 0.56: that of the mean of two has 0.4. The allowed factor
-    of 8 is five standard deviations. Only the experts are ours."""
-    errors = {"ours": defaultdict(lambda: 1.0), "eager": defaultdict(lambda: 1.0)}
+    """Only the experts are ours."""
     others = dict.fromkeys(SWITCHES, False) | {"moe_experts": True, "swiglu": True}
-    for seed in range(2):
-        start = make(name, seed)
-        start.config._experts_implementation = "eager"
-        exact, results = train(clone(start, torch.float64)), {"eager": train(clone(start, torch.float32))}
-        model = clone(start, torch.float32)
+
+    def start(seed):
+        model = make(name, seed)
+        model.config._experts_implementation = "eager"
+        return model
+
+    def ours(model):
         assert [row.kind for row in apply_liger_kernel(model, **others).replaced].count("experts") >= 1
-        results["ours"] = train(model)
-        for who, result in results.items():
-            for key, wanted in exact.items():
-                error = float((result[key] - wanted).pow(2).mean().sqrt()) / float(wanted.abs().max())
-                errors[who][key] *= error**0.5
-    for key, error in errors["ours"].items():
-        assert error <= 8 * errors["eager"][key] + torch.finfo(torch.float32).eps, key
-    losses = results["ours"]["losses"]
+        return train(model)
+
+    _, found = assert_training_is_as_accurate(start, train, ours)
+    losses = found["losses"]
     assert float(losses[-8:].mean()) < float(losses[:8].mean()) - 0.05

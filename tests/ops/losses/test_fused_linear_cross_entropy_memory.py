@@ -11,7 +11,7 @@ from checks import (
     equal,
 )
 from linear_losses import INPUT, WEIGHT, budget_for, flce, make, plan
-from process_group import solo_group
+from solo_group import solo_group
 
 # ---- Memory
 

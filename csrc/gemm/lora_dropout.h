@@ -21,7 +21,14 @@ inline uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-/// Hashes below it are dropped. They are signed.
+/// Of a row's key and a column: one hash serves two columns. Keys are mixed, which columns need not be beside them.
+inline int32_t hash_of(uint32_t key, uint32_t column) {
+  uint32_t x = (key ^ (column / 2 * 0x9e3779b1u)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return int32_t(column % 2 ? x * 0x9e3779b1u : x);
+}
+
+/// Hashes below it are dropped.
 inline int32_t threshold_of(double rate) {
   return int32_t(std::min(std::round(std::ldexp(rate, 32)) - std::ldexp(1, 31), double(INT32_MAX)));
 }
@@ -38,12 +45,13 @@ inline at::Tensor dropped_on_cpu(const at::Tensor& x, int64_t seed, double rate)
     const auto gain = at::opmath_type<scalar_t>(gain_of(rate));
     const scalar_t* from = x.const_data_ptr<scalar_t>();
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    const uint32_t first_word = mixed(uint32_t(seed)), second_word = mixed(first_word + uint32_t(uint64_t(seed) >> 32));
     at::parallel_for(
         0, rows, at::divup(at::internal::GRAIN_SIZE, std::max<int64_t>(columns, 1)), [&](int64_t first, int64_t last) {
           for (int64_t row = first; row < last; ++row) {
-            const uint32_t key = mixed(mixed(uint32_t(row) ^ uint32_t(seed)) + uint32_t(uint64_t(seed) >> 32));
+            const uint32_t key = mixed(uint32_t(row) ^ first_word) + second_word;
             for (int64_t c = 0; c < columns; ++c) {
-              const bool keep = int32_t(mixed(key ^ (uint32_t(c) * 0x9e3779b1u))) >= threshold;
+              const bool keep = hash_of(key, uint32_t(c)) >= threshold;
               to[row * columns + c] = keep ? scalar_t(from[row * row_stride + c * stride] * gain) : scalar_t(0);
             }
           }

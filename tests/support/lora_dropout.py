@@ -5,19 +5,24 @@ import torch
 MOST = 2**32 - 1
 
 
+def times(x, number):
+    """In two halves, whose products do not overflow."""
+    return (x * (number >> 16) & MOST) * 2**16 + x * (number & 0xFFFF) & MOST
+
+
 def mixed(x):
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D & MOST
-    x = x ^ (x >> 15)
-    # In two halves, whose products do not overflow.
-    x = (x * 0x846C & MOST) * 2**16 + x * 0xA68B & MOST
+    x = times(x ^ (x >> 16), 0x7FEB352D)
+    x = times(x ^ (x >> 15), 0x846CA68B)
     return x ^ (x >> 16)
 
 
 def kept(seed: int, rate: float, rows: int, columns: int) -> torch.Tensor:
-    low, high = seed & MOST, seed >> 32 & MOST
-    keys = mixed(mixed(torch.arange(rows) ^ low) + high & MOST)
-    x = mixed(keys[:, None] ^ (torch.arange(columns) * 0x9E3779B1 & MOST))
+    first = mixed(torch.tensor(seed & MOST))
+    second = mixed(first + (seed >> 32 & MOST) & MOST)
+    keys, column = mixed(torch.arange(rows) ^ first) + second & MOST, torch.arange(columns)
+    x = times(keys[:, None] ^ times(column // 2, 0x9E3779B1), 0x7FEB352D)
+    x = times(x ^ (x >> 15), 0x846CA68B)
+    x = torch.where(column % 2 == 1, times(x, 0x9E3779B1), x)
     signed = torch.where(x < 2**31, x, x - 2**32)
     return signed >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
 

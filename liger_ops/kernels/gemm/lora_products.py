@@ -35,19 +35,19 @@ def mixed(x):
 
 @triton.jit
 def row_keys(seed, rows):
-    low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return mixed(mixed(rows.to(tl.uint32) ^ low) + high)
+    first = mixed((seed & 0xFFFFFFFF).to(tl.uint32))
+    second = mixed(first + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    return mixed(rows.to(tl.uint32) ^ first) + second
 
 
 @triton.jit
-def kept(tile, keys, columns, threshold):
-    """The tile with 0 where an element is dropped. threshold: see threshold_of in csrc/gemm/lora_dropout.h, which has
-    the same hash."""
-    x = keys[:, None] ^ (columns.to(tl.uint32) * 0x9E3779B1)[None, :]
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x *= 0x846CA68B
+def kept(tile, keys, start, threshold, BLOCK_C: tl.constexpr):
+    """The tile of columns from `start`, an even number, with 0 where an element is dropped. threshold: see threshold_of in
+    csrc/gemm/lora_dropout.h, which has the same hash. One hash serves two columns: integers are what dropout costs."""
+    pair = start // 2 + tl.arange(0, BLOCK_C // 2)
+    x = (keys[:, None] ^ (pair.to(tl.uint32) * 0x9E3779B1)[None, :]) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = tl.interleave(x, x * 0x9E3779B1)
     return tl.where(x.to(tl.int32, bitcast=True) >= threshold, tile, 0.0)
 
 
@@ -109,7 +109,7 @@ def lora_rows_kernel(
         fits = feature < features
         left = tl.load(x + feature[None, :], mask=row_fits[:, None] & fits[None, :], other=0.0)
         if DROPS:
-            left = kept(left, keys, feature, threshold)
+            left = kept(left, keys, start, threshold, BLOCK_C)
         total += times(left, w + feature[:, None], w_piece, fits[:, None] & column_fits[None, :], PIECES)
     to = out + part.to(tl.int64) * out_split + row.to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(to, total * scale, mask=row_fits[:, None] & column_fits[None, :])
@@ -125,7 +125,8 @@ def lora_columns_kernel(
     blocks = tl.cdiv(ranks, BLOCK_R)
     block = tl.program_id(0) % blocks
     part = tl.program_id(0) // blocks % splits
-    feature = tl.program_id(0) // blocks // splits * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.program_id(0) // blocks // splits * BLOCK_C
+    feature = first + tl.arange(0, BLOCK_C)
     column = block * BLOCK_R + tl.arange(0, BLOCK_R)
     feature_fits, column_fits = feature < features, column < ranks
     share = tl.cdiv(tl.cdiv(tokens, splits), BLOCK_T) * BLOCK_T
@@ -139,7 +140,7 @@ def lora_columns_kernel(
         right = tl.load(x + at * x_row + feature[None, :], mask=fits[:, None] & feature_fits[None, :], other=0.0)
         left = tl.load(v + at * v_row + column[None, :], mask=fits[:, None] & column_fits[None, :], other=0.0)
         if DROPS:
-            right = kept(right, row_keys(seed, row), feature, threshold)
+            right = kept(right, row_keys(seed, row), first, threshold, BLOCK_C)
         total += times_pieces(tl.trans(left), right, PIECES)
     to = out + part.to(tl.int64) * out_split + column.to(tl.int64)[:, None] * out_rank
     to += feature.to(tl.int64)[None, :] * out_feature
@@ -182,7 +183,8 @@ def lora_expand_kernel(
     """out (T, C) = addend + scale v w. v: (T, R), w: (R, C). ranks: those that are not padding. padded: R."""
     blocks = tl.cdiv(features, BLOCK_C)
     row = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-    feature = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.program_id(0) % blocks * BLOCK_C
+    feature = first + tl.arange(0, BLOCK_C)
     row_fits, fits = row < tokens, feature < features
     total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for start in range(0, padded, BLOCK_R):
@@ -205,7 +207,7 @@ def lora_expand_kernel(
             part = tl.dot(high, tl.load(at + w_piece, mask=inside, other=0.0), part)
         part = tl.dot(high, right, part)
         if DROPS:
-            total += kept(part, row_keys(tl.load(seeds + start // rank), row), feature, threshold)
+            total += kept(part, row_keys(tl.load(seeds + start // rank), row), first, threshold, BLOCK_C)
         else:
             total = part
     total *= scale
@@ -224,10 +226,11 @@ def lora_drop_kernel(
     """out (T, C) = scale x with dropout."""
     blocks = tl.cdiv(features, BLOCK_C)
     row = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-    feature = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.program_id(0) % blocks * BLOCK_C
+    feature = first + tl.arange(0, BLOCK_C)
     mask = (row < tokens)[:, None] & (feature < features)[None, :]
     tile = tl.load(x + row.to(tl.int64)[:, None] * x_row + feature[None, :], mask=mask)
-    tile = kept(tile * scale, row_keys(tl.load(seeds), row), feature, threshold)
+    tile = kept(tile * scale, row_keys(tl.load(seeds), row), first, threshold, BLOCK_C)
     tl.store(out + row.to(tl.int64)[:, None] * out_row + feature[None, :], tile, mask=mask)
 
 

@@ -142,7 +142,7 @@ def test_many_rows(dtype, wide, ranks, features, device):
     dtype=CPU_DTYPES,
     wide=[False, True],
     rows=[1, 70],
-    n=[24, 136],
+    n=[24, 37, 136],
     ranks=[(16,), (8, 8, 8), (32, 48, 5)],
     dropout=[(0.25,) * 3, (0.5, 0.0, 0.1), (1.0, 0.3, 0.3)],
 )
@@ -166,6 +166,9 @@ def test_masks_are_independent_and_have_the_rate():
         for dim in 0, 1:
             means = mask.mean(dim)
             assert float(means.var()) == pytest.approx(rate * (1 - rate) / mask.shape[dim], rel=0.35)
+        # Beyond what independent elements reach, if rows agree that are neither equal nor neighbours.
+        largest = float(torch.linalg.matrix_norm(centred, 2)) / (rate * (1 - rate)) ** 0.5
+        assert largest < 1.05 * (rows**0.5 + columns**0.5)
 
 
 def test_dropout_follows_the_generator(device):

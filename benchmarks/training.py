@@ -78,11 +78,24 @@ MODELS = {
         "qwen3_moe", 2048, 6144, 151936, 32, 4, batch=4, head_size=128, layers=4, length=4096,
         others=dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
     ),
+    # Three delta nets and one attention, with a quarter of the experts of Qwen3-Next-80B-A3B.
+    "qwen3_next": Shape(
+        "qwen3_next", 2048, 5632, 151936, 16, 2, batch=4, head_size=256, layers=4,
+        others=dict(num_experts=128, num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512),
+    ),
+    # With an eighth of the experts.
+    "deepseek_v4": Shape(
+        "deepseek_v4", 4096, 2048, 129280, 64, 1, batch=2, head_size=512, layers=4,
+        others=dict(n_routed_experts=32, moe_intermediate_size=2048),
+    ),
 }  # fmt: skip
 
 
 def tiny(shape: Shape) -> Shape:
-    sizes = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    sizes = dict(
+        num_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )  # fmt: skip
     return shape._replace(
         hidden=64,
         intermediate=128,

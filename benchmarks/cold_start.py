@@ -16,6 +16,8 @@ def main(name: str, provider: str, device: str) -> None:
         # The same operators without kernel packs.
         os.environ["LIGER_OPS_PACK_DIR"], provider = os.devnull, "ours"
     op = importlib.import_module(f"benchmarks.{name}").OP
+    if device not in op.host:
+        sys.exit(f"{name} has no shape for host costs on {device}")
     spec = op.host[device]
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     tensors = op.inputs(Make(device, getattr(torch, spec.dtype)), *spec.shape)

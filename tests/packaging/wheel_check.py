@@ -61,7 +61,8 @@ for row, name in zip(ROWS, NAMES):
     assert all(t.isfinite().all() for t in (*results, *gradients)), name
     counts = liger_ops.launch_counts()
     used = {path for path, count in counts.items() if count}
-    assert used == {"cpu" if device == "cpu" else "aot"}, (name, counts)
+    # The products of lora_linear in fp32 are GEMMs of cuBLAS.
+    assert used == ({"cpu"} if device == "cpu" else set() if row.op == "lora_linear" else {"aot"}), (name, counts)
     print(f"{name}: {counts}")
 assert "triton" not in sys.modules
 print(f"all operators ran: {liger_ops._loaded.library}, Python {sys.version.split()[0]}, torch {torch.__version__}")

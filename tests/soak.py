@@ -36,8 +36,8 @@ def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
     taps = chance.randint(2, 8)
 
     def size_of(letter: str) -> int:
-        if letter == "R":  # rotated columns of a head, of which D is the smallest number
-            return 2 * chance.randint(1, 8)
+        if letter == "R":  # rotated columns, or half of them, of a head of D
+            return 2 * chance.randint(1, 4)
         if letter == "D":
             return 2 * chance.randint(8, 48)
         if letter == "K":

@@ -63,8 +63,10 @@ def options(operator: Operator) -> Iterator[tuple[str, bool, dict[str, Any]]]:
 def indices(operator: Operator, name: str, shapes: Shapes, shape: list[int], generator: torch.Generator) -> Tensor:
     if name == "tokens_per_expert":
         return torch.full(shape, shapes.size("N") // shapes.size("E"))
-    of_classes = any("V" in t.shapes for t in described_tensors(operator).values())
-    t = torch.randint(shapes.size("V" if of_classes else "E"), shape, generator=generator)
+    written = " ".join(t.shapes for t in described_tensors(operator).values())
+    # Of classes, of logits' columns, or of experts and samples.
+    letter = next((letter for letter in "VEn" if letter in written), "E")
+    t = torch.randint(shapes.size(letter), shape, generator=generator)
     if "ignore_index" in operator.types:
         t.view(-1)[::5] = operator.__signature__.parameters["ignore_index"].default
     return t

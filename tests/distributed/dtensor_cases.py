@@ -286,10 +286,12 @@ for op, p, results in (
 ):
     CASES.add(f"{op.__name__} of {p}", quantised, op=op, placement=p, results=results)
 
+IN_FP8 = dict(x=(randn(4, 16), Shard(0)), weight=(randn(32, 16), R))
 CASES.refuse({
     "quantize_rows by columns": (F.quantize_rows, dict(x=(X, Shard(2))), "quantize_rows: x must be"),
     "quantize_columns by rows": (F.quantize_columns, dict(x=(X, Shard(0))), "quantize_columns: x must be"),
     "quantize_both by rows": (F.quantize_both, dict(x=(X, Shard(0))), "quantize_both: x must be"),
+    "fp8_linear": (F.fp8_linear, IN_FP8, "fp8_linear: x must be a plain tensor"),
 })  # fmt: skip
 
 CASES.refuse(

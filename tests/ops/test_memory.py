@@ -45,6 +45,7 @@ SAVED = {
     "qk_norm_rope": {name: name for name in ("q", "k", "q_weight", "k_weight", "cos", "sin")},
     "embedding": dict(input="input"),
     "lora_linear": {name: name for name in ("x", "weight", "a", "b")},
+    "fp8_linear": dict(weight="weight"),
     "moe_experts": {
         name: name for name in ("x", "gate_up", "down", "index", "weight", "down_bias", *ADAPTERS_OF_EXPERTS)
     },

@@ -108,6 +108,8 @@ ROWS = [
     Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
     Row("lora_linear", dict(x=HIDDEN), DOWN | ADAPTERS, dict(scale=[0.5, 2.0])),
     Row("lora_linear", dict(x=HIDDEN), HEAD, dict(a=[], b=[], scale=[])),
+    Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH), bias=(2 * WIDTH,))),
+    Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH)), dict(recipe="rows_hp")),
     Row("embedding", dict(input=TARGET), HEAD),
     Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
     Row("moe_experts", MOE, EXPERT_WEIGHTS),

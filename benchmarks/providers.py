@@ -26,7 +26,15 @@ PARTS = (
     "GEMMs", "three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of a frozen head", "GEMMs of ours", "GEMMs of compact",
     "frozen", "frozen head", "copy",
 )  # fmt: skip
-PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "flash-linear-attention", "transformers", "trl", "torchao")
+PACKAGES = (
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "flash-linear-attention",
+    "transformers",
+    "trl",
+    "torchao",
+)
 # Without a GPU, compilation takes longer than the rest of a quick run.
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}
 

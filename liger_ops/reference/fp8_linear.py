@@ -50,7 +50,7 @@ class Product(torch.autograd.Function):
 
 @operator(choices={"recipe": RECIPES})
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "rows") -> Tensor:
-    """``F.linear(x, weight, bias)`` whose GEMMs multiply numbers of 8 bits (e4m3), quantised by :func:`quantize_rows`.
+    """``F.linear(x, weight, bias)`` whose GEMMs multiply 8-bit numbers (e4m3), quantised by :func:`quantize_rows`.
 
     x: (..., n), weight: (m, n), bias: (m,) -> (..., m).
 

@@ -16,17 +16,25 @@ from benchmarks.op import Absent, Op
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
     "GEMMs", "three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of a frozen head", "GEMMs of ours", "GEMMs of compact",
-    "frozen", "frozen head", *COMMON[:4], "liger-kernel JSD", "liger-sm90", "fla", "causal_conv1d", "cut-cross-entropy", "trl", "trl JSD", "trl frozen", *COMMON[4:],
+    "frozen", "frozen head", "copy", *COMMON[:4], "liger-kernel JSD", "liger-sm90", "torchao", "torchao rows_hp", "fla", "causal_conv1d", "cut-cross-entropy", "trl", "trl JSD", "trl frozen", *COMMON[4:],
     "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours 320 MiB", "ours eager", "ours linear",
     "ours two", "ours with entropy", "ours as a loss", "ours JSD", "ours per token", "ours per token 1280 MiB",
-    "ours frozen",
+    "ours frozen", "ours rows_hp",
 )  # fmt: skip
 # Do only a part of the work.
 PARTS = (
     "GEMMs", "three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of a frozen head", "GEMMs of ours", "GEMMs of compact",
-    "frozen", "frozen head",
+    "frozen", "frozen head", "copy",
 )  # fmt: skip
-PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "flash-linear-attention", "transformers", "trl")
+PACKAGES = (
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "flash-linear-attention",
+    "transformers",
+    "trl",
+    "torchao",
+)
 # Without a GPU, compilation takes longer than the rest of a quick run.
 DEFAULT_PROVIDERS = {("quick", "cpu"): tuple(p for p in PROVIDERS if p != "torch.compile")}
 

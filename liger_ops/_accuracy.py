@@ -106,9 +106,10 @@ def like(t: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
 
 
 def gradients(function: Callable, inputs: Sequence[Tensor | None], grads_out: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, followed by the gradients of all inputs that require one."""
+    """Outputs, followed by the gradients of all inputs that require one. 8-bit floats are returned as their bits."""
     out = function(*inputs)
     outs = out if isinstance(out, tuple) else (out,)
+    outs = tuple(o.view(torch.uint8) if o.dtype == torch.float8_e4m3fn else o for o in outs)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     pairs = [(o, g.to(o.dtype)) for o, g in zip(outs, grads_out) if o.requires_grad]
     grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs]) if wanted else []

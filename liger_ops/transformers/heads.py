@@ -178,7 +178,7 @@ def patch_model(model: Any, options: Options) -> str:
     if has_replaced_forward(model) and not (patched and is_wrapper_of(model.forward, type(model).forward)):
         raise NotUnderstood("its forward was replaced")
     if not patched:
-        return patch_loss(model, *options)
+        return patch_loss(model, options.switches, options.memory_budget)
     prepare_head(model, options.memory_budget, options.switches["lora"])
     return loss_operator(model)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from .linears import Filter
 from .patch import Report, apply_liger_kernel, check_model, checked_options, unwrapped
 
 NAMES = (
@@ -34,13 +35,20 @@ MODELS: dict[str, tuple[str, ...]] = dict(
 def applier(function: str, name: str) -> Callable[..., Report]:
     types = MODELS[name]
 
-    def apply(model: nn.Module, *, memory_budget: int | None = None, **switches: bool) -> Report:
+    def apply(
+        model: nn.Module,
+        *,
+        memory_budget: int | None = None,
+        fp8: str | None = None,
+        fp8_filter: Filter | None = None,
+        **switches: bool,
+    ) -> Report:
         check_model(function, "model", model)
-        checked_options(function, memory_budget, switches)
+        checked_options(function, memory_budget, switches, fp8, fp8_filter)
         found = getattr(getattr(unwrapped(model), "config", None), "model_type", None)
         if found not in types:
             raise ValueError(f"{function}: model must be of type {' or '.join(types)} (got {found})")
-        return apply_liger_kernel(model, memory_budget=memory_budget, **switches)
+        return apply_liger_kernel(model, memory_budget=memory_budget, fp8=fp8, fp8_filter=fp8_filter, **switches)
 
     apply.__name__ = apply.__qualname__ = function
     apply.__doc__ = f":func:`apply_liger_kernel` for models of type {' or '.join(types)}."

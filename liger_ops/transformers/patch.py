@@ -20,7 +20,19 @@ from typing import Any, NamedTuple, overload
 from torch import nn
 
 from ..projections import has_adapters
-from . import activations, adapted_experts, convolutions, experts, gated_norms, modules, packing, probe, routers
+from ..reference.fp8_linear import RECIPES
+from . import (
+    activations,
+    adapted_experts,
+    convolutions,
+    experts,
+    gated_norms,
+    linears,
+    modules,
+    packing,
+    probe,
+    routers,
+)
 from .heads import patch_model, release_base
 from .patched import (
     NotUnderstood,
@@ -102,8 +114,8 @@ class Step(NamedTuple):
 class Row(NamedTuple):
     module: str  # path in the model
     type: str  # name of the class
-    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "embedding", "lora" or
-    # "loss"
+    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "embedding", "lora",
+    # "linear" or "loss"
     kind: str
     replacement: str  # the operator that computes it now, or ""
     reason: str  # why it was left alone, or why no larger operator replaces it, or ""
@@ -182,7 +194,13 @@ def check_model(function: str, argument: str, given: Any) -> None:
     )
 
 
-def checked_options(function: str, memory_budget: int | None, switches: Switches) -> Options:
+def checked_options(
+    function: str,
+    memory_budget: int | None,
+    switches: Switches,
+    fp8: str | None = None,
+    fp8_filter: linears.Filter | None = None,
+) -> Options:
     """With a value for every switch."""
     unknown = switches.keys() - set(SWITCHES)
     if unknown:
@@ -196,20 +214,44 @@ def checked_options(function: str, memory_budget: int | None, switches: Switches
         raise TypeError(rule)
     if memory_budget is not None and memory_budget <= 0:
         raise ValueError(rule)
-    return Options({name: switches.get(name, True) for name in SWITCHES}, memory_budget)
+    if fp8 not in (None, *RECIPES):
+        recipes = ", ".join(map(repr, RECIPES))
+        raise ValueError(f"{function}: fp8 must be {recipes} or None (got {fp8!r})")
+    if fp8_filter is not None and not callable(fp8_filter):
+        raise TypeError(f"{function}: fp8_filter must be a function of a module and its name (got {fp8_filter!r})")
+    if fp8_filter is not None and fp8 is None:
+        raise ValueError(f"{function}: fp8_filter must be given with fp8 (got fp8=None)")
+    return Options({name: switches.get(name, True) for name in SWITCHES}, memory_budget, fp8, fp8_filter)
 
 
 # ---- Patching
 
 
 @overload
-def apply_liger_kernel(model_or_class: nn.Module, *, memory_budget: int | None = None, **switches: bool) -> Report: ...
+def apply_liger_kernel(
+    model_or_class: nn.Module,
+    *,
+    memory_budget: int | None = None,
+    fp8: str | None = None,
+    fp8_filter: linears.Filter | None = None,
+    **switches: bool,
+) -> Report: ...
 @overload
 def apply_liger_kernel(
-    model_or_class: type[nn.Module], *, memory_budget: int | None = None, **switches: bool
+    model_or_class: type[nn.Module],
+    *,
+    memory_budget: int | None = None,
+    fp8: str | None = None,
+    fp8_filter: linears.Filter | None = None,
+    **switches: bool,
 ) -> type[nn.Module]: ...
 def apply_liger_kernel(
-    model_or_class: nn.Module | type[nn.Module], *, memory_budget: int | None = None, **switches: bool
+    model_or_class: nn.Module | type[nn.Module],
+    *,
+    memory_budget: int | None = None,
+    fp8: str | None = None,
+    fp8_filter: linears.Filter | None = None,
+    **switches: bool,
 ) -> Report | type[nn.Module]:
     """Replaces modules of a model by operators, and reports which were replaced and why others were not.
 
@@ -220,13 +262,16 @@ def apply_liger_kernel(
     switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, moe_router, moe_experts, embedding,
     cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
+    fp8: a recipe of :func:`fp8_linear`, with which linear layers compute while they train. The head, layers that choose
+    experts, those of LoRA and those whose sizes are no multiples of 16 stay as they are.
+    fp8_filter: called with each of these layers and its name; those for which it returns False stay as they are, too.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.
 
     In training with labels the model returns no logits, unless its forward is called with ``skip_logits=False``.
     """
     check_model("apply_liger_kernel", "model_or_class", model_or_class)
-    options = checked_options("apply_liger_kernel", memory_budget, switches)
+    options = checked_options("apply_liger_kernel", memory_budget, switches, fp8, fp8_filter)
     if isinstance(model_or_class, type):
         return patching_class(model_or_class, options)
     model = unwrapped(model_or_class)
@@ -235,7 +280,7 @@ def apply_liger_kernel(
     report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
     for module in model.modules():
         keep_options(module, options)
-    if not report.replaced and any(options.switches.values()):
+    if not report.replaced and (any(options.switches.values()) or fp8):
         name = type(model).__name__
         warnings.warn(f"liger_ops: {name} is left as it is: {rows[-1].reason}", RuntimeWarning, stacklevel=2)
     return report
@@ -262,10 +307,21 @@ def loss_step(model: nn.Module, options: Options) -> Step:
     return Step("", model, "loss", functools.partial(patch_model, model, options))
 
 
+def linear_steps(model: nn.Module, options: Options) -> list[Step]:
+    """Linear layers in FP8."""
+    if options.fp8 is None:
+        return []
+    found = linears.chosen(model, options.fp8_filter)
+    return [
+        Step(path, module, "linear", None if why else functools.partial(linears.patch, module, options.fp8), why)
+        for path, module, why in found
+    ]
+
+
 def plan(model: nn.Module, options: Options) -> list[Step]:
     """The steps that patch the model, from the outside to the inside; the loss is the last. Changes nothing."""
     steps = [step for path, module in model.named_modules() if (step := step_of(path, module, options.switches))]
-    return [*steps, loss_step(model, options)]
+    return [*steps, *linear_steps(model, options), loss_step(model, options)]
 
 
 def patch_step(step: Step) -> Row:
@@ -289,13 +345,14 @@ def patch_all(steps: list[Step]) -> list[Row]:
 def keep_options(module: nn.Module, options: Options) -> None:
     # The head is patched with its model.
     if isinstance(module, Patched) and type(module).liger_row[0] != "head":
-        module.__dict__.setdefault("liger_options", options)
+        module.__dict__.setdefault("liger_options", options._replace(fp8_filter=None))
 
 
 def patch_again(module: nn.Module, kind: str, options: Options) -> None:
     """Patches a module of this kind that comes from a pickle."""
     try:
-        step = loss_step(module, options) if kind == "loss" else step_of("", module, options.switches)
+        steps = linear_steps(module, options) if kind == "linear" else [step_of("", module, options.switches)]
+        step = loss_step(module, options) if kind == "loss" else steps[0]
         reason = patch_step(step).reason if step is not None else "computes something else"
     except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
         reason = f"{type(error).__name__}: {error}"
@@ -309,7 +366,13 @@ def patch_again(module: nn.Module, kind: str, options: Options) -> None:
 def patching_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
-        apply_liger_kernel(self, memory_budget=options.memory_budget, **options.switches)
+        apply_liger_kernel(
+            self,
+            memory_budget=options.memory_budget,
+            fp8=options.fp8,
+            fp8_filter=options.fp8_filter,
+            **options.switches,
+        )
 
     members = {
         "__init__": functools.wraps(cls.__init__)(__init__),

@@ -68,6 +68,8 @@ class Options(NamedTuple):
 
     switches: Switches
     memory_budget: int | None
+    fp8: str | None = None
+    fp8_filter: Callable[[nn.Module, str], bool] | None = None  # of a call only: not every function can be pickled
 
 
 def reduce_as_original(module: nn.Module, protocol: Any) -> Any:

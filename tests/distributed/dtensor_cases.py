@@ -266,6 +266,34 @@ CASES.add("compiled with fullgraph", compiled)
 
 # ---- Layouts that no rule lists
 
+
+def quantised(mesh: Any, op: Any, placement: Placement, results: list[Placement]) -> None:
+    whole = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0))
+    found = op(spread(whole, mesh, [placement]))
+    for t, expected, p in zip(found, op(whole), results, strict=True):
+        assert [*t.placements] == [p]
+        local = spread(expected.float(), mesh, [p]).to_local()
+        assert torch.equal(t.to_local().float(), local)
+
+
+for op, p, results in (
+    (F.quantize_rows, R, [R, R]),
+    (F.quantize_rows, Shard(0), [Shard(0), Shard(0)]),
+    (F.quantize_rows, Shard(1), [Shard(1), Shard(1)]),
+    (F.quantize_columns, R, [R, R]),
+    (F.quantize_columns, Shard(2), [Shard(0), Shard(0)]),
+    (F.quantize_both, R, [R, R, R, R]),
+):
+    CASES.add(f"{op.__name__} of {p}", quantised, op=op, placement=p, results=results)
+
+IN_FP8 = dict(x=(randn(4, 16), Shard(0)), weight=(randn(32, 16), R))
+CASES.refuse({
+    "quantize_rows by columns": (F.quantize_rows, dict(x=(X, Shard(2))), "quantize_rows: x must be"),
+    "quantize_columns by rows": (F.quantize_columns, dict(x=(X, Shard(0))), "quantize_columns: x must be"),
+    "quantize_both by rows": (F.quantize_both, dict(x=(X, Shard(0))), "quantize_both: x must be"),
+    "fp8_linear": (F.fp8_linear, IN_FP8, "fp8_linear: x must be a plain tensor"),
+})  # fmt: skip
+
 CASES.refuse(
     {
         "rms_norm, sharded weight": (

@@ -73,6 +73,9 @@ UNWRITTEN = ("_moe_experts_fwd", "_moe_experts_sorted_fwd")
 def test_opcheck_of_private_operators(op, device):
     arguments = copied(op, samples()[op], device)
     checks = [name for name in OPCHECKS if op not in UNWRITTEN or name != "test_aot_dispatch_dynamic"]
+    # It multiplies arguments, which PyTorch cannot do with 8-bit floats.
+    if any(isinstance(t, Tensor) and t.dtype == torch.float8_e4m3fn for t in arguments.values()):
+        checks.remove("test_schema")
     torch.library.opcheck(getattr(torch.ops.liger, op).default, (), arguments, test_utils=checks)
 
 

@@ -32,6 +32,7 @@ ADAPTERS_OF_EXPERTS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 # Arguments that forward saves -> their names in the backward operator.
 SAVED = {
     **{op: {name: name for name in names} for op, names in plain_operators().items()},
+    **{op: {} for op in ("quantize_rows", "quantize_columns", "quantize_both")},
     "rms_norm": dict(x="x", weight="weight"),
     "fused_add_rms_norm": dict(weight="weight"),
     "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),
@@ -44,6 +45,7 @@ SAVED = {
     "qk_norm_rope": {name: name for name in ("q", "k", "q_weight", "k_weight", "cos", "sin")},
     "embedding": dict(input="input"),
     "lora_linear": {name: name for name in ("x", "weight", "a", "b")},
+    "fp8_linear": dict(weight="weight"),
     "moe_experts": {
         name: name for name in ("x", "gate_up", "down", "index", "weight", "down_bias", *ADAPTERS_OF_EXPERTS)
     },

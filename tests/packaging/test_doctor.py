@@ -54,7 +54,8 @@ def config(tmp_path_factory):
 def test_every_operator_is_right(name, device):
     found = operators.check(declared()[name], device)
     assert found.right, found.failures
-    assert found.results and 0 < found.error <= 1
+    # Quantised numbers are exact.
+    assert found.results and (0 < found.error <= 1 or (name.startswith("quantize") and found.error == 0))
     if liger_ops._loaded.library is not None and device == "cpu":
         assert found.path == "cpu"
 

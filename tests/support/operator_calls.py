@@ -52,6 +52,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
         "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
+        **{op: dict(x=rows) for op in ("quantize_rows", "quantize_columns", "quantize_both")},
         "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
         "causal_conv1d": dict(
             x=numbers(2, ROWS, N),
@@ -66,6 +67,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "qk_norm_rope": dict(**heads, q_weight=column, k_weight=numbers(N), cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
         "embedding": dict(input=target, weight=numbers(CLASSES, N)),
         "lora_linear": dict(x=rows, weight=numbers(5, N), **adapters(5, 5), scale=[0.5, 2.0], bias=numbers(5)),
+        "fp8_linear": dict(x=numbers(ROWS, 16), weight=numbers(32, 16), bias=numbers(32)),
         "moe_experts": dict(**experts, index=target.view(ROWS, 1), weight=numbers(ROWS, 1)),
         "moe_experts_sorted": dict(**experts, tokens_per_expert=torch.tensor([1, 2])),
         "cross_entropy": loss,
@@ -139,6 +141,7 @@ def is_differentiable(op: str, name: str, t: Any) -> bool:
     constant = ("ce_weight", "token_weight", "cos", "sin", "target", "t_input", "t_weight", "t_bias")
     constant += ("t_low_rank_input", "t_low_rank_weight")
     constant += ("bias",) if op == "moe_router" else ()
+    constant += ("x",) if op.startswith("quantize") else ()
     constant += ("weight",) if op.startswith("cross_entropy") else ()
     return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
 

@@ -1,0 +1,282 @@
+// quantize_rows(x), quantize_columns(x), quantize_both(x): matrices in e4m3 with one fp32 scale per row, or per column of
+// x in a transposed copy.
+//
+// x: (..., n) of any strides, T rows. Results are contiguous. A scale is amax / 448, of zeros 1; q = x * (1 / scale).
+// Launches: of rows one; of columns three, the first of which also writes the rows where they fit into registers.
+
+#include "ops/fp8/quantize_rows.h"
+
+#include <c10/util/Float8_e4m3fn.h>
+
+#include "core/cpu.h"
+#include "core/cuda.h"
+#include "core/operator.h"
+#include "core/rows.h"
+#include "kernels/quantize_rows.h"
+
+namespace liger::ops::quantize_rows {
+namespace {
+
+using at::Tensor;
+
+constexpr float kLargest = 448, kLeastScale = std::numeric_limits<float>::min();
+
+Quantized allocate(const Tensor& x, bool rows, bool columns) {
+  Quantized out;
+  const auto e4m3 = x.options().dtype(at::kFloat8_e4m3fn).memory_format(at::MemoryFormat::Contiguous);
+  const auto fp32 = x.options().dtype(at::kFloat);
+  const auto n = x.sym_sizes().back();
+  if (rows) {
+    c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+    out.q = at::empty_symint(sizes, e4m3);
+    sizes.back() = 1;
+    out.scale = at::empty_symint(sizes, fp32);
+  }
+  if (columns) {
+    out.q_t = at::empty_symint({n, c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1))}, e4m3);
+    out.scale_t = at::empty_symint({n, 1}, fp32);
+  }
+  return out;
+}
+
+/// Without elements there are rows or columns of zeros, at most.
+void fill_scales(Quantized& out) {
+  if (out.scale.defined()) out.scale.fill_(1);
+  if (out.scale_t.defined()) out.scale_t.fill_(1);
+}
+
+// ---- CPU
+
+template <class T>
+void quantize_row(c10::Float8_e4m3fn* q, float* scale, const T* x, int64_t n) {
+  float peak = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float v = std::abs(float(x[i]));
+    peak = v > peak || v != v ? v : peak;
+    if (peak != peak) break;
+  }
+  const float least = peak / kLargest < kLeastScale ? kLeastScale : peak / kLargest;
+  *scale = peak == 0 ? 1 : least;
+  const float factor = 1 / *scale;
+  for (int64_t i = 0; i < n; ++i) q[i] = c10::Float8_e4m3fn(float(x[i]) * factor);
+}
+
+void quantize_rows_of(Tensor& q, Tensor& scale, const Tensor& x) {
+  const Tensor rows = x.contiguous();
+  const int64_t n = x.size(-1), count = x.numel() / n;
+  core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
+    using T = decltype(t);
+    const T* from = rows.const_data_ptr<T>();
+    auto* to = q.data_ptr<c10::Float8_e4m3fn>();
+    float* scales = scale.data_ptr<float>();
+    core::parallel_ranges(count, core::cpu_ranges(count, n), [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) quantize_row(to + row * n, scales + row, from + row * n, n);
+    });
+  });
+}
+
+// ---- CUDA
+
+/// x as rows of the kernels. x is replaced by a copy if two levels of strides cannot describe it.
+core::Rows<2> walk(const char* op, Tensor& x, const Tensor& q) {
+  Tensor lead = q;
+  return core::walk_rows<2>(op, {&lead, &x});
+}
+
+template <class Args>
+void set_rows(Args& args, const Tensor& x, const core::Rows<2>& walk) {
+  args.x = core::address(x);
+  args.rows = int32_t(walk.rows), args.n = int32_t(walk.n), args.inner_rows = walk.kernel_inner_rows();
+  args.x_outer = walk.strides[1].outer, args.x_inner = walk.strides[1].inner;
+}
+
+bool is_aligned(const Tensor& x, const core::Rows<2>& walk) {
+  return core::aligned16(core::address(x)) && walk.aligned_strides();
+}
+
+template <class K>
+int64_t blocks_of(const typename K::Config& config, int64_t rows) {
+  return (rows + config.BLOCK_M - 1) / config.BLOCK_M;
+}
+
+/// parts: undefined, or where each program writes its part. Returns the number of programs.
+template <class K>
+int64_t launch_rows(
+    const char* op, const Quantized& out, Tensor* parts, const Tensor& x, const core::Rows<2>& walk, int columns) {
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), 0, columns);
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(x, walk), point);
+  int64_t programs = blocks_of<K>(config, walk.rows);
+  if (parts) {
+    // Two of 8 warps, which keep a row and the columns' maxima in registers.
+    programs = core::persistent_programs(x.device(), programs, 16 / config.num_warps);
+    *parts = at::empty({programs, walk.n}, x.options().dtype(at::kInt));
+  }
+  typename K::Args args{};
+  args.q = core::address(out.q), args.scale = core::address(out.scale);
+  args.parts = parts ? core::address(*parts) : nullptr;
+  set_rows(args, x, walk);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+  return programs;
+}
+
+Tensor column_peaks(const char* op, const Tensor& x, const core::Rows<2>& walk) {
+  using K = kernels::column_peaks;
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)));
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(x, walk), point);
+  const int64_t across = (walk.n + config.BLOCK_N - 1) / config.BLOCK_N;
+  const int64_t programs = core::persistent_programs(x.device(), across * blocks_of<K>(config, walk.rows), 8);
+  const int64_t down = std::min(blocks_of<K>(config, walk.rows), std::max<int64_t>(1, programs / across));
+  const Tensor parts = at::empty({down, walk.n}, x.options().dtype(at::kInt));
+  K::Args args{};
+  args.parts = core::address(parts);
+  set_rows(args, x, walk);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(across), uint32_t(down)}, args);
+  return parts;
+}
+
+void column_scales(const char* op, const Tensor& scale_t, const Tensor& parts) {
+  using K = kernels::column_scales;
+  const int64_t n = parts.size(1);
+  const auto point = runtime::point_of<K>(0);
+  const bool aligned = core::aligned16(core::address(scale_t), core::address(parts)) && n % 8 == 0;
+  const auto& config = runtime::first_fit<K>(n, aligned, point);
+  K::Args args{core::address(scale_t), core::address(parts), int32_t(parts.size(0)), int32_t(n)};
+  core::launch<K>(
+      op, scale_t.device(), runtime::variant_index<K>(config, point),
+      {uint32_t((n + config.BLOCK_N - 1) / config.BLOCK_N)}, args);
+}
+
+template <class K>
+void launch_columns(const char* op, const Quantized& out, const Tensor& x, const core::Rows<2>& walk) {
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), 0);
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(x, walk) && walk.rows % 8 == 0, point);
+  typename K::Args args{};
+  args.q_t = core::address(out.q_t), args.scale_t = core::address(out.scale_t);
+  set_rows(args, x, walk);
+  const int64_t blocks = blocks_of<K>(config, walk.rows) * ((walk.n + config.BLOCK_N - 1) / config.BLOCK_N);
+  core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(blocks)}, args);
+}
+
+/// The widest row of which the kernel keeps the columns' maxima.
+constexpr int64_t kWidest = [] {
+  int64_t widest = 0;
+  for (const auto& c : kernels::quantize_rows_e4m3::configs) widest = std::max(widest, c.TILES ? int64_t(c.max_n) : 0);
+  return widest;
+}();
+
+/// Rows as QuantizeRows, of kernels that convert by an instruction or by integer arithmetic.
+template <class OfRows, class OfColumns>
+void compute(const char* op, const Quantized& out, const Tensor& x, const core::Rows<2>& walk, bool keeps_peaks) {
+  Tensor parts;
+  if (out.q.defined()) launch_rows<OfRows>(op, out, keeps_peaks ? &parts : nullptr, x, walk, keeps_peaks ? 1 : 0);
+  if (!out.q_t.defined()) return;
+  if (!parts.defined()) parts = column_peaks(op, x, walk);
+  column_scales(op, out.scale_t, parts);
+  launch_columns<OfColumns>(op, out, x, walk);
+}
+
+// ---- Operators
+
+// x must not require a gradient, so that nothing is ever saved.
+template <class Op, class Type>
+struct Quantizer : core::Operator<Op, Type> {
+  using Edges = core::Positions<>;
+  using Constants = core::Positions<0>;
+  using Saves = core::Saves<>;
+  using Differentiable = core::Positions<>;
+  using Cpu = quantize_rows::Cpu;
+  using Cuda = quantize_rows::Cuda;
+  using Meta = quantize_rows::Meta;
+
+  template <class Node>
+  static core::variable_list backward(Node&, core::variable_list&&) {
+    return {};
+  }
+};
+
+using Two = std::tuple<Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+struct QuantizeRows : Quantizer<QuantizeRows, Two(const Tensor&)> {
+  static constexpr const char* kOp = "quantize_rows";
+  static constexpr const char* kSchema = schemas::quantize_rows;
+
+  template <class Device>
+  static Two run(bool, const Tensor& x) {
+    Quantized out = Device::quantize(kOp, x, true, false);
+    return {std::move(out.q), std::move(out.scale)};
+  }
+};
+
+struct QuantizeColumns : Quantizer<QuantizeColumns, Two(const Tensor&)> {
+  static constexpr const char* kOp = "quantize_columns";
+  static constexpr const char* kSchema = schemas::quantize_columns;
+
+  template <class Device>
+  static Two run(bool, const Tensor& x) {
+    Quantized out = Device::quantize(kOp, x, false, true);
+    return {std::move(out.q_t), std::move(out.scale_t)};
+  }
+};
+
+struct QuantizeBoth : Quantizer<QuantizeBoth, Four(const Tensor&)> {
+  static constexpr const char* kOp = "quantize_both";
+  static constexpr const char* kSchema = schemas::quantize_both;
+
+  template <class Device>
+  static Four run(bool, const Tensor& x) {
+    Quantized out = Device::quantize(kOp, x, true, true);
+    return {std::move(out.q), std::move(out.scale), std::move(out.q_t), std::move(out.scale_t)};
+  }
+};
+
+}  // namespace
+
+Quantized Cpu::quantize(const char* op, const Tensor& x, bool rows, bool columns) {
+  core::check_activation(op, "x", x);
+  runtime::count_cpu_call();
+  Quantized out = allocate(x, rows, columns);
+  if (x.numel() == 0) {
+    fill_scales(out);
+    return out;
+  }
+  if (rows) quantize_rows_of(out.q, out.scale, x);
+  if (columns) quantize_rows_of(out.q_t, out.scale_t, core::as_matrix(x).t());
+  return out;
+}
+
+Quantized Cuda::quantize(const char* op, const Tensor& x, bool rows, bool columns) {
+  core::check_activation(op, "x", x);
+  c10::DeviceGuard guard(x.device());
+  Quantized out = allocate(x, rows, columns);
+  if (x.numel() == 0) {
+    fill_scales(out);
+    return out;
+  }
+  Tensor from = x;
+  // Only its shape and layout are used.
+  const Tensor lead = rows ? out.q : out.q_t.view(x.sizes());
+  const auto walked = walk(op, from, lead);
+  std::string error;
+  const auto* info = runtime::device_info(x.device().index(), error);
+  using OfRows = kernels::quantize_rows_e4m3;
+  using OfColumns = kernels::quantize_columns_e4m3;
+  if (info && OfRows::kernel.spec().supports(info->capability)) {
+    const bool keeps_peaks = rows && columns && walked.n <= kWidest && is_aligned(from, walked);
+    compute<OfRows, OfColumns>(op, out, from, walked, keeps_peaks);
+  } else {
+    compute<kernels::quantize_rows, kernels::quantize_columns>(op, out, from, walked, false);
+  }
+  return out;
+}
+
+Quantized Meta::quantize(const char* op, const Tensor& x, bool rows, bool columns) {
+  core::check_activation(op, "x", x);
+  return allocate(x, rows, columns);
+}
+
+LIGER_OPERATOR(QuantizeRows)
+LIGER_OPERATOR(QuantizeColumns)
+LIGER_OPERATOR(QuantizeBoth)
+
+}  // namespace liger::ops::quantize_rows

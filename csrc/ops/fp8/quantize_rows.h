@@ -1,0 +1,26 @@
+#pragma once
+
+// Matrices in e4m3 with fp32 scales, for the operators that quantise and for those that multiply what they give.
+
+#include <ATen/ATen.h>
+
+namespace liger::ops::quantize_rows {
+
+/// Rows of x, (..., n), and one scale each, (..., 1); their transposes (n, T), and one scale for each column, (n, 1).
+/// Undefined where they are not wanted.
+struct Quantized {
+  at::Tensor q, scale, q_t, scale_t;
+};
+
+/// Allocates and computes.
+struct Cpu {
+  static Quantized quantize(const char* op, const at::Tensor& x, bool rows, bool columns);
+};
+struct Cuda {
+  static Quantized quantize(const char* op, const at::Tensor& x, bool rows, bool columns);
+};
+struct Meta {
+  static Quantized quantize(const char* op, const at::Tensor& x, bool rows, bool columns);
+};
+
+}  // namespace liger::ops::quantize_rows

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.tensor import Shard
+
+from .._sharding import Layout, R, row_placements, sharding
+
+
+@sharding("quantize_rows")
+def rows(x: Any, **_: Any) -> Iterator[Layout]:
+    for part in row_placements(x):
+        yield [part, part], dict(x=part)
+
+
+@sharding("quantize_columns")
+def columns(x: Any, **_: Any) -> Iterator[Layout]:
+    yield [R, R], dict(x=R)
+    yield [Shard(0), Shard(0)], dict(x=Shard(x.ndim - 1))
+
+
+@sharding("quantize_both")
+def both(x: Any, **_: Any) -> Iterator[Layout]:
+    """Scales of rows need whole rows, and those of columns whole columns."""
+    yield [R, R, R, R], dict(x=R)

@@ -1,0 +1,82 @@
+"""Linear layers in FP8: `fp8_linear` in place of torch's while the module trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional as F
+from ..projections import autocast_dtype, has_adapters
+from ..reference.fp8_linear import MULTIPLE
+from .heads import head_of
+from .patched import (
+    NotUnderstood,
+    give_subclass,
+    has_replaced_forward,
+    is_distributed,
+    original_class,
+)
+
+Filter = Callable[[nn.Module, str], bool]
+# Linear layers whose results choose experts.
+ROUTERS = ("gate", "router")
+
+
+def computes_in_fp8(linear: nn.Linear, x: Tensor) -> bool:
+    """Evaluation and generation stay in the dtype of the weight, as do DTensors."""
+    if not linear.training or is_distributed(x) or is_distributed(linear.weight):
+        return False
+    return autocast_dtype(x) is not None or x.dtype == linear.weight.dtype
+
+
+def forward_with(recipe: str) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if computes_in_fp8(self, input):
+            return F.fp8_linear(input, self.weight, self.bias, recipe=recipe)
+        return original_class(type(self)).forward(self, input)
+
+    return forward
+
+
+def why_not(linear: nn.Linear) -> str:
+    """Why a linear layer cannot be computed in FP8, or ""."""
+    if has_replaced_forward(linear):
+        return "its forward was replaced"
+    if type(linear.weight) not in (nn.Parameter, Tensor):
+        return f"its weight is {type(linear.weight).__name__}"
+    if not linear.weight.is_floating_point() or linear.weight.dtype.itemsize == 1:
+        return f"its weight is in {linear.weight.dtype}"
+    sizes = linear.in_features, linear.out_features
+    if any(size % MULTIPLE for size in sizes):
+        return f"its sizes, {sizes[0]} and {sizes[1]}, must be multiples of {MULTIPLE}"
+    return ""
+
+
+def patch(linear: nn.Linear, recipe: str) -> str:
+    if reason := why_not(linear):
+        raise NotUnderstood(reason)
+    replacement = f"fp8_linear, {recipe}"
+    give_subclass(linear, "linear", replacement, recipe, lambda cls: {"forward": forward_with(recipe)})
+    return replacement
+
+
+def chosen(model: nn.Module, wanted: Filter | None) -> list[tuple[str, nn.Linear, str]]:
+    """The path and the module of each plain linear layer but the head, and why it is left alone, or ""."""
+    head = head_of(model)
+    adapted = [path for path, module in model.named_modules() if has_adapters(module)]
+    found = []
+    for path, module in model.named_modules():
+        # Subclasses, such as those of torchao and bitsandbytes, compute something else.
+        if type(module) is not nn.Linear or module is head:
+            continue
+        reason = why_not(module)
+        if any(path.startswith(f"{outer}.") for outer in adapted):
+            reason = "belongs to a LoRA layer"
+        elif path.rpartition(".")[2] in ROUTERS:
+            reason = "may choose experts"
+        elif wanted is not None and not wanted(module, path):
+            reason = "fp8_filter leaves it out"
+        found.append((path, module, reason))
+    return found

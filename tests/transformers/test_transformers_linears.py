@@ -1,0 +1,162 @@
+"""apply_liger_kernel(fp8=...): linear layers in FP8 while a model trains."""
+
+import pytest
+import torch
+from language_models import make, step, tokens
+from patched_models import through_pickle
+from torch import nn
+from torch.nn import functional as nnf
+
+from liger_ops import functional as F
+from liger_ops.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel, unpatch
+
+LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj",
+)]  # fmt: skip
+RECIPES = ("rows", "rows_hp")
+
+
+def rows_of(report) -> dict[str, tuple[str, str]]:
+    return {row.module: (row.replacement, row.reason) for row in report.rows if row.kind == "linear"}
+
+
+def formula_in(model: nn.Module, recipe: str) -> nn.Module:
+    """The layers in question compute the formula."""
+    for name in LAYERS:
+        linear = model.get_submodule(name)
+        linear.forward = lambda x, of=linear: F.fp8_linear.reference(x, of.weight, of.bias, recipe=recipe)
+    return model
+
+
+def close(ours, theirs) -> None:
+    """In FP8 a difference in the last bit of an operand may round to the next number, 1/16 away."""
+    (loss, gradients), (expected, others) = ours, theirs
+    assert abs(float(loss - expected)) < 2e-3
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        assert float((gradient - others[name]).norm()) < 0.05 * float(others[name].norm()), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_training_step_is_that_of_the_formula(recipe):
+    ids = tokens()
+    plain = step(make("llama").train(), ids)
+    expected = step(formula_in(make("llama").train(), recipe), ids)
+    model = make("llama").train()
+    report = apply_liger_kernel(model, fp8=recipe)
+    assert rows_of(report) == {name: (f"fp8_linear, {recipe}", "") for name in LAYERS}
+    found = step(model, ids)
+    close(found, expected)
+    weight = "model.layers.0.mlp.down_proj.weight"
+    # It is in FP8, and not only near it.
+    assert not torch.equal(found[0], plain[0])
+    assert float((found[1][weight] - plain[1][weight]).norm()) > 1e-3 * float(plain[1][weight].norm())
+
+
+def test_off_by_default_and_unpatched():
+    ids, model = tokens(), make("llama").train()
+    plain = step(model, ids)
+    assert rows_of(apply_liger_kernel(model)) == {}
+    unpatch(model)
+    apply_liger_kernel(model, fp8="rows")
+    again = apply_liger_kernel(model, fp8="rows")
+    assert set(rows_of(again)) == {*LAYERS}
+    keys = set(model.state_dict())
+    assert unpatch(model) >= len(LAYERS) and set(model.state_dict()) == keys
+    assert all(type(m).forward is nn.Linear.forward for m in model.modules() if isinstance(m, nn.Linear))
+    found = step(model, ids)
+    assert torch.equal(found[0], plain[0]) and all(torch.equal(g, plain[1][n]) for n, g in found[1].items())
+
+
+def test_evaluation_and_generation_are_not_in_fp8():
+    ids, model = tokens(), make("llama").eval()
+    layer, x = model.get_submodule(LAYERS[-1]), torch.randn(3, 48)
+    before, text = layer(x), model.generate(ids[:1], max_new_tokens=4, do_sample=False)
+    apply_liger_kernel(model, fp8="rows")
+    assert torch.equal(layer(x), before)
+    assert torch.equal(model.generate(ids[:1], max_new_tokens=4, do_sample=False), text)
+    model.train()
+    assert torch.equal(layer(x), F.fp8_linear(x, layer.weight))
+
+
+def test_what_is_left_alone():
+    model = make("llama", intermediate_size=40)
+    found = rows_of(apply_liger_kernel(model, fp8="rows", fp8_filter=lambda module, name: "k_proj" not in name))
+    assert "lm_head" not in found
+    assert found["model.layers.0.mlp.down_proj"] == ("", "its sizes, 40 and 32, must be multiples of 16")
+    assert found["model.layers.0.self_attn.k_proj"] == ("", "fp8_filter leaves it out")
+    assert found["model.layers.0.self_attn.q_proj"] == ("fp8_linear, rows", "")
+
+
+class Others(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.proj, self.wrapped = (nn.Linear(32, 32) for _ in range(3))
+        self.wrapped.forward = self.wrapped.forward
+        self.subclass = type("Float8Linear", (nn.Linear,), {})(32, 32)
+
+
+def test_layers_of_other_kinds():
+    model = Others()
+    found = rows_of(apply_liger_kernel(model, fp8="rows"))
+    assert found == {
+        "gate": ("", "may choose experts"),
+        "proj": ("fp8_linear, rows", ""),
+        "wrapped": ("", "its forward was replaced"),
+    }
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "autocast"])
+def test_dtypes(form):
+    linear, x = nn.Linear(32, 48), torch.randn(5, 32)
+    holder = nn.ModuleDict({"proj": linear}).to(torch.bfloat16 if form == "bf16" else torch.float32)
+    apply_liger_kernel(holder, fp8="rows")
+    x = x.to(linear.weight.dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
+        y, expected = linear(x), F.fp8_linear(x, linear.weight, linear.bias)
+    assert y.dtype == (torch.float32 if form == "fp32" else torch.bfloat16) and torch.equal(y, expected)
+
+
+def test_pickles_and_copies_stay_in_fp8():
+    model = make("llama").train()
+    apply_liger_kernel(model, fp8="rows_hp", fp8_filter=lambda module, name: "q_proj" in name)
+    x = torch.randn(3, 32)
+    for other in (through_pickle(model), through_pickle(through_pickle(model))):
+        q, k = (other.get_submodule(f"model.layers.0.self_attn.{name}") for name in ("q_proj", "k_proj"))
+        assert torch.equal(q(x), F.fp8_linear(x, q.weight, recipe="rows_hp")) and torch.equal(
+            k(x), nnf.linear(x, k.weight)
+        )
+
+
+def test_classes_and_configs():
+    model = AutoLigerKernelForCausalLM.from_config(make("llama").config, fp8="rows")
+    assert type(model.get_submodule(LAYERS[0])).liger_row == ("linear", "fp8_linear, rows")
+    model = apply_liger_kernel(type(make("llama")), fp8="rows")(make("llama").config)
+    assert type(model.get_submodule(LAYERS[0])).liger_row == ("linear", "fp8_linear, rows")
+
+
+def test_compiles():
+    ids, model = tokens(), make("llama").train()
+    apply_liger_kernel(model, fp8="rows")
+    expected = step(model, ids)
+    close(step(torch.compile(model, backend="aot_eager"), ids), (expected[0], {
+        f"_orig_mod.{name}": gradient for name, gradient in expected[1].items()
+    }))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(fp8="blocks"), "fp8 must be 'rows', 'rows_hp' or None .got 'blocks'."),
+        (dict(fp8=True), "fp8 must be 'rows', 'rows_hp' or None .got True."),
+        (
+            dict(fp8="rows", fp8_filter="q_proj"),
+            "fp8_filter must be a function of a module and its name .got 'q_proj'.",
+        ),
+        (dict(fp8_filter=lambda module, name: True), "fp8_filter must be given with fp8 .got fp8=None."),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises((TypeError, ValueError), match=f"apply_liger_kernel: {message}"):
+        apply_liger_kernel(make("llama"), **options)

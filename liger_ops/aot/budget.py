@@ -7,7 +7,7 @@ PACKS = {
     "activations": 560_000,
     "conv": 2_400_000,
     "embedding": 90_000,
-    "gated": 1_400_000,
+    "gated": 2_180_000,
     "gemm": 1_500_000,
     "losses": 10_100_000,
     "moe": 9_700_000,

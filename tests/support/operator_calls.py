@@ -52,6 +52,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
         "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
+        "delta_gates": dict(a=rows, b=numbers(ROWS, N), a_log=column, dt_bias=numbers(N)),
         "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
         "causal_conv1d": dict(
             x=numbers(2, ROWS, N),

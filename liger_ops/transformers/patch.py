@@ -37,8 +37,8 @@ from .patched import (
 )
 
 SWITCHES = (
-    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "moe_router", "moe_experts",
-    "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
+    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "delta_gates", "moe_router",
+    "moe_experts", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
 
@@ -217,8 +217,8 @@ def apply_liger_kernel(
     instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
     that patches its instances on construction.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, moe_router, moe_experts, embedding,
-    cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, delta_gates, moe_router,
+    moe_experts, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.

@@ -357,7 +357,8 @@ def markdown(results: list[dict]) -> str:
     import transformers
 
     counts = collections.Counter(r["outcome"] for r in results)
-    agreeing = [{op.split(": ")[1] for op in r["replaced"]} for r in results if r["outcome"] == "agrees"]
+    replaced = [r["replaced"] for r in results if r["outcome"] == "agrees"]
+    agreeing = [{op for row in rows for op in row.split(": ")[1].split(" and ")} for rows in replaced]
     ops = collections.Counter(op for used in agreeing for op in used)
     lines = [
         "# Patched models of transformers", "",

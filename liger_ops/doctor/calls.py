@@ -16,7 +16,7 @@ from ..reference._operator import SCHEMA_TYPES
 # By dimension letter. Few are multiples of a tile, and rows are 16-byte aligned.
 SIZES = dict(
     B=2, Hq=4, Hk=2, S=17, D=64, R=32, n=64, m=48, V=320, K=2, k=2, r=4, q=3, T=40, N=40, E=4, I=24, H=32, C=48, W=4,
-    P=3,
+    P=3, d=8,
 )  # fmt: skip
 LEADING = [2, 17]
 WEIGHTS = ("(V, ", "(m, ", "(E, ", "(r, ")

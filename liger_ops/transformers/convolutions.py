@@ -3,6 +3,8 @@
 A module calls the function ``causal_conv1d_fn(x, weight, bias, activation)`` of its file, with x: (B, C, S). The patched
 module calls one that runs `causal_conv1d` on the transposed view, and returns a transposed view.
 
+The gates of a delta rule in such a module run in `delta_gates`: delta_rule.py.
+
 The model around these modules derives `seq_idx` from positions that restart, once a forward, and its layers pass it on.
 """
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from . import probe, rewrite
+from . import delta_rule, probe, rewrite
 from .patched import (
     NotUnderstood,
     Switches,
@@ -101,6 +103,7 @@ def why_not(function: Any) -> str:
 class Convolution(NamedTuple):
     methods: dict[str, dict[str, Any]]  # the functions that methods call, by their names
     reason: str  # when something else runs
+    gates: tuple[str, ...] = ()  # methods that compute the gates of a delta rule
 
 
 def convolving_methods(cls: type) -> dict[str, dict[str, Any]]:
@@ -118,6 +121,20 @@ def looks_convolving(module: nn.Module) -> bool:
 
 
 def identify(module: nn.Module, switches: Switches) -> Convolution:
+    """With gates, but without methods if only the gates are understood."""
+    cls = original_class(type(module))
+    methods = convolving_methods(cls) if switches[delta_rule.OPERATOR] else {}
+    gates = tuple(method for method in methods if delta_rule.with_gates(getattr(cls, method)))
+    try:
+        found = identify_convolution(module, switches)
+    except NotUnderstood as reason:
+        if not gates:
+            raise
+        found = Convolution({}, f"no causal_conv1d: {reason}")
+    return found._replace(gates=gates)
+
+
+def identify_convolution(module: nn.Module, switches: Switches) -> Convolution:
     require_switch(switches, OPERATOR)
     cls = original_class(type(module))
     methods = convolving_methods(cls)
@@ -204,16 +221,21 @@ def recurrence_function(original: Any) -> Callable:
 
 
 def patch(module: nn.Module, found: Convolution) -> str:
-    recurrences = recurrences_of(type(module))
+    recurrences = recurrences_of(type(module)) if found.methods else {}
+    names = dict.fromkeys((*found.methods, *found.gates))
 
     def members(cls: type) -> dict[str, Any]:
         bound: dict[str, Any] = {"liger_reason": found.reason}
-        for method, used in found.methods.items():
-            replaced = {name: convolution_function(f) for name, f in used.items()}
+        for method in names:
+            function = getattr(cls, method)
+            replaced = {name: convolution_function(f) for name, f in found.methods.get(method, {}).items()}
             replaced |= {name: recurrence_function(f) for name, f in recurrences.get(method, {}).items()}
-            bound[method] = rewrite.rebound(getattr(cls, method), replaced)
+            code = delta_rule.with_gates(function) if method in found.gates else None
+            bound[method] = rewrite.rebound(function, replaced | (delta_rule.HELPERS if code else {}), code)
         return bound
 
-    functions = [getattr(type(module), method) for method in found.methods]
-    give_subclass(module, "conv", OPERATOR, (found.reason, *map(rewrite.rebinding_key, functions)), members)
-    return OPERATOR
+    functions = [getattr(type(module), method) for method in names]
+    operators = [OPERATOR] * bool(found.methods) + [delta_rule.OPERATOR] * bool(found.gates)
+    replacement, key = " and ".join(operators), (found.reason, found.gates, *map(rewrite.rebinding_key, functions))
+    give_subclass(module, "conv", replacement, key, members)
+    return replacement

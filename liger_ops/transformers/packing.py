@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import rewrite
-from .convolutions import DERIVED, OPERATOR, identify, looks_convolving, packaged, recurrences_of
+from .convolutions import DERIVED, OPERATOR, identify_convolution, looks_convolving, packaged, recurrences_of
 from .patched import (
     NotUnderstood,
     Switches,
@@ -100,7 +100,7 @@ def identify_model(model: nn.Module, switches: Switches) -> tuple[bool, str]:
         if not looks_convolving(module):
             continue
         name = type(module).__name__
-        methods = identify(module, switches).methods
+        methods = identify_convolution(module, switches).methods
         if has_replaced_forward(module):
             raise NotUnderstood(f"the forward of {name} was replaced")
         if dropping := dropping_class(model, path, list(methods.get("forward", ()))):

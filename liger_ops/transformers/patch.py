@@ -49,8 +49,8 @@ from .patched import (
 )
 
 SWITCHES = (
-    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "moe_router", "moe_experts",
-    "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
+    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "delta_gates", "moe_router",
+    "moe_experts", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
 
@@ -259,8 +259,8 @@ def apply_liger_kernel(
     instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
     that patches its instances on construction.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, moe_router, moe_experts, embedding,
-    cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, delta_gates, moe_router,
+    moe_experts, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
     fp8: a recipe of :func:`fp8_linear`, with which linear layers compute while they train. The head, layers that choose
     experts, those of LoRA and those whose sizes are no multiples of 16 stay as they are.

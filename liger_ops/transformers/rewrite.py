@@ -298,16 +298,20 @@ def fuse_norm_and_input(block: list[ast.stmt], norms: frozenset[str], function: 
     return False
 
 
-def sigmoids_in(function: Any) -> frozenset[str]:
-    """How the function may call torch's sigmoid."""
+def names_of_function(function: Any, name: str, *wanted: Any) -> frozenset[str]:
+    """How the function may call one of torch's functions `wanted`, all called `name`."""
     scope = getattr(function, "__globals__", {})
 
     def found(text: str) -> Any:
         first, *rest = text.split(".")
         return functools.reduce(lambda value, name: getattr(value, name, None), rest, scope.get(first))
 
-    names = ("torch.sigmoid", "F.sigmoid", "nn.functional.sigmoid", "torch.nn.functional.sigmoid")
-    return frozenset(text for text in names if found(text) in (torch.sigmoid, nn.functional.sigmoid))
+    modules = ("torch", "F", "nn.functional", "torch.nn.functional")
+    return frozenset(text for module in modules if found(text := f"{module}.{name}") in wanted)
+
+
+def sigmoids_in(function: Any) -> frozenset[str]:
+    return names_of_function(function, "sigmoid", torch.sigmoid, nn.functional.sigmoid)
 
 
 def only_argument(node: ast.AST) -> ast.expr | None:

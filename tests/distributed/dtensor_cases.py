@@ -18,6 +18,7 @@ case, case_2d = CASES.case, CASES.case_2d
 
 # Sizes that do not divide by four devices.
 X, W, B = randn(5, 7, 24), randn(24), randn(24) + 1
+DECAY = dict(a_log=randn(24), dt_bias=randn(24))
 NUMBERS = dict(alpha_p=randn(1), alpha_n=randn(1))
 
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
@@ -58,6 +59,14 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1),
     case(f"relu_squared {where}", F.relu_squared, dict(x=X), dict(x=p), p)
     case(f"sigmoid_gate {where}", F.sigmoid_gate, dict(x=X, gate=X + 1), dict(x=p, gate=p), p)
     case(f"xielu {where}", F.xielu, dict(x=X, **NUMBERS), dict(x=p, alpha_p=R, alpha_n=R), p)
+    heads = Shard(0) if p == Shard(2) else R
+    case(
+        f"delta_gates {where}",
+        F.delta_gates,
+        dict(a=X, b=X + 1, **DECAY),
+        dict(a=p, b=p, a_log=heads, dt_bias=heads),
+        [p, p],
+    )
 
 # The rows are gathered, and in backward again.
 case(

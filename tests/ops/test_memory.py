@@ -39,6 +39,7 @@ SAVED = {
     "causal_conv1d": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
     "layer_norm": dict(x="x", weight="weight"),
     "sigmoid_gate": dict(x="x", gate="gate"),
+    "delta_gates": {name: name for name in ("a", "b", "a_log", "dt_bias")},
     "xielu": {name: name for name in ("x", "alpha_p", "alpha_n")},
     "rope": dict(cos="cos", sin="sin"),
     "rope_freqs_cis": dict(freqs_cis="cos"),

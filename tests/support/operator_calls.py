@@ -53,6 +53,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
         "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
         **{op: dict(x=rows) for op in ("quantize_rows", "quantize_columns", "quantize_both")},
+        "delta_gates": dict(a=rows, b=numbers(ROWS, N), a_log=column, dt_bias=numbers(N)),
         "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
         "causal_conv1d": dict(
             x=numbers(2, ROWS, N),

@@ -20,7 +20,18 @@ from typing import Any, NamedTuple, overload
 from torch import nn
 
 from ..projections import has_adapters
-from . import activations, adapted_experts, convolutions, experts, gated_norms, modules, packing, probe, routers
+from . import (
+    activations,
+    adapted_experts,
+    convolutions,
+    experts,
+    gated_norms,
+    hyper_connections,
+    modules,
+    packing,
+    probe,
+    routers,
+)
 from .heads import patch_model, release_base
 from .patched import (
     NotUnderstood,
@@ -38,7 +49,7 @@ from .patched import (
 
 SWITCHES = (
     "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "moe_router", "moe_experts",
-    "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
+    "hyper_pre", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
 
@@ -77,6 +88,7 @@ KINDS = (
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
     Kind("activation", activations.looks_like_activation, activations.identify, activations.patch),
     Kind("router", routers.looks_like_router, routers.identify, routers.patch),
+    Kind("connection", hyper_connections.looks_like_connection, hyper_connections.identify, hyper_connections.patch),
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
@@ -102,8 +114,8 @@ class Step(NamedTuple):
 class Row(NamedTuple):
     module: str  # path in the model
     type: str  # name of the class
-    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "embedding", "lora" or
-    # "loss"
+    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "connection", "embedding",
+    # "lora" or "loss"
     kind: str
     replacement: str  # the operator that computes it now, or ""
     reason: str  # why it was left alone, or why no larger operator replaces it, or ""
@@ -217,8 +229,8 @@ def apply_liger_kernel(
     instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
     that patches its instances on construction.
 
-    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, moe_router, moe_experts, embedding,
-    cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
+    switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, moe_router, moe_experts, hyper_pre,
+    embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.

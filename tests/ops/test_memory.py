@@ -38,6 +38,8 @@ SAVED = {
     "causal_conv1d": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
     "layer_norm": dict(x="x", weight="weight"),
     "sigmoid_gate": dict(x="x", gate="gate"),
+    "hyper_pre": {name: name for name in ("streams", "fn", "base", "scale")},
+    "hyper_post": {name: name for name in ("y", "streams", "post", "comb")},
     "xielu": {name: name for name in ("x", "alpha_p", "alpha_n")},
     "rope": dict(cos="cos", sin="sin"),
     "rope_freqs_cis": dict(freqs_cis="cos"),

@@ -52,6 +52,15 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
         "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
+        "hyper_pre": dict(
+            streams=numbers(ROWS, 2, N),
+            fn=numbers(8, 2 * N),
+            base=numbers(8),
+            scale=numbers(3),
+            norm_eps=1e-6,
+            eps=1e-6,
+        ),
+        "hyper_post": dict(y=rows, streams=numbers(ROWS, 2, N), post=numbers(ROWS, 2), comb=numbers(ROWS, 2, 2)),
         "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
         "causal_conv1d": dict(
             x=numbers(2, ROWS, N),

@@ -27,6 +27,7 @@ from . import (
     convolutions,
     experts,
     gated_norms,
+    hyper_connections,
     linears,
     modules,
     packing,
@@ -50,7 +51,7 @@ from .patched import (
 
 SWITCHES = (
     "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "delta_gates", "moe_router",
-    "moe_experts", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
+    "moe_experts", "hyper_pre", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
 
@@ -89,6 +90,7 @@ KINDS = (
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
     Kind("activation", activations.looks_like_activation, activations.identify, activations.patch),
     Kind("router", routers.looks_like_router, routers.identify, routers.patch),
+    Kind("connection", hyper_connections.looks_like_connection, hyper_connections.identify, hyper_connections.patch),
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
@@ -114,8 +116,8 @@ class Step(NamedTuple):
 class Row(NamedTuple):
     module: str  # path in the model
     type: str  # name of the class
-    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "embedding", "lora",
-    # "linear" or "loss"
+    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "connection",
+    # "embedding", "lora", "linear" or "loss"
     kind: str
     replacement: str  # the operator that computes it now, or ""
     reason: str  # why it was left alone, or why no larger operator replaces it, or ""
@@ -260,7 +262,7 @@ def apply_liger_kernel(
     that patches its instances on construction.
 
     switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, delta_gates, moe_router,
-    moe_experts, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
+    moe_experts, hyper_pre, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
     fp8: a recipe of :func:`fp8_linear`, with which linear layers compute while they train. The head, layers that choose
     experts, those of LoRA and those whose sizes are no multiples of 16 stay as they are.

@@ -20,6 +20,9 @@ case, case_2d = CASES.case, CASES.case_2d
 X, W, B = randn(5, 7, 24), randn(24), randn(24) + 1
 DECAY = dict(a_log=randn(24), dt_bias=randn(24))
 NUMBERS = dict(alpha_p=randn(1), alpha_n=randn(1))
+STREAMS = randn(5, 7, 4, 24)
+HYPER = dict(fn=randn(24, 4 * 24) / 10, base=randn(24), scale=randn(3))
+hyper_pre = partial(F.hyper_pre, norm_eps=1e-5, eps=1e-4, sinkhorn=3)
 
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}.items():
     case(f"rms_norm {where}", F.rms_norm, dict(x=X, weight=W), dict(x=p, weight=R), p)
@@ -38,6 +41,20 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
         F.sigmoid_gate,
         dict(x=X, gate=X[..., :1] + 1, residual=X - 1),
         dict(x=p, gate=p, residual=p),
+        p,
+    )
+    case(
+        f"hyper_pre {where}",
+        hyper_pre,
+        dict(streams=STREAMS, **HYPER),
+        dict(streams=p, fn=R, base=R, scale=R),
+        [p, p, p],
+    )
+    case(
+        f"hyper_post {where}",
+        F.hyper_post,
+        dict(y=X, streams=STREAMS, post=randn(5, 7, 4), comb=randn(5, 7, 4, 4)),
+        dict(y=p, streams=p, post=p, comb=p),
         p,
     )
     for op in (F.swiglu_packed, F.geglu_packed):

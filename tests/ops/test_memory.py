@@ -40,6 +40,8 @@ SAVED = {
     "layer_norm": dict(x="x", weight="weight"),
     "sigmoid_gate": dict(x="x", gate="gate"),
     "delta_gates": {name: name for name in ("a", "b", "a_log", "dt_bias")},
+    "hyper_pre": {name: name for name in ("streams", "fn", "base", "scale")},
+    "hyper_post": {name: name for name in ("y", "streams", "post", "comb")},
     "xielu": {name: name for name in ("x", "alpha_p", "alpha_n")},
     "rope": dict(cos="cos", sin="sin"),
     "rope_freqs_cis": dict(freqs_cis="cos"),

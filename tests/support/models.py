@@ -64,6 +64,7 @@ EXPERT_ADAPTERS = dict(
     down_b=(EXPERTS, WIDTH, 2),
 )  # fmt: skip
 GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_offset=1.0)
+STREAMS, HYPER = ("B", "S", 4, WIDTH), dict(fn=(24, 4 * WIDTH), base=(24,), scale=(3,))
 SPLIT = dict(group=SOLO, classes=VOCABULARY)
 
 ROWS = [
@@ -85,6 +86,15 @@ ROWS = [
     Row("delta_gates", dict(a=HIDDEN, b=HIDDEN), dict(a_log=(WIDTH,), dt_bias=(WIDTH,)), dict(beta_scale=2.0)),
     Row("delta_gates", dict(a=("B", "S", WIDTH, 4), b=HIDDEN), dict(a_log=(WIDTH,), dt_bias=(WIDTH, 4))),
     Row("delta_gates", dict(a=("B", "S", WIDTH, 4), b=HIDDEN), dict(a_log=(WIDTH,)), dict(lower_bound=-5.0)),
+    Row("hyper_pre", dict(streams=STREAMS), HYPER, dict(norm_eps=1e-5, eps=1e-6, sinkhorn=3)),
+    Row(
+        "hyper_pre",
+        dict(streams=STREAMS),
+        dict(fn=(8, 4 * WIDTH), base=(8,), scale=(2,)),
+        dict(norm_eps=1e-5, eps=1e-6, post_scale=1.5, post_eps=1e-3),
+    ),
+    Row("hyper_post", dict(y=HIDDEN, streams=STREAMS, post=STREAMS[:3], comb=(*STREAMS[:3], 4))),
+    Row("hyper_post", dict(y=HIDDEN, streams=STREAMS, post=STREAMS[:3]), {}, dict(rounded=False)),
     Row("xielu", dict(x=HIDDEN), dict(alpha_p=(1,), alpha_n=(1,))),
     Row("causal_conv1d", NORM, dict(weight=(WIDTH, 4), bias=(WIDTH,))),
     Row("causal_conv1d", NORM | dict(seq_idx=TARGET), dict(weight=(WIDTH, 3)), dict(activation="none", dilation=2)),

@@ -54,6 +54,15 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
         **{op: dict(x=rows) for op in ("quantize_rows", "quantize_columns", "quantize_both")},
         "delta_gates": dict(a=rows, b=numbers(ROWS, N), a_log=column, dt_bias=numbers(N)),
+        "hyper_pre": dict(
+            streams=numbers(ROWS, 2, N),
+            fn=numbers(8, 2 * N),
+            base=numbers(8),
+            scale=numbers(3),
+            norm_eps=1e-6,
+            eps=1e-6,
+        ),
+        "hyper_post": dict(y=rows, streams=numbers(ROWS, 2, N), post=numbers(ROWS, 2), comb=numbers(ROWS, 2, 2)),
         "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
         "causal_conv1d": dict(
             x=numbers(2, ROWS, N),

@@ -5,36 +5,14 @@ import importlib.util
 import pytest
 import torch
 from checks import path_taken
-from language_models import SIZES, known, make, step, tokens
+from deepseek_models import MODELS, model_of
+from language_models import known, step, tokens
 from patched_models import assert_as_exact, assert_same_step, trained
 from torch import nn
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, modules, probe, routers, unpatch
 
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-# All experts are chosen: a choice might depend on rounding.
-EXPERTS = {"num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-EXPERTS |= {"n_group": 1, "topk_group": 1}
-COMPRESSED = ["heavily_compressed_attention", "compressed_sparse_attention"]
-# Limits that many gates of a tiny model are beyond.
-MODELS = {
-    "deepseek_v4": {
-        **{"swiglu_limit": 0.01, "hc_mult": 2, "layer_types": COMPRESSED, "head_dim": 16},
-        **{"compress_rates": dict.fromkeys(COMPRESSED, 4), "index_head_dim": 16, "index_n_heads": 2},
-        **{"q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "qk_rope_head_dim": 8, "num_key_value_heads": 1},
-        **{"mlp_layer_types": ["moe", "hash_moe"], **EXPERTS},
-    },
-    "hy_v4": {
-        **{"swiglu_limit": 0.01, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"]},
-        **{"index_head_dim": 8, "index_n_heads": 2, **LATENT, **EXPERTS},
-    },
-    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 4, "first_k_dense_replace": 1, **LATENT, **EXPERTS},
-    "deepseek_v32": {
-        **{"num_key_value_heads": 4, "head_dim": 4, "mlp_layer_types": ["dense", "sparse"]},
-        **{"index_head_dim": 8, "index_n_heads": 2, **LATENT, **EXPERTS},
-    },
-}
 # Operators that replace classes of these models.
 REPLACED = {
     "deepseek_v4": {
@@ -51,10 +29,6 @@ REPLACED = {
     "deepseek_v3": {"DeepseekV3Attention": "rope"},
     "deepseek_v32": {"DeepseekV32Attention": "rope"},
 }
-
-
-def model_of(name, **options):
-    return make(name, **{k: v for k, v in {**MODELS[name], **options}.items() if SIZES.get(k) != v})
 
 
 @pytest.mark.parametrize("name", known(MODELS))

@@ -1,0 +1,49 @@
+"""hyper_post(y: (tokens, n), streams: (tokens, 4, n), post: (tokens, 4), comb: (tokens, 4, 4))"""
+
+import torch
+
+from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Op
+
+
+def inputs(make, tokens, n):
+    return {
+        "y": make.normal(tokens, n),
+        "streams": make.normal(tokens, 4, n),
+        "post": make.normal(tokens, 4),
+        "comb": make.normal(tokens, 4, 4),
+    }
+
+
+def traffic(size, tokens, n):
+    return (
+        9 * tokens * n * size,
+        14 * tokens * n * size,
+    )  # y and streams in, out; dout, y and streams in, dy and dstreams out
+
+
+def formula(y, streams, post, comb):
+    from liger_ops import functional as F
+
+    return F.hyper_post.reference(y, streams, post, comb)
+
+
+def ours():
+    import liger_ops  # noqa: F401
+
+    return torch.ops.liger.hyper_post
+
+
+OP = Op(
+    dims=("tokens", "n"),
+    inputs=inputs,
+    formula=formula,
+    traffic=traffic,
+    providers={"ours": ours},
+    # DeepSeek-V4's sizes.
+    shapes={
+        "quick-cpu": [(16, 64), (256, 512)],
+        "quick": [(512, 4096), (8192, 4096)],
+        "full": [(tokens, n) for tokens in (1024, 4096, 8192) for n in (2048, 4096, 7168)],
+    },
+    anchors=(Anchor((8192, 4096), "bfloat16", NO_SLOWER_THAN_EAGER),),
+)

@@ -1,0 +1,236 @@
+// hyper_post(y, streams, post, comb) -> the streams that leave a block of a model with hyper-connections:
+//
+//   out_j = post_j y + sum over i of comb_ij s_i, or post_j y + s_j without comb
+//
+// y: (..., n); streams: (..., N, n), of any strides; post: (..., N), comb: (..., N, N), in fp32 or streams' dtype.
+// Arithmetic is fp32. With `rounded`, post, comb, both products and their sum are rounded to streams' dtype, as separate operations
+// would round them; without, the result alone is. Saves its inputs.
+
+#include "core/cpu.h"
+#include "core/cuda.h"
+#include "core/operator.h"
+#include "kernels/hyper_post.h"
+#include "kernels/hyper_pre.h"
+
+namespace liger::ops::hyper_post {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using core::value_or_undefined;
+
+constexpr const char* kOp = "hyper_post";
+constexpr const char* kBackward = "hyper_post backward";
+/// Bits of `wanted`, besides kWantInput.
+constexpr int64_t kWantStreams = core::kWantWeight, kWantPost = core::kWantBias, kWantComb = 8;
+
+struct Inputs {
+  const Tensor &y, &streams, &post, &comb;
+  bool rounded;
+};
+
+struct Gradients {
+  Tensor y, streams, post, comb;
+};
+
+// ---- The formula, by PyTorch's operators. CUDA tensors without a kernel for their number of streams use it too.
+
+/// t in the compute type, rounded as a step of its own if steps round.
+Tensor step(const Inputs& in, const Tensor& t) {
+  const auto type = core::compute_type(in.streams);
+  return in.rounded ? t.to(in.streams.scalar_type()).to(type) : t.to(type);
+}
+
+void forward_formula(const Tensor& out, const Inputs& in) {
+  const auto type = core::compute_type(in.streams);
+  const Tensor s = in.streams.to(type), y = in.y.to(type);
+  const Tensor plus = in.comb.defined() ? step(in, at::matmul(step(in, in.comb).transpose(-1, -2), s)) : s;
+  out.copy_(step(in, step(in, in.post).unsqueeze(-1) * y.unsqueeze(-2)) + plus);
+}
+
+void backward_formula(const Gradients& out, const Tensor& dout, const Inputs& in) {
+  const auto type = core::compute_type(in.streams);
+  const Tensor d = dout.to(type), y = in.y.to(type);
+  if (out.y.defined()) out.y.copy_((step(in, in.post).unsqueeze(-1) * d).sum(-2));
+  if (out.streams.defined()) out.streams.copy_(in.comb.defined() ? at::matmul(step(in, in.comb), d) : d);
+  if (out.post.defined()) out.post.copy_((d * y.unsqueeze(-2)).sum(-1));
+  if (out.comb.defined()) out.comb.copy_(at::matmul(in.streams.to(type), d.transpose(-1, -2)));
+}
+
+struct Cpu {
+  static void forward(const Tensor& out, const Inputs& in) {
+    runtime::count_cpu_call();
+    forward_formula(out, in);
+  }
+  static void backward(const Gradients& out, const Tensor& dout, const Inputs& in) {
+    runtime::count_cpu_call();
+    backward_formula(out, dout, in);
+  }
+};
+
+// ---- CUDA
+
+namespace constants = kernels::constants::hyper_post;
+constexpr int64_t kStreams = kernels::constants::hyper_pre::STREAMS;
+
+struct Cuda {
+  static bool has_kernel(const Tensor& streams) { return streams.size(-2) == kStreams && streams.numel() > 0; }
+
+  static Tensor wide(const Tensor& t) { return t.defined() ? t.to(at::kFloat).contiguous() : t; }
+
+  template <class K>
+  static void start(
+      const char* op, const Tensor& s, bool aligned, typename K::Args& args, int32_t flags, const Inputs& in) {
+    const int64_t n = s.size(-1), tokens = s.numel() / (kStreams * n);
+    LIGER_CHECK(
+        tokens <= std::numeric_limits<int32_t>::max() && n <= std::numeric_limits<int32_t>::max() / kStreams, op,
+        "streams", "have fewer than 2^31 tokens, and columns of one", tokens, " tokens of ", kStreams * n, " columns");
+    args.tokens = int32_t(tokens), args.n = int32_t(n);
+    args.flags = flags | (in.comb.defined() ? constants::HAS_COMB : 0) | (in.rounded ? constants::ROUNDED : 0);
+    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
+    const auto& config = runtime::first_fit<K>(args.n, aligned && n % 8 == 0, point, args.tokens);
+    core::launch<K>(op, s.device(), runtime::variant_index<K>(config, point), {uint32_t(tokens)}, args);
+  }
+
+  static void forward(const Tensor& out, const Inputs& in) {
+    if (!has_kernel(in.streams)) return forward_formula(out, in);
+    using K = kernels::hyper_post_fwd;
+    c10::DeviceGuard guard(in.streams.device());
+    const Tensor y = in.y.contiguous(), s = in.streams.contiguous(), post = wide(in.post), comb = wide(in.comb);
+    K::Args args{};
+    args.out = core::address(out), args.y = core::address(y), args.streams = core::address(s);
+    args.post = core::address(post), args.comb = core::address(comb);
+    start<K>(kOp, s, core::aligned16(args.out, args.y, args.streams), args, 0, in);
+  }
+
+  static void backward(const Gradients& out, const Tensor& given, const Inputs& in) {
+    if (!has_kernel(in.streams)) return backward_formula(out, given, in);
+    using K = kernels::hyper_post_bwd;
+    c10::DeviceGuard guard(in.streams.device());
+    const Tensor dout = given.contiguous(), y = in.y.contiguous(), s = in.streams.contiguous();
+    const Tensor post = wide(in.post), comb = wide(in.comb);
+    auto wide_result = [](const Tensor& result, const Tensor& input) {
+      return result.defined() && result.scalar_type() == at::kFloat ? result : at::empty_like(input);
+    };
+    const Tensor dpost = wide_result(out.post, post), dcomb = comb.defined() ? wide_result(out.comb, comb) : Tensor();
+    K::Args args{};
+    args.dy = core::address(out.y), args.dstreams = core::address(out.streams);
+    args.dpost = core::address(dpost), args.dcomb = core::address(dcomb), args.dout = core::address(dout);
+    args.y = core::address(y), args.streams = core::address(s);
+    args.post = core::address(post), args.comb = core::address(comb);
+    const int32_t flags =
+        (out.y.defined() ? constants::NEEDS_DY : 0) | (out.streams.defined() ? constants::NEEDS_DSTREAMS : 0);
+    const bool aligned = core::aligned16(args.dy, args.dstreams, args.dout, args.y, args.streams);
+    start<K>(kBackward, s, aligned, args, flags, in);
+    if (out.post.defined() && !out.post.is_same(dpost)) out.post.copy_(dpost);
+    if (out.comb.defined() && !out.comb.is_same(dcomb)) out.comb.copy_(dcomb);
+  }
+};
+
+struct Meta {
+  static void forward(const Tensor&, const Inputs&) {}
+  static void backward(const Gradients&, const Tensor&, const Inputs&) {}
+};
+
+void check_numbers(const char* op, const char* name, const Tensor& t, const Tensor& streams, int64_t dims) {
+  core::check_same_device(op, name, t, "streams", streams);
+  core::check_dense(op, name, t);
+  LIGER_CHECK(
+      t.scalar_type() == streams.scalar_type() ||
+          (t.scalar_type() == at::kFloat && streams.scalar_type() != at::kDouble),
+      op, name, c10::str("be float32 or have the dtype of streams, ", streams.scalar_type()), t.scalar_type());
+  c10::SymDimVector wanted(streams.sym_sizes().begin(), streams.sym_sizes().end() - 1);
+  if (dims == 2) wanted.push_back(streams.sym_size(-2));
+  LIGER_CHECK(
+      t.sym_sizes().equals(wanted), op, name, c10::str("have shape ", c10::SymIntArrayRef(wanted)), t.sym_sizes());
+}
+
+void check(const char* op, const Inputs& in) {
+  core::check_activation(op, "streams", in.streams);
+  LIGER_CHECK(in.streams.dim() >= 2, op, "streams", "have at least two dimensions", in.streams.sym_sizes());
+  core::check_same_device(op, "y", in.y, "streams", in.streams);
+  core::check_dense(op, "y", in.y);
+  LIGER_CHECK(
+      in.y.scalar_type() == in.streams.scalar_type(), op, "y",
+      c10::str("have the dtype of streams, ", in.streams.scalar_type()), in.y.scalar_type());
+  c10::SymDimVector wanted(in.streams.sym_sizes().begin(), in.streams.sym_sizes().end() - 2);
+  wanted.push_back(in.streams.sym_size(-1));
+  LIGER_CHECK(
+      in.y.sym_sizes().equals(wanted), op, "y", c10::str("have shape ", c10::SymIntArrayRef(wanted)), in.y.sym_sizes());
+  check_numbers(op, "post", in.post, in.streams, 1);
+  if (in.comb.defined()) check_numbers(op, "comb", in.comb, in.streams, 2);
+}
+
+Tensor empty_of(const Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); }
+
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+struct HyperPost
+    : core::Operator<HyperPost, Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, bool)> {
+  static constexpr const char* kOp = hyper_post::kOp;
+  static constexpr const char* kSchema = schemas::hyper_post;
+  using Edges = core::Positions<0, 1, 2, 3>;
+  using Saves = core::Saves<core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>>;
+  using Autocast = core::AutocastPromote<0, 1>;
+  using Cpu = hyper_post::Cpu;
+  using Cuda = hyper_post::Cuda;
+  using Meta = hyper_post::Meta;
+
+  template <class Device>
+  static Tensor run(
+      bool, const Tensor& y, const Tensor& streams, const Tensor& post, const OptionalTensor& comb, bool rounded) {
+    const Tensor mix = value_or_undefined(comb);
+    const Inputs in{y, streams, post, mix, rounded};
+    check(kOp, in);
+    Tensor out = empty_of(streams);
+    Device::forward(out, in);
+    return out;
+  }
+
+  template <class Device>
+  static Four bwd(
+      const Tensor& dout, const Tensor& y, const Tensor& streams, const Tensor& post, const OptionalTensor& comb,
+      int64_t wanted, bool rounded) {
+    const Tensor mix = value_or_undefined(comb);
+    const Inputs in{y, streams, post, mix, rounded};
+    check(kBackward, in);
+    core::check_same(kBackward, "dout", dout, "streams", streams);
+    auto empty = [&](int64_t bit, const Tensor& like) { return wanted & bit ? empty_of(like) : Tensor(); };
+    Gradients out{
+        empty(core::kWantInput, y), empty(kWantStreams, streams), empty(kWantPost, post), empty(kWantComb, mix)};
+    Device::backward(out, dout, in);
+    return {out.y, out.streams, out.post, out.comb};
+  }
+
+  static void define_backward(torch::Library& m) {
+    core::define(
+        m,
+        "_hyper_post_bwd(Tensor dout, Tensor y, Tensor streams, Tensor post, Tensor? comb, int wanted, bool rounded) "
+        "-> "
+        "(Tensor, Tensor, Tensor, Tensor)");
+  }
+
+  template <class Device>
+  static void implement_backward(torch::Library& m) {
+    core::implement<bwd<Device>>(m, "_hyper_post_bwd");
+  }
+
+  static core::variable_list backward(Node& node, core::variable_list&& grads) {
+    Tensor dout = std::move(grads[0]);
+    if (!dout.defined()) return core::variable_list(4);
+    Tensor y = node.take(0), streams = node.take(1), post = node.take(2), comb = node.take(3);
+    const auto& [rounded] = node.options;
+    const int64_t wanted = core::wanted_bits(node.needs(0), node.needs(1), node.needs(2)) |
+        (comb.defined() && node.needs(3) ? kWantComb : 0);
+    static const auto op = core::find_op<decltype(bwd<Meta>)>("_hyper_post_bwd");
+    auto [dy, dstreams, dpost, dcomb] =
+        op.call(dout, y, streams, post, comb.defined() ? OptionalTensor(comb) : std::nullopt, wanted, rounded);
+    return {dy, dstreams, dpost, dcomb};
+  }
+};
+
+}  // namespace
+
+LIGER_OPERATOR(HyperPost)
+
+}  // namespace liger::ops::hyper_post

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .._sharding import Layout, sharding
+from .hyper_pre import token_placements
+
+INPUTS = ("y", "streams", "post", "comb")
+
+
+@sharding("hyper_post")
+def forward(streams: Any, **_: Any) -> Iterator[Layout]:
+    for tokens in token_placements(streams):
+        yield [tokens], dict.fromkeys(INPUTS, tokens)
+
+
+@sharding("_hyper_post_bwd", reduced=("dout",))
+def backward(streams: Any, wanted: int, **_: Any) -> Iterator[Layout]:
+    for tokens in token_placements(streams):
+        yield [tokens if wanted & 1 << i else None for i in range(4)], dict.fromkeys(("dout", *INPUTS), tokens)

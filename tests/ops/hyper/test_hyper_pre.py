@@ -1,0 +1,159 @@
+"""hyper_pre against its formula in fp64."""
+
+import pytest
+import torch
+from checks import CPU_DTYPES, check_op
+from pairs import pairwise, sizes_by_device
+from torch import Tensor
+
+hyper_pre = torch.ops.liger.hyper_pre
+OPTIONS = dict(norm_eps=1e-5, eps=1e-4)
+WIDTHS = {"pre": 1, "pre and post": 2, "all": 3}
+
+
+def reference(streams, fn, base, scale, norm_eps, eps, sinkhorn=20, post_scale=2.0, post_eps=0.0) -> tuple[Tensor, ...]:
+    """As transformers' DeepseekV4HyperConnection, HYV4HyperConnection and their heads compute."""
+    count, dtype = streams.shape[-2], streams.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    s, fn, base, scale = (t.to(wide) for t in (streams, fn, base, scale))
+    flat = s.flatten(-2)
+    u = (flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)) @ fn.T
+    pre = torch.sigmoid(u[..., :count] * scale[0] + base[:count]) + eps
+    results = [(pre.unsqueeze(-1) * s).sum(-2).to(dtype)]
+    if len(scale) > 1:
+        where = slice(count, 2 * count)
+        results.append(post_scale * torch.sigmoid(u[..., where] * scale[1] + base[where]) + post_eps)
+    if len(scale) > 2:
+        rows = (count, count)
+        c = (u[..., 2 * count :].unflatten(-1, rows) * scale[2] + base[2 * count :].view(rows)).softmax(-1) + eps
+        c = c / (c.sum(-2, keepdim=True) + eps)
+        for _ in range(sinkhorn - 1):
+            c = c / (c.sum(-1, keepdim=True) + eps)
+            c = c / (c.sum(-2, keepdim=True) + eps)
+        results.append(c)
+    return tuple(results)
+
+
+def make(shape, dtype, device, kind="all", count=4, parameters=None):
+    """shape: of x. Inputs and upstream gradients."""
+    torch.manual_seed(0)
+    groups = WIDTHS[kind]
+    *rows, n = shape
+    width = (count, 2 * count, count * (2 + count))[groups - 1]
+    streams, x = torch.randn(*rows, count, n, device=device), torch.randn(shape, device=device)
+    fn, base = (
+        torch.randn(width, count * n, device=device) / max(1, count * n) ** 0.5,
+        torch.randn(width, device=device),
+    )
+    scale = 0.5 + torch.rand(groups, device=device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grads = [x.to(dtype), torch.randn(*rows, count, device=device).to(wide)]
+    grads.append(torch.randn(*rows, count, count, device=device).to(wide))
+    inputs = [streams.to(dtype), *(t.to(parameters or wide) for t in (fn, base, scale))]
+    return [t.requires_grad_() for t in inputs], grads[:groups]
+
+
+def check(inputs, grads, device, **options):
+    given = OPTIONS | options
+    check_op(
+        lambda *tensors: tuple(hyper_pre(*tensors, **given)[: len(grads)]),
+        lambda *tensors: reference(*tensors, **given),
+        inputs,
+        grads,
+        device,
+    )
+
+
+@sizes_by_device(cpu=[1, 7, 64], cuda=[1, 7, 64, 131, 512, 4096], dtype=CPU_DTYPES)
+def test_sizes(n, dtype, device):
+    for shape in ((n,), (3, n), (2, 35, n)):
+        check(*make(shape, dtype, device), device)
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_kinds(kind, dtype, device):
+    for sinkhorn in (1, 3):
+        options = dict(sinkhorn=sinkhorn, post_scale=1.5, post_eps=1e-2)
+        check(*make((5, 48), dtype, device, kind), device, **options)
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_numbers_of_streams(count, kind):
+    """Other numbers than 4 have no kernel."""
+    check(*make((6, 24), torch.float32, "cpu", kind, count), "cpu", sinkhorn=4)
+
+
+@pytest.mark.gpu
+def test_numbers_of_streams_without_a_kernel():
+    (inputs, grads), given = make((6, 24), torch.float32, "cuda", count=2), OPTIONS
+    ours, theirs = hyper_pre(*inputs, **given), reference(*(t.double() for t in inputs), **given)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    assert all(t.isfinite().all() for t in torch.autograd.grad(ours, inputs, grads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_half_precision(dtype, device):
+    check(*make((9, 64), dtype, device, parameters=dtype), device, sinkhorn=2)
+
+
+@pairwise(wanted=[0, 1, 2, 3], kind=list(WIDTHS))
+def test_gradients_that_are_wanted(wanted, kind, device):
+    inputs, grads = make((7, 32), torch.float32, device, kind)
+    check([t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)], grads, device, sinkhorn=3)
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_results_that_are_used(used, device):
+    inputs, grads = make((7, 32), torch.float32, device)
+    ours = torch.autograd.grad(hyper_pre(*inputs, **OPTIONS)[used], inputs, grads[used])
+    theirs = torch.autograd.grad(reference(*inputs, **OPTIONS)[used], inputs, grads[used])
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_strides(device):
+    (streams, *parameters), grads = make((6, 5, 16), torch.float32, device)
+    turned = streams.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
+    check([turned, *parameters], [g.transpose(0, 1).contiguous().transpose(0, 1) for g in grads], device)
+    check([streams.detach()[:, :1].expand_as(streams).requires_grad_(), *parameters], grads, device)
+
+
+def test_gradcheck():
+    inputs, _ = make((2, 3), torch.float64, "cpu", count=2)
+    assert torch.autograd.gradcheck(lambda *tensors: hyper_pre(*tensors, **OPTIONS, sinkhorn=4), inputs)
+
+
+def vary(draw, arguments):
+    arguments |= dict(norm_eps=1e-5, eps=1e-4, sinkhorn=3)
+
+
+STREAMS, FN, BASE, SCALE = torch.ones(3, 4, 8), torch.ones(24, 32), torch.ones(24), torch.ones(3)
+ERRORS = {
+    "integers": ((STREAMS.long(), FN, BASE, SCALE), "streams must be float32, float16, bfloat16 or float64"),
+    "one dimension": ((STREAMS[0, 0], FN, BASE, SCALE), "streams must have at least two dimensions"),
+    "columns": ((STREAMS, FN[:, :8], BASE, SCALE), r"fn must have shape \(P, 32\)"),
+    "rows": ((STREAMS, FN[:7], BASE, SCALE), "fn must have 4, 8 or 24 rows for 4 streams"),
+    "base": ((STREAMS, FN, BASE[:8], SCALE), r"base must have shape \[24\]"),
+    "scale": ((STREAMS, FN, BASE, SCALE[:2]), r"scale must have shape \[3\]"),
+    "dtype": ((STREAMS, FN.half(), BASE, SCALE), "fn must be float32 or have the dtype of streams"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    arguments, message = ERRORS[case]
+    with pytest.raises(RuntimeError, match=f"hyper_pre: {message}.*got "):
+        hyper_pre(*arguments, **OPTIONS)
+
+
+def test_options():
+    for options, message in (
+        (dict(eps=-1.0), "eps must be finite and not negative"),
+        (dict(norm_eps=float("inf")), "norm_eps must be finite and not negative"),
+        (dict(sinkhorn=0), r"sinkhorn must lie in \[1, 1000\]"),
+    ):
+        with pytest.raises(RuntimeError, match=f"hyper_pre: {message}.*got "):
+            hyper_pre(STREAMS, FN, BASE, SCALE, **OPTIONS | options)

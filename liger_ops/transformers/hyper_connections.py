@@ -33,10 +33,11 @@ class Connection:
     order: tuple[int, ...]  # of x, post and comb among the results; one that is no tuple has none
 
     def __call__(self, module: Any, streams: Tensor) -> Any:
+        fn, base, scale = (getattr(module, self.prefix + name) for name in PARAMETERS)
         eps = float(getattr(module, self.epsilon))
         factor = getattr(module, self.post_scale) if isinstance(self.post_scale, str) else self.post_scale
         found = F.hyper_pre(
-            streams, *(getattr(module, self.prefix + name) for name in PARAMETERS),
+            streams, fn, base, scale,
             float(getattr(getattr(module, self.norm), self.norm_epsilon)), eps,
             getattr(module, self.sinkhorn) if self.sinkhorn else 1, float(factor), eps if self.has_post_epsilon else 0.0,
         )  # fmt: skip

@@ -56,7 +56,7 @@ def connection_of(model_type, cls, config):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type, cls, config, order", CLASSES)
 def test_classes(model_type, cls, config, order, dtype):
-    model = nn.Sequential(connection_of(model_type, cls, config))
+    model = nn.Sequential(connection_of(model_type, cls, config)).requires_grad_(False)
     streams = torch.randn(2, 5, 4, 24, dtype=dtype)
 
     def results(x):

@@ -152,7 +152,7 @@ struct Formula {
     if (out.scale.defined()) out.scale.copy_(at::stack(dscale));
     const Tensor dl = at::cat(dlogits, -1), dproduct = dl * rstd.unsqueeze(-1);
     if (out.fn.defined()) {
-      out.fn.copy_(at::mm(dproduct.reshape({-1, width}).t(), s.reshape({-1, fn.size(1)})));
+      out.fn.copy_(at::mm(dproduct.reshape({-1, width}).t(), s.reshape({rstd.numel(), fn.size(1)})));
     }
     if (out.streams.defined()) {
       const Tensor along = (dl * logits).sum(-1, true) * rstd.square().unsqueeze(-1) / double(fn.size(1));

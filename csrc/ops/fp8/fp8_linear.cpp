@@ -179,7 +179,10 @@ struct Fp8Linear
     Quantized of_x = Quantizer::quantize(kOp, rows, true, transposed);
     const Quantized of_weight = Quantizer::quantize(kOp, weight, true, false);
     const Tensor y = product<Device>(rows_of(of_x), rows_of(of_weight), core::value_or_undefined(bias), x);
-    if (!transposed) of_x.q_t = of_x.scale_t = at::empty({0}, of_x.scale.options());
+    if (!transposed) {
+      of_x.q_t = at::empty({0}, of_x.scale.options());
+      of_x.scale_t = at::empty({0}, of_x.scale.options());
+    }
     return {in_rows_of(x, y), of_x.q_t, of_x.scale_t};
   }
 
@@ -200,8 +203,9 @@ struct Fp8Linear
     const bool transposed = of_weight && recipe_of(recipe) == Recipe::rows;
     using Quantizer = typename Device::Quantizer;
     const Tensor rows = core::as_matrix(dy);
-    const Tensor none = at::empty({0}, dy.options());
-    Tensor dx = none, dw = none, db = none;
+    // Results of an operator must not be one tensor.
+    auto none = [&] { return at::empty({0}, dy.options()); };
+    Tensor dx = none(), dw = none(), db = none();
     Quantized of_dy;
     if (of_x || transposed) of_dy = Quantizer::quantize(kBackward, rows, of_x, transposed);
     if (of_x) {

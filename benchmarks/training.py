@@ -43,7 +43,10 @@ PROVIDERS = {
     "liger-compile": "liger-kernel + torch.compile",
     "ours": "ours",
     "ours-compile": "ours + torch.compile",
+    "ours-fp8": "ours, FP8 by rows",
+    "ours-fp8-hp": "ours, FP8 by rows, gradients of weights in bf16",
 }
+RECIPES = {"ours-fp8": "rows", "ours-fp8-hp": "rows_hp"}
 LORA = ("adapters", "rank", "targets", "dropout", "base")
 BASES = ("plain", "nf4", "int8")
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
@@ -210,7 +213,7 @@ def prepare(model: torch.nn.Module, provider: str) -> Any:
     if provider.startswith("ours"):
         from liger_ops.transformers import apply_liger_kernel
 
-        print(apply_liger_kernel(model), file=sys.stderr)
+        print(apply_liger_kernel(model, fp8=RECIPES.get(provider)), file=sys.stderr)
     return torch.compile(model) if provider.endswith("compile") else model
 
 

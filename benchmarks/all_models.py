@@ -202,7 +202,9 @@ def counting_bytes():
             name = func._schema.name.removeprefix("aten::")
             writes = not func.is_view and name not in ("empty", "empty_like", "empty_strided", "_unsafe_view", "detach")
             if func.namespace == "aten" and writes and name not in PRODUCTS:
-                tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+                tensors = [
+                    t for t in torch.utils._pytree.tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)
+                ]
                 # What is written in place is an argument and the result.
                 moved[name] += sum(t.untyped_storage().nbytes() and t.numel() * t.element_size() for t in tensors)
             return out

@@ -86,6 +86,11 @@ def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+def gradients_of(outputs: Any, leaves: Sequence[torch.Tensor], upstream: Any, **options: Any) -> tuple[Any, ...]:
+    """Of an op without gradients, none."""
+    return torch.autograd.grad(outputs, leaves, upstream, **options) if leaves else ()
+
+
 class Problem:
     """Inputs and upstream gradients of a case, the fp64 reference, and the errors of eager code in the case's dtype."""
 
@@ -100,7 +105,12 @@ class Problem:
         self.names = [f"d {k}" for k, g in zip(inputs, self.takes_gradient) if g]
         outputs = as_tuple(case.op.formula(*(t.detach().to("meta") for t in self.tensors)))
         random = {"generator": make.generator} if upstream is torch.randn else {}
-        self.upstream = [upstream(o.shape, device=device, dtype=o.dtype, **random) for o in outputs]
+        self.upstream = [
+            upstream(o.shape, device=device, dtype=o.dtype, **random)
+            if o.is_floating_point()
+            else torch.ones(o.shape, device=device, dtype=o.dtype)
+            for o in outputs
+        ]
         self.pristine = [t.detach().clone() for t in (*self.tensors, *self.upstream)]
 
     @property
@@ -120,7 +130,7 @@ class Problem:
         """Outputs, then gradients."""
         outputs = as_tuple(call(*self.arguments()))
         kept = [o.detach().clone() for o in outputs]
-        return [*kept, *torch.autograd.grad(outputs, self.leaves, self.upstream)]
+        return [*kept, *gradients_of(outputs, self.leaves, self.upstream)]
 
     def learn_truth(self) -> None:
         op = self.case.op
@@ -130,7 +140,7 @@ class Problem:
 
         def results_of(inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             outputs = as_tuple(op.formula(*inputs))
-            gradients = torch.autograd.grad(outputs, [t for t in inputs if t.requires_grad], upstream)
+            gradients = gradients_of(outputs, [t for t in inputs if t.requires_grad], upstream)
             return [t.detach() for t in (*outputs, *gradients)]
 
         def results_of_rounded(draw: int) -> list[torch.Tensor]:
@@ -192,7 +202,8 @@ class Problem:
         complaints = []
         for i, (error, eager, dtype) in enumerate(zip(self.errors(results), self.eager_errors, self.dtypes)):
             # As in the tests: 1.5 times the error of eager code, and one rounding. Eager's error may be small by chance.
-            allowed = 1.5 * eager + torch.finfo(dtype).eps + (self.slack if i < len(self.upstream) else 0.0)
+            rounding = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+            allowed = 1.5 * eager + rounding + (self.slack if i < len(self.upstream) else 0.0)
             if error > allowed:
                 allowed += self.bounds.bound(i, worst_error)
             if not error <= allowed:
@@ -239,7 +250,7 @@ class Subject:
 
         def backward(outputs: tuple[torch.Tensor, ...]) -> Any:
             # A provider that does only a part of the work may leave some out.
-            return torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+            return gradients_of(outputs, leaves, upstream, allow_unused=True)
 
         return {
             "forward": (problem.arguments, forward),
@@ -251,7 +262,7 @@ class Subject:
         call, tensors, leaves = self.call, self.problem.tensors, self.problem.leaves
         upstream = self.problem.upstream
         if name == "fwd+bwd":
-            return lambda: torch.autograd.grad(call(*tensors), leaves, upstream)
+            return lambda: gradients_of(call(*tensors), leaves, upstream)
         return lambda: call(*tensors)
 
 

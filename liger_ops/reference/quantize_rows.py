@@ -23,7 +23,8 @@ def rows_in_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """(..., n) -> (..., n) in e4m3, and one scale per row, (..., 1)."""
     x = x.detach().float()
     amax = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
-    scale = torch.where(amax == 0, 1.0, (amax / LARGEST).clamp(min=LEAST_SCALE))
+    # CUDA would multiply by the inverse of a number that is no tensor.
+    scale = torch.where(amax == 0, 1.0, (amax / torch.full_like(amax, LARGEST)).clamp(min=LEAST_SCALE))
     return (x * (1 / scale)).to(E4M3), scale
 
 

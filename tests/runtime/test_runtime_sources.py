@@ -304,7 +304,7 @@ def test_preload_knows_the_kernels_of_every_operator():
         name = op.removeprefix("vocab_parallel_") + "_"
         stem = max((s for s in stems if name.startswith(f"{s}_")), key=len)
         expected[op] = {kernel.name for kernel in tables.kernels() if stem in launched_by[kernel.name]}
-    assert set(expected) > stems
+    assert all(any(f"{op}_".startswith(f"{stem}_") for op in expected) for stem in stems)
     found = stub_cuda.run(kernels_by_operator, sorted(expected)).value
     assert {op: set(kernels) for op, kernels in found.items()} == expected
 

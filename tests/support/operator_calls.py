@@ -28,6 +28,10 @@ def low_rank(prefix: str = "", classes: int = CLASSES) -> dict[str, Any]:
     return {f"{prefix}low_rank_{name}": numbers(size, 3) for name, size in shapes.items()}
 
 
+# Operators without gradients.
+QUANTIZERS = {"quantize_rows", "quantize_columns", "quantize_both"}
+
+
 def public_calls() -> dict[str, dict[str, Any]]:
     """A call of each public operator with all of its tensor arguments."""
     rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
@@ -52,7 +56,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
         "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
         "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
-        **{op: dict(x=rows) for op in ("quantize_rows", "quantize_columns", "quantize_both")},
+        **{op: dict(x=rows) for op in QUANTIZERS},
         "delta_gates": dict(a=rows, b=numbers(ROWS, N), a_log=column, dt_bias=numbers(N)),
         "hyper_pre": dict(
             streams=numbers(ROWS, 2, N),

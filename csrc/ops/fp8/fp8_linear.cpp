@@ -10,7 +10,7 @@
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"
-#include "ops/fp8/quantize_rows.h"
+#include "ops/fp8/quantize.h"
 #include "runtime/status.h"
 
 namespace liger::ops::fp8_linear {

@@ -265,8 +265,8 @@ DTYPES = [{"X": "bf16", "SPLIT": 1}, {"X": "fp16", "SPLIT": 0}, {"X": "fp32", "S
 NUMBERS = dict.fromkeys(("logits", "rstd", "base", "scale"), "*fp32")
 
 
-def config(aligned, warps, **constexprs):
-    return Config(None, aligned, warps, constexprs=constexprs)
+def config(aligned, warps, only=None, **constexprs):
+    return Config(None, aligned, warps, constexprs=constexprs, only=only or {})
 
 
 KERNELS = [
@@ -280,7 +280,8 @@ KERNELS = [
         aligned=["x", "streams", "fn", "n"],
         axes={"dtype": DTYPES},
         configs=[
-            config(True, 4, BLOCK_T=32, BLOCK_K=128, BLOCK_H=128),
+            config(True, 4, only={"X": ("bf16",)}, BLOCK_T=32, BLOCK_K=128, BLOCK_H=128),
+            config(True, 4, BLOCK_T=32, BLOCK_K=64, BLOCK_H=128),
             config(False, 4, BLOCK_T=16, BLOCK_K=64, BLOCK_H=64),
         ],
     ),
@@ -304,6 +305,6 @@ KERNELS = [
         },
         aligned=["dstreams", "dfn", "dx", "streams", "fn", "n"],
         axes={"dtype": DTYPES},
-        configs=[config(True, 4, BLOCK_T=64, BLOCK_H=64), config(False, 4, BLOCK_T=32, BLOCK_H=32)],
+        configs=[config(True, 4, BLOCK_T=32, BLOCK_H=64), config(False, 4, BLOCK_T=32, BLOCK_H=32)],
     ),
 ]  # fmt: skip

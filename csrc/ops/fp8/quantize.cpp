@@ -4,7 +4,7 @@
 // x: (..., n) of any strides, T rows. Results are contiguous. A scale is amax / 448, of zeros 1; q = x * (1 / scale).
 // Launches: of rows one; of columns three, the first of which also writes the rows where they fit into registers.
 
-#include "ops/fp8/quantize_rows.h"
+#include "ops/fp8/quantize.h"
 
 #include <c10/util/Float8_e4m3fn.h>
 

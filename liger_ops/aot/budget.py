@@ -4,15 +4,15 @@ WHEEL = 60_000_000
 
 # Kernels of a family, in the packs of all architectures and of PTX together.
 PACKS = {
-    "activations": 560_000,
-    "conv": 2_400_000,
+    "activations": 520_000,
+    "conv": 2_340_000,
     "embedding": 90_000,
-    "fp8": 680_000,
-    "gated": 2_180_000,
-    "gemm": 1_500_000,
-    "hyper": 1_800_000,
-    "losses": 10_100_000,
-    "moe": 9_700_000,
-    "norms": 13_400_000,
-    "rope": 4_200_000,
+    "fp8": 670_000,
+    "gated": 2_120_000,
+    "gemm": 1_260_000,
+    "hyper": 950_000,
+    "losses": 9_600_000,
+    "moe": 9_660_000,
+    "norms": 12_760_000,
+    "rope": 4_140_000,
 }

@@ -362,6 +362,9 @@ def check_transforms() -> None:
         # Collectives have no batching rule.
         if row.op.endswith("_") or "group" in row.options:
             continue
+        # Nor has a gradient that is no derivative of its formula.
+        if row.op == "fp8_linear":
+            continue
         examples = [inputs_of(row, 2, 5) for _ in range(3)]
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -16,6 +16,8 @@ STEMS = [f"sm_{arch}" for arch in ARCHS] + ["ptx"]
 FULLEST = "sm_90"
 # Bytes of the variants that no test pack holds, relative to the held ones of the same kernel. Measured in a whole pack.
 OTHERS = 0.97
+# Bytes of packs in a wheel, which deflates them once more. Measured: 0.977.
+DEFLATED = 0.98
 
 
 def mean(numbers):
@@ -78,4 +80,4 @@ def test_the_budgets_fit_into_a_wheel():
         [LIBRARIES / "libliger_runtime.so", *sources]
     )
     assert beside > 5_000_000
-    assert sum(budget.PACKS.values()) + beside <= budget.WHEEL, beside
+    assert DEFLATED * sum(budget.PACKS.values()) + beside <= budget.WHEEL, beside

@@ -149,9 +149,10 @@ def test_the_sweep_over_all_models():
         missing -= found[models[-1]]
     out = run_example(sys.executable, "-m", "benchmarks.all_models", "--types", *models)
     assert f": {len(models)} agree." in out
-    rows = re.findall(r"^\| \S+ \| agrees \|.*", out, re.MULTILINE)
+    # Without the bytes that eager operators move, which may depend on the release of torch.
+    row = re.compile(r"^\| (\S+) \| agrees \| [^|]*\|(.*)", re.MULTILINE)
     if transformers.__version__.startswith(models_of_the_page()[2] + "."):
-        assert {*rows} <= {*MODELS.splitlines()}
+        assert {*row.findall(out)} <= {*row.findall(MODELS)}
 
 
 @pytest.mark.thorough

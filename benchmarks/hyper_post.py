@@ -2,6 +2,7 @@
 
 import torch
 
+from benchmarks.hyper_pre import SHAPES
 from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Op
 
 
@@ -39,11 +40,6 @@ OP = Op(
     formula=formula,
     traffic=traffic,
     providers={"ours": ours},
-    # DeepSeek-V4's sizes.
-    shapes={
-        "quick-cpu": [(16, 64), (256, 512)],
-        "quick": [(512, 4096), (8192, 4096)],
-        "full": [(tokens, n) for tokens in (1024, 4096, 8192) for n in (2048, 4096, 7168)],
-    },
+    shapes=SHAPES,
     anchors=(Anchor((8192, 4096), "bfloat16", NO_SLOWER_THAN_EAGER),),
 )

@@ -33,17 +33,19 @@ def ours():
     return lambda *tensors: torch.ops.liger.hyper_pre(*tensors, 1e-6, 1e-6)
 
 
+# DeepSeek-V4's, and smaller ones.
+SHAPES = {
+    "quick-cpu": [(16, 64), (256, 512)],
+    "quick": [(512, 4096), (8192, 4096)],
+    "full": [(tokens, n) for tokens in (1024, 4096, 8192) for n in (2048, 4096, 7168)],
+}
+
 OP = Op(
     dims=("tokens", "n"),
     inputs=inputs,
     formula=formula,
     traffic=traffic,
     providers={"ours": ours},
-    # DeepSeek-V4's sizes.
-    shapes={
-        "quick-cpu": [(16, 64), (256, 512)],
-        "quick": [(512, 4096), (8192, 4096)],
-        "full": [(tokens, n) for tokens in (1024, 4096, 8192) for n in (2048, 4096, 7168)],
-    },
+    shapes=SHAPES,
     anchors=(Anchor((8192, 4096), "bfloat16", NO_SLOWER_THAN_EAGER),),
 )

@@ -136,6 +136,13 @@ def assert_same_logits(found, expected, model, ids):
 
 
 @torch.no_grad()
+def calls_of(operator, model, ids):
+    """How often a forward runs the operator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        model(ids)
+    return sum(event.count for event in seen.key_averages() if event.key == f"liger::{operator}")
+
+
 def logits_of(model, ids):
     return model(input_ids=ids).logits
 

@@ -2,31 +2,26 @@
 
 import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
 from checks import assert_no_worse, path_taken
 from hybrid_models import ALONE, GATED, WITH_CONVOLUTIONS, hybrid
 from language_models import known, step, tokens
-from patched_models import assert_as_exact, assert_same_step, assert_trains_and_generates, through_pickle
+from patched_models import assert_as_exact, assert_same_step, assert_trains_and_generates, calls_of, through_pickle
 from torch import nn
 
 from liger_ops import functional as F
 from liger_ops.transformers import apply_liger_kernel, convolutions
 
+calls = partial(calls_of, "causal_conv1d")
 QUICK = ("qwen3_next", "kimi_linear", "mamba2", "lfm2")
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(WITH_CONVOLUTIONS)]
 
 
 def convolutions_in(report):
     return [row for row in report.rows if row.kind == "conv"]
-
-
-def calls(model, ids):
-    """How often a forward runs the operator."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        model(ids)
-    return sum(event.count for event in seen.key_averages() if event.key == "liger::causal_conv1d")
 
 
 @pytest.mark.parametrize("name", IN_TIERS)

@@ -2,17 +2,19 @@
 
 import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
 from checks import assert_no_worse, path_taken
 from hybrid_models import ALONE, GATED, hybrid
 from language_models import known, step, tokens
-from patched_models import assert_same_step, assert_trains_and_generates, through_pickle
+from patched_models import assert_same_step, assert_trains_and_generates, calls_of, through_pickle
 from torch.nn import functional
 
 from liger_ops.transformers import apply_liger_kernel, delta_rule, unpatch
 
+calls = partial(calls_of, "delta_gates")
 ONLY = ALONE | {"causal_conv1d": False, "delta_gates": True}
 WITH_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini", "qwen4_exp_text")
 QUICK = ("qwen3_next", "olmo_hybrid")
@@ -24,13 +26,6 @@ IN_TIERS = [
 
 def rows_of(report):
     return [(row.replacement, row.reason) for row in report.rows if row.kind == "conv"]
-
-
-def calls(model, ids):
-    """How often a forward runs the operator."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        model(ids)
-    return sum(event.count for event in seen.key_averages() if event.key == "liger::delta_gates")
 
 
 @pytest.mark.parametrize("name", IN_TIERS)

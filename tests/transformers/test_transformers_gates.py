@@ -1,18 +1,20 @@
 """Output gates of attention and of shared experts become sigmoid_gate, and nothing else changes."""
 
 import ast
+from functools import partial
 
 import pytest
 import torch
 from checks import path_taken
 from hybrid_models import WITH_CONVOLUTIONS
 from language_models import SIZES, known, make, step, tokens
-from patched_models import assert_same_step, through_pickle
+from patched_models import assert_same_step, calls_of, through_pickle
 from rewriting import after, function
 from torch import nn
 
 from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
 
+gates = partial(calls_of, "sigmoid_gate")
 SIGMOIDS = frozenset({"torch.sigmoid", "F.sigmoid"})
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 DELTA = {**HEADS, "layer_types": ["linear_attention", "full_attention"]}
@@ -117,12 +119,6 @@ def test_the_helper_takes_what_multiplication_takes(shapes, dtypes):
 
 def model_of(name):
     return make(name, **{key: value for key, value in MODELS[name].items() if SIZES.get(key) != value})
-
-
-def gates(model, ids):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        model(ids)
-    return sum(event.count for event in seen.key_averages() if event.key == "liger::sigmoid_gate")
 
 
 @pytest.mark.parametrize("name", known(MODELS))

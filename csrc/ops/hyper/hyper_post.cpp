@@ -7,10 +7,8 @@
 // would round them; without, the result alone is. Saves its inputs.
 
 #include "core/cpu.h"
-#include "core/cuda.h"
-#include "core/operator.h"
 #include "kernels/hyper_post.h"
-#include "kernels/hyper_pre.h"
+#include "ops/hyper/hyper.h"
 
 namespace liger::ops::hyper_post {
 namespace {
@@ -18,6 +16,10 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
+using hyper::has_kernel;
+using hyper::narrow;
+using hyper::wide;
+using hyper::wide_result;
 
 constexpr const char* kOp = "hyper_post";
 constexpr const char* kBackward = "hyper_post backward";
@@ -71,25 +73,16 @@ struct Cpu {
 // ---- CUDA
 
 namespace constants = kernels::constants::hyper_post;
-constexpr int64_t kStreams = kernels::constants::hyper_pre::STREAMS;
 
 struct Cuda {
-  static bool has_kernel(const Tensor& streams) { return streams.size(-2) == kStreams && streams.numel() > 0; }
-
-  static Tensor wide(const Tensor& t) { return t.defined() ? t.to(at::kFloat).contiguous() : t; }
-
   template <class K>
   static void start(
       const char* op, const Tensor& s, bool aligned, typename K::Args& args, int32_t flags, const Inputs& in) {
-    const int64_t n = s.size(-1), tokens = s.numel() / (kStreams * n);
-    LIGER_CHECK(
-        tokens <= std::numeric_limits<int32_t>::max() && n <= std::numeric_limits<int32_t>::max() / kStreams, op,
-        "streams", "have fewer than 2^31 tokens, and columns of one", tokens, " tokens of ", kStreams * n, " columns");
-    args.tokens = int32_t(tokens), args.n = int32_t(n);
+    args.tokens = hyper::tokens_of(op, s), args.n = int32_t(s.size(-1));
     args.flags = flags | (in.comb.defined() ? constants::HAS_COMB : 0) | (in.rounded ? constants::ROUNDED : 0);
     const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const auto& config = runtime::first_fit<K>(args.n, aligned && n % 8 == 0, point, args.tokens);
-    core::launch<K>(op, s.device(), runtime::variant_index<K>(config, point), {uint32_t(tokens)}, args);
+    const auto& config = runtime::first_fit<K>(args.n, aligned && args.n % 8 == 0, point, args.tokens);
+    core::launch<K>(op, s.device(), runtime::variant_index<K>(config, point), {uint32_t(args.tokens)}, args);
   }
 
   static void forward(const Tensor& out, const Inputs& in) {
@@ -109,9 +102,6 @@ struct Cuda {
     c10::DeviceGuard guard(in.streams.device());
     const Tensor dout = given.contiguous(), y = in.y.contiguous(), s = in.streams.contiguous();
     const Tensor post = wide(in.post), comb = wide(in.comb);
-    auto wide_result = [](const Tensor& result, const Tensor& input) {
-      return result.defined() && result.scalar_type() == at::kFloat ? result : at::empty_like(input);
-    };
     const Tensor dpost = wide_result(out.post, post), dcomb = comb.defined() ? wide_result(out.comb, comb) : Tensor();
     K::Args args{};
     args.dy = core::address(out.y), args.dstreams = core::address(out.streams);
@@ -122,8 +112,8 @@ struct Cuda {
         (out.y.defined() ? constants::NEEDS_DY : 0) | (out.streams.defined() ? constants::NEEDS_DSTREAMS : 0);
     const bool aligned = core::aligned16(args.dy, args.dstreams, args.dout, args.y, args.streams);
     start<K>(kBackward, s, aligned, args, flags, in);
-    if (out.post.defined() && !out.post.is_same(dpost)) out.post.copy_(dpost);
-    if (out.comb.defined() && !out.comb.is_same(dcomb)) out.comb.copy_(dcomb);
+    narrow(out.post, dpost);
+    narrow(out.comb, dcomb);
   }
 };
 
@@ -132,13 +122,8 @@ struct Meta {
   static void backward(const Gradients&, const Tensor&, const Inputs&) {}
 };
 
-void check_numbers(const char* op, const char* name, const Tensor& t, const Tensor& streams, int64_t dims) {
-  core::check_same_device(op, name, t, "streams", streams);
-  core::check_dense(op, name, t);
-  LIGER_CHECK(
-      t.scalar_type() == streams.scalar_type() ||
-          (t.scalar_type() == at::kFloat && streams.scalar_type() != at::kDouble),
-      op, name, c10::str("be float32 or have the dtype of streams, ", streams.scalar_type()), t.scalar_type());
+void check_mix(const char* op, const char* name, const Tensor& t, const Tensor& streams, int64_t dims) {
+  hyper::check_numbers(op, name, t, streams);
   c10::SymDimVector wanted(streams.sym_sizes().begin(), streams.sym_sizes().end() - 1);
   if (dims == 2) wanted.push_back(streams.sym_size(-2));
   LIGER_CHECK(
@@ -146,8 +131,7 @@ void check_numbers(const char* op, const char* name, const Tensor& t, const Tens
 }
 
 void check(const char* op, const Inputs& in) {
-  core::check_activation(op, "streams", in.streams);
-  LIGER_CHECK(in.streams.dim() >= 2, op, "streams", "have at least two dimensions", in.streams.sym_sizes());
+  hyper::check_streams(op, in.streams);
   core::check_same_device(op, "y", in.y, "streams", in.streams);
   core::check_dense(op, "y", in.y);
   LIGER_CHECK(
@@ -157,8 +141,8 @@ void check(const char* op, const Inputs& in) {
   wanted.push_back(in.streams.sym_size(-1));
   LIGER_CHECK(
       in.y.sym_sizes().equals(wanted), op, "y", c10::str("have shape ", c10::SymIntArrayRef(wanted)), in.y.sym_sizes());
-  check_numbers(op, "post", in.post, in.streams, 1);
-  if (in.comb.defined()) check_numbers(op, "comb", in.comb, in.streams, 2);
+  check_mix(op, "post", in.post, in.streams, 1);
+  if (in.comb.defined()) check_mix(op, "comb", in.comb, in.streams, 2);
 }
 
 Tensor empty_of(const Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); }

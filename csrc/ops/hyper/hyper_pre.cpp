@@ -10,9 +10,7 @@
 // Backward goes through Sinkhorn's steps again.
 
 #include "core/cpu.h"
-#include "core/cuda.h"
-#include "core/operator.h"
-#include "kernels/hyper_pre.h"
+#include "ops/hyper/hyper.h"
 
 namespace liger::ops::hyper_pre {
 namespace {
@@ -20,6 +18,12 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
+using hyper::has_kernel;
+using hyper::kStreams;
+using hyper::narrow;
+using hyper::tokens_of;
+using hyper::wide;
+using hyper::wide_result;
 
 constexpr const char* kOp = "hyper_pre";
 constexpr const char* kBackward = "hyper_pre backward";
@@ -182,21 +186,7 @@ struct Cpu {
 namespace constants = kernels::constants::hyper_pre;
 
 struct Cuda {
-  static bool has_kernel(const Tensor& streams) {
-    return streams.size(-2) == constants::STREAMS && streams.numel() > 0;
-  }
-
-  static int32_t tokens_of(const char* op, const Tensor& streams) {
-    const int64_t n = streams.size(-1), tokens = streams.numel() / (constants::STREAMS * n);
-    LIGER_CHECK(
-        tokens <= std::numeric_limits<int32_t>::max() && n <= std::numeric_limits<int32_t>::max() / constants::STREAMS,
-        op, "streams", "have fewer than 2^31 tokens, and columns of one", tokens, " tokens of ", constants::STREAMS * n,
-        " columns");
-    return int32_t(tokens);
-  }
-
-  static Tensor wide(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
-  static Parameters wide(const Parameters& p) { return {wide(p.fn), wide(p.base), wide(p.scale)}; }
+  static Parameters wide_parameters(const Parameters& p) { return {wide(p.fn), wide(p.base), wide(p.scale)}; }
   static Tensor dense(const Tensor& t, const Tensor& like, at::IntArrayRef shape) {
     return t.defined() ? t.contiguous() : at::zeros(shape, like.options());
   }
@@ -206,7 +196,7 @@ struct Cuda {
     using K = kernels::hyper_pre_fwd;
     c10::DeviceGuard guard(streams.device());
     const Tensor s = streams.contiguous();
-    const Parameters p = wide(given);
+    const Parameters p = wide_parameters(given);
     K::Args args{};
     args.x = core::address(out.x), args.post = core::address(out.post), args.comb = core::address(out.comb);
     args.logits = core::address(out.logits), args.rstd = core::address(out.rstd), args.streams = core::address(s);
@@ -231,8 +221,7 @@ struct Cuda {
     }
     c10::DeviceGuard guard(streams.device());
     const Tensor s = streams.contiguous(), logits = logits_like.contiguous(), rstd = rstd_like.contiguous();
-    const Parameters p = wide(given);
-    constexpr int64_t kStreams = constants::STREAMS;
+    const Parameters p = wide_parameters(given);
     const int64_t tokens = tokens_of(kBackward, s), n = s.size(-1), width = p.fn.size(0);
     const Tensor dx = dense(dx_or_none, s, {tokens, n});
     const Tensor dpost = width > kStreams ? dense(dpost_or_none, logits, {tokens, kStreams}) : Tensor();
@@ -275,9 +264,6 @@ struct Cuda {
       const Gradients& out, const Tensor& dx, const Tensor& s, const Parameters& p, const Tensor& dlogits,
       const Tensor& numbers, const Tensor& partial) {
     using K = kernels::hyper_pre_bwd;
-    auto wide_result = [](const Tensor& result, const Tensor& parameter) {
-      return result.defined() && result.scalar_type() == at::kFloat ? result : at::empty_like(parameter);
-    };
     const bool wants_fn = out.fn.defined();
     const Tensor dfn = wants_fn ? wide_result(out.fn, p.fn) : Tensor();
     const Tensor dbase = wide_result(out.base, p.base), dscale = wide_result(out.scale, p.scale);
@@ -291,11 +277,11 @@ struct Cuda {
     const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
     const bool aligned = core::aligned16(args.dstreams, args.dfn, args.dx, args.streams, args.fn) && args.n % 8 == 0;
     const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
-    const int64_t programs = constants::STREAMS * ((args.n + config.BLOCK_H - 1) / config.BLOCK_H);
+    const int64_t programs = kStreams * ((args.n + config.BLOCK_H - 1) / config.BLOCK_H);
     core::launch<K>(kBackward, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
-    if (wants_fn && !out.fn.is_same(dfn)) out.fn.copy_(dfn);
-    if (out.base.defined() && !out.base.is_same(dbase)) out.base.copy_(dbase);
-    if (out.scale.defined() && !out.scale.is_same(dscale)) out.scale.copy_(dscale);
+    narrow(out.fn, dfn);
+    narrow(out.base, dbase);
+    narrow(out.scale, dscale);
   }
 };
 
@@ -307,18 +293,12 @@ struct Meta {
 };
 
 void check(const char* op, const Tensor& streams, const Parameters& p, const Options& options) {
-  core::check_activation(op, "streams", streams);
-  LIGER_CHECK(streams.dim() >= 2, op, "streams", "have at least two dimensions", streams.sym_sizes());
+  hyper::check_streams(op, streams);
   const int64_t count = streams_of(streams);
   LIGER_CHECK(count >= 1, op, "streams", "have a stream", streams.sym_sizes());
   for (const auto& [name, t] :
        {std::pair<const char*, const Tensor&>("fn", p.fn), {"base", p.base}, {"scale", p.scale}}) {
-    core::check_same_device(op, name, t, "streams", streams);
-    core::check_dense(op, name, t);
-    LIGER_CHECK(
-        t.scalar_type() == streams.scalar_type() ||
-            (t.scalar_type() == at::kFloat && streams.scalar_type() != at::kDouble),
-        op, name, c10::str("be float32 or have the dtype of streams, ", streams.scalar_type()), t.scalar_type());
+    hyper::check_numbers(op, name, t, streams);
   }
   LIGER_CHECK(
       p.fn.dim() == 2 && p.fn.sym_size(1) == streams.sym_size(-1) * count, op, "fn",

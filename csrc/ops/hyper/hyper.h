@@ -1,0 +1,53 @@
+#pragma once
+
+// Shared by hyper_pre and hyper_post.
+
+#include "core/cuda.h"
+#include "core/operator.h"
+#include "kernels/hyper_pre.h"
+
+namespace liger::ops::hyper {
+
+using at::Tensor;
+
+/// The number of streams that kernels serve.
+constexpr int64_t kStreams = kernels::constants::hyper_pre::STREAMS;
+
+inline bool has_kernel(const Tensor& streams) { return streams.size(-2) == kStreams && streams.numel() > 0; }
+
+inline int32_t tokens_of(const char* op, const Tensor& streams) {
+  const int64_t n = streams.size(-1), tokens = streams.numel() / (kStreams * n);
+  LIGER_CHECK(
+      tokens <= std::numeric_limits<int32_t>::max() && n <= std::numeric_limits<int32_t>::max() / kStreams, op,
+      "streams", "have fewer than 2^31 tokens, and columns of one", tokens, " tokens of ", kStreams * n, " columns");
+  return int32_t(tokens);
+}
+
+// Kernels read and write numbers beside the streams in fp32.
+
+inline Tensor wide(const Tensor& t) { return t.defined() ? t.to(at::kFloat).contiguous() : t; }
+
+/// The result itself, or memory of the size of `input` that `narrow` rounds to it.
+inline Tensor wide_result(const Tensor& result, const Tensor& input) {
+  return result.defined() && result.scalar_type() == at::kFloat ? result : at::empty_like(input);
+}
+
+inline void narrow(const Tensor& result, const Tensor& wide) {
+  if (result.defined() && !result.is_same(wide)) result.copy_(wide);
+}
+
+inline void check_streams(const char* op, const Tensor& streams) {
+  core::check_activation(op, "streams", streams);
+  LIGER_CHECK(streams.dim() >= 2, op, "streams", "have at least two dimensions", streams.sym_sizes());
+}
+
+inline void check_numbers(const char* op, const char* name, const Tensor& t, const Tensor& streams) {
+  core::check_same_device(op, name, t, "streams", streams);
+  core::check_dense(op, name, t);
+  LIGER_CHECK(
+      t.scalar_type() == streams.scalar_type() ||
+          (t.scalar_type() == at::kFloat && streams.scalar_type() != at::kDouble),
+      op, name, c10::str("be float32 or have the dtype of streams, ", streams.scalar_type()), t.scalar_type());
+}
+
+}  // namespace liger::ops::hyper

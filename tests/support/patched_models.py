@@ -143,6 +143,7 @@ def calls_of(operator, model, ids):
     return sum(event.count for event in seen.key_averages() if event.key == f"liger::{operator}")
 
 
+@torch.no_grad()
 def logits_of(model, ids):
     return model(input_ids=ids).logits
 

@@ -165,9 +165,13 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
     return highest * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def train(s: Size, loss_of: Loss, steps: int, seed: int, device: str, rate: float = RATE) -> list[float]:
+def train(
+    s: Size, loss_of: Loss, steps: int, seed: int, device: str, rate: float = RATE,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> list[float]:  # fmt: skip
     torch.manual_seed(seed)
     model = Llama(s).to(device, torch.bfloat16)
+    prepare(model)
     chain = Chain(s, seed, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
     losses = []

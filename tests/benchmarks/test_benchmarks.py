@@ -21,6 +21,7 @@ from benchmarks import (
     clock,
     compare,
     expert_parallel,
+    fp8_curves,
     harness,
     loss_curves,
     machine,
@@ -208,13 +209,26 @@ def test_files_without_records_are_named(command, text, tmp_path):
         main.main(command.format(path).split())
 
 
+def test_curves_in_fp8(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", f"_ --device cpu --steps 3 --seeds 2 --out {tmp_path}".split())
+    assert fp8_curves.main() == 0
+    (file,) = tmp_path.glob("*-fp8-curves.json")
+    record = json.loads(file.read_text())
+    assert [set(curves) for curves in record["curves"]] == 2 * [{"bf16", "rows", "rows_hp"}]
+    for curves in record["curves"]:
+        # It is in FP8, and near bf16.
+        assert curves["rows"] != curves["bf16"] != curves["rows_hp"] and curves["rows"][0] != curves["rows"][2]
+        assert all(abs(a / b - 1) < 0.01 for a, b in zip(curves["rows"], curves["bf16"]))
+    assert "within 0.5%" in capsys.readouterr().out and file.with_suffix(".png").exists()
+
+
 REFUSED = [
     (main.main, "--rounds 0"), (main.main, "--rounds -1"), (main.main, "--warm 0"),
     # float64 is the oracle.
     (main.main, "--dtypes float64"),
     (main.main, "--ops swiglu --shapes 16x1024 17x1024"), (main.main, "--shapes 16xa"), (main.main, "tune swiglu --shapes 0x8"),
     (main.main, "tune swiglu --top 0"),
-    (loss_curves.main, "--orders 0"), (loss_curves.main, "--steps 0"),
+    (loss_curves.main, "--orders 0"), (loss_curves.main, "--steps 0"), (fp8_curves.main, "--providers fp4"),
     (training.main, "--steps 0"), (training.main, "--batches 8 0"), (training.main, "--length -1"),
 ]  # fmt: skip
 

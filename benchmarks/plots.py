@@ -19,7 +19,7 @@ COLORS = {
     "ours, FP8 by rows": "#7b1fa2", "ours, FP8 by rows, gradients of weights in bf16": "#b079c9",
     "torch": "#9aa3ad", "hf": "#cdb68a", "torch.compile": "#9186c9", "quack": "#6bb182", "cut-cross-entropy": "#bb83b3",
     "liger-kernel": "#6aa6d8", "liger-sm90": "#33709f", "trl": "#b08bc9", "liger-kernel + torch.compile": "#264f73",
-    "torchao": "#7a9e3a", "torchao rows_hp": "#a3bf6f", "copy": "#888888", "ours rows_hp": "#e07b76",
+    "torchao": "#7a9e3a", "torchao rows_hp": "#a3bf6f", "copy": "#888888", "ours rows_hp": "#e07b76", "fp8_linear": "#b06fc4",
     "fla": "#4f9d8f", "causal_conv1d": "#4f6f9d", "ours with entropy": "#d9534f", "ours as a loss": "#a94442",
     "ours 320 MiB": "#d9a441", "ours JSD": "#a8324a", "ours per token": "#e8743b",
     "ours per token 1280 MiB": "#b9531e", "ours frozen": "#f2b5a7",

@@ -71,6 +71,9 @@ def register(library: torch.library.Library) -> None:
         "_low_rank_input",
         "_low_rank_input_bwd",
         "_projections_grad",
+        "fp8_projections",
+        "_fp8_projections_fwd",
+        "_fp8_projections_bwd",
     ):
         register_rule(name, 0, ())
     torch.library.register_vmap("liger::_mm", multiply, lib=library)

@@ -66,6 +66,31 @@ def is_bare_linear(module: nn.Module) -> bool:
     return not has_hooks(module)
 
 
+def recipe_of(linear: nn.Module, x: Tensor) -> str:
+    """Of a layer that `liger_ops.transformers.linears` has patched, if it computes in FP8 for this input, else "".
+    Evaluation and generation stay in the dtype of the weight, and so do DTensors."""
+    recipe = getattr(type(linear), "liger_fp8", "")
+    if not recipe or not linear.training or any(hasattr(t, "device_mesh") for t in (x, linear.weight)):
+        return ""
+    return recipe if autocast_dtype(x) is not None or x.dtype == linear.weight.dtype else ""
+
+
+def projected_in_fp8(linears: Sequence[Any], x: Tensor) -> Tensor | None:
+    """The results of several layers side by side, from x quantised once, or None if they must be called."""
+    recipes = {recipe_of(linear, x) for linear in linears}
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len(recipes) > 1 or "" in recipes or len(biases) not in (0, len(linears)):
+        return None
+    if any(has_hooks(linear) or "forward" in linear.__dict__ for linear in linears):
+        return None
+    weights = [linear.weight for linear in linears]
+    return torch.ops.liger.fp8_projections(x, weights, biases, recipe=recipes.pop())
+
+
+def split(results: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
+    return results.split([linear.weight.shape[0] for linear in linears], -1)
+
+
 def may_choose_gemm(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
@@ -194,6 +219,8 @@ def read_weight(base: Any, dtype: torch.dtype, casts: bool) -> Tensor | Packed |
     """The weight of a linear layer for an input of this dtype, or why its own forward must be called."""
     if is_linear_4bit(base):
         return "base is hooked or wrapped" if has_hooks(base) or "forward" in base.__dict__ else packed(base, dtype)
+    if getattr(type(base), "liger_fp8", ""):
+        return "base computes in FP8"
     if reason := why_not_bare("base", base):
         return reason
     weight = base.weight
@@ -301,7 +328,13 @@ def input_dtype(state: Adapted, result: Tensor | None) -> torch.dtype:
 
 def project_adapted(states: Sequence[Adapted], x: Tensor) -> tuple[Tensor, ...]:
     called = [state.weight if isinstance(state.weight, Called) else None for state in states]
-    results: list[Any] = [layer and layer.layer(x) for layer in called]
+    layers = [layer.layer for layer in called if layer is not None]
+    side_by_side = projected_in_fp8(layers, x) if len(layers) == len(states) > 1 else None
+    results: list[Any]
+    if side_by_side is not None:
+        results = [*split(side_by_side, layers)]
+    else:
+        results = [layer and layer.layer(x) for layer in called]
     together: dict[torch.dtype, list[int]] = {}
     for i, (state, result) in enumerate(zip(states, results)):
         if called[i] is None or state.a:
@@ -363,6 +396,9 @@ def project(linears: Sequence[nn.Module], x: Tensor, lora: bool = True) -> tuple
             return project_adapted(states, x)
         if states is not None:  # all adapters are merged, disabled or inactive
             linears = [base_of(linear) if is_lora(linear) else linear for linear in linears]
+    side_by_side = projected_in_fp8(linears, x) if len(linears) > 1 else None
+    if side_by_side is not None:
+        return split(side_by_side, linears)
     if (
         saves_passes(x)
         and (len(linears) > 1 or may_choose_gemm(x))

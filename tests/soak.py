@@ -44,7 +44,7 @@ def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
             return 2
         if letter in "WP":  # taps of a convolution, and the rows before the first
             return taps - (letter == "P")
-        if operator.__name__ == "fp8_linear":  # features, of which GEMMs take multiples of 16
+        if operator.__name__.startswith("fp8_"):  # features, of which GEMMs take multiples of 16
             return 16 * chance.randint(1, 20)
         # The loss over one class is zero, of which no error is a part.
         if letter in "nmVI":

@@ -8,14 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..projections import autocast_dtype, has_adapters
-from ..reference.fp8_linear import MULTIPLE
+from ..projections import has_adapters, recipe_of
+from ..reference.fp8_projections import MULTIPLE
 from .heads import head_of
 from .patched import (
     NotUnderstood,
     give_subclass,
     has_replaced_forward,
-    is_distributed,
     original_class,
 )
 
@@ -24,20 +23,10 @@ Filter = Callable[[nn.Module, str], bool]
 ROUTERS = ("gate", "router")
 
 
-def computes_in_fp8(linear: nn.Linear, x: Tensor) -> bool:
-    """Evaluation and generation stay in the dtype of the weight, as do DTensors."""
-    if not linear.training or is_distributed(x) or is_distributed(linear.weight):
-        return False
-    return autocast_dtype(x) is not None or x.dtype == linear.weight.dtype
-
-
-def forward_with(recipe: str) -> Callable[[Any, Tensor], Tensor]:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        if computes_in_fp8(self, input):
-            return F.fp8_linear(input, self.weight, self.bias, recipe=recipe)
-        return original_class(type(self)).forward(self, input)
-
-    return forward
+def forward(self: Any, input: Tensor) -> Tensor:
+    if recipe := recipe_of(self, input):
+        return F.fp8_linear(input, self.weight, self.bias, recipe=recipe)
+    return original_class(type(self)).forward(self, input)
 
 
 def why_not(linear: nn.Linear) -> str:
@@ -58,7 +47,7 @@ def patch(linear: nn.Linear, recipe: str) -> str:
     if reason := why_not(linear):
         raise NotUnderstood(reason)
     replacement = f"fp8_linear, {recipe}"
-    give_subclass(linear, "linear", replacement, recipe, lambda cls: {"forward": forward_with(recipe)})
+    give_subclass(linear, "linear", replacement, recipe, lambda cls: {"forward": forward, "liger_fp8": recipe})
     return replacement
 
 
@@ -72,8 +61,8 @@ def chosen(model: nn.Module, wanted: Filter | None) -> list[tuple[str, nn.Linear
         if type(module) is not nn.Linear or module is head:
             continue
         reason = why_not(module)
-        if any(path.startswith(f"{outer}.") for outer in adapted):
-            reason = "belongs to a LoRA layer"
+        if any(path.startswith(f"{outer}.") and path != f"{outer}.base_layer" for outer in adapted):
+            reason = "is an adapter"
         elif path.rpartition(".")[2] in ROUTERS:
             reason = "may choose experts"
         elif wanted is not None and not wanted(module, path):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, overload
 from torch import nn
 
 from ..projections import has_adapters
-from ..reference.fp8_linear import RECIPES
+from ..reference.fp8_projections import RECIPES
 from . import (
     activations,
     adapted_experts,
@@ -265,7 +265,7 @@ def apply_liger_kernel(
     moe_experts, hyper_pre, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
     fp8: a recipe of :func:`fp8_linear`, with which linear layers compute while they train. The head, layers that choose
-    experts, those of LoRA and those whose sizes are no multiples of 16 stay as they are.
+    experts, adapters of LoRA and those whose sizes are no multiples of 16 stay as they are.
     fp8_filter: called with each of these layers and its name; those for which it returns False stay as they are, too.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.

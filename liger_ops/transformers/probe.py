@@ -30,6 +30,7 @@ from ..projections import (
     project,
     project_gated,
     project_one,
+    projected_in_fp8,
 )
 from ..quantised import is_linear_4bit
 from . import rewrite
@@ -300,8 +301,11 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
         gate, up, down = mlp.projections
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
-            gate_out, up_out = project((getattr(self, gate), getattr(self, up)), x, mlp.lora)
-            last = getattr(self, down)
+            first, last = (getattr(self, gate), getattr(self, up)), getattr(self, down)
+            side_by_side = projected_in_fp8(first, x)
+            if side_by_side is not None:
+                return project_one(last, packed(side_by_side, *options), mlp.lora)
+            gate_out, up_out = project(first, x, mlp.lora)
             if is_distributed(gate_out):
                 return last(found.product(gate_out, up_out))
             if is_bare_linear(last):

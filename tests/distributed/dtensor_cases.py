@@ -318,6 +318,11 @@ CASES.refuse({
     "quantize_columns by rows": (F.quantize_columns, dict(x=(X, Shard(0))), "quantize_columns: x must be"),
     "quantize_both by rows": (F.quantize_both, dict(x=(X, Shard(0))), "quantize_both: x must be"),
     "fp8_linear": (F.fp8_linear, IN_FP8, "fp8_linear: x must be a plain tensor"),
+    "fp8_projections": (
+        lambda x, weight: F.fp8_projections(x, [weight, weight], []),
+        IN_FP8 | dict(x=(randn(4, 16), R)),
+        "fp8_projections: x must be a plain tensor",
+    ),
 })  # fmt: skip
 
 CASES.refuse(

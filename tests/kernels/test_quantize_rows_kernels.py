@@ -20,7 +20,9 @@ def run(path, dtype, n, aligned, kernel):
     x[3], x[:, 1], x[7, 2], x[9, 3] = 0, 0, float("nan"), float("inf")
     x[11, :9] = torch.tensor([1.0, 2**-7, 2**-8, 2**-9, 2**-10, 3 * 2**-10, 5 * 2**-10, -(2**-11), -0.0]) * (448 if n > 9 else 1)
     strides = (inner * 2 * n, 2 * n)
-    q, q_t = torch.full((rows, n), 0x55, dtype=torch.uint8), torch.full((n, rows), 0x55, dtype=torch.uint8)
+    # The transposed copy is between others.
+    before, pitch = 8, rows + 21
+    q, wider = (torch.full(shape, 0x55, dtype=torch.uint8) for shape in ((rows, n), (n, pitch)))
     scale, scale_t = (torch.full((count,), -1.0) for count in (rows, n))
     def launch(name, columns, grid, *arguments):
         choices = dict(X=dtype, HARDWARE=int(name.endswith("_e4m3"))) | columns
@@ -38,7 +40,11 @@ def run(path, dtype, n, aligned, kernel):
     v = find("column_scales").variant(int(not aligned))
     v.kernel.function[(-(-n // v.constexprs["BLOCK_N"]),)](scale_t, parts, programs, n, **v.constexprs)
     launch("quantize_columns_e4m3" if kernel != "integers" else "quantize_columns", {},
-           lambda o: (blocks(o) * -(-n // o["BLOCK_N"]),), q_t, scale_t, x, rows, n, inner, *strides)
+           lambda o: (blocks(o) * -(-n // o["BLOCK_N"]),), wider[:, before:], scale_t, x,
+           rows, n, inner, *strides, pitch)
+    q_t = wider[:, before : before + rows].contiguous()
+    wider[:, before : before + rows] = 0x55
+    assert (wider == 0x55).all()
     numpy.savez(path, x=x.contiguous(), q=q, scale=scale, q_t=q_t, scale_t=scale_t)
 """
 QUICK = [

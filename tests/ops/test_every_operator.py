@@ -214,7 +214,8 @@ def turned(t: Tensor) -> Tensor:
 
 def contains_a_gemm(row) -> bool:
     """Or a convolution, which autocast treats alike."""
-    return "linear" in row.op or row.op.startswith("moe_experts") or row.op == "causal_conv1d"
+    words = ("linear", "projections", "moe_experts", "causal_conv1d")
+    return any(word in row.op for word in words)
 
 
 def in_low_precision(row, bound: Bound) -> list[Tensor]:

@@ -121,7 +121,8 @@ def test_batched_gradients(row, device):
         return [y for y in outputs(module(*(t * 1 if t.requires_grad else t for t in inputs))) if y.requires_grad]
 
     upstream = [torch.randn(EXAMPLES, *y.shape, device=device) for y in results()]
-    if Sequence[Tensor] in operators()[row.op].types.values():  # PyTorch's batching here knows no lists
+    # PyTorch's batching here knows no lists, which the backward of fp8_linear takes.
+    if Sequence[Tensor] in operators()[row.op].types.values() or row.op == "fp8_linear":
         with pytest.raises(RuntimeError, match="Batching rule not implemented"):
             torch.autograd.grad(results(), wanted, upstream, is_grads_batched=True)
         return

@@ -49,6 +49,7 @@ SAVED = {
     "embedding": dict(input="input"),
     "lora_linear": {name: name for name in ("x", "weight", "a", "b")},
     "fp8_linear": dict(weight="weight"),
+    "fp8_projections": dict(weights="weight"),
     "moe_experts": {
         name: name for name in ("x", "gate_up", "down", "index", "weight", "down_bias", *ADAPTERS_OF_EXPERTS)
     },

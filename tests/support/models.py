@@ -54,6 +54,7 @@ LOW_RANK_HEADS = dict(s_low_rank_weight=(VOCABULARY, 3), t_low_rank_weight=(VOCA
 DOWN = dict(weight=(VOCABULARY, WIDTH), bias=(VOCABULARY,))
 LOW_RANK, LOW_RANK_WEIGHT = dict(low_rank_input=("B", "S", 3)), dict(low_rank_weight=(VOCABULARY, 3))
 ADAPTERS = {"a[0]": (3, WIDTH), "a[1]": (2, WIDTH), "b[0]": (VOCABULARY, 3), "b[1]": (VOCABULARY, 2)}
+STACKED = {"weights[0]": (2 * WIDTH, WIDTH), "weights[1]": (WIDTH, WIDTH)}
 ROUTES, EXPERTS = ("B", 2), 3
 MOE = dict(x=("B", WIDTH), index=ROUTES, weight=ROUTES)
 EXPERT_WEIGHTS = dict(gate_up=(EXPERTS, 2 * SIZE, WIDTH), down=(EXPERTS, WIDTH, SIZE))
@@ -123,6 +124,8 @@ ROWS = [
     Row("lora_linear", dict(x=HIDDEN), HEAD, dict(a=[], b=[], scale=[])),
     Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH), bias=(2 * WIDTH,))),
     Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH)), dict(recipe="rows_hp")),
+    Row("fp8_projections", dict(x=HIDDEN), STACKED | {"biases[0]": (2 * WIDTH,), "biases[1]": (WIDTH,)}),
+    Row("fp8_projections", dict(x=HIDDEN), STACKED, dict(biases=[], recipe="rows_hp")),
     Row("embedding", dict(input=TARGET), HEAD),
     Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
     Row("moe_experts", MOE, EXPERT_WEIGHTS),

@@ -82,6 +82,9 @@ def public_calls() -> dict[str, dict[str, Any]]:
         "embedding": dict(input=target, weight=numbers(CLASSES, N)),
         "lora_linear": dict(x=rows, weight=numbers(5, N), **adapters(5, 5), scale=[0.5, 2.0], bias=numbers(5)),
         "fp8_linear": dict(x=numbers(ROWS, 16), weight=numbers(32, 16), bias=numbers(32)),
+        "fp8_projections": dict(
+            x=numbers(ROWS, 16), weights=[numbers(32, 16), numbers(16, 16)], biases=[numbers(32), numbers(16)]
+        ),
         "moe_experts": dict(**experts, index=target.view(ROWS, 1), weight=numbers(ROWS, 1)),
         "moe_experts_sorted": dict(**experts, tokens_per_expert=torch.tensor([1, 2])),
         "cross_entropy": loss,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from language_models import make, step, tokens
+from lora_layers import with_adapters
 from patched_models import through_pickle
 from torch import nn
 from torch.nn import functional as nnf
@@ -21,11 +22,32 @@ def rows_of(report) -> dict[str, tuple[str, str]]:
     return {row.module: (row.replacement, row.reason) for row in report.rows if row.kind == "linear"}
 
 
-def formula_in(model: nn.Module, recipe: str) -> nn.Module:
-    """The layers in question compute the formula."""
+# The layers of one input, in the order of their calls.
+SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def formula_in(model: nn.Module, recipe: str, prefix: str = "") -> nn.Module:
+    """The layers in question, or the bases of LoRA layers, compute the formula; those of one input, that of all of them."""
+
+    def layer(parent, name):
+        found = getattr(parent, name)
+        return getattr(found, "base_layer", found)
+
     for name in LAYERS:
-        linear = model.get_submodule(name)
-        linear.forward = lambda x, of=linear: F.fp8_linear.reference(x, of.weight, of.bias, recipe=recipe)
+        block, _, child = name.rpartition(".")
+        parent = model.get_submodule(prefix + block)
+        mine = layer(parent, child)
+        group = [layer(parent, n) for n in next((names for names in SHARED if child in names), (child,))]
+
+        def forward(x, of=mine, group=group):
+            if of is group[0]:
+                weights, sizes = [linear.weight for linear in group], [linear.out_features for linear in group]
+                y = F.fp8_projections.reference(x, weights, [], recipe=recipe)
+                for linear, part in zip(group, y.split(sizes, -1)):
+                    linear.part = part
+            return of.__dict__.pop("part")
+
+        mine.forward = forward
     return model
 
 
@@ -52,6 +74,65 @@ def test_a_training_step_is_that_of_the_formula(recipe):
     # It is in FP8, and not only near it.
     assert not torch.equal(found[0], plain[0])
     assert float((found[1][weight] - plain[1][weight]).norm()) > 1e-3 * float(plain[1][weight].norm())
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Numbers of weights in calls in FP8, and in calls that add adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.adapters = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # Without gradients: the public operators.
+        if function is torch.ops.liger.fp8_linear.default:
+            self.weights.append(1)
+        if function in (torch.ops.liger._fp8_projections_fwd.default, torch.ops.liger.fp8_projections.default):
+            self.weights.append(len(args[1]))
+        if function is torch.ops.liger._lora_projections.default:
+            self.adapters.append(len(args[1]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])  # qwen2: with biases
+def test_layers_of_one_input_quantise_it_once(name):
+    model = make(name).train()
+    apply_liger_kernel(model, fp8="rows")
+    with Calls() as seen:
+        model(tokens())
+    assert seen.weights == 2 * [3, 1, 2, 1]
+    model.get_submodule("model.layers.0.self_attn.k_proj").register_forward_hook(lambda *_: None)
+    seen = Calls()
+    with torch.autocast("cpu", torch.bfloat16), seen:
+        model(tokens())
+    assert seen.weights == [1, 1, 1, 1, 2, 1, 3, 1, 2, 1]
+    with Calls() as seen:
+        model.eval()(tokens())
+    assert seen.weights == []
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bases_of_lora_layers(order, recipe):
+    """They compute in FP8, and the operator adds the adapters to what they return."""
+    prefix, ids = "base_model.model.", tokens()
+    expected = step(formula_in(with_adapters(make("llama")), recipe, prefix).train(), ids)
+    model = make("llama")
+    if order == "before":
+        apply_liger_kernel(model, fp8=recipe)
+    model = with_adapters(model).train()
+    if order == "after":
+        found = rows_of(apply_liger_kernel(model, fp8=recipe))
+        assert {found.pop(f"{name}.base_layer") for name in LAYERS} == {(f"fp8_linear, {recipe}", "")}
+        assert {*found.values()} == {("", "is an adapter")}
+    with Calls() as seen:
+        found = step(model, ids)
+    assert seen.weights == 2 * [3, 1, 2, 1] and seen.adapters == 2 * [3, 1, 2, 1]
+    close(found, expected)
+    model.eval()
+    with Calls() as seen:
+        model(ids)
+    assert not seen.weights and seen.adapters == 2 * [3, 1, 2, 1]
 
 
 def test_off_by_default_and_unpatched():

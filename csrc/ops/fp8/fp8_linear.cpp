@@ -1,11 +1,12 @@
 // fp8_linear(x, weight, bias, recipe) = F.linear of numbers in e4m3: rows of x by rows of the weight, in backward rows of
-// dy by columns of the weight, and columns of dy by columns of x.
+// dy by columns of the weight, and columns of dy by columns of x. fp8_projections takes several weights as if they were
+// stacked, and computes both.
 //
 // x: (..., n), T rows; weight: (m, n); dy: (..., m). A GEMM takes both operands with the summed dimension last, (M, K)
 // and (N, K), and their scales (M, 1) and (N, 1). cuBLAS and CUTLASS compute them through aten::_scaled_mm.
 //
 // recipe "rows_hp": the weight's gradient is a GEMM of x and dy as they are. Nothing is kept between calls but what
-// autograd saves: the weight, and x or its transposed copy if the weight takes a gradient.
+// autograd saves: the weights, and x or its transposed copy if a weight takes a gradient.
 
 #include "core/cuda.h"
 #include "core/operator.h"
@@ -17,19 +18,19 @@ namespace liger::ops::fp8_linear {
 namespace {
 
 using at::Tensor;
+using at::TensorList;
 using OptionalTensor = std::optional<Tensor>;
 using quantize_rows::Quantized;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-constexpr const char* kOp = "fp8_linear";
 constexpr const char* kBackward = "fp8_linear backward";
 constexpr int64_t kMultiple = 16;  // of sizes, for cuBLAS
 constexpr int kFirstCapability = 89;
 
 enum class Recipe { rows, rows_hp };
 
-Recipe recipe_of(std::string_view recipe) {
-  LIGER_CHECK(recipe == "rows" || recipe == "rows_hp", kOp, "recipe", "be 'rows' or 'rows_hp'", "'", recipe, "'");
+Recipe recipe_of(const char* op, std::string_view recipe) {
+  LIGER_CHECK(recipe == "rows" || recipe == "rows_hp", op, "recipe", "be 'rows' or 'rows_hp'", "'", recipe, "'");
   return recipe == "rows" ? Recipe::rows : Recipe::rows_hp;
 }
 
@@ -123,62 +124,81 @@ Tensor in_rows_of(const Tensor& x, const Tensor& y) {
 
 // ---- Checks
 
-void check_multiple(const char* op, const char* name, const c10::SymInt& size) {
+void check_multiple(const char* op, const std::string& name, const c10::SymInt& size) {
   LIGER_CHECK(size % kMultiple == 0, op, name, c10::str("be a multiple of ", kMultiple), size);
 }
 
-void check_parameter(const char* name, const Tensor& t, const Tensor& x) {
-  core::check_dense(kOp, name, t);
-  core::check_same_device(kOp, name, t, "x", x);
+void check_parameter(const char* op, const std::string& name, const Tensor& t, const Tensor& x) {
+  core::check_dense(op, name.c_str(), t);
+  core::check_same_device(op, name.c_str(), t, "x", x);
   LIGER_CHECK(
-      t.scalar_type() == x.scalar_type(), kOp, name, c10::str("have the dtype of x, ", x.scalar_type()),
+      t.scalar_type() == x.scalar_type(), op, name, c10::str("have the dtype of x, ", x.scalar_type()),
       t.scalar_type());
 }
 
-template <class Device>
-void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  core::check_activation(kOp, "x", x);
-  check_parameter("weight", weight, x);
-  LIGER_CHECK(weight.dim() == 2, kOp, "weight", "have two dimensions", weight.sym_sizes());
-  const auto n = x.sym_sizes().back(), m = weight.sym_size(0);
+void check_weight(const char* op, const std::string& name, const Tensor& weight, const Tensor& x) {
+  check_parameter(op, name, weight, x);
+  LIGER_CHECK(weight.dim() == 2, op, name, "have two dimensions", weight.sym_sizes());
+  const auto n = x.sym_sizes().back();
   LIGER_CHECK(
-      weight.sym_size(1) == n, kOp, "weight", c10::str("have shape [features, ", n, "], the last dimension of x"),
+      weight.sym_size(1) == n, op, name, c10::str("have shape [features, ", n, "], the last dimension of x"),
       weight.sym_sizes());
-  check_multiple(kOp, "features of x", n);
-  check_multiple(kOp, "features of weight", m);
-  if (bias && bias->defined()) {
-    check_parameter("bias", *bias, x);
-    LIGER_CHECK(
-        bias->dim() == 1 && bias->sym_size(0) == m, kOp, "bias",
-        c10::str("have shape [", m, "], one value per feature"), bias->sym_sizes());
-  }
-  Device::check(kOp, x);
+  check_multiple(op, "features of " + name, weight.sym_size(0));
 }
 
-// ---- The operator
+void check_bias(const char* op, const std::string& name, const Tensor& bias, const c10::SymInt& m, const Tensor& x) {
+  check_parameter(op, name, bias, x);
+  LIGER_CHECK(
+      bias.dim() == 1 && bias.sym_size(0) == m, op, name, c10::str("have shape [", m, "], one value per feature"),
+      bias.sym_sizes());
+}
 
-struct Fp8Linear
-    : core::Operator<Fp8Linear, Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view)> {
-  static constexpr const char* kOp = fp8_linear::kOp;
-  static constexpr const char* kSchema = schemas::fp8_linear;
+void check_x(const char* op, const Tensor& x) {
+  core::check_activation(op, "x", x);
+  check_multiple(op, "features of x", x.sym_sizes().back());
+}
+
+void check_lists(const char* op, const Tensor& x, TensorList weights, TensorList biases) {
+  check_x(op, x);
+  LIGER_CHECK(!weights.empty(), op, "weights", "have an entry", 0);
+  LIGER_CHECK(
+      biases.empty() || biases.size() == weights.size(), op, "biases",
+      c10::str("be empty or have as many entries as weights, ", weights.size()), biases.size());
+  for (size_t i = 0; i < weights.size(); ++i) check_weight(op, c10::str("weights[", i, "]"), weights[i], x);
+  for (size_t i = 0; i < biases.size(); ++i) {
+    check_bias(op, c10::str("biases[", i, "]"), biases[i], weights[i].sym_size(0), x);
+  }
+}
+
+Tensor stacked(TensorList biases) {
+  if (biases.empty()) return {};
+  return biases.size() == 1 ? biases[0] : at::cat(biases);
+}
+
+// ---- The operators
+
+struct Fp8Projections
+    : core::Operator<Fp8Projections, Tensor(const Tensor&, TensorList, TensorList, c10::string_view)> {
+  static constexpr const char* kOp = "fp8_projections";
+  static constexpr const char* kSchema = schemas::fp8_projections;
   using Autocast = core::AutocastLinear<0, 1, 2>;
   using Cpu = fp8_linear::Cpu;
   using Cuda = fp8_linear::Cuda;
   using Meta = fp8_linear::Meta;
 
-  /// y, and with the recipe "rows" what the weight's gradient needs of x, if that is wanted.
+  /// y, and with the recipe "rows" what the weights' gradients need of x, if one is wanted.
   template <class Device>
-  static Three fwd(
-      const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t wanted, std::string_view recipe) {
-    check<Device>(x, weight, bias);
-    const bool transposed = (wanted & core::kWantWeight) && recipe_of(recipe) == Recipe::rows;
+  static Three compute(
+      const char* op, const Tensor& x, TensorList weights, TensorList biases, bool wants_weights, Recipe recipe) {
+    Device::check(op, x);
+    const bool transposed = recipe == Recipe::rows && wants_weights;
     c10::DeviceGuard guard(x.device());
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const Tensor rows = core::as_matrix(x);
     using Quantizer = typename Device::Quantizer;
-    Quantized of_x = Quantizer::quantize(kOp, rows, true, transposed);
-    const Quantized of_weight = Quantizer::quantize(kOp, weight, true, false);
-    const Tensor y = product<Device>(rows_of(of_x), rows_of(of_weight), core::value_or_undefined(bias), x);
+    Quantized of_x = Quantizer::quantize(op, {rows}, true, transposed);
+    const Quantized of_weights = Quantizer::quantize(op, weights, true, false);
+    const Tensor y = product<Device>(rows_of(of_x), rows_of(of_weights), stacked(biases), x);
     if (!transposed) {
       of_x.q_t = at::empty({0}, of_x.scale.options());
       of_x.scale_t = at::empty({0}, of_x.scale.options());
@@ -187,108 +207,191 @@ struct Fp8Linear
   }
 
   template <class Device>
-  static Tensor run(bool, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
-    recipe_of(recipe);
-    return std::get<0>(fwd<Device>(x, weight, bias, 0, recipe));
+  static Three fwd(
+      const Tensor& x, TensorList weights, TensorList biases, bool wants_weights, std::string_view recipe) {
+    check_lists(kOp, x, weights, biases);
+    return compute<Device>(kOp, x, weights, biases, wants_weights, recipe_of(kOp, recipe));
   }
 
-  /// Gradients of x, weight and bias; without elements where they are not wanted. x: with the recipe "rows_hp" alone.
   template <class Device>
-  static Three bwd(
-      const Tensor& dy, const OptionalTensor& x, const OptionalTensor& weight, const OptionalTensor& x_t,
-      const OptionalTensor& scale_t, int64_t wanted, std::string_view recipe) {
+  static Tensor run(bool, const Tensor& x, TensorList weights, TensorList biases, std::string_view recipe) {
+    return std::get<0>(fwd<Device>(x, weights, biases, false, recipe));
+  }
+
+  /// Those gradients of x, the weights and the biases that are wanted, in this order. x: with the recipe "rows_hp" alone.
+  /// weights: for the gradient of x alone. features: of each weight. wanted: of x, each weight, and each bias if there is one.
+  template <class Device>
+  static std::vector<Tensor> bwd(
+      const Tensor& dy, const OptionalTensor& x, TensorList weights, const OptionalTensor& x_t,
+      const OptionalTensor& scale_t, c10::SymIntArrayRef features, const c10::List<bool>& wanted,
+      std::string_view recipe) {
     Device::check(kBackward, dy);
     c10::DeviceGuard guard(dy.device());
-    const bool of_x = wanted & core::kWantInput, of_weight = wanted & core::kWantWeight;
-    const bool transposed = of_weight && recipe_of(recipe) == Recipe::rows;
+    const size_t count = features.size();
+    bool of_weights = false;
+    for (size_t i = 0; i < count; ++i) of_weights |= wanted[1 + i];
+    const bool of_x = wanted[0], transposed = recipe_of(kBackward, recipe) == Recipe::rows && of_weights;
     using Quantizer = typename Device::Quantizer;
     const Tensor rows = core::as_matrix(dy);
-    // Results of an operator must not be one tensor.
-    auto none = [&] { return at::empty({0}, dy.options()); };
-    Tensor dx = none(), dw = none(), db = none();
+    std::vector<Tensor> out;
     Quantized of_dy;
-    if (of_x || transposed) of_dy = Quantizer::quantize(kBackward, rows, of_x, transposed);
+    if (of_x || transposed) of_dy = Quantizer::quantize(kBackward, {rows}, of_x, transposed);
     if (of_x) {
-      const Quantized columns = Quantizer::quantize(kBackward, *weight, false, true);
-      dx = in_rows_of(dy, product<Device>(rows_of(of_dy), columns_of(columns), {}, dy));
+      const Quantized columns = Quantizer::quantize(kBackward, weights, false, true);
+      out.push_back(in_rows_of(dy, product<Device>(rows_of(of_dy), columns_of(columns), {}, dy)));
     }
-    if (transposed) {
-      dw = product<Device>(columns_of(of_dy), {*x_t, *scale_t}, {}, dy, true);
-    } else if (of_weight) {
-      dw = at::mm(rows.t(), core::as_matrix(*x));
+    c10::SymInt first = 0;
+    for (size_t i = 0; i < count; first = first + features[i++]) {
+      if (!wanted[1 + i]) continue;
+      if (transposed) {
+        const Operand part{
+            of_dy.q_t.narrow_symint(0, first, features[i]), of_dy.scale_t.narrow_symint(0, first, features[i])};
+        out.push_back(product<Device>(part, {*x_t, *scale_t}, {}, dy, true));
+      } else {
+        out.push_back(at::mm(rows.narrow_symint(1, first, features[i]).t(), core::as_matrix(*x)));
+      }
     }
-    if (wanted & core::kWantBias) db = rows.sum(0);
-    return {dx, dw, db};
+    first = 0;
+    const size_t biases = wanted.size() - 1 - count;
+    for (size_t i = 0; i < biases; first = first + features[i++]) {
+      if (wanted[1 + count + i]) out.push_back(rows.narrow_symint(1, first, features[i]).sum(0));
+    }
+    return out;
   }
 
   static void define_backward(torch::Library& m) {
     core::define(
         m,
-        "_fp8_linear_fwd(Tensor x, Tensor weight, Tensor? bias, int wanted, str recipe) -> (Tensor, Tensor, Tensor)");
+        "_fp8_projections_fwd(Tensor x, Tensor[] weights, Tensor[] biases, bool wants_weights, str recipe) -> "
+        "(Tensor, Tensor, Tensor)");
     core::define(
         m,
-        "_fp8_linear_bwd(Tensor dy, Tensor? x, Tensor? weight, Tensor? x_t, Tensor? scale_t, int wanted, str recipe) "
-        "-> "
-        "(Tensor, Tensor, Tensor)");
+        "_fp8_projections_bwd(Tensor dy, Tensor? x, Tensor[] weights, Tensor? x_t, Tensor? scale_t, SymInt[] features, "
+        "bool[] wanted, str recipe) -> Tensor[]");
   }
 
   template <class Device>
   static void implement_backward(torch::Library& m) {
-    core::implement<fwd<Device>>(m, "_fp8_linear_fwd");
-    core::implement<bwd<Device>>(m, "_fp8_linear_bwd");
+    core::implement<fwd<Device>>(m, "_fp8_projections_fwd");
+    core::implement<bwd<Device>>(m, "_fp8_projections_bwd");
   }
 
-  /// Saves the weight for the gradient of x, and for that of the weight x, or its transposed copy and scales.
-  struct Node : core::BackwardNode<Node, 4> {
-    std::tuple<std::string> options;
+  /// Saves for the weights' gradients x, or its transposed copy and scales, and for that of x the weights.
+  struct Node : core::BackwardNode<Node, core::kAnyNumber> {
+    std::tuple<std::string, std::string, std::vector<c10::SymInt>> options;  // the operator, recipe, features
 
     auto state() { return std::tie(options); }
-    std::string name() const override { return kOp; }
+    std::string name() const override { return std::get<0>(options); }
 
     core::variable_list backward(core::variable_list&& grads) override {
-      if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor()};
-      const Tensor x = take(0), weight = take(1), x_t = take(2), scale_t = take(3);
-      if (weight.defined() && !core::has_memory(weight)) core::detail::refuse_memory(kBackward, "weight", weight);
-      const int64_t wanted = core::wanted_bits(needs(0), needs(1), needs(2));
-      static const auto op = core::find_op<decltype(bwd<Meta>)>("_fp8_linear_bwd");
-      auto given = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
-      auto [dx, dw, db] =
-          op.call(grads[0], given(x), given(weight), given(x_t), given(scale_t), wanted, std::get<0>(options));
-      return {needs(0) ? dx : Tensor(), needs(1) ? dw : Tensor(), needs(2) ? db : Tensor()};
+      const auto& [op, recipe, features] = options;
+      core::variable_list out(next_edges().size());
+      if (!grads[0].defined()) return out;
+      c10::List<bool> wanted;
+      for (size_t i = 0; i < out.size(); ++i) wanted.push_back(needs(i));
+      std::vector<OptionalTensor> of_x;
+      for (size_t i = 0; i < 3; ++i) {
+        const Tensor t = take(i);
+        of_x.push_back(t.defined() ? OptionalTensor(t) : std::nullopt);
+      }
+      std::vector<Tensor> weights;
+      for (size_t i = 0; needs(0) && i < features.size(); ++i) {
+        weights.push_back(take(3 + i));
+        if (!core::has_memory(weights[i])) core::detail::refuse_memory(kBackward, "weight", weights[i]);
+      }
+      static const auto handle = core::find_op<decltype(bwd<Meta>)>("_fp8_projections_bwd");
+      auto found = handle.call(grads[0], of_x[0], weights, of_x[1], of_x[2], features, wanted, recipe);
+      auto next = found.begin();
+      for (size_t i = 0; i < out.size(); ++i) {
+        if (needs(i)) out[i] = std::move(*next++);
+      }
+      return out;
     }
   };
+
+  /// Connects the results of _fp8_projections_fwd, which is called with checked arguments.
+  static Tensor record(
+      const char* op, const Tensor& x, TensorList weights, TensorList biases, std::string_view recipe) {
+    using torch::autograd::compute_requires_grad;
+    const bool of_x = compute_requires_grad(x), of_weights = compute_requires_grad(weights);
+    at::AutoDispatchBelowADInplaceOrView below;
+    static const auto handle = core::find_op<decltype(fwd<Meta>)>("_fp8_projections_fwd");
+    auto [y, x_t, scale_t] = handle.call(x, weights, biases, of_weights, recipe);
+    auto node = core::make_node<Node>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weights, biases));
+    auto kept = [](bool needed, const Tensor& t) { return needed ? t : Tensor(); };
+    const bool rows = recipe == "rows";
+    node->save_all({kept(of_weights && !rows, x), kept(of_weights && rows, x_t), kept(of_weights && rows, scale_t)});
+    if (of_x) node->save_all(weights);
+    std::vector<c10::SymInt> features;
+    for (const Tensor& weight : weights) features.push_back(weight.sym_size(0));
+    node->options = {op, std::string(recipe), std::move(features)};
+    node->connect(y);
+    return y;
+  }
+
+  static Tensor autograd(const Tensor& x, TensorList weights, TensorList biases, std::string_view recipe) {
+    core::check_dense(kOp, "x", x);
+    for (const Tensor& weight : weights) core::check_dense(kOp, "weights", weight);
+    for (const Tensor& bias : biases) core::check_dense(kOp, "biases", bias);
+    core::check_no_forward_ad(kOp, x, weights, biases);
+    if (torch::autograd::compute_requires_grad(x, weights, biases)) return record(kOp, x, weights, biases, recipe);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return handle().call(x, weights, biases, recipe);
+  }
+
+  static void implement_autograd(torch::Library& m) { m.impl(kOp, autograd); }
+};
+
+struct Fp8Linear
+    : core::Operator<Fp8Linear, Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view)> {
+  static constexpr const char* kOp = "fp8_linear";
+  static constexpr const char* kSchema = schemas::fp8_linear;
+  using Autocast = core::AutocastLinear<0, 1, 2>;
+  using Cpu = fp8_linear::Cpu;
+  using Cuda = fp8_linear::Cuda;
+  using Meta = fp8_linear::Meta;
+
+  static TensorList list(const OptionalTensor& bias) {
+    return bias && bias->defined() ? TensorList(*bias) : TensorList();
+  }
+
+  static void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    auto needs_memory = [](const char* name, const Tensor& t) {
+      if (t.defined() && !core::has_memory(t)) core::detail::refuse_memory(kOp, name, t);
+    };
+    needs_memory("x", x), needs_memory("weight", weight), needs_memory("bias", core::value_or_undefined(bias));
+    check_x(kOp, x);
+    check_weight(kOp, "weight", weight, x);
+    for (const Tensor& t : list(bias)) check_bias(kOp, "bias", t, weight.sym_size(0), x);
+  }
+
+  template <class Device>
+  static Tensor run(bool, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
+    check(x, weight, bias);
+    return std::get<0>(Fp8Projections::compute<Device>(kOp, x, weight, list(bias), false, recipe_of(kOp, recipe)));
+  }
 
   static Tensor autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
     core::check_dense(kOp, "x", x);
     core::check_dense(kOp, "weight", weight);
     core::check_dense(kOp, "bias", bias);
     core::check_no_forward_ad(kOp, x, weight, bias);
-    using torch::autograd::compute_requires_grad;
+    if (torch::autograd::compute_requires_grad(x, weight, bias)) {
+      check(x, weight, bias);
+      recipe_of(kOp, recipe);
+      return Fp8Projections::record(kOp, x, weight, list(bias), recipe);
+    }
     at::AutoDispatchBelowADInplaceOrView below;
-    if (!compute_requires_grad(x, weight, bias)) return handle().call(x, weight, bias, recipe);
-    const bool of_x = compute_requires_grad(x), of_weight = compute_requires_grad(weight);
-    const bool rows = recipe == "rows";
-    static const auto op = core::find_op<decltype(fwd<Meta>)>("_fp8_linear_fwd");
-    auto [y, x_t, scale_t] = op.call(x, weight, bias, core::wanted_bits(of_x, of_weight), recipe);
-    auto node = core::make_node<Node>();
-    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
-    node->options = {std::string(recipe)};
-    auto kept = [](bool needed, const Tensor& t) { return needed ? t : Tensor(); };
-    node->save(
-        kept(of_weight && !rows, x), kept(of_x, weight), kept(of_weight && rows, x_t),
-        kept(of_weight && rows, scale_t));
-    node->connect(y);
-    return y;
+    return handle().call(x, weight, bias, recipe);
   }
 
-  static void implement_autograd(torch::Library& m) { m.impl(Op::kOp, autograd); }
-
- private:
-  using Op = Fp8Linear;
+  static void implement_autograd(torch::Library& m) { m.impl(kOp, autograd); }
 };
 
 }  // namespace
 
+LIGER_OPERATOR(Fp8Projections)
 LIGER_OPERATOR(Fp8Linear)
 
 }  // namespace liger::ops::fp8_linear

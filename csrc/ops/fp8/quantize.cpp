@@ -21,22 +21,32 @@ using at::Tensor;
 
 constexpr float kLargest = 448, kLeastScale = std::numeric_limits<float>::min();
 
-Quantized allocate(const Tensor& x, bool rows, bool columns) {
+c10::SymInt rows_of(const Tensor& x) { return c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1)); }
+
+Quantized allocate(at::TensorList xs, bool rows, bool columns) {
   Quantized out;
+  const Tensor& x = xs[0];
   const auto e4m3 = x.options().dtype(at::kFloat8_e4m3fn).memory_format(at::MemoryFormat::Contiguous);
   const auto fp32 = x.options().dtype(at::kFloat);
   const auto n = x.sym_sizes().back();
+  c10::SymInt count = 0;
+  for (const Tensor& each : xs) count = count + rows_of(each);
   if (rows) {
     c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+    if (xs.size() > 1) sizes = {count, n};
     out.q = at::empty_symint(sizes, e4m3);
     sizes.back() = 1;
     out.scale = at::empty_symint(sizes, fp32);
   }
   if (columns) {
-    out.q_t = at::empty_symint({n, c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1))}, e4m3);
+    out.q_t = at::empty_symint({n, count}, e4m3);
     out.scale_t = at::empty_symint({n, 1}, fp32);
   }
   return out;
+}
+
+void check(const char* op, at::TensorList xs) {
+  for (const Tensor& x : xs) core::check_activation(op, "x", x);
 }
 
 /// Without elements there are rows or columns of zeros, at most.
@@ -77,21 +87,30 @@ void quantize_rows_of(Tensor& q, Tensor& scale, const Tensor& x) {
 
 // ---- CUDA
 
-/// x as rows of the kernels. x is replaced by a copy if two levels of strides cannot describe it.
-core::Rows<2> walk(const char* op, Tensor& x, const Tensor& q) {
-  Tensor lead = q;
-  return core::walk_rows<2>(op, {&lead, &x});
+/// A matrix as rows of the kernels, which are those from `first` on of a result.
+struct Part {
+  Tensor x;
+  core::Rows<2> walk;
+  int64_t first;
+};
+
+/// x is copied if two levels of strides cannot describe it. lead: its shape and the layout of the result.
+Part part_of(const char* op, Tensor x, Tensor lead, int64_t first) {
+  const auto walk = core::walk_rows<2>(op, {&lead, &x});
+  return {std::move(x), walk, first};
 }
 
 template <class Args>
-void set_rows(Args& args, const Tensor& x, const core::Rows<2>& walk) {
+void set_rows(Args& args, const Part& part) {
+  const auto& [x, walk, first] = part;
   args.x = core::address(x);
   args.rows = int32_t(walk.rows), args.n = int32_t(walk.n), args.inner_rows = walk.kernel_inner_rows();
   args.x_outer = walk.strides[1].outer, args.x_inner = walk.strides[1].inner;
 }
 
-bool is_aligned(const Tensor& x, const core::Rows<2>& walk) {
-  return core::aligned16(core::address(x)) && walk.aligned_strides();
+/// Results are at multiples of 16 bytes, too.
+bool is_aligned(const Part& part) {
+  return core::aligned16(core::address(part.x)) && part.walk.aligned_strides() && part.first % 16 == 0;
 }
 
 template <class K>
@@ -99,37 +118,41 @@ int64_t blocks_of(const typename K::Config& config, int64_t rows) {
   return (rows + config.BLOCK_M - 1) / config.BLOCK_M;
 }
 
-/// parts: undefined, or where each program writes its part. Returns the number of programs.
+/// With peaks: returns the largest magnitudes of the columns, (programs, n).
 template <class K>
-int64_t launch_rows(
-    const char* op, const Quantized& out, Tensor* parts, const Tensor& x, const core::Rows<2>& walk, int columns) {
-  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), 0, columns);
-  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(x, walk), point);
+Tensor launch_rows(const char* op, const Quantized& out, const Part& part, bool peaks) {
+  const auto& [x, walk, first] = part;
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), 0, peaks ? 1 : 0);
+  const Tensor q = out.q.view({-1, walk.n}).narrow(0, first, walk.rows);
+  const Tensor scale = out.scale.view({-1, 1}).narrow(0, first, walk.rows);
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part), point);
   int64_t programs = blocks_of<K>(config, walk.rows);
-  if (parts) {
+  typename K::Args args{};
+  Tensor parts;
+  if (peaks) {
     // Two of 8 warps, which keep a row and the columns' maxima in registers.
     programs = core::persistent_programs(x.device(), programs, 16 / config.num_warps);
-    *parts = at::empty({programs, walk.n}, x.options().dtype(at::kInt));
+    parts = at::empty({programs, walk.n}, x.options().dtype(at::kInt));
+    args.parts = core::address(parts);
   }
-  typename K::Args args{};
-  args.q = core::address(out.q), args.scale = core::address(out.scale);
-  args.parts = parts ? core::address(*parts) : nullptr;
-  set_rows(args, x, walk);
+  args.q = core::address(q), args.scale = core::address(scale);
+  set_rows(args, part);
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
-  return programs;
+  return parts;
 }
 
-Tensor column_peaks(const char* op, const Tensor& x, const core::Rows<2>& walk) {
+Tensor column_peaks(const char* op, const Part& part) {
   using K = kernels::column_peaks;
+  const auto& [x, walk, first] = part;
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)));
-  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(x, walk), point);
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part), point);
   const int64_t across = (walk.n + config.BLOCK_N - 1) / config.BLOCK_N;
   const int64_t programs = core::persistent_programs(x.device(), across * blocks_of<K>(config, walk.rows), 8);
   const int64_t down = std::min(blocks_of<K>(config, walk.rows), std::max<int64_t>(1, programs / across));
   const Tensor parts = at::empty({down, walk.n}, x.options().dtype(at::kInt));
   K::Args args{};
   args.parts = core::address(parts);
-  set_rows(args, x, walk);
+  set_rows(args, part);
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(across), uint32_t(down)}, args);
   return parts;
 }
@@ -147,12 +170,15 @@ void column_scales(const char* op, const Tensor& scale_t, const Tensor& parts) {
 }
 
 template <class K>
-void launch_columns(const char* op, const Quantized& out, const Tensor& x, const core::Rows<2>& walk) {
+void launch_columns(const char* op, const Quantized& out, const Part& part) {
+  const auto& [x, walk, first] = part;
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), 0);
-  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(x, walk) && walk.rows % 8 == 0, point);
+  const Tensor q_t = out.q_t.narrow(1, first, walk.rows);
+  const int64_t pitch = out.q_t.size(1);
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part) && pitch % 8 == 0, point);
   typename K::Args args{};
-  args.q_t = core::address(out.q_t), args.scale_t = core::address(out.scale_t);
-  set_rows(args, x, walk);
+  args.q_t = core::address(q_t), args.scale_t = core::address(out.scale_t), args.pitch = int32_t(pitch);
+  set_rows(args, part);
   const int64_t blocks = blocks_of<K>(config, walk.rows) * ((walk.n + config.BLOCK_N - 1) / config.BLOCK_N);
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(blocks)}, args);
 }
@@ -164,15 +190,20 @@ constexpr int64_t kWidest = [] {
   return widest;
 }();
 
-/// Rows as QuantizeRows, of kernels that convert by an instruction or by integer arithmetic.
+/// Kernels that convert by an instruction or by integer arithmetic.
 template <class OfRows, class OfColumns>
-void compute(const char* op, const Quantized& out, const Tensor& x, const core::Rows<2>& walk, bool keeps_peaks) {
-  Tensor parts;
-  if (out.q.defined()) launch_rows<OfRows>(op, out, keeps_peaks ? &parts : nullptr, x, walk, keeps_peaks ? 1 : 0);
-  if (!out.q_t.defined()) return;
-  if (!parts.defined()) parts = column_peaks(op, x, walk);
-  column_scales(op, out.scale_t, parts);
-  launch_columns<OfColumns>(op, out, x, walk);
+void compute(const char* op, const Quantized& out, const std::vector<Part>& parts, bool may_keep_peaks) {
+  std::vector<Tensor> peaks;
+  const bool columns = out.q_t.defined();
+  for (const Part& part : parts) {
+    const bool keeps = may_keep_peaks && columns && part.walk.n <= kWidest && is_aligned(part);
+    Tensor found;
+    if (out.q.defined()) found = launch_rows<OfRows>(op, out, part, keeps);
+    if (columns) peaks.push_back(found.defined() ? found : column_peaks(op, part));
+  }
+  if (!columns) return;
+  column_scales(op, out.scale_t, peaks.size() == 1 ? peaks[0] : at::cat(peaks));
+  for (const Part& part : parts) launch_columns<OfColumns>(op, out, part);
 }
 
 // ---- Operators
@@ -203,7 +234,7 @@ struct QuantizeRows : Quantizer<QuantizeRows, Two(const Tensor&)> {
 
   template <class Device>
   static Two run(bool, const Tensor& x) {
-    Quantized out = Device::quantize(kOp, x, true, false);
+    Quantized out = Device::quantize(kOp, {x}, true, false);
     return {std::move(out.q), std::move(out.scale)};
   }
 };
@@ -214,7 +245,7 @@ struct QuantizeColumns : Quantizer<QuantizeColumns, Two(const Tensor&)> {
 
   template <class Device>
   static Two run(bool, const Tensor& x) {
-    Quantized out = Device::quantize(kOp, x, false, true);
+    Quantized out = Device::quantize(kOp, {x}, false, true);
     return {std::move(out.q_t), std::move(out.scale_t)};
   }
 };
@@ -225,17 +256,18 @@ struct QuantizeBoth : Quantizer<QuantizeBoth, Four(const Tensor&)> {
 
   template <class Device>
   static Four run(bool, const Tensor& x) {
-    Quantized out = Device::quantize(kOp, x, true, true);
+    Quantized out = Device::quantize(kOp, {x}, true, true);
     return {std::move(out.q), std::move(out.scale), std::move(out.q_t), std::move(out.scale_t)};
   }
 };
 
 }  // namespace
 
-Quantized Cpu::quantize(const char* op, const Tensor& x, bool rows, bool columns) {
-  core::check_activation(op, "x", x);
+Quantized Cpu::quantize(const char* op, at::TensorList xs, bool rows, bool columns) {
+  check(op, xs);
   runtime::count_cpu_call();
-  Quantized out = allocate(x, rows, columns);
+  Quantized out = allocate(xs, rows, columns);
+  const Tensor x = xs.size() == 1 ? xs[0] : at::cat(xs);
   if (x.numel() == 0) {
     fill_scales(out);
     return out;
@@ -245,34 +277,38 @@ Quantized Cpu::quantize(const char* op, const Tensor& x, bool rows, bool columns
   return out;
 }
 
-Quantized Cuda::quantize(const char* op, const Tensor& x, bool rows, bool columns) {
-  core::check_activation(op, "x", x);
-  c10::DeviceGuard guard(x.device());
-  Quantized out = allocate(x, rows, columns);
-  if (x.numel() == 0) {
+Quantized Cuda::quantize(const char* op, at::TensorList xs, bool rows, bool columns) {
+  check(op, xs);
+  c10::DeviceGuard guard(xs[0].device());
+  Quantized out = allocate(xs, rows, columns);
+  if ((rows ? out.q : out.q_t).numel() == 0) {
     fill_scales(out);
     return out;
   }
-  Tensor from = x;
-  // Only its shape and layout are used.
-  const Tensor lead = rows ? out.q : out.q_t.view(x.sizes());
-  const auto walked = walk(op, from, lead);
+  std::vector<Part> parts;
+  int64_t first = 0;
+  for (const Tensor& x : xs) {
+    const int64_t count = rows_of(x).expect_int();
+    // Only the lead's shape and layout are used.
+    const Tensor lead = (rows ? out.q : out.q_t).view({-1}).narrow(0, first * x.size(-1), x.numel()).view(x.sizes());
+    if (count) parts.push_back(part_of(op, x, lead, first));
+    first += count;
+  }
   std::string error;
-  const auto* info = runtime::device_info(x.device().index(), error);
+  const auto* info = runtime::device_info(xs[0].device().index(), error);
   using OfRows = kernels::quantize_rows_e4m3;
   using OfColumns = kernels::quantize_columns_e4m3;
   if (info && OfRows::kernel.spec().supports(info->capability)) {
-    const bool keeps_peaks = rows && columns && walked.n <= kWidest && is_aligned(from, walked);
-    compute<OfRows, OfColumns>(op, out, from, walked, keeps_peaks);
+    compute<OfRows, OfColumns>(op, out, parts, true);
   } else {
-    compute<kernels::quantize_rows, kernels::quantize_columns>(op, out, from, walked, false);
+    compute<kernels::quantize_rows, kernels::quantize_columns>(op, out, parts, false);
   }
   return out;
 }
 
-Quantized Meta::quantize(const char* op, const Tensor& x, bool rows, bool columns) {
-  core::check_activation(op, "x", x);
-  return allocate(x, rows, columns);
+Quantized Meta::quantize(const char* op, at::TensorList xs, bool rows, bool columns) {
+  check(op, xs);
+  return allocate(xs, rows, columns);
 }
 
 LIGER_OPERATOR(QuantizeRows)

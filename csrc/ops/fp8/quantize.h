@@ -7,20 +7,20 @@
 namespace liger::ops::quantize_rows {
 
 /// Rows of x, (..., n), and one scale each, (..., 1); their transposes (n, T), and one scale for each column, (n, 1).
-/// Undefined where they are not wanted.
+/// Undefined where they are not wanted. Of several matrices with n columns: as if they were stacked.
 struct Quantized {
   at::Tensor q, scale, q_t, scale_t;
 };
 
 /// Allocates and computes.
 struct Cpu {
-  static Quantized quantize(const char* op, const at::Tensor& x, bool rows, bool columns);
+  static Quantized quantize(const char* op, at::TensorList xs, bool rows, bool columns);
 };
 struct Cuda {
-  static Quantized quantize(const char* op, const at::Tensor& x, bool rows, bool columns);
+  static Quantized quantize(const char* op, at::TensorList xs, bool rows, bool columns);
 };
 struct Meta {
-  static Quantized quantize(const char* op, const at::Tensor& x, bool rows, bool columns);
+  static Quantized quantize(const char* op, at::TensorList xs, bool rows, bool columns);
 };
 
 }  // namespace liger::ops::quantize_rows

@@ -1,7 +1,9 @@
-"""fp8_linear takes plain tensors: FSDP2 gathers weights before it is called. Tensor parallelism is refused."""
+"""fp8_linear and fp8_projections take plain tensors: FSDP2 gathers weights before they are called. Tensor parallelism
+is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,13 +12,25 @@ from torch.distributed.tensor import DTensor
 from .._sharding import on_dtensors
 
 
-def refuse(x: Any, weight: Any, bias: Any, **_: Any) -> Tensor:
-    name = next(name for name, t in dict(x=x, weight=weight, bias=bias).items() if isinstance(t, DTensor))
+def refuse(op: str, **tensors: Any) -> Tensor:
+    name = next(name for name, t in tensors.items() if isinstance(t, DTensor))
     raise ValueError(
-        f"fp8_linear: {name} must be a plain tensor (got a DTensor); tensor parallelism is not supported, so leave the "
+        f"{op}: {name} must be a plain tensor (got a DTensor); tensor parallelism is not supported, so leave the "
         "layers that it splits to torch's linear"
     )
 
 
-for op in ("fp8_linear", "_fp8_linear_fwd"):
-    on_dtensors(op)(refuse)
+@on_dtensors("fp8_linear")
+def fp8_linear(x: Any, weight: Any, bias: Any, **_: Any) -> Tensor:
+    return refuse("fp8_linear", x=x, weight=weight, bias=bias)
+
+
+def fp8_projections(x: Any, weights: Sequence[Any], biases: Sequence[Any], *_: Any, **__: Any) -> Tensor:
+    numbered = {
+        f"{name}[{i}]": t for name, ts in dict(weights=weights, biases=biases).items() for i, t in enumerate(ts)
+    }
+    return refuse("fp8_projections", x=x, **numbered)
+
+
+for op in ("fp8_projections", "_fp8_projections_fwd"):
+    on_dtensors(op)(fp8_projections)

@@ -1,6 +1,7 @@
 """Rows, and columns, of a matrix in e4m3 with one fp32 scale each.
 
-x: (rows, n) with two levels of strides (../rows.py). q: (rows, n) bytes, q_t: (n, rows) bytes, both contiguous.
+x: (rows, n) with two levels of strides (../rows.py). q: (rows, n) bytes, q_t: (n, rows) bytes, of which rows may be
+columns of a wider one.
 
 Magnitudes are compared as integers, which order them as floats do, with NaN above infinity. Scales of columns need three
 launches: maxima in parts, beside the rows' own results where a row fits into registers; their maximum; the transposed
@@ -141,9 +142,10 @@ def column_scales_kernel(scale_t, parts, rows, n, BLOCK_M: tl.constexpr, BLOCK_N
 @triton.jit
 def quantize_columns_kernel(
     q_t, scale_t, x,
-    rows, n, inner_rows, x_outer, x_inner,
+    rows, n, inner_rows, x_outer, x_inner, pitch,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """q_t: pitch bytes from one column of x to the next."""
     # Neighbouring programs read neighbouring columns of the same rows.
     blocks = tl.cdiv(n, BLOCK_N)
     row_block = tl.program_id(0) // blocks
@@ -155,13 +157,13 @@ def quantize_columns_kernel(
     v = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     out = tl.trans(to_e4m3(v * factor[None, :], HARDWARE))
     # 64-bit before the multiplication: q_t may have more than 2^31 elements.
-    to = q_t + cols.to(tl.int64)[:, None] * rows + row[None, :]
+    to = q_t + cols.to(tl.int64)[:, None] * pitch + row[None, :]
     tl.store(to, out, mask=(cols < n)[:, None] & (row < rows)[None, :])
 
 
 SIZES = {"rows": "i32", "n": "i32", "inner_rows": "i32", "x_outer": "i64", "x_inner": "i64"}
 ROWS = {"q": "*u8", "scale": "*fp32", "parts": "*i32", "x": "*X", **SIZES}
-COLUMNS = {"q_t": "*u8", "scale_t": "*fp32", "x": "*X", **SIZES}
+COLUMNS = {"q_t": "*u8", "scale_t": "*fp32", "x": "*X", **SIZES, "pitch": "i32"}
 STRIDES = ["x_outer", "x_inner"]
 # The host asks for COLUMNS where rows are aligned and fit into registers.
 ROWS_ALONE = {"COLUMNS": (0,)}
@@ -195,7 +197,7 @@ def row_kernel(hardware, choices, configs, **options):
 
 def column_kernel(hardware, configs, **options):
     axes = {"dtype": DTYPES, "cast": [{"HARDWARE": hardware}]}
-    aligned = ["q_t", "scale_t", "x", "rows", "n", *STRIDES]
+    aligned = ["q_t", "scale_t", "x", "n", *STRIDES, "pitch"]
     return Kernel(quantize_columns_kernel, COLUMNS, aligned, axes, configs, **options)
 
 

@@ -6,7 +6,7 @@
 // and (N, K), and their scales (M, 1) and (N, 1). cuBLAS and CUTLASS compute them through aten::_scaled_mm.
 //
 // recipe "rows_hp": the weight's gradient is a GEMM of x and dy as they are. Nothing is kept between calls but what
-// autograd saves: the weights, and x or its transposed copy if a weight takes a gradient.
+// autograd saves: the weights and their columns' scales, and x or its transposed copy if a weight takes a gradient.
 
 #include "core/cuda.h"
 #include "core/operator.h"
@@ -20,8 +20,9 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 using OptionalTensor = std::optional<Tensor>;
+using quantize_rows::Columns;
 using quantize_rows::Quantized;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr const char* kBackward = "fp8_linear backward";
 constexpr int64_t kMultiple = 16;  // of sizes, for cuBLAS
@@ -186,45 +187,45 @@ struct Fp8Projections
   using Cuda = fp8_linear::Cuda;
   using Meta = fp8_linear::Meta;
 
-  /// y, and with the recipe "rows" what the weights' gradients need of x, if one is wanted.
+  /// y; with the recipe "rows" what the weights' gradients need of x, if one is wanted; the scales of the weights' columns,
+  /// for that of x.
   template <class Device>
-  static Three compute(
-      const char* op, const Tensor& x, TensorList weights, TensorList biases, bool wants_weights, Recipe recipe) {
+  static Four compute(
+      const char* op, const Tensor& x, TensorList weights, TensorList biases, bool wants_x, bool wants_weights,
+      Recipe recipe) {
     Device::check(op, x);
-    const bool transposed = recipe == Recipe::rows && wants_weights;
+    const Columns transposed = recipe == Recipe::rows && wants_weights ? Columns::all : Columns::none;
     c10::DeviceGuard guard(x.device());
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const Tensor rows = core::as_matrix(x);
     using Quantizer = typename Device::Quantizer;
     Quantized of_x = Quantizer::quantize(op, {rows}, true, transposed);
-    const Quantized of_weights = Quantizer::quantize(op, weights, true, false);
+    const auto of_weights = Quantizer::quantize(op, weights, true, wants_x ? Columns::scales : Columns::none);
     const Tensor y = product<Device>(rows_of(of_x), rows_of(of_weights), stacked(biases), x);
-    if (!transposed) {
-      of_x.q_t = at::empty({0}, of_x.scale.options());
-      of_x.scale_t = at::empty({0}, of_x.scale.options());
-    }
-    return {in_rows_of(x, y), of_x.q_t, of_x.scale_t};
+    auto present = [&](const Tensor& t) { return t.defined() ? t : at::empty({0}, of_x.scale.options()); };
+    return {in_rows_of(x, y), present(of_x.q_t), present(of_x.scale_t), present(of_weights.scale_t)};
   }
 
   template <class Device>
-  static Three fwd(
-      const Tensor& x, TensorList weights, TensorList biases, bool wants_weights, std::string_view recipe) {
+  static Four fwd(
+      const Tensor& x, TensorList weights, TensorList biases, bool wants_x, bool wants_weights,
+      std::string_view recipe) {
     check_lists(kOp, x, weights, biases);
-    return compute<Device>(kOp, x, weights, biases, wants_weights, recipe_of(kOp, recipe));
+    return compute<Device>(kOp, x, weights, biases, wants_x, wants_weights, recipe_of(kOp, recipe));
   }
 
   template <class Device>
   static Tensor run(bool, const Tensor& x, TensorList weights, TensorList biases, std::string_view recipe) {
-    return std::get<0>(fwd<Device>(x, weights, biases, false, recipe));
+    return std::get<0>(fwd<Device>(x, weights, biases, false, false, recipe));
   }
 
   /// Those gradients of x, the weights and the biases that are wanted, in this order. x: with the recipe "rows_hp" alone.
-  /// weights: for the gradient of x alone. features: of each weight. wanted: of x, each weight, and each bias if there is one.
+  /// weights, weight_scale: for the gradient of x alone. features: of each weight. wanted: of x, each weight, and each bias if there is one.
   template <class Device>
   static std::vector<Tensor> bwd(
       const Tensor& dy, const OptionalTensor& x, TensorList weights, const OptionalTensor& x_t,
-      const OptionalTensor& scale_t, c10::SymIntArrayRef features, const c10::List<bool>& wanted,
-      std::string_view recipe) {
+      const OptionalTensor& scale_t, const OptionalTensor& weight_scale, c10::SymIntArrayRef features,
+      const c10::List<bool>& wanted, std::string_view recipe) {
     Device::check(kBackward, dy);
     c10::DeviceGuard guard(dy.device());
     const size_t count = features.size();
@@ -235,9 +236,10 @@ struct Fp8Projections
     const Tensor rows = core::as_matrix(dy);
     std::vector<Tensor> out;
     Quantized of_dy;
-    if (of_x || transposed) of_dy = Quantizer::quantize(kBackward, {rows}, of_x, transposed);
+    if (of_x || transposed)
+      of_dy = Quantizer::quantize(kBackward, {rows}, of_x, transposed ? Columns::all : Columns::none);
     if (of_x) {
-      const Quantized columns = Quantizer::quantize(kBackward, weights, false, true);
+      const Quantized columns = Quantizer::with_scales(kBackward, weights, *weight_scale);
       out.push_back(in_rows_of(dy, product<Device>(rows_of(of_dy), columns_of(columns), {}, dy)));
     }
     c10::SymInt first = 0;
@@ -262,12 +264,13 @@ struct Fp8Projections
   static void define_backward(torch::Library& m) {
     core::define(
         m,
-        "_fp8_projections_fwd(Tensor x, Tensor[] weights, Tensor[] biases, bool wants_weights, str recipe) -> "
-        "(Tensor, Tensor, Tensor)");
+        "_fp8_projections_fwd(Tensor x, Tensor[] weights, Tensor[] biases, bool wants_x, bool wants_weights, str "
+        "recipe) -> (Tensor, Tensor, Tensor, Tensor)");
     core::define(
         m,
-        "_fp8_projections_bwd(Tensor dy, Tensor? x, Tensor[] weights, Tensor? x_t, Tensor? scale_t, SymInt[] features, "
-        "bool[] wanted, str recipe) -> Tensor[]");
+        "_fp8_projections_bwd(Tensor dy, Tensor? x, Tensor[] weights, Tensor? x_t, Tensor? scale_t, Tensor? "
+        "weight_scale, "
+        "SymInt[] features, bool[] wanted, str recipe) -> Tensor[]");
   }
 
   template <class Device>
@@ -276,7 +279,8 @@ struct Fp8Projections
     core::implement<bwd<Device>>(m, "_fp8_projections_bwd");
   }
 
-  /// Saves for the weights' gradients x, or its transposed copy and scales, and for that of x the weights.
+  /// Saves for the weights' gradients x, or its transposed copy and scales, and for that of x the scales of the weights'
+  /// columns and the weights.
   struct Node : core::BackwardNode<Node, core::kAnyNumber> {
     std::tuple<std::string, std::string, std::vector<c10::SymInt>> options;  // the operator, recipe, features
 
@@ -289,18 +293,18 @@ struct Fp8Projections
       if (!grads[0].defined()) return out;
       c10::List<bool> wanted;
       for (size_t i = 0; i < out.size(); ++i) wanted.push_back(needs(i));
-      std::vector<OptionalTensor> of_x;
-      for (size_t i = 0; i < 3; ++i) {
+      std::vector<OptionalTensor> given;
+      for (size_t i = 0; i < 4; ++i) {
         const Tensor t = take(i);
-        of_x.push_back(t.defined() ? OptionalTensor(t) : std::nullopt);
+        given.push_back(t.defined() ? OptionalTensor(t) : std::nullopt);
       }
       std::vector<Tensor> weights;
       for (size_t i = 0; needs(0) && i < features.size(); ++i) {
-        weights.push_back(take(3 + i));
+        weights.push_back(take(4 + i));
         if (!core::has_memory(weights[i])) core::detail::refuse_memory(kBackward, "weight", weights[i]);
       }
       static const auto handle = core::find_op<decltype(bwd<Meta>)>("_fp8_projections_bwd");
-      auto found = handle.call(grads[0], of_x[0], weights, of_x[1], of_x[2], features, wanted, recipe);
+      auto found = handle.call(grads[0], given[0], weights, given[1], given[2], given[3], features, wanted, recipe);
       auto next = found.begin();
       for (size_t i = 0; i < out.size(); ++i) {
         if (needs(i)) out[i] = std::move(*next++);
@@ -316,12 +320,14 @@ struct Fp8Projections
     const bool of_x = compute_requires_grad(x), of_weights = compute_requires_grad(weights);
     at::AutoDispatchBelowADInplaceOrView below;
     static const auto handle = core::find_op<decltype(fwd<Meta>)>("_fp8_projections_fwd");
-    auto [y, x_t, scale_t] = handle.call(x, weights, biases, of_weights, recipe);
+    auto [y, x_t, scale_t, weight_scale] = handle.call(x, weights, biases, of_x, of_weights, recipe);
     auto node = core::make_node<Node>();
     node->set_next_edges(torch::autograd::collect_next_edges(x, weights, biases));
     auto kept = [](bool needed, const Tensor& t) { return needed ? t : Tensor(); };
     const bool rows = recipe == "rows";
-    node->save_all({kept(of_weights && !rows, x), kept(of_weights && rows, x_t), kept(of_weights && rows, scale_t)});
+    node->save_all(
+        {kept(of_weights && !rows, x), kept(of_weights && rows, x_t), kept(of_weights && rows, scale_t),
+         kept(of_x, weight_scale)});
     if (of_x) node->save_all(weights);
     std::vector<c10::SymInt> features;
     for (const Tensor& weight : weights) features.push_back(weight.sym_size(0));
@@ -369,7 +375,8 @@ struct Fp8Linear
   template <class Device>
   static Tensor run(bool, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
     check(x, weight, bias);
-    return std::get<0>(Fp8Projections::compute<Device>(kOp, x, weight, list(bias), false, recipe_of(kOp, recipe)));
+    return std::get<0>(
+        Fp8Projections::compute<Device>(kOp, x, weight, list(bias), false, false, recipe_of(kOp, recipe)));
   }
 
   static Tensor autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {

@@ -23,7 +23,7 @@ constexpr float kLargest = 448, kLeastScale = std::numeric_limits<float>::min();
 
 c10::SymInt rows_of(const Tensor& x) { return c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1)); }
 
-Quantized allocate(at::TensorList xs, bool rows, bool columns) {
+Quantized allocate(at::TensorList xs, bool rows, Columns columns) {
   Quantized out;
   const Tensor& x = xs[0];
   const auto e4m3 = x.options().dtype(at::kFloat8_e4m3fn).memory_format(at::MemoryFormat::Contiguous);
@@ -38,10 +38,8 @@ Quantized allocate(at::TensorList xs, bool rows, bool columns) {
     sizes.back() = 1;
     out.scale = at::empty_symint(sizes, fp32);
   }
-  if (columns) {
-    out.q_t = at::empty_symint({n, count}, e4m3);
-    out.scale_t = at::empty_symint({n, 1}, fp32);
-  }
+  if (columns == Columns::all) out.q_t = at::empty_symint({n, count}, e4m3);
+  if (columns != Columns::none) out.scale_t = at::empty_symint({n, 1}, fp32);
   return out;
 }
 
@@ -58,7 +56,7 @@ void fill_scales(Quantized& out) {
 // ---- CPU
 
 template <class T>
-void quantize_row(c10::Float8_e4m3fn* q, float* scale, const T* x, int64_t n) {
+float scale_of(const T* x, int64_t n) {
   float peak = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float v = std::abs(float(x[i]));
@@ -66,21 +64,25 @@ void quantize_row(c10::Float8_e4m3fn* q, float* scale, const T* x, int64_t n) {
     if (peak != peak) break;
   }
   const float least = peak / kLargest < kLeastScale ? kLeastScale : peak / kLargest;
-  *scale = peak == 0 ? 1 : least;
-  const float factor = 1 / *scale;
-  for (int64_t i = 0; i < n; ++i) q[i] = c10::Float8_e4m3fn(float(x[i]) * factor);
+  return peak == 0 ? 1 : least;
 }
 
-void quantize_rows_of(Tensor& q, Tensor& scale, const Tensor& x) {
+/// q: undefined, or the numbers. given: whether the scales are there already.
+void quantize_rows_of(const Tensor& q, const Tensor& scale, const Tensor& x, bool given) {
   const Tensor rows = x.contiguous();
   const int64_t n = x.size(-1), count = x.numel() / n;
   core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
     using T = decltype(t);
     const T* from = rows.const_data_ptr<T>();
-    auto* to = q.data_ptr<c10::Float8_e4m3fn>();
+    auto* to = q.defined() ? q.data_ptr<c10::Float8_e4m3fn>() : nullptr;
     float* scales = scale.data_ptr<float>();
     core::parallel_ranges(count, core::cpu_ranges(count, n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) quantize_row(to + row * n, scales + row, from + row * n, n);
+      for (int64_t row = begin; row < end; ++row) {
+        const T* numbers = from + row * n;
+        if (!given) scales[row] = scale_of(numbers, n);
+        const float factor = 1 / scales[row];
+        for (int64_t i = 0; to && i < n; ++i) to[row * n + i] = c10::Float8_e4m3fn(float(numbers[i]) * factor);
+      }
     });
   });
 }
@@ -190,20 +192,24 @@ constexpr int64_t kWidest = [] {
   return widest;
 }();
 
-/// Kernels that convert by an instruction or by integer arithmetic.
+template <class OfColumns>
+void transpose(const char* op, const Quantized& out, const std::vector<Part>& parts) {
+  for (const Part& part : parts) launch_columns<OfColumns>(op, out, part);
+}
+
+/// OfRows, OfColumns: kernels that convert by an instruction or by integer arithmetic.
 template <class OfRows, class OfColumns>
 void compute(const char* op, const Quantized& out, const std::vector<Part>& parts, bool may_keep_peaks) {
   std::vector<Tensor> peaks;
-  const bool columns = out.q_t.defined();
+  const bool columns = out.scale_t.defined();
   for (const Part& part : parts) {
     const bool keeps = may_keep_peaks && columns && part.walk.n <= kWidest && is_aligned(part);
     Tensor found;
     if (out.q.defined()) found = launch_rows<OfRows>(op, out, part, keeps);
     if (columns) peaks.push_back(found.defined() ? found : column_peaks(op, part));
   }
-  if (!columns) return;
-  column_scales(op, out.scale_t, peaks.size() == 1 ? peaks[0] : at::cat(peaks));
-  for (const Part& part : parts) launch_columns<OfColumns>(op, out, part);
+  if (columns) column_scales(op, out.scale_t, peaks.size() == 1 ? peaks[0] : at::cat(peaks));
+  if (out.q_t.defined()) transpose<OfColumns>(op, out, parts);
 }
 
 // ---- Operators
@@ -234,7 +240,7 @@ struct QuantizeRows : Quantizer<QuantizeRows, Two(const Tensor&)> {
 
   template <class Device>
   static Two run(bool, const Tensor& x) {
-    Quantized out = Device::quantize(kOp, {x}, true, false);
+    Quantized out = Device::quantize(kOp, {x}, true, Columns::none);
     return {std::move(out.q), std::move(out.scale)};
   }
 };
@@ -245,7 +251,7 @@ struct QuantizeColumns : Quantizer<QuantizeColumns, Two(const Tensor&)> {
 
   template <class Device>
   static Two run(bool, const Tensor& x) {
-    Quantized out = Device::quantize(kOp, {x}, false, true);
+    Quantized out = Device::quantize(kOp, {x}, false, Columns::all);
     return {std::move(out.q_t), std::move(out.scale_t)};
   }
 };
@@ -256,14 +262,14 @@ struct QuantizeBoth : Quantizer<QuantizeBoth, Four(const Tensor&)> {
 
   template <class Device>
   static Four run(bool, const Tensor& x) {
-    Quantized out = Device::quantize(kOp, {x}, true, true);
+    Quantized out = Device::quantize(kOp, {x}, true, Columns::all);
     return {std::move(out.q), std::move(out.scale), std::move(out.q_t), std::move(out.scale_t)};
   }
 };
 
 }  // namespace
 
-Quantized Cpu::quantize(const char* op, at::TensorList xs, bool rows, bool columns) {
+Quantized Cpu::quantize(const char* op, at::TensorList xs, bool rows, Columns columns) {
   check(op, xs);
   runtime::count_cpu_call();
   Quantized out = allocate(xs, rows, columns);
@@ -272,43 +278,87 @@ Quantized Cpu::quantize(const char* op, at::TensorList xs, bool rows, bool colum
     fill_scales(out);
     return out;
   }
-  if (rows) quantize_rows_of(out.q, out.scale, x);
-  if (columns) quantize_rows_of(out.q_t, out.scale_t, core::as_matrix(x).t());
+  if (rows) quantize_rows_of(out.q, out.scale, x, false);
+  if (columns != Columns::none) quantize_rows_of(out.q_t, out.scale_t, core::as_matrix(x).t(), false);
   return out;
 }
 
-Quantized Cuda::quantize(const char* op, at::TensorList xs, bool rows, bool columns) {
+Quantized Cpu::with_scales(const char* op, at::TensorList xs, const Tensor& scale_t) {
   check(op, xs);
-  c10::DeviceGuard guard(xs[0].device());
-  Quantized out = allocate(xs, rows, columns);
-  if ((rows ? out.q : out.q_t).numel() == 0) {
-    fill_scales(out);
-    return out;
-  }
+  Quantized out = allocate(xs, false, Columns::all);
+  out.scale_t = scale_t;
+  const Tensor x = at::cat(xs);
+  if (x.numel() != 0) quantize_rows_of(out.q_t, scale_t, x.t(), true);
+  return out;
+}
+
+namespace {
+
+std::vector<Part> parts_of(const char* op, at::TensorList xs, const Tensor& result) {
   std::vector<Part> parts;
   int64_t first = 0;
   for (const Tensor& x : xs) {
     const int64_t count = rows_of(x).expect_int();
     // Only the lead's shape and layout are used.
-    const Tensor lead = (rows ? out.q : out.q_t).view({-1}).narrow(0, first * x.size(-1), x.numel()).view(x.sizes());
+    const Tensor lead = result.view({-1}).narrow(0, first * x.size(-1), x.numel()).view(x.sizes());
     if (count) parts.push_back(part_of(op, x, lead, first));
     first += count;
   }
+  return parts;
+}
+
+/// Calls f with the kernels of rows and columns that fit the device, and whether the former may keep the columns' maxima.
+template <class F>
+void with_kernels(const Tensor& x, const F& f) {
   std::string error;
-  const auto* info = runtime::device_info(xs[0].device().index(), error);
+  const auto* info = runtime::device_info(x.device().index(), error);
   using OfRows = kernels::quantize_rows_e4m3;
-  using OfColumns = kernels::quantize_columns_e4m3;
   if (info && OfRows::kernel.spec().supports(info->capability)) {
-    compute<OfRows, OfColumns>(op, out, parts, true);
+    f(OfRows(), kernels::quantize_columns_e4m3(), true);
   } else {
-    compute<kernels::quantize_rows, kernels::quantize_columns>(op, out, parts, false);
+    f(kernels::quantize_rows(), kernels::quantize_columns(), false);
   }
+}
+
+}  // namespace
+
+Quantized Cuda::quantize(const char* op, at::TensorList xs, bool rows, Columns columns) {
+  check(op, xs);
+  c10::DeviceGuard guard(xs[0].device());
+  Quantized out = allocate(xs, rows, columns);
+  const Tensor& result = rows ? out.q : out.q_t;
+  if (result.numel() == 0) {
+    fill_scales(out);
+    return out;
+  }
+  const auto parts = parts_of(op, xs, result);
+  with_kernels(xs[0], [&](auto of_rows, auto of_columns, bool may_keep_peaks) {
+    compute<decltype(of_rows), decltype(of_columns)>(op, out, parts, may_keep_peaks);
+  });
   return out;
 }
 
-Quantized Meta::quantize(const char* op, at::TensorList xs, bool rows, bool columns) {
+Quantized Cuda::with_scales(const char* op, at::TensorList xs, const Tensor& scale_t) {
+  check(op, xs);
+  c10::DeviceGuard guard(xs[0].device());
+  Quantized out = allocate(xs, false, Columns::all);
+  out.scale_t = scale_t;
+  if (out.q_t.numel() == 0) return out;
+  const auto parts = parts_of(op, xs, out.q_t);
+  with_kernels(xs[0], [&](auto, auto of_columns, bool) { transpose<decltype(of_columns)>(op, out, parts); });
+  return out;
+}
+
+Quantized Meta::quantize(const char* op, at::TensorList xs, bool rows, Columns columns) {
   check(op, xs);
   return allocate(xs, rows, columns);
+}
+
+Quantized Meta::with_scales(const char* op, at::TensorList xs, const Tensor& scale_t) {
+  check(op, xs);
+  Quantized out = allocate(xs, false, Columns::all);
+  out.scale_t = scale_t;
+  return out;
 }
 
 LIGER_OPERATOR(QuantizeRows)

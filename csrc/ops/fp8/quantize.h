@@ -12,15 +12,20 @@ struct Quantized {
   at::Tensor q, scale, q_t, scale_t;
 };
 
-/// Allocates and computes.
+enum class Columns { none, scales, all };
+
+// quantize: allocates and computes. with_scales: transposes alone, with scales from an earlier call.
 struct Cpu {
-  static Quantized quantize(const char* op, at::TensorList xs, bool rows, bool columns);
+  static Quantized quantize(const char* op, at::TensorList xs, bool rows, Columns columns);
+  static Quantized with_scales(const char* op, at::TensorList xs, const at::Tensor& scale_t);
 };
 struct Cuda {
-  static Quantized quantize(const char* op, at::TensorList xs, bool rows, bool columns);
+  static Quantized quantize(const char* op, at::TensorList xs, bool rows, Columns columns);
+  static Quantized with_scales(const char* op, at::TensorList xs, const at::Tensor& scale_t);
 };
 struct Meta {
-  static Quantized quantize(const char* op, at::TensorList xs, bool rows, bool columns);
+  static Quantized quantize(const char* op, at::TensorList xs, bool rows, Columns columns);
+  static Quantized with_scales(const char* op, at::TensorList xs, const at::Tensor& scale_t);
 };
 
 }  // namespace liger::ops::quantize_rows

@@ -119,7 +119,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.liger._fp8_projections_bwd.default:
-            self.wanted.append(args[6])
+            self.wanted.append(args[7])
         return function(*args, **(kwargs or {}))
 
 
@@ -135,11 +135,15 @@ def saved_bytes(recipe, learned, device) -> int:
 
 
 def test_saved_tensors(device):
-    """8 bits of x for the weight's gradient, x itself with rows_hp, and nothing for the others."""
-    assert saved_bytes("rows", (0, 1, 2), device) == 48 * 64 + 64 * 4
-    assert saved_bytes("rows_hp", (0, 1, 2), device) == 48 * 64 * 2
+    """8 bits of x for the weight's gradient, x itself with rows_hp, scales of the weight's columns for that of x, and
+    nothing for the others."""
+    scales = 64 * 4
+    assert saved_bytes("rows", (0, 1, 2), device) == 48 * 64 + scales + scales
+    assert saved_bytes("rows", (1, 2), device) == 48 * 64 + scales
+    assert saved_bytes("rows_hp", (0, 1, 2), device) == 48 * 64 * 2 + scales
     for recipe in RECIPES:
-        assert saved_bytes(recipe, (0, 2), device) == saved_bytes(recipe, (0,), device) == 0
+        assert saved_bytes(recipe, (0, 2), device) == saved_bytes(recipe, (0,), device) == scales
+        assert saved_bytes(recipe, (2,), device) == 0
 
 
 def test_only_what_is_needed_is_asked_for(device):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from liger_ops import projections
-from liger_ops.transformers import apply_liger_kernel, unpatch
+from liger_ops.transformers import apply_liger_kernel, probe, unpatch
 
 FUSED = "fused_linear_cross_entropy"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -454,3 +454,38 @@ def tensor_parallel(mesh: Any, order: str) -> None:
     assert out.logits is None and "fused_linear_cross_entropy" in nodes(out.loss)
     assert_same(gradients(ours), gradients(loaded(LlamaForCausalLM)))
     assert_same(gradients(loaded(LlamaForCausalLM)), gradients(model))
+
+
+# ---- FP8
+
+
+@case("fp8", recipe="rows")
+@case("fp8, gradients of weights in their own dtype", recipe="rows_hp", thorough=True)
+@case("fp8, linear layers in groups of their own", recipe="rows", alone=True)
+@case("fp8, checkpoints", recipe="rows", checkpoints=True)
+def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = False) -> None:
+    """The gradients are the mean of those that the ranks find without sharding."""
+
+    def made() -> nn.Module:
+        model = make("llama").train()
+        apply_liger_kernel(model, fp8=recipe)
+        return model
+
+    # Hooks gather layers in groups of their own, which therefore quantise their input one by one.
+    with ExitStack() as separate:
+        for module in (projections, probe) if alone else ():
+            separate.enter_context(mock.patch.object(module, "projected_in_fp8", lambda *_: None))
+        expected = step(made())
+    for name, t in expected.items():
+        if name != "loss":
+            dist.all_reduce(t)
+            t /= dist.get_world_size()
+    model = made()
+    if checkpoints:
+        enable_checkpoints(model, False)
+    if alone:
+        for linear in [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]:
+            fully_shard(linear, mesh=mesh)
+    model = by_layers(model, mesh)
+    for _ in range(2):
+        assert_same(step(model), expected)

@@ -1,5 +1,6 @@
 """Helpers that the fused_linear_cross_entropy tests share: the operators, their fp64 oracle and the checks."""
 
+import math
 from functools import partial
 
 import torch
@@ -72,12 +73,16 @@ def precision(input=None, low_rank_input=None, s_input=None, s_low_rank_input=No
 
 
 def noise(op, **arguments):
-    """For test_properties.py: a loss near zero has the absolute error of a number near one."""
+    """For test_properties.py: a loss near zero has the absolute error of the logits of which it is a difference."""
     given = {
         k: v.detach().double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in arguments.items()
     }
-    error = 4 * torch.finfo(compute_dtype([arguments["input"], arguments["weight"]])).eps
+    x, weight = given["input"], given["weight"]
+    logits = (x @ weight.t()).abs() * abs(given.get("logits_scale", 1.0))
+    largest = float(logits.max().clamp(max=given.get("softcap") or math.inf)) if logits.numel() else 0.0
+    size = max(1.0, largest / given.get("temperature", 1.0))
+    error = 4 * size * torch.finfo(compute_dtype([arguments["input"], arguments["weight"]])).eps
     exact = operators()[op].reference(**given)
     exact = (exact,) if isinstance(exact, torch.Tensor) else exact
     return tuple(error / max(float(t.double().abs().nan_to_num().max()), 1e-30) if t.numel() else 0.0 for t in exact)

@@ -19,7 +19,7 @@ PROVIDERS = (
     "frozen", "frozen head", "copy", *COMMON[:4], "liger-kernel JSD", "liger-sm90", "torchao", "torchao rows_hp", "fla", "causal_conv1d", "cut-cross-entropy", "trl", "trl JSD", "trl frozen", *COMMON[4:],
     "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours 320 MiB", "ours eager", "ours linear",
     "ours two", "ours with entropy", "ours as a loss", "ours JSD", "ours per token", "ours per token 1280 MiB",
-    "ours frozen", "ours rows_hp",
+    "ours frozen", "ours rows_hp", "ours one by one",
 )  # fmt: skip
 # Do only a part of the work.
 PARTS = (

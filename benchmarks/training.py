@@ -45,8 +45,11 @@ PROVIDERS = {
     "ours-compile": "ours + torch.compile",
     "ours-fp8": "ours, FP8 by rows",
     "ours-fp8-hp": "ours, FP8 by rows, gradients of weights in bf16",
+    "torchao-rows": "HF + torchao's FP8 by rows, compiled",
+    "torchao-tensor": "HF + torchao's FP8 by tensors, compiled",
 }
 RECIPES = {"ours-fp8": "rows", "ours-fp8-hp": "rows_hp"}
+TORCHAO = {"torchao-rows": "rowwise", "torchao-tensor": "tensorwise"}
 LORA = ("adapters", "rank", "targets", "dropout", "base")
 BASES = ("plain", "nf4", "int8")
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
@@ -214,7 +217,12 @@ def prepare(model: torch.nn.Module, provider: str) -> Any:
         from liger_ops.transformers import apply_liger_kernel
 
         print(apply_liger_kernel(model, fp8=RECIPES.get(provider)), file=sys.stderr)
-    return torch.compile(model) if provider.endswith("compile") else model
+    if provider in TORCHAO:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(TORCHAO[provider])
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name)
+    return torch.compile(model) if provider in TORCHAO or provider.endswith("compile") else model
 
 
 def resident_peak() -> int:
@@ -381,7 +389,8 @@ def load(arguments: argparse.Namespace) -> None:
     modules += {"liger": ["liger_kernel.transformers"], "ours": ["liger_ops.transformers"]}.get(provider, [])
     modules += ["peft"] if arguments.adapters else []
     modules += ["bitsandbytes"] if arguments.base != "plain" else []
-    modules += ["torch._inductor.compile_fx"] if "compile" in (provider, compiled) else []
+    modules += ["torchao.float8"] if provider == "torchao" else []
+    modules += ["torch._inductor.compile_fx"] if "compile" in (provider, compiled) or provider == "torchao" else []
     for module in modules:
         importlib.import_module(module)
 

@@ -550,6 +550,16 @@ PATCHING = [
         "transformers/test_transformers_patching.py transformers/test_transformers_head_norms.py",
     ),
     Defect(
+        "mixtures-ignore-gradients", "liger_ops/transformers/hyper_layers.py",
+        "if not all(map(probe.agrees, *gradients)) or not isinstance", "if not isinstance",
+        "transformers/test_transformers_hyper_layers.py",
+    ),
+    Defect(
+        "mixtures-take-autocast", "liger_ops/transformers/hyper_layers.py",
+        "comb.dtype == torch.float32 and autocast_dtype(streams) is None", "comb.dtype == torch.float32",
+        "transformers/test_transformers_hyper_layers.py",
+    ),
+    Defect(
         "rewrite-ignores-hooks-of-a-norm", "liger_ops/transformers/rewrite.py",
         ' or "forward" in norm.__dict__ or has_hooks(norm):', ' or "forward" in norm.__dict__:',
         "transformers/test_rewrite.py transformers/test_transformers_wrappers.py",

@@ -88,6 +88,7 @@ KINDS = (
     Kind("packing", packing.runs_layers, packing.identify_model, packing.patch_model),
     Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
     Kind("norm", gated_norms.looks_gated, gated_norms.identify, gated_norms.patch),
+    Kind("norm", gated_norms.looks_grouped, gated_norms.identify, gated_norms.patch),
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
     Kind("activation", activations.looks_like_activation, activations.identify, activations.patch),
     Kind("router", routers.looks_like_router, routers.identify, routers.patch),

@@ -4,6 +4,11 @@
         comb.to(dtype).transpose(-1, -2), s                                     liger_takes(y, s, post, comb, dtype) else
     )                                                                           post.to(dtype) ...
 
+Or, for streams beside each other, in two statements:
+
+    t = y.unsqueeze(-2) * post.unsqueeze(-1)
+    h = s + t.flatten(-2)
+
 The expression is evaluated on random tensors to find out what its names stand for, and where it rounds. It stays behind for
 arguments that were not probed. See rewrite.py.
 """
@@ -11,6 +16,7 @@ arguments that were not probed. See rewrite.py.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -33,41 +39,46 @@ from .patched import (
 )
 
 OPERATOR = "hyper_post"
-CALL, EXACT, TAKES = "liger_hyper_post", "liger_exact_hyper_post", "liger_takes"
+CALL, TAKES = "liger_hyper_post", "liger_takes"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # (batch, positions, streams, columns) of the probe, all different.
 SHAPES = {"y": (2, 3, 6), "streams": (2, 3, 4, 6), "post": (2, 3, 4), "comb": (2, 3, 4, 4)}
 
 
-def takes(y: Any, streams: Any, post: Any, comb: Any, dtype: Any) -> bool:
-    """Whether arguments are like those of the probe."""
+def takes(
+    y: Any, streams: Any, post: Any, comb: Any, dtype: Any = None, flat: bool = False, narrow: bool = False
+) -> bool:
+    """Whether arguments are like those of the probe. flat: streams are (..., N n). narrow: post and comb have the dtype of
+    streams, and otherwise are fp32."""
     given = [t for t in (y, streams, post, comb) if t is not None]
     if not all(isinstance(t, Tensor) and t.dtype in FLOATS and not is_distributed(t) for t in given):
         return False
-    if streams.dim() < 2 or dtype not in (None, streams.dtype):
+    rows = post.shape
+    if not rows or y.dim() != len(rows) or y.shape[:-1] != rows[:-1] or dtype not in (None, streams.dtype):
         return False
-    rows, n = streams.shape[:-1], streams.shape[-1]
-    if y.shape != (*rows[:-1], n) or post.shape != rows or post.dtype != torch.float32:
+    n = y.shape[-1]
+    if streams.shape != ((*rows[:-1], rows[-1] * n) if flat else (*rows, n)):
+        return False
+    numbers = streams.dtype if narrow else torch.float32
+    if post.dtype != numbers or (comb is not None and (comb.dtype != numbers or comb.shape != (*rows, rows[-1]))):
         return False
     # A narrower y is widened, as by the multiplication.
     if torch.promote_types(y.dtype, streams.dtype) != streams.dtype:
         return False
     # Autocast computes the product of comb and streams in half precision.
-    return comb is None or (
-        comb.shape == (*rows, rows[-1]) and comb.dtype == torch.float32 and autocast_dtype(streams) is None
+    return comb is None or autocast_dtype(streams) is None
+
+
+def hyper_post(y: Tensor, streams: Tensor, post: Tensor, comb: Any, rounded: bool = True, flat: bool = False) -> Tensor:
+    y = y.to(streams.dtype)
+    if not flat:
+        return F.hyper_post(y, streams, post, comb, rounded=rounded)
+    return F.hyper_post(y, streams.unflatten(-1, (post.shape[-1], y.shape[-1])), post, comb, rounded=rounded).flatten(
+        -2
     )
 
 
-def hyper_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
-    return F.hyper_post(y.to(streams.dtype), streams, post, comb)
-
-
-def exact_hyper_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
-    """Rounds its result only."""
-    return F.hyper_post(y.to(streams.dtype), streams, post, comb, rounded=False)
-
-
-HELPERS: dict[str, Callable] = {CALL: hyper_post, EXACT: exact_hyper_post, TAKES: takes}
+HELPERS: dict[str, Callable] = {CALL: hyper_post, TAKES: takes}
 
 
 # ---- What an expression computes
@@ -76,6 +87,8 @@ HELPERS: dict[str, Callable] = {CALL: hyper_post, EXACT: exact_hyper_post, TAKES
 class Mixture(NamedTuple):
     names: dict[str, str]  # of y, streams, post and, if the expression has them, comb and dtype
     rounded: bool
+    flat: bool
+    narrow: bool
 
 
 # Evaluating them has no effect.
@@ -100,11 +113,13 @@ def assignments_of(names: list[str]) -> Iterator[dict[str, str]]:
             yield from (dict(zip(roles, order)) for order in itertools.permutations(names))
 
 
-def inputs_of(roles: dict[str, str], dtype: torch.dtype) -> dict[str, Any]:
+def inputs_of(roles: dict[str, str], dtype: torch.dtype, flat: bool, narrow: bool) -> dict[str, Any]:
     given: dict[str, Any] = {
         role: probe.random_tensor(*shape, seed=i) for i, (role, shape) in enumerate(SHAPES.items())
     }
-    given |= {role: given[role].to(dtype) for role in ("y", "streams")}
+    given = {role: t.to(dtype) if narrow or role in ("y", "streams") else t for role, t in given.items()}
+    if flat:
+        given["streams"] = given["streams"].flatten(-2)
     return {role: given.get(role, dtype) for role in roles}
 
 
@@ -122,11 +137,13 @@ def mixture_of(node: ast.expr, function: Any) -> Mixture | None:
         except Exception:
             return None
 
-    def ours(given: dict[str, Any], rounded: bool = True) -> Tensor:
-        return F.hyper_post(*(given.get(role) for role in SHAPES), rounded=rounded)  # type: ignore[arg-type]
+    for roles, flat in itertools.product(assignments_of(names), (False, True)):
 
-    for roles in assignments_of(names):
-        given = inputs_of(roles, torch.float32)
+        def ours(given: dict[str, Any], rounded: bool = True, flat: bool = flat) -> Tensor:
+            y, streams, post, comb = (given.get(role) for role in SHAPES)
+            return hyper_post(y, streams, post, comb, rounded, flat)  # type: ignore[arg-type]
+
+        given = inputs_of(roles, torch.float32, flat, False)
         tensors = [t.requires_grad_() for t in given.values() if isinstance(t, Tensor)]
         with torch.enable_grad():
             found, expected = theirs(roles, given), ours(given)
@@ -134,36 +151,76 @@ def mixture_of(node: ast.expr, function: Any) -> Mixture | None:
             continue
         if not probe.agrees(expected.detach(), found.detach()):
             continue
-        dout = probe.random_tensor(*SHAPES["streams"], seed=9)
+        dout = probe.random_tensor(*expected.shape, seed=9)
         gradients = [torch.autograd.grad(out, tensors, dout, allow_unused=True) for out in (expected, found)]
-        given = inputs_of(roles, torch.bfloat16)
-        found = theirs(roles, given)
-        if not all(map(probe.agrees, *gradients)) or not isinstance(found, Tensor) or found.dtype != torch.bfloat16:
+        if not all(map(probe.agrees, *gradients)):
             continue
-
-        def distance(rounded: bool) -> float:
-            return float((ours(given, rounded).float() - found.float()).abs().sum())
-
-        return Mixture(roles, min((True, False), key=distance))
+        for narrow in (False, True):
+            given = inputs_of(roles, torch.bfloat16, flat, narrow)
+            half = theirs(roles, given)
+            if isinstance(half, Tensor) and half.dtype == torch.bfloat16:
+                distances = [float((ours(given, r).float() - half.float()).abs().sum()) for r in (True, False)]
+                return Mixture(roles, distances[0] <= distances[1], flat, narrow)
     return None
 
 
 # ---- Statements
 
 
+class Inline(ast.NodeTransformer):
+    """Replaces a name by what was assigned to it."""
+
+    def __init__(self, name: str, value: ast.expr) -> None:
+        self.name, self.value = name, value
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.value if node.id == self.name else node
+
+
+def is_dead(name: str, statements: list[ast.stmt], function: ast.FunctionDef) -> bool:
+    """Whether nothing reads the value that the name has before these statements."""
+    if any(isinstance(n, rewrite.LATER) and n is not function for n in ast.walk(function)):
+        return False
+    for statement in statements:
+        mentions = [n for n in ast.walk(statement) if rewrite.is_name(n, name)]
+        if mentions:
+            return len(mentions) == 1 and (rewrite.simple_assignment(statement) or ("",))[0] == name
+    return True
+
+
+def value_with(block: list[ast.stmt], i: int, function: ast.FunctionDef) -> ast.expr | None:
+    """The value of block[i] with that of block[i - 1] in its place, if nothing else reads the latter."""
+    name, part = rewrite.simple_assignment(block[i - 1]) or ("", None) if i else ("", None)
+    value = getattr(block[i], "value", None)
+    # In a loop, the name may be read in the next turn.
+    if part is None or not isinstance(value, ast.expr) or block is not function.body or not is_pure(part):
+        return None
+    reads = [n for n in ast.walk(value) if rewrite.is_name(n, name)]
+    rebinds = (rewrite.simple_assignment(block[i]) or ("",))[0] == name
+    if len(reads) != 1 or not (rebinds or is_dead(name, block[i + 1 :], function)):
+        return None
+    return Inline(name, part).visit(copy.deepcopy(value))
+
+
 def fuse_mixtures(original: Any, block: list[ast.stmt], _: frozenset[str], function: ast.FunctionDef) -> bool:
     """Replaces expressions whose value is assigned or returned."""
-    for statement in block:
+    for i, statement in enumerate(block):
         value = getattr(statement, "value", None)
         if not isinstance(statement, (ast.Assign, ast.Return)) or not isinstance(value, (ast.BinOp, ast.Call)):
             continue
         found = mixture_of(value, original)
+        whole = value_with(block, i, function) if found is None else None
+        if whole is not None:
+            value, found = whole, mixture_of(whole, original)
         if found is not None:
             y, streams, post, comb, dtype = (found.names.get(role) for role in (*SHAPES, "dtype"))
-            call = f"{CALL if found.rounded else EXACT}({y}, {streams}, {post}, {comb})"
-            condition = f"{TAKES}({y}, {streams}, {post}, {comb}, {dtype})"
+            given = f"{y}, {streams}, {post}, {comb}"
+            condition = f"{TAKES}({given}, {dtype}, {found.flat}, {found.narrow})"
+            call = f"{CALL}({given}, {found.rounded}, {found.flat})"
             merged = ast.IfExp(rewrite.expression(condition), rewrite.expression(call), value)
             statement.value = ast.copy_location(merged, value)
+            if whole is not None:
+                del block[i - 1]
             return True
     return False
 
@@ -186,6 +243,16 @@ def has_connections(module: nn.Module) -> bool:
         return False
     connections = (m for m in module.children() if hyper_connections.looks_like_connection(m))
     return any(getattr(m, f"{hyper_connections.prefix_of(m)}scale").numel() > 1 for m in connections)
+
+
+def names_connections(module: nn.Module) -> bool:
+    """Whether the module adds to streams, by the names of its children and its source."""
+    named = any("hyper" in name for name, _ in module.named_children())
+    return named and with_mixtures(inner_function(original_class(type(module)).forward)) is not None
+
+
+def adds_to_streams(module: nn.Module) -> bool:
+    return has_connections(module) or names_connections(module)
 
 
 def identify(module: nn.Module, switches: Switches) -> None:

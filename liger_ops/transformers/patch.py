@@ -96,7 +96,7 @@ KINDS = (
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
-    Kind("layer", hyper_layers.has_connections, hyper_layers.identify, hyper_layers.patch),
+    Kind("layer", hyper_layers.adds_to_streams, hyper_layers.identify, hyper_layers.patch),
     Kind("gate", modules.has_gated_addition, modules.identify_gate, modules.patch_gate),
     Kind("lora", adapted_experts.wraps_parameter, adapted_experts.identify, adapted_experts.patch),
     Kind("lora", has_adapters, probe.identify_lora, modules.patch_lora),

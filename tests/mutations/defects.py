@@ -551,12 +551,12 @@ PATCHING = [
     ),
     Defect(
         "mixtures-ignore-gradients", "liger_ops/transformers/hyper_layers.py",
-        "if not all(map(probe.agrees, *gradients)) or not isinstance", "if not isinstance",
+        "if not all(map(probe.agrees, *gradients)):", "if False:",
         "transformers/test_transformers_hyper_layers.py",
     ),
     Defect(
         "mixtures-take-autocast", "liger_ops/transformers/hyper_layers.py",
-        "comb.dtype == torch.float32 and autocast_dtype(streams) is None", "comb.dtype == torch.float32",
+        "return comb is None or autocast_dtype(streams) is None", "return True",
         "transformers/test_transformers_hyper_layers.py",
     ),
     Defect(

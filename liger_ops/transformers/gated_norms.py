@@ -2,6 +2,8 @@
 
 Their class names do not tell whether the gate is applied before or after the norm, by which activation, and over which
 groups of columns: the values of a small run do.
+
+RMSNorms of groups of columns, ``forward(x)``, as Qwen4 has them, run as those with a gate that is open.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from .patched import (
 )
 
 OPERATOR = "rms_norm_gated"
+# Its sigmoid is 1 in every dtype.
+OPEN = 128.0
 
 
 @dataclass(frozen=True)
 class GatedNorm:
-    arguments: tuple[str, str]  # names of forward's parameters
+    arguments: tuple[str, ...]  # names of forward's parameters: x, and the gate if there is one
     epsilon: str  # name of the module's attribute
     offset: float
     activation: str
@@ -62,6 +66,20 @@ def looks_gated(module: nn.Module) -> bool:
     return len(names) == 2 and "gate" in names[1]
 
 
+def looks_grouped(module: nn.Module) -> bool:
+    """Whether the module looks like a norm of groups of columns, without a gate."""
+    weight = module._parameters.get("weight") if probe.looks_like_norm(module) else None
+    if weight is None or weight.dim() != 1 or len(parameters_of_forward(module)) != 1:
+        return False
+    sizes = [v for name, v in vars(module).items() if "group" in name and type(v) is int]
+    return any(1 < v < weight.shape[0] and weight.shape[0] % v == 0 for v in sizes)
+
+
+def open_gate(x: Tensor) -> Tensor:
+    """One row, which all rows share."""
+    return x.new_full(x.shape[-1:], OPEN).expand_as(x)
+
+
 def group_sizes(module: nn.Module, n: int) -> Iterator[int | None]:
     """All columns, then what an integer of the module may mean: columns of a group, or groups."""
     yield None
@@ -80,25 +98,28 @@ def identify(module: Any, switches: Switches) -> GatedNorm:
     epsilons = [name for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
     if not epsilons:
         raise NotUnderstood("has no epsilon")
-    n = parameters["weight"].shape[0]
+    n, gated = parameters["weight"].shape[0], len(names) == 2
     weight = 20 * probe.random_tensor(n, seed=7)
 
     def run(x: Tensor, gate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         held = nn.Parameter(weight.to(dtype), False)
         with torch.no_grad():
-            return cls.forward(probe.shallow_copy(module, _parameters={"weight": held}), x, gate), held
+            given = (x, gate) if gated else (x,)
+            return cls.forward(probe.shallow_copy(module, _parameters={"weight": held}), *given), held
 
     # In the row of small values, epsilon affects the result. Large gates show whether a module clamps.
     x, gate = probe.random_tensor(1, 6, n), 3 * probe.random_tensor(1, 6, n, seed=1)
     x *= torch.tensor([1.0, 1e-3, 30.0, 1.0, 1.0, 1e-2], device="cpu")[:, None]
     gate[:, 4] *= 10
+    if not gated:
+        gate = open_gate(x)
     try:
         theirs, _ = run(x, gate, torch.float32)
     except Exception as error:
         raise NotUnderstood(f"does not run on rows ({type(error).__name__})") from None
-    choices = itertools.product(epsilons, (0.0, 1.0), ("silu", "sigmoid"), (False, True), group_sizes(module, n))
-    for choice in choices:
-        norm = GatedNorm((names[0], names[1]), *choice, casting_mode="gemma")
+    activations, firsts = (("silu", "sigmoid"), (False, True)) if gated else (("sigmoid",), (False,))
+    for choice in itertools.product(epsilons, (0.0, 1.0), activations, firsts, group_sizes(module, n)):
+        norm = GatedNorm(names, *choice, casting_mode="gemma")
         exact = norm.of(x.double(), gate.double(), weight.double(), epsilon_of(module, norm.epsilon, x))
         if isinstance(theirs, Tensor) and theirs.shape == exact.shape:
             # Row by row: the row of small values has small results.
@@ -147,8 +168,9 @@ def patch(module: nn.Module, norm: GatedNorm) -> str:
         def forward(self: Any, *args: Any, **named: Any) -> Any:
             given = dict(zip(norm.arguments, args)) | named
             if len(given) == len(args) + len(named) and given.keys() == set(norm.arguments):
-                x, gate = (given[name] for name in norm.arguments)
-                if understood(x, gate, self.weight):
+                x, *gates = (given[name] for name in norm.arguments)
+                gate = gates[0] if gates else open_gate(x) if isinstance(x, Tensor) else None
+                if gate is not None and understood(x, gate, self.weight):
                     return normed(self, norm, x, gate)
             return original_class(type(self)).forward(self, *args, **named)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from ..nn import use_torch_embedding
 from ..projections import autocast_dtype, project_adapted, read
-from . import head_norms, probe, rewrite
+from . import head_norms, latent_heads, probe, rewrite
 from .patched import (
     Norm,
     Switches,
@@ -176,6 +176,20 @@ def rotate(
     return q, k
 
 
+def rotate_last(
+    rotary: probe.Rotary, x: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """x with its last columns q rotated from pairs to halves, and k rotated, or None if other code must run."""
+    if not is_probed(q, k, cos, sin, 1) or cos.shape[-1] != q.shape[-1] or cos.dtype not in (q.dtype, torch.float32):
+        return None
+    if is_distributed(x) or (rotary.promotes and cos.dtype != q.dtype and autocast_dtype(q) is None):
+        return None
+    # One angle for a pair.
+    angles = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+    y, _ = F.rope(x, x[:, :0], *angles, trailing=True, halves_out=True)
+    return y, F.rope(k, k[:, :0], cos, sin, halves_out=True)[0]
+
+
 def is_probed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
     """Whether arguments of these shapes and dtypes are like those of the probe."""
     if not isinstance(k, Tensor) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or unsqueeze_dim not in (1, 2):
@@ -247,7 +261,10 @@ def rotary_function(rotary: probe.Rotary, original: Callable) -> Callable:
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(rotary, q, k, cos, sin, dim, norms)
 
-    return taking_norms(rotated, 2)
+    function: Any = taking_norms(rotated, 2)
+    if rotary.kind == "pairs to halves" and default_dim == 1:
+        function.rotate_last = functools.partial(rotate_last, rotary)
+    return function
 
 
 def taking_norms(function: Any, tensors: int) -> Callable:
@@ -274,6 +291,7 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
     methods, found, unfit, lora, gates = identified
     linears = rewrite.projections_of(module)
     norms = frozenset(name for name, reason in unfit.items() if not reason)
+    joining = [name for name, f in probe.methods_of(type(module)) if name not in methods and latent_heads.with_joins(f)]
 
     def rotary_of(method: str) -> frozenset[str]:
         """Rotary functions that take norms."""
@@ -283,8 +301,13 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
         merged = [(head_norms.fuse_head_norms, norms | rotary_of(method))] if norms else []
         function = inner_function(function)
         sigmoids = rewrite.sigmoids_in(function) if gates else frozenset()
+        last = latent_heads.rotating_last(function, methods[method], found)
         return rewrite.rewritten(
-            function, *merged, (rewrite.share_projections, linears), (rewrite.fuse_gates, sigmoids)
+            function,
+            *merged,
+            *([(latent_heads.fuse_queries, last)] if last else []),
+            (rewrite.share_projections, linears),
+            (rewrite.fuse_gates, sigmoids),
         )
 
     def members(cls: type) -> dict[str, Any]:
@@ -293,10 +316,13 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
             replaced = {name: rotary_function(found[f], f) for name, f in used.items() if f in found}
             function = getattr(cls, method)
             changed = rewritten(function, method)
-            helpers = rewrite.HELPERS | head_norms.HELPERS
+            helpers = rewrite.HELPERS | head_norms.HELPERS | latent_heads.HELPERS
             if not lora:
                 helpers[rewrite.PROJECT] = rewrite.project_without_lora
             bound[method] = rebound(function, replaced | helpers, changed.code if changed else None)
+        for method in joining:
+            function = getattr(cls, method)
+            bound[method] = rebound(function, latent_heads.HELPERS, latent_heads.with_joins(function))
         return bound
 
     originals = {method: getattr(type(module), method) for method in methods}
@@ -308,7 +334,8 @@ def patch_rotary(module: nn.Module, identified: probe.RotaryModule) -> str:
         if unfit and not fused
     ]
     reason = next((f"no qk_norm_rope: {text}" for text in reasons if text), "")
-    key = linears, norms, reason, lora, gates, tuple(map(rebinding_key, originals.values()))
+    functions = [*originals.values(), *(getattr(type(module), method) for method in joining)]
+    key = linears, norms, reason, lora, gates, tuple(map(rebinding_key, functions))
     replacement = "qk_norm_rope" if fused else "rope"
     give_subclass(module, "rope", replacement, key, members)
     return replacement

@@ -28,6 +28,7 @@ from . import (
     experts,
     gated_norms,
     hyper_connections,
+    hyper_layers,
     linears,
     modules,
     packing,
@@ -51,7 +52,7 @@ from .patched import (
 
 SWITCHES = (
     "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "delta_gates", "moe_router",
-    "moe_experts", "hyper_pre", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
+    "moe_experts", "hyper_pre", "hyper_post", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
 )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ KINDS = (
     Kind("packing", packing.runs_layers, packing.identify_model, packing.patch_model),
     Kind("embedding", probe.is_embedding, probe.identify_embedding, modules.patch_embedding),
     Kind("norm", gated_norms.looks_gated, gated_norms.identify, gated_norms.patch),
+    Kind("norm", gated_norms.looks_grouped, gated_norms.identify, gated_norms.patch),
     Kind("norm", probe.looks_like_norm, with_switch(probe.identify_norm, lambda norm: norm.op), modules.patch_norm),
     Kind("activation", activations.looks_like_activation, activations.identify, activations.patch),
     Kind("router", routers.looks_like_router, routers.identify, routers.patch),
@@ -94,6 +96,7 @@ KINDS = (
     Kind("experts", probe.looks_like_experts, experts.identify_operator, experts.patch_experts),
     Kind("mlp", probe.looks_like_mlp, identify_mlp, modules.patch_mlp),
     Kind("layer", probe.has_fusable_norms, with_switch(probe.rms_norms_of, lambda _: "rms_norm"), modules.patch_layer),
+    Kind("layer", hyper_layers.adds_to_streams, hyper_layers.identify, hyper_layers.patch),
     Kind("gate", modules.has_gated_addition, modules.identify_gate, modules.patch_gate),
     Kind("lora", adapted_experts.wraps_parameter, adapted_experts.identify, adapted_experts.patch),
     Kind("lora", has_adapters, probe.identify_lora, modules.patch_lora),
@@ -262,7 +265,7 @@ def apply_liger_kernel(
     that patches its instances on construction.
 
     switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, delta_gates, moe_router,
-    moe_experts, hyper_pre, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
+    moe_experts, hyper_pre, hyper_post, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
     fp8: a recipe of :func:`fp8_linear`, with which linear layers compute while they train. The head, layers that choose
     experts, adapters of LoRA and those whose sizes are no multiples of 16 stay as they are.

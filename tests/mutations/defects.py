@@ -550,6 +550,26 @@ PATCHING = [
         "transformers/test_transformers_patching.py transformers/test_transformers_head_norms.py",
     ),
     Defect(
+        "mixtures-ignore-gradients", "liger_ops/transformers/hyper_layers.py",
+        "if not all(map(probe.agrees, *gradients)):", "if False:",
+        "transformers/test_transformers_hyper_layers.py",
+    ),
+    Defect(
+        "mixtures-take-autocast", "liger_ops/transformers/hyper_layers.py",
+        "return comb is None or autocast_dtype(streams) is None", "return True",
+        "transformers/test_transformers_hyper_layers.py",
+    ),
+    Defect(
+        "queries-that-change-rotate-as-a-whole", "liger_ops/transformers/latent_heads.py",
+        "if written or rewrite.is_read_later", "if rewrite.is_read_later",
+        "transformers/test_transformers_latent_heads.py",
+    ),
+    Defect(
+        "joins-ignore-shapes", "liger_ops/transformers/latent_heads.py",
+        "if a.shape == (*shape[:-1], first) and b.shape == (*shape[:-1], shape[-1] - first):", "if True:",
+        "transformers/test_transformers_latent_heads.py",
+    ),
+    Defect(
         "rewrite-ignores-hooks-of-a-norm", "liger_ops/transformers/rewrite.py",
         ' or "forward" in norm.__dict__ or has_hooks(norm):', ' or "forward" in norm.__dict__:',
         "transformers/test_rewrite.py transformers/test_transformers_wrappers.py",

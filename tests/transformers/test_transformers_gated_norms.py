@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 import torch
-from checks import gradients, path_taken
+from checks import assert_no_worse, gradients, path_taken
 from hybrid_models import GATED, hybrid
 from language_models import known, step, tokens
 from patched_models import assert_same_step, assert_trains_and_generates, through_pickle
@@ -178,6 +178,64 @@ def test_compiled_in_one_graph():
     assert torch.equal(compiled(x, gate), model.norm(x, gate))
 
 
+# ---- Groups without a gate
+
+
+def grouped(groups=4):
+    return made("qwen4_exp", "Qwen4ExpTextRMSNorm", (N // groups,))
+
+
+HAS_GROUPS = pytest.mark.skipif(not known(["qwen4_exp_text"]), reason="this release of transformers has no Qwen4")
+
+
+@HAS_GROUPS
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_groups(x_dtype, weight_dtype, monkeypatch):
+    model = Holder(grouped()).to(weight_dtype)
+    x, dy = rows(x_dtype, 0).requires_grad_(), rows(x_dtype, 2)
+
+    def results():
+        y = model.norm(x)
+        return y, *torch.autograd.grad(y, [x, model.norm.weight], dy)
+
+    theirs = results()
+    wide = Holder(grouped()).double()
+    wide.norm.weight.data.copy_(model.norm.weight.data)
+    # The module itself computes in fp32.
+    d, w = x.detach().double().requires_grad_(), wide.norm.weight
+    groups = d.unflatten(-1, (4, -1))
+    y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + wide.norm.eps)).flatten(-2) * (1 + w)
+    exact = y, *torch.autograd.grad(y, [d, w], dy.double())
+    (row,) = (row for row in apply_liger_kernel(model).rows if row.module == "norm")
+    assert (row.replacement, row.reason) == ("rms_norm_gated", "")
+    calls = recorded(monkeypatch)
+    with path_taken("cpu"):
+        ours = results()
+    assert calls[0] == dict(casting_mode="gemma", activation="sigmoid", group_size=N // 4)
+    for name, *tensors in zip(("y", "x", "weight"), ours, theirs, exact, strict=True):
+        # Sums of 8 columns or of 10 rows are rounded in any order.
+        assert_no_worse(name, *tensors, noise=10 * torch.finfo(torch.float32).eps)
+    assert unpatch(model) == 1 and all(map(torch.equal, results(), theirs))
+
+
+@HAS_GROUPS
+def test_which_norms_have_groups():
+    """One of all columns is a plain norm, and one that computes something else stays."""
+    other = grouped()
+    cls = type(other)
+    other.__class__ = type(cls.__name__, (cls,), {"forward": lambda self, x: cls.forward(self, x).clamp(-3, 3)})
+    model = nn.ModuleDict(dict(groups=grouped(), plain=grouped(1), other=other, torchs=nn.GroupNorm(4, N)))
+    found = {row.module: (row.replacement, row.reason) for row in apply_liger_kernel(model).rows}
+    assert found["groups"] == ("rms_norm_gated", "") and found["plain"] == ("rms_norm", "")
+    assert found["other"] == ("", "computes something else") and not found["torchs"][0]
+    compiled = torch.compile(model["groups"], fullgraph=True, backend="aot_eager", dynamic=True)
+    x = rows(torch.float32, 0)
+    assert torch.equal(compiled(x), model["groups"](x))
+    off = nn.ModuleDict(dict(groups=grouped(), plain=nn.LayerNorm(N)))
+    assert "rms_norm is switched off" in str(apply_liger_kernel(off, rms_norm=False))
+
+
 # ---- Models
 
 QUICK = ("qwen3_next", "kimi_linear", "mamba2", "falcon_h1")
@@ -193,6 +251,10 @@ def test_training_and_generation(name):
 
     def check(report):
         gated = [row for row in report.rows if row.kind == "norm" and "Gated" in row.type]
+        # One for each connection, and one of the last.
+        groups = [row for row in report.rows if row.module.endswith(".hc_norm")]
+        assert len(groups) == 5 * (name == "qwen4_exp_text")
+        gated += groups
         assert all(row.replacement == "rms_norm_gated" for row in gated)
         with path_taken("cpu"):
             model(ids)

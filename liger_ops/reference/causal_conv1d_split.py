@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,9 @@ def causal_conv1d_split(
     demand(x.shape[2] == columns, name, "x", f"have groups * sum(sizes) = {columns} columns", tuple(x.shape))
     *parts, z = x.unflatten(2, (groups, pitch)).split([*sizes, 0][:4], 3)
     channels = torch.cat([part.flatten(2) for part in parts], 2)
-    options = dict(dilation=dilation, seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state)
+    options: dict[str, Any] = dict(
+        dilation=dilation, seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state
+    )
     y = causal_conv1d.reference(channels, weight, bias, activation, **options)
     q, k, v = (part.contiguous() for part in y.split([groups * size for size in sizes[:3]], 2))
     return q, k, v, z

@@ -151,8 +151,8 @@ def identify_convolution(module: nn.Module, switches: Switches) -> Convolution:
         if (found := packaged(f)) and found.installed
         if "conv1d" in (weights := [n.removesuffix("_weight") for n in found.parameters if n.endswith("_weight")])
     ]
-    found = [layout for method in methods for layout in splits.layouts_of(module, getattr(cls, method))]
-    return Convolution(methods, "; ".join(dict.fromkeys(fused)), layouts=tuple(found))
+    layouts = [layout for method in methods for layout in splits.layouts_of(module, getattr(cls, method))]
+    return Convolution(methods, "; ".join(dict.fromkeys(fused)), layouts=tuple(layouts))
 
 
 # ---- The functions that patched modules call
@@ -295,6 +295,9 @@ def patch(module: nn.Module, found: Convolution) -> str:
     functions = [getattr(type(module), method) for method in names]
     operator = splits.OPERATOR if any(changes.values()) else OPERATOR
     operators = [operator] * bool(found.methods) + [delta_rule.OPERATOR] * bool(found.gates)
-    replacement, key = " and ".join(operators), (found.reason, found.gates, found.layouts, *map(rewrite.rebinding_key, functions))
+    replacement, key = (
+        " and ".join(operators),
+        (found.reason, found.gates, found.layouts, *map(rewrite.rebinding_key, functions)),
+    )
     give_subclass(module, "conv", replacement, key, members)
     return replacement

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -114,7 +113,11 @@ def convolved(statement: ast.stmt, mixed: str, functions: frozenset[str]) -> Con
 
 def split_of(statement: ast.stmt, splits: frozenset[str]) -> tuple[list[str], ast.expr, ast.expr] | None:
     """(names, x, sizes) if the statement is ``a, b, c = torch.split(x, sizes, dim=-1)``."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not isinstance(statement.value, ast.Call):
+    if (
+        not isinstance(statement, ast.Assign)
+        or len(statement.targets) != 1
+        or not isinstance(statement.value, ast.Call)
+    ):
         return None
     targets, call = statement.targets[0], statement.value
     names = names_in_tuple(targets)
@@ -261,11 +264,17 @@ def with_split(function: Any, functions: frozenset[str], methods: frozenset[str]
 def reordering_methods(function: Any) -> set[str]:
     """The methods that the function calls on itself with more than one result."""
     found = rewrite.parsed(inner_function(function))
-    calls = [n.value for n in ast.walk(found[1]) if isinstance(n, ast.Assign) and names_in_tuple(n.targets[0])] if found else []
+    calls = (
+        [n.value for n in ast.walk(found[1]) if isinstance(n, ast.Assign) and names_in_tuple(n.targets[0])]
+        if found
+        else []
+    )
     return {
         call.func.attr
         for call in calls
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and rewrite.is_name(call.func.value, "self")
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and rewrite.is_name(call.func.value, "self")
     }
 
 
@@ -288,7 +297,9 @@ def arguments_of_method(function: Any, method: str) -> list[str]:
 @torch.no_grad()
 def layout_of(module: nn.Module, function: Any, method: str) -> Layout | None:
     """What the method does with the columns of its first argument: q, k and v are the first results, z a later one."""
-    widths = [getattr(getattr(module, child, None), "out_features", 0) for child in arguments_of_method(function, method)]
+    widths = [
+        getattr(getattr(module, child, None), "out_features", 0) for child in arguments_of_method(function, method)
+    ]
     if not widths or not all(isinstance(width, int) and width > 0 for width in widths):
         return None
     starts = [sum(widths[:i]) for i in range(len(widths))]

@@ -76,7 +76,7 @@ for where, p in {"replicated": R, "by batch": Shard(0)}.items():
         partial(F.causal_conv1d_split, sizes=[2, 2, 4, 4], groups=2),
         dict(x=X, weight=randn(16, 4), bias=randn(16)),
         dict(x=p, weight=R, bias=R),
-        p,
+        [p] * 4,
     )
 
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by columns": Shard(2)}.items():

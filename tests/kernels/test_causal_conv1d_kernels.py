@@ -73,8 +73,14 @@ QUICK += [(40, True, 4, 9, 1, 0), (40, True, 4, 9, 1, 2), (40, True, 4, 9, 1, 1)
 QUICK += [(40, True, 4, 9, 1, ALL, "fp16", weight) for weight in ("fp16", "fp32")]
 
 # Columns of three parts that alternate by groups, with others between them.
-SPLIT = [(48, True, 4, 9, 1, ALL, "fp32", "fp32", (8, 8, 8, 16), 2), (27, False, 3, 9, 2, 3, "fp32", "fp32", (2, 3, 4, 5), 3)]
-SPLIT += [(416, True, 4, 5, 1, 3, "fp32", "fp32", (136, 8, 272, 8), 1), (48, True, 7, 9, 1, 3, "fp32", "fp32", (8, 0, 16, 0), 2)]
+SPLIT = [
+    (48, True, 4, 9, 1, ALL, "fp32", "fp32", (8, 8, 8, 16), 2),
+    (27, False, 3, 9, 2, 3, "fp32", "fp32", (2, 3, 4, 5), 3),
+]
+SPLIT += [
+    (416, True, 4, 5, 1, 3, "fp32", "fp32", (136, 8, 272, 8), 1),
+    (48, True, 7, 9, 1, 3, "fp32", "fp32", (8, 0, 16, 0), 2),
+]
 QUICK += SPLIT
 
 

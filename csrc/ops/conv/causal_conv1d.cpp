@@ -93,10 +93,19 @@ Tensor contiguous(const Tensor& t) { return t.defined() ? t.contiguous() : t; }
 Tensor adjacent_columns(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
 
 Inputs inputs_of(
-    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias, c10::string_view activation,
-    int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens, const Tensor& state) {
-  return {op, adjacent_columns(x), weight.contiguous(), contiguous(bias),     samples_of(x, seq_idx, cu_seqlens),
-          contiguous(state),   dilation,            activation == "silu", columns};
+    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias,
+    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
+    const Tensor& state) {
+  return {
+      op,
+      adjacent_columns(x),
+      weight.contiguous(),
+      contiguous(bias),
+      samples_of(x, seq_idx, cu_seqlens),
+      contiguous(state),
+      dilation,
+      activation == "silu",
+      columns};
 }
 
 namespace {

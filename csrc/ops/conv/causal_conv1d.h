@@ -62,8 +62,9 @@ void check(
     c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
     const Tensor& state);
 Inputs inputs_of(
-    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias, c10::string_view activation,
-    int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens, const Tensor& state);
+    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias,
+    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
+    const Tensor& state);
 /// t, copied unless its columns are adjacent.
 Tensor adjacent_columns(const Tensor& t);
 

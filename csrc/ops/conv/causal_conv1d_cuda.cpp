@@ -142,8 +142,7 @@ void Cuda::backward(const Parts& dy, const Inputs& in, const Gradients& out) {
       in.x.stride(1),
       common_flags(in) | (out.dx.defined() ? flags::NEEDS_DX : 0) | (dweight.defined() ? flags::NEEDS_DWEIGHT : 0) |
           (dbias.defined() ? flags::NEEDS_DBIAS : 0) | (out.dstate.defined() ? flags::NEEDS_DSTATE : 0)};
-  core::launch<K>(
-      in.op, in.x.device(), runtime::variant_index<K>(config, point), {uint32_t(blocks.programs)}, args);
+  core::launch<K>(in.op, in.x.device(), runtime::variant_index<K>(config, point), {uint32_t(blocks.programs)}, args);
   if (dweight.defined()) core::column_sum(in.op, dweight, out.dweight);
   if (dbias.defined()) core::column_sum(in.op, dbias, out.dbias);
 }

@@ -41,8 +41,8 @@ Columns check_columns(const char* op, const Tensor& x, IntArrayRef sizes, int64_
       (sizes.size() == kParts || sizes.size() == kParts + 1) && positive, op, "sizes",
       "be 3 or 4 numbers of columns: of q, k, v and z", sizes);
   LIGER_CHECK(groups >= 1, op, "groups", "be positive", groups);
-  const Columns columns{groups, std::accumulate(sizes.begin(), sizes.end(), int64_t(0)),
-                        {sizes[0], sizes[1], sizes[2]}};
+  const Columns columns{
+      groups, std::accumulate(sizes.begin(), sizes.end(), int64_t(0)), {sizes[0], sizes[1], sizes[2]}};
   LIGER_CHECK(
       x.sym_size(2) == groups * columns.pitch, op, "x",
       c10::str("have groups * sum(sizes) = ", groups * columns.pitch, " columns"), x.sym_sizes());
@@ -51,7 +51,8 @@ Columns check_columns(const char* op, const Tensor& x, IntArrayRef sizes, int64_
 
 /// The columns of t that are not convolved: (B, S, groups, size).
 Tensor rest_of(const Tensor& t, const Columns& columns) {
-  return t.unflatten(2, {columns.groups, columns.pitch}).narrow(3, columns.convolved(), columns.pitch - columns.convolved());
+  return t.unflatten(2, {columns.groups, columns.pitch})
+      .narrow(3, columns.convolved(), columns.pitch - columns.convolved());
 }
 
 /// torch copies strided rows element by element: elements of 8 bytes are fewer.
@@ -90,13 +91,15 @@ struct Convolution
   // Not by core::define: private operators of others have no gradient.
   static void define(torch::Library& m) {
     m.def(
-        torch::schema("_causal_conv1d_split_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? cu_seqlens, "
-                      "Tensor? initial_state, int[] sizes, int groups, str activation, int dilation) -> "
-                      "(Tensor, Tensor, Tensor)"),
+        torch::schema(
+            "_causal_conv1d_split_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? cu_seqlens, "
+            "Tensor? initial_state, int[] sizes, int groups, str activation, int dilation) -> "
+            "(Tensor, Tensor, Tensor)"),
         {at::Tag::pt2_compliant_tag});
     core::define(
         m,
-        "_causal_conv1d_split_bwd(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dz, Tensor x, Tensor weight, Tensor? bias, "
+        "_causal_conv1d_split_bwd(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dz, Tensor x, Tensor weight, Tensor? "
+        "bias, "
         "Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, int wanted, int[] sizes, int groups, "
         "str activation, int dilation) -> (Tensor, Tensor, Tensor, Tensor)");
   }
@@ -110,8 +113,7 @@ struct Convolution
     const Tensor b = value_or_undefined(bias), ids = value_or_undefined(seq_idx), ends = value_or_undefined(cu_seqlens),
                  before = value_or_undefined(state);
     const Columns columns = check_columns(op, x, sizes, groups);
-    causal_conv1d::check(
-        op, x, groups * columns.convolved(), weight, b, activation, dilation, ids, ends, before);
+    causal_conv1d::check(op, x, groups * columns.convolved(), weight, b, activation, dilation, ids, ends, before);
     auto part = [&](size_t i) {
       return at::empty_symint({x.sym_size(0), x.sym_size(1), columns.part(i)}, x.options());
     };
@@ -198,8 +200,7 @@ struct Convolution
     const Tensor x = node.take(0), weight = node.take(1), bias = node.take(2), seq_idx = node.take(3),
                  cu_seqlens = node.take(4), state = node.take(5);
     const auto& [sizes, groups, activation, dilation] = node.options;
-    const int64_t wanted =
-        core::wanted_bits(node.needs(0), convolved && node.needs(1), convolved && node.needs(2)) |
+    const int64_t wanted = core::wanted_bits(node.needs(0), convolved && node.needs(1), convolved && node.needs(2)) |
         (convolved && node.needs(3) ? kWantState : 0);
     static const auto op = core::find_op<decltype(bwd<Meta>)>("_causal_conv1d_split_bwd");
     auto [dx, dweight, dbias, dstate] = op.call(
@@ -221,8 +222,8 @@ Results split(
     int64_t groups, int64_t dilation, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
     const OptionalTensor& state) {
   core::check_no_forward_ad(kOp, x, weight, bias, state);
-  auto [q, k, v] = Convolution::handle().call(
-      x, weight, bias, seq_idx, cu_seqlens, state, sizes, groups, activation, dilation);
+  auto [q, k, v] =
+      Convolution::handle().call(x, weight, bias, seq_idx, cu_seqlens, state, sizes, groups, activation, dilation);
   const int64_t pitch = std::accumulate(sizes.begin(), sizes.end(), int64_t(0));
   Tensor z = rest_of(x, {groups, pitch, {sizes[0], sizes[1], sizes[2]}});
   // Not where something traces above autograd: there, the view has its own gradient.
@@ -246,8 +247,7 @@ Results cast(
   core::AutocastLinear<0, 1, 2, 3>::cast(kDevice, arguments);
   const auto& [wide_x, wide_weight, wide_bias, wide_state] = arguments;
   static const auto op = core::find_op<decltype(split)>(kOp);
-  return op.call(
-      wide_x, wide_weight, wide_bias, activation, sizes, groups, dilation, seq_idx, cu_seqlens, wide_state);
+  return op.call(wide_x, wide_weight, wide_bias, activation, sizes, groups, dilation, seq_idx, cu_seqlens, wide_state);
 }
 
 }  // namespace

@@ -39,11 +39,14 @@ def rule(op: Callable, rows: int, out_dims: tuple[int, ...]) -> Callable:
         one_by_one = any(map(is_batched, in_dims[rows:])) or any(t is not None and t.dim() < 2 for t in tensors)
         if one_by_one:
             examples = [op(*(example(*pair, i) for pair in zip(args, in_dims)), **options) for i in range(size)]
-            out = torch.stack(examples) if isinstance(examples[0], Tensor) else tuple(map(torch.stack, zip(*examples)))
-        else:
-            out = op(*tensors, *args[rows:], **options)
-            if out_dims:
-                return out, out_dims
+            if isinstance(examples[0], Tensor):
+                return torch.stack(examples), 0
+            # Gradients that are not wanted are None.
+            out = tuple(None if each[0] is None else torch.stack(each) for each in zip(*examples))
+            return out, tuple(None if t is None else 0 for t in out)
+        out = op(*tensors, *args[rows:], **options)
+        if out_dims:
+            return out, out_dims
         return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
 
     return batched
@@ -66,6 +69,8 @@ def register(library: torch.library.Library) -> None:
             register_rule(f"_{name}_fwd", operator.rows, operator.forward_out_dims)
     # PyTorch cannot run operators that take lists once per example.
     for name in (
+        "_causal_conv1d_split_fwd",
+        "_causal_conv1d_split_bwd",
         "_lora_projections",
         "_lora_projections_bwd",
         "_low_rank_input",

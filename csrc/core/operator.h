@@ -182,6 +182,10 @@ struct Stored<at::ArrayRef<double>> {
   using type = std::tuple<std::vector<double>>;
 };
 template <>
+struct Stored<at::IntArrayRef> {
+  using type = std::tuple<std::vector<int64_t>>;
+};
+template <>
 struct Stored<c10::string_view> {
   using type = std::tuple<std::string>;
 };
@@ -196,7 +200,7 @@ typename Stored<T>::type stored(const T& value) {
     return {};
   } else if constexpr (std::is_same_v<T, at::OptionalIntArrayRef>) {
     return {value ? std::optional(value->vec()) : std::nullopt};
-  } else if constexpr (std::is_same_v<T, at::ArrayRef<double>>) {
+  } else if constexpr (std::is_same_v<T, at::ArrayRef<double>> || std::is_same_v<T, at::IntArrayRef>) {
     return {value.vec()};
   } else {
     return typename Stored<T>::type(value);

@@ -34,7 +34,7 @@ KEPT = (
     "ignore_index",
     "padding_idx",
 )
-REQUIRED: dict[str, Any] = {"int": 2, "float": 1e-3, "float[]": [0.5, 2.0]}
+REQUIRED: dict[str, Any] = {"int": 2, "float": 1e-3, "float[]": [0.5, 2.0], "int[]": [8, 8, 32, 16]}
 
 
 class Call(NamedTuple):

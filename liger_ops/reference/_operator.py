@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -62,17 +62,19 @@ def operator(
     forward_out_dims: tuple[int, ...] = (),
     constants: tuple[str, ...] = (),
     choices: Mapping[str, tuple[str, ...]] | None = None,
+    views: Mapping[int, str] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Declares an operator by its formula.
 
     rows: number of leading arguments that are row-wise tensors; vmap may add a leading dimension to them.
     forward_out_dims: position of that dimension in each result of `_<name>_fwd`, if the operator has this private op.
-    constants: tensors that must not require a gradient. choices: allowed values of each string argument.
+    constants: tensors that must not require a gradient. choices: allowed values of each string argument. views: position
+    of a result -> the argument that it is a view of.
     """
 
     def declare(formula: Callable[P, R]) -> Operator[P, R]:
         function = _declare(
-            formula, inspect.signature(formula), typing.get_type_hints(formula), constants, choices or {}
+            formula, inspect.signature(formula), typing.get_type_hints(formula), constants, choices or {}, views or {}
         )
         function.reference, function.is_derived = formula, False
         function.base, function.rows, function.forward_out_dims = None, rows, forward_out_dims
@@ -118,6 +120,7 @@ def _declare(
     hints: dict[str, Any],
     constants: tuple[str, ...],
     choices: Mapping[str, tuple[str, ...]],
+    views: Mapping[int, str] = MappingProxyType({}),
 ) -> Operator[P, R]:
     """Makes the function that has the name and the documentation of `formula`."""
     name, result = formula.__name__, hints["return"]
@@ -139,7 +142,7 @@ def _declare(
     # TorchScript does not support *args: it calls the operator instead of compiling this function's source.
     _builtins._register_builtin(function, f"liger::{name}")
     function.__signature__, function.__annotations__ = signature, hints
-    function.schema, function.types, function.result = schema_of(signature, types, name, result), types, result
+    function.schema, function.types, function.result = schema_of(signature, types, name, result, views), types, result
     function.constants, function.choices, function.alias_of = constants, choices, None
     _declared[name] = function
     return function
@@ -170,17 +173,24 @@ def written(default: Any) -> str:
     return text.replace("e-0", "e-")  # as C++ authors write 1e-6
 
 
-def schema_of(signature: inspect.Signature, types: dict[str, Any], name: str, result: Any) -> str:
+def schema_of(
+    signature: inspect.Signature, types: dict[str, Any], name: str, result: Any, views: Mapping[int, str]
+) -> str:
     """An operator whose name ends in an underscore writes to its first argument."""
     arguments: list[str] = []
     for i, p in enumerate(signature.parameters.values()):
         if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
-        kind = "Tensor(a!)" if i == 0 and name.endswith("_") else SCHEMA_TYPES[types[p.name]]
+        kind = SCHEMA_TYPES[types[p.name]]
+        if i == 0 and name.endswith("_"):
+            kind = "Tensor(a!)"
+        elif p.name in views.values():
+            kind = "Tensor(a)"
         default = "" if p.default is p.empty else f"={written(p.default)}"
         arguments.append(f"{kind} {p.name}{default}")
     count = result_count(result)
-    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    returns = ["Tensor(a)" if i in views else "Tensor" for i in range(count)]
+    results = returns[0] if count == 1 else f"({', '.join(returns)})"
     return f"{name}({', '.join(arguments)}) -> {results}"
 
 

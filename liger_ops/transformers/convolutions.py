@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from . import delta_rule, probe, rewrite
+from . import split_convolutions as splits
 from .patched import (
     NotUnderstood,
     Switches,
@@ -104,6 +105,7 @@ class Convolution(NamedTuple):
     methods: dict[str, dict[str, Any]]  # the functions that methods call, by their names
     reason: str  # when something else runs
     gates: tuple[str, ...] = ()  # methods that compute the gates of a delta rule
+    layouts: tuple[splits.Layout, ...] = ()  # of projections whose columns alternate
 
 
 def convolving_methods(cls: type) -> dict[str, dict[str, Any]]:
@@ -149,7 +151,8 @@ def identify_convolution(module: nn.Module, switches: Switches) -> Convolution:
         if (found := packaged(f)) and found.installed
         if "conv1d" in (weights := [n.removesuffix("_weight") for n in found.parameters if n.endswith("_weight")])
     ]
-    return Convolution(methods, "; ".join(dict.fromkeys(fused)))
+    layouts = [layout for method in methods for layout in splits.layouts_of(module, getattr(cls, method))]
+    return Convolution(methods, "; ".join(dict.fromkeys(fused)), layouts=tuple(layouts))
 
 
 # ---- The functions that patched modules call
@@ -176,21 +179,29 @@ def understood(x: Any, weight: Any, bias: Any, given: dict[str, Any]) -> bool:
     return bias is None or bias.dtype == weight.dtype
 
 
+def arguments_if_understood(original: Any, args: Any, named: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by name, if the operator takes them."""
+    names, takes_any = arguments_of(original)
+    given = dict(zip(names, args)) | named
+    x, weight, bias = given.get(names[0]), given.get("weight"), given.get("bias")
+    plain = len(given) == len(args) + len(named) and (takes_any or given.keys() <= set(names))
+    if not plain or not understood(x, weight, bias, given) or any(map(is_distributed, (x, weight, bias))):
+        return None
+    return given
+
+
 @functools.lru_cache(None)
 def convolution_function(original: Any) -> Callable:
     """A function with the original's signature. Calls with arguments that the operator does not take go to the original."""
-    names, takes_any = arguments_of(original)
+    names, _ = arguments_of(original)
 
     def convolved(*args: Any, **named: Any) -> Any:
-        given = dict(zip(names, args)) | named
-        x: Any = given.get(names[0])
-        weight: Any = given.get("weight")
-        bias = given.get("bias")
-        plain = len(given) == len(args) + len(named) and (takes_any or given.keys() <= set(names))
-        if not plain or not understood(x, weight, bias, given) or any(map(is_distributed, (x, weight, bias))):
+        given = arguments_if_understood(original, args, named)
+        if given is None:
             if DERIVED in named:
                 named = {name: value for name, value in named.items() if name not in (DERIVED, "seq_idx")}
             return original(*args, **named)
+        x, weight, bias = given[names[0]], given["weight"], given.get("bias")
         rows = x.transpose(1, 2)
         if x.dtype != weight.dtype and (x.dtype == torch.float64 or weight.dtype != torch.float32):
             rows = rows.to(weight.dtype)
@@ -199,6 +210,37 @@ def convolution_function(original: Any) -> Callable:
         return y.to(x.dtype).transpose(1, 2)
 
     return convolved
+
+
+@functools.lru_cache(None)
+def split_function(original: Any) -> Callable:
+    """q, k, v and z for the arguments of the original, with x: (B, S, columns), or None if the operator does not take them."""
+    names, _ = arguments_of(original)
+
+    def split(sizes: Any, x: Tensor, *args: Any, groups: int = 1, **named: Any) -> Any:
+        channels = groups * sum(sizes[:3])
+        few = x[..., :channels].transpose(1, 2) if x.dim() == 3 else x
+        given = arguments_if_understood(original, (few, *args), named)
+        if given is None or x.shape[2] != groups * sum(sizes):
+            return None
+        weight, bias = given["weight"], given.get("bias")
+        if weight.dtype not in (x.dtype, torch.float32) or x.dtype == torch.float64 != weight.dtype:
+            return None
+        activation, seq_idx = ACTIVATIONS[given.get("activation")], numbers_for(few, given.get("seq_idx"))
+        return F.causal_conv1d_split(x, weight, bias, activation, sizes=sizes, groups=groups, seq_idx=seq_idx)
+
+    return split
+
+
+@functools.lru_cache(None)
+def split_parts_function(original: Any) -> Callable:
+    split = split_function(original)
+
+    def split_parts(sizes: Any, x: Any, *args: Any, **named: Any) -> Any:
+        parts = split([*sizes], x, *args, **named) if isinstance(x, Tensor) else None
+        return None if parts is None else parts[:3]
+
+    return split_parts
 
 
 @functools.lru_cache(None)
@@ -220,9 +262,18 @@ def recurrence_function(original: Any) -> Callable:
     return recurrence
 
 
+def change_of(function: Any, found: Convolution, method: str) -> tuple[Any, ...]:
+    """The change that splits what the method convolves, if it does."""
+    methods = frozenset(layout.method for layout in found.layouts)
+    change = splits.with_split(function, frozenset(found.methods.get(method, {})), methods)
+    alone = rewrite.rewritten(inner_function(function), change) if change and method in found.methods else None
+    return (change,) if alone else ()
+
+
 def patch(module: nn.Module, found: Convolution) -> str:
     recurrences = recurrences_of(type(module)) if found.methods else {}
     names = dict.fromkeys((*found.methods, *found.gates))
+    changes = {method: change_of(getattr(type(module), method), found, method) for method in names}
 
     def members(cls: type) -> dict[str, Any]:
         bound: dict[str, Any] = {"liger_reason": found.reason}
@@ -230,12 +281,23 @@ def patch(module: nn.Module, found: Convolution) -> str:
             function = getattr(cls, method)
             replaced = {name: convolution_function(f) for name, f in found.methods.get(method, {}).items()}
             replaced |= {name: recurrence_function(f) for name, f in recurrences.get(method, {}).items()}
-            code = delta_rule.with_gates(function) if method in found.gates else None
-            bound[method] = rewrite.rebound(function, replaced | (delta_rule.HELPERS if code else {}), code)
+            wanted = changes[method]
+            if wanted:
+                for name, f in found.methods[method].items():
+                    replaced[splits.SPLIT + name] = split_parts_function(f)
+                    replaced[splits.SPLIT_ROWS + name] = splits.split_rows_function(split_function(f), found.layouts)
+            if method in found.gates:
+                wanted, replaced = (*wanted, delta_rule.change_of(function)), replaced | delta_rule.HELPERS
+            code = rewrite.rewritten(inner_function(function), *wanted).code if wanted else None  # type: ignore[union-attr]
+            bound[method] = rewrite.rebound(function, replaced, code)
         return bound
 
     functions = [getattr(type(module), method) for method in names]
-    operators = [OPERATOR] * bool(found.methods) + [delta_rule.OPERATOR] * bool(found.gates)
-    replacement, key = " and ".join(operators), (found.reason, found.gates, *map(rewrite.rebinding_key, functions))
+    operator = splits.OPERATOR if any(changes.values()) else OPERATOR
+    operators = [operator] * bool(found.methods) + [delta_rule.OPERATOR] * bool(found.gates)
+    replacement, key = (
+        " and ".join(operators),
+        (found.reason, found.gates, found.layouts, *map(rewrite.rebinding_key, functions)),
+    )
     give_subclass(module, "conv", replacement, key, members)
     return replacement

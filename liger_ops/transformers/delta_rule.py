@@ -112,11 +112,15 @@ def fuse_delta_gates(block: list[ast.stmt], softplus: frozenset[str], function: 
     return False
 
 
+def change_of(function: Any) -> Any:
+    """The change for rewrite.rewritten."""
+    return fuse_delta_gates, rewrite.names_of_function(inner_function(function), "softplus", nn.functional.softplus)
+
+
 def with_gates(function: Any) -> Any:
     """The function's code with the gates in one call, or None if it has none."""
     function = inner_function(function)
     if not hasattr(function, "__code__") or not {"softplus", "sigmoid"} <= rewrite.names_in(function.__code__):
         return None
-    softplus = rewrite.names_of_function(function, "softplus", nn.functional.softplus)
-    found = rewrite.rewritten(function, (fuse_delta_gates, softplus))
+    found = rewrite.rewritten(function, change_of(function))
     return found.code if found else None

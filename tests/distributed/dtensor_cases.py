@@ -70,6 +70,15 @@ for where, p, column in (("replicated", R, R), ("by batch", Shard(0), R), ("by c
         p,
     )
 
+for where, p in {"replicated": R, "by batch": Shard(0)}.items():
+    case(
+        f"causal_conv1d_split {where}",
+        partial(F.causal_conv1d_split, sizes=[2, 2, 4, 4], groups=2),
+        dict(x=X, weight=randn(16, 4), bias=randn(16)),
+        dict(x=p, weight=R, bias=R),
+        [p] * 4,
+    )
+
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by columns": Shard(2)}.items():
     for op in (F.swiglu, F.geglu):
         case(f"{op.__name__} {where}", op, dict(gate=X, up=X + 1), dict(gate=p, up=p), p)

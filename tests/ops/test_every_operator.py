@@ -161,7 +161,9 @@ def test_rows_without_columns(row, device):
 
 
 WITHOUT_HEADS = [
-    row for row in ROWS if row.op != "causal_conv1d" and all(shape[:2] == ("B", "S") for shape in row.inputs.values())
+    row
+    for row in ROWS
+    if not row.op.startswith("causal_conv1d") and all(shape[:2] == ("B", "S") for shape in row.inputs.values())
 ]
 
 

@@ -37,6 +37,7 @@ SAVED = {
     "fused_add_rms_norm": dict(weight="weight"),
     "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),
     "causal_conv1d": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
+    "causal_conv1d_split": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
     "layer_norm": dict(x="x", weight="weight"),
     "sigmoid_gate": dict(x="x", gate="gate"),
     "delta_gates": {name: name for name in ("a", "b", "a_log", "dt_bias")},

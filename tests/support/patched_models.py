@@ -136,10 +136,10 @@ def assert_same_logits(found, expected, model, ids):
 
 
 @torch.no_grad()
-def calls_of(operator, model, ids):
+def calls_of(operator, model, ids, **arguments):
     """How often a forward runs the operator."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        model(ids)
+        model(ids, **arguments)
     return sum(event.count for event in seen.key_averages() if event.key == f"liger::{operator}")
 
 

@@ -49,7 +49,7 @@ def test_beside_the_convolution(reentrant):
     plain = step(model, ids)
     report = apply_liger_kernel(model, **ALONE | {"delta_gates": True})
     rows = rows_of(report)
-    assert set(rows) == {("causal_conv1d and delta_gates", "")}
+    assert set(rows) == {("causal_conv1d_split and delta_gates", "")}
     for other in (model, copy.deepcopy(model), through_pickle(model)):
         assert calls(other, ids) == len(rows)
         other.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -60,7 +60,7 @@ def test_beside_the_convolution(reentrant):
 def test_the_switch():
     model, ids = hybrid("qwen3_next"), tokens()
     report = apply_liger_kernel(model, delta_gates=False)
-    assert set(rows_of(report)) == {("causal_conv1d", "")} and not calls(model, ids)
+    assert set(rows_of(report)) == {("causal_conv1d_split", "")} and not calls(model, ids)
 
 
 def test_a_doubled_step_is_kept():

@@ -17,23 +17,19 @@
 
 namespace liger::ops::causal_conv1d {
 
-namespace {
-
 using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
 void check(
-    const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias, c10::string_view activation,
-    int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens, const Tensor& state) {
-  core::check_activation(op, "x", x);
-  LIGER_CHECK(x.dim() == 3, op, "x", "have shape (B, S, C)", x.sym_sizes());
+    const char* op, const Tensor& x, const c10::SymInt& columns, const Tensor& weight, const Tensor& bias,
+    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
+    const Tensor& state) {
   core::check_same_device(op, "weight", weight, "x", x);
   core::check_dense(op, "weight", weight);
   const auto dtype = x.scalar_type(), weight_dtype = weight.scalar_type();
   LIGER_CHECK(
       weight_dtype == dtype || (weight_dtype == at::kFloat && dtype != at::kDouble), op, "weight",
       c10::str("be float32 or have the dtype of x, ", dtype), weight_dtype);
-  const auto columns = x.sym_size(2);
   LIGER_CHECK(
       weight.dim() == 2 && weight.sym_size(0) == columns, op, "weight", c10::str("have shape [", columns, ", W]"),
       weight.sym_sizes());
@@ -80,6 +76,8 @@ void check(
   }
 }
 
+namespace {
+
 /// A number for each row, the same within a sample.
 Tensor samples_of(const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
   if (seq_idx.defined()) return seq_idx.to(at::kInt).contiguous();
@@ -88,18 +86,36 @@ Tensor samples_of(const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqle
   return at::searchsorted(cu_seqlens.contiguous(), time, /*out_int32=*/true, /*right=*/true).unsqueeze(0);
 }
 
-Tensor adjacent_columns(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
-
 Tensor contiguous(const Tensor& t) { return t.defined() ? t.contiguous() : t; }
 
+}  // namespace
+
+Tensor adjacent_columns(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
+
 Inputs inputs_of(
-    const Tensor& x, const Tensor& weight, const Tensor& bias, c10::string_view activation, int64_t dilation,
-    const Tensor& seq_idx, const Tensor& cu_seqlens, const Tensor& state) {
-  return {adjacent_columns(x), weight.contiguous(),
-          contiguous(bias),    samples_of(x, seq_idx, cu_seqlens),
-          contiguous(state),   dilation,
-          activation == "silu"};
+    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias,
+    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
+    const Tensor& state) {
+  return {
+      op,
+      adjacent_columns(x),
+      weight.contiguous(),
+      contiguous(bias),
+      samples_of(x, seq_idx, cu_seqlens),
+      contiguous(state),
+      dilation,
+      activation == "silu",
+      columns};
 }
+
+namespace {
+
+void check_whole(const char* op, const Tensor& x) {
+  core::check_activation(op, "x", x);
+  LIGER_CHECK(x.dim() == 3, op, "x", "have shape (B, S, C)", x.sym_sizes());
+}
+
+Columns all_columns(const Tensor& x) { return {1, x.size(2), {x.size(2), 0, 0}}; }
 
 struct CausalConv1d : core::Operator<
                           CausalConv1d,
@@ -122,11 +138,14 @@ struct CausalConv1d : core::Operator<
       int64_t dilation, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, const OptionalTensor& state) {
     const Tensor b = value_or_undefined(bias), ids = value_or_undefined(seq_idx), ends = value_or_undefined(cu_seqlens),
                  before = value_or_undefined(state);
-    check(kOp, x, weight, b, activation, dilation, ids, ends, before);
+    check_whole(kOp, x);
+    check(kOp, x, x.sym_size(2), weight, b, activation, dilation, ids, ends, before);
     Tensor y = at::empty_symint(x.sym_sizes(), x.options());
     if constexpr (Device::kComputes) {
       if (x.is_cpu()) runtime::count_cpu_call();
-      if (x.numel()) Device::forward(inputs_of(x, weight, b, activation, dilation, ids, ends, before), y);
+      if (x.numel()) {
+        Device::forward(inputs_of(kOp, x, all_columns(x), weight, b, activation, dilation, ids, ends, before), {y});
+      }
     }
     return y;
   }
@@ -140,7 +159,8 @@ struct CausalConv1d : core::Operator<
       c10::string_view activation, int64_t dilation) {
     const Tensor b = value_or_undefined(bias), ids = value_or_undefined(seq_idx), ends = value_or_undefined(cu_seqlens),
                  before = value_or_undefined(state);
-    check(kBackward, x, weight, b, activation, dilation, ids, ends, before);
+    check_whole(kBackward, x);
+    check(kBackward, x, x.sym_size(2), weight, b, activation, dilation, ids, ends, before);
     core::check_same(kBackward, "dy", dy, "x", x);
     auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
     const Gradients out{
@@ -150,8 +170,8 @@ struct CausalConv1d : core::Operator<
     if constexpr (Device::kComputes) {
       if (x.is_cpu()) runtime::count_cpu_call();
       if (x.numel()) {
-        const Inputs in = inputs_of(x, weight, b, activation, dilation, ids, ends, before);
-        Device::backward(adjacent_columns(dy), in, out);
+        const Inputs in = inputs_of(kBackward, x, all_columns(x), weight, b, activation, dilation, ids, ends, before);
+        Device::backward({adjacent_columns(dy)}, in, out);
       } else {
         for (const Tensor* t : {&out.dweight, &out.dbias, &out.dstate}) {
           if (t->defined()) t->zero_();

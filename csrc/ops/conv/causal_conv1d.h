@@ -1,8 +1,10 @@
 #pragma once
 
-// Shared by the files of causal_conv1d.
+// Shared by the files of causal_conv1d and causal_conv1d_split.
 
 #include <ATen/ATen.h>
+
+#include <array>
 
 #include "kernels/causal_conv1d.h"
 
@@ -17,15 +19,34 @@ constexpr int64_t kMaxWidth = kernels::constants::causal_conv1d::MAX_WIDTH;
 /// A bit of `wanted`, besides those of x, the weight and the bias.
 constexpr int64_t kWantState = 8;
 
+/// The tensors that y consists of: one for causal_conv1d.
+constexpr size_t kParts = 3;
+using Parts = std::array<Tensor, kParts>;
+
+/// Where the channels are in x. Its columns are `groups` times [part 0, part 1, part 2, columns of no part]: sizes[i]
+/// columns of part i, and `pitch` columns in all.
+struct Columns {
+  int64_t groups, pitch;
+  std::array<int64_t, kParts> sizes;
+
+  int64_t part(size_t i) const { return groups * sizes[i]; }
+  int64_t convolved() const { return sizes[0] + sizes[1] + sizes[2]; }
+  /// x, whose columns are the channels in order.
+  bool whole() const { return groups == 1 && sizes[1] == 0 && sizes[2] == 0 && pitch == sizes[0]; }
+};
+
 struct Inputs {
-  Tensor x;  // (B, S, C), contiguous along C
+  const char* op;  // in messages
+  Tensor x;  // (B, S, groups * pitch), contiguous along the last dimension
   Tensor weight;  // (C, W), contiguous
   Tensor bias;  // (C,), contiguous; may be undefined
   Tensor samples;  // (B, S), int32, contiguous: rows of one number see each other; may be undefined
   Tensor state;  // (B, (W - 1) * dilation, C), contiguous; may be undefined
   int64_t dilation = 1;
   bool silu = true;
+  Columns columns;
 
+  int64_t channels() const { return weight.size(0); }
   int64_t width() const { return weight.size(1); }
   int64_t past() const { return (width() - 1) * dilation; }
   bool rounds() const { return silu && weight.scalar_type() == x.scalar_type(); }
@@ -35,10 +56,23 @@ struct Gradients {
   Tensor dx, dweight, dbias, dstate;  // undefined unless requested
 };
 
-/// Writes y, which is contiguous.
-using ForwardOn = void(const Inputs& in, const Tensor& y);
-/// Writes the gradients that are defined. dy: (B, S, C), contiguous along C.
-using BackwardOn = void(const Tensor& dy, const Inputs& in, const Gradients& out);
+/// Throws unless the arguments fit `channels` columns of x.
+void check(
+    const char* op, const Tensor& x, const c10::SymInt& channels, const Tensor& weight, const Tensor& bias,
+    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
+    const Tensor& state);
+Inputs inputs_of(
+    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias,
+    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
+    const Tensor& state);
+/// t, copied unless its columns are adjacent.
+Tensor adjacent_columns(const Tensor& t);
+
+/// Writes the parts of y, which are contiguous.
+using ForwardOn = void(const Inputs& in, const Parts& y);
+/// Writes the gradients that are defined; of x, which is contiguous, the columns of the parts. dy: contiguous along the
+/// last dimension.
+using BackwardOn = void(const Parts& dy, const Inputs& in, const Gradients& out);
 
 struct Cpu {
   static constexpr bool kComputes = true;

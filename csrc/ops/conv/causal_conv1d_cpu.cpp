@@ -138,9 +138,7 @@ void with_rows(const Inputs& in, const F& f) {
   });
 }
 
-}  // namespace
-
-void Cpu::forward(const Inputs& in, const Tensor& y) {
+void forward_on(const Inputs& in, const Tensor& y) {
   const int64_t rows = in.x.size(0) * in.x.size(1), n = in.x.size(2);
   with_rows(in, [&](const auto& a) {
     using T = std::decay_t<decltype(*a.x)>;
@@ -151,7 +149,7 @@ void Cpu::forward(const Inputs& in, const Tensor& y) {
   });
 }
 
-void Cpu::backward(const Tensor& dy, const Inputs& in, const Gradients& out) {
+void backward_on(const Tensor& dy, const Inputs& in, const Gradients& out) {
   const int64_t batches = in.x.size(0), length = in.x.size(1), rows = batches * length, n = in.x.size(2);
   with_rows(in, [&](const auto& a) {
     using T = std::decay_t<decltype(*a.x)>;
@@ -185,6 +183,47 @@ void Cpu::backward(const Tensor& dy, const Inputs& in, const Gradients& out) {
     if (out.dweight.defined()) out.dweight.copy_(dweight.sum(type).view({a.width, n}).t());
     if (out.dbias.defined()) out.dbias.copy_(dbias.sum(type));
   });
+}
+
+/// The columns of the parts in a tensor of x's shape: (B, S, groups, size) each.
+std::vector<Tensor> columns_of_parts(const Tensor& t, const Columns& columns) {
+  const auto& [first, second, third] = columns.sizes;
+  const Tensor groups = t.unflatten(2, {columns.groups, columns.pitch}).narrow(3, 0, columns.convolved());
+  return groups.split_with_sizes({first, second, third}, 3);
+}
+
+Inputs with_channels_in_order(const Inputs& in) {
+  std::vector<Tensor> parts = columns_of_parts(in.x, in.columns);
+  for (Tensor& part : parts) part = part.flatten(2);
+  Inputs ordered = in;
+  ordered.x = at::cat(parts, 2);
+  ordered.columns = {1, in.channels(), {in.channels(), 0, 0}};
+  return ordered;
+}
+
+}  // namespace
+
+void Cpu::forward(const Inputs& in, const Parts& y) {
+  if (in.columns.whole()) return forward_on(in, y[0]);
+  const Inputs ordered = with_channels_in_order(in);
+  const Tensor all = at::empty_like(ordered.x);
+  forward_on(ordered, all);
+  for (int64_t i = 0, first = 0; i < int64_t(kParts); first += in.columns.part(i++)) {
+    y[i].copy_(all.narrow(2, first, in.columns.part(i)));
+  }
+}
+
+void Cpu::backward(const Parts& dy, const Inputs& in, const Gradients& out) {
+  if (in.columns.whole()) return backward_on(dy[0], in, out);
+  const Inputs ordered = with_channels_in_order(in);
+  Gradients found = out;
+  if (out.dx.defined()) found.dx = at::empty_like(ordered.x);
+  backward_on(at::cat(dy, 2), ordered, found);
+  if (!out.dx.defined()) return;
+  const std::vector<Tensor> to = columns_of_parts(out.dx, in.columns);
+  for (int64_t i = 0, first = 0; i < int64_t(kParts); first += in.columns.part(i++)) {
+    to[i].copy_(found.dx.narrow(2, first, in.columns.part(i)).view(to[i].sizes()));
+  }
 }
 
 }  // namespace liger::ops::causal_conv1d

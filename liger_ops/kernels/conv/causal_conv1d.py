@@ -12,6 +12,10 @@ lags by as many rows. Rows before the first are those of the initial state.
 
 Rows of another sample are skipped: `sample` holds a number for every row. Without samples and with every tap in use,
 nothing is selected (MASKED = 0).
+
+The channels form up to three parts, each a tensor of its own in y. Part i has `groups` times `size<i>` channels. In x, the
+columns of the parts alternate group by group, `pitch` columns apart: [part 0, part 1, part 2, columns of no part]. A block
+of columns lies in one part.
 """
 
 import triton
@@ -33,26 +37,43 @@ MAX_WIDTH = tl.constexpr(8)
 
 
 @triton.jit
-def place(n, length, dilation, chunks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr):
-    """Of this program: its share of rows, batch, phase, first steps (BLOCK_M, 1), and columns (1, BLOCK_N)."""
-    blocks = tl.cdiv(n, BLOCK_N)
+def select(part, a, b, c):
+    return tl.where(part == 0, a, tl.where(part == 1, b, c))
+
+
+@triton.jit
+def columns_of(groups, size0, size1, size2, pitch, BLOCK_N: tl.constexpr):
+    """Of this program: its share of rows, its part, that part's columns in all, and of its own columns (1, BLOCK_N): the
+    numbers in the part, among all channels, and in x."""
+    blocks0, blocks1 = tl.cdiv(groups * size0, BLOCK_N), tl.cdiv(groups * size1, BLOCK_N)
+    blocks = blocks0 + blocks1 + tl.cdiv(groups * size2, BLOCK_N)
     share = tl.program_id(0) // blocks
-    cols = (tl.program_id(0) - share * blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    block = tl.program_id(0) - share * blocks
+    part = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
+    size, before = select(part, size0, size1, size2), select(part, 0, size0, size0 + size1)
+    cols = (block - select(part, 0, blocks0, blocks0 + blocks1)) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    x_cols = cols + (cols // size) * (pitch - size) + before
+    return share, part, groups * size, cols, groups * before + cols, x_cols
+
+
+@triton.jit
+def place(share, length, dilation, chunks, BLOCK_M: tl.constexpr, STEPS: tl.constexpr):
+    """Of a share of rows: batch, phase, first steps (BLOCK_M, 1)."""
     sequence = share // chunks
     chunk = share - sequence * chunks
     batch = sequence // dilation
     phase = sequence - batch * dilation
     first = (chunk * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]) * STEPS
-    return share, batch.to(tl.int64), phase, first, cols
+    return batch.to(tl.int64), phase, first
 
 
 @triton.jit
-def row_at(x, state, t, x_row, past, n, cols, mask, flags):
-    """Row t of x, or of the state if t is negative. x and state point to the batch's first row."""
-    value = tl.load(x + t.to(tl.int64) * x_row + cols, mask=mask & (t >= 0), other=0.0)
+def row_at(x, state, t, x_row, past, n, mask, flags):
+    """Row t of x, or of the state if t is negative. x and state point to columns of the batch's first row."""
+    value = tl.load(x + t.to(tl.int64) * x_row, mask=mask & (t >= 0), other=0.0)
     if flags & HAS_STATE:
         earlier = mask & (t < 0) & (t + past >= 0)
-        value = tl.where(t < 0, tl.load(state + (t + past).to(tl.int64) * n + cols, mask=earlier, other=0.0), value)
+        value = tl.where(t < 0, tl.load(state + (t + past).to(tl.int64) * n, mask=earlier, other=0.0), value)
     return value
 
 
@@ -63,23 +84,23 @@ def sample_at(sample, t, length, flags):
 
 
 @triton.jit
-def taps(weight, cols, n, width, WIDTH: tl.constexpr):
+def taps(weight, channels, valid, width, WIDTH: tl.constexpr):
     """The weight of the row k steps ago, k < WIDTH."""
     found = ()
     for k in tl.static_range(WIDTH):
-        at = weight + cols.to(tl.int64) * width + (width - 1 - k)
-        found = found + (tl.load(at, mask=(cols < n) & (k < width), other=0.0).to(tl.float32),)
+        at = weight + channels.to(tl.int64) * width + (width - 1 - k)
+        found = found + (tl.load(at, mask=valid & (k < width), other=0.0).to(tl.float32),)
     return found
 
 
 @triton.jit
-def rows_before(x, state, sample, phase, first, dilation, x_row, past, n, cols, length, flags, WIDTH: tl.constexpr):
+def rows_before(x, state, sample, phase, first, dilation, x_row, past, n, valid, length, flags, WIDTH: tl.constexpr):
     """The WIDTH - 1 rows before step `first`, and their samples."""
     rows = ()
     samples = ()
     for i in tl.static_range(WIDTH - 1):
         t = phase + (first + (i - (WIDTH - 1))) * dilation
-        rows = rows + (row_at(x, state, t, x_row, past, n, cols, (cols < n) & (t < length), flags),)
+        rows = rows + (row_at(x, state, t, x_row, past, n, valid & (t < length), flags),)
         samples = samples + (sample_at(sample, t, length, flags),)
     return rows, samples
 
@@ -113,33 +134,37 @@ def from_(values, start: tl.constexpr, count: tl.constexpr):
 
 @triton.jit
 def causal_conv1d_fwd_kernel(
-    y, x, weight, bias, sample, state,
-    length, n, width, dilation, chunks, x_batch, x_row, flags,
+    y0, y1, y2, x, weight, bias, sample, state,
+    length, groups, size0, size1, size2, pitch, width, dilation, chunks, x_batch, x_row, flags,
     WIDTH: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    _, batch, phase, first, cols = place(n, length, dilation, chunks, BLOCK_M, BLOCK_N, STEPS)
+    share, part, n, cols, channels, x_cols = columns_of(groups, size0, size1, size2, pitch, BLOCK_N)
+    batch, phase, first = place(share, length, dilation, chunks, BLOCK_M, STEPS)
+    valid = cols < n
     past = (width - 1) * dilation
-    x += batch * x_batch
-    y += batch * length * n
+    all_channels = groups * (size0 + size1 + size2)
+    x += batch * x_batch + x_cols
+    y = select(part, y0, y1, y2) + batch * length * n + cols
     sample += batch * length
-    state += batch * past * n
+    state += batch * past * all_channels + channels
     dtype: tl.constexpr = x.dtype.element_ty
     rounded: tl.constexpr = dtype if weight.dtype.element_ty == dtype else tl.float32
-    w = taps(weight, cols, n, width, WIDTH)
-    b = tl.load(bias + cols, mask=(cols < n) & ((flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
-    rows, samples = rows_before(x, state, sample, phase, first, dilation, x_row, past, n, cols, length, flags, WIDTH)
+    w = taps(weight, channels, valid, width, WIDTH)
+    b = tl.load(bias + channels, mask=valid & ((flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
+    rows, samples = rows_before(
+        x, state, sample, phase, first, dilation, x_row, past, all_channels, valid, length, flags, WIDTH
+    )
     for start in range(0, STEPS, UNROLL):
         for i in tl.static_range(UNROLL):
             t = phase + (first + start + i) * dilation
-            mask = (cols < n) & (t < length)
-            rows = rows + (tl.load(x + t.to(tl.int64) * x_row + cols, mask=mask, other=0.0),)
+            rows = rows + (tl.load(x + t.to(tl.int64) * x_row, mask=valid & (t < length), other=0.0),)
             samples = samples + (sample_at(sample, t, length, flags),)
         for i in tl.static_range(UNROLL):
             t = phase + (first + start + i) * dilation
             v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH, MASKED)
             v = tl.where((flags & SILU) != 0, v * tl.sigmoid(v), v)
-            tl.store(y + t.to(tl.int64) * n + cols, v.to(dtype), mask=(cols < n) & (t < length))
+            tl.store(y + t.to(tl.int64) * n, v.to(dtype), mask=valid & (t < length))
         rows = from_(rows, UNROLL, WIDTH - 1)
         samples = from_(samples, UNROLL, WIDTH - 1)
 
@@ -154,25 +179,34 @@ def slope(v, flags):
 
 @triton.jit
 def causal_conv1d_bwd_kernel(
-    dx, dstate, dweight, dbias, dy, x, weight, bias, sample, state,
-    length, n, width, dilation, chunks, dy_batch, dy_row, x_batch, x_row, flags,
+    dx, dstate, dweight, dbias, dy0, dy1, dy2, x, weight, bias, sample, state,
+    length, groups, size0, size1, size2, pitch, width, dilation, chunks,
+    dy_batch0, dy_batch1, dy_batch2, dy_row0, dy_row1, dy_row2, x_batch, x_row, flags,
     WIDTH: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dweight, dbias: fp32, one share per program over all columns: (shares, n, width) and (shares, n)."""
-    share, batch, phase, first, cols = place(n, length, dilation, chunks, BLOCK_M, BLOCK_N, STEPS)
+    """dx: (B, length, groups * pitch). dweight, dbias: fp32, one share per program over all channels: (shares, channels,
+    width) and (shares, channels)."""
+    share, part, n, cols, channels, x_cols = columns_of(groups, size0, size1, size2, pitch, BLOCK_N)
+    batch, phase, first = place(share, length, dilation, chunks, BLOCK_M, STEPS)
+    valid = cols < n
     past = (width - 1) * dilation
-    x += batch * x_batch
-    dy += batch * dy_batch
-    dx += batch * length * n
+    all_channels = groups * (size0 + size1 + size2)
+    dx_row = groups * pitch
+    dy_row = select(part, dy_row0, dy_row1, dy_row2)
+    x += batch * x_batch + x_cols
+    dy = select(part, dy0, dy1, dy2) + batch * select(part, dy_batch0, dy_batch1, dy_batch2) + cols
+    dx += batch * length * dx_row + x_cols
     sample += batch * length
-    state += batch * past * n
-    dstate += batch * past * n
+    state += batch * past * all_channels + channels
+    dstate += batch * past * all_channels + channels
     dtype: tl.constexpr = x.dtype.element_ty
     rounded: tl.constexpr = dtype if weight.dtype.element_ty == dtype else tl.float32
-    w = taps(weight, cols, n, width, WIDTH)
-    b = tl.load(bias + cols, mask=(cols < n) & ((flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
-    rows, samples = rows_before(x, state, sample, phase, first, dilation, x_row, past, n, cols, length, flags, WIDTH)
+    w = taps(weight, channels, valid, width, WIDTH)
+    b = tl.load(bias + channels, mask=valid & ((flags & HAS_BIAS) != 0), other=0.0).to(tl.float32)
+    rows, samples = rows_before(
+        x, state, sample, phase, first, dilation, x_row, past, all_channels, valid, length, flags, WIDTH
+    )
     # Upstream of the convolution. Of rows before the chunk it is not needed, or zero.
     dvs = ()
     dws = ()
@@ -185,14 +219,13 @@ def causal_conv1d_bwd_kernel(
         grads = ()
         for i in tl.static_range(UNROLL):
             t = phase + (first + start + i) * dilation
-            mask = (cols < n) & (t < length)
-            rows = rows + (tl.load(x + t.to(tl.int64) * x_row + cols, mask=mask, other=0.0),)
-            grads = grads + (tl.load(dy + t.to(tl.int64) * dy_row + cols, mask=mask, other=0.0),)
+            rows = rows + (tl.load(x + t.to(tl.int64) * x_row, mask=valid & (t < length), other=0.0),)
+            grads = grads + (tl.load(dy + t.to(tl.int64) * dy_row, mask=valid & (t < length), other=0.0),)
             samples = samples + (sample_at(sample, t, length, flags),)
         for i in tl.static_range(UNROLL):
             step = first + start + i
             v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH, MASKED)
-            inside = (cols < n) & (phase + step * dilation < length)
+            inside = valid & (phase + step * dilation < length)
             dv = tl.where(inside, grads[i].to(tl.float32) * slope(v, flags), 0.0)
             dvs = dvs + (dv,)
             own = tl.where(start + i < STEPS, dv, 0.0)
@@ -209,20 +242,20 @@ def causal_conv1d_bwd_kernel(
                 out += w[k] * that_counts(dvs[i + k], samples, i + k, k, width, MASKED)
             lag = start + i - (WIDTH - 1)
             t = phase + (first + lag) * dilation
-            wanted = (cols < n) & (t < length) & (lag >= 0) & ((flags & NEEDS_DX) != 0)
-            tl.store(dx + t.to(tl.int64) * n + cols, out.to(dtype), mask=wanted & (lag < STEPS))
+            wanted = valid & (t < length) & (lag >= 0) & ((flags & NEEDS_DX) != 0)
+            tl.store(dx + t.to(tl.int64) * dx_row, out.to(dtype), mask=wanted & (lag < STEPS))
             if flags & NEEDS_DSTATE:
-                earlier = (cols < n) & (first + lag < 0) & (t + past >= 0)
-                tl.store(dstate + (t + past).to(tl.int64) * n + cols, out.to(dtype), mask=earlier)
+                earlier = valid & (first + lag < 0) & (t + past >= 0)
+                tl.store(dstate + (t + past).to(tl.int64) * all_channels, out.to(dtype), mask=earlier)
         rows = from_(rows, UNROLL, WIDTH - 1)
         samples = from_(samples, UNROLL, WIDTH - 1)
         dvs = from_(dvs, UNROLL, WIDTH - 1)
-    col = tl.reshape(cols, [BLOCK_N])
-    part = share.to(tl.int64) * n + col
+    inside = tl.reshape(valid, [BLOCK_N])
+    share_at = share.to(tl.int64) * all_channels + tl.reshape(channels, [BLOCK_N])
     for k in tl.static_range(WIDTH):
-        wanted = (col < n) & (k < width) & ((flags & NEEDS_DWEIGHT) != 0)
-        tl.store(dweight + part * width + (width - 1 - k), tl.sum(dws[k], axis=0), mask=wanted)
-    tl.store(dbias + part, tl.sum(db, axis=0), mask=(col < n) & ((flags & NEEDS_DBIAS) != 0))
+        wanted = inside & (k < width) & ((flags & NEEDS_DWEIGHT) != 0)
+        tl.store(dweight + share_at * width + (width - 1 - k), tl.sum(dws[k], axis=0), mask=wanted)
+    tl.store(dbias + share_at, tl.sum(db, axis=0), mask=inside & ((flags & NEEDS_DBIAS) != 0))
 
 
 def config(max_n, block_m, block_n, steps, *, unroll=4, warps=4, aligned=True, only=None):
@@ -233,19 +266,21 @@ def config(max_n, block_m, block_n, steps, *, unroll=4, warps=4, aligned=True, o
 NARROW, WIDE = ({"WIDTH": (w.value,)} for w in (NARROW_WIDTH, MAX_WIDTH))
 WIDTHS = [{"WIDTH": width.value, "MASKED": m} for width, m in ((NARROW_WIDTH, 0), (NARROW_WIDTH, 1), (MAX_WIDTH, 1))]
 AXES = {"dtype": ACTIVATION_WEIGHT_DTYPES, "width": WIDTHS}
-SIZES = {"length": "i32", "n": "i32", "width": "i32", "dilation": "i32", "chunks": "i32"}
+COLUMNS = ["size0", "size1", "size2", "pitch"]
+SIZES = {name: "i32" for name in ("length", "groups", *COLUMNS, "width", "dilation", "chunks")}
+UPSTREAM = {f"dy_{stride}{part}": "i64" for stride in ("batch", "row") for part in range(3)}
 
 KERNELS = [
     Kernel(
         function=causal_conv1d_fwd_kernel,
         args={
-            "y": "*X", "x": "*X", "weight": "*W", "bias": "*W", "sample": "*i32", "state": "*X",
+            "y0": "*X", "y1": "*X", "y2": "*X", "x": "*X", "weight": "*W", "bias": "*W", "sample": "*i32", "state": "*X",
             **SIZES, "x_batch": "i64", "x_row": "i64", "flags": "i32",
         },
-        aligned=["y", "x", "state", "n", "x_batch", "x_row"],
+        aligned=["y0", "y1", "y2", "x", "state", *COLUMNS, "x_batch", "x_row"],
         axes=AXES,
         configs=[
-            config(128, 8, 128, 32),
+            config(128, 8, 128, 32, only=NARROW),
             config(None, 1, 512, 32, only=NARROW),
             config(None, 1, 512, 32, only=WIDE),
             config(None, 1, 256, 32, aligned=False),
@@ -254,11 +289,11 @@ KERNELS = [
     Kernel(
         function=causal_conv1d_bwd_kernel,
         args={
-            "dx": "*X", "dstate": "*X", "dweight": "*fp32", "dbias": "*fp32", "dy": "*X", "x": "*X", "weight": "*W",
-            "bias": "*W", "sample": "*i32", "state": "*X",
-            **SIZES, "dy_batch": "i64", "dy_row": "i64", "x_batch": "i64", "x_row": "i64", "flags": "i32",
+            "dx": "*X", "dstate": "*X", "dweight": "*fp32", "dbias": "*fp32", "dy0": "*X", "dy1": "*X", "dy2": "*X",
+            "x": "*X", "weight": "*W", "bias": "*W", "sample": "*i32", "state": "*X",
+            **SIZES, **UPSTREAM, "x_batch": "i64", "x_row": "i64", "flags": "i32",
         },
-        aligned=["dx", "dstate", "dy", "x", "state", "n", "dy_batch", "dy_row", "x_batch", "x_row"],
+        aligned=["dx", "dstate", "dy0", "dy1", "dy2", "x", "state", *COLUMNS, *UPSTREAM, "x_batch", "x_row"],
         axes=AXES,
         # Sums and rows of backward take registers: a thread has 4 columns, or 2.
         configs=[

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from causal_convolution import reference
 from checks import CPU_DTYPES, LAYOUTS, assert_no_worse, check_op, equal, gradients, path_taken, sizes_around_tiles
 from hypothesis import strategies as st
 from pairs import pairwise, sizes_by_device
@@ -9,21 +10,6 @@ from torch.nn import functional
 
 conv = torch.ops.liger.causal_conv1d
 KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
-
-
-def reference(x, weight, bias=None, state=None, activation="silu", dilation=1, lengths=None):
-    """lengths: of the samples, one after the other."""
-    if lengths:
-        parts = x.split(lengths, 1)
-        first = reference(parts[0], weight, bias, state, activation, dilation)
-        rest = [reference(part, weight, bias, None, activation, dilation) for part in parts[1:]]
-        return torch.cat([first, *rest], 1)
-    past = (weight.shape[1] - 1) * dilation
-    before = x.new_zeros(len(x), past, x.shape[2]) if state is None else state
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    rows = torch.cat([before, x], 1).transpose(1, 2).to(dtype)
-    y = functional.conv1d(rows, weight[:, None], bias, dilation=dilation, groups=x.shape[2]).transpose(1, 2)
-    return (functional.silu(y) if activation == "silu" else y).to(x.dtype)
 
 
 def ours(x, weight, bias=None, state=None, activation="silu", dilation=1, lengths=None, cumulative=False):

@@ -34,6 +34,9 @@ GROWTH = 4 << 20
 
 def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
     taps = chance.randint(2, 8)
+    parts = [
+        chance.randint(1, 40) for _ in range(4)
+    ]  # of a projection's columns, all but the last of which are convolved
 
     def size_of(letter: str) -> int:
         if letter == "R":  # rotated columns, or half of them, of a head of D
@@ -42,6 +45,8 @@ def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
             return 2 * chance.randint(8, 48)
         if letter == "K":
             return 2
+        if "sizes" in operator.types and letter in "nm":
+            return sum(parts if letter == "n" else parts[:-1])
         if letter in "WP":  # taps of a convolution, and the rows before the first
             return taps - (letter == "P")
         if operator.__name__.startswith("fp8_"):  # features, of which GEMMs take multiples of 16
@@ -52,6 +57,7 @@ def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
         return chance.randint(1, 40)
 
     _, with_optional, values = chance.choice(list(calls.options(operator)))
+    values |= {"sizes": parts} if "sizes" in operator.types else {}
     leading = [chance.randint(0, 9) for _ in range(chance.randint(0, 3))]
     made = calls.call(operator, with_optional, values, size_of, leading, chance.randrange(1 << 30))
     if "top_k" in made:

@@ -47,17 +47,20 @@ def summary(operator: Operator) -> str:
 def cpp_function(operator: Operator) -> str:
     name, declared = operator.__name__, operator.__signature__.parameters.values()
 
-    def parameter(p: inspect.Parameter) -> str:
+    # C++ has no defaults before an argument without one, which is a keyword in Python.
+    last = max((i for i, p in enumerate(declared) if p.default is p.empty), default=-1)
+
+    def parameter(i: int, p: inspect.Parameter) -> str:
         written = name.endswith("_") and p is next(iter(declared))
         text = f"{'at::Tensor&' if written else CPP_TYPES[SCHEMA_TYPES[operator.types[p.name]]]} {p.name}"
-        return text if p.default is p.empty else f"{text} = {default_value(p.default)}"
+        return text if i <= last else f"{text} = {default_value(p.default)}"
 
     count = result_count(operator.result)
     result = "at::Tensor" if count == 1 else f"std::tuple<{', '.join(['at::Tensor'] * count)}>"
     return "\n".join([
         f"/// {summary(operator)}",
         f"inline {result} {name}(",
-        ",\n".join(f"    {parameter(p)}" for p in declared) + ") {",
+        ",\n".join(f"    {parameter(i, p)}" for i, p in enumerate(declared)) + ") {",
         f'  static const auto op = detail::find<decltype({name})>("liger::{name}");',
         f"  return op.call({', '.join(p.name for p in declared)});",
         "}",

@@ -4,15 +4,15 @@ WHEEL = 60_000_000
 
 # Kernels of a family, in the packs of all architectures and of PTX together.
 PACKS = {
-    "activations": 520_000,
-    "conv": 2_430_000,
-    "embedding": 90_000,
-    "fp8": 670_000,
-    "gated": 2_120_000,
+    "activations": 400_000,
+    "conv": 2_340_000,
+    "embedding": 80_000,
+    "fp8": 600_000,
+    "gated": 1_900_000,
     "gemm": 1_260_000,
-    "hyper": 950_000,
-    "losses": 9_600_000,
-    "moe": 9_660_000,
+    "hyper": 890_000,
+    "losses": 9_550_000,
+    "moe": 9_720_000,
     "norms": 12_760_000,
-    "rope": 4_140_000,
+    "rope": 3_600_000,
 }

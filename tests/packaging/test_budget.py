@@ -14,8 +14,11 @@ FAMILIES = {path.stem: path.parent.name for path in (ROOT / "liger_ops/kernels")
 STEMS = [f"sm_{arch}" for arch in ARCHS] + ["ptx"]
 # The test pack with the most variants.
 FULLEST = "sm_90"
-# Bytes of the variants that no test pack holds, relative to the held ones of the same kernel. Measured in a whole pack.
-OTHERS = 0.97
+# Bytes of the variants that no test pack holds, relative to the held ones of the same kernel. Measured in a whole wheel.
+OTHERS = {
+    "activations": 0.65, "conv": 0.93, "embedding": 0.5, "fp8": 0.75, "gated": 0.82, "gemm": 1.04, "hyper": 0.86, "losses": 0.96,
+    "moe": 1.0, "norms": 0.97, "rope": 0.83,
+}  # fmt: skip
 # Bytes of packs in a wheel, which deflates them once more. Measured: 0.977.
 DEFLATED = 0.98
 
@@ -24,8 +27,8 @@ def mean(numbers):
     return sum(numbers) / len(numbers) if numbers else 0
 
 
-def bytes_of(kernel, pack_of):
-    """Bytes of all variants of a kernel: exact for those that the test packs hold, and estimated for the others from
+def bytes_of(kernel, family, pack_of):
+    """Bytes of all variants of a kernel of a family: exact for those that the test packs hold, and estimated for the others from
     FULLEST. In another pack they are as much larger as the variants that both packs hold."""
     key = int(kernel.source_hash, 16)
     held = {stem: {v.index: sizes[key, v.index] for v in kernel.variants() if (key, v.index) in sizes}
@@ -36,7 +39,7 @@ def bytes_of(kernel, pack_of):
         common = own.keys() & fullest.keys()
         ratio = mean([own[i] for i in common]) / mean([fullest[i] for i in common]) if common else 0
         missing = len(list(kernel.variants())) - len(own)
-        found[stem] = sum(own.values()) + ratio * missing * OTHERS * mean([*fullest.values()])
+        found[stem] = sum(own.values()) + ratio * missing * OTHERS[family] * mean([*fullest.values()])
     return found
 
 
@@ -47,7 +50,7 @@ def test_no_family_of_kernels_outgrows_its_budget():
     total = {family: dict.fromkeys(STEMS, 0.0) for family in FAMILIES.values()}
     for stem, kernels in tables.modules().items():
         for kernel in kernels:
-            for name, size in bytes_of(kernel, pack_of).items():
+            for name, size in bytes_of(kernel, FAMILIES[stem], pack_of).items():
                 total[FAMILIES[stem]][name] += size
     table = [f"{'family':12}" + "".join(f"{name:>8}" for name in (*STEMS, "all", "budget")) + "   (MB)"]
     for family, sizes in sorted(total.items()):

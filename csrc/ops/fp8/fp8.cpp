@@ -282,14 +282,15 @@ struct Fp8Projections
   /// Saves for the weights' gradients x, or its transposed copy and scales, and for that of x the scales of the weights'
   /// columns and the weights.
   struct Node : core::BackwardNode<Node, core::kAnyNumber> {
-    std::tuple<std::string, std::string, std::vector<c10::SymInt>> options;  // the operator, recipe, features
+    // The operator, recipe, features, and the number of biases.
+    std::tuple<std::string, std::string, std::vector<c10::SymInt>, int64_t> options;
 
     auto state() { return std::tie(options); }
     std::string name() const override { return std::get<0>(options); }
 
     core::variable_list backward(core::variable_list&& grads) override {
-      const auto& [op, recipe, features] = options;
-      core::variable_list out(next_edges().size());
+      const auto& [op, recipe, features, biases] = options;
+      core::variable_list out(1 + features.size() + biases);
       if (!grads[0].defined()) return out;
       c10::List<bool> wanted;
       for (size_t i = 0; i < out.size(); ++i) wanted.push_back(needs(i));
@@ -331,7 +332,7 @@ struct Fp8Projections
     if (of_x) node->save_all(weights);
     std::vector<c10::SymInt> features;
     for (const Tensor& weight : weights) features.push_back(weight.sym_size(0));
-    node->options = {op, std::string(recipe), std::move(features)};
+    node->options = {op, std::string(recipe), std::move(features), int64_t(biases.size())};
     node->connect(y);
     return y;
   }

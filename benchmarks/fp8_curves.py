@@ -6,18 +6,16 @@ same batches. The bar: the final loss with the recipe "rows" is at most 0.5 % ab
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from benchmarks import plots
-from benchmarks.arguments import add_out, positive
-from benchmarks.loss_curves import RATE, SIZES, Size, distance, end, ours, train
+from benchmarks.arguments import positive
+from benchmarks.loss_curves import SIZES, Size, distance, end, keep, ours, parser_of, train
 from benchmarks.machine import describe, slug
 
 LIMIT = 0.005
@@ -82,14 +80,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
 def main() -> int:
     import liger_ops  # noqa: F401
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_curves", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=positive, default=300)
+    parser = parser_of("fp8_curves", __doc__, 300)
     parser.add_argument("--seeds", type=positive, default=3)
-    parser.add_argument("--rate", type=float, default=RATE, help="maximum learning rate")
     parser.add_argument("--providers", default=f"{PLAIN},rows,rows_hp", help=f"of {', '.join(PROVIDERS)}")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="only draw an earlier run again")
-    add_out(parser)
     args = parser.parse_args()
     if args.redraw:
         draw(json.loads(args.redraw.read_text()), args.redraw.with_suffix(".png"))
@@ -115,15 +108,9 @@ def main() -> int:
     for name, above in worst.items():
         print(f"{name}: at most {above:+.2%}, {'within' if above <= LIMIT else 'OUTSIDE'} {LIMIT:.1%}")
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"{slug(args.device)}-fp8-curves"
     settings = {"steps": args.steps, "rate": args.rate, **vars(size)}
     record = describe(args.device) | settings | {"curves": curves, "above bf16": worst}
-    stem.with_suffix(".json").write_text(json.dumps(record, ensure_ascii=False) + "\n")
-    try:
-        draw(record, stem.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed.")
+    keep(record, args.out, f"{slug(args.device)}-fp8-curves", draw)
     return int(any(worst[name] > LIMIT for name in worst if name == "rows"))
 
 

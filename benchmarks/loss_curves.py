@@ -224,17 +224,33 @@ def draw(record: dict[str, Any], path: Path) -> None:
         bottom.set_xlabel("step")
 
 
+def parser_of(module: str, description: str | None, steps: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=positive, default=steps)
+    parser.add_argument("--rate", type=float, default=RATE, help="maximum learning rate")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="only draw an earlier run again")
+    add_out(parser)
+    return parser
+
+
+def keep(record: dict[str, Any], folder: Path, name: str, draw: Callable[[dict[str, Any], Path], None]) -> None:
+    """Writes the record, and its picture if matplotlib is installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+    try:
+        draw(record, file.with_suffix(".png"))
+    except ImportError:
+        print("No plot: matplotlib is not installed.")
+
+
 def main() -> int:
     import liger_ops  # noqa: F401
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=positive, default=200)
+    parser = parser_of("loss_curves", __doc__, 200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=RATE, help="maximum learning rate")
     parser.add_argument("--orders", type=positive, default=2, help="eager runs with classes in another order")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="only draw an earlier run again")
-    add_out(parser)
     args = parser.parse_args()
     if args.redraw:
         draw(json.loads(args.redraw.read_text()), args.redraw.with_suffix(".png"))
@@ -244,8 +260,6 @@ def main() -> int:
     losses |= {f"eager, order {i + 1}": eager_in_another_order(i + 1) for i in range(args.orders)}
     losses |= {"ours": ours, f"ours, {CHUNKS} chunks": ours_in_chunks}
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"{slug(args.device)}-loss-curves"
     record: dict[str, Any] = describe(args.device) | {
         "steps": args.steps,
         "seed": args.seed,
@@ -273,11 +287,7 @@ def main() -> int:
     for name, verdict in verdicts.items():
         print(f"{name}: {verdict} 1.5 times that")
     record |= {"curves": curves, "from eager": away, "eager apart": noise, "verdicts": verdicts}
-    stem.with_suffix(".json").write_text(json.dumps(record, ensure_ascii=False) + "\n")
-    try:
-        draw(record, stem.with_suffix(".png"))
-    except ImportError:
-        print("No plot: matplotlib is not installed.")
+    keep(record, args.out, f"{slug(args.device)}-loss-curves", draw)
     return int("OUTSIDE" in verdicts.values())
 
 

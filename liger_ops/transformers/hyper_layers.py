@@ -134,7 +134,7 @@ def mixture_of(node: ast.expr, function: Any) -> Mixture | None:
     def theirs(roles: dict[str, str], given: dict[str, Any]) -> Any:
         try:
             return eval(text, dict(scope), {roles[role]: value for role, value in given.items()})
-        except Exception:
+        except Exception:  # in most orders the names do not fit the expression
             return None
 
     for roles, flat in itertools.product(assignments_of(names), (False, True)):

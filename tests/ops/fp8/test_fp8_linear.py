@@ -11,13 +11,8 @@ from torch import Tensor
 from liger_ops import functional as F
 
 RECIPES = ("rows", "rows_hp")
+pytestmark = pytest.mark.usefixtures("needs_fp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def needs_fp8(device):
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
 
 
 def vary(draw, arguments) -> None:

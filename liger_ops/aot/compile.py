@@ -103,8 +103,10 @@ def compile_triton(variant: Variant, archs: list[int]) -> Binary:
     demand(variant, metadata.name == variant.kernel.symbol, f"Triton named the kernel {metadata.name}")
     demand(variant, not metadata.global_scratch_size and not metadata.profile_scratch_size, "needs scratch memory")
     demand(variant, not ring or one_layout(compiled.asm["ttgir"]), "a lane of a streamed row might change threads")
+    # Triton's target for 9.0 has features that no later architecture has. ptxas refuses them if a kernel uses them.
+    portable = ptx.replace(f".target sm_{capability}a", f".target sm_{capability}")
     cubins = {
-        arch: compiled.asm["cubin"] if arch == capability else assemble(ptx, arch, f"sm_{arch}") for arch in archs
+        arch: compiled.asm["cubin"] if arch == capability else assemble(portable, arch, f"sm_{arch}") for arch in archs
     }
     return Binary(ptx.encode(), cubins, metadata.num_warps, shared)
 

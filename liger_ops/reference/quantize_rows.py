@@ -43,7 +43,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     row of zeros has the scale 1. ``q`` is ``x * (1 / scale)`` in fp32, rounded to nearest, ties to even; fp64 is
     rounded to fp32 first. A row with NaN or infinity has a scale of NaN or infinity, and ``q * scale`` is NaN. Results have no gradient: x must not require one.
 
-    Every GPU can quantise. Those without e4m3 (before 8.9) compute its bits with integers.
+    Every GPU can quantise. Those before 9.0 compute the bits of e4m3 with integers.
 
     Cost: moves |x| + T n bytes for T rows of n.
 

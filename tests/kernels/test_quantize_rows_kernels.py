@@ -1,10 +1,15 @@
 """The quantize_rows kernels, in Triton's interpreter on CPU tensors. It has no instruction that converts to e4m3, so that
 all configs run with integer arithmetic here."""
 
+import re
+
+import pytest
 import torch
 from interpreted import cases
 
+import liger_ops.kernels as tables
 from liger_ops import functional as F
+from liger_ops.aot.compile import compile_variant
 
 INTERPRETED = """
 import torch, numpy
@@ -70,3 +75,13 @@ def test_kernels_interpreted(case, interpreted):
         torch.testing.assert_close(got[name], expected.flatten(), rtol=0, atol=0, equal_nan=True)
     for name, expected in dict(q=q, q_t=q_t).items():
         assert torch.equal(as_bits(got[name]), as_bits(expected.view(torch.uint8))), name
+
+
+@pytest.mark.parametrize("name", ["quantize_rows_e4m3", "quantize_columns_e4m3"])
+def test_fp32_is_rounded_once(name):
+    """By way of fp16, a number close to the middle of two would become the middle."""
+    kernel = tables.find(name)
+    for dtype in ("bf16", "fp32"):
+        variant = next(v for v in kernel.variants() if v.choices["X"] == dtype)
+        text = compile_variant(variant, [kernel.archs[0]]).ptx.decode()
+        assert set(re.findall(r"cvt\S*e4m3\S*", text)) == {"cvt.rn.satfinite.e4m3x2.f32"}, variant.name

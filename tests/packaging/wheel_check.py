@@ -61,8 +61,9 @@ for row, name in zip(ROWS, NAMES):
     assert all(t.isfinite().all() for t in (*results, *gradients)), name
     counts = liger_ops.launch_counts()
     used = {path for path, count in counts.items() if count}
-    # The products of lora_linear in fp32 are GEMMs of cuBLAS.
-    assert used == ({"cpu"} if device == "cpu" else set() if row.op == "lora_linear" else {"aot"}), (name, counts)
+    # In fp32 the products of lora_linear are GEMMs of cuBLAS, and ATen adds up the gradient of few indices.
+    of_torch = row.op in ("lora_linear", "embedding")
+    assert used == ({"cpu"} if device == "cpu" else set() if of_torch else {"aot"}), (name, counts)
     print(f"{name}: {counts}")
 assert "triton" not in sys.modules
 print(f"all operators ran: {liger_ops._loaded.library}, Python {sys.version.split()[0]}, torch {torch.__version__}")

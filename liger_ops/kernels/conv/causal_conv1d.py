@@ -34,6 +34,7 @@ NEEDS_DSTATE = tl.constexpr(128)
 # The values of WIDTH.
 NARROW_WIDTH = tl.constexpr(4)
 MAX_WIDTH = tl.constexpr(8)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -133,6 +134,13 @@ def from_(values, start: tl.constexpr, count: tl.constexpr):
 
 
 @triton.jit
+def approximate(INSTRUCTION: tl.constexpr, x):
+    """Without the cases of subnormal numbers. The result is declared as an integer for the tests' interpreter."""
+    bits = tl.inline_asm_elementwise(INSTRUCTION, "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def causal_conv1d_fwd_kernel(
     y0, y1, y2, x, weight, bias, sample, state,
     length, groups, size0, size1, size2, pitch, width, dilation, chunks, x_batch, x_row, flags,
@@ -163,18 +171,72 @@ def causal_conv1d_fwd_kernel(
         for i in tl.static_range(UNROLL):
             t = phase + (first + start + i) * dilation
             v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH, MASKED)
-            v = tl.where((flags & SILU) != 0, v * tl.sigmoid(v), v)
+            v = tl.where((flags & SILU) != 0, silu(v), v)
             tl.store(y + t.to(tl.int64) * n, v.to(dtype), mask=valid & (t < length))
         rows = from_(rows, UNROLL, WIDTH - 1)
         samples = from_(samples, UNROLL, WIDTH - 1)
 
 
 @triton.jit
+def powers(v):
+    """exp(-|v|) and 1 / (1 + exp(-|v|))"""
+    e = approximate("ex2.approx.ftz.f32 $0, $1;", tl.abs(v) * -LOG2E)
+    return e, approximate("rcp.approx.ftz.f32 $0, $1;", 1.0 + e)
+
+
+@triton.jit
+def silu(v):
+    e, r = powers(v)
+    return v * tl.where(v < 0, e * r, r)
+
+
+@triton.jit
 def slope(v, flags):
     # The sigmoid's slope as s * (1 - s) would lose digits.
-    e = tl.exp(-tl.abs(v))
-    r = 1.0 / (1.0 + e)
+    e, r = powers(v)
     return tl.where((flags & SILU) != 0, tl.where(v < 0, e * r, r) + v * (e * r * r), 1.0)
+
+
+@triton.jit
+def next_rows(
+    rows, samples, x, dy, sample, phase, first, dilation, x_row, dy_row, valid, length, flags, COUNT: tl.constexpr
+):
+    """rows and samples, and COUNT more from step `first` on, with their dy."""
+    grads = ()
+    for i in tl.static_range(COUNT):
+        t = phase + (first + i) * dilation
+        rows = rows + (tl.load(x + t.to(tl.int64) * x_row, mask=valid & (t < length), other=0.0),)
+        grads = grads + (tl.load(dy + t.to(tl.int64) * dy_row, mask=valid & (t < length), other=0.0),)
+        samples = samples + (sample_at(sample, t, length, flags),)
+    return rows, samples, grads
+
+
+@triton.jit
+def upstream(
+    rows, samples, w, b, grad, phase, step, dilation, valid, length, width, flags,
+    at: tl.constexpr, rounded: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of v at rows[at], which is row `step` of the sequence."""
+    v = convolved(rows, samples, w, b, width, at, rounded, WIDTH, MASKED)
+    return tl.where(valid & (phase + step * dilation < length), grad.to(tl.float32) * slope(v, flags), 0.0)
+
+
+@triton.jit
+def store_dx(
+    dx, dstate, dvs, samples, w, phase, first, lag, dilation, dx_row, past, all_channels, valid, length, width, flags,
+    i: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The row of step first + lag, which has met all rows that read it: dvs[i:][:WIDTH]."""
+    out = tl.zeros(dvs[i].shape, tl.float32)
+    for k in tl.static_range(WIDTH):
+        out += w[k] * that_counts(dvs[i + k], samples, i + k, k, width, MASKED)
+    t = phase + (first + lag) * dilation
+    dtype: tl.constexpr = dx.dtype.element_ty
+    wanted = valid & (t < length) & (lag >= 0) & ((flags & NEEDS_DX) != 0)
+    tl.store(dx + t.to(tl.int64) * dx_row, out.to(dtype), mask=wanted)
+    if flags & NEEDS_DSTATE:
+        earlier = valid & (first + lag < 0) & (t + past >= 0)
+        tl.store(dstate + (t + past).to(tl.int64) * all_channels, out.to(dtype), mask=earlier)
 
 
 @triton.jit
@@ -215,41 +277,43 @@ def causal_conv1d_bwd_kernel(
     for _ in tl.static_range(WIDTH):
         dws = dws + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
     db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, STEPS + WIDTH - 1, UNROLL):
-        grads = ()
+    for start in range(0, STEPS, UNROLL):
+        rows, samples, grads = next_rows(
+            rows, samples, x, dy, sample, phase, first + start, dilation, x_row, dy_row, valid, length, flags, UNROLL
+        )
         for i in tl.static_range(UNROLL):
-            t = phase + (first + start + i) * dilation
-            rows = rows + (tl.load(x + t.to(tl.int64) * x_row, mask=valid & (t < length), other=0.0),)
-            grads = grads + (tl.load(dy + t.to(tl.int64) * dy_row, mask=valid & (t < length), other=0.0),)
-            samples = samples + (sample_at(sample, t, length, flags),)
-        for i in tl.static_range(UNROLL):
-            step = first + start + i
-            v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH, MASKED)
-            inside = valid & (phase + step * dilation < length)
-            dv = tl.where(inside, grads[i].to(tl.float32) * slope(v, flags), 0.0)
+            dv = upstream(
+                rows, samples, w, b, grads[i], phase, first + start + i, dilation, valid, length, width, flags,
+                WIDTH - 1 + i, rounded, WIDTH, MASKED,
+            )  # fmt: skip
             dvs = dvs + (dv,)
-            own = tl.where(start + i < STEPS, dv, 0.0)
-            db += own
+            db += dv
             sums = ()
             for k in tl.static_range(WIDTH):
-                before = tl.where(start + i < STEPS, rows[WIDTH - 1 + i - k].to(tl.float32), 0.0)
-                before = that_counts(before, samples, WIDTH - 1 + i, k, width, MASKED)
-                sums = sums + (dws[k] + own * before,)
+                before = that_counts(rows[WIDTH - 1 + i - k].to(tl.float32), samples, WIDTH - 1 + i, k, width, MASKED)
+                sums = sums + (dws[k] + dv * before,)
             dws = sums
-            # The row WIDTH - 1 steps ago has now met all rows that read it.
-            out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for k in tl.static_range(WIDTH):
-                out += w[k] * that_counts(dvs[i + k], samples, i + k, k, width, MASKED)
-            lag = start + i - (WIDTH - 1)
-            t = phase + (first + lag) * dilation
-            wanted = valid & (t < length) & (lag >= 0) & ((flags & NEEDS_DX) != 0)
-            tl.store(dx + t.to(tl.int64) * dx_row, out.to(dtype), mask=wanted & (lag < STEPS))
-            if flags & NEEDS_DSTATE:
-                earlier = valid & (first + lag < 0) & (t + past >= 0)
-                tl.store(dstate + (t + past).to(tl.int64) * all_channels, out.to(dtype), mask=earlier)
+            store_dx(
+                dx, dstate, dvs, samples, w, phase, first, start + i - (WIDTH - 1), dilation, dx_row, past, all_channels,
+                valid, length, width, flags, i, WIDTH, MASKED,
+            )  # fmt: skip
         rows = from_(rows, UNROLL, WIDTH - 1)
         samples = from_(samples, UNROLL, WIDTH - 1)
         dvs = from_(dvs, UNROLL, WIDTH - 1)
+    # Rows of the next chunk, of which only dx of the last rows is still missing something.
+    rows, samples, grads = next_rows(
+        rows, samples, x, dy, sample, phase, first + STEPS, dilation, x_row, dy_row, valid, length, flags, WIDTH - 1
+    )
+    for i in tl.static_range(WIDTH - 1):
+        dv = upstream(
+            rows, samples, w, b, grads[i], phase, first + STEPS + i, dilation, valid, length, width, flags,
+            WIDTH - 1 + i, rounded, WIDTH, MASKED,
+        )  # fmt: skip
+        dvs = dvs + (dv,)
+        store_dx(
+            dx, dstate, dvs, samples, w, phase, first, STEPS + i - (WIDTH - 1), dilation, dx_row, past, all_channels,
+            valid, length, width, flags, i, WIDTH, MASKED,
+        )  # fmt: skip
     inside = tl.reshape(valid, [BLOCK_N])
     share_at = share.to(tl.int64) * all_channels + tl.reshape(channels, [BLOCK_N])
     for k in tl.static_range(WIDTH):

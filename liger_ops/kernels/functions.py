@@ -1,7 +1,41 @@
-"""Functions that keep the digits of small numbers."""
+"""Functions that keep the digits of small numbers, or that take few instructions."""
 
 import triton
 import triton.language as tl
+
+from .rows import LOG2E
+
+
+@triton.jit
+def reciprocal(y):
+    """1 / y for 1 <= y <= 3. A division also handles the ends of fp32's range, which takes more instructions."""
+    # The result is declared as an integer for the tests' interpreter.
+    bits = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,f", [y], dtype=tl.int32, is_pure=True, pack=1)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sigmoid_and_slope(x):
+    """The slope as s * (1 - s) would lose digits. Powers of two that are subnormal become 0."""
+    e = tl.exp2(-tl.abs(x) * LOG2E)
+    r = reciprocal(1.0 + e)
+    tail = e * r
+    return tl.where(x < 0, tail, r), tail * r
+
+
+@triton.jit
+def sigmoid(x):
+    s, _ = sigmoid_and_slope(x)
+    return s
+
+
+@triton.jit
+def log1p_of_fraction(x):
+    """log(1 + x) for 0 <= x <= 1: twice the area tangent of s = x / (2 + x) <= 1 / 3, in fewer registers than a logarithm."""
+    s = x * reciprocal(2 + x)
+    z = s * s
+    series = 1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15))))
+    return 2 * s * (1 + z * (1 / 3 + z * (1 / 5 + z * series)))
 
 
 @triton.jit

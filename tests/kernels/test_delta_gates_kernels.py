@@ -27,10 +27,10 @@ def run(path, heads, channels, aligned, flags=BIAS, rows=37, of_rows="fp32", of_
     forward, backward = (find("delta_gates_" + k).pick(point, n, aligned) for k in ("fwd", "bwd"))
     sizes = rows, n, channels, 2 * n, 2 * heads
     c = forward.config.constexprs
-    forward.kernel.function[(-(-rows // c["BLOCK_M"]) * -(-n // c["BLOCK_N"]),)](
+    forward.kernel.function[(-(-rows // (c["BLOCK_M"] * c["UNROLL"])) * -(-n // c["BLOCK_N"]),)](
         g, beta, wide[:, n:], steps[:, heads:], a_log, bias, *sizes, -5.0, 2.0, flags, **c)
     c = backward.config.constexprs
-    shares = -(-rows // (c["BLOCK_M"] * c["STEPS"]))
+    shares = -(-rows // (c["BLOCK_M"] * c["UNROLL"] * c["STEPS"]))
     da, db, partial = torch.full_like(a, nan), torch.full_like(b, nan), torch.full((2, shares, n), nan)
     backward.kernel.function[(shares * -(-n // c["BLOCK_N"]),)](
         da, db, partial, dg, dbeta, wide[:, n:], steps[:, heads:], a_log, bias, *sizes, n, heads, -5.0, 2.0,

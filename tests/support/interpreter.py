@@ -172,16 +172,11 @@ def log2(_, values):
         return [np.log2(values[0]).view(np.int32)]
 
 
-def exp2(_, values):
-    return [np.exp2(values[0]).view(np.int32)]
-
-
 def inverse(_, values):
     return [(1 / values[0]).view(np.int32)]
 
 
 INSTRUCTIONS = {
-    "ex2.approx.ftz.f32": exp2,
     "rcp.approx.ftz.f32": inverse,
     "lg2.approx.f32": log2,
     "prefetch.global.L2": prefetch,

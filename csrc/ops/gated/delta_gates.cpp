@@ -232,7 +232,7 @@ struct Cuda {
     const bool aligned = ((in.columns() | in.a.stride(0)) & 7) == 0 && core::aligned16(args.g, args.a, args.dt_bias);
     const auto point = point_of<K>(in);
     const auto& config = runtime::first_fit<K>(in.columns(), aligned, point);
-    const int64_t count = programs(kOp, in, config.BLOCK_M, config.BLOCK_N);
+    const int64_t count = programs(kOp, in, int64_t(config.BLOCK_M) * config.UNROLL, config.BLOCK_N);
     core::launch<K>(kOp, in.a.device(), runtime::variant_index<K>(config, point), {uint32_t(count)}, args);
   }
 
@@ -248,7 +248,7 @@ struct Cuda {
         core::aligned16(args.da, args.dg, args.a, args.dt_bias);
     const auto point = point_of<K>(in);
     const auto& config = runtime::first_fit<K>(in.columns(), aligned, point);
-    const int64_t rows = int64_t(config.BLOCK_M) * config.STEPS;
+    const int64_t rows = int64_t(config.BLOCK_M) * config.UNROLL * config.STEPS;
     const int64_t count = programs(kBackward, in, rows, config.BLOCK_N);
     const bool sums = out.rate.defined() || out.bias.defined();
     Tensor partial;

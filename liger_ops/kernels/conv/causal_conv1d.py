@@ -21,6 +21,7 @@ of columns lies in one part.
 import triton
 import triton.language as tl
 
+from ..functions import sigmoid, sigmoid_and_slope
 from ..table import ACTIVATION_WEIGHT_DTYPES, FLOATS, HALVES, Config, Kernel
 
 SILU = tl.constexpr(1)
@@ -34,7 +35,6 @@ NEEDS_DSTATE = tl.constexpr(128)
 # The values of WIDTH.
 NARROW_WIDTH = tl.constexpr(4)
 MAX_WIDTH = tl.constexpr(8)
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -134,13 +134,6 @@ def from_(values, start: tl.constexpr, count: tl.constexpr):
 
 
 @triton.jit
-def approximate(INSTRUCTION: tl.constexpr, x):
-    """Without the cases of subnormal numbers. The result is declared as an integer for the tests' interpreter."""
-    bits = tl.inline_asm_elementwise(INSTRUCTION, "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def causal_conv1d_fwd_kernel(
     y0, y1, y2, x, weight, bias, sample, state,
     length, groups, size0, size1, size2, pitch, width, dilation, chunks, x_batch, x_row, flags,
@@ -171,30 +164,16 @@ def causal_conv1d_fwd_kernel(
         for i in tl.static_range(UNROLL):
             t = phase + (first + start + i) * dilation
             v = convolved(rows, samples, w, b, width, WIDTH - 1 + i, rounded, WIDTH, MASKED)
-            v = tl.where((flags & SILU) != 0, silu(v), v)
+            v = tl.where((flags & SILU) != 0, v * sigmoid(v), v)
             tl.store(y + t.to(tl.int64) * n, v.to(dtype), mask=valid & (t < length))
         rows = from_(rows, UNROLL, WIDTH - 1)
         samples = from_(samples, UNROLL, WIDTH - 1)
 
 
 @triton.jit
-def powers(v):
-    """exp(-|v|) and 1 / (1 + exp(-|v|))"""
-    e = approximate("ex2.approx.ftz.f32 $0, $1;", tl.abs(v) * -LOG2E)
-    return e, approximate("rcp.approx.ftz.f32 $0, $1;", 1.0 + e)
-
-
-@triton.jit
-def silu(v):
-    e, r = powers(v)
-    return v * tl.where(v < 0, e * r, r)
-
-
-@triton.jit
 def slope(v, flags):
-    # The sigmoid's slope as s * (1 - s) would lose digits.
-    e, r = powers(v)
-    return tl.where((flags & SILU) != 0, tl.where(v < 0, e * r, r) + v * (e * r * r), 1.0)
+    s, ds = sigmoid_and_slope(v)
+    return tl.where((flags & SILU) != 0, s + v * ds, 1.0)
 
 
 @triton.jit

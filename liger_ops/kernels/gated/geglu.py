@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
+from ..functions import reciprocal
 from ..rows import LOG2E
 from ..table import Kernel
 from .swiglu import BACKWARD_ALIGNED, BACKWARD_ARGS, FORWARD_ALIGNED, FORWARD_ARGS, PRODUCT
@@ -18,14 +19,6 @@ TWO_Z = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
-
-
-@triton.jit
-def reciprocal(y):
-    """1 / y for 1 <= y <= 3. A division also handles the ends of fp32's range, which takes more instructions."""
-    r = tl.rsqrt(y)
-    r *= r
-    return r * tl.fma(-y, r, 2.0)
 
 
 @triton.jit

@@ -10,17 +10,10 @@ import triton
 import triton.language as tl
 
 from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
+from ..functions import sigmoid, sigmoid_and_slope
 from ..table import Kernel
 
 PRODUCT = tl.constexpr(256)
-
-
-@triton.jit
-def sigmoid_and_slope(x):
-    """sigmoid(x) and its derivative. The formula s * (1 - s) would lose digits."""
-    e = tl.exp(-tl.abs(x))
-    r = 1.0 / (1.0 + e)
-    return tl.where(x < 0, e * r, r), e * r * r
 
 
 @triton.jit
@@ -41,7 +34,7 @@ def swiglu_fwd_kernel(
     g = load_tile(gate, tile, inner_rows, gate_outer, gate_inner, ONE_ROW, BLOCK_N)
     u = load_tile(up, tile, inner_rows, up_outer, up_inner, ONE_ROW, BLOCK_N)
     g, u = clamp(g.to(tl.float32), u.to(tl.float32), limit)
-    result = g * tl.sigmoid(g) * u
+    result = g * sigmoid(g) * u
     store_tile(out, result, tile, inner_rows, out_outer, out_inner, ONE_ROW, BLOCK_N)
 
 

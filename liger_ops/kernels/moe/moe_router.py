@@ -20,7 +20,7 @@ the summed scores:
 import triton
 import triton.language as tl
 
-from ..gated.geglu import reciprocal
+from ..functions import log1p_of_fraction
 from ..table import Config, Kernel
 
 SIGMOID = tl.constexpr(1)
@@ -46,15 +46,6 @@ def load_logits(logits, row, rows, n, EXPERTS: tl.constexpr):
     x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     # A row outside is as good as any.
     return tl.where((row < rows)[:, None], x, 0.0), columns, at, inside
-
-
-@triton.jit
-def log1p_of_fraction(x):
-    """log(1 + x) for 0 <= x <= 1: twice the area tangent of s = x / (2 + x) <= 1 / 3, in fewer registers than a logarithm."""
-    s = x * reciprocal(2 + x)
-    z = s * s
-    series = 1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15))))
-    return 2 * s * (1 + z * (1 / 3 + z * (1 / 5 + z * series)))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
+from ..functions import sigmoid, sigmoid_and_slope
 from ..rows import (
     block_rows,
     load_parameter,
@@ -62,17 +63,13 @@ def per_group(row, groups, group):
 
 @triton.jit
 def activated(gate, flags):
-    s = tl.sigmoid(gate)
+    s = sigmoid(gate)
     return tl.where((flags & SIGMOID) != 0, s, gate * s)
 
 
 @triton.jit
 def activated_and_slope(gate, flags):
-    # The sigmoid's slope as s * (1 - s) would lose digits.
-    e = tl.exp(-tl.abs(gate))
-    r = 1.0 / (1.0 + e)
-    s = tl.where(gate < 0, e * r, r)
-    slope = e * r * r
+    s, slope = sigmoid_and_slope(gate)
     plain = (flags & SIGMOID) != 0
     return tl.where(plain, s, gate * s), tl.where(plain, slope, s + gate * slope)
 

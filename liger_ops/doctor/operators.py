@@ -12,7 +12,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .._accuracy import gradients, judged, like, roundings
+from .._accuracy import gradients, judged, like, noise_of, roundings
 from ..reference import Operator, operators
 from .calls import calls
 
@@ -114,7 +114,8 @@ class Comparison:
             error, wrong = 0.0, difference(a, b, truth)
             if not wrong and a.is_floating_point():
                 a, b, truth = (t.nan_to_num() for t in (a, b, truth))
-                found, allowed = judged(a, b, truth, scale if i >= count else 0.0, bounds=(bounds, i))
+                noise = noise_of(self.operator.__name__, a.device.type)
+                found, allowed = judged(a, b, truth, scale if i >= count else 0.0, noise, bounds=(bounds, i))
                 error = found / allowed
                 wrong = f"error {found:.3g}, allowed {allowed:.3g}" if error > 1 else ""
             yield self.result_name(i, count), error, wrong

@@ -152,13 +152,14 @@ def check_op(
     grads_out: Sequence[Tensor],
     device: str,
     terms: float = 0.0,
+    noise: float = 0.0,
 ) -> None:
     """Compares outputs and gradients of `op` with `reference` in fp64. The error of `reference` in the op's own dtype
     sets the tolerance. terms: magnitude of the terms of which gradients are differences, if it may be larger than that
-    of the upstream gradients."""
+    of the upstream gradients. noise: see judged."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
-    check_results(ours, reference, inputs, grads_out, terms)
+    check_results(ours, reference, inputs, grads_out, terms, noise)
 
 
 def check_results(
@@ -167,6 +168,7 @@ def check_results(
     inputs: Sequence[Tensor | None],
     grads_out: Sequence[Tensor],
     terms: float = 0.0,
+    noise: float = 0.0,
 ) -> None:
     """As check_op, for outputs and gradients that are there already."""
     eager = gradients(reference, [like(t) for t in inputs], grads_out)
@@ -176,7 +178,7 @@ def check_results(
     scale = max([terms, *(float(g.abs().max()) for g in grads_out if g.numel())])
     outputs = len(ours) - sum(t is not None and t.requires_grad for t in inputs)
     for i, results in enumerate(zip(ours, eager, oracle)):
-        assert_no_worse(f"result {i}", *results, scale=scale if i >= outputs else 0.0, bounds=(bounds, i))
+        assert_no_worse(f"result {i}", *results, scale=scale if i >= outputs else 0.0, noise=noise, bounds=(bounds, i))
 
 
 def record_calls(monkeypatch: pytest.MonkeyPatch, name: str, result: Any) -> list[dict[str, Any]]:

@@ -177,7 +177,7 @@ void launch_columns(const char* op, const Quantized& out, const Part& part) {
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), 0);
   const Tensor q_t = out.q_t.narrow(1, first, walk.rows);
   const int64_t pitch = out.q_t.size(1);
-  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part) && pitch % 8 == 0, point);
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part) && ((pitch | walk.rows) & 7) == 0, point);
   typename K::Args args{};
   args.q_t = core::address(q_t), args.scale_t = core::address(out.scale_t), args.pitch = int32_t(pitch);
   set_rows(args, part);

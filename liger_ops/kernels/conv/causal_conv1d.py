@@ -341,7 +341,7 @@ KERNELS = [
         # Sums and rows of backward take registers: a thread has 4 columns, or 2.
         configs=[
             config(128, 4, 128, 128, only=NARROW),
-            config(None, 1, 256, 256, unroll=8, only=NARROW | {"MASKED": (0,)} | HALVES),
+            config(None, 4, 64, 256, unroll=8, only=NARROW | {"MASKED": (0,)} | HALVES),
             config(None, 1, 512, 128, only=NARROW | FLOATS),
             config(None, 1, 512, 128, only=NARROW),
             config(None, 1, 256, 128, only=WIDE),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES
-from ..rows import block_rows, load_tiles, row_offset
+from ..rows import block_rows, load_tiles, prefetch, row_offset
 from ..table import Config, Kernel
 
 LARGEST = tl.constexpr(448.0)
@@ -73,9 +73,10 @@ def quantize_rows_kernel(
     q, scale, parts, x,
     rows, n, inner_rows, x_outer, x_inner,
     HARDWARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """With COLUMNS, programs are persistent, and each writes the columns' largest magnitudes in its rows: (programs, n).
-    TILES = 0: rows of any length, read twice."""
+    TILES = 0: rows of any length, read twice. AHEAD: a program's next row is requested before it computes one."""
     peaks = peak_tiles(BLOCK_M, BLOCK_N, TILES if COLUMNS else 0)
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
         row = block_rows(block, BLOCK_M)
@@ -90,6 +91,9 @@ def quantize_rows_kernel(
                 peak = tl.maximum(peak, magnitude(tl.load(start + here, mask=mask & (here < n), other=0.0)))
         else:
             tiles = load_tiles(start, mask, n, BLOCK_N, TILES)
+            if COLUMNS and AHEAD:
+                later = block_rows(block + tl.num_programs(0), BLOCK_M)
+                prefetch(x + row_offset(later, inner_rows, x_outer, x_inner), 0, tl.where(later < rows, n, 0))
             for t in tl.static_range(TILES):
                 peak = tl.maximum(peak, magnitude(tiles[t]))
         own = scale_of(tl.max(peak, axis=1)[:, None])
@@ -170,8 +174,8 @@ STRIDES = ["x_outer", "x_inner"]
 ROWS_ALONE = {"COLUMNS": (0,)}
 
 
-def rows_config(max_n, block_m, block_n, tiles, num_warps, aligned=True, only=None):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles)
+def rows_config(max_n, block_m, block_n, tiles, num_warps, aligned=True, only=None, ahead=0):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, TILES=tiles, AHEAD=ahead)
     return Config(max_n, aligned, num_warps, constexprs=constexprs, only=only or {})
 
 
@@ -182,10 +186,10 @@ def tile(block_m, block_n, num_warps, aligned=True):
 ANY = rows_config(None, 1, 2048, 0, 8, aligned=False)
 ROW_CONFIGS = [
     rows_config(512, 4, 512, 1, 4),
-    rows_config(2048, 1, 2048, 1, 4),
-    rows_config(4096, 1, 2048, 2, 4),
-    rows_config(8192, 1, 4096, 2, 8),
-    rows_config(16384, 1, 4096, 4, 8),
+    rows_config(2048, 1, 2048, 1, 4, ahead=1),
+    rows_config(4096, 1, 2048, 2, 4, ahead=1),
+    rows_config(8192, 1, 4096, 2, 8, ahead=1),
+    rows_config(16384, 1, 4096, 4, 8, ahead=1),
     rows_config(None, 1, 4096, 0, 8, only=ROWS_ALONE),
     ANY,
 ]
@@ -198,7 +202,8 @@ def row_kernel(hardware, choices, configs, **options):
 
 def column_kernel(hardware, configs, **options):
     axes = {"dtype": DTYPES, "cast": [{"HARDWARE": hardware}]}
-    aligned = ["q_t", "scale_t", "x", "n", *STRIDES, "pitch"]
+    # Rows too: else the mask of the transposed copy would part its accesses into bytes.
+    aligned = ["q_t", "scale_t", "x", "rows", "n", *STRIDES, "pitch"]
     return Kernel(quantize_columns_kernel, COLUMNS, aligned, axes, configs, **options)
 
 

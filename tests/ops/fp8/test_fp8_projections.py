@@ -8,6 +8,7 @@ from pairs import pairwise
 from torch import Tensor
 
 from liger_ops import functional as F
+from liger_ops._accuracy import noise_of
 
 RECIPES = ("rows", "rows_hp")
 pytestmark = pytest.mark.usefixtures("needs_fp8")
@@ -55,7 +56,7 @@ def test_the_formula(dtype, recipe, has_bias, tokens, features, device):
     ours, formula = (
         of(f, recipe, len(features)) for f in (torch.ops.liger.fp8_projections, F.fp8_projections.reference)
     )
-    check_op(ours, formula, tensors, [dy], device)
+    check_op(ours, formula, tensors, [dy], device, noise=noise_of("fp8_projections", device))
 
 
 @each_recipe

@@ -241,8 +241,11 @@ def is_wide_enough(variant, size):
 
 
 def has_aligned_rows(kernel) -> bool:
-    """Kernels that move single elements have no aligned config. Those of one architecture have no portable PTX."""
-    return not kernel.archs and "*X" in kernel.args.values() and any(config.aligned for config in kernel.configs)
+    """Kernels that move single elements have no aligned config, and those of one architecture no portable PTX. Each thread of
+    the convolution's backward has two or four columns."""
+    if kernel.archs or "*X" not in kernel.args.values() or kernel.name == "causal_conv1d_bwd":
+        return False
+    return any(config.aligned for config in kernel.configs)
 
 
 # Tiles of adapters have as many columns as ranks: a thread may have less than a full access.

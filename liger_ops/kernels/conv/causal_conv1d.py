@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..functions import sigmoid, sigmoid_and_slope
-from ..table import ACTIVATION_WEIGHT_DTYPES, FLOATS, HALVES, Config, Kernel
+from ..table import ACTIVATION_WEIGHT_DTYPES, HALVES, Config, Kernel
 
 SILU = tl.constexpr(1)
 HAS_BIAS = tl.constexpr(2)
@@ -338,12 +338,10 @@ KERNELS = [
         },
         aligned=["dx", "dstate", "dy0", "dy1", "dy2", "x", "state", *COLUMNS, *UPSTREAM, "x_batch", "x_row"],
         axes=AXES,
-        # Sums and rows of backward take registers: a thread has 4 columns, or 2.
+        # Sums and rows of backward take registers: a thread has 2 columns, or 4. A warp has a chunk of its own.
         configs=[
-            config(128, 4, 128, 128, only=NARROW),
             config(None, 4, 64, 256, unroll=8, only=NARROW | {"MASKED": (0,)} | HALVES),
-            config(None, 1, 512, 128, only=NARROW | FLOATS),
-            config(None, 1, 512, 128, only=NARROW),
+            config(None, 4, 128, 128, only=NARROW),
             config(None, 1, 256, 128, only=WIDE),
             config(None, 1, 128, 128, aligned=False),
         ],

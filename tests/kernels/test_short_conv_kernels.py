@@ -23,8 +23,8 @@ def run(path, n, aligned, width=3, length=9, flags=BIAS, of_rows="fp32", of_weig
     samples = (torch.arange(length) * 3 // length + torch.arange(batch)[:, None]).int()
     # Rows of wider tensors.
     wide, wide_dy = (torch.cat([torch.full_like(t, nan), t], -1) for t in (bcx, dy))
-    exact = aligned and width == 3 and not flags & SAMPLES
-    taken = 3 if exact else 4 if aligned and width <= 4 else 8
+    exact = width == 3 and not flags & SAMPLES
+    taken = 3 if exact else 4 if width <= 4 else 8
     choices = {"X": of_rows, "WIDTH": taken, "MASKED": int(not exact)}
     forward, backward = (find(f"short_conv_{k}").pick(choices, n, aligned) for k in ("fwd", "bwd"))
     wider = of_weight != of_rows

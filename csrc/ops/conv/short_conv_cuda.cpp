@@ -23,10 +23,10 @@ const void* narrow_address(const Inputs& in, const Tensor& t) { return wide_weig
 const void* wide_address(const Inputs& in, const Tensor& t) { return wide_weight(in) ? core::address(t) : nullptr; }
 
 template <class K>
-auto point_of(const Inputs& in, bool aligned) {
+auto point_of(const Inputs& in) {
   const bool exact = in.width() == flags::EXACT_WIDTH && !in.samples.defined();
-  const int width = !aligned || in.width() > flags::NARROW_WIDTH ? 2 : exact ? 0 : 1;
-  return runtime::point_of<K>(K::dtype(core::dtype_of(in.bcx)), width);
+  return runtime::point_of<K>(
+      K::dtype(core::dtype_of(in.bcx)), in.width() > flags::NARROW_WIDTH ? 2 : exact ? 0 : 1);
 }
 
 struct Blocks {
@@ -53,7 +53,7 @@ void Cuda::forward(const Inputs& in, const Tensor& y) {
   c10::DeviceGuard guard(in.bcx.device());
   const bool aligned = ((in.channels() | in.bcx.stride(0) | in.bcx.stride(1)) & 7) == 0 &&
       core::aligned16(core::address(y), core::address(in.bcx));
-  const auto point = point_of<K>(in, aligned);
+  const auto point = point_of<K>(in);
   const auto& config = runtime::first_fit<K>(in.channels(), aligned, point);
   const auto blocks = blocks_of(in, config);
   K::Args args{
@@ -80,7 +80,7 @@ void Cuda::backward(const Tensor& dy, const Inputs& in, const Gradients& out) {
   const int64_t sizes = in.channels() | in.bcx.stride(0) | in.bcx.stride(1) | dy.stride(0) | dy.stride(1);
   const bool aligned =
       (sizes & 7) == 0 && core::aligned16(core::address(out.dbcx), core::address(dy), core::address(in.bcx));
-  const auto point = point_of<K>(in, aligned);
+  const auto point = point_of<K>(in);
   const auto& config = runtime::first_fit<K>(in.channels(), aligned, point);
   const auto blocks = blocks_of(in, config);
   const at::TensorOptions sums = in.bcx.options().dtype(at::kFloat);

@@ -197,12 +197,10 @@ def short_conv_bwd_kernel(
     tl.store(dbias + at, db, mask=valid & ((flags & NEEDS_DBIAS) != 0))
 
 
-def config(block_n, steps, *, unroll=4, aligned=True, only=None):
-    return Config(None, aligned, 4, constexprs=dict(BLOCK_N=block_n, STEPS=steps, UNROLL=unroll), only=only or {})
+def config(block_n, steps, *, unroll=4, aligned=True):
+    return Config(None, aligned, 4, constexprs=dict(BLOCK_N=block_n, STEPS=steps, UNROLL=unroll))
 
 
-# Calls that are not aligned are rare: they have the widest WIDTH, which takes every width.
-WIDEST = {"WIDTH": (MAX_WIDTH.value,)}
 WIDTHS = [{"WIDTH": w.value, "MASKED": int(w is not EXACT_WIDTH)} for w in (EXACT_WIDTH, NARROW_WIDTH, MAX_WIDTH)]
 AXES = {"dtype": DTYPES, "width": WIDTHS}
 INPUTS = {
@@ -217,7 +215,7 @@ KERNELS = [
         args={"y": "*X", **INPUTS, **dict.fromkeys(STRIDES, "i64"), "flags": "i32"},
         aligned=["y", "bcx", "columns", *STRIDES],
         axes=AXES,
-        configs=[config(512, 32), config(256, 32, unroll=2, aligned=False, only=WIDEST)],
+        configs=[config(512, 32), config(128, 32, unroll=2, aligned=False)],
     ),
     Kernel(
         function=short_conv_bwd_kernel,
@@ -227,7 +225,7 @@ KERNELS = [
         },
         aligned=["dbcx", "dy", "bcx", "columns", "dy_batch", "dy_row", *STRIDES],
         axes=AXES,
-        # Sums and rows of backward take registers: a thread has 2 columns, or 1.
-        configs=[config(256, 128), config(128, 128, unroll=2, aligned=False, only=WIDEST)],
+        # Sums and rows of backward take registers: a thread has 2 columns. Calls that are not aligned are rare: less code.
+        configs=[config(256, 128), config(128, 128, unroll=2, aligned=False)],
     ),
 ]  # fmt: skip

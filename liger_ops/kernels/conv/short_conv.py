@@ -197,35 +197,36 @@ def short_conv_bwd_kernel(
     tl.store(dbias + at, db, mask=valid & ((flags & NEEDS_DBIAS) != 0))
 
 
-def config(block_n, steps, *, unroll=4, aligned=True):
-    return Config(None, aligned, 4, constexprs=dict(BLOCK_N=block_n, STEPS=steps, UNROLL=unroll))
+def config(steps, *, unroll, only=None):
+    # A column a thread: no alignment is needed, and one variant serves all calls of a dtype and a WIDTH.
+    return Config(None, False, 4, constexprs=dict(BLOCK_N=128, STEPS=steps, UNROLL=unroll), only=only or {})
 
 
+EXACT = {"WIDTH": (EXACT_WIDTH.value,)}
 WIDTHS = [{"WIDTH": w.value, "MASKED": int(w is not EXACT_WIDTH)} for w in (EXACT_WIDTH, NARROW_WIDTH, MAX_WIDTH)]
 AXES = {"dtype": DTYPES, "width": WIDTHS}
 INPUTS = {
     "bcx": "*X", "weight": "*X", "wide_weight": "*fp32", "bias": "*X", "wide_bias": "*fp32", "sample": "*i32",
     **{name: "i32" for name in ("length", "columns", "width", "chunks")},
 }  # fmt: skip
-STRIDES = ["bcx_batch", "bcx_row"]
+STRIDES = {"bcx_batch": "i64", "bcx_row": "i64"}
 
 KERNELS = [
     Kernel(
         function=short_conv_fwd_kernel,
-        args={"y": "*X", **INPUTS, **dict.fromkeys(STRIDES, "i64"), "flags": "i32"},
-        aligned=["y", "bcx", "columns", *STRIDES],
+        args={"y": "*X", **INPUTS, **STRIDES, "flags": "i32"},
+        aligned=[],
         axes=AXES,
-        configs=[config(512, 32), config(128, 32, unroll=2, aligned=False)],
+        configs=[config(32, unroll=4, only=EXACT), config(32, unroll=2)],
     ),
     Kernel(
         function=short_conv_bwd_kernel,
         args={
             "dbcx": "*X", "dweight": "*fp32", "dbias": "*fp32", "dy": "*X", **INPUTS,
-            **dict.fromkeys(("dy_batch", "dy_row", *STRIDES), "i64"), "flags": "i32",
+            "dy_batch": "i64", "dy_row": "i64", **STRIDES, "flags": "i32",
         },
-        aligned=["dbcx", "dy", "bcx", "columns", "dy_batch", "dy_row", *STRIDES],
+        aligned=[],
         axes=AXES,
-        # Sums and rows of backward take registers: a thread has 2 columns. Calls that are not aligned are rare: less code.
-        configs=[config(256, 128), config(128, 128, unroll=2, aligned=False)],
+        configs=[config(64, unroll=4, only=EXACT), config(64, unroll=2)],
     ),
 ]  # fmt: skip

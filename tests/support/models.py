@@ -105,7 +105,7 @@ ROWS = [
     Row("causal_conv1d_split", QKVZ, dict(weight=(3 * WIDTH // 2, 4), bias=(3 * WIDTH // 2,)), TWO_GROUPS),
     Row("causal_conv1d_split", NORM | dict(seq_idx=TARGET), dict(weight=(WIDTH, 3)), dict(sizes=[4, 4, 8])),
     Row("short_conv", BCX, dict(weight=(WIDTH, 3), bias=(WIDTH,))),
-    Row("short_conv", BCX | dict(seq_idx=TARGET), dict(weight=(WIDTH, 7))),
+    Row("short_conv", BCX | dict(seq_idx=TARGET), dict(weight=(WIDTH, 4))),
     Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
     Row("layer_norm", NORM, dict(bias=(WIDTH,))),
     Row("rope", ROPE),

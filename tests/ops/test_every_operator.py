@@ -161,9 +161,7 @@ def test_rows_without_columns(row, device):
 
 
 WITHOUT_HEADS = [
-    row
-    for row in ROWS
-    if "conv" not in row.op and all(shape[:2] == ("B", "S") for shape in row.inputs.values())
+    row for row in ROWS if "conv" not in row.op and all(shape[:2] == ("B", "S") for shape in row.inputs.values())
 ]
 
 

@@ -45,8 +45,7 @@ void check_parameters(
   }
 }
 
-void check_samples(
-    const char* op, const char* name, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
+void check_samples(const char* op, const char* name, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
   if (seq_idx.defined()) {
     core::check_same_device(op, "seq_idx", seq_idx, name, x);
     core::check_integers(op, "seq_idx", seq_idx);
@@ -76,8 +75,8 @@ void check(
   if (state.defined()) {
     core::check_same_device(op, "initial_state", state, "x", x);
     LIGER_CHECK(
-        state.scalar_type() == x.scalar_type(), op, "initial_state",
-        c10::str("have the dtype of x, ", x.scalar_type()), state.scalar_type());
+        state.scalar_type() == x.scalar_type(), op, "initial_state", c10::str("have the dtype of x, ", x.scalar_type()),
+        state.scalar_type());
     const auto past = (weight.sym_size(1) - 1) * dilation;
     LIGER_CHECK(
         state.dim() == 3 && state.sym_size(0) == x.sym_size(0) && state.sym_size(1) == past &&

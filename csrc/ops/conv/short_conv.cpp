@@ -25,8 +25,7 @@ c10::SymInt check(
     const char* op, const Tensor& bcx, const Tensor& weight, const Tensor& bias, const Tensor& seq_idx,
     const Tensor& cu_seqlens) {
   core::check_activation(op, "bcx", bcx);
-  LIGER_CHECK(
-      bcx.dim() == 3 && bcx.sym_size(2) % 3 == 0, op, "bcx", "have shape (B, S, 3 * C)", bcx.sym_sizes());
+  LIGER_CHECK(bcx.dim() == 3 && bcx.sym_size(2) % 3 == 0, op, "bcx", "have shape (B, S, 3 * C)", bcx.sym_sizes());
   const auto channels = bcx.sym_size(2) / 3;
   causal_conv1d::check_parameters(op, "bcx", bcx, channels, weight, bias);
   causal_conv1d::check_samples(op, "bcx", bcx, seq_idx, cu_seqlens);
@@ -41,11 +40,10 @@ Inputs inputs_of(
       causal_conv1d::samples_of(bcx, seq_idx, cu_seqlens)};
 }
 
-struct ShortConv : core::Operator<
-                       ShortConv,
-                       Tensor(
-                           const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                           const OptionalTensor&)> {
+struct ShortConv
+    : core::Operator<
+          ShortConv,
+          Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)> {
   static constexpr const char* kOp = short_conv::kOp;
   static constexpr const char* kSchema = schemas::short_conv;
   using Edges = core::Positions<0, 1, 2>;
@@ -92,8 +90,7 @@ struct ShortConv : core::Operator<
     if constexpr (Device::kComputes) {
       if (bcx.is_cpu()) runtime::count_cpu_call();
       if (dy.numel()) {
-        Device::backward(
-            causal_conv1d::adjacent_columns(dy), inputs_of(kBackward, bcx, weight, b, ids, ends), out);
+        Device::backward(causal_conv1d::adjacent_columns(dy), inputs_of(kBackward, bcx, weight, b, ids, ends), out);
       } else {
         for (const Tensor* t : {&out.dweight, &out.dbias}) {
           if (t->defined()) t->zero_();

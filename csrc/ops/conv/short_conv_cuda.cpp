@@ -25,8 +25,7 @@ const void* wide_address(const Inputs& in, const Tensor& t) { return wide_weight
 template <class K>
 auto point_of(const Inputs& in) {
   const bool exact = in.width() == flags::EXACT_WIDTH && !in.samples.defined();
-  return runtime::point_of<K>(
-      K::dtype(core::dtype_of(in.bcx)), in.width() > flags::NARROW_WIDTH ? 2 : exact ? 0 : 1);
+  return runtime::point_of<K>(K::dtype(core::dtype_of(in.bcx)), in.width() > flags::NARROW_WIDTH ? 2 : exact ? 0 : 1);
 }
 
 struct Blocks {

@@ -40,6 +40,13 @@ def summed(placement: Placement) -> Placement:
     return SUM if isinstance(placement, Shard) else R
 
 
+def none_beside_dtensors(op: str, **tensors: Any) -> None:
+    """register_sharding has no layouts for tensors that are passed by keyword."""
+    for name, given in tensors.items():
+        if given is not None:
+            raise ValueError(f"{op}: {name} must be None beside DTensors (got a DTensor)")
+
+
 def is_strided(placement: Any) -> bool:
     """Whether each device has a part of each of several parts of a dimension. PyTorch has no public name for it."""
     return type(placement).__name__ == "_StridedShard"

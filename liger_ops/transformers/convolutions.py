@@ -1,7 +1,8 @@
 """Depthwise causal convolutions over time, which linear attention and state space layers begin with, and packed samples.
 
 A module calls the function ``causal_conv1d_fn(x, weight, bias, activation)`` of its file, with x: (B, C, S). The patched
-module calls one that runs `causal_conv1d` on the transposed view, and returns a transposed view.
+module calls one that runs `causal_conv1d` on the transposed view, and returns a transposed view. Where one operator computes
+the statements around the call too, it runs instead: split_convolutions.py, short_convolutions.py.
 
 The gates of a delta rule in such a module run in `delta_gates`: delta_rule.py.
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from . import delta_rule, probe, rewrite
+from . import short_convolutions as shorts
 from . import split_convolutions as splits
 from .patched import (
     NotUnderstood,
@@ -212,21 +214,45 @@ def convolution_function(original: Any) -> Callable:
     return convolved
 
 
+def arguments_of_columns(
+    original: Any, x: Tensor, channels: int, args: Any, named: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, str, Tensor | None] | None:
+    """(weight, bias, activation, seq_idx) of a call on `channels` columns of x: (B, S, columns), if an operator takes them
+    without a conversion."""
+    few = x[..., :channels].transpose(1, 2) if x.dim() == 3 else x
+    given = arguments_if_understood(original, (few, *args), named)
+    if given is None:
+        return None
+    weight = given["weight"]
+    if weight.dtype not in (x.dtype, torch.float32) or x.dtype == torch.float64 != weight.dtype:
+        return None
+    return weight, given.get("bias"), ACTIVATIONS[given.get("activation")], numbers_for(few, given.get("seq_idx"))
+
+
+@functools.lru_cache(None)
+def short_function(original: Any) -> Callable:
+    """The gated convolution for the arguments of the original, with x: (B, S, columns of B, C and x), or None if the operator
+    does not take them."""
+
+    def short(x: Tensor, *args: Any, **named: Any) -> Tensor | None:
+        given = arguments_of_columns(original, x, x.shape[-1] // 3, args, named)
+        if given is None or x.shape[2] % 3:
+            return None
+        weight, bias, activation, seq_idx = given
+        return F.short_conv(x, weight, bias, seq_idx=seq_idx) if activation == "none" else None
+
+    return short
+
+
 @functools.lru_cache(None)
 def split_function(original: Any) -> Callable:
     """q, k, v and z for the arguments of the original, with x: (B, S, columns), or None if the operator does not take them."""
-    names, _ = arguments_of(original)
 
     def split(sizes: Any, x: Tensor, *args: Any, groups: int = 1, **named: Any) -> Any:
-        channels = groups * sum(sizes[:3])
-        few = x[..., :channels].transpose(1, 2) if x.dim() == 3 else x
-        given = arguments_if_understood(original, (few, *args), named)
+        given = arguments_of_columns(original, x, groups * sum(sizes[:3]), args, named)
         if given is None or x.shape[2] != groups * sum(sizes):
             return None
-        weight, bias = given["weight"], given.get("bias")
-        if weight.dtype not in (x.dtype, torch.float32) or x.dtype == torch.float64 != weight.dtype:
-            return None
-        activation, seq_idx = ACTIVATIONS[given.get("activation")], numbers_for(few, given.get("seq_idx"))
+        weight, bias, activation, seq_idx = given
         return F.causal_conv1d_split(x, weight, bias, activation, sizes=sizes, groups=groups, seq_idx=seq_idx)
 
     return split
@@ -262,18 +288,24 @@ def recurrence_function(original: Any) -> Callable:
     return recurrence
 
 
-def change_of(function: Any, found: Convolution, method: str) -> tuple[Any, ...]:
-    """The change that splits what the method convolves, if it does."""
-    methods = frozenset(layout.method for layout in found.layouts)
-    change = splits.with_split(function, frozenset(found.methods.get(method, {})), methods)
-    alone = rewrite.rewritten(inner_function(function), change) if change and method in found.methods else None
-    return (change,) if alone else ()
+def changes_of(function: Any, found: Convolution, method: str) -> dict[str, Any]:
+    """Operators that replace more than the convolution, and the changes of the method that call them."""
+    functions, methods = frozenset(found.methods.get(method, {})), frozenset(layout.method for layout in found.layouts)
+    changes = {
+        splits.OPERATOR: splits.with_split(function, functions, methods),
+        shorts.OPERATOR: shorts.with_short(function, functions),
+    }
+    return {
+        operator: change
+        for operator, change in changes.items()
+        if change and functions and rewrite.rewritten(inner_function(function), change)
+    }
 
 
 def patch(module: nn.Module, found: Convolution) -> str:
     recurrences = recurrences_of(type(module)) if found.methods else {}
     names = dict.fromkeys((*found.methods, *found.gates))
-    changes = {method: change_of(getattr(type(module), method), found, method) for method in names}
+    changes = {method: changes_of(getattr(type(module), method), found, method) for method in names}
 
     def members(cls: type) -> dict[str, Any]:
         bound: dict[str, Any] = {"liger_reason": found.reason}
@@ -281,9 +313,11 @@ def patch(module: nn.Module, found: Convolution) -> str:
             function = getattr(cls, method)
             replaced = {name: convolution_function(f) for name, f in found.methods.get(method, {}).items()}
             replaced |= {name: recurrence_function(f) for name, f in recurrences.get(method, {}).items()}
-            wanted = changes[method]
-            if wanted:
-                for name, f in found.methods[method].items():
+            wanted = (*changes[method].values(),)
+            for name, f in found.methods[method].items() if wanted else ():
+                if shorts.OPERATOR in changes[method]:
+                    replaced[shorts.SHORT + name] = short_function(f)
+                if splits.OPERATOR in changes[method]:
                     replaced[splits.SPLIT + name] = split_parts_function(f)
                     replaced[splits.SPLIT_ROWS + name] = splits.split_rows_function(split_function(f), found.layouts)
             if method in found.gates:
@@ -293,8 +327,8 @@ def patch(module: nn.Module, found: Convolution) -> str:
         return bound
 
     functions = [getattr(type(module), method) for method in names]
-    operator = splits.OPERATOR if any(changes.values()) else OPERATOR
-    operators = [operator] * bool(found.methods) + [delta_rule.OPERATOR] * bool(found.gates)
+    fused = [*dict.fromkeys(operator for each in changes.values() for operator in each)] or [OPERATOR]
+    operators = fused * bool(found.methods) + [delta_rule.OPERATOR] * bool(found.gates)
     replacement, key = (
         " and ".join(operators),
         (found.reason, found.gates, found.layouts, *map(rewrite.rebinding_key, functions)),

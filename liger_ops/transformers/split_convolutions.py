@@ -52,10 +52,10 @@ class Layout(NamedTuple):
 # ---- The statements
 
 
-def transposed(node: ast.AST) -> ast.expr | None:
-    """x if the node is ``x.transpose(1, 2)``."""
+def transposed(node: ast.AST, axes: str = "1, 2") -> ast.expr | None:
+    """x if the node is ``x.transpose(1, 2)``, or of other axes."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "transpose":
-        if [ast.unparse(a) for a in node.args] == ["1", "2"] and not node.keywords:
+        if ", ".join(map(ast.unparse, node.args)) == axes and not node.keywords:
             return node.func.value
     return None
 

@@ -78,6 +78,13 @@ for where, p in {"replicated": R, "by batch": Shard(0)}.items():
         dict(x=p, weight=R, bias=R),
         [p] * 4,
     )
+    case(
+        f"short_conv {where}",
+        F.short_conv,
+        dict(bcx=X, weight=randn(8, 3), bias=randn(8)),
+        dict(bcx=p, weight=R, bias=R),
+        p,
+    )
 
 for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1), "by columns": Shard(2)}.items():
     for op in (F.swiglu, F.geglu):

@@ -38,6 +38,7 @@ SAVED = {
     "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),
     "causal_conv1d": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
     "causal_conv1d_split": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
+    "short_conv": {name: name for name in ("bcx", "weight", "bias", "seq_idx")},
     "layer_norm": dict(x="x", weight="weight"),
     "sigmoid_gate": dict(x="x", gate="gate"),
     "delta_gates": {name: name for name in ("a", "b", "a_log", "dt_bias")},

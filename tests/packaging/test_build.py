@@ -585,6 +585,7 @@ def test_operators_that_launch_a_kernel_are_found_in_the_cpp_sources():
         "xielu",
         "causal_conv1d",
         "causal_conv1d_split",
+        "short_conv",
         "delta_gates",
         "moe_router",
         "fused_add_rms_norm",

@@ -39,6 +39,7 @@ HIDDEN, PACKED, LOGITS, TARGET = ("B", "S", WIDTH), ("B", "S", 2 * WIDTH), ("B",
 QUERY, ANGLES = ("B", HEADS, "S", SIZE), (1, "S", SIZE)
 NORM, ADD_NORM, GATED_NORM = dict(x=HIDDEN), dict(x=HIDDEN, residual=HIDDEN), dict(x=HIDDEN, gate=HIDDEN)
 ROPE = dict(q=QUERY, k=QUERY, cos=ANGLES, sin=ANGLES)
+BCX = dict(bcx=("B", "S", 3 * WIDTH))
 QKVZ, TWO_GROUPS = dict(x=PACKED), dict(sizes=[2, 2, 8, 4], groups=2)
 HEAD_NORMS = dict(q_weight=(SIZE,), k_weight=(SIZE,))
 GATED, LOSS, LINEAR_LOSS = (
@@ -103,6 +104,8 @@ ROWS = [
     Row("causal_conv1d", NORM | dict(initial_state=("B", 2, WIDTH)), dict(weight=(WIDTH, 3))),
     Row("causal_conv1d_split", QKVZ, dict(weight=(3 * WIDTH // 2, 4), bias=(3 * WIDTH // 2,)), TWO_GROUPS),
     Row("causal_conv1d_split", NORM | dict(seq_idx=TARGET), dict(weight=(WIDTH, 3)), dict(sizes=[4, 4, 8])),
+    Row("short_conv", BCX, dict(weight=(WIDTH, 3), bias=(WIDTH,))),
+    Row("short_conv", BCX | dict(seq_idx=TARGET), dict(weight=(WIDTH, 4))),
     Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
     Row("layer_norm", NORM, dict(bias=(WIDTH,))),
     Row("rope", ROPE),

@@ -84,6 +84,12 @@ def public_calls() -> dict[str, dict[str, Any]]:
             seq_idx=target.view(1, ROWS).repeat(2, 1),
             initial_state=numbers(2, 2, 6),
         ),
+        "short_conv": dict(
+            bcx=numbers(2, ROWS, 3 * N),
+            weight=numbers(N, 3),
+            bias=numbers(N),
+            seq_idx=target.view(1, ROWS).repeat(2, 1),
+        ),
         "layer_norm": dict(x=rows, weight=column, bias=numbers(N)),
         "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
         "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),

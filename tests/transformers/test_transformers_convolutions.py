@@ -27,6 +27,7 @@ DELTA_NETS = (
     "bailing_hybrid",
 )
 REPLACEMENT = dict.fromkeys((*DELTA_NETS, "qwen4_exp_text"), "causal_conv1d_split")
+REPLACEMENT |= dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short_conv")
 QUICK = ("qwen3_next", "kimi_linear", "mamba2", "lfm2")
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in known(WITH_CONVOLUTIONS)]
 

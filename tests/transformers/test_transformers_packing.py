@@ -39,7 +39,7 @@ def packing_row(report):
 
 def first_convolution(model, monkeypatch, **arguments):
     """The result of the first convolution: behind a recurrence without its package, samples are not apart."""
-    results, operator, split = [], F.causal_conv1d, F.causal_conv1d_split
+    results, split = [], F.causal_conv1d_split
 
     def of_parts(*a, **k):
         *parts, z = split(*a, **k)
@@ -47,7 +47,9 @@ def first_convolution(model, monkeypatch, **arguments):
         return *parts, z
 
     with monkeypatch.context() as patch:
-        patch.setattr(F, "causal_conv1d", lambda *a, **k: (results.append(operator(*a, **k)), results[-1])[1])
+        for name in ("causal_conv1d", "short_conv"):
+            operator = getattr(F, name)
+            patch.setattr(F, name, lambda *a, f=operator, **k: (results.append(f(*a, **k)), results[-1])[1])
         patch.setattr(F, "causal_conv1d_split", of_parts)
         model(use_cache=False, **arguments)
     return results[0]

@@ -20,36 +20,34 @@ namespace liger::ops::causal_conv1d {
 using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
-void check(
-    const char* op, const Tensor& x, const c10::SymInt& columns, const Tensor& weight, const Tensor& bias,
-    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
-    const Tensor& state) {
-  core::check_same_device(op, "weight", weight, "x", x);
+void check_parameters(
+    const char* op, const char* name, const Tensor& x, const c10::SymInt& channels, const Tensor& weight,
+    const Tensor& bias) {
+  core::check_same_device(op, "weight", weight, name, x);
   core::check_dense(op, "weight", weight);
   const auto dtype = x.scalar_type(), weight_dtype = weight.scalar_type();
   LIGER_CHECK(
       weight_dtype == dtype || (weight_dtype == at::kFloat && dtype != at::kDouble), op, "weight",
-      c10::str("be float32 or have the dtype of x, ", dtype), weight_dtype);
+      c10::str("be float32 or have the dtype of ", name, ", ", dtype), weight_dtype);
   LIGER_CHECK(
-      weight.dim() == 2 && weight.sym_size(0) == columns, op, "weight", c10::str("have shape [", columns, ", W]"),
+      weight.dim() == 2 && weight.sym_size(0) == channels, op, "weight", c10::str("have shape [", channels, ", W]"),
       weight.sym_sizes());
   const auto width = weight.sym_size(1);
   LIGER_CHECK(width >= 2 && width <= kMaxWidth, op, "weight", c10::str("have 2 to ", kMaxWidth, " columns"), width);
   if (bias.defined()) {
-    core::check_same_device(op, "bias", bias, "x", x);
+    core::check_same_device(op, "bias", bias, name, x);
     LIGER_CHECK(
         bias.scalar_type() == weight_dtype, op, "bias", c10::str("have the dtype of weight, ", weight_dtype),
         bias.scalar_type());
     LIGER_CHECK(
-        bias.dim() == 1 && bias.sym_size(0) == columns, op, "bias", c10::str("have shape [", columns, "]"),
+        bias.dim() == 1 && bias.sym_size(0) == channels, op, "bias", c10::str("have shape [", channels, "]"),
         bias.sym_sizes());
   }
-  LIGER_CHECK(
-      activation == "silu" || activation == "none", op, "activation", "be 'silu' or 'none'", "'", activation, "'");
-  constexpr int64_t kMaxDilation = int64_t(1) << 24;
-  LIGER_CHECK(dilation >= 1 && dilation < kMaxDilation, op, "dilation", "be positive and less than 2^24", dilation);
+}
+
+void check_samples(const char* op, const char* name, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
   if (seq_idx.defined()) {
-    core::check_same_device(op, "seq_idx", seq_idx, "x", x);
+    core::check_same_device(op, "seq_idx", seq_idx, name, x);
     core::check_integers(op, "seq_idx", seq_idx);
     LIGER_CHECK(
         seq_idx.dim() == 2 && seq_idx.sym_sizes().equals(x.sym_sizes().slice(0, 2)), op, "seq_idx",
@@ -57,17 +55,29 @@ void check(
   }
   if (cu_seqlens.defined()) {
     LIGER_CHECK(!seq_idx.defined(), op, "cu_seqlens", "be None beside seq_idx", "both");
-    core::check_same_device(op, "cu_seqlens", cu_seqlens, "x", x);
+    core::check_same_device(op, "cu_seqlens", cu_seqlens, name, x);
     core::check_integers(op, "cu_seqlens", cu_seqlens);
     LIGER_CHECK(cu_seqlens.dim() == 1, op, "cu_seqlens", "have one dimension", cu_seqlens.sym_sizes());
-    LIGER_CHECK(x.sym_size(0) == 1, op, "x", "have a batch of 1 beside cu_seqlens", x.sym_sizes());
+    LIGER_CHECK(x.sym_size(0) == 1, op, name, "have a batch of 1 beside cu_seqlens", x.sym_sizes());
   }
+}
+
+void check(
+    const char* op, const Tensor& x, const c10::SymInt& columns, const Tensor& weight, const Tensor& bias,
+    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
+    const Tensor& state) {
+  check_parameters(op, "x", x, columns, weight, bias);
+  LIGER_CHECK(
+      activation == "silu" || activation == "none", op, "activation", "be 'silu' or 'none'", "'", activation, "'");
+  constexpr int64_t kMaxDilation = int64_t(1) << 24;
+  LIGER_CHECK(dilation >= 1 && dilation < kMaxDilation, op, "dilation", "be positive and less than 2^24", dilation);
+  check_samples(op, "x", x, seq_idx, cu_seqlens);
   if (state.defined()) {
     core::check_same_device(op, "initial_state", state, "x", x);
     LIGER_CHECK(
-        state.scalar_type() == dtype, op, "initial_state", c10::str("have the dtype of x, ", dtype),
+        state.scalar_type() == x.scalar_type(), op, "initial_state", c10::str("have the dtype of x, ", x.scalar_type()),
         state.scalar_type());
-    const auto past = (width - 1) * dilation;
+    const auto past = (weight.sym_size(1) - 1) * dilation;
     LIGER_CHECK(
         state.dim() == 3 && state.sym_size(0) == x.sym_size(0) && state.sym_size(1) == past &&
             state.sym_size(2) == columns,
@@ -76,9 +86,6 @@ void check(
   }
 }
 
-namespace {
-
-/// A number for each row, the same within a sample.
 Tensor samples_of(const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
   if (seq_idx.defined()) return seq_idx.to(at::kInt).contiguous();
   if (!cu_seqlens.defined()) return {};
@@ -87,8 +94,6 @@ Tensor samples_of(const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqle
 }
 
 Tensor contiguous(const Tensor& t) { return t.defined() ? t.contiguous() : t; }
-
-}  // namespace
 
 Tensor adjacent_columns(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Shared by the files of causal_conv1d and causal_conv1d_split.
+// Shared by the files of causal_conv1d, causal_conv1d_split and short_conv.
 
 #include <ATen/ATen.h>
 
@@ -56,6 +56,12 @@ struct Gradients {
   Tensor dx, dweight, dbias, dstate;  // undefined unless requested
 };
 
+/// Throws unless weight and bias fit `channels` columns of x. name: of x, in messages.
+void check_parameters(
+    const char* op, const char* name, const Tensor& x, const c10::SymInt& channels, const Tensor& weight,
+    const Tensor& bias);
+/// Throws unless the samples fit x's rows.
+void check_samples(const char* op, const char* name, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens);
 /// Throws unless the arguments fit `channels` columns of x.
 void check(
     const char* op, const Tensor& x, const c10::SymInt& channels, const Tensor& weight, const Tensor& bias,
@@ -67,6 +73,10 @@ Inputs inputs_of(
     const Tensor& state);
 /// t, copied unless its columns are adjacent.
 Tensor adjacent_columns(const Tensor& t);
+/// t, contiguous; may be undefined.
+Tensor contiguous(const Tensor& t);
+/// A number for each row, the same within a sample: int32, contiguous. Undefined without samples.
+Tensor samples_of(const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens);
 
 /// Writes the parts of y, which are contiguous.
 using ForwardOn = void(const Inputs& in, const Parts& y);

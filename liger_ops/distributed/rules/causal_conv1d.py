@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
-from .._sharding import Layout, R, sharding, summed
+from .._sharding import Layout, R, none_beside_dtensors, sharding, summed
 
 # Of x, and of the parameters: whole, by batches, or by columns.
 PLACEMENTS = (R, R), (Shard(0), R), (Shard(2), Shard(0))
@@ -14,10 +14,7 @@ PLACEMENTS = (R, R), (Shard(0), R), (Shard(2), Shard(0))
 
 @sharding("causal_conv1d")
 def forward(seq_idx: Any, cu_seqlens: Any, initial_state: Any, **_: Any) -> Iterator[Layout]:
-    # register_sharding has no layouts for tensors that are passed by keyword.
-    for name, given in dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state).items():
-        if given is not None:
-            raise ValueError(f"causal_conv1d: {name} must be None beside DTensors (got a DTensor)")
+    none_beside_dtensors("causal_conv1d", seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state)
     for rows, columns in PLACEMENTS:
         yield [rows], dict(x=rows, weight=columns, bias=columns)
 

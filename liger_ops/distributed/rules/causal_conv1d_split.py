@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
-from .._sharding import Layout, R, sharding, summed
+from .._sharding import Layout, R, none_beside_dtensors, sharding, summed
 
 # Of x: whole, or by batches. Columns of a shard would be those of fewer groups than `groups`.
 PLACEMENTS = R, Shard(0)
@@ -14,9 +14,7 @@ PLACEMENTS = R, Shard(0)
 
 @sharding("_causal_conv1d_split_fwd")
 def forward(seq_idx: Any, cu_seqlens: Any, initial_state: Any, **_: Any) -> Iterator[Layout]:
-    for name, given in dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state).items():
-        if given is not None:
-            raise ValueError(f"causal_conv1d_split: {name} must be None beside DTensors (got a DTensor)")
+    none_beside_dtensors("causal_conv1d_split", seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_state=initial_state)
     for rows in PLACEMENTS:
         yield [rows] * 3, dict(x=rows, weight=R, bias=R)
 

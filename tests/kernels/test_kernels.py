@@ -241,9 +241,10 @@ def is_wide_enough(variant, size):
 
 
 def has_aligned_rows(kernel) -> bool:
-    """Kernels that move single elements have no aligned config, and those of one architecture no portable PTX. Each thread of
-    the convolution's backward has two or four columns."""
-    if kernel.archs or "*X" not in kernel.args.values() or kernel.name == "causal_conv1d_bwd":
+    """Kernels that move single elements have no aligned config, and those of one architecture no portable PTX. Threads of some
+    convolutions have two or four columns."""
+    narrow = ("causal_conv1d_bwd", "short_conv_fwd", "short_conv_bwd")
+    if kernel.archs or "*X" not in kernel.args.values() or kernel.name in narrow:
         return False
     return any(config.aligned for config in kernel.configs)
 

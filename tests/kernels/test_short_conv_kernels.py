@@ -26,7 +26,7 @@ def run(path, n, width=3, length=9, flags=BIAS, of_rows="fp32", of_weight="fp32"
     exact = width == 3 and not flags & SAMPLES
     taken = 3 if exact else 4 if width <= 4 else 8
     choices = {"X": of_rows, "WIDTH": taken, "MASKED": int(not exact)}
-    forward, backward = (find(f"short_conv_{k}").pick(choices, n, True) for k in ("fwd", "bwd"))
+    forward, backward = (find(f"short_conv_{k}").pick(choices, n, n % 8 == 0) for k in ("fwd", "bwd"))
     wider = of_weight != of_rows
     unread = torch.full_like(weight, nan, **rows), torch.full_like(bias, nan, **rows)
     unread_wide = [t.float() for t in unread]
@@ -60,7 +60,7 @@ QUICK += [(13,), (13, 7, 9, BIAS | SAMPLES), (264, 3, 5), (136, 7, 5, 0)]
 QUICK += [(8, 3, 1), (8, 7, 2), (8, 3, 150, BIAS | SAMPLES), (8, 3, 65, 0)]
 THOROUGH = [(8, 3, 300), (8, 7, 150, BIAS | SAMPLES), (8, 4, 200)]
 QUICK += [(40, width, 9, BIAS | SAMPLES, "fp16", weight) for width in (3, 7) for weight in ("fp16", "fp32")]
-QUICK += [(40, 3, 9, BIAS, "fp16", "fp16")]
+QUICK += [(n, 3, length, BIAS, "fp16", "fp16") for n, length in ((40, 9), (520, 70), (13, 9))]
 
 
 @cases(QUICK, THOROUGH)

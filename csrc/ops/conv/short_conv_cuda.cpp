@@ -51,7 +51,9 @@ void Cuda::forward(const Inputs& in, const Tensor& y) {
   using K = kernels::short_conv_fwd;
   c10::DeviceGuard guard(in.bcx.device());
   const auto point = point_of<K>(in);
-  const auto& config = runtime::first_fit<K>(in.channels(), true, point);
+  const bool aligned = ((in.channels() | in.bcx.stride(0) | in.bcx.stride(1)) & 7) == 0 &&
+      core::aligned16(core::address(y), core::address(in.bcx));
+  const auto& config = runtime::first_fit<K>(in.channels(), aligned, point);
   const auto blocks = blocks_of(in, config);
   K::Args args{
       core::address(y),
@@ -75,7 +77,10 @@ void Cuda::backward(const Tensor& dy, const Inputs& in, const Gradients& out) {
   using K = kernels::short_conv_bwd;
   c10::DeviceGuard guard(in.bcx.device());
   const auto point = point_of<K>(in);
-  const auto& config = runtime::first_fit<K>(in.channels(), true, point);
+  const int64_t strides = dy.stride(0) | dy.stride(1) | in.bcx.stride(0) | in.bcx.stride(1);
+  const bool aligned = ((in.channels() | strides) & 7) == 0 &&
+      core::aligned16(core::address(out.dbcx), core::address(dy), core::address(in.bcx));
+  const auto& config = runtime::first_fit<K>(in.channels(), aligned, point);
   const auto blocks = blocks_of(in, config);
   const at::TensorOptions sums = in.bcx.options().dtype(at::kFloat);
   auto partial = [&](const Tensor& total) {

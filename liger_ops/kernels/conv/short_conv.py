@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES
-from ..table import Config, Kernel
+from ..table import HALVES, Config, Kernel
 from .causal_conv1d import convolved, from_, sample_at, that_counts
 
 HAS_BIAS = tl.constexpr(2)
@@ -197,11 +197,11 @@ def short_conv_bwd_kernel(
     tl.store(dbias + at, db, mask=valid & ((flags & NEEDS_DBIAS) != 0))
 
 
-def config(steps, *, unroll, only=None):
-    # A column a thread: no alignment is needed, and one variant serves all calls of a dtype and a WIDTH.
-    return Config(None, False, 4, constexprs=dict(BLOCK_N=128, STEPS=steps, UNROLL=unroll), only=only or {})
+def config(steps, *, unroll, block=128, aligned=False, only=None):
+    return Config(None, aligned, 4, constexprs=dict(BLOCK_N=block, STEPS=steps, UNROLL=unroll), only=only or {})
 
 
+# Elsewhere a thread has one column, so that a variant serves calls of any alignment.
 EXACT = {"WIDTH": (EXACT_WIDTH.value,)}
 WIDTHS = [{"WIDTH": w.value, "MASKED": int(w is not EXACT_WIDTH)} for w in (EXACT_WIDTH, NARROW_WIDTH, MAX_WIDTH)]
 AXES = {"dtype": DTYPES, "width": WIDTHS}
@@ -215,9 +215,13 @@ KERNELS = [
     Kernel(
         function=short_conv_fwd_kernel,
         args={"y": "*X", **INPUTS, **STRIDES, "flags": "i32"},
-        aligned=[],
+        aligned=["y", "bcx", "columns", "bcx_batch", "bcx_row"],
         axes=AXES,
-        configs=[config(32, unroll=4, only=EXACT), config(32, unroll=2)],
+        configs=[
+            config(32, unroll=4, block=512, aligned=True, only=EXACT | HALVES),
+            config(32, unroll=4, only=EXACT),
+            config(32, unroll=2),
+        ],
     ),
     Kernel(
         function=short_conv_bwd_kernel,
@@ -225,8 +229,12 @@ KERNELS = [
             "dbcx": "*X", "dweight": "*fp32", "dbias": "*fp32", "dy": "*X", **INPUTS,
             "dy_batch": "i64", "dy_row": "i64", **STRIDES, "flags": "i32",
         },
-        aligned=[],
+        aligned=["dbcx", "dy", "bcx", "columns", "dy_batch", "dy_row", "bcx_batch", "bcx_row"],
         axes=AXES,
-        configs=[config(64, unroll=4, only=EXACT), config(64, unroll=2)],
+        configs=[
+            config(64, unroll=2, block=512, aligned=True, only=EXACT | HALVES),
+            config(64, unroll=4, only=EXACT),
+            config(64, unroll=2),
+        ],
     ),
 ]  # fmt: skip

@@ -28,39 +28,61 @@ def scale_of_tensor(scale, peaks, count, BLOCK: tl.constexpr):
     return found
 
 
+# 64-bit before multiplications: tensors may have more than 2^31 elements.
+@triton.jit
+def load_strip(x, row, cols, rows, n, x_stride):
+    at = x + row.to(tl.int64)[:, None] * x_stride + cols[None, :]
+    return tl.load(at, mask=(row < rows)[:, None] & (cols < n)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(q, numbers, row, cols, written, n):
+    to = q + row.to(tl.int64)[:, None] * n + cols[None, :]
+    tl.store(to, numbers, mask=(row < written)[:, None] & (cols < n)[None, :])
+
+
+@triton.jit
+def store_columns(q_t, numbers, row, cols, written, n, pitch):
+    to = q_t + cols.to(tl.int64)[:, None] * pitch + row[None, :]
+    tl.store(to, tl.trans(numbers), mask=(cols < n)[:, None] & (row < written)[None, :])
+
+
 @triton.jit
 def quantize_tiles_kernel(
     q, scale, q_t, scale_t, peaks, x,
     rows, n, x_stride, written, has_q, pitch, scale_pitch, scale_t_pitch, count,
-    SHARED: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """A scale for 128 numbers of a row, and of a column: scale (blocks of n, scale_pitch), scale_t (blocks of rows,
     scale_t_pitch). SHARED: for the tile, if count is -1: scale (blocks of rows, scale_pitch), scale_t (blocks of n,
-    scale_t_pitch); else for all: scale (1,), which every program computes and the first one stores."""
+    scale_t_pitch); else for all: scale (1,), which every program computes and the first one stores.
+    STRIP rows at a time: if they are not BLOCK_M, the tile is read again, from a cache."""
     blocks = tl.cdiv(n, BLOCK_N)
     down = tl.program_id(0) // blocks
     across = tl.program_id(0) - down * blocks
-    row, cols = down * BLOCK_M + tl.arange(0, BLOCK_M), across * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (cols < n)[None, :]
-    # 64-bit before multiplications: tensors may have more than 2^31 elements.
-    at = x + row.to(tl.int64)[:, None] * x_stride + cols[None, :]
-    v = tl.load(at, mask=(row < rows)[:, None] & inside, other=0.0).to(tl.float32)
-    to = q + row.to(tl.int64)[:, None] * n + cols[None, :]
-    to_t = q_t + cols.to(tl.int64)[:, None] * pitch + row[None, :]
-    is_out, is_out_t = (row < written)[:, None] & inside, (cols < n)[:, None] & (row < written)[None, :]
+    cols, strip = across * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, STRIP)
+    top, end = down * BLOCK_M, down * BLOCK_M + BLOCK_M
+    peak_t = tl.zeros([BLOCK_N], tl.int32)
+    if STRIP == BLOCK_M:
+        row = top + strip
+        v = load_strip(x, row, cols, rows, n, x_stride)
+    for first in range(top, end, STRIP):
+        if STRIP < BLOCK_M:
+            row = first + strip
+            v = load_strip(x, row, cols, rows, n, x_stride)
+        peak_t = tl.maximum(peak_t, tl.max(magnitude(v), axis=0))
+        if not SHARED:
+            if has_q > 0:
+                own = scale_of(tl.max(magnitude(v), axis=1))
+                tl.store(scale + across.to(tl.int64) * scale_pitch + row, own, mask=row < written)
+                store_rows(q, to_e4m3(v * inverse(own)[:, None], HARDWARE), row, cols, written, n)
     if not SHARED:
-        peak = magnitude(v)
-        if has_q > 0:
-            own = scale_of(tl.max(peak, axis=1))
-            tl.store(scale + across.to(tl.int64) * scale_pitch + row, own, mask=row < written)
-            tl.store(to, to_e4m3(v * inverse(own)[:, None], HARDWARE), mask=is_out)
+        own_t = scale_of(peak_t)
         if pitch > 0:
-            own_t = scale_of(tl.max(peak, axis=0))
             tl.store(scale_t + down.to(tl.int64) * scale_t_pitch + cols, own_t, mask=cols < n)
-            tl.store(to_t, tl.trans(to_e4m3(v * inverse(own_t)[None, :], HARDWARE)), mask=is_out_t)
     else:
         if count < 0:
-            shared = scale_of(tl.max(tl.max(magnitude(v), axis=1), axis=0))
+            shared = scale_of(tl.max(peak_t, axis=0))
             if has_q > 0:
                 tl.store(scale + down.to(tl.int64) * scale_pitch + across, shared)
             if pitch > 0:
@@ -70,11 +92,18 @@ def quantize_tiles_kernel(
             if count > 0:
                 if tl.program_id(0) == 0:
                     tl.store(scale, shared)
-        numbers = to_e4m3(v * inverse(shared), HARDWARE)
-        if has_q > 0:
-            tl.store(to, numbers, mask=is_out)
+        own_t = tl.zeros([BLOCK_N], tl.float32) + shared
+    factor = inverse(own_t)[None, :]
+    for first in range(top, end, STRIP):
+        if STRIP < BLOCK_M:
+            row = first + strip
+            v = load_strip(x, row, cols, rows, n, x_stride)
+        numbers = to_e4m3(v * factor, HARDWARE)
+        if SHARED:
+            if has_q > 0:
+                store_rows(q, numbers, row, cols, written, n)
         if pitch > 0:
-            tl.store(to_t, tl.trans(numbers), mask=is_out_t)
+            store_columns(q_t, numbers, row, cols, written, n, pitch)
 
 
 @triton.jit
@@ -98,8 +127,8 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def tile(block_m, block_n, num_warps, aligned=True):
-    return Config(None, aligned, num_warps, constexprs=dict(BLOCK_M=block_m, BLOCK_N=block_n))
+def tile(block_m, block_n, num_warps, aligned=True, **options):
+    return Config(None, aligned, num_warps, constexprs=dict(BLOCK_M=block_m, BLOCK_N=block_n, **options))
 
 
 def tiles_kernel(hardware, configs, **options):
@@ -108,10 +137,10 @@ def tiles_kernel(hardware, configs, **options):
     return Kernel(quantize_tiles_kernel, ARGUMENTS, aligned, axes, configs, **options)
 
 
-# Numbers are loaded one by one, so that few per thread keep the code short.
-ANY = tile(128, 128, 16, aligned=False)
+# Numbers are loaded one by one, with an address each.
+ANY = tile(128, 128, 8, aligned=False, STRIP=32)
 KERNELS = [
-    tiles_kernel(1, [tile(128, 128, 8), ANY], archs=WITH_E4M3, suffix="_e4m3"),
+    tiles_kernel(1, [tile(128, 128, 8, STRIP=128), ANY], archs=WITH_E4M3, suffix="_e4m3"),
     tiles_kernel(0, [ANY]),
     Kernel(
         function=tensor_peaks_kernel,

@@ -72,7 +72,9 @@ OP = Op(
         "torchao rows_hp": torchao("rowwise_with_gw_hp"),
         "torchao tensor": torchao("tensorwise"),
     },
-    unchecked=frozenset({"GEMMs", "ours rows_hp", "ours tensor", "ours blocks", "torchao", "torchao rows_hp", "torchao tensor"}),
+    unchecked=frozenset(
+        {"GEMMs", "ours rows_hp", "ours tensor", "ours blocks", "torchao", "torchao rows_hp", "torchao tensor"}
+    ),
     # Of Llama-3-8B: o, gate or up, down.
     shapes={
         "quick-cpu": [(64, 128, 256)],

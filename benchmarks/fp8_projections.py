@@ -56,7 +56,13 @@ OP = Op(
     formula=formula,
     traffic=traffic,
     flops=flops,
-    providers={"GEMMs": gemms, "ours": of("rows"), "ours one by one": separate, "ours tensor": of("tensor"), "ours blocks": of("blocks")},
+    providers={
+        "GEMMs": gemms,
+        "ours": of("rows"),
+        "ours one by one": separate,
+        "ours tensor": of("tensor"),
+        "ours blocks": of("blocks"),
+    },
     unchecked=frozenset({"GEMMs", "ours one by one", "ours tensor", "ours blocks"}),
     # Of Llama-3-8B: gate and up are two of the second.
     shapes={

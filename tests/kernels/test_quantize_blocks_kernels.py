@@ -86,7 +86,7 @@ def test_kernels_interpreted(case, interpreted):
 
 @pytest.mark.parametrize("shared", range(2))
 def test_fp32_is_rounded_once(shared):
-    """By way of fp16, a number close to the middle of two would become the middle."""
+    """Through fp16, a number close to the middle of two would become the middle."""
     kernel = tables.find("quantize_tiles_e4m3")
     variant = next(v for v in kernel.variants() if v.choices["X"] == "bf16" and v.choices["SHARED"] == shared)
     text = compile_variant(variant, [kernel.archs[0]]).ptx.decode()

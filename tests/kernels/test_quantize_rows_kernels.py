@@ -79,7 +79,7 @@ def test_kernels_interpreted(case, interpreted):
 
 @pytest.mark.parametrize("name", ["quantize_rows_e4m3", "quantize_columns_e4m3"])
 def test_fp32_is_rounded_once(name):
-    """By way of fp16, a number close to the middle of two would become the middle."""
+    """Through fp16, a number close to the middle of two would become the middle."""
     kernel = tables.find(name)
     for dtype in ("bf16", "fp32"):
         variant = next(v for v in kernel.variants() if v.choices["X"] == dtype)

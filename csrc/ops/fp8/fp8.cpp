@@ -55,9 +55,7 @@ struct Operand {
   Operand part(const c10::SymInt& first, const c10::SymInt& count) const {
     const Tensor rows = q.narrow_symint(0, first, count);
     if (scales == Scales::tensor) return {rows, scale, scales};
-    const Tensor of_rows = scale.narrow_symint(0, first, count);
-    // cuBLAS takes blocks' scales with neighbouring rows side by side, without a gap.
-    return {rows, scales == Scales::blocks ? of_rows.t().contiguous().t() : of_rows, scales};
+    return {rows, scale.narrow_symint(0, first, count), scales};
   }
 };
 
@@ -142,8 +140,10 @@ struct Cuda {
     const int64_t squares = int64_t(at::blas::ScalingType::BlockWise128x128);
     const int64_t plain = int64_t(at::blas::SwizzleType::NO_SWIZZLE);
     const bool is_square = b.scales == Scales::squares;
+    // Of blocks, with neighbouring rows side by side and without a gap.
+    auto laid_out = [](const Tensor& t) { return t.t().contiguous().t(); };
     return at::_scaled_mm_v2(
-        left, right.t(), {scale}, {blocks}, {plain}, {is_square ? b.scale.t() : b.scale},
+        left, right.t(), {laid_out(scale)}, {blocks}, {plain}, {is_square ? b.scale.t() : laid_out(b.scale)},
         {is_square ? squares : blocks}, {plain}, {}, dtype);
   }
 };
@@ -473,8 +473,7 @@ struct Fp8Linear
     return bias && bias->defined() ? TensorList(*bias) : TensorList();
   }
 
-  static Recipe check(
-      const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
+  static Recipe check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
     auto needs_memory = [](const char* name, const Tensor& t) {
       if (t.defined() && !core::has_memory(t)) core::detail::refuse_memory(kOp, name, t);
     };

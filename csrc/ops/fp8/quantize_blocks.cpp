@@ -37,8 +37,7 @@ Tensor by_columns(const c10::SymInt& rows, const c10::SymInt& columns, const at:
 }
 
 /// Padding is 1, so that no NaN meets a zero.
-Tensor of_squares(
-    const c10::SymInt& rows, const c10::SymInt& columns, const at::TensorOptions& options, bool padded) {
+Tensor of_squares(const c10::SymInt& rows, const c10::SymInt& columns, const at::TensorOptions& options, bool padded) {
   if (!padded) return at::empty_symint({rows, columns}, options);
   const bool exact = !columns.is_symbolic() && columns.expect_int() % 4 == 0;
   const at::SymDimVector sizes{rows, rounded_up(columns, 4)};
@@ -204,7 +203,8 @@ std::vector<Part> parts_of(const char* op, TensorList xs, const Tensor& result, 
 
 // ---- The operator
 
-struct QuantizeBlocks : quantize::Operator<QuantizeBlocks, std::tuple<Tensor, Tensor>(const Tensor&, c10::string_view)> {
+struct QuantizeBlocks
+    : quantize::Operator<QuantizeBlocks, std::tuple<Tensor, Tensor>(const Tensor&, c10::string_view)> {
   static constexpr const char* kOp = "quantize_blocks";
   static constexpr const char* kSchema = schemas::quantize_blocks;
   using Cpu = quantize_blocks::Cpu;

@@ -14,6 +14,7 @@ from ..elements import DTYPES
 from ..table import Config, Kernel
 from .quantize_rows import WITH_E4M3, inverse, magnitude, scale_of, to_e4m3
 
+
 @triton.jit
 def scale_of_tensor(scale, peaks, count, BLOCK: tl.constexpr):
     """From `count` magnitudes, or, if there is none, what an earlier launch has stored."""

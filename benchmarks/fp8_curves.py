@@ -26,6 +26,8 @@ COLORS = {
     PLAIN: "black",
     "rows": "ours",
     "rows_hp": "ours rows_hp",
+    "tensor": "ours tensor",
+    "blocks": "ours blocks",
     "torchao": "torchao",
     "torchao_hp": "torchao rows_hp",
 }
@@ -36,7 +38,7 @@ def in_fp8(recipe: str) -> Callable[[nn.Module], None]:
         from liger_ops.transformers import apply_liger_kernel
 
         report = apply_liger_kernel(model, fp8=recipe, fp8_filter=lambda module, name: name != "head")
-        assert any(row.kind == "linear" and row.replacement for row in report.rows)
+        assert any(row.kind == "linear" and row.replacement for row in report.rows), f"no layer fits {recipe}"
 
     return prepare
 
@@ -55,6 +57,8 @@ PROVIDERS: dict[str, Callable[[nn.Module], None]] = {
     PLAIN: lambda model: None,
     "rows": in_fp8("rows"),
     "rows_hp": in_fp8("rows_hp"),
+    "tensor": in_fp8("tensor"),
+    "blocks": in_fp8("blocks"),
     "torchao": by_torchao("rowwise"),
     "torchao_hp": by_torchao("rowwise_with_gw_hp"),
 }
@@ -82,7 +86,7 @@ def main() -> int:
 
     parser = parser_of("fp8_curves", __doc__, 300)
     parser.add_argument("--seeds", type=positive, default=3)
-    parser.add_argument("--providers", default=f"{PLAIN},rows,rows_hp", help=f"of {', '.join(PROVIDERS)}")
+    parser.add_argument("--providers", default=f"{PLAIN},rows,rows_hp,tensor", help=f"of {', '.join(PROVIDERS)}")
     args = parser.parse_args()
     if args.redraw:
         draw(json.loads(args.redraw.read_text()), args.redraw.with_suffix(".png"))

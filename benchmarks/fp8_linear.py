@@ -1,4 +1,4 @@
-"""fp8_linear(x: (tokens, n), weight: (m, n)), recipes "rows" and "rows_hp", with the casts of all operands"""
+"""fp8_linear(x: (tokens, n), weight: (m, n)), all recipes, with the casts of all operands"""
 
 import torch
 import torch.nn.functional as F
@@ -66,13 +66,18 @@ OP = Op(
         "GEMMs": linear,
         "ours": of("rows"),
         "ours rows_hp": of("rows_hp"),
+        "ours tensor": of("tensor"),
+        "ours blocks": of("blocks"),
         "torchao": torchao("rowwise"),
         "torchao rows_hp": torchao("rowwise_with_gw_hp"),
+        "torchao tensor": torchao("tensorwise"),
     },
-    unchecked=frozenset({"GEMMs", "ours rows_hp", "torchao", "torchao rows_hp"}),
+    unchecked=frozenset(
+        {"GEMMs", "ours rows_hp", "ours tensor", "ours blocks", "torchao", "torchao rows_hp", "torchao tensor"}
+    ),
     # Of Llama-3-8B: o, gate or up, down.
     shapes={
-        "quick-cpu": [(64, 64, 96)],
+        "quick-cpu": [(64, 128, 256)],
         "quick": [(2048, 2048, 2048)],
         "full": [(8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096)],
     },

@@ -1,4 +1,4 @@
-"""fp8_projections(x: (tokens, n), three weights: (m, n)), recipe "rows", with the casts of all operands"""
+"""fp8_projections(x: (tokens, n), three weights: (m, n)), with the casts of all operands"""
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +33,14 @@ def gemms():
     return lambda x, *weights: torch.cat([F.linear(x, weight) for weight in weights], -1)
 
 
-def ours():
-    import liger_ops  # noqa: F401
+def of(recipe):
+    def ours():
+        import liger_ops  # noqa: F401
 
-    op = torch.ops.liger.fp8_projections.default
-    return lambda x, *weights: op(x, weights, [])
+        op = torch.ops.liger.fp8_projections.default
+        return lambda x, *weights: op(x, weights, [], recipe=recipe)
+
+    return ours
 
 
 def separate():
@@ -53,11 +56,17 @@ OP = Op(
     formula=formula,
     traffic=traffic,
     flops=flops,
-    providers={"GEMMs": gemms, "ours": ours, "ours one by one": separate},
-    unchecked=frozenset({"GEMMs", "ours one by one"}),
+    providers={
+        "GEMMs": gemms,
+        "ours": of("rows"),
+        "ours one by one": separate,
+        "ours tensor": of("tensor"),
+        "ours blocks": of("blocks"),
+    },
+    unchecked=frozenset({"GEMMs", "ours one by one", "ours tensor", "ours blocks"}),
     # Of Llama-3-8B: gate and up are two of the second.
     shapes={
-        "quick-cpu": [(64, 64, 96)],
+        "quick-cpu": [(64, 128, 256)],
         "quick": [(2048, 2048, 2048)],
         "full": [(8192, 4096, 2048), (8192, 4096, 14336)],
     },

@@ -45,10 +45,12 @@ PROVIDERS = {
     "ours-compile": "ours + torch.compile",
     "ours-fp8": "ours, FP8 by rows",
     "ours-fp8-hp": "ours, FP8 by rows, gradients of weights in bf16",
+    "ours-fp8-tensor": "ours, FP8 by tensors",
+    "ours-fp8-blocks": "ours, FP8 by blocks",
     "torchao-rows": "HF + torchao's FP8 by rows, compiled",
     "torchao-tensor": "HF + torchao's FP8 by tensors, compiled",
 }
-RECIPES = {"ours-fp8": "rows", "ours-fp8-hp": "rows_hp"}
+RECIPES = {"ours-fp8": "rows", "ours-fp8-hp": "rows_hp", "ours-fp8-tensor": "tensor", "ours-fp8-blocks": "blocks"}
 TORCHAO = {"torchao-rows": "rowwise", "torchao-tensor": "tensorwise"}
 LORA = ("adapters", "rank", "targets", "dropout", "base")
 BASES = ("plain", "nf4", "int8")

@@ -52,8 +52,8 @@ def random_call(operator: Operator, chance: random.Random) -> dict[str, Any]:
             return sum(parts if letter == "n" else parts[:-1])
         if letter in "WP":  # taps of a convolution, and the rows before the first
             return taps - (letter == "P")
-        if operator.__name__.startswith("fp8_"):  # features, of which GEMMs take multiples of 16
-            return 16 * chance.randint(1, 20)
+        if operator.__name__.startswith("fp8_"):  # features, of which GEMMs take multiples of 16 or, of blocks, of 128
+            return 16 * chance.randint(1, 20) if values.get("recipe") != "blocks" else 128 * chance.randint(1, 3)
         # The loss over one class is zero, of which no error is a part.
         if letter in "nmVI":
             return chance.choice((8, 17, 64, 100, 257, 1024) if letter == "V" else (1, 8, 17, 64, 100, 257, 1024))

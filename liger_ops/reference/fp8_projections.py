@@ -7,13 +7,47 @@ import torch
 from torch import Tensor
 
 from ._operator import demand, demand_choice, operator, widened
+from .quantize_blocks import BLOCK, blocks_in_e4m3, for_each, squares_in_e4m3, tensor_in_e4m3
 from .quantize_rows import columns_in_e4m3, rows_in_e4m3
 
-RECIPES = ("rows", "rows_hp")
-MULTIPLE = 16
+RECIPES = ("rows", "rows_hp", "tensor", "blocks")
 
 
-def multiplied(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], like: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiple_of(recipe: str) -> int:
+    """Of which features are multiples."""
+    return BLOCK if recipe == "blocks" else 16
+
+
+Quantised = tuple[Tensor, Tensor]  # and scales that broadcast against it
+
+
+def activation(x: Tensor, recipe: str) -> Quantised:
+    """Of rows of x, or of dy."""
+    if recipe != "blocks":
+        return tensor_in_e4m3(x) if recipe == "tensor" else rows_in_e4m3(x)
+    q, scale = blocks_in_e4m3(x)
+    return q, for_each(scale, q, BLOCK)
+
+
+def over_tokens(x: Tensor, recipe: str) -> Quantised:
+    """Of columns of x, or of dy."""
+    return columns_in_e4m3(x) if recipe == "rows" else activation(x.t().contiguous(), recipe)
+
+
+def weight_rows(weight: Tensor, recipe: str) -> Quantised:
+    if recipe != "blocks":
+        return activation(weight, recipe)
+    q, scale = squares_in_e4m3(weight)
+    return q, for_each(scale, q, BLOCK, BLOCK)
+
+
+def weight_columns(weight: Tensor, recipe: str) -> Quantised:
+    if recipe in ("rows", "rows_hp"):
+        return columns_in_e4m3(weight)
+    return weight_rows(weight.t().contiguous(), recipe)
+
+
+def multiplied(a: Quantised, b: Quantised, like: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b^T of quantised rows, summed in fp32, or in fp64 for fp64, and rounded once."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     x, w = (q.to(dtype) * scale.to(dtype) for q, scale in (a, b))
@@ -26,7 +60,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
-        return multiplied(rows_in_e4m3(x), rows_in_e4m3(weight), x, bias)
+        return multiplied(activation(x, recipe), weight_rows(weight, recipe), x, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -39,9 +73,9 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = multiplied(rows_in_e4m3(dy), columns_in_e4m3(weight), x)
-        if ctx.needs_input_grad[1] and ctx.recipe == "rows":
-            dw = multiplied(columns_in_e4m3(dy), columns_in_e4m3(x), weight)
+            dx = multiplied(activation(dy, ctx.recipe), weight_columns(weight, ctx.recipe), x)
+        if ctx.needs_input_grad[1] and ctx.recipe != "rows_hp":
+            dw = multiplied(over_tokens(dy, ctx.recipe), over_tokens(x, ctx.recipe), weight)
         elif ctx.needs_input_grad[1]:
             dw = (widened(dy).t() @ widened(x)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -54,12 +88,13 @@ def product(
 ) -> Tensor:
     """By the stacked weights. names: of them."""
     demand_choice(op, "recipe", RECIPES, recipe)
-    n = x.shape[-1]
-    demand(n % MULTIPLE == 0, op, "features of x", f"be a multiple of {MULTIPLE}", n)
+    n, multiple = x.shape[-1], multiple_of(recipe)
+    rule = f"be a multiple of {multiple}" + (" with the recipe 'blocks'" if recipe == "blocks" else "")
+    demand(n % multiple == 0, op, "features of x", rule, n)
     for name, weight in zip(names, weights):
         demand(weight.dim() == 2, op, name, "have two dimensions", [*weight.shape])
         m = weight.shape[0]
-        demand(m % MULTIPLE == 0, op, f"features of {name}", f"be a multiple of {MULTIPLE}", m)
+        demand(m % multiple == 0, op, f"features of {name}", rule, m)
     weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
     rows = x.reshape(x.shape[:-1].numel(), n)
     return Product.apply(rows, weight, bias, recipe).reshape(*x.shape[:-1], weight.shape[0])
@@ -72,7 +107,8 @@ def fp8_projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tenso
     x: (..., n), weights: (m, n) each, biases: (m,) each, or an empty list -> (..., all m).
 
     The same numbers as ``fp8_linear(x, torch.cat(weights), torch.cat(biases))``, without these copies: in the gradient of x
-    a row of all upstream gradients has one scale, and so has a column of all weights. Each n and m is a multiple of 16.
+    a row of all upstream gradients has one scale, and so has a column of all weights. With the recipe "tensor" all weights
+    share a scale, and so do all upstream gradients. Each n and m is a multiple of 16, with "blocks" of 128.
 
     Cost: as :func:`fp8_linear`; one GEMM in forward, one for the gradient of x, and one for that of each weight.
 

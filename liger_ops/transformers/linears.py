@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..projections import has_adapters, recipe_of
-from ..reference.fp8_projections import MULTIPLE
+from ..reference.fp8_projections import multiple_of
 from .heads import head_of
 from .patched import (
     NotUnderstood,
@@ -29,7 +29,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     return original_class(type(self)).forward(self, input)
 
 
-def why_not(linear: nn.Linear) -> str:
+def why_not(linear: nn.Linear, recipe: str) -> str:
     """Why a linear layer cannot be computed in FP8, or ""."""
     if has_replaced_forward(linear):
         return "its forward was replaced"
@@ -37,21 +37,21 @@ def why_not(linear: nn.Linear) -> str:
         return f"its weight is {type(linear.weight).__name__}"
     if not linear.weight.is_floating_point() or linear.weight.dtype.itemsize == 1:
         return f"its weight is in {linear.weight.dtype}"
-    sizes = linear.in_features, linear.out_features
-    if any(size % MULTIPLE for size in sizes):
-        return f"its sizes, {sizes[0]} and {sizes[1]}, must be multiples of {MULTIPLE}"
+    sizes, multiple = (linear.in_features, linear.out_features), multiple_of(recipe)
+    if any(size % multiple for size in sizes):
+        return f"its sizes, {sizes[0]} and {sizes[1]}, must be multiples of {multiple}"
     return ""
 
 
 def patch(linear: nn.Linear, recipe: str) -> str:
-    if reason := why_not(linear):
+    if reason := why_not(linear, recipe):
         raise NotUnderstood(reason)
     replacement = f"fp8_linear, {recipe}"
     give_subclass(linear, "linear", replacement, recipe, lambda cls: {"forward": forward, "liger_fp8": recipe})
     return replacement
 
 
-def chosen(model: nn.Module, wanted: Filter | None) -> list[tuple[str, nn.Linear, str]]:
+def chosen(model: nn.Module, recipe: str, wanted: Filter | None) -> list[tuple[str, nn.Linear, str]]:
     """The path and the module of each plain linear layer but the head, and why it is left alone, or ""."""
     head = head_of(model)
     adapted = [path for path, module in model.named_modules() if has_adapters(module)]
@@ -60,7 +60,7 @@ def chosen(model: nn.Module, wanted: Filter | None) -> list[tuple[str, nn.Linear
         # Subclasses, such as those of torchao and bitsandbytes, compute something else.
         if type(module) is not nn.Linear or module is head:
             continue
-        reason = why_not(module)
+        reason = why_not(module, recipe)
         if any(path.startswith(f"{outer}.") and path != f"{outer}.base_layer" for outer in adapted):
             reason = "is an adapter"
         elif path.rpartition(".")[2] in ROUTERS:

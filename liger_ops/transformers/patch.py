@@ -268,7 +268,8 @@ def apply_liger_kernel(
     moe_experts, hyper_pre, hyper_post, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
     fp8: a recipe of :func:`fp8_linear`, with which linear layers compute while they train. The head, layers that choose
-    experts, adapters of LoRA and those whose sizes are no multiples of 16 stay as they are.
+    experts, adapters of LoRA and those whose sizes are no multiples of 16 (with "blocks" of
+    128) stay as they are.
     fp8_filter: called with each of these layers and its name; those for which it returns False stay as they are, too.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.
@@ -316,7 +317,7 @@ def linear_steps(model: nn.Module, options: Options) -> list[Step]:
     """Linear layers in FP8."""
     if options.fp8 is None:
         return []
-    found = linears.chosen(model, options.fp8_filter)
+    found = linears.chosen(model, options.fp8, options.fp8_filter)
     return [
         Step(path, module, "linear", None if why else functools.partial(linears.patch, module, options.fp8), why)
         for path, module, why in found

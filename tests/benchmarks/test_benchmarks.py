@@ -214,7 +214,7 @@ def test_curves_in_fp8(tmp_path, monkeypatch, capsys):
     assert fp8_curves.main() == 0
     (file,) = tmp_path.glob("*-fp8-curves.json")
     record = json.loads(file.read_text())
-    assert [set(curves) for curves in record["curves"]] == 2 * [{"bf16", "rows", "rows_hp"}]
+    assert [set(curves) for curves in record["curves"]] == 2 * [{"bf16", "rows", "rows_hp", "tensor"}]
     for curves in record["curves"]:
         # It is in FP8, and near bf16.
         assert curves["rows"] != curves["bf16"] != curves["rows_hp"] and curves["rows"][0] != curves["rows"][2]

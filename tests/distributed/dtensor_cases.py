@@ -322,6 +322,7 @@ for op, p, results in (
     (F.quantize_rows, R, [R, R]),
     (F.quantize_rows, Shard(0), [Shard(0), Shard(0)]),
     (F.quantize_rows, Shard(1), [Shard(1), Shard(1)]),
+    (F.quantize_blocks, Shard(0), [Shard(0), Shard(0)]),
     (F.quantize_columns, R, [R, R]),
     (F.quantize_columns, Shard(2), [Shard(0), Shard(0)]),
     (F.quantize_both, R, [R, R, R, R]),
@@ -331,6 +332,10 @@ for op, p, results in (
 IN_FP8 = dict(x=(randn(4, 16), Shard(0)), weight=(randn(32, 16), R))
 CASES.refuse({
     "quantize_rows by columns": (F.quantize_rows, dict(x=(X, Shard(2))), "quantize_rows: x must be"),
+    "quantize_blocks by columns": (F.quantize_blocks, dict(x=(X, Shard(2))), "quantize_blocks: x must be"),
+    "quantize_blocks, squares by rows": (
+        lambda x: F.quantize_blocks(x, block="128x128"), dict(x=(X, Shard(0))), "quantize_blocks: x must be",
+    ),
     "quantize_columns by rows": (F.quantize_columns, dict(x=(X, Shard(0))), "quantize_columns: x must be"),
     "quantize_both by rows": (F.quantize_both, dict(x=(X, Shard(0))), "quantize_both: x must be"),
     "fp8_linear": (F.fp8_linear, IN_FP8, "fp8_linear: x must be a plain tensor"),

@@ -461,6 +461,7 @@ def tensor_parallel(mesh: Any, order: str) -> None:
 
 @case("fp8", recipe="rows")
 @case("fp8, gradients of weights in their own dtype", recipe="rows_hp", thorough=True)
+@case("fp8, a scale per tensor", recipe="tensor", thorough=True)
 @case("fp8, linear layers in groups of their own", recipe="rows", alone=True)
 @case("fp8, checkpoints", recipe="rows", checkpoints=True)
 def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = False) -> None:

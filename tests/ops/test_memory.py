@@ -32,7 +32,7 @@ ADAPTERS_OF_EXPERTS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 # Arguments that forward saves -> their names in the backward operator.
 SAVED = {
     **{op: {name: name for name in names} for op, names in plain_operators().items()},
-    **{op: {} for op in ("quantize_rows", "quantize_columns", "quantize_both")},
+    **{op: {} for op in ("quantize_rows", "quantize_columns", "quantize_both", "quantize_blocks")},
     "rms_norm": dict(x="x", weight="weight"),
     "fused_add_rms_norm": dict(weight="weight"),
     "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),

@@ -132,6 +132,8 @@ ROWS = [
     Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH)), dict(recipe="rows_hp")),
     Row("fp8_projections", dict(x=HIDDEN), STACKED | {"biases[0]": (2 * WIDTH,), "biases[1]": (WIDTH,)}),
     Row("fp8_projections", dict(x=HIDDEN), STACKED, dict(biases=[], recipe="rows_hp")),
+    Row("fp8_linear", dict(x=HIDDEN), dict(weight=(2 * WIDTH, WIDTH), bias=(2 * WIDTH,)), dict(recipe="tensor")),
+    Row("fp8_linear", dict(x=("B", "S", 128)), dict(weight=(256, 128)), dict(recipe="blocks")),
     Row("embedding", dict(input=TARGET), HEAD),
     Row("embedding", dict(input=TARGET), HEAD, dict(padding_idx=1)),
     Row("moe_experts", MOE, EXPERT_WEIGHTS),

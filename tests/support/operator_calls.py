@@ -29,7 +29,7 @@ def low_rank(prefix: str = "", classes: int = CLASSES) -> dict[str, Any]:
 
 
 # Operators without gradients.
-QUANTIZERS = {"quantize_rows", "quantize_columns", "quantize_both"}
+QUANTIZERS = {"quantize_rows", "quantize_columns", "quantize_both", "quantize_blocks"}
 
 
 def public_calls() -> dict[str, dict[str, Any]]:

@@ -15,7 +15,13 @@ LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )]  # fmt: skip
-RECIPES = ("rows", "rows_hp")
+RECIPES = ("rows", "rows_hp", "tensor", "blocks")
+# Multiples of 128, for "blocks".
+LARGE = dict(hidden_size=128, intermediate_size=256, head_dim=32, num_key_value_heads=4)
+
+
+def llama(recipe: str) -> nn.Module:
+    return make("llama", **LARGE if recipe == "blocks" else {})
 
 
 def rows_of(report) -> dict[str, tuple[str, str]]:
@@ -63,9 +69,9 @@ def close(ours, theirs) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_training_step_is_that_of_the_formula(recipe):
     ids = tokens()
-    plain = step(make("llama").train(), ids)
-    expected = step(formula_in(make("llama").train(), recipe), ids)
-    model = make("llama").train()
+    plain = step(llama(recipe).train(), ids)
+    expected = step(formula_in(llama(recipe).train(), recipe), ids)
+    model = llama(recipe).train()
     report = apply_liger_kernel(model, fp8=recipe)
     assert rows_of(report) == {name: (f"fp8_linear, {recipe}", "") for name in LAYERS}
     found = step(model, ids)
@@ -116,8 +122,8 @@ def test_layers_of_one_input_quantise_it_once(name):
 def test_bases_of_lora_layers(order, recipe):
     """They compute in FP8, and the operator adds the adapters to what they return."""
     prefix, ids = "base_model.model.", tokens()
-    expected = step(formula_in(with_adapters(make("llama")), recipe, prefix).train(), ids)
-    model = make("llama")
+    expected = step(formula_in(with_adapters(llama(recipe)), recipe, prefix).train(), ids)
+    model = llama(recipe)
     if order == "before":
         apply_liger_kernel(model, fp8=recipe)
     model = with_adapters(model).train()
@@ -168,6 +174,9 @@ def test_what_is_left_alone():
     assert found["model.layers.0.mlp.down_proj"] == ("", "its sizes, 40 and 32, must be multiples of 16")
     assert found["model.layers.0.self_attn.k_proj"] == ("", "fp8_filter leaves it out")
     assert found["model.layers.0.self_attn.q_proj"] == ("fp8_linear, rows", "")
+    found = rows_of(apply_liger_kernel(make("llama", **LARGE | dict(num_key_value_heads=2)), fp8="blocks"))
+    assert found["model.layers.0.self_attn.k_proj"] == ("", "its sizes, 128 and 64, must be multiples of 128")
+    assert found["model.layers.0.self_attn.q_proj"] == ("fp8_linear, blocks", "")
 
 
 class Others(nn.Module):
@@ -229,8 +238,8 @@ def test_compiles():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(fp8="blocks"), "fp8 must be 'rows', 'rows_hp' or None .got 'blocks'."),
-        (dict(fp8=True), "fp8 must be 'rows', 'rows_hp' or None .got True."),
+        (dict(fp8="columns"), "fp8 must be 'rows', 'rows_hp', 'tensor', 'blocks' or None .got 'columns'."),
+        (dict(fp8=True), "fp8 must be 'rows', 'rows_hp', 'tensor', 'blocks' or None .got True."),
         (
             dict(fp8="rows", fp8_filter="q_proj"),
             "fp8_filter must be a function of a module and its name .got 'q_proj'.",

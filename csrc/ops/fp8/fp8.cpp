@@ -5,13 +5,17 @@
 // x: (..., n), T rows; weight: (m, n); dy: (..., m). A GEMM takes both operands with the summed dimension last, (M, K)
 // and (N, K), and their scales (M, 1) and (N, 1). cuBLAS and CUTLASS compute them through aten::_scaled_mm.
 //
-// recipe "rows_hp": the weight's gradient is a GEMM of x and dy as they are. Nothing is kept between calls but what
+// recipe "rows_hp": the weight's gradient is a GEMM of x and dy as they are. "tensor": one scale for all rows and columns.
+// "blocks": one for 128 numbers along the summed dimension, of weights for 128 x 128. Nothing is kept between calls but what
 // autograd saves: the weights and their columns' scales, and x or its transposed copy if a weight takes a gradient.
+
+#include <ATen/BlasBackend.h>
 
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"
 #include "ops/fp8/quantize.h"
+#include "ops/fp8/quantize_blocks.h"
 #include "runtime/status.h"
 
 namespace liger::ops::fp8_linear {
@@ -20,39 +24,60 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 using OptionalTensor = std::optional<Tensor>;
+using quantize_blocks::By;
 using quantize_rows::Columns;
-using quantize_rows::Quantized;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr const char* kBackward = "fp8_linear backward";
 constexpr int64_t kMultiple = 16;  // of sizes, for cuBLAS
-constexpr int kFirstCapability = 89;
+constexpr int kFirstCapability = 89, kHopper = 90;
 
-enum class Recipe { rows, rows_hp };
+enum class Recipe { rows, rows_hp, tensor, blocks };
 
 Recipe recipe_of(const char* op, std::string_view recipe) {
-  LIGER_CHECK(recipe == "rows" || recipe == "rows_hp", op, "recipe", "be 'rows' or 'rows_hp'", "'", recipe, "'");
-  return recipe == "rows" ? Recipe::rows : Recipe::rows_hp;
+  if (recipe == "rows") return Recipe::rows;
+  if (recipe == "rows_hp") return Recipe::rows_hp;
+  if (recipe == "tensor") return Recipe::tensor;
+  LIGER_CHECK(recipe == "blocks", op, "recipe", "be 'rows', 'rows_hp', 'tensor' or 'blocks'", "'", recipe, "'");
+  return Recipe::blocks;
 }
 
 // ---- GEMMs: (M, K) by (N, K), quantised
 
+/// What has a scale of its own: a row, 128 numbers of a row, 128 x 128, or all.
+enum class Scales { rows, blocks, squares, tensor };
+
 struct Operand {
   Tensor q, scale;
-};
+  Scales scales = Scales::rows;
 
-Operand rows_of(const Quantized& t) { return {t.q.flatten(0, -2), t.scale.view({-1, 1})}; }
-Operand columns_of(const Quantized& t) { return {t.q_t, t.scale_t}; }
+  /// Rows from `first` on.
+  Operand part(const c10::SymInt& first, const c10::SymInt& count) const {
+    const Tensor rows = q.narrow_symint(0, first, count);
+    if (scales == Scales::tensor) return {rows, scale, scales};
+    return {rows, scale.narrow_symint(0, first, count), scales};
+  }
+};
 
 struct Cpu {
   using Quantizer = quantize_rows::Cpu;
+  using Blocks = quantize_blocks::Cpu;
 
-  static void check(const char*, const Tensor&) {}
+  static void check(const char*, const Tensor&, Recipe) {}
+
+  /// The scale of each number, or of each row.
+  static Tensor scale_of_each(const Operand& t) {
+    const int64_t rows = t.q.size(0), n = t.q.size(1), block = quantize_blocks::kBlock;
+    Tensor out = t.scale;
+    if (t.scales == Scales::squares) out = out.repeat_interleave(block, 0).narrow(0, 0, rows);
+    const bool by_blocks = t.scales == Scales::squares || t.scales == Scales::blocks;
+    return by_blocks ? out.repeat_interleave(block, 1).narrow(1, 0, n) : out;
+  }
 
   static Tensor multiply(
       const Operand& a, const Operand& b, const Tensor& bias, const Tensor& like, bool /*is_over_rows*/) {
     const auto dtype = core::compute_type(like);
-    auto widened = [&](const Operand& t) { return t.q.to(dtype) * t.scale.to(dtype); };
+    auto widened = [&](const Operand& t) { return t.q.to(dtype) * scale_of_each(t).to(dtype); };
     Tensor y = at::mm(widened(a), widened(b).t());
     if (bias.defined()) y.add_(bias.to(dtype));
     return y.to(like.scalar_type());
@@ -67,39 +92,67 @@ Tensor padded(const Tensor& q) {
 
 struct Cuda {
   using Quantizer = quantize_rows::Cuda;
+  using Blocks = quantize_blocks::Cuda;
 
-  static void check(const char* op, const Tensor& x) {
+  static void check(const char* op, const Tensor& x, Recipe recipe) {
     std::string error;
     const auto* info = runtime::device_info(x.device().index(), error);
     TORCH_CHECK(info, op, ": ", error);
+    const auto major = info->capability / 10, minor = info->capability % 10;
     LIGER_CHECK(
         info->capability >= kFirstCapability, op, "x",
-        "be on a GPU with FP8 tensor cores, compute capability 8.9 or newer", info->name, ", ", info->capability / 10,
-        ".", info->capability % 10);
+        "be on a GPU with FP8 tensor cores, compute capability 8.9 or newer", info->name, ", ", major, ".", minor);
+    LIGER_CHECK(
+        recipe != Recipe::blocks || info->capability == kHopper, op, "x",
+        "be on a GPU of compute capability 9.0 with the recipe 'blocks'", info->name, ", ", major, ".", minor);
   }
 
   static Tensor multiply(
       const Operand& a, const Operand& b, const Tensor& bias, const Tensor& like, bool is_over_rows) {
     const Tensor left = padded(a.q), right = padded(b.q);
     // Fast accumulation drops bits of long sums, and batches have any number of rows.
-    const bool fast = !is_over_rows;
-    if (like.scalar_type() == at::kBFloat16) {
-      const auto added = bias.defined() ? OptionalTensor(bias) : std::nullopt;
+    const bool fast = !is_over_rows, half = like.scalar_type() != at::kFloat;
+    const auto added = bias.defined() ? OptionalTensor(bias) : std::nullopt;
+    if (a.scales == Scales::tensor && half)
+      return at::_scaled_mm(left, right.t(), a.scale, b.scale, added, {}, like.scalar_type(), fast);
+    if (a.scales == Scales::rows && like.scalar_type() == at::kBFloat16)
       return at::_scaled_mm(left, right.t(), a.scale, b.scale.t(), added, {}, at::kBFloat16, fast);
+    Tensor y;
+    if (a.scales == Scales::tensor) {
+      y = at::_scaled_mm(left, right.t(), a.scale, b.scale, {}, {}, at::kFloat, fast);
+    } else if (a.scales == Scales::blocks) {
+      const bool direct = like.scalar_type() == at::kBFloat16 && !bias.defined();
+      y = multiply_blocks(left, right, a.scale, b, direct ? at::kBFloat16 : at::kFloat);
+    } else {
+      // Scales of rows come with results in bfloat16 alone.
+      const Tensor one = at::ones({}, a.scale.options());
+      y = at::_scaled_mm(left, right.t(), one, one, {}, {}, at::kFloat, fast);
+      y.mul_(a.scale).mul_(b.scale.t());
     }
-    // Scales of rows come with results in bfloat16 alone.
-    const Tensor one = at::ones({}, a.scale.options());
-    Tensor y = at::_scaled_mm(left, right.t(), one, one, {}, {}, at::kFloat, fast);
-    y.mul_(a.scale).mul_(b.scale.t());
     if (bias.defined()) y.add_(bias);
     return y.to(like.scalar_type());
+  }
+
+  /// The older _scaled_mm guesses from the scales' shapes, and does not know that cuBLAS pads those of squares.
+  static Tensor multiply_blocks(
+      const Tensor& left, const Tensor& right, const Tensor& scale, const Operand& b, at::ScalarType dtype) {
+    const int64_t blocks = int64_t(at::blas::ScalingType::BlockWise1x128);
+    const int64_t squares = int64_t(at::blas::ScalingType::BlockWise128x128);
+    const int64_t plain = int64_t(at::blas::SwizzleType::NO_SWIZZLE);
+    const bool is_square = b.scales == Scales::squares;
+    // Of blocks, with neighbouring rows side by side and without a gap.
+    auto laid_out = [](const Tensor& t) { return t.t().contiguous().t(); };
+    return at::_scaled_mm_v2(
+        left, right.t(), {laid_out(scale)}, {blocks}, {plain}, {is_square ? b.scale.t() : laid_out(b.scale)},
+        {is_square ? squares : blocks}, {plain}, {}, dtype);
   }
 };
 
 struct Meta {
   using Quantizer = quantize_rows::Meta;
+  using Blocks = quantize_blocks::Meta;
 
-  static void check(const char*, const Tensor&) {}
+  static void check(const char*, const Tensor&, Recipe) {}
 };
 
 template <class Device>
@@ -116,17 +169,72 @@ Tensor product(const Operand& a, const Operand& b, const Tensor& bias, const Ten
   }
 }
 
-/// y with the rows of x. Not a view, so that its memory can be used again.
-Tensor in_rows_of(const Tensor& x, const Tensor& y) {
+// ---- Operands
+
+/// A matrix and its transposed copy, if they are wanted.
+struct Pair {
+  Operand rows, columns;
+};
+
+template <class Device>
+Pair pair_of_blocks(
+    const char* op, TensorList ts, bool is_weight, quantize_blocks::Wanted wanted, Recipe recipe,
+    const Tensor& scale = {}) {
+  const bool tensor = recipe == Recipe::tensor;
+  const auto by = tensor ? By::tensor : is_weight ? By::squares : By::rows;
+  const auto scales = tensor ? Scales::tensor : is_weight ? Scales::squares : Scales::blocks;
+  auto found = Device::Blocks::quantize(op, ts, by, wanted, scale);
+  return {{found.q, found.scale, scales}, {found.q_t, found.scale_t, scales}};
+}
+
+bool by_rows(Recipe recipe) { return recipe == Recipe::rows || recipe == Recipe::rows_hp; }
+
+/// Of t, a matrix. Its columns are over tokens.
+template <class Device>
+Pair pair_of(const char* op, const Tensor& t, bool rows, bool columns, Recipe recipe) {
+  if (!by_rows(recipe)) return pair_of_blocks<Device>(op, {t}, false, {rows, columns, true}, recipe);
+  const auto found = Device::Quantizer::quantize(op, {t}, rows, columns ? Columns::all : Columns::none);
+  return {{found.q, found.scale}, {found.q_t, found.scale_t}};
+}
+
+/// The rows of weights, and of their columns what columns_of_weights needs.
+template <class Device>
+Pair rows_of_weights(const char* op, TensorList weights, bool wants_columns, Recipe recipe) {
+  if (by_rows(recipe)) {
+    const auto columns = wants_columns ? Columns::scales : Columns::none;
+    const auto found = Device::Quantizer::quantize(op, weights, true, columns);
+    return {{found.q, found.scale.view_symint({-1, 1})}, {{}, found.scale_t}};
+  }
+  Pair out = pair_of_blocks<Device>(op, weights, true, {true, false, recipe == Recipe::blocks}, recipe);
+  if (recipe == Recipe::tensor && wants_columns) out.columns.scale = out.rows.scale;
+  return out;
+}
+
+template <class Device>
+Operand columns_of_weights(const char* op, TensorList weights, const Tensor& scale, Recipe recipe) {
+  if (by_rows(recipe)) {
+    const auto found = Device::Quantizer::with_scales(op, weights, scale);
+    return {found.q_t, found.scale_t};
+  }
+  const bool blocks = recipe == Recipe::blocks;
+  return pair_of_blocks<Device>(op, weights, true, {false, true, blocks}, recipe, blocks ? Tensor() : scale).columns;
+}
+
+/// y with the rows of x, without those of padding. Not a view, so that its memory can be used again.
+Tensor in_rows_of(const Tensor& x, const Tensor& y, Recipe recipe) {
   at::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+  const auto rows = c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1));
   sizes.back() = y.sym_sizes().back();
-  return at::_unsafe_view_symint(y, sizes);
+  return at::_unsafe_view_symint(by_rows(recipe) ? y : y.narrow_symint(0, 0, rows), sizes);
 }
 
 // ---- Checks
 
-void check_multiple(const char* op, const std::string& name, const c10::SymInt& size) {
-  LIGER_CHECK(size % kMultiple == 0, op, name, c10::str("be a multiple of ", kMultiple), size);
+void check_multiple(const char* op, const std::string& name, const c10::SymInt& size, Recipe recipe) {
+  const bool blocks = recipe == Recipe::blocks;
+  const int64_t multiple = blocks ? quantize_blocks::kBlock : kMultiple;
+  const char* why = blocks ? " with the recipe 'blocks'" : "";
+  LIGER_CHECK(size % multiple == 0, op, name, c10::str("be a multiple of ", multiple, why), size);
 }
 
 void check_parameter(const char* op, const std::string& name, const Tensor& t, const Tensor& x) {
@@ -137,14 +245,14 @@ void check_parameter(const char* op, const std::string& name, const Tensor& t, c
       t.scalar_type());
 }
 
-void check_weight(const char* op, const std::string& name, const Tensor& weight, const Tensor& x) {
+void check_weight(const char* op, const std::string& name, const Tensor& weight, const Tensor& x, Recipe recipe) {
   check_parameter(op, name, weight, x);
   LIGER_CHECK(weight.dim() == 2, op, name, "have two dimensions", weight.sym_sizes());
   const auto n = x.sym_sizes().back();
   LIGER_CHECK(
       weight.sym_size(1) == n, op, name, c10::str("have shape [features, ", n, "], the last dimension of x"),
       weight.sym_sizes());
-  check_multiple(op, "features of " + name, weight.sym_size(0));
+  check_multiple(op, "features of " + name, weight.sym_size(0), recipe);
 }
 
 void check_bias(const char* op, const std::string& name, const Tensor& bias, const c10::SymInt& m, const Tensor& x) {
@@ -154,18 +262,18 @@ void check_bias(const char* op, const std::string& name, const Tensor& bias, con
       bias.sym_sizes());
 }
 
-void check_x(const char* op, const Tensor& x) {
+void check_x(const char* op, const Tensor& x, Recipe recipe) {
   core::check_activation(op, "x", x);
-  check_multiple(op, "features of x", x.sym_sizes().back());
+  check_multiple(op, "features of x", x.sym_sizes().back(), recipe);
 }
 
-void check_lists(const char* op, const Tensor& x, TensorList weights, TensorList biases) {
-  check_x(op, x);
+void check_lists(const char* op, const Tensor& x, TensorList weights, TensorList biases, Recipe recipe) {
+  check_x(op, x, recipe);
   LIGER_CHECK(!weights.empty(), op, "weights", "have an entry", 0);
   LIGER_CHECK(
       biases.empty() || biases.size() == weights.size(), op, "biases",
       c10::str("be empty or have as many entries as weights, ", weights.size()), biases.size());
-  for (size_t i = 0; i < weights.size(); ++i) check_weight(op, c10::str("weights[", i, "]"), weights[i], x);
+  for (size_t i = 0; i < weights.size(); ++i) check_weight(op, c10::str("weights[", i, "]"), weights[i], x, recipe);
   for (size_t i = 0; i < biases.size(); ++i) {
     check_bias(op, c10::str("biases[", i, "]"), biases[i], weights[i].sym_size(0), x);
   }
@@ -187,31 +295,34 @@ struct Fp8Projections
   using Cuda = fp8_linear::Cuda;
   using Meta = fp8_linear::Meta;
 
-  /// y; with the recipe "rows" what the weights' gradients need of x, if one is wanted; the scales of the weights' columns,
-  /// for that of x.
+  /// y; what the weights' gradients need of x, if one is wanted and not with the recipe "rows_hp"; the scales that the gradient
+  /// of x needs of the weights.
   template <class Device>
   static Four compute(
       const char* op, const Tensor& x, TensorList weights, TensorList biases, bool wants_x, bool wants_weights,
       Recipe recipe) {
-    Device::check(op, x);
-    const Columns transposed = recipe == Recipe::rows && wants_weights ? Columns::all : Columns::none;
+    Device::check(op, x, recipe);
     c10::DeviceGuard guard(x.device());
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const Tensor rows = core::as_matrix(x);
-    using Quantizer = typename Device::Quantizer;
-    Quantized of_x = Quantizer::quantize(op, {rows}, true, transposed);
-    const auto of_weights = Quantizer::quantize(op, weights, true, wants_x ? Columns::scales : Columns::none);
-    const Tensor y = product<Device>(rows_of(of_x), rows_of(of_weights), stacked(biases), x);
-    auto present = [&](const Tensor& t) { return t.defined() ? t : at::empty({0}, of_x.scale.options()); };
-    return {in_rows_of(x, y), present(of_x.q_t), present(of_x.scale_t), present(of_weights.scale_t)};
+    const bool transposed = recipe != Recipe::rows_hp && wants_weights;
+    const Pair of_x = pair_of<Device>(op, core::as_matrix(x), true, transposed, recipe);
+    const Pair of_weights = rows_of_weights<Device>(op, weights, wants_x, recipe);
+    const Tensor y = product<Device>(of_x.rows, of_weights.rows, stacked(biases), x);
+    auto present = [&](const Tensor& t, bool wanted) {
+      return wanted && t.defined() ? t : at::empty({0}, of_x.rows.scale.options());
+    };
+    return {
+        in_rows_of(x, y, recipe), present(of_x.columns.q, transposed), present(of_x.columns.scale, transposed),
+        present(of_weights.columns.scale, wants_x)};
   }
 
   template <class Device>
   static Four fwd(
       const Tensor& x, TensorList weights, TensorList biases, bool wants_x, bool wants_weights,
       std::string_view recipe) {
-    check_lists(kOp, x, weights, biases);
-    return compute<Device>(kOp, x, weights, biases, wants_x, wants_weights, recipe_of(kOp, recipe));
+    const Recipe given = recipe_of(kOp, recipe);
+    check_lists(kOp, x, weights, biases, given);
+    return compute<Device>(kOp, x, weights, biases, wants_x, wants_weights, given);
   }
 
   template <class Device>
@@ -219,36 +330,35 @@ struct Fp8Projections
     return std::get<0>(fwd<Device>(x, weights, biases, false, false, recipe));
   }
 
-  /// Those gradients of x, the weights and the biases that are wanted, in this order. x: with the recipe "rows_hp" alone.
-  /// weights, weight_scale: for the gradient of x alone. features: of each weight. wanted: of x, each weight, and each bias if there is one.
+  /// Those gradients of x, the weights and the biases that are wanted, in this order. x: with the recipe "rows_hp" alone,
+  /// which needs no x_t and scale_t. weights, weight_scale: for the gradient of x alone. features: of each weight. wanted: of x, each weight, and each bias if there is one.
   template <class Device>
   static std::vector<Tensor> bwd(
       const Tensor& dy, const OptionalTensor& x, TensorList weights, const OptionalTensor& x_t,
       const OptionalTensor& scale_t, const OptionalTensor& weight_scale, c10::SymIntArrayRef features,
       const c10::List<bool>& wanted, std::string_view recipe) {
-    Device::check(kBackward, dy);
+    const Recipe given = recipe_of(kBackward, recipe);
+    Device::check(kBackward, dy, given);
     c10::DeviceGuard guard(dy.device());
     const size_t count = features.size();
     bool of_weights = false;
     for (size_t i = 0; i < count; ++i) of_weights |= wanted[1 + i];
-    const bool of_x = wanted[0], transposed = recipe_of(kBackward, recipe) == Recipe::rows && of_weights;
-    using Quantizer = typename Device::Quantizer;
+    const bool of_x = wanted[0], transposed = given != Recipe::rows_hp && of_weights;
     const Tensor rows = core::as_matrix(dy);
     std::vector<Tensor> out;
-    Quantized of_dy;
-    if (of_x || transposed)
-      of_dy = Quantizer::quantize(kBackward, {rows}, of_x, transposed ? Columns::all : Columns::none);
+    Pair of_dy;
+    if (of_x || transposed) of_dy = pair_of<Device>(kBackward, rows, of_x, transposed, given);
     if (of_x) {
-      const Quantized columns = Quantizer::with_scales(kBackward, weights, *weight_scale);
-      out.push_back(in_rows_of(dy, product<Device>(rows_of(of_dy), columns_of(columns), {}, dy)));
+      const Operand columns = columns_of_weights<Device>(kBackward, weights, *weight_scale, given);
+      out.push_back(in_rows_of(dy, product<Device>(of_dy.rows, columns, {}, dy), given));
     }
+    const Operand of_inputs{transposed ? *x_t : Tensor(), transposed ? *scale_t : Tensor(), of_dy.columns.scales};
     c10::SymInt first = 0;
     for (size_t i = 0; i < count; first = first + features[i++]) {
       if (!wanted[1 + i]) continue;
       if (transposed) {
-        const Operand part{
-            of_dy.q_t.narrow_symint(0, first, features[i]), of_dy.scale_t.narrow_symint(0, first, features[i])};
-        out.push_back(product<Device>(part, {*x_t, *scale_t}, {}, dy, true));
+        const Operand part = count == 1 ? of_dy.columns : of_dy.columns.part(first, features[i]);
+        out.push_back(product<Device>(part, of_inputs, {}, dy, true));
       } else {
         out.push_back(at::mm(rows.narrow_symint(1, first, features[i]).t(), core::as_matrix(*x)));
       }
@@ -325,9 +435,9 @@ struct Fp8Projections
     auto node = core::make_node<Node>();
     node->set_next_edges(torch::autograd::collect_next_edges(x, weights, biases));
     auto kept = [](bool needed, const Tensor& t) { return needed ? t : Tensor(); };
-    const bool rows = recipe == "rows";
+    const bool whole = recipe == "rows_hp";
     node->save_all(
-        {kept(of_weights && !rows, x), kept(of_weights && rows, x_t), kept(of_weights && rows, scale_t),
+        {kept(of_weights && whole, x), kept(of_weights && !whole, x_t), kept(of_weights && !whole, scale_t),
          kept(of_x, weight_scale)});
     if (of_x) node->save_all(weights);
     std::vector<c10::SymInt> features;
@@ -363,21 +473,22 @@ struct Fp8Linear
     return bias && bias->defined() ? TensorList(*bias) : TensorList();
   }
 
-  static void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  static Recipe check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
     auto needs_memory = [](const char* name, const Tensor& t) {
       if (t.defined() && !core::has_memory(t)) core::detail::refuse_memory(kOp, name, t);
     };
     needs_memory("x", x), needs_memory("weight", weight), needs_memory("bias", core::value_or_undefined(bias));
-    check_x(kOp, x);
-    check_weight(kOp, "weight", weight, x);
+    const Recipe given = recipe_of(kOp, recipe);
+    check_x(kOp, x, given);
+    check_weight(kOp, "weight", weight, x, given);
     for (const Tensor& t : list(bias)) check_bias(kOp, "bias", t, weight.sym_size(0), x);
+    return given;
   }
 
   template <class Device>
   static Tensor run(bool, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
-    check(x, weight, bias);
-    return std::get<0>(
-        Fp8Projections::compute<Device>(kOp, x, weight, list(bias), false, false, recipe_of(kOp, recipe)));
+    const Recipe given = check(x, weight, bias, recipe);
+    return std::get<0>(Fp8Projections::compute<Device>(kOp, x, weight, list(bias), false, false, given));
   }
 
   static Tensor autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
@@ -386,8 +497,7 @@ struct Fp8Linear
     core::check_dense(kOp, "bias", bias);
     core::check_no_forward_ad(kOp, x, weight, bias);
     if (torch::autograd::compute_requires_grad(x, weight, bias)) {
-      check(x, weight, bias);
-      recipe_of(kOp, recipe);
+      check(x, weight, bias, recipe);
       return Fp8Projections::record(kOp, x, weight, list(bias), recipe);
     }
     at::AutoDispatchBelowADInplaceOrView below;

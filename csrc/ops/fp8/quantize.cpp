@@ -10,7 +10,6 @@
 
 #include "core/cpu.h"
 #include "core/cuda.h"
-#include "core/operator.h"
 #include "core/rows.h"
 #include "kernels/quantize_rows.h"
 
@@ -67,7 +66,8 @@ float scale_of(const T* x, int64_t n) {
   return peak == 0 ? 1 : least;
 }
 
-/// q: undefined, or the numbers. given: whether the scales are there already.
+}  // namespace
+
 void quantize_rows_of(const Tensor& q, const Tensor& scale, const Tensor& x, bool given) {
   const Tensor rows = x.contiguous();
   const int64_t n = x.size(-1), count = x.numel() / n;
@@ -86,6 +86,8 @@ void quantize_rows_of(const Tensor& q, const Tensor& scale, const Tensor& x, boo
     });
   });
 }
+
+namespace {
 
 // ---- CUDA
 
@@ -214,21 +216,11 @@ void compute(const char* op, const Quantized& out, const std::vector<Part>& part
 
 // ---- Operators
 
-// x must not require a gradient, so that nothing is ever saved.
 template <class Op, class Type>
-struct Quantizer : core::Operator<Op, Type> {
-  using Edges = core::Positions<>;
-  using Constants = core::Positions<0>;
-  using Saves = core::Saves<>;
-  using Differentiable = core::Positions<>;
+struct Quantizer : quantize::Operator<Op, Type> {
   using Cpu = quantize_rows::Cpu;
   using Cuda = quantize_rows::Cuda;
   using Meta = quantize_rows::Meta;
-
-  template <class Node>
-  static core::variable_list backward(Node&, core::variable_list&&) {
-    return {};
-  }
 };
 
 using Two = std::tuple<Tensor, Tensor>;

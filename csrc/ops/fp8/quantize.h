@@ -4,7 +4,30 @@
 
 #include <ATen/ATen.h>
 
+#include "core/operator.h"
+
+namespace liger::ops::quantize {
+
+/// x must not require a gradient, so that nothing is ever saved.
+template <class Op, class Type>
+struct Operator : core::Operator<Op, Type> {
+  using Edges = core::Positions<>;
+  using Constants = core::Positions<0>;
+  using Saves = core::Saves<>;
+  using Differentiable = core::Positions<>;
+
+  template <class Node>
+  static core::variable_list backward(Node&, core::variable_list&&) {
+    return {};
+  }
+};
+
+}  // namespace liger::ops::quantize
+
 namespace liger::ops::quantize_rows {
+
+/// On CPU. q: undefined, or the numbers, (..., n). given: whether the scales, (..., 1), are there already.
+void quantize_rows_of(const at::Tensor& q, const at::Tensor& scale, const at::Tensor& x, bool given);
 
 /// Rows of x, (..., n), and one scale each, (..., 1); their transposes (n, T), and one scale for each column, (n, 1).
 /// Undefined where they are not wanted. Of several matrices with n columns: as if they were stacked.

@@ -14,6 +14,13 @@ def rows(x: Any, **_: Any) -> Iterator[Layout]:
         yield [part, part], dict(x=part)
 
 
+@sharding("quantize_blocks")
+def blocks(x: Any, block: str, **_: Any) -> Iterator[Layout]:
+    """Scales of 128 x 128 need neighbouring rows."""
+    for part in row_placements(x) if block == "1x128" else [R]:
+        yield [part, part], dict(x=part)
+
+
 @sharding("quantize_columns")
 def columns(x: Any, **_: Any) -> Iterator[Layout]:
     yield [R, R], dict(x=R)

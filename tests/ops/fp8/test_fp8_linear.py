@@ -5,29 +5,32 @@ import math
 import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, check_op, path_taken
+from fp8_recipes import RECIPES, fitting
 from pairs import pairwise
 from torch import Tensor
 
 from liger_ops import functional as F
 from liger_ops._accuracy import noise_of
+from liger_ops.reference.quantize_blocks import for_each, tensor_in_e4m3
 
-RECIPES = ("rows", "rows_hp")
 pytestmark = pytest.mark.usefixtures("needs_fp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def vary(draw, arguments) -> None:
     """Sizes that GEMMs take."""
+    unit = fitting(1, arguments.get("recipe", "rows"))
     for name, t in arguments.items():
         if isinstance(t, Tensor):
-            shape = [size if name == "x" and i < t.dim() - 1 else 16 * size for i, size in enumerate(t.shape)]
+            shape = [size if name == "x" and i < t.dim() - 1 else unit * size for i, size in enumerate(t.shape)]
             made = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(t.dtype)
             arguments[name] = made.requires_grad_(t.requires_grad)
 
 
-def make(device, dtype=torch.float32, tokens=(2, 37), n=64, m=96) -> tuple[Tensor, ...]:
-    """x, weight, bias and dy."""
+def make(device, dtype=torch.float32, tokens=(2, 37), n=64, m=96, recipe="rows") -> tuple[Tensor, ...]:
+    """x, weight, bias and dy, of at least these sizes."""
     torch.manual_seed(0)
+    n, m = fitting(n, recipe), fitting(m, recipe)
     shapes = ((*tokens, n), (m, n), (m,), (*tokens, m))
     return tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
 
@@ -41,10 +44,10 @@ def ours(recipe):
 
 
 @pairwise(
-    dtype=CPU_DTYPES, recipe=RECIPES, has_bias=[False, True], tokens=[(1,), (2, 37), (48,)], sizes=[(16, 16), (64, 96)]
+    dtype=CPU_DTYPES, recipe=RECIPES, has_bias=[False, True], tokens=[(1,), (2, 37), (48,)], sizes=[(16, 16), (64, 336)]
 )
 def test_the_formula(dtype, recipe, has_bias, tokens, sizes, device):
-    x, weight, bias, dy = make(device, dtype, tokens, *sizes)
+    x, weight, bias, dy = make(device, dtype, tokens, *sizes, recipe)
     tensors = [t.requires_grad_() for t in ((x, weight, bias) if has_bias else (x, weight))]
     check_op(ours(recipe), formula(recipe), tensors, [dy], device, noise=noise_of("fp8_linear", device))
 
@@ -57,29 +60,46 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.detach().double() - exact).norm() / exact.norm())
 
 
+def of_rows(t: Tensor, recipe: str, is_weight: bool = False) -> Tensor:
+    """What the numbers of rows become."""
+    if recipe in ("rows", "rows_hp"):
+        return dequantised(F.quantize_rows(t))
+    if recipe == "tensor":
+        return dequantised(tensor_in_e4m3(t))
+    q, scale = F.quantize_blocks(t, block="128x128" if is_weight else "1x128")
+    return dequantised((q, for_each(scale, q, *(2 if is_weight else 1) * (128,))))
+
+
+def of_columns(t: Tensor, recipe: str, is_weight: bool = False) -> Tensor:
+    """Transposed."""
+    if recipe in ("rows", "rows_hp"):
+        return dequantised(F.quantize_columns(t))
+    return of_rows(t.t().contiguous(), recipe, is_weight)
+
+
 @each_recipe
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_results_are_products_of_quantised_operands(recipe, dtype, device):
     """The error against fp64 is that of the product in fp32, rounded once. Fast accumulation on tensor cores, in forward and
-    for x, keeps 13 bits of the largest sum."""
+    for x, keeps 13 bits of the largest sum, and so do all kernels for blocks within a block."""
     x, weight, _, dy = make(device, dtype, (5, 48), 512, 256)
     x, weight = x.requires_grad_(), weight.requires_grad_()
     y = F.fp8_linear(x, weight, recipe=recipe)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     rows, upstream, w = x.detach().flatten(0, 1), dy.flatten(0, 1), weight.detach()
-    of_rows, of_columns = (lambda t: dequantised(F.quantize_rows(t))), (lambda t: dequantised(F.quantize_columns(t)))
     exact = {
-        "y": of_rows(rows) @ of_rows(w).t(),
-        "dx": of_rows(upstream) @ of_columns(w).t(),
-        "dw": of_columns(upstream) @ of_columns(rows).t()
-        if recipe == "rows"
-        else upstream.double().t() @ rows.double(),
+        "y": of_rows(rows, recipe) @ of_rows(w, recipe, True).t(),
+        "dx": of_rows(upstream, recipe) @ of_columns(w, recipe, True).t(),
+        "dw": upstream.double().t() @ rows.double()
+        if recipe == "rows_hp"
+        else of_columns(upstream, recipe) @ of_columns(rows, recipe).t(),
     }
     rounding, fast = torch.finfo(dtype).eps, 2**-8 if device == "cuda" else 0.0
     # TF32 and the tensor cores' own sums.
     sums = 2**-10 if device == "cuda" else 2**-20
     for name, found in dict(y=y.detach().flatten(0, 1), dx=dx.flatten(0, 1), dw=dw).items():
-        assert error(found, exact[name]) <= rounding + sums + (0.0 if name == "dw" else fast), name
+        is_fast = name != "dw" or recipe == "blocks"
+        assert error(found, exact[name]) <= rounding + sums + (fast if is_fast else 0.0), name
 
 
 @each_recipe
@@ -100,7 +120,7 @@ def test_error_against_the_unquantised_product(recipe, device):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_frozen_tensors(recipe, wanted, device):
     """The gradients of the others are the same bits, and no gradient is computed for frozen ones."""
-    x, weight, bias, dy = make(device)
+    x, weight, bias, dy = make(device, recipe=recipe)
     every = [t.clone().requires_grad_() for t in (x, weight, bias)]
     full = torch.autograd.grad(ours(recipe)(*every), every, dy)
     some = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, weight, bias))]
@@ -121,9 +141,8 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
 def saved_bytes(recipe, learned, device) -> int:
     """By autograd, besides the weight."""
-    x, weight, bias, _ = (
-        t.requires_grad_(i in learned) for i, t in enumerate(make(device, torch.bfloat16, (48,), 64, 96))
-    )
+    made = make(device, torch.bfloat16, (48,), 64, 96, recipe)
+    x, weight, bias, _ = (t.requires_grad_(i in learned) for i, t in enumerate(made))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ours(recipe)(x, weight, bias)
@@ -133,11 +152,17 @@ def saved_bytes(recipe, learned, device) -> int:
 def test_saved_tensors(device):
     """8 bits of x for the weight's gradient, x itself with rows_hp, scales of the weight's columns for that of x, and
     nothing for the others."""
+    # 48 tokens are padded to 128.
+    assert saved_bytes("tensor", (0, 1, 2), device) == 128 * 64 + 4 + 4
+    assert saved_bytes("blocks", (0, 1, 2), device) == 128 * 128 + 128 * 4
+    for recipe in ("tensor", "blocks"):
+        assert saved_bytes(recipe, (0,), device) == (4 if recipe == "tensor" else 0)
+        assert saved_bytes(recipe, (2,), device) == 0
     scales = 64 * 4
     assert saved_bytes("rows", (0, 1, 2), device) == 48 * 64 + scales + scales
     assert saved_bytes("rows", (1, 2), device) == 48 * 64 + scales
     assert saved_bytes("rows_hp", (0, 1, 2), device) == 48 * 64 * 2 + scales
-    for recipe in RECIPES:
+    for recipe in ("rows", "rows_hp"):
         assert saved_bytes(recipe, (0, 2), device) == saved_bytes(recipe, (0,), device) == scales
         assert saved_bytes(recipe, (2,), device) == 0
 
@@ -151,9 +176,10 @@ def test_only_what_is_needed_is_asked_for(device):
     assert seen.wanted == [[True, False], [False, False, True, False, False]]
 
 
+@each_recipe
 @pytest.mark.parametrize("layout", ["transposed", "sliced"])
-def test_layouts(layout, device):
-    x, weight, _, dy = make(device, tokens=(6, 8))
+def test_layouts(recipe, layout, device):
+    x, weight, _, dy = make(device, tokens=(6, 8), recipe=recipe)
     views = {
         "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
         "sliced": lambda t: torch.cat([t, t], -1),
@@ -161,8 +187,8 @@ def test_layouts(layout, device):
     changed = [views[layout](t)[..., : t.shape[-1]] for t in (x, weight, dy)]
     plain, other = ([t.detach().requires_grad_() for t in (a, b)] for a, b in ((x, weight), changed[:2]))
     for a, b in zip(
-        torch.autograd.grad(F.fp8_linear(*plain), plain, dy),
-        torch.autograd.grad(F.fp8_linear(*other), other, changed[2]),
+        torch.autograd.grad(ours(recipe)(*plain), plain, dy),
+        torch.autograd.grad(ours(recipe)(*other), other, changed[2]),
     ):
         assert torch.equal(a, b)
 
@@ -183,7 +209,7 @@ def test_a_changed_weight_is_seen(device):
 
 @each_recipe
 def test_gradients_accumulate(recipe, device):
-    x, weight, bias, dy = make(device)
+    x, weight, bias, dy = make(device, recipe=recipe)
     leaves = [weight.requires_grad_(), bias.requires_grad_()]
     for _ in range(2):
         ours(recipe)(x, *leaves).backward(dy)
@@ -194,50 +220,84 @@ def test_gradients_accumulate(recipe, device):
 @each_recipe
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(recipe, use_reentrant, device):
-    x, weight, bias, dy = make(device)
+    x, weight, bias, dy = make(device, recipe=recipe)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     expected = torch.autograd.grad(ours(recipe)(*leaves), leaves, dy)
     torch.utils.checkpoint.checkpoint(ours(recipe), *leaves, use_reentrant=use_reentrant).backward(dy)
     assert all(torch.equal(t.grad, g) for t, g in zip(leaves, expected))
 
 
+@each_recipe
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-def test_autocast(dtype, device):
-    x, weight, bias, dy = make(device)
+def test_autocast(recipe, dtype, device):
+    x, weight, bias, dy = make(device, recipe=recipe)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     with torch.autocast(device, dtype):
-        y = F.fp8_linear(*leaves)
+        y = ours(recipe)(*leaves)
     assert y.dtype == dtype
     found = torch.autograd.grad(y, leaves, dy.to(dtype))
     low = [t.detach().to(dtype).requires_grad_() for t in leaves]
-    expected = torch.autograd.grad(F.fp8_linear(*low), low, dy.to(dtype))
+    expected = torch.autograd.grad(ours(recipe)(*low), low, dy.to(dtype))
     assert all(a.dtype == torch.float32 and torch.equal(a, b.float()) for a, b in zip(found, expected))
 
 
 @each_recipe
 @pytest.mark.parametrize("tokens", [(0,), (2, 0)])
 def test_empty(recipe, tokens, device):
-    x, weight, bias, dy = make(device, tokens=tokens)
+    x, weight, bias, dy = make(device, tokens=tokens, recipe=recipe)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     y = ours(recipe)(*leaves)
-    assert y.shape == (*tokens, 96)
+    assert y.shape == dy.shape
     y.backward(dy)
     assert x.grad.shape == x.shape and not weight.grad.any() and not bias.grad.any()
 
 
-def test_path(device):
-    x, weight, bias, _ = make(device)
+@each_recipe
+def test_path(recipe, device):
+    x, weight, bias, _ = make(device, recipe=recipe)
     with path_taken(device):
-        F.fp8_linear(x, weight, bias)
+        F.fp8_linear(x, weight, bias, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "blocks"])
+def test_nan_and_infinity_reach_the_results(recipe, device):
+    """Of the whole tensor, or of the products of one block."""
+    x, weight, _, dy = make(device, tokens=(130,), n=256, m=256, recipe=recipe)
+    weight.requires_grad_()
+    for number in (math.nan, math.inf):
+        spoilt = x.clone()
+        spoilt[1, 3] = number
+        y = F.fp8_linear(spoilt, weight, recipe=recipe)
+        (dw,) = torch.autograd.grad(y, weight, dy)
+        assert y[1].isnan().all() and dw[:, 3].isnan().all()
+        assert y.isnan().all() if recipe == "tensor" else y[2:].isfinite().all() and dw[:, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "blocks"])
+def test_every_number_of_tokens(recipe, device):
+    """Padding adds zeros alone: the first rows are those of fewer tokens, whose largest number is the same."""
+    x, weight, _, dy = make(device, torch.bfloat16, (300,), 256, 384, recipe)
+    x[0], dy[0] = 5, 5
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    y = F.fp8_linear(*leaves, recipe=recipe)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    for tokens in (1, 127, 128, 129, 257):
+        part = F.fp8_linear(x[:tokens], weight, recipe=recipe)
+        (dpart, dw) = torch.autograd.grad(part, leaves, dy[:tokens])
+        assert part.shape == (tokens, 384) and dw.shape == weight.shape and not dpart[tokens:].any()
+        # GEMMs of other sizes sum in another order.
+        for a, b in ((part, y[:tokens]), (dpart[:tokens], dx[:tokens])):
+            assert float((a - b).float().norm()) <= 2**-7 * float(b.float().norm())
 
 
 @pytest.mark.gpu
-def test_cuda_graph():
-    x, weight, _, dy = make("cuda", torch.bfloat16, (48,))
+@each_recipe
+def test_cuda_graph(recipe):
+    x, weight, _, dy = make("cuda", torch.bfloat16, (48,), recipe=recipe)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
 
     def step():
-        y = F.fp8_linear(*leaves)
+        y = F.fp8_linear(*leaves, recipe=recipe)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
     side = torch.cuda.Stream()
@@ -267,7 +327,14 @@ ERRORS = {
     "dtype of weight": (wrong(weight=torch.ones(96, 64).half()), "weight must have the dtype of x"),
     "dtype of bias": (wrong(bias=torch.ones(96).double()), "bias must have the dtype of x"),
     "integers": (wrong(x=torch.ones(2, 64).long()), "x must be float32, float16, bfloat16 or float64"),
-    "recipe": (wrong(recipe="blocks"), "recipe must be 'rows' or 'rows_hp'"),
+    "recipe": (wrong(recipe="columns"), "recipe must be 'rows', 'rows_hp', 'tensor' or 'blocks'"),
+    "features of x in blocks": (
+        wrong(recipe="blocks"), "features of x must be a multiple of 128 with the recipe 'blocks'",
+    ),
+    "features of weight in blocks": (
+        wrong(recipe="blocks", x=torch.ones(2, 128), weight=torch.ones(64, 128), bias=None),
+        "features of weight must be a multiple of 128 with the recipe 'blocks'",
+    ),
 }  # fmt: skip
 
 

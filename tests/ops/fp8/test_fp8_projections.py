@@ -3,6 +3,7 @@
 import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, check_op, path_taken
+from fp8_recipes import RECIPES, fitting
 from hypothesis import strategies as st
 from pairs import pairwise
 from torch import Tensor
@@ -10,25 +11,29 @@ from torch import Tensor
 from liger_ops import functional as F
 from liger_ops._accuracy import noise_of
 
-RECIPES = ("rows", "rows_hp")
 pytestmark = pytest.mark.usefixtures("needs_fp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-FEATURES = (96, 16, 32)
+FEATURES = (144, 16, 32)
 
 
 def vary(draw, arguments) -> None:
     """Weights, and sizes that GEMMs take."""
-    features = [16 * m for m in draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))]
-    given, n = arguments["x"], 16 * arguments["x"].shape[-1]
+    recipe = arguments.get("recipe", "rows")
+    unit = fitting(1, recipe)
+    features = [unit * m for m in draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))]
+    given, n = arguments["x"], unit * arguments["x"].shape[-1]
     x, weights, biases, _ = make("cpu", given.dtype, given.shape[:-1], n, features)
     arguments["x"] = x.requires_grad_(given.requires_grad)
     for name, tensors in dict(weights=weights, biases=biases if draw(st.booleans()) else []).items():
         arguments[name] = [t.requires_grad_(draw(st.booleans())) for t in tensors]
 
 
-def make(device, dtype=torch.float32, tokens=(2, 37), n=64, features=FEATURES) -> tuple[Tensor, list, list, Tensor]:
-    """x, weights, biases and dy, whose magnitudes differ from one projection to the next."""
+def make(
+    device, dtype=torch.float32, tokens=(2, 37), n=64, features=FEATURES, recipe="rows"
+) -> tuple[Tensor, list, list, Tensor]:
+    """x, weights, biases and dy, whose magnitudes differ from one projection to the next, of at least these sizes."""
     torch.manual_seed(0)
+    n, features = fitting(n, recipe), [fitting(m, recipe) for m in features]
     size = [10.0**i for i in range(-1, len(features) - 1)]
     x = torch.randn(*tokens, n, device=device).to(dtype)
     weights = [(s * torch.randn(m, n, device=device)).to(dtype) for m, s in zip(features, size)]
@@ -51,7 +56,7 @@ def stacked(x, weights, biases, recipe="rows"):
     features=[(16,), FEATURES, (16, 0, 48)],
 )  # fmt: skip
 def test_the_formula(dtype, recipe, has_bias, tokens, features, device):
-    x, weights, biases, dy = make(device, dtype, tokens, 64, features)
+    x, weights, biases, dy = make(device, dtype, tokens, 64, features, recipe)
     tensors = [t.requires_grad_() for t in (x, *weights, *(biases if has_bias else []))]
     ours, formula = (
         of(f, recipe, len(features)) for f in (torch.ops.liger.fp8_projections, F.fp8_projections.reference)
@@ -63,7 +68,7 @@ def test_the_formula(dtype, recipe, has_bias, tokens, features, device):
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_same_bits_as_of_stacked_weights(recipe, dtype, has_bias, device):
-    x, weights, biases, dy = make(device, dtype)
+    x, weights, biases, dy = make(device, dtype, recipe=recipe)
     leaves = [t.requires_grad_() for t in (x, *weights, *(biases if has_bias else []))]
     y, expected = (of(f, recipe, len(FEATURES))(*leaves) for f in (F.fp8_projections, stacked))
     found, others = (torch.autograd.grad(out, leaves, dy) for out in (y, expected))
@@ -82,9 +87,9 @@ def test_quantised_stack(device):
     x = x.requires_grad_()
     y = F.fp8_projections(x, weights, [])
     one = torch.zeros_like(y)
-    one.view(64, -1)[0, 100] = 448.0
+    one.view(64, -1)[0, 150] = 448.0
     (dx,) = torch.autograd.grad(y, x, one)
-    expected = of_stack[0].float()[:, 100] * of_stack[1][:, 0] * 448
+    expected = of_stack[0].float()[:, 150] * of_stack[1][:, 0] * 448
     torch.testing.assert_close(dx[0], expected, rtol=2**-20, atol=0)
 
 
@@ -92,7 +97,7 @@ def test_quantised_stack(device):
 @pytest.mark.parametrize("learned", [(0,), (1,), (2, 3), (4,), (0, 3, 6), (1, 5)])
 def test_frozen_tensors(recipe, learned, device):
     """0: x, 1 to 3: weights, 4 to 6: biases. The gradients of the others are the same bits."""
-    x, weights, biases, dy = make(device)
+    x, weights, biases, dy = make(device, recipe=recipe)
     call = of(torch.ops.liger.fp8_projections, recipe, len(FEATURES))
     every = [t.clone().requires_grad_() for t in (x, *weights, *biases)]
     full = torch.autograd.grad(call(*every), every, dy)
@@ -123,7 +128,7 @@ def test_autocast(dtype, device):
 @each_recipe
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(recipe, use_reentrant, device):
-    x, weights, biases, dy = make(device)
+    x, weights, biases, dy = make(device, recipe=recipe)
     call = of(torch.ops.liger.fp8_projections, recipe, len(FEATURES))
     leaves = [t.requires_grad_() for t in (x, *weights, *biases)]
     expected = torch.autograd.grad(call(*leaves), leaves, dy)
@@ -133,7 +138,7 @@ def test_checkpointing(recipe, use_reentrant, device):
 
 @each_recipe
 def test_empty(recipe, device):
-    x, weights, biases, dy = make(device, tokens=(2, 0))
+    x, weights, biases, dy = make(device, tokens=(2, 0), recipe=recipe)
     leaves = [t.requires_grad_() for t in (x, *weights, *biases)]
     of(torch.ops.liger.fp8_projections, recipe, len(FEATURES))(*leaves).backward(dy)
     assert x.grad.shape == x.shape and not any(t.grad.any() for t in leaves[1:])
@@ -169,7 +174,11 @@ ERRORS = {
     "number of biases": (wrong(biases=[ONES[:, 0]]), "biases must be empty or have as many entries as weights, 3"),
     "bias": (wrong(weights=[ONES], biases=[torch.ones(64)]), r"biases\[0\] must have shape \[96\]"),
     "dtype": (wrong(weights=[ONES.half()], biases=[]), r"weights\[0\] must have the dtype of x"),
-    "recipe": (wrong(recipe="blocks"), "recipe must be 'rows' or 'rows_hp'"),
+    "recipe": (wrong(recipe="columns"), "recipe must be 'rows', 'rows_hp', 'tensor' or 'blocks'"),
+    "features in blocks": (
+        wrong(recipe="blocks", x=torch.ones(2, 128), weights=[torch.ones(64, 128)], biases=[]),
+        r"features of weights\[0\] must be a multiple of 128 with the recipe 'blocks'",
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import CPU_DTYPES, HALF_TYPES, LAYOUTS, OPCHECKS, path_taken, sizes_around_tiles
 from pairs import pairwise, sizes_by_device
+from quantised import as_bits
 from torch import Tensor
 
 from liger_ops import functional as F
@@ -13,14 +14,6 @@ from liger_ops.reference import operators
 
 QUANTIZERS = {name: operators()[name] for name in ("quantize_rows", "quantize_columns", "quantize_both")}
 each = pytest.mark.parametrize("op", QUANTIZERS.values(), ids=QUANTIZERS)
-
-
-def as_bits(t: Tensor) -> Tensor:
-    """NaN has one form only: its sign depends on the device."""
-    if t.dtype == torch.float32:
-        return torch.where(t.isnan(), math.nan, t).view(torch.int32)
-    bits = t.view(torch.uint8)
-    return torch.where((bits & 0x7F) == 0x7F, 0x7F, bits)
 
 
 def check(op, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,9 @@
+"""Recipes of fp8_linear, and sizes that they take."""
+
+from liger_ops.reference.fp8_projections import RECIPES as RECIPES
+from liger_ops.reference.fp8_projections import multiple_of
+
+
+def fitting(size: int, recipe: str) -> int:
+    """At least `size`."""
+    return -(-size // multiple_of(recipe)) * multiple_of(recipe)

@@ -16,10 +16,10 @@ from benchmarks.op import Absent, Op
 COMMON = ("torch", "hf", "torch.compile", "liger-kernel", "quack", "ours")
 PROVIDERS = (
     "GEMMs", "three GEMMs", "four GEMMs", "six GEMMs", "GEMMs of a frozen head", "GEMMs of ours", "GEMMs of compact",
-    "frozen", "frozen head", "copy", *COMMON[:4], "liger-kernel JSD", "liger-sm90", "torchao", "torchao rows_hp", "fla", "causal_conv1d", "cut-cross-entropy", "trl", "trl JSD", "trl frozen", *COMMON[4:],
+    "frozen", "frozen head", "copy", *COMMON[:4], "liger-kernel JSD", "liger-sm90", "torchao", "torchao rows_hp", "torchao tensor", "fla", "causal_conv1d", "cut-cross-entropy", "trl", "trl JSD", "trl frozen", *COMMON[4:],
     "ours JIT", "ours compact", "ours 16 chunks", "ours 64 MiB", "ours 320 MiB", "ours eager", "ours linear",
     "ours two", "ours with entropy", "ours as a loss", "ours JSD", "ours per token", "ours per token 1280 MiB",
-    "ours frozen", "ours rows_hp", "ours one by one",
+    "ours frozen", "ours rows_hp", "ours one by one", "ours tensor", "ours blocks", "ours 128x128",
 )  # fmt: skip
 # Do only a part of the work.
 PARTS = (

@@ -221,11 +221,15 @@ Operand columns_of_weights(const char* op, TensorList weights, const Tensor& sca
 }
 
 /// y with the rows of x, without those of padding. Not a view, so that its memory can be used again.
+template <class Device>
 Tensor in_rows_of(const Tensor& x, const Tensor& y, Recipe recipe) {
   at::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   const auto rows = c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1));
   sizes.back() = y.sym_sizes().back();
-  return at::_unsafe_view_symint(by_rows(recipe) ? y : y.narrow_symint(0, 0, rows), sizes);
+  if (by_rows(recipe)) return at::_unsafe_view_symint(y, sizes);
+  // torch cannot prove that a rounded number of rows is no smaller.
+  if constexpr (std::is_same_v<Device, Meta>) return at::empty_symint(sizes, y.options());
+  return at::_unsafe_view_symint(y.narrow_symint(0, 0, rows), sizes);
 }
 
 // ---- Checks
@@ -312,7 +316,7 @@ struct Fp8Projections
       return wanted && t.defined() ? t : at::empty({0}, of_x.rows.scale.options());
     };
     return {
-        in_rows_of(x, y, recipe), present(of_x.columns.q, transposed), present(of_x.columns.scale, transposed),
+        in_rows_of<Device>(x, y, recipe), present(of_x.columns.q, transposed), present(of_x.columns.scale, transposed),
         present(of_weights.columns.scale, wants_x)};
   }
 
@@ -350,7 +354,7 @@ struct Fp8Projections
     if (of_x || transposed) of_dy = pair_of<Device>(kBackward, rows, of_x, transposed, given);
     if (of_x) {
       const Operand columns = columns_of_weights<Device>(kBackward, weights, *weight_scale, given);
-      out.push_back(in_rows_of(dy, product<Device>(of_dy.rows, columns, {}, dy), given));
+      out.push_back(in_rows_of<Device>(dy, product<Device>(of_dy.rows, columns, {}, dy), given));
     }
     const Operand of_inputs{transposed ? *x_t : Tensor(), transposed ? *scale_t : Tensor(), of_dy.columns.scales};
     c10::SymInt first = 0;

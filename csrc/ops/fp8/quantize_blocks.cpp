@@ -80,7 +80,7 @@ bool is_empty(const Quantized& out, const Tensor& given) {
 
 /// Zeros up to these sizes.
 Tensor zero_padded(const Tensor& x, int64_t rows, int64_t n) {
-  return at::constant_pad_nd(x, {0, n - x.size(1), 0, rows - x.size(0)});
+  return at::constant_pad_nd(x.contiguous(), {0, n - x.size(1), 0, rows - x.size(0)});
 }
 
 int64_t up(int64_t n) { return rounded_up(n, kBlock).expect_int(); }

@@ -8,6 +8,7 @@ from checks import CPU_DTYPES, HALF_TYPES, check_op, path_taken
 from fp8_recipes import RECIPES, fitting
 from pairs import pairwise
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
 from liger_ops import functional as F
 from liger_ops._accuracy import noise_of
@@ -253,6 +254,44 @@ def test_empty(recipe, tokens, device):
 
 
 @each_recipe
+def test_compiles_to_one_graph_for_every_number_of_tokens(recipe, device):
+    _, weight, _, _ = make(device, n=256, m=384, recipe=recipe)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    weight.requires_grad_()
+    compiled = torch.compile(
+        lambda x: F.fp8_linear(x, weight, recipe=recipe), fullgraph=True, dynamic=True, backend=backend
+    )
+    for tokens in (200, 333, 512, 140):
+        x, dy = torch.randn(tokens, 256, device=device), torch.randn(tokens, 384, device=device)
+        (found,) = torch.autograd.grad(compiled(x), weight, dy)
+        (expected,) = torch.autograd.grad(F.fp8_linear(x, weight, recipe=recipe), weight, dy)
+        assert torch.equal(found, expected)
+    assert len(graphs) == 1
+
+
+@each_recipe
+def test_export(recipe):
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(128, 128))
+
+        def forward(self, x):
+            return torch.ops.liger.fp8_linear(x, self.weight, recipe=recipe)
+
+    module, tokens = Module(), torch.export.Dim("tokens", min=2, max=4096)
+    exported = torch.export.export(module, (torch.randn(40, 128),), dynamic_shapes=({0: tokens},)).module()
+    for count in (3, 129, 256, 300):
+        x = torch.randn(count, 128)
+        assert torch.equal(exported(x), module(x))
+
+
+@each_recipe
 def test_path(recipe, device):
     x, weight, bias, _ = make(device, recipe=recipe)
     with path_taken(device):
@@ -281,7 +320,7 @@ def test_every_number_of_tokens(recipe, device):
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     y = F.fp8_linear(*leaves, recipe=recipe)
     (dx,) = torch.autograd.grad(y, x, dy)
-    for tokens in (1, 127, 128, 129, 257):
+    for tokens in (1, 127, 128, 129, 256, 257):
         part = F.fp8_linear(x[:tokens], weight, recipe=recipe)
         (dpart, dw) = torch.autograd.grad(part, leaves, dy[:tokens])
         assert part.shape == (tokens, 384) and dw.shape == weight.shape and not dpart[tokens:].any()

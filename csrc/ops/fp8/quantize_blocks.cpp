@@ -155,7 +155,7 @@ void launch_tiles(const char* op, const Quantized& out, const Part& part, By by,
   const auto& [x, walk, first, written] = part;
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), by == By::rows ? 0 : 1, 0);
   const int64_t pitch = out.q_t.defined() ? out.q_t.size(1) : 0;
-  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part) && pitch % 8 == 0, point);
+  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part) && ((pitch | written) & 7) == 0, point);
   typename K::Args args{};
   set_rows(args, part);
   args.written = int32_t(written), args.has_q = out.q.defined(), args.pitch = int32_t(pitch);

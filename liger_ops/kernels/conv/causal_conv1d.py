@@ -323,8 +323,7 @@ KERNELS = [
         aligned=["y0", "y1", "y2", "x", "state", *COLUMNS, "x_batch", "x_row"],
         axes=AXES,
         configs=[
-            config(128, 8, 128, 32, only=NARROW),
-            config(None, 1, 512, 32, only=NARROW),
+            config(None, 2, 256, 32, only=NARROW),
             config(None, 1, 512, 32, only=WIDE),
             config(None, 1, 256, 32, aligned=False),
         ],

@@ -134,7 +134,8 @@ def tile(block_m, block_n, num_warps, aligned=True, **options):
 
 def tiles_kernel(hardware, configs, **options):
     axes = {"dtype": DTYPES, "sharing": [{"SHARED": s} for s in (0, 1)], "cast": [{"HARDWARE": hardware}]}
-    aligned = ["q", "q_t", "x", "n", "x_stride", "pitch"]
+    # Rows too: else the mask of the transposed copy would part its accesses into bytes.
+    aligned = ["q", "q_t", "x", "n", "x_stride", "written", "pitch"]
     return Kernel(quantize_tiles_kernel, ARGUMENTS, aligned, axes, configs, **options)
 
 

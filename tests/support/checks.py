@@ -153,13 +153,14 @@ def check_op(
     device: str,
     terms: float = 0.0,
     noise: float = 0.0,
+    precision: torch.dtype | None = None,
 ) -> None:
     """Compares outputs and gradients of `op` with `reference` in fp64. The error of `reference` in the op's own dtype
     sets the tolerance. terms: magnitude of the terms of which gradients are differences, if it may be larger than that
-    of the upstream gradients. noise: see judged."""
+    of the upstream gradients. noise: see judged. precision: see roundings."""
     with path_taken(device):
         ours = gradients(op, [like(t) for t in inputs], grads_out)
-    check_results(ours, reference, inputs, grads_out, terms, noise)
+    check_results(ours, reference, inputs, grads_out, terms, noise, precision)
 
 
 def check_results(
@@ -169,11 +170,12 @@ def check_results(
     grads_out: Sequence[Tensor],
     terms: float = 0.0,
     noise: float = 0.0,
+    precision: torch.dtype | None = None,
 ) -> None:
     """As check_op, for outputs and gradients that are there already."""
     eager = gradients(reference, [like(t) for t in inputs], grads_out)
     oracle = gradients(reference, [like(t, torch.float64) for t in inputs], grads_out)
-    bounds = roundings(reference, inputs, grads_out, oracle)
+    bounds = roundings(reference, inputs, grads_out, oracle, precision)
     # The upstream gradient sets the scale: a gradient may be a difference of large terms (exactly zero for one column).
     scale = max([terms, *(float(g.abs().max()) for g in grads_out if g.numel())])
     outputs = len(ours) - sum(t is not None and t.requires_grad for t in inputs)

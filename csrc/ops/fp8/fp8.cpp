@@ -140,8 +140,12 @@ struct Cuda {
     const int64_t squares = int64_t(at::blas::ScalingType::BlockWise128x128);
     const int64_t plain = int64_t(at::blas::SwizzleType::NO_SWIZZLE);
     const bool is_square = b.scales == Scales::squares;
-    // Of blocks, with neighbouring rows side by side and without a gap.
-    auto laid_out = [](const Tensor& t) { return t.t().contiguous().t(); };
+    // Of blocks, with neighbouring rows side by side and without a gap. torch checks strides of single columns too.
+    auto laid_out = [](const Tensor& t) {
+      const int64_t rows = t.size(0), columns = t.size(1);
+      if (t.stride(0) == 1 && (columns == 1 || t.stride(1) == rows)) return t.as_strided({rows, columns}, {1, rows});
+      return at::empty_strided({rows, columns}, {1, rows}, t.options()).copy_(t);
+    };
     return at::_scaled_mm_v2(
         left, right.t(), {laid_out(scale)}, {blocks}, {plain}, {is_square ? b.scale.t() : laid_out(b.scale)},
         {is_square ? squares : blocks}, {plain}, {}, dtype);

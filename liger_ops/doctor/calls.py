@@ -12,6 +12,7 @@ from ..reference import Operator
 from ..reference._calls import Shapes, described_tensors, numbers
 from ..reference._documentation import Described
 from ..reference._operator import SCHEMA_TYPES
+from ..reference.fp8_projections import multiple_of
 
 # By dimension letter. Few are multiples of a tile, and rows are 16-byte aligned.
 SIZES = dict(
@@ -50,6 +51,8 @@ def options(operator: Operator) -> Iterator[tuple[str, bool, dict[str, Any]]]:
     yield "", True, {}
     if any(kind == "Tensor?" for kind in kinds.values()):
         yield "without optional tensors", False, {}
+    if "cu_seqlens" in kinds:
+        yield "cu_seqlens", True, {"seq_idx": None}
     for name, values in operator.choices.items():
         for value in values:
             if value != operator.__signature__.parameters[name].default:
@@ -81,13 +84,13 @@ def distributions(name: str, arguments: dict[str, Any]) -> None:
 
 
 def packed_samples(arguments: dict[str, Any]) -> None:
-    """Samples by numbers of their rows, or, where the activation is not the default, by their ends, in one batch."""
-    if "activation" not in arguments:
+    """Samples by numbers of their rows, or, without these, by their ends, in one batch."""
+    if arguments["seq_idx"] is not None:
         arguments["cu_seqlens"] = None
         return
-    length = arguments["x"].shape[1]
-    arguments |= dict(seq_idx=None, cu_seqlens=torch.tensor([0, length // 3, length // 3, length]))
-    for name in ("x", "initial_state"):
+    length = arguments["x" if "x" in arguments else "bcx"].shape[1]
+    arguments["cu_seqlens"] = torch.tensor([0, length // 3, length // 3, length])
+    for name in {"x", "bcx", "initial_state"} & arguments.keys():
         arguments[name] = arguments[name][:1]
 
 
@@ -131,6 +134,8 @@ def call(
     made: dict[str, Any] = {name: REQUIRED[kinds[name]] for name in required if kinds[name] in REQUIRED} | values
     for name, described in described_tensors(operator).items():
         shape = shapes.shape(described.shapes)
+        if name in values:
+            continue
         if kinds[name] == "Tensor?" and not with_optional:
             # Without a default, None must be given.
             made |= {name: None} if name in required else {}
@@ -153,4 +158,9 @@ def call(
 
 def calls(operator: Operator) -> Iterator[Call]:
     for text, with_optional, values in options(operator):
-        yield Call(text, call(operator, with_optional, values))
+        multiple = multiple_of(values["recipe"]) if "recipe" in values else 1
+
+        def size_of(letter: str, multiple: int = multiple) -> int:
+            return -(-SIZES[letter] // multiple) * multiple if letter in "nm" else SIZES[letter]
+
+        yield Call(text, call(operator, with_optional, values, size_of))

@@ -6,7 +6,8 @@
 import torch
 import torch.nn.functional as F
 
-from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Host, Op, Relative
+from benchmarks import causal_conv1d
+from benchmarks.op import NO_SLOWER_THAN_EAGER, Anchor, Host, Op
 
 WIDTH = 3
 
@@ -44,9 +45,6 @@ def ours():
     return torch.ops.liger.short_conv
 
 
-NO_SLOWER = dict.fromkeys(("forward", "full"), Relative(1.0, ("torch.compile", "causal_conv1d")))
-HOST = dict.fromkeys(("no-grad", "grad", "fwd+bwd"), Relative(1.1, ("hf",)))
-
 OP = Op(
     dims=("tokens", "n"),
     inputs=inputs,
@@ -59,8 +57,8 @@ OP = Op(
         "full": [(tokens, n) for tokens in (32, 1024, 8192, 32_768) for n in (512, 1024, 2048, 4096)],
     },
     anchors=(
-        *(Anchor((tokens, 2048), "bfloat16", NO_SLOWER) for tokens in (8192, 32_768)),
+        *(Anchor((tokens, 2048), "bfloat16", causal_conv1d.NO_SLOWER) for tokens in (8192, 32_768)),
         *(Anchor((1024, 256), dtype, NO_SLOWER_THAN_EAGER, device="cpu") for dtype in ("float32", "bfloat16")),
     ),
-    host={"cuda": Host((64, 128), "bfloat16", HOST)},
+    host={"cuda": Host((64, 128), "bfloat16", causal_conv1d.HOST)},
 )

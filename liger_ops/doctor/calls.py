@@ -156,11 +156,12 @@ def call(
     return made
 
 
+def sizes_of(values: dict[str, Any]) -> Callable[[str], int]:
+    """Sizes that fit the options: some recipes take features in larger multiples."""
+    multiple = multiple_of(values["recipe"]) if "recipe" in values else 1
+    return lambda letter: -(-SIZES[letter] // multiple) * multiple if letter in "nm" else SIZES[letter]
+
+
 def calls(operator: Operator) -> Iterator[Call]:
     for text, with_optional, values in options(operator):
-        multiple = multiple_of(values["recipe"]) if "recipe" in values else 1
-
-        def size_of(letter: str, multiple: int = multiple) -> int:
-            return -(-SIZES[letter] // multiple) * multiple if letter in "nm" else SIZES[letter]
-
-        yield Call(text, call(operator, with_optional, values, size_of))
+        yield Call(text, call(operator, with_optional, values, sizes_of(values)))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from language_models import SIZES, make
+import torch
+from checks import path_taken
+from language_models import SIZES, make, step, tokens
+from patched_models import assert_as_exact, assert_same_step, calls_of, trained
 from torch import nn
 
-from liger_ops.transformers import SWITCHES
+from liger_ops.transformers import SWITCHES, apply_liger_kernel, unpatch
 
 # All experts are chosen: a choice might depend on rounding.
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -71,3 +74,32 @@ ALONE = {name: name == "causal_conv1d" for name in SWITCHES}
 
 def hybrid(name: str) -> nn.Module:
     return make(name, **{k: v for k, v in WITH_CONVOLUTIONS[name].items() if SIZES.get(k) != v})
+
+
+NO_CACHE = dict(use_cache=False)
+
+
+def without_cache(name: str) -> nn.Module:
+    model = hybrid(name)
+    model.config.use_cache = False
+    return model
+
+
+def check_convolutions_train_and_generate(name: str, operator: str, calls_with_a_cache: int | None = None) -> None:
+    """A model without a cache runs `operator` in every convolution, trains with the same losses and generates the same text.
+    calls_with_a_cache: of causal_conv1d."""
+    model, ids = without_cache(name), tokens()
+    losses, plain = trained(model), step(model, ids)
+    text = model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True)
+    report = apply_liger_kernel(model.train(), **ALONE)
+    rows = [row for row in report.rows if row.kind == "conv"]
+    assert rows and {(row.replacement, row.reason) for row in rows} == {(operator, "")}
+    with path_taken("cpu"):
+        assert calls_of(operator, model, ids) == len(rows) and not calls_of("causal_conv1d", model, ids)
+    assert_same_step(model, ids, plain)
+    assert_as_exact(lambda: trained(model), losses, model)
+    assert torch.equal(model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True), text)
+    assert not calls_of(operator, model, ids, use_cache=True)
+    if calls_with_a_cache is not None:
+        assert calls_of("causal_conv1d", model, ids, use_cache=True) == calls_with_a_cache
+    assert unpatch(model) and torch.equal(step(model.train(), ids)[0], plain[0])

@@ -6,25 +6,24 @@ from functools import partial
 
 import pytest
 import torch
-from checks import path_taken
-from hybrid_models import ALONE, WITH_CONVOLUTIONS, hybrid
+from hybrid_models import (
+    ALONE,
+    NO_CACHE,
+    WITH_CONVOLUTIONS,
+    check_convolutions_train_and_generate,
+    hybrid,
+    without_cache,
+)
 from language_models import known, step, tokens
-from patched_models import assert_as_exact, assert_same_step, calls_of, through_pickle, trained
+from patched_models import assert_same_step, calls_of, through_pickle
 
 from liger_ops import functional as F
-from liger_ops.transformers import apply_liger_kernel, convolutions, rewrite, short_convolutions, unpatch
+from liger_ops.transformers import apply_liger_kernel, convolutions, rewrite, short_convolutions
 
 calls = partial(calls_of, "short_conv")
 MODELS = known({name: WITH_CONVOLUTIONS[name] for name in ("lfm2", "lfm2_moe", "lfm3")})
 IN_TIERS = [pytest.param(name, marks=[pytest.mark.thorough] * (name != "lfm2")) for name in MODELS]
-NO_CACHE = dict(use_cache=False)
 LENGTHS = [5, 1, 2, 4]
-
-
-def without_cache(name):
-    model = hybrid(name)
-    model.config.use_cache = False
-    return model
 
 
 def mixer_of(model):
@@ -34,18 +33,7 @@ def mixer_of(model):
 
 @pytest.mark.parametrize("name", IN_TIERS)
 def test_training_and_generation(name):
-    model, ids = without_cache(name), tokens()
-    losses, plain = trained(model), step(model, ids)
-    text = model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True)
-    report = apply_liger_kernel(model.train(), **ALONE)
-    assert [(r.replacement, r.reason) for r in report.rows if r.kind == "conv"] == [("short_conv", "")]
-    with path_taken("cpu"):
-        assert calls(model, ids) == 1 and not calls_of("causal_conv1d", model, ids)
-    assert_same_step(model, ids, plain)
-    assert_as_exact(lambda: trained(model), losses, model)
-    assert torch.equal(model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True), text)
-    assert not calls(model, ids, use_cache=True) and calls_of("causal_conv1d", model, ids, use_cache=True) == 1
-    assert unpatch(model) and torch.equal(step(model.train(), ids)[0], plain[0])
+    check_convolutions_train_and_generate(name, "short_conv", 1)
 
 
 @pytest.mark.parametrize("width", [3, 7])

@@ -6,13 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from checks import path_taken
-from hybrid_models import ALONE, GATED, hybrid
+from hybrid_models import ALONE, GATED, NO_CACHE, check_convolutions_train_and_generate, hybrid, without_cache
 from language_models import known, step, tokens
-from patched_models import assert_as_exact, assert_same_step, calls_of, through_pickle, trained
+from patched_models import assert_same_step, calls_of, through_pickle
 
 from liger_ops import functional as F
-from liger_ops.transformers import apply_liger_kernel, convolutions, rewrite, split_convolutions, unpatch
+from liger_ops.transformers import apply_liger_kernel, convolutions, rewrite, split_convolutions
 
 calls = partial(calls_of, "causal_conv1d_split")
 ALTERNATING = ("qwen3_next",)  # by heads, in one projection
@@ -23,31 +22,12 @@ IN_TIERS = [
     pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK))
     for name in known({name: GATED[name] for name in (*ALTERNATING, *SEPARATE, *JOINED)})
 ]
-NO_CACHE = dict(use_cache=False)
 POSITIONS = torch.tensor([[*range(5), 0, *range(2), *range(4)]])
-
-
-def without_cache(name):
-    model = hybrid(name)
-    model.config.use_cache = False
-    return model
 
 
 @pytest.mark.parametrize("name", IN_TIERS)
 def test_training_and_generation(name):
-    model, ids = without_cache(name), tokens()
-    losses, plain = trained(model), step(model, ids)
-    text = model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True)
-    report = apply_liger_kernel(model.train(), **ALONE)
-    rows = [row for row in report.rows if row.kind == "conv"]
-    assert rows and {(row.replacement, row.reason) for row in rows} == {("causal_conv1d_split", "")}
-    with path_taken("cpu"):
-        assert calls(model, ids) == len(rows) and not calls_of("causal_conv1d", model, ids)
-    assert_same_step(model, ids, plain)
-    assert_as_exact(lambda: trained(model), losses, model)
-    assert torch.equal(model.eval().generate(ids[:1], max_new_tokens=6, do_sample=False, use_cache=True), text)
-    assert not calls(model, ids, use_cache=True)
-    assert unpatch(model) and torch.equal(step(model.train(), ids)[0], plain[0])
+    check_convolutions_train_and_generate(name, "causal_conv1d_split")
 
 
 @pytest.mark.parametrize("heads", [(2, 4), (2, 2), (1, 4)])

@@ -112,10 +112,7 @@ void set_rows(Args& args, const Part& part) {
   args.x_outer = walk.strides[1].outer, args.x_inner = walk.strides[1].inner;
 }
 
-/// Results are at multiples of 16 bytes, too.
-bool is_aligned(const Part& part) {
-  return core::aligned16(core::address(part.x)) && part.walk.aligned_strides() && part.first % 16 == 0;
-}
+bool is_aligned(const Part& part) { return quantize::is_aligned(part.x, part.walk, part.first); }
 
 template <class K>
 int64_t blocks_of(const typename K::Config& config, int64_t rows) {

@@ -4,7 +4,9 @@
 
 #include <ATen/ATen.h>
 
+#include "core/cuda.h"
 #include "core/operator.h"
+#include "core/rows.h"
 
 namespace liger::ops::quantize {
 
@@ -21,6 +23,11 @@ struct Operator : core::Operator<Op, Type> {
     return {};
   }
 };
+
+/// Of x and the rows of a result from `first` on, which are at multiples of 16 bytes, too.
+inline bool is_aligned(const at::Tensor& x, const core::Rows<2>& walk, int64_t first) {
+  return core::aligned16(core::address(x)) && walk.aligned_strides() && first % 16 == 0;
+}
 
 }  // namespace liger::ops::quantize
 

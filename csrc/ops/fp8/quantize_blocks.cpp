@@ -123,9 +123,7 @@ void set_rows(Args& args, const Part& part) {
   args.rows = int32_t(part.walk.rows), args.n = int32_t(part.walk.n), args.x_stride = part.walk.strides[1].inner;
 }
 
-bool is_aligned(const Part& part) {
-  return core::aligned16(core::address(part.x)) && part.walk.aligned_strides() && part.first % 16 == 0;
-}
+bool is_aligned(const Part& part) { return quantize::is_aligned(part.x, part.walk, part.first); }
 
 template <class K>
 int64_t tiles_of(const typename K::Config& config, int64_t rows, int64_t n) {

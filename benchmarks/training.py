@@ -96,13 +96,18 @@ MODELS = {
         "deepseek_v4", 4096, 2048, 129280, 64, 1, batch=2, head_size=512, layers=4,
         others=dict(n_routed_experts=32, moe_intermediate_size=2048),
     ),
+    # Mamba-2 of 2.7B. Without mamba_ssm the scan holds every pair of tokens of a chunk, so chunks are short.
+    "mamba2": Shape(
+        "mamba2", 2560, 5120, 50288, 80, 80, batch=2, head_size=64, layers=4,
+        others=dict(num_heads=80, state_size=128, n_groups=1, chunk_size=64),
+    ),
 }  # fmt: skip
 
 
 def tiny(shape: Shape) -> Shape:
     sizes = dict(
         num_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
+        shared_expert_intermediate_size=32, num_heads=8,
     )  # fmt: skip
     return shape._replace(
         hidden=64,

@@ -96,25 +96,25 @@ def main() -> int:
         parser.error(f"--providers must be among {','.join(PROVIDERS)} (got {','.join(sorted(unknown))})")
     size = SIZES["cpu"] if args.device == "cpu" else LARGE
 
+    settings = describe(args.device) | {"steps": args.steps, "rate": args.rate, **vars(size)}
     curves: list[dict[str, list[float]]] = []
+    worst = dict.fromkeys(names[1:], -1.0)
     for seed in range(args.seeds):
-        curves.append({})
+        losses: dict[str, list[float]] = {}
         for name in names:
-            losses = train(size, ours, args.steps, seed, args.device, args.rate, PROVIDERS[name])
-            curves[seed][name] = losses
-            above = end(losses) / end(curves[seed][PLAIN]) - 1
-            far = distance(losses, curves[seed][PLAIN])["largest"]
-            print(f"seed {seed} {name:10} first {losses[0]:.4f}, end {end(losses):.4f}: {above:+.2%} of bf16, at most "
-                  f"{far:.3f} apart", flush=True)  # fmt: skip
-    worst = {name: max(end(c[name]) / end(c[PLAIN]) - 1 for c in curves) for name in names if name != PLAIN}
+            losses[name] = train(size, ours, args.steps, seed, args.device, args.rate, PROVIDERS[name])
+            above = end(losses[name]) / end(losses[PLAIN]) - 1
+            far = distance(losses[name], losses[PLAIN])["largest"]
+            print(f"seed {seed} {name:10} first {losses[name][0]:.4f}, end {end(losses[name]):.4f}: {above:+.2%} of bf16, "
+                  f"at most {far:.3f} apart", flush=True)  # fmt: skip
+        curves.append(losses)
+        worst = {name: max(w, end(losses[name]) / end(losses[PLAIN]) - 1) for name, w in worst.items()}
+        # After each seed, so that a limit of time leaves something.
+        keep(settings | {"curves": curves, "above bf16": worst}, args.out, f"{slug(args.device)}-fp8-curves", draw)
     ends = [end(c[PLAIN]) for c in curves]
     print(f"bf16 ends from {min(ends):.4f} to {max(ends):.4f}")
     for name, above in worst.items():
         print(f"{name}: at most {above:+.2%}, {'within' if above <= LIMIT else 'OUTSIDE'} {LIMIT:.1%}")
-
-    settings = {"steps": args.steps, "rate": args.rate, **vars(size)}
-    record = describe(args.device) | settings | {"curves": curves, "above bf16": worst}
-    keep(record, args.out, f"{slug(args.device)}-fp8-curves", draw)
     return int(any(worst[name] > LIMIT for name in worst if name == "rows"))
 
 

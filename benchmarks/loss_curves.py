@@ -112,26 +112,24 @@ class Llama(nn.Module):
 class Chain:
     """A Markov chain: every class has a few successors, the first of which is the likeliest."""
 
-    def __init__(self, s: Size, seed: int, device: str) -> None:
+    def __init__(self, s: Size, seed: int) -> None:
         self.s = s
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
         # Few classes are common, as in text. Otherwise a short training sees most of them only once.
         self.common = min(s.vocabulary, 512)
-        self.classes = torch.randperm(s.vocabulary, generator=self.generator, device=device)[: self.common]
-        shape = (self.common, SUCCESSORS)
-        self.next = torch.randint(self.common, shape, generator=self.generator, device=device)
-        self.odds = torch.tensor([8.0, 4.0, 2.0, 1.0], device=device)
+        self.classes = torch.randperm(s.vocabulary, generator=self.generator)[: self.common]
+        self.next = torch.randint(self.common, (self.common, SUCCESSORS), generator=self.generator)
+        self.odds = torch.tensor([8.0, 4.0, 2.0, 1.0])
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        state = torch.randint(self.common, (self.s.batch,), generator=self.generator, device=self.device)
-        chosen = [state]
-        for _ in range(self.s.sequence):
-            way = torch.multinomial(self.odds, self.s.batch, True, generator=self.generator)
-            state = self.next[state, way]
-            chosen.append(state)
-        tokens = self.classes[torch.stack(chosen, 1)]
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    def batches(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Tokens and their successors, each (steps, batch, sequence)."""
+        shape = (self.s.sequence, steps * self.s.batch)
+        ways = torch.multinomial(self.odds, math.prod(shape), True, generator=self.generator).view(shape)
+        chosen = [torch.randint(self.common, shape[1:], generator=self.generator)]
+        for way in ways:
+            chosen.append(self.next[chosen[-1], way])
+        tokens = self.classes[torch.stack(chosen, 1)].view(steps, self.s.batch, -1)
+        return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
 
 def eager(hidden: Tensor, head: Tensor, target: Tensor) -> Tensor:
@@ -172,11 +170,10 @@ def train(
     torch.manual_seed(seed)
     model = Llama(s).to(device, torch.bfloat16)
     prepare(model)
-    chain = Chain(s, seed, device)
+    batches = [t.to(device) for t in Chain(s, seed).batches(steps)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
     losses = []
-    for step in range(steps):
-        tokens, target = chain.batch()
+    for step, (tokens, target) in enumerate(zip(*batches)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, rate)
         loss = loss_of(model(tokens), model.head.weight, target)

@@ -176,8 +176,13 @@ def inverse(_, values):
     return [(1 / values[0]).view(np.int32)]
 
 
+def over_448(_, values):
+    return [(values[0] / np.float32(448)).view(np.int32)]
+
+
 INSTRUCTIONS = {
     "rcp.approx.ftz.f32": inverse,
+    "0fC3E00000": over_448,
     "lg2.approx.f32": log2,
     "prefetch.global.L2": prefetch,
     ".shared .align": reserve,

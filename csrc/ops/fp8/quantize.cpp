@@ -184,12 +184,13 @@ void launch_columns(const char* op, const Quantized& out, const Part& part) {
   core::launch<K>(op, x.device(), runtime::variant_index<K>(config, point), {uint32_t(blocks)}, args);
 }
 
-/// The widest row of which the kernel keeps the columns' maxima.
-constexpr int64_t kWidest = [] {
-  int64_t widest = 0;
-  for (const auto& c : kernels::quantize_rows_e4m3::configs) widest = std::max(widest, c.TILES ? int64_t(c.max_n) : 0);
-  return widest;
-}();
+/// Whether a config for this part has the whole row in registers, and so the columns' maxima.
+template <class K>
+bool keeps_peaks(const Part& part) {
+  if constexpr (K::columns_count == 1) return false;
+  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(part.x)), 0, 1);
+  return runtime::first_fit<K>(part.walk.n, is_aligned(part), point).TILES != 0;
+}
 
 template <class OfColumns>
 void transpose(const char* op, const Quantized& out, const std::vector<Part>& parts) {
@@ -198,11 +199,11 @@ void transpose(const char* op, const Quantized& out, const std::vector<Part>& pa
 
 /// OfRows, OfColumns: kernels that convert by an instruction or by integer arithmetic.
 template <class OfRows, class OfColumns>
-void compute(const char* op, const Quantized& out, const std::vector<Part>& parts, bool may_keep_peaks) {
+void compute(const char* op, const Quantized& out, const std::vector<Part>& parts) {
   std::vector<Tensor> peaks;
   const bool columns = out.scale_t.defined();
   for (const Part& part : parts) {
-    const bool keeps = may_keep_peaks && columns && part.walk.n <= kWidest && is_aligned(part);
+    const bool keeps = columns && keeps_peaks<OfRows>(part);
     Tensor found;
     if (out.q.defined()) found = launch_rows<OfRows>(op, out, part, keeps);
     if (columns) peaks.push_back(found.defined() ? found : column_peaks(op, part));
@@ -296,16 +297,16 @@ std::vector<Part> parts_of(const char* op, at::TensorList xs, const Tensor& resu
   return parts;
 }
 
-/// Calls f with the kernels of rows and columns that fit the device, and whether the former may keep the columns' maxima.
+/// Calls f with the kernels of rows and columns that fit the device.
 template <class F>
 void with_kernels(const Tensor& x, const F& f) {
   std::string error;
   const auto* info = runtime::device_info(x.device().index(), error);
   using OfRows = kernels::quantize_rows_e4m3;
   if (info && OfRows::kernel.spec().supports(info->capability)) {
-    f(OfRows(), kernels::quantize_columns_e4m3(), true);
+    f(OfRows(), kernels::quantize_columns_e4m3());
   } else {
-    f(kernels::quantize_rows(), kernels::quantize_columns(), false);
+    f(kernels::quantize_rows(), kernels::quantize_columns());
   }
 }
 
@@ -321,9 +322,8 @@ Quantized Cuda::quantize(const char* op, at::TensorList xs, bool rows, Columns c
     return out;
   }
   const auto parts = parts_of(op, xs, result);
-  with_kernels(xs[0], [&](auto of_rows, auto of_columns, bool may_keep_peaks) {
-    compute<decltype(of_rows), decltype(of_columns)>(op, out, parts, may_keep_peaks);
-  });
+  with_kernels(
+      xs[0], [&](auto of_rows, auto of_columns) { compute<decltype(of_rows), decltype(of_columns)>(op, out, parts); });
   return out;
 }
 
@@ -334,7 +334,7 @@ Quantized Cuda::with_scales(const char* op, at::TensorList xs, const Tensor& sca
   out.scale_t = scale_t;
   if (out.q_t.numel() == 0) return out;
   const auto parts = parts_of(op, xs, out.q_t);
-  with_kernels(xs[0], [&](auto, auto of_columns, bool) { transpose<decltype(of_columns)>(op, out, parts); });
+  with_kernels(xs[0], [&](auto, auto of_columns) { transpose<decltype(of_columns)>(op, out, parts); });
   return out;
 }
 

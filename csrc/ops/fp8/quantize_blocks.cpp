@@ -1,7 +1,7 @@
 // quantize_blocks(x, block): e4m3 with one fp32 scale per 128 numbers of a row, or per 128 x 128.
 //
-// x: (..., n) of any strides, T rows. A scale is amax / 448, of zeros 1; q = x * (1 / scale). One launch reads x once and
-// writes rows, and for GEMMs the transposed copy; with one scale for all, another launch finds it first.
+// x: (..., n) of any strides, T rows. A scale is amax / 448, of zeros 1; q = x * (1 / scale). One launch writes
+// rows, and for GEMMs the transposed copy; with one scale for all, another launch finds it first.
 
 #include "ops/fp8/quantize_blocks.h"
 
@@ -153,7 +153,8 @@ void launch_tiles(const char* op, const Quantized& out, const Part& part, By by,
   const auto& [x, walk, first, written] = part;
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x)), by == By::rows ? 0 : 1, 0);
   const int64_t pitch = out.q_t.defined() ? out.q_t.size(1) : 0;
-  const auto& config = runtime::first_fit<K>(walk.n, is_aligned(part) && ((pitch | written) & 7) == 0, point);
+  const bool aligned = is_aligned(part) && ((walk.n | pitch | (pitch ? written : 0)) & 15) == 0;
+  const auto& config = runtime::first_fit<K>(walk.n, aligned, point);
   typename K::Args args{};
   set_rows(args, part);
   args.written = int32_t(written), args.has_q = out.q.defined(), args.pitch = int32_t(pitch);

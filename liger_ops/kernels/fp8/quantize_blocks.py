@@ -1,10 +1,10 @@
-"""Matrices in e4m3 with one fp32 scale per block, or one in all: rows, and their transposed copy, from one read.
+"""Matrices in e4m3 with one fp32 scale per block, or one in all: rows, and their transposed copy, in one launch.
 
 A program takes a tile of 128 by 128 numbers, which has all that its scales depend on: those of its rows and of its columns,
 its own, or that of the whole matrix, for which other programs have found the largest magnitude.
 
 x: (rows, n), x_stride from one row to the next. q: (written, n) bytes, of which rows from `rows` on are zeros; none if has_q
-is 0. q_t: (n, written) bytes, pitch from one row to the next; none if pitch is 0.
+is 0. q_t: (n, written) bytes, pitch from one row to the next; none if pitch is 0. An aligned config takes multiples of 16.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..elements import DTYPES
 from ..table import Config, Kernel
-from .quantize_rows import WITH_E4M3, inverse, magnitude, scale_of, to_e4m3
+from .quantize_rows import WITH_E4M3, four_in_e4m3, inverse, magnitude, scale_of, to_e4m3
 
 
 @triton.jit
@@ -53,37 +53,40 @@ def quantize_tiles_kernel(
     q, scale, q_t, scale_t, peaks, x,
     rows, n, x_stride, written, has_q, pitch, scale_pitch, scale_t_pitch, count,
     SHARED: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """A scale for 128 numbers of a row, and of a column: scale (blocks of n, scale_pitch), scale_t (blocks of rows,
     scale_t_pitch). SHARED: for the tile, if count is -1: scale (blocks of rows, scale_pitch), scale_t (blocks of n,
     scale_t_pitch); else for all: scale (1,), which every program computes and the first one stores.
-    STRIP rows at a time: if they are not BLOCK_M, the tile is read again, from a cache."""
+    The tile is read twice, STRIP rows at a time, so that it needs few registers; the second time from a cache. WORDS: four
+    rows of the transposed copy go through shared memory as one integer."""
+    if WORDS:
+        # Multiples of 16, as Triton sees here.
+        n, pitch = n // 16 * 16, pitch // 16 * 16
     blocks = tl.cdiv(n, BLOCK_N)
     down = tl.program_id(0) // blocks
     across = tl.program_id(0) - down * blocks
-    cols, strip = across * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, STRIP)
+    cols = across * BLOCK_N + tl.arange(0, BLOCK_N)
     top, end = down * BLOCK_M, down * BLOCK_M + BLOCK_M
-    peak_t = tl.zeros([BLOCK_N], tl.int32)
-    if STRIP == BLOCK_M:
-        row = top + strip
-        v = load_strip(x, row, cols, rows, n, x_stride)
-    for first in range(top, end, STRIP):
-        if STRIP < BLOCK_M:
-            row = first + strip
+    peak = tl.zeros([STRIP, BLOCK_N], tl.int32)
+    if (not SHARED) or count < 0:
+        for first in range(top, end, STRIP):
+            row = first + tl.arange(0, STRIP)
             v = load_strip(x, row, cols, rows, n, x_stride)
-        peak_t = tl.maximum(peak_t, tl.max(magnitude(v), axis=0))
-        if not SHARED:
-            if has_q > 0:
-                own = scale_of(tl.max(magnitude(v), axis=1))
-                tl.store(scale + across.to(tl.int64) * scale_pitch + row, own, mask=row < written)
-                store_rows(q, to_e4m3(v * inverse(own)[:, None], HARDWARE), row, cols, written, n)
+            peak = tl.maximum(peak, magnitude(v))
+            if not SHARED:
+                if has_q > 0:
+                    own = scale_of(tl.max(magnitude(v), axis=1))
+                    tl.store(scale + across.to(tl.int64) * scale_pitch + row, own, mask=row < written)
+                    store_rows(q, to_e4m3(v * inverse(own)[:, None], HARDWARE), row, cols, written, n)
     if not SHARED:
-        own_t = scale_of(peak_t)
+        own_t = scale_of(tl.max(peak, axis=0))
+        factor = inverse(own_t)[None, :]
         if pitch > 0:
             tl.store(scale_t + down.to(tl.int64) * scale_t_pitch + cols, own_t, mask=cols < n)
     else:
         if count < 0:
-            shared = scale_of(tl.max(peak_t, axis=0))
+            shared = scale_of(tl.max(tl.max(peak, axis=1), axis=0))
             if has_q > 0:
                 tl.store(scale + down.to(tl.int64) * scale_pitch + across, shared)
             if pitch > 0:
@@ -93,18 +96,27 @@ def quantize_tiles_kernel(
             if count > 0:
                 if tl.program_id(0) == 0:
                     tl.store(scale, shared)
-        own_t = tl.zeros([BLOCK_N], tl.float32) + shared
-    factor = inverse(own_t)[None, :]
-    for first in range(top, end, STRIP):
-        if STRIP < BLOCK_M:
-            row = first + strip
-            v = load_strip(x, row, cols, rows, n, x_stride)
-        numbers = to_e4m3(v * factor, HARDWARE)
-        if SHARED:
-            if has_q > 0:
-                store_rows(q, numbers, row, cols, written, n)
-        if pitch > 0:
-            store_columns(q_t, numbers, row, cols, written, n, pitch)
+        factor = inverse(shared + tl.zeros([1, 1], tl.float32))
+    if SHARED or pitch > 0:
+        for first in range(top, end, STRIP):
+            quads = first // 4 + tl.arange(0, STRIP // 4)
+            parts = ()
+            for i in tl.static_range(4):
+                row = 4 * quads + i
+                parts = parts + (load_strip(x, row, cols, rows, n, x_stride) * factor,)
+            for i in tl.static_range(4):
+                row = 4 * quads + i
+                if SHARED:
+                    if has_q > 0:
+                        store_rows(q, to_e4m3(parts[i], HARDWARE), row, cols, written, n)
+                if not WORDS:
+                    if pitch > 0:
+                        store_columns(q_t, to_e4m3(parts[i], HARDWARE), row, cols, written, n, pitch)
+            if WORDS:
+                if pitch > 0:
+                    words = four_in_e4m3(parts[0], parts[1], parts[2], parts[3], HARDWARE)
+                    to = q_t.to(tl.pointer_type(tl.int32))
+                    store_columns(to, words, quads, cols, written // 16 * 4, n, pitch // 4)
 
 
 @triton.jit
@@ -128,21 +140,24 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def tile(block_m, block_n, num_warps, aligned=True, **options):
-    return Config(None, aligned, num_warps, constexprs=dict(BLOCK_M=block_m, BLOCK_N=block_n, **options))
+def tile(block_m, block_n, num_warps, aligned=True, only=None, **options):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, **options)
+    return Config(None, aligned, num_warps, constexprs=constexprs, only=only or {})
 
 
 def tiles_kernel(hardware, configs, **options):
     axes = {"dtype": DTYPES, "sharing": [{"SHARED": s} for s in (0, 1)], "cast": [{"HARDWARE": hardware}]}
-    # Rows too: else the mask of the transposed copy would part its accesses into bytes.
-    aligned = ["q", "q_t", "x", "n", "x_stride", "written", "pitch"]
+    aligned = ["q", "q_t", "x", "n", "x_stride"]
     return Kernel(quantize_tiles_kernel, ARGUMENTS, aligned, axes, configs, **options)
 
 
-# Numbers are loaded one by one, with an address each.
-ANY = tile(128, 128, 8, aligned=False, STRIP=32)
+ANY = tile(128, 128, 8, aligned=False, STRIP=32, WORDS=0)
+FAST = [
+    tile(128, 128, 4, only={"SHARED": (0,)}, STRIP=64, WORDS=1),
+    tile(128, 128, 8, only={"SHARED": (1,)}, STRIP=128, WORDS=1),
+]
 KERNELS = [
-    tiles_kernel(1, [tile(128, 128, 8, STRIP=128), ANY], archs=WITH_E4M3, suffix="_e4m3"),
+    tiles_kernel(1, [*FAST, ANY], archs=WITH_E4M3, suffix="_e4m3"),
     tiles_kernel(0, [ANY]),
     Kernel(
         function=tensor_peaks_kernel,

@@ -15,9 +15,6 @@ from ..elements import DTYPES
 from ..rows import block_rows, load_tiles, prefetch, row_offset
 from ..table import Config, Kernel
 
-LARGEST = tl.constexpr(448.0)
-LEAST_SCALE = tl.constexpr(2.0**-126)
-
 # Architectures for which Triton converts fp32 to e4m3 in one instruction; kernels are lowered for the first. For 8.9 it
 # rounds to fp16 in between.
 WITH_E4M3 = [90, 100, 120]
@@ -29,17 +26,41 @@ def magnitude(x):
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+# A division would also handle the ends of fp32's range, in a branch with a call. These constants are 1/448 and -448: the
+# remainder of the first quotient corrects it to the nearest number.
+OVER_448 = tl.constexpr("""{
+    .reg .f32 quotient, rest;
+    mul.rn.f32 quotient, $1, 0f3B124925;
+    fma.rn.f32 rest, quotient, 0fC3E00000, $1;
+    fma.rn.f32 $0, rest, 0f3B124925, quotient;
+    }""")
+INVERSE = tl.constexpr("""{
+    .reg .f32 near, rest;
+    rcp.approx.ftz.f32 near, $1;
+    fma.rn.f32 rest, near, $1, 0fBF800000;
+    neg.f32 rest, rest;
+    fma.rn.f32 $0, rest, near, near;
+    }""")
+# Bits in fp32.
+LEAST_SCALE = tl.constexpr(1 << 23)  # 2^-126
+ONE = tl.constexpr(127 << 23)
+INFINITE = tl.constexpr(255 << 23)
+
+
 @triton.jit
 def scale_of(peak):
     """peak: bits of the largest magnitude. NaN stays NaN."""
-    scale = tl.div_rn(peak.to(tl.float32, bitcast=True), tl.full(peak.shape, LARGEST, tl.float32))
-    scale = tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
-    return tl.where(peak == 0, 1.0, scale)
+    number = peak.to(tl.float32, bitcast=True)
+    bits = tl.inline_asm_elementwise(OVER_448, "=r,f", [number], dtype=tl.int32, is_pure=True, pack=1)
+    bits = tl.where(peak >= INFINITE, peak, tl.maximum(bits, LEAST_SCALE))
+    return tl.where(peak == 0, ONE, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def inverse(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    """1 / scale, to the nearest number."""
+    bits = tl.inline_asm_elementwise(INVERSE, "=r,f", [scale], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.where(scale == float("inf"), 0, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -57,6 +78,27 @@ def to_e4m3(x, HARDWARE: tl.constexpr):
         out = tl.where(size < (121 << 23), subnormal, normal)
         out = tl.where(size > 0x7F800000, 0x7F, out)
         out = (out | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return out
+
+
+FOUR_IN_E4M3 = tl.constexpr("""{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+    }""")
+
+
+@triton.jit
+def four_in_e4m3(a, b, c, d, HARDWARE: tl.constexpr):
+    """Their bytes, a's the lowest, in an integer."""
+    if HARDWARE:
+        out = tl.inline_asm_elementwise(
+            FOUR_IN_E4M3, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        out = to_e4m3(a, HARDWARE).to(tl.int32) | (to_e4m3(b, HARDWARE).to(tl.int32) << 8)
+        out |= (to_e4m3(c, HARDWARE).to(tl.int32) << 16) | (to_e4m3(d, HARDWARE).to(tl.int32) << 24)
     return out
 
 
@@ -190,6 +232,7 @@ ROW_CONFIGS = [
     rows_config(4096, 1, 2048, 2, 4, ahead=1),
     rows_config(8192, 1, 4096, 2, 8, ahead=1),
     rows_config(16384, 1, 4096, 4, 8, ahead=1),
+    rows_config(32768, 1, 4096, 8, 16, only=ROWS_ALONE),
     rows_config(None, 1, 4096, 0, 8, only=ROWS_ALONE),
     ANY,
 ]
@@ -218,7 +261,7 @@ KERNELS = [
         args={"parts": "*i32", "x": "*X", **SIZES},
         aligned=["parts", "x", "n", *STRIDES],
         axes={"dtype": DTYPES},
-        configs=[tile(32, 128, 4), tile(32, 64, 4, aligned=False)],
+        configs=[tile(64, 128, 4), tile(32, 64, 4, aligned=False)],
     ),
     Kernel(
         function=column_scales_kernel,

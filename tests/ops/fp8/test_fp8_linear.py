@@ -4,7 +4,14 @@ import math
 
 import pytest
 import torch
-from checks import CPU_DTYPES, HALF_TYPES, check_op, path_taken
+from checks import (
+    CPU_DTYPES,
+    HALF_TYPES,
+    check_no_synchronization,
+    check_op,
+    check_replays,
+    path_taken,
+)
 from fp8_recipes import RECIPES, fitting
 from pairs import pairwise
 from torch import Tensor
@@ -331,23 +338,16 @@ def test_every_number_of_tokens(recipe, device):
 
 @pytest.mark.gpu
 @each_recipe
-def test_cuda_graph(recipe):
+def test_no_synchronization_and_cuda_graph_capture(recipe):
     x, weight, _, dy = make("cuda", torch.bfloat16, (48,), recipe=recipe)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
 
     def step():
         y = F.fp8_linear(*leaves, recipe=recipe)
-        return [y, *torch.autograd.grad(y, leaves, dy)]
+        # A live graph of another stream would break the capture.
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    check_replays(step, check_no_synchronization(step))
 
 
 def wrong(**changes):

@@ -40,6 +40,7 @@ OFF_SCALE = 8  # times the floor: larger values are drawn at the edge
 TICKS = (0.25, 0.5, 1, 1.5, 2, 3, 5, 8, 12, 20)
 WIDTH, DPI = 12.0, 100  # inches, dots per inch: fits a screen
 LEGEND_COLUMNS = 9
+LEGEND_LETTERS = 160  # in a line, with six for a mark
 ABOVE_FLOOR = 17  # points: leaves room for the label of the floor below a title
 LONGEST = 6  # times the longest bar of ours: longer bars are cut
 GRID_SHAPES = 16  # more shapes than this are drawn as a heat map
@@ -68,7 +69,8 @@ def figure_of(
     from matplotlib.lines import Line2D
     from PIL import Image
 
-    lines = -(-len(providers) // LEGEND_COLUMNS)
+    longest = max((len(LABELS.get(p, p)) for p in providers), default=0)
+    lines = -(-len(providers) // max(1, min(LEGEND_COLUMNS, LEGEND_LETTERS // (longest + 6))))
     header = 0.4 + 0.25 * lines
     height += header
     with plt.rc_context(STYLE):

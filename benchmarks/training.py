@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -57,6 +58,7 @@ BASES = ("plain", "nf4", "int8")
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
 COMPARED_STEPS = 4
 PROFILED_STEPS = 3
+NAME_LETTERS = 100
 LEAST_SHARE = 1e-3  # of the time of all kernels: faster kernels are not listed
 
 
@@ -459,12 +461,19 @@ def markdown(machine: dict[str, Any], records: list[dict[str, Any]], picture: st
     )
 
 
+def short(name: str) -> str:
+    """A kernel's name without what all of PyTorch's share, up to the last word that fits."""
+    for common in ("void ", "at::native::", "(anonymous namespace)::", "c10::"):
+        name = name.replace(common, "")
+    return name if len(name) <= NAME_LETTERS else re.sub(r"\w*$", "", name[:NAME_LETTERS])
+
+
 def kernel_table(record: dict[str, Any]) -> str:
     kernels = record.get("kernels")
     if not kernels:
         return ""
     total = sum(ms for _, _, ms in kernels)
-    rows = [[name[:100], f"{n:.0f}", f"{ms:.2f}"] for name, n, ms in kernels if ms >= LEAST_SHARE * total]
+    rows = [[short(name), f"{n:.0f}", f"{ms:.2f}"] for name, n, ms in kernels if ms >= LEAST_SHARE * total]
     title = f"{record['model']}, batch {record['batch']}, {PROVIDERS[record['provider']]}"
     return (
         f"\n## {title}: kernels of a step, {total:.1f} ms\n\nKernels with at least {LEAST_SHARE:.1%} of the time.\n\n"

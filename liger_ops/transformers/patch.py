@@ -219,14 +219,15 @@ def checked_options(
         raise TypeError(rule)
     if memory_budget is not None and memory_budget <= 0:
         raise ValueError(rule)
-    if fp8 not in (None, *RECIPES):
+    recipe = linears.RECIPES_OF_TORCHAO.get(fp8, fp8) if isinstance(fp8, str) else fp8
+    if recipe not in (None, *RECIPES):
         recipes = ", ".join(map(repr, RECIPES))
         raise ValueError(f"{function}: fp8 must be {recipes} or None (got {fp8!r})")
     if fp8_filter is not None and not callable(fp8_filter):
         raise TypeError(f"{function}: fp8_filter must be a function of a module and its name (got {fp8_filter!r})")
     if fp8_filter is not None and fp8 is None:
         raise ValueError(f"{function}: fp8_filter must be given with fp8 (got fp8=None)")
-    return Options({name: switches.get(name, True) for name in SWITCHES}, memory_budget, fp8, fp8_filter)
+    return Options({name: switches.get(name, True) for name in SWITCHES}, memory_budget, recipe, fp8_filter)
 
 
 # ---- Patching
@@ -267,9 +268,9 @@ def apply_liger_kernel(
     switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, delta_gates, moe_router,
     moe_experts, hyper_pre, hyper_post, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
     memory_budget: the number of bytes of logits that the fused loss may hold at a time.
-    fp8: a recipe of :func:`fp8_linear`, with which linear layers compute while they train. The head, layers that choose
-    experts, adapters of LoRA and those whose sizes are no multiples of 16 (with "blocks" of
-    128) stay as they are.
+    fp8: a recipe of :func:`fp8_linear`, or torchao's name for it, with which linear layers compute while they train. The
+    head, layers that choose experts, adapters of LoRA and those whose sizes are no multiples of 16 (with "blocks" of 128)
+    stay as they are.
     fp8_filter: called with each of these layers and its name; those for which it returns False stay as they are, too.
 
     A patched model that is pickled, as torch.save does, is patched again when it is loaded.

@@ -156,6 +156,14 @@ def test_off_by_default_and_unpatched():
     assert torch.equal(found[0], plain[0]) and all(torch.equal(g, plain[1][n]) for n, g in found[1].items())
 
 
+@pytest.mark.parametrize(
+    "name, recipe", [("tensorwise", "tensor"), ("rowwise", "rows"), ("rowwise_with_gw_hp", "rows_hp")]
+)
+def test_names_of_torchao(name, recipe):
+    named, ours = (rows_of(apply_liger_kernel(make("llama"), fp8=given)) for given in (name, recipe))
+    assert named == ours and f"fp8_linear, {recipe}" in str(named)
+
+
 def test_evaluation_and_generation_are_not_in_fp8():
     ids, model = tokens(), make("llama").eval()
     layer, x = model.get_submodule(LAYERS[-1]), torch.randn(3, 48)

@@ -1,7 +1,10 @@
 """The quantize_rows kernels, in Triton's interpreter on CPU tensors. It has no instruction that converts to e4m3, so that
 all configs run with integer arithmetic here."""
 
+import random
 import re
+import struct
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from interpreted import cases
 import liger_ops.kernels as tables
 from liger_ops import functional as F
 from liger_ops.aot.compile import compile_variant
+from liger_ops.kernels.fp8.quantize_rows import OVER_448
 
 INTERPRETED = """
 import torch, numpy
@@ -85,3 +89,23 @@ def test_fp32_is_rounded_once(name):
         variant = next(v for v in kernel.variants() if v.choices["X"] == dtype)
         text = compile_variant(variant, [kernel.archs[0]]).ptx.decode()
         assert set(re.findall(r"cvt\S*e4m3\S*", text)) == {"cvt.rn.satfinite.e4m3x2.f32"}, variant.name
+
+
+def rounded(exact: Fraction) -> Fraction:
+    """To 24 bits, ties to even."""
+    step = Fraction(2) ** (exact.numerator.bit_length() - exact.denominator.bit_length() - 24)
+    while abs(exact) >= step * 2**24:
+        step *= 2
+    return round(exact / step) * step
+
+
+def test_the_remainder_makes_quotients_exact():
+    """The instructions that divide by 448, in exact fractions."""
+    first, divisor, second = (
+        Fraction(struct.unpack(">f", bytes.fromhex(bits))[0]) for bits in re.findall(r"0f([0-9A-F]{8})", OVER_448.value)
+    )
+    chosen = random.Random(0).sample(range(2**23, 2**24), 5000)
+    for number in map(Fraction, [*range(2**23, 2**23 + 500), *range(2**24 - 500, 2**24), *chosen]):
+        quotient = rounded(number * first)
+        rest = rounded(quotient * divisor + number)
+        assert rounded(rest * second + quotient) == rounded(number / 448), number

@@ -98,7 +98,6 @@ def main() -> int:
 
     settings = describe(args.device) | {"steps": args.steps, "rate": args.rate, **vars(size)}
     curves: list[dict[str, list[float]]] = []
-    worst = dict.fromkeys(names[1:], -1.0)
     for seed in range(args.seeds):
         losses: dict[str, list[float]] = {}
         for name in names:
@@ -108,7 +107,7 @@ def main() -> int:
             print(f"seed {seed} {name:10} first {losses[name][0]:.4f}, end {end(losses[name]):.4f}: {above:+.2%} of bf16, "
                   f"at most {far:.3f} apart", flush=True)  # fmt: skip
         curves.append(losses)
-        worst = {name: max(w, end(losses[name]) / end(losses[PLAIN]) - 1) for name, w in worst.items()}
+        worst = {name: max(end(c[name]) / end(c[PLAIN]) - 1 for c in curves) for name in names[1:]}
         # After each seed, so that a limit of time leaves something.
         keep(settings | {"curves": curves, "above bf16": worst}, args.out, f"{slug(args.device)}-fp8-curves", draw)
     ends = [end(c[PLAIN]) for c in curves]

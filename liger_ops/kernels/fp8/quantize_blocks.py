@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..elements import DTYPES
-from ..table import Config, Kernel
-from .quantize_rows import WITH_E4M3, four_in_e4m3, inverse, magnitude, scale_of, to_e4m3
+from ..table import Kernel
+from .quantize_rows import WITH_E4M3, four_in_e4m3, inverse, magnitude, scale_of, tile, to_e4m3
 
 
 @triton.jit
@@ -124,10 +124,10 @@ def tensor_peaks_kernel(peaks, x, rows, n, x_stride, BLOCK_M: tl.constexpr, BLOC
     """Each program: the largest magnitude of its tiles."""
     blocks = tl.cdiv(n, BLOCK_N)
     peak = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for tile in range(tl.program_id(0), blocks * tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
-        down = tile // blocks
+    for block in range(tl.program_id(0), blocks * tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        down = block // blocks
         row = down * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-        cols = (tile - down * blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        cols = (block - down * blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         at = x + row.to(tl.int64) * x_stride + cols
         peak = tl.maximum(peak, magnitude(tl.load(at, mask=(row < rows) & (cols < n), other=0.0)))
     tl.store(peaks + tl.program_id(0), tl.max(tl.max(peak, axis=1), axis=0))
@@ -138,11 +138,6 @@ PITCHES = dict.fromkeys(["written", "has_q", "pitch", "scale_pitch", "scale_t_pi
 ARGUMENTS = {
     "q": "*u8", "scale": "*fp32", "q_t": "*u8", "scale_t": "*fp32", "peaks": "*i32", "x": "*X", **SIZES, **PITCHES,
 }  # fmt: skip
-
-
-def tile(block_m, block_n, num_warps, aligned=True, only=None, **options):
-    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, **options)
-    return Config(None, aligned, num_warps, constexprs=constexprs, only=only or {})
 
 
 def tiles_kernel(hardware, configs, **options):

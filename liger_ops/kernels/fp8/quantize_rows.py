@@ -221,8 +221,9 @@ def rows_config(max_n, block_m, block_n, tiles, num_warps, aligned=True, only=No
     return Config(max_n, aligned, num_warps, constexprs=constexprs, only=only or {})
 
 
-def tile(block_m, block_n, num_warps, aligned=True):
-    return Config(None, aligned, num_warps, constexprs=dict(BLOCK_M=block_m, BLOCK_N=block_n))
+def tile(block_m, block_n, num_warps, aligned=True, only=None, **options):
+    constexprs = dict(BLOCK_M=block_m, BLOCK_N=block_n, **options)
+    return Config(None, aligned, num_warps, constexprs=constexprs, only=only or {})
 
 
 ANY = rows_config(None, 1, 2048, 0, 8, aligned=False)

@@ -33,6 +33,14 @@ bool aligned16(Pointers... pointers) {
   return ((uintptr_t(pointers) | ...) & 15) == 0;
 }
 
+/// Whether kernel K is for the device's architecture.
+template <class K>
+bool is_for(const at::Device& device) {
+  std::string error;
+  const auto* info = runtime::device_info(device.index(), error);
+  return info && K::kernel.spec().supports(info->capability);
+}
+
 /// Launches a variant of kernel K on the device's current stream. The caller holds the device guard.
 template <class K>
 void launch(

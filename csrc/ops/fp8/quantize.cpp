@@ -300,11 +300,8 @@ std::vector<Part> parts_of(const char* op, at::TensorList xs, const Tensor& resu
 /// Calls f with the kernels of rows and columns that fit the device.
 template <class F>
 void with_kernels(const Tensor& x, const F& f) {
-  std::string error;
-  const auto* info = runtime::device_info(x.device().index(), error);
-  using OfRows = kernels::quantize_rows_e4m3;
-  if (info && OfRows::kernel.spec().supports(info->capability)) {
-    f(OfRows(), kernels::quantize_columns_e4m3());
+  if (core::is_for<kernels::quantize_rows_e4m3>(x.device())) {
+    f(kernels::quantize_rows_e4m3(), kernels::quantize_columns_e4m3());
   } else {
     f(kernels::quantize_rows(), kernels::quantize_columns());
   }

@@ -247,9 +247,7 @@ Quantized Cuda::quantize(const char* op, TensorList xs, By by, Wanted wanted, co
   const auto parts = parts_of(op, xs, wanted.q ? out.q : out.q_t, sizes_of(xs, by, wanted.padded).written.expect_int());
   Tensor peaks;
   if (by == By::tensor && !scale.defined()) peaks = tensor_peaks(op, parts);
-  std::string error;
-  const auto* info = runtime::device_info(xs[0].device().index(), error);
-  const bool converts = info && kernels::quantize_tiles_e4m3::kernel.spec().supports(info->capability);
+  const bool converts = core::is_for<kernels::quantize_tiles_e4m3>(xs[0].device());
   for (const Part& part : parts) {
     if (converts)
       launch_tiles<kernels::quantize_tiles_e4m3>(op, out, part, by, peaks);

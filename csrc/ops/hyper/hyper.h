@@ -13,13 +13,18 @@ using at::Tensor;
 /// The number of streams that kernels serve.
 constexpr int64_t kStreams = kernels::constants::hyper_pre::STREAMS;
 
+/// A kernel counts the numbers of padded pieces of fn in 32 bits.
+constexpr int64_t kMostColumns = std::numeric_limits<int32_t>::max() /
+    (kStreams * kernels::constants::hyper_pre::PIECES * kernels::constants::hyper_pre::WIDEST);
+
 inline bool has_kernel(const Tensor& streams) { return streams.size(-2) == kStreams && streams.numel() > 0; }
 
 inline int32_t tokens_of(const char* op, const Tensor& streams) {
   const int64_t n = streams.size(-1), tokens = streams.numel() / (kStreams * n);
   LIGER_CHECK(
-      tokens <= std::numeric_limits<int32_t>::max() && n <= std::numeric_limits<int32_t>::max() / kStreams, op,
-      "streams", "have fewer than 2^31 tokens, and columns of one", tokens, " tokens of ", kStreams * n, " columns");
+      tokens <= std::numeric_limits<int32_t>::max() && n <= kMostColumns, op, "streams",
+      c10::str("have fewer than 2^31 tokens, and streams of at most ", kMostColumns, " columns"), tokens, " tokens of ",
+      n, " columns");
   return int32_t(tokens);
 }
 

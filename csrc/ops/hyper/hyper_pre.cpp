@@ -193,22 +193,15 @@ struct Cuda {
 
   static void forward(const Results& out, const Tensor& streams, const Parameters& given, const Options& options) {
     if (!has_kernel(streams)) return Formula(streams, given, options).forward(out);
-    using K = kernels::hyper_pre_fwd;
     c10::DeviceGuard guard(streams.device());
     const Tensor s = streams.contiguous();
     const Parameters p = wide_parameters(given);
-    K::Args args{};
-    args.x = core::address(out.x), args.post = core::address(out.post), args.comb = core::address(out.comb);
-    args.logits = core::address(out.logits), args.rstd = core::address(out.rstd), args.streams = core::address(s);
-    args.fn = core::address(p.fn), args.base = core::address(p.base), args.scale = core::address(p.scale);
-    args.tokens = tokens_of(kOp, s), args.n = int32_t(s.size(-1)), args.width = int32_t(p.fn.size(0));
-    args.sinkhorn = int32_t(options.sinkhorn), args.norm_eps = float(options.norm_eps), args.eps = float(options.eps);
-    args.post_scale = float(options.post_scale), args.post_eps = float(options.post_eps);
-    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const bool aligned = core::aligned16(args.x, args.streams, args.fn) && args.n % 8 == 0;
-    const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
-    const int64_t programs = (int64_t(args.tokens) + config.BLOCK_T - 1) / config.BLOCK_T;
-    core::launch<K>(kOp, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    const Tensor pieces = splits(s) ? pieces_of(p.fn, s) : Tensor();
+    if (prefers<kernels::hyper_pre_fwd_hopper>(s)) {
+      launch_forward<kernels::hyper_pre_fwd_hopper>(out, s, p, pieces, options);
+    } else {
+      launch_forward<kernels::hyper_pre_fwd>(out, s, p, pieces, options);
+    }
   }
 
   static void backward(
@@ -227,55 +220,109 @@ struct Cuda {
     const Tensor dpost = width > kStreams ? dense(dpost_or_none, logits, {tokens, kStreams}) : Tensor();
     const Tensor dcomb = width > 2 * kStreams ? dense(dcomb_or_none, logits, {tokens, kStreams, kStreams}) : Tensor();
 
-    const Tensor dlogits = at::empty_like(logits),
-                 numbers = at::empty({tokens, constants::PER_TOKEN}, logits.options());
+    LogitGradients d;
+    if (splits(s)) {
+      d.pieces = at::empty({tokens, constants::PIECES * constants::WIDEST}, s.options());
+    } else {
+      d.dlogits = at::empty_like(logits);
+    }
+    d.per_token = at::empty({tokens, constants::PER_TOKEN}, logits.options());
     Tensor sums;
     if (dcomb.defined()) sums = at::empty({tokens, 2 * options.sinkhorn, kStreams}, logits.options());
-    const auto partial = launch_logits(dlogits, numbers, sums, dx, dpost, dcomb, s, p, logits, rstd, options);
-    launch_sums(out, dx, s, p, dlogits, numbers, partial);
+    launch_logits(d, sums, dx, dpost, dcomb, s, p, logits, rstd, options);
+    if (prefers<kernels::hyper_pre_bwd_hopper>(s)) {
+      launch_sums<kernels::hyper_pre_bwd_hopper>(out, dx, s, p, d);
+    } else {
+      launch_sums<kernels::hyper_pre_bwd>(out, dx, s, p, d);
+    }
   }
 
  private:
-  /// Returns the partial sums of the gradients of base and scale, (2, programs, width).
-  static Tensor launch_logits(
-      const Tensor& dlogits, const Tensor& numbers, const Tensor& sums, const Tensor& dx, const Tensor& dpost,
-      const Tensor& dcomb, const Tensor& s, const Parameters& p, const Tensor& logits, const Tensor& rstd,
-      const Options& options) {
+  /// What the first launch of backward leaves to the second.
+  struct LogitGradients {
+    Tensor dlogits, pieces;  // one of them
+    Tensor per_token;
+    Tensor partial;  // sums of the gradients of base and scale, (2, programs, width)
+  };
+
+  /// Products of streams with numbers in fp32 are sums of products with 16-bit pieces. fp16 has too few exponents.
+  static bool splits(const Tensor& s) { return s.scalar_type() == at::kBFloat16; }
+
+  template <class Hopper>
+  static bool prefers(const Tensor& s) {
+    return splits(s) && core::is_for<Hopper>(s.device());
+  }
+
+  static Tensor pieces_of(const Tensor& fn, const Tensor& s) {
+    using K = kernels::hyper_pre_pieces;
+    const Tensor pieces = at::empty({constants::PIECES - 1, fn.size(0), fn.size(1)}, s.options());
+    K::Args args{};
+    args.pieces = core::address(pieces), args.fn = core::address(fn), args.count = int32_t(fn.numel());
+    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
+    const bool aligned = core::aligned16(args.pieces, args.fn) && args.count % 8 == 0;
+    const auto& config = runtime::first_fit<K>(args.count, aligned, point);
+    const int64_t programs = (int64_t(args.count) + config.BLOCK - 1) / config.BLOCK;
+    core::launch<K>(kOp, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    return pieces;
+  }
+
+  template <class K>
+  static void launch_forward(
+      const Results& out, const Tensor& s, const Parameters& p, const Tensor& pieces, const Options& options) {
+    typename K::Args args{};
+    args.x = core::address(out.x), args.post = core::address(out.post), args.comb = core::address(out.comb);
+    args.logits = core::address(out.logits), args.rstd = core::address(out.rstd), args.streams = core::address(s);
+    args.fn = core::address(p.fn), args.pieces = core::address(pieces);
+    args.base = core::address(p.base), args.scale = core::address(p.scale);
+    args.tokens = tokens_of(kOp, s), args.n = int32_t(s.size(-1)), args.width = int32_t(p.fn.size(0));
+    args.sinkhorn = int32_t(options.sinkhorn), args.norm_eps = float(options.norm_eps), args.eps = float(options.eps);
+    args.post_scale = float(options.post_scale), args.post_eps = float(options.post_eps);
+    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
+    const bool aligned = core::aligned16(args.x, args.streams, args.fn, args.pieces) && args.n % 8 == 0;
+    const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
+    const int64_t programs = (int64_t(args.tokens) + config.BLOCK_T - 1) / config.BLOCK_T;
+    core::launch<K>(kOp, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+  }
+
+  static void launch_logits(
+      LogitGradients& d, const Tensor& sums, const Tensor& dx, const Tensor& dpost, const Tensor& dcomb,
+      const Tensor& s, const Parameters& p, const Tensor& logits, const Tensor& rstd, const Options& options) {
     using K = kernels::hyper_pre_bwd_logits;
     K::Args args{};
-    args.dlogits = core::address(dlogits), args.numbers = core::address(numbers), args.sums = core::address(sums);
+    args.dlogits = core::address(d.dlogits), args.pieces = core::address(d.pieces);
+    args.numbers = core::address(d.per_token), args.sums = core::address(sums);
     args.dx = core::address(dx), args.dpost = core::address(dpost), args.dcomb = core::address(dcomb);
     args.streams = core::address(s), args.logits = core::address(logits), args.rstd = core::address(rstd);
     args.base = core::address(p.base), args.scale = core::address(p.scale);
-    args.tokens = int32_t(numbers.size(0)), args.n = int32_t(s.size(-1)), args.width = int32_t(p.fn.size(0));
+    args.tokens = int32_t(d.per_token.size(0)), args.n = int32_t(s.size(-1)), args.width = int32_t(p.fn.size(0));
     args.sinkhorn = int32_t(options.sinkhorn), args.eps = float(options.eps);
     args.post_scale = float(options.post_scale);
     const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
     const bool aligned = core::aligned16(args.dx, args.streams) && args.n % 8 == 0;
     const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
     const int64_t programs = (int64_t(args.tokens) + config.BLOCK_T - 1) / config.BLOCK_T;
-    const Tensor partial = at::empty({2, programs, args.width}, numbers.options());
-    args.partial = core::address(partial);
+    d.partial = at::empty({2, programs, args.width}, d.per_token.options());
+    args.partial = core::address(d.partial);
     core::launch<K>(kBackward, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
-    return partial;
   }
 
+  template <class K>
   static void launch_sums(
-      const Gradients& out, const Tensor& dx, const Tensor& s, const Parameters& p, const Tensor& dlogits,
-      const Tensor& numbers, const Tensor& partial) {
-    using K = kernels::hyper_pre_bwd;
+      const Gradients& out, const Tensor& dx, const Tensor& s, const Parameters& p, const LogitGradients& d) {
     const bool wants_fn = out.fn.defined();
     const Tensor dfn = wants_fn ? wide_result(out.fn, p.fn) : Tensor();
     const Tensor dbase = wide_result(out.base, p.base), dscale = wide_result(out.scale, p.scale);
-    K::Args args{};
+    typename K::Args args{};
     args.dstreams = core::address(out.streams), args.dfn = core::address(dfn), args.dbase = core::address(dbase);
     args.dscale = core::address(dscale), args.dx = core::address(dx), args.streams = core::address(s);
-    args.fn = core::address(p.fn), args.dlogits = core::address(dlogits), args.numbers = core::address(numbers);
-    args.partial = core::address(partial), args.tokens = int32_t(numbers.size(0)), args.n = int32_t(s.size(-1));
-    args.width = int32_t(p.fn.size(0)), args.parts = int32_t(partial.size(1));
+    args.fn = core::address(p.fn), args.dlogits = core::address(d.dlogits);
+    args.pieces = core::address(d.pieces), args.numbers = core::address(d.per_token);
+    args.partial = core::address(d.partial), args.tokens = int32_t(d.per_token.size(0)), args.n = int32_t(s.size(-1));
+    args.width = int32_t(p.fn.size(0)), args.parts = int32_t(d.partial.size(1));
     args.flags = (out.streams.defined() ? constants::NEEDS_DSTREAMS : 0) | (wants_fn ? constants::NEEDS_DFN : 0);
     const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const bool aligned = core::aligned16(args.dstreams, args.dfn, args.dx, args.streams, args.fn) && args.n % 8 == 0;
+    const bool aligned =
+        core::aligned16(args.dstreams, args.dfn, args.dx, args.streams, args.fn, args.pieces) && args.n % 8 == 0;
     const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
     const int64_t programs = kStreams * ((args.n + config.BLOCK_H - 1) / config.BLOCK_H);
     core::launch<K>(kBackward, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);

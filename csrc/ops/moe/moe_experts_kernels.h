@@ -172,9 +172,7 @@ struct Kernels {
 
   template <class K>
   bool can_run(uint32_t variant) const {
-    std::string error;
-    const auto* info = runtime::device_info(device_.index(), error);
-    if (!info || !K::kernel.spec().supports(info->capability)) return false;
+    if (!core::is_for<K>(device_)) return false;
     return runtime::is_trial(variant) || runtime::loads(K::kernel, variant, device_.index()) == runtime::Loads::Yes;
   }
 

@@ -1,9 +1,12 @@
-"""hyper_pre for 4 streams. Forward is one launch: a program computes the logits of its tokens, stores them, and reads the
-same streams again, from the L2 cache, for their weighted sum. Backward is two: gradients of logits by blocks of tokens, then
-gradients of streams and of fn by blocks of columns. A program of the second goes through all tokens, so that the gradient of fn
-is a sum in a fixed order without partial sums.
+"""hyper_pre for 4 streams. A program of forward computes the logits of its tokens, stores them, and reads the same streams
+again for their weighted sum. Backward is two launches: gradients of logits by blocks of tokens, then gradients of streams and
+of fn by blocks of columns. A program of the second goes through all tokens, so that the gradient of fn is a sum in a fixed
+order without partial sums.
 
 streams: (tokens, 4 n), fn: (width, 4 n) with width 4 (pre), 8 (pre, post) or 24 (pre, post, comb)
+
+With SPLIT, products of streams in 16 bits with numbers in fp32 keep the digits of fp32: each number is a sum of 16-bit
+pieces, and the pieces of a matrix are rows of one product, which are added at its end. One launch before forward's splits fn.
 """
 
 import triton
@@ -13,6 +16,7 @@ from ..table import Config, Kernel
 
 STREAMS = tl.constexpr(4)
 WIDEST = tl.constexpr(32)  # the width, padded
+PIECES = tl.constexpr(4)  # padded; the last one is free
 NEEDS_DSTREAMS = tl.constexpr(1)
 NEEDS_DFN = tl.constexpr(2)
 # Numbers of a token for the second launch of backward, besides the gradients of its logits: pre, and the factor of streams.
@@ -20,16 +24,37 @@ PER_TOKEN = tl.constexpr(5)
 
 
 @triton.jit
-def exact_dot(w, x, out, SPLIT: tl.constexpr):
-    """out + w x with the digits of fp32, for fp32 w. With SPLIT, x has 16 bits, and w is the sum of three pieces of its dtype."""
-    if SPLIT:
-        high = w.to(x.dtype)
-        rest = w - high.to(tl.float32)
-        middle = rest.to(x.dtype)
-        last = (rest - middle.to(tl.float32)).to(x.dtype)
-        return out + tl.dot(high, x, tl.dot(middle, x, tl.dot(last, x)))
-    else:
-        return tl.dot(w, x.to(tl.float32), out, input_precision="tf32x3")
+def pieces_of(v, like):
+    """Three numbers of like's dtype, whose sum is v with the digits of fp32."""
+    high = v.to(like.dtype.element_ty)
+    rest = v - high.to(tl.float32)
+    middle = rest.to(like.dtype.element_ty)
+    return high, middle, (rest - middle.to(tl.float32)).to(like.dtype.element_ty)
+
+
+@triton.jit
+def added(product, total):
+    """Their sum, rounded to nearest. Tensor cores cut off, and thousands of such sums would lose digits. A plain addition would
+    become the product's own."""
+    return tl.fma(product, 1.0, total)
+
+
+@triton.jit
+def sum_of_pieces(v, size: tl.constexpr):
+    """(PIECES * WIDEST, size) -> (WIDEST, size), without the last piece, which repeats another."""
+    last = tl.arange(0, PIECES * WIDEST)[:, None] >= (PIECES - 1) * WIDEST
+    return tl.sum(tl.reshape(tl.where(last, 0.0, v), [PIECES, WIDEST, size]), axis=0)
+
+
+@triton.jit
+def hyper_pre_pieces_kernel(pieces, fn, count, BLOCK: tl.constexpr):
+    """pieces: (3, count)"""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    high, middle, last = pieces_of(tl.load(fn + at, mask=mask, other=0.0), pieces)
+    tl.store(pieces + at, high, mask=mask)
+    tl.store(pieces + count + at, middle, mask=mask)
+    tl.store(pieces + 2 * count + at, last, mask=mask)
 
 
 @triton.jit
@@ -52,28 +77,45 @@ def first_comb(logits, base, scale, token, inside, width, eps):
 
 @triton.jit
 def hyper_pre_fwd_kernel(
-    x, post, comb, logits, rstd, streams, fn, base, scale,
+    x, post, comb, logits, rstd, streams, fn, pieces, base, scale,
     tokens, n, width, sinkhorn, norm_eps, eps, post_scale, post_eps,
-    SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """pieces: (3, width, 4 n), those of fn"""
+    t = tl.arange(0, BLOCK_T)
+    token = tl.program_id(0) * BLOCK_T + t
     inside = token < tokens
     token = token.to(tl.int64)
     columns = STREAMS * n
     row = tl.arange(0, WIDEST)
-    acc = tl.zeros([WIDEST, BLOCK_T], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
-    for first in range(0, columns, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        s = tl.load(
-            streams + token[None, :] * columns + k[:, None], mask=(k < columns)[:, None] & inside[None, :], other=0.0
-        )
-        w = tl.load(
-            fn + row[:, None] * columns + k[None, :], mask=(row < width)[:, None] & (k < columns)[None, :], other=0.0
-        )
-        acc = exact_dot(w, s, acc, SPLIT)
-        v = s.to(tl.float32)
-        squares += tl.sum(v * v, axis=0)
+    if SPLIT:
+        piece, of_piece = tl.arange(0, PIECES * WIDEST) // WIDEST, tl.arange(0, PIECES * WIDEST) % WIDEST
+        of_row = ((piece * width + of_piece) * columns)[:, None]
+        in_fn = ((piece < PIECES - 1) & (of_piece < width))[:, None]
+        products = tl.zeros([PIECES * WIDEST, BLOCK_T], tl.float32)
+        # Squares are the diagonal of a product, which costs the tensor cores less than the other threads.
+        gram = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+        for first in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
+            k = first + tl.arange(0, BLOCK_K)
+            at = streams + token[None, :] * columns + k[:, None]
+            s = tl.load(at, mask=(k < columns)[:, None] & inside[None, :], other=0.0)
+            w = tl.load(pieces + of_row + k[None, :], mask=in_fn & (k < columns)[None, :], other=0.0)
+            products = added(tl.dot(w, s), products)
+            gram = added(tl.dot(tl.trans(s), s), gram)
+        acc = sum_of_pieces(products, BLOCK_T)
+        squares = tl.sum(tl.where(t[:, None] == t[None, :], gram, 0.0), axis=0)
+    else:
+        acc = tl.zeros([WIDEST, BLOCK_T], tl.float32)
+        of_column = tl.zeros([BLOCK_K, BLOCK_T], tl.float32)
+        for first in range(0, columns, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            at = streams + token[None, :] * columns + k[:, None]
+            v = tl.load(at, mask=(k < columns)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            mask = (row < width)[:, None] & (k < columns)[None, :]
+            w = tl.load(fn + row[:, None] * columns + k[None, :], mask=mask, other=0.0)
+            acc = tl.dot(w, v, acc, input_precision="tf32x3")
+            of_column += v * v
+        squares = tl.sum(of_column, axis=0)
     r = tl.rsqrt(squares / columns + norm_eps)
     tl.store(rstd + token, r, mask=inside)
     tl.store(
@@ -116,13 +158,28 @@ def pick(i, a, b, c, d):
 
 
 @triton.jit
+def store_gradient(dlogits, pieces, token, column, width, value, mask, SPLIT: tl.constexpr):
+    """Of logits. The last of its pieces repeats the first."""
+    if SPLIT:
+        high, middle, last = pieces_of(value, pieces)
+        at = pieces + token * (PIECES * WIDEST) + column
+        tl.store(at, high, mask=mask)
+        tl.store(at + WIDEST, middle, mask=mask)
+        tl.store(at + 2 * WIDEST, last, mask=mask)
+        tl.store(at + 3 * WIDEST, high, mask=mask)
+    else:
+        tl.store(dlogits + token * width + column, value, mask=mask)
+
+
+@triton.jit
 def hyper_pre_bwd_logits_kernel(
-    dlogits, numbers, partial, sums, dx, dpost, dcomb, streams, logits, rstd, base, scale,
+    dlogits, pieces, numbers, partial, sums, dx, dpost, dcomb, streams, logits, rstd, base, scale,
     tokens, n, width, sinkhorn, eps, post_scale,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """dlogits: (tokens, width), gradients of logits times rstd; numbers: (tokens, PER_TOKEN); partial: (2, programs, width),
-    the gradients of base, and of scale by columns; sums: (tokens, 2 sinkhorn, 4), scratch."""
+    """dlogits: (tokens, width), gradients of logits times rstd, or with SPLIT pieces: (tokens, PIECES, WIDEST); numbers:
+    (tokens, PER_TOKEN); partial: (2, programs, width), the gradients of base, and of scale by columns; sums: (tokens,
+    2 sinkhorn, 4), scratch."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < tokens
     token = token.to(tl.int64)
@@ -152,7 +209,12 @@ def hyper_pre_bwd_logits_kernel(
     share = tl.sigmoid(logit * factor + tl.load(base + i)[None, :])
     tl.store(numbers + token[:, None] * PER_TOKEN + i[None, :], share + eps, mask=mask)
     du = of_pre * share * (1 - share)
-    tl.store(dlogits + token[:, None] * width + i[None, :], du * factor * r[:, None], mask=mask)
+    store_gradient(dlogits, pieces, token[:, None], i[None, :], width, du * factor * r[:, None], mask, SPLIT)
+    if SPLIT:
+        padded = tl.arange(0, PIECES * WIDEST)
+        free = inside[:, None] & (padded % WIDEST >= width)[None, :]
+        zero = tl.zeros([BLOCK_T, PIECES * WIDEST], pieces.dtype.element_ty)
+        tl.store(pieces + token[:, None] * (PIECES * WIDEST) + padded[None, :], zero, mask=free)
     along = tl.sum(du * logit, axis=1) * factor
     tl.store(to_base + i, tl.sum(du, axis=0))
     tl.store(to_scale + i, tl.sum(du * logit, axis=0))
@@ -163,7 +225,8 @@ def hyper_pre_bwd_logits_kernel(
         share_1 = tl.sigmoid(logit_1 * factor_1 + tl.load(base + column)[None, :])
         upstream = tl.load(dpost + token[:, None] * STREAMS + i[None, :], mask=mask, other=0.0)
         du_1 = upstream * post_scale * share_1 * (1 - share_1)
-        tl.store(dlogits + token[:, None] * width + column[None, :], du_1 * factor_1 * r[:, None], mask=mask)
+        of_post = du_1 * factor_1 * r[:, None]
+        store_gradient(dlogits, pieces, token[:, None], column[None, :], width, of_post, mask, SPLIT)
         along += tl.sum(du_1 * logit_1, axis=1) * factor_1
         tl.store(to_base + column, tl.sum(du_1, axis=0))
         tl.store(to_scale + column, tl.sum(du_1 * logit_1, axis=0))
@@ -199,9 +262,8 @@ def hyper_pre_bwd_logits_kernel(
         dc = (dc - tl.sum(dc * c, axis=1, keep_dims=True)) / of_column
         du_2 = soft * (dc - tl.sum(dc * soft, axis=2, keep_dims=True))
         factor_2 = tl.load(scale + 2)
-        tl.store(
-            dlogits + token[:, None, None] * width + 2 * STREAMS + at_2, du_2 * factor_2 * r[:, None, None], mask=here
-        )
+        of_comb = du_2 * factor_2 * r[:, None, None]
+        store_gradient(dlogits, pieces, token[:, None, None], 2 * STREAMS + at_2, width, of_comb, here, SPLIT)
         along += tl.sum(tl.sum(du_2 * logit_2, axis=2), axis=1) * factor_2
         column_2 = 2 * STREAMS + i[:, None] * STREAMS + i[None, :]
         tl.store(to_base + column_2, tl.sum(du_2, axis=0))
@@ -211,11 +273,11 @@ def hyper_pre_bwd_logits_kernel(
 
 @triton.jit
 def hyper_pre_bwd_kernel(
-    dstreams, dfn, dbase, dscale, dx, streams, fn, dlogits, numbers, partial,
+    dstreams, dfn, dbase, dscale, dx, streams, fn, dlogits, pieces, numbers, partial,
     tokens, n, width, parts, flags,
-    SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """partial: (2, parts, width)"""
+    """dlogits or pieces: as the first launch wrote them; partial: (2, parts, width)"""
     # Programs of the same columns of all streams are neighbours, so that dx comes from the L2 cache.
     stream = tl.program_id(0) % STREAMS
     h = tl.program_id(0) // STREAMS * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -224,25 +286,53 @@ def hyper_pre_bwd_kernel(
     k = stream * n + h
     of_fn = row[:, None].to(tl.int64) * columns + k[None, :]
     w_mask = (row < width)[:, None] & (h < n)[None, :]
-    w = tl.load(fn + of_fn, mask=w_mask, other=0.0)
-    dw = tl.zeros([WIDEST, BLOCK_H], tl.float32)
-    for first in range(0, tokens, BLOCK_T):
-        t = first + tl.arange(0, BLOCK_T)
-        inside = t < tokens
-        token = t.to(tl.int64)
-        mask = inside[:, None] & (h < n)[None, :]
-        s = tl.load(streams + token[:, None] * columns + k[None, :], mask=mask, other=0.0)
-        dl = tl.load(
-            dlogits + token[:, None] * width + row[None, :], mask=inside[:, None] & (row < width)[None, :], other=0.0
+    writes = (h < n) & ((flags & NEEDS_DSTREAMS) != 0)
+    if SPLIT:
+        # (all pieces of a gradient) (high w) + (its high piece) (middle w), in one product.
+        all_rows = tl.arange(0, PIECES * WIDEST)
+        piece, of_piece = all_rows // WIDEST, all_rows % WIDEST
+        of_w = of_piece[:, None].to(tl.int64) * columns + k[None, :]
+        high, middle, _ = pieces_of(
+            tl.load(fn + of_w, mask=(of_piece < width)[:, None] & (h < n)[None, :], other=0.0), pieces
         )
-        if (flags & NEEDS_DSTREAMS) != 0:
+        w = tl.where((piece == PIECES - 1)[:, None], middle, high)
+        of_pieces = tl.zeros([PIECES * WIDEST, BLOCK_H], tl.float32)
+        for first in tl.range(0, tokens, BLOCK_T, num_stages=STAGES):
+            t = first + tl.arange(0, BLOCK_T)
+            inside = t < tokens
+            token = t.to(tl.int64)
+            mask = inside[:, None] & (h < n)[None, :]
+            s = tl.load(streams + token[:, None] * columns + k[None, :], mask=mask, other=0.0)
+            at = pieces + token[:, None] * (PIECES * WIDEST) + all_rows[None, :]
+            dl = tl.load(at, mask=inside[:, None], other=0.0)
+            d = tl.load(dx + token[:, None] * n + h[None, :], mask=mask, other=0.0).to(tl.float32)
+            pre = tl.load(numbers + token * PER_TOKEN + stream, mask=inside, other=0.0)
+            factor = tl.load(numbers + token * PER_TOKEN + STREAMS, mask=inside, other=0.0)
+            out = tl.dot(dl, w) + (pre[:, None] * d - factor[:, None] * s.to(tl.float32))
+            tl.store(dstreams + token[:, None] * columns + k[None, :], out, mask=inside[:, None] & writes[None, :])
+            of_pieces = added(tl.dot(tl.trans(dl), s), of_pieces)
+        dw = sum_of_pieces(of_pieces, BLOCK_H)
+    else:
+        w = tl.load(fn + of_fn, mask=w_mask, other=0.0)
+        dw = tl.zeros([WIDEST, BLOCK_H], tl.float32)
+        for first in range(0, tokens, BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            inside = t < tokens
+            token = t.to(tl.int64)
+            mask = inside[:, None] & (h < n)[None, :]
+            s = tl.load(streams + token[:, None] * columns + k[None, :], mask=mask, other=0.0).to(tl.float32)
+            dl = tl.load(
+                dlogits + token[:, None] * width + row[None, :],
+                mask=inside[:, None] & (row < width)[None, :],
+                other=0.0,
+            )
             pre = tl.load(numbers + token * PER_TOKEN + stream, mask=inside, other=0.0)
             factor = tl.load(numbers + token * PER_TOKEN + STREAMS, mask=inside, other=0.0)
             d = tl.load(dx + token[:, None] * n + h[None, :], mask=mask, other=0.0).to(tl.float32)
-            out = tl.dot(dl, w, pre[:, None] * d - factor[:, None] * s.to(tl.float32), input_precision="tf32x3")
-            tl.store(dstreams + token[:, None] * columns + k[None, :], out, mask=mask)
-        if (flags & NEEDS_DFN) != 0:
-            dw = exact_dot(tl.trans(dl), s, dw, SPLIT)
+            out = tl.dot(dl, w, pre[:, None] * d - factor[:, None] * s, input_precision="tf32x3")
+            tl.store(dstreams + token[:, None] * columns + k[None, :], out, mask=inside[:, None] & writes[None, :])
+            if (flags & NEEDS_DFN) != 0:
+                dw = tl.dot(tl.trans(dl), s, dw, input_precision="tf32x3")
     tl.store(dfn + of_fn, dw, mask=w_mask & ((flags & NEEDS_DFN) != 0))
     if tl.program_id(0) == 0:
         of_base, of_scale = tl.zeros([WIDEST], tl.float32), tl.zeros([WIDEST], tl.float32)
@@ -265,46 +355,77 @@ DTYPES = [{"X": "bf16", "SPLIT": 1}, {"X": "fp16", "SPLIT": 0}, {"X": "fp32", "S
 NUMBERS = dict.fromkeys(("logits", "rstd", "base", "scale"), "*fp32")
 
 
-def config(aligned, warps, only=None, **constexprs):
-    return Config(None, aligned, warps, constexprs=constexprs, only=only or {})
+SPLITS = {"SPLIT": (1,)}
+
+
+def config(aligned, warps, only=None, max_rows=None, max_n=None, **constexprs):
+    return Config(max_n, aligned, warps, constexprs=constexprs, only=only or {}, max_rows=max_rows)
+
+
+def with_hopper(function, args, aligned, configs, hopper_configs):
+    """A kernel for every architecture, and that of compute capability 9.0, whose tensor cores read shared memory."""
+    return [
+        Kernel(function, args, aligned, {"dtype": DTYPES}, configs),
+        Kernel(function, args, aligned, {"dtype": DTYPES[:1]}, hopper_configs, archs=[90], suffix="_hopper"),
+    ]
 
 
 KERNELS = [
     Kernel(
-        function=hyper_pre_fwd_kernel,
-        args={
+        function=hyper_pre_pieces_kernel,
+        args={"pieces": "*X", "fn": "*fp32", "count": "i32"},
+        aligned=["pieces", "fn", "count"],
+        axes={"dtype": [{"X": "bf16"}]},
+        configs=[config(True, 4, BLOCK=1024), config(False, 4, BLOCK=512)],
+    ),
+    *with_hopper(
+        hyper_pre_fwd_kernel,
+        {
             "x": "*X", "post": "*fp32", "comb": "*fp32", "logits": "*fp32", "rstd": "*fp32", "streams": "*X",
-            "fn": "*fp32", "base": "*fp32", "scale": "*fp32", **SIZES, "sinkhorn": "i32", "norm_eps": "fp32",
-            "eps": "fp32", "post_scale": "fp32", "post_eps": "fp32",
+            "fn": "*fp32", "pieces": "*X", "base": "*fp32", "scale": "*fp32", **SIZES, "sinkhorn": "i32",
+            "norm_eps": "fp32", "eps": "fp32", "post_scale": "fp32", "post_eps": "fp32",
         },
-        aligned=["x", "streams", "fn", "n"],
-        axes={"dtype": DTYPES},
-        configs=[
-            config(True, 4, only={"X": ("bf16",)}, BLOCK_T=32, BLOCK_K=128, BLOCK_H=128),
-            config(True, 4, BLOCK_T=32, BLOCK_K=64, BLOCK_H=128),
-            config(False, 4, BLOCK_T=16, BLOCK_K=64, BLOCK_H=64),
+        ["x", "streams", "fn", "pieces", "n"],
+        [
+            config(True, 4, only=SPLITS, BLOCK_T=32, BLOCK_K=64, BLOCK_H=128, STAGES=4),
+            config(True, 4, BLOCK_T=32, BLOCK_K=64, BLOCK_H=128, STAGES=1),
+            config(False, 4, BLOCK_T=16, BLOCK_K=64, BLOCK_H=64, STAGES=1),
+        ],
+        [
+            # Few tokens have few programs.
+            config(True, 4, max_rows=4096, BLOCK_T=32, BLOCK_K=128, BLOCK_H=128, STAGES=4),
+            config(True, 8, BLOCK_T=64, BLOCK_K=64, BLOCK_H=128, STAGES=4),
+            config(False, 4, BLOCK_T=16, BLOCK_K=64, BLOCK_H=64, STAGES=1),
         ],
     ),
     Kernel(
         function=hyper_pre_bwd_logits_kernel,
         args={
-            "dlogits": "*fp32", "numbers": "*fp32", "partial": "*fp32", "sums": "*fp32", "dx": "*X", "dpost": "*fp32",
-            "dcomb": "*fp32", "streams": "*X", **NUMBERS, **SIZES, "sinkhorn": "i32", "eps": "fp32",
+            "dlogits": "*fp32", "pieces": "*X", "numbers": "*fp32", "partial": "*fp32", "sums": "*fp32", "dx": "*X",
+            "dpost": "*fp32", "dcomb": "*fp32", "streams": "*X", **NUMBERS, **SIZES, "sinkhorn": "i32", "eps": "fp32",
             "post_scale": "fp32",
         },
         aligned=["dx", "streams", "n"],
-        axes={"dtype": [{"X": d["X"]} for d in DTYPES]},
+        axes={"dtype": DTYPES},
         configs=[config(True, 4, BLOCK_T=16, BLOCK_H=128), config(False, 4, BLOCK_T=16, BLOCK_H=64)],
     ),
-    Kernel(
-        function=hyper_pre_bwd_kernel,
-        args={
+    *with_hopper(
+        hyper_pre_bwd_kernel,
+        {
             "dstreams": "*X", "dfn": "*fp32", "dbase": "*fp32", "dscale": "*fp32", "dx": "*X", "streams": "*X",
-            "fn": "*fp32", "dlogits": "*fp32", "numbers": "*fp32", "partial": "*fp32", **SIZES, "parts": "i32",
-            "flags": "i32",
+            "fn": "*fp32", "dlogits": "*fp32", "pieces": "*X", "numbers": "*fp32", "partial": "*fp32", **SIZES,
+            "parts": "i32", "flags": "i32",
         },
-        aligned=["dstreams", "dfn", "dx", "streams", "fn", "n"],
-        axes={"dtype": DTYPES},
-        configs=[config(True, 4, BLOCK_T=32, BLOCK_H=64), config(False, 4, BLOCK_T=32, BLOCK_H=32)],
+        ["dstreams", "dfn", "dx", "streams", "fn", "pieces", "n"],
+        [
+            config(True, 4, only=SPLITS, BLOCK_T=32, BLOCK_H=64, STAGES=3),
+            config(True, 4, BLOCK_T=32, BLOCK_H=64, STAGES=1),
+            config(False, 4, BLOCK_T=32, BLOCK_H=32, STAGES=1),
+        ],
+        [
+            config(True, 4, max_n=2048, BLOCK_T=64, BLOCK_H=64, STAGES=3),
+            config(True, 8, BLOCK_T=64, BLOCK_H=128, STAGES=3),
+            config(False, 4, BLOCK_T=32, BLOCK_H=64, STAGES=1),
+        ],
     ),
 ]  # fmt: skip

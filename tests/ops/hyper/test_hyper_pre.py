@@ -70,6 +70,13 @@ def test_sizes(n, dtype, device):
         check(*make(shape, dtype, device), device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens, n", [(4093, 72), (4160, 64), (70, 4096)])
+def test_many_tokens_and_columns(tokens, n):
+    """Few tokens, or few columns, have smaller blocks."""
+    check(*make((tokens, n), torch.bfloat16, "cuda"), "cuda", sinkhorn=3)
+
+
 @pytest.mark.parametrize("kind", WIDTHS)
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_kinds(kind, dtype, device):
@@ -99,9 +106,9 @@ def test_parameters_in_half_precision(dtype, device):
     check(*make((9, 64), dtype, device, parameters=dtype), device, sinkhorn=2)
 
 
-@pairwise(wanted=[0, 1, 2, 3], kind=list(WIDTHS))
-def test_gradients_that_are_wanted(wanted, kind, device):
-    inputs, grads = make((7, 32), torch.float32, device, kind)
+@pairwise(wanted=[0, 1, 2, 3], kind=list(WIDTHS), dtype=[torch.float32, torch.bfloat16])
+def test_gradients_that_are_wanted(wanted, kind, dtype, device):
+    inputs, grads = make((7, 32), dtype, device, kind)
     check([t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)], grads, device, sinkhorn=3)
 
 

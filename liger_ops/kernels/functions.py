@@ -5,22 +5,35 @@ import triton.language as tl
 
 from .rows import LOG2E
 
+# Results of inline instructions are declared as integers for the tests' interpreter.
+
 
 @triton.jit
 def reciprocal(y):
-    """1 / y for 1 <= y <= 3. A division also handles the ends of fp32's range, which takes more instructions."""
-    # The result is declared as an integer for the tests' interpreter.
+    """1 / y for y >= 1. A division also handles the ends of fp32's range, which takes more instructions."""
     bits = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,f", [y], dtype=tl.int32, is_pure=True, pack=1)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
+def power_of_two(x):
+    """2 ** x, or 0 if that is subnormal: to return it, tl.exp2 takes three more instructions."""
+    bits = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sigmoid_of_power(power):
+    """sigmoid(x) and its slope, for power = x * log2(e). The slope as s * (1 - s) would lose digits."""
+    e = power_of_two(-power)
+    s = reciprocal(1.0 + e)
+    # If e overflows, s is 0, and their product NaN: the minimum with a number is that number.
+    return s, s * tl.minimum(e * s, 1.0)
+
+
+@triton.jit
 def sigmoid_and_slope(x):
-    """The slope as s * (1 - s) would lose digits. Powers of two that are subnormal become 0."""
-    e = tl.exp2(-tl.abs(x) * LOG2E)
-    r = reciprocal(1.0 + e)
-    tail = e * r
-    return tl.where(x < 0, tail, r), tail * r
+    return sigmoid_of_power(x * LOG2E)
 
 
 @triton.jit

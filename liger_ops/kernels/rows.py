@@ -64,9 +64,23 @@ def row_mean(tile, n):
     return tl.sum(tile, axis=1)[:, None] / n
 
 
+# Two numbers at a time: GPUs convert single ones at a quarter of the rate.
+TO_BF16 = tl.constexpr("""{
+    .reg .b32 both;
+    cvt.rn.bf16x2.f32 both, $3, $2;
+    shl.b32 $0, both, 16;
+    and.b32 $1, both, 0xFFFF0000;
+}""")
+
+
 @triton.jit
 def round_if(value, condition, dtype: tl.constexpr):
-    return tl.where(condition != 0, value.to(dtype).to(tl.float32), value)
+    if dtype == tl.bfloat16:
+        bits = tl.inline_asm_elementwise(TO_BF16, "=r,=r,f,f", [value], dtype=tl.int32, is_pure=True, pack=2)
+        rounded = bits.to(tl.float32, bitcast=True)
+    else:
+        rounded = value.to(dtype).to(tl.float32)
+    return tl.where(condition != 0, rounded, value)
 
 
 @triton.jit

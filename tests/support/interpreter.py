@@ -160,6 +160,12 @@ def to_halves(_, values):
     return [(low | high << 16).view(np.int32)]
 
 
+def to_bf16(_, values):
+    bits = values[0].view(np.uint32).astype(np.uint64)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    return [np.where(np.isnan(values[0]), 0x7FFF0000, rounded).astype(np.uint32).view(np.int32)]
+
+
 def prefetch(_, values):
     start, end = (int(v.item()) for v in values)
     if start < end:
@@ -170,6 +176,12 @@ def prefetch(_, values):
 def log2(_, values):
     with np.errstate(divide="ignore", invalid="ignore"):
         return [np.log2(values[0]).view(np.int32)]
+
+
+def power_of_two(_, values):
+    with np.errstate(over="ignore", under="ignore"):
+        found = np.exp2(values[0])
+    return [np.where(found < np.finfo(np.float32).tiny, np.float32(0), found).view(np.int32)]
 
 
 def inverse(_, values):
@@ -184,6 +196,8 @@ INSTRUCTIONS = {
     "rcp.approx.ftz.f32": inverse,
     "0fC3E00000": over_448,
     "lg2.approx.f32": log2,
+    "ex2.approx.ftz.f32": power_of_two,
+    "cvt.rn.bf16x2.f32": to_bf16,
     "prefetch.global.L2": prefetch,
     ".shared .align": reserve,
     "%dynamic_smem_size": reserve_ring,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
-from ..functions import reciprocal
+from ..functions import sigmoid_of_power
 from ..rows import LOG2E
 from ..table import Kernel
 from .swiglu import BACKWARD_ALIGNED, BACKWARD_ARGS, FORWARD_ALIGNED, FORWARD_ARGS, PRODUCT
@@ -23,12 +23,8 @@ SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def tanh_weight_and_slope(x):
-    """sigmoid(2 z) and its derivative with respect to 2 z. Subnormal powers of two become 0, for x below -10."""
-    power = x * tl.fma(x * x, TWO_Z * CUBIC * LOG2E, TWO_Z * LOG2E)
-    e = tl.exp2(-tl.abs(power))
-    r = reciprocal(1.0 + e)
-    tail = e * r
-    return tl.where(x < 0, tail, r), tail * r
+    """sigmoid(2 z) and its derivative with respect to 2 z."""
+    return sigmoid_of_power(x * tl.fma(x * x, TWO_Z * CUBIC * LOG2E, TWO_Z * LOG2E))
 
 
 @triton.jit

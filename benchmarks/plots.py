@@ -18,7 +18,7 @@ COLORS = {
     "ours compact": "#f58a52", "ours 16 chunks": "#f9b99a", "ours 64 MiB": "#e8b93c", "ours + torch.compile": "#f08080",
     "ours, FP8 by rows": "#7b1fa2", "ours, FP8 by rows, gradients of weights in bf16": "#b079c9",
     "ours, FP8 by tensors": "#4527a0", "ours, FP8 by blocks": "#7e57c2", "ours tensor": "#5c6bc0", "ours blocks": "#b39ddb",
-    "ours 128x128": "#ef9a9a", "torchao tensor": "#5f7d2c",
+    "ours without operators of hybrid models": "#f4a896", "ours 128x128": "#ef9a9a", "torchao tensor": "#5f7d2c",
     "torch": "#9aa3ad", "hf": "#cdb68a", "torch.compile": "#9186c9", "quack": "#6bb182", "cut-cross-entropy": "#bb83b3",
     "liger-kernel": "#6aa6d8", "liger-sm90": "#33709f", "trl": "#b08bc9", "liger-kernel + torch.compile": "#264f73",
     "HF + torchao's FP8 by rows, compiled": "#8fae4a", "HF + torchao's FP8 by tensors, compiled": "#4e6b1f",

@@ -44,6 +44,7 @@ PROVIDERS = {
     "liger-compile": "liger-kernel + torch.compile",
     "ours": "ours",
     "ours-compile": "ours + torch.compile",
+    "ours-plain": "ours without operators of hybrid models",
     "ours-fp8": "ours, FP8 by rows",
     "ours-fp8-hp": "ours, FP8 by rows, gradients of weights in bf16",
     "ours-fp8-tensor": "ours, FP8 by tensors",
@@ -53,6 +54,8 @@ PROVIDERS = {
 }
 RECIPES = {"ours-fp8": "rows", "ours-fp8-hp": "rows_hp", "ours-fp8-tensor": "tensor", "ours-fp8-blocks": "blocks"}
 TORCHAO = {"torchao-rows": "rowwise", "torchao-tensor": "tensorwise"}
+# Operators of hybrid models. Gated norms and routers share the switches of other norms and routers.
+HYBRID = ("causal_conv1d", "delta_gates", "sigmoid_gate", "hyper_pre", "hyper_post")
 LORA = ("adapters", "rank", "targets", "dropout", "base")
 BASES = ("plain", "nf4", "int8")
 DEFAULT_PROVIDERS = "hf,compile,liger,ours,ours-compile"
@@ -225,7 +228,8 @@ def prepare(model: torch.nn.Module, provider: str) -> Any:
     if provider.startswith("ours"):
         from liger_ops.transformers import apply_liger_kernel
 
-        print(apply_liger_kernel(model, fp8=RECIPES.get(provider)), file=sys.stderr)
+        off = dict.fromkeys(HYBRID, False) if provider == "ours-plain" else {}
+        print(apply_liger_kernel(model, fp8=RECIPES.get(provider), **off), file=sys.stderr)
     if provider in TORCHAO:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

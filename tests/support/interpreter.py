@@ -232,6 +232,8 @@ def install():
         return Results(TensorHandle(found, int32) for found in run(asm, [v.data for v in values]))
 
     InterpreterBuilder.create_inline_asm = create_inline_asm
+    # As GPUs do: of a number and NaN, the number.
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     create_splat = InterpreterBuilder.create_splat
 
     def splat_of_bool(self, block, scalar):

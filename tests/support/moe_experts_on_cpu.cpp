@@ -11,6 +11,14 @@
 #include "ops/moe/moe_experts.h"
 #include "runtime/loader.h"
 
+namespace liger::runtime {
+
+DeviceInfo made_up{};
+
+Loads loads_instead(Kernel&, uint32_t, int) { return Loads::Yes; }
+
+}  // namespace liger::runtime
+
 namespace liger::core {
 
 // name, variant, programs, arguments -> whether it failed
@@ -23,23 +31,19 @@ void run_instead(
   TORCH_CHECK(run(K::kernel.spec().name, variant, grid.x, &args) == 0, op, ": a kernel failed");
 }
 
+template <class K>
+bool is_for_instead(const at::Device&) {
+  return K::kernel.spec().supports(runtime::made_up.capability);
+}
+
 }  // namespace liger::core
 
-namespace liger::runtime {
-
-DeviceInfo made_up{};
-
-const DeviceInfo* info_instead(int, std::string&) { return &made_up; }
-Loads loads_instead(Kernel&, uint32_t, int) { return Loads::Yes; }
-
-}  // namespace liger::runtime
-
 #define launch run_instead
-#define device_info info_instead
+#define is_for is_for_instead
 #define loads loads_instead
 #include "ops/moe/moe_experts_cuda.cpp"
 #undef launch
-#undef device_info
+#undef is_for
 #undef loads
 
 namespace liger::ops::moe_experts {

@@ -1,6 +1,7 @@
 """fp8_linear against its formula, and its gradients against products of the same quantised operands."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from checks import (
     check_no_synchronization,
     check_op,
     check_replays,
+    distance,
     path_taken,
 )
 from fp8_recipes import RECIPES, fitting
@@ -223,6 +225,26 @@ def test_gradients_accumulate(recipe, device):
         ours(recipe)(x, *leaves).backward(dy)
     once = torch.autograd.grad(ours(recipe)(x, *leaves), leaves, dy)
     assert all(torch.equal(t.grad, 2 * g) for t, g in zip(leaves, once))
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_samples_of_a_batch(recipe, dtype, device):
+    """Scales of a sample, and of one of several weights, begin anywhere in memory."""
+    made = [make(device, dtype, (5,), recipe=recipe) for _ in range(3)]
+    xs, weights = (torch.stack([1.5**i * tensors[k] for i, tensors in enumerate(made)]) for k in (0, 1))
+
+    def loss(x, weight):
+        return torch.ops.liger.fp8_linear(x, weight, recipe=recipe).float().square().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1))
+    with warnings.catch_warnings():
+        # Backward runs once for each sample.
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        found = torch.func.vmap(gradient)(xs, weights)
+    allowed = noise_of("fp8_linear", device) + 2 * torch.finfo(dtype).eps
+    for together, alone in zip(found, zip(*map(gradient, xs, weights))):
+        assert all(distance(ours, theirs) <= allowed for ours, theirs in zip(together, alone))
 
 
 @each_recipe

@@ -362,7 +362,7 @@ KERNELS = [
             backward_config(1024, 1, 1024, 1, 4, 5),
             backward_config(2048, 1, 2048, 1, 8, 3),
             backward_config(3072, 1, 1024, 3, 8, 2),
-            backward_config(4096, 1, 4096, 1, 16, 2, reload=1, ahead=1),
+            backward_config(4096, 1, 4096, 1, 16, 1, ahead=1),
             backward_config(8192, 1, 4096, 2, 16, 1, reload=1, ahead=1),
             backward_config(16384, 1, 4096, 4, 16, 1, reload=1, ahead=1),
             backward_config(None, 1, 8192, 0, 32, 1),

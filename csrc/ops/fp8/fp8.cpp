@@ -107,10 +107,11 @@ struct Cuda {
         "be on a GPU of compute capability 9.0 with the recipe 'blocks'", info->name, ", ", major, ".", minor);
   }
 
-  /// cuBLAS reads scales 16 bytes at a time. One sample of a batch, or one of several weights, may begin anywhere.
-  static bool is_aligned(const Tensor& scale) { return reinterpret_cast<uintptr_t>(scale.const_data_ptr()) % 16 == 0; }
-
-  static Tensor aligned(const Tensor& scale) { return is_aligned(scale) ? scale : scale.clone(); }
+  /// cuBLAS reads scales 16 bytes at a time. Those of one sample of a batch may begin at any number; blocks and squares are
+  /// padded.
+  static Tensor aligned(const Tensor& scale) {
+    return reinterpret_cast<uintptr_t>(scale.const_data_ptr()) % 16 ? scale.clone() : scale;
+  }
 
   static Tensor multiply(
       const Operand& a, const Operand& b, const Tensor& bias, const Tensor& like, bool is_over_rows) {
@@ -140,21 +141,6 @@ struct Cuda {
     return y.to(like.scalar_type());
   }
 
-  /// Of blocks, with neighbouring rows side by side and without a gap. torch checks strides of single columns too.
-  static Tensor of_blocks(const Tensor& t) {
-    const int64_t rows = t.size(0), columns = t.size(1);
-    if (t.stride(0) == 1 && (columns == 1 || t.stride(1) == rows) && is_aligned(t))
-      return t.as_strided({rows, columns}, {1, rows});
-    return at::empty_strided({rows, columns}, {1, rows}, t.options()).copy_(t);
-  }
-
-  /// Of squares, with rows padded to multiples of 4: a stack of several lost that.
-  static Tensor of_squares(const Tensor& t) {
-    const int64_t rows = t.size(0), columns = t.size(1), stride = (columns + 3) / 4 * 4;
-    if (t.stride(1) == 1 && t.stride(0) == stride && is_aligned(t)) return t;
-    return at::ones({rows, stride}, t.options()).narrow(1, 0, columns).copy_(t);
-  }
-
   /// The older _scaled_mm guesses from the scales' shapes, and does not know that cuBLAS pads those of squares.
   static Tensor multiply_blocks(
       const Tensor& left, const Tensor& right, const Tensor& scale, const Operand& b, at::ScalarType dtype) {
@@ -162,9 +148,15 @@ struct Cuda {
     const int64_t squares = int64_t(at::blas::ScalingType::BlockWise128x128);
     const int64_t plain = int64_t(at::blas::SwizzleType::NO_SWIZZLE);
     const bool is_square = b.scales == Scales::squares;
+    // Of blocks, with neighbouring rows side by side and without a gap. torch checks strides of single columns too.
+    auto laid_out = [](const Tensor& t) {
+      const int64_t rows = t.size(0), columns = t.size(1);
+      if (t.stride(0) == 1 && (columns == 1 || t.stride(1) == rows)) return t.as_strided({rows, columns}, {1, rows});
+      return at::empty_strided({rows, columns}, {1, rows}, t.options()).copy_(t);
+    };
     return at::_scaled_mm_v2(
-        left, right.t(), {of_blocks(scale)}, {blocks}, {plain},
-        {is_square ? of_squares(b.scale).t() : of_blocks(b.scale)}, {is_square ? squares : blocks}, {plain}, {}, dtype);
+        left, right.t(), {laid_out(scale)}, {blocks}, {plain}, {is_square ? b.scale.t() : laid_out(b.scale)},
+        {is_square ? squares : blocks}, {plain}, {}, dtype);
   }
 };
 

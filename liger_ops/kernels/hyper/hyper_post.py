@@ -82,21 +82,9 @@ def store_sums(at, a0, a1, a2, a3):
 
 @triton.jit
 def hyper_post_bwd_kernel(
-    dy,
-    dstreams,
-    dpost,
-    dcomb,
-    dout,
-    y,
-    streams,
-    post,
-    comb,
-    tokens,
-    n,
-    flags,
-    BLOCK_H: tl.constexpr,
-    EACH: tl.constexpr,
-):
+    dy, dstreams, dpost, dcomb, dout, y, streams, post, comb, tokens, n, flags,
+    BLOCK_H: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     of_post, of_comb = token * STREAMS, token * STREAMS * STREAMS
     p0, p1 = loaded(post + of_post, y, flags), loaded(post + of_post + 1, y, flags)
@@ -182,7 +170,7 @@ KERNELS = [
         },
         aligned=["dy", "dstreams", "dout", "y", "streams", "n"],
         axes={"dtype": DTYPES},
-        # One warp, whose sums need no barrier.
+        # One warp, whose sums need no barrier. Without vectors, a thread has no neighbours.
         configs=[config(True, 256, 1, EACH=8), config(False, 64, 1, EACH=1)],
     ),
 ]  # fmt: skip

@@ -230,7 +230,7 @@ def test_gradients_accumulate(recipe, device):
 @each_recipe
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_samples_of_a_batch(recipe, dtype, device):
-    """Scales of a sample, and of one of several weights, begin anywhere in memory."""
+    """Scales that backward takes of one sample begin anywhere in memory."""
     made = [make(device, dtype, (5,), recipe=recipe) for _ in range(3)]
     xs, weights = (torch.stack([1.5**i * tensors[k] for i, tensors in enumerate(made)]) for k in (0, 1))
 
@@ -242,7 +242,9 @@ def test_samples_of_a_batch(recipe, dtype, device):
         # Backward runs once for each sample.
         warnings.filterwarnings("ignore", "There is a performance drop")
         found = torch.func.vmap(gradient)(xs, weights)
-    allowed = noise_of("fp8_linear", device) + 2 * torch.finfo(dtype).eps
+    # Sums of fp32 may run in another order: both errors grow with the root of the terms. Then each is rounded once.
+    of_sums = 2 * max(weights.shape[1:]) ** 0.5 * torch.finfo(torch.float32).eps
+    allowed = noise_of("fp8_linear", device) + of_sums + torch.finfo(dtype).eps
     for together, alone in zip(found, zip(*map(gradient, xs, weights))):
         assert all(distance(ours, theirs) <= allowed for ours, theirs in zip(together, alone))
 

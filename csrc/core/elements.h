@@ -14,7 +14,7 @@ template <size_t N>
 Rows<N> walk_elements(const char* op, const std::array<at::Tensor*, N>& tensors) {
   const at::Tensor& lead = *tensors[0];
   bool alike = lead.is_non_overlapping_and_dense();
-  for (at::Tensor* t : tensors) alike = alike && detail::same_strides(lead, *t);
+  for (at::Tensor* t : tensors) alike = alike && same_strides(lead, *t);
   if (!alike) return walk_rows<N>(op, tensors);
   Rows<N> out;
   out.rows = 1;

@@ -26,11 +26,23 @@ inline at::Tensor as_matrix(const at::Tensor& t) {
   return t.reshape_symint({c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()});
 }
 
+/// True if t, of these sizes, has these strides. The strides of an empty tensor, and of dimensions of size 1, mean nothing.
+inline bool has_strides(const at::Tensor& t, at::IntArrayRef strides) {
+  if (t.numel() == 0) return true;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) != 1 && t.stride(d) != strides[d]) return false;
+  }
+  return true;
+}
+
+/// Of tensors of one shape.
+inline bool same_strides(const at::Tensor& a, const at::Tensor& b) { return has_strides(a, b.strides()); }
+
 /// True if t, a plain tensor, has the strides of empty_rows_like(x).
 inline bool has_strides_of_rows_like(const at::Tensor& t, const at::Tensor& x) {
   if (x.strides().back() != 1) return t.is_contiguous();
-  if (x.is_non_overlapping_and_dense()) return t.strides() == x.strides();
-  return t.strides() == at::IntArrayRef(at::infer_dense_strides(x.sizes(), x.strides()));
+  if (x.is_non_overlapping_and_dense()) return same_strides(t, x);
+  return has_strides(t, at::infer_dense_strides(x.sizes(), x.strides()));
 }
 
 /// A new tensor with one number per row of y, where y has the layout of empty_rows_like. The numbers are in the order
@@ -92,13 +104,6 @@ struct Rows {
 
 namespace detail {
 
-inline bool same_strides(const at::Tensor& a, const at::Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
-  }
-  return true;
-}
-
 // Merges the outer dimensions of all tensors in their logical order; false if more than two levels remain.
 template <size_t N>
 bool merge_levels(const std::array<at::Tensor*, N>& tensors, Rows<N>& out) {
@@ -147,14 +152,14 @@ Rows<N> walk_rows(const char* op, const std::array<at::Tensor*, N>& tensors) {
   bool alike = true, unit = true;
   for (at::Tensor* t : tensors) {
     if (!t->defined()) continue;
-    alike = alike && detail::same_strides(lead, *t);
+    alike = alike && same_strides(lead, *t);
     unit = unit && (t->stride(-1) == 1 || out.n == 1);
   }
   // Rows are numbered in the lead's memory order. So forward and backward agree, whatever layouts the other tensors
   // have.
   if (!alike && !(unit && lead.is_contiguous() && detail::merge_levels<N>(tensors, out))) {
     for (at::Tensor* t : tensors) {
-      if (t->defined() && !detail::same_strides(lead, *t)) *t = at::empty_like(lead, t->options()).copy_(*t);
+      if (t->defined() && !same_strides(lead, *t)) *t = at::empty_like(lead, t->options()).copy_(*t);
     }
     alike = true;
   }

@@ -146,6 +146,20 @@ class GatedTests:
             for ours, reference in self.each_linear():
                 check_op(ours, reference, [gate, up, w, bias], [LAYOUTS[layout](grad)], device)
 
+    @pytest.mark.parametrize("shape", [(1, 48), (1, 3, 48), (3, 1, 48), (0, 48)])
+    @pytest.mark.library
+    def test_linear_of_temporaries_with_strides_that_mean_nothing(self, shape, device):
+        """Copies of halves keep the strides of one row."""
+        leaves = make(shape, torch.float32, device)[:2]
+        weight, bias, grad = parameters_of_linear(48, shape[:-1], torch.float32, device)
+        learned = [*leaves, weight, bias]
+        expected = torch.autograd.grad(self.linear(*learned), learned, grad)
+        gate, up = torch.cat(leaves, -1).chunk(2, -1)
+        gate, up = gate.clone(), up.clone()
+        out = self.linear(gate, up, weight, bias)
+        del gate, up
+        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, learned, grad), expected))
+
     def test_linear_computes_only_required_gradients(self, device):
         gate, up, _ = make((6, 160), torch.float32, device)
         weight, bias, grad = parameters_of_linear(160, (6,), torch.float32, device)

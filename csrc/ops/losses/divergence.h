@@ -97,7 +97,7 @@ template <size_t N>
 Rows<N> walk(const char* op, const std::array<Tensor*, N>& tensors, const Tensor& labels, int64_t whole) {
   const Tensor& first = *tensors[0];
   bool alike = first.is_non_overlapping_and_dense();
-  for (Tensor* t : tensors) alike = alike && core::detail::same_strides(first, *t);
+  for (Tensor* t : tensors) alike = alike && core::same_strides(first, *t);
   if (!alike || (labels.defined() && !(first.is_contiguous() && first.size(-1) >= whole))) {
     return rows_in_order<N>(op, "input", tensors);
   }

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..elements import BACKWARD_CONFIGS, DTYPES, FORWARD_CONFIGS, load_tile, program_tile, store_tile
-from ..functions import sigmoid_of_power
+from ..functions import normal, sigmoid_of_power
 from ..rows import LOG2E
 from ..table import Kernel
 from .swiglu import BACKWARD_ALIGNED, BACKWARD_ARGS, FORWARD_ALIGNED, FORWARD_ARGS, PRODUCT
@@ -17,7 +17,6 @@ TANH = tl.constexpr(1)
 
 TWO_Z = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
-SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 
 
@@ -33,7 +32,7 @@ def gelu_weight(x, flags):
     if flags & TANH:
         p, _ = tanh_weight_and_slope(x)
     else:
-        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
+        p, _ = normal(x)
     return p
 
 
@@ -44,8 +43,8 @@ def gelu_weight_and_slope(x, flags):
         p, slope = tanh_weight_and_slope(x)
         slope = slope * x * tl.fma(x * x, 3.0 * TWO_Z * CUBIC, TWO_Z)
     else:
-        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
-        slope = x * SQRT_1_OVER_2PI * tl.exp(-0.5 * x * x)
+        p, power = normal(x)
+        slope = x * SQRT_1_OVER_2PI * power
     return p, slope
 
 

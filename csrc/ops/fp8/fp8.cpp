@@ -11,6 +11,9 @@
 
 #include <ATen/BlasBackend.h>
 
+#include <cstdlib>
+#include <string_view>
+
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"
@@ -84,6 +87,15 @@ struct Cpu {
   }
 };
 
+/// Adds to the sum so far without fp32's digits, which costs long sums of one sign several percent: docs/fp8.md.
+bool fast_accumulation() {
+  static const bool fast = [] {
+    const char* value = std::getenv("LIGER_OPS_FP8_FAST_ACCUMULATION");
+    return !value || std::string_view(value) != "0";
+  }();
+  return fast;
+}
+
 /// With zeros, up to a multiple of kMultiple columns.
 Tensor padded(const Tensor& q) {
   const int64_t missing = (kMultiple - q.size(1) % kMultiple) % kMultiple;
@@ -107,18 +119,19 @@ struct Cuda {
         "be on a GPU of compute capability 9.0 with the recipe 'blocks'", info->name, ", ", major, ".", minor);
   }
 
-  /// cuBLAS reads scales 16 bytes at a time. Those of one sample of a batch may begin at any number; blocks and squares are
-  /// padded.
-  static Tensor aligned(const Tensor& scale) {
-    return reinterpret_cast<uintptr_t>(scale.const_data_ptr()) % 16 ? scale.clone() : scale;
+  /// cuBLAS reads scales and biases 16 bytes at a time, one number after the other. A bias may have any strides, and those
+  /// of a batch's samples begin anywhere, like their scales; blocks and squares are padded.
+  static Tensor aligned(const Tensor& t) {
+    const Tensor dense = t.contiguous();
+    return core::aligned16(core::address(dense)) ? dense : dense.clone();
   }
 
   static Tensor multiply(
       const Operand& a, const Operand& b, const Tensor& bias, const Tensor& like, bool is_over_rows) {
     const Tensor left = padded(a.q), right = padded(b.q);
-    // Fast accumulation drops bits of long sums, and batches have any number of rows.
-    const bool fast = !is_over_rows, half = like.scalar_type() != at::kFloat;
-    const auto added = bias.defined() ? OptionalTensor(bias) : std::nullopt;
+    // A batch may have any number of rows, so a sum over them is never fast.
+    const bool fast = !is_over_rows && fast_accumulation(), half = like.scalar_type() != at::kFloat;
+    const auto added = bias.defined() ? OptionalTensor(aligned(bias)) : std::nullopt;
     auto scaled = [&](at::ScalarType dtype, const OptionalTensor& bias) {
       const Tensor scale = a.scales == Scales::rows ? aligned(b.scale).t() : aligned(b.scale);
       return at::_scaled_mm(left, right.t(), aligned(a.scale), scale, bias, {}, dtype, fast);

@@ -13,6 +13,7 @@ from checks import (
     check_replays,
     distance,
     path_taken,
+    run_python,
 )
 from fp8_recipes import RECIPES, fitting
 from pairs import pairwise
@@ -112,6 +113,34 @@ def test_results_are_products_of_quantised_operands(recipe, dtype, device):
         assert error(found, exact[name]) <= rounding + sums + (fast if is_fast else 0.0), name
 
 
+SUMS = """
+import sys, torch
+from liger_ops import functional as F
+for n in (1024, 4096):
+    torch.manual_seed(0)
+    x, weight = torch.rand(64, n, device="cuda"), torch.rand(96, n, device="cuda")
+    def exact(t):
+        q, scale = F.quantize_rows(t)
+        return q.double() * scale.double()
+    for sign in (1, torch.randn(64, n, device="cuda").sign()):
+        y, magnitudes = F.fp8_linear(sign * x, weight), exact(x) @ exact(weight).t()
+        print(float(((y.double() - exact(sign * x) @ exact(weight).t()).abs() / magnitudes).max()))
+"""
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("fast", [True, False])
+def test_sums_of_one_sign(fast):
+    """Fast accumulation cuts the sum off at 11 bits for each 32 products. Without it, tensor cores cut 128 products off at 13."""
+    done = run_python(SUMS, LIGER_OPS_FP8_FAST_ACCUMULATION=str(int(fast)))
+    short, mixed_short, long, mixed_long = map(float, done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    assert max(mixed_short, mixed_long) <= 2**-11
+    for n, error in ((1024, short), (4096, long)):
+        assert error <= (n / 32 * 2**-10.5 if fast else 2**-9)
+        assert error > 2**-8 or not fast
+
+
 @each_recipe
 def test_error_against_the_unquantised_product(recipe, device):
     """Two operands, each with an error of at most 1 / 16 of a number, evenly distributed."""
@@ -201,6 +230,60 @@ def test_layouts(recipe, layout, device):
         torch.autograd.grad(ours(recipe)(*other), other, changed[2]),
     ):
         assert torch.equal(a, b)
+
+
+BIASES = {
+    "strided": lambda bias: torch.stack([bias, bias * math.nan], 1)[:, 0],
+    "expanded": lambda bias: bias[:1].expand_as(bias),
+    "1 element after a multiple of 16 bytes": lambda bias: torch.cat([bias[:1], bias])[1:],
+    "4 elements after a multiple of 16 bytes": lambda bias: torch.cat([bias[:4], bias])[4:],
+}
+
+
+@pytest.mark.parametrize("layout", BIASES)
+@each_recipe
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_layouts_of_biases(layout, recipe, dtype, device):
+    x, weight, bias, dy = make(device, dtype, recipe=recipe)
+    bias = BIASES[layout](bias)
+    for call in (
+        ours(recipe),
+        lambda x, w, b: F.fp8_projections(x, [w, w], [b, b], recipe=recipe)[..., : dy.shape[-1]],
+        lambda x, w, b: F.fp8_projections(x, [w], [b], recipe=recipe),
+    ):
+        leaves, plain = (
+            [t.detach().requires_grad_() for t in (x, weight, b)] for b in (bias, bias.clone().contiguous())
+        )
+        for a, b in zip(
+            [y := call(*leaves), *torch.autograd.grad(y, leaves, dy)],
+            [y := call(*plain), *torch.autograd.grad(y, plain, dy)],
+        ):
+            assert torch.equal(a, b)
+
+
+@each_recipe
+def test_operands_are_those_of_the_quantising_operators(recipe, device):
+    """Products with the identity, whose numbers are quantised without an error, show each operand."""
+    for n in (128, 384):
+        t = torch.randn(n, n, device=device) * torch.logspace(-3, 3, n, device=device)[torch.randperm(n), None]
+        t[3], t[:, 5], t[7, ::2] = 0, 0, t[7].abs().max()
+        one = torch.eye(n, device=device)
+        x, weight = t.clone().requires_grad_(), t.clone().requires_grad_()
+        by_one = F.fp8_linear(x, one.requires_grad_(), recipe=recipe)
+        of_one = F.fp8_linear(one, weight, recipe=recipe)
+        found = {
+            "x": (by_one, of_rows(t, recipe)),
+            "weight": (of_one.t(), of_rows(t, recipe, True)),
+            "dy": (torch.autograd.grad(by_one, x, t, retain_graph=True)[0], of_rows(t, recipe)),
+            "weight's columns": (torch.autograd.grad(of_one, one, one.detach())[0], of_columns(t, recipe, True).t()),
+        }
+        if recipe != "rows_hp":
+            (of_dy,) = torch.autograd.grad(F.fp8_linear(one.detach(), weight, recipe=recipe), weight, t)
+            (of_x,) = torch.autograd.grad(F.fp8_linear(t, weight, recipe=recipe), weight, one.detach())
+            found |= {"dy's columns": (of_dy, of_columns(t, recipe)), "x's columns": (of_x.t(), of_columns(t, recipe))}
+        for name, (product, operand) in found.items():
+            # The neighbour of a number in e4m3 is at least 1 / 16 of it away. The scales are rounded.
+            assert torch.allclose(product.double(), operand, rtol=2**-20, atol=0), name
 
 
 def test_a_changed_weight_is_seen(device):

@@ -206,6 +206,20 @@ inline Plan forward_plan(
   return plan;
 }
 
+inline BlockPlan backward_plan(
+    const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, Wanted wanted,
+    std::optional<int64_t> memory_budget) {
+  if (!wanted.head()) {
+    BlockPlan plan;
+    static_cast<Plan&>(plan) = forward_plan(op, tokens, classes, dtype, true, false, memory_budget);
+    plan.classes = std::max<int64_t>(1, classes);
+    return plan;
+  }
+  const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
+  const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
+  return divide_classes(op, tokens, classes, int64_t(c10::elementSize(dtype)), sums, memory_budget.value_or(usual));
+}
+
 /// What a rank tells the others about its logits: (T, facts), one row per token. The first three are the stats.
 struct Facts {
   int64_t ids;
@@ -377,6 +391,11 @@ inline void forward(
   const bool gradients = into.of_log_probs.defined();
   Plan plan = forward_plan(
       op, sizes.tokens, shard.largest, input.scalar_type(), gradients, into.of_entropy.defined(), s.memory_budget);
+  // A budget that is too small for backward is refused here.
+  if (into.rows.stats.defined() && !gradients) {
+    backward_plan(
+        op, sizes.tokens, sizes.hidden, shard.largest, input.scalar_type(), {true, true, true}, s.memory_budget);
+  }
   ForwardPass pass(op, device, input, weight, target, bias, s, std::move(shard), plan);
   const Results& out = into.rows;
   const int64_t tokens = sizes.tokens, ids = sizes.ids;
@@ -411,20 +430,6 @@ inline void forward(
 }
 
 // ---- Backward
-
-inline BlockPlan backward_plan(
-    const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, Wanted wanted,
-    std::optional<int64_t> memory_budget) {
-  if (!wanted.head()) {
-    BlockPlan plan;
-    static_cast<Plan&>(plan) = forward_plan(op, tokens, classes, dtype, true, false, memory_budget);
-    plan.classes = std::max<int64_t>(1, classes);
-    return plan;
-  }
-  const int64_t sums = wanted.input && at::isReducedFloatingType(dtype) ? 4 * hidden : 0;
-  const int64_t usual = std::min(kMostBackward, std::max(kLeastBackward, tokens * sums * 5 / 2));
-  return divide_classes(op, tokens, classes, int64_t(c10::elementSize(dtype)), sums, memory_budget.value_or(usual));
-}
 
 /// Writes to `into` the gradients that it has memory for. grad: like target, grad_entropy: (...), one may be undefined.
 inline void backward(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from functools import partial
 
 import linear_losses
@@ -429,6 +430,19 @@ ERRORS = {
 def test_errors(message):
     with pytest.raises(RuntimeError, match=rf"^fused_linear_log_probs: {message}.*\(got "):
         ERRORS[message]()
+
+
+@pytest.mark.library
+def test_a_budget_too_small_for_backward_is_refused_by_forward(device):
+    """The sums of tiny heads need more than their logits."""
+    x, weight, target, _ = make(4, 512, 5, torch.bfloat16, device)
+    with pytest.raises(
+        RuntimeError, match=r"^fused_linear_log_probs: memory_budget must be at least (\d+) bytes"
+    ) as error:
+        op(x, weight, target, memory_budget=2000)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    op(x, weight, target, memory_budget=least)[0].sum().backward()
+    op(x.detach(), weight.detach(), target, memory_budget=2000)
 
 
 def test_named_results(device):

@@ -66,14 +66,23 @@ inline void check_same(const char* op, const char* name, const at::Tensor& t, co
       t.sym_sizes());
 }
 
-/// A parameter with one value per column of x, in x's dtype or in float32. `like` is x's name.
+/// t must have the dtype of x, or be float32 if x is not wider. `like` is x's name.
+inline void check_parameter_dtype(
+    const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
+  const auto dtype = x.scalar_type();
+  const bool may_be_float = dtype != at::kDouble;
+  LIGER_CHECK(
+      t.scalar_type() == dtype || (may_be_float && t.scalar_type() == at::kFloat), op, name,
+      c10::str(may_be_float ? "be float32 or have the dtype of " : "have the dtype of ", like, ", ", dtype),
+      t.scalar_type());
+}
+
+/// A parameter with one value per column of x. `like` is x's name.
 inline void check_column_parameter(
     const char* op, const char* name, const at::Tensor& w, const at::Tensor& x, const char* like = "x") {
   check_same_device(op, name, w, like, x);
   check_dense(op, name, w);
-  LIGER_CHECK(
-      w.scalar_type() == x.scalar_type() || (w.scalar_type() == at::kFloat && x.scalar_type() != at::kDouble), op, name,
-      c10::str("be float32 or have the dtype of ", like, ", ", x.scalar_type()), w.scalar_type());
+  check_parameter_dtype(op, name, w, like, x);
   LIGER_CHECK(
       w.dim() == 1 && w.sym_sizes()[0] == x.sym_sizes().back(), op, name,
       c10::str("have shape [", x.sym_sizes().back(), "], the last dimension of ", like), w.sym_sizes());

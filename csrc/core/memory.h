@@ -1,12 +1,16 @@
 #pragma once
 
-// FSDP and others free the storage of parameters whose tensors keep their sizes. Reading such a tensor would crash. So
-// implement() registers operators with a check of every tensor argument's memory.
+// implement() registers operators with checks of all arguments that need no knowledge of the operator:
+//
+// Tensors must have memory. FSDP and others free the storage of parameters whose tensors keep their sizes, and reading such
+// a tensor would crash.
+// Numbers must be finite, unless they may be None: those are bounds, which may be infinite, and operators check them.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -56,10 +60,19 @@ inline std::string public_name(std::string op) {
   return half == "_fwd" ? of : half == "_bwd" ? of + " backward" : op;
 }
 
+inline std::string name_of(const std::string& op, size_t argument, const std::string& index) {
+  const auto schema = c10::Dispatcher::singleton().findSchemaOrThrow(qualified(op).c_str(), "").schema();
+  return schema.arguments().at(argument).name() + index;
+}
+
 C10_NOINLINE inline void refuse_argument(
     const std::string& op, size_t argument, const std::string& index, const at::Tensor& t) {
-  const auto schema = c10::Dispatcher::singleton().findSchemaOrThrow(qualified(op).c_str(), "").schema();
-  refuse_memory(public_name(op), schema.arguments().at(argument).name() + index, t);
+  refuse_memory(public_name(op), name_of(op, argument, index), t);
+}
+
+C10_NOINLINE inline void refuse_argument(
+    const std::string& op, size_t argument, const std::string& index, double number) {
+  LIGER_CHECK(false, public_name(op), name_of(op, argument, index), "be finite", number);
 }
 
 template <class Op, class A>
@@ -76,6 +89,12 @@ void check_argument(const Op& op, size_t argument, const A& value) {
     for (size_t i = 0; i < value.size(); ++i) {
       const std::optional<at::Tensor> t = value.get(i);
       if (t && C10_UNLIKELY(!has_memory(*t))) refuse_argument(op(), argument, c10::str("[", i, "]"), *t);
+    }
+  } else if constexpr (std::is_same_v<A, double>) {
+    if (C10_UNLIKELY(!std::isfinite(value))) refuse_argument(op(), argument, "", value);
+  } else if constexpr (std::is_same_v<A, at::ArrayRef<double>>) {
+    for (size_t i = 0; i < value.size(); ++i) {
+      if (C10_UNLIKELY(!std::isfinite(value[i]))) refuse_argument(op(), argument, c10::str("[", i, "]"), value[i]);
     }
   }
 }
@@ -100,7 +119,7 @@ struct Checked<function, R (*)(A...)> {
 
 }  // namespace detail
 
-/// m.impl(op, function), with a check of every tensor's memory first. Each function implements one operator only.
+/// m.impl(op, function), with the checks above first. Each function implements one operator only.
 template <auto function>
 void implement(torch::Library& m, const std::string& op) {
   using Checked = detail::Checked<function>;

@@ -144,7 +144,7 @@ template <class T>
 void check_dense_argument(const char* op, size_t argument, const T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     if (C10_UNLIKELY(value.layout() != at::kStrided || value.is_quantized())) {
-      check_dense(op, argument_name(op, argument).c_str(), value);
+      check_dense(public_name(op).c_str(), argument_name(op, argument).c_str(), value);
     }
   } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
     if (value && value->defined()) check_dense_argument(op, argument, *value);

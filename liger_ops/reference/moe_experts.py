@@ -106,7 +106,8 @@ def moe_experts_sorted(
     down_bias: (E, H), gate_up_a: (E, r, H), gate_up_b: (E, 2 I, r), down_a: (E, r, I), down_b: (E, H, r) -> (N, H) in
     x's dtype.
 
-    The options are those of :func:`moe_experts`. Rows beyond the sum of `tokens_per_expert` give 0.
+    The options are those of :func:`moe_experts`. Rows beyond the sum of `tokens_per_expert` give 0. Counts that are
+    negative, or of more rows than there are, are an error on CPU; on CUDA they count as 0, or as the rows that are left.
 
     Cost: that of :func:`moe_experts`, for N rows.
 

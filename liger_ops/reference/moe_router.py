@@ -57,7 +57,7 @@ def moe_router(
     ``n * (tokens / N * scores / N).sum()`` is the load-balancing loss of Switch Transformers, and ``z / N`` the z-loss.
 
     There are at most 1024 experts, and `top_k` is at most 32. `groups` divides the experts. With `experts`, there are
-    neither `bias` nor `groups`; one outside of [0, n) is an error on CPU, and has the weight 0 on CUDA.
+    neither `bias` nor `groups`; one outside of [0, n) is an error on CPU, and has the weight 0 and the index -1 on CUDA.
 
     Cost: forward moves |logits| + 12 top_k bytes per token, backward twice |logits| and the same 12 top_k bytes.
     Backward needs the logits, the experts and `token_weight`, and computes the scores again.

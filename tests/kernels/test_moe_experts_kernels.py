@@ -22,6 +22,8 @@ def run(path, size, dtype, activation, transposed, interleaved, bias, weight_bef
     down = make(experts, inner, hidden) if transposed else make(experts, hidden, inner)
     biases = [make(experts, 2 * inner).float(), make(experts, hidden).float()] if bias else []
     index, weight = torch.tensor(counts), None
+    if tokens % 2:
+        index = index.int()
     if not counts:
         index = torch.randint(-1, experts + 1, (tokens, choices))
         weight = torch.rand(tokens, choices)
@@ -45,6 +47,8 @@ QUICK = [
     ((33, 16, 8, 5, 2), "float32", "silu", True, True, True, False, (), "", 0.5),
     ((33, 7, 5, 3, 2), "float32", "silu", True, False, False, True, (), "", None),
     ((150, 16, 8, 4, 1), "float32", "silu", False, False, True, False, (131, 0, 7, 3), "", None),
+    ((33, 7, 5, 3, 1), "float32", "silu", False, False, False, False, (-5, 31, 2**31 - 1), "", None),
+    ((34, 7, 5, 3, 1), "float32", "silu", False, False, False, False, (2**62, -(2**62), 2**62), "", None),
     ((70, 72, 136, 3, 2), "float16", "silu", False, True, False, False, (), "_hopper", 0.75),
     ((40, 72, 136, 3, 2), "float16", "gelu", True, False, True, False, (), "_hopper", None),
     ((40, 72, 136, 3, 2), "float16", "gelu_tanh", True, True, False, True, (), "_hopper", None),
@@ -78,8 +82,9 @@ def test_kernels_interpreted(case, interpreted):
     options |= {} if counts else dict(weight_before=weight_before)
     dtype = got["in_x"].dtype
     index = got["in_index"]
-    if counts:  # more than there are rows
-        ends = index.cumsum(0).clamp(max=len(got["in_x"]))
+    if counts:  # they may be wrong
+        rows = len(got["in_x"])
+        ends = index.long().clamp(0, rows).cumsum(0).clamp(max=rows)
         index = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
 
     def run(wide):

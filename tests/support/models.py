@@ -264,7 +264,7 @@ def inputs_of(
         if name == "vocab_map":
             return 2 * torch.arange(*sizes, device=device)
         if name == "tokens_per_expert":
-            return torch.arange(*sizes, device=device) % 2
+            return (torch.arange(*sizes, device=device) % 2).clamp(max=batch)
         wanted = requires_grad and name not in ("cos", "sin", "freqs_cis", *operators()[row.op].constants)
         return torch.randn(sizes, device=device, dtype=DTYPES.get(name, torch.float32), requires_grad=wanted)
 

@@ -30,13 +30,18 @@ def routing(index, pairs, choices, experts):
     tokens, order, position = (torch.full((pairs,), -7, dtype=torch.int32) for _ in range(3))
     is_sorted = index.dim() == 1
     count = 0 if is_sorted else blocks(pairs, BLOCK)
-    totals = index.int() if is_sorted else torch.zeros(experts, dtype=torch.int32)
     counts = torch.zeros(experts, max(count, 1), dtype=torch.int32)
     words = 2 if index.dtype == torch.int64 else 1
     ids = index.view(torch.int32)
+    totals = ids if is_sorted else torch.zeros(experts, dtype=torch.int32)
     if not is_sorted:
         launch("count", lambda c: count, (counts, totals, ids, pairs, experts, count, words))
-    launch("scan", lambda c: experts, (offsets, tiles, counts, totals, pairs, experts, count), n=experts)
+    launch(
+        "scan",
+        lambda c: experts,
+        (offsets, tiles, counts, totals, pairs, experts, count, words if is_sorted else 1),
+        n=experts,
+    )
     place = (tokens, order, position, counts, offsets, ids, pairs, choices, experts, count, 0 if is_sorted else words)
     launch("place", lambda c: blocks(pairs, BLOCK), place)
     return offsets, tiles, tokens, order, position

@@ -241,9 +241,7 @@ void check(const char* op, const Tensor& x, const Tensor& alpha_p, const Tensor&
   for (const auto& [name, alpha] : {std::pair<const char*, const Tensor&>("alpha_p", alpha_p), {"alpha_n", alpha_n}}) {
     core::check_same_device(op, name, alpha, "x", x);
     core::check_dense(op, name, alpha);
-    LIGER_CHECK(
-        alpha.scalar_type() == x.scalar_type() || (alpha.scalar_type() == at::kFloat && x.scalar_type() != at::kDouble),
-        op, name, c10::str("be float32 or have the dtype of x, ", x.scalar_type()), alpha.scalar_type());
+    core::check_parameter_dtype(op, name, alpha, "x", x);
     LIGER_CHECK(alpha.sym_numel() == 1, op, name, "have one element", alpha.sym_sizes());
   }
   LIGER_CHECK(

@@ -13,6 +13,7 @@
 #include "ops/conv/causal_conv1d.h"
 
 #include "core/operator.h"
+#include "core/values.h"
 #include "runtime/status.h"
 
 namespace liger::ops::causal_conv1d {
@@ -25,10 +26,8 @@ void check_parameters(
     const Tensor& bias) {
   core::check_same_device(op, "weight", weight, name, x);
   core::check_dense(op, "weight", weight);
-  const auto dtype = x.scalar_type(), weight_dtype = weight.scalar_type();
-  LIGER_CHECK(
-      weight_dtype == dtype || (weight_dtype == at::kFloat && dtype != at::kDouble), op, "weight",
-      c10::str("be float32 or have the dtype of ", name, ", ", dtype), weight_dtype);
+  core::check_parameter_dtype(op, "weight", weight, name, x);
+  const auto weight_dtype = weight.scalar_type();
   LIGER_CHECK(
       weight.dim() == 2 && weight.sym_size(0) == channels, op, "weight", c10::str("have shape [", channels, ", W]"),
       weight.sym_sizes());
@@ -57,7 +56,9 @@ void check_samples(const char* op, const char* name, const Tensor& x, const Tens
     LIGER_CHECK(!seq_idx.defined(), op, "cu_seqlens", "be None beside seq_idx", "both");
     core::check_same_device(op, "cu_seqlens", cu_seqlens, name, x);
     core::check_integers(op, "cu_seqlens", cu_seqlens);
-    LIGER_CHECK(cu_seqlens.dim() == 1, op, "cu_seqlens", "have one dimension", cu_seqlens.sym_sizes());
+    LIGER_CHECK(
+        cu_seqlens.dim() == 1 && cu_seqlens.sym_size(0) >= 1, op, "cu_seqlens", "have one dimension, with an entry",
+        cu_seqlens.sym_sizes());
     LIGER_CHECK(x.sym_size(0) == 1, op, name, "have a batch of 1 beside cu_seqlens", x.sym_sizes());
   }
 }
@@ -86,9 +87,15 @@ void check(
   }
 }
 
-Tensor samples_of(const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
-  if (seq_idx.defined()) return seq_idx.to(at::kInt).contiguous();
+Tensor samples_of(const char* op, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
+  if (seq_idx.defined()) {
+    // Numbers of more than 32 bits would lose those that tell them apart.
+    constexpr int64_t kEnd = int64_t(1) << 31;
+    if (seq_idx.scalar_type() == at::kLong) core::check_range(op, "seq_idx", seq_idx, -kEnd, kEnd);
+    return seq_idx.to(at::kInt).contiguous();
+  }
   if (!cu_seqlens.defined()) return {};
+  core::check_ends(op, "cu_seqlens", cu_seqlens, x.size(1));
   const Tensor time = at::arange(x.size(1), cu_seqlens.options());
   return at::searchsorted(cu_seqlens.contiguous(), time, /*out_int32=*/true, /*right=*/true).unsqueeze(0);
 }
@@ -106,7 +113,7 @@ Inputs inputs_of(
       adjacent_columns(x),
       weight.contiguous(),
       contiguous(bias),
-      samples_of(x, seq_idx, cu_seqlens),
+      samples_of(op, x, seq_idx, cu_seqlens),
       contiguous(state),
       dilation,
       activation == "silu",

@@ -76,7 +76,7 @@ Tensor adjacent_columns(const Tensor& t);
 /// t, contiguous; may be undefined.
 Tensor contiguous(const Tensor& t);
 /// A number for each row, the same within a sample: int32, contiguous. Undefined without samples.
-Tensor samples_of(const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens);
+Tensor samples_of(const char* op, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens);
 
 /// Writes the parts of y, which are contiguous.
 using ForwardOn = void(const Inputs& in, const Parts& y);

@@ -37,7 +37,7 @@ Inputs inputs_of(
     const Tensor& cu_seqlens) {
   return {
       op, causal_conv1d::adjacent_columns(bcx), weight.contiguous(), causal_conv1d::contiguous(bias),
-      causal_conv1d::samples_of(bcx, seq_idx, cu_seqlens)};
+      causal_conv1d::samples_of(op, bcx, seq_idx, cu_seqlens)};
 }
 
 struct ShortConv

@@ -7,6 +7,7 @@
 
 #include "core/cuda.h"
 #include "core/operator.h"
+#include "core/values.h"
 #include "runtime/status.h"
 #include "kernels/embedding.h"
 
@@ -46,10 +47,8 @@ Tensor embedding(const Tensor& input, const Tensor& weight, std::optional<int64_
     return at::embedding(weight, input);
   } catch (const c10::Error&) {
     // ATen's message has neither the index nor the limit.
-    const int64_t classes = weight.size(0);
-    const Tensor wrong = input.masked_select((input < 0).logical_or_(input >= classes));
-    if (wrong.numel() == 0) throw;
-    TORCH_CHECK_INDEX(false, kOp, ": input must lie in [0, ", classes, ") (got ", wrong[0].item().toLong(), ")");
+    core::check_range(kOp, "input", input, 0, weight.size(0));
+    throw;
   }
 }
 

@@ -270,7 +270,10 @@ struct Meta {
   static constexpr bool kComputes = false;
 };
 
-void check(const char* op, const Tensor& a, const Tensor& b, const Tensor& a_log, const Tensor& dt_bias) {
+void check(
+    const char* op, const Tensor& a, const Tensor& b, const Tensor& a_log, const Tensor& dt_bias,
+    std::optional<double> lower_bound) {
+  LIGER_CHECK(!lower_bound || std::isfinite(*lower_bound), op, "lower_bound", "be finite", *lower_bound);
   core::check_activation(op, "a", a);
   core::check_same_device(op, "b", b, "a", a);
   core::check_dense(op, "b", b);
@@ -328,7 +331,7 @@ struct DeltaGates
       bool, const Tensor& a, const Tensor& b, const Tensor& a_log, const OptionalTensor& dt_bias,
       std::optional<double> lower_bound, double beta_scale) {
     const Tensor bias = value_or_undefined(dt_bias);
-    check(kOp, a, b, a_log, bias);
+    check(kOp, a, b, a_log, bias, lower_bound);
     Tensor g = empty(a, wide(a.scalar_type())), beta = empty(b, b.scalar_type());
     if constexpr (Device::kComputes) {
       if (a.is_cpu()) runtime::count_cpu_call();
@@ -349,7 +352,7 @@ struct DeltaGates
       double beta_scale) {
     const Tensor dg = value_or_undefined(dg_given), dbeta = value_or_undefined(dbeta_given),
                  bias = value_or_undefined(dt_bias);
-    check(kBackward, a, b, a_log, bias);
+    check(kBackward, a, b, a_log, bias, lower_bound);
     const auto dtype = wide(a.scalar_type());
     if (dg.defined()) {
       core::check_same_device(kBackward, "dg", dg, "a", a);

@@ -55,10 +55,7 @@ void check_projection(const char* op, const Tensor& x, const Tensor& weight, con
 /// A or B.
 void check_adapter(const char* op, const std::string& name, const Tensor& t, const Tensor& x) {
   check_matrix(op, name, t, x);
-  const auto dtype = t.scalar_type();
-  LIGER_CHECK(
-      dtype == x.scalar_type() || (dtype == at::kFloat && x.scalar_type() != at::kDouble), op, name,
-      c10::str("be float32 or have the dtype of x, ", x.scalar_type()), dtype);
+  core::check_parameter_dtype(op, name.c_str(), t, "x", x);
 }
 
 void check_a(const char* op, const std::string& name, const Tensor& a, const Tensor& x) {
@@ -68,11 +65,24 @@ void check_a(const char* op, const std::string& name, const Tensor& a, const Ten
       c10::str("have shape [rank, ", x.sym_sizes().back(), "], the last dimension of x"), a.sym_sizes());
 }
 
+void check_as_many(const char* op, const char* name, size_t size, const Group& g) {
+  LIGER_CHECK(size == g.a.size(), op, name, c10::str("have as many entries as a, ", g.a.size()), size);
+}
+
+/// The lists, so that none is read beyond its end.
+void check_lists(const char* op, const Group& g) {
+  check_as_many(op, "b", g.b.size(), g);
+  check_as_many(op, "scale", g.scale.size(), g);
+  check_as_many(op, "of", g.of.size(), g);
+  const int64_t projections = g.weights.size();
+  for (const int64_t i : g.of) {
+    LIGER_CHECK(i >= 0 && i < projections, op, "of", c10::str("lie in [0, ", projections, "), the weights"), i);
+  }
+}
+
 void check_adapters(const char* op, const Tensor& x, const Group& g, const OptionalTensors& biases) {
   const size_t count = g.a.size();
-  const auto as_many = c10::str("have as many entries as a, ", count);
-  LIGER_CHECK(g.b.size() == count, op, "b", as_many, g.b.size());
-  LIGER_CHECK(g.scale.size() == count, op, "scale", as_many, g.scale.size());
+  check_lists(op, g);
   for (size_t j = 0; j < count; ++j) {
     const std::string a = c10::str("a[", j, "]"), b = c10::str("b[", j, "]");
     check_adapter(op, b, g.b[j], x);
@@ -88,13 +98,14 @@ void check_adapters(const char* op, const Tensor& x, const Group& g, const Optio
 void check_dropout(const char* op, const Tensor& x, const Group& g) {
   if (g.dropout.empty()) return;
   const int64_t count = g.a.size();
-  const auto as_many = c10::str("have as many entries as a, ", count);
-  LIGER_CHECK(int64_t(g.dropout.size()) == count, op, "dropout", as_many, g.dropout.size());
+  check_as_many(op, "dropout", g.dropout.size(), g);
   for (const double rate : g.dropout) LIGER_CHECK(rate >= 0 && rate <= 1, op, "dropout", "be between 0 and 1", rate);
   LIGER_CHECK(g.seeds.defined(), op, "seeds", "be given with dropout", "None");
   core::check_same_device(op, "seeds", g.seeds, "x", x);
   LIGER_CHECK(g.seeds.scalar_type() == at::kLong, op, "seeds", "be int64", g.seeds.scalar_type());
-  LIGER_CHECK(g.seeds.dim() == 1 && g.seeds.sym_size(0) == count, op, "seeds", as_many, g.seeds.sym_sizes());
+  LIGER_CHECK(
+      g.seeds.dim() == 1 && g.seeds.sym_size(0) == count, op, "seeds", c10::str("have as many entries as a, ", count),
+      g.seeds.sym_sizes());
 }
 
 // ---- Several projections of one x, for liger_ops/adapters.py
@@ -138,7 +149,6 @@ Tensors projections(
   core::check_activation(kOp, "x", x);
   LIGER_CHECK(
       biases.size() == weights.size(), kOp, "biases", c10::str("have ", weights.size(), " entries"), biases.size());
-  LIGER_CHECK(of.size() == a.size(), kOp, "of", c10::str("have ", a.size(), " entries"), of.size());
   const Tensors present = tensors_of(weights);
   const Group g{present, a, b, scale, of, seeds.value_or(Tensor()), dropout};
   OptionalTensors summands = biases.copy();
@@ -162,9 +172,13 @@ template <class Device>
 Tensors projections_bwd(
     TensorList grads, const Tensor& x, const OptionalTensors& weights, TensorList a, TensorList b, const Tensor& t,
     int64_t wanted, Scales scale, at::IntArrayRef of, const std::optional<Tensor>& seeds, Scales dropout) {
-  const Entry<Device> entry(x);
   const Tensors present = tensors_of(weights);
   const Group g{present, a, b, scale, of, seeds.value_or(Tensor()), dropout};
+  LIGER_CHECK(
+      grads.size() == weights.size(), kBackward, "grads", c10::str("have ", weights.size(), " entries"), grads.size());
+  check_lists(kBackward, g);
+  check_dropout(kBackward, x, g);
+  const Entry<Device> entry(x);
   Gradients out = gradients<Device>(matrices(grads), core::as_matrix(x), core::as_matrix(t), g, wanted);
   if (out.x.defined()) out.x = in_rows_of(x, out.x);
   return out.all();
@@ -176,10 +190,9 @@ Tensors projections_bwd(
 template <class Device>
 Tensor low_rank_input(const Tensor& x, TensorList a, Scales scale, const std::optional<Tensor>& seeds, Scales dropout) {
   const Group g{{}, a, {}, scale, {}, seeds.value_or(Tensor()), dropout};
-  const auto as_many = c10::str("have as many entries as a, ", a.size());
   core::check_activation(kOp, "x", x);
   LIGER_CHECK(!a.empty(), kOp, "a", "have an entry", 0);
-  LIGER_CHECK(scale.size() == a.size(), kOp, "scale", as_many, scale.size());
+  check_as_many(kOp, "scale", scale.size(), g);
   for (size_t j = 0; j < a.size(); ++j) check_a(kOp, c10::str("a[", j, "]"), a[j], x);
   check_dropout(kOp, x, g);
   const Entry<Device> entry(x);
@@ -212,6 +225,8 @@ Tensors low_rank_input_bwd(
     const Tensor& grad, const Tensor& x, TensorList a, int64_t wanted, Scales scale, const std::optional<Tensor>& seeds,
     Scales dropout) {
   const Group g{{}, a, {}, scale, {}, seeds.value_or(Tensor()), dropout};
+  check_as_many(kBackward, "scale", scale.size(), g);
+  check_dropout(kBackward, x, g);
   const Entry<Device> entry(x);
   Gradients out;
   if constexpr (std::is_same_v<Device, Meta>) {

@@ -49,10 +49,7 @@ inline void check_streams(const char* op, const Tensor& streams) {
 inline void check_numbers(const char* op, const char* name, const Tensor& t, const Tensor& streams) {
   core::check_same_device(op, name, t, "streams", streams);
   core::check_dense(op, name, t);
-  LIGER_CHECK(
-      t.scalar_type() == streams.scalar_type() ||
-          (t.scalar_type() == at::kFloat && streams.scalar_type() != at::kDouble),
-      op, name, c10::str("be float32 or have the dtype of streams, ", streams.scalar_type()), t.scalar_type());
+  core::check_parameter_dtype(op, name, t, "streams", streams);
 }
 
 }  // namespace liger::ops::hyper

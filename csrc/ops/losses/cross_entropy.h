@@ -89,12 +89,9 @@ Options check(
       target.sym_sizes().equals(row_sizes), op, "target",
       c10::str("have shape ", row_sizes, ", that of logits without its last dimension"), target.sym_sizes());
   if (weight && weight->defined()) {
-    auto dtype = weight->scalar_type(), like = logits.scalar_type();
     check_dense(op, "weight", *weight);
     check_same_device(op, "weight", *weight, "logits", logits);
-    LIGER_CHECK(
-        dtype == like || (dtype == at::kFloat && like != at::kDouble), op, "weight",
-        c10::str("be float32 or have the dtype of logits, ", like), dtype);
+    check_parameter_dtype(op, "weight", *weight, "logits", logits);
     const auto& v = parsed.vocabulary;
     auto classes = v.is_split() ? c10::SymInt(v.classes) : logits.sym_sizes().back();
     LIGER_CHECK(

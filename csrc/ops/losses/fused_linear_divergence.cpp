@@ -23,6 +23,7 @@
 
 #include <cmath>
 
+#include "core/values.h"
 #include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_divergence_pass.h"
 #include "ops/losses/linear_reduced.h"
@@ -260,6 +261,7 @@ struct Ops {
   static Results run_call(const Call& call, Wanted wanted, const Tensor& total) {
     Results out = empty_results(call.a, call.o, call.tokens, wanted);
     if constexpr (On::rows != nullptr) {
+      core::check_range(kOp, "vocab_map", call.a.vocab_map, 0, call.a.t_weight.size(0));
       forward(kOp, On::rows, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), total, out);
     }
     return out;

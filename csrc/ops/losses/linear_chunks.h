@@ -313,13 +313,11 @@ inline void check_low_rank(
       low_rank_input.defined() == low_rank_weight.defined(), op, b_name, "be given if and only if " + t_name + " is",
       low_rank_weight.defined() ? "a tensor" : "None");
   if (!low_rank_input.defined()) return;
-  const auto dtype = input.scalar_type();
+  const std::string like = prefix + "input";
   auto check = [&](const std::string& name, const at::Tensor& t) {
     core::check_dense(op, name.c_str(), t);
-    core::check_same_device(op, name.c_str(), t, (prefix + "input").c_str(), input);
-    LIGER_CHECK(
-        t.scalar_type() == dtype || (t.scalar_type() == at::kFloat && dtype != at::kDouble), op, name,
-        c10::str("be float32 or have the dtype of ", prefix, "input, ", dtype), t.scalar_type());
+    core::check_same_device(op, name.c_str(), t, like.c_str(), input);
+    core::check_parameter_dtype(op, name.c_str(), t, like.c_str(), input);
   };
   check(t_name, low_rank_input);
   check(b_name, low_rank_weight);

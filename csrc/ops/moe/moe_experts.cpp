@@ -19,6 +19,7 @@
 #include "ops/moe/moe_experts.h"
 
 #include "core/operator.h"
+#include "core/values.h"
 
 namespace liger::ops::moe_experts {
 namespace {
@@ -83,11 +84,8 @@ void check_adapters(
   LIGER_CHECK(adapters.a.defined(), op, a, "accompany " + b, "None");
   LIGER_CHECK(adapters.b.defined(), op, b, "accompany " + a, "None");
   for (const auto& [name, t] : {std::pair(a, adapters.a), std::pair(b, adapters.b)}) {
-    const auto dtype = t.scalar_type(), of_x = call.x.scalar_type();
     core::check_same_device(op, name.c_str(), t, "x", call.x);
-    LIGER_CHECK(
-        dtype == of_x || (dtype == at::kFloat && of_x != at::kDouble), op, name,
-        c10::str("be float32 or have the dtype of x, ", of_x), dtype);
+    core::check_parameter_dtype(op, name.c_str(), t, "x", call.x);
     LIGER_CHECK(t.dim() == 3, op, name, "have three dimensions", t.sym_sizes());
   }
   LIGER_CHECK(
@@ -140,10 +138,7 @@ void check(const Call& call) {
     const auto choices = call.index.sym_size(1);
     check_shape(op, "index", call.index, "[tokens, choices]", {x.sym_size(0), choices});
     core::check_same_device(op, "weight", call.weight, "x", x);
-    LIGER_CHECK(
-        call.weight.scalar_type() == x.scalar_type() ||
-            (call.weight.scalar_type() == at::kFloat && x.scalar_type() != at::kDouble),
-        op, "weight", c10::str("be float32 or have the dtype of x, ", x.scalar_type()), call.weight.scalar_type());
+    core::check_parameter_dtype(op, "weight", call.weight, "x", x);
     check_shape(op, "weight", call.weight, "[tokens, choices]", {x.sym_size(0), choices});
   }
   check_options(op, call);
@@ -185,6 +180,9 @@ using Ten = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, T
 /// (out, pre, routing, t); pre and t only if they are saved.
 template <class Device>
 Results run_experts(bool save, const Call& call) {
+  if constexpr (!std::is_same_v<Device, Meta>) {
+    if (call.is_sorted()) core::check_counts(call.op, "tokens_per_expert", call.index, call.x.size(0));
+  }
   Saved saved;
   const Tensor routing = empty_routing(call);
   Tensor out = Device::forward(call, routing, save ? &saved : nullptr);

@@ -211,8 +211,9 @@ inline void route(const Kernels& k, const Tensor& index) {
   const bool sorted = k.call.is_sorted();
   const int32_t blocks = sorted ? 0 : int32_t(ceil_div(k.pairs, flags::ROUTE_BLOCK)), words = words_of(index);
   const int64_t programs = ceil_div(k.pairs, flags::ROUTE_BLOCK);
-  Tensor totals = sorted ? index.to(at::kInt) : at::zeros({k.experts}, ints), counts;
+  Tensor totals = index, counts;
   if (!sorted) {
+    totals = at::zeros({k.experts}, ints);
     using Count = kernels::moe_experts_count;
     counts = at::empty({k.experts, blocks}, ints);
     k.start_simple<Count>(
@@ -222,7 +223,8 @@ inline void route(const Kernels& k, const Tensor& index) {
   const auto& config = runtime::first_fit<Scan>(k.experts, false);
   k.start<Scan>(
       runtime::variant_index<Scan>(config, runtime::point_of<Scan>(0)), k.experts,
-      {address(r.offsets), address(r.tiles), address(counts), address(totals), k.pairs, k.experts, blocks});
+      {address(r.offsets), address(r.tiles), address(counts), address(totals), k.pairs, k.experts, blocks,
+       sorted ? words : 1});
   using Place = kernels::moe_experts_place;
   k.start_simple<Place>(
       1, false, programs,

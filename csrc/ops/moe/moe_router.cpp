@@ -8,6 +8,7 @@
 #include "core/column_sum.h"
 #include "core/cpu.h"
 #include "core/operator.h"
+#include "core/values.h"
 #include "kernels/moe_router.h"
 
 namespace liger::ops::moe_router {
@@ -150,8 +151,6 @@ struct Cpu {
           C total = 0;
           for (int64_t k = 0; k < o.top_k; ++k) {
             chosen[k] = given ? given[row * o.top_k + k] : first_of_largest(by, eligible);
-            TORCH_CHECK_INDEX(
-                chosen[k] >= 0 && chosen[k] < n, kOp, ": experts must lie in [0, ", n, ") (got ", chosen[k], ")");
             eligible[chosen[k]] = 0;
             total += weight[k] = r.scores[chosen[k]];
           }
@@ -302,7 +301,6 @@ Weighing weighing(std::string_view score, bool normalize, double scale) {
   LIGER_CHECK(
       sigmoid || softplus || score == "softmax", kOp, "score", "be 'softmax', 'sigmoid' or 'sqrtsoftplus'", "'", score,
       "'");
-  LIGER_CHECK(std::isfinite(scale), kOp, "scale", "be finite", scale);
   return {sigmoid ? Score::sigmoid : softplus ? Score::sqrtsoftplus : Score::softmax, normalize, scale};
 }
 
@@ -363,14 +361,13 @@ struct MoeRouter : core::Operator<
     chosen.back() = top_k;
     if (experts && experts->defined()) {
       core::check_same_device(kOp, "experts", *experts, "logits", logits);
-      core::check_dense(kOp, "experts", *experts);
-      LIGER_CHECK(
-          at::isIntegralType(experts->scalar_type(), false), kOp, "experts", "be integers", experts->scalar_type());
+      core::check_integers(kOp, "experts", *experts);
       LIGER_CHECK(
           experts->sym_sizes().equals(chosen), kOp, "experts", c10::str("have shape ", c10::SymIntArrayRef(chosen)),
           experts->sym_sizes());
       LIGER_CHECK(!in.bias.defined(), kOp, "bias", "be None, because experts are given", "a tensor");
       LIGER_CHECK(groups == 1, kOp, "groups", "be 1, because experts are given", groups);
+      if constexpr (!std::is_same_v<Device, Meta>) core::check_range(kOp, "experts", *experts, 0, logits.size(-1));
       in.given = experts->to(at::kLong).contiguous();
     }
     const auto options = logits.options().dtype(core::compute_type(logits));

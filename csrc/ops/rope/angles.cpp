@@ -59,9 +59,7 @@ void check_heads_and_angles(
   }
   const int64_t columns_per_angle = columns.trailing ? 2 : 1;
   check_angles(op, "cos", cos, q, sections.has_value(), columns_per_angle);
-  LIGER_CHECK(
-      cos.scalar_type() == q.scalar_type() || (cos.scalar_type() == at::kFloat && q.scalar_type() != at::kDouble), op,
-      "cos", c10::str("be float32 or have the dtype of q, ", q.scalar_type()), cos.scalar_type());
+  core::check_parameter_dtype(op, "cos", cos, "q", q);
   core::check_same(op, "sin", *sin, "cos", cos);
   if (sections) {
     bool fits = sections->size() == 3 && (*sections)[0] >= 0 && (*sections)[1] >= 0 && (*sections)[2] >= 0;

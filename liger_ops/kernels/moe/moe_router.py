@@ -127,7 +127,9 @@ def moe_router_fwd_kernel(
         weight = tl.zeros([ROWS, CHOICES], tl.float32)
         for k in range(0, top_k):
             if flags & HAS_EXPERTS:
-                expert = tl.load(given + tl.arange(0, ROWS) * top_k + k, mask=row < rows, other=0).to(tl.int32)
+                chosen = tl.load(given + tl.arange(0, ROWS) * top_k + k, mask=row < rows, other=0)
+                # None of these, before it loses its upper half.
+                expert = tl.where((chosen >= 0) & (chosen < n), chosen, -1).to(tl.int32)
             else:
                 score, expert = first_of_largest(by, columns, eligible & (taken == 0))
             hit = columns == expert[:, None]

@@ -77,15 +77,20 @@ def moe_experts_count_kernel(counts, totals, index, pairs, experts, blocks, word
 
 @triton.jit
 def moe_experts_scan_kernel(
-    offsets, tiles, counts, totals, pairs, experts, blocks, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr
+    offsets, tiles, counts, totals, pairs, experts, blocks, words, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """One program per expert: its offset, its tiles, and counts turned into the first row of every block."""
+    """One program per expert: its offset, its tiles, and counts turned into the first row of every block. totals: as the
+    index of load_expert."""
     expert = tl.program_id(0)
     every = tl.arange(0, BLOCK_E)
-    total = tl.maximum(tl.load(totals + every, mask=every < experts, other=0), 0)
-    # Rows that are sorted already may be fewer than their counts say.
-    ends = tl.minimum(tl.cumsum(total, 0), pairs)
-    starts = tl.minimum(tl.cumsum(total, 0) - total, pairs)
+    low = tl.load(totals + every * words, mask=every < experts, other=0)
+    high = tl.load(totals + every * words + (words - 1), mask=every < experts, other=0)
+    total = tl.where((words == 1) | (high == (low >> 31)), low, tl.where(high < 0, 0, pairs))
+    # Counts of rows that are sorted already may be wrong. Within [0, pairs], not even their sum leaves the rows.
+    total = tl.minimum(tl.maximum(total, 0), pairs).to(tl.int64)
+    sums = tl.cumsum(total, 0)
+    ends = tl.minimum(sums, pairs).to(tl.int32)
+    starts = tl.minimum(sums - total, pairs).to(tl.int32)
     rows = ends - starts
     own = tl.where(every == expert, 1, 0)
     start = tl.sum(own * starts)
@@ -332,7 +337,7 @@ KERNELS = [
     ),
     Kernel(
         function=moe_experts_scan_kernel,
-        args={**ROUTES, "counts": "*i32", "totals": "*i32", "pairs": "i32", "experts": "i32", "blocks": "i32"},
+        args={**ROUTES, "counts": "*i32", "totals": "*i32", **dict.fromkeys(("pairs", "experts", "blocks", "words"), "i32")},
         aligned=[],
         axes={"kind": [{"BLOCK_P": 1024}]},
         configs=[

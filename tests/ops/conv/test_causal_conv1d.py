@@ -154,6 +154,12 @@ def test_more_than_2_to_the_31_elements():
 
 
 X, W, IDS = torch.ones(2, 4, 8), torch.ones(8, 4), torch.zeros(2, 4, dtype=torch.long)
+
+
+def ends(*numbers):
+    return torch.tensor(numbers)
+
+
 ERRORS = {
     "integer x": (lambda: (X.long(), W), {}, "x must be float32, float16, bfloat16 or float64"),
     "flat x": (lambda: (X[0], W), {}, r"x must have shape \(B, S, C\)"),
@@ -172,6 +178,14 @@ ERRORS = {
         lambda: (X, W), dict(seq_idx=IDS, cu_seqlens=IDS[0]), "cu_seqlens must be None beside seq_idx",
     ),
     "cu_seqlens of batches": (lambda: (X, W), dict(cu_seqlens=IDS[0]), "x must have a batch of 1 beside cu_seqlens"),
+    "cu_seqlens without an entry": (
+        lambda: (X[:1], W), dict(cu_seqlens=IDS[0, :0]), "cu_seqlens must have one dimension, with an entry",
+    ),
+    "cu_seqlens that begin late": (lambda: (X[:1], W), dict(cu_seqlens=ends(1, 4)), "cu_seqlens must begin with 0"),
+    "cu_seqlens that end early": (lambda: (X[:1], W), dict(cu_seqlens=ends(0, 3)), "cu_seqlens must end with 4"),
+    "cu_seqlens beyond the rows": (lambda: (X[:1], W), dict(cu_seqlens=ends(0, 5)), "cu_seqlens must end with 4"),
+    "descending cu_seqlens": (lambda: (X[:1], W), dict(cu_seqlens=ends(0, 3, 2, 4)), "cu_seqlens must not descend"),
+    "lengths as cu_seqlens": (lambda: (X[:1], W), dict(cu_seqlens=ends(2, 2)), "cu_seqlens must begin with 0"),
     "state of another length": (
         lambda: (X, W), dict(initial_state=X), r"initial_state must have shape \[2, 3, 8\]",
     ),
@@ -179,6 +193,13 @@ ERRORS = {
         lambda: (X, W), dict(initial_state=X[:, 1:].half()), "initial_state must have the dtype of x",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.library
+def test_numbers_of_samples_that_differ_beyond_32_bits():
+    ids = torch.tensor([[0, 0, 2**32, 2**32]] * 2)
+    with pytest.raises(IndexError, match=rf"causal_conv1d: seq_idx must lie in \[-{2**31}, {2**31}\) \(got {2**32}\)"):
+        conv(X, W, seq_idx=ids)
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -157,8 +157,29 @@ def given(**changed):
         (dict(biases=[torch.ones(2, 7, 12, device="meta")]), "bias must be on cpu like x"),
         (dict(biases=[torch.ones(2, 7, 9)]), r"b\[0\] must have shape \[9, 3\]"),
         (dict(biases=[None], a=[], b=[], scale=[], of=[]), "bias must be another layer's result"),
+        (dict(of=[]), "of must have as many entries as a, 1"),
+        (dict(of=[1]), r"of must lie in \[0, 1\), the weights"),
+        (dict(of=[-(2**63)]), r"of must lie in \[0, 1\), the weights"),
     ],
 )
 def test_errors(changed, message):
     with pytest.raises(RuntimeError, match=f"lora_linear: {message}.*got "):
         torch.ops.liger._lora_projections(*given(**changed))
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(grads=[]), "grads must have 1 entries"),
+        (dict(b=[]), "b must have as many entries as a, 1"),
+        (dict(scale=[]), "scale must have as many entries as a, 1"),
+        (dict(of=[2**31]), r"of must lie in \[0, 1\), the weights"),
+        (dict(dropout=[0.5]), "seeds must be given with dropout"),
+    ],
+)
+def test_errors_of_backward(changed, message):
+    x, weights, _, a, b, scale, of = given()
+    (y, t) = torch.ops.liger._lora_projections(x, weights, [None], a, b, scale, of)
+    call = dict(grads=[y], x=x, weights=weights, a=a, b=b, t=t, wanted=1, scale=scale, of=of) | changed
+    with pytest.raises(RuntimeError, match=f"lora_linear backward: {message}.*got "):
+        torch.ops.liger._lora_projections_bwd(**call)

@@ -517,6 +517,15 @@ def test_errors(case):
         divergence(**dict(s_input=X, s_weight=W, t_input=X, t_weight=W) | arguments)
 
 
+@pytest.mark.library
+def test_a_map_out_of_range():
+    for wrong in (-1, 10, 2**62):
+        with pytest.raises(
+            IndexError, match=rf"^fused_linear_divergence: vocab_map must lie in \[0, 10\) \(got {wrong}\)"
+        ):
+            divergence(X, W, X, W, vocab_map=torch.full((10,), wrong))
+
+
 precision = linear_losses.precision  # for test_properties.py
 
 

@@ -257,7 +257,12 @@ def test_bad_arguments(changes, message):
     [
         ((3, 0), r"tokens_per_expert must have shape \[experts\], \[3\] \(got \[2\]\)"),
         ((3, -1, 2), r"tokens_per_expert must not be negative \(got -1\)"),
-        ((3, 4, 6), r"tokens_per_expert must have a sum of at most 12, the rows of x \(got 13\)"),
+        ((3, 4, 6), r"tokens_per_expert must have a sum of at most 12, the rows of x \(got 6 after 7\)"),
+        (
+            (2**62, 2**62, 2**62),
+            rf"tokens_per_expert must have a sum of at most 12, the rows of x \(got {2**62} after 0\)",
+        ),
+        ((-(2**63), 1, 2), "tokens_per_expert must not be negative"),
     ],
 )
 def test_bad_counts(counts, message):
@@ -267,6 +272,19 @@ def test_bad_counts(counts, message):
 
 
 # ---- On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("counts", [(3, -1, 2), (3, 4, 600), (2**31 - 1, 2**31 - 1, 5), (2**62, -(2**63), 2**62)])
+def test_wrong_counts_stay_within_the_rows(counts, dtype):
+    """As if they were between 0 and the rows that are left."""
+    (x, gate_up, down, _), _ = sorted_inputs(12, 24, 16, (3, 0, 7), device="cuda")
+    given = torch.tensor(counts).clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
+    ends = torch.tensor(counts).clamp(0, 12).cumsum(0).clamp(max=12)
+    mended = ends.diff(prepend=ends.new_zeros(1))
+    found, expected = (moe_experts_sorted(x, gate_up, down, c.cuda()) for c in (given, mended))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu

@@ -296,7 +296,7 @@ ERRORS = {
         lambda x: moe_router(x, 2, experts=x[:, :3].long()),
         r"experts must have shape \[4, 2\] \(got \[4, 3\]\)",
     ),
-    "dtype of experts": (lambda x: moe_router(x, 2, experts=x[:, :2]), r"experts must be integers \(got Float\)"),
+    "dtype of experts": (lambda x: moe_router(x, 2, experts=x[:, :2]), r"experts must be int64 or int32 \(got Float\)"),
     "experts and a bias": (
         lambda x: moe_router(x, 2, x[0], experts=x[:, :2].long()),
         r"bias must be None, because experts are given \(got a tensor\)",
@@ -331,3 +331,13 @@ def test_experts_out_of_range():
     for wrong in (-1, 16):
         with pytest.raises(IndexError, match=rf"moe_router: experts must lie in \[0, 16\) \(got {wrong}\)"):
             moe_router(torch.randn(4, 16), 2, experts=torch.full((4, 2), wrong))
+
+
+@pytest.mark.gpu
+def test_experts_out_of_range_on_a_gpu():
+    logits, wrong = torch.randn(4, 16, device="cuda"), torch.tensor([-1, 16, 2**32 + 1, -(2**63)], device="cuda")
+    given = torch.stack([wrong, torch.arange(4, device="cuda")], 1)
+    weights, index, *_ = moe_router(logits, 2, experts=given, normalize=False)
+    assert index[:, 0].tolist() == [-1] * 4 and not weights[:, 0].any()
+    scores = logits.softmax(-1).gather(1, given[:, 1:])
+    assert torch.allclose(weights[:, 1:], scores, rtol=1e-5)

@@ -19,7 +19,7 @@ TORCH_VERSIONS ?= all
 # The machine that `make wheel` builds for, by its cross compiler: x86_64 or aarch64. By default this machine.
 MACHINE ?=
 
-.PHONY: build test test-thorough test-all test-aarch64 test-machines test-packs test-hub sanitize lint docs demo wheel hub sdist clean
+.PHONY: build test test-thorough test-all test-aarch64 test-machines test-packs test-hub sanitize lint format docs demo wheel hub sdist clean
 .DEFAULT_GOAL := build
 
 # Independent targets run in parallel.
@@ -104,6 +104,12 @@ lint: $(linters)
 	$(PYTHON) -m mypy
 	git ls-files ":!*.json*" ":!*.png" ":!*.pt*" ":!tests/compat/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib
 	$(PYTHON) tests/support/prose.py
+
+# What lint demands of the layout.
+format: $(linters)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" -i
 
 # The site, in build/site/html. It reads the sources and imports none of them. A broken link is an error.
 MKDOCS ?= build/site/venv/bin/mkdocs

@@ -7,6 +7,7 @@ make wheel MACHINE=aarch64                  the same for another machine in lige
 make hub                                    a repository for Hugging Face's library `kernels`
 """
 
+import functools
 import importlib.util
 import os
 import re
@@ -17,17 +18,29 @@ import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import setuptools
 
 ROOT = Path(__file__).parent.resolve()
-(LEAST,) = re.findall(r'requires = \["setuptools>=(\d+)"\]', (ROOT / "pyproject.toml").read_text())
-# pip checks it only with build isolation.
-if int(setuptools.__version__.partition(".")[0]) < int(LEAST):
-    raise SystemExit(
-        f"liger-ops: building needs setuptools {LEAST} or newer (got {setuptools.__version__}): "
-        f'`pip install "setuptools>={LEAST}"` first'
-    )
+
+
+def least(package: str) -> str:
+    """The oldest version that pyproject.toml allows."""
+    return re.findall(rf'"{package}>=([\d.]+)', (ROOT / "pyproject.toml").read_text())[0]
+
+
+def require_version(package: str, version: str) -> None:
+    """pip checks it only with build isolation."""
+    found, wanted = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, least(package)))
+    if found < wanted:
+        wanted = least(package)
+        rule = f"building needs {package} {wanted} or newer (got {version})"
+        raise SystemExit(f'liger-ops: {rule}: `pip install "{package}>={wanted}"` first')
+
+
+require_version("setuptools", setuptools.__version__)
 
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
@@ -38,14 +51,41 @@ from setuptools.command.dist_info import dist_info  # noqa: E402
 def require(name: str, sentence: str):
     if importlib.util.find_spec(name) is None:
         raise SystemExit(f"liger-ops: {sentence}")
-    return __import__(name)
+    module = importlib.import_module(name)
+    require_version(name, module.__version__)
+    return module
 
 
-def require_torch():
-    return require(
+class Tools(NamedTuple):
+    torch: ModuleType
+    triton: ModuleType
+    compiler: list[str]
+    path: str
+
+
+@functools.cache
+def tools() -> Tools:
+    """What a build needs. Every command asks for it before it copies or compiles anything."""
+    torch = require(
         "torch",
         "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`",
     )
+    wanted = f"triton>={least('triton')}"
+    triton = require("triton", f'building needs Triton to compile the kernels: `pip install "{wanted}"` first')
+    flags, target = build_module("flags"), machine()
+    default = target.compiler if target else "g++"
+    compiler = flags.compiler(default)
+    if compiler is None:
+        raise SystemExit(f"liger-ops: building needs a C++ compiler: {default}, or the one named in CXX")
+    if target and not target.native and (got := flags.compiles_for(compiler)) != target.name:
+        raise SystemExit(f"liger-ops: {compiler[0]}, which CXX names, must compile for {target.name} (got {got})")
+    # Prefers programs that pip installed next to this interpreter.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    # CMake knows ninja under these names.
+    for program, names in {"CMake": ("cmake",), "ninja": ("ninja", "ninja-build", "samu")}.items():
+        if not any(shutil.which(name, path=path) for name in names):
+            raise SystemExit(f"liger-ops: building needs {program}: `pip install {names[0]}` first")
+    return Tools(torch, triton, compiler, path)
 
 
 def build_module(stem: str):
@@ -110,10 +150,10 @@ def presentation() -> dict:
 
 
 class Metadata(dist_info):
-    """pip runs this first. Without torch it fails here, before pip downloads a torch that nothing was built for."""
+    """pip runs this first: it fails before pip downloads a torch that nothing was built for, and before files are copied."""
 
     def run(self) -> None:
-        require_torch()
+        tools()
         super().run()
 
 
@@ -126,8 +166,7 @@ class CMakeBuild(build_ext):
     namespace: str | None = None
 
     def run(self) -> None:
-        torch = require_torch()
-        triton = require("triton", "building needs Triton to compile the kernels: `pip install triton==3.6.0` first")
+        torch, triton, compiler, path = tools()
         minor = ".".join(torch.__version__.split(".")[:2])
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{minor}-triton{triton.__version__}"
         package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "liger_ops"
@@ -135,13 +174,7 @@ class CMakeBuild(build_ext):
         torch_release, flags, progress = map(build_module, ("torch_release", "flags", "progress"))
         kernels_for = architectures()
         target = machine()
-        default = target.compiler if target else "g++"
-        compiler = flags.compiler(default)
-        if compiler is None:
-            raise SystemExit(f"liger-ops: building needs a C++ compiler: {default}, or the one named in CXX")
         native = not target or target.native
-        if not native and (got := flags.compiles_for(compiler)) != target.name:
-            raise SystemExit(f"liger-ops: {compiler[0]}, which CXX names, must compile for {target.name} (got {got})")
         if releases():
             build /= f"release-{target.name}"
             torch_folders = [torch_release.fetch(v, ROOT / "build" / "torch", target) for v in releases()]
@@ -170,20 +203,19 @@ class CMakeBuild(build_ext):
             arguments["LIGER_PYBIND11_DIR"] = pybind11.get_cmake_dir()
             suffix = sysconfig.get_config_var("EXT_SUFFIX")
             arguments["PYTHON_MODULE_EXTENSION"] = suffix
-        # Prefers tools that pip installed next to this interpreter.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         env = {**os.environ, "CXX": shlex.join(compiler), "PATH": path}
         configure = ["cmake", *fresh(build), "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
-        try:
-            subprocess.run([*configure, *(f"-D{k}={v}" for k, v in arguments.items())], check=True, env=env)
-            if self.inplace and not self.editable_mode:
-                subprocess.run(["cmake", "--build", str(build)], check=True, env=env)
-            else:
-                capabilities = ", ".join(f"{arch / 10}" for arch in kernels_for) or "none"
-                progress.say(f"liger-ops: building for torch {minor}; kernels for compute capability: {capabilities}")
-                progress.run(["cmake", "--build", str(build)], env)
-        except FileNotFoundError:
-            raise SystemExit("liger-ops: building needs CMake and ninja: `pip install cmake ninja` first") from None
+        subprocess.run([*configure, *(f"-D{k}={v}" for k, v in arguments.items())], check=True, env=env)
+        if self.inplace and not self.editable_mode:
+            subprocess.run(["cmake", "--build", str(build)], check=True, env=env)
+        else:
+            capabilities = ", ".join(f"{arch / 10}" for arch in kernels_for) or "none"
+            progress.say(f"liger-ops: building for torch {minor}; kernels for compute capability: {capabilities}")
+            seconds = flags.seconds(ROOT / "csrc", sources) * len(torch_folders)
+            kernels = build_module("archs").seconds(kernels_for)
+            progress.run(["cmake", "--build", str(build)], env, seconds, kernels)
+        if self.editable_mode:
+            flags.empty_precompiled(build)
         if not self.inplace and not self.namespace:
             self.ship_sources(package / "share" / "src", build / "generated")
             # In a checkout that is built in place, it is the folder of that build.
@@ -226,7 +258,7 @@ class Hub(CMakeBuild):
         self.build_lib = str(ROOT / "build" / "hub-files")
 
     def run(self) -> None:
-        hub, torch = build_module("hub"), require_torch()
+        hub, torch = build_module("hub"), tools().torch
         self.namespace = hub.namespace(ROOT / "liger_ops", ROOT / "csrc")
         built = Path(self.build_lib).resolve() / "liger_ops"
         # Libraries of earlier sources have other names.
@@ -243,6 +275,7 @@ class Wheel(bdist_wheel):
         return ("py3", "none", machine().tag) if machine() else super().get_tag()
 
     def run(self) -> None:
+        tools()
         # For a reproducible wheel: no files of an earlier build, no file modes that depend on the user's umask.
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         os.umask(0o022)
@@ -257,6 +290,8 @@ class Wheel(bdist_wheel):
             most = build_module("budget").WHEEL
             if releases() and size > most:
                 raise SystemExit(f"liger-ops: {path} must be at most {most} bytes (got {size})")
+            if releases():
+                build_module("progress").say(f"liger-ops: pip install {path}")
 
 
 setup(

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -40,6 +41,12 @@ def driver() -> str | None:
         return None
 
 
+def busy() -> str:
+    """A remark, if other programs share the cores: their times are then not ours alone."""
+    load = os.getloadavg()[0]
+    return f"busy: other programs used {load:.1f} of {os.cpu_count()} cores" if load >= 0.5 else ""
+
+
 def describe(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kind": "machine",
@@ -53,6 +60,9 @@ def describe(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     found |= {p: v for p in ("triton", "liger-ops", *PACKAGES) if (v := version(p))}
+    if remark := busy():
+        found["load"] = remark
+        print(f"warning: {remark}", file=sys.stderr)
     if device == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(), "driver": driver(), "cuda": torch.version.cuda}
     return found

@@ -8,13 +8,18 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 import liger_ops
 
 from . import _loader, doctor
 from .aot import operators as operator_library
 from .doctor import installation
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"build": operator_library.main, "doctor": doctor.main}
 
 
 def main() -> None:
@@ -30,15 +35,23 @@ def main() -> None:
 
 def run() -> int:
     """Returns the exit status."""
-    if sys.argv[1:2] == ["build"]:
-        operator_library.main(sys.argv[2:])
-        return 0
-    if sys.argv[1:2] == ["doctor"]:
-        return doctor.main(sys.argv[2:])
-    parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
+    if command := COMMANDS.get("".join(sys.argv[1:2])):
+        return command(sys.argv[2:])
+    parser = argparse.ArgumentParser(
+        prog="python -m liger_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "command", nargs="?", metavar="COMMAND", help=f"{' or '.join(COMMANDS)}; -h after it lists its options"
+    )
+    versions = f"liger-ops {liger_ops.__version__}, torch {torch.__version__}"
+    parser.add_argument(
+        "--version", action="version", version=versions, help="print the versions of liger-ops and torch"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")
     arguments = parser.parse_args()
+    if arguments.command:
+        parser.error(f"COMMAND must be {' or '.join(COMMANDS)}, and come first (got {arguments.command})")
     if arguments.cmake_prefix:
         print(_loader.shadowed() or Path(liger_ops.__file__).parent)
         return 0

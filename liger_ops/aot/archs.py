@@ -49,3 +49,8 @@ def present() -> list[int]:
             capability = 10 * attribute(MAJOR, device.value) + attribute(MINOR, device.value)
             found.add(serving(capability, bool(attribute(INTEGRATED, device.value))))
     return sorted(arch for arch in found if arch >= ALL[0])
+
+
+def seconds(archs: list[int]) -> float:
+    """What a core needs to compile all kernels: their PTX, and cubins from it."""
+    return 560.0 + 160.0 * len(archs) if archs else 0.0

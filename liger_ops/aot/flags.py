@@ -65,6 +65,20 @@ def write_units(csrc: Path, folder: Path) -> list[Path]:
     return out
 
 
+def seconds(csrc: Path, written: list[Path]) -> list[tuple[str, float]]:
+    """The files of a build that take long, and the seconds that a core needs for each. written: what write_units returned."""
+    objects = [(f"{path.name}.o", 7e-4 * sum(map(size_of, group))) for group, path in zip(units(csrc), written)]
+    return [("cmake_pch.hxx.gch", 35.0), *objects]
+
+
+def empty_precompiled(build: Path) -> None:
+    """Frees half a gigabyte. With its times, so that nothing is compiled again. GCC then reads the headers instead."""
+    for path in build.glob("CMakeFiles/*/cmake_pch.hxx.gch"):
+        times = path.stat()
+        os.truncate(path, 0)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def compiler(default: str = "g++") -> list[str] | None:
     """The C++ compiler in CXX, else `default`; None if it is not on PATH."""
     command = shlex.split(os.environ.get("CXX", "")) or [default]

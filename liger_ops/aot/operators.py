@@ -153,7 +153,8 @@ def build(jobs: int, dry_run: bool) -> None:
     print(library)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m liger_ops build", description="Build the operator library for the installed torch."
     )
@@ -163,3 +164,4 @@ def main(argv: Sequence[str]) -> None:
     if arguments.jobs < 1:
         parser.error(f"--jobs must be 1 or more (got {arguments.jobs})")
     build(arguments.jobs, arguments.dry_run)
+    return 0

@@ -92,20 +92,21 @@ def problems_of_operators(checked: Sequence[operators.Checked]) -> list[dict[str
     ]
 
 
-def examine(name: str | None, device: str, progress: Callable[[str], None]) -> dict[str, Any]:
-    facts: dict[str, Any] = {"environment": environment(), **installation.report()}
+def examine(name: str | None, device: str | None, progress: Callable[[str], None]) -> dict[str, Any]:
+    """device: where operators are checked, which takes minutes. None: nowhere. A wrong `name` is said instead."""
+    facts: dict[str, Any] = {"environment": environment(), **installation.report(), "checked": [], "model": None}
     found = problems_of_installation(facts, facts["environment"])
-    checked = operators.check_all(device, progress)
-    found += problems_of_operators(checked)
-    facts["checked"] = [each.as_dict() for each in checked]
-    facts["model"] = None
     if name is not None:
         progress(f"building {name} without its weights")
         try:
             report, said = model.examine(name)
             facts["model"] = {"name": name, "text": str(report), "warnings": said, **report.as_dict()}
         except model.CannotExamine as error:
-            found.append(problem(*error.args))
+            return facts | {"problems": [problem(*error.args), *found]}
+    if device is not None:
+        checked = operators.check_all(device, progress)
+        found += problems_of_operators(checked)
+        facts["checked"] = [each.as_dict() for each in checked]
     return facts | {"problems": found}
 
 
@@ -122,18 +123,17 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"torch for CUDA {cuda}" if cuda else "torch for CPU",
     ]
     rows = [(each["operator"], each["path"], verdict(each)) for each in checked]
-    seconds = sum(each["seconds"] for each in checked)
     text = [
         *installation.summary(facts),
         *installation.section("python", [f"{surroundings['python']} on {surroundings['system']}"]),
         *installation.section("packages", [", ".join(packages) or "none of those that liger-ops works with"]),
         *installation.section("driver", [", ".join(drivers)]),
         *installation.section("settings", [f"{name}={value}" for name, value in surroundings["variables"].items()]),
-        "",
-        f"Every operator against its formula in fp64, on {checked[0]['device']}, in {seconds:.0f} seconds:",
-        "",
-        *installation.table([("operator", "path", "forward and backward"), *rows]),
     ]
+    if checked:
+        seconds = sum(each["seconds"] for each in checked)
+        title = f"Every operator against its formula in fp64, on {checked[0]['device']}, in {seconds:.0f} seconds:"
+        text += ["", title, "", *installation.table([("operator", "path", "forward and backward"), *rows])]
     if facts["model"]:
         text += ["", f"apply_liger_kernel on {facts['model']['name']}:", "", *facts["model"]["text"].splitlines()]
         text += facts["model"]["warnings"]
@@ -155,6 +155,17 @@ def progress_line() -> Callable[[str], None]:
     return show
 
 
+def wrong_device(name: str) -> str:
+    """What --device must be; empty if it is."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        return f"cpu, cuda or cuda:N (got {name})"
+    index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if name == "cpu" or index < count:
+        return ""
+    built = "" if torch.version.cuda else ", and is built without CUDA"
+    return f"a device of this machine (got {name}: torch finds {count} GPUs{built})"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m liger_ops doctor", description=__doc__)
@@ -164,10 +175,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to check operators"
     )
+    parser.add_argument("--model-only", action="store_true", help="do not check operators, which takes minutes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
+    if wrong := wrong_device(given.device):
+        parser.error(f"--device must be {wrong}")
+    if given.model_only and given.model is None:
+        parser.error("--model-only needs a MODEL")
     show = progress_line()
-    facts = examine(given.model, given.device, show)
+    facts = examine(given.model, None if given.model_only else given.device, show)
     show("")
     print(json.dumps(facts, indent=2) if given.json else "\n".join(lines(facts)))
     return 1 if facts["problems"] else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,11 @@ class CannotExamine(Exception):
     """The arguments are what is wrong, and the next step."""
 
 
+# Of a model on the hub.
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+PLACES = "pass a folder with a config.json, the file itself, or the name of a model on the Hugging Face Hub"
+
+
 def build(name: str) -> nn.Module:
     """The model of a folder, of a config.json or of a name that transformers knows, on the meta device."""
     try:
@@ -23,15 +30,14 @@ def build(name: str) -> nn.Module:
         raise CannotExamine(
             "transformers is not installed", 'pip install "transformers>=5.10,<6", then run this command again'
         ) from None
+    # transformers would ask the hub for a model of this name.
+    if (name.endswith(".json") or not NAME.fullmatch(name)) and not Path(name).exists():
+        raise CannotExamine(f"{name} does not exist", PLACES)
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        # A path that does not exist is tried as a name: the message is then about names.
         reason = str(error).strip().splitlines()[0]
-        raise CannotExamine(
-            f"{name} has no config that transformers can read: {reason}",
-            "pass a folder with a config.json, the file itself, or the name of a model on the Hugging Face Hub",
-        ) from None
+        raise CannotExamine(f"{name} has no config that transformers can read: {reason}", PLACES) from None
     # Models that also see images are no causal language models for transformers.
     named = (getattr(transformers, each, None) for each in config.architectures or [])
     cls: Any = next(filter(None, named), None)

@@ -116,8 +116,9 @@ def fused_linear_cross_entropy(
     weights nor the logits are stored.
 
     `ce_weight` is the `weight` of :func:`cross_entropy`, whose options and default reduction this operator has.
-    `logits_scale` is finite. `token_weight` multiplies each position's loss. `memory_budget` limits the bytes of the
-    logits that exist at the same time.
+    `logits_scale` is finite. `token_weight` multiplies each position's loss; a mean still divides by the number of
+    positions that are not ignored, or by the sum of their targets' `ce_weight`, and not by the sum of `token_weight`.
+    `memory_budget` limits the bytes of the logits that exist at the same time.
 
     Cost: one GEMM of tokens, V and n for the logits, and one for each gradient of input and weight. A reduced loss runs
     them all in forward; backward only scales the gradients, and moves nothing if the upstream gradient is 1. With
@@ -125,8 +126,11 @@ def fused_linear_cross_entropy(
     chunk take at most 1280 MiB, and 320 MiB if nothing needs a gradient. Backward of a reduced loss needs the gradients
     alone; with "none" it needs the tensor arguments and three fp32 numbers per position.
 
-    >>> fused_linear_cross_entropy(torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0, 1, 2]))
+    >>> hidden, head, target = torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0, 1, 2])
+    >>> fused_linear_cross_entropy(hidden, head, target)
     tensor(1.3863)
+    >>> fused_linear_cross_entropy(hidden, head, target, token_weight=torch.tensor([3.0, 0.0, 3.0]))
+    tensor(2.7726)
     """
     return _of_linear(
         _no_results, "fused_linear_cross_entropy", input, weight, target, bias, ce_weight, reduction, ignore_index,

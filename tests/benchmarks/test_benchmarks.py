@@ -632,3 +632,12 @@ def test_results_go_to_an_ignored_folder_by_default():
     assert subprocess.run(["git", "check-ignore", "-q", out], cwd=ROOT).returncode == 0
     naming = [path.name for path in (ROOT / "benchmarks").glob("*.py") if '"--out"' in path.read_text()]
     assert naming == ["arguments.py"]
+
+
+@pytest.mark.parametrize("load", [0.1, 3.25])
+def test_a_busy_machine_is_flagged(load, monkeypatch, capsys):
+    from benchmarks import machine
+
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    found, said = machine.describe("cpu"), capsys.readouterr().err
+    assert ("busy: other programs used 3.2 of " in found.get("load", "")) == (load > 1) == ("warning: busy" in said)

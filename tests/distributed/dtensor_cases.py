@@ -211,13 +211,14 @@ for where, p in {"replicated": R, "by batch": Shard(0), "by sequence": Shard(1)}
 # ---- GEMMs
 
 GATE, DOWN = randn(4, 6, 16), randn(12, 16)
-case(
-    "swiglu_linear by batch",
-    F.swiglu_linear,
-    dict(gate=GATE, up=GATE + 1, weight=DOWN),
-    dict(gate=Shard(0), up=Shard(0), weight=R),
-    Shard(0),
-)
+for op in (F.swiglu_linear, F.geglu_linear):
+    case(
+        f"{op.__name__} by batch",
+        op,
+        dict(gate=GATE, up=GATE + 1, weight=DOWN),
+        dict(gate=Shard(0), up=Shard(0), weight=R),
+        Shard(0),
+    )
 case(
     "swiglu_linear by columns",
     F.swiglu_linear,

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from process_group import Cases
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 CASES = Cases()
 case = CASES.named
@@ -24,6 +25,8 @@ def trained(model: str, steps: int, overrides: Sequence = (), **options: Any) ->
     from torchtitan_on_cpu import configuration, train
 
     torch.compiler.reset()
+    # They hold meshes of earlier cases, which are equal to this one's, and fully_shard refuses all but the same mesh.
+    _clear_sharding_prop_cache()
     with tempfile.TemporaryDirectory() as folder:
         # Whole debug models where the training is long.
         config = configuration(model, 8 if steps > 3 else 2, folder, steps=steps, **options)

@@ -40,6 +40,22 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_figures_of_the_readme_stand_on_their_pages():
+    """Thousands of tokens per second and peak GiB, before and with us, of the page that the row links to."""
+    table = (ROOT / "README.md").read_text().partition("| training step |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == 5
+    for row in table:
+        *_, before, ours, faster, link = row.strip("| ").split(" | ")
+        page = (ROOT / re.search(r"\((.*)\)", link)[1]).read_text()
+        measured = {
+            (f"{int(tokens) / 1000:.1f}", gib): int(tokens)
+            for tokens, gib in re.findall(r" \| (\d+) +\| ([\d.]+) +\|", page)
+        }
+        pairs = [tuple(re.findall(r"[\d.]+", cell)[-2:]) for cell in (before, ours)]
+        assert {*pairs} <= {*measured}, row
+        assert faster == f"{measured[pairs[1]] / measured[pairs[0]]:.2f} ×", row
+
+
 def test_every_page_is_linked():
     linked = {
         (page.parent / link.partition("#")[0]).resolve()
@@ -139,7 +155,7 @@ def test_commands_exist(page, monkeypatch):
             continue
         elif words[:2] == ["pip", "install"]:
             known = (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()
-            assert all(word == "." or word in known or word[0] == "-" for word in words[2:]), command
+            assert all(word == "." or word in known or word.startswith(("-", "dist/")) for word in words[2:]), command
             continue
         else:
             # tests/packaging/test_cpp_example.py runs them.

@@ -70,3 +70,7 @@ def test_docstrings_become_markdown(monkeypatch):
     markdown = runpy.run_path(str(ROOT / "docs/site.py"))["markdown"]
     text = "As :func:`rms_norm` and `x`.\n\n>>> f(1)\n2\n>>> f(2)\n\nMore."
     assert markdown(text) == "As `rms_norm` and `x`.\n\n```pycon\n>>> f(1)\n2\n>>> f(2)\n```\n\nMore."
+
+
+def test_readers_switch_to_dark_and_find_the_repository():
+    assert CONFIG.count("      toggle:\n") == 2 and "\nrepo_url: !ENV [LIGER_OPS_REPOSITORY, " in CONFIG

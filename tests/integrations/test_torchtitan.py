@@ -9,5 +9,4 @@ pytestmark = pytest.mark.torchtitan
 
 @pytest.mark.parametrize("case", torchtitan_cases.CASES.parameters())
 def test_torchtitan(case):
-    # DTensor's caches take equal meshes for one another, which fully_shard refuses: these need new processes.
-    run_case(case, torchtitan_cases, 2, alone="full_dtensor" in case and "EP" in case)
+    run_case(case, torchtitan_cases, 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import output_of, run_python
-from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, sample, scratch
+from stub_cuda import ARCHS, LIBRARIES, PACKS, ROOT, compile_cpp, driver_folder, sample
 
 import liger_ops.kernels as tables
 from liger_ops import _loader
@@ -28,30 +28,70 @@ KERNEL = "column_sum"
 # ---- Installing.
 
 
-@pytest.fixture(scope="module")
-def without_torch():
-    """Runs setup.py in this interpreter with setuptools and nothing else."""
-    packages = scratch() / "setuptools"
-    packages.mkdir(exist_ok=True)
+BUILDS = ["build_ext --inplace", "dist_info --output-dir {}", "bdist_wheel --dist-dir {}"]
+FITTING = {"torch": "2.13.0", "triton": "3.6.0"}
+TOOLS = ("g++", "cmake", "ninja")
+
+
+@pytest.fixture
+def machine_with(tmp_path):
+    """Runs setup.py where these versions of packages and these programs exist, and setuptools, and nothing else."""
+    packages, programs, out = tmp_path / "packages", tmp_path / "bin", tmp_path / "out"
+    for folder in (packages, programs, out):
+        folder.mkdir()
     installed = Path(importlib.util.find_spec("setuptools").origin).parents[1]
     for path in (*installed.glob("setuptools*"), *installed.glob("_distutils_hack"), *installed.glob("pkg_resources")):
         (packages / path.name).symlink_to(path)
+    # Programs beside the interpreter are found too.
+    python = programs / "python"
+    python.symlink_to(sys._base_executable)
 
-    def run(*arguments):
-        env = {**os.environ, "PYTHONPATH": str(packages)}
-        command = [sys.executable, "-S", "setup.py", "-q", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    def run(command, versions, tools):
+        for name, version in versions.items():
+            (packages / f"{name}.py").write_text(f"__version__ = {version!r}\n")
+        for name in tools:
+            (programs / name).symlink_to("/bin/false")
+        env = {**os.environ, "PYTHONPATH": str(packages), "PATH": str(programs), "CXX": ""}
+        for setting in ("LIGER_OPS_TORCH_VERSIONS", "LIGER_OPS_MACHINE"):
+            env.pop(setting, None)
+        line = [python, "-S", "setup.py", *command.format(out).split()]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=env)
+        assert done.returncode == 1 and list(out.iterdir()) == [] and "Traceback" not in done.stderr, done.stderr
+        return done
 
     return run
 
 
-@pytest.mark.parametrize("command", ["build_ext --inplace", "dist_info --output-dir {}"])
-def test_without_torch_the_error_is_one_line(command, without_torch, tmp_path):
-    """pip runs dist_info before it downloads dependencies, so the error saves a useless download of torch."""
-    done = without_torch(*command.format(tmp_path).split())
-    assert done.returncode == 1 and list(tmp_path.iterdir()) == []
-    sentence = "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`"
-    assert done.stderr.splitlines()[-1] == f"liger-ops: {sentence}" and "Traceback" not in done.stderr
+@pytest.mark.parametrize("command", BUILDS)
+@pytest.mark.parametrize(
+    "versions, tools, sentence",
+    [
+        (
+            {},
+            TOOLS,
+            "building needs the torch you will run with: install it first, then `pip install --no-build-isolation .`",
+        ),
+        (FITTING | {"torch": "2.10.0+cpu"}, TOOLS, "building needs torch 2.11 or newer (got 2.10.0+cpu)"),
+        ({"torch": "2.13.0"}, TOOLS, 'building needs Triton to compile the kernels: `pip install "triton>=3.6"` first'),
+        (FITTING | {"triton": "3.5.1"}, TOOLS, "building needs triton 3.6 or newer (got 3.5.1)"),
+        (FITTING, ("cmake", "ninja"), "building needs a C++ compiler: g++, or the one named in CXX"),
+        (FITTING, ("g++", "ninja"), "building needs CMake: `pip install cmake` first"),
+        (FITTING, ("g++", "cmake"), "building needs ninja: `pip install ninja` first"),
+    ],
+    ids=["no torch", "old torch", "no triton", "old triton", "no compiler", "no cmake", "no ninja"],
+)
+def test_what_a_build_needs_is_checked_before_anything_else(command, versions, tools, sentence, machine_with):
+    """pip runs dist_info before it downloads dependencies, so the error saves a useless download of torch. Nothing is
+    copied, configured or compiled."""
+    done = machine_with(command, versions, tools)
+    assert done.stderr.splitlines()[-1].startswith(f"liger-ops: {sentence}")
+    assert "copying" not in done.stdout and "running build_py" not in done.stdout
+
+
+def test_a_build_refuses_the_torch_that_the_package_refuses():
+    """And that no wheel has a library for."""
+    (least,) = re.findall(r'^dependencies = \["torch>=([\d.]+)"\]$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert least == next(iter(torch_release.RELEASES))
 
 
 CONFIGURED = """

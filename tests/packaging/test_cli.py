@@ -14,6 +14,7 @@ from checks import output_of
 from stub_cuda import PACKS, ROOT
 
 import liger_ops
+from liger_ops import __main__ as main
 from liger_ops.doctor import installation as command
 
 
@@ -41,6 +42,23 @@ def test_a_reader_that_leaves_early():
     done = subprocess.run(command_line, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "arguments, status, said",
+    [
+        (["--version"], 0, f"liger-ops {liger_ops.__version__}, torch {torch.__version__}\n"),
+        (["docter"], 2, "COMMAND must be build or doctor, and come first (got docter)\n"),
+        (["--json", "doctor"], 2, "COMMAND must be build or doctor, and come first (got doctor)\n"),
+        (["--help"], 0, "build or doctor"),
+    ],
+)
+def test_commands_are_named(arguments, status, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["liger_ops", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    printed = capsys.readouterr()
+    assert end.value.code == status and said in printed.out + printed.err
 
 
 def test_json_reports_the_installation(facts):

@@ -263,20 +263,82 @@ def test_a_model_of_which_nothing_is_understood(tmp_path):
     assert bool(report.replaced) != bool(said)
 
 
-@pytest.mark.parametrize("content", [None, "{}", "not JSON"])
-def test_what_is_no_model_is_a_problem(capsys, few, tmp_path, monkeypatch, content):
+@pytest.fixture
+def no_checks(monkeypatch):
+    """The operators must not be checked."""
+    monkeypatch.setattr(operators, "check", lambda operator, device: pytest.fail(f"{operator.__name__} is checked"))
+
+
+@pytest.mark.parametrize("content", ["{}", "not JSON"])
+def test_what_is_no_model_is_a_problem(capsys, no_checks, tmp_path, monkeypatch, content):
+    """It is said first: checks of the operators take minutes."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path: Path = tmp_path / "model"
-    if content is not None:
-        path.mkdir()
-        (path / "config.json").write_text(content)
+    path.mkdir()
+    (path / "config.json").write_text(content)
     status, text = run(capsys, str(path))
     assert status == 1 and f"{path} has no config that transformers can read: " in text
-    assert "Next step: pass a folder with a config.json" in text
+    assert "Next step: pass a folder with a config.json" in text and "Every operator" not in text
 
 
-def test_without_transformers(capsys, few, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["{}/model", "{}/config.json", "./model", "../model", "model/", "a/b/c", "config.json"]
+)
+def test_a_path_that_does_not_exist_does_not_go_to_the_hub(capsys, no_checks, tmp_path, monkeypatch, name):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: pytest.fail(f"the hub gets {name}"))
+    monkeypatch.chdir(tmp_path)
+    status, text = run(capsys, name.format(tmp_path))
+    assert status == 1 and f"Problem 1: {name.format(tmp_path)} does not exist.\nNext step: pass a folder" in text
+
+
+def test_names_go_to_the_hub(monkeypatch):
+    asked = []
+
+    def from_pretrained(name):
+        asked.append(name)
+        raise OSError("offline")
+
+    monkeypatch.setattr(pytest.importorskip("transformers").AutoConfig, "from_pretrained", from_pretrained)
+    for name in ("gpt2", "meta-llama/Llama-3.2-1B"):
+        with pytest.raises(model.CannotExamine, match="offline"):
+            model.build(name)
+    assert asked == ["gpt2", "meta-llama/Llama-3.2-1B"]
+
+
+def test_a_model_alone(capsys, no_checks, config):
+    status, text = run(capsys, str(config), "--model-only")
+    assert (status == 0) == (liger_ops._loaded.library is not None) and "fused_linear_cross_entropy" in text
+    assert "Every operator" not in text
+    status, text = run(capsys, str(config), "--model-only", "--json")
+    assert json.loads(text)["checked"] == [] and json.loads(text)["model"]["rows"]
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "--model-only")
+
+
+@pytest.mark.parametrize(
+    "device, said",
+    [
+        ("cuda", "--device must be a device of this machine (got cuda: "),
+        ("cuda:99", "--device must be a device of this machine (got cuda:99: "),
+        ("gpu", "--device must be cpu, cuda or cuda:N (got gpu)"),
+        ("meta", "--device must be cpu, cuda or cuda:N (got meta)"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_sentence(capsys, no_checks, monkeypatch, device, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["--device", device])
+    out, err = capsys.readouterr()
+    assert out == "" and said in err.splitlines()[-1]
+
+
+def test_without_transformers(capsys, no_checks, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     status, text = run(capsys, "anything")
     assert status == 1 and ": transformers is not installed.\nNext step: pip install" in text
+
+
+def test_no_model_needs_no_transformers(capsys, few, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert run(capsys)[0] == (liger_ops._loaded.library is None)

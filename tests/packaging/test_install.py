@@ -20,6 +20,7 @@ from stub_cuda import LIBRARIES, ROOT
 
 import liger_ops
 from liger_ops import _loader
+from liger_ops.aot import flags
 
 
 def test_an_older_setuptools_is_an_error(monkeypatch):
@@ -33,20 +34,32 @@ def test_an_older_setuptools_is_an_error(monkeypatch):
 
 # ---- Progress.
 
-# Prints what ninja and the compilation of the kernels print without a terminal.
+# Prints what ninja and the compilation of the kernels print without a terminal. The first two files take 30 and 10 of 80
+# expected seconds, the kernels 40.
 NINJA = """
-print("[1/20] Building CXX object a.o\\n[2/20] Building CXX object b.o\\n[2/20] Re-checking")
-print("compiling kernels 140/1400  12 s")
+import time
+for line in (
+    "[1/20] Building CXX object folder/a.cpp.o",
+    "[2/20] Building CXX object folder/small.o",
+    "[2/20] Re-checking",
+    "compiling kernels 140/280  12 s",
+    "[20/20] Building CXX object folder/b.cpp.o",
+):
+    print(line, flush=True)
+    time.sleep(0.4)
 """
 # setup.py, too, loads the module from its file.
 BUILD = f"""
 import os, runpy, sys
 progress = runpy.run_path({str(ROOT / "liger_ops/aot/progress.py")!r})
 progress["say"]("liger-ops: no GPU")
-progress["run"]([sys.executable, "-c", {NINJA!r}], os.environ)
+progress["run"].__globals__["TICK"] = 0.1
+progress["run"]([sys.executable, "-c", {NINJA!r}], os.environ, [("a.cpp.o", 30.0), ("b.cpp.o", 10.0)], 40.0)
 """
-SAID = ["liger-ops: no GPU", "liger-ops: 1 of 20 steps, 0 s", "liger-ops: 2 of 20 steps, 0 s"]
-SAID += ["liger-ops: 140 of 1400 kernels, 0 s"]
+
+
+# By the time of steps and not their number. A busy machine may skip some.
+SAID = [f"liger-ops: {share} % done, N s" for share in (0, 37, 62, 75)]
 
 
 def hidden(terminal=None):
@@ -60,21 +73,52 @@ def hidden(terminal=None):
     return subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, preexec_fn=own_session)
 
 
+def without_times(text):
+    return re.sub(r"\d+ s\b", "N s", text)
+
+
 def test_progress_reaches_the_terminal_although_pip_hides_the_output():
     reader, terminal = pty.openpty()
     done = hidden(terminal)
     assert done.returncode == 0, done.stderr
     os.close(terminal)
-    shown = os.read(reader, 10_000).decode().splitlines()
+    shown = without_times(os.read(reader, 10_000).decode())
     os.close(reader)
-    assert [line.strip() for line in shown if line.strip()] == SAID
+    lines = [line.strip() for line in re.split(r"\r\n|\r\033\[K", shown) if line.strip()]
+    assert lines[0] == "liger-ops: no GPU" and lines[-1] == "liger-ops: built in N s"
+    # One line, which is updated more often than steps end.
+    assert len(lines) > 7 and shown.count("\n") == 3
+    assert {*lines[1:-1]} <= {*SAID} and lines[-2] == SAID[-1]
 
 
 def test_progress_without_a_terminal_is_in_the_log():
-    """As in a container: pip -v shows it."""
+    """As in a container: pip -v shows it. A line for every tenth."""
     done = hidden()
-    assert done.returncode == 0 and done.stderr.splitlines() == SAID
-    assert done.stdout.splitlines()[0] == "[1/20] Building CXX object a.o"
+    first, *said, last = without_times(done.stderr).splitlines()
+    assert (done.returncode, first, last) == (0, "liger-ops: no GPU", "liger-ops: built in N s"), done.stderr
+    assert {*said} <= {*SAID} and len(said) == len({*said}) and said[-1] == SAID[-1]
+    assert done.stdout.splitlines()[0] == "[1/20] Building CXX object folder/a.cpp.o"
+
+
+def test_a_log_does_not_stay_silent(monkeypatch, capfd):
+    from liger_ops.aot import progress
+
+    monkeypatch.setattr(progress, "TICK", 0.01)
+    monkeypatch.setattr(progress, "QUIET", 0.05)
+    progress.run([sys.executable, "-c", "import time; time.sleep(0.5)"], os.environ, [("a.o", 1.0)])
+    assert capfd.readouterr().err.count(" 0 % done") > 2
+
+
+def test_the_share_of_a_repeated_build_is_of_its_own_steps():
+    from liger_ops.aot.progress import Share
+
+    share = Share([("a.o", 5.0), ("b.o", 3.0), ("b.o", 3.0), ("c.o", 1.0)], 0.0)
+    assert float(share) == 0
+    shares = []
+    for line in ("[1/3] Building x/b.o", "[2/3] Building y/b.o", "[3/3] Linking z.so", "[0/1] Re-checking"):
+        share.read(line)
+        shares.append(float(share))
+    assert shares[:3] == [3 / 11, 6 / 11, 1.0]
 
 
 def test_a_build_that_fails_is_an_error(capfd):
@@ -163,11 +207,15 @@ class Build(subprocess.Popen):
     def __init__(self, command, **options):
         if command[0] == "cmake":
             given = dict(word[2:].split("=", 1) for word in command if word.startswith("-D"))
+            folder = Path(command[command.index("-B" if given else "--build") + 1])
             if given:
-                Build.given, folder = given, Path(command[command.index("-B") + 1])
+                Build.given = given
                 folder.mkdir(parents=True, exist_ok=True)
             else:
                 shutil.copytree({libraries!r}, Path(Build.given["LIGER_OUTPUT"], "lib"))
+                header = folder / "CMakeFiles" / "liger_ops.dir" / "cmake_pch.hxx.gch"
+                header.parent.mkdir(parents=True)
+                header.write_text("precompiled")
             command = ["true"]
         super().__init__(command, **options)
 
@@ -222,7 +270,8 @@ def test_an_editable_install_imports_the_checkout(checkout, tmp_path):
         found = run_in(folder, "-c", WHERE, str(tmp_path / "site")).stdout.split()
         assert found == [liger_ops.__version__, str(package / "__init__.py"), str(library)]
     # The next build reuses the folder.
-    assert len([*(checkout / "build").glob("*-torch*")]) == 1
+    (folder,) = (checkout / "build").glob("*-torch*")
+    assert (folder / "CMakeFiles" / "liger_ops.dir" / "cmake_pch.hxx.gch").stat().st_size == 0
 
 
 @pytest.mark.thorough
@@ -236,6 +285,16 @@ def test_an_installation_leaves_no_folder_that_only_it_needed(built_in_place, ch
     assert (tmp_path / "site" / "liger_ops" / "share" / "src" / "csrc" / "library.cpp").exists()
     assert [path.name for path in (checkout / "build").glob("lib*")] == []
     assert len([*(checkout / "build").glob("*-torch*")]) == built_in_place
+
+
+def test_an_editable_install_leaves_no_precompiled_header(tmp_path):
+    """It would occupy half a gigabyte. Its times stay, so that ninja compiles nothing again."""
+    header = tmp_path / "CMakeFiles" / "liger_ops_torch2.13.dir" / "cmake_pch.hxx.gch"
+    header.parent.mkdir(parents=True)
+    header.write_bytes(bytes(1000))
+    os.utime(header, ns=(10**18, 10**18))
+    flags.empty_precompiled(tmp_path)
+    assert (header.stat().st_size, header.stat().st_mtime_ns) == (0, 10**18)
 
 
 # ---- The environment that make creates.

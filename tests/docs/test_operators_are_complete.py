@@ -1,0 +1,52 @@
+"""What an operator needs beside its code and the tests that find it by its declaration: each missing piece fails by name."""
+
+import re
+
+import pytest
+from checks import ROOT
+
+import liger_ops.kernels as tables
+from liger_ops.reference import operators
+
+PUBLIC = [name for name, operator in operators().items() if not operator.alias_of]
+
+
+def text_of(*patterns: str) -> str:
+    return "\n".join(path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+
+
+README, DISTRIBUTED = text_of("README.md"), text_of("docs/distributed.md")
+RULES, CASES = text_of("liger_ops/distributed/rules/*.py"), text_of("tests/distributed/*dtensor*_cases.py")
+INTERPRETED = text_of("tests/kernels/*.py", "tests/support/*interpreter*.py")
+(WITHOUT_RULES,) = re.findall(r"^(.*) have no rules\.", DISTRIBUTED, re.MULTILINE)
+
+
+def base_of(name: str) -> str:
+    """A form stands on pages with the operator that it is a form of."""
+    operator = operators()[name]
+    return name if operator.base is None else base_of(operator.base.__name__)
+
+
+def is_named(name: str, page: str) -> bool:
+    return any(f"`{each}`" in page for each in (name, base_of(name)))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_readme_names_the_operator(name):
+    assert is_named(name, README), f"README.md: a row of the table of operators must name {name}"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_operator_has_dtensor_rules_or_the_page_says_that_it_has_none(name):
+    assert is_named(name, DISTRIBUTED), f"docs/distributed.md: the table of DTensors must name {name}"
+    if f"`{name}`" not in WITHOUT_RULES:
+        assert re.search(rf"\b_?({name}|{base_of(name)})\b", RULES), f"liger_ops/distributed/rules: {name} has no rule"
+        assert re.search(rf"\b{base_of(name)}\b", CASES), f"tests/distributed: {name} has no case with DTensors"
+
+
+@pytest.mark.parametrize("stem", tables.modules())
+def test_the_interpreter_runs_the_kernels(stem):
+    """Without a GPU, nothing else executes them."""
+    names = [stem, *(kernel.name for kernel in tables.modules()[stem])]
+    named = [name for name in names if re.search(rf"\b{name}", INTERPRETED)]
+    assert named, f"tests/kernels: no test runs {stem} in Triton's interpreter"

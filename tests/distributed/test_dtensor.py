@@ -4,8 +4,10 @@ import dtensor_cases
 import dtensor_expert_cases
 import dtensor_loss_cases
 import pytest
-from checks import output_of
+from checks import ROOT, output_of
 from process_group import run_case
+
+from liger_ops.reference import operators
 
 
 @pytest.mark.parametrize("case", dtensor_cases.CASES.parameters())
@@ -40,6 +42,15 @@ mesh = torch.distributed.init_device_mesh("cpu", (1,))
 print(torch.ops.liger.rms_norm(distribute_tensor(torch.ones(2, 8), mesh, [Shard(0)])).placements)
 """
     assert output_of(code) == "(Shard(dim=0),)\n"
+
+
+def test_the_page_names_every_operator():
+    page = (ROOT / "docs/distributed.md").read_text()
+    section = page.partition("## DTensor")[2].partition("\n## ")[0]
+    public = {name for name in operators() if not name.startswith("vocab_parallel")}
+    # Which also compute metrics, and are sharded as the loss is.
+    public -= {name for name in public if name.endswith(("_with_metrics", "_with_log_probs"))}
+    assert {name for name in public if f"`{name}`" not in section} == set()
 
 
 def test_importing_loads_no_dtensor():

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..transformers import SWITCHES, apply_liger_kernel
 from ..transformers.models import MODELS
-from ..transformers.patch import checked_options
+from ..transformers.options import checked_options
 
 # Model type: the options of apply_liger_kernel for models that are constructed later.
 _options_by_type: dict[str, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ def applier(name: str, types: tuple[str, ...], words: str) -> Callable[..., None
         if given["cross_entropy"] and given["fused_linear_cross_entropy"]:
             raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True.")
         options = {key: given[key] for key in (*SWITCHES, "memory_budget")}
-        checked_options(name, given["memory_budget"], {key: given[key] for key in SWITCHES})
+        checked_options(name, options)
         if given["model"] is None:
             patch_future_models(types, options)
         else:

@@ -21,8 +21,6 @@ from .patched import (
 Filter = Callable[[nn.Module, str], bool]
 # Linear layers whose results choose experts.
 ROUTERS = ("gate", "router")
-# What torchao's Float8LinearConfig.from_recipe_name calls our recipes.
-RECIPES_OF_TORCHAO = {"tensorwise": "tensor", "rowwise": "rows", "rowwise_with_gw_hp": "rows_hp"}
 
 
 def forward(self: Any, input: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """`python -m liger_ops` shows the installation and the path that each operator takes on each device.
 `python -m liger_ops doctor` also checks the operators, and shows what would be done with a model.
-`python -m liger_ops build` builds the operator library for the installed torch."""
+`python -m liger_ops build` builds the operator library for the installed torch.
+`python -m liger_ops run SCRIPT` runs a script that uses liger_kernel, such as Trainer's --use_liger_kernel."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import liger_ops
 
 from . import _loader, doctor
 from .aot import operators as operator_library
+from .compat import run as script
 from .doctor import installation
 
 
@@ -35,6 +37,8 @@ def run() -> int:
         return 0
     if sys.argv[1:2] == ["doctor"]:
         return doctor.main(sys.argv[2:])
+    if sys.argv[1:2] == ["run"]:
+        return script.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m liger_ops", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")

@@ -325,7 +325,10 @@ def linear_steps(model: nn.Module, options: Options) -> list[Step]:
 
 def plan(model: nn.Module, options: Options) -> list[Step]:
     """The steps that patch the model, from the outside to the inside; the loss is the last. Changes nothing."""
-    steps = [step for path, module in model.named_modules() if (step := step_of(path, module, options.switches))]
+    with warnings.catch_warnings():
+        # What torch says about inputs of probes is nothing that a user can change.
+        warnings.simplefilter("ignore")
+        steps = [step for path, module in model.named_modules() if (step := step_of(path, module, options.switches))]
     return [*steps, *linear_steps(model, options), loss_step(model, options)]
 
 

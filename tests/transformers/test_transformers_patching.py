@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import autocast_of_fake_gpus, output_of
+from checks import autocast_of_fake_gpus, output_of, run_forked
 from language_models import ARCHITECTURES, make, nodes, step, tokens
 from patched_models import FUSED, assert_same_step, patched, through_pickle
 from torch import nn
@@ -591,6 +591,13 @@ def test_norms_of_torch(norm, dtype):
     assert apply_liger_kernel(norm).rows[0].replacement
     assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm))
     torch.testing.assert_close(norm(x), expected)
+
+
+def test_probing_prints_no_warning():
+    """torch says once in a process that mixed dtypes make its RMSNorm slow."""
+    code = "import torch, liger_ops.transformers as lt; print(lt.apply_liger_kernel(torch.nn.RMSNorm(16)).rows[0].replacement)"
+    done = run_forked(code)
+    assert (done.stdout, done.stderr) == ("rms_norm\n", "")
 
 
 def test_norms_keep_their_dtype_in_autocast():

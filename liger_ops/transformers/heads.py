@@ -26,6 +26,7 @@ from .patched import (
     has_replaced_forward,
     inner_function,
     is_fully_sharded,
+    is_plain_linear,
     is_wrapper_of,
     original_class,
     restore,
@@ -237,7 +238,7 @@ def prepare_head(model: nn.Module, memory_budget: int | None, lora: bool) -> Non
     if has_adapters(head):
         release_base(model)
         return prepare_adapted_head(head, memory_budget, lora)
-    if type(head) is not nn.Linear and not (is_fully_sharded(head) and nn.Linear in type(head).__bases__):
+    if not is_plain_linear(head):
         wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
         raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
     members = {"forward": head_forward, **members_of_head(memory_budget)}

@@ -464,12 +464,16 @@ def tensor_parallel(mesh: Any, order: str) -> None:
 @case("fp8, a scale per tensor", recipe="tensor", thorough=True)
 @case("fp8, linear layers in groups of their own", recipe="rows", alone=True)
 @case("fp8, checkpoints", recipe="rows", checkpoints=True)
-def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = False) -> None:
+@case("fp8, patched after", recipe="rows", order="after")
+@case("fp8, linear layers in groups of their own, patched after", recipe="rows", alone=True, order="after")
+@case("fp8, given to a patched model", recipe="rows", order="again")
+def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = False, order: str = "before") -> None:
     """The gradients are the mean of those that the ranks find without sharding."""
 
-    def made() -> nn.Module:
+    def made(order: str = "before") -> nn.Module:
         model = make("llama").train()
-        apply_liger_kernel(model, fp8=recipe)
+        if order != "after":
+            apply_liger_kernel(model, **{"fp8": recipe} if order == "before" else {})
         return model
 
     # Hooks gather layers in groups of their own, which therefore quantise their input one by one.
@@ -481,12 +485,15 @@ def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = Fals
         if name != "loss":
             dist.all_reduce(t)
             t /= dist.get_world_size()
-    model = made()
+    model = made(order)
     if checkpoints:
         enable_checkpoints(model, False)
     if alone:
         for linear in [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]:
             fully_shard(linear, mesh=mesh)
     model = by_layers(model, mesh)
+    if order != "before":
+        rows = [row for row in apply_liger_kernel(model, fp8=recipe).rows if row.kind == "linear"]
+        assert len(rows) == 14 and {row.replacement for row in rows} == {f"fp8_linear, {recipe}"}, rows
     for _ in range(2):
         assert_same(step(model), expected)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -497,3 +498,32 @@ def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = Fals
         assert len(rows) == 14 and {row.replacement for row in rows} == {f"fp8_linear, {recipe}"}, rows
     for _ in range(2):
         assert_same(step(model), expected)
+
+
+# ---- Tensor parallelism
+
+
+@case("a head that returns a rank's logits")
+def logits_of_a_rank(mesh: Any) -> None:
+    """As ColwiseParallel() does by default. The fused loss is right without logits; a loss of a rank's logits would be wrong."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, (ids, labels) = make("llama"), batch()
+    dist.broadcast(ids, 0), dist.broadcast(labels, 0)
+    expected = model(input_ids=ids, labels=labels).loss
+    apply_liger_kernel(model)
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, expected)
+    size = dist.get_world_size()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert model(input_ids=ids).logits.shape[-1] == 64 // size
+    assert re.search(rf"the head returns {64 // size} of 64 logits, .*output_layouts=Replicate", str(said[-1].message))
+    for call in (lambda: model(input_ids=ids, labels=labels, skip_logits=False),
+                 lambda: model.eval()(input_ids=ids, labels=labels)):  # fmt: skip
+        try:
+            call()
+        except ValueError as error:
+            assert re.search(rf"the loss needs all logits .got {64 // size} of 64", str(error)), str(error)
+        else:
+            raise AssertionError("it was not refused")

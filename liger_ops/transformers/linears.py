@@ -27,7 +27,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
 def is_gathered(weight: Any) -> bool:
     """Whether a weight below fully_shard is whole, and no DTensor, while its module runs. That of tensor parallelism is split
     over another dimension of its mesh, too."""
-    placements = getattr(weight, "placements", ())
+    placements: Any = getattr(weight, "placements", ())
     return bool(placements) and placements[-1].is_shard(0) and all(p.is_replicate() for p in placements[:-1])
 
 

@@ -1,6 +1,7 @@
 """`python -m liger_ops` shows the installation and the path that each operator takes on each device.
 `python -m liger_ops doctor` also checks the operators, and shows what would be done with a model.
-`python -m liger_ops build` builds the operator library for the installed torch."""
+`python -m liger_ops build` builds the operator library for the installed torch.
+`python -m liger_ops run SCRIPT` runs a script that uses liger_kernel, such as Trainer's --use_liger_kernel."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ import liger_ops
 
 from . import _loader, doctor
 from .aot import operators as operator_library
+from .compat import run as script
 from .doctor import installation
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"build": operator_library.main, "doctor": doctor.main}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "build": operator_library.main,
+    "doctor": doctor.main,
+    "run": script.main,
+}
 
 
 def main() -> None:
@@ -41,7 +47,7 @@ def run() -> int:
         prog="python -m liger_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "command", nargs="?", metavar="COMMAND", help=f"{' or '.join(COMMANDS)}; -h after it lists its options"
+        "command", nargs="?", metavar="COMMAND", help=f"{', '.join(COMMANDS)}; -h after it lists its options"
     )
     versions = f"liger-ops {liger_ops.__version__}, torch {torch.__version__}"
     parser.add_argument(
@@ -51,7 +57,7 @@ def run() -> int:
     parser.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")
     arguments = parser.parse_args()
     if arguments.command:
-        parser.error(f"COMMAND must be {' or '.join(COMMANDS)}, and come first (got {arguments.command})")
+        parser.error(f"COMMAND must be one of {', '.join(COMMANDS)}, and come first (got {arguments.command})")
     if arguments.cmake_prefix:
         print(_loader.shadowed() or Path(liger_ops.__file__).parent)
         return 0

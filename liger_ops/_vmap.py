@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call_vmap_helper
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from .reference import operators
 
@@ -57,6 +59,20 @@ def multiply(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -
     return a @ b, 0
 
 
+def each_example(op: Any) -> Callable:
+    """The kernel of an operator that runs once per example. torch.library.register_vmap takes no keyword-only tensors, and
+    PyTorch's own loop takes no lists and asks for a rule in a warning."""
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*values: Any) -> Any:
+            return op(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
+
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        return custom_function_call_vmap_helper(interpreter, rule(call, 0, ()), call, *args, *kwargs.values())
+
+    return kernel
+
+
 def register(library: torch.library.Library) -> None:
     def register_rule(name: str, rows: int, out_dims: tuple[int, ...]) -> None:
         op = getattr(torch.ops.liger, name).default
@@ -67,18 +83,15 @@ def register(library: torch.library.Library) -> None:
             register_rule(name, operator.rows, ())
         if operator.forward_out_dims:
             register_rule(f"_{name}_fwd", operator.rows, operator.forward_out_dims)
-    # PyTorch cannot run operators that take lists once per example.
-    for name in (
-        "_causal_conv1d_split_fwd",
-        "_causal_conv1d_split_bwd",
-        "_lora_projections",
-        "_lora_projections_bwd",
-        "_low_rank_input",
-        "_low_rank_input_bwd",
-        "_projections_grad",
-        "fp8_projections",
-        "_fp8_projections_fwd",
-        "_fp8_projections_bwd",
-    ):
-        register_rule(name, 0, ())
     torch.library.register_vmap("liger::_mm", multiply, lib=library)
+    for name in sorted(n.removeprefix("liger::") for n in names_without_rule()):
+        library.impl(name, each_example(getattr(torch.ops.liger, name).default), "FuncTorchBatched", with_keyset=True)
+
+
+def names_without_rule() -> list[str]:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger::")]
+    ruled = ("FuncTorchBatched", "CompositeImplicitAutograd")
+    rest = [name for name in names if not any(has_kernel(name, key) for key in ruled)]
+    # vmap cannot write to tensors that are not batched.
+    return [name for name in rest if not torch._C._get_schema(name, "").is_mutable]

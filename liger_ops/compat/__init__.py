@@ -48,7 +48,7 @@ def module_getattr(module: str) -> Callable[[str], Any]:
             return importlib.import_module(f"{module}.{name}")
         from .missing import no_counterpart
 
-        raise ImportError(no_counterpart(f"{module}.{name}"), name=module)
+        raise AttributeError(no_counterpart(f"{module}.{name}"), name=name, obj=sys.modules.get(module))
 
     return __getattr__
 
@@ -81,6 +81,18 @@ class Distribution(importlib.metadata.Distribution):
         return path
 
 
+def is_from_import() -> bool:
+    """Whether the finder that calls this is asked for a name of `from module import name`."""
+    frame = sys._getframe(2)
+    while "importlib" in frame.f_code.co_filename:
+        if frame.f_code.co_name == "_handle_fromlist":
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
 class LigerKernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and loads the modules of the package."""
 
@@ -92,7 +104,9 @@ class LigerKernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module_members(name) is None:
             from .missing import no_counterpart
 
-            raise ModuleNotFoundError(no_counterpart(name), name=name)
+            # `from module import name` looks for a module of that name last. It would hide an error that names this module.
+            missed = name.rpartition(".")[0] if is_from_import() else name
+            raise ModuleNotFoundError(no_counterpart(name), name=missed)
         return importlib.util.spec_from_loader(name, self, origin=__file__, is_package=True)
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..transformers import SWITCHES, apply_liger_kernel
 from ..transformers.models import MODELS
-from ..transformers.patch import checked_options
+from ..transformers.options import OPTIONS, checked_options
 
 # Model type: the options of apply_liger_kernel for models that are constructed later.
 _options_by_type: dict[str, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ def applier(name: str, types: tuple[str, ...], words: str) -> Callable[..., None
         if given["cross_entropy"] and given["fused_linear_cross_entropy"]:
             raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True.")
         options = {key: given[key] for key in (*SWITCHES, "memory_budget")}
-        checked_options(name, given["memory_budget"], {key: given[key] for key in SWITCHES})
+        checked_options(name, options)
         if given["model"] is None:
             patch_future_models(types, options)
         else:
@@ -141,14 +141,26 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {
 }
 
 
+# Options of the package that liger_ops has no switch for.
+OTHERS = sorted({word.lstrip("-") for words in PARAMETERS.values() for word in words.split() if word[0] != "*"}
+                - {*SWITCHES, "model"})  # fmt: skip
+
+
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
     if model_type:
-        patch_future_models((model_type,), applicable(kwargs))
+        patch_future_models((model_type,), checked_config(kwargs))
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
-    apply_liger_kernel(model, **applicable(kwargs))
+    apply_liger_kernel(model, **checked_config(kwargs))
 
 
-def applicable(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in SWITCHES if name in kwargs}
+def checked_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The options of apply_liger_kernel in Trainer's liger_kernel_config."""
+    name, keys = "liger_kernel_config", (*OPTIONS, *OTHERS)
+    if unknown := sorted(config.keys() - set(keys)):
+        raise TypeError(f"{name}: keys must be of {', '.join(keys)} (got {', '.join(unknown)})")
+    for key in OTHERS:
+        if not isinstance(config.get(key, True), bool):
+            raise TypeError(f"{name}: {key} must be True or False (got {config[key]!r})")
+    return checked_options(name, {key: value for key, value in config.items() if key not in OTHERS})

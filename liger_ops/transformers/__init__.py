@@ -10,7 +10,8 @@ from typing import Any
 from ..distributed._lazy import when_imported
 from .experts import register_experts
 from .models import MODELS, applier
-from .patch import SWITCHES, Report, Row, apply_liger_kernel, unpatch
+from .options import SWITCHES
+from .patch import Report, Row, apply_liger_kernel, unpatch
 
 NAMES = {f"apply_liger_kernel_to_{name}": name for name in MODELS}
 

@@ -72,6 +72,20 @@ def call_head(head: nn.Module, input: Tensor, **arguments: Any) -> Tensor:
     return nn.Module.__call__(head, input, **arguments)
 
 
+REPLICATE = "pass output_layouts=Replicate() to ColwiseParallel for all of them"
+
+
+def lacks_classes(head: Any, logits: Any) -> bool:
+    """Whether they are those of one rank, as ColwiseParallel() returns them by default."""
+    return type(logits) is Tensor and logits.dim() > 0 and logits.shape[-1] < head.out_features
+
+
+def require_all_classes(head: Any, logits: Any) -> None:
+    if lacks_classes(head, logits):
+        rule = f"the loss needs all logits (got {logits.shape[-1]} of {head.out_features})"
+        raise ValueError(f"liger_ops: {rule}; {REPLICATE}")
+
+
 def on_logits(name: str) -> Callable:
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.logits(), name)(*materialize(args), **materialize(kwargs))
@@ -136,7 +150,10 @@ class DeferredLogits:
         if self.view_from is not None:
             base, view = self.view_from
             return view(base.logits())
-        y = self.hidden if self.head is None else call_head(self.head, self.hidden)
+        y = self.hidden
+        if self.head is not None:
+            y = call_head(self.head, self.hidden)
+            require_all_classes(self.head, y)
         if self.dtype != y.dtype:
             y = y.to(self.dtype)
         if self.scale != 1.0:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 
 from ..adapters import low_rank_input
 from ..projections import Adapted, autocast_dtype, has_adapters, has_hooks, hooks_of, is_lora, read
-from .deferred import DeferredLogits, LossCall, call_head, without_deferred
+from .deferred import (
+    REPLICATE,
+    DeferredLogits,
+    LossCall,
+    call_head,
+    lacks_classes,
+    require_all_classes,
+    without_deferred,
+)
 from .modules import lora_forward
 from .patched import (
     NotUnderstood,
@@ -26,6 +35,7 @@ from .patched import (
     has_replaced_forward,
     inner_function,
     is_fully_sharded,
+    is_plain_linear,
     is_wrapper_of,
     original_class,
     restore,
@@ -145,12 +155,17 @@ def deferring_call(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """
     mode = self.liger_mode
     if mode is None or args or kwargs or not mode.is_of_this_thread():
-        return nn.Module.__call__(self, input, *args, **kwargs)
+        out = nn.Module.__call__(self, input, *args, **kwargs)
+        if not kwargs and not torch.compiler.is_compiling() and lacks_classes(self, out):
+            some = f"the head returns {out.shape[-1]} of {self.out_features} logits, those of its rank"
+            warnings.warn(f"liger_ops: {some}; {REPLICATE}", RuntimeWarning, stacklevel=2)
+        return out
     if mode.defers and may_defer(self, input):
         column = column_parallel(self)
         hidden = input if column is None else column.input(self, (input,), column.mesh)
         return DeferredLogits(self, hidden, autocast_dtype(input) or input.dtype)
     logits = call_head(self, input)
+    require_all_classes(self, logits)
     return DeferredLogits(None, logits, logits.dtype) if mode.wraps and type(logits) is Tensor else logits
 
 
@@ -237,7 +252,7 @@ def prepare_head(model: nn.Module, memory_budget: int | None, lora: bool) -> Non
     if has_adapters(head):
         release_base(model)
         return prepare_adapted_head(head, memory_budget, lora)
-    if type(head) is not nn.Linear and not (is_fully_sharded(head) and nn.Linear in type(head).__bases__):
+    if not is_plain_linear(head):
         wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
         raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
     members = {"forward": head_forward, **members_of_head(memory_budget)}

@@ -11,18 +11,11 @@ from .. import functional as F
 from ..projections import has_adapters, recipe_of
 from ..reference.fp8_projections import multiple_of
 from .heads import head_of
-from .patched import (
-    NotUnderstood,
-    give_subclass,
-    has_replaced_forward,
-    original_class,
-)
+from .patched import give_subclass, has_replaced_forward, is_fully_sharded, is_plain_linear, original_class
 
 Filter = Callable[[nn.Module, str], bool]
 # Linear layers whose results choose experts.
 ROUTERS = ("gate", "router")
-# What torchao's Float8LinearConfig.from_recipe_name calls our recipes.
-RECIPES_OF_TORCHAO = {"tensorwise": "tensor", "rowwise": "rows", "rowwise_with_gw_hp": "rows_hp"}
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
@@ -31,11 +24,18 @@ def forward(self: Any, input: Tensor) -> Tensor:
     return original_class(type(self)).forward(self, input)
 
 
-def why_not(linear: nn.Linear, recipe: str) -> str:
-    """Why a linear layer cannot be computed in FP8, or ""."""
+def is_gathered(weight: Any) -> bool:
+    """Whether a weight below fully_shard is whole, and no DTensor, while its module runs. That of tensor parallelism is split
+    over another dimension of its mesh, too."""
+    placements: Any = getattr(weight, "placements", ())
+    return bool(placements) and placements[-1].is_shard(0) and all(p.is_replicate() for p in placements[:-1])
+
+
+def why_not(linear: nn.Linear, recipe: str, sharded: bool = False) -> str:
+    """Why a linear layer cannot be computed in FP8, or "". sharded: whether fully_shard manages its weight."""
     if has_replaced_forward(linear):
         return "its forward was replaced"
-    if type(linear.weight) not in (nn.Parameter, Tensor):
+    if type(linear.weight) not in (nn.Parameter, Tensor) and not (sharded and is_gathered(linear.weight)):
         return f"its weight is {type(linear.weight).__name__}"
     if not linear.weight.is_floating_point() or linear.weight.dtype.itemsize == 1:
         return f"its weight is in {linear.weight.dtype}"
@@ -46,8 +46,6 @@ def why_not(linear: nn.Linear, recipe: str) -> str:
 
 
 def patch(linear: nn.Linear, recipe: str) -> str:
-    if reason := why_not(linear, recipe):
-        raise NotUnderstood(reason)
     replacement = f"fp8_linear, {recipe}"
     give_subclass(linear, "linear", replacement, recipe, lambda cls: {"forward": forward, "liger_fp8": recipe})
     return replacement
@@ -57,12 +55,13 @@ def chosen(model: nn.Module, recipe: str, wanted: Filter | None) -> list[tuple[s
     """The path and the module of each plain linear layer but the head, and why it is left alone, or ""."""
     head = head_of(model)
     adapted = [path for path, module in model.named_modules() if has_adapters(module)]
+    groups = [path for path, module in model.named_modules() if is_fully_sharded(module)]
     found = []
     for path, module in model.named_modules():
-        # Subclasses, such as those of torchao and bitsandbytes, compute something else.
-        if type(module) is not nn.Linear or module is head:
+        if not is_plain_linear(module) or module is head:
             continue
-        reason = why_not(module, recipe)
+        sharded = any(path == group or not group or path.startswith(f"{group}.") for group in groups)
+        reason = why_not(module, recipe, sharded)
         if any(path.startswith(f"{outer}.") and path != f"{outer}.base_layer" for outer in adapted):
             reason = "is an adapter"
         elif path.rpartition(".")[2] in ROUTERS:

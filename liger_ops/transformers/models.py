@@ -11,7 +11,8 @@ from collections.abc import Callable
 from torch import nn
 
 from .linears import Filter
-from .patch import Report, apply_liger_kernel, check_model, checked_options, unwrapped
+from .options import UNCHANGED, Unchanged, checked_options
+from .patch import Report, apply_liger_kernel, check_model, unwrapped
 
 NAMES = (
     "cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 "
@@ -38,17 +39,19 @@ def applier(function: str, name: str) -> Callable[..., Report]:
     def apply(
         model: nn.Module,
         *,
-        memory_budget: int | None = None,
-        fp8: str | None = None,
-        fp8_filter: Filter | None = None,
+        memory_budget: int | None | Unchanged = UNCHANGED,
+        fp8: str | None | Unchanged = UNCHANGED,
+        fp8_filter: Filter | None | Unchanged = UNCHANGED,
         **switches: bool,
     ) -> Report:
         check_model(function, "model", model)
-        checked_options(function, memory_budget, switches, fp8, fp8_filter)
+        given = checked_options(
+            function, {"memory_budget": memory_budget, "fp8": fp8, "fp8_filter": fp8_filter, **switches}
+        )
         found = getattr(getattr(unwrapped(model), "config", None), "model_type", None)
         if found not in types:
             raise ValueError(f"{function}: model must be of type {' or '.join(types)} (got {found})")
-        return apply_liger_kernel(model, memory_budget=memory_budget, fp8=fp8, fp8_filter=fp8_filter, **switches)
+        return apply_liger_kernel(model, **given)
 
     apply.__name__ = apply.__qualname__ = function
     apply.__doc__ = f":func:`apply_liger_kernel` for models of type {' or '.join(types)}."

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, overload
 
 from torch import nn
 
 from ..projections import has_adapters
-from ..reference.fp8_projections import RECIPES
 from . import (
     activations,
     adapted_experts,
@@ -36,6 +36,15 @@ from . import (
     routers,
 )
 from .heads import patch_model, release_base
+from .options import (
+    UNCHANGED,
+    Unchanged,
+    changes_options,
+    checked_options,
+    keep_options,
+    options_in_force,
+    with_options,
+)
 from .patched import (
     NotUnderstood,
     Options,
@@ -50,10 +59,7 @@ from .patched import (
     saved_forwards,
 )
 
-SWITCHES = (
-    "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "xielu", "sigmoid_gate", "causal_conv1d", "delta_gates", "moe_router",
-    "moe_experts", "hyper_pre", "hyper_post", "embedding", "cross_entropy", "fused_linear_cross_entropy", "lora",
-)  # fmt: skip
+logger = logging.getLogger("liger_ops")
 
 
 class Kind(NamedTuple):
@@ -188,46 +194,17 @@ def what_to_pass(given: Any) -> str:
     return ""
 
 
-def check_model(function: str, argument: str, given: Any) -> None:
-    if isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module)):
+def check_model(function: str, argument: str, given: Any, classes: bool = True) -> None:
+    """classes: whether a class will do, too."""
+    if isinstance(given, nn.Module) or (classes and isinstance(given, type) and issubclass(given, nn.Module)):
         return
     name = repr(given) if given is None or isinstance(given, (str, os.PathLike)) else type(given).__name__
     if isinstance(given, type):
         name = f"the class {given.__name__}"
-    raise TypeError(
-        f"{function}: {argument} must be a torch.nn.Module or a class of them (got {name}){what_to_pass(given)}"
-    )
-
-
-def checked_options(
-    function: str,
-    memory_budget: int | None,
-    switches: Switches,
-    fp8: str | None = None,
-    fp8_filter: linears.Filter | None = None,
-) -> Options:
-    """With a value for every switch."""
-    unknown = switches.keys() - set(SWITCHES)
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise TypeError(f"{function}: switches must be of {', '.join(SWITCHES)} (got {names})")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{function}: {name} must be True or False (got {value!r})")
-    rule = f"{function}: memory_budget must be a positive number of bytes or None (got {memory_budget!r})"
-    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
-        raise TypeError(rule)
-    if memory_budget is not None and memory_budget <= 0:
-        raise ValueError(rule)
-    recipe = linears.RECIPES_OF_TORCHAO.get(fp8, fp8) if isinstance(fp8, str) else fp8
-    if recipe not in (None, *RECIPES):
-        recipes = ", ".join(map(repr, RECIPES))
-        raise ValueError(f"{function}: fp8 must be {recipes} or None (got {fp8!r})")
-    if fp8_filter is not None and not callable(fp8_filter):
-        raise TypeError(f"{function}: fp8_filter must be a function of a module and its name (got {fp8_filter!r})")
-    if fp8_filter is not None and fp8 is None:
-        raise ValueError(f"{function}: fp8_filter must be given with fp8 (got fp8=None)")
-    return Options({name: switches.get(name, True) for name in SWITCHES}, memory_budget, recipe, fp8_filter)
+    allowed, advice = "a torch.nn.Module", ""
+    if classes:
+        allowed, advice = "a torch.nn.Module or a class of them", what_to_pass(given)
+    raise TypeError(f"{function}: {argument} must be {allowed} (got {name}){advice}")
 
 
 # ---- Patching
@@ -237,33 +214,33 @@ def checked_options(
 def apply_liger_kernel(
     model_or_class: nn.Module,
     *,
-    memory_budget: int | None = None,
-    fp8: str | None = None,
-    fp8_filter: linears.Filter | None = None,
+    memory_budget: int | None | Unchanged = UNCHANGED,
+    fp8: str | None | Unchanged = UNCHANGED,
+    fp8_filter: linears.Filter | None | Unchanged = UNCHANGED,
     **switches: bool,
 ) -> Report: ...
 @overload
 def apply_liger_kernel(
     model_or_class: type[nn.Module],
     *,
-    memory_budget: int | None = None,
-    fp8: str | None = None,
-    fp8_filter: linears.Filter | None = None,
+    memory_budget: int | None | Unchanged = UNCHANGED,
+    fp8: str | None | Unchanged = UNCHANGED,
+    fp8_filter: linears.Filter | None | Unchanged = UNCHANGED,
     **switches: bool,
 ) -> type[nn.Module]: ...
 def apply_liger_kernel(
     model_or_class: nn.Module | type[nn.Module],
     *,
-    memory_budget: int | None = None,
-    fp8: str | None = None,
-    fp8_filter: linears.Filter | None = None,
+    memory_budget: int | None | Unchanged = UNCHANGED,
+    fp8: str | None | Unchanged = UNCHANGED,
+    fp8_filter: linears.Filter | None | Unchanged = UNCHANGED,
     **switches: bool,
 ) -> Report | type[nn.Module]:
     """Replaces modules of a model by operators, and reports which were replaced and why others were not.
 
     Accepts any causal language model of transformers, and other modules whose computation is recognised. Only this
-    instance changes. :func:`unpatch` undoes it, and a second call changes nothing. Given a class, returns a subclass
-    that patches its instances on construction.
+    instance changes. :func:`unpatch` undoes it. A second call changes the options that it gives, and nothing else. Given
+    a class, returns a subclass that patches its instances on construction.
 
     switches: rope, rms_norm, layer_norm, swiglu, geglu, xielu, sigmoid_gate, causal_conv1d, delta_gates, moe_router,
     moe_experts, hyper_pre, hyper_post, embedding, cross_entropy, fused_linear_cross_entropy, lora. All are on by default.
@@ -278,19 +255,40 @@ def apply_liger_kernel(
     In training with labels the model returns no logits, unless its forward is called with ``skip_logits=False``.
     """
     check_model("apply_liger_kernel", "model_or_class", model_or_class)
-    options = checked_options("apply_liger_kernel", memory_budget, switches, fp8, fp8_filter)
+    given = checked_options(
+        "apply_liger_kernel", {"memory_budget": memory_budget, "fp8": fp8, "fp8_filter": fp8_filter, **switches}
+    )
     if isinstance(model_or_class, type):
-        return patching_class(model_or_class, options)
+        return patching_class(model_or_class, given)
     model = unwrapped(model_or_class)
     release_base(model)
+    options = with_options(options_in_force(model), given)
+    if changes_options(model, given):
+        require_own_forwards(model, given)
+        unpatch(model)
+    before = [type(module) for module in model.modules()]
     rows = patch_all(plan(model, options))
     report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
-    for module in model.modules():
-        keep_options(module, options)
-    if not report.replaced and (any(options.switches.values()) or fp8):
+    if report.replaced:
+        keep_options(model, options)
+    elif any(options.switches.values()) or options.fp8:
         name = type(model).__name__
         warnings.warn(f"liger_ops: {name} is left as it is: {rows[-1].reason}", RuntimeWarning, stacklevel=2)
+    if before != [type(module) for module in model.modules()]:
+        logger.info("%s", report)
     return report
+
+
+def require_own_forwards(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """A wrapper that replaced a patched forward, as Accelerator.prepare does, would call that forward for ever. The head's
+    reads its options from the head."""
+    for path, module in model.named_modules():
+        patched = isinstance(module, Patched) and not module.liger_is_head
+        if patched and has_replaced_forward(module) and not saved_forwards(module):
+            raise RuntimeError(
+                f"apply_liger_kernel: {', '.join(given)} must be given before something wraps the model's forward (got a "
+                f"patched {path or 'model'} whose forward was replaced). Unwrap it first, or unpatch it before it is wrapped"
+            )
 
 
 def step_of(path: str, module: nn.Module, switches: Switches) -> Step | None:
@@ -327,7 +325,10 @@ def linear_steps(model: nn.Module, options: Options) -> list[Step]:
 
 def plan(model: nn.Module, options: Options) -> list[Step]:
     """The steps that patch the model, from the outside to the inside; the loss is the last. Changes nothing."""
-    steps = [step for path, module in model.named_modules() if (step := step_of(path, module, options.switches))]
+    with warnings.catch_warnings():
+        # What torch says about inputs of probes is nothing that a user can change.
+        warnings.simplefilter("ignore")
+        steps = [step for path, module in model.named_modules() if (step := step_of(path, module, options.switches))]
     return [*steps, *linear_steps(model, options), loss_step(model, options)]
 
 
@@ -349,37 +350,28 @@ def patch_all(steps: list[Step]) -> list[Row]:
     return [patch_step(step) for step in embeddings] + rows
 
 
-def keep_options(module: nn.Module, options: Options) -> None:
-    # The head is patched with its model.
-    if isinstance(module, Patched) and type(module).liger_row[0] != "head":
-        module.__dict__.setdefault("liger_options", options._replace(fp8_filter=None))
-
-
 def patch_again(module: nn.Module, kind: str, options: Options) -> None:
     """Patches a module of this kind that comes from a pickle."""
     try:
-        steps = linear_steps(module, options) if kind == "linear" else [step_of("", module, options.switches)]
+        # The layer passed the filter.
+        alone = options._replace(fp8_filter=None)
+        steps = linear_steps(module, alone) if kind == "linear" else [step_of("", module, options.switches)]
         step = loss_step(module, options) if kind == "loss" else steps[0]
         reason = patch_step(step).reason if step is not None else "computes something else"
     except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
         reason = f"{type(error).__name__}: {error}"
-    keep_options(module, options)
-    if not isinstance(module, Patched):
+    if isinstance(module, Patched):
+        module.__dict__["liger_options"] = options
+    else:
         name = type(module).__name__
         remedy = "call apply_liger_kernel(model) to patch it"
         warnings.warn(f"liger_ops: {name} is loaded unpatched: {reason}; {remedy}", RuntimeWarning, stacklevel=3)
 
 
-def patching_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
+def patching_class(cls: type[nn.Module], given: Mapping[str, Any]) -> type[nn.Module]:
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
-        apply_liger_kernel(
-            self,
-            memory_budget=options.memory_budget,
-            fp8=options.fp8,
-            fp8_filter=options.fp8_filter,
-            **options.switches,
-        )
+        apply_liger_kernel(self, **given)
 
     members = {
         "__init__": functools.wraps(cls.__init__)(__init__),
@@ -395,4 +387,9 @@ def patching_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
 
 def unpatch(model: nn.Module) -> int:
     """Gives every module of the model its original class back. Returns the number of patched modules."""
-    return sum(restore(module) for module in unwrapped(model).modules())
+    check_model("unpatch", "model", model, classes=False)
+    count = 0
+    for module in unwrapped(model).modules():
+        count += restore(module)
+        module.__dict__.pop("liger_options", None)
+    return count

@@ -214,6 +214,11 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is torch's, alone in a group of fully_shard or not. Subclasses compute something else."""
+    return type(module) is nn.Linear or (is_fully_sharded(module) and nn.Linear in type(module).__bases__)
+
+
 @dataclass(frozen=True)
 class Norm:
     op: str  # "rms_norm" or "layer_norm"

@@ -5,13 +5,14 @@ import warnings
 
 import pytest
 import torch
-from checks import equal, forked_output_of, run_python
+from checks import equal, forked_output_of, run_forked, run_python
 from language_models import SIZES, make, nodes, step, tokens
 from torch import nn
 from torch.nn import functional as TF
 
 import liger_ops.compat as compat
 from liger_ops import functional as F
+from liger_ops.compat import run
 
 
 def test_names_exist_only_while_installed():
@@ -295,7 +296,7 @@ def test_patching_an_instance(liger_kernel_served):
 
     ids, plain = tokens(), make("llama")
     for patch in (
-        lambda m: _apply_liger_kernel_to_instance(model=m, rope=False, unknown=1),
+        lambda m: _apply_liger_kernel_to_instance(model=m, rope=False),
         lambda m: apply_liger_kernel_to_llama(False, model=m),
     ):
         model = make("llama")
@@ -305,6 +306,75 @@ def test_patching_an_instance(liger_kernel_served):
         torch.testing.assert_close(step(model, ids)[0], step(plain, ids)[0])
     with pytest.raises(AssertionError, match="cannot both be True"):
         apply_liger_kernel_to_llama(cross_entropy=True)
+
+
+@pytest.mark.parametrize("config, rule", [
+    ({"flash": True}, r"keys must be of rope, rms_norm, .*, memory_budget, fp8, fp8_filter, relu_squared \(got flash\)"),
+    ({"rope": 0}, r"rope must be True or False \(got 0\)"),
+    ({"relu_squared": "no"}, r"relu_squared must be True or False \(got 'no'\)"),
+    ({"memory_budget": "1GiB"}, r"memory_budget must be a positive number of bytes or None \(got '1GiB'\)"),
+    ({"fp8": "columns"}, r"fp8 must be 'rows', .* or None \(got 'columns'\)"),
+])  # fmt: skip
+def test_wrong_keys_and_values_of_trainers_config(config, rule, liger_kernel_served):
+    from liger_kernel.transformers import _apply_liger_kernel
+    from transformers.integrations.liger import apply_liger_kernel as integration
+
+    model = make("llama")
+    for call in (lambda: integration(model, config), lambda: _apply_liger_kernel("llama", **config)):
+        with pytest.raises((TypeError, ValueError), match=f"^liger_kernel_config: {rule}$"):
+            call()
+    assert type(make("llama")) is type(model) is type(make("llama"))
+
+
+def test_trainers_config(liger_kernel_served, caplog):
+    from transformers.integrations.liger import apply_liger_kernel as integration
+
+    model = make("llama")
+    config = {"rope": False, "relu_squared": True, "memory_budget": 1 << 20, "fp8": "rows"}
+    caplog.set_level("INFO", logger="liger_ops")
+    for _ in range(2):
+        integration(model, config)
+    assert model.lm_head.liger_memory_budget == 1 << 20
+    (record,) = caplog.records
+    assert record.name == "liger_ops" and record.message.startswith("liger_ops on llama\n")
+    assert "rope is switched off" in record.message and "fp8_linear, rows" in record.message
+
+
+# What Trainer calls for --use_liger_kernel, without the time that it takes to import Trainer.
+SCRIPT = """
+import sys
+from beside import make
+from transformers.integrations.liger import apply_liger_kernel
+model = make("llama")
+apply_liger_kernel(model, None)
+print(hasattr(model.lm_head, "liger_memory_budget"), __name__, sys.argv[1:])
+"""
+RUN = """
+import runpy, sys
+sys.argv[:] = ["liger_ops", "run", *{arguments}, "--use_liger_kernel"]
+runpy.run_module("liger_ops", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("form", ["script", pytest.param("module", marks=pytest.mark.thorough)])
+def test_a_script_is_run_with_the_package_served(form, tmp_path):
+    """Trainer's users on a command line need not change their script."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("from language_models import make")
+    arguments = [str(tmp_path / "train.py")] if form == "script" else ["-m", "train"]
+    code = f"import sys; sys.path.append({str(tmp_path)!r})\n" * (form == "module") + RUN.format(
+        arguments=arguments, folder=str(tmp_path)
+    )
+    done = run_forked(code, ["language_models"])
+    assert (done.returncode, done.stdout) == (0, "True __main__ ['--use_liger_kernel']\n"), done.stderr
+    assert "liger_ops on llama\nkind " in done.stderr
+
+
+@pytest.mark.parametrize("arguments, status", [([], 2), (["-m"], 2), (["--help"], 0)])
+def test_run_says_how_it_is_called(arguments, status, capsys):
+    assert run.main(arguments) == status
+    said = capsys.readouterr()
+    assert (said.out if status == 0 else said.err).startswith("usage: python -m liger_ops run SCRIPT [ARGUMENTS]\n")
 
 
 def test_patching_models_constructed_later(liger_kernel_served):

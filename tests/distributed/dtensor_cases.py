@@ -340,6 +340,14 @@ CASES.refuse({
     "quantize_columns by rows": (F.quantize_columns, dict(x=(X, Shard(0))), "quantize_columns: x must be"),
     "quantize_both by rows": (F.quantize_both, dict(x=(X, Shard(0))), "quantize_both: x must be"),
     "fp8_linear": (F.fp8_linear, IN_FP8, "fp8_linear: x must be a plain tensor"),
+    "fp8_linear, with gradients": (
+        lambda x, weight: F.fp8_linear(x.to_local(), weight.requires_grad_()), IN_FP8,
+        "fp8_linear: weight must be a plain tensor",
+    ),
+    "fp8_projections, with gradients": (
+        lambda x, weight: F.fp8_projections(x.to_local(), [weight.requires_grad_()] * 2, []), IN_FP8,
+        r"fp8_projections: weights\[0\] must be a plain tensor",
+    ),
     "fp8_projections": (
         lambda x, weight: F.fp8_projections(x, [weight, weight], []),
         IN_FP8 | dict(x=(randn(4, 16), R)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -464,12 +465,16 @@ def tensor_parallel(mesh: Any, order: str) -> None:
 @case("fp8, a scale per tensor", recipe="tensor", thorough=True)
 @case("fp8, linear layers in groups of their own", recipe="rows", alone=True)
 @case("fp8, checkpoints", recipe="rows", checkpoints=True)
-def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = False) -> None:
+@case("fp8, patched after", recipe="rows", order="after")
+@case("fp8, linear layers in groups of their own, patched after", recipe="rows", alone=True, order="after")
+@case("fp8, given to a patched model", recipe="rows", order="again")
+def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = False, order: str = "before") -> None:
     """The gradients are the mean of those that the ranks find without sharding."""
 
-    def made() -> nn.Module:
+    def made(order: str = "before") -> nn.Module:
         model = make("llama").train()
-        apply_liger_kernel(model, fp8=recipe)
+        if order != "after":
+            apply_liger_kernel(model, **{"fp8": recipe} if order == "before" else {})
         return model
 
     # Hooks gather layers in groups of their own, which therefore quantise their input one by one.
@@ -481,12 +486,44 @@ def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = Fals
         if name != "loss":
             dist.all_reduce(t)
             t /= dist.get_world_size()
-    model = made()
+    model = made(order)
     if checkpoints:
         enable_checkpoints(model, False)
     if alone:
         for linear in [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]:
             fully_shard(linear, mesh=mesh)
     model = by_layers(model, mesh)
+    if order != "before":
+        rows = [row for row in apply_liger_kernel(model, fp8=recipe).rows if row.kind == "linear"]
+        assert len(rows) == 14 and {row.replacement for row in rows} == {f"fp8_linear, {recipe}"}, rows
     for _ in range(2):
         assert_same(step(model), expected)
+
+
+# ---- Tensor parallelism
+
+
+@case("a head that returns a rank's logits")
+def logits_of_a_rank(mesh: Any) -> None:
+    """As ColwiseParallel() does by default. The fused loss is right without logits; a loss of a rank's logits would be wrong."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, (ids, labels) = make("llama"), batch()
+    dist.broadcast(ids, 0), dist.broadcast(labels, 0)
+    expected = model(input_ids=ids, labels=labels).loss
+    apply_liger_kernel(model)
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, expected)
+    size = dist.get_world_size()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert model(input_ids=ids).logits.shape[-1] == 64 // size
+    assert re.search(rf"the head returns {64 // size} of 64 logits, .*output_layouts=Replicate", str(said[-1].message))
+    for call in (lambda: model(input_ids=ids, labels=labels, skip_logits=False),
+                 lambda: model.eval()(input_ids=ids, labels=labels)):  # fmt: skip
+        try:
+            call()
+        except ValueError as error:
+            assert re.search(rf"the loss needs all logits .got {64 // size} of 64", str(error)), str(error)
+        else:
+            raise AssertionError("it was not refused")

@@ -48,9 +48,9 @@ def test_a_reader_that_leaves_early():
     "arguments, status, said",
     [
         (["--version"], 0, f"liger-ops {liger_ops.__version__}, torch {torch.__version__}\n"),
-        (["docter"], 2, "COMMAND must be build or doctor, and come first (got docter)\n"),
-        (["--json", "doctor"], 2, "COMMAND must be build or doctor, and come first (got doctor)\n"),
-        (["--help"], 0, "build or doctor"),
+        (["docter"], 2, "COMMAND must be one of build, doctor, run, and come first (got docter)\n"),
+        (["--json", "doctor"], 2, "COMMAND must be one of build, doctor, run, and come first (got doctor)\n"),
+        (["--help"], 0, "build, doctor, run"),
     ],
 )
 def test_commands_are_named(arguments, status, said, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_ops import functional
 from liger_ops.transformers import apply_liger_kernel, experts, register_experts, unpatch
-from liger_ops.transformers.patch import SWITCHES
+from liger_ops.transformers.options import SWITCHES
 
 MODELS = {
     **{name: ARCHITECTURES[name] for name in ("mixtral", "qwen3_moe", "glm4_moe")},

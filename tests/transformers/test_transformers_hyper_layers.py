@@ -17,7 +17,7 @@ from rewriting import function
 from torch import nn
 
 from liger_ops.transformers import apply_liger_kernel, hyper_connections, hyper_layers, rewrite, unpatch
-from liger_ops.transformers.patch import SWITCHES
+from liger_ops.transformers.options import SWITCHES
 
 calls = partial(calls_of, "hyper_post")
 ONLY = {name: name == "hyper_post" for name in SWITCHES}

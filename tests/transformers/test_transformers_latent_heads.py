@@ -13,7 +13,7 @@ from rewriting import after
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops.transformers import apply_liger_kernel, latent_heads, rewrite, unpatch
-from liger_ops.transformers.patch import SWITCHES
+from liger_ops.transformers.options import SWITCHES
 
 ONLY = {name: name == "rope" for name in SWITCHES}
 LATENT = known(["deepseek_v3", "deepseek_v32", "hy_v4"])

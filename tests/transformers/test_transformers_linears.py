@@ -243,11 +243,14 @@ def test_compiles():
     }))  # fmt: skip
 
 
+ALLOWED = "fp8 must be 'rows', 'rows_hp', 'tensor', 'blocks', torchao's 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', or None"
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(fp8="columns"), "fp8 must be 'rows', 'rows_hp', 'tensor', 'blocks' or None .got 'columns'."),
-        (dict(fp8=True), "fp8 must be 'rows', 'rows_hp', 'tensor', 'blocks' or None .got True."),
+        (dict(fp8="columns"), f"{ALLOWED} .got 'columns'."),
+        (dict(fp8=True), f"{ALLOWED} .got True."),
         (
             dict(fp8="rows", fp8_filter="q_proj"),
             "fp8_filter must be a function of a module and its name .got 'q_proj'.",

@@ -1,6 +1,7 @@
 """apply_liger_kernel: the report, replaced and unreplaced modules, and use of the patched model afterwards."""
 
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import autocast_of_fake_gpus, output_of
+from checks import autocast_of_fake_gpus, output_of, run_forked
 from language_models import ARCHITECTURES, make, nodes, step, tokens
 from patched_models import FUSED, assert_same_step, patched, through_pickle
 from torch import nn
@@ -23,7 +24,8 @@ from transformers.models.llama import modeling_llama
 
 import liger_ops.transformers as lt
 from liger_ops.transformers import apply_liger_kernel, modules, probe, unpatch
-from liger_ops.transformers.patch import checked_options, plan
+from liger_ops.transformers.options import DEFAULTS, with_options
+from liger_ops.transformers.patch import plan
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -45,6 +47,80 @@ def test_a_second_call_changes_nothing():
     classes = [type(m) for m in model.modules()]
     assert apply_liger_kernel(model).rows == report.rows
     assert [type(m) for m in model.modules()] == classes
+
+
+CHANGES = [
+    ({}, {"memory_budget": 1 << 20}),
+    ({"memory_budget": 1 << 20, "rope": False}, {"memory_budget": None}),
+    ({}, {"rms_norm": False}),
+    ({"swiglu": False, "lora": False}, {"swiglu": True}),
+    ({"fp8": "rows"}, {"fp8": "tensor"}),
+    ({"fp8": "rows", "embedding": False}, {"fp8": None, "fused_linear_cross_entropy": False}),
+    ({"fp8": "rows", "fp8_filter": lambda module, name: "q_proj" in name}, {"fp8": "rows", "fp8_filter": None}),
+]
+
+
+COPIES = [lambda model: model, through_pickle, pytest.param(copy.deepcopy, marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["itself", "pickle", "copy"])
+@pytest.mark.parametrize("head", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["whole", "without head"])
+@pytest.mark.parametrize("first, then", CHANGES, ids=lambda value: ", ".join(f"{k}={v}" for k, v in value.items())[:40])
+def test_options_of_a_later_call_are_obeyed(first, then, head, copied):
+    """Those that it does not give stay as they are."""
+
+    def patched_with(model, **options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = apply_liger_kernel(model, **options)
+        return sorted(report.rows), [type(module) for module in model.modules()]
+
+    made = (lambda: make("llama")) if head else (lambda: make("llama").model)
+    model, expected = made(), patched_with(made(), **first | then)
+    patched_with(model, **first)
+    model = copied(model)
+    rows, classes = patched_with(model, **then)
+    assert (rows, [cls.__name__ for cls in classes]) == (expected[0], [cls.__name__ for cls in expected[1]])
+    assert patched_with(model, **then) == patched_with(model) == (rows, classes)
+    if head:
+        budget = (first | then).get("memory_budget")
+        assert getattr(model.lm_head, "liger_memory_budget", budget) == budget
+    unpatch(model)
+    assert not any("liger_options" in vars(module) for module in model.modules())
+    assert patched_with(model)[0] == patched_with(made())[0]
+
+
+def test_a_bare_call_keeps_what_fp8_filter_left_out():
+    for copied in (lambda model: model, through_pickle):
+        model = make("llama")
+        first = apply_liger_kernel(model, fp8="rows", fp8_filter=lambda module, name: "q_proj" in name)
+        assert sorted(apply_liger_kernel(copied(model)).rows) == sorted(first.rows)
+
+
+def test_options_cannot_change_below_a_wrapper_of_the_forward():
+    model = make("llama")
+    apply_liger_kernel(model)
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        return own(*args, **kwargs)
+
+    model.forward = forward
+    rows = apply_liger_kernel(model).rows
+    with pytest.raises(
+        RuntimeError, match="apply_liger_kernel: memory_budget must be given before something wraps .*model"
+    ):
+        apply_liger_kernel(model, memory_budget=1 << 20)
+    assert apply_liger_kernel(model, memory_budget=None, rope=True).rows == rows
+
+
+def test_patching_leaves_one_log_line(caplog):
+    caplog.set_level("INFO", logger="liger_ops")
+    model = make("llama")
+    report = apply_liger_kernel(model)
+    apply_liger_kernel(model)
+    assert [record.message for record in caplog.records] == [str(report)]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -82,7 +158,7 @@ def test_the_report_shows_a_replaced_head():
     plain = step(model, ids)
     report = apply_liger_kernel(model, cross_entropy=False)
     assert report.rows[-1].reason == "its head's forward was replaced"
-    assert apply_liger_kernel(model).rows[-1].replacement == "cross_entropy"
+    assert apply_liger_kernel(model, cross_entropy=True).rows[-1].replacement == "cross_entropy"
     assert_same_step(model, ids, plain)
 
 
@@ -196,6 +272,29 @@ def test_arguments_that_are_no_model(given, got, advice):
             function(given)
         start = f"{function.__name__}: {argument} must be a torch.nn.Module or a class of them "
         assert re.match(rf"{start}\(got {got}\)([^\n]*\n)?{advice}", str(raised.value))
+    with pytest.raises(TypeError, match=rf"^unpatch: model must be a torch.nn.Module \(got {got}\)$"):
+        unpatch(given)
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, apply_liger_kernel(LlamaForCausalLM)])
+def test_classes_cannot_be_unpatched(cls):
+    with pytest.raises(
+        TypeError, match=r"^unpatch: model must be a torch.nn.Module \(got the class LlamaForCausalLM\)$"
+    ):
+        unpatch(cls)
+
+
+def test_keywords_that_nothing_takes(tmp_path):
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    rule = r"^AutoLigerKernelForCausalLM: switches must be of rope, .* \(got rms_nrom\)$"
+    for load in (
+        lambda **options: lt.AutoLigerKernelForCausalLM.from_config(model.config, **options),
+        lambda **options: lt.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, **options),
+    ):
+        with pytest.raises(TypeError, match=rule):
+            load(rms_nrom=False)
+        assert load(rms_norm=False, attn_implementation="eager").config._attn_implementation == "eager"
 
 
 def test_two_models_in_one_process():
@@ -494,6 +593,13 @@ def test_norms_of_torch(norm, dtype):
     torch.testing.assert_close(norm(x), expected)
 
 
+def test_probing_prints_no_warning():
+    """torch says once in a process that mixed dtypes make its RMSNorm slow."""
+    code = "import torch, liger_ops.transformers as lt; print(lt.apply_liger_kernel(torch.nn.RMSNorm(16)).rows[0].replacement)"
+    done = run_forked(code)
+    assert (done.stdout, done.stderr) == ("rms_norm\n", "")
+
+
 def test_norms_keep_their_dtype_in_autocast():
     """On GPUs, where autocast runs the operator in fp32."""
     norm = modeling_llama.LlamaRMSNorm(16)
@@ -508,7 +614,7 @@ def test_norms_keep_their_dtype_in_autocast():
 def test_a_plan_changes_nothing():
     model = make("qwen3")
     attributes = [(type(module), dict(vars(module))) for module in model.modules()]
-    steps = plan(model, checked_options("plan", None, {"swiglu": False}))
+    steps = plan(model, with_options(DEFAULTS, {"swiglu": False}))
     assert attributes == [(type(module), dict(vars(module))) for module in model.modules()]
     assert {step.kind: step.reason for step in steps} == {
         "embedding": "", "norm": "", "layer": "", "rope": "", "mlp": "swiglu is switched off", "loss": "",

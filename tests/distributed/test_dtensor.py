@@ -4,10 +4,8 @@ import dtensor_cases
 import dtensor_expert_cases
 import dtensor_loss_cases
 import pytest
-from checks import ROOT, output_of
+from checks import output_of
 from process_group import run_case
-
-from liger_ops.reference import operators
 
 
 @pytest.mark.parametrize("case", dtensor_cases.CASES.parameters())

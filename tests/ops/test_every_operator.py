@@ -303,7 +303,17 @@ def check_layouts(row, call: Bound, runs: Sequence[Callable], wanted: Callable[[
     assert not bad, "\n".join(["", *bad])
 
 
+@pytest.fixture
+def one_thread():
+    """For many calls of few rows, to which a second thread adds nothing but the time to wake it."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
 @in_tiers()
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
 def test_layouts(row, dtype, device):
     """Of every tensor, also of the upstream gradients, whether the caller holds them or backward may overwrite them."""

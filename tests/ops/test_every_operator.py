@@ -269,7 +269,9 @@ def of_temporaries(call: Bound, tensors: list[Tensor], slopes: list[Tensor], cha
     return values + [*torch.autograd.grad(learned, wanted_of(leaves), [torch.zeros_like(r) for r in learned])]
 
 
-def check_as_accurate(call: Bound, ours: list[Tensor], theirs: list[Tensor], inputs: list[Tensor], slopes: list[Tensor], noise: float) -> None:
+def check_as_accurate(
+    call: Bound, ours: list[Tensor], theirs: list[Tensor], inputs: list[Tensor], slopes: list[Tensor], noise: float
+) -> None:
     """Of the same numbers in memory of another layout, which other code may serve."""
     exact = gradients(call.formula, [like(t, torch.float64) for t in inputs], slopes)
     bounds = roundings(call.formula, inputs, slopes, exact)
@@ -288,7 +290,9 @@ def check_layouts(row, call: Bound, runs: Sequence[Callable], wanted: Callable[[
     bad = []
     for of, places in [("all inputs", range(count)), *((name, [i]) for i, name in enumerate(names))]:
         for layout in filter(wanted, {name: None for i in places for name in layouts[i]}):
-            changes = [of_one.get(layout, contiguous) if i in places else contiguous for i, of_one in enumerate(layouts)]
+            changes = [
+                of_one.get(layout, contiguous) if i in places else contiguous for i, of_one in enumerate(layouts)
+            ]
             # The same numbers: a layout may repeat some.
             same = [contiguous(change(t)).requires_grad_(t.requires_grad) for t, change in zip(given, changes)]
             tensors, grads = same[:count], same[count:]

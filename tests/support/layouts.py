@@ -72,7 +72,8 @@ def layouts_of(x: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
     """The different ones of its first and its last dimension."""
     dims = {0: "first", x.dim() - 1: "last"} if x.dim() else {}
     found = {}
-    for name, change in LAYOUTS.items():
-        for dim in list(dims)[: 1 if name in WHOLE else None]:
-            found[name if name in WHOLE else f"{name} in the {dims[dim]} dimension"] = lambda t, c=change, d=dim: c(t, d)
+    for layout, change in LAYOUTS.items():
+        for dim, which in list(dims.items())[: 1 if layout in WHOLE else None]:
+            name = layout if layout in WHOLE else f"{layout} in the {which} dimension"
+            found[name] = lambda t, change=change, dim=dim: change(t, dim)
     return found

@@ -33,6 +33,7 @@ from operator_calls import (
 )
 from solo_group import SOLO, solo_group
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from liger_ops.reference import operators
 from liger_ops.reference._documentation import Described, documentation
@@ -240,18 +241,16 @@ WRONG_INDICES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
 
 def enlarge(call: Arguments) -> Arguments:
     """On the meta device: as many rows, columns and classes as torch can describe in each tensor alone."""
-    most = max(t.numel() for t in call.values() if isinstance(t, Tensor)).bit_length()
-    dims = max(sum(n > 3 for n in t.shape) for t in call.values() if isinstance(t, Tensor))
+    tensors = [t for t in tree_leaves(call) if isinstance(t, Tensor)]
+    most = max(t.numel() for t in tensors).bit_length()
+    dims = max(sum(n > 3 for n in t.shape) for t in tensors)
     factor = 1 << (62 - most) // dims
 
-    def enlarged(t: Any) -> Any:
-        if isinstance(t, list):
-            return [enlarged(one) for one in t]
-        # Small numbers are those of weights of a convolution, experts and ranks.
-        sizes = [n * factor if n > 3 else n for n in t.shape] if isinstance(t, Tensor) else []
-        return torch.empty((), dtype=t.dtype, device="meta").expand(sizes) if isinstance(t, Tensor) else t
+    def enlarged(t: Tensor) -> Tensor:
+        # Small numbers are those of experts, ranks and the weights of a convolution.
+        return torch.empty((), dtype=t.dtype, device="meta").expand([n * factor if n > 3 else n for n in t.shape])
 
-    return {name: enlarged(t) for name, t in call.items()}
+    return tree_map_only(Tensor, enlarged, call)
 
 
 # ---- Wrong lists and options

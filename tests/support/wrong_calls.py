@@ -116,10 +116,12 @@ def sentences(op: str) -> list[str]:
     operator = operators().get(op)
     if operator is None:
         return []
-    found = [s for text in documentation(operator).text for s in text.split(". ")]
-    others = {name for s in found if "options" in s for name in re.findall(r"\w+", s) if name in operators()}
-    others |= {operator.base.__name__} if operator.base else set()
-    return found + [s for name in others - {op} for s in sentences(name)]
+    own = documentation(operator)
+    found = [s for text in own.text for s in text.split(". ")]
+    about_options = [s for s in found if "options are those" in s]
+    words = re.findall(r"\w+", " ".join([own.summary, *about_options])) if about_options else []
+    others = {operator.base.__name__} if operator.base else set(words) & set(operators()) - {op}
+    return found + [s for name in others for s in sentences(name)]
 
 
 def says(op: str, argument: str, rule: str) -> bool:
@@ -287,15 +289,13 @@ def of_option(op: str, argument: str, kind: str) -> Iterator[tuple[str, Any]]:
             yield "-1.0", -1.0
         if says(op, argument, r"lies in \[0, 1\]"):
             yield from ((str(value), value) for value in (-0.5, 1.5))
-    if kind == "int":
+    if kind == "int" and argument != "ignore_index":  # any number may mark rows that do not count
         yield "a string", "1"
-        # Any number may mark rows that do not count.
-        if argument != "ignore_index":
-            yield str(LEAST), LEAST
-            # A limit, or a number of steps, may be as large as one likes.
-            if argument not in ("memory_budget", "sinkhorn"):
-                yield str(MOST), MOST
-        if argument in ("top_k", "groups", "top_groups", "group_size", "dilation", "memory_budget", "sinkhorn"):
+        yield str(LEAST), LEAST
+        # As much memory, or as many steps, as one likes.
+        yield from [(str(MOST), MOST)] * (argument not in ("memory_budget", "sinkhorn"))
+        # Of these, 0 is a row or a dimension, and -1 the last dimension; `classes` is 0 without a group.
+        if argument not in ("padding_idx", "sequence_dim", "classes"):
             yield from ((str(value), value) for value in (0, -1))
 
 

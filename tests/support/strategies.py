@@ -25,7 +25,11 @@ from liger_ops.reference._documentation import Described
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {"contiguous": lambda x, dim: x, **layouts.LAYOUTS}
+# Tensors of one number make results that are exactly 0, which have no relative error.
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "contiguous": lambda x, dim: x,
+    **{name: change for name, change in layouts.LAYOUTS.items() if name != "one number"},
+}
 
 
 def shapes(draw: st.DrawFn) -> Shapes:

@@ -5,11 +5,13 @@ file, as have transforms (test_func.py), compiled autograd and tensors without m
 """
 
 import re
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from checks import (
     OPCHECKS,
+    assert_no_worse,
     autocast_of_fake_gpus,
     check_deterministic,
     check_inductor,
@@ -20,9 +22,11 @@ from checks import (
     check_replays,
     check_second_backward,
     equal,
+    gradients,
     like,
     wanted_of,
 )
+from layouts import SIZE_ONE, layouts_of
 from models import ROWS, WIDTH, in_lists, outputs
 from operator_calls import OPERATORS, PUBLIC, copied, samples
 from rows import Bound, bind, each_row, in_tiers
@@ -31,7 +35,7 @@ from torch.nn import functional as nnf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_ops._accuracy import noise_of
+from liger_ops._accuracy import noise_of, roundings
 from liger_ops.reference import operators
 
 
@@ -209,6 +213,118 @@ def test_meta(row):
 def turned(t: Tensor) -> Tensor:
     """The same values with the first two dimensions exchanged in memory."""
     return t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(t.requires_grad)
+
+
+# ---- Layouts
+
+
+class Temporary(torch.autograd.Function):
+    """A copy that nobody else holds, whose memory backward may overwrite. It keeps the strides of a dense tensor."""
+
+    @staticmethod
+    def forward(ctx, t, change):
+        return change(t).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Upstream(torch.autograd.Function):
+    """Replaces the upstream gradient by a temporary."""
+
+    @staticmethod
+    def forward(ctx, t, make):
+        ctx.make = make
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.make().clone(), None
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+def contiguous(t: Tensor) -> Tensor:
+    return t.detach().clone(memory_format=torch.contiguous_format)
+
+
+def of_leaves(call: Bound, tensors: list[Tensor], slopes: list[Tensor], changes: list[Change]) -> list[Tensor]:
+    """Results and gradients, of tensors and upstream gradients that the caller holds."""
+    changed = [change(t).requires_grad_(t.requires_grad) for t, change in zip([*tensors, *slopes], changes)]
+    return gradients(call.op, changed[: len(tensors)], changed[len(tensors) :])
+
+
+def of_temporaries(call: Bound, tensors: list[Tensor], slopes: list[Tensor], changes: list[Change]) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    found = call.op(*(Temporary.apply(t, change) for t, change in zip(leaves, changes)))
+    values = [r.detach().clone() for r in found]
+    learned = [
+        Upstream.apply(r, lambda slope=slope, change=change: change(slope))
+        for r, slope, change in zip(found, slopes, changes[len(tensors) :])
+        if r.requires_grad
+    ]
+    del found
+    return values + [*torch.autograd.grad(learned, wanted_of(leaves), [torch.zeros_like(r) for r in learned])]
+
+
+def check_as_accurate(
+    call: Bound, ours: list[Tensor], theirs: list[Tensor], inputs: list[Tensor], slopes: list[Tensor], noise: float
+) -> None:
+    """Of the same numbers in memory of another layout, which other code may serve."""
+    exact = gradients(call.formula, [like(t, torch.float64) for t in inputs], slopes)
+    bounds = roundings(call.formula, inputs, slopes, exact)
+    scale = max((float(g.abs().max()) for g in slopes if g.numel()), default=0.0)
+    for i, results in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert_no_worse(f"result {i}", *results, scale if i >= len(slopes) else 0.0, noise, (bounds, i))
+
+
+def check_layouts(row, call: Bound, runs: Sequence[Callable], wanted: Callable[[str], bool]) -> None:
+    """Of one tensor at a time, and of all inputs."""
+    count, device = len(call.tensors), call.tensors[0].device.type
+    slopes = [torch.randn_like(r) if r.is_floating_point() else torch.zeros_like(r) for r in call.op(*call.tensors)]
+    given = [*call.tensors, *slopes]
+    names = [*call.names, *(f"upstream gradient {i}" for i in range(len(slopes)))]
+    layouts = [layouts_of(t) for t in given]
+    bad = []
+    for of, places in [("all inputs", range(count)), *((name, [i]) for i, name in enumerate(names))]:
+        for layout in filter(wanted, {name: None for i in places for name in layouts[i]}):
+            changes = [
+                of_one.get(layout, contiguous) if i in places else contiguous for i, of_one in enumerate(layouts)
+            ]
+            # The same numbers: a layout may repeat some.
+            same = [contiguous(change(t)).requires_grad_(t.requires_grad) for t, change in zip(given, changes)]
+            tensors, grads = same[:count], same[count:]
+            for run in runs:
+                try:
+                    theirs = run(call, tensors, grads, [contiguous] * len(given))
+                    ours = run(call, tensors, grads, changes)
+                    if not equal(ours, theirs):
+                        check_as_accurate(call, ours, theirs, tensors, grads, noise_of(row.op, device))
+                except (RuntimeError, AssertionError) as error:
+                    bad.append(f"{of}, {layout}, {run.__name__}: {error}".partition("\n")[0])
+    assert not bad, "\n".join(["", *bad])
+
+
+@pytest.fixture
+def one_thread():
+    """For many calls of few rows, to which a second thread adds nothing but the time to wake it."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@in_tiers()
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
+def test_layouts(row, dtype, device):
+    """Of every tensor, also of the upstream gradients, whether the caller holds them or backward may overwrite them."""
+    runs = (of_leaves, of_temporaries)
+    check_layouts(row, bind(row, device, dtype=dtype), runs, lambda layout: layout != SIZE_ONE)
+    for sizes in ((1, 5), (3, 1), (1, 1)):
+        check_layouts(row, bind(row, device, *sizes, dtype=dtype), runs, SIZE_ONE.__eq__)
 
 
 # ---- Autocast

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import Fork
+from layouts import expanded, offset, sliced, strided
 from torch import Tensor
 
 import liger_ops
@@ -32,13 +33,13 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 
 # Layouts of a (batch, heads, sequence, columns) tensor for an op on rows.
 LAYOUTS = {
-    "slice of a fused projection": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
-    "heads of a fused projection": lambda x: torch.cat([x] * 3, 1)[:, : x.shape[1]],
+    "slice of a fused projection": lambda x: sliced(x, -1),
+    "heads of a fused projection": lambda x: sliced(x, 1),
     "transposed heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "strided last dimension": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "misaligned": lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).roll(1)[1:].view(x.shape),
-    "expanded": lambda x: x[:1].expand_as(x),
-    "every other row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+    "misaligned": lambda x: offset(x, 1),
+    "expanded": lambda x: expanded(x, 0),
+    "every other row": lambda x: strided(x, 2),
 }
 
 

@@ -152,6 +152,21 @@ def plain_operators() -> dict[str, list[str]]:
     return {op: names for op, names in tensors.items() if len(names) == operators()[op].rows}
 
 
+def product_calls() -> dict[str, dict[str, Any]]:
+    """A call of each private operator that only models and modules call."""
+    low_rank_input = dict(x=numbers(ROWS, N), a=adapters(3, 5)["a"], scale=[0.5, 2.0])
+    return {
+        "_mm": dict(a=numbers(ROWS, N), b=numbers(N, 3)),
+        "_projections_grad": dict(grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)]),
+        "_lora_projections": dict(
+            x=numbers(ROWS, N), weights=[numbers(n, N) for n in (3, 5)], biases=[numbers(3), None], **adapters(3, 5),
+            scale=[0.5, 2.0], of=[0, 1],
+        ),
+        "_low_rank_input": low_rank_input,
+        "_low_rank_input_bwd": dict(low_rank_input, grad=numbers(ROWS, 5), wanted=9),
+    }  # fmt: skip
+
+
 def arguments_of(op: str) -> list[Any]:
     return torch._C._get_schema(f"liger::{op}", "").arguments
 
@@ -254,14 +269,7 @@ def samples() -> dict[str, dict[str, Any]]:
     found["_cross_entropy_totals"] = dict(
         target=torch.tensor([0, 1]), weight=weight, classes=CLASSES, ignore_index=-100, dtype=torch.float32
     )
-    found["_mm"] = dict(a=numbers(ROWS, N), b=numbers(N, 3))
-    found["_projections_grad"] = dict(grads=[numbers(ROWS, n) for n in (3, 5)], weights=[numbers(n, N) for n in (3, 5)])
-    found["_lora_projections"] = dict(
-        x=numbers(ROWS, N), weights=[numbers(n, N) for n in (3, 5)], biases=[numbers(3), None], **adapters(3, 5),
-        scale=[0.5, 2.0], of=[0, 1],
-    )  # fmt: skip
-    found["_low_rank_input"] = dict(x=numbers(ROWS, N), a=adapters(3, 5)["a"], scale=[0.5, 2.0])
-    found["_low_rank_input_bwd"] = dict(found["_low_rank_input"], grad=numbers(ROWS, 5), wanted=9)
+    found |= product_calls()
     # Backward is not in place under a dispatch mode. The in-place operators take the same arguments.
     for op in OPERATORS:
         if op not in found and op.endswith("_"):

@@ -179,7 +179,8 @@ def of_tensor(op: str, argument: str, call: Arguments, t: Tensor) -> Iterator[tu
         for value in wrong_indices(op, argument):
             yield f"with {value}", lambda t, value=value: with_number(t, value)
         yield from WRONG_INDICES.get(argument, {}).items()
-    if " or " in mine.shapes:
+    # One number may have any shape.
+    if " or " in mine.shapes or mine.shapes == "(1,)":
         return
     leading = any("..." in d.shapes for d in others)
     if "..." not in mine.shapes or leading:
@@ -273,7 +274,7 @@ def of_list(values: list[Any], note: str) -> Iterator[tuple[str, list[Any]]]:
         yield "of the right sum, with a negative one", [MOST, *values[1:-1], sum(values) - MOST - sum(values[1:-1])]
 
 
-def of_option(op: str, argument: str, kind: str) -> Iterator[tuple[str, Any]]:
+def of_option(op: str, argument: str, kind: str, may_be_none: bool) -> Iterator[tuple[str, Any]]:
     if kind == "str":
         yield "unknown", "unknown"
         yield "empty", "" if argument != "group" else "\0"
@@ -282,7 +283,8 @@ def of_option(op: str, argument: str, kind: str) -> Iterator[tuple[str, Any]]:
         yield "a string", "yes"
     if kind == "float":
         yield "a string", "1.0"
-        yield from ((str(value), value) for value in (math.nan, math.inf, -math.inf))
+        # One that may be None is a bound, which may be infinite.
+        yield from ((str(value), value) for value in (math.nan, *(() if may_be_none else (math.inf, -math.inf))))
         if says(op, argument, r"\bpositive\b"):
             yield from ((str(value), value) for value in (0.0, -1.0))
         if says(op, argument, "not negative"):
@@ -328,7 +330,7 @@ def wrong_calls(op: str) -> list[Wrong]:
             for what, change in of_tensor(op, name, call, value[0]) if isinstance(value[0], Tensor) else ():
                 add(name, f"[0] {what}", lambda call, n=name, c=change: replaced(call, n, 0, c))
         else:
-            for what, value in of_option(op, name, kind):
+            for what, value in of_option(op, name, kind, kind != str(a.type)):
                 add(name, what, lambda call, n=name, v=value: call | {n: v})
     if op in PUBLIC:
         add("", HUGE, enlarge)

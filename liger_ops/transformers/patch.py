@@ -362,7 +362,7 @@ def patch_again(module: nn.Module, kind: str, options: Options) -> None:
         step = loss_step(module, options) if kind == "loss" else steps[0]
         reason = patch_step(step).reason if step is not None else "computes something else"
     except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
-        reason = f"{type(error).__name__}: {error}"
+        reason = probe.described(error)
     keep_options(module, options)
     if not isinstance(module, Patched):
         name = type(module).__name__

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import math
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return cls.__bases__[0] if cls is type(module) and is_parametrized(module) else cls
 
 
+def described(error: Exception) -> str:
+    """The error in a reason: its class, and the first line of its text."""
+    text = next(iter(str(error).splitlines()), "")
+    return ": ".join(filter(None, (type(error).__name__, textwrap.shorten(text, 120, placeholder=" ..."))))
+
+
 def only_tensor_argument(function: Callable) -> bool:
     parameters = list(inspect.signature(function).parameters.values())[1:]
     return len(parameters) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD
@@ -126,7 +133,7 @@ def identify_norm(module: nn.Module) -> Norm:
     try:
         theirs, weight, bias = run(rows, torch.float32)
     except Exception as error:
-        raise NotUnderstood(f"does not run on rows ({type(error).__name__})") from None
+        raise NotUnderstood(f"does not run on rows ({described(error)})") from None
     candidates = [Norm("rms_norm", e, offset) for e in names for offset in (0.0, 1.0)] if bias is None else []
     candidates += [Norm("layer_norm", e) for e in names]
     for norm in candidates:
@@ -241,6 +248,11 @@ class MLP:
         return self.gate.switch
 
 
+# Sizes of the small copies of an MLP that are run, and how many there are at most.
+HIDDEN, INNER, MOST_COPIES = 6, 10, 64
+OTHER_VALUES = "computes something else"
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is a projection, or a wrapper around one such as a LoRA layer."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")
@@ -260,37 +272,52 @@ def identify_mlp(module: nn.Module) -> MLP:
     if any(isinstance(m, nn.Dropout) and m.p > 0 for other in others for m in other.modules()):
         raise NotUnderstood("has dropout")
 
-    # Run the module with small projections.
-    hidden, inner = 6, 10
-    down = [n for n in linears if linears[n].out_features == next(iter(linears.values())).in_features][-1:]
-    if not down:
-        raise NotUnderstood("no projection returns to the size of the input")
-    sizes = {linears[down[0]].out_features: hidden, linears[down[0]].in_features: inner}
-    sizes.setdefault(2 * linears[down[0]].in_features, 2 * inner)
-    if any(m.in_features not in sizes or m.out_features not in sizes for m in linears.values()):
-        raise NotUnderstood("its projections have unexpected sizes")
-    small: dict[str, nn.Module] = {}
-    for i, (name, linear) in enumerate(linears.items()):
-        shape = sizes[linear.out_features], sizes[linear.in_features]
-        small[name] = nn.Linear(*shape[::-1], bias=False, device="meta")
-        small[name].weight = nn.Parameter(random_tensor(*shape, seed=i).double(), False)
-    scalars = {k: sizes.get(v, v) for k, v in vars(module).items() if type(v) is int}
-    probe = shallow_copy(module, _modules={**module._modules, **small}, training=True, **scalars)
     scales = input_sizes(module)
-    inputs = [scale * random_tensor(5, hidden, seed=9 + i).double() for i, scale in enumerate(scales)]
-    try:
-        with torch.no_grad():
-            theirs = [cls.forward(probe, x) for x in inputs]
-    except Exception as error:
-        raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
-    for names, gate in itertools.product(itertools.permutations(linears), gates_of(module)):
-        mlp = MLP(gate.formula, names, limit=gate.limit)
+    inputs = [scale * random_tensor(5, HIDDEN, seed=9 + i).double() for i, scale in enumerate(scales)]
+    failed = "its projections have unexpected sizes"
+    for probe in small_copies(module, linears):
         try:
-            if all(agrees(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
-                return mlp
-        except RuntimeError:
+            with torch.no_grad():
+                theirs = [cls.forward(probe, x) for x in inputs]
+        except Exception as error:
+            if failed != OTHER_VALUES:
+                failed = f"does not run on a small copy ({described(error)})"
             continue
-    raise NotUnderstood("computes something else")
+        failed = OTHER_VALUES
+        for names, gate in itertools.product(itertools.permutations(linears), gates_of(module)):
+            mlp = MLP(gate.formula, names, limit=gate.limit)
+            try:
+                if all(agrees(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
+                    return mlp
+            except RuntimeError:
+                continue
+    raise NotUnderstood(failed)
+
+
+def small_copies(module: nn.Module, linears: dict[str, Any]) -> Iterator[nn.Module]:
+    """Copies with small projections, whose sizes differ even where those of the module coincide: one for each part that the
+    projections and numbers of the module may play by their sizes."""
+    for down in reversed(linears):
+        hidden, inner = linears[down].out_features, linears[down].in_features
+        others = [linear for name, linear in linears.items() if name != down]
+        outer = {linear.out_features for linear in others}
+        if {linear.in_features for linear in others} != {hidden} or outer not in ({inner}, {2 * inner}):
+            continue
+        columns = INNER if outer == {inner} else 2 * INNER
+        small: dict[str, nn.Module] = {}
+        for i, name in enumerate(linears):
+            shape = (HIDDEN, INNER) if name == down else (columns, HIDDEN)
+            small[name] = nn.Linear(*shape[::-1], bias=False, device="meta")
+            small[name].weight = nn.Parameter(random_tensor(*shape, seed=i).double(), False)
+        sizes = ((hidden, HIDDEN), (inner, INNER), (2 * inner, 2 * INNER))
+        meanings = {
+            name: [ours for theirs, ours in sizes if theirs == value]
+            for name, value in vars(module).items()
+            if type(value) is int and any(theirs == value for theirs, _ in sizes)
+        }
+        for numbers in itertools.islice(itertools.product(*meanings.values()), MOST_COPIES):
+            scalars = dict(zip(meanings, numbers))
+            yield shallow_copy(module, _modules={**module._modules, **small}, training=True, **scalars)
 
 
 def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -346,7 +373,7 @@ def identify_experts(module: nn.Module) -> Gate:
         with torch.no_grad():
             theirs = [cls._apply_gate(shallow_copy(module), x) for x in inputs]
     except Exception as error:
-        raise NotUnderstood(f"its gate does not run on a small input ({type(error).__name__})") from None
+        raise NotUnderstood(f"its gate does not run on a small input ({described(error)})") from None
     for gate in gates_of(module):
         packed = gate.operator("_packed")
         if all(agrees(packed(x, *gate.options), y, 1e-6) for x, y in zip(inputs, theirs)):

@@ -238,6 +238,8 @@ class MLP:
     projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
     lora: bool = True  # whether LoRA layers among them may run in operators
     limit: float | None = None  # of the gate
+    # The attributes by which the results of the first and of the last projection are multiplied.
+    factors: tuple[str | None, str | None] = (None, None)
 
     @property
     def gate(self) -> Gate:
@@ -275,23 +277,48 @@ def identify_mlp(module: nn.Module) -> MLP:
     scales = input_sizes(module)
     inputs = [scale * random_tensor(5, HIDDEN, seed=9 + i).double() for i, scale in enumerate(scales)]
     failed = "its projections have unexpected sizes"
-    for probe in small_copies(module, linears):
+    for small, factors in itertools.product(small_copies(module, linears), factors_of(module)):
+        probe = with_factors(small, factors)
         try:
             with torch.no_grad():
                 theirs = [cls.forward(probe, x) for x in inputs]
         except Exception as error:
-            if failed != OTHER_VALUES:
+            if failed != OTHER_VALUES and factors == (None, None):
                 failed = f"does not run on a small copy ({described(error)})"
             continue
         failed = OTHER_VALUES
         for names, gate in itertools.product(itertools.permutations(linears), gates_of(module)):
-            mlp = MLP(gate.formula, names, limit=gate.limit)
+            mlp = MLP(gate.formula, names, limit=gate.limit, factors=factors)
             try:
                 if all(agrees(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
                     return mlp
             except RuntimeError:
                 continue
     raise NotUnderstood(failed)
+
+
+def factors_of(module: nn.Module) -> list[tuple[str | None, str | None]]:
+    """Candidates for MLP.factors, those with most attributes first: a factor that is 1 now may change."""
+    read = rewrite.names_in(inner_function(original_class(type(module)).forward).__code__)
+    numbers = [name for name, value in vars(module).items() if type(value) in (int, float) and name in read]
+    names: list[str | None] = [*numbers, None]
+    pairs = [(first, last) for first in names for last in names if first != last or first is None]
+    return sorted(pairs, key=lambda pair: pair.count(None))
+
+
+def with_factors(small: Any, factors: tuple[str | None, str | None]) -> nn.Module:
+    """The small copy with other values of these attributes, and with biases. They show whether a factor multiplies the result
+    of the last projection or its input, which round differently."""
+    values = {name: value for name, value in zip(factors, (1.3, 0.7)) if name is not None}
+    modules = dict(small._modules)
+    for i, (name, linear) in enumerate(modules.items() if factors[1] else ()):
+        if type(linear) is nn.Linear:
+            modules[name] = shallow_copy(linear, _parameters={**linear._parameters, "bias": bias_of(linear, i)})
+    return shallow_copy(small, _modules=modules, **values)
+
+
+def bias_of(linear: nn.Linear, seed: int) -> nn.Parameter:
+    return nn.Parameter(random_tensor(linear.weight.shape[0], seed=seed).double(), False)
 
 
 def small_copies(module: nn.Module, linears: dict[str, Any]) -> Iterator[nn.Module]:
@@ -320,8 +347,19 @@ def small_copies(module: nn.Module, linears: dict[str, Any]) -> Iterator[nn.Modu
             yield shallow_copy(module, _modules={**module._modules, **small}, training=True, **scalars)
 
 
+def times(x: Tensor, module: nn.Module, factor: str | None) -> Tensor:
+    return x if factor is None else x * getattr(module, factor)
+
+
 def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
-    found = mlp.gate
+    inner, last = without_last_factor(mlp), mlp.factors[1]
+    if last is None:
+        return inner
+    return lambda self, x: times(inner(self, x), self, last)
+
+
+def without_last_factor(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
+    found, factor = mlp.gate, mlp.factors[0]
     options = found.options
     product, product_linear, packed = (found.operator(form) for form in ("", "_linear", "_packed"))
     if len(mlp.projections) == 3:
@@ -329,10 +367,11 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             first, last = (getattr(self, gate), getattr(self, up)), getattr(self, down)
-            side_by_side = projected_in_fp8(first, x)
+            side_by_side = projected_in_fp8(first, x) if factor is None else None
             if side_by_side is not None:
                 return project_one(last, packed(side_by_side, *options), mlp.lora)
             gate_out, up_out = project(first, x, mlp.lora)
+            gate_out = times(gate_out, self, factor)
             if is_distributed(gate_out):
                 return last(found.product(gate_out, up_out))
             if is_bare_linear(last):
@@ -346,7 +385,7 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     gate_up, down = mlp.projections
 
     def packed_forward(self: nn.Module, x: Tensor) -> Tensor:
-        both, last = project_one(getattr(self, gate_up), x, mlp.lora), getattr(self, down)
+        both, last = times(project_one(getattr(self, gate_up), x, mlp.lora), self, factor), getattr(self, down)
         if is_distributed(both):
             gate_out, up_out = both.chunk(2, -1)
             return last(found.product(gate_out, up_out))

@@ -35,6 +35,7 @@ from . import (
     probe,
     routers,
 )
+from .coverage import Coverage, Row, coverage_of, others
 from .heads import patch_model, release_base
 from .patched import (
     NotUnderstood,
@@ -116,22 +117,19 @@ class Step(NamedTuple):
 # ---- The report
 
 
-class Row(NamedTuple):
-    module: str  # path in the model
-    type: str  # name of the class
-    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "connection",
-    # "embedding", "lora", "linear" or "loss"
-    kind: str
-    replacement: str  # the operator that computes it now, or ""
-    reason: str  # why it was left alone, or why no larger operator replaces it, or ""
-
-
 class Report:
-    """The rows of one model. `print(report)` groups them by class."""
+    """The rows of one model. `print(report)` groups them by class, and ends with the share of the parameters that operators
+    cover and the options in force."""
 
-    def __init__(self, model_type: str, rows: Iterable[Row]) -> None:
+    def __init__(self, model_type: str, rows: Iterable[Row], coverage: Coverage | None, options: Options) -> None:
         self.model_type = model_type
         self.rows = list(rows)
+        self.coverage = coverage  # None if it is not known, as under FSDP1
+        self.options: dict[str, Any] = {
+            "switched_off": [name for name, on in options.switches.items() if not on],
+            "memory_budget": options.memory_budget,
+            "fp8": options.fp8,
+        }
 
     @property
     def replaced(self) -> list[Row]:
@@ -142,7 +140,12 @@ class Report:
         return [row for row in self.rows if not row.replacement]
 
     def as_dict(self) -> dict:
-        return {"model_type": self.model_type, "rows": [row._asdict() for row in self.rows]}
+        return {
+            "model_type": self.model_type,
+            "rows": [row._asdict() for row in self.rows],
+            "coverage": self.coverage and self.coverage._asdict(),
+            "options": self.options,
+        }
 
     def __str__(self) -> str:
         groups = Counter((row.kind, row.type, row.replacement, row.reason) for row in self.rows)
@@ -150,7 +153,12 @@ class Report:
         lines += [(kind, cls, str(n), op or "left alone", reason) for (kind, cls, op, reason), n in groups.items()]
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([f"liger_ops on {self.model_type}", *table])
+        off = ", ".join(self.options["switched_off"])
+        given = [
+            f"{name}={self.options[name]!r}" for name in ("memory_budget", "fp8") if self.options[name] is not None
+        ]
+        last = [str(self.coverage)] * (self.coverage is not None) + [f"switched off: {off}"] * bool(off) + given
+        return "\n".join([f"liger_ops on {self.model_type}", *table, "; ".join(last)])
 
     def __repr__(self) -> str:
         return f"<Report of {self.model_type}: {len(self.replaced)} replaced, {len(self.left_alone)} left alone>"
@@ -284,7 +292,9 @@ def apply_liger_kernel(
     model = unwrapped(model_or_class)
     release_base(model)
     rows = patch_all(plan(model, options))
-    report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
+    rows[-1:-1] = others(model, rows)
+    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    report = Report(name, rows, coverage_of(model, rows), options)
     for module in model.modules():
         keep_options(module, options)
     if not report.replaced and (any(options.switches.values()) or fp8):

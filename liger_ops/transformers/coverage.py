@@ -10,7 +10,7 @@ from torch import nn
 
 from ..projections import is_projection
 from . import rewrite
-from .heads import head_of
+from .heads import head_of, output_embedding
 from .patched import inner_function
 
 # What an operator of a row of this kind computes.
@@ -59,18 +59,26 @@ def holds_layers_only(module: nn.Module) -> bool:
     )
 
 
+def is_flat(parameter: Any) -> bool:
+    """Whether FSDP1 has put the parameters of several modules into this one."""
+    return getattr(parameter, "_is_flat_param", False)
+
+
 def others(model: nn.Module, rows: Iterable[Row]) -> list[Row]:
     """Rows of the modules that have parameters and that no row speaks of."""
     kinds: dict[str, set[str]] = {}
     for row in rows:
         kinds.setdefault(row.module, set()).add(row.kind)
-    modules, head = dict(model.named_modules()), head_of(model)
+    modules, head = dict(model.named_modules()), output_embedding(model)
+    head_parts = {id(part) for part in head.modules()} if head is not None else set()
     found: dict[str, Row] = {}
     for path, module in modules.items():
         # Wrappers hold the parameters of what they wrap.
-        if not module._parameters or not any(p is not None for p in module._parameters.values()) or module is head:
+        if not any(p is not None and not is_flat(p) for p in module._parameters.values()):
             continue
-        if kinds.get(path, set()) - {*OF_CODE} or type(module).__module__.startswith("torch.distributed."):
+        if id(module) in head_parts or type(module).__module__.startswith("torch.distributed."):
+            continue
+        if kinds.get(path, set()) - {*OF_CODE}:
             continue
         above = [*ancestors_of(path)]
         if any(kinds.get(outer, set()) & {*EVERYTHING_BELOW} for outer in above):
@@ -137,7 +145,7 @@ def size_of(parameter: Any) -> int:
 def coverage_of(model: nn.Module, rows: Iterable[Row]) -> Coverage | None:
     """None if the model's parameters are not those of its modules, as under FSDP1."""
     every = {id(p): p for p in model.parameters()}
-    if any(type(p).__name__ == "FlatParameter" for p in every.values()):
+    if any(map(is_flat, every.values())):
         return None
     read = {id(p): p for row in rows if row.replacement for p in read_by_operators(model, row)}
     sums = [

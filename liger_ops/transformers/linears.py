@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from ..projections import has_adapters, recipe_of
 from ..reference.fp8_projections import multiple_of
-from .heads import head_of
+from .heads import output_embedding
 from .patched import (
     NotUnderstood,
     give_subclass,
@@ -55,12 +55,13 @@ def patch(linear: nn.Linear, recipe: str) -> str:
 
 def chosen(model: nn.Module, recipe: str, wanted: Filter | None) -> list[tuple[str, nn.Linear, str]]:
     """The path and the module of each plain linear layer but the head, and why it is left alone, or ""."""
-    head = head_of(model)
+    head = output_embedding(model)
+    head_parts = {id(part) for part in head.modules()} if head is not None else set()
     adapted = [path for path, module in model.named_modules() if has_adapters(module)]
     found = []
     for path, module in model.named_modules():
         # Subclasses, such as those of torchao and bitsandbytes, compute something else.
-        if type(module) is not nn.Linear or module is head:
+        if type(module) is not nn.Linear or id(module) in head_parts:
             continue
         reason = why_not(module, recipe)
         if any(path.startswith(f"{outer}.") and path != f"{outer}.base_layer" for outer in adapted):

@@ -158,7 +158,7 @@ class Report:
             f"{name}={self.options[name]!r}" for name in ("memory_budget", "fp8") if self.options[name] is not None
         ]
         last = [str(self.coverage)] * (self.coverage is not None) + [f"switched off: {off}"] * bool(off) + given
-        return "\n".join([f"liger_ops on {self.model_type}", *table, "; ".join(last)])
+        return "\n".join([f"liger_ops on {self.model_type}", *table, *["; ".join(last)] * bool(last)])
 
     def __repr__(self) -> str:
         return f"<Report of {self.model_type}: {len(self.replaced)} replaced, {len(self.left_alone)} left alone>"
@@ -167,15 +167,26 @@ class Report:
 # ---- Arguments
 
 
+# Their files are slow to import.
+FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+PEFT_TUNER = ("peft.tuners.tuners_utils", "BaseTuner")  # PeftModel.base_model
+
+
+def is_class(module: Any, name: tuple[str, str]) -> bool:
+    return any((cls.__module__, cls.__name__) == name for cls in type(module).__mro__)
+
+
 def unwrapped(model: Any) -> nn.Module:
-    """The model inside torch.compile, DistributedDataParallel or peft."""
+    """The model inside torch.compile, DistributedDataParallel, FullyShardedDataParallel or peft."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_class(model, FSDP1):
             model = model.module
         elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             model = model.get_base_model()
+        elif is_class(model, PEFT_TUNER):
+            model = model.model
         else:
             return model
 

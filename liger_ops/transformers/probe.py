@@ -116,7 +116,11 @@ def identify_norm(module: nn.Module) -> Norm:
     names = [n for n, v in vars(module).items() if "eps" in n.lower() and (v is None or isinstance(v, float))]
     if not names:
         raise NotUnderstood("has no epsilon")
-    n = next((p.shape[0] for p in parameters.values()), math.prod(getattr(module, "normalized_shape", (24,))))
+    if any(isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
+        raise NotUnderstood("FSDP has flattened its weight: patch it before, or pass use_orig_params=True")
+    # FSDP1 leaves a part of a weight, or nothing.
+    n = math.prod(getattr(module, "normalized_shape", (0,)))
+    n = n or next((p.shape[0] for p in parameters.values()), 0) or 24
 
     def run(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # Large values, so that a module that clamps differs from the formula.

@@ -27,7 +27,7 @@ from .patched import (
     original_class,
     require_switch,
 )
-from .probe import agrees, looks_like_experts, random_tensor, shallow_copy
+from .probe import agrees, described, looks_like_experts, random_tensor, shallow_copy
 
 PARAM_WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -143,7 +143,7 @@ def identify(wrapper: Any, switches: Switches) -> bool:
     except NotUnderstood:
         raise
     except Exception as error:
-        raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
+        raise NotUnderstood(f"does not run on a small copy ({described(error)})") from None
     return found.transposed
 
 

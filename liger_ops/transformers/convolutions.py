@@ -32,6 +32,7 @@ from .patched import (
     original_class,
     require_switch,
 )
+from .recurrences import BORDERS, recurrence_of, separated, warn
 
 OPERATOR = "causal_conv1d"
 ACTIVATIONS = {None: "none", "silu": "silu", "swish": "silu"}
@@ -201,7 +202,7 @@ def convolution_function(original: Any) -> Callable:
         given = arguments_if_understood(original, args, named)
         if given is None:
             if DERIVED in named:
-                named = {name: value for name, value in named.items() if name not in (DERIVED, "seq_idx")}
+                named = {name: value for name, value in named.items() if name not in (DERIVED, BORDERS, "seq_idx")}
             return original(*args, **named)
         x, weight, bias = given[names[0]], given["weight"], given.get("bias")
         rows = x.transpose(1, 2)
@@ -274,9 +275,17 @@ def recurrence_function(original: Any) -> Callable:
     """The function, which gets derived samples as far as it takes them."""
     found = packaged(original)
     parameters = found.parameters if found is not None else ()
+    alone = found is not None and not found.installed and recurrence_of(original) is not None
 
     def recurrence(*args: Any, **named: Any) -> Any:
-        derived, ends = DERIVED in named, named.pop(DERIVED, None)
+        derived, ends, borders = DERIVED in named, named.pop(DERIVED, None), named.pop(BORDERS, None)
+        if derived and alone:
+            compiling = torch.compiler.is_compiling()
+            if compiling or (borders is not None and borders.packed):
+                y = None if compiling else separated(original, borders, args, named)
+                if y is not None:
+                    return y
+                warn(original.__name__, found.package, not compiling)  # type: ignore[union-attr]
         if derived and "seq_idx" not in parameters:
             named.pop("seq_idx", None)
         if "cu_seqlens" in parameters and named.get("cu_seqlens") is None:

@@ -14,7 +14,7 @@ from .. import functional as F
 from ..reference.moe_experts import ACTIVATIONS, activated
 from . import probe
 from .patched import NotUnderstood, Switches, give_subclass, is_distributed, require_switch
-from .probe import agrees, class_of, random_tensor, shallow_copy
+from .probe import agrees, class_of, described, random_tensor, shallow_copy
 
 OP = "moe_experts"
 HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
@@ -142,7 +142,7 @@ def identify(module: Any) -> Experts:
             gate_out = cls._apply_gate(copy, pair)
             theirs = cls.forward(copy, x, index, weight)
     except Exception as error:
-        raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
+        raise NotUnderstood(f"does not run on a small copy ({described(error)})") from None
     for activation, interleaved, limit, alpha, offset in gates(module):
         gate, up = (pair[:, 0::2], pair[:, 1::2]) if interleaved else pair.chunk(2, -1)
         if agrees(activated(gate, up, activation, limit, alpha, offset), gate_out, 1e-6):

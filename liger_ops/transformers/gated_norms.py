@@ -116,7 +116,7 @@ def identify(module: Any, switches: Switches) -> GatedNorm:
     try:
         theirs, _ = run(x, gate, torch.float32)
     except Exception as error:
-        raise NotUnderstood(f"does not run on rows ({type(error).__name__})") from None
+        raise NotUnderstood(f"does not run on rows ({probe.described(error)})") from None
     activations, firsts = (("silu", "sigmoid"), (False, True)) if gated else (("sigmoid",), (False,))
     for choice in itertools.product(epsilons, (0.0, 1.0), activations, firsts, group_sizes(module, n)):
         norm = GatedNorm(names, *choice, casting_mode="gemma")

@@ -43,12 +43,35 @@ from .patched import (
 from .probe import UNLESS_GATHERED, identify_lora
 
 
-def head_of(model: Any) -> Any:
-    """The model's output embedding, or None."""
+def output_embedding(model: Any) -> Any:
+    """The model's output embedding, perhaps in a wrapper, or None."""
     try:
         return model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
+
+
+# peft's layer of trainable tokens, whose weight is that of its base with some rows of its own.
+TOKEN_LAYER = ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer")
+
+
+def is_token_layer(module: Any) -> bool:
+    cls = original_class(type(module))
+    return (cls.__module__, cls.__name__) == TOKEN_LAYER
+
+
+def head_of(model: Any) -> Any:
+    """What computes the model's logits now, or None: in peft's wrappers the copy that is trained (modules_to_save), or the layer
+    of trainable tokens."""
+    head = output_embedding(model)
+    if type(head).__module__ != "peft.utils.other" or has_hooks(head) or has_replaced_forward(head):
+        return head
+    if type(head).__name__ == "TrainableTokensWrapper":
+        return head.token_adapter
+    if type(head).__name__ != "ModulesToSaveWrapper":
+        return head
+    active = [name for name in head.active_adapters if name in head.modules_to_save]
+    return head.original_module if head.disable_adapters or not active else head.modules_to_save[active[0]]
 
 
 # Modules whose hooks only gather and free weights, whatever the head's arguments and results are.
@@ -97,13 +120,13 @@ class HeadMode(NamedTuple):
 
     def operator(self, head: nn.Module) -> str:
         """The operator that computes the loss."""
-        # An unknown forward must be called to compute the logits.
-        if self.defers and (not has_replaced_forward(head) or class_mesh(head) is not None):
+        reason = why_logits(head)
+        if self.defers and not reason:
             mesh = class_mesh(head)
             over = f", vocab-parallel over {(mesh.mesh_dim_names or ('0',))[0]}" if mesh is not None else ""
             return "fused_linear_cross_entropy" + over
         if not self.wraps:
-            raise NotUnderstood("its head's forward was replaced")
+            raise NotUnderstood(reason)
         return "cross_entropy"
 
     def is_of_this_thread(self) -> bool:
@@ -111,17 +134,32 @@ class HeadMode(NamedTuple):
         return torch.compiler.is_compiling() or self.thread in (0, threading.get_ident())
 
 
+def why_logits(head: Any) -> str:
+    """Why the head must compute its logits, as far as it tells without an input, or ""."""
+    hooked = "its head has hooks" if has_other_hooks(head) else ""
+    if class_mesh(head) is not None and not has_adapters(head):
+        return hooked
+    # An unknown forward must be called.
+    if has_replaced_forward(head):
+        return "its head's forward was replaced"
+    if hooked or has_adapters(head) or is_fully_sharded(head):
+        return hooked
+    if is_token_layer(head):
+        base = head.base_layer
+        plain = type(base) is nn.Linear and not has_hooks(base) and not has_replaced_forward(base)
+        if not plain:
+            return f"its head's base is a {type(base).__name__} or hooked"
+    # Quantised weights, and weights that something other than FSDP distributes, have other classes.
+    cls = type(head.weight)
+    return "" if cls in (nn.Parameter, Tensor) else f"its head's weight is {cls.__name__}"
+
+
 def may_defer(head: Any, input: Tensor) -> bool:
     """Whether the head may compute a loss in place of logits."""
-    if has_adapters(head):
-        replaced = has_replaced_forward(head) or has_other_hooks(head)
-        # Its own call gathers the weights of a sharded head, and then decides.
-        return not replaced and (is_fully_sharded(head) or adapted_head(head, input) is not None)
-    if class_mesh(head) is not None:
-        return not has_other_hooks(head)
-    # Quantised weights, and weights that something other than FSDP distributes, have other classes.
-    whole = type(head.weight) in (nn.Parameter, Tensor) or is_fully_sharded(head)
-    return whole and not has_replaced_forward(head) and not has_other_hooks(head)
+    if why_logits(head):
+        return False
+    # The own call of a sharded head gathers its weights, and then decides.
+    return not has_adapters(head) or is_fully_sharded(head) or adapted_head(head, input) is not None
 
 
 def class_mesh(head: nn.Module) -> Any:
@@ -187,6 +225,19 @@ def adapted_head_forward(self: Any, x: Tensor, *args: Any, liger_call: LossCall 
     return liger_call.run(x, weight, bias, self.liger_memory_budget, *addend)  # type: ignore[arg-type]
 
 
+def token_head_forward(self: Any, x: Tensor, *args: Any, liger_call: LossCall | None = None, **kwargs: Any) -> Tensor:
+    if liger_call is None:
+        return original_class(type(self)).forward(self, x, *args, **kwargs)
+    base, adapters = self.base_layer, self.active_adapters
+    if self.disable_adapters or not adapters or self.merged:
+        if self.merged and (self.disable_adapters or not adapters):
+            self.unmerge()
+        return liger_call.run(x, base.weight, base.bias, self.liger_memory_budget)
+    self._check_overlapping_tokens(adapters)
+    # peft adds no bias to these logits.
+    return liger_call.run(x, self.get_merged_weights(adapters), None, self.liger_memory_budget)
+
+
 def patch_model(model: Any, options: Options) -> str:
     """Patches the model's head and its forward. Returns the operator that computes the loss."""
     patched = isinstance(model, Patched) and type(model).liger_row[0] == "loss"
@@ -214,11 +265,16 @@ def patch_loss(model: nn.Module, switches: Switches, memory_budget: int | None) 
 
     def members(cls: Any) -> dict[str, Any]:
         forward = model_forward(cls, parameters.index("labels") - 1, mode, memory_budget, lora)
-        found: dict[str, Any] = {"forward": forward, "liger_mode": mode}
+        found: dict[str, Any] = {"forward": forward, "liger_mode": mode, "liger_reason": property(reason_of_loss)}
         return found | {"loss_function": loss_property(cls.loss_function, loss)} if loss else found
 
     give_subclass(model, "loss", op, (original, op, mode, memory_budget, lora, loss), members)
     return op
+
+
+def reason_of_loss(model: Any) -> str:
+    """Why the loss needs logits, although the operator for hidden states is switched on."""
+    return why_logits(head_of(model)) if type(model).liger_mode.defers else ""
 
 
 def loss_operator(model: Any) -> str:
@@ -252,6 +308,12 @@ def prepare_head(model: nn.Module, memory_budget: int | None, lora: bool) -> Non
     if has_adapters(head):
         release_base(model)
         return prepare_adapted_head(head, memory_budget, lora)
+    if is_token_layer(head):
+        release_base(model)
+        members = {"forward": token_head_forward, **members_of_head(memory_budget)}
+        give_subclass(head, "head", "", ("tokens", memory_budget), lambda cls: members)
+        head.liger_mode = None
+        return
     if not is_plain_linear(head):
         wrapped = "wrapped " if type(head).__name__ == "Linear" else ""
         raise NotUnderstood(f"its head is a {wrapped}{type(head).__name__}")
@@ -264,7 +326,7 @@ def prepare_head(model: nn.Module, memory_budget: int | None, lora: bool) -> Non
 def release_base(model: Any) -> None:
     """If peft has adapted a patched head, the layer that it wraps is no head any more."""
     head = head_of(model)
-    if has_adapters(head) and is_patched_head(head.get_base_layer()):
+    if (has_adapters(head) or is_token_layer(head)) and is_patched_head(head.get_base_layer()):
         restore(head.get_base_layer())
 
 
@@ -299,7 +361,7 @@ def is_patched_head(module: Any) -> bool:
 def is_unpatched(head: Any, lora: bool) -> bool:
     if has_replaced_forward(head) or is_patched_head(head):
         return False
-    return type(head) is nn.Linear or (lora and is_lora(head))
+    return type(head) is nn.Linear or is_token_layer(head) or (lora and is_lora(head))
 
 
 def model_forward(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from ..projections import has_adapters, recipe_of
 from ..reference.fp8_projections import multiple_of
-from .heads import head_of
+from .heads import output_embedding
 from .patched import give_subclass, has_replaced_forward, is_fully_sharded, is_plain_linear, original_class
 
 Filter = Callable[[nn.Module, str], bool]
@@ -53,12 +53,13 @@ def patch(linear: nn.Linear, recipe: str) -> str:
 
 def chosen(model: nn.Module, recipe: str, wanted: Filter | None) -> list[tuple[str, nn.Linear, str]]:
     """The path and the module of each plain linear layer but the head, and why it is left alone, or ""."""
-    head = head_of(model)
+    head = output_embedding(model)
+    head_parts = {id(part) for part in head.modules()} if head is not None else set()
     adapted = [path for path, module in model.named_modules() if has_adapters(module)]
     groups = [path for path, module in model.named_modules() if is_fully_sharded(module)]
     found = []
     for path, module in model.named_modules():
-        if not is_plain_linear(module) or module is head:
+        if not is_plain_linear(module) or id(module) in head_parts:
             continue
         sharded = any(path == group or not group or path.startswith(f"{group}.") for group in groups)
         reason = why_not(module, recipe, sharded)

@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from .patched import (
     original_class,
     require_switch,
 )
+from .recurrences import BORDERS, borders_of, recurrence_of, warn
 
 # As for the masks of attention: with one of these, positions say nothing about samples.
 OTHERWISE = ("attention_mask", "cache", "past_key_values", "cache_params", "seq_idx")
@@ -90,12 +91,28 @@ def dropping_class(model: nn.Module, path: str, functions: list[str]) -> str:
     return "" if any(passes_on(forward_of(module), name) for name in functions) else type(module).__name__
 
 
-def identify_model(model: nn.Module, switches: Switches) -> tuple[bool, str]:
-    """Whether a recurrence takes `cu_seqlens`, and what packed samples share still."""
+class Packing(NamedTuple):
+    takes_ends: bool  # whether a recurrence takes `cu_seqlens`
+    missing: tuple[str, ...] = ()  # packages of recurrences that run without them
+    shares: tuple[str, ...] = ()  # recurrences that carry a state into the next sample even outside of torch.compile
+
+    @property
+    def reason(self) -> str:
+        """What packed samples share."""
+        text = "packed samples share the state of their recurrence"
+        if self.missing:
+            text += f" without {' and '.join(self.missing)}"
+            return text if self.shares else f"under torch.compile, {text}"
+        return text if self.shares else ""
+
+
+def identify_model(model: nn.Module, switches: Switches) -> Packing:
     require_switch(switches, OPERATOR)
     if "position_ids" not in arguments_of(model):
         raise NotUnderstood("its forward takes no position_ids")
-    takes_ends, shared = False, ""
+    takes_ends = False
+    missing: set[str] = set()
+    shares: dict[str, None] = {}
     for path, module in model.named_modules():
         if not looks_convolving(module):
             continue
@@ -106,16 +123,19 @@ def identify_model(model: nn.Module, switches: Switches) -> tuple[bool, str]:
         if dropping := dropping_class(model, path, list(methods.get("forward", ()))):
             raise NotUnderstood(f"{dropping} passes no keywords on")
         own = {p.package for used in methods.values() for f in used.values() if (p := packaged(f))}
-        called = [packaged(f) for used in recurrences_of(type(module)).values() for f in used.values()]
-        found = [p for p in called if p is not None and p.package not in own]
-        separating = [p for p in found if p.installed and {"seq_idx", "cu_seqlens"} & set(p.parameters)]
+        # With a cache, one step runs in another function.
+        recurrences = [*recurrences_of(type(module)).values()]
+        called = [(n, f) for used in recurrences for n, f in used.items() if "update" not in n]
+        found = [(n, f, p) for n, f in called if (p := packaged(f)) is not None and p.package not in own]
+        separating = [p for _, _, p in found if p.installed and {"seq_idx", "cu_seqlens"} & set(p.parameters)]
         takes_ends |= any("cu_seqlens" in p.parameters for p in separating)
-        missing = sorted({p.package for p in found if not p.installed})
-        if missing:
-            shared = f"packed samples share the state of their recurrence without {' and '.join(missing)}"
-        elif found and not separating:
-            shared = "packed samples share the state of their recurrence"
-    return takes_ends, shared
+        absent = {p.package for _, _, p in found if not p.installed}
+        missing |= absent
+        forward = forward_of(module)
+        alone = [n for n, f, p in found if not p.installed and recurrence_of(f) and passes_on(forward, n)]
+        if found and not separating and not alone:
+            shares |= dict.fromkeys(n for n, _, p in found if not absent or not p.installed)
+    return Packing(takes_ends, tuple(sorted(missing)), tuple(shares))
 
 
 # ---- What the model's forward adds
@@ -146,8 +166,8 @@ def positions_in(given: dict[str, Any], batch: int, length: int) -> Tensor | Non
     return positions.expand(batch, -1)
 
 
-def samples_in(given: dict[str, Any], takes_ends: bool) -> dict[str, Any]:
-    """The keywords that tell the samples apart, or none."""
+def samples_in(given: dict[str, Any], takes_ends: bool, reads_borders: bool = False) -> dict[str, Any]:
+    """The keywords that tell the samples apart, or none. reads_borders: a recurrence without its package needs them."""
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     if not isinstance(tokens, Tensor) or tokens.dim() < 2 or any(given.get(name) is not None for name in OTHERWISE):
         return {}
@@ -161,23 +181,29 @@ def samples_in(given: dict[str, Any], takes_ends: bool) -> dict[str, Any]:
         ends = ends_of(seq_idx) if takes_ends and batch == 1 else None
     else:
         return {}
-    return {"seq_idx": seq_idx, DERIVED: ends if takes_ends else None}
+    samples = {"seq_idx": seq_idx, DERIVED: ends if takes_ends else None}
+    borders = borders_of(seq_idx) if reads_borders else None
+    return samples if borders is None else samples | {BORDERS: borders}
 
 
-def patch_model(model: nn.Module, found: tuple[bool, str]) -> str:
-    takes_ends, reason = found
+def patch_model(model: nn.Module, found: Packing) -> str:
     names = arguments_of(model)[1:]
+    reads, package = bool(found.missing or found.shares), " and ".join(found.missing) or "a package that takes samples"
 
     def members(cls: Any) -> dict[str, Any]:
         @functools.wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            samples = samples_in(dict(zip(names, args)) | kwargs, takes_ends)
+            samples = samples_in(dict(zip(names, args)) | kwargs, found.takes_ends, reads)
+            if found.shares and samples:
+                compiling = torch.compiler.is_compiling()
+                if compiling or (BORDERS in samples and samples[BORDERS].packed):
+                    warn(", ".join(found.shares), package, not compiling)
             return cls.forward(self, *args, **kwargs | samples)
 
         # inspect.unwrap must not go past this function.
         vars(forward).pop("__wrapped__")
         vars(forward)["__signature__"] = inspect.signature(cls.forward)
-        return {"forward": forward, "liger_reason": reason}
+        return {"forward": forward, "liger_reason": found.reason}
 
     give_subclass(model, "packing", OPERATOR, found, members)
     return OPERATOR

@@ -35,6 +35,7 @@ from . import (
     probe,
     routers,
 )
+from .coverage import Coverage, Row, coverage_of, others
 from .heads import patch_model, release_base
 from .options import (
     UNCHANGED,
@@ -122,22 +123,19 @@ class Step(NamedTuple):
 # ---- The report
 
 
-class Row(NamedTuple):
-    module: str  # path in the model
-    type: str  # name of the class
-    # "layer", "norm", "mlp", "activation", "router", "experts", "gate", "rope", "conv", "packing", "connection",
-    # "embedding", "lora", "linear" or "loss"
-    kind: str
-    replacement: str  # the operator that computes it now, or ""
-    reason: str  # why it was left alone, or why no larger operator replaces it, or ""
-
-
 class Report:
-    """The rows of one model. `print(report)` groups them by class."""
+    """The rows of one model. `print(report)` groups them by class, and ends with the share of the parameters that operators
+    cover and the options in force."""
 
-    def __init__(self, model_type: str, rows: Iterable[Row]) -> None:
+    def __init__(self, model_type: str, rows: Iterable[Row], coverage: Coverage | None, options: Options) -> None:
         self.model_type = model_type
         self.rows = list(rows)
+        self.coverage = coverage  # None if it is not known, as under FSDP1
+        self.options: dict[str, Any] = {
+            "switched_off": [name for name, on in options.switches.items() if not on],
+            "memory_budget": options.memory_budget,
+            "fp8": options.fp8,
+        }
 
     @property
     def replaced(self) -> list[Row]:
@@ -148,7 +146,12 @@ class Report:
         return [row for row in self.rows if not row.replacement]
 
     def as_dict(self) -> dict:
-        return {"model_type": self.model_type, "rows": [row._asdict() for row in self.rows]}
+        return {
+            "model_type": self.model_type,
+            "rows": [row._asdict() for row in self.rows],
+            "coverage": self.coverage and self.coverage._asdict(),
+            "options": self.options,
+        }
 
     def __str__(self) -> str:
         groups = Counter((row.kind, row.type, row.replacement, row.reason) for row in self.rows)
@@ -156,7 +159,12 @@ class Report:
         lines += [(kind, cls, str(n), op or "left alone", reason) for (kind, cls, op, reason), n in groups.items()]
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([f"liger_ops on {self.model_type}", *table])
+        off = ", ".join(self.options["switched_off"])
+        given = [
+            f"{name}={self.options[name]!r}" for name in ("memory_budget", "fp8") if self.options[name] is not None
+        ]
+        last = [str(self.coverage)] * (self.coverage is not None) + [f"switched off: {off}"] * bool(off) + given
+        return "\n".join([f"liger_ops on {self.model_type}", *table, *["; ".join(last)] * bool(last)])
 
     def __repr__(self) -> str:
         return f"<Report of {self.model_type}: {len(self.replaced)} replaced, {len(self.left_alone)} left alone>"
@@ -165,15 +173,26 @@ class Report:
 # ---- Arguments
 
 
+# Their files are slow to import.
+FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+PEFT_TUNER = ("peft.tuners.tuners_utils", "BaseTuner")  # PeftModel.base_model
+
+
+def is_class(module: Any, name: tuple[str, str]) -> bool:
+    return any((cls.__module__, cls.__name__) == name for cls in type(module).__mro__)
+
+
 def unwrapped(model: Any) -> nn.Module:
-    """The model inside torch.compile, DistributedDataParallel or peft."""
+    """The model inside torch.compile, DistributedDataParallel, FullyShardedDataParallel or peft."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_class(model, FSDP1):
             model = model.module
         elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             model = model.get_base_model()
+        elif is_class(model, PEFT_TUNER):
+            model = model.model
         else:
             return model
 
@@ -268,7 +287,9 @@ def apply_liger_kernel(
         unpatch(model)
     before = [type(module) for module in model.modules()]
     rows = patch_all(plan(model, options))
-    report = Report(getattr(getattr(model, "config", None), "model_type", type(model).__name__), rows)
+    rows[-1:-1] = others(model, rows)
+    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    report = Report(name, rows, coverage_of(model, rows), options)
     if report.replaced:
         keep_options(model, options)
     elif any(options.switches.values()) or options.fp8:
@@ -359,7 +380,7 @@ def patch_again(module: nn.Module, kind: str, options: Options) -> None:
         step = loss_step(module, options) if kind == "loss" else steps[0]
         reason = patch_step(step).reason if step is not None else "computes something else"
     except Exception as error:  # a module that is not complete yet: pickles may hold cycles of modules
-        reason = f"{type(error).__name__}: {error}"
+        reason = probe.described(error)
     if isinstance(module, Patched):
         module.__dict__["liger_options"] = options
     else:

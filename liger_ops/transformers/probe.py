@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import math
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return cls.__bases__[0] if cls is type(module) and is_parametrized(module) else cls
 
 
+def described(error: Exception) -> str:
+    """The error in a reason: its class, and the first line of its text."""
+    text = next(iter(str(error).splitlines()), "")
+    return ": ".join(filter(None, (type(error).__name__, textwrap.shorten(text, 120, placeholder=" ..."))))
+
+
 def only_tensor_argument(function: Callable) -> bool:
     parameters = list(inspect.signature(function).parameters.values())[1:]
     return len(parameters) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD
@@ -109,7 +116,11 @@ def identify_norm(module: nn.Module) -> Norm:
     names = [n for n, v in vars(module).items() if "eps" in n.lower() and (v is None or isinstance(v, float))]
     if not names:
         raise NotUnderstood("has no epsilon")
-    n = next((p.shape[0] for p in parameters.values()), math.prod(getattr(module, "normalized_shape", (24,))))
+    if any(isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
+        raise NotUnderstood("FSDP has flattened its weight: patch it before, or pass use_orig_params=True")
+    # FSDP1 leaves a part of a weight, or nothing.
+    n = math.prod(getattr(module, "normalized_shape", (0,)))
+    n = n or next((p.shape[0] for p in parameters.values()), 0) or 24
 
     def run(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # Large values, so that a module that clamps differs from the formula.
@@ -126,7 +137,7 @@ def identify_norm(module: nn.Module) -> Norm:
     try:
         theirs, weight, bias = run(rows, torch.float32)
     except Exception as error:
-        raise NotUnderstood(f"does not run on rows ({type(error).__name__})") from None
+        raise NotUnderstood(f"does not run on rows ({described(error)})") from None
     candidates = [Norm("rms_norm", e, offset) for e in names for offset in (0.0, 1.0)] if bias is None else []
     candidates += [Norm("layer_norm", e) for e in names]
     for norm in candidates:
@@ -231,6 +242,8 @@ class MLP:
     projections: tuple[str, ...]  # (gate, up, down), or (gate and up in one, down)
     lora: bool = True  # whether LoRA layers among them may run in operators
     limit: float | None = None  # of the gate
+    # The attributes by which the results of the first and of the last projection are multiplied.
+    factors: tuple[str | None, str | None] = (None, None)
 
     @property
     def gate(self) -> Gate:
@@ -239,6 +252,11 @@ class MLP:
     @property
     def switch(self) -> str:
         return self.gate.switch
+
+
+# Sizes of the small copies of an MLP that are run, and how many there are at most.
+HIDDEN, INNER, MOST_COPIES = 6, 10, 64
+OTHER_VALUES = "computes something else"
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -260,41 +278,92 @@ def identify_mlp(module: nn.Module) -> MLP:
     if any(isinstance(m, nn.Dropout) and m.p > 0 for other in others for m in other.modules()):
         raise NotUnderstood("has dropout")
 
-    # Run the module with small projections.
-    hidden, inner = 6, 10
-    down = [n for n in linears if linears[n].out_features == next(iter(linears.values())).in_features][-1:]
-    if not down:
-        raise NotUnderstood("no projection returns to the size of the input")
-    sizes = {linears[down[0]].out_features: hidden, linears[down[0]].in_features: inner}
-    sizes.setdefault(2 * linears[down[0]].in_features, 2 * inner)
-    if any(m.in_features not in sizes or m.out_features not in sizes for m in linears.values()):
-        raise NotUnderstood("its projections have unexpected sizes")
-    small: dict[str, nn.Module] = {}
-    for i, (name, linear) in enumerate(linears.items()):
-        shape = sizes[linear.out_features], sizes[linear.in_features]
-        small[name] = nn.Linear(*shape[::-1], bias=False, device="meta")
-        small[name].weight = nn.Parameter(random_tensor(*shape, seed=i).double(), False)
-    scalars = {k: sizes.get(v, v) for k, v in vars(module).items() if type(v) is int}
-    probe = shallow_copy(module, _modules={**module._modules, **small}, training=True, **scalars)
     scales = input_sizes(module)
-    inputs = [scale * random_tensor(5, hidden, seed=9 + i).double() for i, scale in enumerate(scales)]
-    try:
-        with torch.no_grad():
-            theirs = [cls.forward(probe, x) for x in inputs]
-    except Exception as error:
-        raise NotUnderstood(f"does not run on a small copy ({type(error).__name__})") from None
-    for names, gate in itertools.product(itertools.permutations(linears), gates_of(module)):
-        mlp = MLP(gate.formula, names, limit=gate.limit)
+    inputs = [scale * random_tensor(5, HIDDEN, seed=9 + i).double() for i, scale in enumerate(scales)]
+    failed = "its projections have unexpected sizes"
+    for small, factors in itertools.product(small_copies(module, linears), factors_of(module)):
+        probe = with_factors(small, factors)
         try:
-            if all(agrees(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
-                return mlp
-        except RuntimeError:
+            with torch.no_grad():
+                theirs = [cls.forward(probe, x) for x in inputs]
+        except Exception as error:
+            if failed != OTHER_VALUES and factors == (None, None):
+                failed = f"does not run on a small copy ({described(error)})"
             continue
-    raise NotUnderstood("computes something else")
+        failed = OTHER_VALUES
+        for names, gate in itertools.product(itertools.permutations(linears), gates_of(module)):
+            mlp = MLP(gate.formula, names, limit=gate.limit, factors=factors)
+            try:
+                if all(agrees(mlp_forward(mlp)(probe, x), y, 1e-9) for x, y in zip(inputs, theirs)):
+                    return mlp
+            except RuntimeError:
+                continue
+    raise NotUnderstood(failed)
+
+
+def factors_of(module: nn.Module) -> list[tuple[str | None, str | None]]:
+    """Candidates for MLP.factors, those with most attributes first: a factor that is 1 now may change."""
+    read = rewrite.names_in(inner_function(original_class(type(module)).forward).__code__)
+    numbers = [name for name, value in vars(module).items() if type(value) in (int, float) and name in read]
+    names: list[str | None] = [*numbers, None]
+    pairs = [(first, last) for first in names for last in names if first != last or first is None]
+    return sorted(pairs, key=lambda pair: pair.count(None))
+
+
+def with_factors(small: Any, factors: tuple[str | None, str | None]) -> nn.Module:
+    """The small copy with other values of these attributes, and with biases. They show whether a factor multiplies the result
+    of the last projection or its input, which round differently."""
+    values = {name: value for name, value in zip(factors, (1.3, 0.7)) if name is not None}
+    modules = dict(small._modules)
+    for i, (name, linear) in enumerate(modules.items() if factors[1] else ()):
+        if type(linear) is nn.Linear:
+            modules[name] = shallow_copy(linear, _parameters={**linear._parameters, "bias": bias_of(linear, i)})
+    return shallow_copy(small, _modules=modules, **values)
+
+
+def bias_of(linear: nn.Linear, seed: int) -> nn.Parameter:
+    return nn.Parameter(random_tensor(linear.weight.shape[0], seed=seed).double(), False)
+
+
+def small_copies(module: nn.Module, linears: dict[str, Any]) -> Iterator[nn.Module]:
+    """Copies with small projections, whose sizes differ even where those of the module coincide: one for each part that the
+    projections and numbers of the module may play by their sizes."""
+    for down in reversed(linears):
+        hidden, inner = linears[down].out_features, linears[down].in_features
+        others = [linear for name, linear in linears.items() if name != down]
+        outer = {linear.out_features for linear in others}
+        if {linear.in_features for linear in others} != {hidden} or outer not in ({inner}, {2 * inner}):
+            continue
+        columns = INNER if outer == {inner} else 2 * INNER
+        small: dict[str, nn.Module] = {}
+        for i, name in enumerate(linears):
+            shape = (HIDDEN, INNER) if name == down else (columns, HIDDEN)
+            small[name] = nn.Linear(*shape[::-1], bias=False, device="meta")
+            small[name].weight = nn.Parameter(random_tensor(*shape, seed=i).double(), False)
+        sizes = ((hidden, HIDDEN), (inner, INNER), (2 * inner, 2 * INNER))
+        meanings = {
+            name: [ours for theirs, ours in sizes if theirs == value]
+            for name, value in vars(module).items()
+            if type(value) is int and any(theirs == value for theirs, _ in sizes)
+        }
+        for numbers in itertools.islice(itertools.product(*meanings.values()), MOST_COPIES):
+            scalars = dict(zip(meanings, numbers))
+            yield shallow_copy(module, _modules={**module._modules, **small}, training=True, **scalars)
+
+
+def times(x: Tensor, module: nn.Module, factor: str | None) -> Tensor:
+    return x if factor is None else x * getattr(module, factor)
 
 
 def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
-    found = mlp.gate
+    inner, last = without_last_factor(mlp), mlp.factors[1]
+    if last is None:
+        return inner
+    return lambda self, x: times(inner(self, x), self, last)
+
+
+def without_last_factor(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
+    found, factor = mlp.gate, mlp.factors[0]
     options = found.options
     product, product_linear, packed = (found.operator(form) for form in ("", "_linear", "_packed"))
     if len(mlp.projections) == 3:
@@ -302,10 +371,11 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             first, last = (getattr(self, gate), getattr(self, up)), getattr(self, down)
-            side_by_side = projected_in_fp8(first, x)
+            side_by_side = projected_in_fp8(first, x) if factor is None else None
             if side_by_side is not None:
                 return project_one(last, packed(side_by_side, *options), mlp.lora)
             gate_out, up_out = project(first, x, mlp.lora)
+            gate_out = times(gate_out, self, factor)
             if is_distributed(gate_out):
                 return last(found.product(gate_out, up_out))
             if is_bare_linear(last):
@@ -319,7 +389,7 @@ def mlp_forward(mlp: MLP) -> Callable[[nn.Module, Tensor], Tensor]:
     gate_up, down = mlp.projections
 
     def packed_forward(self: nn.Module, x: Tensor) -> Tensor:
-        both, last = project_one(getattr(self, gate_up), x, mlp.lora), getattr(self, down)
+        both, last = times(project_one(getattr(self, gate_up), x, mlp.lora), self, factor), getattr(self, down)
         if is_distributed(both):
             gate_out, up_out = both.chunk(2, -1)
             return last(found.product(gate_out, up_out))
@@ -346,7 +416,7 @@ def identify_experts(module: nn.Module) -> Gate:
         with torch.no_grad():
             theirs = [cls._apply_gate(shallow_copy(module), x) for x in inputs]
     except Exception as error:
-        raise NotUnderstood(f"its gate does not run on a small input ({type(error).__name__})") from None
+        raise NotUnderstood(f"its gate does not run on a small input ({described(error)})") from None
     for gate in gates_of(module):
         packed = gate.operator("_packed")
         if all(agrees(packed(x, *gate.options), y, 1e-6) for x, y in zip(inputs, theirs)):

@@ -598,9 +598,23 @@ PATCHING = [
     ),
     Defect(
         "head-ignores-hooks", "liger_ops/transformers/heads.py",
-        "return whole and not has_replaced_forward(head) and not has_other_hooks(head)",
-        "return whole and not has_replaced_forward(head)",
-        "transformers/test_transformers_logits.py transformers/test_transformers_wrappers.py",
+        'hooked = "its head has hooks" if has_other_hooks(head) else ""', 'hooked = ""',
+        "transformers/test_transformers_heads.py transformers/test_transformers_logits.py",
+    ),
+    Defect(
+        "mlp-ignores-the-factor-of-its-result", "liger_ops/transformers/probe.py",
+        "    return lambda self, x: times(inner(self, x), self, last)\n", "    return inner\n",
+        "transformers/test_transformers_mlps.py",
+    ),
+    Defect(
+        "coverage-counts-what-is-left-alone", "liger_ops/transformers/coverage.py",
+        "for row in rows if row.replacement for p in", "for row in rows for p in",
+        "transformers/test_transformers_coverage.py",
+    ),
+    Defect(
+        "fallbacks-share-the-state-of-samples", "liger_ops/transformers/convolutions.py",
+        "y = None if compiling else separated(", "y = None if compiling or True else separated(",
+        "transformers/test_transformers_packing.py",
     ),
     Defect(
         "patched-classes-forget-their-options", "liger_ops/transformers/patched.py",
@@ -672,7 +686,8 @@ PATCHING = [
     ),
     Defect(
         "adapted-heads-ignore-hooks", "liger_ops/transformers/heads.py",
-        "replaced = has_replaced_forward(head) or has_other_hooks(head)", "replaced = has_replaced_forward(head)",
+        "    if hooked or has_adapters(head) or is_fully_sharded(head):\n        return hooked\n",
+        "    if hooked or has_adapters(head) or is_fully_sharded(head):\n        return '' if has_adapters(head) else hooked\n",
         "transformers/test_transformers_lora_heads.py",
     ),
     Defect(

@@ -6,6 +6,7 @@ from language_models import ARCHITECTURES, make, nodes, step, tokens, train
 from patched_models import FUSED, assert_same_logits, assert_same_step, assert_training_is_as_accurate
 
 from liger_ops.transformers import apply_liger_kernel, unpatch
+from liger_ops.transformers.coverage import NO_OPERATOR
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 
@@ -22,7 +23,8 @@ TRAINED = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in QUICK
 def test_training_is_as_accurate_as_unpatched(name, dtype):
     def patched(model):
         report = apply_liger_kernel(model)
-        assert {"norm", "loss"} <= {row.kind for row in report.replaced} and not report.left_alone
+        assert {"norm", "loss"} <= {row.kind for row in report.replaced}
+        assert {row.reason for row in report.left_alone} <= {NO_OPERATOR}  # softmax routers
         return train(model)
 
     _, ours = assert_training_is_as_accurate(lambda seed: make(name, seed), train, patched, dtype, trainings=4)

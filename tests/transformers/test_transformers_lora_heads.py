@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from checks import count_graphs
-from language_models import make, step, tokens, train
+from language_models import make, nodes, step, tokens, train
 from lora_dropout import dropped
 from lora_layers import (
     BASE,
@@ -19,6 +19,7 @@ from lora_layers import (
     with_adapters,
 )
 from patched_models import (
+    FUSED,
     assert_as_found,
     assert_same_logits,
     assert_same_step,
@@ -378,12 +379,48 @@ def test_reasons(options, switches, reason, losses):
     assert not taken(losses)
 
 
-def test_a_saved_copy_of_the_head(losses):
-    ids, options = tokens(), {"target_modules": ["q_proj"], "modules_to_save": HEAD}
+SAVED = {"modules_to_save": {"modules_to_save": HEAD}, "tokens": {"trainable_token_indices": {"lm_head": [3, 5, 9]}}}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("options", SAVED.values(), ids=SAVED)
+def test_a_trained_copy_of_the_head(options, order, losses):
+    """modules_to_save, and trainable tokens."""
+    ids, options = tokens(), {"target_modules": ["q_proj"], **options}
     expected = step(build("", **options)[0], ids)
-    model, report = build("after", **options)
-    assert row_of(report, "") == ("", "its head is a ModulesToSaveWrapper")
+    assert any("lm_head" in name for name in expected[1])
+    model, report = build(order, **options)
+    assert row_of(report, "") == (FUSED, "")
+    if order == "after":
+        assert apply_liger_kernel(model).rows == report.rows
+    assert FUSED in nodes(model(input_ids=ids, labels=ids).loss)
     assert_same_step(model, ids, expected)
+    with model.disable_adapter():
+        disabled = step_of_base(model, ids)
+    twin = through_pickle(model)
+    assert FUSED in nodes(twin(input_ids=ids, labels=ids).loss)
+    unpatch(model)
+    assert_same_step(model, ids, expected)
+    with model.disable_adapter():
+        torch.testing.assert_close(step_of_base(model, ids), disabled)
+
+
+def step_of_base(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).loss
+
+
+def test_a_saved_copy_is_no_linear_layer_in_fp8():
+    options = {"target_modules": ["q_proj"], "modules_to_save": HEAD}
+    model, report = build("after", switches={"fp8": "rows"}, **options)
+    assert not [row for row in report.rows if row.kind == "linear" and "lm_head" in row.module]
+
+
+def test_the_inner_model_of_peft():
+    model, _ = build("", target_modules=["q_proj"])
+    report = apply_liger_kernel(model.base_model)
+    assert report.rows[-1].replacement == FUSED and report.model_type == "llama"
+    assert apply_liger_kernel(model).rows == report.rows and unpatch(model.base_model)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])

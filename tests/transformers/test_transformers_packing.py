@@ -3,6 +3,7 @@
 import importlib
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from language_models import known, step, tokens
 from patched_models import assert_as_exact, assert_same_step, through_pickle
 
 from liger_ops import functional as F
-from liger_ops.transformers import apply_liger_kernel, convolutions, packing, unpatch
+from liger_ops.transformers import apply_liger_kernel, convolutions, packing, recurrences, unpatch
 
 LENGTHS = (5, 1, 6)
 # The models whose layers pass no keywords to their convolutions, or whose forward takes no positions.
@@ -306,8 +307,105 @@ def test_the_report_says_what_a_package_computes_in_training(package):
 def test_samples_that_are_asked_for_are_told_apart_or_refused():
     """transformers raises if the recurrence cannot keep them apart."""
     model, ids = hybrid("qwen3_next"), tokens(1, 12)
-    apply_liger_kernel(model)
-    for given in (dict(seq_idx=POSITIONS.int()), dict(cu_seq_lens_q=ENDS)):
-        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-            model(ids, use_cache=False, **given)
-    assert torch.isfinite(model(ids, position_ids=POSITIONS).logits).all()
+    expected = alone(model, ids)
+    apply_liger_kernel(model, **ALONE)
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        model(ids, use_cache=False, seq_idx=POSITIONS.int())
+    assert_apart(model, ids, expected, position_ids=POSITIONS, cu_seq_lens_q=ENDS)
+
+
+# ---- Recurrences without their package
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As if no warning was given before."""
+    monkeypatch.setattr(recurrences, "_warned", set())
+
+
+def warned_by(run):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in found if str(w.message).startswith("liger_ops")]
+
+
+FALLBACKS = known(
+    "qwen3_next kimi_linear bamba olmo_hybrid qwen3_5_text lara_mini bailing_hybrid nemotron_h zamba2 falcon_h1".split()
+)
+
+
+# Not granitemoehybrid, whose attention gets no positions.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (i > 2)) for i, name in enumerate(FALLBACKS)]
+)
+def test_fallbacks_begin_each_sample_anew(name, fresh):
+    model, ids = hybrid(name), tokens(1, 12)
+    expected = alone(model, ids)
+    row = packing_row(apply_liger_kernel(model, **ALONE))
+    text = "under torch.compile, packed samples share the state of their recurrence without "
+    assert row.replacement == "causal_conv1d" and row.reason.startswith(text)
+    assert not warned_by(lambda: assert_apart(model, ids, expected, position_ids=POSITIONS))
+
+
+def test_fallbacks_of_rows_of_a_batch():
+    model, ids = hybrid("bamba"), tokens(2, 12)
+    positions = torch.stack([POSITIONS[0], torch.arange(12)])
+    apply_liger_kernel(model, **ALONE)
+
+    def run():
+        with torch.no_grad():
+            return [[model(ids, position_ids=positions, use_cache=False).logits]]
+
+    with torch.no_grad():
+        parts = [model(part, use_cache=False).logits for part in (*ids[:1].split(LENGTHS, 1), ids[1:])]
+    assert_as_exact(run, [[torch.cat([torch.cat(parts[:-1], 1), parts[-1]])]], model)
+
+
+def test_fallbacks_run_once_without_packed_samples(monkeypatch):
+    calls, function = [], recurrences.sample_by_sample
+    monkeypatch.setattr(recurrences, "sample_by_sample", lambda *a: (calls.append(1), function(*a))[1])
+    model, ids = hybrid("qwen3_next"), tokens(2, 12)
+    apply_liger_kernel(model, **ALONE)
+    for given, times in ((torch.arange(12)[None], 0), (POSITIONS, 1)):
+        model(ids, position_ids=given, use_cache=False)
+        assert len(calls) == times
+
+
+def test_a_recurrence_that_is_not_told_warns_once(fresh):
+    model, ids = hybrid("zamba"), tokens(1, 12)
+    row = packing_row(apply_liger_kernel(model, **ALONE))
+    assert row.reason == "packed samples share the state of their recurrence without mamba_ssm"
+    assert not warned_by(lambda: model(ids, position_ids=torch.arange(12)[None], use_cache=False))
+    (text,) = warned_by(lambda: [model(ids, position_ids=POSITIONS, use_cache=False) for _ in range(2)])
+    assert text.startswith("liger_ops: mamba_selective_scan carries") and text.endswith(
+        "install mamba_ssm, or do not pack samples"
+    )
+
+
+def test_fallbacks_with_a_cache_warn_once(fresh):
+    """Which wants the state behind the last sample."""
+    model, ids = hybrid("qwen3_next").eval(), tokens(1, 12)
+    apply_liger_kernel(model, **ALONE)
+    (text,) = warned_by(lambda: [model(ids, position_ids=POSITIONS, use_cache=True) for _ in range(2)])
+    assert text.startswith(
+        "liger_ops: torch_chunk_gated_delta_rule carries the state of a packed sample into the next:"
+    )
+
+
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_compiled_fallbacks_warn_once(whole, fresh):
+    """One graph, as without packed samples."""
+    model, ids = hybrid("qwen3_next"), tokens(1, 12)
+    apply_liger_kernel(model, **ALONE)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True) if whole else model
+    for layer in () if whole else model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+
+    def run():
+        for positions in (POSITIONS, POSITIONS.flip(1) * 0 + torch.arange(12), torch.arange(12)[None] % 4):
+            assert torch.isfinite(compiled(ids, position_ids=positions, use_cache=False).logits).all()
+
+    (text,) = warned_by(run)
+    assert "compiled" in text and "if positions restart" in text and "install flash-linear-attention" in text

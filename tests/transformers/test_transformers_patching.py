@@ -32,13 +32,19 @@ pytestmark = pytest.mark.usefixtures("as_large_models")
 
 def test_the_report_prints_a_table_and_exports_data():
     model, report = patched("llama")
-    assert json.loads(json.dumps(report.as_dict()))["model_type"] == "llama"
+    assert json.loads(json.dumps(report.as_dict())) == {
+        "model_type": "llama",
+        "rows": [row._asdict() for row in report.rows],
+        "coverage": report.coverage._asdict(),
+        "options": {"switched_off": [], "memory_budget": None, "fp8": None},
+    }
     assert {(r.kind, r.replacement) for r in report.rows} == {
         ("layer", "fused_add_rms_norm"), ("rope", "rope"), ("mlp", "swiglu"), ("norm", "rms_norm"),
         ("embedding", "embedding"), ("loss", FUSED),
     }  # fmt: skip
     lines = str(report).splitlines()
-    assert lines[0] == "liger_ops on llama" and len(lines) == 8
+    assert lines[0] == "liger_ops on llama" and len(lines) == 9
+    assert lines[-1] == "operators cover 100 % of the parameters and 100 % of their bytes"
     assert "LlamaRMSNorm" in str(report) and repr(report) == "<Report of llama: 13 replaced, 0 left alone>"
 
 

@@ -46,6 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from .._static import static
 from .._wanted import WANT_INPUT, WANT_WEIGHT
 from ..projections import has_hooks, is_projection, project, saves_passes
 from .patched import Norm, epsilon_of, inner_function, is_distributed
@@ -95,8 +96,8 @@ def norm_and_input(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     found = bare_rms_norm(norm, x) if saves_passes(x) else None
     if found is None:
         return norm(x), x
-    eps = epsilon_of(norm, found.epsilon, x)
-    return _NormAndInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
+    numbers = static(epsilon_of(norm, found.epsilon, x), found.offset)
+    return _NormAndInput.apply(x, norm.weight, *numbers, found.casting_mode)
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

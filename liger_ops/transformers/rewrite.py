@@ -50,6 +50,7 @@ from .._static import static
 from .._wanted import WANT_INPUT, WANT_WEIGHT
 from ..projections import has_hooks, is_projection, project, saves_passes
 from .patched import Norm, epsilon_of, inner_function, is_distributed
+from .reads import unchanged
 
 PROJECT, NORM_AND_INPUT, ADD_NORM, GATE = "liger_project", "liger_norm_and_input", "liger_add_norm", "liger_gate"
 
@@ -59,6 +60,8 @@ def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> Norm | No
     its weight has another dtype than x. wider_weight: the weight may be fp32."""
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
+        return None
+    if not unchanged(norm, type(norm).liger_reads):
         return None
     if is_distributed(x) or is_distributed(norm.weight):
         return None

@@ -11,12 +11,13 @@ from deepseek_models import MODELS as DEEPSEEK
 from hybrid_models import GATED
 from language_models import SIZES, make, step, tokens
 from lora_layers import with_adapters
-from patched_models import assert_same_step
+from patched_models import assert_as_exact, own_names
 
 from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models", "fresh_dynamo")
 
+ONE = {"num_hidden_layers": 1}
 ATTENTION = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 SIZED = {**GATED, **DEEPSEEK}
 
@@ -45,7 +46,14 @@ def check_compiled(models, device, by_layer):
                 layer.compile(backend="aot_eager", fullgraph=True)
         else:
             compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert_same_step(compiled, ids, plain)
+        assert_as_exact(functools.partial(results, compiled, ids, plain[1]), ([plain[0]], [*plain[1].values()]), model)
+
+
+def results(model, ids, names):
+    """The loss, and these gradients: torch.compile returns zeros where eager code computes none."""
+    loss, gradients = step(model, ids)
+    gradients = own_names(gradients)
+    return [loss], [gradients[name] for name in names]
 
 
 def tiny(name, **options):
@@ -59,36 +67,33 @@ def adapted(alpha, name="llama", **options):
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
 def test_models_with_other_norms(by_layer, device):
-    one = {"num_hidden_layers": 1}
     models = [
-        tiny("gemma", **one), tiny("llama", rms_norm_eps=1e-2, **one), tiny("gemma", rms_norm_eps=0.1, **one),
+        tiny("gemma", **ONE), tiny("llama", rms_norm_eps=1e-2, **ONE), tiny("gemma", rms_norm_eps=0.1, **ONE),
         tiny("qwen3_next", **ATTENTION),
     ]  # fmt: skip
     check_compiled(models, device, by_layer)
 
 
 OF_CLASSES = {
-    "norms of heads": [tiny("qwen3"), tiny("gemma3_text"), tiny("qwen3", rms_norm_eps=0.1)],
-    "gated norms": [tiny("qwen3_next"), tiny("bamba", rms_norm_eps=0.1), tiny("qwen3_next", rms_norm_eps=0.3)],
-    "softcaps": [tiny("gemma2", final_logit_softcapping=cap) for cap in (30.0, 3.0, 5.0)],
+    "norms of heads": [tiny("qwen3", **ONE), tiny("gemma3_text", **ONE)],
+    "gated norms": [tiny("qwen3_next"), tiny("bamba", rms_norm_eps=0.1)],
+    "softcaps": [tiny("gemma2", final_logit_softcapping=cap, **ONE) for cap in (30.0, 3.0)],
     "multipliers": [
-        tiny("granite", logits_scaling=scale, embedding_multiplier=scale, residual_multiplier=1 / scale)
-        for scale in (4.0, 3.0, 2.0)
+        tiny("granite", logits_scaling=scale, embedding_multiplier=scale, residual_multiplier=1 / scale, **ONE)
+        for scale in (4.0, 2.0)
     ],
     "limits, connections and routers": [
         tiny("deepseek_v4", swiglu_limit=limit, routed_scaling_factor=50 * limit, rms_norm_eps=limit, hc_eps=limit / 9)
-        for limit in (0.01, 0.02, 0.03)
+        for limit in (0.01, 0.02)
     ],
     "limits of experts": [
-        tiny("gpt_oss", num_local_experts=2, num_experts_per_tok=2, swiglu_limit=limit) for limit in (0.2, 0.1, 7.0)
+        tiny("gpt_oss", num_local_experts=2, num_experts_per_tok=2, swiglu_limit=limit, **ONE) for limit in (0.2, 7.0)
     ],
-    "activations": [tiny("apertus", rms_norm_eps=eps) for eps in (1e-5, 0.1, 0.2)],
-    "adapters": [adapted(alpha) for alpha in (6, 9, 12)],
+    "adapters": [adapted(alpha, **ONE) for alpha in (6, 9)],
     "adapters of limited gates": [
-        adapted(alpha, "hy_v4", swiglu_limit=alpha / 100, mlp_layer_types=["dense"], num_hidden_layers=1)
-        for alpha in (6, 9, 12)
+        adapted(alpha, "hy_v4", swiglu_limit=alpha / 100, mlp_layer_types=["dense"], **ONE) for alpha in (6, 9)
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.thorough

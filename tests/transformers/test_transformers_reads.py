@@ -42,7 +42,6 @@ def setting(path, value):
 MLP, EMBEDDING = "model.layers.0.mlp", "model.embed_tokens"
 CHANGES = [
     ("llama", f"{MLP}.act_fn", nn.ReLU),
-    ("llama", f"{MLP}.act_fn", nn.GELU),
     ("llama", f"{EMBEDDING}.max_norm", 0.05),
     ("llama", f"{EMBEDDING}.scale_grad_by_freq", True),
     ("gemma2", f"{MLP}.act_fn.act", nn.functional.relu),
@@ -114,18 +113,15 @@ def test_probes_call_no_hooks(name):
     assert not seen
 
 
-@pytest.mark.parametrize("value", [nn.ReLU, nn.GELU])
-def test_compiled(value):
+def test_compiled():
     plain, ours = both("llama")
-    ids = tokens()
     torch._dynamo.reset()
     compiled = torch.compile(ours.model.layers[0].mlp, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 32, requires_grad=True)
     torch.testing.assert_close(compiled(x), plain.model.layers[0].mlp(x))
     for model in (plain, ours):
-        setting(f"{MLP}.act_fn", value)(model)
+        setting(f"{MLP}.act_fn", nn.ReLU)(model)
     torch.testing.assert_close(compiled(x), plain.model.layers[0].mlp(x))
-    assert_same_step(ours, ids, step(plain, ids))
 
 
 class Passing(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._static import static
 from ._wanted import LORA_A, LORA_B, WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 from .quantised import Packed, dequantised
 
@@ -176,8 +177,8 @@ def lora_projections(
     another layer's result, (..., m), or None for the sum of the adapters alone."""
     tensors, states = zip(*map(parts_of, weights))
     seeds = seeds_for(dropout, x.device)
-    rates = [] if seeds is None else list(dropout)
-    return _Projections.apply(x, list(scale), list(of), list(states), seeds, rates, *tensors, *biases, *a, *b)
+    rates = [] if seeds is None else [*static(*dropout)]
+    return _Projections.apply(x, [*static(*scale)], list(of), list(states), seeds, rates, *tensors, *biases, *a, *b)
 
 
 def gated_lora_projection(
@@ -195,12 +196,13 @@ def gated_lora_projection(
     """``lora_projections`` with one weight, of op(gate, up, *options). op: "swiglu" or "geglu"."""
     tensor, state = parts_of(weight)
     seeds = seeds_for(dropout, gate.device)
-    rates = [] if seeds is None else list(dropout)
-    return _GatedProjection.apply(gate, up, op, options, list(scale), state, seeds, rates, tensor, bias, *a, *b)
+    rates = [] if seeds is None else [*static(*dropout)]
+    options = (*static(*options),)
+    return _GatedProjection.apply(gate, up, op, options, [*static(*scale)], state, seeds, rates, tensor, bias, *a, *b)
 
 
 def low_rank_input(x: Tensor, a: Sequence[Tensor], scale: Sequence[float], dropout: Sequence[float] = ()) -> Tensor:
     """The `low_rank_input` of a linear loss for x (..., n): ``scale[j] * linear(x, a[j])``, of x with dropout[j], of all
     adapters side by side, (..., r) in fp32. Its `low_rank_weight` holds their B side by side."""
     seeds = seeds_for(dropout, x.device)
-    return _LowRankInput.apply(x, list(scale), seeds, [] if seeds is None else list(dropout), *a)
+    return _LowRankInput.apply(x, [*static(*scale)], seeds, [] if seeds is None else [*static(*dropout)], *a)

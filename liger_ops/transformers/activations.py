@@ -67,5 +67,5 @@ def patch(module: nn.Module, facts: Xielu) -> str:
 
         return {"forward": forward}
 
-    give_subclass(module, "activation", OPERATOR, facts, members)
+    give_subclass(module, "activation", OPERATOR, facts, members, NUMBERS)
     return OPERATOR

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from .. import functional as F
 from ..reference.moe_experts import ACTIVATIONS, activated
 from . import probe
-from .patched import NotUnderstood, Switches, give_subclass, is_distributed, require_switch
+from .patched import NotUnderstood, Switches, give_subclass, inner_function, is_distributed, require_switch
 from .probe import agrees, class_of, described, random_tensor, shallow_copy
+from .reads import reads_of, unchanged
 
 OP = "moe_experts"
 HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
 WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
+# The operator computes the same as each implementation of transformers, whose calls differ by the config.
+FOLLOWS = (*WEIGHTS, *BIASES, "config._experts_implementation")
 
 
 class Factors(NamedTuple):
@@ -177,7 +180,7 @@ def patch_experts(module: nn.Module, found: Experts | GateAlone) -> str:
     if isinstance(found, GateAlone):
         switch, packed, options = found.gate.switch, found.gate.operator("_packed"), found.gate.options
         members = {"_apply_gate": lambda self, gate_up: packed(gate_up, *options), "liger_reason": found.reason}
-        give_subclass(module, "experts", switch, found, lambda cls: members)
+        give_subclass(module, "experts", switch, found, lambda cls: members, (), "_apply_gate")
         return switch
 
     def forward(self: Any, hidden_states: Tensor, *args: Tensor, **named: Tensor) -> Tensor:
@@ -187,7 +190,7 @@ def patch_experts(module: nn.Module, found: Experts | GateAlone) -> str:
             return class_of(self).forward(self, hidden_states, index, weight)
         return found(self, hidden_states, index, weight)
 
-    give_subclass(module, "experts", OP, found, lambda cls: {"forward": forward})
+    give_subclass(module, "experts", OP, found, lambda cls: {"forward": forward}, FOLLOWS)
     return OP
 
 
@@ -195,9 +198,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """``experts_implementation="liger_ops"`` of transformers, for models that are not patched."""
     if "liger_experts" not in vars(self):
         try:
-            self.liger_experts = identify(self)
+            self.liger_experts, self.liger_reads = identify(self), reads_of(self, "forward", FOLLOWS)
         except NotUnderstood as reason:
             raise ValueError(f"experts_implementation='liger_ops': {type(self).__name__}: {reason}") from None
+    if not unchanged(self, self.liger_reads):
+        return inner_function(type(self).forward)(self, hidden_states, top_k_index, top_k_weights)
     return self.liger_experts(self, hidden_states, top_k_index, top_k_weights)
 
 

@@ -176,5 +176,5 @@ def patch(module: nn.Module, norm: GatedNorm) -> str:
 
         return {"forward": forward}
 
-    give_subclass(module, "norm", OPERATOR, norm, members)
+    give_subclass(module, "norm", OPERATOR, norm, members, ("weight", norm.epsilon))
     return OPERATOR

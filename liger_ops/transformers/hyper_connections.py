@@ -32,6 +32,12 @@ class Connection:
     has_post_epsilon: bool
     order: tuple[int, ...]  # of x, post and comb among the results; one that is no tuple has none
 
+    @property
+    def follows(self) -> set[str]:
+        """What a call reads from the module."""
+        numbers = {self.epsilon, self.sinkhorn or "", self.post_scale if isinstance(self.post_scale, str) else ""}
+        return numbers | {self.prefix + name for name in PARAMETERS} | {f"{self.norm}.{self.norm_epsilon}"}
+
     def __call__(self, module: Any, streams: Tensor) -> Any:
         fn, base, scale = (getattr(module, self.prefix + name) for name in PARAMETERS)
         eps = float(getattr(module, self.epsilon))
@@ -143,5 +149,5 @@ def patch(module: nn.Module, found: Connection) -> str:
             return original_class(type(self)).forward(self, streams, *args, **kwargs)
         return found(self, streams)
 
-    give_subclass(module, "connection", OPERATOR, found, lambda cls: {"forward": forward})
+    give_subclass(module, "connection", OPERATOR, found, lambda cls: {"forward": forward}, found.follows)
     return OPERATOR

@@ -10,7 +10,7 @@ A layer must have no member besides `forward` and the two flags.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,12 +22,15 @@ from .. import functional as F
 from ..reference.moe_router import MOST_CHOICES, MOST_EXPERTS
 from . import modules, probe
 from .patched import Norm, NotUnderstood
+from .reads import reads_of, unchanged
 
 _identified: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-def identified(module: nn.Module, identify: Callable[[nn.Module], Any]) -> Any:
-    """What `identify` finds, or None. It runs once for each module."""
+def identified(
+    module: Any, identify: Callable[[nn.Module], Any], follows: Callable[[Any], Collection[str]] | None = None
+) -> Any:
+    """What `identify` finds, or None. It runs once for each module. follows: as in reads.py, by what was found."""
     if module not in _identified:
         # The probes compare values in fp32 and fp64.
         with torch.autocast("cpu", enabled=False):
@@ -35,6 +38,9 @@ def identified(module: nn.Module, identify: Callable[[nn.Module], Any]) -> Any:
                 _identified[module] = identify(module)
             except NotUnderstood:
                 _identified[module] = None
+        if _identified[module] and follows:
+            # On the module, where torch.compile can read it.
+            module.liger_reads = reads_of(module, "forward", follows(_identified[module]))
     return _identified[module]
 
 
@@ -48,12 +54,12 @@ def facts_of(found: Any) -> tuple | None:
 
 @torch.compiler.assume_constant_result
 def norm_of(module: nn.Module) -> tuple | None:
-    return facts_of(identified(module, probe.identify_norm))
+    return facts_of(identified(module, probe.identify_norm, lambda norm: ("weight", "bias", norm.epsilon)))
 
 
 @torch.compiler.assume_constant_result
 def mlp_of(module: nn.Module) -> tuple | None:
-    return facts_of(identified(module, probe.identify_mlp))
+    return facts_of(identified(module, probe.identify_mlp, lambda mlp: mlp.projections))
 
 
 def identify_rotary(module: nn.Module) -> probe.Rotary:
@@ -71,7 +77,7 @@ def rotary_of(module: nn.Module) -> tuple | None:
 
 @torch.compiler.assume_constant_result
 def is_softmax_router(module: nn.Module) -> bool:
-    return bool(identified(module, identify_router))
+    return bool(identified(module, identify_router, lambda _: ("weight", "top_k", "hidden_dim")))
 
 
 def identify_router(module: Any) -> bool:
@@ -100,9 +106,9 @@ class _Layer(nn.Module):
 
 
 class RMSNorm(_Layer):
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         facts = norm_of(self)
-        if facts is None:
+        if facts is None or not unchanged(self, self.liger_reads):
             return type(self).forward(self, hidden_states)
         return modules.normed(self, hidden_states, Norm(*facts))
 
@@ -112,9 +118,9 @@ RMSNormZeroCentered = RMSNorm
 
 
 class SwiGLUMLP(_Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         facts = mlp_of(self)
-        if facts is None:
+        if facts is None or not unchanged(self, self.liger_reads):
             return type(self).forward(self, x)
         return probe.mlp_forward(probe.MLP(*facts))(self, x)
 
@@ -136,7 +142,7 @@ rotary_pos_emb = RotaryPosEmb
 
 class SoftmaxTopKRouter(_Layer):
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not is_softmax_router(self):
+        if not is_softmax_router(self) or not unchanged(self, self.liger_reads):
             return type(self).forward(self, hidden_states)
         return routed(hidden_states.reshape(-1, self.hidden_dim), self.weight, self.top_k)
 

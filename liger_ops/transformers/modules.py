@@ -57,7 +57,8 @@ def patch_norm(module: nn.Module, norm: Norm) -> str:
     for name in ("weight", "bias"):
         if not hasattr(module, name):
             members[name] = None
-    give_subclass(module, "norm", norm.op, (norm, tuple(members)), lambda cls: members)
+    follows = "weight", "bias", norm.epsilon
+    give_subclass(module, "norm", norm.op, (norm, tuple(members)), lambda cls: members, follows)
     return norm.op
 
 
@@ -65,7 +66,9 @@ def patch_norm(module: nn.Module, norm: Norm) -> str:
 
 
 def patch_mlp(module: nn.Module, mlp: probe.MLP) -> str:
-    give_subclass(module, "mlp", mlp.switch, mlp, lambda cls: {"forward": accept_any_keyword(probe.mlp_forward(mlp))})
+    forward = accept_any_keyword(probe.mlp_forward(mlp))
+    follows = [*mlp.projections, *filter(None, mlp.factors)]
+    give_subclass(module, "mlp", mlp.switch, mlp, lambda cls: {"forward": forward}, follows)
     return mlp.switch
 
 
@@ -99,7 +102,8 @@ def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
 
 
 def patch_embedding(module: nn.Module, _: None) -> str:
-    give_subclass(module, "embedding", "embedding", None, lambda cls: {"forward": embedding_forward})
+    follows = "weight", "padding_idx"
+    give_subclass(module, "embedding", "embedding", None, lambda cls: {"forward": embedding_forward}, follows)
     return "embedding"
 
 

@@ -10,12 +10,14 @@ import copy
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .reads import NOTHING, Reads, reads_of, while_unchanged
 
 Switches = Mapping[str, bool]
 # Of the instances of patched modules.
@@ -49,6 +51,7 @@ class Patched(nn.Module):
 
     liger_original: type[nn.Module]
     liger_row: tuple[str, str]  # kind and replacement of the report's Row
+    liger_reads: Reads  # what must not change for an operator to replace the module
     liger_reason = ""  # the Row's reason
     liger_is_head = False  # whether the module is a model's head and may compute its loss
 
@@ -100,11 +103,20 @@ _subclasses: dict[tuple, type[nn.Module]] = {}
 
 
 def give_subclass(
-    module: nn.Module, kind: str, replacement: str, key: Any, members: Callable[[type[nn.Module]], dict[str, Any]]
+    module: nn.Module,
+    kind: str,
+    replacement: str,
+    key: Any,
+    members: Callable[[type[nn.Module]], dict[str, Any]],
+    follows: Collection[str] | None = None,
+    method: str = "forward",
 ) -> None:
-    """Sets the module's class to a subclass with these members. Modules with the same class, kind and key share it."""
+    """Sets the module's class to a subclass with these members. Modules with the same class, kind and key share it.
+
+    follows: if an operator replaces the method, what it reads from the module in every call (reads.py)."""
     cls = type(module)
-    found = _subclasses.get((cls, kind, key))
+    reads = NOTHING if follows is None else reads_of(module, method, follows)
+    found = _subclasses.get((cls, kind, key, reads))
     if found is None:
         names = {
             "__module__": cls.__module__,
@@ -112,8 +124,12 @@ def give_subclass(
             "__doc__": cls.__doc__,
             "liger_original": cls,
             "liger_row": (kind, replacement),
+            "liger_reads": reads,
         }
-        found = _subclasses[cls, kind, key] = type(cls.__name__, (Patched, cls), names | members(cls))
+        made = names | members(cls)
+        if follows is not None:
+            made[method] = while_unchanged(made[method], getattr(cls, method), reads)
+        found = _subclasses[cls, kind, key, reads] = type(cls.__name__, (Patched, cls), made)
     module.__class__ = found
     rebind_forward(module)
 

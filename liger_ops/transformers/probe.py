@@ -65,12 +65,26 @@ def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def shallow_copy(module: nn.Module, **replaced: Any) -> nn.Module:
-    """A copy of `module` that shares every attribute, except the given entries of its __dict__."""
+    """A copy of `module` that shares every attribute, except the given entries of its __dict__. Calls of the copy run no hooks,
+    nor do those of its children, which are such copies too."""
+    cls: Any = class_of(module)
     # The __new__ of FSDP's classes would construct and initialise a module.
-    copy: nn.Module = object.__new__(class_of(module))
+    copy: nn.Module = object.__new__(class_without_hooks(cls))
     copy.__dict__.update(module.__dict__, **replaced)
     copy.__dict__.pop("forward", None)
+    own = module._modules
+    copy._modules = {name: unhooked(m) if m is own.get(name) else m for name, m in copy._modules.items()}
     return copy
+
+
+def unhooked(module: nn.Module | None) -> nn.Module | None:
+    # Classes of TorchScript cannot have subclasses.
+    return shallow_copy(module) if module is not None and type(type(module)) is type else module
+
+
+@functools.lru_cache(None)
+def class_without_hooks(cls: type) -> Any:
+    return type(cls.__name__, (cls,), {"__call__": lambda self, *args, **kwargs: self.forward(*args, **kwargs)})
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

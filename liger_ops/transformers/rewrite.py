@@ -46,9 +46,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from .._static import static
 from .._wanted import WANT_INPUT, WANT_WEIGHT
 from ..projections import has_hooks, is_projection, project, saves_passes
 from .patched import Norm, epsilon_of, inner_function, is_distributed
+from .reads import unchanged
 
 PROJECT, NORM_AND_INPUT, ADD_NORM, GATE = "liger_project", "liger_norm_and_input", "liger_add_norm", "liger_gate"
 
@@ -58,6 +60,8 @@ def bare_rms_norm(norm: Any, x: Tensor, wider_weight: bool = False) -> Norm | No
     its weight has another dtype than x. wider_weight: the weight may be fp32."""
     found = getattr(type(norm), "liger_norm", None)
     if found is None or found.op != "rms_norm" or "forward" in norm.__dict__ or has_hooks(norm):
+        return None
+    if not unchanged(norm, type(norm).liger_reads):
         return None
     if is_distributed(x) or is_distributed(norm.weight):
         return None
@@ -95,8 +99,8 @@ def norm_and_input(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     found = bare_rms_norm(norm, x) if saves_passes(x) else None
     if found is None:
         return norm(x), x
-    eps = epsilon_of(norm, found.epsilon, x)
-    return _NormAndInput.apply(x, norm.weight, eps, found.offset, found.casting_mode)
+    numbers = static(epsilon_of(norm, found.epsilon, x), found.offset)
+    return _NormAndInput.apply(x, norm.weight, *numbers, found.casting_mode)
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

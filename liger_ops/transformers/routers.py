@@ -96,5 +96,6 @@ def patch(module: nn.Module, found: Router) -> str:
             return original_class(type(self)).forward(self, hidden_states, *args, **kwargs)
         return found(self, hidden_states, *tokens)
 
-    give_subclass(module, "router", OPERATOR, found, lambda cls: {"forward": forward})
+    follows = "weight", "hidden_dim", "top_k", BIAS, TABLE, SCALE
+    give_subclass(module, "router", OPERATOR, found, lambda cls: {"forward": forward}, follows)
     return OPERATOR

@@ -305,7 +305,7 @@ def layout_of(module: nn.Module, function: Any, method: str) -> Layout | None:
     starts = [sum(widths[:i]) for i in range(len(widths))]
     numbers = [torch.arange(s, s + w, device="cpu", dtype=torch.float64).view(1, 1, -1) for s, w in zip(starts, widths)]
     columns = widths[0]
-    run = getattr(module, method)
+    run = getattr(probe.shallow_copy(module), method)
     results = probe.try_call(run, *numbers)
     if results is None or len(results) < 4 or not all(isinstance(t, Tensor) for t in results):
         return None

@@ -282,6 +282,20 @@ def test_layers_are_traced_into_one_graph_although_none_has_been_probed():
     }
 
 
+def test_changes_after_the_first_call():
+    torch.manual_seed(0)
+    config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act="silu")
+    mlp, x, seen = modeling("llama").LlamaMLP(config), torch.randn(3, 16), []
+    ours = served(mlp, layers.SwiGLUMLP)
+    with path_taken("cpu"):
+        torch.testing.assert_close(ours(x), mlp(x))
+    handle = ours.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(ours(x), mlp(x)) and seen
+    handle.remove()
+    mlp.act_fn = ours.act_fn = nn.ReLU()
+    assert torch.equal(ours(x), mlp(x))
+
+
 def test_autocast_does_not_disturb_the_probes():
     norm = served(modeling("llama").LlamaRMSNorm(16), layers.RMSNorm)
     config = SimpleNamespace(hidden_size=16, intermediate_size=24, mlp_bias=False, hidden_act="silu")

@@ -56,7 +56,8 @@ def test_dtypes_under_autocast_are_unchanged(weights, dtype):
     model, ids = make("qwen3", dtype=weights), tokens()
     seen = []
     for module in model.modules():
-        if not list(module.children()):
+        # Patched MLPs with a hooked activation run their own forward.
+        if not list(module.children()) and not type(module).__name__.startswith("SiLU"):
             module.register_forward_hook(lambda m, i, o: seen.append(o.dtype) if isinstance(o, torch.Tensor) else None)
     model.lm_head._forward_hooks.clear()
     with torch.autocast("cpu", dtype):
@@ -65,8 +66,6 @@ def test_dtypes_under_autocast_are_unchanged(weights, dtype):
         apply_liger_kernel(model)
         seen.clear()
         loss = model(input_ids=ids, labels=ids).loss
-    # Patched MLPs do not call their activation module.
-    activations = sum(type(m).__name__.startswith("SiLU") for m in model.modules())
-    assert seen and len(seen) == len(before) - activations and set(seen) == set(before)
+    assert seen and len(seen) == len(before) and set(seen) == set(before)
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
     loss.backward()

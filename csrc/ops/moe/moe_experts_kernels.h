@@ -181,9 +181,16 @@ struct Kernels {
 
 inline int32_t words_of(const Tensor& index) { return index.scalar_type() == at::kLong ? 2 : 1; }
 
-/// Experts' matrices with contiguous rows.
-inline Tensor with_rows(const Tensor& w) { return w.stride(2) == 1 || w.size(2) == 1 ? w : w.contiguous(); }
-inline Tensor rows_of(const Tensor& t) { return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous(); }
+/// Whether rows are contiguous, and do not overlap as those of expanded tensors do: grouped GEMMs refuse these.
+inline bool has_rows(const Tensor& t) {
+  const int64_t columns = t.size(-1);
+  return (t.stride(-1) == 1 || columns == 1) && (t.stride(-2) >= columns || t.size(-2) <= 1);
+}
+inline Tensor rows_of(const Tensor& t) { return has_rows(t) ? t : t.contiguous(); }
+/// Experts' matrices.
+inline Tensor with_rows(const Tensor& w) {
+  return has_rows(w) && (w.stride(0) != 0 || w.size(0) == 1) ? w : w.contiguous();
+}
 
 inline Tensor fp32_or_undefined(const Tensor& t) { return t.defined() ? t.to(at::kFloat).contiguous() : t; }
 

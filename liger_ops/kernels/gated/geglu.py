@@ -17,6 +17,7 @@ TANH = tl.constexpr(1)
 
 TWO_Z = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 
 
@@ -27,24 +28,29 @@ def tanh_weight_and_slope(x):
 
 
 @triton.jit
-def gelu_weight(x, flags):
-    """p(x)"""
+def gelu_weight(x, flags, TAILS: tl.constexpr = True):
+    """p(x). TAILS: with its digits far below 0, which takes more registers."""
     if flags & TANH:
         p, _ = tanh_weight_and_slope(x)
-    else:
+    elif TAILS:
         p, _ = normal(x)
+    else:
+        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
     return p
 
 
 @triton.jit
-def gelu_weight_and_slope(x, flags):
+def gelu_weight_and_slope(x, flags, TAILS: tl.constexpr = True):
     """p(x) and x * p'(x)"""
     if flags & TANH:
         p, slope = tanh_weight_and_slope(x)
         slope = slope * x * tl.fma(x * x, 3.0 * TWO_Z * CUBIC, TWO_Z)
-    else:
+    elif TAILS:
         p, power = normal(x)
         slope = x * SQRT_1_OVER_2PI * power
+    else:
+        p = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
+        slope = x * SQRT_1_OVER_2PI * tl.exp(-0.5 * x * x)
     return p, slope
 
 

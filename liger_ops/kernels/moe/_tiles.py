@@ -95,7 +95,7 @@ def store_halves(to, gate, up, cols, inner, mask):
 def activation(gate, up, alpha, limit, up_offset, flags, GATE: tl.constexpr):
     gate, up = clamp(gate, up, limit)
     if GATE == GELU:
-        f = gate * gelu_weight(gate, flags)
+        f = gate * gelu_weight(gate, flags, TAILS=False)
     else:
         f = gate * tl.sigmoid(alpha * gate)
     return (up + up_offset) * f
@@ -106,7 +106,7 @@ def activation_and_slopes(gate, up, alpha, limit, up_offset, flags, GATE: tl.con
     """The activation and its derivatives with respect to gate and up."""
     g, u = clamp(gate, up, limit)
     if GATE == GELU:
-        p, slope = gelu_weight_and_slope(g, flags)
+        p, slope = gelu_weight_and_slope(g, flags, TAILS=False)
         f, slope = g * p, p + slope
     else:
         p, slope = sigmoid_and_slope(alpha * g)

@@ -57,7 +57,7 @@ def patch_norm(module: nn.Module, norm: Norm) -> str:
     for name in ("weight", "bias"):
         if not hasattr(module, name):
             members[name] = None
-    follows = "weight", "bias", norm.epsilon
+    follows = "weight", norm.epsilon, *(("bias",) if norm.op == "layer_norm" else ())
     give_subclass(module, "norm", norm.op, (norm, tuple(members)), lambda cls: members, follows)
     return norm.op
 

@@ -20,8 +20,9 @@ from .reads import reads_of, unchanged
 OP = "moe_experts"
 HIDDEN, INNER, EXPERTS = 6, 5, 3  # of the small copy that is run
 WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
-# The operator computes the same as each implementation of transformers, whose calls differ by the config.
-FOLLOWS = (*WEIGHTS, *BIASES, "config._experts_implementation")
+# The operator computes the same as each implementation of transformers, whose calls differ by the config. It takes the
+# number of experts from the weights, of which expert parallelism leaves some.
+FOLLOWS = (*WEIGHTS, *BIASES, "config._experts_implementation", "num_experts")
 
 
 class Factors(NamedTuple):

@@ -29,7 +29,7 @@ def causal_conv1d(
 
     Packed samples do not see each other: rows belong to one sample if `seq_idx` has the same number for them, or, with
     B = 1, if they lie between the same two entries of `cu_seqlens`, [0, ..., S], which do not descend. `seq_idx` holds
-    numbers of 32 bits. On CPU other values are an error; on CUDA they are not checked, and rows may then see other samples.
+    32-bit numbers. On CPU other values are an error; on CUDA they are not checked, and rows may then see other samples.
     `initial_state` precedes the first sample.
 
     With a weight of x's dtype, the convolution is rounded before silu. `activation` is "silu" or "none".

@@ -59,8 +59,7 @@ inline void check_ends(const char* op, const char* name, const at::Tensor& ends,
   const int64_t last = values.numel() - 1;
   LIGER_CHECK(numbers[0] == 0, op, name, "begin with 0", numbers[0]);
   for (int64_t i = 1; i <= last; ++i) {
-    LIGER_CHECK(
-        numbers[i] >= numbers[i - 1], op, name, "not descend", numbers[i], " after ", numbers[i - 1]);
+    LIGER_CHECK(numbers[i] >= numbers[i - 1], op, name, "not descend", numbers[i], " after ", numbers[i - 1]);
   }
   LIGER_CHECK(numbers[last] == size, op, name, c10::str("end with ", size, ", the number of rows"), numbers[last]);
 }

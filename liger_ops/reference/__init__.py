@@ -9,7 +9,7 @@ columns of a row, V classes, T tokens, K ids or choices per row, E experts, I in
 adapters; "..." any leading dimensions.
 
 Tensors are fp32, fp16 or bf16, or fp64 on CPU, of any strides. Those of a call have the same dtype unless a note says
-otherwise. Indices are int64 or int32. Results that are called fp32 are fp64 for fp64 tensors. A result has a gradient
+otherwise; "or fp32" is meant beside fp16 and bf16. Indices are int64 or int32. Results that are called fp32 are fp64 for fp64 tensors. A result has a gradient
 for each tensor marked "yes"; where only some results have one, the text says which. A tensor marked "no" must not require
 a gradient.
 

@@ -618,7 +618,7 @@ PATCHING = [
     ),
     Defect(
         "patched-classes-forget-their-options", "liger_ops/transformers/patched.py",
-        "    cls = type(module)\n    found = _subclasses", "    cls, key = type(module), None\n    found = _subclasses",
+        "    cls = type(module)\n    reads = NOTHING", "    cls, key = type(module), None\n    reads = NOTHING",
         "transformers/test_transformers_patching.py",
     ),
     Defect(

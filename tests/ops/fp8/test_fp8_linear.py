@@ -128,6 +128,7 @@ for n in (1024, 4096):
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("fast", [True, False])
 def test_sums_of_one_sign(fast):

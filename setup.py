@@ -188,12 +188,10 @@ class CMakeBuild(build_ext):
             "LIGER_OUTPUT": package,
             "LIGER_CXX_RUNTIME": ";".join(flags.cxx_runtime(compiler, native)),
             "LIGER_SOURCES": ";".join(map(str, sources)),
-            "LIGER_LARGEST": sources[0],
             "LIGER_COMPILE": ";".join(flags.COMPILE),
             "LIGER_LINK": ";".join([*flags.LINK, *(flags.LINK_FOR_RELEASE if releases() else ())]),
             "LIGER_NAMESPACE": self.namespace or flags.NAMESPACE,
             "LIGER_PORTABLE": flags.PORTABLE,
-            "LIGER_PRECOMPILED": ";".join(f"<{name}>" for name in flags.PRECOMPILED),
             **(target.cmake if target else {}),
         }
         # The Python bindings are a development tool for one Python version.
@@ -214,8 +212,6 @@ class CMakeBuild(build_ext):
             seconds = flags.seconds(ROOT / "csrc", sources) * len(torch_folders)
             kernels = build_module("archs").seconds(kernels_for)
             progress.run(["cmake", "--build", str(build)], env, seconds, kernels)
-        if self.editable_mode:
-            flags.empty_precompiled(build)
         if not self.inplace and not self.namespace:
             self.ship_sources(package / "share" / "src", build / "generated")
             # In a checkout that is built in place, it is the folder of that build.

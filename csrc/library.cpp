@@ -1,8 +1,8 @@
 // Private ops of the liger namespace, through which Python controls the runtime and reads its status.
 
-#include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include "core/aten.h"
 #include "core/autograd.h"
 #include "core/registration.h"
 #include "runtime/loader.h"

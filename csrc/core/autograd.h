@@ -2,8 +2,6 @@
 
 // Base class of the backward nodes: saved tensors, the error for double backward, buffer reuse and compiled autograd.
 
-#include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -18,6 +16,7 @@
 #include <algorithm>
 #include <array>
 
+#include "core/aten.h"
 #include "core/namespace.h"
 #include "core/rows.h"
 
@@ -65,26 +64,6 @@ void check_no_forward_ad(const char* op, const Tensors&... tensors) {
   TORCH_CHECK(
       !(has_forward_gradient(tensors) || ...), op,
       ": forward-mode automatic differentiation is not supported; use reverse mode (backward)");
-}
-
-/// True if autocast of this torch version runs its own op of this name in float32. torch added norms to that list
-/// release by release; our norms do the same.
-constexpr bool torch_autocasts_to_float(std::string_view op) {
-#define LIGER_OP_NAME(name, ...) " " #name " "
-  constexpr std::string_view names = AT_FORALL_FP32(LIGER_OP_NAME);
-#undef LIGER_OP_NAME
-  for (size_t at = names.find(op); at != names.npos; at = names.find(op, at + 1)) {
-    if (names[at - 1] == ' ' && names[at + op.size()] == ' ') return true;
-  }
-  return false;
-}
-
-/// The cast that CUDA autocast applies to the arguments of float32 ops.
-inline at::Tensor autocast_float(const at::Tensor& t) {
-  return at::autocast::cached_cast(at::kFloat, t, c10::DeviceType::CUDA);
-}
-inline std::optional<at::Tensor> autocast_float(const std::optional<at::Tensor>& t) {
-  return t && t->defined() ? std::optional(autocast_float(*t)) : t;
 }
 
 /// True if `t` is an ordinary strided tensor: no tracing, no wrapper, no active dispatch mode.

@@ -2,10 +2,10 @@
 
 // Argument checks, all with messages of the form "<op>: <argument> must <rule> (got <value>)".
 
-#include <ATen/ATen.h>
-
 #define LIGER_CHECK(condition, op, argument, rule, ...) \
   TORCH_CHECK(condition, op, ": ", argument, " must ", rule, " (got ", __VA_ARGS__, ")")
+
+#include "core/aten.h"
 
 namespace liger::core {
 

@@ -2,9 +2,9 @@
 
 // Launches kernels on tensors. Needs no CUDA header: the stream comes from torch's C shim, the device guard from c10.
 
-#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "core/aten.h"
 #include "core/checks.h"
 #include "runtime/device.h"
 #include "runtime/launch.h"

@@ -2,7 +2,7 @@
 
 // Elementwise operations on tensors of one shape, on CPU and CUDA.
 
-#include "core/cpu.h"
+#include "core/cpu/loops.h"
 #include "core/cuda.h"
 #include "core/rows.h"
 

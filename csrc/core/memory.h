@@ -6,7 +6,6 @@
 // a tensor would crash.
 // Numbers must be finite, unless they may be None: those are bounds, which may be infinite, and operators check them.
 
-#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -15,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/aten.h"
 #include "core/checks.h"
 #include "core/namespace.h"
 

@@ -20,7 +20,6 @@
 // LIGER_OPERATOR(Op) registers it for the devices Op::Cpu, Op::Cuda and Op::Meta. If Forward is not R, it has a private
 // operator `_<name>_fwd`, which torch.compile, torch.export and selective checkpointing see.
 
-#include <ATen/ATen.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
@@ -28,6 +27,8 @@
 #include <tuple>
 #include <utility>
 
+#include "core/aten.h"
+#include "core/autocast.h"
 #include "core/autograd.h"
 #include "core/memory.h"
 #include "core/registration.h"
@@ -83,9 +84,7 @@ struct AutocastLinear {
   }
 
  private:
-  static void cast_one(c10::DeviceType device, at::Tensor& t) {
-    t = at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
-  }
+  static void cast_one(c10::DeviceType device, at::Tensor& t) { t = autocast_to_lower(t, device); }
   static void cast_one(c10::DeviceType device, std::optional<at::Tensor>& t) {
     if (t && t->defined()) cast_one(device, *t);
   }
@@ -329,7 +328,7 @@ struct Operator<Op, Return(A...)> {
 
   template <c10::DeviceType kDevice>
   static R autocast(A... a) {
-    c10::impl::ExcludeDispatchKeyGuard below(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    c10::impl::ExcludeDispatchKeyGuard below(autocast_key(kDevice));
     std::tuple<typename detail::Replaceable<A>::type...> arguments(a...);
     Op::Autocast::cast(kDevice, arguments);
     return std::apply([](auto&... replaced) { return handle().call(replaced...); }, arguments);

@@ -3,13 +3,13 @@
 // A tensor as rows of n contiguous elements, with two levels of strides. Kernels walk the rows by
 // liger_ops/kernels/rows.py.
 
-#include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
 
+#include "core/aten.h"
 #include "core/checks.h"
 
 namespace liger::core {

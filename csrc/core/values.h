@@ -3,11 +3,10 @@
 // Checks of what tensors of integers hold: indices, counts, ends of samples. They run where reading numbers waits for
 // nothing, on a CPU. On a GPU they would wait for its work, so they run there only with LIGER_OPS_CHECK_VALUES=1.
 
-#include <ATen/ATen.h>
-
 #include <cstdlib>
 #include <string_view>
 
+#include "core/aten.h"
 #include "core/checks.h"
 
 namespace liger::core {

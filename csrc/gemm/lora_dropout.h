@@ -4,14 +4,18 @@
 // backward needs no masks, and all devices drop the same elements. liger_ops/kernels/gemm/lora_products.py has the same
 // hash.
 
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
 #include <ATen/Parallel.h>
 
 #include <cmath>
 
+#include "core/aten.h"
+
 namespace liger::gemm {
+
+constexpr int64_t kNumbersPerThread = 32768;
 
 inline uint32_t mixed(uint32_t x) {
   x ^= x >> 16;
@@ -46,16 +50,15 @@ inline at::Tensor dropped_on_cpu(const at::Tensor& x, int64_t seed, double rate)
     const scalar_t* from = x.const_data_ptr<scalar_t>();
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
     const uint32_t first_word = mixed(uint32_t(seed)), second_word = mixed(first_word + uint32_t(uint64_t(seed) >> 32));
-    at::parallel_for(
-        0, rows, at::divup(at::internal::GRAIN_SIZE, std::max<int64_t>(columns, 1)), [&](int64_t first, int64_t last) {
-          for (int64_t row = first; row < last; ++row) {
-            const uint32_t key = mixed(uint32_t(row) ^ first_word) + second_word;
-            for (int64_t c = 0; c < columns; ++c) {
-              const bool keep = hash_of(key, uint32_t(c)) >= threshold;
-              to[row * columns + c] = keep ? scalar_t(from[row * row_stride + c * stride] * gain) : scalar_t(0);
-            }
-          }
-        });
+    at::parallel_for(0, rows, kNumbersPerThread / std::max<int64_t>(columns, 1) + 1, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const uint32_t key = mixed(uint32_t(row) ^ first_word) + second_word;
+        for (int64_t c = 0; c < columns; ++c) {
+          const bool keep = hash_of(key, uint32_t(c)) >= threshold;
+          to[row * columns + c] = keep ? scalar_t(from[row * row_stride + c * stride] * gain) : scalar_t(0);
+        }
+      }
+    });
   });
   return out;
 }

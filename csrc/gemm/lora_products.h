@@ -5,11 +5,10 @@
 // Shapes: x and y (T, C), t and u (T, R) in fp32, adapters (R, C). T: tokens, C: features. The ranks of each adapter are
 // padded to `rank`.
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "core/aten.h"
 #include "core/cuda.h"
 #include "gemm/lora_dropout.h"
 #include "kernels/lora_linear.h"

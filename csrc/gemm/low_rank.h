@@ -7,10 +7,9 @@
 // for fp64. In 16 bits on CUDA, the kernels of lora_products.h multiply, unless fp32 b goes with an fp16 product. Otherwise
 // a part of the columns is converted at a time.
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 
+#include "core/aten.h"
 #include "core/rows.h"
 #include "gemm/lora_products.h"
 #include "gemm/multiply.h"

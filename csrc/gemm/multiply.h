@@ -2,13 +2,12 @@
 
 // GEMMs on tensors. Large half-precision GEMMs on CUDA use plan.h, all others use ATen.
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "core/aten.h"
 #include "core/cuda.h"
 #include "gemm/plan.h"
 

@@ -10,42 +10,49 @@ import subprocess
 from pathlib import Path
 
 # Relative to csrc.
-SOURCES = ("ops/**/*.cpp", "core/namespace.cpp", "runtime/portable.cpp", "library.cpp")
-# A compiler reads the headers once for several sources, up to this size together.
-UNIT_BYTES = 40_000
+SOURCES = ("ops/**/*.cpp", "core/**/*.cpp", "library.cpp")
+# These are compiled alone. Only namespace.cpp knows the namespace.
+ALONE = ("core/namespace.cpp", "runtime/portable.cpp")
+# A compiler reads torch's headers, and compiles what it takes from them, once for several sources of up to this size
+# together: that is most of the time of a small one. With six such units, a machine of six cores has work for each.
+UNIT_BYTES = 110_000
 # Included before every source.
 PORTABLE = "runtime/portable.h"
-# Included next, in all sources except portable.cpp, which defines what these headers declare.
-PRECOMPILED = ("core/autograd.h", "core/cpu.h", "core/cuda.h", "core/registration.h")
 
 # The operators are torch.ops.<NAMESPACE>.*.
 NAMESPACE = "liger"
 
 # OpenMP symbols come from torch's own runtime: linking another one would create a second thread pool.
-COMPILE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wno-unknown-pragmas")
+# torch's headers include those of single operators instead of all.
+COMPILE = (
+    "-O3", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall",
+    "-Wno-unknown-pragmas",
+)  # fmt: skip
 # Undefined symbols are allowed because the dependencies of torch's libraries may be missing.
 LINK = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined", "-Wl,--build-id=none")
 # Besides, of a library in a wheel: without the symbols of debuggers, a fifteenth of the compressed size.
 LINK_FOR_RELEASE = ("-Wl,--strip-all",)
 
 
+def alone(csrc: Path) -> list[Path]:
+    return [csrc / name for name in ALONE]
+
+
 def sources(csrc: Path) -> list[Path]:
-    return [path for pattern in SOURCES for path in sorted(csrc.glob(pattern))]
+    found = [path for pattern in SOURCES for path in sorted(csrc.glob(pattern))]
+    return [*dict.fromkeys([*found, *alone(csrc)])]
 
 
 def units(csrc: Path) -> list[list[Path]]:
-    """Sources that are compiled at once: those of operators in order. The largest one is alone and comes first, so that it
-    compiles while the others wait for their precompiled header."""
-    everything = sources(csrc)
-    largest = max(everything, key=size_of)
+    """Sources that are compiled at once, in order; the largest first, so that the last ones to end are short."""
     groups: list[list[Path]] = []
-    for path in everything:
-        joins = groups and path.is_relative_to(csrc / "ops") and largest not in (path, groups[-1][0])
-        if joins and sum(map(size_of, (*groups[-1], path))) <= UNIT_BYTES:
+    for path in (path for path in sources(csrc) if path not in alone(csrc)):
+        if groups and sum(map(size_of, (*groups[-1], path))) <= UNIT_BYTES:
             groups[-1].append(path)
         else:
             groups.append([path])
-    return sorted(groups, key=lambda group: (largest not in group, -sum(map(size_of, group))))
+    groups += [[path] for path in alone(csrc)]
+    return sorted(groups, key=lambda group: -sum(map(size_of, group)))
 
 
 def size_of(path: Path) -> int:
@@ -66,17 +73,8 @@ def write_units(csrc: Path, folder: Path) -> list[Path]:
 
 
 def seconds(csrc: Path, written: list[Path]) -> list[tuple[str, float]]:
-    """The files of a build that take long, and the seconds that a core needs for each. written: what write_units returned."""
-    objects = [(f"{path.name}.o", 7e-4 * sum(map(size_of, group))) for group, path in zip(units(csrc), written)]
-    return [("cmake_pch.hxx.gch", 35.0), *objects]
-
-
-def empty_precompiled(build: Path) -> None:
-    """Frees half a gigabyte. With its times, so that nothing is compiled again. GCC then reads the headers instead."""
-    for path in build.glob("CMakeFiles/*/cmake_pch.hxx.gch"):
-        times = path.stat()
-        os.truncate(path, 0)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    """The files of a build, and the seconds that a core needs for each. written: what write_units returned."""
+    return [(f"{path.name}.o", 3.5e-4 * sum(map(size_of, group))) for group, path in zip(units(csrc), written)]
 
 
 def compiler(default: str = "g++") -> list[str] | None:

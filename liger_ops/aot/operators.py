@@ -34,7 +34,6 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    header: Step  # precompiled; optional, so no compilation waits for it
     objects: list[Step]
     library: Step
 
@@ -53,21 +52,13 @@ def plan(compiler: list[str], folder: Path, library: Path) -> Plan:
     common += [f"-ffile-prefix-map={csrc.parent}=liger_ops", f"-ffile-prefix-map={torch_folder}=torch"]
     common += [f'-DLIGER_NAMESPACE="{flags.NAMESPACE}"', f"-I{csrc}", f"-I{generated}"]
     common += ["-isystem", f"{torch_folder}/include", "-isystem", f"{torch_folder}/include/torch/csrc/api/include"]
-    # Compilers use the .gch file next to a header as soon as it exists.
-    header, portable = folder / "operators.h", csrc / flags.PORTABLE
-    precompile = Step([*common, "-x", "c++-header", str(header)], folder / "operators.h.gch")
-    objects = []
-    for source in flags.write_units(csrc, folder):
-        included = portable if source.stem == portable.stem else header
-        objects.append(Step([*common, "-include", str(included), "-c", str(source)], folder / f"{source.stem}.o"))
+    common += ["-include", str(csrc / flags.PORTABLE)]
+    sources = flags.write_units(csrc, folder)
+    objects = [Step([*common, "-c", str(source)], folder / f"{source.stem}.o") for source in sources]
     link = [*compiler, "-shared", *(str(step.output) for step in objects)]
     link += [f"-L{built.LIBRARIES}", "-lliger_runtime", f"-L{torch_folder}/lib", *flags.LINK]
     link += ["-Wl,-rpath,$ORIGIN", f"-Wl,-rpath,{built.LIBRARIES}", *flags.cxx_runtime(compiler)]
-    return Plan(precompile, objects, Step(link, library))
-
-
-def header_text(csrc: Path) -> str:
-    return "".join(f'#include "{name}"\n' for name in (csrc / flags.PORTABLE, *flags.PRECOMPILED))
+    return Plan(objects, Step(link, library))
 
 
 def first_errors(text: str) -> str:
@@ -91,9 +82,6 @@ def run(step: Step) -> None:
 def run_all(steps: Plan, jobs: int) -> None:
     progress = Progress(len(steps.objects) + 1, "compiling operators")
     with ThreadPoolExecutor(jobs) as pool:
-        # Compiled in parallel with the first sources; later ones use it.
-        if jobs < len(steps.objects):
-            pool.submit(run, steps.header)
         tasks = [pool.submit(run, step) for step in steps.objects]
         try:
             for task in as_completed(tasks):
@@ -141,11 +129,10 @@ def build(jobs: int, dry_run: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="liger_ops_build") as folder:
         steps = plan(compiler, Path(folder), library)
         if dry_run:
-            for step in (steps.header, *steps.objects, steps.library):
+            for step in (*steps.objects, steps.library):
                 print(shlex.join([*step.command, "-o", str(step.output)]))
             return
         print(f"building the operators for torch {torch.__version__} with {compiler[0]}, {jobs} jobs", file=sys.stderr)
-        (Path(folder) / "operators.h").write_text(header_text(built.source_folders()[0]))
         run_all(steps, jobs)
     found = loaded_elsewhere()
     if found != str(library):

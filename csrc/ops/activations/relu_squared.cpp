@@ -3,7 +3,7 @@
 // x: (...) with at least one dimension, of any strides. The result has x's dtype; arithmetic is fp32 with one rounding.
 // Only x is saved. Backward overwrites the incoming gradient if nothing else can see it.
 
-#include "core/cpu_math.h"
+#include "core/cpu/math.h"
 #include "core/elements.h"
 #include "core/operator.h"
 #include "kernels/relu_squared.h"
@@ -20,9 +20,8 @@ constexpr const char* kBackward = "relu_squared backward";
 
 constexpr int64_t kStage = 512;
 
-template <class T>
-LIGER_VECTORIZED void forward_span(T* y, const T* x, int64_t n) {
-  using C = core::Compute<T>;
+template <class C>
+void forward_span(core::Output<C> y, core::Input<C> x, int64_t n) {
   C stages[2][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
@@ -35,9 +34,8 @@ LIGER_VECTORIZED void forward_span(T* y, const T* x, int64_t n) {
 }
 
 // dx may be dy.
-template <class T>
-LIGER_VECTORIZED void backward_span(T* dx, const T* dy, const T* x, int64_t n) {
-  using C = core::Compute<T>;
+template <class C>
+void backward_span(core::Output<C> dx, core::Input<C> dy, core::Input<C> x, int64_t n) {
   C stages[3][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
@@ -55,13 +53,14 @@ struct Cpu {
     if (x.numel() == 0) return;
     auto walk = core::walk_elements<2>(kOp, {&y, &x});
     const auto& [to, from] = walk.strides;
-    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      T* y_at = y.data_ptr<T>();
-      const T* x_at = x.const_data_ptr<T>();
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto y_at = core::output<C>(y);
+      const auto x_at = core::input<C>(x);
       core::parallel_spans(walk, [&, to = to, from = from](int64_t row, int64_t first, int64_t n) {
         const int64_t inner = walk.inner_rows;
-        forward_span(y_at + to.offset(row, inner) + first, x_at + from.offset(row, inner) + first, n);
+        core::vectorized<C>(
+            [&] { forward_span(y_at + (to.offset(row, inner) + first), x_at + (from.offset(row, inner) + first), n); });
       });
     });
   }
@@ -71,15 +70,17 @@ struct Cpu {
     if (x.numel() == 0) return;
     auto walk = core::walk_elements<3>(kBackward, {&dx, &dy, &x});
     const auto& [to, grad, from] = walk.strides;
-    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      T* dx_at = dx.data_ptr<T>();
-      const T *dy_at = dy.const_data_ptr<T>(), *x_at = x.const_data_ptr<T>();
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto dx_at = core::output<C>(dx);
+      const auto dy_at = core::input<C>(dy), x_at = core::input<C>(x);
       core::parallel_spans(walk, [&, to = to, grad = grad, from = from](int64_t row, int64_t first, int64_t n) {
         const int64_t inner = walk.inner_rows;
-        backward_span(
-            dx_at + to.offset(row, inner) + first, dy_at + grad.offset(row, inner) + first,
-            x_at + from.offset(row, inner) + first, n);
+        core::vectorized<C>([&] {
+          backward_span(
+              dx_at + (to.offset(row, inner) + first), dy_at + (grad.offset(row, inner) + first),
+              x_at + (from.offset(row, inner) + first), n);
+        });
       });
     });
   }

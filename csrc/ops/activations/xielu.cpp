@@ -8,7 +8,7 @@
 // gradient if nothing else can see it.
 
 #include "core/column_sum.h"
-#include "core/cpu_math.h"
+#include "core/cpu/math.h"
 #include "core/elements.h"
 #include "core/operator.h"
 #include "kernels/xielu.h"
@@ -45,9 +45,10 @@ template <class C>
 struct Constants {
   C p, s, beta, eps;
 
-  template <class W>
   static Constants of(const Numbers& numbers) {
-    const C p = *numbers.alpha_p.const_data_ptr<W>(), n = *numbers.alpha_n.const_data_ptr<W>();
+    C stages[2];
+    const C p = *core::widen_all(core::input<C>(numbers.alpha_p), stages, 1);
+    const C n = *core::widen_all(core::input<C>(numbers.alpha_n), stages + 1, 1);
     return {softplus(p), softplus(n), C(numbers.beta), C(numbers.eps)};
   }
 };
@@ -70,8 +71,8 @@ inline Below<double> below(double v, double eps) {
   return {rise - v, rise, v > eps ? -1 : rise, v > eps ? 0 : std::exp(v)};
 }
 
-template <class T, class C>
-LIGER_VECTORIZED void forward_span(T* y, const T* x, const Constants<C>& k, int64_t n) {
+template <class C>
+void forward_span(core::Output<C> y, core::Input<C> x, const Constants<C>& k, int64_t n) {
   C stages[2][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
@@ -87,8 +88,9 @@ LIGER_VECTORIZED void forward_span(T* y, const T* x, const Constants<C>& k, int6
 }
 
 // dx may be dy, or null. sums: of the gradients of p and m.
-template <class T, class C>
-LIGER_VECTORIZED void backward_span(T* dx, const T* dy, const T* x, const Constants<C>& k, double* sums, int64_t n) {
+template <class C>
+void backward_span(
+    core::Output<C> dx, core::Input<C> dy, core::Input<C> x, const Constants<C>& k, double* sums, int64_t n) {
   C stages[3][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
@@ -118,14 +120,16 @@ struct Cpu {
     if (x.numel() == 0) return;
     auto walk = core::walk_elements<2>(kOp, {&y, &x});
     const auto& [to, from] = walk.strides;
-    core::dispatch_activation_parameter(x.scalar_type(), numbers.alpha_p.scalar_type(), [&](auto t, auto w) {
-      using T = decltype(t);
-      const auto constants = Constants<core::Compute<T>>::template of<decltype(w)>(numbers);
-      T* y_at = y.data_ptr<T>();
-      const T* x_at = x.const_data_ptr<T>();
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto constants = Constants<C>::of(numbers);
+      const auto y_at = core::output<C>(y);
+      const auto x_at = core::input<C>(x);
       core::parallel_spans(walk, [&, to = to, from = from](int64_t row, int64_t first, int64_t n) {
         const int64_t inner = walk.inner_rows;
-        forward_span(y_at + to.offset(row, inner) + first, x_at + from.offset(row, inner) + first, constants, n);
+        core::vectorized<C>([&] {
+          forward_span(y_at + (to.offset(row, inner) + first), x_at + (from.offset(row, inner) + first), constants, n);
+        });
       });
     });
   }
@@ -142,16 +146,19 @@ struct Cpu {
     // One sum for each span: the result does not depend on the number of threads.
     const Tensor sums = at::zeros({walk.rows * spans, 2}, x.options().dtype(at::kDouble));
     double* sums_at = sums.data_ptr<double>();
-    core::dispatch_activation_parameter(x.scalar_type(), numbers.alpha_p.scalar_type(), [&](auto t, auto w) {
-      using T = decltype(t);
-      const auto constants = Constants<core::Compute<T>>::template of<decltype(w)>(numbers);
-      T* dx_at = dx.defined() ? lead.data_ptr<T>() : nullptr;
-      const T *dy_at = dy.const_data_ptr<T>(), *x_at = x.const_data_ptr<T>();
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto constants = Constants<C>::of(numbers);
+      const auto dx_at = dx.defined() ? core::output<C>(lead) : core::Output<C>();
+      const auto dy_at = core::input<C>(dy), x_at = core::input<C>(x);
       core::parallel_spans(walk, [&, to = to, grad = grad, from = from](int64_t row, int64_t first, int64_t n) {
         const int64_t inner = walk.inner_rows;
-        backward_span(
-            dx_at ? dx_at + to.offset(row, inner) + first : nullptr, dy_at + grad.offset(row, inner) + first,
-            x_at + from.offset(row, inner) + first, constants, sums_at + 2 * (row * spans + first / core::kSpan), n);
+        core::vectorized<C>([&] {
+          backward_span(
+              dx_at ? dx_at + (to.offset(row, inner) + first) : dx_at, dy_at + (grad.offset(row, inner) + first),
+              x_at + (from.offset(row, inner) + first), constants, sums_at + 2 * (row * spans + first / core::kSpan),
+              n);
+        });
       });
     });
     if (!needs_alpha) return out;

@@ -2,10 +2,9 @@
 
 // Shared by the files of causal_conv1d, causal_conv1d_split and short_conv.
 
-#include <ATen/ATen.h>
-
 #include <array>
 
+#include "core/aten.h"
 #include "kernels/causal_conv1d.h"
 
 namespace liger::ops::causal_conv1d {

@@ -1,31 +1,30 @@
 // causal_conv1d on CPU: sums in fp32, or fp64 for fp64 rows.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
+#include "core/cpu/loops.h"
+#include "core/cpu/math.h"
 #include "ops/conv/causal_conv1d.h"
 
 namespace liger::ops::causal_conv1d {
 
 namespace {
 
-template <class T>
+template <class C>
 struct Rows {
-  using C = core::Compute<T>;
-  const T *x, *state;  // state may be null
+  core::Input<C> x, state;  // state may be null
   const C *weight, *bias;  // (W, C); bias may be null
   const int32_t* samples;  // may be null
   int64_t length, columns, width, past, dilation, x_batch, x_row;
   bool silu, rounds;
 
   /// Row t of a batch, which may be one of the state; null if it is zero or of another sample than row `from`.
-  const T* row(int64_t batch, int64_t t, int64_t from) const {
-    if (t >= length) return nullptr;
+  core::Input<C> row(int64_t batch, int64_t t, int64_t from) const {
+    if (t >= length) return {};
     if (samples) {
       const int32_t* of = samples + batch * length;
-      if (of[std::max<int64_t>(t, 0)] != of[std::max<int64_t>(from, 0)]) return nullptr;
+      if (of[std::max<int64_t>(t, 0)] != of[std::max<int64_t>(from, 0)]) return {};
     }
-    if (t >= 0) return x + batch * x_batch + t * x_row;
-    return state ? state + (batch * past + t + past) * columns : nullptr;
+    if (t >= 0) return x + (batch * x_batch + t * x_row);
+    return state ? state + (batch * past + t + past) * columns : state;
   }
 };
 
@@ -36,25 +35,21 @@ void add_product(C* out, const C* a, const C* b, int64_t n) {
 }
 
 /// The convolution at row t, rounded if it is.
-template <class T, class C>
-void convolve(const Rows<T>& a, C* out, C* stage, int64_t batch, int64_t t) {
+template <class C>
+void convolve(const Rows<C>& a, C* out, C* stage, int64_t batch, int64_t t) {
   const int64_t n = a.columns;
   a.bias ? std::copy_n(a.bias, n, out) : std::fill_n(out, n, C(0));
   for (int64_t j = 0; j < a.width; ++j) {
-    const T* row = a.row(batch, t - (a.width - 1 - j) * a.dilation, t);
+    const auto row = a.row(batch, t - (a.width - 1 - j) * a.dilation, t);
     if (row) add_product(out, a.weight + j * n, core::widen_all(row, stage, n), n);
   }
-  if (a.rounds) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] = core::round_to<T>(out[i]);
-  }
+  if (a.rounds) core::round_all(a.x.storage, out, n);
 }
 
-template <class T>
-LIGER_VECTORIZED void forward_rows(const Rows<T>& a, T* y, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void forward_rows(const Rows<C>& a, core::Output<C> y, int64_t begin, int64_t end) {
   const int64_t n = a.columns;
-  std::vector<C> stage = core::make_stage<T, C>(n), sums(n);
+  std::vector<C> stage = core::make_stage<C>(a.x.storage, n), sums(n);
   for (int64_t i = begin; i < end; ++i) {
     C* v = sums.data();
     convolve(a, v, stage.data(), i / a.length, i % a.length);
@@ -62,27 +57,22 @@ LIGER_VECTORIZED void forward_rows(const Rows<T>& a, T* y, int64_t begin, int64_
 #pragma omp simd
       for (int64_t c = 0; c < n; ++c) v[c] *= core::vector_sigmoid(v[c]);
     }
-    if constexpr (std::is_same_v<T, C>) {
-      std::copy_n(v, n, y + i * n);
-    } else {
-      core::narrow_all(y + i * n, v, n);
-    }
+    core::store_all(y + i * n, v, n);
   }
 }
 
 /// dv, the gradient of the convolution, and this range's share of those of the weight, (W, C), and the bias, which may
 /// be null.
-template <class T>
-LIGER_VECTORIZED void upstream_rows(
-    const Rows<T>& a, const T* dy, int64_t dy_batch, int64_t dy_row, core::Compute<T>* dv, core::Compute<T>* dweight,
-    core::Compute<T>* dbias, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void upstream_rows(
+    const Rows<C>& a, core::Input<C> dy, int64_t dy_batch, int64_t dy_row, C* dv, C* dweight, C* dbias, int64_t begin,
+    int64_t end) {
   const int64_t n = a.columns;
-  std::vector<C> stage = core::make_stage<T, C>(n), sums(n);
+  std::vector<C> stage = core::make_stage<C>(a.x.storage, n), sums(n);
   for (int64_t i = begin; i < end; ++i) {
     const int64_t batch = i / a.length, t = i % a.length;
     C *out = dv + i * n, *v = sums.data();
-    const C* grad = core::widen_all(dy + batch * dy_batch + t * dy_row, stage.data(), n);
+    const C* grad = core::widen_all(dy + (batch * dy_batch + t * dy_row), stage.data(), n);
     std::copy_n(grad, n, out);
     if (a.silu) {
       convolve(a, v, stage.data(), batch, t);
@@ -93,7 +83,7 @@ LIGER_VECTORIZED void upstream_rows(
       }
     }
     for (int64_t j = 0; dweight && j < a.width; ++j) {
-      const T* row = a.row(batch, t - (a.width - 1 - j) * a.dilation, t);
+      const auto row = a.row(batch, t - (a.width - 1 - j) * a.dilation, t);
       if (row) add_product(dweight + j * n, out, core::widen_all(row, stage.data(), n), n);
     }
     if (dbias) {
@@ -104,10 +94,8 @@ LIGER_VECTORIZED void upstream_rows(
 }
 
 /// The gradient of row t of a batch: of x, or of the state if t is negative.
-template <class T>
-LIGER_VECTORIZED void gradient_row(
-    const Rows<T>& a, const core::Compute<T>* dv, core::Compute<T>* sums, T* out, int64_t batch, int64_t t) {
-  using C = core::Compute<T>;
+template <class C>
+void gradient_row(const Rows<C>& a, const C* dv, C* sums, core::Output<C> out, int64_t batch, int64_t t) {
   const int64_t n = a.columns;
   std::fill_n(sums, n, C(0));
   for (int64_t j = 0; j < a.width; ++j) {
@@ -115,36 +103,31 @@ LIGER_VECTORIZED void gradient_row(
     if (later < 0 || !a.row(batch, later, t)) continue;
     add_product(sums, a.weight + j * n, dv + (batch * a.length + later) * n, n);
   }
-  if constexpr (std::is_same_v<T, C>) {
-    std::copy_n(sums, n, out);
-  } else {
-    core::narrow_all(out, sums, n);
-  }
+  core::store_all(out, sums, n);
 }
 
-/// Calls f(Rows<T>) for x's dtype.
+/// Calls f(Rows<C>).
 template <class F>
 void with_rows(const Inputs& in, const F& f) {
   const auto type = in.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const Tensor weight = in.weight.to(type).t().contiguous();
   const Tensor bias = in.bias.defined() ? in.bias.to(type) : in.bias;
-  core::dispatch_activation_parameter(in.x.scalar_type(), in.x.scalar_type(), [&](auto t, auto) {
-    using T = decltype(t);
-    using C = core::Compute<T>;
-    f(Rows<T>{
-        in.x.const_data_ptr<T>(), core::data_or_null<T>(in.state), weight.const_data_ptr<C>(),
-        core::data_or_null<C>(bias), core::data_or_null<int32_t>(in.samples), in.x.size(1), in.x.size(2), in.width(),
-        in.past(), in.dilation, in.x.stride(0), in.x.stride(1), in.silu, in.rounds()});
+  core::dispatch_compute(type, [&](auto c) {
+    using C = decltype(c);
+    f(Rows<C>{
+        core::input<C>(in.x), core::input<C>(in.state), weight.const_data_ptr<C>(), core::data_or_null<C>(bias),
+        core::data_or_null<int32_t>(in.samples), in.x.size(1), in.x.size(2), in.width(), in.past(), in.dilation,
+        in.x.stride(0), in.x.stride(1), in.silu, in.rounds()});
   });
 }
 
 void forward_on(const Inputs& in, const Tensor& y) {
   const int64_t rows = in.x.size(0) * in.x.size(1), n = in.x.size(2);
   with_rows(in, [&](const auto& a) {
-    using T = std::decay_t<decltype(*a.x)>;
-    T* out = y.data_ptr<T>();
+    using C = std::decay_t<decltype(*a.weight)>;
+    const auto out = core::output<C>(y);
     core::parallel_ranges(rows, core::cpu_ranges(rows, n), [&](int64_t, int64_t begin, int64_t end) {
-      forward_rows(a, out, begin, end);
+      core::vectorized<C>([&] { forward_rows(a, out, begin, end); });
     });
   });
 }
@@ -152,8 +135,7 @@ void forward_on(const Inputs& in, const Tensor& y) {
 void backward_on(const Tensor& dy, const Inputs& in, const Gradients& out) {
   const int64_t batches = in.x.size(0), length = in.x.size(1), rows = batches * length, n = in.x.size(2);
   with_rows(in, [&](const auto& a) {
-    using T = std::decay_t<decltype(*a.x)>;
-    using C = core::Compute<T>;
+    using C = std::decay_t<decltype(*a.weight)>;
     const auto options = in.x.options().dtype(c10::CppTypeToScalarType<C>::value);
     const bool adds_up = out.dweight.defined() || out.dbias.defined();
     const int64_t ranges = adds_up ? core::cpu_sum_ranges(rows, n) : core::cpu_ranges(rows, n);
@@ -162,19 +144,23 @@ void backward_on(const Tensor& dy, const Inputs& in, const Gradients& out) {
     core::PartialColumnSums dbias(out.dbias.defined(), ranges, n, options);
     C* dv_at = dv.template data_ptr<C>();
     core::parallel_ranges(rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-      upstream_rows(
-          a, dy.const_data_ptr<T>(), dy.stride(0), dy.stride(1), dv_at, dweight.template of<C>(range),
-          dbias.template of<C>(range), begin, end);
+      core::vectorized<C>([&] {
+        upstream_rows(
+            a, core::input<C>(dy), dy.stride(0), dy.stride(1), dv_at, dweight.template of<C>(range),
+            dbias.template of<C>(range), begin, end);
+      });
     });
     auto write = [&](const Tensor& grad, int64_t count, int64_t first) {
       if (!grad.defined()) return;
-      T* to = grad.data_ptr<T>();
+      const auto to = core::output<C>(grad);
       const int64_t all = batches * count;
       core::parallel_ranges(all, core::cpu_ranges(all, n), [&](int64_t, int64_t begin, int64_t end) {
         std::vector<C> sums(n);
-        for (int64_t i = begin; i < end; ++i) {
-          gradient_row(a, dv_at, sums.data(), to + i * n, i / count, i % count + first);
-        }
+        core::vectorized<C>([&] {
+          for (int64_t i = begin; i < end; ++i) {
+            gradient_row<C>(a, dv_at, sums.data(), to + i * n, i / count, i % count + first);
+          }
+        });
       });
     };
     write(out.dx, length, 0);

@@ -8,7 +8,7 @@
 
 #include <c10/util/Float8_e4m3fn.h>
 
-#include "core/cpu.h"
+#include "core/cpu/loops.h"
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "kernels/quantize_rows.h"
@@ -54,8 +54,8 @@ void fill_scales(Quantized& out) {
 
 // ---- CPU
 
-template <class T>
-float scale_of(const T* x, int64_t n) {
+template <class C>
+float scale_of(const C* x, int64_t n) {
   float peak = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float v = std::abs(float(x[i]));
@@ -71,14 +71,15 @@ float scale_of(const T* x, int64_t n) {
 void quantize_rows_of(const Tensor& q, const Tensor& scale, const Tensor& x, bool given) {
   const Tensor rows = x.contiguous();
   const int64_t n = x.size(-1), count = x.numel() / n;
-  core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
-    using T = decltype(t);
-    const T* from = rows.const_data_ptr<T>();
+  core::dispatch_compute(x.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    const auto from = core::input<C>(rows);
     auto* to = q.defined() ? q.data_ptr<c10::Float8_e4m3fn>() : nullptr;
     float* scales = scale.data_ptr<float>();
     core::parallel_ranges(count, core::cpu_ranges(count, n), [&](int64_t, int64_t begin, int64_t end) {
+      std::vector<C> stage = core::make_stage<C>(from.storage, n);
       for (int64_t row = begin; row < end; ++row) {
-        const T* numbers = from + row * n;
+        const C* numbers = core::widen_all(from + row * n, stage.data(), n);
         if (!given) scales[row] = scale_of(numbers, n);
         const float factor = 1 / scales[row];
         for (int64_t i = 0; to && i < n; ++i) to[row * n + i] = c10::Float8_e4m3fn(float(numbers[i]) * factor);

@@ -2,8 +2,7 @@
 
 // Matrices in e4m3 with fp32 scales, for the operators that quantise and for those that multiply what they give.
 
-#include <ATen/ATen.h>
-
+#include "core/aten.h"
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"

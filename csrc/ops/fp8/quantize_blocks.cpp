@@ -5,7 +5,7 @@
 
 #include "ops/fp8/quantize_blocks.h"
 
-#include "core/cpu.h"
+#include "core/cpu/loops.h"
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "kernels/quantize_blocks.h"

@@ -2,7 +2,7 @@
 
 // Matrices in e4m3 with an fp32 scale for each block, or one for all, as rows and as a transposed copy from one read.
 
-#include <ATen/ATen.h>
+#include "core/aten.h"
 
 namespace liger::ops::quantize_blocks {
 

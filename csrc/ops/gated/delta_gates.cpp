@@ -8,8 +8,8 @@
 // strided; other layouts are copied. Saves the inputs.
 
 #include "core/column_sum.h"
-#include "core/cpu.h"
-#include "core/cpu_math.h"
+#include "core/cpu/loops.h"
+#include "core/cpu/math.h"
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"
@@ -62,7 +62,7 @@ C softplus(C u) {
 }
 
 template <class C>
-LIGER_VECTORIZED void decay_row(C* g, const C* a, const C* rate, const C* bias, const C* bound, int64_t n) {
+void decay_row(C* g, const C* a, const C* rate, const C* bias, const C* bound, int64_t n) {
   const C lowest = bound ? *bound : C(0);
   if (bound) {
 #pragma omp simd
@@ -75,7 +75,7 @@ LIGER_VECTORIZED void decay_row(C* g, const C* a, const C* rate, const C* bias, 
 
 /// dg becomes the gradient of a; `of_rate` and `of_bias` are sums.
 template <class C>
-LIGER_VECTORIZED void decay_gradient_row(
+void decay_gradient_row(
     C* dg, C* of_rate, C* of_bias, const C* a, const C* rate, const C* bias, const C* bound, int64_t n) {
   const C lowest = bound ? *bound : C(0);
   if (bound) {
@@ -93,26 +93,31 @@ LIGER_VECTORIZED void decay_gradient_row(
   }
 }
 
-template <class T, class C>
-LIGER_VECTORIZED void step_row(T* beta, const T* b, C scale, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) beta[i] = T(scale * core::vector_sigmoid(C(b[i])));
-}
+constexpr int64_t kStage = 512;
 
-template <class T, class C>
-LIGER_VECTORIZED void step_gradient_row(T* db, const T* dbeta, const T* b, C scale, int64_t n) {
+template <class C>
+void step_row(core::Output<C> beta, core::Input<C> b, C scale, int64_t n) {
+  C stages[2][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C* v = core::widen_all(b + first, stages[0], count);
+    C* out = core::target(beta + first, stages[1]);
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    db[i] = T(C(dbeta[i]) * (scale * core::vector_sigmoid_and_slope(C(b[i])).slope));
+    for (int64_t i = 0; i < count; ++i) out[i] = scale * core::vector_sigmoid(v[i]);
+    core::narrow_all(beta + first, out, count);
   }
 }
 
-template <class T, class C>
-void narrow_row(T* out, const C* values, int64_t n) {
-  if constexpr (std::is_same_v<T, C>) {
-    std::copy_n(values, n, out);
-  } else {
-    core::narrow_all(out, values, n);
+template <class C>
+void step_gradient_row(core::Output<C> db, core::Input<C> dbeta, core::Input<C> b, C scale, int64_t n) {
+  C stages[3][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *d = core::widen_all(dbeta + first, stages[0], count), *v = core::widen_all(b + first, stages[1], count);
+    C* out = core::target(db + first, stages[2]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) out[i] = d[i] * (scale * core::vector_sigmoid_and_slope(v[i]).slope);
+    core::narrow_all(db + first, out, count);
   }
 }
 
@@ -127,24 +132,24 @@ struct Cpu {
   static void forward(const Tensor& g, const Tensor& beta, const Inputs& in) {
     const auto [rates, biases] = columns_of(in);
     const int64_t n = in.columns(), heads = in.heads();
-    core::dispatch_activation_parameter(
-        in.a.scalar_type(), in.a.scalar_type(), [&, rates = rates, biases = biases](auto t, auto) {
-          using T = decltype(t);
-          using C = core::Compute<T>;
-          const C *rate = rates.template const_data_ptr<C>(), *bias = biases.template const_data_ptr<C>();
-          const C bound = C(in.bound.value_or(0)), *lowest = in.bound ? &bound : nullptr;
-          C* g_at = g.data_ptr<C>();
-          T* beta_at = beta.data_ptr<T>();
-          const T *a_at = in.a.const_data_ptr<T>(), *b_at = in.b.const_data_ptr<T>();
-          core::parallel_ranges(in.rows(), core::cpu_ranges(in.rows(), n), [&](int64_t, int64_t begin, int64_t end) {
-            std::vector<C> stage = core::make_stage<T, C>(n);
-            for (int64_t row = begin; row < end; ++row) {
-              const C* a = core::widen_all(a_at + row * in.a.stride(0), stage.data(), n);
-              decay_row(g_at + row * n, a, rate, bias, lowest, n);
-              step_row(beta_at + row * heads, b_at + row * in.b.stride(0), C(in.scale), heads);
-            }
-          });
+    core::dispatch_compute(in.a.scalar_type(), [&, rates = rates, biases = biases](auto c) {
+      using C = decltype(c);
+      const C *rate = rates.template const_data_ptr<C>(), *bias = biases.template const_data_ptr<C>();
+      const C bound = C(in.bound.value_or(0)), *lowest = in.bound ? &bound : nullptr;
+      C* g_at = g.data_ptr<C>();
+      const auto beta_at = core::output<C>(beta);
+      const auto a_at = core::input<C>(in.a), b_at = core::input<C>(in.b);
+      core::parallel_ranges(in.rows(), core::cpu_ranges(in.rows(), n), [&](int64_t, int64_t begin, int64_t end) {
+        std::vector<C> stage = core::make_stage<C>(a_at.storage, n);
+        core::vectorized<C>([&] {
+          for (int64_t row = begin; row < end; ++row) {
+            const C* a = core::widen_all(a_at + row * in.a.stride(0), stage.data(), n);
+            decay_row(g_at + row * n, a, rate, bias, lowest, n);
+            step_row<C>(beta_at + row * heads, b_at + row * in.b.stride(0), C(in.scale), heads);
+          }
         });
+      });
+    });
   }
 
   /// dg, dbeta: matrices with adjacent columns; undefined if nothing needs them.
@@ -152,39 +157,38 @@ struct Cpu {
     const auto [rates, biases] = columns_of(in);
     const int64_t n = in.columns(), heads = in.heads(), rows = in.rows();
     const bool sums = out.rate.defined() || out.bias.defined(), of_a = sums || out.da.defined();
-    core::dispatch_activation_parameter(
-        in.a.scalar_type(), in.a.scalar_type(), [&, rates = rates, biases = biases](auto t, auto) {
-          using T = decltype(t);
-          using C = core::Compute<T>;
-          const C *rate = rates.template const_data_ptr<C>(), *bias = biases.template const_data_ptr<C>();
-          const C bound = C(in.bound.value_or(0)), *lowest = in.bound ? &bound : nullptr;
-          T *da_at = core::data_or_null<T>(out.da), *db_at = core::data_or_null<T>(out.db);
-          const T *a_at = in.a.const_data_ptr<T>(), *b_at = in.b.const_data_ptr<T>();
-          const C* dg_at = of_a ? dg.const_data_ptr<C>() : nullptr;
-          const T* dbeta_at = db_at ? dbeta.const_data_ptr<T>() : nullptr;
-          const int64_t ranges = sums ? core::cpu_sum_ranges(rows, n) : core::cpu_ranges(rows, n);
-          core::PartialColumnSums of_rate(of_a, ranges, n, rates.options()), of_bias(of_a, ranges, n, rates.options());
-          core::parallel_ranges(rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-            std::vector<C> stage = core::make_stage<T, C>(n), gradient(n);
-            for (int64_t row = begin; row < end; ++row) {
-              if (of_a) {
-                const C* a = core::widen_all(a_at + row * in.a.stride(0), stage.data(), n);
-                std::copy_n(dg_at + row * dg.stride(0), n, gradient.data());
-                decay_gradient_row(
-                    gradient.data(), of_rate.template of<C>(range), of_bias.template of<C>(range), a, rate, bias,
-                    lowest, n);
-                if (da_at) narrow_row(da_at + row * n, gradient.data(), n);
-              }
-              if (db_at) {
-                step_gradient_row(
-                    db_at + row * heads, dbeta_at + row * dbeta.stride(0), b_at + row * in.b.stride(0), C(in.scale),
-                    heads);
-              }
+    core::dispatch_compute(in.a.scalar_type(), [&, rates = rates, biases = biases](auto c) {
+      using C = decltype(c);
+      const C *rate = rates.template const_data_ptr<C>(), *bias = biases.template const_data_ptr<C>();
+      const C bound = C(in.bound.value_or(0)), *lowest = in.bound ? &bound : nullptr;
+      const auto da_at = core::output<C>(out.da), db_at = core::output<C>(out.db);
+      const auto a_at = core::input<C>(in.a), b_at = core::input<C>(in.b), dbeta_at = core::input<C>(dbeta);
+      const C* dg_at = of_a ? dg.const_data_ptr<C>() : nullptr;
+      const int64_t ranges = sums ? core::cpu_sum_ranges(rows, n) : core::cpu_ranges(rows, n);
+      core::PartialColumnSums of_rate(of_a, ranges, n, rates.options()), of_bias(of_a, ranges, n, rates.options());
+      core::parallel_ranges(rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
+        std::vector<C> stage = core::make_stage<C>(a_at.storage, n), gradient(n);
+        core::vectorized<C>([&] {
+          for (int64_t row = begin; row < end; ++row) {
+            if (of_a) {
+              const C* a = core::widen_all(a_at + row * in.a.stride(0), stage.data(), n);
+              std::copy_n(dg_at + row * dg.stride(0), n, gradient.data());
+              decay_gradient_row(
+                  gradient.data(), of_rate.template of<C>(range), of_bias.template of<C>(range), a, rate, bias, lowest,
+                  n);
+              if (da_at) core::store_all(da_at + row * n, gradient.data(), n);
             }
-          });
-          if (out.rate.defined()) out.rate.copy_(of_rate.sum(out.rate.scalar_type()));
-          if (out.bias.defined()) out.bias.copy_(of_bias.sum(out.bias.scalar_type()));
+            if (db_at) {
+              step_gradient_row<C>(
+                  db_at + row * heads, dbeta_at + row * dbeta.stride(0), b_at + row * in.b.stride(0), C(in.scale),
+                  heads);
+            }
+          }
         });
+      });
+      if (out.rate.defined()) out.rate.copy_(of_rate.sum(out.rate.scalar_type()));
+      if (out.bias.defined()) out.bias.copy_(of_bias.sum(out.bias.scalar_type()));
+    });
   }
 
   static constexpr bool kComputes = true;

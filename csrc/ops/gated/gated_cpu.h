@@ -2,7 +2,7 @@
 
 // CPU loops of gated activations.
 
-#include "core/cpu_math.h"
+#include "core/cpu/math.h"
 #include "core/elements.h"
 
 namespace liger::ops::gated {
@@ -12,9 +12,8 @@ using at::Tensor;
 
 constexpr int64_t kStage = 512;
 
-template <class Math, class T>
-LIGER_VECTORIZED void gated_forward(const Math& math, T* out, const T* gate, const T* up, int64_t n) {
-  using C = Compute<T>;
+template <class C, class Math>
+void gated_forward(const Math& math, Output<C> out, Input<C> gate, Input<C> up, int64_t n) {
   C stages[3][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
@@ -27,10 +26,10 @@ LIGER_VECTORIZED void gated_forward(const Math& math, T* out, const T* gate, con
 }
 
 // dgate may be gate, and dup may be up. product may be dout, or null if it is not needed.
-template <class Math, class T>
-LIGER_VECTORIZED void gated_backward(
-    const Math& math, T* dgate, T* dup, T* product, const T* dout, const T* gate, const T* up, int64_t n) {
-  using C = Compute<T>;
+template <class C, class Math>
+void gated_backward(
+    const Math& math, Output<C> dgate, Output<C> dup, Output<C> product, Input<C> dout, Input<C> gate, Input<C> up,
+    int64_t n) {
   C stages[6][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
@@ -61,16 +60,18 @@ struct Cpu {
     if (out.numel() == 0) return;
     auto walk = walk_elements<3>(Activation::kOp, {&out, &gate, &up});
     const auto& [o, g, u] = walk.strides;
-    dispatch_activation_parameter(gate.scalar_type(), gate.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      T* out_at = out.data_ptr<T>();
-      const T *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
+    dispatch_compute(gate.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto out_at = output<C>(out);
+      const auto gate_at = input<C>(gate), up_at = input<C>(up);
       activation.with_math([&](auto math) {
         parallel_spans(walk, [&, o = o, g = g, u = u](int64_t row, int64_t first, int64_t n) {
-          int64_t inner = walk.inner_rows;
-          gated_forward(
-              math, out_at + o.offset(row, inner) + first, gate_at + g.offset(row, inner) + first,
-              up_at + u.offset(row, inner) + first, n);
+          const int64_t inner = walk.inner_rows;
+          vectorized<C>([&] {
+            gated_forward<C>(
+                math, out_at + (o.offset(row, inner) + first), gate_at + (g.offset(row, inner) + first),
+                up_at + (u.offset(row, inner) + first), n);
+          });
         });
       });
     });
@@ -83,18 +84,19 @@ struct Cpu {
     if (dout.numel() == 0) return;
     auto walk = walk_elements<5>(Activation::kOp, {&dout, &dgate, &dup, &gate, &up});
     const auto& [d, dg, du, g, u] = walk.strides;
-    dispatch_activation_parameter(gate.scalar_type(), gate.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      T *dgate_at = dgate.data_ptr<T>(), *dup_at = dup.data_ptr<T>();
-      T* product_at = product.defined() ? product.data_ptr<T>() : nullptr;
-      const T *dout_at = dout.const_data_ptr<T>(), *gate_at = gate.const_data_ptr<T>(), *up_at = up.const_data_ptr<T>();
+    dispatch_compute(gate.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto dgate_at = output<C>(dgate), dup_at = output<C>(dup), product_at = output<C>(product);
+      const auto dout_at = input<C>(dout), gate_at = input<C>(gate), up_at = input<C>(up);
       activation.with_math([&](auto math) {
         parallel_spans(walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
-          int64_t inner = walk.inner_rows;
-          gated_backward(
-              math, dgate_at + dg.offset(row, inner) + first, dup_at + du.offset(row, inner) + first,
-              product_at ? product_at + d.offset(row, inner) + first : nullptr, dout_at + d.offset(row, inner) + first,
-              gate_at + g.offset(row, inner) + first, up_at + u.offset(row, inner) + first, n);
+          const int64_t inner = walk.inner_rows, at = d.offset(row, inner) + first;
+          vectorized<C>([&] {
+            gated_backward<C>(
+                math, dgate_at + (dg.offset(row, inner) + first), dup_at + (du.offset(row, inner) + first),
+                product_at ? product_at + at : product_at, dout_at + at, gate_at + (g.offset(row, inner) + first),
+                up_at + (u.offset(row, inner) + first), n);
+          });
         });
       });
     });

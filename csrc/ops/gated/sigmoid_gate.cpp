@@ -4,8 +4,8 @@
 // fp32 with one rounding. Saves x and the gate. The gradient of the residual is the incoming one. That of x overwrites
 // it if nothing else can see it.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
+#include "core/cpu/loops.h"
+#include "core/cpu/math.h"
 #include "core/cuda.h"
 #include "core/operator.h"
 #include "core/rows.h"
@@ -33,37 +33,65 @@ Tensor empty_numbers(const Tensor& lead) { return core::empty_per_row(lead, lead
 
 // ---- CPU
 
-template <class T>
-LIGER_VECTORIZED void forward_row(T* out, const T* x, const T* gate, const T* residual, bool per_row, int64_t n) {
-  using C = core::Compute<T>;
-  const C constant = per_row ? core::vector_sigmoid(C(*gate)) : C(0);
+constexpr int64_t kStage = core::kColumnsPerSum;
+
+/// The gate of a row, as one number.
+template <class C>
+C constant_gate(core::Input<C> gate) {
+  C stage;
+  return core::vector_sigmoid(*core::widen_all(gate, &stage, 1));
+}
+
+template <class C>
+void forward_row(
+    core::Output<C> out, core::Input<C> x, core::Input<C> gate, core::Input<C> residual, bool per_row, int64_t n) {
+  const C constant = per_row ? constant_gate(gate) : C(0);
+  C stages[4][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C* v = core::widen_all(x + first, stages[0], count);
+    const C* g = per_row ? v : core::widen_all(gate + first, stages[1], count);
+    const C* r = residual ? core::widen_all(residual + first, stages[2], count) : nullptr;
+    C* to = core::target(out + first, stages[3]);
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const C share = per_row ? constant : core::vector_sigmoid(C(gate[i]));
-    out[i] = T((residual ? C(residual[i]) : C(0)) + C(x[i]) * share);
+    for (int64_t i = 0; i < count; ++i) {
+      const C share = per_row ? constant : core::vector_sigmoid(g[i]);
+      to[i] = (r ? r[i] : C(0)) + v[i] * share;
+    }
+    core::narrow_all(out + first, to, count);
   }
 }
 
 /// dx may be dout. dx and dgate may be null.
-template <class T>
-LIGER_VECTORIZED void backward_row(T* dx, T* dgate, const T* dout, const T* x, const T* gate, bool per_row, int64_t n) {
-  using C = core::Compute<T>;
-  const C constant = per_row ? core::vector_sigmoid(C(*gate)) : C(0);
+template <class C>
+void backward_row(
+    core::Output<C> dx, core::Output<C> dgate, core::Input<C> dout, core::Input<C> x, core::Input<C> gate, bool per_row,
+    int64_t n) {
+  const C constant = per_row ? constant_gate(gate) : C(0);
   double total = 0;
-  for (int64_t first = 0; first < n; first += core::kColumnsPerSum) {
+  C stages[5][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
     C sum = 0;
-    const int64_t end = std::min(n, first + core::kColumnsPerSum);
+    const int64_t count = std::min(kStage, n - first);
+    const C *d = core::widen_all(dout + first, stages[0], count), *v = core::widen_all(x + first, stages[1], count);
+    const C* g = per_row ? v : core::widen_all(gate + first, stages[2], count);
+    C* of_x = dx ? core::target(dx + first, stages[3]) : nullptr;
+    C* of_gate = dgate && !per_row ? core::target(dgate + first, stages[4]) : nullptr;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = first; i < end; ++i) {
-      const C d = dout[i], share = per_row ? constant : core::vector_sigmoid(C(gate[i]));
-      const C slope = d * C(x[i]);
+    for (int64_t i = 0; i < count; ++i) {
+      const C upstream = d[i], share = per_row ? constant : core::vector_sigmoid(g[i]), slope = upstream * v[i];
       sum += slope;
-      if (dgate && !per_row) dgate[i] = T(slope * share * (1 - share));
-      if (dx) dx[i] = T(d * share);
+      if (of_gate) of_gate[i] = slope * share * (1 - share);
+      if (of_x) of_x[i] = upstream * share;
     }
+    if (of_gate) core::narrow_all(dgate + first, of_gate, count);
+    if (of_x) core::narrow_all(dx + first, of_x, count);
     total += double(sum);
   }
-  if (dgate && per_row) *dgate = T(C(total) * constant * (1 - constant));
+  if (dgate && per_row) {
+    const C slope = C(total) * constant * (1 - constant);
+    core::store_all(dgate, &slope, 1);
+  }
 }
 
 struct Cpu {
@@ -74,21 +102,23 @@ struct Cpu {
     Tensor numbers = per_row ? row_numbers(gate, out) : Tensor(), full = per_row ? Tensor() : gate;
     auto walk = core::walk_rows<4>(kOp, {&out, &x, &full, &residual});
     const auto& [to, from, by, plus] = walk.strides;
-    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      T* out_at = out.data_ptr<T>();
-      const T *x_at = x.const_data_ptr<T>(), *gate_at = (per_row ? numbers : full).template const_data_ptr<T>();
-      const T* residual_at = residual.defined() ? residual.const_data_ptr<T>() : nullptr;
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto out_at = core::output<C>(out);
+      const auto x_at = core::input<C>(x), gate_at = core::input<C>(per_row ? numbers : full);
+      const auto residual_at = core::input<C>(residual);
       core::parallel_ranges(
           walk.rows, core::cpu_ranges(walk.rows, walk.n),
           [&, to = to, from = from, by = by, plus = plus](int64_t, int64_t begin, int64_t end) {
             const int64_t inner = walk.inner_rows;
-            for (int64_t row = begin; row < end; ++row) {
-              forward_row(
-                  out_at + to.offset(row, inner), x_at + from.offset(row, inner),
-                  gate_at + (per_row ? row : by.offset(row, inner)),
-                  residual_at ? residual_at + plus.offset(row, inner) : nullptr, per_row, walk.n);
-            }
+            core::vectorized<C>([&] {
+              for (int64_t row = begin; row < end; ++row) {
+                forward_row<C>(
+                    out_at + to.offset(row, inner), x_at + from.offset(row, inner),
+                    gate_at + (per_row ? row : by.offset(row, inner)),
+                    residual_at ? residual_at + plus.offset(row, inner) : residual_at, per_row, walk.n);
+              }
+            });
           });
     });
   }
@@ -101,23 +131,24 @@ struct Cpu {
     Tensor dfull = per_row ? Tensor() : dgate;
     auto walk = core::walk_rows<6>(kBackward, {&lead, &dx, &dfull, &dout, &x, &full});
     const auto& [first, to, to_gate, grad, from, by] = walk.strides;
-    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      T* dx_at = dx.defined() ? dx.data_ptr<T>() : nullptr;
-      T* dgate_at = dgate.defined() ? dgate.data_ptr<T>() : nullptr;
-      const T *dout_at = dout.const_data_ptr<T>(), *x_at = x.const_data_ptr<T>();
-      const T* gate_at = (per_row ? numbers : full).template const_data_ptr<T>();
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto dx_at = core::output<C>(dx), dgate_at = core::output<C>(dgate);
+      const auto dout_at = core::input<C>(dout), x_at = core::input<C>(x);
+      const auto gate_at = core::input<C>(per_row ? numbers : full);
       core::parallel_ranges(
           walk.rows, core::cpu_ranges(walk.rows, walk.n),
           [&, to = to, to_gate = to_gate, grad = grad, from = from, by = by](int64_t, int64_t begin, int64_t end) {
             const int64_t inner = walk.inner_rows;
-            for (int64_t row = begin; row < end; ++row) {
-              backward_row(
-                  dx_at ? dx_at + to.offset(row, inner) : nullptr,
-                  dgate_at ? dgate_at + (per_row ? row : to_gate.offset(row, inner)) : nullptr,
-                  dout_at + grad.offset(row, inner), x_at + from.offset(row, inner),
-                  gate_at + (per_row ? row : by.offset(row, inner)), per_row, walk.n);
-            }
+            core::vectorized<C>([&] {
+              for (int64_t row = begin; row < end; ++row) {
+                backward_row<C>(
+                    dx_at ? dx_at + to.offset(row, inner) : dx_at,
+                    dgate_at ? dgate_at + (per_row ? row : to_gate.offset(row, inner)) : dgate_at,
+                    dout_at + grad.offset(row, inner), x_at + from.offset(row, inner),
+                    gate_at + (per_row ? row : by.offset(row, inner)), per_row, walk.n);
+              }
+            });
           });
     });
   }

@@ -17,12 +17,11 @@
 // In the last three t is in the adapters' dtype. Dropout drops elements of x in the adapters' products only, and multiplies
 // the others by 1 / (1 - rate). t and u contain that factor.
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "core/aten.h"
 #include "core/cuda.h"
 #include "core/rows.h"
 #include "gemm/lora_dropout.h"

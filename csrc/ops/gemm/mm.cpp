@@ -1,10 +1,10 @@
 // at::mm with an algorithm chosen by gemm/multiply.h. It is an operator, so that torch.compile keeps it in its graph.
 
-#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include "core/aten.h"
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/registration.h"

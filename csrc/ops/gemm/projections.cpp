@@ -1,11 +1,11 @@
 // The input gradient of liger_ops/projections.py as one operator. Otherwise torch.compile would copy the sum before
 // every GEMM.
 
-#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include "core/aten.h"
 #include "core/checks.h"
 #include "core/memory.h"
 #include "core/registration.h"

@@ -6,7 +6,7 @@
 // Arithmetic is fp32. With `rounded`, post, comb, both products and their sum are rounded to streams' dtype, as separate operations
 // would round them; without, the result alone is. Saves its inputs.
 
-#include "core/cpu.h"
+#include "core/cpu/loops.h"
 #include "kernels/hyper_post.h"
 #include "ops/hyper/hyper.h"
 

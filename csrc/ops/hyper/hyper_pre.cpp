@@ -9,7 +9,7 @@
 // in fp32, without columns if fn has none for them. Saves streams, the parameters, l and the inverse root mean square.
 // Backward goes through Sinkhorn's steps again.
 
-#include "core/cpu.h"
+#include "core/cpu/loops.h"
 #include "ops/hyper/hyper.h"
 
 namespace liger::ops::hyper_pre {

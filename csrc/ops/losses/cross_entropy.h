@@ -9,12 +9,12 @@
 // The classes may be split over the ranks of a process group (vocabulary.h). Each rank then writes facts about its own
 // columns of a row; from the facts of all ranks, each computes the same losses and statistics.
 
-#include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
 #include <numeric>
 
+#include "core/aten.h"
 #include "core/checks.h"
 #include "core/cuda.h"
 #include "core/rows.h"

@@ -1,12 +1,10 @@
 // Cross entropy of rows on CPU.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
-#include "core/half.h"
-#include "ops/losses/cross_entropy.h"
-
 #include <cstring>
 #include <numeric>
+
+#include "core/cpu/softmax.h"
+#include "ops/losses/cross_entropy.h"
 
 namespace liger::ops::cross_entropy {
 
@@ -32,43 +30,44 @@ inline Capped<float> softcapped(float x, float cap) {
   return {small ? x + x * bend : z < 0 ? -far : far, small ? 1 - near * near : 4 * u * (1 - u)};
 }
 
-inline Capped<double> softcapped(double x, double cap) {
-  const double e = std::exp(-2 * std::fabs(x / cap));
-  return {cap * std::tanh(x / cap), 4 * e / ((1 + e) * (1 + e))};
+inline Capped<double> softcapped(double x, double cap) { return {cap * std::tanh(x / cap), softcap_slope(x, cap)}; }
+
+/// Undefined without a softcap.
+template <class C>
+using Cap = std::optional<C>;
+
+template <class C>
+C capped(C x, Cap<C> cap) {
+  return cap ? softcapped(x, *cap).value : x;
 }
 
-template <bool kCap, class C>
-C capped(C x, C cap) {
-  if constexpr (kCap) return softcapped(x, cap).value;
-  return x;
-}
-
-template <class T>
-LIGER_VECTORIZED Compute<T> largest(const T* x, int64_t n, Compute<T> start) {
-  using C = Compute<T>;
+template <class C>
+C largest_of(Input<C> x, int64_t n, C start) {
   C out = start;
-#pragma omp simd reduction(max : out)
-  for (int64_t i = 0; i < n; ++i) out = widen(x[i]) > out ? widen(x[i]) : out;
+  for_pieces(x, n, [&](int64_t, int64_t count, const C* v) { out = core::detail::largest(v, count, out); });
   return out;
 }
 
-/// f(0) + ... + f(n - 1). Every lane makes few additions, so that a large term does not cost the small ones their
-/// digits.
+/// f(x_0, 0) + ... + f(x_n-1, n - 1). Every lane makes few additions, so that a large term does not cost the small ones
+/// their digits.
 template <class C, class F>
-C sum_in_lanes(int64_t n, const F& f) {
+C sum_in_lanes(Input<C> x, int64_t n, const F& f) {
   constexpr int64_t kLanes = 64, kBlock = 64 * kLanes;
+  static_assert(kStage % kLanes == 0);
   double sum = 0;
   for (int64_t block = 0; block < n; block += kBlock) {
     C lanes[kLanes] = {};
     double wide[kLanes];
-    const int64_t end = std::min(n, block + kBlock);
-    int64_t i = block;
-    for (; i + kLanes <= end; i += kLanes) {
+    for_pieces(x + block, std::min(kBlock, n - block), [&](int64_t first, int64_t count, const C* v) {
+      first += block;
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes) {
 #pragma omp simd
-      for (int64_t k = 0; k < kLanes; ++k) lanes[k] += f(i + k);
-    }
+        for (int64_t k = 0; k < kLanes; ++k) lanes[k] += f(v[i + k], first + i + k);
+      }
 #pragma omp simd
-    for (int64_t k = 0; k < end - i; ++k) lanes[k] += f(i + k);
+      for (int64_t k = 0; k < count - i; ++k) lanes[k] += f(v[i + k], first + i + k);
+    });
 #pragma omp simd
     for (int64_t k = 0; k < kLanes; ++k) wide[k] = lanes[k];
     for (int64_t width = kLanes / 2; width > 0; width /= 2) {
@@ -80,52 +79,57 @@ C sum_in_lanes(int64_t n, const F& f) {
   return C(sum);
 }
 
-template <bool kCap, class T>
-LIGER_VECTORIZED Compute<T> sum_exp(const T* x, int64_t n, Compute<T> base, Compute<T> cap) {
-  using C = Compute<T>;
-  return sum_in_lanes<C>(n, [=](int64_t i) { return vector_exp(capped<kCap>(widen(x[i]), cap) - base); });
+template <class C>
+C sum_exp(Input<C> x, int64_t n, C base, Cap<C> cap) {
+  if (!cap) return sum_in_lanes(x, n, [=](C v, int64_t) { return vector_exp(v - base); });
+  const C limit = *cap;
+  return sum_in_lanes(x, n, [=](C v, int64_t) { return vector_exp(softcapped(v, limit).value - base); });
 }
 
-template <bool kCap, class T>
-LIGER_VECTORIZED Compute<T> sum_away(
-    const T* x, const Compute<T>* weight, int64_t n, Compute<T> reference, Compute<T> cap) {
-  using C = Compute<T>;
-  auto away = [=](int64_t i) { return capped<kCap>(widen(x[i]), cap) - reference; };
-  if (weight) return sum_in_lanes<C>(n, [=](int64_t i) { return weight[i] * away(i); });
-  return sum_in_lanes<C>(n, away);
+template <class C>
+C sum_away(Input<C> x, const C* weight, int64_t n, C reference, Cap<C> cap) {
+  auto sum = [=](auto value) {
+    auto away = [=](C v, int64_t) { return value(v) - reference; };
+    if (!weight) return sum_in_lanes(x, n, away);
+    return sum_in_lanes(x, n, [=](C v, int64_t i) { return weight[i] * away(v, i); });
+  };
+  return cap ? sum([limit = *cap](C v) { return softcapped(v, limit).value; }) : sum([](C v) { return v; });
 }
 
-template <bool kCap, class T>
-LIGER_VECTORIZED void gradient(
-    T* out, const T* x, const Compute<T>* weight, int64_t n, Compute<T> top, Compute<T> slope, Compute<T> tilt,
-    Compute<T> cap) {
-  using C = Compute<T>;
-  if constexpr (kCap) {
+/// out may be x.
+template <class C>
+void write_gradient(Output<C> out, Input<C> x, const C* weight, int64_t n, C top, C slope, C tilt, Cap<C> cap) {
+  C stage[kStage];
+  for_pieces(x, n, [=, &stage](int64_t first, int64_t count, const C* v) {
+    const C* weights = weight ? weight + first : nullptr;
+    C* to = target(out + first, stage);
+    if (cap) {
+      const C limit = *cap;
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      const auto v = softcapped(widen(x[i]), cap);
-      const C w = weight ? weight[i] : C(1);
-      out[i] = narrow<T>((vector_exp(v.value - top) * slope - tilt * w) * v.slope);
+      for (int64_t i = 0; i < count; ++i) {
+        const auto u = softcapped(v[i], limit);
+        const C w = weights ? weights[i] : C(1);
+        to[i] = (vector_exp(u.value - top) * slope - tilt * w) * u.slope;
+      }
+    } else if (weights) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) to[i] = vector_exp(v[i] - top) * slope - tilt * weights[i];
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) to[i] = vector_exp(v[i] - top) * slope - tilt;
     }
-  } else if (weight) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      out[i] = narrow<T>(vector_exp(widen(x[i]) - top) * slope - tilt * weight[i]);
-    }
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] = narrow<T>(vector_exp(widen(x[i]) - top) * slope - tilt);
-  }
+    narrow_all(out + first, to, count);
+  });
 }
 
-template <class T>
+template <class C>
 struct CpuRows {
-  using C = Compute<T>;
-  const T* logits;
+  Input<C> logits;
   const int64_t* target;
   const C* weight;  // of all classes
   int64_t rows, n, first, classes;
-  C weight_sum, cap;
+  C weight_sum;
+  Cap<C> cap;
   Options options;
   C *loss, *z_loss, *accuracy, *stats;
   int64_t* predicted;
@@ -140,58 +144,75 @@ struct Around {
   bool here;
   int64_t y, before, after;
 
-  template <class T>
-  Around(const CpuRows<T>& a, int64_t row)
+  template <class C>
+  Around(const CpuRows<C>& a, int64_t row)
       : here(a.target[row] >= a.first && a.target[row] < a.first + a.n),
         y(a.target[row] - a.first),
         before(here ? y : a.n),
         after(here ? a.n - y - 1 : 0) {}
 };
 
+/// f(first column, columns) of those before and of those after.
+template <class F>
+auto sum_around(const Around& c, const F& f) {
+  return f(0, c.before) + f(c.before + 1, c.after);
+}
+
 /// Of no columns, `lowest` remains.
-template <class T>
-Compute<T> largest_other(const T* x, const Around& c) {
-  return largest(x + c.before + 1, c.after, largest(x, c.before, std::numeric_limits<Compute<T>>::lowest()));
+template <class C>
+C largest_other(Input<C> x, const Around& c) {
+  auto of = [&](int64_t first, int64_t n, C start) {
+    return vectorized<C>([&] { return largest_of(x + first, n, start); });
+  };
+  return of(c.before + 1, c.after, of(0, c.before, std::numeric_limits<C>::lowest()));
 }
 
-template <bool kCap, class T>
-Compute<T> sum_exp_others(const T* x, const Around& c, Compute<T> top, Compute<T> cap) {
-  return sum_exp<kCap>(x, c.before, top, cap) + sum_exp<kCap>(x + c.before + 1, c.after, top, cap);
+template <class C>
+C sum_exp_others(Input<C> x, const Around& c, C top, Cap<C> cap) {
+  return sum_around(
+      c, [&](int64_t first, int64_t n) { return vectorized<C>([&] { return sum_exp(x + first, n, top, cap); }); });
 }
 
-template <bool kCap, class T>
-Compute<T> sum_away_others(const CpuRows<T>& a, const T* x, const Around& c, Compute<T> reference) {
-  return sum_away<kCap>(x, a.weights_from(0), c.before, reference, a.cap) +
-      sum_away<kCap>(x + c.before + 1, a.weights_from(c.before + 1), c.after, reference, a.cap);
+template <class C>
+C sum_away_others(const CpuRows<C>& a, Input<C> x, const Around& c, C reference) {
+  return sum_around(c, [&](int64_t first, int64_t n) {
+    return vectorized<C>([&] { return sum_away(x + first, a.weights_from(first), n, reference, a.cap); });
+  });
 }
 
-template <class C, class T>
-int64_t first_largest(const T* x, int64_t n, C value) {
-  const int64_t best = std::find_if(x, x + n, [&](T v) { return C(v) >= value; }) - x;
-  return best == n ? 0 : best;
+template <class C>
+int64_t first_largest(Input<C> x, int64_t n, C value) {
+  C stage[kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C* v = widen_all(x + first, stage, count);
+    const int64_t best = std::find_if(v, v + count, [&](C number) { return number >= value; }) - v;
+    if (best < count) return first + best;
+  }
+  return 0;
 }
 
 /// The facts of a row of one rank's columns.
-template <bool kCap, class T>
-void local_row(const CpuRows<T>& a, const T* x, int64_t row) {
-  using C = Compute<T>;
+template <class C>
+void local_row(const CpuRows<C>& a, Input<C> x, int64_t row) {
   constexpr C kMinusInf = -std::numeric_limits<C>::infinity();
   if (a.target[row] == a.options.ignore_index) return;
   const Around c(a, row);
-  const C raw = largest_other(x, c), own = c.here ? capped<kCap>(C(x[c.y]), a.cap) : kMinusInf;
-  const C peak = capped<kCap>(raw, a.cap), top = own > peak ? own : peak;
-  const C others = sum_exp_others<kCap>(x, c, top, a.cap);
+  const C raw = largest_other(x, c), given = c.here ? number(x + c.y) : kMinusInf;
+  const C own = c.here ? capped(given, a.cap) : kMinusInf;
+  const C peak = capped(raw, a.cap), top = own > peak ? own : peak;
+  const C others = sum_exp_others(x, c, top, a.cap);
   C* to = reinterpret_cast<C*>(a.facts->at(0)) + row;
   to[0] = top;
   to[a.rows] = others;
   to[2 * a.rows] = own;
   to += 3 * a.rows;
   if (a.facts->smoothing) {
-    *to = sum_away_others<kCap>(a, x, c, top) + (c.here ? a.weight_of(a.target[row]) * (own - top) : C(0));
+    *to = sum_away_others(a, x, c, top) + (c.here ? a.weight_of(a.target[row]) * (own - top) : C(0));
     to += a.rows;
   }
   if (a.facts->metrics) {
-    const C highest = c.here && C(x[c.y]) > raw ? C(x[c.y]) : raw;
+    const C highest = given > raw ? given : raw;
     to[0] = highest;
     // As bits, because a float does not hold every class.
     const auto predicted = int32_t(a.first + first_largest(x, a.n, highest));
@@ -205,9 +226,8 @@ void local_row(const CpuRows<T>& a, const T* x, int64_t row) {
 }
 
 // The true class is added to the sums last, so that 1 - p_y and small losses keep all their digits.
-template <bool kCap, class T>
-void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
-  using C = Compute<T>;
+template <class C>
+void forward_row(const CpuRows<C>& a, Input<C> x, int64_t row) {
   const int64_t y = a.target[row];
   const auto& o = a.options;
   if (y == o.ignore_index) {
@@ -217,9 +237,9 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
     return;
   }
   const Around around(a, row);
-  const C raw = largest_other(x, around);
-  const C own = capped<kCap>(C(x[y]), a.cap), peak = capped<kCap>(raw, a.cap), top = own > peak ? own : peak;
-  const C others = sum_exp_others<kCap>(x, around, top, a.cap);
+  const C raw = largest_other(x, around), given = number(x + y);
+  const C own = capped(given, a.cap), peak = capped(raw, a.cap), top = own > peak ? own : peak;
+  const C others = sum_exp_others(x, around, top, a.cap);
   const C total = std::exp(own - top) + others;
   const C nll = top - own + (own >= peak ? std::log1p(others) : std::log(total));
   const C lse = top + std::log(total), z_loss = C(o.lse_square_scale) * lse * lse;
@@ -228,7 +248,7 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
     // Sum distances from x_y rather than from 0, so that a common offset of the logits costs no digits.
     const bool own_is_minus_inf = own == -std::numeric_limits<C>::infinity();
     const C reference = own_is_minus_inf ? C(0) : own, level = own_is_minus_inf ? lse : nll;
-    C away = sum_away_others<kCap>(a, x, around, reference);
+    C away = sum_away_others(a, x, around, reference);
     if (own_is_minus_inf) away += a.weight_of(y) * own;
     loss = (1 - C(o.label_smoothing)) * loss + C(o.label_smoothing) / a.n * (level * a.weight_sum - away);
   }
@@ -240,7 +260,7 @@ void forward_row(const CpuRows<T>& a, const T* x, int64_t row) {
     a.stats[2 * a.rows + row] = others / total;
   }
   if (a.predicted) {
-    a.predicted[row] = first_largest(x, a.n, C(x[y]) > raw ? C(x[y]) : raw);
+    a.predicted[row] = first_largest(x, a.n, given > raw ? given : raw);
     a.accuracy[row] = a.predicted[row] == y;
   }
 }
@@ -309,16 +329,12 @@ void combine_row(
 }
 
 /// grad, grad_z: the incoming gradients of this row's loss and z-loss. In a mean they have different divisors.
-template <bool kCap, class T>
-void backward_row(const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<T> grad, Compute<T> grad_z) {
-  using C = Compute<T>;
+template <class C>
+void backward_row(const CpuRows<C>& a, Output<C> out, Input<C> x, int64_t row, C grad, C grad_z) {
   const int64_t y = a.target[row], n = a.n;
   const Around around(a, row);
   const auto& o = a.options;
-  if (y == o.ignore_index) {
-    std::fill(out, out + n, T(0));
-    return;
-  }
+  if (y == o.ignore_index) return clear(out, n);
   const C top = a.stats[row], total = a.stats[a.rows + row], miss = a.stats[2 * a.rows + row];
   // d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
   //                  p_y * spill - (1 - p_y) * pull - tilt * w_y
@@ -328,12 +344,13 @@ void backward_row(const CpuRows<T>& a, T* out, const T* x, int64_t row, Compute<
   const C spill = smoothing > 0 ? z_slope + grad * smoothing * (a.weight_sum / a.classes) : z_slope;
   C at_y = 0;
   if (around.here) {
-    const C own = C(x[around.y]);
-    at_y = std::exp(capped<kCap>(own, a.cap) - top) / total * spill - miss * pull - tilt * a.weight_of(y);
-    if constexpr (kCap) at_y *= softcapped(own, a.cap).slope;
+    const C own = number(x + around.y);
+    at_y = std::exp(capped(own, a.cap) - top) / total * spill - miss * pull - tilt * a.weight_of(y);
+    if (a.cap) at_y *= softcapped(own, *a.cap).slope;
   }
-  gradient<kCap>(out, x, a.weights_from(0), n, top, (pull + spill) / total, tilt, a.cap);
-  if (around.here) out[around.y] = T(at_y);
+  const C p_slope = (pull + spill) / total;
+  vectorized<C>([&] { write_gradient(out, x, a.weights_from(0), n, top, p_slope, tilt, a.cap); });
+  if (around.here) store_all(out + around.y, &at_y, 1);
 }
 
 }  // namespace
@@ -350,7 +367,7 @@ Tensor class_indices(const Tensor& target) {
   return (target.scalar_type() == at::kLong ? target : target.to(at::kLong)).contiguous();
 }
 
-/// Calls f(rows, std::bool_constant<softcap>). `rows` has all fields set but the results.
+/// Calls f(rows), which have all fields set but the results.
 template <class F>
 void with_cpu_rows(
     const char* op, const Shard& shard, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in,
@@ -359,11 +376,10 @@ void with_cpu_rows(
   Tensor weight = weight_in.defined() ? weight_in.to(compute_type(logits)).contiguous() : weight_in;
   const int64_t* y = target.const_data_ptr<int64_t>();
   check_classes(op, y, target.numel(), shard.classes, o);
-  dispatch_activation_parameter(logits.scalar_type(), logits.scalar_type(), [&](auto t, auto) {
-    using T = decltype(t);
-    using C = Compute<T>;
-    CpuRows<T> a{};
-    a.logits = logits.const_data_ptr<T>();
+  dispatch_compute(logits.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    CpuRows<C> a{};
+    a.logits = input<C>(logits);
     a.target = y;
     a.weight = weight.defined() ? weight.const_data_ptr<C>() : nullptr;
     a.rows = target.numel();
@@ -371,13 +387,9 @@ void with_cpu_rows(
     a.first = shard.first;
     a.classes = shard.classes;
     a.weight_sum = weight.defined() ? weight.sum().item<C>() : C(shard.classes);
-    a.cap = C(o.softcap.value_or(1));
+    if (o.softcap) a.cap = C(*o.softcap);
     a.options = o;
-    if (o.softcap) {
-      f(a, std::true_type{});
-    } else {
-      f(a, std::false_type{});
-    }
+    f(a);
   });
 }
 
@@ -385,7 +397,7 @@ void forward_rows_cpu(
     const char* op, const Shard& shard, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o,
     const RowsOut& out) {
   auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a, auto cap) {
+  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a) {
     using C = std::remove_pointer_t<decltype(a.loss)>;
     a.loss = reinterpret_cast<C*>(out.loss);
     a.z_loss = reinterpret_cast<C*>(out.z_loss);
@@ -395,8 +407,8 @@ void forward_rows_cpu(
     a.facts = out.facts;
     parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        const auto* x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
-        a.facts ? local_row<decltype(cap)::value>(a, x, row) : forward_row<decltype(cap)::value>(a, x, row);
+        const auto x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
+        a.facts ? local_row(a, x, row) : forward_row(a, x, row);
       }
     });
   });
@@ -500,10 +512,9 @@ void backward_rows_cpu(
     const char* stats, const Tensor& totals, const Upstream& upstream, const Options& o) {
   Tensor out = dlogits;
   auto walk = walk_logical<2>(op, target.numel(), {&out, &logits});
-  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a, auto cap) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(a.logits)>>;
-    using C = Compute<T>;
-    T* to = out.template data_ptr<T>();
+  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a) {
+    using C = std::remove_pointer_t<decltype(a.loss)>;
+    const auto to = output<C>(out);
     // backward_row() only reads stats. The field is not const because forward_row() writes it.
     a.stats = const_cast<C*>(reinterpret_cast<const C*>(stats));
     const C* grads = upstream.values.defined() ? upstream.values.template const_data_ptr<C>() : nullptr;
@@ -511,10 +522,10 @@ void backward_rows_cpu(
     parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const C g = grads ? grads[row * upstream.stride] : C(1);
-        T* dx = to + walk.strides[0].offset(row, walk.inner_rows);
-        const T* x = a.logits + walk.strides[1].offset(row, walk.inner_rows);
+        const auto dx = to + walk.strides[0].offset(row, walk.inner_rows);
+        const auto x = a.logits + walk.strides[1].offset(row, walk.inner_rows);
         const C by_weight = divisors ? divisors[0] : C(1), by_count = divisors ? divisors[1] : C(1);
-        backward_row<decltype(cap)::value>(a, dx, x, row, g / by_weight, g / by_count);
+        backward_row<C>(a, dx, x, row, g / by_weight, g / by_count);
       }
     });
   });
@@ -547,7 +558,7 @@ void describe_rows_cpu(
     const char* op, const Shard& shard, Tensor logits, const Tensor& target, const char* stats, const Options& o,
     char* log_prob, char* entropy) {
   auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  with_cpu_rows(op, shard, logits, target, Tensor(), o, [&](auto& a, auto cap) {
+  with_cpu_rows(op, shard, logits, target, Tensor(), o, [&](auto& a) {
     using C = std::remove_pointer_t<decltype(a.loss)>;
     const C* of = reinterpret_cast<const C*>(stats);
     C *p = reinterpret_cast<C*>(log_prob), *h = reinterpret_cast<C*>(entropy);
@@ -557,14 +568,13 @@ void describe_rows_cpu(
         if (p) p[row] = 0;
         h[row] = 0;
         if (y == o.ignore_index) continue;
-        const auto* x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
+        const auto x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
         const C top = of[row], total = of[a.rows + row], miss = of[2 * a.rows + row];
-        auto value = [&](int64_t i) { return capped<decltype(cap)::value>(C(x[i]), a.cap); };
-        const C spread = sum_in_lanes<C>(a.n, [&](int64_t i) {
-          const C away = value(i) - top, e = std::exp(away);
+        const C spread = sum_in_lanes(x, a.n, [&](C v, int64_t) {
+          const C away = capped(v, a.cap) - top, e = std::exp(away);
           return e == 0 ? C(0) : e * away;
         });
-        if (p) p[row] = miss < C(0.5) ? std::log1p(-miss) : value(y) - top - std::log(total);
+        if (p) p[row] = miss < C(0.5) ? std::log1p(-miss) : capped(number(x + y), a.cap) - top - std::log(total);
         h[row] = std::log(total) - spread / total;
       }
     });

@@ -1,18 +1,12 @@
 // Divergences on CPU. The formulas are those of liger_ops/kernels/losses/divergence.py.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
+#include "core/cpu/softmax.h"
 #include "ops/losses/divergence.h"
-
-#if defined(__GNUC__) && !defined(__clang__)
-// Otherwise GCC does not vectorize loops with a choice between two results, because it would compute both.
-#pragma GCC optimize("no-trapping-math")
-#endif
 
 namespace liger::ops::divergence {
 namespace {
 
-constexpr int64_t kStage = 512;
+LIGER_SPECULATIVE
 
 template <class C>
 C at_least(C x, C least) {
@@ -72,52 +66,9 @@ C slope_of(C x, C t, C parameter) {
   }
 }
 
-/// The sum of the losses. Writes each to `out` if that is not null.
-template <int32_t kKind, class T>
-LIGER_VECTORIZED double forward_span(Compute<T>* out, const T* x, const T* t, int64_t n, Compute<T> parameter) {
-  using C = Compute<T>;
-  C stages[3][kStage];
-  double sum = 0;
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C *u = widen_all(x + first, stages[0], count), *v = widen_all(t + first, stages[1], count);
-    C* losses = out ? out + first : stages[2];
-    C part = 0;
-#pragma omp simd reduction(+ : part)
-    for (int64_t i = 0; i < count; ++i) {
-      losses[i] = loss_of<kKind>(u[i], v[i], parameter);
-      part += losses[i];
-    }
-    sum += part;
-  }
-  return sum;
-}
-
-/// dx may be t. grad: one number per element, or null; then `scale` stands for all of them.
-template <int32_t kKind, class T>
-LIGER_VECTORIZED void backward_span(
-    T* dx, const Compute<T>* grad, Compute<T> scale, const T* x, const T* t, int64_t n, Compute<T> parameter) {
-  using C = Compute<T>;
-  C stages[3][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C *u = widen_all(x + first, stages[0], count), *v = widen_all(t + first, stages[1], count);
-    const C* g = grad ? grad + first : nullptr;
-    C* out = target(dx + first, stages[2]);
-    if (g) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) out[i] = slope_of<kKind>(u[i], v[i], parameter) * g[i];
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) out[i] = slope_of<kKind>(u[i], v[i], parameter) * scale;
-    }
-    narrow_all(dx + first, out, count);
-  }
-}
-
 /// Calls f(std::integral_constant<kind>).
 template <class F>
-void with_kind(int32_t kind, const F& f) {
+auto with_kind(int32_t kind, const F& f) {
   switch (kind) {
     case kinds::PROBS: return f(std::integral_constant<int32_t, kinds::PROBS>());
     case kinds::LOG_PROBS: return f(std::integral_constant<int32_t, kinds::LOG_PROBS>());
@@ -127,6 +78,53 @@ void with_kind(int32_t kind, const F& f) {
     default: return f(std::integral_constant<int32_t, kinds::TOTAL>());
   }
 }
+
+/// The sum of the losses. Writes each to `out` if that is not null.
+template <class C>
+LIGER_VECTORIZED double forward_span(int32_t kind, C* out, Input<C> x, Input<C> t, int64_t n, C parameter) {
+  C stages[3][kStage];
+  double sum = 0;
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *u = widen_block(x + first, stages[0], count), *v = widen_block(t + first, stages[1], count);
+    C* losses = out ? out + first : stages[2];
+    sum += with_kind(kind, [=](auto k) {
+      C part = 0;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = 0; i < count; ++i) {
+        losses[i] = loss_of<decltype(k)::value>(u[i], v[i], parameter);
+        part += losses[i];
+      }
+      return part;
+    });
+  }
+  return sum;
+}
+
+/// dx may be t. grad: one number per element, or null; then `scale` stands for all of them.
+template <class C>
+LIGER_VECTORIZED void backward_span(
+    int32_t kind, Output<C> dx, const C* grad, C scale, Input<C> x, Input<C> t, int64_t n, C parameter) {
+  C stages[3][kStage];
+  for (int64_t first = 0; first < n; first += kStage) {
+    const int64_t count = std::min(kStage, n - first);
+    const C *u = widen_block(x + first, stages[0], count), *v = widen_block(t + first, stages[1], count);
+    const C* g = grad ? grad + first : nullptr;
+    C* out = core::target(dx + first, stages[2]);
+    with_kind(kind, [=](auto k) {
+      if (g) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = slope_of<decltype(k)::value>(u[i], v[i], parameter) * g[i];
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = slope_of<decltype(k)::value>(u[i], v[i], parameter) * scale;
+      }
+    });
+    narrow_block(dx + first, out, count);
+  }
+}
+
+LIGER_END_SPECULATIVE
 
 constexpr int64_t kSpan = 8192;
 
@@ -180,24 +178,21 @@ void forward_cpu(
     const auto rows = walk<3>(op, {&to, &input, &target}, labels, kNever);
     const auto [out_strides, x_strides, t_strides] = rows.strides;
     std::vector<double> sums(rows.rows * spans_of(rows));
-    dispatch_activation_parameter(like.scalar_type(), like.scalar_type(), [&](auto type, auto) {
-      using T = decltype(type);
-      using C = Compute<T>;
-      const T *x = input.const_data_ptr<T>(), *t = target.const_data_ptr<T>();
+    dispatch_compute(like.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto x = core::input<C>(input), t = core::input<C>(target);
       C* losses = o.reduced() ? nullptr : loss.data_ptr<C>();
-      with_kind(o.kind, [&](auto kind) {
-        for_spans(
-            rows, labels, o,
-            [&](int64_t block, int64_t row, int64_t first, int64_t n) {
-              C* at = losses ? losses + out_strides.offset(row, rows.inner_rows) + first : nullptr;
-              sums[block] = forward_span<decltype(kind)::value>(
-                  at, x + x_strides.offset(row, rows.inner_rows) + first,
-                  t + t_strides.offset(row, rows.inner_rows) + first, n, C(o.parameter));
-            },
-            [&](int64_t, int64_t row, int64_t first, int64_t n) {
-              if (losses) std::fill_n(losses + out_strides.offset(row, rows.inner_rows) + first, n, C(0));
-            });
-      });
+      for_spans(
+          rows, labels, o,
+          [&](int64_t block, int64_t row, int64_t first, int64_t n) {
+            C* at = losses ? losses + out_strides.offset(row, rows.inner_rows) + first : nullptr;
+            sums[block] = forward_span(
+                o.kind, at, x + (x_strides.offset(row, rows.inner_rows) + first),
+                t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
+          },
+          [&](int64_t, int64_t row, int64_t first, int64_t n) {
+            if (losses) std::fill_n(losses + out_strides.offset(row, rows.inner_rows) + first, n, C(0));
+          });
     });
     total = std::accumulate(sums.begin(), sums.end(), 0.0);
   }
@@ -232,28 +227,25 @@ void backward_cpu(
   // A single gradient has the target's place in the walk.
   const auto rows = walk<4>(op, {&out, &input, &target, upstream.single ? &target : &g}, labels, kNever);
   const auto [to, x_strides, t_strides, g_strides] = rows.strides;
-  dispatch_activation_parameter(target.scalar_type(), target.scalar_type(), [&](auto type, auto) {
-    using T = decltype(type);
-    using C = Compute<T>;
-    T* dx = out.data_ptr<T>();
-    const T *x = input.const_data_ptr<T>(), *t = target.const_data_ptr<T>();
+  dispatch_compute(target.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    const auto dx = output<C>(out);
+    const auto x = core::input<C>(input), t = core::input<C>(target);
     const C* grads = upstream.single ? nullptr : g.const_data_ptr<C>();
     const C by = divisor.defined() ? *divisor.const_data_ptr<C>() : C(1);
     const C scale = upstream.single ? *upstream.values.const_data_ptr<C>() / by : C(1);
-    with_kind(o.kind, [&](auto kind) {
-      for_spans(
-          rows, labels, o,
-          [&](int64_t, int64_t row, int64_t first, int64_t n) {
-            const C* at = grads ? grads + g_strides.offset(row, rows.inner_rows) + first : nullptr;
-            backward_span<decltype(kind)::value>(
-                dx + to.offset(row, rows.inner_rows) + first, at, scale,
-                x + x_strides.offset(row, rows.inner_rows) + first, t + t_strides.offset(row, rows.inner_rows) + first,
-                n, C(o.parameter));
-          },
-          [&](int64_t, int64_t row, int64_t first, int64_t n) {
-            std::fill_n(dx + to.offset(row, rows.inner_rows) + first, n, T(0));
-          });
-    });
+    for_spans(
+        rows, labels, o,
+        [&](int64_t, int64_t row, int64_t first, int64_t n) {
+          const C* at = grads ? grads + g_strides.offset(row, rows.inner_rows) + first : nullptr;
+          backward_span(
+              o.kind, dx + (to.offset(row, rows.inner_rows) + first), at, scale,
+              x + (x_strides.offset(row, rows.inner_rows) + first),
+              t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
+        },
+        [&](int64_t, int64_t row, int64_t first, int64_t n) {
+          clear(dx + (to.offset(row, rows.inner_rows) + first), n);
+        });
   });
   if (!out.is_same(dinput)) dinput.copy_(out);
 }

@@ -9,8 +9,6 @@
 // add_sums(), share of the sums, weigh(), and rescale(). A row's exponentials have another base on each rank where they
 // would overflow. Gradients of true logits are kept apart then: relative to the rank's factor they may overflow.
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -18,6 +16,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/aten.h"
 #include "core/cuda.h"
 #include "kernels/exponentials.h"
 #include "ops/losses/cross_entropy.h"

@@ -2,8 +2,7 @@
 
 // Shared by the files of fused_linear_cross_entropy: the caller's request, the plan, and the results.
 
-#include <ATen/ATen.h>
-
+#include "core/aten.h"
 #include "ops/losses/cross_entropy.h"
 #include "ops/losses/linear_chunks.h"
 

@@ -1,6 +1,6 @@
 // fused_linear_cross_entropy on CPU.
 
-#include "core/cpu.h"
+#include "core/cpu/softmax.h"
 #include "ops/losses/fused_linear_cross_entropy_pass.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
@@ -56,17 +56,15 @@ struct CpuRows {
   void take_targets(Tensor& dlogits, int64_t first, Tensor& taken) const {
     const int64_t* y = target.const_data_ptr<int64_t>() + first;
     float* to = taken.data_ptr<float>() + first;
-    AT_DISPATCH_REDUCED_FLOATING_TYPES(dlogits.scalar_type(), "take_targets", [&] {
-      auto* rows = dlogits.data_ptr<scalar_t>();
-      for (int64_t row = 0; row < dlogits.size(0); ++row) {
-        to[row] = 0;
-        const int64_t column = y[row] - shard.first;
-        if (y[row] == o.ignore_index || column < 0 || column >= shard.n) continue;
-        auto& at = rows[row * dlogits.stride(0) + column];
-        to[row] = float(at);
-        at = scalar_t(0);
-      }
-    });
+    const auto rows = output<float>(dlogits);
+    for (int64_t row = 0; row < dlogits.size(0); ++row) {
+      to[row] = 0;
+      const int64_t column = y[row] - shard.first;
+      if (y[row] == o.ignore_index || column < 0 || column >= shard.n) continue;
+      const auto at = rows + (row * dlogits.stride(0) + column);
+      to[row] = number<float>(at);
+      clear(at, 1);
+    }
   }
   /// Adds the contribution of the gradients in `taken` to d weight.
   void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& taken, double scale) const {
@@ -75,27 +73,27 @@ struct CpuRows {
     const float* factor = taken.const_data_ptr<float>();
     const int64_t rows = target.numel(), columns = dweight.size(1);
     Tensor x = x_in.contiguous();
-    AT_DISPATCH_REDUCED_FLOATING_TYPES(dweight.scalar_type(), "add_targets", [&] {
-      const auto* from = x.const_data_ptr<scalar_t>();
-      auto* to = dweight.data_ptr<scalar_t>();
-      at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-        std::vector<float> sum(columns);
-        for (int64_t start = begin; start < end; ++start) {
-          // The first row of a class adds all of its rows.
-          if (y[start] < 0 || (start > 0 && y[start - 1] == y[start])) continue;
-          std::fill(sum.begin(), sum.end(), 0.f);
-          for (int64_t i = start; i < rows && y[i] == y[start]; ++i) {
-            const auto* row = from + row_of[i] * columns;
-            const float f = factor[row_of[i]];
-            for (int64_t c = 0; c < columns; ++c) sum[c] += f * float(row[c]);
-          }
-          auto* out = to + y[start] * dweight.stride(0);
-          for (int64_t c = 0; c < columns; ++c) {
-            auto& at = out[c * dweight.stride(1)];
-            at = scalar_t(float(at) + float(scale) * sum[c]);
-          }
+    const auto from = input<float>(x);
+    const auto to = output<float>(dweight);
+    const int64_t step = dweight.stride(1) == 1 ? columns : 1;
+    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> sum(columns), stage(columns);
+      for (int64_t start = begin; start < end; ++start) {
+        // The first row of a class adds all of its rows.
+        if (y[start] < 0 || (start > 0 && y[start - 1] == y[start])) continue;
+        std::fill(sum.begin(), sum.end(), 0.f);
+        for (int64_t i = start; i < rows && y[i] == y[start]; ++i) {
+          const float* row = widen_all(from + row_of[i] * columns, stage.data(), columns);
+          const float f = factor[row_of[i]];
+          for (int64_t c = 0; c < columns; ++c) sum[c] += f * row[c];
         }
-      });
+        for (int64_t first = 0; first < columns; first += step) {
+          const auto out = to + (y[start] * dweight.stride(0) + first * dweight.stride(1));
+          const float* old = widen_all<float>(out, stage.data(), step);
+          for (int64_t c = 0; c < step; ++c) stage[c] = old[c] + float(scale) * sum[first + c];
+          store_all(out, stage.data(), step);
+        }
+      }
     });
   }
 };

@@ -2,8 +2,7 @@
 
 // Shared by the files of fused_linear_divergence: the options, and the rows of a part of the logits.
 
-#include <ATen/ATen.h>
-
+#include "core/aten.h"
 #include "core/checks.h"
 #include "kernels/fused_linear_divergence.h"
 #include "ops/losses/vocabulary.h"

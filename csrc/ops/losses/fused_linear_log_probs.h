@@ -10,8 +10,7 @@
 // Backward computes the logits again. For the gradients of the head it takes all tokens and some classes at a time, see
 // BlockPlan. That of input is summed over the classes in fp32.
 
-#include <ATen/ATen.h>
-
+#include "core/aten.h"
 #include "ops/losses/linear_chunks.h"
 #include "ops/losses/log_probs.h"
 #include "runtime/status.h"

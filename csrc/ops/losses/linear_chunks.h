@@ -3,7 +3,6 @@
 // What losses of a linear head share: the split of a call's tokens into chunks, their order, the memory of a chunk's
 // logits, and gradients.
 
-#include <ATen/ATen.h>
 #include <ATen/WrapDimUtils.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/aten.h"
 #include "core/autograd.h"
 #include "core/rows.h"
 #include "gemm/low_rank.h"

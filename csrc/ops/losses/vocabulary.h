@@ -2,8 +2,6 @@
 
 // Classes that are split over the ranks of a process group, in order. A rank holds the classes from `first` on.
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -11,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/aten.h"
 #include "core/group.h"
 
 namespace liger::ops::cross_entropy {

@@ -2,11 +2,10 @@
 
 // One call of moe_experts on a device. Letters: T tokens, K choices, E experts, H hidden, I inner.
 
-#include <ATen/ATen.h>
-
 #include <limits>
 #include <optional>
 
+#include "core/aten.h"
 #include "core/checks.h"
 #include "kernels/moe_experts.h"
 

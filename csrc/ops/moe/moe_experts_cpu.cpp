@@ -1,6 +1,6 @@
 // moe_experts on CPU: one GEMM per expert and product.
 
-#include "core/cpu.h"
+#include "core/cpu/loops.h"
 #include "ops/moe/moe_experts.h"
 
 namespace liger::ops::moe_experts {

@@ -6,7 +6,7 @@
 // in DeepSeek-V4, because the choice depends on it. experts: (..., top_k), chosen beforehand.
 
 #include "core/column_sum.h"
-#include "core/cpu.h"
+#include "core/cpu/loops.h"
 #include "core/operator.h"
 #include "core/values.h"
 #include "kernels/moe_router.h"
@@ -60,13 +60,13 @@ struct Row {
   std::vector<C> scores, soft;
   C lse = 0;
 
-  template <class T>
-  void read(const T* x, int64_t n, Score score) {
+  /// storage: of the logits, to which roots of softplus are rounded.
+  void read(const C* x, int64_t n, Score score, core::Storage storage) {
     scores.resize(n), soft.resize(n);
     C peak = -std::numeric_limits<C>::infinity();
     double total = 0;
-    for (int64_t j = 0; j < n; ++j) peak = C(x[j]) > peak || C(x[j]) != C(x[j]) ? C(x[j]) : peak;
-    for (int64_t j = 0; j < n; ++j) total += soft[j] = std::exp(C(x[j]) - peak);
+    for (int64_t j = 0; j < n; ++j) peak = x[j] > peak || x[j] != x[j] ? x[j] : peak;
+    for (int64_t j = 0; j < n; ++j) total += soft[j] = std::exp(x[j] - peak);
     for (int64_t j = 0; j < n; ++j) soft[j] = C(soft[j] / total);
     lse = C(peak + std::log(total));
     for (int64_t j = 0; j < n; ++j) {
@@ -74,8 +74,13 @@ struct Row {
       // From 20 on, softplus is the identity, as in PyTorch.
       scores[j] = score == Score::softmax ? soft[j]
           : score == Score::sigmoid       ? 1 / (1 + std::exp(-v))
-                                          : C(T(std::sqrt(C(T(v > 20 ? v : std::log1p(std::exp(v)))))));
+          : v > 20                        ? v
+                                          : std::log1p(std::exp(v));
     }
+    if (score != Score::sqrtsoftplus) return;
+    core::round_all(storage, scores.data(), n);
+    for (C& s : scores) s = std::sqrt(s);
+    core::round_all(storage, scores.data(), n);
   }
 
   /// The derivative of sqrt(softplus(x)), of which far below 0 the logarithm has the slope 1 / 2.
@@ -113,20 +118,14 @@ std::vector<char> within_best_groups(const std::vector<C>& by, const Choice& o) 
   return eligible;
 }
 
-template <class F>
-void dispatch(const Tensor& logits, const F& f) {
-  core::dispatch_activation_parameter(logits.scalar_type(), logits.scalar_type(), [&](auto t, auto) { f(t); });
-}
-
 struct Cpu {
   static void forward(const Inputs& in, const Weighing& w, const Choice& o, Results& out) {
     runtime::count_cpu_call();
     const int64_t rows = in.rows(), n = in.experts();
     const bool statistics = out.z.numel() > 0;
-    dispatch(in.logits, [&](auto t) {
-      using T = decltype(t);
-      using C = core::Compute<T>;
-      const T* x = in.logits.const_data_ptr<T>();
+    core::dispatch_compute(in.logits.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto logits = core::input<C>(in.logits);
       const C *bias = core::data_or_null<C>(in.bias), *counts = core::data_or_null<C>(in.token_weight);
       const int64_t* given = core::data_or_null<int64_t>(in.given);
       C* weights = out.weights.data_ptr<C>();
@@ -135,14 +134,15 @@ struct Cpu {
       core::PartialColumnSums sums(statistics, ranges, 2 * n + 1, out.weights.options());
       core::parallel_ranges(rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
         Row<C> r;
-        std::vector<C> by(n);
+        std::vector<C> by(n), stage = core::make_stage<C>(logits.storage, n);
         std::vector<double> sum(statistics ? 2 * n + 1 : 0);
         for (int64_t row = begin; row < end; ++row) {
-          r.read(x + row * n, n, w.score);
+          const C* x = core::widen_all(logits + row * n, stage.data(), n);
+          r.read(x, n, w.score, logits.storage);
           for (int64_t j = 0; j < n; ++j) {
             // Logits have the order of their scores, without ties from rounding.
             const bool by_logits = !bias && o.groups == 1 && w.score != Score::sqrtsoftplus;
-            const C v = by_logits ? C(x[row * n + j]) : r.scores[j] + (bias ? bias[j] : C(0));
+            const C v = by_logits ? x[j] : r.scores[j] + (bias ? bias[j] : C(0));
             by[j] = v == v ? v : std::numeric_limits<C>::infinity();
           }
           auto eligible = within_best_groups(by, o);
@@ -175,19 +175,19 @@ struct Cpu {
   static void backward(Tensor& dlogits, const Upstream& up, const Inputs& in, const Tensor& index, const Weighing& w) {
     runtime::count_cpu_call();
     const int64_t rows = in.rows(), n = in.experts(), top_k = index.size(-1);
-    dispatch(in.logits, [&](auto t) {
-      using T = decltype(t);
-      using C = core::Compute<T>;
-      const T* x = in.logits.const_data_ptr<T>();
-      T* dx = dlogits.data_ptr<T>();
+    core::dispatch_compute(in.logits.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const auto logits = core::input<C>(in.logits);
+      const auto dx = core::output<C>(dlogits);
       const C *g = core::data_or_null<C>(up.weights), *h = core::data_or_null<C>(up.scores);
       const C *z = core::data_or_null<C>(up.z), *counts = core::data_or_null<C>(in.token_weight);
       const int64_t* all = index.const_data_ptr<int64_t>();
       core::parallel_ranges(rows, core::cpu_ranges(rows, n), [&](int64_t, int64_t begin, int64_t end) {
         Row<C> r;
-        std::vector<C> d(n);
+        std::vector<C> d(n), stage = core::make_stage<C>(logits.storage, n);
         for (int64_t row = begin; row < end; ++row) {
-          r.read(x + row * n, n, w.score);
+          const C* x = core::widen_all(logits + row * n, stage.data(), n);
+          r.read(x, n, w.score, logits.storage);
           std::fill(d.begin(), d.end(), C(0));
           const int64_t* chosen = all + row * top_k;
           C total = C(kLeast), dot = 0;
@@ -203,7 +203,7 @@ struct Cpu {
           C mean = 0;
           for (int64_t j = 0; j < n; ++j) mean += d[j] * r.scores[j];
           for (int64_t j = 0; j < n; ++j) {
-            const C at = x[row * n + j], score = r.scores[j];
+            const C at = x[j], score = r.scores[j];
             C v = 0;
             if (g || (h && count != 0)) {
               // The slope of a sigmoid, without the cancellation of 1 - score.
@@ -212,8 +212,9 @@ struct Cpu {
                                               : d[j] * Row<C>::root_slope(at, score);
             }
             if (z && count != 0) v += 2 * count * *z * r.lse * r.soft[j];
-            dx[row * n + j] = T(v);
+            d[j] = v;
           }
+          core::store_all(dx + row * n, d.data(), n);
         }
       });
     });

@@ -42,7 +42,7 @@ struct FusedAddRmsNorm
     template <class Arguments>
     static void cast(c10::DeviceType device, Arguments& arguments) {
       auto& [x, residual, weight, eps, offset, mode] = arguments;
-      const bool to_float = device == c10::DeviceType::CUDA && core::torch_autocasts_to_float("rms_norm");
+      const bool to_float = device == c10::DeviceType::CUDA && core::autocasts_rms_norm_to_float();
       if (to_float) {
         x = core::autocast_float(x), residual = core::autocast_float(residual), weight = core::autocast_float(weight);
         return;

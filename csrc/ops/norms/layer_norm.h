@@ -2,8 +2,7 @@
 
 // Shared by the files of layer_norm.
 
-#include <ATen/ATen.h>
-
+#include "core/aten.h"
 #include "core/checks.h"
 #include "core/rows.h"
 

@@ -1,32 +1,31 @@
 // layer_norm on CPU: statistics in fp32, or fp64 for fp64 rows.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
+#include "core/cpu/loops.h"
+#include "core/cpu/math.h"
 #include "ops/norms/layer_norm.h"
 
 namespace liger::ops::layer_norm {
 namespace {
 
-template <class T, class W>
+template <class C>
 struct CpuForward {
-  using C = core::Compute<T>;
-  const T* x;
-  const W *weight, *bias;
-  T* y;
+  core::Input<C> x, weight, bias;
+  core::Output<C> y;
   C *means, *scales;
   const core::Rows<2>& walk;  // y, x
   C eps;
 };
 
 // A half-precision row is widened once. Its results are narrowed one block of columns at a time.
-template <class T, class W>
-LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
-  std::vector<C> row_stage = core::make_stage<T, C>(n), parameter_stage = core::make_stage<W, C>(2 * n);
-  const C* weight = a.weight ? core::widen_all(a.weight, parameter_stage.data(), n) : nullptr;
-  const C* bias = a.bias ? core::widen_all(a.bias, parameter_stage.data() + n, n) : nullptr;
+  std::vector<C> row_stage = core::make_stage<C>(a.x.storage, n);
+  std::vector<C> weight_stage = core::make_stage<C>(a.weight.storage, n);
+  std::vector<C> bias_stage = core::make_stage<C>(a.bias.storage, n);
+  const C* weight = core::widen_all(a.weight, weight_stage.data(), n);
+  const C* bias = core::widen_all(a.bias, bias_stage.data(), n);
   C block[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     const C* x = core::widen_all(a.x + a.walk.strides[1].offset(row, inner), row_stage.data(), n);
@@ -62,7 +61,7 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
       a.means[row] = mean;
       a.scales[row] = scale;
     }
-    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    const auto y = a.y + a.walk.strides[0].offset(row, inner);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       const C *v = x + first, *w = weight + first, *b = bias + first;
@@ -85,20 +84,17 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
   }
 }
 
-template <class T>
+template <class C>
 struct CpuBackward {
-  using C = core::Compute<T>;
-  const T *dy, *x;
+  core::Input<C> dy, x;
   const C *weight, *means, *scales;
-  T* dx;
+  core::Output<C> dx;
   const core::Rows<3>& walk;  // dx, dy, x
 };
 
 // dweight, dbias: partial sums of this range; both or neither may be null.
-template <class T>
-LIGER_VECTORIZED void backward_rows(
-    const CpuBackward<T>& a, core::Compute<T>* dweight, core::Compute<T>* dbias, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void backward_rows(const CpuBackward<C>& a, C* dweight, C* dbias, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
   C blocks[2][kBlock];
@@ -139,9 +135,9 @@ LIGER_VECTORIZED void backward_rows(
     }
     if (!a.dx) continue;
     for (int64_t r = 0; r < rows; ++r) {
-      const T* dy = a.dy + a.walk.strides[1].offset(group + r, inner);
-      const T* x = a.x + a.walk.strides[2].offset(group + r, inner);
-      T* dx = a.dx + a.walk.strides[0].offset(group + r, inner);
+      const auto dy = a.dy + a.walk.strides[1].offset(group + r, inner);
+      const auto x = a.x + a.walk.strides[2].offset(group + r, inner);
+      const auto dx = a.dx + a.walk.strides[0].offset(group + r, inner);
       const C mean = a.means[group + r], scale = a.scales[group + r];
       const C slope = C(dots[r] * scale * scale / n), shift = C(totals[r] / n);
       for (int64_t first = 0; first < n; first += kBlock) {
@@ -167,22 +163,20 @@ Forward Cpu::forward(
   if (save) out.statistics = empty_statistics(out.y);
   if (x.numel() == 0) return out;
   auto walk = core::walk_rows<2>(kOp, {&out.y, &x});
-  core::dispatch_activation_parameter(x.scalar_type(), parameter_type(x, weight, bias), [&](auto t, auto w) {
-    using T = decltype(t);
-    using W = decltype(w);
-    using C = core::Compute<T>;
+  core::dispatch_compute(x.scalar_type(), [&](auto c) {
+    using C = decltype(c);
     C* means = core::data_or_null<C>(out.statistics);
-    CpuForward<T, W> a{
-        x.const_data_ptr<T>(),
-        core::data_or_null<W>(weight),
-        core::data_or_null<W>(bias),
-        out.y.data_ptr<T>(),
+    const CpuForward<C> a{
+        core::input<C>(x),
+        core::input<C>(weight),
+        core::input<C>(bias),
+        core::output<C>(out.y),
         means,
         means ? means + walk.rows : nullptr,
         walk,
         C(eps)};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
-      forward_rows(a, begin, end);
+      core::vectorized<C>([&] { forward_rows(a, begin, end); });
     });
   });
   return out;
@@ -203,20 +197,12 @@ Gradients Cpu::backward(
   if (x.numel() > 0) {
     Tensor weight = contiguous_or_undefined(weight_in);
     weight = weight.defined() ? weight.to(statistics.scalar_type()) : at::ones({walk.n}, statistics.options());
-    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      using C = core::Compute<T>;
-      const C* means = statistics.const_data_ptr<C>();
-      CpuBackward<T> a{
-          dy.const_data_ptr<T>(),
-          x.const_data_ptr<T>(),
-          weight.const_data_ptr<C>(),
-          means,
-          means + walk.rows,
-          core::data_or_null<T>(dx),
-          walk};
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const C *w = weight.const_data_ptr<C>(), *means = statistics.const_data_ptr<C>();
+      CpuBackward<C> a{core::input<C>(dy), core::input<C>(x), w, means, means + walk.rows, core::output<C>(dx), walk};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        backward_rows(a, dweight.of<C>(range), dbias.of<C>(range), begin, end);
+        core::vectorized<C>([&] { backward_rows(a, dweight.of<C>(range), dbias.of<C>(range), begin, end); });
       });
     });
   }

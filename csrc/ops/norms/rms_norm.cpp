@@ -67,7 +67,7 @@ struct RmsNorm
 
     template <class Arguments>
     static void cast(c10::DeviceType, Arguments& arguments) {
-      if (!core::torch_autocasts_to_float("rms_norm")) return;
+      if (!core::autocasts_rms_norm_to_float()) return;
       auto& [x, weight, eps, offset, mode] = arguments;
       x = core::autocast_float(x);
       weight = core::autocast_float(weight);

@@ -3,12 +3,11 @@
 // Shared by the files of rms_norm and by fused_add_rms_norm, which uses the same kernels with a residual, and the same
 // backward.
 
-#include <ATen/ATen.h>
-
 #include <string>
 #include <string_view>
 #include <tuple>
 
+#include "core/aten.h"
 #include "core/casting_mode.h"
 
 namespace liger::ops::rms_norm {

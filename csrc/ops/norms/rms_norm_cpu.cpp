@@ -1,8 +1,8 @@
 // rms_norm and fused_add_rms_norm on CPU: statistics in fp32, or fp64 for fp64 rows.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
-#include "core/inverse_rms.h"
+#include "core/cpu/loops.h"
+#include "core/cpu/math.h"
+#include "core/cpu/rms.h"
 #include "core/rows.h"
 #include "ops/norms/rms_norm.h"
 
@@ -10,12 +10,10 @@ namespace liger::ops::rms_norm {
 
 namespace {
 
-template <class T, class W>
+template <class C>
 struct CpuForward {
-  using C = core::Compute<T>;
-  const T *x, *residual;
-  const W* weight;
-  T *y, *s;
+  core::Input<C> x, residual, weight;
+  core::Output<C> y, s;
   C* rstd;
   const core::Rows<4>& walk;  // y, s, x, residual
   C eps, offset;
@@ -23,12 +21,11 @@ struct CpuForward {
 };
 
 // A half-precision row is widened once. Its results are narrowed one block of columns at a time.
-template <class T, class W>
-LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
-  std::vector<C> row_stage = core::make_stage<T, C>(n), weights(a.weight ? n : 0);
+  std::vector<C> row_stage = core::make_stage<C>(a.x.storage, n), weights(a.weight ? n : 0);
   C block[kBlock];
   if (a.weight) {
     const C* wide = core::widen_all(a.weight, weights.data(), n);
@@ -37,22 +34,23 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
   for (int64_t row = begin; row < end; ++row) {
     const C* x = core::widen_all(a.x + a.walk.strides[2].offset(row, inner), row_stage.data(), n);
     if (a.residual) {
-      const T* residual = a.residual + a.walk.strides[3].offset(row, inner);
-      T* s = a.s + a.walk.strides[1].offset(row, inner);
+      const auto residual = a.residual + a.walk.strides[3].offset(row, inner);
+      const auto s = a.s + a.walk.strides[1].offset(row, inner);
       C* sums = core::target(s, row_stage.data());
       for (int64_t first = 0; first < n; first += kBlock) {
         const int64_t count = std::min(kBlock, n - first);
         const C *v = x + first, *r = core::widen_all(residual + first, block, count);
         C* sum = sums + first;
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) sum[i] = core::round_to<T>(v[i] + r[i]);
+        for (int64_t i = 0; i < count; ++i) sum[i] = v[i] + r[i];
+        core::round_all(s.storage, sum, count);
         core::narrow_all(s + first, sum, count);
       }
       x = sums;
     }
     const C scale = core::inverse_rms(x, n, a.eps);
     if (a.rstd) a.rstd[row] = scale;
-    T* y = a.y + a.walk.strides[0].offset(row, inner);
+    const auto y = a.y + a.walk.strides[0].offset(row, inner);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       const C *v = x + first, *w = weights.data() + first;
@@ -61,8 +59,10 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale;
       } else if (a.round) {
+        core::with_rounded(a.y.storage, v, scale, block, count, [&](auto rounded) {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) out[i] = core::round_to<T>(v[i] * scale) * w[i];
+          for (int64_t i = 0; i < count; ++i) out[i] = rounded(i) * w[i];
+        });
       } else {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale * w[i];
@@ -72,26 +72,23 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, W>& a, int64_t begin, int
   }
 }
 
-template <class T>
+template <class C>
 struct CpuBackward {
-  using C = core::Compute<T>;
-  const T *dy, *ds, *x;
+  core::Input<C> dy, ds, x;
   const C *weight, *rstd;  // weight: with the offset added
-  T* dx;
+  core::Output<C> dx;
   const core::Rows<4>& walk;  // dx, dy, ds, x
   bool round;
 };
 
 // sums: this range's partial sum for dweight, or null.
-template <class T>
-LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* sums, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.walk.n, inner = a.walk.inner_rows;
   C blocks[3][kBlock];
   for (int64_t row = begin; row < end; ++row) {
-    const T* dy = a.dy + a.walk.strides[1].offset(row, inner);
-    const T* x = a.x + a.walk.strides[3].offset(row, inner);
+    const auto dy = a.dy + a.walk.strides[1].offset(row, inner), x = a.x + a.walk.strides[3].offset(row, inner);
     const C scale = a.rstd[row];
     double dot = 0;
     // One pass computes both sums, so that the row is read from cache once.
@@ -101,11 +98,13 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* s
       const C* w = a.weight + first;
       C *sum = sums + first, part = 0;
       if (sums && a.round) {
+        core::with_rounded(a.x.storage, v, scale, blocks[2], count, [&](auto rounded) {
 #pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < count; ++i) {
-          sum[i] += g[i] * core::round_to<T>(v[i] * scale);
-          part += g[i] * w[i] * v[i];
-        }
+          for (int64_t i = 0; i < count; ++i) {
+            sum[i] += g[i] * rounded(i);
+            part += g[i] * w[i] * v[i];
+          }
+        });
       } else if (sums) {
 #pragma omp simd reduction(+ : part)
         for (int64_t i = 0; i < count; ++i) {
@@ -120,8 +119,8 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T>& a, core::Compute<T>* s
       dot += part;
     }
     if (!a.dx) continue;
-    T* dx = a.dx + a.walk.strides[0].offset(row, inner);
-    const T* ds = a.ds ? a.ds + a.walk.strides[2].offset(row, inner) : nullptr;
+    const auto dx = a.dx + a.walk.strides[0].offset(row, inner);
+    const auto ds = a.ds ? a.ds + a.walk.strides[2].offset(row, inner) : a.ds;
     const C mean = C(dot * scale * scale / n);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
@@ -154,24 +153,21 @@ Forward Cpu::forward(
   if (save_rstd) out.rstd = core::empty_per_row(out.y, core::compute_type(x));
   if (x.numel() == 0) return out;
   auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
-  auto weight_type = weight.defined() ? weight.scalar_type() : x.scalar_type();
-  core::dispatch_activation_parameter(x.scalar_type(), weight_type, [&](auto t, auto w) {
-    using T = decltype(t);
-    using W = decltype(w);
-    using C = core::Compute<T>;
-    CpuForward<T, W> a{
-        x.const_data_ptr<T>(),
-        core::data_or_null<T>(residual),
-        core::data_or_null<W>(weight),
-        out.y.data_ptr<T>(),
-        core::data_or_null<T>(out.s),
+  core::dispatch_compute(x.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    const CpuForward<C> a{
+        core::input<C>(x),
+        core::input<C>(residual),
+        core::input<C>(weight),
+        core::output<C>(out.y),
+        core::output<C>(out.s),
         core::data_or_null<C>(out.rstd),
         walk,
         C(eps),
         C(offset),
         core::rounds_first(casting_mode)};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
-      forward_rows(a, begin, end);
+      core::vectorized<C>([&] { forward_rows(a, begin, end); });
     });
   });
   return out;
@@ -189,20 +185,19 @@ std::tuple<Tensor, Tensor> Cpu::backward(
   core::PartialColumnSums dweight(needs_dweight, ranges, walk.n, rstd.options());
   if (x.numel() > 0) {
     Tensor scaled = weight.defined() ? weight.to(rstd.scalar_type()).add(offset) : at::ones({walk.n}, rstd.options());
-    core::dispatch_activation_parameter(x.scalar_type(), x.scalar_type(), [&](auto t, auto) {
-      using T = decltype(t);
-      using C = core::Compute<T>;
-      CpuBackward<T> a{
-          dy.const_data_ptr<T>(),
-          core::data_or_null<T>(ds),
-          x.const_data_ptr<T>(),
+    core::dispatch_compute(x.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const CpuBackward<C> a{
+          core::input<C>(dy),
+          core::input<C>(ds),
+          core::input<C>(x),
           scaled.const_data_ptr<C>(),
           rstd.const_data_ptr<C>(),
-          core::data_or_null<T>(dx),
+          core::output<C>(dx),
           walk,
           core::rounds_first(casting_mode) && weight.defined()};
       core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        backward_rows(a, dweight.of<C>(range), begin, end);
+        core::vectorized<C>([&] { backward_rows(a, dweight.of<C>(range), begin, end); });
       });
     });
   }

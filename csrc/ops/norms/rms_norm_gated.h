@@ -2,10 +2,9 @@
 
 // Shared by the files of rms_norm_gated.
 
-#include <ATen/ATen.h>
-
 #include <tuple>
 
+#include "core/aten.h"
 #include "core/casting_mode.h"
 #include "core/rows.h"
 

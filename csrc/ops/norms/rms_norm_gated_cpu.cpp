@@ -1,8 +1,8 @@
 // rms_norm_gated on CPU: statistics in fp32, or fp64 for fp64 rows.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
-#include "core/inverse_rms.h"
+#include "core/cpu/loops.h"
+#include "core/cpu/math.h"
+#include "core/cpu/rms.h"
 #include "core/rows.h"
 #include "ops/norms/rms_norm_gated.h"
 
@@ -10,17 +10,27 @@ namespace liger::ops::rms_norm_gated {
 
 namespace {
 
-template <class T, class Y>
+// What the normalised row and its product with the weight are rounded to. Storage::compute: they are not.
+struct Rounding {
+  Rounding(const Options& options, const Tensor& x, const Tensor& weight) {
+    const auto storage = core::storage_of(x.scalar_type());
+    if (options.rounds_row()) row = storage;
+    if (options.rounds_product(x, weight)) product = storage;
+  }
+  core::Storage row = core::Storage::compute, product = core::Storage::compute;
+};
+
+template <class C>
 struct CpuForward {
-  using C = core::Compute<T>;
-  const T *x, *gate;
+  core::Input<C> x, gate;
   const C* weight;  // with the offset added, or null
-  Y* y;
+  core::Output<C> y;
   C* rstd;
   const core::Rows<3>& walk;  // y, x, gate
   int64_t groups, columns;
   C eps;
-  bool round_row, round_product, gate_first, sigmoid;
+  Rounding round;
+  bool gate_first, sigmoid;
 };
 
 template <class C>
@@ -34,34 +44,18 @@ void activate(C* out, const C* gate, int64_t n, bool sigmoid) {
   }
 }
 
-template <class T, class C>
-void round_all(C* x, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) x[i] = core::round_to<T>(x[i]);
-}
-
-/// Stores n results, rounded to T.
-template <class T, class C>
-void store_all(T* out, const C* values, int64_t n) {
-  if constexpr (std::is_same_v<T, C>) {
-    std::copy(values, values + n, out);
-  } else {
-    core::narrow_all(out, values, n);
-  }
-}
-
 template <class C>
 void multiply(C* out, const C* a, const C* b, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) out[i] = a[i] * b[i];
 }
 
-template <class T, class Y>
-LIGER_VECTORIZED void forward_rows(const CpuForward<T, Y>& a, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.columns, inner = a.walk.inner_rows;
-  std::vector<C> x_stage = core::make_stage<T, C>(n), gate_stage = core::make_stage<T, C>(n), activation(n), product(n);
+  std::vector<C> x_stage = core::make_stage<C>(a.x.storage, n), gate_stage = core::make_stage<C>(a.gate.storage, n);
+  std::vector<C> activation(n), product(n);
   C block[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t group = 0; group < a.groups; ++group) {
@@ -75,16 +69,13 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, Y>& a, int64_t begin, int
       }
       const C scale = core::inverse_rms(x, n, a.eps);
       if (a.rstd) a.rstd[row * a.groups + group] = scale;
-      Y* y = a.y + a.walk.strides[0].offset(row, inner) + start;
+      const auto y = a.y + a.walk.strides[0].offset(row, inner) + start;
       for (int64_t first = 0; first < n; first += kBlock) {
         const int64_t count = std::min(kBlock, n - first);
-        const C* v = x + first;
         C* out = core::target(y + first, block);
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale;
-        if (a.round_row) round_all<T>(out, count);
+        core::scale_and_round(a.round.row, out, x + first, scale, count);
         if (a.weight) multiply(out, out, a.weight + start + first, count);
-        if (a.round_product) round_all<T>(out, count);
+        core::round_all(a.round.product, out, count);
         if (!a.gate_first) multiply(out, out, activation.data() + first, count);
         core::narrow_all(y + first, out, count);
       }
@@ -92,16 +83,15 @@ LIGER_VECTORIZED void forward_rows(const CpuForward<T, Y>& a, int64_t begin, int
   }
 }
 
-template <class T, class Y>
+template <class C>
 struct CpuBackward {
-  using C = core::Compute<T>;
-  const Y* dy;
-  const T *x, *gate;
+  core::Input<C> dy, x, gate;
   const C *weight, *rstd;  // weight: with the offset added
-  T *dx, *dgate;
+  core::Output<C> dx, dgate;
   const core::Rows<6>& walk;  // lead, dx, dgate, dy, x, gate
   int64_t groups, columns;
-  bool round_row, round_product, sigmoid;
+  Rounding round;
+  bool gate_first, sigmoid;
 };
 
 template <class C>
@@ -122,20 +112,20 @@ void activate_with_slope(C* out, C* slope, const C* gate, int64_t n, bool sigmoi
 }
 
 // sums: this range's partial sum for dweight, or null.
-template <class T, class Y, bool kGateFirst>
-LIGER_VECTORIZED void backward_rows(const CpuBackward<T, Y>& a, core::Compute<T>* sums, int64_t begin, int64_t end) {
-  using C = core::Compute<T>;
+template <class C>
+void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
   const int64_t n = a.columns, inner = a.walk.inner_rows;
-  std::vector<C> stages[3] = {core::make_stage<Y, C>(n), core::make_stage<T, C>(n), core::make_stage<T, C>(n)};
+  std::vector<C> dy_stage = core::make_stage<C>(a.dy.storage, n), x_stage = core::make_stage<C>(a.x.storage, n);
+  std::vector<C> gate_stage = core::make_stage<C>(a.gate.storage, n);
   std::vector<C> activation(n), slope(n), normed(n), grad(n);
   C block[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t group = 0; group < a.groups; ++group) {
       const int64_t start = group * n;
-      const C* dy = core::widen_all(a.dy + a.walk.strides[3].offset(row, inner) + start, stages[0].data(), n);
-      const C* x = core::widen_all(a.x + a.walk.strides[4].offset(row, inner) + start, stages[1].data(), n);
-      const C* gate = core::widen_all(a.gate + a.walk.strides[5].offset(row, inner) + start, stages[2].data(), n);
+      const C* dy = core::widen_all(a.dy + a.walk.strides[3].offset(row, inner) + start, dy_stage.data(), n);
+      const C* x = core::widen_all(a.x + a.walk.strides[4].offset(row, inner) + start, x_stage.data(), n);
+      const C* gate = core::widen_all(a.gate + a.walk.strides[5].offset(row, inner) + start, gate_stage.data(), n);
       const C* weight = a.weight + start;
       const C scale = a.rstd[row * a.groups + group];
       activate_with_slope(activation.data(), slope.data(), gate, n, a.sigmoid);
@@ -144,19 +134,18 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T, Y>& a, core::Compute<T>
         const int64_t count = std::min(kBlock, n - first);
         const C *g = dy + first, *v = x + first, *act = activation.data() + first, *w = weight + first;
         C *out = normed.data() + first, *dn = grad.data() + first, part = 0;
+        if (a.gate_first) {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) {
-          out[i] = (kGateFirst ? v[i] * act[i] : v[i]) * scale;
-          dn[i] = kGateFirst ? g[i] : g[i] * act[i];
+          for (int64_t i = 0; i < count; ++i) out[i] = v[i] * act[i] * scale, dn[i] = g[i];
+        } else {
+#pragma omp simd
+          for (int64_t i = 0; i < count; ++i) out[i] = v[i] * scale, dn[i] = g[i] * act[i];
         }
-        if (sums && a.round_row) {
-          C* sum = sums + start + first;
+        if (sums) {
+          C *sum = sums + start + first, *rounded = a.round.row == core::Storage::compute ? out : block;
+          if (rounded != out) core::scale_and_round(a.round.row, rounded, out, C(1), count);  // a rounded copy
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) sum[i] += dn[i] * core::round_to<T>(out[i]);
-        } else if (sums) {
-          C* sum = sums + start + first;
-#pragma omp simd
-          for (int64_t i = 0; i < count; ++i) sum[i] += dn[i] * out[i];
+          for (int64_t i = 0; i < count; ++i) sum[i] += dn[i] * rounded[i];
         }
 #pragma omp simd reduction(+ : part)
         for (int64_t i = 0; i < count; ++i) {
@@ -166,8 +155,8 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T, Y>& a, core::Compute<T>
         dot += part;
       }
       const C mean = C(dot / n);
-      T* dx = a.dx ? a.dx + a.walk.strides[1].offset(row, inner) + start : nullptr;
-      T* dgate = a.dgate ? a.dgate + a.walk.strides[2].offset(row, inner) + start : nullptr;
+      const auto dx = a.dx ? a.dx + a.walk.strides[1].offset(row, inner) + start : a.dx;
+      const auto dgate = a.dgate ? a.dgate + a.walk.strides[2].offset(row, inner) + start : a.dgate;
       for (int64_t first = 0; first < n; first += kBlock) {
         const int64_t count = std::min(kBlock, n - first);
         const C *g = dy + first, *v = x + first, *act = activation.data() + first, *w = weight + first;
@@ -175,21 +164,22 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T, Y>& a, core::Compute<T>
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) dn[i] = (dn[i] - norm[i] * mean) * scale;
         if (dgate) {
-          if (kGateFirst) {
+          C* out = core::target(dgate + first, block);
+          if (a.gate_first) {
 #pragma omp simd
-            for (int64_t i = 0; i < count; ++i) block[i] = dn[i] * v[i] * by[i];
+            for (int64_t i = 0; i < count; ++i) out[i] = dn[i] * v[i] * by[i];
           } else {
-            if (a.round_row) round_all<T>(norm, count);
+            core::round_all(a.round.row, norm, count);
             multiply(norm, norm, w, count);
-            if (a.round_product) round_all<T>(norm, count);
+            core::round_all(a.round.product, norm, count);
 #pragma omp simd
-            for (int64_t i = 0; i < count; ++i) block[i] = g[i] * norm[i] * by[i];
+            for (int64_t i = 0; i < count; ++i) out[i] = g[i] * norm[i] * by[i];
           }
-          store_all(dgate + first, block, count);
+          core::narrow_all(dgate + first, out, count);
         }
         if (dx) {
-          if (kGateFirst) multiply(dn, dn, act, count);
-          store_all(dx + first, dn, count);
+          if (a.gate_first) multiply(dn, dn, act, count);
+          core::store_all(dx + first, dn, count);
         }
       }
     }
@@ -199,12 +189,6 @@ LIGER_VECTORIZED void backward_rows(const CpuBackward<T, Y>& a, core::Compute<T>
 /// weight + offset in the dtype of sums, or undefined.
 Tensor scaled_weight(const Tensor& weight, const Tensor& x, const Options& options) {
   return weight.defined() ? weight.contiguous().to(core::compute_type(x)).add(options.offset) : Tensor();
-}
-
-/// Calls f(x_type{}, y_type{}).
-template <class F>
-void dispatch(const Tensor& x, const Tensor& y, const F& f) {
-  core::dispatch_activation_parameter(x.scalar_type(), y.scalar_type(), f);
 }
 
 }  // namespace
@@ -219,26 +203,23 @@ Forward Cpu::forward(
   const int64_t groups = groups_in.expect_int(), columns = columns_in.expect_int();
   const Tensor scaled = scaled_weight(weight, x, options);
   auto walk = core::walk_rows<3>(kOp, {&out.y, &x, &gate});
-  dispatch(x, out.y, [&](auto t, auto y) {
-    using T = decltype(t);
-    using Y = decltype(y);
-    using C = core::Compute<T>;
-    CpuForward<T, Y> a{
-        x.const_data_ptr<T>(),
-        gate.const_data_ptr<T>(),
+  core::dispatch_compute(x.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    const CpuForward<C> a{
+        core::input<C>(x),
+        core::input<C>(gate),
         core::data_or_null<C>(scaled),
-        out.y.data_ptr<Y>(),
+        core::output<C>(out.y),
         core::data_or_null<C>(out.rstd),
         walk,
         groups,
         columns,
         C(options.eps),
-        options.rounds_row(),
-        options.rounds_product(x, weight),
+        {options, x, weight},
         options.gate_first,
         options.sigmoid};
     core::parallel_ranges(walk.rows, core::cpu_ranges(walk.rows, walk.n), [&](int64_t, int64_t begin, int64_t end) {
-      forward_rows(a, begin, end);
+      core::vectorized<C>([&] { forward_rows(a, begin, end); });
     });
   });
   return out;
@@ -258,28 +239,24 @@ Gradients Cpu::backward(
   core::PartialColumnSums dweight(needs_dweight, ranges, walk.n, rstd.options());
   Tensor scaled = scaled_weight(weight, x, options);
   if (!scaled.defined()) scaled = at::ones({walk.n}, rstd.options());
-  dispatch(x, dy, [&](auto t, auto y) {
-    using T = decltype(t);
-    using Y = decltype(y);
-    using C = core::Compute<T>;
-    CpuBackward<T, Y> a{
-        dy.const_data_ptr<Y>(),
-        x.const_data_ptr<T>(),
-        gate.const_data_ptr<T>(),
+  core::dispatch_compute(x.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    const CpuBackward<C> a{
+        core::input<C>(dy),
+        core::input<C>(x),
+        core::input<C>(gate),
         scaled.const_data_ptr<C>(),
         rstd.const_data_ptr<C>(),
-        core::data_or_null<T>(dx),
-        core::data_or_null<T>(dgate),
+        core::output<C>(dx),
+        core::output<C>(dgate),
         walk,
         groups,
         columns,
-        options.rounds_row(),
-        options.rounds_product(x, weight),
+        {options, x, weight},
+        options.gate_first,
         options.sigmoid};
     core::parallel_ranges(walk.rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-      C* sums = dweight.of<C>(range);
-      options.gate_first ? backward_rows<T, Y, true>(a, sums, begin, end)
-                         : backward_rows<T, Y, false>(a, sums, begin, end);
+      core::vectorized<C>([&] { backward_rows(a, dweight.of<C>(range), begin, end); });
     });
   });
   return {dx, dgate, needs_dweight ? dweight.sum(weight.scalar_type()) : Tensor()};

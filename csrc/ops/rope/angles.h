@@ -2,9 +2,9 @@
 
 // Heads and the angles that rotate them: checks and strides, shared by the rotary operators.
 
-#include <ATen/ATen.h>
-
 #include <optional>
+
+#include "core/aten.h"
 
 namespace liger::ops::rope {
 

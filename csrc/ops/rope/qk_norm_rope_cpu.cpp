@@ -1,8 +1,8 @@
 // qk_norm_rope on CPU: statistics in fp32, or fp64 for fp64 heads. One token's heads share its angles.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
-#include "core/inverse_rms.h"
+#include "core/checks.h"
+#include "core/cpu/loops.h"
+#include "core/cpu/rms.h"
 #include "ops/rope/angles_cpu.h"
 #include "ops/rope/qk_norm_rope.h"
 
@@ -19,25 +19,31 @@ Tensor scaled(const Tensor& weight, const Forward& call) {
   return weight.defined() ? weight.to(options).add(call.offset) : at::ones({call.head_size()}, options);
 }
 
-// The heads of q or of k.
-template <class T>
+// The heads of q or of k. scaled: as above. grad: in backward.
+template <class C>
 struct Heads {
-  using C = core::Compute<T>;
-  Heads(const Tensor& out, const Tensor& x, const Tensor& scaled, bool round_first)
+  Heads(
+      const Forward& call, const Tensor& out, const Tensor& x, const Tensor& grad, const Tensor& weight,
+      const Tensor& scaled)
       : heads(x.size(1)),
         n(x.size(3)),
-        out_strides(out.defined() ? HeadStrides(out) : HeadStrides(x)),
+        out_strides(out.defined() ? out : x),
         strides(x),
-        out(core::data_or_null<T>(out)),
-        x(x.const_data_ptr<T>()),
+        grad_strides(grad),
+        out(core::output<C>(out)),
+        x(core::input<C>(x)),
+        grad(core::input<C>(grad)),
         weight(scaled.const_data_ptr<C>()),
-        round_first(round_first) {}
+        eps(call.eps),
+        round_first(call.round_first && weight.defined()),
+        interleaved(call.interleaved) {}
   int64_t heads, n;
-  HeadStrides out_strides, strides;
-  T* out;
-  const T* x;
+  HeadStrides out_strides, strides, grad_strides;
+  core::Output<C> out;
+  core::Input<C> x, grad;
   const C* weight;
-  bool round_first;
+  C eps;
+  bool round_first, interleaved;
 };
 
 // y may be x.
@@ -47,79 +53,77 @@ void rotate_head(C* y, const C* x, int64_t n, const PairAngles<C>& angles, bool 
   if (y != x) std::copy(x + 2 * angles.half, x + n, y + 2 * angles.half);
 }
 
-template <class T>
-LIGER_VECTORIZED void forward_heads(
-    const Heads<T>& a, int64_t b, int64_t s, const PairAngles<core::Compute<T>>& angles, bool interleaved,
-    core::Compute<T> eps, core::Compute<T>* wide, core::Compute<T>* normed) {
-  using C = core::Compute<T>;
-  const T* x = a.x + a.strides.offset(b, s);
-  T* out = a.out + a.out_strides.offset(b, s);
-  for (int64_t h = 0; h < a.heads; ++h, x += a.strides.head, out += a.out_strides.head) {
-    const C* v = core::widen_all(x, wide, a.n);
-    const C scale = core::inverse_rms(v, a.n, eps);
-    if (a.round_first) {
+template <class C>
+void forward_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>& angles, C* stage) {
+  const int64_t n = a.n;
+  const C* weight = a.weight;
+  C *wide = stage, *normed = stage + n;
+  auto x = a.x + a.strides.offset(b, s);
+  auto out = a.out + a.out_strides.offset(b, s);
+  for (int64_t h = 0; h < a.heads; ++h, x = x + a.strides.head, out = out + a.out_strides.head) {
+    const C* v = core::widen_all(x, wide, n);
+    const C scale = core::inverse_rms(v, n, a.eps);
+    if (a.round_first && a.x.storage != core::Storage::compute) {
+      core::scale_and_round(a.x.storage, normed, v, scale, n);
 #pragma omp simd
-      for (int64_t i = 0; i < a.n; ++i) {
-        normed[i] = core::round_to<T>(core::round_to<T>(v[i] * scale) * a.weight[i]);
-      }
+      for (int64_t i = 0; i < n; ++i) normed[i] *= weight[i];
     } else {
 #pragma omp simd
-      for (int64_t i = 0; i < a.n; ++i) normed[i] = core::round_to<T>(v[i] * scale * a.weight[i]);
+      for (int64_t i = 0; i < n; ++i) normed[i] = v[i] * scale * weight[i];
     }
+    core::round_all(a.x.storage, normed, n);
     C* y = core::target(out, normed);
-    rotate_head(y, normed, a.n, angles, interleaved);
-    core::narrow_all(out, y, a.n);
+    rotate_head(y, normed, n, angles, a.interleaved);
+    core::narrow_all(out, y, n);
   }
 }
 
-// sums: this range's partial sum of the weight's gradient, or null. grad may be a.out.
-template <class T>
-LIGER_VECTORIZED void backward_heads(
-    const Heads<T>& a, const T* grad, const HeadStrides& grad_strides, int64_t b, int64_t s,
-    const PairAngles<core::Compute<T>>& inverse, bool interleaved, core::Compute<T> eps, core::Compute<T>* sums,
-    core::Compute<T>* wide, core::Compute<T>* turned) {
-  using C = core::Compute<T>;
-  const T* x = a.x + a.strides.offset(b, s);
-  grad += grad_strides.offset(b, s);
-  T* out = a.out ? a.out + a.out_strides.offset(b, s) : nullptr;
-  for (int64_t h = 0; h < a.heads; ++h, x += a.strides.head, grad += grad_strides.head) {
-    rotate_head(turned, core::widen_all(grad, turned, a.n), a.n, inverse, interleaved);
-    const C* v = core::widen_all(x, wide, a.n);
-    const C scale = core::inverse_rms(v, a.n, eps);
+// sums: this range's partial sum of the weight's gradient, or null. a.grad may be a.out.
+template <class C>
+void backward_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>& inverse, C* sums, C* stage) {
+  const int64_t n = a.n;
+  const C* weight = a.weight;
+  C *wide = stage, *turned = stage + n, *rounded = stage + 2 * n;
+  auto x = a.x + a.strides.offset(b, s), grad = a.grad + a.grad_strides.offset(b, s);
+  auto out = a.out ? a.out + a.out_strides.offset(b, s) : a.out;
+  for (int64_t h = 0; h < a.heads; ++h, x = x + a.strides.head, grad = grad + a.grad_strides.head) {
+    rotate_head(turned, core::widen_all(grad, turned, n), n, inverse, a.interleaved);
+    const C* v = core::widen_all(x, wide, n);
+    const C scale = core::inverse_rms(v, n, a.eps);
     if (sums && a.round_first) {
+      core::scale_and_round(a.x.storage, rounded, v, scale, n);
 #pragma omp simd
-      for (int64_t i = 0; i < a.n; ++i) sums[i] += turned[i] * core::round_to<T>(v[i] * scale);
+      for (int64_t i = 0; i < n; ++i) sums[i] += turned[i] * rounded[i];
     } else if (sums) {
 #pragma omp simd
-      for (int64_t i = 0; i < a.n; ++i) sums[i] += turned[i] * v[i] * scale;
+      for (int64_t i = 0; i < n; ++i) sums[i] += turned[i] * v[i] * scale;
     }
     if (!out) continue;
     // Two loops: compilers do not vectorize a sum in a loop that also stores.
 #pragma omp simd
-    for (int64_t i = 0; i < a.n; ++i) turned[i] *= a.weight[i];
+    for (int64_t i = 0; i < n; ++i) turned[i] *= weight[i];
     C dot = 0;
 #pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < a.n; ++i) dot += turned[i] * v[i];
-    const C mean = dot * scale * scale / a.n;
+    for (int64_t i = 0; i < n; ++i) dot += turned[i] * v[i];
+    const C mean = dot * scale * scale / n;
     C* dx = core::target(out, turned);
 #pragma omp simd
-    for (int64_t i = 0; i < a.n; ++i) dx[i] = (turned[i] - v[i] * mean) * scale;
-    core::narrow_all(out, dx, a.n);
-    out += a.out_strides.head;
+    for (int64_t i = 0; i < n; ++i) dx[i] = (turned[i] - v[i] * mean) * scale;
+    core::narrow_all(out, dx, n);
+    out = out + a.out_strides.head;
   }
 }
 
-// Calls f(T{}, load) where load(angles, token) reads one token's angles.
-template <class F>
-void dispatch(const Forward& call, bool inverse, const F& f) {
-  core::dispatch_activation_parameter(call.q.scalar_type(), call.angles.cos.scalar_type(), [&](auto t, auto w) {
-    const int64_t positions = call.positions();
-    f(t, [&, positions](auto& angles, int64_t token) {
-      const int64_t b = token / positions, s = token - b * positions;
-      angles.template load<decltype(w)>(call.angles, inverse, b, s);
-      return std::make_pair(b, s);
-    });
-  });
+// Calls f(angles, b, s) for tokens from begin to end, with their angles.
+template <class C, class F>
+void for_tokens(const Forward& call, bool inverse, int64_t begin, int64_t end, const F& f) {
+  PairAngles<C> angles(call.angles, inverse);
+  const int64_t positions = call.positions();
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t b = token / positions, s = token - b * positions;
+    angles.load(b, s);
+    core::vectorized<C>([&] { f(angles, b, s); });
+  }
 }
 
 }  // namespace
@@ -129,19 +133,16 @@ void Cpu::forward(const Forward& call) {
   if (call.empty()) return;
   const Tensor q_weight = scaled(call.q_weight, call), k_weight = scaled(call.k_weight, call);
   const int64_t n = call.head_size(), tokens = call.tokens(), heads = call.q.size(1) + call.k.size(1);
-  dispatch(call, false, [&](auto t, const auto& load) {
-    using T = decltype(t);
-    using C = core::Compute<T>;
-    const Heads<T> q(call.out_q, call.q, q_weight, call.round_first && call.q_weight.defined());
-    const Heads<T> k(call.out_k, call.k, k_weight, call.round_first && call.k_weight.defined());
+  core::dispatch_compute(call.q.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    const Heads<C> both[] = {
+        {call, call.out_q, call.q, call.q, call.q_weight, q_weight},
+        {call, call.out_k, call.k, call.k, call.k_weight, k_weight}};
     core::parallel_ranges(tokens, core::cpu_ranges(tokens, heads * n), [&](int64_t, int64_t begin, int64_t end) {
-      PairAngles<C> angles(call.angles.half);
-      std::vector<C> wide(n), normed(n);
-      for (int64_t token = begin; token < end; ++token) {
-        const auto [b, s] = load(angles, token);
-        forward_heads(q, b, s, angles, call.interleaved, C(call.eps), wide.data(), normed.data());
-        forward_heads(k, b, s, angles, call.interleaved, C(call.eps), wide.data(), normed.data());
-      }
+      std::vector<C> stage(2 * n);
+      for_tokens<C>(call, false, begin, end, [&](const auto& angles, int64_t b, int64_t s) {
+        for (const auto& a : both) forward_heads(a, b, s, angles, stage.data());
+      });
     });
   });
 }
@@ -158,24 +159,17 @@ WeightGradients Cpu::backward(const Backward& call) {
   const core::PartialColumnSums dq_weight(sums_q, ranges, n, q_weight.options());
   const core::PartialColumnSums dk_weight(sums_k, ranges, n, k_weight.options());
   if (!call.empty()) {
-    dispatch(call, true, [&](auto t, const auto& load) {
-      using T = decltype(t);
-      using C = core::Compute<T>;
-      const Heads<T> q(call.out_q, call.q, q_weight, call.round_first && call.q_weight.defined());
-      const Heads<T> k(call.out_k, call.k, k_weight, call.round_first && call.k_weight.defined());
-      const HeadStrides grad_q(call.grad_q), grad_k(call.grad_k);
-      const T *grad_q_at = call.grad_q.const_data_ptr<T>(), *grad_k_at = call.grad_k.const_data_ptr<T>();
+    core::dispatch_compute(call.q.scalar_type(), [&](auto c) {
+      using C = decltype(c);
+      const Heads<C> both[] = {
+          {call, call.out_q, call.q, call.grad_q, call.q_weight, q_weight},
+          {call, call.out_k, call.k, call.grad_k, call.k_weight, k_weight}};
       core::parallel_ranges(tokens, ranges, [&](int64_t range, int64_t begin, int64_t end) {
-        PairAngles<C> angles(call.angles.half);
-        std::vector<C> wide(n), turned(n);
-        C *q_sums = dq_weight.of<C>(range), *k_sums = dk_weight.of<C>(range);
-        for (int64_t token = begin; token < end; ++token) {
-          const auto [b, s] = load(angles, token);
-          backward_heads(
-              q, grad_q_at, grad_q, b, s, angles, call.interleaved, C(call.eps), q_sums, wide.data(), turned.data());
-          backward_heads(
-              k, grad_k_at, grad_k, b, s, angles, call.interleaved, C(call.eps), k_sums, wide.data(), turned.data());
-        }
+        C* const sums[] = {dq_weight.of<C>(range), dk_weight.of<C>(range)};
+        std::vector<C> stage(3 * n);
+        for_tokens<C>(call, true, begin, end, [&](const auto& angles, int64_t b, int64_t s) {
+          for (int i : {0, 1}) backward_heads(both[i], b, s, angles, sums[i], stage.data());
+        });
       });
     });
   }

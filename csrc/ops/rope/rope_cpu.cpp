@@ -1,7 +1,8 @@
 // rope on CPU.
 
-#include "core/cpu.h"
-#include "core/cpu_math.h"
+#include <cstring>
+
+#include "core/cpu/loops.h"
 #include "ops/rope/angles_cpu.h"
 #include "ops/rope/rope.h"
 
@@ -9,20 +10,40 @@ namespace liger::ops::rope {
 
 namespace {
 
-template <class T>
-LIGER_VECTORIZED void rotate_heads(
-    T* y, const T* x, const Call& call, int64_t heads, int64_t y_head, int64_t x_head,
-    const PairAngles<core::Compute<T>>& angles, core::Compute<T>* stage) {
-  const int64_t rotated = 2 * angles.half, first = call.first(), width = call.head_size(), end = first + rotated;
-  const bool x_pairs = call.reads_pairs(), y_pairs = call.writes_pairs();
-  for (int64_t h = 0; h < heads; ++h, x += x_head, y += y_head) {
-    const auto* from = core::widen_all(x + first, stage, rotated);
-    auto* to = core::target(y + first, x_pairs == y_pairs ? stage : stage + rotated);
-    rotate_row(to, from, angles, x_pairs, y_pairs);
+// The heads of q or of k.
+template <class C>
+struct Heads {
+  Heads(const Call& call, const Tensor& out, const Tensor& in)
+      : out(core::output<C>(out)),
+        in(core::input<C>(in)),
+        out_strides(out),
+        in_strides(in),
+        heads(in.size(1)),
+        width(call.head_size()),
+        first(call.first()),
+        in_pairs(call.reads_pairs()),
+        out_pairs(call.writes_pairs()) {}
+  core::Output<C> out;
+  core::Input<C> in;
+  HeadStrides out_strides, in_strides;
+  int64_t heads, width, first;
+  bool in_pairs, out_pairs;
+};
+
+template <class C>
+void rotate_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>& angles, C* stage) {
+  const int64_t rotated = 2 * angles.half, first = a.first, end = first + rotated;
+  const int64_t bytes = a.in.storage == core::Storage::compute ? sizeof(C) : 2;
+  auto x = a.in + a.in_strides.offset(b, s);
+  auto y = a.out + a.out_strides.offset(b, s);
+  for (int64_t h = 0; h < a.heads; ++h, x = x + a.in_strides.head, y = y + a.out_strides.head) {
+    const C* from = core::widen_all(x + first, stage, rotated);
+    C* to = core::target(y + first, a.in_pairs == a.out_pairs ? stage : stage + rotated);
+    rotate_row(to, from, angles, a.in_pairs, a.out_pairs);
     core::narrow_all(y + first, to, rotated);
-    if (x == y) continue;
-    std::copy(x, x + first, y);
-    std::copy(x + end, x + width, y + end);
+    if (x.data == y.data) continue;
+    std::memcpy(y.data, x.data, first * bytes);
+    std::memcpy((y + end).data, (x + end).data, (a.width - end) * bytes);
   }
 }
 
@@ -31,27 +52,20 @@ LIGER_VECTORIZED void rotate_heads(
 void rotate_cpu(const char*, const Call& call) {
   runtime::count_cpu_call();
   if (call.q.numel() + call.k.numel() == 0) return;
-  const HeadStrides q(call.q), k(call.k), out_q(call.out_q), out_k(call.out_k);
-  const int64_t positions = call.positions(), rows = call.batch() * positions, width = call.head_size();
-  const int64_t q_heads = call.q.size(1), k_heads = call.k.size(1), half = call.angles.half;
-  core::dispatch_activation_parameter(call.q.scalar_type(), call.angles.cos.scalar_type(), [&](auto t, auto w) {
-    using T = decltype(t);
-    using C = core::Compute<T>;
-    const T *q_at = call.q.const_data_ptr<T>(), *k_at = call.k.const_data_ptr<T>();
-    T *out_q_at = call.out_q.data_ptr<T>(), *out_k_at = call.out_k.data_ptr<T>();
-    int64_t ranges = core::cpu_ranges(rows, (q_heads + k_heads) * width);
-    core::parallel_ranges(rows, ranges, [&](int64_t, int64_t begin, int64_t end) {
-      PairAngles<C> angles(half);
-      std::vector<C> stage(4 * half);
+  const int64_t positions = call.positions(), rows = call.batch() * positions;
+  const int64_t columns = (call.q.size(1) + call.k.size(1)) * call.head_size();
+  core::dispatch_compute(call.q.scalar_type(), [&](auto c) {
+    using C = decltype(c);
+    const Heads<C> both[] = {{call, call.out_q, call.q}, {call, call.out_k, call.k}};
+    core::parallel_ranges(rows, core::cpu_ranges(rows, columns), [&](int64_t, int64_t begin, int64_t end) {
+      PairAngles<C> angles(call.angles, call.inverse);
+      std::vector<C> stage(4 * angles.half);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t b = row / positions, s = row - b * positions;
-        angles.template load<decltype(w)>(call.angles, call.inverse, b, s);
-        rotate_heads(
-            out_q_at + out_q.offset(b, s), q_at + q.offset(b, s), call, q_heads, out_q.head, q.head, angles,
-            stage.data());
-        rotate_heads(
-            out_k_at + out_k.offset(b, s), k_at + k.offset(b, s), call, k_heads, out_k.head, k.head, angles,
-            stage.data());
+        angles.load(b, s);
+        core::vectorized<C>([&] {
+          for (const auto& heads : both) rotate_heads(heads, b, s, angles, stage.data());
+        });
       }
     });
   });

@@ -1,20 +1,13 @@
 #pragma once
 
-// Building blocks of vectorized CPU loops: separate loops for conversions, and math functions without calls. Compilers
-// vectorize calls of the C library's exp and erf only if the whole program is built with -ffast-math.
+// Functions for vectorized CPU loops, without calls: compilers vectorize those of the C library's exp and erf only if the
+// whole program is built with -ffast-math.
 
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
-#include <vector>
 
-#include "core/half.h"
-
-#if defined(__GNUC__) && defined(__x86_64__)
-#include <immintrin.h>
-#define LIGER_F16C __attribute__((target("avx,f16c")))
-#endif
+#include "core/cpu/half.h"
 
 namespace liger::core {
 
@@ -133,82 +126,6 @@ inline Normal<float> vector_normal(float x) {
 
 inline Normal<double> vector_normal(double x) {
   return {0.5 * std::erfc(-x * 0.70710678118654752), 0.39894228040143268 * std::exp(-0.5 * x * x)};
-}
-
-#ifdef LIGER_F16C
-// The processor's fp16 conversions, which compilers do not generate. Both functions return how many numbers they
-// converted.
-inline bool has_f16c() {
-  static const bool found = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
-  return found;
-}
-
-LIGER_F16C inline int64_t widen_f16c(const c10::Half* x, float* out, int64_t n) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
-  }
-  return i;
-}
-
-LIGER_F16C inline int64_t narrow_f16c(c10::Half* out, const float* x, int64_t n) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
-  }
-  return i;
-}
-#endif
-
-// Half-precision numbers are converted through a short buffer, `stage`: compilers vectorize loops that only convert and
-// loops that only calculate. widen_all() returns x itself if no conversion is needed.
-template <class T, class C>
-const C* widen_all(const T* x, C* stage, int64_t n) {
-  if constexpr (std::is_same_v<T, C>) {
-    return x;
-  } else {
-    int64_t done = 0;
-#ifdef LIGER_F16C
-    if constexpr (std::is_same_v<T, c10::Half>) {
-      if (has_f16c()) done = widen_f16c(x, stage, n);
-    }
-#endif
-#pragma omp simd
-    for (int64_t i = done; i < n; ++i) stage[i] = widen(x[i]);
-    return stage;
-  }
-}
-
-/// Where a loop writes its results: in place, or in the stage that narrow_all() converts.
-template <class T, class C>
-C* target(T* out, C* stage) {
-  if constexpr (std::is_same_v<T, C>) {
-    return out;
-  } else {
-    return stage;
-  }
-}
-
-/// A stage for widen_all() of n numbers; empty if no conversion is needed.
-template <class T, class C>
-std::vector<C> make_stage(int64_t n) {
-  return std::vector<C>(std::is_same_v<T, C> ? 0 : n);
-}
-
-template <class T, class C>
-void narrow_all(T* out, const C* stage, int64_t n) {
-  if constexpr (!std::is_same_v<T, C>) {
-    int64_t done = 0;
-#ifdef LIGER_F16C
-    if constexpr (std::is_same_v<T, c10::Half>) {
-      if (has_f16c()) done = narrow_f16c(out, stage, n);
-    }
-#endif
-    // Assign the bits, because compilers do not vectorize copies of the struct.
-#pragma omp simd
-    for (int64_t i = done; i < n; ++i) out[i].x = narrow<T>(stage[i]).x;
-  }
 }
 
 }  // namespace liger::core

@@ -1,11 +1,11 @@
 #pragma once
 
-// CPU loops: parallel over rows, vectorized over columns. With GCC, the loader picks the widest instruction set that
-// the CPU supports.
+// CPU loops: parallel over rows, vectorized over columns.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "core/aten.h"
+#include "core/cpu/storage.h"
 #include "runtime/status.h"
 
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
@@ -16,9 +16,31 @@
 
 namespace liger::core {
 
-/// Arithmetic type: double for double, float for everything narrower.
-template <class T>
-using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
+/// Calls f(C{}) with the arithmetic type of numbers of this dtype: double for double, float for everything narrower.
+template <class F>
+decltype(auto) dispatch_compute(at::ScalarType dtype, const F& f) {
+  return dtype == at::kDouble ? f(double{}) : f(float{});
+}
+
+namespace detail {
+
+template <class F>
+LIGER_VECTORIZED auto with_widest(const F& f) {
+  return f();
+}
+
+}  // namespace detail
+
+/// f(), compiled for several instruction sets with all that it calls. With GCC, the loader picks the widest one that the
+/// CPU supports. fp64 serves gradcheck and gets one.
+template <class C, class F>
+auto vectorized(const F& f) {
+  if constexpr (std::is_same_v<C, double>) {
+    return f();
+  } else {
+    return detail::with_widest(f);
+  }
+}
 
 template <class T>
 T* data_or_null(const at::Tensor& t) {
@@ -71,17 +93,5 @@ class PartialColumnSums {
 
 /// Columns per fp32 sum. Longer rows add several such sums in double, to keep the error small.
 constexpr int64_t kColumnsPerSum = 1024;
-
-/// Calls f(x_type{}, parameter_type{}) for the dtype pairs that the checks admit.
-template <class F>
-void dispatch_activation_parameter(at::ScalarType x, at::ScalarType parameter, const F& f) {
-  bool wide = parameter == at::kFloat;
-  switch (x) {
-    case at::kDouble: return f(double{}, double{});
-    case at::kFloat: return f(float{}, float{});
-    case at::kHalf: return wide ? f(at::Half{}, float{}) : f(at::Half{}, at::Half{});
-    default: return wide ? f(at::BFloat16{}, float{}) : f(at::BFloat16{}, at::BFloat16{});
-  }
-}
 
 }  // namespace liger::core

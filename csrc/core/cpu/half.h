@@ -68,11 +68,11 @@ T narrow(C x) {
 /// x rounded to T.
 template <class T, class C>
 C round_to(C x) {
-  if constexpr (std::is_same_v<T, C>) {
-    return x;
-  } else {
-    return widen(narrow<T>(x));
-  }
+  return C(widen(narrow<T>(x)));
 }
+
+/// n numbers, by the processor's conversions if it has them. Compilers do not generate those.
+void widen_half(const c10::Half* x, float* out, int64_t n);
+void narrow_half(c10::Half* out, const float* x, int64_t n);
 
 }  // namespace liger::core

@@ -84,7 +84,7 @@ def digest(values: list[Any]) -> str:
             # NaN is one value, whatever its sign and payload.
             t = t.detach().contiguous()
             t = t.nan_to_num(nan=12345.0) if t.is_floating_point() and t.element_size() > 1 else t
-            sums.update(f"{t.dtype}{tuple(t.shape)}".encode() + bytes(t.view(torch.uint8).flatten().tolist()))
+            sums.update(f"{t.dtype}{tuple(t.shape)}".encode() + bytes(t.reshape(-1).view(torch.uint8).tolist()))
     return sums.hexdigest()
 
 

@@ -1,17 +1,17 @@
 #pragma once
 
-// Rows of logits on CPU, a block of columns at a time. Loops over a block take numbers of the compute type, whatever the
-// storage is: GCC copies loops that surround a choice of conversions, and vectorizes one copy.
+// Rows of logits on CPU, a block of columns at a time.
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"
 
-// Between these, functions may compute both results of a choice. Otherwise GCC does not vectorize many loops with one. Loops
-// are LIGER_VECTORIZED there, because vectorized() does not inline them.
+// Between these, functions may compute both results of a choice: otherwise GCC does not vectorize many loops with one.
+// Such loops are LIGER_VECTORIZED, because vectorized() does not inline them.
 #if defined(__GNUC__) && !defined(__clang__)
 #define LIGER_SPECULATIVE _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-trapping-math\")")
 #define LIGER_END_SPECULATIVE _Pragma("GCC pop_options")
@@ -37,17 +37,6 @@ void clear(Output<C> out, int64_t n) {
   std::memset(out.data, 0, size_t(n) * (out.storage == Storage::compute ? sizeof(C) : 2));
 }
 
-/// widen_all() and store_all() outside of vectorized loops.
-template <class C>
-const C* load(Input<C> x, C* stage, int64_t n) {
-  if (x.storage == Storage::compute) return static_cast<const C*>(x.data);
-  return vectorized<C>([=] { return widen_all(x, stage, n); });
-}
-template <class C>
-void store(Output<C> out, const C* from, int64_t n) {
-  vectorized<C>([=] { store_all(out, from, n); });
-}
-
 /// Calls f(first, count, v) on n numbers of a row: at once, or block by block if they are converted.
 template <class C, class F>
 void for_pieces(Input<C> x, int64_t n, const F& f) {
@@ -59,7 +48,7 @@ void for_pieces(Input<C> x, int64_t n, const F& f) {
   }
 }
 
-/// Not inlined, because contracting it with a subtraction of the peak would leave a rounding error where both are equal.
+/// Not inlined: contracting it with a subtraction of the peak would leave a rounding error where both are equal.
 template <class C>
 C10_NOINLINE C softcap(C x, C cap) {
   return cap * std::tanh(x / cap);
@@ -76,19 +65,7 @@ struct Powers {
   double total = 0, spread = 0, pull = 0;
 };
 
-namespace detail {
-
-template <class C>
-void add_and_scale(C* out, const C* x, const C* bias, C scale, int64_t n) {
-  if (bias) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] = (x[i] + bias[i]) * scale;
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] = x[i] * scale;
-  }
-}
-
+/// Of v and `start`.
 template <class C>
 C largest(const C* v, int64_t n, C start) {
   C out = start;
@@ -96,8 +73,6 @@ C largest(const C* v, int64_t n, C start) {
   for (int64_t i = 0; i < n; ++i) out = v[i] > out ? v[i] : out;
   return out;
 }
-
-}  // namespace detail
 
 LIGER_SPECULATIVE
 
@@ -131,41 +106,10 @@ LIGER_VECTORIZED void add_powers(const C* v, Other other, int64_t n, C peak, C i
   sums.pull += pull;
 }
 
-/// widen_all() and narrow_all(), which speculative functions do not inline.
-template <class C>
-const C* widen_block(Input<C> x, C* stage, int64_t n) {
-  if constexpr (std::is_same_v<C, float>) {
-    if (x.storage == Storage::bfloat16) {
-      const auto* from = static_cast<const c10::BFloat16*>(x.data);
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) stage[i] = widen(from[i]);
-      return stage;
-    }
-  }
-  return widen_all(x, stage, n);
-}
-template <class C>
-void narrow_block(Output<C> out, const C* stage, int64_t n) {
-  if constexpr (std::is_same_v<C, float>) {
-    if (out.storage == Storage::bfloat16) {
-      auto* to = static_cast<c10::BFloat16*>(out.data);
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) to[i].x = narrow<c10::BFloat16>(stage[i]).x;
-      return;
-    }
-  }
-  narrow_all(out, stage, n);
-}
-
 LIGER_END_SPECULATIVE
 
-/// Of v and `start`.
-template <class C>
-C largest(const C* v, int64_t n, C start) {
-  return vectorized<C>([&] { return detail::largest(v, n, start); });
-}
-
-/// A row of logits: the softcap of (x + bias) * scale.
+/// A row of logits: the softcap of (x + bias) * scale. They are loaded outside of vectorized functions: GCC would copy
+/// these for each of the cases, and vectorize one copy of a sum.
 template <class C>
 struct Logits {
   Input<C> x;
@@ -176,9 +120,9 @@ struct Logits {
 
   /// `count` of them from column `first` on, in x or in the stage.
   const C* load_uncapped(int64_t first, int64_t count, C* stage) const {
-    const C *v = core::load(x + first, stage, count), *b = bias ? bias + first : nullptr;
-    if (!b && scale == 1) return v;
-    vectorized<C>([&] { detail::add_and_scale(stage, v, b, scale, count); });
+    const C* v = vectorized<C>([&] { return widen_all(x + first, stage, count); });
+    if (!bias && scale == 1) return v;
+    for (int64_t i = 0; i < count; ++i) stage[i] = (v[i] + (bias ? bias[first + i] : C(0))) * scale;
     return stage;
   }
   const C* load(int64_t first, int64_t count, C* stage) const {
@@ -205,6 +149,15 @@ void for_blocks(const Logits<C>& x, int64_t n, const F& f) {
     const int64_t count = std::min(kStage, n - first);
     f(first, count, x.load(first, count, stage));
   }
+}
+
+/// The largest of n logits.
+template <class C>
+C peak_of(const Logits<C>& x, int64_t n) {
+  C out = std::numeric_limits<C>::lowest();
+  for_blocks(
+      x, n, [&](int64_t, int64_t count, const C* v) { out = vectorized<C>([&] { return largest(v, count, out); }); });
+  return out;
 }
 
 }  // namespace liger::core

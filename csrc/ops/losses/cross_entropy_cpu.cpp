@@ -32,41 +32,31 @@ inline Capped<float> softcapped(float x, float cap) {
 
 inline Capped<double> softcapped(double x, double cap) { return {cap * std::tanh(x / cap), softcap_slope(x, cap)}; }
 
-/// Undefined without a softcap.
 template <class C>
-using Cap = std::optional<C>;
-
-template <class C>
-C capped(C x, Cap<C> cap) {
+C capped(C x, std::optional<C> cap) {
   return cap ? softcapped(x, *cap).value : x;
 }
 
-template <class C>
-C largest_of(Input<C> x, int64_t n, C start) {
-  C out = start;
-  for_pieces(x, n, [&](int64_t, int64_t count, const C* v) { out = core::detail::largest(v, count, out); });
-  return out;
-}
-
-/// f(x_0, 0) + ... + f(x_n-1, n - 1). Every lane makes few additions, so that a large term does not cost the small ones
-/// their digits.
+/// The sum of f(x_i, i) over n columns. Every lane makes few additions, so that a large term does not cost the small
+/// ones their digits.
 template <class C, class F>
-C sum_in_lanes(Input<C> x, int64_t n, const F& f) {
+C sum_in_lanes(Input<C> x, int64_t first, int64_t n, const F& f) {
   constexpr int64_t kLanes = 64, kBlock = 64 * kLanes;
   static_assert(kStage % kLanes == 0);
   double sum = 0;
   for (int64_t block = 0; block < n; block += kBlock) {
     C lanes[kLanes] = {};
     double wide[kLanes];
-    for_pieces(x + block, std::min(kBlock, n - block), [&](int64_t first, int64_t count, const C* v) {
-      first += block;
+    const int64_t start = first + block;
+    for_pieces(x + start, std::min(kBlock, n - block), [&](int64_t piece, int64_t count, const C* v) {
+      const int64_t column = start + piece;
       int64_t i = 0;
       for (; i + kLanes <= count; i += kLanes) {
 #pragma omp simd
-        for (int64_t k = 0; k < kLanes; ++k) lanes[k] += f(v[i + k], first + i + k);
+        for (int64_t k = 0; k < kLanes; ++k) lanes[k] += f(v[i + k], column + i + k);
       }
 #pragma omp simd
-      for (int64_t k = 0; k < count - i; ++k) lanes[k] += f(v[i + k], first + i + k);
+      for (int64_t k = 0; k < count - i; ++k) lanes[k] += f(v[i + k], column + i + k);
     });
 #pragma omp simd
     for (int64_t k = 0; k < kLanes; ++k) wide[k] = lanes[k];
@@ -79,26 +69,10 @@ C sum_in_lanes(Input<C> x, int64_t n, const F& f) {
   return C(sum);
 }
 
-template <class C>
-C sum_exp(Input<C> x, int64_t n, C base, Cap<C> cap) {
-  if (!cap) return sum_in_lanes(x, n, [=](C v, int64_t) { return vector_exp(v - base); });
-  const C limit = *cap;
-  return sum_in_lanes(x, n, [=](C v, int64_t) { return vector_exp(softcapped(v, limit).value - base); });
-}
-
-template <class C>
-C sum_away(Input<C> x, const C* weight, int64_t n, C reference, Cap<C> cap) {
-  auto sum = [=](auto value) {
-    auto away = [=](C v, int64_t) { return value(v) - reference; };
-    if (!weight) return sum_in_lanes(x, n, away);
-    return sum_in_lanes(x, n, [=](C v, int64_t i) { return weight[i] * away(v, i); });
-  };
-  return cap ? sum([limit = *cap](C v) { return softcapped(v, limit).value; }) : sum([](C v) { return v; });
-}
-
 /// out may be x.
 template <class C>
-void write_gradient(Output<C> out, Input<C> x, const C* weight, int64_t n, C top, C slope, C tilt, Cap<C> cap) {
+void write_gradient(
+    Output<C> out, Input<C> x, const C* weight, int64_t n, C top, C slope, C tilt, std::optional<C> cap) {
   C stage[kStage];
   for_pieces(x, n, [=, &stage](int64_t first, int64_t count, const C* v) {
     const C* weights = weight ? weight + first : nullptr;
@@ -129,7 +103,7 @@ struct CpuRows {
   const C* weight;  // of all classes
   int64_t rows, n, first, classes;
   C weight_sum;
-  Cap<C> cap;
+  std::optional<C> cap;
   Options options;
   C *loss, *z_loss, *accuracy, *stats;
   int64_t* predicted;
@@ -152,32 +126,39 @@ struct Around {
         after(here ? a.n - y - 1 : 0) {}
 };
 
-/// f(first column, columns) of those before and of those after.
-template <class F>
-auto sum_around(const Around& c, const F& f) {
-  return f(0, c.before) + f(c.before + 1, c.after);
-}
-
 /// Of no columns, `lowest` remains.
 template <class C>
 C largest_other(Input<C> x, const Around& c) {
-  auto of = [&](int64_t first, int64_t n, C start) {
-    return vectorized<C>([&] { return largest_of(x + first, n, start); });
-  };
-  return of(c.before + 1, c.after, of(0, c.before, std::numeric_limits<C>::lowest()));
+  return vectorized<C>([&] {
+    C out = std::numeric_limits<C>::lowest();
+    auto compare = [&](int64_t, int64_t count, const C* v) { out = largest(v, count, out); };
+    for_pieces(x, c.before, compare);
+    for_pieces(x + c.before + 1, c.after, compare);
+    return out;
+  });
+}
+
+/// Of f(x_i, i).
+template <class C, class F>
+C sum_others(Input<C> x, const Around& c, const F& f) {
+  auto sum = [&](int64_t first, int64_t n) { return vectorized<C>([&] { return sum_in_lanes(x, first, n, f); }); };
+  return sum(0, c.before) + sum(c.before + 1, c.after);
 }
 
 template <class C>
-C sum_exp_others(Input<C> x, const Around& c, C top, Cap<C> cap) {
-  return sum_around(
-      c, [&](int64_t first, int64_t n) { return vectorized<C>([&] { return sum_exp(x + first, n, top, cap); }); });
+C sum_exp_others(Input<C> x, const Around& c, C top, std::optional<C> cap) {
+  if (!cap) return sum_others(x, c, [=](C v, int64_t) { return vector_exp(v - top); });
+  return sum_others(x, c, [=, limit = *cap](C v, int64_t) { return vector_exp(softcapped(v, limit).value - top); });
 }
 
 template <class C>
 C sum_away_others(const CpuRows<C>& a, Input<C> x, const Around& c, C reference) {
-  return sum_around(c, [&](int64_t first, int64_t n) {
-    return vectorized<C>([&] { return sum_away(x + first, a.weights_from(first), n, reference, a.cap); });
-  });
+  auto sum = [&](auto value) {
+    auto away = [=](C v, int64_t) { return value(v) - reference; };
+    if (!a.weight) return sum_others(x, c, away);
+    return sum_others(x, c, [=, w = a.weights_from(0)](C v, int64_t i) { return w[i] * away(v, i); });
+  };
+  return a.cap ? sum([limit = *a.cap](C v) { return softcapped(v, limit).value; }) : sum([](C v) { return v; });
 }
 
 template <class C>
@@ -570,7 +551,7 @@ void describe_rows_cpu(
         if (y == o.ignore_index) continue;
         const auto x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
         const C top = of[row], total = of[a.rows + row], miss = of[2 * a.rows + row];
-        const C spread = sum_in_lanes(x, a.n, [&](C v, int64_t) {
+        const C spread = sum_in_lanes(x, 0, a.n, [&](C v, int64_t) {
           const C away = capped(v, a.cap) - top, e = std::exp(away);
           return e == 0 ? C(0) : e * away;
         });

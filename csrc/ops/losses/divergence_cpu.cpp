@@ -79,6 +79,23 @@ auto with_kind(int32_t kind, const F& f) {
   }
 }
 
+// widen_all() and narrow_all() are not inlined here.
+template <class C>
+const C* widen_block(Input<C> x, C* stage, int64_t n) {
+  if (x.storage != Storage::bfloat16) return widen_all(x, stage, n);
+  const auto* from = static_cast<const c10::BFloat16*>(x.data);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) stage[i] = widen(from[i]);
+  return stage;
+}
+template <class C>
+void narrow_block(Output<C> out, const C* stage, int64_t n) {
+  if (out.storage != Storage::bfloat16) return narrow_all(out, stage, n);
+  auto* to = static_cast<c10::BFloat16*>(out.data);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i].x = narrow<c10::BFloat16>(float(stage[i])).x;
+}
+
 /// The sum of the losses. Writes each to `out` if that is not null.
 template <class C>
 LIGER_VECTORIZED double forward_span(int32_t kind, C* out, Input<C> x, Input<C> t, int64_t n, C parameter) {

@@ -1,4 +1,4 @@
-// Rows of fused_linear_divergence on CPU. The formulas are those of liger_ops/kernels/losses/fused_linear_divergence.py.
+// Rows of fused_linear_divergence on CPU. Formulas are those of liger_ops/kernels/losses/fused_linear_divergence.py.
 
 #include <algorithm>
 #include <array>
@@ -74,57 +74,53 @@ auto with_kind(int32_t kind, const F& f) {
   }
 }
 
-template <int32_t kKind, class C>
-void add_values(const C* v_s, const C* v_t, int64_t n, const Row<C> row, double& divergence, double& mean) {
-  C total = 0, of_mean = 0;
-#pragma omp simd reduction(+ : total, of_mean)
-  for (int64_t i = 0; i < n; ++i) {
-    const C p_s = vector_exp(exponent((v_s[i] - row.s_peak) * row.inverse)) * row.of_s;
-    const C p_t = vector_exp(exponent((v_t[i] - row.t_peak) * row.inverse)) * row.of_t;
-    const C d = (gap_of(v_s[i], v_t[i]) - row.offset) * row.inverse;
-    if constexpr (kKind == kinds::FORWARD) {
-      total += relative_entropy(p_t, p_s, -d);
-    } else if constexpr (kKind == kinds::REVERSE) {
-      total += relative_entropy(p_s, p_t, d);
-    } else {
-      const auto [value, level] = mixture(p_s, p_t, d, row.beta);
-      total += value;
-      of_mean -= p_s == 0 ? C(0) : p_s * level;
-    }
-  }
-  divergence += total;
-  mean += of_mean;
-}
-
-template <int32_t kKind, class C>
-void write_gradient(C* out, const C* v_s, const C* v_t, int64_t n, const Row<C> row, C g) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const C p_s = vector_exp(exponent((v_s[i] - row.s_peak) * row.inverse)) * row.of_s;
-    const C p_t = vector_exp(exponent((v_t[i] - row.t_peak) * row.inverse)) * row.of_t;
-    const C gap = gap_of(v_s[i], v_t[i]), d = (gap - row.offset) * row.inverse;
-    C slope;
-    if constexpr (kKind == kinds::FORWARD) {
-      slope = std::fabs(d) < C(kNear) ? p_t * series_expm1(d) : p_s - p_t;
-    } else if constexpr (kKind == kinds::REVERSE) {
-      slope = p_s == 0 ? C(0) : p_s * ((gap - row.mean) * row.inverse);
-    } else {
-      slope = p_s == 0 ? C(0) : p_s * ((row.beta - 1) * (mixture(p_s, p_t, d, row.beta).level + row.mean));
-    }
-    out[i] = slope * g;
-  }
-}
-
 template <class C>
 LIGER_VECTORIZED void add_values(
     int32_t kind, const C* v_s, const C* v_t, int64_t n, const Row<C>& row, double& divergence, double& mean) {
-  with_kind(kind, [&](auto k) { add_values<decltype(k)::value>(v_s, v_t, n, row, divergence, mean); });
+  with_kind(kind, [&](auto k) {
+    constexpr int32_t kKind = decltype(k)::value;
+    C total = 0, of_mean = 0;
+#pragma omp simd reduction(+ : total, of_mean)
+    for (int64_t i = 0; i < n; ++i) {
+      const C p_s = vector_exp(exponent((v_s[i] - row.s_peak) * row.inverse)) * row.of_s;
+      const C p_t = vector_exp(exponent((v_t[i] - row.t_peak) * row.inverse)) * row.of_t;
+      const C d = (gap_of(v_s[i], v_t[i]) - row.offset) * row.inverse;
+      if constexpr (kKind == kinds::FORWARD) {
+        total += relative_entropy(p_t, p_s, -d);
+      } else if constexpr (kKind == kinds::REVERSE) {
+        total += relative_entropy(p_s, p_t, d);
+      } else {
+        const auto [value, level] = mixture(p_s, p_t, d, row.beta);
+        total += value;
+        of_mean -= p_s == 0 ? C(0) : p_s * level;
+      }
+    }
+    divergence += total;
+    mean += of_mean;
+  });
 }
 
 template <class C>
 LIGER_VECTORIZED void write_gradient(
     int32_t kind, C* out, const C* v_s, const C* v_t, int64_t n, const Row<C>& row, C g) {
-  with_kind(kind, [&](auto k) { write_gradient<decltype(k)::value>(out, v_s, v_t, n, row, g); });
+  with_kind(kind, [&](auto k) {
+    constexpr int32_t kKind = decltype(k)::value;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      const C p_s = vector_exp(exponent((v_s[i] - row.s_peak) * row.inverse)) * row.of_s;
+      const C p_t = vector_exp(exponent((v_t[i] - row.t_peak) * row.inverse)) * row.of_t;
+      const C gap = gap_of(v_s[i], v_t[i]), d = (gap - row.offset) * row.inverse;
+      C slope;
+      if constexpr (kKind == kinds::FORWARD) {
+        slope = std::fabs(d) < C(kNear) ? p_t * series_expm1(d) : p_s - p_t;
+      } else if constexpr (kKind == kinds::REVERSE) {
+        slope = p_s == 0 ? C(0) : p_s * ((gap - row.mean) * row.inverse);
+      } else {
+        slope = p_s == 0 ? C(0) : p_s * ((row.beta - 1) * (mixture(p_s, p_t, d, row.beta).level + row.mean));
+      }
+      out[i] = slope * g;
+    }
+  });
 }
 
 LIGER_END_SPECULATIVE
@@ -196,7 +192,7 @@ struct CpuRows {
     for_columns(s, t, n, [&](int64_t first, int64_t count, const C* v_s, const C* v_t) {
       write_gradient(kind, slopes, v_s, v_t, count, numbers, factor);
       s.multiply_by_slopes(slopes, first, count);
-      store(out + first, slopes, count);
+      vectorized<C>([&] { store_all(out + first, slopes, count); });
     });
   }
 
@@ -204,12 +200,7 @@ struct CpuRows {
   using Facts = std::array<double, size_t(kinds::SHARES)>;
 
   Facts scan(const Logits<C>& s, const Logits<C>& t) const {
-    constexpr C kLowest = std::numeric_limits<C>::lowest();
-    C s_peak = kLowest, t_peak = kLowest;
-    for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
-      s_peak = largest(v_s, count, s_peak);
-      t_peak = largest(v_t, count, t_peak);
-    });
+    const C s_peak = peak_of(s, n), t_peak = peak_of(t, n);
     Powers of_s, of_t;
     for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
       add_powers(v_s, v_t, count, s_peak, inverse, of_s);

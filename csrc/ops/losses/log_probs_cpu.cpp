@@ -37,9 +37,7 @@ struct Stats {
 
 template <class C>
 Stats<C> scan_row(const CpuRows<C>& a, const Logits<C>& x) {
-  C peak = std::numeric_limits<C>::lowest();
-  for_blocks(x, a.n, [&](int64_t, int64_t count, const C* v) { peak = largest(v, count, peak); });
-  const C inverse = 1 / a.temperature;
+  const C peak = peak_of(x, a.n), inverse = 1 / a.temperature;
   Powers sums;
   for_blocks(x, a.n, [&](int64_t, int64_t count, const C* v) { add_powers(v, nullptr, count, peak, inverse, sums); });
   return {peak, C(sums.total), C(sums.spread / sums.total)};
@@ -86,7 +84,7 @@ void backward_row(
   for_blocks(x, a.n, [&](int64_t first, int64_t count, const C* v) {
     write(stage, v, count);
     x.multiply_by_slopes(stage, first, count);
-    store(dx + first, stage, count);
+    vectorized<C>([&] { store_all(dx + first, stage, count); });
   });
   for (int64_t k = 0; (grad || of_others) && k < a.count; ++k) {
     const int64_t column = a.column(ids[k]);

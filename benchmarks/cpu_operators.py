@@ -1,9 +1,10 @@
-"""Two checkouts of this project, operator by operator on a CPU: do their results have the same bits, and which is faster?
+"""Two checkouts of this project, operator by operator on a CPU: have their results the same bits, and which is faster?
 
 python -m benchmarks.cpu_operators OTHER     times of this checkout over those of OTHER, a folder in which it is built
 
-Both run in a process of their own, on one core, and take turns every few milliseconds. Ratios are of the fastest turns;
-what seems slower is measured again, because a busy machine slows single cases. The calls are made by OTHER's package."""
+Both run in a process of their own, on one core, and take turns every few milliseconds. Ratios are of the fastest turns.
+What seems slower is measured again, also in new processes, because where memory lies makes single cases slower: even a
+library against itself. The calls are made by OTHER's package."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ LARGE = dict(n=1024, m=512, V=4096, D=64, Hq=8, Hk=4, S=64, R=64, T=128, N=128, 
 LARGE_ROWS = [2, 64]
 DTYPES = ("float32", "bfloat16", "float16")
 TURN, TURNS, AGAIN = 4e-3, 8, 4  # seconds of a turn, turns of a case, and how often a slow one is measured again
+PROCESSES = 4  # of each, for what is slow
 SLOWER, GEOMETRIC_MEAN = 1.05, 1.01
+REFUSED = "error: "
 
 
 class Case(NamedTuple):
@@ -46,8 +49,10 @@ def converted(value: Any, dtype: Any) -> Any:
 
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
         return [converted(v, dtype) for v in value]
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
+    if value.is_complex():
+        dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
 
@@ -61,16 +66,36 @@ def tensors(value: Any) -> Iterator[Any]:
             yield from tensors(v)
 
 
-def step(function: Callable[..., Any], arguments: dict[str, Any], backward: bool) -> list[Any]:
+def one_process() -> str:
+    """The name of a group that vocab-parallel operators take."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD.group_name
+
+
+def step(op: str, arguments: dict[str, Any], backward: bool) -> list[Any]:
     """The results and the gradients."""
     import torch
 
+    function = getattr(torch.ops.liger, op)
+    inputs = [t for t in tensors([*arguments.values()]) if t.requires_grad]
     with torch.set_grad_enabled(backward):
+        if "group" in {a.name for a in function.default._schema.arguments if not a.has_default_value()}:
+            classes = (
+                arguments["logits"].shape[-1]
+                if "logits" in arguments
+                else next(arguments[name] for name in ("weight", "s_weight") if name in arguments).shape[0]
+            )
+            arguments = arguments | {"group": one_process(), "classes": classes}
+            arguments |= {"vocab_map": None} if "vocab_map" in arguments else {}  # which a group excludes
+        if function.default._schema.is_mutable:
+            arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         results = [*tensors(function(**arguments))]
     differentiable = [t for t in results if t.requires_grad]
     if not differentiable:
         return results
-    inputs = [t for t in tensors([*arguments.values()]) if t.requires_grad]
     ones = [torch.ones_like(t) for t in differentiable]
     return [*results, *torch.autograd.grad(differentiable, inputs, ones, allow_unused=True)]
 
@@ -82,7 +107,7 @@ def digest(values: list[Any]) -> str:
     for t in values:
         if t is not None:
             # NaN is one value, whatever its sign and payload.
-            t = t.detach().contiguous()
+            t = t.detach().clone(memory_format=torch.contiguous_format)
             t = t.nan_to_num(nan=12345.0) if t.is_floating_point() and t.element_size() > 1 else t
             sums.update(f"{t.dtype}{tuple(t.shape)}".encode() + bytes(t.reshape(-1).view(torch.uint8).tolist()))
     return sums.hexdigest()
@@ -110,17 +135,16 @@ def work() -> None:
             for call in calls.calls(operator):
                 arguments = {k: converted(v, dtype) for k, v in call.arguments.items()}
                 try:
-                    answer[call.text] = digest(step(getattr(torch.ops.liger, rest[0]), arguments, True))
+                    answer[call.text] = digest(step(rest[0], arguments, True))
                 except Exception as error:
-                    answer[call.text] = type(error).__name__
+                    answer[call.text] = f"{REFUSED}{error}"
         elif name == "prepare":
             op, size, dtype, backward = rest
             sizes = calls.SIZES | (LARGE if size == "large" else {})
             rows = LARGE_ROWS if size == "large" else calls.LEADING
             made = calls.call(found[op], True, {}, sizes.__getitem__, rows)
             arguments = {k: converted(v, getattr(torch, dtype)) for k, v in made.items()}
-            function = getattr(torch.ops.liger, op)
-            current = lambda: step(function, arguments, backward)  # noqa: E731
+            current = lambda: step(op, arguments, backward)  # noqa: E731
             try:
                 start = time.perf_counter()
                 for _ in range(3):
@@ -179,16 +203,20 @@ def main() -> int:
     args = parser.parse_args()
     from benchmarks.__main__ import Progress
 
-    ours, theirs = Worker(HERE.parent.parent), Worker(args.other.resolve())
+    checkouts = HERE.parent.parent, args.other.resolve()
+    ours, theirs = map(Worker, checkouts)
     ops = args.ops.split(",") if args.ops else theirs("operators")
-    different = []
+    different, refused, count = [], [], 0
     progress = Progress(4 * len(ops))
     for op in ops:
         for dtype in ("float64", *DTYPES):
             progress.tick(f"{op} {dtype}")
             pair = ours("bits", op, dtype), theirs("bits", op, dtype)
+            count += len(pair[1])
+            refused += [f"{op} {dtype} {call}: {text}" for call, text in pair[1].items() if text.startswith(REFUSED)]
             different += [f"{op} {dtype} {call}" for call in pair[1] if pair[0].get(call) != pair[1][call]]
     progress.close()
+    print(f"{count} calls, of which OTHER refuses {len(refused)}", *refused, sep="\n  ")
     print(f"other bits in {len(different)} calls", *different, sep="\n  ")
     if args.bits:
         return bool(different)
@@ -200,6 +228,10 @@ def main() -> int:
         if (found := ratio(ours, theirs, case)) is not None:
             ratios[case] = found
     progress.close()
+    for _ in range(PROCESSES - 1):
+        pair = tuple(map(Worker, checkouts))
+        for case in [case for case, r in ratios.items() if r > SLOWER]:
+            ratios[case] = min(ratios[case], ratio(*pair, case) or 0.0)
     for size in ("large", "small"):
         some = [r for case, r in ratios.items() if case.size == size]
         mean = math.exp(sum(map(math.log, some)) / len(some))

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/_scaled_mm_v2.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/amax.h>
@@ -41,6 +42,3 @@
 #include <ATen/ops/xlogy.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#if __has_include(<ATen/ops/_scaled_mm_v2.h>)
-#include <ATen/ops/_scaled_mm_v2.h>
-#endif

@@ -4,6 +4,9 @@
 
 #include <ATen/Parallel.h>
 
+#include <tuple>
+#include <utility>
+
 #include "core/aten.h"
 #include "core/cpu/storage.h"
 #include "runtime/status.h"
@@ -31,8 +34,8 @@ LIGER_VECTORIZED auto with_widest(const F& f) {
 
 }  // namespace detail
 
-/// f(), compiled for several instruction sets with all that it calls. With GCC, the loader picks the widest one that the
-/// CPU supports. fp64 serves gradcheck and gets one.
+/// f(), compiled for several instruction sets with all that it calls. With GCC, the loader picks the widest one that
+/// the CPU supports. fp64 serves gradcheck and gets one.
 template <class C, class F>
 auto vectorized(const F& f) {
   if constexpr (std::is_same_v<C, double>) {
@@ -40,6 +43,27 @@ auto vectorized(const F& f) {
   } else {
     return detail::with_widest(f);
   }
+}
+
+/// out = f(inputs...) for n numbers. `out` may be one of the inputs.
+template <class C, class F, class... Inputs>
+void transform(Output<C> out, int64_t n, const F& f, const Inputs&... inputs) {
+  vectorized<C>([&] {
+    constexpr size_t kInputs = sizeof...(Inputs);
+    const F copy = f;  // what it holds cannot alias `out`
+    const bool converts = out.storage != Storage::compute || (... || (inputs.storage != Storage::compute));
+    C stages[kInputs + 1][kStage];
+    for (int64_t first = 0; first < n; first += converts ? kStage : n) {
+      const int64_t count = converts ? std::min(kStage, n - first) : n;
+      C *stage = stages[0], *to = target(out + first, stages[kInputs]);
+      auto write = [&](const auto*... v) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) to[i] = copy(v[i]...);
+      };
+      std::apply(write, std::tuple{widen_all(inputs + first, std::exchange(stage, stage + kStage), count)...});
+      narrow_all(out + first, to, count);
+    }
+  });
 }
 
 template <class T>

@@ -1,7 +1,7 @@
 #pragma once
 
-// Functions for vectorized CPU loops, without calls: compilers vectorize those of the C library's exp and erf only if the
-// whole program is built with -ffast-math.
+// Functions for vectorized CPU loops, without calls: compilers vectorize those of the C library's exp and erf only if
+// the whole program is built with -ffast-math.
 
 #include <cmath>
 #include <cstdint>

@@ -3,39 +3,13 @@
 // Rows of logits on CPU, a block of columns at a time.
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <type_traits>
 
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"
 
-// Between these, functions may compute both results of a choice: otherwise GCC does not vectorize many loops with one.
-// Such loops are LIGER_VECTORIZED, because vectorized() does not inline them.
-#if defined(__GNUC__) && !defined(__clang__)
-#define LIGER_SPECULATIVE _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-trapping-math\")")
-#define LIGER_END_SPECULATIVE _Pragma("GCC pop_options")
-#else
-#define LIGER_SPECULATIVE
-#define LIGER_END_SPECULATIVE
-#endif
-
 namespace liger::core {
-
-/// Columns of a block.
-constexpr int64_t kStage = 512;
-
-/// The first number of a row.
-template <class C>
-C number(Input<C> x) {
-  C stage;
-  return *widen_all(x, &stage, 1);
-}
-
-template <class C>
-void clear(Output<C> out, int64_t n) {
-  std::memset(out.data, 0, size_t(n) * (out.storage == Storage::compute ? sizeof(C) : 2));
-}
 
 /// Calls f(first, count, v) on n numbers of a row: at once, or block by block if they are converted.
 template <class C, class F>
@@ -74,8 +48,6 @@ C largest(const C* v, int64_t n, C start) {
   return out;
 }
 
-LIGER_SPECULATIVE
-
 /// exp of this is 0; the limit avoids 0 * -inf.
 template <class C>
 C exponent(C x) {
@@ -89,7 +61,7 @@ C gap_of(C v, C other) {
 
 /// Adds e = exp(away), e * away and, unless `other` is nullptr, e times the gap to it.
 template <class C, class Other>
-LIGER_VECTORIZED void add_powers(const C* v, Other other, int64_t n, C peak, C inverse, Powers& sums) {
+void add_powers(const C* v, Other other, int64_t n, C peak, C inverse, Powers& sums) {
   constexpr bool kPulls = !std::is_null_pointer_v<Other>;
   C total = 0, spread = 0, pull = 0;
 #pragma omp simd reduction(+ : total, spread, pull)
@@ -105,8 +77,6 @@ LIGER_VECTORIZED void add_powers(const C* v, Other other, int64_t n, C peak, C i
   sums.spread += spread;
   sums.pull += pull;
 }
-
-LIGER_END_SPECULATIVE
 
 /// A row of logits: the softcap of (x + bias) * scale. They are loaded outside of vectorized functions: GCC would copy
 /// these for each of the cases, and vectorize one copy of a sum.

@@ -1,11 +1,12 @@
 #pragma once
 
 // Rows of tensors in loops that calculate in C, float or double. A row in half precision is converted through a short
-// buffer, `stage`: compilers vectorize loops that only convert and loops that only calculate. Whether it is one is known
-// at run time, so that a loop is compiled once for each C.
+// buffer, `stage`: compilers vectorize loops that only convert and loops that only calculate. Whether it is one is
+// known at run time, so that a loop is compiled once for each C.
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -47,6 +48,9 @@ template <class C>
 Output<C> output(const at::Tensor& t) {
   return t.defined() ? Output<C>{t.data_ptr(), storage_of(t.scalar_type())} : Output<C>{};
 }
+
+/// Numbers that are converted at once.
+constexpr int64_t kStage = 512;
 
 /// n numbers of the row: the row itself, or the stage.
 template <class C>
@@ -100,10 +104,9 @@ template <class C>
 void round_all(Storage storage, C* x, int64_t n) {
   if constexpr (std::is_same_v<C, float>) {
     if (storage == Storage::half) {
-      constexpr int64_t kBlock = 512;
-      c10::Half rounded[kBlock];
-      for (int64_t first = 0; first < n; first += kBlock) {
-        const int64_t count = std::min(kBlock, n - first);
+      c10::Half rounded[kStage];
+      for (int64_t first = 0; first < n; first += kStage) {
+        const int64_t count = std::min(kStage, n - first);
         narrow_half(rounded, x + first, count);
         widen_half(rounded, x + first, count);
       }
@@ -112,6 +115,18 @@ void round_all(Storage storage, C* x, int64_t n) {
       for (int64_t i = 0; i < n; ++i) x[i] = round_to<c10::BFloat16>(x[i]);
     }
   }
+}
+
+/// The first number of a row.
+template <class C>
+C number(Input<C> x) {
+  C stage;
+  return *widen_all(x, &stage, 1);
+}
+
+template <class C>
+void clear(Output<C> out, int64_t n) {
+  std::memset(out.data, 0, size_t(n) * (out.storage == Storage::compute ? sizeof(C) : 2));
 }
 
 /// A stage for widen_all of n numbers; empty if no conversion is needed.

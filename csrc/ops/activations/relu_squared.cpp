@@ -18,35 +18,6 @@ constexpr const char* kBackward = "relu_squared backward";
 
 // ---- CPU
 
-constexpr int64_t kStage = 512;
-
-template <class C>
-void forward_span(core::Output<C> y, core::Input<C> x, int64_t n) {
-  C stages[2][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C* v = core::widen_all(x + first, stages[0], count);
-    C* out = core::target(y + first, stages[1]);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) out[i] = v[i] <= 0 ? C(0) : v[i] * v[i];
-    core::narrow_all(y + first, out, count);
-  }
-}
-
-// dx may be dy.
-template <class C>
-void backward_span(core::Output<C> dx, core::Input<C> dy, core::Input<C> x, int64_t n) {
-  C stages[3][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C *d = core::widen_all(dy + first, stages[0], count), *v = core::widen_all(x + first, stages[1], count);
-    C* out = core::target(dx + first, stages[2]);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) out[i] = v[i] <= 0 ? C(0) : 2 * v[i] * d[i];
-    core::narrow_all(dx + first, out, count);
-  }
-}
-
 struct Cpu {
   static void forward(Tensor y, Tensor x) {
     runtime::count_cpu_call();
@@ -59,8 +30,9 @@ struct Cpu {
       const auto x_at = core::input<C>(x);
       core::parallel_spans(walk, [&, to = to, from = from](int64_t row, int64_t first, int64_t n) {
         const int64_t inner = walk.inner_rows;
-        core::vectorized<C>(
-            [&] { forward_span(y_at + (to.offset(row, inner) + first), x_at + (from.offset(row, inner) + first), n); });
+        core::transform(
+            y_at + (to.offset(row, inner) + first), n, [](C v) { return v <= 0 ? C(0) : v * v; },
+            x_at + (from.offset(row, inner) + first));
       });
     });
   }
@@ -76,11 +48,9 @@ struct Cpu {
       const auto dy_at = core::input<C>(dy), x_at = core::input<C>(x);
       core::parallel_spans(walk, [&, to = to, grad = grad, from = from](int64_t row, int64_t first, int64_t n) {
         const int64_t inner = walk.inner_rows;
-        core::vectorized<C>([&] {
-          backward_span(
-              dx_at + (to.offset(row, inner) + first), dy_at + (grad.offset(row, inner) + first),
-              x_at + (from.offset(row, inner) + first), n);
-        });
+        core::transform(
+            dx_at + (to.offset(row, inner) + first), n, [](C d, C v) { return v <= 0 ? C(0) : 2 * v * d; },
+            dy_at + (grad.offset(row, inner) + first), x_at + (from.offset(row, inner) + first));
       });
     });
   }

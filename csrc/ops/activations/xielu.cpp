@@ -34,8 +34,6 @@ struct Gradients {
 
 // ---- CPU
 
-constexpr int64_t kStage = 512;
-
 template <class C>
 C softplus(C alpha) {
   return alpha > 20 ? alpha : core::vector_log1p(std::exp(alpha));
@@ -46,9 +44,7 @@ struct Constants {
   C p, s, beta, eps;
 
   static Constants of(const Numbers& numbers) {
-    C stages[2];
-    const C p = *core::widen_all(core::input<C>(numbers.alpha_p), stages, 1);
-    const C n = *core::widen_all(core::input<C>(numbers.alpha_n), stages + 1, 1);
+    const C p = core::number(core::input<C>(numbers.alpha_p)), n = core::number(core::input<C>(numbers.alpha_n));
     return {softplus(p), softplus(n), C(numbers.beta), C(numbers.eps)};
   }
 };
@@ -71,29 +67,12 @@ inline Below<double> below(double v, double eps) {
   return {rise - v, rise, v > eps ? -1 : rise, v > eps ? 0 : std::exp(v)};
 }
 
+// dx may be dy, or null. sums: of the gradients of p and m. k is a copy, which cannot alias dx.
 template <class C>
-void forward_span(core::Output<C> y, core::Input<C> x, const Constants<C>& k, int64_t n) {
-  C stages[2][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C* v = core::widen_all(x + first, stages[0], count);
-    C* out = core::target(y + first, stages[1]);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-      const auto low = below(v[i], k.eps);
-      out[i] = v[i] > 0 ? (k.p * v[i] + k.beta) * v[i] : k.s * low.gap + k.beta * low.rise;
-    }
-    core::narrow_all(y + first, out, count);
-  }
-}
-
-// dx may be dy, or null. sums: of the gradients of p and m.
-template <class C>
-void backward_span(
-    core::Output<C> dx, core::Input<C> dy, core::Input<C> x, const Constants<C>& k, double* sums, int64_t n) {
-  C stages[3][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
+void backward_span(core::Output<C> dx, core::Input<C> dy, core::Input<C> x, Constants<C> k, double* sums, int64_t n) {
+  C stages[3][core::kStage];
+  for (int64_t first = 0; first < n; first += core::kStage) {
+    const int64_t count = std::min(core::kStage, n - first);
     const C *d = core::widen_all(dy + first, stages[0], count), *v = core::widen_all(x + first, stages[1], count);
     C sum_p = 0, sum_n = 0;
 #pragma omp simd reduction(+ : sum_p, sum_n)
@@ -127,9 +106,13 @@ struct Cpu {
       const auto x_at = core::input<C>(x);
       core::parallel_spans(walk, [&, to = to, from = from](int64_t row, int64_t first, int64_t n) {
         const int64_t inner = walk.inner_rows;
-        core::vectorized<C>([&] {
-          forward_span(y_at + (to.offset(row, inner) + first), x_at + (from.offset(row, inner) + first), constants, n);
-        });
+        core::transform(
+            y_at + (to.offset(row, inner) + first), n,
+            [k = constants](C v) {
+              const auto low = below(v, k.eps);
+              return v > 0 ? (k.p * v + k.beta) * v : k.s * low.gap + k.beta * low.rise;
+            },
+            x_at + (from.offset(row, inner) + first));
       });
     });
   }

@@ -93,34 +93,6 @@ void decay_gradient_row(
   }
 }
 
-constexpr int64_t kStage = 512;
-
-template <class C>
-void step_row(core::Output<C> beta, core::Input<C> b, C scale, int64_t n) {
-  C stages[2][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C* v = core::widen_all(b + first, stages[0], count);
-    C* out = core::target(beta + first, stages[1]);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) out[i] = scale * core::vector_sigmoid(v[i]);
-    core::narrow_all(beta + first, out, count);
-  }
-}
-
-template <class C>
-void step_gradient_row(core::Output<C> db, core::Input<C> dbeta, core::Input<C> b, C scale, int64_t n) {
-  C stages[3][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C *d = core::widen_all(dbeta + first, stages[0], count), *v = core::widen_all(b + first, stages[1], count);
-    C* out = core::target(db + first, stages[2]);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) out[i] = d[i] * (scale * core::vector_sigmoid_and_slope(v[i]).slope);
-    core::narrow_all(db + first, out, count);
-  }
-}
-
 struct Cpu {
   /// exp(a_log) and dt_bias for every column.
   static std::pair<Tensor, Tensor> columns_of(const Inputs& in) {
@@ -141,13 +113,15 @@ struct Cpu {
       const auto a_at = core::input<C>(in.a), b_at = core::input<C>(in.b);
       core::parallel_ranges(in.rows(), core::cpu_ranges(in.rows(), n), [&](int64_t, int64_t begin, int64_t end) {
         std::vector<C> stage = core::make_stage<C>(a_at.storage, n);
-        core::vectorized<C>([&] {
-          for (int64_t row = begin; row < end; ++row) {
+        for (int64_t row = begin; row < end; ++row) {
+          core::vectorized<C>([&] {
             const C* a = core::widen_all(a_at + row * in.a.stride(0), stage.data(), n);
             decay_row(g_at + row * n, a, rate, bias, lowest, n);
-            step_row<C>(beta_at + row * heads, b_at + row * in.b.stride(0), C(in.scale), heads);
-          }
-        });
+          });
+          core::transform(
+              beta_at + row * heads, heads, [scale = C(in.scale)](C b) { return scale * core::vector_sigmoid(b); },
+              b_at + row * in.b.stride(0));
+        }
       });
     });
   }
@@ -168,23 +142,23 @@ struct Cpu {
       core::PartialColumnSums of_rate(of_a, ranges, n, rates.options()), of_bias(of_a, ranges, n, rates.options());
       core::parallel_ranges(rows, ranges, [&](int64_t range, int64_t begin, int64_t end) {
         std::vector<C> stage = core::make_stage<C>(a_at.storage, n), gradient(n);
-        core::vectorized<C>([&] {
-          for (int64_t row = begin; row < end; ++row) {
-            if (of_a) {
+        for (int64_t row = begin; row < end; ++row) {
+          if (of_a) {
+            core::vectorized<C>([&] {
               const C* a = core::widen_all(a_at + row * in.a.stride(0), stage.data(), n);
               std::copy_n(dg_at + row * dg.stride(0), n, gradient.data());
               decay_gradient_row(
                   gradient.data(), of_rate.template of<C>(range), of_bias.template of<C>(range), a, rate, bias, lowest,
                   n);
               if (da_at) core::store_all(da_at + row * n, gradient.data(), n);
-            }
-            if (db_at) {
-              step_gradient_row<C>(
-                  db_at + row * heads, dbeta_at + row * dbeta.stride(0), b_at + row * in.b.stride(0), C(in.scale),
-                  heads);
-            }
+            });
           }
-        });
+          if (!db_at) continue;
+          core::transform(
+              db_at + row * heads, heads,
+              [scale = C(in.scale)](C d, C b) { return d * (scale * core::vector_sigmoid_and_slope(b).slope); },
+              dbeta_at + row * dbeta.stride(0), b_at + row * in.b.stride(0));
+        }
       });
       if (out.rate.defined()) out.rate.copy_(of_rate.sum(out.rate.scalar_type()));
       if (out.bias.defined()) out.bias.copy_(of_bias.sum(out.bias.scalar_type()));

@@ -10,21 +10,6 @@ namespace liger::ops::gated {
 using namespace core;
 using at::Tensor;
 
-constexpr int64_t kStage = 512;
-
-template <class C, class Math>
-void gated_forward(const Math& math, Output<C> out, Input<C> gate, Input<C> up, int64_t n) {
-  C stages[3][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
-    const C *g = widen_all(gate + first, stages[0], count), *u = widen_all(up + first, stages[1], count);
-    C* o = target(out + first, stages[2]);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) o[i] = math.value(g[i]) * math.up(u[i]);
-    narrow_all(out + first, o, count);
-  }
-}
-
 // dgate may be gate, and dup may be up. product may be dout, or null if it is not needed.
 template <class C, class Math>
 void gated_backward(
@@ -67,11 +52,9 @@ struct Cpu {
       activation.with_math([&](auto math) {
         parallel_spans(walk, [&, o = o, g = g, u = u](int64_t row, int64_t first, int64_t n) {
           const int64_t inner = walk.inner_rows;
-          vectorized<C>([&] {
-            gated_forward<C>(
-                math, out_at + (o.offset(row, inner) + first), gate_at + (g.offset(row, inner) + first),
-                up_at + (u.offset(row, inner) + first), n);
-          });
+          transform(
+              out_at + (o.offset(row, inner) + first), n, [math](C g, C u) { return math.value(g) * math.up(u); },
+              gate_at + (g.offset(row, inner) + first), up_at + (u.offset(row, inner) + first));
         });
       });
     });

@@ -6,8 +6,6 @@
 namespace liger::ops::divergence {
 namespace {
 
-LIGER_SPECULATIVE
-
 template <class C>
 C at_least(C x, C least) {
   return x < least ? least : x;
@@ -79,31 +77,14 @@ auto with_kind(int32_t kind, const F& f) {
   }
 }
 
-// widen_all() and narrow_all() are not inlined here.
-template <class C>
-const C* widen_block(Input<C> x, C* stage, int64_t n) {
-  if (x.storage != Storage::bfloat16) return widen_all(x, stage, n);
-  const auto* from = static_cast<const c10::BFloat16*>(x.data);
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) stage[i] = widen(from[i]);
-  return stage;
-}
-template <class C>
-void narrow_block(Output<C> out, const C* stage, int64_t n) {
-  if (out.storage != Storage::bfloat16) return narrow_all(out, stage, n);
-  auto* to = static_cast<c10::BFloat16*>(out.data);
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) to[i].x = narrow<c10::BFloat16>(float(stage[i])).x;
-}
-
 /// The sum of the losses. Writes each to `out` if that is not null.
 template <class C>
-LIGER_VECTORIZED double forward_span(int32_t kind, C* out, Input<C> x, Input<C> t, int64_t n, C parameter) {
+double forward_span(int32_t kind, C* out, Input<C> x, Input<C> t, int64_t n, C parameter) {
   C stages[3][kStage];
   double sum = 0;
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
-    const C *u = widen_block(x + first, stages[0], count), *v = widen_block(t + first, stages[1], count);
+    const C *u = widen_all(x + first, stages[0], count), *v = widen_all(t + first, stages[1], count);
     C* losses = out ? out + first : stages[2];
     sum += with_kind(kind, [=](auto k) {
       C part = 0;
@@ -120,12 +101,11 @@ LIGER_VECTORIZED double forward_span(int32_t kind, C* out, Input<C> x, Input<C> 
 
 /// dx may be t. grad: one number per element, or null; then `scale` stands for all of them.
 template <class C>
-LIGER_VECTORIZED void backward_span(
-    int32_t kind, Output<C> dx, const C* grad, C scale, Input<C> x, Input<C> t, int64_t n, C parameter) {
+void backward_span(int32_t kind, Output<C> dx, const C* grad, C scale, Input<C> x, Input<C> t, int64_t n, C parameter) {
   C stages[3][kStage];
   for (int64_t first = 0; first < n; first += kStage) {
     const int64_t count = std::min(kStage, n - first);
-    const C *u = widen_block(x + first, stages[0], count), *v = widen_block(t + first, stages[1], count);
+    const C *u = widen_all(x + first, stages[0], count), *v = widen_all(t + first, stages[1], count);
     const C* g = grad ? grad + first : nullptr;
     C* out = core::target(dx + first, stages[2]);
     with_kind(kind, [=](auto k) {
@@ -137,11 +117,9 @@ LIGER_VECTORIZED void backward_span(
         for (int64_t i = 0; i < count; ++i) out[i] = slope_of<decltype(k)::value>(u[i], v[i], parameter) * scale;
       }
     });
-    narrow_block(dx + first, out, count);
+    narrow_all(dx + first, out, count);
   }
 }
-
-LIGER_END_SPECULATIVE
 
 constexpr int64_t kSpan = 8192;
 
@@ -203,9 +181,11 @@ void forward_cpu(
           rows, labels, o,
           [&](int64_t block, int64_t row, int64_t first, int64_t n) {
             C* at = losses ? losses + out_strides.offset(row, rows.inner_rows) + first : nullptr;
-            sums[block] = forward_span(
-                o.kind, at, x + (x_strides.offset(row, rows.inner_rows) + first),
-                t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
+            sums[block] = vectorized<C>([&] {
+              return forward_span(
+                  o.kind, at, x + (x_strides.offset(row, rows.inner_rows) + first),
+                  t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
+            });
           },
           [&](int64_t, int64_t row, int64_t first, int64_t n) {
             if (losses) std::fill_n(losses + out_strides.offset(row, rows.inner_rows) + first, n, C(0));
@@ -255,10 +235,12 @@ void backward_cpu(
         rows, labels, o,
         [&](int64_t, int64_t row, int64_t first, int64_t n) {
           const C* at = grads ? grads + g_strides.offset(row, rows.inner_rows) + first : nullptr;
-          backward_span(
-              o.kind, dx + (to.offset(row, rows.inner_rows) + first), at, scale,
-              x + (x_strides.offset(row, rows.inner_rows) + first),
-              t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
+          vectorized<C>([&] {
+            backward_span(
+                o.kind, dx + (to.offset(row, rows.inner_rows) + first), at, scale,
+                x + (x_strides.offset(row, rows.inner_rows) + first),
+                t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
+          });
         },
         [&](int64_t, int64_t row, int64_t first, int64_t n) {
           clear(dx + (to.offset(row, rows.inner_rows) + first), n);

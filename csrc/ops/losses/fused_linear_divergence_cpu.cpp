@@ -31,8 +31,6 @@ struct Row {
         mean(of.mean) {}
 };
 
-LIGER_SPECULATIVE
-
 // Below this, series replace exponentials.
 constexpr float kNear = 0.5f;
 
@@ -75,7 +73,7 @@ auto with_kind(int32_t kind, const F& f) {
 }
 
 template <class C>
-LIGER_VECTORIZED void add_values(
+void add_values(
     int32_t kind, const C* v_s, const C* v_t, int64_t n, const Row<C>& row, double& divergence, double& mean) {
   with_kind(kind, [&](auto k) {
     constexpr int32_t kKind = decltype(k)::value;
@@ -101,8 +99,7 @@ LIGER_VECTORIZED void add_values(
 }
 
 template <class C>
-LIGER_VECTORIZED void write_gradient(
-    int32_t kind, C* out, const C* v_s, const C* v_t, int64_t n, const Row<C>& row, C g) {
+void write_gradient(int32_t kind, C* out, const C* v_s, const C* v_t, int64_t n, const Row<C>& row, C g) {
   with_kind(kind, [&](auto k) {
     constexpr int32_t kKind = decltype(k)::value;
 #pragma omp simd
@@ -122,8 +119,6 @@ LIGER_VECTORIZED void write_gradient(
     }
   });
 }
-
-LIGER_END_SPECULATIVE
 
 /// Calls f(first column, columns, v_s, v_t) on the row, piece by piece.
 template <class C, class F>
@@ -178,7 +173,7 @@ struct CpuRows {
       double divergence = 0, mean = 0;
       const Row<C> numbers(of, temperature, beta);
       for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
-        add_values(kind, v_s, v_t, count, numbers, divergence, mean);
+        vectorized<C>([&] { add_values(kind, v_s, v_t, count, numbers, divergence, mean); });
       });
       r.divergence.data_ptr<C>()[row] = C(divergence);
       if (kind == kinds::MIXTURE) of.mean = C(mean);
@@ -190,7 +185,7 @@ struct CpuRows {
     const Row<C> numbers(of, temperature, beta);
     C slopes[kStage];
     for_columns(s, t, n, [&](int64_t first, int64_t count, const C* v_s, const C* v_t) {
-      write_gradient(kind, slopes, v_s, v_t, count, numbers, factor);
+      vectorized<C>([&] { write_gradient(kind, slopes, v_s, v_t, count, numbers, factor); });
       s.multiply_by_slopes(slopes, first, count);
       vectorized<C>([&] { store_all(out + first, slopes, count); });
     });
@@ -203,8 +198,10 @@ struct CpuRows {
     const C s_peak = peak_of(s, n), t_peak = peak_of(t, n);
     Powers of_s, of_t;
     for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
-      add_powers(v_s, v_t, count, s_peak, inverse, of_s);
-      add_powers(v_t, nullptr, count, t_peak, inverse, of_t);
+      vectorized<C>([&] {
+        add_powers(v_s, v_t, count, s_peak, inverse, of_s);
+        add_powers(v_t, nullptr, count, t_peak, inverse, of_t);
+      });
     });
     return {double(s_peak), of_s.total, of_s.spread, of_s.pull, double(t_peak), of_t.total};
   }

@@ -39,7 +39,9 @@ template <class C>
 Stats<C> scan_row(const CpuRows<C>& a, const Logits<C>& x) {
   const C peak = peak_of(x, a.n), inverse = 1 / a.temperature;
   Powers sums;
-  for_blocks(x, a.n, [&](int64_t, int64_t count, const C* v) { add_powers(v, nullptr, count, peak, inverse, sums); });
+  for_blocks(x, a.n, [&](int64_t, int64_t count, const C* v) {
+    vectorized<C>([&] { add_powers(v, nullptr, count, peak, inverse, sums); });
+  });
   return {peak, C(sums.total), C(sums.spread / sums.total)};
 }
 

@@ -119,7 +119,7 @@ OPERATORS = [
     ),
     Defect(
         "relu-squared-hides-nan", "csrc/ops/activations/relu_squared.cpp",
-        "out[i] = v[i] <= 0 ? C(0) : v[i] * v[i];", "out[i] = v[i] > 0 ? v[i] * v[i] : C(0);",
+"return v <= 0 ? C(0) : v * v;", "return v > 0 ? v * v : C(0);",
         "ops/activations/test_relu_squared.py",
     ),
     Defect(

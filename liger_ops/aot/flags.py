@@ -24,11 +24,13 @@ NAMESPACE = "liger"
 
 # OpenMP symbols come from torch's own runtime: linking another one would create a second thread pool.
 # torch's headers include those of single operators instead of all. Without traps, as torch itself is compiled, a loop
-# may compute both results of a choice: otherwise GCC does not vectorize many loops that have one. The parameters: GCC
-# collects its garbage from 300 MB on; a seventh of its time.
+# may compute both results of a choice: otherwise GCC does not vectorize many loops that have one.
 COMPILE = (
     "-O3", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibility=hidden", "-fno-trapping-math", "-fopenmp",
-    "-Wall", "-Wno-unknown-pragmas", "--param=ggc-min-heapsize=300000", "--param=ggc-min-expand=100",
+    "-Wall", "-Wno-unknown-pragmas",
+    # Of GCC: units grow by 5 % when functions are inlined, not by 40, and garbage is collected from 300 MB on. Together
+    # a third of its time and a ninth of the library, at the same speed.
+    "--param=inline-unit-growth=5", "--param=ggc-min-heapsize=300000", "--param=ggc-min-expand=100",
 )  # fmt: skip
 # Undefined symbols are allowed because the dependencies of torch's libraries may be missing.
 LINK = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined", "-Wl,--build-id=none")

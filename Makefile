@@ -100,6 +100,8 @@ lint: $(linters)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	git ls-files "*.cpp" "*.h" | xargs "$(dir $(shell command -v $(PYTHON)))clang-format" --dry-run -Werror
+	# clang-format does not break comments.
+	! git ls-files "*.cpp" "*.h" | xargs grep -nE ".{121}"
 	$(PYTHON) liger_ops/aot/build.py declarations liger_ops
 	$(PYTHON) -m mypy
 	git ls-files ":!*.json*" ":!*.png" ":!*.pt*" ":!tests/compat/liger_kernel_names.txt" | xargs $(PYTHON) -m codespell_lib

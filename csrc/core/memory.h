@@ -2,8 +2,8 @@
 
 // implement() registers operators with checks of all arguments that need no knowledge of the operator:
 //
-// Tensors must have memory. FSDP and others free the storage of parameters whose tensors keep their sizes, and reading such
-// a tensor would crash.
+// Tensors must have memory. FSDP and others free the storage of parameters whose tensors keep their sizes, and reading
+// such a tensor would crash.
 // Numbers must be finite, unless they may be None: those are bounds, which may be infinite, and operators check them.
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -12,8 +12,8 @@
 //   run<Device>(save, a...)    computes. Without `save`, it need not compute what only backward needs.
 //   Saves, Differentiable      what the backward node saves, and the positions of the differentiable results
 //   backward(node, grads)      the gradients of Edges. node.options: the arguments that are not tensors.
-//   Node                       a node of its own instead of the last two: its record(out, a...) saves tensors and connects
-//                              results. If it has a member `options`, that holds the arguments that are not tensors.
+//   Node                       a node of its own instead of the last two: its record(out, a...) saves tensors and
+//                              connects results. Its member `options`, if any, holds what are no tensors.
 //   define_backward(m), implement_backward<Device>(m)    for its private backward operators
 //   Autocast                   casts of arguments, NoAutocast by default
 //

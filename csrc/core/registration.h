@@ -48,8 +48,8 @@ inline void define_forward(torch::Library& m, const char* public_schema, size_t 
   define(m, {"_" + schema.name() + "_fwd", "", std::move(arguments), std::vector<c10::Argument>(results, tensor)});
 }
 
-/// Defines a private operator, and a second one, whose name ends in an underscore, that overwrites some of its arguments.
-/// arguments: with (a!), (b!) and so on where the second one writes. returns: of the first and the second.
+/// Defines a private operator, and a second one, whose name ends in an underscore, that overwrites some of its
+/// arguments. arguments: with (a!), (b!) and so on where the second one writes. returns: of the first and the second.
 inline void define_backward(
     torch::Library& m, const std::string& name, const std::string& arguments, const char* returns,
     const char* returns_overwriting) {

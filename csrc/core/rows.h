@@ -26,7 +26,8 @@ inline at::Tensor as_matrix(const at::Tensor& t) {
   return t.reshape_symint({c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()});
 }
 
-/// True if t, of these sizes, has these strides. The strides of an empty tensor, and of dimensions of size 1, mean nothing.
+/// True if t, of these sizes, has these strides. The strides of an empty tensor, and of dimensions of size 1, mean
+/// nothing.
 inline bool has_strides(const at::Tensor& t, at::IntArrayRef strides) {
   if (t.numel() == 0) return true;
   for (int64_t d = 0; d < t.dim(); ++d) {

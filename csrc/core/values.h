@@ -34,8 +34,8 @@ inline void check_range(const char* op, const char* name, const at::Tensor& t, i
   }
 }
 
-/// Throws unless the counts are those of at most `rows` rows of x. Their sum may overflow, so each is compared with the rows
-/// that are left.
+/// Throws unless the counts are those of at most `rows` rows of x. Their sum may overflow, so each is compared with the
+/// rows that are left.
 inline void check_counts(const char* op, const char* name, const at::Tensor& counts, int64_t rows) {
   if (!reads_values(counts)) return;
   const at::Tensor values = values_of(counts);

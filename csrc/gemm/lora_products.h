@@ -2,8 +2,8 @@
 
 // The products of low-rank adapters on CUDA, by the kernels of liger_ops/kernels/gemm/lora_products.py.
 //
-// Shapes: x and y (T, C), t and u (T, R) in fp32, adapters (R, C). T: tokens, C: features. The ranks of each adapter are
-// padded to `rank`.
+// Shapes: x and y (T, C), t and u (T, R) in fp32, adapters (R, C). T: tokens, C: features. The ranks of each adapter
+// are padded to `rank`.
 
 #include <algorithm>
 #include <vector>
@@ -43,7 +43,8 @@ inline bool is_aligned(const at::Tensor& t) {
   return core::aligned16(core::address(t)) && step % 8 == 0;
 }
 
-/// A block of ranks must belong to one adapter if each has a mask of its own: the largest power of two that divides rank.
+/// A block of ranks must belong to one adapter if each has a mask of its own: the largest power of two that divides
+/// rank.
 inline int64_t ranks_of_block(int64_t ranks, int64_t rank, bool drops) { return drops ? rank & -rank : ranks; }
 
 /// Splits a sum so that the programs of a kernel fill the GPU `waves` times.
@@ -68,8 +69,8 @@ struct Numbers {
   int64_t parts = 1, part_stride = 0;
 };
 
-/// Stores the pieces of numbers times scale at `out` (rows, columns) and three times further at a distance of `distance`,
-/// and the numbers at `total`, if that is defined.
+/// Stores the pieces of numbers times scale at `out` (rows, columns) and three times further at a distance of
+/// `distance`, and the numbers at `total`, if that is defined.
 inline void store_pieces(
     const char* op, Use use, const at::Tensor& out, int64_t distance, const Numbers& numbers, double scale = 1,
     const at::Tensor& total = {}) {
@@ -107,8 +108,8 @@ inline at::Tensor space(at::IntArrayRef sizes, const at::Tensor& like, bool padd
   return padded ? at::zeros(sizes, options) : at::empty(sizes, options);
 }
 
-/// The pieces of adapters (r, C): (4, R, C). The first three are all digits, the last three those of a product with pieces
-/// of rows.
+/// The pieces of adapters (r, C): (4, R, C). The first three are all digits, the last three those of a product with
+/// pieces of rows.
 inline at::Tensor pieces_of(const char* op, const std::vector<at::Tensor>& adapters, int64_t rank) {
   const int64_t ranks = int64_t(adapters.size()) * rank, features = adapters[0].size(1);
   const at::Tensor out = space({4, ranks, features}, adapters[0], lora_detail::pads(adapters, rank));
@@ -122,8 +123,8 @@ inline at::Tensor pieces_of(const char* op, const std::vector<at::Tensor>& adapt
 
 // ---- Products
 
-/// An adapter or several, stacked along their ranks: (R, C) in x's dtype. For fp32 the highest pieces; the next ones are
-/// `piece` after them, and the last ones `piece` before them.
+/// An adapter or several, stacked along their ranks: (R, C) in x's dtype. For fp32 the highest pieces; the next ones
+/// are `piece` after them, and the last ones `piece` before them.
 struct Adapter {
   at::Tensor weight;
   int64_t piece = 0;
@@ -184,8 +185,8 @@ inline void rows_product(
   }
 }
 
-/// scale * v^T dropped(x) as (R, C), or by feature (C, R), of v's first `ranks` columns: parts along the first dimension,
-/// whose sum is the product.
+/// scale * v^T dropped(x) as (R, C), or by feature (C, R), of v's first `ranks` columns: parts along the first
+/// dimension, whose sum is the product.
 inline at::Tensor columns_product(
     const char* op, const at::Tensor& x, const at::Tensor& v, int64_t ranks, int64_t rank, bool by_feature,
     bool all_digits, double scale, const Dropped& dropped = {}) {
@@ -224,7 +225,8 @@ inline at::Tensor columns_product(
 }
 
 /// u (T, R) = u_scale * y w^T, and in the same pass over y the parts, along the first dimension, of scale * y^T v as
-/// (C, ranks), of v's first `ranks` columns. Returns an undefined tensor, and computes nothing, where two passes are needed.
+/// (C, ranks), of v's first `ranks` columns. Returns an undefined tensor, and computes nothing, where two passes are
+/// needed.
 inline at::Tensor rows_and_columns(
     const char* op, const at::Tensor& u, const at::Tensor& y, const Adapter& w, const at::Tensor& v, int64_t ranks,
     double u_scale, double scale) {
@@ -265,8 +267,8 @@ inline at::Tensor rows_and_columns(
   return columns;
 }
 
-/// out (T, C) = addend + dropped(scale * v w), of v's first `ranks` columns. addend: undefined, a row, or as large as out,
-/// which it may be.
+/// out (T, C) = addend + dropped(scale * v w), of v's first `ranks` columns. addend: undefined, a row, or as large as
+/// out, which it may be.
 inline void expand(
     const char* op, const at::Tensor& out, const at::Tensor& v, const Adapter& w, int64_t ranks, int64_t rank,
     const at::Tensor& addend, double scale, const Dropped& dropped = {}) {

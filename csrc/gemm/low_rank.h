@@ -1,11 +1,11 @@
 #pragma once
 
-// A low-rank addend t b^T of a product x w^T, for losses of a head with adapters. It is written first, and the product is
-// added to it: neither w + b a nor a copy of w exists.
+// A low-rank addend t b^T of a product x w^T, for losses of a head with adapters. It is written first, and the product
+// is added to it: neither w + b a nor a copy of w exists.
 //
-// M rows, C columns, R ranks. t: (M, R), b: (C, R), each in fp32 or in the product's dtype. Sums are in fp32, or in fp64
-// for fp64. In 16 bits on CUDA, the kernels of lora_products.h multiply, unless fp32 b goes with an fp16 product. Otherwise
-// a part of the columns is converted at a time.
+// M rows, C columns, R ranks. t: (M, R), b: (C, R), each in fp32 or in the product's dtype. Sums are in fp32, or in
+// fp64 for fp64. In 16 bits on CUDA, the kernels of lora_products.h multiply, unless fp32 b goes with an fp16 product.
+// Otherwise a part of the columns is converted at a time.
 
 #include <algorithm>
 

@@ -30,9 +30,9 @@ enum class Loads { Yes, No, NotNow };
 /// failure.
 LIGER_RUNTIME_API Loads loads(Kernel& kernel, uint32_t variant, int device);
 
-/// For developer tools. Operators use this config (bytes of the kernel's Config) instead of one of the table's `configs`
-/// until set_trial(nullptr). They launch the kernels that the pack holds under the numbers of that config's `variants`,
-/// which differ in their points. Empty on success.
+/// For developer tools. Operators use this config (bytes of the kernel's Config) instead of one of the table's
+/// `configs` until set_trial(nullptr). They launch the kernels that the pack holds under the numbers of that config's
+/// `variants`, which differ in their points. Empty on success.
 LIGER_RUNTIME_API std::string try_config(
     Kernel& kernel, int device, const std::string& config, uint32_t configs, const std::vector<uint32_t>& variants,
     const std::string& pack);

@@ -1,5 +1,5 @@
-// moe_experts_cuda.cpp without a device: kernels are handed to a callback instead of being launched, and tensors are on the
-// CPU. A made-up device decides which kernels are chosen.
+// moe_experts_cuda.cpp without a device: kernels are handed to a callback instead of being launched, and tensors are on
+// the CPU. A made-up device decides which kernels are chosen.
 
 #include <torch/library.h>
 
@@ -51,8 +51,8 @@ namespace {
 
 using Optionals = c10::List<std::optional<Tensor>>;
 
-/// tensors: x, gate_up, down, index, weight, biases and adapters; then d out, if gradients are wanted. Returns the result,
-/// or the gradients in the order of their bits.
+/// tensors: x, gate_up, down, index, weight, biases and adapters; then d out, if gradients are wanted. Returns the
+/// result, or the gradients in the order of their bits.
 std::vector<Tensor> experts(
     const Optionals& tensors, int64_t wanted, c10::string_view activation, bool interleaved, bool transposed,
     double limit, double alpha, double up_offset, bool weight_before, double gate_up_scale, double down_scale) {

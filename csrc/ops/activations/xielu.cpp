@@ -1,11 +1,11 @@
-// xielu(x, alpha_p, alpha_n, beta, eps), the activation of Apertus. With p = softplus(alpha_p), s = softplus(alpha_n) and
-// c = min(x, eps):
+// xielu(x, alpha_p, alpha_n, beta, eps), the activation of Apertus. With p = softplus(alpha_p), s = softplus(alpha_n)
+// and c = min(x, eps):
 //
 //   p x^2 + beta x for x > 0, else (s + beta) (expm1(c) - x) + beta x = s (expm1(c) - x) + beta expm1(c)
 //
 // x: (...) with at least one dimension, of any strides; alpha_p, alpha_n: one number each, in x's dtype or fp32. The
-// result has x's dtype; arithmetic is fp32 with one rounding. Only the inputs are saved. Backward overwrites the incoming
-// gradient if nothing else can see it.
+// result has x's dtype; arithmetic is fp32 with one rounding. Only the inputs are saved. Backward overwrites the
+// incoming gradient if nothing else can see it.
 
 #include "core/column_sum.h"
 #include "core/cpu/math.h"

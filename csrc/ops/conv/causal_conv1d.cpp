@@ -1,9 +1,9 @@
 // causal_conv1d(x, weight, bias, activation, *, dilation, seq_idx, cu_seqlens, initial_state)
 //     = act(bias + sum over j < W of weight[:, j] * x[:, t - (W - 1 - j) * dilation])
 //
-// x: (B, S, C) of any strides; a copy is made only if the columns are not adjacent. weight: (C, W) in x's dtype or fp32;
-// bias: (C,) in weight's dtype. act: silu or none. initial_state: (B, (W - 1) * dilation, C), the rows before the first.
-// Rows of another sample are skipped: those with another number in seq_idx, (B, S), or between other entries of
+// x: (B, S, C) of any strides; a copy is made only if the columns are not adjacent. weight: (C, W) in x's dtype or
+// fp32; bias: (C,) in weight's dtype. act: silu or none. initial_state: (B, (W - 1) * dilation, C), the rows before the
+// first. Rows of another sample are skipped: those with another number in seq_idx, (B, S), or between other entries of
 // cu_seqlens, with B = 1.
 //
 // Arithmetic is fp32, with one rounding at the end, and one before silu if the weight has x's dtype.

@@ -1,9 +1,9 @@
 // causal_conv1d_split(x, weight, bias, activation, *, sizes, groups, dilation, seq_idx, cu_seqlens, initial_state)
 //     = q, k, v, z, where cat(q, k, v) = causal_conv1d(cat of their columns of x, weight, bias, activation, ...)
 //
-// x: (B, S, C), with groups of columns [q, k, v, z], as wide as `sizes` says. q, k, v: (B, S, groups * size), new tensors.
-// z: (B, S, groups, size), a view of x that is not convolved. weight, bias, initial_state: of all channels of q, then
-// those of k, then those of v. Other arguments: as in causal_conv1d.
+// x: (B, S, C), with groups of columns [q, k, v, z], as wide as `sizes` says. q, k, v: (B, S, groups * size), new
+// tensors. z: (B, S, groups, size), a view of x that is not convolved. weight, bias, initial_state: of all channels of
+// q, then those of k, then those of v. Other arguments: as in causal_conv1d.
 //
 // Backward writes the gradients of all four results into one tensor. As a view of x, z would have a gradient of its own
 // as wide as x, which autograd would add: so z is made an output of the convolution's node.

@@ -1,13 +1,14 @@
-// fp8_linear(x, weight, bias, recipe) = F.linear of numbers in e4m3: rows of x by rows of the weight, in backward rows of
-// dy by columns of the weight, and columns of dy by columns of x. fp8_projections takes several weights as if they were
-// stacked, and computes both.
+// fp8_linear(x, weight, bias, recipe) = F.linear of numbers in e4m3: rows of x by rows of the weight, in backward rows
+// of dy by columns of the weight, and columns of dy by columns of x. fp8_projections takes several weights as if they
+// were stacked, and computes both.
 //
 // x: (..., n), T rows; weight: (m, n); dy: (..., m). A GEMM takes both operands with the summed dimension last, (M, K)
 // and (N, K), and their scales (M, 1) and (N, 1). cuBLAS and CUTLASS compute them through aten::_scaled_mm.
 //
-// recipe "rows_hp": the weight's gradient is a GEMM of x and dy as they are. "tensor": one scale for all rows and columns.
-// "blocks": one for 128 numbers along the summed dimension, of weights for 128 x 128. Nothing is kept between calls but what
-// autograd saves: the weights and their columns' scales, and x or its transposed copy if a weight takes a gradient.
+// recipe "rows_hp": the weight's gradient is a GEMM of x and dy as they are. "tensor": one scale for all rows and
+// columns. "blocks": one for 128 numbers along the summed dimension, of weights for 128 x 128. Nothing is kept between
+// calls but what autograd saves: the weights and their columns' scales, and x or its transposed copy if a weight takes
+// a gradient.
 
 #include <ATen/BlasBackend.h>
 
@@ -119,8 +120,8 @@ struct Cuda {
         "be on a GPU of compute capability 9.0 with the recipe 'blocks'", info->name, ", ", major, ".", minor);
   }
 
-  /// cuBLAS reads scales and biases 16 bytes at a time, one number after the other. A bias may have any strides, and those
-  /// of a batch's samples begin anywhere, like their scales; blocks and squares are padded.
+  /// cuBLAS reads scales and biases 16 bytes at a time, one number after the other. A bias may have any strides, and
+  /// those of a batch's samples begin anywhere, like their scales; blocks and squares are padded.
   static Tensor aligned(const Tensor& t) {
     const Tensor dense = t.contiguous();
     return core::aligned16(core::address(dense)) ? dense : dense.clone();
@@ -324,8 +325,8 @@ struct Fp8Projections
   using Cuda = fp8_linear::Cuda;
   using Meta = fp8_linear::Meta;
 
-  /// y; what the weights' gradients need of x, if one is wanted and not with the recipe "rows_hp"; the scales that the gradient
-  /// of x needs of the weights.
+  /// y; what the weights' gradients need of x, if one is wanted and not with the recipe "rows_hp"; the scales that the
+  /// gradient of x needs of the weights.
   template <class Device>
   static Four compute(
       const char* op, const Tensor& x, TensorList weights, TensorList biases, bool wants_x, bool wants_weights,
@@ -359,8 +360,9 @@ struct Fp8Projections
     return std::get<0>(fwd<Device>(x, weights, biases, false, false, recipe));
   }
 
-  /// Those gradients of x, the weights and the biases that are wanted, in this order. x: with the recipe "rows_hp" alone,
-  /// which needs no x_t and scale_t. weights, weight_scale: for the gradient of x alone. features: of each weight. wanted: of x, each weight, and each bias if there is one.
+  /// Those gradients of x, the weights and the biases that are wanted, in this order. x: with the recipe "rows_hp"
+  /// alone, which needs no x_t and scale_t. weights, weight_scale: for the gradient of x alone. features: of each
+  /// weight. wanted: of x, each weight, and each bias if there is one.
   template <class Device>
   static std::vector<Tensor> bwd(
       const Tensor& dy, const OptionalTensor& x, TensorList weights, const OptionalTensor& x_t,
@@ -418,8 +420,8 @@ struct Fp8Projections
     core::implement<bwd<Device>>(m, "_fp8_projections_bwd");
   }
 
-  /// Saves for the weights' gradients x, or its transposed copy and scales, and for that of x the scales of the weights'
-  /// columns and the weights.
+  /// Saves for the weights' gradients x, or its transposed copy and scales, and for that of x the scales of the
+  /// weights' columns and the weights.
   struct Node : core::BackwardNode<Node, core::kAnyNumber> {
     // The operator, recipe, features, and the number of biases.
     std::tuple<std::string, std::string, std::vector<c10::SymInt>, int64_t> options;

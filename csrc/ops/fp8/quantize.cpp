@@ -1,5 +1,5 @@
-// quantize_rows(x), quantize_columns(x), quantize_both(x): matrices in e4m3 with one fp32 scale per row, or per column of
-// x in a transposed copy.
+// quantize_rows(x), quantize_columns(x), quantize_both(x): matrices in e4m3 with one fp32 scale per row, or per column
+// of x in a transposed copy.
 //
 // x: (..., n) of any strides, T rows. Results are contiguous. A scale is amax / 448, of zeros 1; q = x * (1 / scale).
 // Launches: of rows one; of columns three, the first of which also writes the rows where they fit into registers.

@@ -12,9 +12,10 @@ constexpr int64_t kBlock = 128;
 enum class By { rows, squares, tensor };
 
 /// Of a matrix (T, n), or several that are stacked: q (T, n) and q_t (n, T). Undefined where they are not wanted.
-/// rows: scale (T, blocks of n) and scale_t (n, blocks of T), with neighbouring rows side by side. squares: scale (blocks of
-/// T, blocks of n), and its transpose. tensor: both are the same number, (1,).
-/// padded, for GEMMs: T is a multiple of kBlock, by rows of zeros. Of squares: rows of scales are padded to multiples of 4.
+/// rows: scale (T, blocks of n) and scale_t (n, blocks of T), with neighbouring rows side by side. squares: scale
+/// (blocks of T, blocks of n), and its transpose. tensor: both are the same number, (1,).
+/// padded, for GEMMs: T is a multiple of kBlock, by rows of zeros. Of squares: rows of scales are padded to multiples
+/// of 4.
 struct Quantized {
   at::Tensor q, scale, q_t, scale_t;
 };

@@ -3,9 +3,9 @@
 //   g = -exp(a_log) * softplus(a + dt_bias), or lower_bound * sigmoid(exp(a_log) * (a + dt_bias))
 //   beta = beta_scale * sigmoid(b)
 //
-// b: (..., n); a: the same shape, or (..., n, d) for a decay per channel; of one dtype. a_log: (n), dt_bias: (n) or (n, d),
-// in a's dtype or fp32. g is fp32 (fp64 for fp64), beta has b's dtype. Arithmetic is fp32 with one rounding. Rows may be
-// strided; other layouts are copied. Saves the inputs.
+// b: (..., n); a: the same shape, or (..., n, d) for a decay per channel; of one dtype. a_log: (n), dt_bias: (n) or (n,
+// d), in a's dtype or fp32. g is fp32 (fp64 for fp64), beta has b's dtype. Arithmetic is fp32 with one rounding. Rows
+// may be strided; other layouts are copied. Saves the inputs.
 
 #include "core/column_sum.h"
 #include "core/cpu/loops.h"

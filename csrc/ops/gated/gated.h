@@ -1,6 +1,7 @@
 #pragma once
 
-// out = act(gate) * up, elementwise, perhaps with up clamped, and its gradients, for any activation. Shared by swiglu and geglu.
+// out = act(gate) * up, elementwise, perhaps with up clamped, and its gradients, for any activation. Shared by swiglu
+// and geglu.
 //
 // gate, up: (..., n) of any strides, or gate_up: (..., 2 n) with gate in the first half and up in the second.
 // Only the inputs are saved. Backward recomputes act(gate), and overwrites the inputs if nothing else can see them.
@@ -12,8 +13,8 @@
 //   kOptions                          the options in their schemas, e.g. ", str approximate"
 //   Forward, Backward                 its kernels
 //   Activation(op, options...)        checks the options
-//   with_math(f)                      calls f with an object that has value(x) and value_and_slope(x), for act and act',
-//                                     and up(x) and up_gradient(x, gradient), as in PlainUp
+//   with_math(f)                      calls f with an object that has value(x) and value_and_slope(x), for act and
+//                                     act', and up(x) and up_gradient(x, gradient), as in PlainUp
 //   set(args)                         writes the options to a kernel's arguments
 
 #include "core/operator.h"

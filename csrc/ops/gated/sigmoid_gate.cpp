@@ -1,8 +1,8 @@
 // sigmoid_gate(x, gate, residual) = residual + x * sigmoid(gate)
 //
-// x, residual: (..., n) of any strides; gate: (..., n), or (..., 1) with one number per row; all of one dtype. Arithmetic is
-// fp32 with one rounding. Saves x and the gate. The gradient of the residual is the incoming one. That of x overwrites
-// it if nothing else can see it.
+// x, residual: (..., n) of any strides; gate: (..., n), or (..., 1) with one number per row; all of one dtype.
+// Arithmetic is fp32 with one rounding. Saves x and the gate. The gradient of the residual is the incoming one. That of
+// x overwrites it if nothing else can see it.
 
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"

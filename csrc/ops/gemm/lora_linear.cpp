@@ -1,7 +1,8 @@
-// lora_linear(x, weight, a, b, scale, bias) = F.linear(x, weight, bias) + sum_j scale_j (x A_j^T) B_j^T, and several such
-// projections of one x.
+// lora_linear(x, weight, a, b, scale, bias) = F.linear(x, weight, bias) + sum_j scale_j (x A_j^T) B_j^T, and several
+// such projections of one x.
 //
-// Shapes: x (T, n), W (m, n), A (r, n), B (m, r); t = x A^T and u = scale dy B are (T, r). R: the ranks of a group together.
+// Shapes: x (T, n), W (m, n), A (r, n), B (m, r); t = x A^T and u = scale dy B are (T, r). R: the ranks of a group
+// together.
 //
 // lora_linear_forms.h computes them.
 
@@ -166,8 +167,8 @@ Tensors projections(
   return std::move(ys);
 }
 
-/// The gradients of x, weights, biases, a and b, of those that are wanted. A weight that is None has no gradient, and dx lacks
-/// that of its layer.
+/// The gradients of x, weights, biases, a and b, of those that are wanted. A weight that is None has no gradient, and
+/// dx lacks that of its layer.
 template <class Device>
 Tensors projections_bwd(
     TensorList grads, const Tensor& x, const OptionalTensors& weights, TensorList a, TensorList b, const Tensor& t,

@@ -14,8 +14,8 @@
 //             liger_ops/kernels/gemm/lora_linear.py.
 //   wide      otherwise: x and dy are converted.
 //
-// In the last three t is in the adapters' dtype. Dropout drops elements of x in the adapters' products only, and multiplies
-// the others by 1 / (1 - rate). t and u contain that factor.
+// In the last three t is in the adapters' dtype. Dropout drops elements of x in the adapters' products only, and
+// multiplies the others by 1 / (1 - rate). t and u contain that factor.
 
 #include <algorithm>
 #include <utility>
@@ -47,8 +47,8 @@ struct Cpu {};
 struct Cuda {};
 struct Meta {};
 
-/// of[j]: the projection to which adapter j belongs. dropout: a rate for each adapter, or empty. Where a weight is undefined,
-/// another layer multiplies it with x, and only the adapters are computed here.
+/// of[j]: the projection to which adapter j belongs. dropout: a rate for each adapter, or empty. Where a weight is
+/// undefined, another layer multiplies it with x, and only the adapters are computed here.
 struct Group {
   TensorList weights, a, b;
   Scales scale;

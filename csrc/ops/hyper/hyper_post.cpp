@@ -3,8 +3,8 @@
 //   out_j = post_j y + sum over i of comb_ij s_i, or post_j y + s_j without comb
 //
 // y: (..., n); streams: (..., N, n), of any strides; post: (..., N), comb: (..., N, N), in fp32 or streams' dtype.
-// Arithmetic is fp32. With `rounded`, post, comb, both products and their sum are rounded to streams' dtype, as separate operations
-// would round them; without, the result alone is. Saves its inputs.
+// Arithmetic is fp32. With `rounded`, post, comb, both products and their sum are rounded to streams' dtype, as
+// separate operations would round them; without, the result alone is. Saves its inputs.
 
 #include "core/cpu/loops.h"
 #include "kernels/hyper_post.h"

@@ -1,13 +1,13 @@
-// hyper_pre(streams, fn, base, scale, ...) -> (x, post, comb), the way into a block of a model with hyper-connections. With
-// s = streams of a token and l = (fn . flat s) * rsqrt(mean s^2 + norm_eps), by columns of l:
+// hyper_pre(streams, fn, base, scale, ...) -> (x, post, comb), the way into a block of a model with hyper-connections.
+// With s = streams of a token and l = (fn . flat s) * rsqrt(mean s^2 + norm_eps), by columns of l:
 //
 //   pre = sigmoid(l scale[0] + base) + eps, post = post_scale sigmoid(l scale[1] + base) + post_eps,
 //   comb = Sinkhorn's steps on softmax(l scale[2] + base), x = sum of pre_i s_i
 //
-// streams: (..., N, n), of any strides; fn: (P, N n), base: (P,), scale: (1,), (2,) or (3,), for P = N (pre alone), 2 N (and
-// post) or N (2 + N) (and comb), each in fp32 or streams' dtype. x: (..., n) in streams' dtype with one rounding; post and comb
-// in fp32, without columns if fn has none for them. Saves streams, the parameters, l and the inverse root mean square.
-// Backward goes through Sinkhorn's steps again.
+// streams: (..., N, n), of any strides; fn: (P, N n), base: (P,), scale: (1,), (2,) or (3,), for P = N (pre alone), 2 N
+// (and post) or N (2 + N) (and comb), each in fp32 or streams' dtype. x: (..., n) in streams' dtype with one rounding;
+// post and comb in fp32, without columns if fn has none for them. Saves streams, the parameters, l and the inverse root
+// mean square. Backward goes through Sinkhorn's steps again.
 
 #include "core/cpu/loops.h"
 #include "ops/hyper/hyper.h"

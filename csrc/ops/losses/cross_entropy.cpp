@@ -11,8 +11,8 @@
 // cross_entropy_with_metrics  (loss, z_loss, token_accuracy, predicted_tokens); only the loss has a gradient
 // cross_entropy_              overwrites the logits with d loss / d logits
 //
-// With `group`, the name of a process group, its ranks have the logits of different classes, and `classes` is the number of
-// all. Losses and metrics are the same on all ranks.
+// With `group`, the name of a process group, its ranks have the logits of different classes, and `classes` is the
+// number of all. Losses and metrics are the same on all ranks.
 
 #include "ops/losses/cross_entropy.h"
 #include "ops/losses/forms.h"

@@ -91,8 +91,8 @@ struct Upstream {
   }
 };
 
-/// The rows of tensors of one shape, in the order of the labels. Tensors of one dense layout are one long row if nothing
-/// depends on the rows, or if they are contiguous and at least `whole` columns long.
+/// The rows of tensors of one shape, in the order of the labels. Tensors of one dense layout are one long row if
+/// nothing depends on the rows, or if they are contiguous and at least `whole` columns long.
 template <size_t N>
 Rows<N> walk(const char* op, const std::array<Tensor*, N>& tensors, const Tensor& labels, int64_t whole) {
   const Tensor& first = *tensors[0];
@@ -111,8 +111,8 @@ Rows<N> walk(const char* op, const std::array<Tensor*, N>& tensors, const Tensor
 void forward_cpu(const char* op, Tensor input, Tensor target, const Tensor& labels, const Options& o, Results& out);
 void forward_cuda(const char* op, Tensor input, Tensor target, const Tensor& labels, const Options& o, Results& out);
 
-/// dinput may be target. input: undefined if the gradient does not depend on it. divisor: undefined unless the loss is a
-/// mean.
+/// dinput may be target. input: undefined if the gradient does not depend on it. divisor: undefined unless the loss is
+/// a mean.
 void backward_cpu(
     const char* op, Tensor& dinput, const Tensor& grad, const Tensor& divisor, Tensor input, Tensor target,
     const Tensor& labels, const Options& o);

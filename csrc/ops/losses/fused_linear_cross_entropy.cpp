@@ -3,9 +3,10 @@
 //
 //   logits = logits_scale * (input @ weight.T + low_rank_input @ low_rank_weight.T + bias)
 //
-// input: (..., H), weight: (V, H), target: (...), bias: (V,), all of one dtype except target. low_rank_input: (..., R) and
-// low_rank_weight: (V, R), in that dtype or fp32, are an adapter's. ce_weight: (V,), the class weights. token_weight: (...), a factor for each token's loss; a mean still divides by the sum of the targets'
-// class weights. Everything else is as in cross_entropy.
+// input: (..., H), weight: (V, H), target: (...), bias: (V,), all of one dtype except target. low_rank_input: (..., R)
+// and low_rank_weight: (V, R), in that dtype or fp32, are an adapter's. ce_weight: (V,), the class weights.
+// token_weight: (...), a factor for each token's loss; a mean still divides by the sum of the targets' class weights.
+// Everything else is as in cross_entropy.
 //
 // For a reduced loss, forward computes the gradients while a chunk's logits exist. That takes three GEMMs per chunk,
 // the minimum. Backward multiplies them by the incoming gradient, on the device, and writes nothing if that is 1.
@@ -20,8 +21,8 @@
 // Only the first of their results has a gradient.
 //
 // With `group`, the name of a process group, its ranks have the rows of `weight` and `bias` of different classes, and
-// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input are
-// this rank's part along that dimension.
+// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input
+// are this rank's part along that dimension.
 
 #include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_cross_entropy.h"

@@ -47,9 +47,9 @@ struct Forward {
   Gradients gradients;
 };
 
-/// True if the gradients of true logits are kept apart from d logits. One chunk per call does not need that for d weight
-/// (see liger_ops/kernels/losses/fused_linear_cross_entropy.py), but if classes are split, a rank's factor may be too
-/// small for the true logit's gradient (see exponentials.h).
+/// True if the gradients of true logits are kept apart from d logits. One chunk per call does not need that for d
+/// weight (see liger_ops/kernels/losses/fused_linear_cross_entropy.py), but if classes are split, a rank's factor may
+/// be too small for the true logit's gradient (see exponentials.h).
 bool takes_targets(at::ScalarType dtype, int64_t chunks, const Wanted& wanted, bool is_split);
 
 /// classes: the most of any rank, so that all ranks have the same plan.

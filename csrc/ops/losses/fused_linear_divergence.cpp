@@ -4,22 +4,22 @@
 //   logits = softcap(logits_scale * (input @ weight.T + low_rank_input @ low_rank_weight.T + bias)) / temperature
 //
 // s_input: (..., Hs), s_weight: (V, Hs), t_input: (..., Ht), t_weight: (V, Ht), s_bias, t_bias: (V,), mask: (...) bool,
-// token_weight: (...). {s,t}_low_rank_input: (..., R) and {s,t}_low_rank_weight: (V, R), of adapters. vocab_map: (V,), if the teacher has other classes: the teacher's class of each of the student's. Only
-// for beta 0; the divergence is then the sum over these classes, under the teacher's softmax over all of its own. The
-// tensors of one model have one dtype; the models may differ. beta 0: KL(teacher || student),
-// 1: KL(student || teacher), between: the Jensen-Shannon divergence with the mixture (1 - beta) p_s + beta p_t. Only the
-// divergence has a gradient, by the student's tensors.
+// token_weight: (...). {s,t}_low_rank_input: (..., R) and {s,t}_low_rank_weight: (V, R), of adapters. vocab_map: (V,),
+// if the teacher has other classes: the teacher's class of each of the student's. Only for beta 0; the divergence is
+// then the sum over these classes, under the teacher's softmax over all of its own. The tensors of one model have one
+// dtype; the models may differ. beta 0: KL(teacher || student), 1: KL(student || teacher), between: the Jensen-Shannon
+// divergence with the mixture (1 - beta) p_s + beta p_t. Only the divergence has a gradient, by the student's tensors.
 //
 // A reduced divergence computes the gradients in forward: four GEMMs, or six if small chunks would round d weight too
-// often. Backward multiplies them by the incoming gradient, on the device, and writes nothing if that is 1. Per token, the
-// gradient of the input alone is also computed in forward, because it is linear in each token's incoming gradient: three
-// GEMMs. With a trained head, backward computes the logits again: six GEMMs.
+// often. Backward multiplies them by the incoming gradient, on the device, and writes nothing if that is 1. Per token,
+// the gradient of the input alone is also computed in forward, because it is linear in each token's incoming gradient:
+// three GEMMs. With a trained head, backward computes the logits again: six GEMMs.
 //
 // fp16 cannot represent small gradients: see fused_linear_cross_entropy.cpp on the deferred scale.
 //
-// With `group`, the name of a process group, its ranks have the rows of the weights and biases of different classes, and
-// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, both inputs and d
-// input are this rank's equal part along that dimension.
+// With `group`, the name of a process group, its ranks have the rows of the weights and biases of different classes,
+// and `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, both inputs and
+// d input are this rank's equal part along that dimension.
 
 #include <cmath>
 
@@ -394,14 +394,14 @@ core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
   if (!grad.defined()) return core::variable_list(5);
   std::array<Tensor, 14> given;
   for (size_t i = 0; i < given.size(); ++i) given[i] = take(i);
-  const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats, s_t, s_b, t_t, t_b] =
+  const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, factor, map, stats, s_t, s_b, t_t, t_b] =
       given;
   const Vocabulary& v = o.vocabulary;
   static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_divergence_bwd");
   auto [dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight] = op.call(
       grad, s_input, s_weight, t_input, t_weight, s_bias, t_bias, stats, o.beta, o.temperature, o.student.scale,
-      o.student.softcap, o.teacher.scale, o.teacher.softcap, mask, "none", token_weight, o.memory_budget, v.group,
-      v.classes, v.class_sizes(), o.sequence_dim, vocab_map, s_t, s_b, t_t, t_b, wanted);
+      o.student.softcap, o.teacher.scale, o.teacher.softcap, mask, "none", factor, o.memory_budget, v.group, v.classes,
+      v.class_sizes(), o.sequence_dim, map, s_t, s_b, t_t, t_b, wanted);
   return {dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight};
 }
 

@@ -4,19 +4,20 @@
 //
 // M tokens, Hs and Ht hidden, V classes.
 //
-// Logits are fp32 (fp64 for fp64): rounded to 16 bits, the logits of close models would lose their difference. They exist
-// for a part of a chunk of tokens at a time. From both models' logits, the rows compute the results and, in the student's
-// dtype, the gradient of its logits. A whole chunk of these gradients then takes the GEMMs of d input and d weight.
+// Logits are fp32 (fp64 for fp64): rounded to 16 bits, the logits of close models would lose their difference. They
+// exist for a part of a chunk of tokens at a time. From both models' logits, the rows compute the results and, in the
+// student's dtype, the gradient of its logits. A whole chunk of these gradients then takes the GEMMs of d input and d
+// weight.
 //
 // Each chunk rounds d weight. If there are more than kMostRoundings chunks, and in backward, the statistics of all rows
 // are known before the gradients, which are computed from all tokens and some classes at a time (BlockPlan).
 //
-// If the classes are split over ranks, a rank scans its logits of a part, and needs the facts of all ranks for the values
-// and gradients. The values, sums over classes, are added up over the ranks at the end, but for the mean that the
-// gradient of a mixture needs at once. d input is reduced while d weight's GEMM runs.
+// If the classes are split over ranks, a rank scans its logits of a part, and needs the facts of all ranks for the
+// values and gradients. The values, sums over classes, are added up over the ranks at the end, but for the mean that
+// the gradient of a mixture needs at once. d input is reduced while d weight's GEMM runs.
 //
-// With vocab_map, the rows compare the student with q, the teacher's softmax over the mapped classes alone, whose share of
-// the whole softmax is s: the divergence is s (KL(q || p_s) + log s), and its gradient s times that of KL(q || p_s).
+// With vocab_map, the rows compare the student with q, the teacher's softmax over the mapped classes alone, whose share
+// of the whole softmax is s: the divergence is s (KL(q || p_s) + log s), and its gradient s times that of KL(q || p_s).
 
 #include <cmath>
 #include <limits>
@@ -40,8 +41,8 @@ struct Arguments {
   at::TensorOptions numbers() const { return s_input.options().dtype(compute()); }
 };
 
-/// stats: (5, M); with vocab_map, the last are the shares. deferred_scale: factors that backward applies, (of input's gradient, of weight's and bias's);
-/// undefined: 1.
+/// stats: (5, M); with vocab_map, the last are the shares. deferred_scale: factors that backward applies, (of input's
+/// gradient, of weight's and bias's); undefined: 1.
 struct Results {
   Tensor divergence, entropy, stats, deferred_scale;
   Gradients gradients;
@@ -59,8 +60,8 @@ inline c10::SymDimVector token_sizes(const char* op, const Tensor& s_input, cons
   return out;
 }
 
-/// True if forward computes the gradients. Per token, the gradient of the input alone is linear in each token's incoming
-/// gradient.
+/// True if forward computes the gradients. Per token, the gradient of the input alone is linear in each token's
+/// incoming gradient.
 inline bool computes_now(const Options& o, Wanted wanted) { return wanted.any() && (o.reduced() || !wanted.head()); }
 
 // ---- Plans
@@ -134,7 +135,8 @@ inline BlockPlan plan_blocks(
 
 // ---- Facts of ranks
 
-/// Combines the facts of several parts of rows along dimension `dim`: of (rows, parts, SHARES), or (ranks, rows, SHARES).
+/// Combines the facts of several parts of rows along dimension `dim`: of (rows, parts, SHARES), or (ranks, rows,
+/// SHARES).
 inline Tensor join_facts(const Tensor& facts, int64_t dim, double temperature) {
   if (facts.size(dim) == 1) return facts.select(dim, 0);
   auto of = [&](int64_t i) { return facts.select(2, i); };
@@ -492,8 +494,8 @@ struct BlockPass : Pass<BlockPlan> {
   }
 };
 
-/// The gradients of all tokens from the statistics of their rows. upstream: of each token, in the caller's order and the
-/// compute type.
+/// The gradients of all tokens from the statistics of their rows. upstream: of each token, in the caller's order and
+/// the compute type.
 inline void compute_gradients(
     const char* op, RowsOn* rows, const Arguments& a, const Options& o, at::IntArrayRef positions,
     const Tensor& upstream, const Tensor& stats, double head_scale, const Gradients& into) {

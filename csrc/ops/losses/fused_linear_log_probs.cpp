@@ -14,8 +14,8 @@
 // gradients of the head.
 //
 // With `group`, the name of a process group, its ranks have the rows of `weight` and `bias` of different classes, and
-// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input are
-// this rank's part along that dimension.
+// `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input
+// are this rank's part along that dimension.
 
 #include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_log_probs.h"

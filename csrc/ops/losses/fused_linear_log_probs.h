@@ -4,8 +4,8 @@
 //
 // M tokens, H hidden, V classes, K ids per token.
 //
-// Forward takes T tokens and all classes at a time. If only input requires a gradient, the rows of log_probs overwrite a
-// chunk of logits with its gradient for an upstream gradient of 1, and a second GEMM multiplies it by weight.
+// Forward takes T tokens and all classes at a time. If only input requires a gradient, the rows of log_probs overwrite
+// a chunk of logits with its gradient for an upstream gradient of 1, and a second GEMM multiplies it by weight.
 //
 // Backward computes the logits again. For the gradients of the head it takes all tokens and some classes at a time, see
 // BlockPlan. That of input is summed over the classes in fp32.
@@ -46,8 +46,8 @@ struct Settings {
   }
 };
 
-/// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without those of
-/// several ids.
+/// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without those
+/// of several ids.
 struct Forward {
   log_probs::Results rows;
   Tensor of_log_probs, of_entropy;

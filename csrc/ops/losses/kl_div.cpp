@@ -22,8 +22,8 @@ using KlDivOp = Divergence<KlDiv, int64_t, c10::string_view, bool, double>;
 
 }  // namespace
 
-// No autocast: under autocast, PyTorch computes this loss in float32. This op does that for rows of any dtype, without a
-// copy.
+// No autocast: under autocast, PyTorch computes this loss in float32. This op does that for rows of any dtype, without
+// a copy.
 LIGER_LIBRARY_FRAGMENT(m) {
   KlDivOp::define(m, "int ignore_index=-100, str reduction=\"mean\", bool log_target=False, float eps=1e-10");
 }

@@ -57,10 +57,10 @@ inline int64_t divide_tokens(
   return budget;
 }
 
-// Each chunk of tokens adds to d weight in its dtype, which rounds it. r: the error of one rounding to 16 bits. If tokens
-// are independent, n chunks make an error of r sqrt((n + 1) / 2), beside r for the 16-bit gradients of logits; eager code
-// makes r for each. If partial sums grow evenly, n chunks make r sqrt((n + 1) (2 n + 1) / (6 n)), and eager code r. Up to
-// this number, neither is more than 1.5 times eager's error.
+// Each chunk of tokens adds to d weight in its dtype, which rounds it. r: the error of one rounding to 16 bits. If
+// tokens are independent, n chunks make an error of r sqrt((n + 1) / 2), beside r for the 16-bit gradients of logits;
+// eager code makes r for each. If partial sums grow evenly, n chunks make r sqrt((n + 1) (2 n + 1) / (6 n)), and eager
+// code r. Up to this number, neither is more than 1.5 times eager's error.
 constexpr int64_t kMostRoundings = 5;
 
 /// All tokens and some classes at a time: a GEMM then has a class's whole gradient. Tokens are divided only if the sums
@@ -173,8 +173,8 @@ inline std::optional<int64_t> check_sequence_dim(
   return at::maybe_wrap_dim(*dim, dims);
 }
 
-/// Of a call with `tokens` in all. positions: of all ranks, in their dimensions. Fits the plan's chunks to whole numbers
-/// of tokens of every rank.
+/// Of a call with `tokens` in all. positions: of all ranks, in their dimensions. Fits the plan's chunks to whole
+/// numbers of tokens of every rank.
 inline TokenOrder order_of(
     const char* op, const at::Tensor& input, at::IntArrayRef positions, int64_t tokens,
     const cross_entropy::Shard& shard, std::optional<int64_t> sequence_dim, Plan& plan) {
@@ -207,8 +207,8 @@ struct Tokens {
 
 // ---- Gradients
 
-/// The gradient of an input, chunk by chunk. Over split classes it is a sum over ranks, which runs while the caller goes
-/// on.
+/// The gradient of an input, chunk by chunk. Over split classes it is a sum over ranks, which runs while the caller
+/// goes on.
 struct InputGradient {
   at::Tensor all;  // (tokens of this rank, H); undefined: not wanted
   core::Pending reducing;
@@ -241,8 +241,8 @@ inline at::Tensor inverse_or_zero(const at::Tensor& total) {
 }
 
 /// fp16 cannot represent small gradients, so forward scales those of weight and bias down by a power of two. Fills the
-/// factors that backward applies, (of input's gradient, of weight's and bias's), and returns that power. inverse: another
-/// factor for both, if defined.
+/// factors that backward applies, (of input's gradient, of weight's and bias's), and returns that power. inverse:
+/// another factor for both, if defined.
 inline double defer_scale(at::Tensor& factors, int64_t tokens, const at::Tensor& inverse) {
   int64_t halvings = 0;
   while ((int64_t(1) << (2 * halvings)) < tokens) ++halvings;
@@ -304,7 +304,8 @@ inline Gradients empty_gradients(
       like(wanted.low_rank_weight, low_rank_weight, at::MemoryFormat::Contiguous)};
 }
 
-/// A low-rank addend t b^T of a head's logits: both t and b are given, or none of them. prefix: of the arguments' names.
+/// A low-rank addend t b^T of a head's logits: both t and b are given, or none of them. prefix: of the arguments'
+/// names.
 inline void check_low_rank(
     const char* op, const std::string& prefix, const at::Tensor& input, const at::Tensor& weight,
     const at::Tensor& low_rank_input, const at::Tensor& low_rank_weight, std::optional<int64_t> sequence_dim) {

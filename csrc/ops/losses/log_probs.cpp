@@ -106,8 +106,8 @@ void bwd_(
 
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// No autocast: under autocast, PyTorch computes log_softmax in float32. This operator does that for logits of any dtype,
-// without a copy.
+// No autocast: under autocast, PyTorch computes log_softmax in float32. This operator does that for logits of any
+// dtype, without a copy.
 struct LogProbs
     : core::Operator<
           LogProbs,

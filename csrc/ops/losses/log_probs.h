@@ -2,8 +2,8 @@
 
 // Log-probabilities of ids in rows of logits, and entropies, on CPU and CUDA, below dispatch and autograd.
 //
-// logits: (..., V) of any strides, index: (...) or (..., K) int64 or int32, all checked by check(). Results are fp32 (fp64
-// for fp64 logits).
+// logits: (..., V) of any strides, index: (...) or (..., K) int64 or int32, all checked by check(). Results are fp32
+// (fp64 for fp64 logits).
 
 #include "core/checks.h"
 #include "core/rows.h"

@@ -1,5 +1,5 @@
-// Aliases: vocab_parallel_<name>(...) is <name>(...) with the arguments `group` and `classes` after the tensors that are
-// required, for code that was written before the operators themselves took them.
+// Aliases: vocab_parallel_<name>(...) is <name>(...) with the arguments `group` and `classes` after the tensors that
+// are required, for code that was written before the operators themselves took them.
 
 #include <torch/library.h>
 

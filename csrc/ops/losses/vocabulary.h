@@ -16,8 +16,8 @@ namespace liger::ops::cross_entropy {
 
 using ClassSizes = at::OptionalIntArrayRef;
 
-/// The caller's request. group: empty, and classes: 0, if the classes are not split. sizes: classes of each rank; empty: as torch.chunk
-/// splits them.
+/// The caller's request. group: empty, and classes: 0, if the classes are not split. sizes: classes of each rank;
+/// empty: as torch.chunk splits them.
 struct Vocabulary {
   std::string group;
   int64_t classes = 0;

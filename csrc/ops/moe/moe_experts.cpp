@@ -3,9 +3,9 @@
 //
 // Letters: T tokens, K choices, E experts, H hidden, I inner.
 // x: (T, H), index: (T, K) int64 or int32, weight: (T, K) in x's dtype or fp32. gate_up: (E, 2 I, H) and down:
-// (E, H, I), or (E, H, 2 I) and (E, I, H) if transposed. Biases: (E, 2 I) and (E, H). Gate and up are the halves of 2 I, or
-// alternate if interleaved. f: silu with sigmoid(alpha * gate), gelu or gelu_tanh. limit: gate is at most limit, and up
-// is clamped to [-limit, limit]. weight_before: expert(weight * x) instead of weight * expert(x).
+// (E, H, I), or (E, H, 2 I) and (E, I, H) if transposed. Biases: (E, 2 I) and (E, H). Gate and up are the halves of 2
+// I, or alternate if interleaved. f: silu with sigmoid(alpha * gate), gelu or gelu_tanh. limit: gate is at most limit,
+// and up is clamped to [-limit, limit]. weight_before: expert(weight * x) instead of weight * expert(x).
 // An index outside of [0, E) contributes nothing: with expert parallelism that expert is elsewhere.
 //
 // Adapters a (E, r, in) and b (E, out, r) of a weight add scale * b @ (a @ .) to its product.
@@ -13,8 +13,8 @@
 // moe_experts_sorted takes rows that are sorted by expert, and their numbers; rows beyond those are 0.
 //
 // Products round to x's dtype; the sum over choices is fp32 and rounded once. Forward saves x, the first product (pre),
-// the routing data, and t = scale * a @ x of the adapters of gate_up. Backward recomputes the activation and writes the gradient of pre over it, because nothing
-// else can see it.
+// the routing data, and t = scale * a @ x of the adapters of gate_up. Backward recomputes the activation and writes the
+// gradient of pre over it, because nothing else can see it.
 
 #include "ops/moe/moe_experts.h"
 

@@ -107,7 +107,8 @@ inline Tensor empty_pre(const Call& call) {
   return at::empty_symint({pairs_of(call), call.gate_up.sym_size(call.options.transposed ? 2 : 1)}, call.x.options());
 }
 
-/// What forward saves: the first product (pairs, 2 I), and t of the adapters of gate_up (pairs, r), which is empty without.
+/// What forward saves: the first product (pairs, 2 I), and t of the adapters of gate_up (pairs, r), which is empty
+/// without.
 struct Saved {
   Tensor pre, t;
 };

@@ -18,10 +18,10 @@ namespace flags = kernels::constants::moe_experts;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// On compute capability 9.0 PyTorch's grouped GEMM makes 550 to 690 TFLOP/s at the shapes of benchmarks/moe_experts.py, and
-// our kernels 290 to 490. It needs copies: gathered rows, and activations in a pass of their own. For gradients of weights
-// it was always faster, for other products from about this number of rows per expert, and for the first product if
-// experts are wide too.
+// On compute capability 9.0 PyTorch's grouped GEMM makes 550 to 690 TFLOP/s at the shapes of benchmarks/moe_experts.py,
+// and our kernels 290 to 490. It needs copies: gathered rows, and activations in a pass of their own. For gradients of
+// weights it was always faster, for other products from about this number of rows per expert, and for the first product
+// if experts are wide too.
 constexpr int64_t kManyRows = 1024, kWide = 1024;
 
 /// The addend of a product: v (pairs, pieces, padded ranks) times each expert's packed adapter. Undefined: none.

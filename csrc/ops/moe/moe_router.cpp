@@ -1,9 +1,9 @@
-// moe_router(logits, top_k, ...): the experts of each token and their weights, and sums over all tokens for load-balancing
-// and z losses.
+// moe_router(logits, top_k, ...): the experts of each token and their weights, and sums over all tokens for
+// load-balancing and z losses.
 //
 // logits: (..., n) of any strides. Results are fp32 (fp64 for fp64 logits). Saves the logits and the chosen indices;
-// backward recomputes the scores. score "sqrtsoftplus" is rounded to the logits' dtype after softplus and after sqrt, as
-// in DeepSeek-V4, because the choice depends on it. experts: (..., top_k), chosen beforehand.
+// backward recomputes the scores. score "sqrtsoftplus" is rounded to the logits' dtype after softplus and after sqrt,
+// as in DeepSeek-V4, because the choice depends on it. experts: (..., top_k), chosen beforehand.
 
 #include "core/column_sum.h"
 #include "core/cpu/loops.h"

@@ -4,8 +4,9 @@
 // x, gate: (..., n) of any strides, of one dtype; weight: (n,) in x's dtype or fp32. act: silu or sigmoid. Statistics
 // are fp32, of every group of group_size columns.
 //
-// Arithmetic is fp32. "gemma" and "none" round the result alone. "llama" also rounds the normalised row, and its product
-// with a weight of x's dtype ahead of the gate. With gate_first, a fp32 weight makes the result of "llama" fp32.
+// Arithmetic is fp32. "gemma" and "none" round the result alone. "llama" also rounds the normalised row, and its
+// product with a weight of x's dtype ahead of the gate. With gate_first, a fp32 weight makes the result of "llama"
+// fp32.
 //
 // Backward reads x and the gate again and recomputes the activation: forward saves one number per group besides inputs.
 

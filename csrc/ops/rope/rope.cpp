@@ -1,5 +1,5 @@
-// rope(q, k, cos, sin, *, interleaved, mrope_section, trailing, halves_out) -> q and k with R columns of every head rotated:
-// y = x * cos + rotate(x) * sin, where rotate maps a pair (a, b) to (-b, a).
+// rope(q, k, cos, sin, *, interleaved, mrope_section, trailing, halves_out) -> q and k with R columns of every head
+// rotated: y = x * cos + rotate(x) * sin, where rotate maps a pair (a, b) to (-b, a).
 //
 // q: (B, Hq, S, D), k: (B, Hk, S, D) of any strides; results and gradients keep q's and k's own dense layouts.
 // cos, sin: (S, R) or (1 or B, S, R) in q's dtype or fp32, R <= D; the other columns are copied. Pairs are columns
@@ -7,9 +7,9 @@
 // t + h + w = R / 2) cos and sin have a leading dimension of 3. The first t pairs use its index 0, the next h pairs
 // index 1 and the last w pairs index 2.
 //
-// The first R columns are rotated. If trailing, the last R are: pairs (2 i, 2 i + 1) with cos and sin (..., R / 2), as in
-// DeepSeek-V4. With halves_out, pairs (2 i, 2 i + 1) are written to columns (i, i + R / 2), as in DeepSeek-V3, and cos and
-// sin are in the order of the results.
+// The first R columns are rotated. If trailing, the last R are: pairs (2 i, 2 i + 1) with cos and sin (..., R / 2), as
+// in DeepSeek-V4. With halves_out, pairs (2 i, 2 i + 1) are written to columns (i, i + R / 2), as in DeepSeek-V3, and
+// cos and sin are in the order of the results.
 //
 // rope_freqs_cis(q, k, freqs_cis) takes the angles as complex numbers cos + i sin, (S, R / 2) or (1 or B, S, R / 2).
 // Its pairs are neighbouring columns, as in Llama 4.

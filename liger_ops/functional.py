@@ -106,7 +106,7 @@ def fused_linear_cross_entropy_heads(
     """
     if len(weights) != len(targets):
         raise ValueError(
-            "fused_linear_cross_entropy_heads: targets must have one entry a weight, "
+            "fused_linear_cross_entropy_heads: targets must have one entry per weight, "
             f"{len(weights)} (got {len(targets)})"
         )
     return torch.stack([

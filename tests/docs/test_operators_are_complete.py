@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from checks import ROOT
 
 import liger_ops.kernels as tables
@@ -50,3 +51,17 @@ def test_the_interpreter_runs_the_kernels(stem):
     names = [stem, *(kernel.name for kernel in tables.modules()[stem])]
     named = [name for name in names if re.search(rf"\b{name}", INTERPRETED)]
     assert named, f"tests/kernels: no test runs {stem} in Triton's interpreter"
+
+
+def test_policies_of_checkpoints_are_told_every_private_forward_operator():
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if re.fullmatch(r"liger::_\w+_fwd", name)}
+    named = set(re.findall(r"`(liger::_\w+_fwd)`", text_of("docs/leaving-python.md")))
+    assert named == registered, f"docs/leaving-python.md, of checkpoints: {sorted(named ^ registered)}"
+
+
+def test_the_page_of_folders_names_them_all():
+    page = text_of("docs/architecture.md")
+    files = {path.name for path in (ROOT / "liger_ops").glob("*.py")} - {"__init__.py", "_version.py"}
+    families = {path.name for path in (ROOT / "csrc/ops").iterdir() if path.is_dir()}
+    missing = sorted(name for name in files | families if f"{name}`" not in page)
+    assert not missing, f"docs/architecture.md does not name {missing}"

@@ -273,7 +273,7 @@ def test_each_head_has_its_own_loss(device):
     assert losses.shape == targets.shape
     for loss, head, target in zip(losses, heads, targets):
         assert torch.equal(loss, functional.fused_linear_cross_entropy(x, head, target, reduction="none", softcap=5.0))
-    with pytest.raises(ValueError, match=r"targets must have one entry a weight, 2 \(got 1\)"):
+    with pytest.raises(ValueError, match=r"targets must have one entry per weight, 2 \(got 1\)"):
         functional.fused_linear_cross_entropy_heads(x, heads, targets[:1])
 
 

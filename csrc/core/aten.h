@@ -1,7 +1,7 @@
 #pragma once
 
-// Tensors, and the functions of at:: that this library calls. <ATen/ATen.h> declares all of torch: parsing it takes a
-// compiler as long as everything else in a source.
+// Tensors, and the functions of at:: that this library calls: a new one is added here. <ATen/ATen.h> would declare all
+// of torch, which takes a compiler as long as everything else in a source.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>

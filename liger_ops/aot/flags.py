@@ -11,11 +11,13 @@ from pathlib import Path
 
 # Relative to csrc.
 SOURCES = ("ops/**/*.cpp", "core/**/*.cpp", "library.cpp")
-# These are compiled alone. Only namespace.cpp knows the namespace.
+# These are compiled alone. Only namespace.cpp knows the namespace; portable.cpp is also in the runtime.
 ALONE = ("core/namespace.cpp", "runtime/portable.cpp")
 # A compiler reads torch's headers, and compiles what it takes from them, once for several sources of up to this size
 # together: that is most of the time of a small one. With six such units, a machine of six cores has work for each.
 UNIT_BYTES = 110_000
+# Of a core, for a byte of sources.
+SECONDS = 3e-4
 # Included before every source.
 PORTABLE = "runtime/portable.h"
 
@@ -28,8 +30,8 @@ NAMESPACE = "liger"
 COMPILE = (
     "-O3", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibility=hidden", "-fno-trapping-math", "-fopenmp",
     "-Wall", "-Wno-unknown-pragmas",
-    # Of GCC: units grow by 5 % when functions are inlined, not by 40, and garbage is collected from 300 MB on. Together
-    # a third of its time and a ninth of the library, at the same speed.
+    # Of GCC, for its time: units grow by 5 % when functions are inlined, not by 40, and garbage is collected from
+    # 300 MB on.
     "--param=inline-unit-growth=5", "--param=ggc-min-heapsize=300000", "--param=ggc-min-expand=100",
 )  # fmt: skip
 # Undefined symbols are allowed because the dependencies of torch's libraries may be missing.
@@ -78,7 +80,7 @@ def write_units(csrc: Path, folder: Path) -> list[Path]:
 
 def seconds(csrc: Path, written: list[Path]) -> list[tuple[str, float]]:
     """The files of a build, and the seconds that a core needs for each. written: what write_units returned."""
-    return [(f"{path.name}.o", 3.5e-4 * sum(map(size_of, group))) for group, path in zip(units(csrc), written)]
+    return [(f"{path.name}.o", SECONDS * sum(map(size_of, group))) for group, path in zip(units(csrc), written)]
 
 
 def compiler(default: str = "g++") -> list[str] | None:

@@ -28,29 +28,30 @@ decltype(auto) dispatch_compute(at::ScalarType dtype, const F& f) {
 namespace detail {
 
 template <class F>
-LIGER_VECTORIZED auto with_widest(const F& f) {
+LIGER_VECTORIZED auto cloned_per_cpu(const F& f) {
   return f();
 }
 
 }  // namespace detail
 
-/// f(), compiled for several instruction sets with all that it calls. With GCC, the loader picks the widest one that
-/// the CPU supports. fp64 serves gradcheck and gets one.
+/// f(), with GCC on x86-64 compiled for several instruction sets with all that it calls: the loader picks the widest
+/// one that the CPU supports. fp64 serves gradcheck and gets one.
 template <class C, class F>
 auto vectorized(const F& f) {
   if constexpr (std::is_same_v<C, double>) {
     return f();
   } else {
-    return detail::with_widest(f);
+    return detail::cloned_per_cpu(f);
   }
 }
 
-/// out = f(inputs...) for n numbers. `out` may be one of the inputs.
+/// out = f(inputs...) for n numbers. `out` may be one of the inputs: the same place and dtype. f holds values, no
+/// references, which could alias `out`.
 template <class C, class F, class... Inputs>
 void transform(Output<C> out, int64_t n, const F& f, const Inputs&... inputs) {
   vectorized<C>([&] {
     constexpr size_t kInputs = sizeof...(Inputs);
-    const F copy = f;  // what it holds cannot alias `out`
+    const F copy = f;
     const bool converts = out.storage != Storage::compute || (... || (inputs.storage != Storage::compute));
     C stages[kInputs + 1][kStage];
     for (int64_t first = 0; first < n; first += converts ? kStage : n) {
@@ -71,7 +72,8 @@ T* data_or_null(const at::Tensor& t) {
   return t.defined() ? t.data_ptr<T>() : nullptr;
 }
 
-/// Splits rows into `ranges` ranges and calls f(range, begin, end) in parallel. The ranges do not depend on scheduling.
+/// Splits rows into `ranges` ranges and calls f(range, begin, end) in parallel. Which rows are a range does not depend
+/// on scheduling.
 template <class F>
 void parallel_ranges(int64_t rows, int64_t ranges, const F& f) {
   at::parallel_for(0, ranges, 1, [&](int64_t begin, int64_t end) {

@@ -31,7 +31,9 @@ inline float vector_exp(float x) {
   const int32_t exponent = int32_t(detail::bits_of(shifted)) - int32_t(detail::bits_of(kRound));
   // Multiply by 2^n in two steps: 2^n alone may overflow or underflow where the product does not.
   const int32_t half = exponent >> 1, rest = exponent - half;
-  return p * detail::float_of((half + 127) << 23) * detail::float_of((rest + 127) << 23);
+  // x may be NaN, and its exponent anything.
+  auto power_of_two = [](int32_t n) { return detail::float_of(uint32_t(n + 127) << 23); };
+  return p * power_of_two(half) * power_of_two(rest);
 }
 
 inline double vector_exp(double x) { return std::exp(x); }
@@ -60,7 +62,7 @@ inline float vector_log(float x) {
 
 inline double vector_log(double x) { return std::log(x); }
 
-/// log(1 + x) for x > -1. The division corrects the rounding of 1 + x.
+/// log(1 + x) for finite x > -1. The division corrects the rounding of 1 + x.
 inline float vector_log1p(float x) {
   const float u = 1 + x, lost = u - 1;
   return lost == 0 ? x : vector_log(u) * (x / lost);

@@ -37,7 +37,7 @@ void scale_and_round(Storage storage, C* out, const C* x, C scale, int64_t n) {
 /// Calls f(rounded) once, where rounded(i) is x[i] * scale, rounded as a tensor of this storage would. stage: n numbers
 template <class C, class F>
 void with_rounded(Storage storage, const C* x, C scale, C* stage, int64_t n, const F& f) {
-  if (storage == Storage::half) {
+  if (storage == Storage::float16) {
     scale_and_round(storage, stage, x, scale, n);
     f([=](int64_t i) { return stage[i]; });
   } else if (storage == Storage::bfloat16) {

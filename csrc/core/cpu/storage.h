@@ -15,38 +15,50 @@
 
 namespace liger::core {
 
-enum class Storage : uint8_t { compute, half, bfloat16 };
+enum class Storage : uint8_t { compute, float16, bfloat16 };
 
 inline Storage storage_of(at::ScalarType dtype) {
-  return dtype == at::kHalf ? Storage::half : dtype == at::kBFloat16 ? Storage::bfloat16 : Storage::compute;
+  return dtype == at::kHalf ? Storage::float16 : dtype == at::kBFloat16 ? Storage::bfloat16 : Storage::compute;
 }
 
-/// Where a row is. Pointer is const void* for rows that are read, void* for rows that are written, either may be null.
+/// Of a tensor that loops in C read or write.
+template <class C>
+Storage storage_of(const at::Tensor& t) {
+  const Storage storage = storage_of(t.scalar_type());
+  TORCH_INTERNAL_ASSERT(
+      storage == Storage::compute ? t.scalar_type() == c10::CppTypeToScalarType<C>::value : (std::is_same_v<C, float>),
+      t.scalar_type());
+  return storage;
+}
+
+/// Where a row is. Pointer is const void* for rows that are read, void* for rows that are written. Null stays null,
+/// whatever is added.
 template <class C, class Pointer>
-struct Stored {
+struct RowPointer {
   Pointer data = nullptr;
   Storage storage = Storage::compute;
 
   explicit operator bool() const { return data; }
-  Stored operator+(int64_t numbers) const {
+  int64_t bytes_of(int64_t numbers) const { return numbers * int64_t(storage == Storage::compute ? sizeof(C) : 2); }
+  RowPointer operator+(int64_t numbers) const {
     using Byte = std::conditional_t<std::is_same_v<Pointer, void*>, char, const char>;
-    return {static_cast<Byte*>(data) + numbers * int64_t(storage == Storage::compute ? sizeof(C) : 2), storage};
+    return data ? RowPointer{static_cast<Byte*>(data) + bytes_of(numbers), storage} : *this;
   }
-  operator Stored<C, const void*>() const { return {data, storage}; }
+  operator RowPointer<C, const void*>() const { return {data, storage}; }
 };
 
 template <class C>
-using Input = Stored<C, const void*>;
+using Input = RowPointer<C, const void*>;
 template <class C>
-using Output = Stored<C, void*>;
+using Output = RowPointer<C, void*>;
 
 template <class C>
 Input<C> input(const at::Tensor& t) {
-  return t.defined() ? Input<C>{t.const_data_ptr(), storage_of(t.scalar_type())} : Input<C>{};
+  return t.defined() ? Input<C>{t.const_data_ptr(), storage_of<C>(t)} : Input<C>{};
 }
 template <class C>
 Output<C> output(const at::Tensor& t) {
-  return t.defined() ? Output<C>{t.data_ptr(), storage_of(t.scalar_type())} : Output<C>{};
+  return t.defined() ? Output<C>{t.data_ptr(), storage_of<C>(t)} : Output<C>{};
 }
 
 /// Numbers that are converted at once.
@@ -56,7 +68,7 @@ constexpr int64_t kStage = 512;
 template <class C>
 const C* widen_all(Input<C> x, C* stage, int64_t n) {
   if constexpr (std::is_same_v<C, float>) {
-    if (x.storage == Storage::half) {
+    if (x.storage == Storage::float16) {
       widen_half(static_cast<const c10::Half*>(x.data), stage, n);
       return stage;
     }
@@ -76,10 +88,11 @@ C* target(Output<C> out, C* stage) {
   return out.storage == Storage::compute ? static_cast<C*>(out.data) : stage;
 }
 
+/// Converts what target() put in the stage, if anything.
 template <class C>
 void narrow_all(Output<C> out, const C* stage, int64_t n) {
   if constexpr (std::is_same_v<C, float>) {
-    if (out.storage == Storage::half) return narrow_half(static_cast<c10::Half*>(out.data), stage, n);
+    if (out.storage == Storage::float16) return narrow_half(static_cast<c10::Half*>(out.data), stage, n);
     if (out.storage == Storage::bfloat16) {
       auto* to = static_cast<c10::BFloat16*>(out.data);
       // Assign the bits, because compilers do not vectorize copies of the struct.
@@ -103,7 +116,7 @@ void store_all(Output<C> out, const C* from, int64_t n) {
 template <class C>
 void round_all(Storage storage, C* x, int64_t n) {
   if constexpr (std::is_same_v<C, float>) {
-    if (storage == Storage::half) {
+    if (storage == Storage::float16) {
       c10::Half rounded[kStage];
       for (int64_t first = 0; first < n; first += kStage) {
         const int64_t count = std::min(kStage, n - first);
@@ -119,14 +132,14 @@ void round_all(Storage storage, C* x, int64_t n) {
 
 /// The first number of a row.
 template <class C>
-C number(Input<C> x) {
+C first_number(Input<C> x) {
   C stage;
   return *widen_all(x, &stage, 1);
 }
 
 template <class C>
-void clear(Output<C> out, int64_t n) {
-  std::memset(out.data, 0, size_t(n) * (out.storage == Storage::compute ? sizeof(C) : 2));
+void write_zeros(Output<C> out, int64_t n) {
+  std::memset(out.data, 0, size_t(out.bytes_of(n)));
 }
 
 /// A stage for widen_all of n numbers; empty if no conversion is needed.

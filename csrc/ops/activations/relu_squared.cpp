@@ -3,7 +3,6 @@
 // x: (...) with at least one dimension, of any strides. The result has x's dtype; arithmetic is fp32 with one rounding.
 // Only x is saved. Backward overwrites the incoming gradient if nothing else can see it.
 
-#include "core/cpu/math.h"
 #include "core/elements.h"
 #include "core/operator.h"
 #include "kernels/relu_squared.h"
@@ -21,38 +20,13 @@ constexpr const char* kBackward = "relu_squared backward";
 struct Cpu {
   static void forward(Tensor y, Tensor x) {
     runtime::count_cpu_call();
-    if (x.numel() == 0) return;
-    auto walk = core::walk_elements<2>(kOp, {&y, &x});
-    const auto& [to, from] = walk.strides;
-    core::dispatch_compute(x.scalar_type(), [&](auto c) {
-      using C = decltype(c);
-      const auto y_at = core::output<C>(y);
-      const auto x_at = core::input<C>(x);
-      core::parallel_spans(walk, [&, to = to, from = from](int64_t row, int64_t first, int64_t n) {
-        const int64_t inner = walk.inner_rows;
-        core::transform(
-            y_at + (to.offset(row, inner) + first), n, [](C v) { return v <= 0 ? C(0) : v * v; },
-            x_at + (from.offset(row, inner) + first));
-      });
-    });
+    core::map_elements(kOp, [](auto v) { return v <= 0 ? decltype(v)(0) : v * v; }, y, x);
   }
 
+  /// dx may be dy.
   static void backward(Tensor dx, Tensor dy, Tensor x) {
     runtime::count_cpu_call();
-    if (x.numel() == 0) return;
-    auto walk = core::walk_elements<3>(kBackward, {&dx, &dy, &x});
-    const auto& [to, grad, from] = walk.strides;
-    core::dispatch_compute(x.scalar_type(), [&](auto c) {
-      using C = decltype(c);
-      const auto dx_at = core::output<C>(dx);
-      const auto dy_at = core::input<C>(dy), x_at = core::input<C>(x);
-      core::parallel_spans(walk, [&, to = to, grad = grad, from = from](int64_t row, int64_t first, int64_t n) {
-        const int64_t inner = walk.inner_rows;
-        core::transform(
-            dx_at + (to.offset(row, inner) + first), n, [](C d, C v) { return v <= 0 ? C(0) : 2 * v * d; },
-            dy_at + (grad.offset(row, inner) + first), x_at + (from.offset(row, inner) + first));
-      });
-    });
+    core::map_elements(kBackward, [](auto d, auto v) { return v <= 0 ? decltype(v)(0) : 2 * v * d; }, dx, dy, x);
   }
 };
 

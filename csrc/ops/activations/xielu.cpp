@@ -44,7 +44,8 @@ struct Constants {
   C p, s, beta, eps;
 
   static Constants of(const Numbers& numbers) {
-    const C p = core::number(core::input<C>(numbers.alpha_p)), n = core::number(core::input<C>(numbers.alpha_n));
+    const C p = core::first_number(core::input<C>(numbers.alpha_p)),
+            n = core::first_number(core::input<C>(numbers.alpha_n));
     return {softplus(p), softplus(n), C(numbers.beta), C(numbers.eps)};
   }
 };
@@ -67,7 +68,8 @@ inline Below<double> below(double v, double eps) {
   return {rise - v, rise, v > eps ? -1 : rise, v > eps ? 0 : std::exp(v)};
 }
 
-// dx may be dy, or null. sums: of the gradients of p and m. k is a copy, which cannot alias dx.
+// dx may be dy, or null. sums: of the gradients of p and s. k is a copy, which cannot alias
+// dx.
 template <class C>
 void backward_span(core::Output<C> dx, core::Input<C> dy, core::Input<C> x, Constants<C> k, double* sums, int64_t n) {
   C stages[3][core::kStage];
@@ -138,7 +140,7 @@ struct Cpu {
         const int64_t inner = walk.inner_rows;
         core::vectorized<C>([&] {
           backward_span(
-              dx_at ? dx_at + (to.offset(row, inner) + first) : dx_at, dy_at + (grad.offset(row, inner) + first),
+              dx_at + (to.offset(row, inner) + first), dy_at + (grad.offset(row, inner) + first),
               x_at + (from.offset(row, inner) + first), constants, sums_at + 2 * (row * spans + first / core::kSpan),
               n);
         });

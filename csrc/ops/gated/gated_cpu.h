@@ -42,21 +42,8 @@ template <class Activation>
 struct Cpu {
   static void forward(const Activation& activation, Tensor out, Tensor gate, Tensor up) {
     runtime::count_cpu_call();
-    if (out.numel() == 0) return;
-    auto walk = walk_elements<3>(Activation::kOp, {&out, &gate, &up});
-    const auto& [o, g, u] = walk.strides;
-    dispatch_compute(gate.scalar_type(), [&](auto c) {
-      using C = decltype(c);
-      const auto out_at = output<C>(out);
-      const auto gate_at = input<C>(gate), up_at = input<C>(up);
-      activation.with_math([&](auto math) {
-        parallel_spans(walk, [&, o = o, g = g, u = u](int64_t row, int64_t first, int64_t n) {
-          const int64_t inner = walk.inner_rows;
-          transform(
-              out_at + (o.offset(row, inner) + first), n, [math](C g, C u) { return math.value(g) * math.up(u); },
-              gate_at + (g.offset(row, inner) + first), up_at + (u.offset(row, inner) + first));
-        });
-      });
+    activation.with_math([&](auto math) {
+      map_elements(Activation::kOp, [math](auto g, auto u) { return math.value(g) * math.up(u); }, out, gate, up);
     });
   }
 
@@ -77,7 +64,7 @@ struct Cpu {
           vectorized<C>([&] {
             gated_backward<C>(
                 math, dgate_at + (dg.offset(row, inner) + first), dup_at + (du.offset(row, inner) + first),
-                product_at ? product_at + at : product_at, dout_at + at, gate_at + (g.offset(row, inner) + first),
+                product_at + at, dout_at + at, gate_at + (g.offset(row, inner) + first),
                 up_at + (u.offset(row, inner) + first), n);
           });
         });

@@ -33,22 +33,19 @@ Tensor empty_numbers(const Tensor& lead) { return core::empty_per_row(lead, lead
 
 // ---- CPU
 
-constexpr int64_t kStage = core::kColumnsPerSum;
-
 /// The gate of a row, as one number.
 template <class C>
 C constant_gate(core::Input<C> gate) {
-  C stage;
-  return core::vector_sigmoid(*core::widen_all(gate, &stage, 1));
+  return core::vector_sigmoid(core::first_number(gate));
 }
 
 template <class C>
 void forward_row(
     core::Output<C> out, core::Input<C> x, core::Input<C> gate, core::Input<C> residual, bool per_row, int64_t n) {
   const C constant = per_row ? constant_gate(gate) : C(0);
-  C stages[4][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
-    const int64_t count = std::min(kStage, n - first);
+  C stages[4][core::kColumnsPerSum];
+  for (int64_t first = 0; first < n; first += core::kColumnsPerSum) {
+    const int64_t count = std::min(core::kColumnsPerSum, n - first);
     const C* v = core::widen_all(x + first, stages[0], count);
     const C* g = per_row ? v : core::widen_all(gate + first, stages[1], count);
     const C* r = residual ? core::widen_all(residual + first, stages[2], count) : nullptr;
@@ -69,10 +66,10 @@ void backward_row(
     int64_t n) {
   const C constant = per_row ? constant_gate(gate) : C(0);
   double total = 0;
-  C stages[5][kStage];
-  for (int64_t first = 0; first < n; first += kStage) {
+  C stages[5][core::kColumnsPerSum];
+  for (int64_t first = 0; first < n; first += core::kColumnsPerSum) {
     C sum = 0;
-    const int64_t count = std::min(kStage, n - first);
+    const int64_t count = std::min(core::kColumnsPerSum, n - first);
     const C *d = core::widen_all(dout + first, stages[0], count), *v = core::widen_all(x + first, stages[1], count);
     const C* g = per_row ? v : core::widen_all(gate + first, stages[2], count);
     C* of_x = dx ? core::target(dx + first, stages[3]) : nullptr;
@@ -115,8 +112,8 @@ struct Cpu {
               for (int64_t row = begin; row < end; ++row) {
                 forward_row<C>(
                     out_at + to.offset(row, inner), x_at + from.offset(row, inner),
-                    gate_at + (per_row ? row : by.offset(row, inner)),
-                    residual_at ? residual_at + plus.offset(row, inner) : residual_at, per_row, walk.n);
+                    gate_at + (per_row ? row : by.offset(row, inner)), residual_at + plus.offset(row, inner), per_row,
+                    walk.n);
               }
             });
           });
@@ -143,8 +140,7 @@ struct Cpu {
             core::vectorized<C>([&] {
               for (int64_t row = begin; row < end; ++row) {
                 backward_row<C>(
-                    dx_at ? dx_at + to.offset(row, inner) : dx_at,
-                    dgate_at ? dgate_at + (per_row ? row : to_gate.offset(row, inner)) : dgate_at,
+                    dx_at + to.offset(row, inner), dgate_at + (per_row ? row : to_gate.offset(row, inner)),
                     dout_at + grad.offset(row, inner), x_at + from.offset(row, inner),
                     gate_at + (per_row ? row : by.offset(row, inner)), per_row, walk.n);
               }

@@ -69,10 +69,11 @@ C sum_in_lanes(Input<C> x, int64_t first, int64_t n, const F& f) {
   return C(sum);
 }
 
-/// out may be x.
+/// out may be x, and has its dtype: pieces of other rows may be longer than the stage.
 template <class C>
 void write_gradient(
     Output<C> out, Input<C> x, const C* weight, int64_t n, C top, C slope, C tilt, std::optional<C> cap) {
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(out.storage == x.storage);
   C stage[kStage];
   for_pieces(x, n, [=, &stage](int64_t first, int64_t count, const C* v) {
     const C* weights = weight ? weight + first : nullptr;
@@ -179,7 +180,7 @@ void local_row(const CpuRows<C>& a, Input<C> x, int64_t row) {
   constexpr C kMinusInf = -std::numeric_limits<C>::infinity();
   if (a.target[row] == a.options.ignore_index) return;
   const Around c(a, row);
-  const C raw = largest_other(x, c), given = c.here ? number(x + c.y) : kMinusInf;
+  const C raw = largest_other(x, c), given = c.here ? first_number(x + c.y) : kMinusInf;
   const C own = c.here ? capped(given, a.cap) : kMinusInf;
   const C peak = capped(raw, a.cap), top = own > peak ? own : peak;
   const C others = sum_exp_others(x, c, top, a.cap);
@@ -218,7 +219,7 @@ void forward_row(const CpuRows<C>& a, Input<C> x, int64_t row) {
     return;
   }
   const Around around(a, row);
-  const C raw = largest_other(x, around), given = number(x + y);
+  const C raw = largest_other(x, around), given = first_number(x + y);
   const C own = capped(given, a.cap), peak = capped(raw, a.cap), top = own > peak ? own : peak;
   const C others = sum_exp_others(x, around, top, a.cap);
   const C total = std::exp(own - top) + others;
@@ -315,7 +316,7 @@ void backward_row(const CpuRows<C>& a, Output<C> out, Input<C> x, int64_t row, C
   const int64_t y = a.target[row], n = a.n;
   const Around around(a, row);
   const auto& o = a.options;
-  if (y == o.ignore_index) return clear(out, n);
+  if (y == o.ignore_index) return write_zeros(out, n);
   const C top = a.stats[row], total = a.stats[a.rows + row], miss = a.stats[2 * a.rows + row];
   // d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
   //                  p_y * spill - (1 - p_y) * pull - tilt * w_y
@@ -325,7 +326,7 @@ void backward_row(const CpuRows<C>& a, Output<C> out, Input<C> x, int64_t row, C
   const C spill = smoothing > 0 ? z_slope + grad * smoothing * (a.weight_sum / a.classes) : z_slope;
   C at_y = 0;
   if (around.here) {
-    const C own = number(x + around.y);
+    const C own = first_number(x + around.y);
     at_y = std::exp(capped(own, a.cap) - top) / total * spill - miss * pull - tilt * a.weight_of(y);
     if (a.cap) at_y *= softcapped(own, *a.cap).slope;
   }
@@ -555,7 +556,7 @@ void describe_rows_cpu(
           const C away = capped(v, a.cap) - top, e = std::exp(away);
           return e == 0 ? C(0) : e * away;
         });
-        if (p) p[row] = miss < C(0.5) ? std::log1p(-miss) : capped(number(x + y), a.cap) - top - std::log(total);
+        if (p) p[row] = miss < C(0.5) ? std::log1p(-miss) : capped(first_number(x + y), a.cap) - top - std::log(total);
         h[row] = std::log(total) - spread / total;
       }
     });

@@ -1,6 +1,10 @@
 // Divergences on CPU. The formulas are those of liger_ops/kernels/losses/divergence.py.
 
-#include "core/cpu/softmax.h"
+#include <limits>
+#include <numeric>
+
+#include "core/cpu/math.h"
+#include "core/elements.h"
 #include "ops/losses/divergence.h"
 
 namespace liger::ops::divergence {
@@ -121,13 +125,6 @@ void backward_span(int32_t kind, Output<C> dx, const C* grad, C scale, Input<C> 
   }
 }
 
-constexpr int64_t kSpan = 8192;
-
-template <size_t N>
-int64_t spans_of(const Rows<N>& walk) {
-  return (walk.n + kSpan - 1) / kSpan;
-}
-
 /// Splits rows into spans and calls f(block, row, first column, columns) on those of rows that count, in parallel. For
 /// other rows it calls skip with the same arguments.
 template <size_t N, class F, class G>
@@ -243,7 +240,7 @@ void backward_cpu(
           });
         },
         [&](int64_t, int64_t row, int64_t first, int64_t n) {
-          clear(dx + (to.offset(row, rows.inner_rows) + first), n);
+          write_zeros(dx + (to.offset(row, rows.inner_rows) + first), n);
         });
   });
   if (!out.is_same(dinput)) dinput.copy_(out);

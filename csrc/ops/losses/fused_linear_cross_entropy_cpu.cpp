@@ -62,8 +62,8 @@ struct CpuRows {
       const int64_t column = y[row] - shard.first;
       if (y[row] == o.ignore_index || column < 0 || column >= shard.n) continue;
       const auto at = rows + (row * dlogits.stride(0) + column);
-      to[row] = number<float>(at);
-      clear(at, 1);
+      to[row] = first_number<float>(at);
+      write_zeros(at, 1);
     }
   }
   /// Adds the contribution of the gradients in `taken` to d weight.

@@ -145,7 +145,7 @@ struct CpuRows {
     const int64_t stride = r.stats.defined() ? r.stats.stride(0) : 0;
     const auto out = r.dlogits.defined() ? output<C>(r.dlogits) + row * r.dlogits.stride(0) : Output<C>();
     if (r.mask.defined() && !r.mask.const_data_ptr<bool>()[row]) {
-      if (out) clear(out, n);
+      if (out) write_zeros(out, n);
       if (adds) r.divergence.data_ptr<C>()[row] = 0;
       if (r.phase != Phase::All) return;
       r.entropy.data_ptr<C>()[row] = 0;

@@ -3,9 +3,9 @@
 //   z = softcap(logits_scale * (input @ weight.T + low_rank_input @ low_rank_weight.T + bias)) / temperature
 //
 // input: (..., H), weight: (V, H), target: (...) or (..., K) ids, bias: (V,), low_rank_input: (..., R) and
-// low_rank_weight: (V, R), of an adapter. Returns log p of the ids and, where they are wanted, of each token the entropy,
-// the mean of z, log(sum of p^2), and whether an id has the largest z. The first two have gradients. fp32 input goes
-// with a half-precision weight too.
+// low_rank_weight: (V, R), of an adapter. Returns log p of the ids and, where they are wanted, of each token the
+// entropy, the mean of z, log(sum of p^2), and whether an id has the largest z. The first two have gradients. fp32
+// input goes with a half-precision weight too.
 //
 // If only input requires a gradient, its gradient is linear in each token's upstream gradients: forward multiplies
 // weight by the gradients of logits for an upstream gradient of 1, and backward scales the rows. Several ids of a token

@@ -92,7 +92,7 @@ void backward_row(
     const int64_t column = a.column(ids[k]);
     if (column < 0) continue;
     if (of_others) {
-      clear(dx + column, 1);
+      write_zeros(dx + column, 1);
       continue;
     }
     C own = 0;  // of all equal ids
@@ -164,7 +164,7 @@ void forward_cpu(const char* op, Tensor logits, Tensor index, const Options& o, 
           const int64_t id = a.ids(row)[k], at = row * a.count + k;
           const int64_t column = a.column(id);
           const bool counted = id != a.ignore_index;
-          const C raw = column >= 0 ? number(x.x + column) : C(0);
+          const C raw = column >= 0 ? first_number(x.x + column) : C(0);
           log_probs[at] = counted ? (x.capped(raw) - of.peak) / a.temperature - log_total : C(0);
           if (chosen) chosen[at] = raw;
           if (is_top1) is_top1[at] = column >= 0 && column == top;
@@ -190,7 +190,7 @@ void backward_cpu(
       for (int64_t row = begin; row < end; ++row) {
         const auto dx = to + walk.strides[0].offset(row, walk.inner_rows);
         if (!a.counts(row)) {
-          clear(dx, a.n);
+          write_zeros(dx, a.n);
           continue;
         }
         const Logits<C> x = a.row(walk.strides[1].offset(row, walk.inner_rows));

@@ -36,7 +36,7 @@ COMPILE = (
 )  # fmt: skip
 # Undefined symbols are allowed because the dependencies of torch's libraries may be missing.
 LINK = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined", "-Wl,--build-id=none")
-# Besides, of a library in a wheel: without the symbols of debuggers, a fifteenth of the compressed size.
+# Besides, of a library in a wheel: without the symbols of debuggers.
 LINK_FOR_RELEASE = ("-Wl,--strip-all",)
 
 

@@ -75,10 +75,12 @@ def on_terminal(line: str, again: bool = False) -> None:
         with open("/dev/tty", "w") as terminal:
             # A background process may write: the signal would stop it.
             before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-            # pip's spinner turns at the end of the line.
-            start = "\r\033[K" if again else "\n"
-            print(f"{start}  {line} ", end="", file=terminal, flush=True)
-            signal.signal(signal.SIGTTOU, before)
+            try:
+                # pip's spinner turns at the end of the line.
+                start = "\r\033[K" if again else "\n"
+                print(f"{start}  {line} ", end="", file=terminal, flush=True)
+            finally:
+                signal.signal(signal.SIGTTOU, before)
     except OSError:
         pass
 

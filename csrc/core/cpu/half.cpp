@@ -29,7 +29,7 @@ LIGER_F16C void widen_f16c(const c10::Half* x, float* out, int64_t n) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) widen_lanes(x + i, out + i);
   if (i == n) return;
-  c10::Half rest[kLanes];
+  c10::Half rest[kLanes] = {};
   float wide[kLanes];
   std::memcpy(rest, x + i, (n - i) * sizeof *x);
   widen_lanes(rest, wide);

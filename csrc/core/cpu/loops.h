@@ -72,6 +72,12 @@ T* data_or_null(const at::Tensor& t) {
   return t.defined() ? t.data_ptr<T>() : nullptr;
 }
 
+/// Of a tensor that is only read. data_ptr() of a copy-on-write tensor makes the copy.
+template <class T>
+const T* const_data_or_null(const at::Tensor& t) {
+  return t.defined() ? t.const_data_ptr<T>() : nullptr;
+}
+
 /// Splits rows into `ranges` ranges and calls f(range, begin, end) in parallel. Which rows are a range does not depend
 /// on scheduling.
 template <class F>

@@ -1,5 +1,6 @@
 // causal_conv1d on CPU: sums in fp32, or fp64 for fp64 rows.
 
+#include "core/checks.h"
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"
 #include "ops/conv/causal_conv1d.h"
@@ -109,14 +110,14 @@ void gradient_row(const Rows<C>& a, const C* dv, C* sums, core::Output<C> out, i
 /// Calls f(Rows<C>).
 template <class F>
 void with_rows(const Inputs& in, const F& f) {
-  const auto type = in.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto type = core::compute_type(in.x);
   const Tensor weight = in.weight.to(type).t().contiguous();
   const Tensor bias = in.bias.defined() ? in.bias.to(type) : in.bias;
   core::dispatch_compute(type, [&](auto c) {
     using C = decltype(c);
     f(Rows<C>{
-        core::input<C>(in.x), core::input<C>(in.state), weight.const_data_ptr<C>(), core::data_or_null<C>(bias),
-        core::data_or_null<int32_t>(in.samples), in.x.size(1), in.x.size(2), in.width(), in.past(), in.dilation,
+        core::input<C>(in.x), core::input<C>(in.state), weight.const_data_ptr<C>(), core::const_data_or_null<C>(bias),
+        core::const_data_or_null<int32_t>(in.samples), in.x.size(1), in.x.size(2), in.width(), in.past(), in.dilation,
         in.x.stride(0), in.x.stride(1), in.silu, in.rounds()});
   });
 }

@@ -27,8 +27,6 @@ constexpr const char* kBackward = "delta_gates backward";
 /// Bits of `wanted`, besides kWantInput for a.
 constexpr int64_t kWantB = 8, kWantRate = core::kWantWeight, kWantBias = core::kWantBias;
 
-at::ScalarType wide(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
-
 /// t: (..., columns of the last `dims` dimensions), as a matrix with adjacent columns.
 Tensor matrix(const Tensor& t, int64_t dims) {
   if (!t.defined()) return t;
@@ -96,7 +94,7 @@ void decay_gradient_row(
 struct Cpu {
   /// exp(a_log) and dt_bias for every column.
   static std::pair<Tensor, Tensor> columns_of(const Inputs& in) {
-    const auto type = wide(in.a.scalar_type());
+    const auto type = core::compute_type(in.a);
     const Tensor rate = in.a_log.to(type).exp().repeat_interleave(in.channels());
     return {rate, in.dt_bias.defined() ? in.dt_bias.to(type).view(-1) : at::zeros_like(rate)};
   }
@@ -310,13 +308,13 @@ struct DeltaGates
       std::optional<double> lower_bound, double beta_scale) {
     const Tensor bias = value_or_undefined(dt_bias);
     check(kOp, a, b, a_log, bias, lower_bound);
-    Tensor g = empty(a, wide(a.scalar_type())), beta = empty(b, b.scalar_type());
+    Tensor g = empty(a, core::compute_type(a)), beta = empty(b, b.scalar_type());
     if constexpr (Device::kComputes) {
       if (a.is_cpu()) runtime::count_cpu_call();
       if (a.numel()) {
         Device::forward(g, beta, inputs_of(a, b, a_log, bias, lower_bound, beta_scale));
       } else if (b.numel()) {
-        beta.copy_(b.to(wide(b.scalar_type())).sigmoid().mul(beta_scale));
+        beta.copy_(b.to(core::compute_type(b)).sigmoid().mul(beta_scale));
       }
     }
     return {g, beta};
@@ -331,7 +329,7 @@ struct DeltaGates
     const Tensor dg = value_or_undefined(dg_given), dbeta = value_or_undefined(dbeta_given),
                  bias = value_or_undefined(dt_bias);
     check(kBackward, a, b, a_log, bias, lower_bound);
-    const auto dtype = wide(a.scalar_type());
+    const auto dtype = core::compute_type(a);
     if (dg.defined()) {
       core::check_same_device(kBackward, "dg", dg, "a", a);
       LIGER_CHECK(

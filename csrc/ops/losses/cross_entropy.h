@@ -223,10 +223,8 @@ struct RowBuffers {
 
 // ---- CPU
 
-template <class C>
-void write_scalars(const Tensor& to, std::initializer_list<double> values) {
-  if (to.defined()) std::copy(values.begin(), values.end(), to.template data_ptr<C>());
-}
+/// `to` may be undefined.
+void write_scalars(const Tensor& to, std::initializer_list<double> values);
 
 void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t classes, const Options& o);
 

@@ -415,7 +415,7 @@ void combine_rows_cpu(
           entropy);
     }
   };
-  gathered.scalar_type() == at::kDouble ? run(double()) : run(float());
+  dispatch_compute(gathered.scalar_type(), run);
 }
 
 std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o) {
@@ -443,13 +443,19 @@ void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, c
     // Without any target this is 0 / 0 = NaN, as in PyTorch.
     const double by_weight = o.mean() ? totals[0] : 1, by_count = o.mean() ? totals[1] : 1;
     const double z_loss = rows.scratch.size(0) > 1 ? total(1) / by_count : 0;
-    write_scalars<C>(out.loss, {total(0) / by_weight + z_loss});
-    write_scalars<C>(out.totals, {totals[0], totals[1]});
+    write_scalars(out.loss, {total(0) / by_weight + z_loss});
+    write_scalars(out.totals, {totals[0], totals[1]});
     if (!out.accuracy.defined()) return;
-    write_scalars<C>(out.z_loss, {z_loss});
-    write_scalars<C>(out.accuracy, {total(2) / by_count});
+    write_scalars(out.z_loss, {z_loss});
+    write_scalars(out.accuracy, {total(2) / by_count});
   };
-  out.loss.scalar_type() == at::kDouble ? sum_into(double()) : sum_into(float());
+  dispatch_compute(out.loss.scalar_type(), sum_into);
+}
+
+void write_scalars(const Tensor& to, std::initializer_list<double> values) {
+  if (!to.defined()) return;
+  dispatch_compute(
+      to.scalar_type(), [&](auto c) { std::copy(values.begin(), values.end(), to.data_ptr<decltype(c)>()); });
 }
 
 std::array<double, 2> known_or_counted(
@@ -462,8 +468,7 @@ Tensor totals_cpu(const Tensor& target, const Tensor& weight, const Options& o, 
   check_classes("cross_entropy", class_indices(target).const_data_ptr<int64_t>(), target.numel(), classes, o);
   Tensor out = at::empty({2}, target.options().dtype(dtype));
   auto [by_weight, by_count] = count_targets(target, weight, o);
-  dtype == at::kDouble ? write_scalars<double>(out, {by_weight, by_count})
-                       : write_scalars<float>(out, {by_weight, by_count});
+  write_scalars(out, {by_weight, by_count});
   return out;
 }
 

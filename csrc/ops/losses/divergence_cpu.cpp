@@ -205,7 +205,7 @@ void forward_cpu(
     write_scalar<C>(out.loss, o.divide ? C(total) / C(divisor) : C(total));
     write_scalar<C>(out.divisor, divisor);
   };
-  out.loss.scalar_type() == at::kDouble ? write(double()) : write(float());
+  dispatch_compute(out.loss.scalar_type(), write);
 }
 
 void backward_cpu(

@@ -22,8 +22,7 @@ struct CpuRows {
   const Tensor& target_rows() const { return target; }
   void count(const Tensor& totals) const {
     auto [by_weight, by_count] = count_targets(target, weight, o);
-    totals.scalar_type() == at::kDouble ? write_scalars<double>(totals, {by_weight, by_count})
-                                        : write_scalars<float>(totals, {by_weight, by_count});
+    write_scalars(totals, {by_weight, by_count});
   }
   void forward(const Tensor& logits, int64_t first, const RowsOut& out) const {
     forward_rows_cpu(op, shard, logits, part(first, logits), weight, o, out);

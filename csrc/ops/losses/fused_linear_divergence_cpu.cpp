@@ -136,7 +136,7 @@ struct CpuRows {
   const C temperature = C(r.o.temperature), beta = C(r.o.beta), inverse = 1 / temperature;
 
   Logits<C> logits(const Tensor& x, const Tensor& bias, const Head& head, int64_t row) const {
-    return {input<C>(x) + row * x.stride(0), data_or_null<C>(bias), C(head.scale), C(head.softcap.value_or(0))};
+    return {input<C>(x) + row * x.stride(0), const_data_or_null<C>(bias), C(head.scale), C(head.softcap.value_or(0))};
   }
 
   void run(int64_t row) const {

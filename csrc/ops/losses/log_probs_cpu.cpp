@@ -130,11 +130,6 @@ void with_rows(
   });
 }
 
-template <class C>
-C* data_of(const Tensor& t) {
-  return t.defined() && t.numel() > 0 ? t.data_ptr<C>() : nullptr;
-}
-
 }  // namespace
 
 void forward_cpu(const char* op, Tensor logits, Tensor index, const Options& o, Results& out, const Columns& columns) {
@@ -143,10 +138,10 @@ void forward_cpu(const char* op, Tensor logits, Tensor index, const Options& o, 
   const auto walk = rows_in_order<1>(op, "logits", {&logits});
   with_rows(op, logits, index, o, columns, [&](const auto& a) {
     using C = typename std::decay_t<decltype(a)>::C;
-    C *log_probs = data_of<C>(out.log_probs), *h = data_of<C>(out.entropy);
-    C *stats = data_of<C>(out.stats), *chosen = data_of<C>(out.chosen);
-    C *mean_logits = data_of<C>(out.mean_logits), *log_squares = data_of<C>(out.log_sum_sq_probs);
-    bool* is_top1 = data_of<bool>(out.is_top1);
+    C *log_probs = data_or_null<C>(out.log_probs), *h = data_or_null<C>(out.entropy);
+    C *stats = data_or_null<C>(out.stats), *chosen = data_or_null<C>(out.chosen);
+    C *mean_logits = data_or_null<C>(out.mean_logits), *log_squares = data_or_null<C>(out.log_sum_sq_probs);
+    bool* is_top1 = data_or_null<bool>(out.is_top1);
     const bool extras = out.has_extras();
     parallel_ranges(rows, cpu_ranges(rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
@@ -183,8 +178,8 @@ void backward_cpu(
   const auto walk = rows_in_order<2>(op, "logits", {&out, &logits});
   with_rows(op, logits, index, o, columns, [&](const auto& a) {
     using C = typename std::decay_t<decltype(a)>::C;
-    const C *grad = data_of<C>(upstream.log_probs), *h = data_of<C>(upstream.entropy);
-    const C *saved = data_of<C>(stats), *picked = data_of<C>(chosen);
+    const C *grad = const_data_or_null<C>(upstream.log_probs), *h = const_data_or_null<C>(upstream.entropy);
+    const C *saved = const_data_or_null<C>(stats), *picked = const_data_or_null<C>(chosen);
     const auto to = output<C>(out);
     parallel_ranges(walk.rows, cpu_ranges(walk.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {

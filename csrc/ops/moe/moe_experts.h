@@ -99,8 +99,8 @@ inline c10::SymInt pairs_of(const Call& call) {
 
 /// (pairs, r): x A^T of the rows of the experts, times the scale.
 inline Tensor empty_t(const Call& call) {
-  const auto dtype = call.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::empty_symint({pairs_of(call), call.gate_up_adapters.rank()}, call.x.options().dtype(dtype));
+  return at::empty_symint(
+      {pairs_of(call), call.gate_up_adapters.rank()}, call.x.options().dtype(core::compute_type(call.x)));
 }
 
 inline Tensor empty_pre(const Call& call) {

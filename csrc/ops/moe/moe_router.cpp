@@ -126,8 +126,8 @@ struct Cpu {
     core::dispatch_compute(in.logits.scalar_type(), [&](auto c) {
       using C = decltype(c);
       const auto logits = core::input<C>(in.logits);
-      const C *bias = core::data_or_null<C>(in.bias), *counts = core::data_or_null<C>(in.token_weight);
-      const int64_t* given = core::data_or_null<int64_t>(in.given);
+      const C *bias = core::const_data_or_null<C>(in.bias), *counts = core::const_data_or_null<C>(in.token_weight);
+      const int64_t* given = core::const_data_or_null<int64_t>(in.given);
       C* weights = out.weights.data_ptr<C>();
       int64_t* index = out.index.data_ptr<int64_t>();
       const int64_t ranges = core::cpu_sum_ranges(rows, n);
@@ -179,8 +179,8 @@ struct Cpu {
       using C = decltype(c);
       const auto logits = core::input<C>(in.logits);
       const auto dx = core::output<C>(dlogits);
-      const C *g = core::data_or_null<C>(up.weights), *h = core::data_or_null<C>(up.scores);
-      const C *z = core::data_or_null<C>(up.z), *counts = core::data_or_null<C>(in.token_weight);
+      const C *g = core::const_data_or_null<C>(up.weights), *h = core::const_data_or_null<C>(up.scores);
+      const C *z = core::const_data_or_null<C>(up.z), *counts = core::const_data_or_null<C>(in.token_weight);
       const int64_t* all = index.const_data_ptr<int64_t>();
       core::parallel_ranges(rows, core::cpu_ranges(rows, n), [&](int64_t, int64_t begin, int64_t end) {
         Row<C> r;

@@ -122,7 +122,8 @@ docs: $(MKDOCS)
 	rm -rf build/site/pages && mkdir -p build/site/pages/benchmarks
 	ln -s $(addprefix $(CURDIR)/,README.md CONTRIBUTING.md CHANGELOG.md docs examples) build/site/pages
 	ln -s $(CURDIR)/benchmarks/results build/site/pages/benchmarks
-	NO_MKDOCS_2_WARNING=1 $(MKDOCS) build --strict
+	NO_MKDOCS_2_WARNING=1 LIGER_OPS_RELEASE="liger-ops $$(sed -n 's/__version__ = "\(.*\)"/\1/p' liger_ops/_version.py)" \
+	  $(MKDOCS) build --strict
 
 demo: build $(models)
 	$(PYTHON) -m liger_ops.demo

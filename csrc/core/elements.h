@@ -2,6 +2,8 @@
 
 // Elementwise operations on tensors of one shape, on CPU and CUDA.
 
+#include <utility>
+
 #include "core/cpu/loops.h"
 #include "core/cuda.h"
 #include "core/rows.h"
@@ -43,22 +45,27 @@ void parallel_spans(const Rows<N>& walk, const F& f) {
   });
 }
 
-/// On a CPU, out = f(inputs...), element by element. f is called with numbers of the arithmetic type. `out` may be one
-/// of the inputs.
-template <class F, class... Inputs>
-void map_elements(const char* op, const F& f, at::Tensor out, Inputs... inputs) {
-  if (out.numel() == 0) return;
+namespace detail {
+
+template <class F, size_t... I, class... Inputs>
+void map_elements(const char* op, const F& f, at::Tensor out, std::index_sequence<I...>, Inputs... inputs) {
   const auto walk = walk_elements<1 + sizeof...(Inputs)>(op, {&out, &inputs...});
   dispatch_compute(out.scalar_type(), [&](auto c) {
     using C = decltype(c);
     parallel_spans(walk, [&](int64_t row, int64_t first, int64_t n) {
       auto at = [&](size_t tensor) { return walk.strides[tensor].offset(row, walk.inner_rows) + first; };
-      size_t tensor = 0;
-      // In braces, the positions are counted from left to right.
-      const std::tuple rows{input<C>(inputs) + at(++tensor)...};
-      std::apply([&](const auto&... x) { transform(output<C>(out) + at(0), n, f, x...); }, rows);
+      transform(output<C>(out) + at(0), n, f, input<C>(inputs) + at(I + 1)...);
     });
   });
+}
+
+}  // namespace detail
+
+/// On a CPU, out = f(inputs...), element by element. f is called with numbers of the arithmetic type. `out` may be one
+/// of the inputs.
+template <class F, class... Inputs>
+void map_elements(const char* op, const F& f, const at::Tensor& out, const Inputs&... inputs) {
+  if (out.numel() > 0) detail::map_elements(op, f, out, std::index_sequence_for<Inputs...>(), at::Tensor(inputs)...);
 }
 
 /// One program per tile.

@@ -75,24 +75,32 @@ def one_process() -> str:
     return dist.group.WORLD.group_name
 
 
+def with_group(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """With a group of one process, if the operator needs one."""
+    schema = getattr(torch_operators(), op).default._schema
+    if "group" not in {a.name for a in schema.arguments if not a.has_default_value()}:
+        return arguments
+    logits, weight = arguments.get("logits"), arguments.get("weight", arguments.get("s_weight"))
+    classes = weight.shape[0] if logits is None else logits.shape[-1]
+    without_map = {"vocab_map": None} if "vocab_map" in arguments else {}  # which a group excludes
+    return arguments | without_map | {"group": one_process(), "classes": classes}
+
+
+def torch_operators() -> Any:
+    import torch
+
+    return torch.ops.liger
+
+
 def step(op: str, arguments: dict[str, Any], backward: bool) -> list[Any]:
     """The results and the gradients."""
     import torch
 
-    function = getattr(torch.ops.liger, op)
     inputs = [t for t in tensors([*arguments.values()]) if t.requires_grad]
     with torch.set_grad_enabled(backward):
-        if "group" in {a.name for a in function.default._schema.arguments if not a.has_default_value()}:
-            classes = (
-                arguments["logits"].shape[-1]
-                if "logits" in arguments
-                else next(arguments[name] for name in ("weight", "s_weight") if name in arguments).shape[0]
-            )
-            arguments = arguments | {"group": one_process(), "classes": classes}
-            arguments |= {"vocab_map": None} if "vocab_map" in arguments else {}  # which a group excludes
-        if function.default._schema.is_mutable:
+        if op.endswith("_"):  # it overwrites its arguments
             arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        results = [*tensors(function(**arguments))]
+        results = [*tensors(getattr(torch_operators(), op)(**arguments))]
     differentiable = [t for t in results if t.requires_grad]
     if not differentiable:
         return results
@@ -133,7 +141,7 @@ def work() -> None:
             operator, dtype = found[rest[0]], getattr(torch, rest[1])
             answer = {}
             for call in calls.calls(operator):
-                arguments = {k: converted(v, dtype) for k, v in call.arguments.items()}
+                arguments = with_group(rest[0], {k: converted(v, dtype) for k, v in call.arguments.items()})
                 try:
                     answer[call.text] = digest(step(rest[0], arguments, True))
                 except Exception as error:
@@ -143,7 +151,7 @@ def work() -> None:
             sizes = calls.SIZES | (LARGE if size == "large" else {})
             rows = LARGE_ROWS if size == "large" else calls.LEADING
             made = calls.call(found[op], True, {}, sizes.__getitem__, rows)
-            arguments = {k: converted(v, getattr(torch, dtype)) for k, v in made.items()}
+            arguments = with_group(op, {k: converted(v, getattr(torch, dtype)) for k, v in made.items()})
             current = lambda: step(op, arguments, backward)  # noqa: E731
             try:
                 start = time.perf_counter()
@@ -206,8 +214,10 @@ def main() -> int:
 
     checkouts = HERE.parent.parent, args.other.resolve()
     ours, theirs = map(Worker, checkouts)
-    both = [op for op in theirs("operators") if op in ours("operators")]
-    ops = args.ops.split(",") if args.ops else both
+    known, others = ours("operators"), theirs("operators")
+    if alone := sorted({*known} ^ {*others}):
+        print(f"not compared, because one checkout lacks them: {', '.join(alone)}")
+    ops = args.ops.split(",") if args.ops else [op for op in others if op in known]
     different, refused, count = [], [], 0
     progress = Progress(4 * len(ops))
     for op in ops:

@@ -1,12 +1,14 @@
-"""python -m benchmarks compare BEFORE.jsonl AFTER.jsonl: list the cases that got slower or need more memory.
+"""python -m benchmarks compare BEFORE.jsonl AFTER.jsonl ...: list the cases that got slower or need more memory.
 
 A difference counts if it exceeds the spread of the runs and 5 % (10 % for host time and cold start), by which two runs of
-the same code differ.
+the same code differ. Of several pairs, run in turns on one machine, it must do so in each: what else the machine did, or
+where memory lay, is in one of them alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,33 +39,42 @@ def verdict(before: Record, after: Record) -> str:
     return "better" if after["q3"] < before["q1"] and drift * after["median"] < before["median"] else ""
 
 
+def ratio(before: Record, after: Record) -> float:
+    """1 if there was nothing of it before or after, such as memory above the inputs."""
+    return after["median"] / before["median"] if before["median"] and after["median"] else 1.0
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="BEFORE AFTER, then further such pairs")
     parser.add_argument("--provider", default="ours", help="whose regressions count (default: ours)")
     parser.add_argument("--all", action="store_true", help="show unchanged cases too")
     args = parser.parse_args(argv)
-    befores, afters = read(args.before), read(args.after)
+    if len(args.files) % 2:
+        parser.error(f"files come in pairs, BEFORE and AFTER (got {len(args.files)})")
+    records = [read(file) for file in args.files]
     for fact in SAME_MACHINE:
-        old, new = befores[0].get(fact), afters[0].get(fact)
-        if old != new:
-            print(f"The machines differ in {fact}: {old}, then {new}.")
-    old, new = measured(befores), measured(afters)
-    if args.provider not in (known := dict.fromkeys(k[-1] for k in old)):
-        parser.error(f"--provider must be a provider in {args.before}: {', '.join(known)} (got {args.provider})")
+        found = list(dict.fromkeys(str(r[0].get(fact)) for r in records))
+        if len(found) > 1:
+            print(f"The machines differ in {fact}: {', then '.join(found)}.")
+    runs = [measured(r) for r in records]
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    if args.provider not in (known := dict.fromkeys(k[-1] for k in runs[0])):
+        parser.error(f"--provider must be a provider in {args.files[0]}: {', '.join(known)} (got {args.provider})")
+    ours = [k for k in runs[0] if k[-1] == args.provider]
+    gone = [k for k in ours if any(k not in run for run in runs)]
     rows, regressions = [], 0
-    for key in (k for k in old if k[-1] == args.provider and k in new):
-        word = verdict(old[key], new[key])
+    for key in (k for k in ours if k not in gone):
+        words = {verdict(old[key], new[key]) for old, new in pairs}
+        word = words.pop() if len(words) == 1 else ""
         regressions += word == "REGRESSION"
         if word or args.all:
-            ratio = f"{new[key]['median'] / old[key]['median']:.3f}×" if old[key]["median"] else "–"
-            rows.append([*key[:-1], spread(old[key]), spread(new[key]), ratio, word])
+            # The pair that differs least.
+            old, new = min(((old[key], new[key]) for old, new in pairs), key=lambda pair: abs(math.log(ratio(*pair))))
+            rows.append([*key[:-1], spread(old), spread(new), f"{ratio(old, new):.3f}×" if old["median"] else "–", word])
     if rows:
         print(grid(["kind", "op", "shape", "dtype", "pass", "before", "after", "ratio", ""], rows))
-    gone = [k for k in old if k[-1] == args.provider and k not in new]
     for key in gone:
-        print(f"No longer measured: {' '.join(key)} (was {number(old[key]['median'])} {old[key].get('unit', '')})")
-    compared = sum(k[-1] == args.provider and k in new for k in old)
-    print(f"{args.provider}: {compared} compared, {regressions} regressions, {len(gone)} gone.")
+        print(f"Not in every file: {' '.join(key)} (was {number(runs[0][key]['median'])} {runs[0][key].get('unit', '')})")
+    print(f"{args.provider}: {len(ours) - len(gone)} compared, {regressions} regressions, {len(gone)} gone.")
     return int(bool(regressions or gone))

@@ -178,7 +178,7 @@ def test_compare_flags_changes_beyond_the_spread(tmp_path, capsys):
     assert [line.split("|")[-2].strip() for line in out.splitlines() if "4×8" in line] == ["REGRESSION", "better"]
     assert compare.main([before, before]) == 0
     assert compare.main([before, result(tmp_path / "c", same=10, near=10, slower=10)]) == 1
-    assert "No longer measured" in capsys.readouterr().out
+    assert "Not in every file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind, drift", [("time", 1.05), ("memory", 1.05), ("host", 1.1), ("cold start", 1.1)])
@@ -188,6 +188,18 @@ def test_compare_ignores_drift_between_runs(kind, drift, tmp_path, capsys):
     assert [compare.main(pair) for pair in ([before, after], [after, before])] == [1, 0]
     rows = [line.replace(" ", "").split("|") for line in capsys.readouterr().out.splitlines() if "4×8" in line]
     assert [[row[2], row[-2]] for row in rows] == [["beyond", "REGRESSION"], ["beyond", "better"]]
+
+
+def test_compare_of_several_pairs_wants_a_difference_in_each(tmp_path, capsys):
+    before = result(tmp_path / "a", same=10, once=10, slower=10)
+    first = result(tmp_path / "b", same=10, once=20, slower=20)
+    second = result(tmp_path / "c", same=10, once=5, slower=15)
+    assert compare.main([before, first, before, second]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "4×8" in line]
+    assert "slower" in row and "1.500×" in row and "REGRESSION" in row
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([before, first, before])
+    assert "files come in pairs, BEFORE and AFTER (got 3)" in capsys.readouterr().err
 
 
 def test_compare_refuses_an_empty_comparison(tmp_path, capsys):

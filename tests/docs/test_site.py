@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import sys
 import types
 
 import pytest
@@ -64,13 +65,30 @@ def test_code_is_coloured():
     assert "  - pymdownx.highlight\n  - pymdownx.superfences\n" in CONFIG and "fenced_code" not in CONFIG
 
 
-def test_docstrings_become_markdown(monkeypatch):
+@pytest.fixture
+def extension(monkeypatch):
+    """docs/site.py, without the tools that it extends."""
     griffe = types.SimpleNamespace(Extension=object, Object=object)
-    monkeypatch.setitem(__import__("sys").modules, "griffe", griffe)
-    markdown = runpy.run_path(str(ROOT / "docs/site.py"))["markdown"]
+    monkeypatch.setitem(sys.modules, "griffe", griffe)
+    return runpy.run_path(str(ROOT / "docs/site.py"))
+
+
+def test_docstrings_become_markdown(extension):
     text = "As :func:`rms_norm` and `x`.\n\n>>> f(1)\n2\n>>> f(2)\n\nMore."
-    assert markdown(text) == "As `rms_norm` and `x`.\n\n```pycon\n>>> f(1)\n2\n>>> f(2)\n```\n\nMore."
+    expected = "As `rms_norm` and `x`.\n\n```pycon\n>>> f(1)\n2\n>>> f(2)\n```\n\nMore."
+    assert extension["markdown"](text) == expected
 
 
 def test_readers_switch_to_dark_and_find_the_repository():
     assert CONFIG.count("      toggle:\n") == 2 and "\nrepo_url: !ENV [LIGER_OPS_REPOSITORY, " in CONFIG
+
+
+def test_search_finds_names_by_their_words_and_operators_first(extension):
+    separator = re.search(r"^      separator: '(.*)'$", CONFIG, re.MULTILINE)[1]
+    assert re.split(separator, "cross_entropy_with_metrics") == ["cross", "entropy", "with", "metrics"]
+    found = {}
+    for name in NAVIGATION:
+        page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=name), meta={})
+        extension["on_page_markdown"]("", page=page, config=None, files=None)
+        found |= {name: page.meta} if page.meta else {}
+    assert found == {"docs/operators.md": {"search": {"boost": 2}}}

@@ -42,6 +42,16 @@ inline void check_activation(const char* op, const char* name, const at::Tensor&
   LIGER_CHECK(x.dim() >= 1, op, name, "have at least one dimension", "a scalar");
 }
 
+/// An activation whose rows and columns kernels count in 32 bits. Meta tensors too: what has no memory here will.
+inline void check_rows(const char* op, const char* name, const at::Tensor& x) {
+  check_activation(op, name, x);
+  const auto n = x.sym_sizes().back(), rows = c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1));
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  LIGER_CHECK(
+      (n.is_symbolic() || n.expect_int() <= kMost) && (rows.is_symbolic() || rows.expect_int() <= kMost), op, name,
+      "have fewer than 2^31 rows and columns", rows, " rows of ", n);
+}
+
 inline void check_same_device(
     const char* op, const char* name, const at::Tensor& t, const char* like, const at::Tensor& x) {
   LIGER_CHECK(t.device() == x.device(), op, name, c10::str("be on ", x.device(), " like ", like), t.device());

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from operator_calls import arguments_of, backward, differentiable
 from torch import Tensor
 from wrong_calls import calls, complaint, described, dimensions, outcomes, wrong_calls
@@ -54,3 +55,27 @@ def test_a_memory_budget_that_forward_takes_is_enough_for_backward(op, learned, 
             taken += 1
             backward(tuple(out) if isinstance(out, tuple) else out)
     assert taken
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("shape", [(2**31, 4), (4, 2**31)], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    ("op", "name", "second"),
+    [
+        ("cross_entropy", "logits", "labels"),
+        ("fused_add_rms_norm", "x", "alike"),
+        ("jsd", "input", "alike"),
+        ("kl_div", "input", "alike"),
+        ("layer_norm", "x", None),
+        ("log_probs", "logits", "labels"),
+        ("rms_norm", "x", None),
+        ("rms_norm_gated", "x", "alike"),
+        ("sigmoid_gate", "x", "alike"),
+        ("tvd", "input", "alike"),
+    ],
+)
+def test_rows_that_no_kernel_can_count_are_refused_on_the_meta_device(op, name, second, shape):
+    x = torch.empty(shape, device="meta")
+    seconds = dict(alike=[x], labels=[torch.empty(shape[0], dtype=torch.int64, device="meta")])
+    with pytest.raises(RuntimeError, match=rf"^{op}: {name} must have fewer than 2\^31 rows and columns \(got "):
+        operators()[op](x, *seconds.get(second, []))

@@ -214,7 +214,7 @@ struct Meta {
 };
 
 void check(const char* op, const Tensor& x, const Tensor& gate) {
-  core::check_activation(op, "x", x);
+  core::check_rows(op, "x", x);
   core::check_same_device(op, "gate", gate, "x", x);
   core::check_dense(op, "gate", gate);
   LIGER_CHECK(

@@ -80,7 +80,7 @@ inline Options parse(
 template <class... O>
 Options check(
     const char* op, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const O&... options) {
-  check_activation(op, "logits", logits);
+  check_rows(op, "logits", logits);
   check_integers(op, "target", target);
   check_same_device(op, "target", target, "logits", logits);
   Options parsed = parse(op, options...);

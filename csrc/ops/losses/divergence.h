@@ -155,7 +155,7 @@ struct Divergence {
   }
 
   static Options check(const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
-    check_activation(kOp, "input", input);
+    check_rows(kOp, "input", input);
     check_same(kOp, "target", target, "input", input);
     check_labels(kOp, labels, input);
     return Loss::parse(options...);
@@ -181,7 +181,7 @@ struct Divergence {
 
   static Options check_backward(
       const OptionalTensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
-    check_activation(Loss::kBackward, "target", target);
+    check_rows(Loss::kBackward, "target", target);
     if (input && input->defined()) check_same(Loss::kBackward, "input", *input, "target", target);
     check_labels(Loss::kBackward, labels, target);
     return Loss::parse(options...);

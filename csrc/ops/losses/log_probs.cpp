@@ -34,7 +34,7 @@ struct Meta {
 Options check(
     const char* op, const Tensor& logits, const Tensor& index, double temperature, int64_t ignore_index,
     std::optional<double> softcap) {
-  check_activation(op, "logits", logits);
+  check_rows(op, "logits", logits);
   check_integers(op, "index", index);
   check_same_device(op, "index", index, "logits", logits);
   const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
@@ -87,7 +87,7 @@ Tensor bwd(
     const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& logits, const Tensor& index,
     const Tensor& stats, const Tensor& chosen, double temperature, int64_t ignore_index,
     std::optional<double> softcap) {
-  check_activation(kBackward, "logits", logits);
+  check_rows(kBackward, "logits", logits);
   Tensor dlogits = empty_rows_like(logits);
   run_backward<Device>(dlogits, grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
   return dlogits;

@@ -27,7 +27,7 @@ Gradients Meta::backward(
 namespace {
 
 void check(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  core::check_activation(kOp, "x", x);
+  core::check_rows(kOp, "x", x);
   if (weight && weight->defined()) core::check_column_parameter(kOp, "weight", *weight, x);
   if (bias && bias->defined()) core::check_column_parameter(kOp, "bias", *bias, x);
   if (weight && bias && weight->defined() && bias->defined()) {

@@ -16,7 +16,7 @@ using core::value_or_undefined;
 void check(
     const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
     std::string_view casting_mode) {
-  core::check_activation(op, "x", x);
+  core::check_rows(op, "x", x);
   if (residual.defined()) core::check_same(op, "residual", residual, "x", x);
   if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);
   core::check_eps(op, eps);

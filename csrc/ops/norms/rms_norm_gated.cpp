@@ -58,7 +58,7 @@ Options options_of(
 }
 
 void check(const char* op, const Tensor& x, const Tensor& gate, const Tensor& weight) {
-  core::check_activation(op, "x", x);
+  core::check_rows(op, "x", x);
   core::check_same(op, "gate", gate, "x", x);
   if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);
 }

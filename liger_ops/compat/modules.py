@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import (
-    PACKAGE,
     bases,
     chunked_distillation,
     chunked_loss,
@@ -25,6 +24,7 @@ from . import (
     utils,
 )
 from .formulas import activations, attention, hyper_connections, norms
+from .names import PACKAGE
 
 # Module below `liger_kernel.transformers`: names.
 TRANSFORMERS = {

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-from . import install
+from .finder import install
 
 USAGE = """usage: python -m liger_ops run SCRIPT [ARGUMENTS]
        python -m liger_ops run -m MODULE [ARGUMENTS]

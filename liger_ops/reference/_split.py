@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._linear_map import LinearMap
 from ._operator import Operator, demand, derived
 
 P = ParamSpec("P")
@@ -48,9 +49,10 @@ def sizes_of(op: str, group: Any, classes: int, class_sizes: Sequence[int] | Non
     return list(class_sizes)
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
+def joined(part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
+    """The parts of all ranks, from which every rank computes the same: the gradient of a part is its slice."""
+
+    def gathered(part: Tensor) -> Tensor:
         shape = list(part.shape)
         shape[dim] = max(sizes)
         sent = part.new_zeros(shape)
@@ -58,38 +60,19 @@ class _Join(torch.autograd.Function):
         received = _wait(_collectives.all_gather_into_tensor(sent.unsqueeze(0), len(sizes), group.group_name)).unbind(0)
         return torch.cat([t.narrow(dim, 0, size) for t, size in zip(received, sizes)], dim)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.dim, group, sizes = inputs
-        ctx.first, ctx.size = sum(sizes[: group.rank()]), sizes[group.rank()]
+    def sliced(grad: Tensor) -> Tensor:
+        return grad.narrow(dim, sum(sizes[: group.rank()]), sizes[group.rank()])
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].narrow(ctx.dim, ctx.first, ctx.size), None, None, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, group: Any) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _wait(_collectives.all_reduce(grads[0].contiguous(), "sum", ctx.group.group_name)), None
-
-
-def joined(part: Tensor, dim: int, group: Any, sizes: list[int]) -> Tensor:
-    """The parts of all ranks, from which every rank computes the same: the gradient of a part is its slice."""
-    return _Join.apply(part, dim, group, sizes)
+    return LinearMap.apply(gathered, sliced, part)
 
 
 def shared(x: Tensor, group: Any) -> Tensor:
     """x, from which every rank computes a part: its gradient is the sum over ranks."""
-    return _Share.apply(x, group)
+
+    def summed(grad: Tensor) -> Tensor:
+        return _wait(_collectives.all_reduce(grad.contiguous(), "sum", group.group_name))
+
+    return LinearMap.apply(lambda x: x.view_as(x), summed, x)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._linear_map import LinearMap
 from . import rewrite
 from .patched import inner_function, is_distributed
 from .rewrite import expression, is_name, simple_assignment
@@ -35,44 +36,6 @@ JOIN, SPLIT, ROTATE_LAST = "liger_join", "liger_split", "liger_rotate_last"
 
 
 # ---- The functions that patched modules call
-
-
-class _Split(torch.autograd.Function):
-    """Two views of the last dimension. In backward, each gradient is copied into one tensor with the strides of x."""
-
-    @staticmethod
-    def forward(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        return x.split(sizes, -1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, sizes = inputs
-        ctx.order = sorted(range(x.dim()), key=lambda i: -x.stride(i))
-        ctx.shape, ctx.first = x.shape, sizes[0]
-
-    @staticmethod
-    def backward(ctx: Any, da: Tensor, db: Tensor) -> tuple[Any, ...]:
-        dx = torch.empty_permuted(ctx.shape, ctx.order, dtype=da.dtype, device=da.device)
-        dx[..., : ctx.first].copy_(da)
-        dx[..., ctx.first :].copy_(db)
-        return dx, None
-
-
-class _Join(torch.autograd.Function):
-    """a and b beside each other. Their gradients are views."""
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return joined(a, a.shape, a.shape[-1] + b.shape[-1], a, b)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        a, b = inputs
-        ctx.first, ctx.dtype = a.shape[-1], b.dtype
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
-        return d[..., : ctx.first], d[..., ctx.first :].to(ctx.dtype)
 
 
 def joined(x: Tensor, shape: tuple[int, ...], columns: int, a: Tensor, b: Tensor) -> Tensor:
@@ -93,17 +56,30 @@ def is_differentiated(*tensors: Any) -> bool:
 
 
 def split(x: Any, sizes: Any) -> tuple[Any, ...]:
-    """``torch.split(x, sizes, dim=-1)``"""
-    if is_differentiated(x) and sum(sizes) == x.shape[-1]:
-        return _Split.apply(x, sizes)
-    return torch.split(x, sizes, dim=-1)
+    """``torch.split(x, sizes, dim=-1)``. In backward, each gradient is copied into one tensor with the strides of x."""
+    if not is_differentiated(x) or sum(sizes) != x.shape[-1]:
+        return torch.split(x, sizes, dim=-1)
+    shape, order = x.shape, sorted(range(x.dim()), key=lambda i: -x.stride(i))
+
+    def written(da: Tensor, db: Tensor) -> Tensor:
+        dx = torch.empty_permuted(shape, order, dtype=da.dtype, device=da.device)
+        dx[..., : sizes[0]].copy_(da)
+        dx[..., sizes[0] :].copy_(db)
+        return dx
+
+    return LinearMap.apply(lambda x: x.split(sizes, -1), written, x)
 
 
 def join(x: Any, shape: tuple[int, ...], first: int, a: Any, b: Any) -> Any:
-    """``x.new_empty(*shape)`` with a in the first columns and b in the others."""
+    """``x.new_empty(*shape)`` with a in the first columns and b in the others. Their gradients are views."""
     if is_differentiated(a, b) and x.dtype == a.dtype and x.device == a.device == b.device:
         if a.shape == (*shape[:-1], first) and b.shape == (*shape[:-1], shape[-1] - first):
-            return _Join.apply(a, b)
+            dtype = b.dtype
+            return LinearMap.apply(
+                lambda a, b: joined(a, a.shape, shape[-1], a, b),
+                lambda d: (d[..., :first], d[..., first:].to(dtype)),
+                a, b,
+            )  # fmt: skip
     y = x.new_empty(*shape)
     y[..., :first].copy_(a)
     y[..., first:].copy_(b)

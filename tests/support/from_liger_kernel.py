@@ -21,13 +21,14 @@ from liger_kernel_names import LIST
 import liger_ops.compat
 from liger_ops import functional as F
 from liger_ops.compat import missing, modules
+from liger_ops.compat.names import SERVED_VERSION
 from liger_ops.reference import operators
 
 INTRODUCTION = f"""\
 # From liger-kernel
 
 [`liger_ops.compat`](huggingface.md#code-written-for-liger-kernel) serves the names of liger-kernel. This page lists
-the public functions and classes of its release {liger_ops.compat.SERVED_VERSION}, with the module below `liger_kernel` that has
+the public functions and classes of its release {SERVED_VERSION}, with the module below `liger_kernel` that has
 them. Parameters are the same; those that control a kernel, such as `in_place`, are ignored.
 
 - [Served by operators](#served-by-operators): computed by kernels, with the operators that they call.

@@ -71,10 +71,14 @@ def main(argv: Sequence[str]) -> int:
         if word or args.all:
             # The pair that differs least.
             old, new = min(((old[key], new[key]) for old, new in pairs), key=lambda pair: abs(math.log(ratio(*pair))))
-            rows.append([*key[:-1], spread(old), spread(new), f"{ratio(old, new):.3f}×" if old["median"] else "–", word])
+            rows.append(
+                [*key[:-1], spread(old), spread(new), f"{ratio(old, new):.3f}×" if old["median"] else "–", word]
+            )
     if rows:
         print(grid(["kind", "op", "shape", "dtype", "pass", "before", "after", "ratio", ""], rows))
     for key in gone:
-        print(f"Not in every file: {' '.join(key)} (was {number(runs[0][key]['median'])} {runs[0][key].get('unit', '')})")
+        print(
+            f"Not in every file: {' '.join(key)} (was {number(runs[0][key]['median'])} {runs[0][key].get('unit', '')})"
+        )
     print(f"{args.provider}: {len(ours) - len(gone)} compared, {regressions} regressions, {len(gone)} gone.")
     return int(bool(regressions or gone))

@@ -1,4 +1,4 @@
-"""Linear functions of tensors that are faster, or more than one rank computes, with a gradient of their own."""
+"""Linear functions with a gradient of their own: autograd's would be slower, or lack what other ranks computed."""
 
 from __future__ import annotations
 

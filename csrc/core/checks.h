@@ -42,7 +42,8 @@ inline void check_activation(const char* op, const char* name, const at::Tensor&
   LIGER_CHECK(x.dim() >= 1, op, name, "have at least one dimension", "a scalar");
 }
 
-/// An activation whose rows and columns kernels count in 32 bits. Meta tensors too: what has no memory here will.
+/// An activation whose rows and columns kernels count in 32 bits. Meta tensors are checked too: they plan a call on a
+/// device.
 inline void check_rows(const char* op, const char* name, const at::Tensor& x) {
   check_activation(op, name, x);
   const auto n = x.sym_sizes().back(), rows = c10::multiply_integers(x.sym_sizes().slice(0, x.dim() - 1));

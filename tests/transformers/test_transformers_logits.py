@@ -4,10 +4,12 @@ import collections
 import copy
 import dataclasses
 import functools
+import re
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checks import ROOT
 from language_models import make, nodes, step, tokens
 from patched_models import FUSED, assert_as_exact, assert_same_logits, assert_same_step, patched
 from torch import Tensor, nn
@@ -19,6 +21,17 @@ from liger_ops.transformers import apply_liger_kernel, probe
 from liger_ops.transformers.deferred import DeferredLogits
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
+
+
+def test_the_error_of_code_that_uses_absent_logits_stands_in_troubleshooting_with_what_helps():
+    model, ids = make("llama"), tokens()
+    apply_liger_kernel(model)
+    with pytest.raises(AttributeError) as error:
+        model(input_ids=ids, labels=ids).logits.argmax(-1)
+    said = str(error.value).removesuffix("'argmax'")
+    (row,) = [line for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if said in line]
+    (keyword,) = re.findall(r"`model\(\.\.\., (\w+)=False\)`", row)
+    assert model(input_ids=ids, labels=ids, **{keyword: False}).logits.argmax(-1).shape == ids.shape
 
 
 def test_logits_are_returned_on_request():

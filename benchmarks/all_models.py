@@ -244,11 +244,11 @@ def measure(model, ids) -> dict:
 def compare(model_type: str) -> dict:
     import torch
 
-    from liger_ops import projections
+    from liger_ops.linear import project
     from liger_ops.transformers import apply_liger_kernel, unpatch
 
     # Patches small projections, too.
-    projections.LARGE = 0
+    project.LARGE = 0
 
     result = {"model_type": model_type, "outcome": "", "detail": "", "replaced": {}, "left_alone": {}}
     torch.set_num_threads(1)

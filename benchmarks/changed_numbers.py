@@ -104,10 +104,10 @@ def calls(model, path: str, ids) -> Any:
 def compare(model_type: str) -> dict:
     import torch
 
-    from liger_ops import projections
+    from liger_ops.linear import project
     from liger_ops.transformers import apply_liger_kernel
 
-    projections.LARGE = 0
+    project.LARGE = 0
     torch.set_num_threads(1)
     plain = attempt(build, model_type)
     if isinstance(plain, str):

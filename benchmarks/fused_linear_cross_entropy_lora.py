@@ -50,7 +50,7 @@ def frozen():
 
 def ours_within(budget):
     def load():
-        from liger_ops.adapters import low_rank_input
+        from liger_ops.linear.adapters import low_rank_input
 
         op = plain.ours()
 

@@ -49,7 +49,7 @@ def frozen():
 
 
 def ours():
-    from liger_ops.adapters import lora_projections
+    from liger_ops.linear.adapters import lora_projections
 
     def run(x, *arguments):
         weights, a, b = zip(*grouped(arguments))

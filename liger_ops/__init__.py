@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from . import _jit, _vmap
-from ._loader import load as _load
+from ._runtime import jit as _jit
+from ._runtime import vmap as _vmap
+from ._runtime.loader import load as _load
 from ._version import __version__
 from .distributed._lazy import when_imported
 

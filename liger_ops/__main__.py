@@ -16,7 +16,8 @@ import torch
 
 import liger_ops
 
-from . import _loader, doctor
+from . import doctor
+from ._runtime import loader
 from .aot import operators as operator_library
 from .compat import run as script
 from .doctor import installation
@@ -59,7 +60,7 @@ def run() -> int:
     if arguments.command:
         parser.error(f"COMMAND must be one of {', '.join(COMMANDS)}, and come first (got {arguments.command})")
     if arguments.cmake_prefix:
-        print(_loader.shadowed() or Path(liger_ops.__file__).parent)
+        print(loader.shadowed() or Path(liger_ops.__file__).parent)
         return 0
     facts = installation.report()
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(installation.lines(facts)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._wanted import CE_BIAS, CE_INPUT, CE_WEIGHT
+from .reference._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 from .reference.fused_linear_cross_entropy import fused_linear_cross_entropy
 from .reference.rope import rope
 
@@ -79,7 +79,7 @@ def fused_linear_cross_entropy_plan(
     >>> plan.chunk, plan.chunks, plan.peak >> 20
     (1024, 16, 1381)
     """
-    wanted = CE_INPUT * input_grad | CE_WEIGHT * weight_grad | CE_BIAS * bias_grad
+    wanted = WANT_INPUT * input_grad | WANT_WEIGHT * weight_grad | WANT_BIAS * bias_grad
     plan = torch.ops.liger._fused_linear_cross_entropy_plan(tokens, hidden, vocabulary, dtype, wanted, memory_budget)
     return LinearCrossEntropyPlan(*plan)
 

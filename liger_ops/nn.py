@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .functional import apply_rotary_pos_emb
-from .projections import is_bare_linear, project
+from .linear.layers import is_bare_linear
+from .linear.project import project
 
 __all__ = [
     "CrossEntropyLoss",

@@ -11,7 +11,8 @@ from interpreted import load
 from stub_cuda import packs as stub_cuda_packs
 
 import liger_ops
-from liger_ops import compat, projections
+from liger_ops import compat
+from liger_ops.linear import project
 
 # For the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -99,7 +100,7 @@ def process_group():
 @pytest.fixture
 def as_large_models(monkeypatch):
     """Small tensors take the code path of large ones, which accumulates gradients inside GEMMs."""
-    monkeypatch.setattr(projections, "LARGE", 0)
+    monkeypatch.setattr(project, "LARGE", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@
 
 #include "core/aten.h"
 #include "core/namespace.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 
 namespace liger::core {
 
@@ -44,18 +44,27 @@ auto make_node(A&&... arguments) {
   }
 }
 
-/// Bits of a private backward operator's argument `wanted`: the gradients to compute. An int that follows the tensors,
-/// because DTensor's cache of sharding decisions ignores arguments up to the first int.
-constexpr int64_t kWantInput = 1, kWantWeight = 2, kWantBias = 4;
+/// Bit i of a private operator's argument `wanted` asks for the i-th gradient. An int that follows the tensors, because
+/// DTensor's cache of sharding decisions ignores arguments up to the first int.
+constexpr bool wants(int64_t wanted, int gradient) { return wanted >> gradient & 1; }
 
-constexpr int64_t wanted_bits(bool input, bool weight, bool bias = false) {
-  return (input ? kWantInput : 0) | (weight ? kWantWeight : 0) | (bias ? kWantBias : 0);
+/// Of booleans, one for each gradient.
+template <class... Bool>
+constexpr int64_t wanted_bits(Bool... gradients) {
+  int64_t out = 0, bit = 1;
+  ((out |= gradients ? bit : 0, bit <<= 1), ...);
+  return out;
 }
 
 inline bool has_forward_gradient(const std::optional<at::Tensor>& t) { return torch::autograd::isFwGradDefined(t); }
 inline bool has_forward_gradient(const at::Tensor& t) { return torch::autograd::isFwGradDefined(t); }
 inline bool has_forward_gradient(const at::TensorList& list) {
   return std::any_of(list.begin(), list.end(), [](const at::Tensor& t) { return has_forward_gradient(t); });
+}
+
+inline bool has_forward_gradient(const c10::List<std::optional<at::Tensor>>& list) {
+  return std::any_of(
+      list.begin(), list.end(), [](const std::optional<at::Tensor>& t) { return has_forward_gradient(t); });
 }
 
 /// Forward-mode differentiation is not implemented. Without this check it would silently return zeros.
@@ -223,6 +232,12 @@ class BackwardNode : public torch::autograd::Node {
   }
 
   bool needs(size_t output) const { return needs_ ? (*needs_)[output] : task_should_compute_output(output); }
+  /// The argument `wanted` of a private operator whose gradients are those of this node.
+  int64_t wanted() const {
+    int64_t out = 0;
+    for (size_t i = 0; i < (needs_ ? needs_->size() : num_outputs()); ++i) out |= int64_t(needs(i)) << i;
+    return out;
+  }
   bool keeps_graph() const { return keep_; }
 
   template <class... Tensors>

@@ -5,7 +5,7 @@
 //
 // struct Op : core::Operator<Op, R(A...)>, where R(A...) is the operator's C++ type, has
 //
-//   kOp, kSchema               its name and its public schema
+//   kOp, kSchema               its name and its public schema; a private one has kArguments instead, as in private.h
 //   Edges                      Positions of the arguments that can require a gradient, in the order of Node's results
 //   Constants                  Positions of those that must not, none by default
 //   Forward                    what run() returns: the results in R, then what only backward needs. R by default.
@@ -14,7 +14,8 @@
 //   backward(node, grads)      the gradients of Edges. node.options: the arguments that are not tensors.
 //   Node                       a node of its own instead of the last two: its record(out, a...) saves tensors and
 //                              connects results. Its member `options`, if any, holds what are no tensors.
-//   define_backward(m), implement_backward<Device>(m)    for its private backward operators
+//   run_forward(a...)          calls what returns more than the public operator, by default `_<name>_fwd`, see below
+//   Privates                   its private operators, which backward calls; none by default
 //   Autocast                   casts of arguments, NoAutocast by default
 //
 // LIGER_OPERATOR(Op) registers it for the devices Op::Cpu, Op::Cuda and Op::Meta. If Forward is not R, it has a private
@@ -31,6 +32,7 @@
 #include "core/autocast.h"
 #include "core/autograd.h"
 #include "core/memory.h"
+#include "core/private.h"
 #include "core/registration.h"
 #include "schemas.h"
 
@@ -177,6 +179,10 @@ struct Stored<at::TensorList> {
   using type = std::tuple<>;
 };
 template <>
+struct Stored<const c10::List<std::optional<at::Tensor>>&> {
+  using type = std::tuple<>;
+};
+template <>
 struct Stored<at::ArrayRef<double>> {
   using type = std::tuple<std::vector<double>>;
 };
@@ -285,11 +291,7 @@ struct Operator<Op, Return(A...)> {
   using Differentiable = Positions<0>;
   using Options = decltype(std::tuple_cat(std::declval<typename detail::Stored<A>::type>()...));
   using Node = OperatorNode<Op>;
-
-  // For operators whose backward is another operator's.
-  static void define_backward(torch::Library&) {}
-  template <class Device>
-  static void implement_backward(torch::Library&) {}
+  using Privates = core::Privates<>;
 
   /// The public operator below autograd and autocast.
   template <class Device>
@@ -308,17 +310,32 @@ struct Operator<Op, Return(A...)> {
     return op;
   }
 
-  static R autograd(A... a) {
+  /// What autograd calls if a gradient is needed.
+  static auto run_forward(A... a) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if constexpr (has_forward()) {
+      static const auto op = find_op<typename Op::Forward(A...)>(private_name("_fwd"));
+      return op.call(a...);
+    } else {
+      return handle().call(a...);
+    }
+  }
+
+  /// What autograd checks first: tensors are dense, and those that must not have a gradient need none.
+  static void check_tensors(const A&... a) {
     size_t i = 0;
     (detail::check_dense_argument(Op::kOp, i++, a), ...);
+    check_gradients(std::tie(a...), typename Op::Edges(), typename Op::Constants());
+  }
+
+  static R autograd(A... a) {
+    check_tensors(a...);
     const auto arguments = std::tie(a...);
-    check_gradients(arguments, typename Op::Edges(), typename Op::Constants());
-    const bool needed = requires_gradient(arguments, typename Op::Edges());
-    if (!needed) {
+    if (!requires_gradient(arguments, typename Op::Edges())) {
       at::AutoDispatchBelowADInplaceOrView below;
       return handle().call(a...);
     }
-    auto out = run_forward(a...);
+    auto out = Op::run_forward(a...);
     auto node = make_node<typename Op::Node>();
     node->set_next_edges(edges(arguments, typename Op::Edges()));
     if constexpr (detail::has_options<typename Op::Node>) node->options = std::tuple_cat(detail::stored<A>(a)...);
@@ -336,19 +353,27 @@ struct Operator<Op, Return(A...)> {
 
   // ---- Registration
 
+  static std::string schema() {
+    if constexpr (requires { Op::kSchema; }) {
+      return Op::kSchema;
+    } else {
+      return detail::schema_of<R, A...>(Op::kOp, Op::kArguments);
+    }
+  }
+
   static constexpr bool has_forward() { return !std::is_same_v<typename Op::Forward, R>; }
 
   static void define(torch::Library& m) {
-    core::define(m, Op::kSchema);
+    core::define(m, torch::schema(Op::schema().c_str()), /*has_gradient=*/true);
     if constexpr (has_forward()) define_forward(m, Op::kSchema, detail::Count<typename Op::Forward>::value);
-    Op::define_backward(m);
+    Op::Privates::define(m);
   }
 
   template <class Device>
   static void implement(torch::Library& m) {
     core::implement<apply<Device>>(m, Op::kOp);
     if constexpr (has_forward()) core::implement<forward<Device>>(m, private_name("_fwd"));
-    Op::template implement_backward<Device>(m);
+    Op::Privates::template implement<Device>(m);
   }
 
   static void implement_autograd(torch::Library& m) { m.impl(Op::kOp, autograd); }
@@ -362,16 +387,6 @@ struct Operator<Op, Return(A...)> {
   static std::string private_name(const char* suffix) { return std::string("_") + Op::kOp + suffix; }
 
  private:
-  static auto run_forward(A... a) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    if constexpr (has_forward()) {
-      static const auto op = find_op<typename Op::Forward(A...)>(private_name("_fwd"));
-      return op.call(a...);
-    } else {
-      return handle().call(a...);
-    }
-  }
-
   template <class Arguments, size_t... E, size_t... C>
   static void check_gradients(const Arguments& a, Positions<E...>, Positions<C...>) {
     check_no_forward_ad(Op::kOp, std::get<E>(a)..., std::get<C>(a)...);

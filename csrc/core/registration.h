@@ -25,13 +25,13 @@ inline bool takes_tensors(const c10::FunctionSchema& schema) {
 }  // namespace detail
 
 /// Defines an operator of torch.ops.liger. Private operators, which the public ones call, have names that begin with an
-/// underscore. They run below autograd, but nested functorch transforms differentiate them again. That raises an error;
-/// without it the gradients would be zeros, as for any operator without a derivative.
-inline void define(torch::Library& m, c10::FunctionSchema schema) {
+/// underscore. Those without a gradient run below autograd, but nested functorch transforms differentiate them again. That
+/// raises an error; without it the gradients would be zeros, as for any operator without a derivative.
+inline void define(torch::Library& m, c10::FunctionSchema schema, bool has_gradient = false) {
   const std::string name = schema.name();
-  const bool is_private = name[0] == '_' && detail::takes_tensors(schema);
+  const bool refuses = name[0] == '_' && !has_gradient && detail::takes_tensors(schema);
   m.def(std::move(schema), {at::Tag::pt2_compliant_tag});
-  if (is_private) {
+  if (refuses) {
     m.impl(
         name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
   }
@@ -46,17 +46,6 @@ inline void define_forward(torch::Library& m, const char* public_schema, size_t 
   for (const c10::Argument& a : schema.arguments()) arguments.emplace_back(a.name(), a.type(), a.real_type(), a.N());
   const c10::Argument tensor("", c10::TensorType::get());
   define(m, {"_" + schema.name() + "_fwd", "", std::move(arguments), std::vector<c10::Argument>(results, tensor)});
-}
-
-/// Defines a private operator, and a second one, whose name ends in an underscore, that overwrites some of its
-/// arguments. arguments: with (a!), (b!) and so on where the second one writes. returns: of the first and the second.
-inline void define_backward(
-    torch::Library& m, const std::string& name, const std::string& arguments, const char* returns,
-    const char* returns_overwriting) {
-  std::string plain = arguments;
-  for (size_t at; (at = plain.find("(")) != plain.npos;) plain.erase(at, sizeof("(a!)") - 1);
-  define(m, name + "(" + plain + ") -> " + returns);
-  define(m, name + "_(" + arguments + ") -> " + returns_overwriting);
 }
 
 }  // namespace liger::core

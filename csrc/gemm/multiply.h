@@ -8,7 +8,7 @@
 #include <string>
 
 #include "core/aten.h"
-#include "core/cuda.h"
+#include "core/cuda/launch.h"
 #include "gemm/plan.h"
 
 namespace liger::gemm {

@@ -120,6 +120,16 @@ class LIGER_RUNTIME_API Kernel {
   std::atomic<const Watch*> watch_{nullptr};
 };
 
+/// Two levels of strides of a tensor's rows: of blocks of rows, and of rows in a block.
+struct RowStrides {
+  int64_t outer = 0, inner = 0;
+
+  int64_t offset(int64_t row, int64_t inner_rows) const {
+    int64_t block = row / inner_rows;
+    return block * outer + (row - block * inner_rows) * inner;
+  }
+};
+
 /// The number of rows if the caller does not state it: no config of the kernel depends on it.
 constexpr int64_t kManyRows = std::numeric_limits<int64_t>::max();
 
@@ -136,6 +146,23 @@ constexpr Point point_of(Choices... choices) {
   uint32_t index = 0;
   for (size_t i = 0; i < kAxes; ++i) index = index * K::axes[i] + chosen[i];
   return {index};
+}
+
+/// The point among the facts of first_fit. A kernel without axes has one.
+template <class K, class... More>
+constexpr Point point_in(Point point, const More&...) {
+  return point;
+}
+template <class K>
+constexpr Point point_in() {
+  constexpr bool single = [] {
+    for (int size : K::axes) {
+      if (size != 1) return false;
+    }
+    return true;
+  }();
+  static_assert(single, "the kernel has axes, so its calls have a point");
+  return {0};
 }
 
 /// The first of the kernel's configs that admits rows of n elements. The last config of every table admits everything.

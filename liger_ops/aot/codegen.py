@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ..kernels import Kernel, modules
+from ..kernels.table import INTEGER_ALIGNMENT, POINTER_ALIGNMENT
 
 CSRC = Path(__file__).parents[2] / "csrc"
 # File name endings of an operator's C++ sources.
@@ -18,14 +19,31 @@ CPP_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float", "map": "runtim
 CPP_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
+def member(kernel: Kernel, name: str) -> str:
+    """Where the host keeps an argument: two levels of strides, <tensor>_outer and <tensor>_inner, are one member."""
+    tensor, _, level = name.rpartition("_")
+    levels = [kernel.args.get(f"{tensor}_{each}") for each in ("outer", "inner")]
+    return f"{tensor}_strides.{level}" if level in ("outer", "inner") and levels == ["i64"] * 2 else name
+
+
 def args_struct(kernel: Kernel) -> str:
     fields, checks = [], []
     for name, kind, offset, _ in kernel.layout:
-        hidden = name.endswith("_scratch")
-        declaration = "const void*" if kind[0] == "*" else CPP_TYPES[kind]
-        fields.append(f"    {declaration} {name}{' = nullptr' if hidden else ''};")
-        checks.append(f"  static_assert(offsetof(Args, {name}) == {offset});")
+        field, *of_strides = member(kernel, name).split(".")
+        checks.append(f"  static_assert(offsetof(Args, {'.'.join([field, *of_strides])}) == {offset});")
+        if of_strides == ["inner"]:
+            continue
+        kinds = "runtime::RowStrides" if of_strides else "const void*" if kind[0] == "*" else CPP_TYPES[kind]
+        fields.append(f"    {kinds} {field}{' = nullptr' if name.endswith('_scratch') else ''};")
     return "\n".join(["  struct Args {", *fields, "  };", *checks])
+
+
+def alignment(kernel: Kernel) -> str:
+    """Whether arguments are as the aligned configs assume."""
+    of = {True: f"uintptr_t(a.{{}}) % {POINTER_ALIGNMENT} == 0", False: f"a.{{}} % {INTEGER_ALIGNMENT} == 0"}
+    tests = [of[kernel.args[name][0] == "*"].format(member(kernel, name)) for name in kernel.aligned]
+    text = " &&\n        ".join(tests) or "true"
+    return f"  static bool is_aligned([[maybe_unused]] const Args& a) {{\n    return {text};\n  }}"
 
 
 def config_table(kernel: Kernel) -> str:
@@ -94,7 +112,8 @@ def header(stem: str, kernels: list[Kernel]) -> str:
     out += [f"constexpr int32_t {k} = {v if v > -(2**31) else 'INT32_MIN'};" for k, v in constants(kernels).items()]
     out += [f"}}  // namespace constants::{stem}"]
     for kernel in kernels:
-        out += [f"\nstruct {kernel.name} {{", args_struct(kernel), config_table(kernel), axis_functions(kernel)]
+        out += [f"\nstruct {kernel.name} {{", args_struct(kernel), alignment(kernel), config_table(kernel)]
+        out += [axis_functions(kernel)]
         out += ["  static LIGER_RUNTIME_API runtime::Kernel kernel;", "};"]
     return "\n".join([*out, "\n}  // namespace liger::kernels", ""])
 

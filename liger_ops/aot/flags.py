@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 # Relative to csrc.
-SOURCES = ("ops/**/*.cpp", "core/**/*.cpp", "library.cpp")
+SOURCES = ("ops/**/*.cpp", "gemm/*/*.cpp", "core/**/*.cpp", "library.cpp")
 # These are compiled alone. Only namespace.cpp knows the namespace; portable.cpp is also in the runtime.
 ALONE = ("core/namespace.cpp", "runtime/portable.cpp")
 # A compiler reads torch's headers, and compiles what it takes from them, once for several sources of up to this size

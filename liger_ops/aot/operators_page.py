@@ -1,10 +1,13 @@
-"""Generates docs/operators.md from the declarations. Its introduction is the docstring of liger_ops.reference.
+"""Generates docs/operators.md from the declarations, and layouts of DTensors from the docstrings of their rules. Its
+introduction is the docstring of liger_ops.reference.
 
 python -m liger_ops.aot.operators_page docs/operators.md
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import re
 import sys
@@ -18,6 +21,8 @@ from ..reference._documentation import Described, Documentation, documentation
 from ..reference._operator import SCHEMA_TYPES, result_count, written
 
 WIDTH = 120
+RULES = Path(__file__).parents[1] / "distributed" / "rules"
+WITHOUT_RULES = "there are no rules. Convert the inputs with ``to_local()`` or ``full_tensor()``."
 
 
 def markdown(text: str) -> str:
@@ -30,10 +35,11 @@ def markdown(text: str) -> str:
     return re.sub(r":\w+:`([^`]*)`", link, text).replace("``", "`")
 
 
-def filled(text: str) -> str:
+def filled(text: str, indent: str = "") -> str:
     """Lines of at most WIDTH characters; none breaks in code, which could then look like another kind of line."""
     kept = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
-    return textwrap.fill(kept, WIDTH, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
+    lines = textwrap.fill(kept, WIDTH, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+    return lines.replace("\0", " ")
 
 
 def paragraphs(*texts: str) -> str:
@@ -110,6 +116,41 @@ def former_names(operator: Operator) -> str:
     return f"Deprecated alias: {', '.join(names)}, which requires the arguments `group` and `classes`." if names else ""
 
 
+@functools.cache
+def layouts() -> dict[str, list[str]]:
+    """Of each operator with DTensor rules: the paragraphs about it in the docstring of its file. Files are parsed, because
+    an import would load torch.distributed.tensor."""
+    known, files = {name for name, o in operators().items() if not o.alias_of}, sorted(RULES.glob("*.py"))
+    with_own_file = known & {path.stem for path in files}
+    found: dict[str, list[str]] = {}
+    for path in files:
+        tree = ast.parse(path.read_text())
+        strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        # A file registers rules by an operator's name, or by the ending that a form has behind the name of its base.
+        named = {path.stem} | strings | {path.stem + ending for ending in strings}
+        served = named & (known - with_own_file | {path.stem})
+        found |= {name: [] for name in served & known}
+        for paragraph in (ast.get_docstring(tree) or "").split("\n\n"):
+            text = re.sub(r"\s+", " ", paragraph)
+            first, _, rest = text.partition(": ")
+            about = set(first.split(", "))
+            about, text = (about, rest) if about <= served else (served, text)
+            for name in about & known:
+                found[name] += [text] * bool(text)
+    return found
+
+
+def dtensors(operator: Operator) -> str:
+    """Nothing for a form that takes the layouts of its base."""
+    found = layouts().get(operator.__name__, [WITHOUT_RULES])
+    if operator.base is not None and found == layouts().get(operator.base.__name__):
+        return ""
+    title = "**[DTensor](distributed.md#dtensor):**"
+    if len(found) == 1:
+        return paragraphs(f"{title} {found[0]}")
+    return "\n".join([title, "", *(filled(f"- {markdown(text)}", "  ") for text in found)])
+
+
 def section(operator: Operator) -> Iterator[str]:
     found, base, former = documentation(operator), operator.base, former_names(operator)
     cost = f"**Cost:** {found.cost}" if found.cost else ""
@@ -123,6 +164,8 @@ def section(operator: Operator) -> Iterator[str]:
         yield f"### `{operator.__name__}`"
         described = arguments_of_form(operator, base, found)
         yield paragraphs(found.summary, described, results(operator, found), *found.text, cost, former)
+    if lines := dtensors(operator):
+        yield lines
     yield example(found)
 
 
@@ -137,7 +180,7 @@ def page() -> str:
     index = [f"| [`{o.__name__}`](#{o.__name__}) | {markdown(documentation(o).summary)} |" for o in bases]
     parts = [
         "# Operators",
-        "<!-- Generated from liger_ops/reference by python -m liger_ops.aot.operators_page docs/operators.md -->",
+        "<!-- Generated from the declarations and DTensor rules by python -m liger_ops.aot.operators_page docs/operators.md -->",
         paragraphs(*(re.sub(r"\s+", " ", text) for text in conventions)),
         "\n".join(["| operator | computes |", "|---|---|", *index]),
         "```python\nimport torch\nfrom liger_ops.functional import *\n```",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from .._wanted import WANT_BIAS, WANT_WEIGHT
+from ..reference._wanted import WANT_BIAS, WANT_WEIGHT
 from ._losses import Call, R, Result, placements_of, refuse, spread
 
 
@@ -21,7 +21,6 @@ class LinearCall(Call):
     WHOLE = (*Call.WHOLE, "ce_weight")
     INPUTS = tuple(p + name for p in ("", "s_", "t_") for name in ("input", "low_rank_input"))
     HEADS = tuple(p + name for p in ("", "s_", "t_") for name in ("weight", "bias", "low_rank_weight"))
-    WANT_HEAD = WANT_WEIGHT | WANT_BIAS
 
     def __init__(self, op: str, given: dict[str, Any]) -> None:
         super().__init__(op, given)
@@ -42,7 +41,7 @@ class LinearCall(Call):
                     raise ValueError(f"{op}: {prefix}input must {rule} (got {input.shape[along]})")
         rows = [R if i == split else x for i, x in enumerate(self.of_input)]
         self.lay_out(rows, given.get("target", input).shape[: input.ndim - 1], weight.shape[0], split)
-        if given["wanted"] & self.WANT_HEAD and self.sharded and not isinstance(weight, DTensor):
+        if given["wanted"] & (WANT_WEIGHT | WANT_BIAS) and self.sharded and not isinstance(weight, DTensor):
             raise ValueError(f"{op}: {prefix}weight must be a DTensor where tokens are sharded (got a plain tensor)")
 
     def argument(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .. import _loader
+from .._runtime import loader
 from . import installation, model, operators
 
 PACKAGES = ("triton", "transformers", "peft", "accelerate", "trl")
@@ -57,7 +57,7 @@ def problems_of_installation(facts: dict[str, Any], environment: dict[str, Any])
     found = []
     if facts["library"] is None:
         reasons = "; ".join(f"{name}: {why}" for name, why in facts["libraries_not_used"].items())
-        remedy = "unset LIGER_OPS_LIBRARY" if os.environ.get("LIGER_OPS_LIBRARY") == "0" else _loader.remedy()
+        remedy = "unset LIGER_OPS_LIBRARY" if os.environ.get("LIGER_OPS_LIBRARY") == "0" else loader.remedy()
         text = "there is no operator library for this torch: plain formulas run, which are slower and need more memory"
         found.append(problem(f"{text} ({reasons or 'none was found'})", remedy))
     if environment["nvidia_driver"] and not environment["torch_cuda"]:

@@ -10,7 +10,7 @@ import torch
 
 import liger_ops
 
-from .. import _jit
+from .._runtime import jit
 
 
 def operators() -> list[str]:
@@ -39,7 +39,7 @@ def jit_state(status: dict[str, Any]) -> str:
         return "off: no operator library"
     if not status["jit_enabled"]:
         return "off: LIGER_OPS_JIT=0"
-    return (_jit.compiler() if status["jit_compiler"] else None) or "off: Triton is not installed"
+    return (jit.compiler() if status["jit_compiler"] else None) or "off: Triton is not installed"
 
 
 def report() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import functional as F
-from ..projections import autocast_dtype
+from ..linear.layers import autocast_dtype
 from ._replacing import Replacements, Report
 
 __all__ = ["ChunkedDivergenceFunction", "ChunkedLogProbFunction", "chunked_divergence_loss", "patch", "unpatch"]

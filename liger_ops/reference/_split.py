@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._linear_map import LinearMap
+from ._linear_map import LinearMap
 from ._operator import Operator, demand, derived
 
 P = ParamSpec("P")

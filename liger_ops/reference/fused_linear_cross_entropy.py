@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._wanted import CE_BIAS, CE_INPUT, CE_WEIGHT
 from ._linear import BYTES_PER_LOGIT, Head, Linear, chunk_size
 from ._operator import demand, form_of, hint_if_swapped, operator
 from ._split import split_of, splittable, vocab_parallel
+from ._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
 from .cross_entropy import (
     REDUCTIONS,
     CrossEntropyMetrics,
@@ -36,7 +36,7 @@ def plan(
 ) -> tuple[int, int, int, int]:
     """liger::_fused_linear_cross_entropy_plan for these formulas."""
     chunk = min(tokens, chunk_size(vocabulary, memory_budget))
-    elements = {CE_INPUT: tokens * hidden, CE_WEIGHT: vocabulary * hidden, CE_BIAS: vocabulary}
+    elements = {WANT_INPUT: tokens * hidden, WANT_WEIGHT: vocabulary * hidden, WANT_BIAS: vocabulary}
     gradients = sum(count for bit, count in elements.items() if wanted & bit)
     chunks = -(-tokens // chunk) if tokens else 0
     return chunk, chunks, chunk * vocabulary * BYTES_PER_LOGIT, gradients * dtype.itemsize

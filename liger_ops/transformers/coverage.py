@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..projections import is_projection
+from ..linear.project import is_projection
 from . import rewrite
 from .heads import head_of, output_embedding
 from .patched import inner_function

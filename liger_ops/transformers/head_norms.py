@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..projections import autocast_dtype
+from ..linear.layers import autocast_dtype
 from . import rewrite
 from .patched import epsilon_of
 from .rewrite import assignment, expression, is_name, simple_assignment

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adapters import low_rank_input
-from ..projections import Adapted, autocast_dtype, has_adapters, has_hooks, hooks_of, is_lora, read
+from ..linear.adapters import low_rank_input
+from ..linear.layers import autocast_dtype, has_hooks, hooks_of
+from ..linear.peft import Adapted, has_adapters, is_lora, read
 from .deferred import (
     REPLICATE,
     DeferredLogits,

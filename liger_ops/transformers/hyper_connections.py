@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..projections import autocast_dtype
+from ..linear.layers import autocast_dtype
 from . import probe
 from .patched import NotUnderstood, Switches, give_subclass, is_distributed, original_class, require_switch
 

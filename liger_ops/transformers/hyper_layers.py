@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..projections import autocast_dtype
+from ..linear.layers import autocast_dtype
 from . import hyper_connections, probe, rewrite
 from .patched import (
     NotUnderstood,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._linear_map import LinearMap
+from ..reference._linear_map import LinearMap
 from . import rewrite
 from .patched import inner_function, is_distributed
 from .rewrite import expression, is_name, simple_assignment

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..projections import has_adapters, recipe_of
+from ..linear.peft import has_adapters
+from ..linear.project import recipe_of
 from ..reference.fp8_projections import multiple_of
 from .heads import output_embedding
 from .patched import give_subclass, has_replaced_forward, is_fully_sharded, is_plain_linear, original_class

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from ..linear.layers import autocast_dtype
+from ..linear.peft import read
+from ..linear.project import project_adapted
 from ..nn import use_torch_embedding
-from ..projections import autocast_dtype, project_adapted, read
 from . import head_norms, latent_heads, probe, rewrite
 from .patched import (
     Norm,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, overload
 
 from torch import nn
 
-from ..projections import has_adapters
+from ..linear.peft import has_adapters
 from . import (
     activations,
     adapted_experts,

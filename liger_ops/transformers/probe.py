@@ -21,19 +21,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as F
-from ..projections import (
-    Called,
-    adapted,
-    has_hooks,
-    is_bare_linear,
-    is_lora,
-    peft_linear,
-    project,
-    project_gated,
-    project_one,
-    projected_in_fp8,
-)
-from ..quantised import is_linear_4bit
+from ..linear.layers import has_hooks, is_bare_linear
+from ..linear.packed import is_linear_4bit
+from ..linear.peft import Called, adapted, is_lora, peft_linear
+from ..linear.project import project, project_gated, project_one, projected_in_fp8
 from . import rewrite
 from .patched import (
     Norm,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..projections import has_hooks
+from ..linear.layers import has_hooks
 
 MISSING = object()
 LITERALS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, enum.Enum)

@@ -46,9 +46,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from .._static import static
-from .._wanted import WANT_INPUT, WANT_WEIGHT
-from ..projections import has_hooks, is_projection, project, saves_passes
+from .._runtime.static import static
+from ..linear.layers import has_hooks
+from ..linear.project import is_projection, project, saves_passes
+from ..reference._wanted import WANT_INPUT, WANT_WEIGHT
 from .patched import Norm, epsilon_of, inner_function, is_distributed
 from .reads import unchanged
 

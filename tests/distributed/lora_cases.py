@@ -17,7 +17,8 @@ from liger_ops.transformers import apply_liger_kernel
 
 CASES = Cases(prepare=as_large_models)
 case = CASES.named
-FUSED = {"_ProjectionsBackward", "_GatedProjectionBackward"}
+# Of projections, and of the down projection with the product in front of it.
+FUSED = {"lora_linear", "_ProjectionsBackward"}
 
 
 def sharded(model: nn.Module, mesh: Any, alone: bool = False, **options: Any) -> nn.Module:

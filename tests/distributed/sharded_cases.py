@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from liger_ops import projections
+from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel, probe, unpatch
 from liger_ops.transformers.coverage import NO_OPERATOR
 
@@ -33,7 +33,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def as_large_models() -> None:
     """Input gradients accumulate inside GEMMs."""
-    projections.LARGE = 0
+    project.LARGE = 0
 
 
 CASES = Cases(prepare=as_large_models)
@@ -480,7 +480,7 @@ def in_fp8(mesh: Any, recipe: str, alone: bool = False, checkpoints: bool = Fals
 
     # Hooks gather layers in groups of their own, which therefore quantise their input one by one.
     with ExitStack() as separate:
-        for module in (projections, probe) if alone else ():
+        for module in (project, probe) if alone else ():
             separate.enter_context(mock.patch.object(module, "projected_in_fp8", lambda *_: None))
         expected = step(made())
     for name, t in expected.items():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from checks import ROOT
+from checks import ROOT, output_of
 from torch import Tensor
 
 from liger_ops.aot import operators_page
@@ -45,6 +45,71 @@ def test_the_readme_names_operators_that_exist():
     table = (ROOT / "README.md").read_text().partition("| task |")[2].partition("\n\n")[0]
     named = set(re.findall(r"`(\w+)`", table))
     assert len(named) > 15 and named <= set(operators())
+
+
+# ---- Layouts of DTensors
+
+RULES = {
+    "norms": """
+'''`x`: R -> R.
+
+rms_norm: S(0)
+-> S(0).'''
+
+@sharding("rms_norm", "layer_norm")
+def forward(): ...
+""",
+    "cross_entropy": """
+loss_on_dtensors("cross_entropy", forms={"": 0, "_with_metrics": 1})
+""",
+    "fused_linear_log_probs": """
+'''R -> R.'''
+results = ("log_probs", "entropy")
+""",
+    "mm": """
+'''Private.'''
+@sharding("_mm")
+def product(): ...
+""",
+}
+
+
+def test_layouts_are_read_from_the_docstrings_of_rules(monkeypatch, tmp_path):
+    for stem, text in RULES.items():
+        (tmp_path / f"{stem}.py").write_text(text)
+    (tmp_path / "log_probs.py").touch()
+    monkeypatch.setattr(operators_page, "RULES", tmp_path)
+    assert operators_page.layouts.__wrapped__() == {
+        "rms_norm": ["`x`: R -> R.", "S(0) -> S(0)."],
+        "layer_norm": ["`x`: R -> R."],
+        "cross_entropy": [],
+        "cross_entropy_with_metrics": [],
+        "fused_linear_log_probs": ["R -> R."],
+        "log_probs": [],
+    }
+
+
+@pytest.mark.parametrize(
+    "name,text",
+    [
+        ("rms_norm", "**[DTensor](distributed.md#dtensor):**\n\n- `x`: R or S"),
+        ("log_probs", "**[DTensor](distributed.md#dtensor):** R or S"),
+        ("rope_freqs_cis", "**[DTensor](distributed.md#dtensor):** there are no rules. Convert"),
+        ("cross_entropy_", "**[DTensor](distributed.md#dtensor):** there are no rules. Convert"),
+    ],
+)
+def test_a_section_has_the_layouts(name, text):
+    assert text in "\n".join(operators_page.section(operators()[name]))
+
+
+def test_a_form_has_no_layouts_of_its_own():
+    section = "\n".join(operators_page.section(operators()["cross_entropy_with_metrics"]))
+    assert "DTensor" not in section
+
+
+def test_the_page_is_written_without_an_import_of_dtensor():
+    code = "import sys\nfrom liger_ops.aot import operators_page\nassert operators_page.page()\n"
+    assert output_of(code + "print('torch.distributed.tensor' in sys.modules)").split() == ["False"]
 
 
 # ---- The generator

@@ -5,7 +5,7 @@ from interpreted import cases
 
 INTERPRETED = """
 import torch, numpy
-import liger_ops.kernels.gemm.lora_linear as source
+import liger_ops.kernels.linear.lora_linear as source
 from interpreter import find
 
 def run(path, rows, columns, parts, weight, keeps):

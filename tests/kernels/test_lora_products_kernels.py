@@ -6,7 +6,7 @@ from lora_dropout import dropped
 
 INTERPRETED = """
 import torch, numpy
-import liger_ops.kernels.gemm.lora_products
+import liger_ops.kernels.linear.lora_products
 from interpreter import find
 
 def run(path, tokens, features, rank, adapters, rate, adapter="fp32", dtype="bf16"):

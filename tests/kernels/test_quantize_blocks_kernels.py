@@ -14,7 +14,7 @@ from liger_ops.reference.quantize_blocks import blocks_in_e4m3, squares_in_e4m3,
 
 INTERPRETED = """
 import torch, numpy
-import liger_ops.kernels.fp8.quantize_blocks
+import liger_ops.kernels.quantize.quantize_blocks
 from interpreter import find
 
 def run(path, dtype, n, aligned, kernel, by):

@@ -13,11 +13,11 @@ from interpreted import cases
 import liger_ops.kernels as tables
 from liger_ops import functional as F
 from liger_ops.aot.compile import compile_variant
-from liger_ops.kernels.fp8.quantize_rows import OVER_448
+from liger_ops.kernels.quantize.quantize_rows import OVER_448
 
 INTERPRETED = """
 import torch, numpy
-import liger_ops.kernels.fp8.quantize_rows
+import liger_ops.kernels.quantize.quantize_rows
 from interpreter import find
 
 def run(path, dtype, n, aligned, kernel):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checks import LAYOUTS
+from declared import is_constant, plain_operators
 from operator_calls import (
     OPERATORS,
     PUBLIC,
@@ -16,13 +17,14 @@ from operator_calls import (
     call,
     copied,
     differentiable,
-    plain_operators,
     samples,
     tensors,
 )
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from liger_ops.reference._calls import described_tensors
 
 ops = torch.ops.liger
 FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this call\)"
@@ -31,20 +33,18 @@ FREED = r"\(got a storage of 0 bytes; FSDP or another owner freed it before this
 ADAPTERS_OF_EXPERTS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 # Arguments that forward saves -> their names in the backward operator.
 SAVED = {
-    **{op: {name: name for name in names} for op, names in plain_operators().items()},
-    **{op: {} for op in ("quantize_rows", "quantize_columns", "quantize_both", "quantize_blocks")},
-    "rms_norm": dict(x="x", weight="weight"),
+    # Plain operators with a gradient save all of their tensors, unless an entry below says otherwise.
+    **{
+        op: {} if is_constant(operator) else {name: name for name in described_tensors(operator)}
+        for op, operator in plain_operators().items()
+    },
     "fused_add_rms_norm": dict(weight="weight"),
-    "rms_norm_gated": dict(x="x", gate="gate", weight="weight"),
     "causal_conv1d": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
     "causal_conv1d_split": {name: name for name in ("x", "weight", "bias", "seq_idx", "initial_state")},
     "short_conv": {name: name for name in ("bcx", "weight", "bias", "seq_idx")},
     "layer_norm": dict(x="x", weight="weight"),
     "sigmoid_gate": dict(x="x", gate="gate"),
-    "delta_gates": {name: name for name in ("a", "b", "a_log", "dt_bias")},
     "hyper_pre": {name: name for name in ("streams", "fn", "base", "scale")},
-    "hyper_post": {name: name for name in ("y", "streams", "post", "comb")},
-    "xielu": {name: name for name in ("x", "alpha_p", "alpha_n")},
     "rope": dict(cos="cos", sin="sin"),
     "rope_freqs_cis": dict(freqs_cis="cos"),
     "qk_norm_rope": {name: name for name in ("q", "k", "q_weight", "k_weight", "cos", "sin")},
@@ -89,8 +89,6 @@ SAVED = {
             "t_low_rank_weight",
         )
     },
-    **{op: dict(gate="gate", up="up") for op in ("swiglu", "geglu")},
-    **{f"{op}_packed": dict(gate_up="gate_up") for op in ("swiglu", "geglu")},
     **{f"{op}_linear": dict(gate="gate", up="up", weight="weight") for op in ("swiglu", "geglu")},
 }
 

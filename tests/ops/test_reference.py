@@ -225,7 +225,7 @@ def copy(tmp_path_factory) -> Path:
     shutil.copytree(PACKAGE, root / "liger_ops", ignore=shutil.ignore_patterns("lib", "packs", "__pycache__"))
     libraries = root / "liger_ops" / "lib"
     libraries.mkdir()
-    for minor in ("1.0", liger_ops._loader.torch_minor()):
+    for minor in ("1.0", liger_ops._runtime.loader.torch_minor()):
         (libraries / f"libliger_ops_torch{minor}.so").write_bytes(b"not a library")
     return root
 
@@ -249,9 +249,11 @@ def call(copy: Path, *functions: str) -> None:
 
 
 def test_one_warning_lists_the_libraries_tried_and_a_remedy(copy):
-    output = run(copy, "import liger_ops, torch; torch.ops.liger.rms_norm(torch.ones(2, 8)); import liger_ops._loader")
+    output = run(
+        copy, "import liger_ops, torch; torch.ops.liger.rms_norm(torch.ones(2, 8)); import liger_ops._runtime.loader"
+    )
     (line,) = [line for line in output.splitlines() if "RuntimeWarning" in line]
-    minor = liger_ops._loader.torch_minor()
+    minor = liger_ops._runtime.loader.torch_minor()
     for part in (
         f"no operator library fits torch {torch.__version__}",
         f"libliger_ops_torch1.0.so built for torch 1.0, installed is {torch.__version__}",
@@ -443,10 +445,10 @@ def test_autocast_refusals_and_other_functions(copy):
 def check_a_model() -> None:
     from language_models import make, step, tokens
 
-    from liger_ops import projections
+    from liger_ops.linear import project
     from liger_ops.transformers import apply_liger_kernel
 
-    projections.LARGE = 0
+    project.LARGE = 0
     model, ids = make("llama"), tokens()
     plain = step(model, ids)
     assert not apply_liger_kernel(model).left_alone

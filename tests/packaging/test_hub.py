@@ -21,7 +21,7 @@ from solo_group import solo_group
 from torch.utils._pytree import tree_leaves
 
 import liger_ops
-from liger_ops._loader import torch_minor
+from liger_ops._runtime.loader import torch_minor
 from liger_ops.aot import declarations, hub
 from liger_ops.reference import operators
 

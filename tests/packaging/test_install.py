@@ -19,7 +19,7 @@ import setuptools
 from stub_cuda import LIBRARIES, ROOT
 
 import liger_ops
-from liger_ops import _loader
+from liger_ops._runtime import loader
 
 
 def test_an_older_setuptools_is_an_error(monkeypatch):
@@ -192,7 +192,7 @@ def test_cmake_finds_the_installed_package_from_the_sources(sources, installed):
 
 def test_a_built_package_shadows_nothing(installed, monkeypatch):
     monkeypatch.syspath_prepend(str(installed))
-    assert _loader.shadowed() is None
+    assert loader.shadowed() is None
 
 
 # ---- Editable installs and folders.
@@ -261,7 +261,7 @@ def test_an_editable_install_imports_the_checkout(checkout, tmp_path):
     wheel = built_by("build_editable", checkout, tmp_path / "wheel")
     shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     package = checkout / "liger_ops"
-    library = package / "lib" / f"libliger_ops_torch{_loader.torch_minor()}.so"
+    library = package / "lib" / f"libliger_ops_torch{loader.torch_minor()}.so"
     for folder in (tmp_path, checkout):
         found = run_in(folder, "-c", WHERE, str(tmp_path / "site")).stdout.split()
         assert found == [liger_ops.__version__, str(package / "__init__.py"), str(library)]

@@ -12,11 +12,11 @@ import torch
 from checks import environment_of_tree, output_of
 from stub_cuda import LIBRARIES, ROOT
 
-from liger_ops import _loader
+from liger_ops._runtime import loader
 from liger_ops.aot import built, flags, operators, torch_release
 
 TORCH = Path(torch.__file__).parent
-MINOR = _loader.torch_minor()
+MINOR = loader.torch_minor()
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_locally_built_library_takes_precedence_if_it_fits(home):
     others = [f"libliger_ops_torch{MINOR}-0123456789ab.so", "libliger_ops_torch9.9-0123456789ab.so"]
     for name in (built.library_name(MINOR), *others):
         (home / name).touch()
-    found = list(_loader.candidates())
+    found = list(loader.candidates())
     fitting = [path for path, misfit in found if misfit is None]
     assert fitting == [home / built.library_name(MINOR), LIBRARIES / f"libliger_ops_torch{MINOR}.so"]
     against = {path.name: misfit for path, misfit in found if misfit}
@@ -202,7 +202,7 @@ def test_missing_generated_headers_are_named(home, tmp_path, monkeypatch):
 def test_one_unit_becomes_a_library_that_loads(home, tmp_path, monkeypatch):
     """One unit stands in for all, which would take minutes."""
     chosen = [
-        ROOT / "csrc" / name for name in ("runtime/portable.cpp", "core/namespace.cpp", "ops/gemm/projections.cpp")
+        ROOT / "csrc" / name for name in ("runtime/portable.cpp", "core/namespace.cpp", "ops/linear/projections.cpp")
     ]
     monkeypatch.setattr(flags, "sources", lambda csrc: chosen)
     monkeypatch.setattr(operators, "loaded_elsewhere", lambda: str(home / built.library_name(MINOR)))

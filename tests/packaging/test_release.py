@@ -180,7 +180,7 @@ def test_a_page_lists_the_cards_that_each_pack_has_run_on():
 
 
 def test_the_installed_torch_is_among_the_releases():
-    assert liger_ops._loader.torch_minor() in torch_release.RELEASES
+    assert liger_ops._runtime.loader.torch_minor() in torch_release.RELEASES
 
 
 # ---- The wheel and the sdist.

@@ -12,7 +12,7 @@ from pairs import kernels_in_tiers
 from stub_cuda import ARCHS, PACKS, sample
 
 import liger_ops.kernels as tables
-from liger_ops import _jit
+from liger_ops._runtime import jit
 from liger_ops.aot import pack
 
 KERNEL = "column_sum"
@@ -22,7 +22,7 @@ ORIN = "8.7:16:Stub Orin"  # no pack serves it
 
 def compiled(kernel, variant, arch, tmp_path):
     path = tmp_path / "compiled.pack"
-    path.write_bytes(_jit.compile_pack(kernel, variant, arch))
+    path.write_bytes(jit.compile_pack(kernel, variant, arch))
     return pack.read(path)
 
 
@@ -57,7 +57,7 @@ def test_concurrent_compilation_restores_tritons_settings(monkeypatch):
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
     before = triton.knobs.cache.dir
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda variant: _jit.compile_pack(KERNEL, variant, 90), [0, 1])
+        first, second = pool.map(lambda variant: jit.compile_pack(KERNEL, variant, 90), [0, 1])
     assert first != second and triton.knobs.cache.dir == before
     assert not triton.knobs.compilation.disable_line_info and os.environ["TRITON_DISABLE_LINE_INFO"] == "0"
 
@@ -314,10 +314,10 @@ def compile_with_triton(variants):
     tables()
     # The compiler does not need torch, and importing it in eight processes would dominate the run time.
     sys.modules["torch"] = type(sys)("torch")
-    from liger_ops import _jit
+    from liger_ops._runtime import jit
 
-    runtime.set_hook(_jit.compile_pack)
-    runtime.set_compiler(_jit.compiler())
+    runtime.set_hook(jit.compile_pack)
+    runtime.set_compiler(jit.compiler())
     return [served_by(variant=v) for v in variants]
 
 

@@ -11,8 +11,8 @@ from patched_models import logits_of
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 
-from liger_ops import projections
 from liger_ops._accuracy import Roundings, rounded
+from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel
 
 # Projections in one call: q, k and v; o; gate and up; down.
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 def record_calls(monkeypatch):
     """Of lora_projections, and of gated_lora_projection, which projects a product."""
-    found, function, gated = [], projections.lora_projections, projections.gated_lora_projection
+    found, function, gated = [], project.lora_projections, project.gated_lora_projection
 
     def recorded(x, weights, biases, a, *others):
         found.append(Call(len(weights), len(a)))
@@ -38,8 +38,8 @@ def record_calls(monkeypatch):
         found.append(Call(1, len(a)))
         return gated(op, options, gate, up, weight, bias, a, *others)
 
-    monkeypatch.setattr(projections, "lora_projections", recorded)
-    monkeypatch.setattr(projections, "gated_lora_projection", recorded_gated)
+    monkeypatch.setattr(project, "lora_projections", recorded)
+    monkeypatch.setattr(project, "gated_lora_projection", recorded_gated)
     return found
 
 

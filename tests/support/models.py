@@ -1,5 +1,5 @@
-"""A module that calls one operator, for every operator that has a gradient. Operators whose tensors all have shape
-HIDDEN are added automatically.
+"""A module that calls one operator, for every operator that has a gradient. Plain operators have rows by their
+declaration; those below are of other operators, or have other shapes and options.
 
 B (batch) and S (sequence) vary between calls.
 """
@@ -9,19 +9,20 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from declared import is_constant, plain_operators, shapes_of
 from solo_group import SOLO, solo_group
 from stub_cuda import scratch
 from torch import Tensor, nn
 
 import liger_ops
-from liger_ops.reference import Operator, operators
+from liger_ops.reference import operators
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 HEADS, SIZE, WIDTH, VOCABULARY = 2, 8, 16, 24
@@ -37,7 +38,7 @@ class Row(NamedTuple):
 
 HIDDEN, PACKED, LOGITS, TARGET = ("B", "S", WIDTH), ("B", "S", 2 * WIDTH), ("B", "S", VOCABULARY), ("B", "S")
 QUERY, ANGLES = ("B", HEADS, "S", SIZE), (1, "S", SIZE)
-NORM, ADD_NORM, GATED_NORM = dict(x=HIDDEN), dict(x=HIDDEN, residual=HIDDEN), dict(x=HIDDEN, gate=HIDDEN)
+NORM, GATED_NORM = dict(x=HIDDEN), dict(x=HIDDEN, gate=HIDDEN)
 ROPE = dict(q=QUERY, k=QUERY, cos=ANGLES, sin=ANGLES)
 BCX = dict(bcx=("B", "S", 3 * WIDTH))
 QKVZ, TWO_GROUPS = dict(x=PACKED), dict(sizes=[2, 2, 8, 4], groups=2)
@@ -70,21 +71,28 @@ GPT_OSS = dict(interleaved=True, transposed=True, limit=7.0, alpha=1.702, up_off
 STREAMS, HYPER = ("B", "S", 4, WIDTH), dict(fn=(24, 4 * WIDTH), base=(24,), scale=(3,))
 SPLIT = dict(group=SOLO, classes=VOCABULARY)
 
+
+def default_rows() -> Iterator[Row]:
+    """Of plain operators: with all tensors, and without the optional ones. Tensors without "..." are parameters."""
+    for op, operator in plain_operators().items():
+        if is_constant(operator):
+            continue
+        shapes = shapes_of(operator, ("B", "S"), WIDTH)
+        needed = {n: shape for n, shape in shapes.items() if operator.__signature__.parameters[n].default is not None}
+        for given in (shapes, needed) if needed != shapes else (shapes,):
+            inputs = {name: shape for name, shape in given.items() if shape[:2] == ("B", "S")}
+            yield Row(op, inputs, {name: shape for name, shape in given.items() if name not in inputs})
+
+
 ROWS = [
-    Row("rms_norm", NORM, SCALE),
+    *default_rows(),
     Row("rms_norm", NORM, SCALE, dict(eps=1e-5, offset=1.0, casting_mode="gemma")),
-    Row("rms_norm", NORM),
-    Row("fused_add_rms_norm", ADD_NORM, SCALE),
-    Row("rms_norm_gated", GATED_NORM, SCALE),
     Row(
         "rms_norm_gated",
         GATED_NORM,
         SCALE,
         dict(offset=1.0, casting_mode="gemma", activation="sigmoid", gate_first=True, group_size=8),
     ),
-    Row("rms_norm_gated", GATED_NORM),
-    Row("sigmoid_gate", GATED_NORM),
-    Row("sigmoid_gate", dict(GATED_NORM, residual=HIDDEN)),
     Row("sigmoid_gate", dict(x=HIDDEN, gate=("B", "S", 1))),
     Row("delta_gates", dict(a=HIDDEN, b=HIDDEN), dict(a_log=(WIDTH,), dt_bias=(WIDTH,)), dict(beta_scale=2.0)),
     Row("delta_gates", dict(a=("B", "S", WIDTH, 4), b=HIDDEN), dict(a_log=(WIDTH,), dt_bias=(WIDTH, 4))),
@@ -96,9 +104,7 @@ ROWS = [
         dict(fn=(8, 4 * WIDTH), base=(8,), scale=(2,)),
         dict(norm_eps=1e-5, eps=1e-6, post_scale=1.5, post_eps=1e-3),
     ),
-    Row("hyper_post", dict(y=HIDDEN, streams=STREAMS, post=STREAMS[:3], comb=(*STREAMS[:3], 4))),
     Row("hyper_post", dict(y=HIDDEN, streams=STREAMS, post=STREAMS[:3]), {}, dict(rounded=False)),
-    Row("xielu", dict(x=HIDDEN), dict(alpha_p=(1,), alpha_n=(1,))),
     Row("causal_conv1d", NORM, dict(weight=(WIDTH, 4), bias=(WIDTH,))),
     Row("causal_conv1d", NORM | dict(seq_idx=TARGET), dict(weight=(WIDTH, 3)), dict(activation="none", dilation=2)),
     Row("causal_conv1d", NORM | dict(initial_state=("B", 2, WIDTH)), dict(weight=(WIDTH, 3))),
@@ -106,7 +112,6 @@ ROWS = [
     Row("causal_conv1d_split", NORM | dict(seq_idx=TARGET), dict(weight=(WIDTH, 3)), dict(sizes=[4, 4, 8])),
     Row("short_conv", BCX, dict(weight=(WIDTH, 3), bias=(WIDTH,))),
     Row("short_conv", BCX | dict(seq_idx=TARGET), dict(weight=(WIDTH, 4))),
-    Row("layer_norm", NORM, dict(weight=(WIDTH,), bias=(WIDTH,))),
     Row("layer_norm", NORM, dict(bias=(WIDTH,))),
     Row("rope", ROPE),
     Row("rope", ROPE, {}, dict(interleaved=True)),
@@ -117,13 +122,10 @@ ROWS = [
     Row("qk_norm_rope", ROPE, HEAD_NORMS),
     Row("qk_norm_rope", ROPE, HEAD_NORMS, dict(offset=1.0, casting_mode="gemma", interleaved=True)),
     Row("qk_norm_rope", ROPE, {}, dict(q_weight=None, k_weight=None)),
-    Row("swiglu", GATED),
     Row("swiglu", GATED, {}, dict(limit=0.5)),
-    Row("swiglu_packed", dict(gate_up=PACKED)),
     Row("swiglu_packed", dict(gate_up=PACKED), {}, dict(limit=0.5)),
     Row("swiglu_linear", GATED, DOWN),
     Row("swiglu_linear", GATED, HEAD, dict(limit=0.5)),
-    Row("geglu", GATED),
     Row("geglu_packed", dict(gate_up=PACKED), {}, dict(approximate="none")),
     Row("geglu_linear", GATED, DOWN, dict(approximate="none")),
     Row("lora_linear", dict(x=HIDDEN), DOWN | ADAPTERS, dict(scale=[0.5, 2.0])),
@@ -196,22 +198,6 @@ ROWS = [
     Row("fused_linear_cross_entropy", LINEAR_LOSS, HEAD, SPLIT | dict(reduction="none", sequence_dim=1)),
     Row("fused_linear_cross_entropy_with_metrics", LINEAR_LOSS, HEAD, SPLIT),
     Row("fused_linear_cross_entropy_with_log_probs", LINEAR_LOSS, HEAD, SPLIT),
-]
-
-
-def is_constant(operator: Operator) -> bool:
-    """Whether no result has a gradient. Such an operator's own file tests what test_every_operator.py tests of others."""
-    tensors = [name for name, p in operator.__signature__.parameters.items() if p.annotation == "Tensor"]
-    return all(name in operator.constants for name in tensors)
-
-
-ROWS += [
-    Row(
-        name,
-        {argument: HIDDEN for argument, p in operator.__signature__.parameters.items() if p.annotation == "Tensor"},
-    )
-    for name, operator in operators().items()
-    if name not in {row.op for row in ROWS} and not operator.alias_of and not is_constant(operator)
 ]
 NAMES = [" ".join([row.op, *map(str, row.options.values())]) for row in ROWS]
 

@@ -3,7 +3,7 @@
 
 #include <torch/library.h>
 
-#include "core/cuda.h"
+#include "core/cuda/launch.h"
 #include "kernels/geglu.h"
 #include "kernels/lora_products.h"
 #include "kernels/moe_adapters.h"
@@ -27,8 +27,8 @@ Run run = nullptr;
 
 template <class K>
 void run_instead(
-    const char* op, const at::Device&, uint32_t variant, runtime::Grid grid, const typename K::Args& args) {
-  TORCH_CHECK(run(K::kernel.spec().name, variant, grid.x, &args) == 0, op, ": a kernel failed");
+    const char* op, const at::Device&, const Choice<K>& choice, runtime::Grid grid, const typename K::Args& args) {
+  TORCH_CHECK(run(K::kernel.spec().name, choice.variant, grid.x, &args) == 0, op, ": a kernel failed");
 }
 
 template <class K>
@@ -52,7 +52,7 @@ namespace {
 using Optionals = c10::List<std::optional<Tensor>>;
 
 /// tensors: x, gate_up, down, index, weight, biases and adapters; then d out, if gradients are wanted. Returns the
-/// result, or the gradients in the order of their bits.
+/// result and the gradients, in the order of the bits of `wanted`.
 std::vector<Tensor> experts(
     const Optionals& tensors, int64_t wanted, c10::string_view activation, bool interleaved, bool transposed,
     double limit, double alpha, double up_offset, bool weight_before, double gate_up_scale, double down_scale) {
@@ -61,22 +61,21 @@ std::vector<Tensor> experts(
   const Options options{activation, interleaved,   transposed,    limit,     alpha,
                         up_offset,  weight_before, gate_up_scale, down_scale};
   const Call call{kOp, t[0], t[1], t[2], t[3], t[4], t[5], t[6], {t[7], t[8]}, {t[9], t[10]}, options};
-  const auto size = Routing::size(call.pairs(), call.experts()).expect_int();
+  const auto size = Routing::size(call).expect_int();
   const Tensor routing = at::empty({size}, call.x.options().dtype(at::kInt));
   Saved saved;
-  const Tensor out = Cuda::forward(call, routing, &saved);
-  const Gradients g = Cuda::backward(call, t[11], routing, saved, saved.pre, wanted);
-  std::vector<Tensor> found{out,         g.x,         g.gate_up,   g.down,   g.weight, g.gate_up_bias,
-                            g.down_bias, g.gate_up_a, g.gate_up_b, g.down_a, g.down_b};
-  found.erase(std::remove_if(found.begin(), found.end(), [](const Tensor& f) { return !f.defined(); }), found.end());
+  std::vector<Tensor> found{Cuda::forward(call, routing, &saved)};
+  auto wants = [&](int gradient) { return bool(wanted >> gradient & 1); };
+  const Wanted each{wants(0), wants(1), wants(2), wants(3), wants(4), wants(5), wants(6), wants(7), wants(8), wants(9)};
+  auto collect = [&](const auto&... gradients) { ((gradients.defined() ? found.push_back(gradients) : void()), ...); };
+  std::apply(collect, Cuda::backward(call, t[11], routing, saved, saved.pre, each).all());
   return found;
 }
 
 TORCH_LIBRARY(experts_on_cpu, m) {
   m.def(
-      "experts(Tensor?[] tensors, int wanted, str activation, bool interleaved, bool transposed, float limit, float "
-      "alpha, "
-      "float up_offset, bool weight_before, float gate_up_scale, float down_scale) -> Tensor[]",
+      "experts(Tensor?[] tensors, int wanted, str activation, bool interleaved, bool transposed, float limit, "
+      "float alpha, float up_offset, bool weight_before, float gate_up_scale, float down_scale) -> Tensor[]",
       experts);
 }
 

@@ -4,7 +4,7 @@ import numpy
 import torch
 from interpreter import find
 
-from liger_ops.kernels.gemm.lora_products import RANK_STEP
+from liger_ops.kernels.linear.lora_products import RANK_STEP
 from liger_ops.kernels.moe import _tiles as shared
 from liger_ops.kernels.moe import moe_experts as m
 

@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from declared import is_constant, plain_operators, shapes_of
 from solo_group import solo_group
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,11 +30,15 @@ def low_rank(prefix: str = "", classes: int = CLASSES) -> dict[str, Any]:
 
 
 # Operators without gradients.
-QUANTIZERS = {"quantize_rows", "quantize_columns", "quantize_both", "quantize_blocks"}
+QUANTIZERS = {name for name, operator in operators().items() if is_constant(operator)}
 
 
 def public_calls() -> dict[str, dict[str, Any]]:
     """A call of each public operator with all of its tensor arguments."""
+    calls = {
+        op: {name: numbers(*shape) for name, shape in shapes_of(operator, [ROWS], N).items()}
+        for op, operator in plain_operators().items()
+    }
     rows, column, target = numbers(ROWS, N), numbers(N), torch.tensor([0, 2, 1, 5])
     gate = dict(gate=rows, up=numbers(ROWS, N))
     loss = dict(logits=numbers(ROWS, CLASSES), target=target, weight=numbers(CLASSES).abs(), label_smoothing=0.1)
@@ -51,13 +56,7 @@ def public_calls() -> dict[str, dict[str, Any]]:
         x=rows, gate_up=numbers(2, 6, N), down=numbers(2, N, 3), gate_up_bias=numbers(2, 6), down_bias=numbers(2, N),
         gate_up_a=numbers(2, 2, N), gate_up_b=numbers(2, 6, 2), down_a=numbers(2, 1, 3), down_b=numbers(2, N, 1),
     )  # fmt: skip
-    calls = {
-        "rms_norm": dict(x=rows, weight=column),
-        "fused_add_rms_norm": dict(x=rows, residual=numbers(ROWS, N), weight=column),
-        "rms_norm_gated": dict(x=rows, gate=numbers(ROWS, N), weight=column),
-        "sigmoid_gate": dict(x=rows, gate=numbers(ROWS, N), residual=numbers(ROWS, N)),
-        **{op: dict(x=rows) for op in QUANTIZERS},
-        "delta_gates": dict(a=rows, b=numbers(ROWS, N), a_log=column, dt_bias=numbers(N)),
+    calls |= {
         "hyper_pre": dict(
             streams=numbers(ROWS, 2, N),
             fn=numbers(8, 2 * N),
@@ -66,8 +65,8 @@ def public_calls() -> dict[str, dict[str, Any]]:
             norm_eps=1e-6,
             eps=1e-6,
         ),
+        # Of two streams, which no kernel serves.
         "hyper_post": dict(y=rows, streams=numbers(ROWS, 2, N), post=numbers(ROWS, 2), comb=numbers(ROWS, 2, 2)),
-        "xielu": dict(x=rows, alpha_p=numbers(1), alpha_n=numbers(1)),
         "causal_conv1d": dict(
             x=numbers(2, ROWS, N),
             weight=numbers(N, 3),
@@ -90,7 +89,6 @@ def public_calls() -> dict[str, dict[str, Any]]:
             bias=numbers(N),
             seq_idx=target.view(1, ROWS).repeat(2, 1),
         ),
-        "layer_norm": dict(x=rows, weight=column, bias=numbers(N)),
         "rope": dict(**heads, cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
         "rope_freqs_cis": dict(**heads, freqs_cis=torch.polar(torch.ones(ROWS, N // 2), numbers(ROWS, N // 2))),
         "qk_norm_rope": dict(**heads, q_weight=column, k_weight=numbers(N), cos=numbers(ROWS, N), sin=numbers(ROWS, N)),
@@ -132,24 +130,8 @@ def public_calls() -> dict[str, dict[str, Any]]:
             **low_rank("t_", CLASSES + 2),
         ),
     }
-    for op in ("swiglu", "geglu"):
-        calls |= {
-            op: gate,
-            f"{op}_packed": dict(gate_up=numbers(ROWS, 2 * N)),
-            f"{op}_linear": dict(**gate, weight=numbers(5, N), bias=numbers(5)),
-        }
-    for op, names in plain_operators().items():
-        calls.setdefault(op, {name: numbers(ROWS, N) for name in names})
+    calls |= {op: dict(**gate, weight=numbers(5, N), bias=numbers(5)) for op in ("swiglu_linear", "geglu_linear")}
     return calls
-
-
-def plain_operators() -> dict[str, list[str]]:
-    """The tensors of operators that only take rows and save them."""
-    tensors = {
-        op: [name for name, p in declared.__signature__.parameters.items() if "Tensor" in p.annotation]
-        for op, declared in operators().items()
-    }
-    return {op: names for op, names in tensors.items() if len(names) == operators()[op].rows}
 
 
 def product_calls() -> dict[str, dict[str, Any]]:
@@ -185,12 +167,8 @@ PUBLIC = [op for op in OPERATORS if not op.startswith("_")]
 
 
 def is_differentiable(op: str, name: str, t: Any) -> bool:
-    constant = ("ce_weight", "token_weight", "cos", "sin", "target", "t_input", "t_weight", "t_bias")
-    constant += ("t_low_rank_input", "t_low_rank_weight")
-    constant += ("bias",) if op == "moe_router" else ()
-    constant += ("x",) if op.startswith("quantize") else ()
-    constant += ("weight",) if op.startswith("cross_entropy") else ()
-    return isinstance(t, Tensor) and t.is_floating_point() and name not in constant
+    constants = operators()[op].constants if op in operators() else ()
+    return isinstance(t, Tensor) and t.is_floating_point() and name not in constants
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:

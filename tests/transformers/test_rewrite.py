@@ -11,7 +11,7 @@ from patched_models import assert_same_step
 from rewriting import after, function
 from torch import nn
 
-from liger_ops import projections
+from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
@@ -335,7 +335,7 @@ def test_a_norm_and_its_input_have_no_second_derivative():
 def test_norm_and_input_falls_back_to_the_norm(mode, monkeypatch):
     norm, x = patched_norm(), torch.randn(3, 32, requires_grad=True)
     if mode == "small":
-        monkeypatch.setattr(projections, "LARGE", x.numel() + 1)
+        monkeypatch.setattr(project, "LARGE", x.numel() + 1)
     with torch.set_grad_enabled(mode != "no grad"), torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
         y, residual = rewrite.norm_and_input(norm, x)
     assert residual is x and (y.grad_fn is None or y.grad_fn.name() != "_NormAndInputBackward")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from liger_ops import projections
+from liger_ops.linear import peft, project
 from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
@@ -40,7 +40,7 @@ class Two(nn.Module):
         self.q, self.k = nn.Linear(16, 24), nn.Linear(16, 8)
 
     def forward(self, x):
-        return projections.project((self.q, self.k), x)
+        return project.project((self.q, self.k), x)
 
 
 def two(kind, dtype=torch.float32, adapter_dtype=torch.float32, **options):
@@ -151,14 +151,14 @@ def test_dtypes_under_the_autocast_of_gpus(kind, monkeypatch):
 
 
 def test_every_lora_layer_over_codes_is_in_the_table():
-    known = {name for _, name in projections.PEFT_LINEARS}
+    known = {name for _, name in peft.PEFT_LINEARS}
     assert {cls.__name__ for cls in OVER_CODES.values()} | {"Linear4bit", "Linear8bitLt"} == known
 
 
 @pytest.mark.parametrize("kind", BASES)
 def test_the_report_says_why_a_base_is_called(kind):
     model = two(kind, torch.bfloat16 if kind == "nf4" else torch.float32)
-    read = projections.adapted(model.q, torch.bfloat16 if kind == "nf4" else torch.float32)
+    read = peft.adapted(model.q, torch.bfloat16 if kind == "nf4" else torch.float32)
     assert read.weight.reason == BASES[kind][1]
     # The report of a four-bit base supposes an input of its own dtype.
     expected = "" if kind == "nf4" else f"calls its base, because {BASES[kind][1]}"
@@ -244,7 +244,7 @@ def test_models_are_as_accurate_as_those_of_peft(kind, dtype, order, calls):
     theirs = results(plain, ids)
     assert not calls
     model, report = build(order, kind, dtype)
-    count = sum(map(projections.is_lora, model.modules()))
+    count = sum(map(peft.is_lora, model.modules()))
     assert lora_rows(report) == {("lora_linear", f"calls its base, because {BASES[kind][1]}"): count}
     ours = results(model, ids)
     assert taken(calls) == 2 * LAYERS * calls_of(kind)
@@ -356,7 +356,7 @@ def disable(model):
 
 
 def set_scale(model):
-    for layer in filter(projections.is_lora, model.modules()):
+    for layer in filter(peft.is_lora, model.modules()):
         layer.set_scale("default", 3.0)
 
 

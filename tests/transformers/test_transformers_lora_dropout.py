@@ -19,7 +19,7 @@ from lora_layers import (
 from patched_models import assert_same_logits, logits_of
 from torch import nn
 
-from liger_ops import adapters
+from liger_ops.linear import adapters
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
 RATE = 0.25

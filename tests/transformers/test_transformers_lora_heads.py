@@ -31,7 +31,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from liger_ops import adapters
+from liger_ops.linear import adapters
 from liger_ops.transformers import apply_liger_kernel, deferred, unpatch
 
 pytestmark = pytest.mark.usefixtures("as_large_models")

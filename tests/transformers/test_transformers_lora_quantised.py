@@ -10,8 +10,8 @@ from language_models import make, step, tokens
 from lora_layers import CALLS, LAYERS, assert_as_accurate, lora_rows, record_calls, results, taken, with_adapters
 from torch import nn
 
-from liger_ops import projections
-from liger_ops.quantised import Packed, dequantised
+from liger_ops.linear import peft
+from liger_ops.linear.packed import Packed, dequantised
 from liger_ops.transformers import apply_liger_kernel
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
@@ -94,7 +94,7 @@ def test_results_are_as_accurate_as_those_of_peft(name, dtype, autocasts, option
 
 
 def layers_of(model):
-    return [module for module in model.modules() if projections.has_adapters(module)]
+    return [module for module in model.modules() if peft.has_adapters(module)]
 
 
 def test_calls_without_gradients_are_left_to_bitsandbytes(calls):
@@ -179,9 +179,9 @@ def hooked(base):
 )
 def test_why_the_base_is_called(change, reason):
     layer = build("")[0].base_model.model.model.layers[0].mlp.up_proj
-    assert isinstance(projections.adapted(layer, torch.bfloat16).weight, Packed)
+    assert isinstance(peft.adapted(layer, torch.bfloat16).weight, Packed)
     change(layer.base_layer)
-    assert projections.adapted(layer, torch.bfloat16).weight.reason == reason
+    assert peft.adapted(layer, torch.bfloat16).weight.reason == reason
 
 
 def test_compiled_models(calls):

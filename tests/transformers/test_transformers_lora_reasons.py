@@ -10,7 +10,7 @@ from patched_models import assert_same_step, logits_of, through_pickle
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from liger_ops import projections
+from liger_ops.linear import peft, project
 from liger_ops.transformers import apply_liger_kernel, unpatch
 
 pytestmark = pytest.mark.usefixtures("as_large_models")
@@ -32,7 +32,7 @@ class Pair(nn.Module):
         self.q, self.k = nn.Linear(6, 8, dtype=dtype), nn.Linear(6, 4, dtype=dtype)
 
     def forward(self, x):
-        return projections.project((self.q, self.k), x)
+        return project.project((self.q, self.k), x)
 
 
 def hook(*path):
@@ -92,7 +92,7 @@ def adapted_pair(options, change, dtype=torch.float32):
 def test_reasons(reason, options, change, calls):
     x = torch.randn(3, 6)
     theirs, ours = adapted_pair(options, change), adapted_pair(options, change)
-    assert projections.adapted(ours.q, x.dtype) == reason
+    assert peft.adapted(ours.q, x.dtype) == reason
     rows = {row.module: row for row in apply_liger_kernel(ours).rows}
     assert (rows["q"].replacement, rows["q"].reason) == ("", reason)
     together, apart = lambda model: model(x), lambda model: (model.q(x), model.k(x))
@@ -110,10 +110,10 @@ def test_reasons(reason, options, change, calls):
 
 def test_inputs_that_are_not_cast(calls):
     model = adapted_pair({}, attribute("cast_input_dtype_enabled", False))
-    read = projections.adapted(model.q, torch.float32)
+    read = peft.adapted(model.q, torch.float32)
     assert read.weight is model.q.base_layer.weight and read.a[0] is model.q.lora_A["default"].weight
     half = adapted_pair({}, attribute("cast_input_dtype_enabled", False), torch.bfloat16)
-    assert projections.adapted(half.q, torch.bfloat16) == "does not cast its input"
+    assert peft.adapted(half.q, torch.bfloat16) == "does not cast its input"
     apply_liger_kernel(half)
     with pytest.raises(RuntimeError, match="dtype"):
         half.q(torch.randn(3, 6, dtype=torch.bfloat16))
@@ -126,7 +126,7 @@ def test_inputs_of_another_dtype_than_the_base(calls):
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.randn(3, 6, dtype=torch.bfloat16))
     for layer in (model.q, model.q.base_layer):
-        read = projections.adapted(layer, torch.bfloat16)
+        read = peft.adapted(layer, torch.bfloat16)
         assert read.weight.reason == "base is torch.float32, its input torch.bfloat16"
     assert not calls
 

@@ -123,10 +123,10 @@ def test_lora(target, first):
     loss = model(input_ids=ids, labels=ids).loss
     if target != "lm_head":
         # An adapted down projection runs with the product in front of it.
-        down = "_GatedProjectionBackward" if target == "down_proj" else "swiglu_linear"
+        down = "_ProjectionsBackward" if target == "down_proj" else "swiglu_linear"
         assert {"rms_norm", down, FUSED} <= nodes(loss)
     else:
-        assert {"_LowRankInputBackward", FUSED} <= nodes(loss)
+        assert {"_low_rank_input", FUSED} <= nodes(loss)
     assert not report or not report.left_alone
 
 
@@ -271,7 +271,7 @@ def test_accelerate_wraps_and_unwraps_the_patched_forward(accelerator):
 GROUP = """
 import gc, torch, torch.distributed as dist
 from language_models import make, nodes, step, tokens
-from liger_ops import projections
+from liger_ops.linear import project
 from liger_ops.transformers import apply_liger_kernel, rewrite, unpatch
 
 def assert_same(ours, plain):
@@ -320,7 +320,7 @@ for name, plan in plans.values():
     assert "rms_norm" in nodes(model(input_ids=ids, labels=ids).loss)
 
 # Distributed norms without hooks, in both helpers of rewritten layers.
-projections.LARGE = 0
+project.LARGE = 0
 norm = distribute_module(model.model.norm, mesh)
 x = distribute_tensor(torch.randn(3, 32, requires_grad=True), mesh)
 expected = norm(x + x).full_tensor()

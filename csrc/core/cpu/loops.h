@@ -94,6 +94,14 @@ inline int64_t cpu_ranges(int64_t rows, int64_t n) {
   return std::max<int64_t>(1, std::min<int64_t>({wanted, rows, int64_t(at::get_num_threads())}));
 }
 
+/// Calls f(row) for all rows of n elements in parallel.
+template <class F>
+void parallel_rows(int64_t rows, int64_t n, const F& f) {
+  parallel_ranges(rows, cpu_ranges(rows, n), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(row);
+  });
+}
+
 /// Number of ranges for an fp32 sum over rows. Ranges are short and their partial sums are added pairwise, so that the
 /// error of a gradient over thousands of rows is as small as in eager PyTorch.
 inline int64_t cpu_sum_ranges(int64_t rows, int64_t n) {

@@ -18,15 +18,16 @@
 
 namespace liger::ops::causal_conv1d {
 
-using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
-void check_parameters(
-    const char* op, const char* name, const Tensor& x, const c10::SymInt& channels, const Tensor& weight,
-    const Tensor& bias) {
-  core::check_same_device(op, "weight", weight, name, x);
+namespace {
+
+void check_parameters(const Arguments& a, const c10::SymInt& channels) {
+  const char* op = a.op;
+  const Tensor &weight = a.weight, bias = value_or_undefined(a.bias);
+  core::check_same_device(op, "weight", weight, a.name, a.x);
   core::check_dense(op, "weight", weight);
-  core::check_parameter_dtype(op, "weight", weight, name, x);
+  core::check_parameter_dtype(op, "weight", weight, a.name, a.x);
   const auto weight_dtype = weight.scalar_type();
   LIGER_CHECK(
       weight.dim() == 2 && weight.sym_size(0) == channels, op, "weight", c10::str("have shape [", channels, ", W]"),
@@ -34,7 +35,7 @@ void check_parameters(
   const auto width = weight.sym_size(1);
   LIGER_CHECK(width >= 2 && width <= kMaxWidth, op, "weight", c10::str("have 2 to ", kMaxWidth, " columns"), width);
   if (bias.defined()) {
-    core::check_same_device(op, "bias", bias, name, x);
+    core::check_same_device(op, "bias", bias, a.name, a.x);
     LIGER_CHECK(
         bias.scalar_type() == weight_dtype, op, "bias", c10::str("have the dtype of weight, ", weight_dtype),
         bias.scalar_type());
@@ -44,9 +45,11 @@ void check_parameters(
   }
 }
 
-void check_samples(const char* op, const char* name, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
+void check_samples(const Arguments& a) {
+  const char* op = a.op;
+  const Tensor &x = a.x, seq_idx = value_or_undefined(a.seq_idx), cu_seqlens = value_or_undefined(a.cu_seqlens);
   if (seq_idx.defined()) {
-    core::check_same_device(op, "seq_idx", seq_idx, name, x);
+    core::check_same_device(op, "seq_idx", seq_idx, a.name, x);
     core::check_integers(op, "seq_idx", seq_idx);
     LIGER_CHECK(
         seq_idx.dim() == 2 && seq_idx.sym_sizes().equals(x.sym_sizes().slice(0, 2)), op, "seq_idx",
@@ -54,39 +57,16 @@ void check_samples(const char* op, const char* name, const Tensor& x, const Tens
   }
   if (cu_seqlens.defined()) {
     LIGER_CHECK(!seq_idx.defined(), op, "cu_seqlens", "be None beside seq_idx", "both");
-    core::check_same_device(op, "cu_seqlens", cu_seqlens, name, x);
+    core::check_same_device(op, "cu_seqlens", cu_seqlens, a.name, x);
     core::check_integers(op, "cu_seqlens", cu_seqlens);
     LIGER_CHECK(
         cu_seqlens.dim() == 1 && cu_seqlens.sym_size(0) >= 1, op, "cu_seqlens", "have one dimension, with an entry",
         cu_seqlens.sym_sizes());
-    LIGER_CHECK(x.sym_size(0) == 1, op, name, "have a batch of 1 beside cu_seqlens", x.sym_sizes());
+    LIGER_CHECK(x.sym_size(0) == 1, op, a.name, "have a batch of 1 beside cu_seqlens", x.sym_sizes());
   }
 }
 
-void check(
-    const char* op, const Tensor& x, const c10::SymInt& columns, const Tensor& weight, const Tensor& bias,
-    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
-    const Tensor& state) {
-  check_parameters(op, "x", x, columns, weight, bias);
-  LIGER_CHECK(
-      activation == "silu" || activation == "none", op, "activation", "be 'silu' or 'none'", "'", activation, "'");
-  constexpr int64_t kMaxDilation = int64_t(1) << 24;
-  LIGER_CHECK(dilation >= 1 && dilation < kMaxDilation, op, "dilation", "be positive and less than 2^24", dilation);
-  check_samples(op, "x", x, seq_idx, cu_seqlens);
-  if (state.defined()) {
-    core::check_same_device(op, "initial_state", state, "x", x);
-    LIGER_CHECK(
-        state.scalar_type() == x.scalar_type(), op, "initial_state", c10::str("have the dtype of x, ", x.scalar_type()),
-        state.scalar_type());
-    const auto past = (weight.sym_size(1) - 1) * dilation;
-    LIGER_CHECK(
-        state.dim() == 3 && state.sym_size(0) == x.sym_size(0) && state.sym_size(1) == past &&
-            state.sym_size(2) == columns,
-        op, "initial_state", c10::str("have shape [", x.sym_size(0), ", ", past, ", ", columns, "]"),
-        state.sym_sizes());
-  }
-}
-
+/// A number for each row, the same within a sample: int32, contiguous. Undefined without samples.
 Tensor samples_of(const char* op, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens) {
   if (seq_idx.defined()) {
     // Numbers of more than 32 bits would lose those that tell them apart.
@@ -100,34 +80,105 @@ Tensor samples_of(const char* op, const Tensor& x, const Tensor& seq_idx, const 
   return at::searchsorted(cu_seqlens.contiguous(), time, /*out_int32=*/true, /*right=*/true).unsqueeze(0);
 }
 
-Tensor contiguous(const Tensor& t) { return t.defined() ? t.contiguous() : t; }
+Tensor contiguous(const OptionalTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
+
+}  // namespace
+
+void check(const Arguments& a, const c10::SymInt& channels) {
+  const char* op = a.op;
+  const Tensor &x = a.x, state = value_or_undefined(a.state);
+  check_parameters(a, channels);
+  LIGER_CHECK(
+      a.activation == "silu" || a.activation == "none", op, "activation", "be 'silu' or 'none'", "'", a.activation,
+      "'");
+  constexpr int64_t kMaxDilation = int64_t(1) << 24;
+  LIGER_CHECK(
+      a.dilation >= 1 && a.dilation < kMaxDilation, op, "dilation", "be positive and less than 2^24", a.dilation);
+  check_samples(a);
+  if (state.defined()) {
+    core::check_same_device(op, "initial_state", state, "x", x);
+    LIGER_CHECK(
+        state.scalar_type() == x.scalar_type(), op, "initial_state", c10::str("have the dtype of x, ", x.scalar_type()),
+        state.scalar_type());
+    const auto past = (a.weight.sym_size(1) - 1) * a.dilation;
+    const c10::SymInt shape[] = {x.sym_size(0), past, channels};
+    LIGER_CHECK(
+        state.sym_sizes().equals(shape), op, "initial_state", c10::str("have shape ", c10::SymIntArrayRef(shape)),
+        state.sym_sizes());
+  }
+}
+
+void check_gradient(const Arguments& a, const char* name, const Tensor& t, c10::SymIntArrayRef shape) {
+  core::check_same_device(a.op, name, t, a.name, a.x);
+  core::check_dense(a.op, name, t);
+  const auto dtype = a.x.scalar_type();
+  LIGER_CHECK(
+      t.scalar_type() == dtype && t.sym_sizes().equals(shape), a.op, name,
+      c10::str("have shape ", shape, " and dtype ", dtype), t.sym_sizes(), " and ", t.scalar_type());
+}
 
 Tensor adjacent_columns(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
 
-Inputs inputs_of(
-    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias,
-    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
-    const Tensor& state) {
+Inputs inputs_of(const Arguments& a, const Columns& columns) {
   return {
-      op,
-      adjacent_columns(x),
-      weight.contiguous(),
-      contiguous(bias),
-      samples_of(op, x, seq_idx, cu_seqlens),
-      contiguous(state),
-      dilation,
-      activation == "silu",
+      a.op,
+      a.name,
+      adjacent_columns(a.x),
+      a.weight.contiguous(),
+      contiguous(a.bias),
+      samples_of(a.op, a.x, value_or_undefined(a.seq_idx), value_or_undefined(a.cu_seqlens)),
+      contiguous(a.state),
+      a.dilation,
+      a.activation == "silu",
       columns};
+}
+
+Gradients gradients_of(const Arguments& a, int64_t wanted) {
+  auto like = [&](int gradient, const Tensor& t) {
+    return core::wants(wanted, gradient) && t.defined() ? at::empty_symint(t.sym_sizes(), t.options()) : Tensor();
+  };
+  return {like(0, a.x), like(1, a.weight), like(2, value_or_undefined(a.bias)), like(3, value_or_undefined(a.state))};
 }
 
 namespace {
 
-void check_whole(const char* op, const Tensor& x) {
-  core::check_activation(op, "x", x);
-  LIGER_CHECK(x.dim() == 3, op, "x", "have shape (B, S, C)", x.sym_sizes());
+void check_whole(const Arguments& a) {
+  core::check_activation(a.op, "x", a.x);
+  LIGER_CHECK(a.x.dim() == 3, a.op, "x", "have shape (B, S, C)", a.x.sym_sizes());
+  check(a, a.x.sym_size(2));
 }
 
 Columns all_columns(const Tensor& x) { return {1, x.size(2), {x.size(2), 0, 0}}; }
+
+struct Backward : core::Private<
+                      Backward,
+                      Four(
+                          const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                          const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view, int64_t)> {
+  static constexpr const char* kName = "_causal_conv1d_bwd";
+  static constexpr const char* kArguments =
+      "dy, x, weight, bias, seq_idx, cu_seqlens, initial_state, wanted, activation, dilation";
+
+  template <class Device>
+  static Four run(
+      const Tensor& dy, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+      const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, const OptionalTensor& state, int64_t wanted,
+      c10::string_view activation, int64_t dilation) {
+    const Arguments a{kBackward, "x", x, weight, bias, seq_idx, cu_seqlens, state, activation, dilation};
+    check_whole(a);
+    core::check_same(kBackward, "dy", dy, "x", x);
+    const Gradients out = gradients_of(a, wanted);
+    if constexpr (Device::kComputes) {
+      if (x.is_cpu()) runtime::count_cpu_call();
+      if (x.numel()) {
+        Device::backward({adjacent_columns(dy)}, inputs_of(a, all_columns(x)), out);
+      } else {
+        out.zero();
+      }
+    }
+    return {out.dx, out.dweight, out.dbias, out.dstate};
+  }
+};
 
 struct CausalConv1d : core::Operator<
                           CausalConv1d,
@@ -139,6 +190,7 @@ struct CausalConv1d : core::Operator<
   using Edges = core::Positions<0, 1, 2, 7>;
   using Saves = core::Saves<
       core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<5>, core::Argument<6>, core::Argument<7>>;
+  using Privates = core::Privates<Backward>;
   using Autocast = core::AutocastLinear<0, 1, 2, 7>;
   using Cpu = causal_conv1d::Cpu;
   using Cuda = causal_conv1d::Cuda;
@@ -148,61 +200,14 @@ struct CausalConv1d : core::Operator<
   static Tensor run(
       bool, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view activation,
       int64_t dilation, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, const OptionalTensor& state) {
-    const Tensor b = value_or_undefined(bias), ids = value_or_undefined(seq_idx), ends = value_or_undefined(cu_seqlens),
-                 before = value_or_undefined(state);
-    check_whole(kOp, x);
-    check(kOp, x, x.sym_size(2), weight, b, activation, dilation, ids, ends, before);
+    const Arguments a{kOp, "x", x, weight, bias, seq_idx, cu_seqlens, state, activation, dilation};
+    check_whole(a);
     Tensor y = at::empty_symint(x.sym_sizes(), x.options());
     if constexpr (Device::kComputes) {
       if (x.is_cpu()) runtime::count_cpu_call();
-      if (x.numel()) {
-        Device::forward(inputs_of(kOp, x, all_columns(x), weight, b, activation, dilation, ids, ends, before), {y});
-      }
+      if (x.numel()) Device::forward(inputs_of(a, all_columns(x)), {y});
     }
     return y;
-  }
-
-  // ---- Backward
-
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
-      const Tensor& dy, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-      const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, const OptionalTensor& state, int64_t wanted,
-      c10::string_view activation, int64_t dilation) {
-    const Tensor b = value_or_undefined(bias), ids = value_or_undefined(seq_idx), ends = value_or_undefined(cu_seqlens),
-                 before = value_or_undefined(state);
-    check_whole(kBackward, x);
-    check(kBackward, x, x.sym_size(2), weight, b, activation, dilation, ids, ends, before);
-    core::check_same(kBackward, "dy", dy, "x", x);
-    auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
-    const Gradients out{
-        wanted & core::kWantInput ? like(x) : Tensor(), wanted & core::kWantWeight ? like(weight) : Tensor(),
-        wanted & core::kWantBias && b.defined() ? like(b) : Tensor(),
-        wanted & kWantState && before.defined() ? like(before) : Tensor()};
-    if constexpr (Device::kComputes) {
-      if (x.is_cpu()) runtime::count_cpu_call();
-      if (x.numel()) {
-        const Inputs in = inputs_of(kBackward, x, all_columns(x), weight, b, activation, dilation, ids, ends, before);
-        Device::backward({adjacent_columns(dy)}, in, out);
-      } else {
-        for (const Tensor* t : {&out.dweight, &out.dbias, &out.dstate}) {
-          if (t->defined()) t->zero_();
-        }
-      }
-    }
-    return {out.dx, out.dweight, out.dbias, out.dstate};
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define(
-        m,
-        "_causal_conv1d_bwd(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? cu_seqlens, "
-        "Tensor? initial_state, int wanted, str activation, int dilation) -> (Tensor, Tensor, Tensor, Tensor)");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_causal_conv1d_bwd");
   }
 
   static core::variable_list backward(Node& node, core::variable_list&& grads) {
@@ -211,11 +216,8 @@ struct CausalConv1d : core::Operator<
     const Tensor x = node.take(0), weight = node.take(1), bias = node.take(2), seq_idx = node.take(3),
                  cu_seqlens = node.take(4), state = node.take(5);
     const auto& [activation, dilation] = node.options;
-    const int64_t wanted =
-        core::wanted_bits(node.needs(0), node.needs(1), node.needs(2)) | (node.needs(3) ? kWantState : 0);
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("_causal_conv1d_bwd");
     auto [dx, dweight, dbias, dstate] =
-        op.call(dy, x, weight, bias, seq_idx, cu_seqlens, state, wanted, activation, dilation);
+        Backward::call(dy, x, weight, bias, seq_idx, cu_seqlens, state, node.wanted(), activation, dilation);
     return {dx, dweight, dbias, dstate};
   }
 };

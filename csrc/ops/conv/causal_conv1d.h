@@ -10,13 +10,13 @@
 namespace liger::ops::causal_conv1d {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr const char* kOp = "causal_conv1d";
 constexpr const char* kBackward = "causal_conv1d backward";
 constexpr int64_t kMaxWidth = kernels::constants::causal_conv1d::MAX_WIDTH;
-
-/// A bit of `wanted`, besides those of x, the weight and the bias.
-constexpr int64_t kWantState = 8;
 
 /// The tensors that y consists of: one for causal_conv1d.
 constexpr size_t kParts = 3;
@@ -34,8 +34,17 @@ struct Columns {
   bool whole() const { return groups == 1 && sizes[1] == 0 && sizes[2] == 0 && pitch == sizes[0]; }
 };
 
+/// What an operator is called with.
+struct Arguments {
+  const char *op, *name;  // of the operator and of x, in messages
+  const Tensor &x, &weight;
+  OptionalTensor bias, seq_idx, cu_seqlens, state{};
+  c10::string_view activation = "none";
+  int64_t dilation = 1;
+};
+
 struct Inputs {
-  const char* op;  // in messages
+  const char *op, *name;  // of the operator and of x, in messages
   Tensor x;  // (B, S, groups * pitch), contiguous along the last dimension
   Tensor weight;  // (C, W), contiguous
   Tensor bias;  // (C,), contiguous; may be undefined
@@ -53,29 +62,23 @@ struct Inputs {
 
 struct Gradients {
   Tensor dx, dweight, dbias, dstate;  // undefined unless requested
+
+  void zero() const {
+    for (const Tensor* t : {&dx, &dweight, &dbias, &dstate}) {
+      if (t->defined()) t->zero_();
+    }
+  }
 };
 
-/// Throws unless weight and bias fit `channels` columns of x. name: of x, in messages.
-void check_parameters(
-    const char* op, const char* name, const Tensor& x, const c10::SymInt& channels, const Tensor& weight,
-    const Tensor& bias);
-/// Throws unless the samples fit x's rows.
-void check_samples(const char* op, const char* name, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens);
 /// Throws unless the arguments fit `channels` columns of x.
-void check(
-    const char* op, const Tensor& x, const c10::SymInt& channels, const Tensor& weight, const Tensor& bias,
-    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
-    const Tensor& state);
-Inputs inputs_of(
-    const char* op, const Tensor& x, const Columns& columns, const Tensor& weight, const Tensor& bias,
-    c10::string_view activation, int64_t dilation, const Tensor& seq_idx, const Tensor& cu_seqlens,
-    const Tensor& state);
+void check(const Arguments& a, const c10::SymInt& channels);
+/// Throws unless t, the gradient of a result, has this shape and x's dtype.
+void check_gradient(const Arguments& a, const char* name, const Tensor& t, c10::SymIntArrayRef shape);
+Inputs inputs_of(const Arguments& a, const Columns& columns);
+/// New tensors for the gradients that are wanted: of x, the weight, the bias and the state.
+Gradients gradients_of(const Arguments& a, int64_t wanted);
 /// t, copied unless its columns are adjacent.
 Tensor adjacent_columns(const Tensor& t);
-/// t, contiguous; may be undefined.
-Tensor contiguous(const Tensor& t);
-/// A number for each row, the same within a sample: int32, contiguous. Undefined without samples.
-Tensor samples_of(const char* op, const Tensor& x, const Tensor& seq_idx, const Tensor& cu_seqlens);
 
 /// Writes the parts of y, which are contiguous.
 using ForwardOn = void(const Inputs& in, const Parts& y);

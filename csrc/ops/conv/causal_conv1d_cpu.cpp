@@ -25,7 +25,7 @@ struct Rows {
       if (of[std::max<int64_t>(t, 0)] != of[std::max<int64_t>(from, 0)]) return {};
     }
     if (t >= 0) return x + (batch * x_batch + t * x_row);
-    return state ? state + (batch * past + t + past) * columns : state;
+    return state + (batch * past + t + past) * columns;
   }
 };
 

@@ -19,21 +19,16 @@ namespace liger::ops::causal_conv1d_split {
 
 namespace {
 
+using namespace causal_conv1d;
 using at::IntArrayRef;
-using at::Tensor;
-using causal_conv1d::Columns;
-using causal_conv1d::Gradients;
-using causal_conv1d::Inputs;
-using causal_conv1d::kParts;
-using causal_conv1d::kWantState;
-using causal_conv1d::Parts;
 using core::value_or_undefined;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "causal_conv1d_split";
 constexpr const char* kBackward = "causal_conv1d_split backward";
 
-Columns check_columns(const char* op, const Tensor& x, IntArrayRef sizes, int64_t groups) {
+Columns check(const Arguments& a, IntArrayRef sizes, int64_t groups) {
+  const char* op = a.op;
+  const Tensor& x = a.x;
   core::check_activation(op, "x", x);
   LIGER_CHECK(x.dim() == 3, op, "x", "have shape (B, S, C)", x.sym_sizes());
   const bool positive = std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 0; });
@@ -46,6 +41,7 @@ Columns check_columns(const char* op, const Tensor& x, IntArrayRef sizes, int64_
   LIGER_CHECK(
       x.sym_size(2) == groups * columns.pitch, op, "x",
       c10::str("have groups * sum(sizes) = ", groups * columns.pitch, " columns"), x.sym_sizes());
+  causal_conv1d::check(a, groups * columns.convolved());
   return columns;
 }
 
@@ -71,11 +67,63 @@ void copy_rows(const Tensor& to, const Tensor& from) {
   }
 }
 
+// Upstream gradients that are undefined are zero.
+struct Backward
+    : core::Private<
+          Backward,
+          Four(
+              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+              const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+              int64_t, IntArrayRef, int64_t, c10::string_view, int64_t)> {
+  static constexpr const char* kName = "_causal_conv1d_split_bwd";
+  static constexpr const char* kArguments =
+      "dq, dk, dv, dz, x, weight, bias, seq_idx, cu_seqlens, initial_state, wanted, sizes, groups, activation, "
+      "dilation";
+
+  template <class Device>
+  static Four run(
+      const OptionalTensor& dq, const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& dz_given,
+      const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
+      const OptionalTensor& cu_seqlens, const OptionalTensor& state, int64_t wanted, IntArrayRef sizes, int64_t groups,
+      c10::string_view activation, int64_t dilation) {
+    const Arguments a{kBackward, "x", x, weight, bias, seq_idx, cu_seqlens, state, activation, dilation};
+    const Columns columns = check(a, sizes, groups);
+    Parts dy{value_or_undefined(dq), value_or_undefined(dk), value_or_undefined(dv)};
+    const Tensor dz = value_or_undefined(dz_given);
+    constexpr const char* kNames[] = {"dq", "dk", "dv"};
+    const auto batch = x.sym_size(0), length = x.sym_size(1);
+    for (size_t i = 0; i < kParts; ++i) {
+      if (dy[i].defined()) check_gradient(a, kNames[i], dy[i], {batch, length, columns.part(i)});
+    }
+    const int64_t rest = columns.pitch - columns.convolved();
+    if (dz.defined()) check_gradient(a, "dz", dz, {batch, length, groups, rest});
+    const Gradients out = gradients_of(a, wanted);
+    if constexpr (Device::kComputes) {
+      if (x.is_cpu()) runtime::count_cpu_call();
+      const bool any = std::any_of(dy.begin(), dy.end(), [](const Tensor& t) { return t.defined(); });
+      if (x.numel() && columns.convolved() && any) {
+        for (size_t i = 0; i < kParts; ++i) {
+          dy[i] = dy[i].defined() ? adjacent_columns(dy[i])
+                                  : at::zeros({x.size(0), x.size(1), columns.part(i)}, x.options());
+        }
+        Device::backward(dy, inputs_of(a, columns), out);
+      } else {
+        out.zero();
+      }
+      if (out.dx.defined() && out.dx.numel() && rest) {
+        const Tensor to = rest_of(out.dx, columns);
+        dz.defined() ? copy_rows(to, dz) : void(to.zero_());
+      }
+    }
+    return {out.dx, out.dweight, out.dbias, out.dstate};
+  }
+};
+
 /// The convolution: (q, k, v).
 struct Convolution
     : core::Operator<
           Convolution,
-          std::tuple<Tensor, Tensor, Tensor>(
+          Three(
               const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
               const OptionalTensor&, IntArrayRef, int64_t, c10::string_view, int64_t)> {
   static constexpr const char* kOp = "_causal_conv1d_split_fwd";
@@ -84,6 +132,7 @@ struct Convolution
   using Differentiable = core::Positions<0, 1, 2>;
   using Saves = core::Saves<
       core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>, core::Argument<4>, core::Argument<5>>;
+  using Privates = core::Privates<Backward>;
   using Cpu = causal_conv1d::Cpu;
   using Cuda = causal_conv1d::Cuda;
   using Meta = causal_conv1d::Meta;
@@ -96,99 +145,25 @@ struct Convolution
             "Tensor? initial_state, int[] sizes, int groups, str activation, int dilation) -> "
             "(Tensor, Tensor, Tensor)"),
         {at::Tag::pt2_compliant_tag});
-    core::define(
-        m,
-        "_causal_conv1d_split_bwd(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dz, Tensor x, Tensor weight, Tensor? "
-        "bias, "
-        "Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, int wanted, int[] sizes, int groups, "
-        "str activation, int dilation) -> (Tensor, Tensor, Tensor, Tensor)");
+    Privates::define(m);
   }
 
   template <class Device>
-  static R run(
+  static Three run(
       bool, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
       const OptionalTensor& cu_seqlens, const OptionalTensor& state, IntArrayRef sizes, int64_t groups,
       c10::string_view activation, int64_t dilation) {
-    const char* op = causal_conv1d_split::kOp;
-    const Tensor b = value_or_undefined(bias), ids = value_or_undefined(seq_idx), ends = value_or_undefined(cu_seqlens),
-                 before = value_or_undefined(state);
-    const Columns columns = check_columns(op, x, sizes, groups);
-    causal_conv1d::check(op, x, groups * columns.convolved(), weight, b, activation, dilation, ids, ends, before);
+    const Arguments a{causal_conv1d_split::kOp, "x", x, weight, bias, seq_idx, cu_seqlens, state, activation, dilation};
+    const Columns columns = check(a, sizes, groups);
     auto part = [&](size_t i) {
       return at::empty_symint({x.sym_size(0), x.sym_size(1), columns.part(i)}, x.options());
     };
     const Parts y{part(0), part(1), part(2)};
     if constexpr (Device::kComputes) {
       if (x.is_cpu()) runtime::count_cpu_call();
-      if (x.numel() && columns.convolved()) {
-        Device::forward(
-            causal_conv1d::inputs_of(op, x, columns, weight, b, activation, dilation, ids, ends, before), y);
-      }
+      if (x.numel() && columns.convolved()) Device::forward(inputs_of(a, columns), y);
     }
     return {y[0], y[1], y[2]};
-  }
-
-  // ---- Backward
-
-  // Upstream gradients that are undefined are zero.
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
-      const OptionalTensor& dq, const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& dz_given,
-      const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
-      const OptionalTensor& cu_seqlens, const OptionalTensor& state, int64_t wanted, IntArrayRef sizes, int64_t groups,
-      c10::string_view activation, int64_t dilation) {
-    const Tensor b = value_or_undefined(bias), ids = value_or_undefined(seq_idx), ends = value_or_undefined(cu_seqlens),
-                 before = value_or_undefined(state), dz = value_or_undefined(dz_given);
-    const Columns columns = check_columns(kBackward, x, sizes, groups);
-    causal_conv1d::check(
-        kBackward, x, groups * columns.convolved(), weight, b, activation, dilation, ids, ends, before);
-    Parts dy{value_or_undefined(dq), value_or_undefined(dk), value_or_undefined(dv)};
-    constexpr const char* kNames[] = {"dq", "dk", "dv"};
-    auto check_gradient = [&](const char* name, const Tensor& t, c10::SymIntArrayRef shape) {
-      core::check_same_device(kBackward, name, t, "x", x);
-      core::check_dense(kBackward, name, t);
-      LIGER_CHECK(
-          t.scalar_type() == x.scalar_type() && t.sym_sizes().equals(shape), kBackward, name,
-          c10::str("have shape ", shape, " and dtype ", x.scalar_type()), t.sym_sizes(), " and ", t.scalar_type());
-    };
-    const auto batch = x.sym_size(0), length = x.sym_size(1);
-    for (size_t i = 0; i < kParts; ++i) {
-      if (dy[i].defined()) check_gradient(kNames[i], dy[i], {batch, length, columns.part(i)});
-    }
-    const int64_t rest = columns.pitch - columns.convolved();
-    if (dz.defined()) check_gradient("dz", dz, {batch, length, groups, rest});
-    auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
-    const Gradients out{
-        wanted & core::kWantInput ? like(x) : Tensor(), wanted & core::kWantWeight ? like(weight) : Tensor(),
-        wanted & core::kWantBias && b.defined() ? like(b) : Tensor(),
-        wanted & kWantState && before.defined() ? like(before) : Tensor()};
-    if constexpr (Device::kComputes) {
-      if (x.is_cpu()) runtime::count_cpu_call();
-      const bool any = std::any_of(dy.begin(), dy.end(), [](const Tensor& t) { return t.defined(); });
-      if (x.numel() && columns.convolved() && any) {
-        for (size_t i = 0; i < kParts; ++i) {
-          dy[i] = dy[i].defined() ? causal_conv1d::adjacent_columns(dy[i])
-                                  : at::zeros({x.size(0), x.size(1), columns.part(i)}, x.options());
-        }
-        Device::backward(
-            dy, causal_conv1d::inputs_of(kBackward, x, columns, weight, b, activation, dilation, ids, ends, before),
-            out);
-      } else {
-        for (const Tensor* t : {&out.dx, &out.dweight, &out.dbias, &out.dstate}) {
-          if (t->defined()) t->zero_();
-        }
-      }
-      if (out.dx.defined() && out.dx.numel() && rest) {
-        const Tensor to = rest_of(out.dx, columns);
-        dz.defined() ? copy_rows(to, dz) : void(to.zero_());
-      }
-    }
-    return {out.dx, out.dweight, out.dbias, out.dstate};
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_causal_conv1d_split_bwd");
   }
 
   static core::variable_list backward(core::OperatorNode<Convolution>& node, core::variable_list&& grads) {
@@ -200,11 +175,9 @@ struct Convolution
     const Tensor x = node.take(0), weight = node.take(1), bias = node.take(2), seq_idx = node.take(3),
                  cu_seqlens = node.take(4), state = node.take(5);
     const auto& [sizes, groups, activation, dilation] = node.options;
-    const int64_t wanted = core::wanted_bits(node.needs(0), convolved && node.needs(1), convolved && node.needs(2)) |
-        (convolved && node.needs(3) ? kWantState : 0);
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("_causal_conv1d_split_bwd");
-    auto [dx, dweight, dbias, dstate] = op.call(
-        dq, dk, dv, dz, x, weight, bias, seq_idx, cu_seqlens, state, wanted, sizes, groups, activation, dilation);
+    auto [dx, dweight, dbias, dstate] = Backward::call(
+        dq, dk, dv, dz, x, weight, bias, seq_idx, cu_seqlens, state,
+        convolved ? node.wanted() : core::wanted_bits(node.needs(0)), sizes, groups, activation, dilation);
     return {dx, dweight, dbias, dstate};
   }
 };
@@ -215,9 +188,7 @@ struct Convolution::Node : core::OperatorNode<Convolution> {
 
 // ---- The operator
 
-using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-Results split(
+Four split(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view activation, IntArrayRef sizes,
     int64_t groups, int64_t dilation, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
     const OptionalTensor& state) {
@@ -238,7 +209,7 @@ Results split(
 }
 
 template <c10::DeviceType kDevice>
-Results cast(
+Four cast(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view activation, IntArrayRef sizes,
     int64_t groups, int64_t dilation, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
     const OptionalTensor& state) {

@@ -6,29 +6,14 @@
 
 namespace liger::ops::short_conv {
 
-using at::Tensor;
+using namespace causal_conv1d;
 
 constexpr const char* kOp = "short_conv";
 constexpr const char* kBackward = "short_conv backward";
 
-struct Inputs {
-  const char* op;  // in messages
-  Tensor bcx;  // (B, S, 3 * C), contiguous along the last dimension
-  Tensor weight;  // (C, W), contiguous
-  Tensor bias;  // (C,), contiguous; may be undefined
-  Tensor samples;  // (B, S), int32, contiguous: rows of one number see each other; may be undefined
-
-  int64_t channels() const { return weight.size(0); }
-  int64_t width() const { return weight.size(1); }
-};
-
-struct Gradients {
-  Tensor dbcx, dweight, dbias;  // undefined unless requested; dbcx is contiguous
-};
-
-/// Writes y: (B, S, C), contiguous.
+/// Writes y: (B, S, C), contiguous. in.x: bcx, (B, S, 3 * C).
 using ForwardOn = void(const Inputs& in, const Tensor& y);
-/// Writes the gradients that are defined. dy: contiguous along the last dimension.
+/// Writes the gradients that are defined; that of bcx, out.dx, is contiguous. dy: contiguous along the last dimension.
 using BackwardOn = void(const Tensor& dy, const Inputs& in, const Gradients& out);
 
 struct Cpu {

@@ -5,13 +5,13 @@
 // Forward calls ATen. So does the gradient of few indices, because ATen then adds up rows without sorting. For more
 // indices, our kernel sorts once and writes every row once, while ATen keeps partial sums.
 
-#include "core/cuda.h"
+#include "core/cuda/launch.h"
 #include "core/operator.h"
 #include "core/values.h"
 #include "runtime/status.h"
 #include "kernels/embedding.h"
 
-namespace liger::ops {
+namespace liger::ops::embedding {
 namespace {
 
 using at::Tensor;
@@ -38,7 +38,7 @@ int64_t padding_of(const Tensor& weight, std::optional<int64_t> padding_idx) {
   return *padding_idx < 0 ? (classes + *padding_idx).guard_int(__FILE__, __LINE__) : *padding_idx;
 }
 
-Tensor embedding(const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
+Tensor look_up(const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
   check(input, weight);
   padding_of(weight, padding_idx);
   if (!weight.is_cpu()) return at::embedding_symint(weight, input);
@@ -74,17 +74,21 @@ Tensor bwd_cuda(const Tensor& dout_in, const Tensor& input, c10::SymInt classes,
   Tensor dweight = at::zeros({classes.guard_int(__FILE__, __LINE__), columns}, dout.options());
   // int32 halves the passes of the radix sort. It is enough, because no weight has 2^31 rows.
   auto [indices, order] = input.reshape(-1).to(at::kInt).sort(/*stable=*/true, 0, false);
-  const bool aligned =
-      ((columns | dout.stride(0)) & 7) == 0 && core::aligned16(core::address(dweight), core::address(dout));
-  const auto& config = runtime::first_fit<K>(columns, aligned);
-  K::Args args{core::address(dweight), core::address(dout), core::address(indices), core::address(order),
-               int32_t(rows),          int32_t(columns),    dout.stride(0),         int32_t(padding_idx)};
-  const int64_t programs = rows * ((columns + config.BLOCK_N - 1) / config.BLOCK_N);
+  const K::Args args{
+      .dweight = core::address(dweight),
+      .dout = core::address(dout),
+      .indices = core::address(indices),
+      .order = core::address(order),
+      .rows = int32_t(rows),
+      .columns = int32_t(columns),
+      .dout_row = dout.stride(0),
+      .padding_idx = int32_t(padding_idx)};
+  const auto choice = core::choose<K>(columns, args, runtime::point_of<K>(K::dtype(core::dtype_of(dout))));
+  const int64_t programs = rows * core::programs_for(columns, choice.config.BLOCK_N);
   LIGER_CHECK(
       programs <= std::numeric_limits<int32_t>::max(), kOp, "input",
       c10::str("have fewer indices for a weight of ", columns, " columns"), rows);
-  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(dout)));
-  core::launch<K>(kOp, dout.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+  core::launch(kOp, dout.device(), choice, {uint32_t(programs)}, args);
   return dweight;
 }
 
@@ -92,12 +96,21 @@ Tensor bwd_meta(const Tensor& dout, const Tensor&, c10::SymInt classes, int64_t)
   return dout.new_empty_symint({std::move(classes), dout.sym_size(-1)});
 }
 
+struct Backward : core::Private<Backward, Tensor(const Tensor&, const Tensor&, c10::SymInt, int64_t)> {
+  static constexpr const char* kName = "_embedding_bwd";
+  static constexpr const char* kArguments = "dout, input, classes, padding_idx";
+
+  template <class Device>
+  static constexpr auto run = Device::backward;
+};
+
 // ---- The operator
 
 struct Embedding : core::Operator<Embedding, Tensor(const Tensor&, const Tensor&, std::optional<int64_t>)> {
-  static constexpr const char* kOp = liger::ops::kOp;
+  static constexpr const char* kOp = embedding::kOp;
   static constexpr const char* kSchema = schemas::embedding;
   using Edges = core::Positions<1>;
+  using Privates = core::Privates<Backward>;
 
   struct Cpu {
     static constexpr auto backward = bwd_aten;
@@ -111,16 +124,7 @@ struct Embedding : core::Operator<Embedding, Tensor(const Tensor&, const Tensor&
 
   template <class Device>
   static Tensor run(bool, const Tensor& input, const Tensor& weight, std::optional<int64_t> padding_idx) {
-    return embedding(input, weight, padding_idx);
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define(m, "_embedding_bwd(Tensor dout, Tensor input, SymInt classes, int padding_idx) -> Tensor");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<Device::backward>(m, "_embedding_bwd");
+    return look_up(input, weight, padding_idx);
   }
 
   struct Node : core::BackwardNode<Node, 1> {  // input
@@ -139,8 +143,7 @@ struct Embedding : core::Operator<Embedding, Tensor(const Tensor&, const Tensor&
 
     core::variable_list backward(core::variable_list&& grads) override {
       if (!grads[0].defined()) return {Tensor()};
-      static const auto op = core::find_op<decltype(bwd_cuda)>("_embedding_bwd");
-      return {op.call(grads[0], take(0), classes, padding_idx)};
+      return {Backward::call(grads[0], take(0), classes, padding_idx)};
     }
   };
 };
@@ -149,4 +152,4 @@ struct Embedding : core::Operator<Embedding, Tensor(const Tensor&, const Tensor&
 
 LIGER_OPERATOR(Embedding)
 
-}  // namespace liger::ops
+}  // namespace liger::ops::embedding

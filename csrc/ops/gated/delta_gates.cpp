@@ -7,12 +7,12 @@
 // d), in a's dtype or fp32. g is fp32 (fp64 for fp64), beta has b's dtype. Arithmetic is fp32 with one rounding. Rows
 // may be strided; other layouts are copied. Saves the inputs.
 
-#include "core/column_sum.h"
+#include "core/cuda/column_sum.h"
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"
-#include "core/cuda.h"
+#include "core/cuda/launch.h"
 #include "core/operator.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 #include "kernels/delta_gates.h"
 
 namespace liger::ops::delta_gates {
@@ -24,8 +24,6 @@ using core::value_or_undefined;
 
 constexpr const char* kOp = "delta_gates";
 constexpr const char* kBackward = "delta_gates backward";
-/// Bits of `wanted`, besides kWantInput for a.
-constexpr int64_t kWantB = 8, kWantRate = core::kWantWeight, kWantBias = core::kWantBias;
 
 /// t: (..., columns of the last `dims` dimensions), as a matrix with adjacent columns.
 Tensor matrix(const Tensor& t, int64_t dims) {
@@ -173,14 +171,14 @@ namespace flags = kernels::constants::delta_gates;
 struct Cuda {
   static constexpr bool kComputes = true;
 
-  template <class K>
-  static void pass(typename K::Args& args, const Inputs& in) {
+  template <class Args>
+  static void pass(Args& args, const Inputs& in) {
     args.a = core::address(in.a), args.b = core::address(in.b);
     args.a_log = core::address(in.a_log), args.dt_bias = core::address(in.dt_bias);
     args.rows = int32_t(in.rows()), args.n = int32_t(in.columns()), args.channels = int32_t(in.channels());
     args.a_row = in.a.stride(0), args.b_row = in.b.stride(0);
     args.lower_bound = float(in.bound.value_or(0)), args.beta_scale = float(in.scale);
-    args.flags = (in.dt_bias.defined() ? flags::HAS_BIAS : 0) | (in.bound ? flags::HAS_BOUND : 0);
+    args.flags |= (in.dt_bias.defined() ? flags::HAS_BIAS : 0) | (in.bound ? flags::HAS_BOUND : 0);
   }
 
   template <class K>
@@ -189,56 +187,53 @@ struct Cuda {
   }
 
   /// Programs for shares of `rows` rows, for every block of columns.
-  static int64_t programs(const char* op, const Inputs& in, int64_t rows, int64_t columns) {
+  static uint32_t programs(const char* op, const Inputs& in, int64_t rows, int64_t columns) {
     constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
     LIGER_CHECK(
         in.rows() + rows <= kMax && in.columns() + columns <= kMax, op, "a", "have fewer than 2^31 rows and columns",
         in.a.sizes());
-    const int64_t count = ((in.rows() + rows - 1) / rows) * ((in.columns() + columns - 1) / columns);
+    const int64_t count = int64_t(core::programs_for(in.rows(), rows)) * core::programs_for(in.columns(), columns);
     LIGER_CHECK(count <= kMax, op, "a", "have fewer than 2^31 tiles", in.a.sizes());
-    return count;
+    return uint32_t(count);
   }
 
   static void forward(const Tensor& g, const Tensor& beta, const Inputs& in) {
     using K = kernels::delta_gates_fwd;
     c10::DeviceGuard guard(in.a.device());
-    K::Args args{};
-    pass<K>(args, in);
-    args.g = core::address(g), args.beta = core::address(beta);
-    const bool aligned = ((in.columns() | in.a.stride(0)) & 7) == 0 && core::aligned16(args.g, args.a, args.dt_bias);
-    const auto point = point_of<K>(in);
-    const auto& config = runtime::first_fit<K>(in.columns(), aligned, point);
-    const int64_t count = programs(kOp, in, int64_t(config.BLOCK_M) * config.UNROLL, config.BLOCK_N);
-    core::launch<K>(kOp, in.a.device(), runtime::variant_index<K>(config, point), {uint32_t(count)}, args);
+    K::Args args{.g = core::address(g), .beta = core::address(beta)};
+    pass(args, in);
+    const auto choice = core::choose<K>(in.columns(), args, point_of<K>(in));
+    const auto& config = choice.config;
+    const uint32_t count = programs(kOp, in, int64_t(config.BLOCK_M) * config.UNROLL, config.BLOCK_N);
+    core::launch(kOp, in.a.device(), choice, {count}, args);
   }
 
   static void backward(const Gradients& out, const Tensor& dg, const Tensor& dbeta, const Inputs& in) {
     using K = kernels::delta_gates_bwd;
     c10::DeviceGuard guard(in.a.device());
-    K::Args args{};
-    pass<K>(args, in);
-    args.da = core::address(out.da), args.db = core::address(out.db);
-    args.dg = core::address(dg), args.dbeta = core::address(dbeta);
-    args.dg_row = dg.defined() ? dg.stride(0) : 0, args.dbeta_row = dbeta.defined() ? dbeta.stride(0) : 0;
-    const bool aligned = ((in.columns() | in.a.stride(0) | args.dg_row) & 7) == 0 &&
-        core::aligned16(args.da, args.dg, args.a, args.dt_bias);
-    const auto point = point_of<K>(in);
-    const auto& config = runtime::first_fit<K>(in.columns(), aligned, point);
-    const int64_t rows = int64_t(config.BLOCK_M) * config.UNROLL * config.STEPS;
-    const int64_t count = programs(kBackward, in, rows, config.BLOCK_N);
     const bool sums = out.rate.defined() || out.bias.defined();
+    K::Args args{
+        .da = core::address(out.da),
+        .db = core::address(out.db),
+        .dg = core::address(dg),
+        .dbeta = core::address(dbeta),
+        .dg_row = dg.defined() ? dg.stride(0) : 0,
+        .dbeta_row = dbeta.defined() ? dbeta.stride(0) : 0,
+        .flags = (out.da.defined() ? flags::NEEDS_DA : 0) | (out.db.defined() ? flags::NEEDS_DB : 0) |
+            (sums ? flags::NEEDS_SUMS : 0)};
+    pass(args, in);
+    const auto choice = core::choose<K>(in.columns(), args, point_of<K>(in));
+    const auto& config = choice.config;
+    const int64_t rows = int64_t(config.BLOCK_M) * config.UNROLL * config.STEPS;
+    const uint32_t count = programs(kBackward, in, rows, config.BLOCK_N);
+    const int64_t shares = core::programs_for(in.rows(), rows);
     Tensor partial;
-    if (sums) {
-      const auto options = in.a.options().dtype(at::kFloat);
-      partial = at::empty({2, (in.rows() + rows - 1) / rows, in.columns()}, options);
-    }
+    if (sums) partial = at::empty({2, shares, in.columns()}, in.a.options().dtype(at::kFloat));
     args.partial = core::address(partial);
-    args.flags |= (out.da.defined() ? flags::NEEDS_DA : 0) | (out.db.defined() ? flags::NEEDS_DB : 0) |
-        (sums ? flags::NEEDS_SUMS : 0);
-    core::launch<K>(kBackward, in.a.device(), runtime::variant_index<K>(config, point), {uint32_t(count)}, args);
+    core::launch(kBackward, in.a.device(), choice, {count}, args);
     // Each alone: their dtypes differ where a head has channels.
-    if (out.rate.defined()) core::column_sum(kBackward, partial.slice(0, 0, 1), out.rate);
-    if (out.bias.defined()) core::column_sum(kBackward, partial.slice(0, 1, 2), out.bias);
+    if (out.rate.defined()) core::column_sum(kBackward, partial, out.rate);
+    if (out.bias.defined()) core::column_sum(kBackward, partial, {}, out.bias);
   }
 };
 
@@ -287,42 +282,19 @@ Tensor empty(const Tensor& like, at::ScalarType dtype) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(dtype));
 }
 
-struct DeltaGates
-    : core::Operator<
-          DeltaGates,
-          std::tuple<Tensor, Tensor>(
-              const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>, double)> {
-  static constexpr const char* kOp = delta_gates::kOp;
-  static constexpr const char* kSchema = schemas::delta_gates;
-  using Edges = core::Positions<0, 1, 2, 3>;
-  using Saves = core::Saves<core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>>;
-  using Differentiable = core::Positions<0, 1>;
-  using Autocast = core::AutocastPromote<0, 1>;
-  using Cpu = delta_gates::Cpu;
-  using Cuda = delta_gates::Cuda;
-  using Meta = delta_gates::Meta;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-  template <class Device>
-  static R run(
-      bool, const Tensor& a, const Tensor& b, const Tensor& a_log, const OptionalTensor& dt_bias,
-      std::optional<double> lower_bound, double beta_scale) {
-    const Tensor bias = value_or_undefined(dt_bias);
-    check(kOp, a, b, a_log, bias, lower_bound);
-    Tensor g = empty(a, core::compute_type(a)), beta = empty(b, b.scalar_type());
-    if constexpr (Device::kComputes) {
-      if (a.is_cpu()) runtime::count_cpu_call();
-      if (a.numel()) {
-        Device::forward(g, beta, inputs_of(a, b, a_log, bias, lower_bound, beta_scale));
-      } else if (b.numel()) {
-        beta.copy_(b.to(core::compute_type(b)).sigmoid().mul(beta_scale));
-      }
-    }
-    return {g, beta};
-  }
+struct Backward : core::Private<
+                      Backward,
+                      Four(
+                          const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+                          const OptionalTensor&, int64_t, std::optional<double>, double)> {
+  static constexpr const char* kName = "_delta_gates_bwd";
+  static constexpr const char* kArguments = "dg, dbeta, a, b, a_log, dt_bias, wanted, lower_bound, beta_scale";
 
   // Upstream gradients that are undefined need not be given, if nothing wanted needs them.
   template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
+  static Four run(
       const OptionalTensor& dg_given, const OptionalTensor& dbeta_given, const Tensor& a, const Tensor& b,
       const Tensor& a_log, const OptionalTensor& dt_bias, int64_t wanted, std::optional<double> lower_bound,
       double beta_scale) {
@@ -337,12 +309,12 @@ struct DeltaGates
           c10::str("have the shape of a, ", a.sym_sizes(), ", and dtype ", dtype), dg.sym_sizes());
     }
     if (dbeta.defined()) core::check_same(kBackward, "dbeta", dbeta, "b", b);
-    Gradients out;
-    if (dg.defined() && wanted & core::kWantInput) out.da = empty(a, a.scalar_type());
-    if (dbeta.defined() && wanted & kWantB) out.db = empty(b, b.scalar_type());
-    Tensor da_log, ddt_bias;
-    if (dg.defined() && wanted & kWantRate) da_log = empty(a_log, a_log.scalar_type());
-    if (dg.defined() && wanted & kWantBias && bias.defined()) ddt_bias = empty(bias, bias.scalar_type());
+    auto empty_if = [&](int gradient, const Tensor& upstream, const Tensor& like) {
+      const bool needed = upstream.defined() && like.defined() && core::wants(wanted, gradient);
+      return needed ? empty(like, like.scalar_type()) : Tensor();
+    };
+    Gradients out{empty_if(0, dg, a), empty_if(1, dbeta, b)};
+    const Tensor da_log = empty_if(2, dg, a_log), ddt_bias = empty_if(3, dg, bias);
     if constexpr (Device::kComputes) {
       if (a.is_cpu()) runtime::count_cpu_call();
       if (a.numel() == 0) {
@@ -368,29 +340,51 @@ struct DeltaGates
     }
     return {out.da, out.db, da_log, ddt_bias};
   }
+};
 
-  static void define_backward(torch::Library& m) {
-    core::define(
-        m,
-        "_delta_gates_bwd(Tensor? dg, Tensor? dbeta, Tensor a, Tensor b, Tensor a_log, Tensor? dt_bias, int wanted, "
-        "float? lower_bound, float beta_scale) -> (Tensor, Tensor, Tensor, Tensor)");
-  }
+struct DeltaGates
+    : core::Operator<
+          DeltaGates,
+          std::tuple<Tensor, Tensor>(
+              const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>, double)> {
+  static constexpr const char* kOp = delta_gates::kOp;
+  static constexpr const char* kSchema = schemas::delta_gates;
+  using Edges = core::Positions<0, 1, 2, 3>;
+  using Saves = core::Saves<core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>>;
+  using Differentiable = core::Positions<0, 1>;
+  using Privates = core::Privates<Backward>;
+  using Autocast = core::AutocastPromote<0, 1>;
+  using Cpu = delta_gates::Cpu;
+  using Cuda = delta_gates::Cuda;
+  using Meta = delta_gates::Meta;
 
   template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_delta_gates_bwd");
+  static R run(
+      bool, const Tensor& a, const Tensor& b, const Tensor& a_log, const OptionalTensor& dt_bias,
+      std::optional<double> lower_bound, double beta_scale) {
+    const Tensor bias = value_or_undefined(dt_bias);
+    check(kOp, a, b, a_log, bias, lower_bound);
+    Tensor g = empty(a, core::compute_type(a)), beta = empty(b, b.scalar_type());
+    if constexpr (Device::kComputes) {
+      if (a.is_cpu()) runtime::count_cpu_call();
+      if (a.numel()) {
+        Device::forward(g, beta, inputs_of(a, b, a_log, bias, lower_bound, beta_scale));
+      } else if (b.numel()) {
+        beta.copy_(b.to(core::compute_type(b)).sigmoid().mul(beta_scale));
+      }
+    }
+    return {g, beta};
   }
 
   static core::variable_list backward(Node& node, core::variable_list&& grads) {
     const Tensor dg = std::move(grads[0]), dbeta = std::move(grads[1]);
     const bool of_a = dg.defined(), of_b = dbeta.defined();
-    const int64_t wanted = core::wanted_bits(of_a && node.needs(0), of_a && node.needs(2), of_a && node.needs(3)) |
-        (of_b && node.needs(1) ? kWantB : 0);
+    const int64_t wanted =
+        core::wanted_bits(of_a && node.needs(0), of_b && node.needs(1), of_a && node.needs(2), of_a && node.needs(3));
     const Tensor a = node.take(0), b = node.take(1), a_log = node.take(2), bias = node.take(3);
     if (!wanted) return {Tensor(), Tensor(), Tensor(), Tensor()};
     const auto& [lower_bound, beta_scale] = node.options;
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("_delta_gates_bwd");
-    auto [da, db, da_log, ddt_bias] = op.call(dg, dbeta, a, b, a_log, bias, wanted, lower_bound, beta_scale);
+    auto [da, db, da_log, ddt_bias] = Backward::call(dg, dbeta, a, b, a_log, bias, wanted, lower_bound, beta_scale);
     return {da, db, da_log, ddt_bias};
   }
 };

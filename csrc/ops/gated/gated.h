@@ -10,7 +10,7 @@
 //
 // An Activation has
 //   kOp, kPackedOp, kLinearOp         the names of its operators
-//   kOptions                          the options in their schemas, e.g. ", str approximate"
+//   kArguments, kPackedArguments      the names of the arguments of their private operators
 //   Forward, Backward                 its kernels
 //   Activation(op, options...)        checks the options
 //   with_math(f)                      calls f with an object that has value(x) and value_and_slope(x), for act and
@@ -18,7 +18,7 @@
 //   set(args)                         writes the options to a kernel's arguments
 
 #include "core/operator.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 #include "gemm/mm.h"
 #include "gemm/multiply.h"
 #include "ops/gated/gated_cpu.h"
@@ -109,61 +109,58 @@ struct Gated {
   // Allocates like the others and computes nothing.
   struct Meta {};
 
-  // ---- The dispatched ops
+  // ---- Private operators
 
-  template <class Device>
-  static std::tuple<Tensor, Tensor> bwd(const Tensor& dout, const Tensor& gate, const Tensor& up, O... options) {
-    Activation activation = check(gate, up, options...);
-    check_same(kOp, "dout", dout, "gate", gate);
-    Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate);
-    if constexpr (computes<Device>) Device::backward(activation, dgate, dup, {}, in_layout_of(dgate, dout), gate, up);
-    return {dgate, dup};
-  }
+  /// The gradients of gate and up and, as a third result, act(gate) * up.
+  template <class R, class Written>
+  struct Gradients : Private<Gradients<R, Written>, R(const Tensor&, const Tensor&, const Tensor&, O...), Written> {
+    static constexpr bool kProduct = std::tuple_size_v<R> == 3;
+    static constexpr const char* kArguments = Activation::kArguments;
+    static std::string name() { return std::string("_") + kOp + (kProduct ? "_product_bwd" : "_bwd"); }
 
-  template <class Device>
-  static void bwd_(const Tensor& dout, Tensor& gate, Tensor& up, O... options) {
-    Activation activation = check(gate, up, options...);
-    check_same(kOp, "dout", dout, "gate", gate);
-    if constexpr (computes<Device>) Device::backward(activation, gate, up, {}, in_layout_of(gate, dout), gate, up);
-  }
-
-  /// (dgate, dup, act(gate) * up)
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor> product_bwd(
-      const Tensor& dout, const Tensor& gate, const Tensor& up, O... options) {
-    Activation activation = check(gate, up, options...);
-    check_same(kOp, "dout", dout, "gate", gate);
-    Tensor dgate = empty_rows_like(gate), dup = at::empty_like(dgate), product = at::empty_like(dgate);
-    if constexpr (computes<Device>)
-      Device::backward(activation, dgate, dup, product, in_layout_of(dgate, dout), gate, up);
-    return {dgate, dup, product};
-  }
-
-  /// Writes dgate over gate, dup over up, and the product over dout.
-  template <class Device>
-  static void product_bwd_(Tensor& dout, Tensor& gate, Tensor& up, O... options) {
-    Activation activation = check(gate, up, options...);
-    check_same(kOp, "dout", dout, "gate", gate);
-    if constexpr (computes<Device>) {
-      LIGER_CHECK(
-          same_strides(gate, dout), kOp, "dout", c10::str("have the strides of gate, ", gate.strides()),
-          dout.strides());
-      Device::backward(activation, gate, up, dout, dout, gate, up);
+    template <class Device>
+    static R run(auto into, const Tensor& dout, const Tensor& gate, const Tensor& up, O... options) {
+      Activation activation = check(gate, up, options...);
+      check_same(kOp, "dout", dout, "gate", gate);
+      for (Tensor& t : into) {
+        if (!t.defined()) t = empty_rows_like(gate);
+      }
+      if constexpr (computes<Device>) {
+        const Tensor product = kProduct ? into.back() : Tensor();
+        LIGER_CHECK(
+            !product.is_same(dout) || same_strides(gate, dout), kOp, "dout",
+            c10::str("have the strides of gate, ", gate.strides()), dout.strides());
+        Device::backward(activation, into[0], into[1], product, in_layout_of(into[0], dout), gate, up);
+      }
+      return std::tuple_cat(std::move(into));
     }
-  }
+  };
+  using Backward = Gradients<std::tuple<Tensor, Tensor>, Overwrites<1, 2>>;
+  using ProductBackward = Gradients<std::tuple<Tensor, Tensor, Tensor>, Overwrites<1, 2, 0>>;
 
-  template <class Device>
-  static Tensor packed_bwd(const Tensor& dout, const Tensor& gate_up, O... options) {
-    Activation activation = check_packed(gate_up, options...);
-    Tensor dgate_up = at::empty_like(gate_up, gate_up.options().memory_format(at::MemoryFormat::Contiguous));
-    packed_backward<Device>(activation, dgate_up, dout, gate_up);
-    return dgate_up;
-  }
+  struct PackedBackward : Private<PackedBackward, Tensor(const Tensor&, const Tensor&, O...), Overwrites<1>> {
+    static constexpr const char* kArguments = Activation::kPackedArguments;
+    static std::string name() { return std::string("_") + kPackedOp + "_bwd"; }
 
-  template <class Device>
-  static void packed_bwd_(const Tensor& dout, Tensor& gate_up, O... options) {
-    packed_backward<Device>(check_packed(gate_up, options...), gate_up, dout, gate_up);
-  }
+    template <class Device>
+    static Tensor run(const auto& into, const Tensor& dout, const Tensor& gate_up, O... options) {
+      Activation activation = check_packed(gate_up, options...);
+      LIGER_CHECK(
+          dout.sym_sizes().equals(half_sizes(gate_up)), kPackedOp, "dout",
+          c10::str("have half the columns of gate_up, ", gate_up.sym_sizes()), dout.sym_sizes());
+      Tensor dgate_up = into[0];
+      if (!dgate_up.defined()) {
+        dgate_up = at::empty_like(gate_up, gate_up.options().memory_format(at::MemoryFormat::Contiguous));
+      }
+      if constexpr (computes<Device>) {
+        auto [dgate, dup] = halves(dgate_up);
+        // dgate_up is contiguous, and its halves can only be walked together with contiguous tensors.
+        auto [gate, up] = halves(gate_up.contiguous());
+        Device::backward(activation, dgate, dup, {}, dout.contiguous(), gate, up);
+      }
+      return dgate_up;
+    }
+  };
 
   template <class Device>
   static constexpr bool computes = !std::is_same_v<Device, Meta>;
@@ -179,45 +176,8 @@ struct Gated {
     return sizes;
   }
 
-  template <class Device>
-  static void packed_backward(
-      const Activation& activation, const Tensor& dgate_up, const Tensor& dout, const Tensor& gate_up) {
-    LIGER_CHECK(
-        dout.sym_sizes().equals(half_sizes(gate_up)), kPackedOp, "dout",
-        c10::str("have half the columns of gate_up, ", gate_up.sym_sizes()), dout.sym_sizes());
-    if constexpr (computes<Device>) {
-      auto [dgate, dup] = halves(dgate_up);
-      // dgate_up is contiguous, and its halves can only be walked together with contiguous tensors.
-      auto [gate, up] = halves(gate_up.contiguous());
-      Device::backward(activation, dgate, dup, {}, dout.contiguous(), gate, up);
-    }
-  }
-
-  // ---- Gradients
-
-  template <class Function>
-  static auto find(const char* before, const char* after) {
-    return find_op<Function>(std::string(before) + kOp + after);
-  }
-
-  template <class AnyNode>
-  static bool may_overwrite_both(const AnyNode& node, const Tensor& gate, const Tensor& up) {
+  static bool may_overwrite_both(const auto& node, const Tensor& gate, const Tensor& up) {
     return node.may_overwrite(gate, up) && node.may_overwrite(up, gate) && gate.stride(-1) == 1;
-  }
-
-  /// Gradients of gate and up. `overwrite` writes them over gate and up.
-  template <class Options>
-  static std::tuple<Tensor, Tensor> gradients(
-      const Options& options, const Tensor& dout, Tensor& gate, Tensor& up, bool overwrite) {
-    return with_options(options, [&](const auto&... o) -> std::tuple<Tensor, Tensor> {
-      if (overwrite) {
-        static const auto op = find<decltype(bwd_<Cpu>)>("_", "_bwd_");
-        op.call(dout, gate, up, o...);
-        return {gate.detach(), up.detach()};
-      }
-      static const auto op = find<decltype(bwd<Cpu>)>("_", "_bwd");
-      return op.call(dout, gate, up, o...);
-    });
   }
 
   // ---- The operators
@@ -235,6 +195,7 @@ struct Gated {
     static constexpr const char* kSchema = Activation::kSchema;
     using Edges = Positions<0, 1>;
     using Saves = core::Saves<Argument<0>, Argument<1>>;
+    using Privates = core::Privates<Backward, ProductBackward>;
     // Multiplication promotes mixed dtypes, with autocast and without. This operator requires one dtype.
     using Autocast = AutocastPromote<0, 1>;
 
@@ -246,30 +207,13 @@ struct Gated {
       return out;
     }
 
-    static void define_backward(torch::Library& m) {
-      const std::string op = std::string("_") + kOp, options = Activation::kOptions;
-      core::define_backward(
-          m, op + "_bwd", "Tensor dout, Tensor(a!) gate, Tensor(b!) up" + options, "(Tensor, Tensor)", "()");
-      core::define_backward(
-          m, op + "_product_bwd", "Tensor(a!) dout, Tensor(b!) gate, Tensor(c!) up" + options,
-          "(Tensor, Tensor, Tensor)", "()");
-    }
-
-    template <class Device>
-    static void implement_backward(torch::Library& m) {
-      const std::string op = std::string("_") + kOp;
-      implement<bwd<Device>>(m, op + "_bwd");
-      implement<bwd_<Device>>(m, op + "_bwd_");
-      implement<product_bwd<Device>>(m, op + "_product_bwd");
-      implement<product_bwd_<Device>>(m, op + "_product_bwd_");
-    }
-
-    template <class AnyNode>
-    static variable_list backward(AnyNode& node, variable_list&& grads) {
+    static variable_list backward(auto& node, variable_list&& grads) {
       Tensor dout = std::move(grads[0]);
       if (!dout.defined()) return {Tensor(), Tensor()};
       Tensor gate = node.take(0), up = node.take(1);
-      auto [dgate, dup] = gradients(node.options, dout, gate, up, may_overwrite_both(node, gate, up));
+      auto [dgate, dup] = with_options(node.options, [&](const auto&... o) {
+        return Backward::call(may_overwrite_both(node, gate, up), dout, gate, up, o...);
+      });
       return {dgate, dup};
     }
   };
@@ -279,6 +223,7 @@ struct Gated {
     static constexpr const char* kSchema = Activation::kPackedSchema;
     using Edges = Positions<0>;
     using Saves = core::Saves<Argument<0>>;
+    using Privates = core::Privates<PackedBackward>;
 
     template <class Device>
     static Tensor run(bool, const Tensor& gate_up, O... options) {
@@ -292,33 +237,13 @@ struct Gated {
       return out;
     }
 
-    static void define_backward(torch::Library& m) {
-      const std::string op = std::string("_") + kOp + "_bwd", options = Activation::kOptions;
-      core::define_backward(m, op, "Tensor dout, Tensor(a!) gate_up" + options, "Tensor", "()");
-    }
-
-    template <class Device>
-    static void implement_backward(torch::Library& m) {
-      const std::string op = std::string("_") + kOp + "_bwd";
-      implement<packed_bwd<Device>>(m, op);
-      implement<packed_bwd_<Device>>(m, op + "_");
-    }
-
-    template <class AnyNode>
-    static variable_list backward(AnyNode& node, variable_list&& grads) {
+    static variable_list backward(auto& node, variable_list&& grads) {
       Tensor dout = std::move(grads[0]);
       if (!dout.defined()) return {Tensor()};
       Tensor gate_up = node.take(0);
       const bool overwrite = node.may_overwrite(gate_up, gate_up) && gate_up.is_contiguous();
-      return {with_options(node.options, [&](const auto&... o) {
-        if (overwrite) {
-          static const auto op = find<decltype(packed_bwd_<Cpu>)>("_", "_packed_bwd_");
-          op.call(dout, gate_up, o...);
-          return gate_up.detach();
-        }
-        static const auto op = find<decltype(packed_bwd<Cpu>)>("_", "_packed_bwd");
-        return op.call(dout, gate_up, o...);
-      })};
+      return {with_options(
+          node.options, [&](const auto&... o) { return PackedBackward::call(overwrite, dout, gate_up, o...); })};
     }
   };
 
@@ -348,8 +273,7 @@ struct Gated {
       return at::linear(product, weight, bias);
     }
 
-    template <class AnyNode>
-    static variable_list backward(AnyNode& node, variable_list&& grads) {
+    static variable_list backward(auto& node, variable_list&& grads) {
       Tensor dout = std::move(grads[0]);
       if (!dout.defined()) return variable_list(4);
       Tensor gate = node.take(0), up = node.take(1), weight = node.take(2), dgate, dup, product, dweight, dbias;
@@ -361,19 +285,14 @@ struct Gated {
         // An ordinary view would be a second owner, so the buffer could not be overwritten.
         Tensor d = at::_unsafe_view_symint(gemm::mm(as_matrix(dout), weight), sizes);
         const bool overwrite = may_overwrite_both(node, gate, up);
-        if (!wants_weight) {
-          std::tie(dgate, dup) = gradients(node.options, d, gate, up, overwrite);
-        } else if (overwrite && is_sole_owner(d) && core::same_strides(gate, d)) {
-          static const auto op = find<decltype(product_bwd_<Cpu>)>("_", "_product_bwd_");
-          with_options(node.options, [&](const auto&... o) { op.call(d, gate, up, o...); });
-          dgate = gate.detach();
-          dup = up.detach();
-          product = std::move(d);
-        } else {
-          static const auto op = find<decltype(product_bwd<Cpu>)>("_", "_product_bwd");
-          std::tie(dgate, dup, product) =
-              with_options(node.options, [&](const auto&... o) { return op.call(d, gate, up, o...); });
-        }
+        with_options(node.options, [&](const auto&... o) {
+          if (wants_weight) {
+            const bool overwrite_all = overwrite && is_sole_owner(d) && same_strides(gate, d);
+            std::tie(dgate, dup, product) = ProductBackward::call(overwrite_all, d, gate, up, o...);
+          } else {
+            std::tie(dgate, dup) = Backward::call(overwrite, d, gate, up, o...);
+          }
+        });
       } else if (wants_weight) {
         product = with_options(node.options, [&](const auto&... o) { return Halved::handle().call(gate, up, o...); });
       }

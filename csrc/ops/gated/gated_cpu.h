@@ -3,7 +3,7 @@
 // CPU loops of gated activations.
 
 #include "core/cpu/math.h"
-#include "core/elements.h"
+#include "core/rows/elements.h"
 
 namespace liger::ops::gated {
 
@@ -52,20 +52,18 @@ struct Cpu {
       Tensor up) {
     runtime::count_cpu_call();
     if (dout.numel() == 0) return;
-    auto walk = walk_elements<5>(Activation::kOp, {&dout, &dgate, &dup, &gate, &up});
-    const auto& [d, dg, du, g, u] = walk.strides;
+    const auto walk = walk_elements<5>(Activation::kOp, {&dout, &dgate, &dup, &gate, &up});
     dispatch_compute(gate.scalar_type(), [&](auto c) {
       using C = decltype(c);
       const auto dgate_at = output<C>(dgate), dup_at = output<C>(dup), product_at = output<C>(product);
       const auto dout_at = input<C>(dout), gate_at = input<C>(gate), up_at = input<C>(up);
       activation.with_math([&](auto math) {
-        parallel_spans(walk, [&, d = d, dg = dg, du = du, g = g, u = u](int64_t row, int64_t first, int64_t n) {
-          const int64_t inner = walk.inner_rows, at = d.offset(row, inner) + first;
+        parallel_spans(walk, [&](int64_t row, int64_t first, int64_t n) {
+          auto at = [&](size_t tensor) { return walk.offset(tensor, row) + first; };
           vectorized<C>([&] {
             gated_backward<C>(
-                math, dgate_at + (dg.offset(row, inner) + first), dup_at + (du.offset(row, inner) + first),
-                product_at + at, dout_at + at, gate_at + (g.offset(row, inner) + first),
-                up_at + (u.offset(row, inner) + first), n);
+                math, dgate_at + at(1), dup_at + at(2), product_at + at(0), dout_at + at(0), gate_at + at(3),
+                up_at + at(4), n);
           });
         });
       });

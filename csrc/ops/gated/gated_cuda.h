@@ -2,7 +2,7 @@
 
 // Launches the kernels of gated activations, in liger_ops/kernels/gated.
 
-#include "core/elements.h"
+#include "core/rows/elements.h"
 #include "kernels/swiglu.h"
 
 namespace liger::ops::gated {
@@ -16,20 +16,15 @@ struct Cuda {
     using K = typename Activation::Forward;
     c10::DeviceGuard guard(gate.device());
     if (out.numel() == 0) return;
-    auto walk = walk_elements<3>(Activation::kOp, {&out, &gate, &up});
-    bool aligned = walk.aligned_strides() && aligned16(address(out), address(gate), address(up));
-    const auto point = runtime::point_of<K>(K::dtype(dtype_of(gate)));
-    const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
-    const auto& [o, g, u] = walk.strides;
-    typename K::Args args{address(out), address(gate),
-                          address(up),  int32_t(walk.rows),
-                          walk.n,       walk.kernel_inner_rows(),
-                          o.outer,      o.inner,
-                          g.outer,      g.inner,
-                          u.outer,      u.inner};
-    activation.set(args);
-    auto variant = runtime::variant_index<K>(config, point);
-    launch<K>(Activation::kOp, gate.device(), variant, tile_grid(config, walk), args);
+    const auto walk = walk_elements<3>(Activation::kOp, {&out, &gate, &up});
+    typename K::Args args{
+        .out = address(out),
+        .gate = address(gate),
+        .up = address(up),
+        .out_strides = walk.strides[0],
+        .gate_strides = walk.strides[1],
+        .up_strides = walk.strides[2]};
+    start<K>(activation, gate, walk, args);
   }
 
   static void backward(
@@ -38,36 +33,28 @@ struct Cuda {
     using K = typename Activation::Backward;
     c10::DeviceGuard guard(gate.device());
     if (dout.numel() == 0) return;
-    auto walk = walk_elements<5>(Activation::kOp, {&dout, &dgate, &dup, &gate, &up});
-    bool aligned = walk.aligned_strides() &&
-        aligned16(address(dout), address(dgate), address(dup), address(gate), address(up), address(product));
-    const auto point = runtime::point_of<K>(K::dtype(dtype_of(gate)));
-    const auto& config = runtime::first_fit<K>(walk.n, aligned, point, walk.rows);
-    const auto& [d, dg, du, g, u] = walk.strides;
+    const auto walk = walk_elements<5>(Activation::kOp, {&dout, &dgate, &dup, &gate, &up});
     typename K::Args args{
-        address(dgate),
-        address(dup),
-        address(product),
-        address(dout),
-        address(gate),
-        address(up),
-        int32_t(walk.rows),
-        walk.n,
-        walk.kernel_inner_rows(),
-        dg.outer,
-        dg.inner,
-        du.outer,
-        du.inner,
-        d.outer,
-        d.inner,
-        g.outer,
-        g.inner,
-        u.outer,
-        u.inner};
+        .dgate = address(dgate),
+        .dup = address(dup),
+        .product = address(product),
+        .dout = address(dout),
+        .gate = address(gate),
+        .up = address(up),
+        .dgate_strides = walk.strides[1],
+        .dup_strides = walk.strides[2],
+        .dout_strides = walk.strides[0],
+        .gate_strides = walk.strides[3],
+        .up_strides = walk.strides[4],
+        .flags = product.defined() ? kernels::constants::swiglu::PRODUCT : 0};
+    start<K>(activation, gate, walk, args);
+  }
+
+ private:
+  template <class K, size_t N>
+  static void start(const Activation& activation, const Tensor& gate, const Rows<N>& walk, typename K::Args& args) {
     activation.set(args);
-    if (product.defined()) args.flags |= kernels::constants::swiglu::PRODUCT;
-    auto variant = runtime::variant_index<K>(config, point);
-    launch<K>(Activation::kOp, gate.device(), variant, tile_grid(config, walk), args);
+    launch_tiles<K>(Activation::kOp, gate.device(), walk, args, runtime::point_of<K>(K::dtype(dtype_of(gate))));
   }
 };
 

@@ -44,7 +44,8 @@ struct Gelu {
   static constexpr const char* kOp = "geglu";
   static constexpr const char* kPackedOp = "geglu_packed";
   static constexpr const char* kLinearOp = "geglu_linear";
-  static constexpr const char* kOptions = ", str approximate";
+  static constexpr const char* kArguments = "dout, gate, up, approximate";
+  static constexpr const char* kPackedArguments = "dout, gate_up, approximate";
   static constexpr const char* kSchema = schemas::geglu;
   static constexpr const char* kPackedSchema = schemas::geglu_packed;
   static constexpr const char* kLinearSchema = schemas::geglu_linear;
@@ -64,7 +65,7 @@ struct Gelu {
 
   template <class Args>
   void set(Args& args) const {
-    args.flags = tanh ? kernels::constants::geglu::TANH : 0;
+    args.flags |= tanh ? kernels::constants::geglu::TANH : 0;
   }
 };
 

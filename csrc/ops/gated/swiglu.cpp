@@ -61,7 +61,8 @@ struct Silu {
   static constexpr const char* kOp = "swiglu";
   static constexpr const char* kPackedOp = "swiglu_packed";
   static constexpr const char* kLinearOp = "swiglu_linear";
-  static constexpr const char* kOptions = ", float? limit";
+  static constexpr const char* kArguments = "dout, gate, up, limit";
+  static constexpr const char* kPackedArguments = "dout, gate_up, limit";
   static constexpr const char* kSchema = schemas::swiglu;
   static constexpr const char* kPackedSchema = schemas::swiglu_packed;
   static constexpr const char* kLinearSchema = schemas::swiglu_linear;

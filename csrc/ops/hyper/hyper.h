@@ -2,13 +2,16 @@
 
 // Shared by hyper_pre and hyper_post.
 
-#include "core/cuda.h"
+#include "core/cuda/launch.h"
 #include "core/operator.h"
 #include "kernels/hyper_pre.h"
 
 namespace liger::ops::hyper {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using core::value_or_undefined;
 
 /// The number of streams that kernels serve.
 constexpr int64_t kStreams = kernels::constants::hyper_pre::STREAMS;
@@ -41,9 +44,21 @@ inline void narrow(const Tensor& result, const Tensor& wide) {
   if (result.defined() && !result.is_same(wide)) result.copy_(wide);
 }
 
+inline Tensor empty_of(const Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); }
+
+/// Chooses for a kernel that takes `tokens` and `n`.
+template <class K>
+core::Choice<K> choose(const Tensor& streams, const typename K::Args& args) {
+  return core::choose<K>(args.n, args, runtime::point_of<K>(K::dtype(core::dtype_of(streams))), args.tokens);
+}
+
 inline void check_streams(const char* op, const Tensor& streams) {
   core::check_activation(op, "streams", streams);
   LIGER_CHECK(streams.dim() >= 2, op, "streams", "have at least two dimensions", streams.sym_sizes());
+}
+
+inline void check_shape(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef shape) {
+  LIGER_CHECK(t.sym_sizes().equals(shape), op, name, c10::str("have shape ", shape), t.sym_sizes());
 }
 
 inline void check_numbers(const char* op, const char* name, const Tensor& t, const Tensor& streams) {

@@ -13,18 +13,10 @@
 namespace liger::ops::hyper_post {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using core::value_or_undefined;
-using hyper::has_kernel;
-using hyper::narrow;
-using hyper::wide;
-using hyper::wide_result;
+using namespace hyper;
 
 constexpr const char* kOp = "hyper_post";
 constexpr const char* kBackward = "hyper_post backward";
-/// Bits of `wanted`, besides kWantInput.
-constexpr int64_t kWantStreams = core::kWantWeight, kWantPost = core::kWantBias, kWantComb = 8;
 
 struct Inputs {
   const Tensor &y, &streams, &post, &comb;
@@ -76,13 +68,10 @@ namespace constants = kernels::constants::hyper_post;
 
 struct Cuda {
   template <class K>
-  static void start(
-      const char* op, const Tensor& s, bool aligned, typename K::Args& args, int32_t flags, const Inputs& in) {
-    args.tokens = hyper::tokens_of(op, s), args.n = int32_t(s.size(-1));
-    args.flags = flags | (in.comb.defined() ? constants::HAS_COMB : 0) | (in.rounded ? constants::ROUNDED : 0);
-    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const auto& config = runtime::first_fit<K>(args.n, aligned && args.n % 8 == 0, point, args.tokens);
-    core::launch<K>(op, s.device(), runtime::variant_index<K>(config, point), {uint32_t(args.tokens)}, args);
+  static void start(const char* op, const Tensor& s, typename K::Args& args, const Inputs& in) {
+    args.tokens = tokens_of(op, s), args.n = int32_t(s.size(-1));
+    args.flags |= (in.comb.defined() ? constants::HAS_COMB : 0) | (in.rounded ? constants::ROUNDED : 0);
+    core::launch(op, s.device(), hyper::choose<K>(s, args), {uint32_t(args.tokens)}, args);
   }
 
   static void forward(const Tensor& out, const Inputs& in) {
@@ -90,10 +79,13 @@ struct Cuda {
     using K = kernels::hyper_post_fwd;
     c10::DeviceGuard guard(in.streams.device());
     const Tensor y = in.y.contiguous(), s = in.streams.contiguous(), post = wide(in.post), comb = wide(in.comb);
-    K::Args args{};
-    args.out = core::address(out), args.y = core::address(y), args.streams = core::address(s);
-    args.post = core::address(post), args.comb = core::address(comb);
-    start<K>(kOp, s, core::aligned16(args.out, args.y, args.streams), args, 0, in);
+    K::Args args{
+        .out = core::address(out),
+        .y = core::address(y),
+        .streams = core::address(s),
+        .post = core::address(post),
+        .comb = core::address(comb)};
+    start<K>(kOp, s, args, in);
   }
 
   static void backward(const Gradients& out, const Tensor& given, const Inputs& in) {
@@ -103,35 +95,37 @@ struct Cuda {
     const Tensor dout = given.contiguous(), y = in.y.contiguous(), s = in.streams.contiguous();
     const Tensor post = wide(in.post), comb = wide(in.comb);
     const Tensor dpost = wide_result(out.post, post), dcomb = comb.defined() ? wide_result(out.comb, comb) : Tensor();
-    K::Args args{};
-    args.dy = core::address(out.y), args.dstreams = core::address(out.streams);
-    args.dpost = core::address(dpost), args.dcomb = core::address(dcomb), args.dout = core::address(dout);
-    args.y = core::address(y), args.streams = core::address(s);
-    args.post = core::address(post), args.comb = core::address(comb);
-    const int32_t flags =
-        (out.y.defined() ? constants::NEEDS_DY : 0) | (out.streams.defined() ? constants::NEEDS_DSTREAMS : 0);
-    const bool aligned = core::aligned16(args.dy, args.dstreams, args.dout, args.y, args.streams);
-    start<K>(kBackward, s, aligned, args, flags, in);
+    K::Args args{
+        .dy = core::address(out.y),
+        .dstreams = core::address(out.streams),
+        .dpost = core::address(dpost),
+        .dcomb = core::address(dcomb),
+        .dout = core::address(dout),
+        .y = core::address(y),
+        .streams = core::address(s),
+        .post = core::address(post),
+        .comb = core::address(comb),
+        .flags = (out.y.defined() ? constants::NEEDS_DY : 0) | (out.streams.defined() ? constants::NEEDS_DSTREAMS : 0)};
+    start<K>(kBackward, s, args, in);
     narrow(out.post, dpost);
     narrow(out.comb, dcomb);
   }
 };
 
 struct Meta {
-  static void forward(const Tensor&, const Inputs&) {}
-  static void backward(const Gradients&, const Tensor&, const Inputs&) {}
+  static void forward(const auto&...) {}
+  static void backward(const auto&...) {}
 };
 
 void check_mix(const char* op, const char* name, const Tensor& t, const Tensor& streams, int64_t dims) {
-  hyper::check_numbers(op, name, t, streams);
+  check_numbers(op, name, t, streams);
   c10::SymDimVector wanted(streams.sym_sizes().begin(), streams.sym_sizes().end() - 1);
   if (dims == 2) wanted.push_back(streams.sym_size(-2));
-  LIGER_CHECK(
-      t.sym_sizes().equals(wanted), op, name, c10::str("have shape ", c10::SymIntArrayRef(wanted)), t.sym_sizes());
+  check_shape(op, name, t, wanted);
 }
 
 void check(const char* op, const Inputs& in) {
-  hyper::check_streams(op, in.streams);
+  check_streams(op, in.streams);
   core::check_same_device(op, "y", in.y, "streams", in.streams);
   core::check_dense(op, "y", in.y);
   LIGER_CHECK(
@@ -139,15 +133,32 @@ void check(const char* op, const Inputs& in) {
       c10::str("have the dtype of streams, ", in.streams.scalar_type()), in.y.scalar_type());
   c10::SymDimVector wanted(in.streams.sym_sizes().begin(), in.streams.sym_sizes().end() - 2);
   wanted.push_back(in.streams.sym_size(-1));
-  LIGER_CHECK(
-      in.y.sym_sizes().equals(wanted), op, "y", c10::str("have shape ", c10::SymIntArrayRef(wanted)), in.y.sym_sizes());
+  check_shape(op, "y", in.y, wanted);
   check_mix(op, "post", in.post, in.streams, 1);
   if (in.comb.defined()) check_mix(op, "comb", in.comb, in.streams, 2);
 }
 
-Tensor empty_of(const Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); }
+struct Backward
+    : core::Private<
+          Backward,
+          Four(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t, bool)> {
+  static constexpr const char* kName = "_hyper_post_bwd";
+  static constexpr const char* kArguments = "dout, y, streams, post, comb, wanted, rounded";
 
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  template <class Device>
+  static Four run(
+      const Tensor& dout, const Tensor& y, const Tensor& streams, const Tensor& post, const OptionalTensor& comb,
+      int64_t wanted, bool rounded) {
+    const Tensor mix = value_or_undefined(comb);
+    const Inputs in{y, streams, post, mix, rounded};
+    check(kBackward, in);
+    core::check_same(kBackward, "dout", dout, "streams", streams);
+    auto empty = [&](int i, const Tensor& like) { return core::wants(wanted, i) ? empty_of(like) : Tensor(); };
+    const Gradients out{empty(0, y), empty(1, streams), empty(2, post), empty(3, mix)};
+    Device::backward(out, dout, in);
+    return {out.y, out.streams, out.post, out.comb};
+  }
+};
 
 struct HyperPost
     : core::Operator<HyperPost, Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, bool)> {
@@ -155,6 +166,7 @@ struct HyperPost
   static constexpr const char* kSchema = schemas::hyper_post;
   using Edges = core::Positions<0, 1, 2, 3>;
   using Saves = core::Saves<core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>>;
+  using Privates = core::Privates<Backward>;
   using Autocast = core::AutocastPromote<0, 1>;
   using Cpu = hyper_post::Cpu;
   using Cuda = hyper_post::Cuda;
@@ -171,44 +183,12 @@ struct HyperPost
     return out;
   }
 
-  template <class Device>
-  static Four bwd(
-      const Tensor& dout, const Tensor& y, const Tensor& streams, const Tensor& post, const OptionalTensor& comb,
-      int64_t wanted, bool rounded) {
-    const Tensor mix = value_or_undefined(comb);
-    const Inputs in{y, streams, post, mix, rounded};
-    check(kBackward, in);
-    core::check_same(kBackward, "dout", dout, "streams", streams);
-    auto empty = [&](int64_t bit, const Tensor& like) { return wanted & bit ? empty_of(like) : Tensor(); };
-    Gradients out{
-        empty(core::kWantInput, y), empty(kWantStreams, streams), empty(kWantPost, post), empty(kWantComb, mix)};
-    Device::backward(out, dout, in);
-    return {out.y, out.streams, out.post, out.comb};
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define(
-        m,
-        "_hyper_post_bwd(Tensor dout, Tensor y, Tensor streams, Tensor post, Tensor? comb, int wanted, bool rounded) "
-        "-> "
-        "(Tensor, Tensor, Tensor, Tensor)");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_hyper_post_bwd");
-  }
-
   static core::variable_list backward(Node& node, core::variable_list&& grads) {
     Tensor dout = std::move(grads[0]);
     if (!dout.defined()) return core::variable_list(4);
     Tensor y = node.take(0), streams = node.take(1), post = node.take(2), comb = node.take(3);
     const auto& [rounded] = node.options;
-    const int64_t wanted = core::wanted_bits(node.needs(0), node.needs(1), node.needs(2)) |
-        (comb.defined() && node.needs(3) ? kWantComb : 0);
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("_hyper_post_bwd");
-    auto [dy, dstreams, dpost, dcomb] =
-        op.call(dout, y, streams, post, comb.defined() ? OptionalTensor(comb) : std::nullopt, wanted, rounded);
+    auto [dy, dstreams, dpost, dcomb] = Backward::call(dout, y, streams, post, comb, node.wanted(), rounded);
     return {dy, dstreams, dpost, dcomb};
   }
 };

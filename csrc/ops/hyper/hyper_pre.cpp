@@ -15,20 +15,10 @@
 namespace liger::ops::hyper_pre {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using core::value_or_undefined;
-using hyper::has_kernel;
-using hyper::kStreams;
-using hyper::narrow;
-using hyper::tokens_of;
-using hyper::wide;
-using hyper::wide_result;
+using namespace hyper;
 
 constexpr const char* kOp = "hyper_pre";
 constexpr const char* kBackward = "hyper_pre backward";
-/// Bits of `wanted`, besides kWantInput.
-constexpr int64_t kWantFn = core::kWantWeight, kWantBase = core::kWantBias, kWantScale = 8;
 
 struct Parameters {
   Tensor fn, base, scale;
@@ -256,13 +246,9 @@ struct Cuda {
   static Tensor pieces_of(const Tensor& fn, const Tensor& s) {
     using K = kernels::hyper_pre_pieces;
     const Tensor pieces = at::empty({constants::PIECES - 1, fn.size(0), fn.size(1)}, s.options());
-    K::Args args{};
-    args.pieces = core::address(pieces), args.fn = core::address(fn), args.count = int32_t(fn.numel());
-    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const bool aligned = core::aligned16(args.pieces, args.fn) && args.count % 8 == 0;
-    const auto& config = runtime::first_fit<K>(args.count, aligned, point);
-    const int64_t programs = (int64_t(args.count) + config.BLOCK - 1) / config.BLOCK;
-    core::launch<K>(kOp, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    const K::Args args{.pieces = core::address(pieces), .fn = core::address(fn), .count = int32_t(fn.numel())};
+    const auto choice = core::choose<K>(args.count, args, runtime::point_of<K>(K::dtype(core::dtype_of(s))));
+    core::launch(kOp, s.device(), choice, {core::programs_for(args.count, choice.config.BLOCK)}, args);
     return pieces;
   }
 
@@ -277,11 +263,8 @@ struct Cuda {
     args.tokens = tokens_of(kOp, s), args.n = int32_t(s.size(-1)), args.width = int32_t(p.fn.size(0));
     args.sinkhorn = int32_t(options.sinkhorn), args.norm_eps = float(options.norm_eps), args.eps = float(options.eps);
     args.post_scale = float(options.post_scale), args.post_eps = float(options.post_eps);
-    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const bool aligned = core::aligned16(args.x, args.streams, args.fn, args.pieces) && args.n % 8 == 0;
-    const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
-    const int64_t programs = (int64_t(args.tokens) + config.BLOCK_T - 1) / config.BLOCK_T;
-    core::launch<K>(kOp, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    const auto choice = hyper::choose<K>(s, args);
+    core::launch(kOp, s.device(), choice, {core::programs_for(args.tokens, choice.config.BLOCK_T)}, args);
   }
 
   static void launch_logits(
@@ -297,13 +280,11 @@ struct Cuda {
     args.tokens = int32_t(d.per_token.size(0)), args.n = int32_t(s.size(-1)), args.width = int32_t(p.fn.size(0));
     args.sinkhorn = int32_t(options.sinkhorn), args.eps = float(options.eps);
     args.post_scale = float(options.post_scale);
-    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const bool aligned = core::aligned16(args.dx, args.streams) && args.n % 8 == 0;
-    const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
-    const int64_t programs = (int64_t(args.tokens) + config.BLOCK_T - 1) / config.BLOCK_T;
+    const auto choice = hyper::choose<K>(s, args);
+    const uint32_t programs = core::programs_for(args.tokens, choice.config.BLOCK_T);
     d.partial = at::empty({2, programs, args.width}, d.per_token.options());
     args.partial = core::address(d.partial);
-    core::launch<K>(kBackward, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    core::launch(kBackward, s.device(), choice, {programs}, args);
   }
 
   template <class K>
@@ -320,12 +301,9 @@ struct Cuda {
     args.partial = core::address(d.partial), args.tokens = int32_t(d.per_token.size(0)), args.n = int32_t(s.size(-1));
     args.width = int32_t(p.fn.size(0)), args.parts = int32_t(d.partial.size(1));
     args.flags = (out.streams.defined() ? constants::NEEDS_DSTREAMS : 0) | (wants_fn ? constants::NEEDS_DFN : 0);
-    const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(s)));
-    const bool aligned =
-        core::aligned16(args.dstreams, args.dfn, args.dx, args.streams, args.fn, args.pieces) && args.n % 8 == 0;
-    const auto& config = runtime::first_fit<K>(args.n, aligned, point, args.tokens);
-    const int64_t programs = kStreams * ((args.n + config.BLOCK_H - 1) / config.BLOCK_H);
-    core::launch<K>(kBackward, s.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    const auto choice = hyper::choose<K>(s, args);
+    const int64_t programs = kStreams * core::programs_for(args.n, choice.config.BLOCK_H);
+    core::launch(kBackward, s.device(), choice, {uint32_t(programs)}, args);
     narrow(out.fn, dfn);
     narrow(out.base, dbase);
     narrow(out.scale, dscale);
@@ -333,19 +311,17 @@ struct Cuda {
 };
 
 struct Meta {
-  static void forward(const Results&, const Tensor&, const Parameters&, const Options&) {}
-  static void backward(
-      const Gradients&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Parameters&, const Tensor&,
-      const Tensor&, const Options&) {}
+  static void forward(const auto&...) {}
+  static void backward(const auto&...) {}
 };
 
 void check(const char* op, const Tensor& streams, const Parameters& p, const Options& options) {
-  hyper::check_streams(op, streams);
+  check_streams(op, streams);
   const int64_t count = streams_of(streams);
   LIGER_CHECK(count >= 1, op, "streams", "have a stream", streams.sym_sizes());
   for (const auto& [name, t] :
        {std::pair<const char*, const Tensor&>("fn", p.fn), {"base", p.base}, {"scale", p.scale}}) {
-    hyper::check_numbers(op, name, t, streams);
+    check_numbers(op, name, t, streams);
   }
   LIGER_CHECK(
       p.fn.dim() == 2 && p.fn.sym_size(1) == streams.sym_size(-1) * count, op, "fn",
@@ -355,13 +331,9 @@ void check(const char* op, const Tensor& streams, const Parameters& p, const Opt
   LIGER_CHECK(
       width == count || width == 2 * count || width == all, op, "fn",
       c10::str("have ", count, ", ", 2 * count, " or ", all, " rows for ", count, " streams"), width);
-  LIGER_CHECK(
-      p.base.dim() == 1 && p.base.sym_size(0) == width, op, "base", c10::str("have shape [", width, "]"),
-      p.base.sym_sizes());
+  check_shape(op, "base", p.base, {width});
   const int64_t groups = int64_t(groups_of(count, width).size());
-  LIGER_CHECK(
-      p.scale.dim() == 1 && p.scale.sym_size(0) == groups, op, "scale", c10::str("have shape [", groups, "]"),
-      p.scale.sym_sizes());
+  check_shape(op, "scale", p.scale, {groups});
   for (const auto& [name, value] : {std::pair("norm_eps", options.norm_eps), {"eps", options.eps}}) {
     LIGER_CHECK(value >= 0 && std::isfinite(value), op, name, "be finite and not negative", value);
   }
@@ -369,7 +341,33 @@ void check(const char* op, const Tensor& streams, const Parameters& p, const Opt
 }
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+struct Backward
+    : core::Private<
+          Backward,
+          Four(
+              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+              const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, double, int64_t, double)> {
+  static constexpr const char* kName = "_hyper_pre_bwd";
+  static constexpr const char* kArguments =
+      "dx, dpost, dcomb, streams, fn, base, scale, logits, rstd, wanted, eps, sinkhorn, post_scale";
+
+  template <class Device>
+  static Four run(
+      const OptionalTensor& dx, const OptionalTensor& dpost, const OptionalTensor& dcomb, const Tensor& streams,
+      const Tensor& fn, const Tensor& base, const Tensor& scale, const Tensor& logits, const Tensor& rstd,
+      int64_t wanted, double eps, int64_t sinkhorn, double post_scale) {
+    const Parameters p{fn, base, scale};
+    const Options options{0, eps, sinkhorn, post_scale, 0};
+    check(kBackward, streams, p, options);
+    auto empty = [&](int i, const Tensor& like) { return core::wants(wanted, i) ? empty_of(like) : Tensor(); };
+    const Gradients out{empty(0, streams), empty(1, fn), empty(2, base), empty(3, scale)};
+    Device::backward(
+        out, value_or_undefined(dx), value_or_undefined(dpost), value_or_undefined(dcomb), streams, p, logits, rstd,
+        options);
+    return {out.streams, out.fn, out.base, out.scale};
+  }
+};
 
 // No autocast: what a model computes in fp32 has fp32 parameters, and streams may have any dtype.
 struct HyperPre
@@ -381,6 +379,7 @@ struct HyperPre
   using Edges = core::Positions<0, 1, 2, 3>;
   using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // and logits, rstd
   using Differentiable = core::Positions<0, 1, 2>;
+  using Privates = core::Privates<Backward>;
   using Saves = core::Saves<
       core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>, core::Result<3>, core::Result<4>>;
   using Cpu = hyper_pre::Cpu;
@@ -409,39 +408,6 @@ struct HyperPre
     return {out.x, out.post, out.comb, out.logits, out.rstd};
   }
 
-  template <class Device>
-  static Four bwd(
-      const OptionalTensor& dx, const OptionalTensor& dpost, const OptionalTensor& dcomb, const Tensor& streams,
-      const Tensor& fn, const Tensor& base, const Tensor& scale, const Tensor& logits, const Tensor& rstd,
-      int64_t wanted, double eps, int64_t sinkhorn, double post_scale) {
-    const Parameters p{fn, base, scale};
-    const hyper_pre::Options options{0, eps, sinkhorn, post_scale, 0};
-    check(kBackward, streams, p, options);
-    auto empty = [&](int64_t bit, const Tensor& like) {
-      return wanted & bit ? at::empty_symint(like.sym_sizes(), like.options()) : Tensor();
-    };
-    Gradients out{
-        empty(core::kWantInput, streams), empty(kWantFn, fn), empty(kWantBase, base), empty(kWantScale, scale)};
-    Device::backward(
-        out, value_or_undefined(dx), value_or_undefined(dpost), value_or_undefined(dcomb), streams, p, logits, rstd,
-        options);
-    return {out.streams, out.fn, out.base, out.scale};
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define(
-        m,
-        "_hyper_pre_bwd(Tensor? dx, Tensor? dpost, Tensor? dcomb, Tensor streams, Tensor fn, Tensor base, Tensor "
-        "scale, "
-        "Tensor logits, Tensor rstd, int wanted, float eps, int sinkhorn, float post_scale) -> (Tensor, Tensor, "
-        "Tensor, Tensor)");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_hyper_pre_bwd");
-  }
-
   static core::variable_list backward(Node& node, core::variable_list&& grads) {
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); })) {
       return core::variable_list(4);
@@ -449,13 +415,8 @@ struct HyperPre
     Tensor streams = node.take(0), fn = node.take(1), base = node.take(2), scale = node.take(3);
     Tensor logits = node.take(4), rstd = node.take(5);
     const auto& [norm_eps, eps, sinkhorn, post_scale, post_eps] = node.options;
-    const int64_t wanted =
-        core::wanted_bits(node.needs(0), node.needs(1), node.needs(2)) | (node.needs(3) ? kWantScale : 0);
-    auto given = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("_hyper_pre_bwd");
-    auto [dstreams, dfn, dbase, dscale] = op.call(
-        given(grads[0]), given(grads[1]), given(grads[2]), streams, fn, base, scale, logits, rstd, wanted, eps,
-        sinkhorn, post_scale);
+    auto [dstreams, dfn, dbase, dscale] = Backward::call(
+        grads[0], grads[1], grads[2], streams, fn, base, scale, logits, rstd, node.wanted(), eps, sinkhorn, post_scale);
     return {dstreams, dfn, dbase, dscale};
   }
 };

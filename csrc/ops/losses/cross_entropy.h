@@ -6,21 +6,19 @@
 // statistics are fp32 (fp64 for fp64 logits). A mean divides by the sum of the targets' weights. Its z-loss has no
 // weights and is divided by the number of targets. Both divisors stay on the device.
 //
-// The classes may be split over the ranks of a process group (vocabulary.h). Each rank then writes facts about its own
+// The classes may be split over the ranks of a process group (core/split.h). Each rank then writes facts about its own
 // columns of a row; from the facts of all ranks, each computes the same losses and statistics.
 
-#include <ATen/MemoryOverlap.h>
-
 #include <algorithm>
-#include <numeric>
 
 #include "core/aten.h"
 #include "core/checks.h"
-#include "core/cuda.h"
-#include "core/rows.h"
+#include "core/cuda/launch.h"
+#include "core/private.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/cross_entropy_results.h"
-#include "ops/losses/vocabulary.h"
+#include "core/rows/rows_in_order.h"
+#include "core/split.h"
 
 namespace liger::ops::cross_entropy {
 
@@ -41,13 +39,8 @@ struct Options {
   std::optional<double> softcap;
   Vocabulary vocabulary;
 
-  auto tie() {
-    auto own = std::tie(reduction, ignore_index, label_smoothing, lse_square_scale, softcap);
-    return std::tuple_cat(own, vocabulary.tie());
-  }
   bool mean() const { return reduction == Reduction::Mean; }
   bool reduced() const { return reduction != Reduction::None; }
-  const char* reduction_name() const { return mean() ? "mean" : reduced() ? "sum" : "none"; }
   int32_t flags(const Tensor& weight) const {
     return (weight.defined() ? flags::HAS_WEIGHT : 0) | (label_smoothing > 0 ? flags::HAS_SMOOTHING : 0) |
         (softcap ? flags::HAS_SOFTCAP : 0) | (mean() ? flags::MEAN : 0);
@@ -99,31 +92,6 @@ Options check(
         c10::str("have shape [", classes, "], one value per class"), weight->sym_sizes());
   }
   return parsed;
-}
-
-inline void check_no_overlap(const char* op, const Tensor& logits) {
-  LIGER_CHECK(
-      at::has_internal_overlap(logits) != at::MemOverlap::Yes, op, "logits", "not overlap themselves", "strides ",
-      logits.strides());
-}
-
-/// Rows in logical order, like targets. Tensors that two levels of strides cannot describe are replaced by copies.
-template <size_t N>
-Rows<N> walk_logical(const char* op, int64_t rows, const std::array<Tensor*, N>& tensors) {
-  Rows<N> out;
-  bool unit = true;
-  for (Tensor* t : tensors) unit = unit && (t->stride(-1) == 1 || t->size(-1) == 1);
-  if (!unit || !detail::merge_levels<N>(tensors, out)) {
-    for (Tensor* t : tensors) *t = t->contiguous();
-    detail::merge_levels<N>(tensors, out);
-  }
-  out.rows = rows;
-  out.n = tensors[0]->size(-1);
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  LIGER_CHECK(
-      out.rows <= kMost && out.n <= kMost, op, "logits", "have fewer than 2^31 rows and classes", out.rows, " rows of ",
-      out.n);
-  return out;
 }
 
 /// The incoming gradient of each row's loss: one number per row, or one for all rows (stride 0).
@@ -191,14 +159,12 @@ struct RowsOut {
 
   /// Addresses for the rows from `row` on, whose statistics form an array (3, rows) of their own.
   RowsOut from(int64_t row, size_t element) const {
-    auto move = [&](char* at, int64_t elements) { return at ? at + elements * int64_t(element) : nullptr; };
-    return {
-        move(loss, row),
-        move(z_loss, row),
-        move(accuracy, row),
-        move(stats, 3 * row),
-        predicted ? predicted + row : nullptr,
-        facts};
+    RowsOut out = *this;
+    const int64_t bytes = row * int64_t(element);
+    for (char** at : {&out.loss, &out.z_loss, &out.accuracy}) *at += *at ? bytes : 0;
+    if (stats) out.stats += 3 * bytes;
+    if (predicted) out.predicted += row;
+    return out;
   }
 };
 
@@ -221,16 +187,55 @@ struct RowBuffers {
   }
 };
 
+/// Multiplies gradients in place, or a copy of them. op: the operator's name in messages.
+struct Scale : core::Private<Scale, Tensor(const Tensor&, const Tensor&, c10::string_view), core::Overwrites<0>> {
+  static constexpr const char* kName = "_cross_entropy_scale";
+  static constexpr const char* kArguments = "dlogits, grad, op";
+
+  template <class Device>
+  static Tensor run(const Into& into, const Tensor& dlogits, const Tensor& grad, c10::string_view op) {
+    Tensor out = into[0].defined() ? into[0] : dlogits.clone();
+    Device::scale(std::string(op).c_str(), out, grad);
+    return out;
+  }
+};
+
+// ---- On each device
+
+/// out: from empty_results().
+using ForwardOn = void(
+    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
+    const Results& out);
+/// dlogits may be logits.
+using BackwardOn = void(
+    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
+    const Tensor& totals, const Tensor& grad, const Options& o);
+/// Overwrites the logits with their gradient.
+using ForwardBackwardOn = void(
+    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o, const Results& out);
+using ScaleOn = void(const char* op, Tensor& dlogits, const Tensor& grad);
+using TotalsOn =
+    void(const Tensor& totals, const Tensor& target, const Tensor& weight, const Options& o, int64_t classes);
+
+struct Cpu {
+  static ForwardOn forward;
+  static BackwardOn backward;
+  static ForwardBackwardOn forward_backward;
+  static ScaleOn scale;
+  static TotalsOn totals;
+};
+struct Cuda {
+  static ForwardOn forward;
+  static BackwardOn backward;
+  static ForwardBackwardOn forward_backward;
+  static ScaleOn scale;
+  static TotalsOn totals;
+};
+
 // ---- CPU
 
 /// `to` may be undefined.
 void write_scalars(const Tensor& to, std::initializer_list<double> values);
-
-void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t classes, const Options& o);
-
-/// target as contiguous int64. Avoids conversions that change nothing, because even their dispatch slows down a small
-/// loss.
-Tensor class_indices(const Tensor& target);
 
 void forward_rows_cpu(
     const char* op, const Shard& shard, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o,
@@ -249,35 +254,19 @@ std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weigh
 std::array<double, 2> known_or_counted(
     const Tensor& totals, const Tensor& target, const Tensor& weight, const Options& o);
 
-Tensor totals_cpu(const Tensor& target, const Tensor& weight, const Options& o, int64_t classes, at::ScalarType dtype);
-
 /// Reduces losses and metrics of all rows to the call's results. Stores `totals` if out.totals is defined.
 void sum_rows_cpu(const RowBuffers& rows, const std::array<double, 2>& totals, const Options& o, const Results& out);
-
-Results forward_cpu(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
-    Wanted wanted);
 
 /// dlogits may be logits. totals: undefined unless the loss is a mean.
 void backward_rows_cpu(
     const char* op, const Shard& shard, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight,
     const char* stats, const Tensor& totals, const Upstream& upstream, const Options& o);
 
-/// dlogits may be logits.
-void backward_cpu(
-    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
-    const Tensor& totals, const Tensor& grad, const Options& o);
-
-Results forward_backward_cpu(
-    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o);
-
 /// log p_y and the entropy of every row with a target, from the statistics of forward. log_prob: null if the target's
 /// column is not here.
 void describe_rows_cpu(
     const char* op, const Shard& shard, Tensor logits, const Tensor& target, const char* stats, const Options& o,
     char* log_prob, char* entropy);
-
-void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad);
 
 // ---- CUDA
 
@@ -309,8 +298,6 @@ struct CudaCall {
     extras = flags & (flags::HAS_WEIGHT | flags::HAS_SMOOTHING | flags::HAS_SOFTCAP);
   }
 
-  int64_t rows_of(const Tensor& logits) const { return n > 0 ? logits.numel() / n : target.numel(); }
-
   /// The weights of this rank's classes, and their sum.
   const void* local_weight() const { return weight.defined() ? weight.const_data_ptr<float>() + shard.first : nullptr; }
   const void* local_weight_sum() const {
@@ -322,8 +309,32 @@ struct CudaCall {
     return static_cast<const char*>(address(target)) + row * int64_t(target.element_size());
   }
 
-  int32_t flags_for(const RowsOut& out, const Options& o) const {
-    return flags | (out.stats ? flags::SAVE_STATS : 0) | (out.z_loss ? flags::SAVE_Z_LOSS : 0) |
+  /// Sets the arguments that kernels share: the targets of rows from `first` on, and options.
+  template <class Args>
+  void pass(Args& args, const Options& o, int64_t first) const {
+    args.target = target_at(first);
+    args.ignore_index = o.ignore_index;
+    args.flags = flags;
+    if constexpr (requires { args.target_words; }) args.target_words = target_words;
+    if constexpr (requires { args.first_class; }) args.first_class = int32_t(shard.first);
+    if constexpr (requires { args.classes; }) args.classes = int32_t(shard.classes);
+    if constexpr (requires { args.softcap; }) args.softcap = float(o.softcap.value_or(1));
+    if constexpr (requires { args.label_smoothing; }) {
+      args.label_smoothing = float(o.label_smoothing);
+      args.lse_square_scale = float(o.lse_square_scale);
+    }
+  }
+
+  /// Sets also where results go.
+  template <class Args>
+  void pass(Args& args, const Options& o, int64_t first, const RowsOut& out) const {
+    pass(args, o, first);
+    args.loss = out.loss;
+    args.z_loss = out.z_loss;
+    args.accuracy = out.accuracy;
+    args.predicted = out.predicted;
+    if constexpr (requires { args.stats; }) args.stats = out.stats;
+    args.flags |= (out.stats ? flags::SAVE_STATS : 0) | (out.z_loss ? flags::SAVE_Z_LOSS : 0) |
         (out.predicted || (out.facts && out.facts->metrics) ? flags::SAVE_METRICS : 0) |
         (out.facts ? flags::LOCAL : 0) | (o.reduced() ? 0 : flags::ADD_Z_LOSS);
   }
@@ -356,21 +367,5 @@ void forward_backward_rows_cuda(
 void describe_rows_cuda(
     const CudaCall& call, const Options& o, const Tensor& logits, int64_t first, const void* stats,
     const void* log_prob, const void* entropy);
-
-Tensor totals_cuda(const Tensor& target, const Tensor& weight, const Options& o, int64_t classes, at::ScalarType dtype);
-
-Results forward_cuda(
-    const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
-    Wanted wanted);
-
-/// dlogits may be logits.
-void backward_cuda(
-    const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
-    const Tensor& totals, const Tensor& grad, const Options& o);
-
-Results forward_backward_cuda(
-    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o);
-
-void scale_cuda(const char* op, Tensor& dlogits, const Tensor& grad);
 
 }  // namespace liger::ops::cross_entropy

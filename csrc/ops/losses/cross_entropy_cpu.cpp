@@ -3,8 +3,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "core/cpu/softmax.h"
 #include "ops/losses/cross_entropy.h"
+#include "ops/losses/softmax.h"
 
 namespace liger::ops::cross_entropy {
 
@@ -72,7 +72,7 @@ C sum_in_lanes(Input<C> x, int64_t first, int64_t n, const F& f) {
 /// out may be x, and has its dtype: pieces of other rows may be longer than the stage.
 template <class C>
 void write_gradient(
-    Output<C> out, Input<C> x, const C* weight, int64_t n, C top, C slope, C tilt, std::optional<C> cap) {
+    Output<C> out, Input<C> x, const C* weight, int64_t n, C top, C slope, C smooth_grad, std::optional<C> cap) {
   TORCH_INTERNAL_ASSERT_DEBUG_ONLY(out.storage == x.storage);
   C stage[kStage];
   for_pieces(x, n, [=, &stage](int64_t first, int64_t count, const C* v) {
@@ -84,14 +84,14 @@ void write_gradient(
       for (int64_t i = 0; i < count; ++i) {
         const auto u = softcapped(v[i], limit);
         const C w = weights ? weights[i] : C(1);
-        to[i] = (vector_exp(u.value - top) * slope - tilt * w) * u.slope;
+        to[i] = (vector_exp(u.value - top) * slope - smooth_grad * w) * u.slope;
       }
     } else if (weights) {
 #pragma omp simd
-      for (int64_t i = 0; i < count; ++i) to[i] = vector_exp(v[i] - top) * slope - tilt * weights[i];
+      for (int64_t i = 0; i < count; ++i) to[i] = vector_exp(v[i] - top) * slope - smooth_grad * weights[i];
     } else {
 #pragma omp simd
-      for (int64_t i = 0; i < count; ++i) to[i] = vector_exp(v[i] - top) * slope - tilt;
+      for (int64_t i = 0; i < count; ++i) to[i] = vector_exp(v[i] - top) * slope - smooth_grad;
     }
     narrow_all(out + first, to, count);
   });
@@ -99,19 +99,37 @@ void write_gradient(
 
 template <class C>
 struct CpuRows {
+  const Shard& shard;
+  const Options& options;
+  const RowsOut& out;
   Input<C> logits;
   const int64_t* target;
+  int64_t rows;
   const C* weight;  // of all classes
-  int64_t rows, n, first, classes;
   C weight_sum;
-  std::optional<C> cap;
-  Options options;
-  C *loss, *z_loss, *accuracy, *stats;
-  int64_t* predicted;
-  const Facts* facts;
+  int64_t n = shard.n, first = shard.first, classes = shard.classes;
+  std::optional<C> cap = options.softcap;
+  C* stats = reinterpret_cast<C*>(out.stats);
 
   C weight_of(int64_t y) const { return weight ? weight[y] : C(1); }
-  const C* weights_from(int64_t column) const { return weight ? weight + first + column : nullptr; }
+  const C* local_weight() const { return weight ? weight + first : nullptr; }
+
+  /// predicted: -1 if the row is ignored or metrics were not requested.
+  void store(int64_t row, C loss, C z_loss, int64_t predicted) const {
+    auto to = [&](char* at, C value) {
+      if (at) reinterpret_cast<C*>(at)[row] = value;
+    };
+    to(out.loss, options.reduced() ? loss : loss + z_loss);
+    to(out.z_loss, z_loss);
+    to(out.accuracy, predicted >= 0 && predicted == target[row]);
+    if (out.predicted) out.predicted[row] = predicted;
+  }
+  void store_stats(int64_t row, C top, C total, C others) const {
+    if (!stats) return;
+    stats[row] = top;
+    stats[rows + row] = total;
+    stats[2 * rows + row] = others / total;
+  }
 };
 
 /// A row's columns around the true class. If another rank has that class: all columns before, none after.
@@ -157,7 +175,7 @@ C sum_away_others(const CpuRows<C>& a, Input<C> x, const Around& c, C reference)
   auto sum = [&](auto value) {
     auto away = [=](C v, int64_t) { return value(v) - reference; };
     if (!a.weight) return sum_others(x, c, away);
-    return sum_others(x, c, [=, w = a.weights_from(0)](C v, int64_t i) { return w[i] * away(v, i); });
+    return sum_others(x, c, [=, w = a.local_weight()](C v, int64_t i) { return w[i] * away(v, i); });
   };
   return a.cap ? sum([limit = *a.cap](C v) { return softcapped(v, limit).value; }) : sum([](C v) { return v; });
 }
@@ -184,27 +202,24 @@ void local_row(const CpuRows<C>& a, Input<C> x, int64_t row) {
   const C own = c.here ? capped(given, a.cap) : kMinusInf;
   const C peak = capped(raw, a.cap), top = own > peak ? own : peak;
   const C others = sum_exp_others(x, c, top, a.cap);
-  C* to = reinterpret_cast<C*>(a.facts->at(0)) + row;
+  const Facts& facts = *a.out.facts;
+  C* to = reinterpret_cast<C*>(facts.at(0)) + row;
   to[0] = top;
   to[a.rows] = others;
   to[2 * a.rows] = own;
   to += 3 * a.rows;
-  if (a.facts->smoothing) {
+  if (facts.smoothing) {
     *to = sum_away_others(a, x, c, top) + (c.here ? a.weight_of(a.target[row]) * (own - top) : C(0));
     to += a.rows;
   }
-  if (a.facts->metrics) {
+  if (facts.metrics) {
     const C highest = given > raw ? given : raw;
     to[0] = highest;
     // As bits, because a float does not hold every class.
     const auto predicted = int32_t(a.first + first_largest(x, a.n, highest));
     std::memcpy(to + a.rows, &predicted, sizeof(predicted));
   }
-  if (!a.stats) return;
-  const C total = others + std::exp(own - top);
-  a.stats[row] = top;
-  a.stats[a.rows + row] = total;
-  a.stats[2 * a.rows + row] = others / total;
+  a.store_stats(row, top, others + std::exp(own - top), others);
 }
 
 // The true class is added to the sums last, so that 1 - p_y and small losses keep all their digits.
@@ -212,12 +227,7 @@ template <class C>
 void forward_row(const CpuRows<C>& a, Input<C> x, int64_t row) {
   const int64_t y = a.target[row];
   const auto& o = a.options;
-  if (y == o.ignore_index) {
-    a.loss[row] = 0;
-    if (a.z_loss) a.z_loss[row] = 0;
-    if (a.predicted) a.accuracy[row] = 0, a.predicted[row] = -1;
-    return;
-  }
+  if (y == o.ignore_index) return a.store(row, 0, 0, -1);
   const Around around(a, row);
   const C raw = largest_other(x, around), given = first_number(x + y);
   const C own = capped(given, a.cap), peak = capped(raw, a.cap), top = own > peak ? own : peak;
@@ -234,35 +244,23 @@ void forward_row(const CpuRows<C>& a, Input<C> x, int64_t row) {
     if (own_is_minus_inf) away += a.weight_of(y) * own;
     loss = (1 - C(o.label_smoothing)) * loss + C(o.label_smoothing) / a.n * (level * a.weight_sum - away);
   }
-  a.loss[row] = o.reduced() ? loss : loss + z_loss;
-  if (a.z_loss) a.z_loss[row] = z_loss;
-  if (a.stats) {
-    a.stats[row] = top;
-    a.stats[a.rows + row] = total;
-    a.stats[2 * a.rows + row] = others / total;
-  }
-  if (a.predicted) {
-    a.predicted[row] = first_largest(x, a.n, given > raw ? given : raw);
-    a.accuracy[row] = a.predicted[row] == y;
-  }
+  a.store(row, loss, z_loss, a.out.predicted ? first_largest(x, a.n, given > raw ? given : raw) : -1);
+  a.store_stats(row, top, total, others);
 }
 
-/// Losses, metrics and statistics of row `row` of `rows` from the facts of all ranks.
+/// Losses, metrics and statistics of a row from the facts of all ranks.
 template <class C>
 void combine_row(
-    const Shard& shard, const Facts& facts, const C* gathered, const int64_t* target, const C* weight,
-    const std::vector<C>& rank_weights, const Options& o, int64_t rows, int64_t row, const RowsOut& out, char* log_prob,
-    char* entropy) {
-  const int64_t y = target[row], ranks = shard.ranks();
-  auto to = [&](char* at, int64_t i, C value) {
-    if (at) reinterpret_cast<C*>(at)[i] = value;
-  };
-  auto fact = [&](int64_t rank, int64_t which) { return gathered[(rank * facts.count() + which) * rows + row]; };
-  const bool counted = y != o.ignore_index;
+    const CpuRows<C>& a, const Facts& facts, const C* gathered, const std::vector<C>& rank_weights, int64_t row,
+    C* log_prob, C* entropy) {
+  const Shard& shard = a.shard;
+  const Options& o = a.options;
+  const int64_t y = a.target[row], ranks = shard.ranks();
+  auto fact = [&](int64_t rank, int64_t which) { return gathered[(rank * facts.count() + which) * a.rows + row]; };
   C top = std::numeric_limits<C>::lowest(), own = -std::numeric_limits<C>::infinity(), others = 0;
-  C loss = 0, z_loss = 0, nll = 0, spread = 0, total = 1;
+  C loss = 0, z_loss = 0, nll = 0, row_entropy = 0, total = 1;
   int64_t predicted = -1;
-  if (counted) {
+  if (y != o.ignore_index) {
     for (int64_t rank = 0; rank < ranks; ++rank) {
       top = std::max(top, fact(rank, 0));
       if (y >= shard.firsts[rank] && y < shard.firsts[rank + 1]) own = fact(rank, 2);
@@ -272,7 +270,7 @@ void combine_row(
     nll = top - own + (own == top ? std::log1p(others) : std::log(total));
     const C lse = top + std::log(total);
     z_loss = C(o.lse_square_scale) * lse * lse;
-    loss = (weight ? weight[y] : C(1)) * nll;
+    loss = a.weight_of(y) * nll;
     if (facts.smoothing) {
       C smooth = 0;
       for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -296,18 +294,13 @@ void combine_row(
     for (int64_t rank = 0; facts.entropy && rank < ranks; ++rank) {
       const C sum_here = fact(rank, 1) + std::exp(fact(rank, 2) - fact(rank, 0));
       const C p = sum_here * std::exp(fact(rank, 0) - top) / total;
-      if (p != 0) spread += p * (fact(rank, facts.count() - 1) - std::log(p));
+      if (p != 0) row_entropy += p * (fact(rank, facts.count() - 1) - std::log(p));
     }
   }
-  to(out.loss, row, o.reduced() ? loss : loss + z_loss);
-  to(out.z_loss, row, z_loss);
-  to(out.accuracy, row, counted && predicted == y);
-  if (out.predicted) out.predicted[row] = predicted;
-  to(out.stats, row, top);
-  to(out.stats, rows + row, total);
-  to(out.stats, 2 * rows + row, others / total);
-  to(log_prob, row, -nll);
-  to(entropy, row, spread);
+  a.store(row, loss, z_loss, predicted);
+  a.store_stats(row, top, total, others);
+  if (log_prob) log_prob[row] = -nll;
+  if (entropy) entropy[row] = row_entropy;
 }
 
 /// grad, grad_z: the incoming gradients of this row's loss and z-loss. In a mean they have different divisors.
@@ -318,104 +311,69 @@ void backward_row(const CpuRows<C>& a, Output<C> out, Input<C> x, int64_t row, C
   const auto& o = a.options;
   if (y == o.ignore_index) return write_zeros(out, n);
   const C top = a.stats[row], total = a.stats[a.rows + row], miss = a.stats[2 * a.rows + row];
-  // d loss / d x_k = p_k * (pull + spill) - tilt * w_k, and for the true class
-  //                  p_y * spill - (1 - p_y) * pull - tilt * w_y
-  const C smoothing = C(o.label_smoothing), pull = grad * a.weight_of(y) * (1 - smoothing);
-  const C tilt = grad * smoothing / a.classes;
+  // d loss / d x_k = p_k * (nll_grad + lse_grad) - smooth_grad * w_k, and for the true class
+  //                  p_y * lse_grad - (1 - p_y) * nll_grad - smooth_grad * w_y
+  const C smoothing = C(o.label_smoothing), nll_grad = grad * a.weight_of(y) * (1 - smoothing);
+  const C smooth_grad = grad * smoothing / a.classes;
   const C z_slope = grad_z * 2 * C(o.lse_square_scale) * (top + std::log(total));
-  const C spill = smoothing > 0 ? z_slope + grad * smoothing * (a.weight_sum / a.classes) : z_slope;
+  const C lse_grad = smoothing > 0 ? z_slope + grad * smoothing * (a.weight_sum / a.classes) : z_slope;
   C at_y = 0;
   if (around.here) {
     const C own = first_number(x + around.y);
-    at_y = std::exp(capped(own, a.cap) - top) / total * spill - miss * pull - tilt * a.weight_of(y);
+    at_y = std::exp(capped(own, a.cap) - top) / total * lse_grad - miss * nll_grad - smooth_grad * a.weight_of(y);
     if (a.cap) at_y *= softcapped(own, *a.cap).slope;
   }
-  const C p_slope = (pull + spill) / total;
-  vectorized<C>([&] { write_gradient(out, x, a.weights_from(0), n, top, p_slope, tilt, a.cap); });
+  const C p_slope = (nll_grad + lse_grad) / total;
+  vectorized<C>([&] { write_gradient(out, x, a.local_weight(), n, top, p_slope, smooth_grad, a.cap); });
   if (around.here) store_all(out + around.y, &at_y, 1);
 }
 
 }  // namespace
 
-void check_classes(const char* op, const int64_t* y, int64_t rows, int64_t classes, const Options& o) {
-  for (int64_t row = 0; row < rows; ++row) {
-    LIGER_CHECK(
-        y[row] == o.ignore_index || (y[row] >= 0 && y[row] < classes), op, "target",
-        c10::str("lie in [0, ", classes, ") or be ignore_index, ", o.ignore_index), y[row]);
-  }
-}
-
-Tensor class_indices(const Tensor& target) {
-  return (target.scalar_type() == at::kLong ? target : target.to(at::kLong)).contiguous();
-}
-
-/// Calls f(rows), which have all fields set but the results.
+/// Calls f(rows).
 template <class F>
 void with_cpu_rows(
     const char* op, const Shard& shard, const Tensor& logits, const Tensor& target_in, const Tensor& weight_in,
-    const Options& o, const F& f) {
+    const Options& o, const RowsOut& out, const F& f) {
   Tensor target = class_indices(target_in);
   Tensor weight = weight_in.defined() ? weight_in.to(compute_type(logits)).contiguous() : weight_in;
   const int64_t* y = target.const_data_ptr<int64_t>();
   check_classes(op, y, target.numel(), shard.classes, o);
   dispatch_compute(logits.scalar_type(), [&](auto c) {
     using C = decltype(c);
-    CpuRows<C> a{};
-    a.logits = input<C>(logits);
-    a.target = y;
-    a.weight = weight.defined() ? weight.const_data_ptr<C>() : nullptr;
-    a.rows = target.numel();
-    a.n = shard.n;
-    a.first = shard.first;
-    a.classes = shard.classes;
-    a.weight_sum = weight.defined() ? weight.sum().item<C>() : C(shard.classes);
-    if (o.softcap) a.cap = C(*o.softcap);
-    a.options = o;
-    f(a);
+    const C sum = weight.defined() ? weight.sum().item<C>() : C(shard.classes);
+    f(CpuRows<C>{shard, o, out, input<C>(logits), y, target.numel(), const_data_or_null<C>(weight), sum});
   });
 }
 
 void forward_rows_cpu(
     const char* op, const Shard& shard, Tensor logits, const Tensor& target, const Tensor& weight, const Options& o,
     const RowsOut& out) {
-  auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a) {
-    using C = std::remove_pointer_t<decltype(a.loss)>;
-    a.loss = reinterpret_cast<C*>(out.loss);
-    a.z_loss = reinterpret_cast<C*>(out.z_loss);
-    a.accuracy = reinterpret_cast<C*>(out.accuracy);
-    a.stats = reinterpret_cast<C*>(out.stats);
-    a.predicted = out.predicted;
-    a.facts = out.facts;
-    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const auto x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
-        a.facts ? local_row(a, x, row) : forward_row(a, x, row);
-      }
+  const auto walk = rows_in_order<1>(op, "logits", {&logits});
+  with_cpu_rows(op, shard, logits, target, weight, o, out, [&](const auto& a) {
+    parallel_rows(a.rows, a.n, [&](int64_t row) {
+      const auto x = a.logits + walk.offset(0, row);
+      out.facts ? local_row(a, x, row) : forward_row(a, x, row);
     });
   });
 }
 
 void combine_rows_cpu(
-    const Shard& shard, const Facts& facts, const Tensor& gathered, const Tensor& target_in, const Tensor& weight_in,
+    const Shard& shard, const Facts& facts, const Tensor& gathered, const Tensor& target, const Tensor& weight_in,
     const Options& o, const RowsOut& out, char* log_prob, char* entropy) {
-  Tensor target = class_indices(target_in);
   Tensor weight = weight_in.defined() ? weight_in.to(gathered.scalar_type()).contiguous() : weight_in;
-  auto run = [&](auto zero) {
-    using C = decltype(zero);
+  with_cpu_rows("cross_entropy", shard, gathered, target, weight, o, out, [&]<class C>(const CpuRows<C>& a) {
     std::vector<C> rank_weights;
     for (int64_t rank = 0; facts.smoothing && rank < shard.ranks(); ++rank) {
       const int64_t from = shard.firsts[rank], count = shard.firsts[rank + 1] - from;
       rank_weights.push_back(weight.defined() ? weight.narrow(0, from, count).sum().template item<C>() : C(count));
     }
-    for (int64_t row = 0; row < target.numel(); ++row) {
-      combine_row<C>(
-          shard, facts, gathered.const_data_ptr<C>(), target.const_data_ptr<int64_t>(),
-          weight.defined() ? weight.const_data_ptr<C>() : nullptr, rank_weights, o, target.numel(), row, out, log_prob,
-          entropy);
+    for (int64_t row = 0; row < a.rows; ++row) {
+      combine_row(
+          a, facts, gathered.const_data_ptr<C>(), rank_weights, row, reinterpret_cast<C*>(log_prob),
+          reinterpret_cast<C*>(entropy));
     }
-  };
-  dispatch_compute(gathered.scalar_type(), run);
+  });
 }
 
 std::array<double, 2> count_targets(const Tensor& target_in, const Tensor& weight_in, const Options& o) {
@@ -464,26 +422,23 @@ std::array<double, 2> known_or_counted(
   return {totals[0].item<double>(), totals[1].item<double>()};
 }
 
-Tensor totals_cpu(const Tensor& target, const Tensor& weight, const Options& o, int64_t classes, at::ScalarType dtype) {
+void Cpu::totals(const Tensor& totals, const Tensor& target, const Tensor& weight, const Options& o, int64_t classes) {
   check_classes("cross_entropy", class_indices(target).const_data_ptr<int64_t>(), target.numel(), classes, o);
-  Tensor out = at::empty({2}, target.options().dtype(dtype));
   auto [by_weight, by_count] = count_targets(target, weight, o);
-  write_scalars(out, {by_weight, by_count});
-  return out;
+  write_scalars(totals, {by_weight, by_count});
 }
 
-Results forward_cpu(
+void Cpu::forward(
     const char* op, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& totals, const Options& o,
-    Wanted wanted) {
+    const Results& out) {
   runtime::count_cpu_call();
-  Results out = empty_results(logits, target, o, wanted);
+  const Wanted wanted{out.predicted.defined()};
   RowBuffers rows(out, target.numel(), o, wanted);
   const Shard shard(op, o.vocabulary, logits.size(-1), "logits");
   if (shard.is_split() && target.numel() > 0) {
     Facts facts(o, wanted.metrics, false);
     facts.allocate(target.numel(), out.loss.options());
-    RowsOut local;
-    local.facts = &facts;
+    const RowsOut local{.facts = &facts};
     shard.n > 0 ? forward_rows_cpu(op, shard, logits, target, weight, o, local) : facts.fill_empty();
     Tensor gathered = shard.group->all_gather(facts.values).wait();
     combine_rows_cpu(shard, facts, gathered, target, weight, o, rows.out, nullptr, nullptr);
@@ -491,84 +446,75 @@ Results forward_cpu(
     forward_rows_cpu(op, shard, logits, target, weight, o, rows.out);
   }
   if (o.reduced()) sum_rows_cpu(rows, known_or_counted(totals, target, weight, o), o, out);
-  return out;
 }
 
 void backward_rows_cpu(
     const char* op, const Shard& shard, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight,
     const char* stats, const Tensor& totals, const Upstream& upstream, const Options& o) {
   Tensor out = dlogits;
-  auto walk = walk_logical<2>(op, target.numel(), {&out, &logits});
-  with_cpu_rows(op, shard, logits, target, weight, o, [&](auto& a) {
-    using C = std::remove_pointer_t<decltype(a.loss)>;
+  const auto walk = rows_in_order<2>(op, "logits", {&out, &logits});
+  // backward_row() only reads stats. The field is not const because forward_row() writes it.
+  const RowsOut given{.stats = const_cast<char*>(stats)};
+  with_cpu_rows(op, shard, logits, target, weight, o, given, [&]<class C>(const CpuRows<C>& a) {
     const auto to = output<C>(out);
-    // backward_row() only reads stats. The field is not const because forward_row() writes it.
-    a.stats = const_cast<C*>(reinterpret_cast<const C*>(stats));
-    const C* grads = upstream.values.defined() ? upstream.values.template const_data_ptr<C>() : nullptr;
+    const C* grads = const_data_or_null<C>(upstream.values);
     const C* divisors = o.mean() ? totals.const_data_ptr<C>() : nullptr;
-    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const C g = grads ? grads[row * upstream.stride] : C(1);
-        const auto dx = to + walk.strides[0].offset(row, walk.inner_rows);
-        const auto x = a.logits + walk.strides[1].offset(row, walk.inner_rows);
-        const C by_weight = divisors ? divisors[0] : C(1), by_count = divisors ? divisors[1] : C(1);
-        backward_row<C>(a, dx, x, row, g / by_weight, g / by_count);
-      }
+    parallel_rows(a.rows, a.n, [&](int64_t row) {
+      const C g = grads ? grads[row * upstream.stride] : C(1);
+      const C by_weight = divisors ? divisors[0] : C(1), by_count = divisors ? divisors[1] : C(1);
+      backward_row<C>(a, to + walk.offset(0, row), a.logits + walk.offset(1, row), row, g / by_weight, g / by_count);
     });
   });
   if (!out.is_same(dlogits)) dlogits.copy_(out);
 }
 
-void backward_cpu(
+void Cpu::backward(
     const char* op, Tensor& dlogits, Tensor logits, const Tensor& target, const Tensor& weight, const Tensor& stats,
     const Tensor& totals, const Tensor& grad, const Options& o) {
   runtime::count_cpu_call();
   Upstream upstream(op, grad, logits, o.reduced());
   if (logits.numel() == 0) return;
   const Shard shard(op, o.vocabulary, logits.size(-1), "logits");
-  backward_rows_cpu(
-      op, shard, dlogits, logits, target, weight, static_cast<const char*>(stats.const_data_ptr()), totals, upstream,
-      o);
+  const auto* at = static_cast<const char*>(stats.const_data_ptr());
+  backward_rows_cpu(op, shard, dlogits, logits, target, weight, at, totals, upstream, o);
 }
 
-Results forward_backward_cpu(
-    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o) {
-  Results out = forward_cpu(op, logits, target, weight, {}, o, {false, true});
-  if (logits.numel() == 0) return out;
-  const auto* stats = static_cast<const char*>(out.stats.const_data_ptr());
+void Cpu::forward_backward(
+    const char* op, Tensor& logits, const Tensor& target, const Tensor& weight, const Options& o, const Results& out) {
+  Results all = empty_results(logits, target, o, {false, true});
+  all.loss = out.loss;
+  forward(op, logits, target, weight, {}, o, all);
+  if (logits.numel() == 0) return;
+  const auto* stats = static_cast<const char*>(all.stats.const_data_ptr());
   const Shard shard(logits.size(-1));
-  backward_rows_cpu(op, shard, logits, logits, target, weight, stats, out.totals, Upstream(Tensor()), o);
-  return out;
+  backward_rows_cpu(op, shard, logits, logits, target, weight, stats, all.totals, Upstream(Tensor()), o);
 }
 
 void describe_rows_cpu(
     const char* op, const Shard& shard, Tensor logits, const Tensor& target, const char* stats, const Options& o,
     char* log_prob, char* entropy) {
-  auto walk = walk_logical<1>(op, target.numel(), {&logits});
-  with_cpu_rows(op, shard, logits, target, Tensor(), o, [&](auto& a) {
-    using C = std::remove_pointer_t<decltype(a.loss)>;
+  const auto walk = rows_in_order<1>(op, "logits", {&logits});
+  with_cpu_rows(op, shard, logits, target, Tensor(), o, {}, [&]<class C>(const CpuRows<C>& a) {
     const C* of = reinterpret_cast<const C*>(stats);
     C *p = reinterpret_cast<C*>(log_prob), *h = reinterpret_cast<C*>(entropy);
-    parallel_ranges(a.rows, cpu_ranges(a.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t y = a.target[row];
-        if (p) p[row] = 0;
-        h[row] = 0;
-        if (y == o.ignore_index) continue;
-        const auto x = a.logits + walk.strides[0].offset(row, walk.inner_rows);
-        const C top = of[row], total = of[a.rows + row], miss = of[2 * a.rows + row];
-        const C spread = sum_in_lanes(x, 0, a.n, [&](C v, int64_t) {
-          const C away = capped(v, a.cap) - top, e = std::exp(away);
-          return e == 0 ? C(0) : e * away;
-        });
-        if (p) p[row] = miss < C(0.5) ? std::log1p(-miss) : capped(first_number(x + y), a.cap) - top - std::log(total);
-        h[row] = std::log(total) - spread / total;
-      }
+    parallel_rows(a.rows, a.n, [&](int64_t row) {
+      const int64_t y = a.target[row];
+      if (p) p[row] = 0;
+      h[row] = 0;
+      if (y == o.ignore_index) return;
+      const auto x = a.logits + walk.offset(0, row);
+      const C top = of[row], total = of[a.rows + row], miss = of[2 * a.rows + row];
+      const C exponents = sum_in_lanes(x, 0, a.n, [&](C v, int64_t) {
+        const C exponent = capped(v, a.cap) - top, e = std::exp(exponent);
+        return e == 0 ? C(0) : e * exponent;
+      });
+      if (p) p[row] = miss < C(0.5) ? std::log1p(-miss) : capped(first_number(x + y), a.cap) - top - std::log(total);
+      h[row] = std::log(total) - exponents / total;
     });
   });
 }
 
-void scale_cpu(const char* op, Tensor& dlogits, const Tensor& grad) {
+void Cpu::scale(const char* op, Tensor& dlogits, const Tensor& grad) {
   runtime::count_cpu_call();
   Upstream upstream(op, grad, dlogits, grad.dim() == 0);
   if (grad.dim() == 0) {

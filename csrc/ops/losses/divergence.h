@@ -8,15 +8,16 @@
 // nothing else can see it.
 //
 // A Loss has
-//   kOp, kBackward                                the operator's name, and that of its backward in messages
-//   kForward, kGradient, kOverwriting             the names of its private operators
-//   kSavesInput                                   whether the gradient depends on the input
-//   parse(options...)                             checks the options of the schema
+//   kOp, kBackward        the operator's name, and that of its backward in messages
+//   kSchema               its public schema
+//   kForwardArguments     the names of the arguments of its private operators
+//   kBackwardArguments
+//   kSavesInput           whether the gradient depends on the input
+//   parse(options...)     checks the options of the schema
 
 #include "core/operator.h"
-#include "core/rows.h"
 #include "kernels/divergence.h"
-#include "ops/losses/rows_in_order.h"
+#include "core/rows/rows_in_order.h"
 
 namespace liger::ops::divergence {
 
@@ -65,11 +66,10 @@ struct Results {
 
 inline Results empty_results(const Tensor& x, const Options& o) {
   const auto options = x.options().dtype(compute_type(x));
-  Results out;
   const bool unit = x.sym_strides().back() == 1;
-  out.loss = o.reduced() ? at::empty({}, options)
-      : unit             ? at::empty_like(x, options)
-                         : at::empty_like(x, options.memory_format(at::MemoryFormat::Contiguous));
+  const auto rows = unit ? options : options.memory_format(at::MemoryFormat::Contiguous);
+  Results out;
+  out.loss = o.reduced() ? at::empty({}, options) : at::empty_like(x, rows);
   if (o.divides()) out.divisor = at::empty({}, options);
   return out;
 }
@@ -108,41 +108,35 @@ Rows<N> walk(const char* op, const std::array<Tensor*, N>& tensors, const Tensor
 }
 
 /// labels: undefined if all rows count.
-void forward_cpu(const char* op, Tensor input, Tensor target, const Tensor& labels, const Options& o, Results& out);
-void forward_cuda(const char* op, Tensor input, Tensor target, const Tensor& labels, const Options& o, Results& out);
-
+using ForwardOn =
+    void(const char* op, Tensor input, Tensor target, const Tensor& labels, const Options& o, Results& out);
 /// dinput may be target. input: undefined if the gradient does not depend on it. divisor: undefined unless the loss is
 /// a mean.
-void backward_cpu(
-    const char* op, Tensor& dinput, const Tensor& grad, const Tensor& divisor, Tensor input, Tensor target,
-    const Tensor& labels, const Options& o);
-void backward_cuda(
+using BackwardOn = void(
     const char* op, Tensor& dinput, const Tensor& grad, const Tensor& divisor, Tensor input, Tensor target,
     const Tensor& labels, const Options& o);
 
 struct Cpu {
-  static constexpr auto forward = forward_cpu;
-  static constexpr auto backward = backward_cpu;
+  static ForwardOn forward;
+  static BackwardOn backward;
 };
-
 struct Cuda {
-  static constexpr auto forward = forward_cuda;
-  static constexpr auto backward = backward_cuda;
+  static ForwardOn forward;
+  static BackwardOn backward;
 };
-
 struct Meta {
-  static void forward(const char*, Tensor, Tensor, const Tensor&, const Options&, Results&) {}
-  static void backward(
-      const char*, Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&, const Options&) {}
+  static void forward(auto&&...) {}
+  static void backward(auto&&...) {}
 };
-
-template <class T>
-using Owned = std::conditional_t<std::is_same_v<T, c10::string_view>, std::string, T>;
 
 /// O: the types of the options in the schema.
 template <class Loss, class... O>
-struct Divergence {
-  static constexpr const char* kOp = Loss::kOp;
+struct Divergence
+    : core::Operator<Divergence<Loss, O...>, Tensor(const Tensor&, const Tensor&, const OptionalTensor&, O...)> {
+  static constexpr const char *kOp = Loss::kOp, *kSchema = Loss::kSchema;
+  using Cpu = divergence::Cpu;
+  using Cuda = divergence::Cuda;
+  using Meta = divergence::Meta;
 
   static void check_labels(const char* op, const OptionalTensor& labels, const Tensor& x) {
     if (!labels || !labels->defined()) return;
@@ -154,90 +148,87 @@ struct Divergence {
         c10::str("have shape ", rows, ", that of input without its last dimension"), labels->sym_sizes());
   }
 
-  static Options check(const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
-    check_rows(kOp, "input", input);
-    check_same(kOp, "target", target, "input", input);
-    check_labels(kOp, labels, input);
-    return Loss::parse(options...);
-  }
+  /// divide: false if the loss of a mean is to be the sum.
+  struct LossAndDivisor
+      : core::Private<
+            LossAndDivisor,
+            std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, O..., bool)> {
+    static constexpr const char* kArguments = Loss::kForwardArguments;
+    static std::string name() { return Divergence::private_name("_fwd"); }
 
-  // ---- The dispatched ops
+    template <class Device>
+    static std::tuple<Tensor, Tensor> run(
+        const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options, bool divide) {
+      check_rows(kOp, "input", input);
+      check_same(kOp, "target", target, "input", input);
+      check_labels(kOp, labels, input);
+      divergence::Options o = Loss::parse(options...);
+      o.divide = divide;
+      Results out = empty_results(input, o);
+      Device::forward(kOp, input, target, value_or_undefined(labels), o, out);
+      return {out.loss, out.divisor};
+    }
+  };
 
   template <class Device>
-  static std::tuple<Tensor, Tensor> fwd(
-      const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options, bool divide) {
-    Options o = check(input, target, labels, options...);
-    o.divide = divide;
-    Results out = empty_results(input, o);
-    Device::forward(kOp, input, target, value_or_undefined(labels), o, out);
-    return {out.loss, out.divisor};
-  }
-
-  template <class Device>
-  static Tensor apply(const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
+  static Tensor run(bool, const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
     auto [x, t] = promoted(input, target);
-    return std::get<0>(fwd<Device>(x, t, labels, options..., true));
+    return std::get<0>(LossAndDivisor::template run<Device>(x, t, labels, options..., true));
   }
 
-  static Options check_backward(
-      const OptionalTensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
-    check_rows(Loss::kBackward, "target", target);
-    if (input && input->defined()) check_same(Loss::kBackward, "input", *input, "target", target);
-    check_labels(Loss::kBackward, labels, target);
-    return Loss::parse(options...);
-  }
+  struct Backward : core::Private<
+                        Backward,
+                        Tensor(
+                            const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                            const OptionalTensor&, O...),
+                        core::Overwrites<3>> {
+    static constexpr const char* kArguments = Loss::kBackwardArguments;
+    static std::string name() { return Divergence::private_name("_bwd"); }
 
-  template <class Device>
-  static Tensor bwd(
-      const Tensor& grad, const OptionalTensor& divisor, const OptionalTensor& input, const Tensor& target,
-      const OptionalTensor& labels, O... options) {
-    Options o = check_backward(input, target, labels, options...);
-    Tensor dinput = empty_rows_like(target);
-    Device::backward(
-        Loss::kBackward, dinput, grad, value_or_undefined(divisor), value_or_undefined(input), target,
-        value_or_undefined(labels), o);
-    return dinput;
-  }
+    template <class Device>
+    static Tensor run(
+        const std::array<Tensor, 1>& into, const Tensor& grad, const OptionalTensor& divisor,
+        const OptionalTensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
+      constexpr const char* op = Loss::kBackward;
+      check_rows(op, "target", target);
+      if (input && input->defined()) check_same(op, "input", *input, "target", target);
+      check_labels(op, labels, target);
+      const divergence::Options o = Loss::parse(options...);
+      Tensor dinput = into[0].defined() ? into[0] : empty_rows_like(target);
+      Device::backward(
+          op, dinput, grad, value_or_undefined(divisor), value_or_undefined(input), target, value_or_undefined(labels),
+          o);
+      return dinput;
+    }
+  };
 
-  /// Overwrites the target with the gradient.
-  template <class Device>
-  static void bwd_(
-      const Tensor& grad, const OptionalTensor& divisor, const OptionalTensor& input, Tensor& target,
-      const OptionalTensor& labels, O... options) {
-    Options o = check_backward(input, target, labels, options...);
-    Device::backward(
-        Loss::kBackward, target, grad, value_or_undefined(divisor), value_or_undefined(input), target,
-        value_or_undefined(labels), o);
-  }
+  using Privates = core::Privates<LossAndDivisor, Backward>;
 
   // ---- Autograd
 
-  struct Node : BackwardNode<Node, 4> {  // divisor, input, target, labels
-    std::tuple<Owned<O>...> options;
+  using Edges = core::Positions<0>;
+  using Constants = core::Positions<1>;
+  // The divisor, the input if it is needed, target, labels.
+  using Saves = core::Saves<core::Result<1>, core::Result<2>, core::Argument<1>, core::Argument<2>>;
 
-    auto state() {
-      return std::apply([](auto&... each) { return std::tie(each...); }, options);
-    }
+  static std::tuple<Tensor, Tensor, Tensor> run_forward(
+      const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    // Sums and divisors of a DTensor's shards add up; means do not.
+    const bool divide = is_plain(input);
+    auto [loss, divisor] = LossAndDivisor::call(input, target, labels, options..., divide);
+    if (!divide && divisor.defined()) loss = at::div(loss, divisor);
+    return {loss, divisor, Loss::kSavesInput ? input : Tensor()};
+  }
 
-    std::string name() const override { return kOp; }
-
-    variable_list backward(variable_list&& grads) override {
-      Tensor grad = std::move(grads[0]);
-      if (!grad.defined()) return {Tensor()};
-      Tensor divisor = this->take(0), input = this->take(1), target = this->take(2), labels = this->take(3);
-      return std::apply(
-          [&](const auto&... o) -> variable_list {
-            if (this->may_overwrite(target, target)) {
-              static const auto op = find_op<decltype(bwd_<Meta>)>(Loss::kOverwriting);
-              op.call(grad, divisor, input, target, labels, o...);
-              return {target.detach()};
-            }
-            static const auto op = find_op<decltype(bwd<Meta>)>(Loss::kGradient);
-            return {op.call(grad, divisor, input, target, labels, o...)};
-          },
-          options);
-    }
-  };
+  static variable_list backward(auto& node, variable_list&& grads) {
+    Tensor grad = std::move(grads[0]);
+    if (!grad.defined()) return {Tensor()};
+    Tensor divisor = node.take(0), input = node.take(1), target = node.take(2), labels = node.take(3);
+    return {with_options(node.options, [&](const auto&... o) {
+      return Backward::call(node.may_overwrite(target, target), grad, divisor, input, target, labels, o...);
+    })};
+  }
 
   /// Both in the wider dtype, as PyTorch's own losses compute. Differentiable above autograd.
   static std::array<Tensor, 2> promoted(const Tensor& input, const Tensor& target) {
@@ -249,69 +240,17 @@ struct Divergence {
     return {input.to(wide), target.to(wide)};
   }
 
-  static Tensor autograd(const Tensor& input, const Tensor& given_target, const OptionalTensor& labels, O... options) {
-    check_dense(kOp, "input", input);
-    check_dense(kOp, "target", given_target);
-    check_dense(kOp, "shift_labels", labels);
-    check_no_forward_ad(kOp, input, given_target);
-    const bool learned = torch::autograd::compute_requires_grad(given_target);
-    LIGER_CHECK(!learned, kOp, "target", "not require a gradient", "one that does");
-    if (!torch::autograd::compute_requires_grad(input)) {
-      static const auto op = find_op<decltype(apply<Meta>)>(Loss::kOp);
-      at::AutoDispatchBelowADInplaceOrView below;
-      return op.call(input, given_target, labels, options...);
+  static Tensor autograd(const Tensor& input, const Tensor& target, const OptionalTensor& labels, O... options) {
+    const bool differ = input.scalar_type() != target.scalar_type();
+    if (!differ || !torch::autograd::compute_requires_grad(input)) {
+      return Divergence::Operator::autograd(input, target, labels, options...);
     }
-    auto [x, target] = promoted(input, given_target);
-    static const auto op = find_op<decltype(fwd<Meta>)>(Loss::kForward);
-    Results out;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      // Sums and divisors of a DTensor's shards add up; means do not.
-      const bool divide = is_plain(x);
-      std::tie(out.loss, out.divisor) = op.call(x, target, labels, options..., divide);
-      if (!divide && out.divisor.defined()) out.loss = at::div(out.loss, out.divisor);
-    }
-    auto node = make_node<Node>();
-    node->options = {Owned<O>(options)...};
-    node->set_next_edges(torch::autograd::collect_next_edges(x));
-    node->saved = {
-        SavedVariable(out.divisor, false), SavedVariable(Loss::kSavesInput ? x : Tensor(), false),
-        SavedVariable(target, false), SavedVariable(labels, false)};
-    torch::autograd::set_history(out.loss, node);
-    return out.loss;
+    Divergence::check_tensors(input, target, labels, options...);
+    const auto [x, t] = promoted(input, target);
+    return Divergence::Operator::autograd(x, t, labels, options...);
   }
 
-  // ---- Registration
-
-  /// schema: the public operator's options, with defaults.
-  static void define(torch::Library& m, const std::string& schema) {
-    const std::string op = kOp, options = without_defaults(schema);
-    const std::string saved = "Tensor? divisor, Tensor? input, ", labels = "Tensor? shift_labels, ";
-    core::define(m, op + "(Tensor input, Tensor target, Tensor? shift_labels=None, " + schema + ") -> Tensor");
-    core::define(
-        m, "_" + op + "_fwd(Tensor input, Tensor target, " + labels + options + ", bool divide) -> (Tensor, Tensor)");
-    core::define(m, "_" + op + "_bwd(Tensor grad, " + saved + "Tensor target, " + labels + options + ") -> Tensor");
-    core::define(m, "_" + op + "_bwd_(Tensor grad, " + saved + "Tensor(a!) target, " + labels + options + ") -> ()");
-  }
-
-  static std::string without_defaults(const std::string& schema) {
-    std::string out;
-    bool in_default = false;
-    for (char c : schema) {
-      in_default = c == '=' || (in_default && c != ',');
-      if (!in_default) out += c;
-    }
-    return out;
-  }
-
-  template <class Device>
-  static void implement(torch::Library& m) {
-    const std::string op = kOp;
-    core::implement<apply<Device>>(m, op);
-    core::implement<fwd<Device>>(m, "_" + op + "_fwd");
-    core::implement<bwd<Device>>(m, "_" + op + "_bwd");
-    core::implement<bwd_<Device>>(m, "_" + op + "_bwd_");
-  }
+  static void implement_autograd(torch::Library& m) { m.impl(kOp, autograd); }
 };
 
 }  // namespace liger::ops::divergence

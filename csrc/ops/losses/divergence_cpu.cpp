@@ -3,9 +3,9 @@
 #include <limits>
 #include <numeric>
 
-#include "core/cpu/math.h"
-#include "core/elements.h"
+#include "core/rows/elements.h"
 #include "ops/losses/divergence.h"
+#include "ops/losses/softmax.h"
 
 namespace liger::ops::divergence {
 namespace {
@@ -26,9 +26,10 @@ Terms<C> mixture(C x, C t, C beta) {
   x = at_least(x, kNoProbability);
   t = at_least(t, kNoProbability);
   const bool target_leads = t >= x;
-  const C top = target_leads ? t : x, gap = -std::fabs(x - t), share = target_leads ? beta : 1 - beta;
-  const C of_low = (1 - share) * vector_exp(gap), log_m = vector_log(share + of_low), probability = vector_exp(top);
-  const C high = -probability * share * log_m, low = probability * of_low * (gap - log_m);
+  const C top = target_leads ? t : x, log_ratio = -std::fabs(x - t), share = target_leads ? beta : 1 - beta;
+  const C of_low = (1 - share) * vector_exp(log_ratio), log_m = vector_log(share + of_low),
+          probability = vector_exp(top);
+  const C high = -probability * share * log_m, low = probability * of_low * (log_ratio - log_m);
   return {target_leads ? high : low, target_leads ? low : high};
 }
 
@@ -125,68 +126,45 @@ void backward_span(int32_t kind, Output<C> dx, const C* grad, C scale, Input<C> 
   }
 }
 
-/// Splits rows into spans and calls f(block, row, first column, columns) on those of rows that count, in parallel. For
-/// other rows it calls skip with the same arguments.
-template <size_t N, class F, class G>
-void for_spans(const Rows<N>& walk, const Tensor& labels, const Options& o, const F& f, const G& skip) {
-  const int64_t* label = labels.defined() ? labels.const_data_ptr<int64_t>() : nullptr;
-  const int64_t spans = spans_of(walk), blocks = walk.rows * spans;
-  parallel_ranges(blocks, cpu_ranges(blocks, std::min(walk.n, kSpan)), [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t row = block / spans, first = (block - row * spans) * kSpan, n = std::min(kSpan, walk.n - first);
-      if (label && label[row] == o.ignore_index) {
-        skip(block, row, first, n);
-      } else {
-        f(block, row, first, n);
-      }
-    }
-  });
-}
+/// Whether rows count.
+struct Counts {
+  const int64_t *labels, ignore_index;
 
-Tensor as_int64(const Tensor& labels) {
-  if (!labels.defined()) return labels;
-  return (labels.scalar_type() == at::kLong ? labels : labels.to(at::kLong)).contiguous();
-}
+  Counts(const Tensor& t, const Options& o) : labels(const_data_or_null<int64_t>(t)), ignore_index(o.ignore_index) {}
+  bool operator()(int64_t row) const { return !labels || labels[row] != ignore_index; }
+};
 
 // With labels, rows are walked one by one.
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-template <class C>
-void write_scalar(const Tensor& to, double value) {
-  if (to.defined()) *to.data_ptr<C>() = C(value);
-}
-
 }  // namespace
 
-void forward_cpu(
+void Cpu::forward(
     const char* op, Tensor input, Tensor target, const Tensor& given_labels, const Options& o, Results& out) {
   runtime::count_cpu_call();
-  const Tensor labels = as_int64(given_labels), like = input;
+  const Tensor labels = class_indices(given_labels), like = input;
   Tensor loss = out.loss;
   double total = 0;
   if (like.numel() > 0) {
     // Losses that are not stored have the input's place in the walk.
     Tensor& to = o.reduced() ? input : loss;
     const auto rows = walk<3>(op, {&to, &input, &target}, labels, kNever);
-    const auto [out_strides, x_strides, t_strides] = rows.strides;
+    const Counts counts(labels, o);
     std::vector<double> sums(rows.rows * spans_of(rows));
     dispatch_compute(like.scalar_type(), [&](auto c) {
       using C = decltype(c);
       const auto x = core::input<C>(input), t = core::input<C>(target);
       C* losses = o.reduced() ? nullptr : loss.data_ptr<C>();
-      for_spans(
-          rows, labels, o,
-          [&](int64_t block, int64_t row, int64_t first, int64_t n) {
-            C* at = losses ? losses + out_strides.offset(row, rows.inner_rows) + first : nullptr;
-            sums[block] = vectorized<C>([&] {
-              return forward_span(
-                  o.kind, at, x + (x_strides.offset(row, rows.inner_rows) + first),
-                  t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
-            });
-          },
-          [&](int64_t, int64_t row, int64_t first, int64_t n) {
-            if (losses) std::fill_n(losses + out_strides.offset(row, rows.inner_rows) + first, n, C(0));
-          });
+      parallel_spans(rows, [&](int64_t row, int64_t first, int64_t n) {
+        auto at = [&](size_t tensor) { return rows.offset(tensor, row) + first; };
+        C* stored = losses ? losses + at(0) : nullptr;
+        if (counts(row)) {
+          sums[row * spans_of(rows) + first / kSpan] =
+              vectorized<C>([&] { return forward_span(o.kind, stored, x + at(1), t + at(2), n, C(o.parameter)); });
+        } else if (stored) {
+          std::fill_n(stored, n, C(0));
+        }
+      });
     });
     total = std::accumulate(sums.begin(), sums.end(), 0.0);
   }
@@ -197,30 +175,30 @@ void forward_cpu(
   double divisor = double(o.divisor(like, labels.defined()));
   if (o.divides() && labels.defined()) {
     const int64_t* label = labels.const_data_ptr<int64_t>();
-    divisor *= double(std::count_if(label, label + labels.numel(), [&](int64_t y) { return y != o.ignore_index; }));
+    divisor *= double(labels.numel() - std::count(label, label + labels.numel(), o.ignore_index));
   }
   // Without any row, 0 / 0 is NaN, as in PyTorch.
   auto write = [&](auto zero) {
     using C = decltype(zero);
-    write_scalar<C>(out.loss, o.divide ? C(total) / C(divisor) : C(total));
-    write_scalar<C>(out.divisor, divisor);
+    *out.loss.data_ptr<C>() = o.divide ? C(total) / C(divisor) : C(total);
+    if (out.divisor.defined()) *out.divisor.data_ptr<C>() = C(divisor);
   };
   dispatch_compute(out.loss.scalar_type(), write);
 }
 
-void backward_cpu(
+void Cpu::backward(
     const char* op, Tensor& dinput, const Tensor& grad, const Tensor& divisor, Tensor input, Tensor target,
     const Tensor& given_labels, const Options& o) {
   runtime::count_cpu_call();
   Upstream upstream(op, grad, target, o);
   if (target.numel() == 0) return;
-  const Tensor labels = as_int64(given_labels);
+  const Tensor labels = class_indices(given_labels);
   // Not read if the gradient does not depend on it.
   if (!input.defined()) input = target;
   Tensor out = dinput, g = upstream.values;
   // A single gradient has the target's place in the walk.
   const auto rows = walk<4>(op, {&out, &input, &target, upstream.single ? &target : &g}, labels, kNever);
-  const auto [to, x_strides, t_strides, g_strides] = rows.strides;
+  const Counts counts(labels, o);
   dispatch_compute(target.scalar_type(), [&](auto c) {
     using C = decltype(c);
     const auto dx = output<C>(out);
@@ -228,20 +206,12 @@ void backward_cpu(
     const C* grads = upstream.single ? nullptr : g.const_data_ptr<C>();
     const C by = divisor.defined() ? *divisor.const_data_ptr<C>() : C(1);
     const C scale = upstream.single ? *upstream.values.const_data_ptr<C>() / by : C(1);
-    for_spans(
-        rows, labels, o,
-        [&](int64_t, int64_t row, int64_t first, int64_t n) {
-          const C* at = grads ? grads + g_strides.offset(row, rows.inner_rows) + first : nullptr;
-          vectorized<C>([&] {
-            backward_span(
-                o.kind, dx + (to.offset(row, rows.inner_rows) + first), at, scale,
-                x + (x_strides.offset(row, rows.inner_rows) + first),
-                t + (t_strides.offset(row, rows.inner_rows) + first), n, C(o.parameter));
-          });
-        },
-        [&](int64_t, int64_t row, int64_t first, int64_t n) {
-          write_zeros(dx + (to.offset(row, rows.inner_rows) + first), n);
-        });
+    parallel_spans(rows, [&](int64_t row, int64_t first, int64_t n) {
+      auto at = [&](size_t tensor) { return rows.offset(tensor, row) + first; };
+      if (!counts(row)) return write_zeros(dx + at(0), n);
+      const C* g = grads ? grads + at(3) : nullptr;
+      vectorized<C>([&] { backward_span(o.kind, dx + at(0), g, scale, x + at(1), t + at(2), n, C(o.parameter)); });
+    });
   });
   if (!out.is_same(dinput)) dinput.copy_(out);
 }

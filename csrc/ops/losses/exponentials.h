@@ -17,7 +17,7 @@
 #include <string>
 
 #include "core/aten.h"
-#include "core/cuda.h"
+#include "core/cuda/launch.h"
 #include "kernels/exponentials.h"
 #include "ops/losses/cross_entropy.h"
 #include "runtime/device.h"
@@ -59,12 +59,15 @@ class Exponentials {
 
   /// True if the kernel supports the layout of a matrix.
   static bool fits(const at::Tensor& t) {
-    return t.stride(1) == 1 && t.stride(0) >= t.size(1) && t.stride(0) % 8 == 0 && t.size(1) % 8 == 0 &&
-        aligned16(address(t));
+    using K = kernels::fused_linear_cross_entropy_true_logits;
+    return t.stride(1) == 1 && t.stride(0) >= t.size(1) &&
+        K::is_aligned({.x = address(t), .columns = int32_t(t.size(1)), .x_row = t.stride(0)});
   }
 
   /// True if rows of x are long enough to hold the sums of their exponentials.
-  static bool sums_fit(const at::Tensor& x, const at::Tensor& weight) { return sums_fit(x.size(1), weight.size(0)); }
+  static bool sums_fit(const at::Tensor& x, const at::Tensor& weight) {
+    return bytes_of_sums(weight.size(0)) <= x.size(1) * x.element_size();
+  }
 
   /// Per token.
   static constexpr int64_t bytes_of_sums(int64_t classes) { return 4 * tiles(classes); }
@@ -72,8 +75,8 @@ class Exponentials {
   /// gradients: true if any are requested; the sums may then be stored in the rows of `weighed`.
   Exponentials(
       const char* op, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
-      const at::Tensor& class_weight, const cross_entropy::Shard& shard, const cross_entropy::Options& o,
-      double logits_scale, bool gradients)
+      const at::Tensor& class_weight, const core::Shard& shard, const cross_entropy::Options& o, double logits_scale,
+      bool gradients)
       : op_(op),
         x_(x),
         weight_(weight),
@@ -109,12 +112,13 @@ class Exponentials {
 
   void start(const Chunk& c) const {
     using K = kernels::fused_linear_cross_entropy_true_logits;
-    const at::Tensor x = x_.narrow(0, c.first, c.rows);
-    K::Args args{number(c, kBase),   number(c, kClass),     number(c, kHighest),     address(c.raised),
-                 address(x),         address(weight_),      target_at(c.first),      int32_t(weight_.size(0)),
-                 int32_t(x.size(1)), x.stride(0),           weight_.stride(0),       target_words(),
-                 o_.ignore_index,    int32_t(shard_.first), int32_t(shard_.classes), float(scale_)};
-    launch_rows<K>(x, c.rows, args);
+    K::Args args{
+        .weight = address(weight_),
+        .weight_row = weight_.stride(0),
+        .ignore_index = o_.ignore_index,
+        .first_class = int32_t(shard_.first),
+        .all_classes = int32_t(shard_.classes)};
+    launch_rows<K>(args, c);
   }
 
   /// (2, rows): the base of a row's exponentials, and their sum.
@@ -126,11 +130,8 @@ class Exponentials {
       facts.select(0, 1).zero_();
       return facts;
     }
-    const auto tiles_here = int32_t(tiles(weight_.size(0)));
-    K::Args args{address(facts),  address(c.sums), number(c, kBase), number(c, kHighest),
-                 int32_t(c.rows), tiles_here,      tiles_here};
-    const auto variant = runtime::variant_index<K>(runtime::first_fit<K>(1, false), runtime::point_of<K>(0));
-    launch<K>(op_, x_.device(), variant, {uint32_t(c.rows)}, args);
+    K::Args args{.facts = address(facts)};
+    launch_rows<K>(args, c);
     return facts;
   }
 
@@ -140,7 +141,6 @@ class Exponentials {
       const cross_entropy::RowsOut& out, const at::Tensor& totals, const at::Tensor& grad, const at::Tensor& taken,
       bool wants_weighed) const {
     using K = kernels::fused_linear_cross_entropy_weigh;
-    const at::Tensor x = x_.narrow(0, c.first, c.rows);
     const int32_t flags = (mean_ ? cross_entropy::flags::MEAN : 0) |
         (grad.defined() ? cross_entropy::flags::HAS_GRAD : 0) |
         (class_weight_.defined() ? cross_entropy::flags::HAS_WEIGHT : 0) |
@@ -148,51 +148,44 @@ class Exponentials {
         (taken.defined() ? kernels::constants::exponentials::TAKES : 0) |
         (wants_weighed ? kernels::constants::exponentials::WEIGHS : 0);
     K::Args args{
-        out.loss,
-        out.z_loss,
-        number(c, kFactor),
-        taken.defined() ? taken.const_data_ptr<float>() + c.first : nullptr,
-        address(weighed),
-        address(e),
-        address(x),
-        sums(c, weighed),
-        address(gathered),
-        number(c, kBase),
-        number(c, kClass),
-        number(c, kHighest),
-        target_at(c.first),
-        address(class_weight_),
-        address(grad),
-        address(totals),
-        int32_t(c.rows),
-        int32_t(x.size(1)),
-        int32_t(tiles(weight_.size(0))),
-        sums_row(c),
-        gathered.defined() ? int32_t(gathered.size(0)) : 0,
-        e.stride(0),
-        x.stride(0),
-        target_words(),
-        1,
-        float(o_.lse_square_scale),
-        flags};
-    launch_rows<K>(x, c.rows, args);
+        .loss = out.loss,
+        .z_loss = out.z_loss,
+        .factor = number(c, kFactor),
+        .taken = taken.defined() ? taken.const_data_ptr<float>() + c.first : nullptr,
+        .weighed = address(weighed),
+        .e = address(e),
+        .gathered = address(gathered),
+        .class_weight = address(class_weight_),
+        .grad = address(grad),
+        .totals = address(totals),
+        .ranks = gathered.defined() ? int32_t(gathered.size(0)) : 0,
+        .e_row = e.stride(0),
+        .grad_stride = 1,
+        .lse_square_scale = float(o_.lse_square_scale),
+        .flags = flags};
+    launch_rows<K>(args, c, weighed);
   }
 
   /// Turns dx (rows x columns, contiguous) from logits_scale * e @ weight into the gradient.
   void rescale(const Chunk& c, const at::Tensor& dx, const at::Tensor& taken) const {
     using K = kernels::fused_linear_cross_entropy_rescale;
-    K::Args args{
-        address(dx),       number(c, kFactor), taken.defined() ? taken.const_data_ptr<float>() + c.first : nullptr,
-        number(c, kClass), address(weight_),   int32_t(dx.size(1)),
-        weight_.stride(0), float(scale_),      taken.defined() ? kernels::constants::exponentials::TAKES : 0};
-    launch_rows<K>(dx, dx.size(0), args);
+    const K::Args args{
+        .dx = address(dx),
+        .factor = number(c, kFactor),
+        .taken = taken.defined() ? taken.const_data_ptr<float>() + c.first : nullptr,
+        .classes = number(c, kClass),
+        .weight = address(weight_),
+        .columns = int32_t(dx.size(1)),
+        .weight_row = weight_.stride(0),
+        .scale = float(scale_),
+        .flags = taken.defined() ? kernels::constants::exponentials::TAKES : 0};
+    launch(op_, dx.device(), choose<K>(dx.size(1), args), {uint32_t(dx.size(0))}, args);
   }
 
   /// e: the exponentials of the chunk.
   void multiply(const Chunk& c, at::Tensor& e, const at::Tensor& weighed) const {
     if (weight_.size(0) == 0) return;
     const at::Tensor x = x_.narrow(0, c.first, c.rows);
-    const int64_t rows = e.size(0), classes = e.size(1), columns = x.size(1);
     auto row_bytes = [](const at::Tensor& t) { return t.stride(0) * int64_t(t.element_size()); };
     ExpLogits::Args args{};
     auto map = [&](auto& to, const char* name, const at::Tensor& t, int tile_rows, int tile_columns) {
@@ -203,29 +196,17 @@ class Exponentials {
     map(args.e, "the logits", e, kConfig.TILE_M, kConfig.PUT_N);
     map(args.x, "input", x, kConfig.TILE_M, kConfig.TILE_K);
     map(args.weight, "weight", weight_, kConfig.TILE_N / 2, kConfig.TILE_K);
-    const int64_t pairs = ceil_div(rows, kPairRows);
-    args.sums = sums(c, weighed);
-    args.sums_row = sums_row(c);
-    args.base = number(c, kBase);
-    args.classes = number(c, kClass);
-    args.highest = number(c, kHighest);
-    args.raised = address(c.raised);
-    args.rows = int32_t(rows);
-    args.n = int32_t(classes);
-    args.columns = int32_t(columns);
-    args.group = int32_t(std::clamp<int64_t>(kGroupBytes / (kPairRows * columns * 2), 1, pairs));
-    args.scale = float(scale_);
-    const int64_t clusters = persistent_programs(x.device(), 2 * pairs * tiles(classes), 1) / 2;
+    pass(args, c, weighed);
+    const int64_t pairs = ceil_div(c.rows, kPairRows);
+    args.group = int32_t(std::clamp<int64_t>(kGroupBytes / (kPairRows * x.size(1) * 2), 1, pairs));
+    const int64_t clusters = persistent_programs(x.device(), 2 * pairs * tiles(weight_.size(0)), 1) / 2;
     for (args.again = 0; args.again < 2; ++args.again) {
-      launch<ExpLogits>(op_, x.device(), 0, {uint32_t(2 * std::max<int64_t>(1, clusters))}, args);
+      launch(op_, x.device(), Choice<ExpLogits>{kConfig, 0}, {uint32_t(2 * std::max<int64_t>(1, clusters))}, args);
     }
   }
 
  private:
   static constexpr int64_t tiles(int64_t classes) { return ceil_div(classes, kConfig.TILE_N); }
-
-  /// True if the fp32 sums of a row fit into a bf16 row of x.
-  static constexpr bool sums_fit(int64_t columns, int64_t classes) { return bytes_of_sums(classes) <= 2 * columns; }
 
   enum Number { kBase, kClass, kHighest, kFactor };
 
@@ -233,21 +214,38 @@ class Exponentials {
     return c.numbers.const_data_ptr<float>() + which * c.numbers.size(1);
   }
 
-  // Without memory of their own, the sums are in `weighed`: a row's program reads them before it writes.
-  const void* sums(const Chunk& c, const at::Tensor& weighed) const { return address(has_sums_ ? c.sums : weighed); }
-  int32_t sums_row(const Chunk& c) const { return int32_t(has_sums_ ? c.sums.size(1) : x_.size(1) / 2); }
-
-  const void* target_at(int64_t row) const {
-    return static_cast<const char*>(address(target_)) + row * int64_t(target_.element_size());
+  /// Sets the arguments that kernels share.
+  template <class Args>
+  void pass(Args& args, const Chunk& c, const at::Tensor& weighed) const {
+    args.base = number(c, kBase);
+    args.highest = number(c, kHighest);
+    if constexpr (requires { args.rows; }) args.rows = int32_t(c.rows);
+    if constexpr (requires { args.n; }) args.n = int32_t(weight_.size(0));
+    if constexpr (requires { args.columns; }) args.columns = int32_t(x_.size(1));
+    if constexpr (requires { args.scale; }) args.scale = float(scale_);
+    if constexpr (requires { args.tiles; }) args.tiles = int32_t(tiles(weight_.size(0)));
+    if constexpr (requires { args.x_row; }) {
+      args.x = address(x_.narrow(0, c.first, c.rows));
+      args.x_row = x_.stride(0);
+    }
+    // Without memory of their own, the sums are in `weighed`: a row's program reads them before it writes.
+    if constexpr (requires { args.sums; }) {
+      args.sums = address(has_sums_ ? c.sums : weighed);
+      args.sums_row = int32_t(has_sums_ ? c.sums.size(1) : x_.size(1) / 2);
+    }
+    if constexpr (requires { args.classes; }) args.classes = number(c, kClass);
+    if constexpr (requires { args.raised; }) args.raised = address(c.raised);
+    if constexpr (requires { args.target; }) {
+      args.target = static_cast<const char*>(address(target_)) + c.first * int64_t(target_.element_size());
+      args.target_words = target_.scalar_type() == at::kLong ? 2 : 1;
+    }
   }
-  int32_t target_words() const { return target_.scalar_type() == at::kLong ? 2 : 1; }
 
-  /// Launches one program per row. applies() has checked what an aligned config requires.
+  /// Launches a kernel that has a program per row.
   template <class K>
-  void launch_rows(const at::Tensor& like, int64_t rows, const typename K::Args& args) const {
-    const auto& config = runtime::first_fit<K>(like.size(1), true);
-    auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(like))));
-    launch<K>(op_, like.device(), variant, {uint32_t(rows)}, args);
+  void launch_rows(typename K::Args& args, const Chunk& c, const at::Tensor& weighed = {}) const {
+    pass(args, c, weighed);
+    launch(op_, x_.device(), choose<K>(x_.size(1), args), {uint32_t(c.rows)}, args);
   }
 
   /// True if the device has the kernel and the environment allows it. Cached, unless loading failed for a transient
@@ -257,11 +255,9 @@ class Exponentials {
     if (device < 0 || device >= runtime::kMaxDevices) return false;
     int answer = known[device].load(std::memory_order_relaxed);
     if (answer == 0) {
-      std::string error;
       const char* value = std::getenv("LIGER_OPS_EXPONENTIALS");
       const bool wanted = !value || std::strcmp(value, "0") != 0;
-      const auto* info = runtime::device_info(device, error);
-      const bool can = wanted && info && ExpLogits::kernel.spec().supports(info->capability) && runtime::maps_tiles();
+      const bool can = wanted && is_for<ExpLogits>({at::kCUDA, c10::DeviceIndex(device)}) && runtime::maps_tiles();
       const auto loads = can ? runtime::loads(ExpLogits::kernel, 0, device) : runtime::Loads::No;
       if (loads == runtime::Loads::NotNow) return false;
       answer = loads == runtime::Loads::Yes ? 1 : -1;
@@ -272,7 +268,7 @@ class Exponentials {
 
   const char* op_;
   const at::Tensor x_, weight_, target_, class_weight_;
-  const cross_entropy::Shard shard_;
+  const core::Shard shard_;
   const cross_entropy::Options o_;
   const double scale_;
   const bool mean_, has_sums_;

@@ -24,29 +24,22 @@
 // `classes` is the number of all. Results and d input are the same on all ranks. With sequence_dim, input and d input
 // are this rank's part along that dimension.
 
-#include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_cross_entropy.h"
-#include "ops/losses/linear_reduced.h"
+#include "ops/losses/linear_backward.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
 
 using core::value_or_undefined;
 
-Forward Meta::forward(
-    const char*, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Tensor&,
-    const Tensor&, const Settings& s, Wanted wanted) {
-  return empty_forward(input, weight, target, bias, s, wanted);
-}
+Forward Meta::forward(const Call& call, const Tensor&, Wanted wanted) { return empty_forward(call, wanted); }
 
-Gradients Meta::backward(
-    const char*, const Tensor&, const Tensor& input, const Tensor& weight, const Tensor&, const Tensor& bias,
-    const Tensor&, const Tensor&, const Tensor&, const Settings& s, Wanted wanted) {
-  return empty_gradients(input, weight, bias, wanted.gradients(), s.low_rank_input, s.low_rank_weight);
+Gradients Meta::backward(const Call& call, const Tensor&, const Tensor&, const Tensor&, Wanted wanted) {
+  return empty_gradients(call.trained(), wanted);
 }
 
 namespace {
 
-Settings check(
+Call check(
     const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     const OptionalTensor& ce_weight, c10::string_view reduction, int64_t ignore_index, double label_smoothing,
     double lse_square_scale, std::optional<double> softcap, double logits_scale, const OptionalTensor& token_weight,
@@ -60,10 +53,7 @@ Settings check(
   LIGER_CHECK(
       weight.scalar_type() == input.scalar_type(), op, "weight",
       c10::str("have the dtype of input, ", input.scalar_type()), weight.scalar_type());
-  LIGER_CHECK(
-      weight.dim() == 2 && weight.sym_size(1) == input.sym_sizes().back(), op, "weight",
-      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of input"), weight.sym_sizes(),
-      core::hint_if_swapped("input", input, "weight", weight, target));
+  check_weight_shape(op, "input", input, "weight", weight, target);
   const auto classes = weight.sym_size(0);
   check_integers(op, "target", target);
   check_same_device(op, "target", target, "input", input);
@@ -88,9 +78,7 @@ Settings check(
     LIGER_CHECK(
         dtype == like || (float_too && dtype == at::kFloat && like != at::kDouble), op, name,
         c10::str(float_too ? "be float32 or " : "", "have the dtype of input, ", like), dtype);
-    LIGER_CHECK(
-        t->dim() == 1 && t->sym_size(0) == classes, op, name,
-        c10::str("have shape [", classes, "], one value per class"), t->sym_sizes());
+    check_per_class(op, name, *t, classes);
   };
   check_classes("bias", bias, classes, false);
   check_classes("ce_weight", ce_weight, o.vocabulary.is_split() ? c10::SymInt(all_classes) : classes, true);
@@ -105,205 +93,126 @@ Settings check(
   LIGER_CHECK(std::isfinite(logits_scale), op, "logits_scale", "be finite", logits_scale);
   LIGER_CHECK(
       !memory_budget || *memory_budget > 0, op, "memory_budget", "be a positive number of bytes", *memory_budget);
-  Settings s{o, logits_scale, token_weight, memory_budget, sequence_dim, {}, {}};
-  s.low_rank_input = value_or_undefined(low_rank_input), s.low_rank_weight = value_or_undefined(low_rank_weight);
-  check_low_rank(op, "", input, weight, s.low_rank_input, s.low_rank_weight, sequence_dim);
-  return s;
+  const Call call{
+      op,
+      input,
+      weight,
+      target,
+      value_or_undefined(bias),
+      value_or_undefined(ce_weight),
+      value_or_undefined(token_weight),
+      value_or_undefined(low_rank_input),
+      value_or_undefined(low_rank_weight),
+      o,
+      logits_scale,
+      memory_budget,
+      sequence_dim};
+  check_low_rank(op, "", input, weight, call.low_rank_input, call.low_rank_weight, sequence_dim);
+  return call;
 }
-
-// input, weight, target, bias, ce_weight, token_weight, stats, totals, low_rank_input, low_rank_weight
-struct BackwardNode : core::BackwardNode<BackwardNode, 10> {
-  Settings s;
-  int64_t wanted;
-
-  auto state() { return std::tuple_cat(s.o.tie(), std::tie(s.logits_scale, s.memory_budget, s.sequence_dim, wanted)); }
-
-  std::string name() const override { return Wanted().op(); }
-  core::variable_list backward(core::variable_list&& grads) override;
-};
 
 using Loss = Tensor;
 using Metrics = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using LogProbs = std::tuple<Tensor, Tensor, Tensor>;
+using ForwardResults = decltype(copies(Forward().tie()));
 
-/// O: the types of the options in the schemas.
-template <class... O>
-struct Ops {
-  using Cpu = fused_linear_cross_entropy::Cpu;
-  using Cuda = fused_linear_cross_entropy::Cuda;
-  using Meta = fused_linear_cross_entropy::Meta;
-  // Casts the arguments that F.linear casts. The loss is fp32 in any case.
-  using Autocast = core::AutocastLinear<0, 1, 3>;
+constexpr const char* kOp = Wanted().op();
 
-  template <class Result>
-  static constexpr const char* name() {
-    return wanted_of<Result>().op();
-  }
+/// The types of the first arguments in the schemas, up to ce_weight, and of the others.
+template <class Tensors, class Options>
+struct Ops;
 
-  template <class Result>
-  static constexpr const char* schema() {
-    constexpr Wanted wanted = wanted_of<Result>();
-    return wanted.metrics  ? schemas::fused_linear_cross_entropy_with_metrics
-        : wanted.log_probs ? schemas::fused_linear_cross_entropy_with_log_probs
-                           : schemas::fused_linear_cross_entropy;
-  }
+template <class... T, class... O>
+struct Ops<void(T...), void(O...)> {
+  /// totals: the divisors of a mean, if they are not those of `target`.
+  struct Fwd : core::Private<Fwd, ForwardResults(T..., const OptionalTensor&, O..., int64_t)> {
+    static constexpr const char* kName = "_fused_linear_cross_entropy_fwd";
+    static constexpr const char* kArguments =
+        "input, weight, target, bias, ce_weight, totals, reduction, ignore_index, label_smoothing, lse_square_scale, "
+        "softcap, logits_scale, token_weight, memory_budget, group, classes, class_sizes, sequence_dim, "
+        "low_rank_input, low_rank_weight, wanted";
 
-  using Everything = std::tuple<
-      Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+    template <class Device>
+    static ForwardResults run(T... tensors, const OptionalTensor& totals, O... options, int64_t wanted_bits) {
+      const Wanted wanted = Wanted::from_bits(wanted_bits);
+      const Call call = check(wanted.op(), tensors..., options...);
+      return copies(Device::forward(call, value_or_undefined(totals), wanted).tie());
+    }
+  };
 
-  template <class Device>
-  static Forward run_wanted(
-      Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, const OptionalTensor& divisors, O... options) {
-    Settings s = check(wanted.op(), input, weight, target, bias, ce_weight, options...);
-    return Device::forward(
-        wanted.op(), input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight),
-        value_or_undefined(divisors), s, wanted);
-  }
+  struct Bwd
+      : core::Private<Bwd, FiveGradients(const Tensor&, T..., const Tensor&, const OptionalTensor&, O..., int64_t)> {
+    static constexpr const char *kOf = kOp, *kName = "_fused_linear_cross_entropy_bwd";
+    static constexpr const char* kArguments =
+        "grad, input, weight, target, bias, ce_weight, stats, totals, reduction, ignore_index, label_smoothing, "
+        "lse_square_scale, softcap, logits_scale, token_weight, memory_budget, group, classes, class_sizes, "
+        "sequence_dim, low_rank_input, low_rank_weight, wanted";
 
-  static Loss result(const Forward& out, Loss*) { return out.rows.loss; }
-  static Metrics result(const Forward& out, Metrics*) {
-    return {out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted};
-  }
-  static LogProbs result(const Forward& out, LogProbs*) { return {out.rows.loss, out.log_probs, out.entropy}; }
+    template <class Device>
+    static FiveGradients run(
+        const Tensor& grad, T... tensors, const Tensor& stats, const OptionalTensor& totals, O... options,
+        int64_t wanted) {
+      const Call call = check(kOp, tensors..., options...);
+      return copies(Device::backward(call, grad, stats, value_or_undefined(totals), Wanted::from_bits(wanted)).tie());
+    }
+  };
 
-  template <class Device, class Result>
-  static Result run(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    return result(
-        run_wanted<Device>(wanted_of<Result>(), input, weight, target, bias, ce_weight, {}, options...),
-        static_cast<Result*>(nullptr));
-  }
+  struct Node : LinearNode<Node, Bwd, T..., const Tensor&, const OptionalTensor&, O...> {
+    void record(const ForwardResults& results, T... tensors, O... options) {
+      Forward out;
+      out.tie() = results;
+      this->keep(out.gradients, out.deferred_scale, tensors..., out.rows.stats, out.rows.totals, options...);
+      this->connect(out.rows.loss);
+    }
+  };
 
-  template <class Result>
-  static constexpr Wanted wanted_of() {
-    Wanted wanted;
-    wanted.metrics = std::is_same_v<Result, Metrics>;
-    wanted.log_probs = std::is_same_v<Result, LogProbs>;
-    return wanted;
-  }
+  /// The operator that returns R.
+  template <class R>
+  struct Form : core::Operator<Form<R>, R(T..., O...)> {
+    static constexpr Wanted kWanted{{}, std::is_same_v<R, Metrics>, std::is_same_v<R, LogProbs>};
+    static constexpr const char* kOp = kWanted.op();
+    static constexpr const char* kSchema = kWanted.metrics ? schemas::fused_linear_cross_entropy_with_metrics
+        : kWanted.log_probs                                ? schemas::fused_linear_cross_entropy_with_log_probs
+                                                           : schemas::fused_linear_cross_entropy;
+    using Edges = core::Positions<0, 1, 3, 17, 18>;
+    using Constants = core::Positions<4, 11>;
+    using Node = Ops::Node;
+    // Casts the arguments that F.linear casts. The loss is fp32 in any case.
+    using Autocast = core::AutocastLinear<0, 1, 3>;
+    // Of all forms.
+    using Privates = std::conditional_t<std::is_same_v<R, Loss>, core::Privates<Fwd, Bwd>, core::Privates<>>;
+    using Cpu = fused_linear_cross_entropy::Cpu;
+    using Cuda = fused_linear_cross_entropy::Cuda;
+    using Meta = fused_linear_cross_entropy::Meta;
 
-  /// divisors: of a mean, if they are not those of `target`.
-  template <class Device>
-  static Everything fwd(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, const OptionalTensor& divisors, O... options, int64_t wanted) {
-    Forward out =
-        run_wanted<Device>(Wanted::from_bits(wanted), input, weight, target, bias, ce_weight, divisors, options...);
-    const Gradients& g = out.gradients;
-    return {out.rows.loss,   out.rows.z_loss,   out.rows.accuracy, out.rows.predicted,
-            out.log_probs,   out.entropy,       g.input,           g.weight,
-            g.bias,          g.low_rank_input,  g.low_rank_weight, out.rows.stats,
-            out.rows.totals, out.deferred_scale};
-  }
+    template <class Device>
+    static ForwardResults run(bool, T... tensors, O... options) {
+      return leading(Fwd::template run<Device>(tensors..., {}, options..., kWanted.bits()));
+    }
 
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
-      const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, const Tensor& stats, const OptionalTensor& totals, O... options,
-      int64_t wanted) {
-    const char* op = Wanted().op();
-    Settings s = check(op, input, weight, target, bias, ce_weight, options...);
-    Gradients out = Device::backward(
-        op, grad, input, weight, target, value_or_undefined(bias), value_or_undefined(ce_weight), stats,
-        value_or_undefined(totals), s, Wanted::from_bits(wanted));
-    return {out.input, out.weight, out.bias, out.low_rank_input, out.low_rank_weight};
-  }
-
-  template <class Device>
-  static void implement(torch::Library& m) {
-    core::implement<fwd<Device>>(m, "_fused_linear_cross_entropy_fwd");
-    core::implement<bwd<Device>>(m, "_fused_linear_cross_entropy_bwd");
-  }
-
-  // ---- Autograd
-
-  /// std::nullopt if no argument requires a gradient.
-  static std::optional<Forward> forward_with_graph(
-      Wanted wanted, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    const char* op = wanted.op();
-    core::check_dense(op, "input", input);
-    core::check_dense(op, "weight", weight);
-    core::check_dense(op, "target", target);
-    Settings s = check(op, input, weight, target, bias, ce_weight, options...);
-    core::check_no_forward_ad(op, input, weight, bias, ce_weight, s.token_weight, s.low_rank_input, s.low_rank_weight);
-    auto check_constant = [&](const char* name, const OptionalTensor& t) {
-      bool learned = torch::autograd::compute_requires_grad(t);
-      LIGER_CHECK(!learned, op, name, "not require a gradient", "one that does");
-    };
-    check_constant("ce_weight", ce_weight);
-    check_constant("token_weight", s.token_weight);
-    wanted.input = torch::autograd::compute_requires_grad(input);
-    wanted.weight = torch::autograd::compute_requires_grad(weight);
-    wanted.bias = torch::autograd::compute_requires_grad(bias);
-    wanted.low_rank_input = torch::autograd::compute_requires_grad(s.low_rank_input);
-    wanted.low_rank_weight = torch::autograd::compute_requires_grad(s.low_rank_weight);
-    if (!wanted.any_gradient()) return std::nullopt;
-    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_cross_entropy_fwd");
-    Forward out;
-    {
+    static ForwardResults run_forward(T... tensors, O... options) {
+      const int64_t wanted = kWanted.bits() | required(Edges(), tensors..., options...);
       at::AutoDispatchBelowADInplaceOrView below;
-      std::tie(
-          out.rows.loss, out.rows.z_loss, out.rows.accuracy, out.rows.predicted, out.log_probs, out.entropy,
-          out.gradients.input, out.gradients.weight, out.gradients.bias, out.gradients.low_rank_input,
-          out.gradients.low_rank_weight, out.rows.stats, out.rows.totals, out.deferred_scale) =
-          fwd_op.call(input, weight, target, bias, ce_weight, {}, options..., wanted.bits());
+      return leading(Fwd::call(tensors..., {}, options..., wanted));
     }
-    auto edges = torch::autograd::collect_next_edges(input, weight, bias, s.low_rank_input, s.low_rank_weight);
-    if (s.o.reduced()) {
-      connect_reduced(Wanted().op(), out.rows.loss, std::move(edges), out.gradients, out.deferred_scale);
-    } else {
-      auto node = core::make_node<BackwardNode>();
-      node->set_next_edges(std::move(edges));
-      node->save(
-          input, weight, target, bias, ce_weight, s.token_weight, out.rows.stats, out.rows.totals, s.low_rank_input,
-          s.low_rank_weight);
-      node->s = s;
-      node->s.token_weight = std::nullopt;
-      node->s.low_rank_input = node->s.low_rank_weight = Tensor();
-      node->wanted = wanted.bits();
-      torch::autograd::set_history(out.rows.loss, node);
+
+    /// With the results of R before all others. The loss stays the first.
+    static ForwardResults leading(ForwardResults out) {
+      if constexpr (kWanted.log_probs) {
+        std::swap(std::get<1>(out), std::get<4>(out));
+        std::swap(std::get<2>(out), std::get<5>(out));
+      }
+      return out;
     }
-    // Only the node may hold the gradients, so that backward can overwrite them.
-    out.gradients = {};
-    return out;
-  }
-
-  template <class Result>
-  static std::optional<Result> with_graph(
-      const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-      const OptionalTensor& ce_weight, O... options) {
-    auto out = forward_with_graph(wanted_of<Result>(), input, weight, target, bias, ce_weight, options...);
-    return out ? std::optional(result(*out, static_cast<Result*>(nullptr))) : std::nullopt;
-  }
-
-  template <class Result>
-  using Form = ops::Form<
-      Ops, Result, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, O...>;
+  };
 };
 
 using Linear =
-    Ops<c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
-        std::optional<int64_t>, c10::string_view, int64_t, ClassSizes, std::optional<int64_t>, const OptionalTensor&,
-        const OptionalTensor&>;
-
-core::variable_list BackwardNode::backward(core::variable_list&& grads) {
-  Tensor grad = std::move(grads[0]);
-  if (!grad.defined()) return core::variable_list(5);
-  Tensor input = take(0), weight = take(1), target = take(2), bias = take(3), ce_weight = take(4);
-  OptionalTensor token_weight = take(5);
-  Tensor stats = take(6), totals = take(7);
-  OptionalTensor low_rank_input = take(8), low_rank_weight = take(9);
-  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_cross_entropy_bwd");
-  const Vocabulary& v = s.o.vocabulary;
-  auto [dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight] = op.call(
-      grad, input, weight, target, bias, ce_weight, stats, totals, s.o.reduction_name(), s.o.ignore_index,
-      s.o.label_smoothing, s.o.lse_square_scale, s.o.softcap, s.logits_scale, token_weight, s.memory_budget, v.group,
-      v.classes, v.class_sizes(), s.sequence_dim, low_rank_input, low_rank_weight, wanted);
-  return {dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight};
-}
+    Ops<void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&),
+        void(
+            c10::string_view, int64_t, double, double, std::optional<double>, double, const OptionalTensor&,
+            std::optional<int64_t>, c10::string_view, int64_t, ClassSizes, std::optional<int64_t>,
+            const OptionalTensor&, const OptionalTensor&)>;
 
 /// (tokens per chunk, chunks, bytes of workspace, bytes of gradients)
 std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
@@ -324,30 +233,11 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan(
 }  // namespace
 
 LIGER_LIBRARY_FRAGMENT(m) {
-  const std::string tensors = "Tensor input, Tensor weight, Tensor target, ";
-  const std::string options =
-      "str reduction, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, "
-      "float logits_scale, Tensor? token_weight, int? memory_budget, str group, int classes, int[]? class_sizes, "
-      "int? sequence_dim, Tensor? low_rank_input, Tensor? low_rank_weight, int wanted) -> ";
-  core::define(
-      m,
-      "_fused_linear_cross_entropy_fwd(" + tensors + "Tensor? bias, Tensor? ce_weight, Tensor? totals, " + options +
-          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-          "Tensor)");
-  core::define(
-      m,
-      "_fused_linear_cross_entropy_bwd(Tensor grad, " + tensors +
-          "Tensor? bias, Tensor? ce_weight, Tensor stats, Tensor? totals, " + options +
-          "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_fused_linear_cross_entropy_plan(int tokens, int hidden, int vocabulary, ScalarType dtype, int wanted, "
       "int? memory_budget) -> (int, int, int, int)",
       plan);
 }
-
-LIGER_LIBRARY_IMPL(CPU, m) { Linear::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { Linear::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { Linear::implement<Meta>(m); }
 
 LIGER_OPERATOR(Linear::Form<Loss>)
 LIGER_OPERATOR(Linear::Form<Metrics>)

@@ -10,17 +10,18 @@ namespace liger::ops::fused_linear_cross_entropy {
 
 using namespace cross_entropy;
 
-/// Results that the caller requests besides the loss.
-struct Wanted {
-  bool metrics = false, log_probs = false, input = false, weight = false, bias = false, low_rank_input = false,
-       low_rank_weight = false;
+/// Bits of `wanted` above those of the gradients.
+constexpr int64_t kMetrics = 1 << 5, kLogProbs = 1 << 6;
 
-  constexpr bool any_gradient() const { return input || weight || bias || low_rank_input || low_rank_weight; }
-  WantedGradients gradients() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
-  int64_t bits() const { return metrics | log_probs << 1 | gradients().bits() << 2; }
-  static Wanted from_bits(int64_t bits) {
-    const auto g = WantedGradients::from_bits(bits >> 2);
-    return {bool(bits & 1), bool(bits & 2), g.input, g.weight, g.bias, g.low_rank_input, g.low_rank_weight};
+/// What the caller requests besides the loss.
+struct Wanted : WantedGradients {
+  bool metrics = false, log_probs = false;
+
+  constexpr int64_t bits() const {
+    return WantedGradients::bits() | (metrics ? kMetrics : 0) | (log_probs ? kLogProbs : 0);
+  }
+  static constexpr Wanted from_bits(int64_t bits) {
+    return {WantedGradients::from_bits(bits), bool(bits & kMetrics), bool(bits & kLogProbs)};
   }
   constexpr const char* op() const {
     return metrics  ? "fused_linear_cross_entropy_with_metrics"
@@ -29,15 +30,17 @@ struct Wanted {
   }
 };
 
-/// sequence_dim: the dimension along which input is split over the ranks of the group. low_rank_*: undefined without.
-struct Settings {
+/// A call's checked arguments. op: its name in messages. Tensors that are not given are undefined. sequence_dim: the
+/// dimension along which input is split over the ranks of the group.
+struct Call {
+  const char* op;
+  Tensor input, weight, target, bias, ce_weight, token_weight, low_rank_input, low_rank_weight;
   Options o;
   double logits_scale;
-  OptionalTensor token_weight;
   std::optional<int64_t> memory_budget, sequence_dim;
-  Tensor low_rank_input, low_rank_weight;
 
   bool is_split() const { return o.vocabulary.is_split(); }
+  Gradients trained() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
 };
 
 /// deferred_scale: factors that backward applies, (of the tokens' gradients, of the head's); undefined: 1.
@@ -45,6 +48,12 @@ struct Forward {
   Results rows;
   Tensor log_probs, entropy, deferred_scale;
   Gradients gradients;
+
+  auto tie() {
+    return std::tuple_cat(
+        std::tie(rows.loss, rows.z_loss, rows.accuracy, rows.predicted, log_probs, entropy), gradients.tie(),
+        std::tie(rows.stats, rows.totals, deferred_scale));
+  }
 };
 
 /// True if the gradients of true logits are kept apart from d logits. One chunk per call does not need that for d
@@ -57,22 +66,16 @@ Plan make_plan(
     const char* op, int64_t tokens, int64_t classes, at::ScalarType dtype, const Wanted& wanted,
     std::optional<int64_t> memory_budget, bool is_split);
 
-Forward empty_forward(
-    const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias, const Settings& s,
-    Wanted wanted);
+Forward empty_forward(const Call& call, Wanted wanted);
 
 /// (classes in ascending order, the row of each), like the kernel order_targets.
 std::tuple<Tensor, Tensor> sort_targets(const Tensor& target, const Shard& shard, const Options& o);
 
-/// totals: the divisors of a mean, if they are not those of `target`.
-using ForwardOn = Forward(
-    const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Tensor& totals, const Settings& s, Wanted wanted);
+/// totals: the divisors of a mean, if they are not those of the targets.
+using ForwardOn = Forward(const Call& call, const Tensor& totals, Wanted wanted);
 /// For reduction="none".
-using BackwardOn = Gradients(
-    const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
-    const Tensor& bias, const Tensor& ce_weight, const Tensor& stats, const Tensor& totals, const Settings& s,
-    Wanted wanted);
+using BackwardOn =
+    Gradients(const Call& call, const Tensor& grad, const Tensor& stats, const Tensor& totals, Wanted wanted);
 
 struct Cpu {
   static ForwardOn forward;

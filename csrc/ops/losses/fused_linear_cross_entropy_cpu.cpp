@@ -1,6 +1,6 @@
 // fused_linear_cross_entropy on CPU.
 
-#include "core/cpu/softmax.h"
+#include "ops/losses/softmax.h"
 #include "ops/losses/fused_linear_cross_entropy_pass.h"
 
 namespace liger::ops::fused_linear_cross_entropy {
@@ -51,10 +51,10 @@ struct CpuRows {
     sum_rows_cpu(rows, known_or_counted(totals, target, weight, o), o, out);
   }
 
-  /// Moves the gradients of true logits from dlogits to `taken`.
-  void take_targets(Tensor& dlogits, int64_t first, Tensor& taken) const {
+  /// Moves the gradients of true logits from dlogits to `target_grads`.
+  void take_targets(Tensor& dlogits, int64_t first, Tensor& target_grads) const {
     const int64_t* y = target.const_data_ptr<int64_t>() + first;
-    float* to = taken.data_ptr<float>() + first;
+    float* to = target_grads.data_ptr<float>() + first;
     const auto rows = output<float>(dlogits);
     for (int64_t row = 0; row < dlogits.size(0); ++row) {
       to[row] = 0;
@@ -65,11 +65,11 @@ struct CpuRows {
       write_zeros(at, 1);
     }
   }
-  /// Adds the contribution of the gradients in `taken` to d weight.
-  void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& taken, double scale) const {
+  /// Adds the contribution of the gradients in `target_grads` to d weight.
+  void add_targets(Tensor& dweight, const Tensor& x_in, const Tensor& target_grads, double scale) const {
     auto [classes, order] = sort_targets(target, shard, o);
     const int32_t *y = classes.template const_data_ptr<int32_t>(), *row_of = order.template const_data_ptr<int32_t>();
-    const float* factor = taken.const_data_ptr<float>();
+    const float* factor = target_grads.const_data_ptr<float>();
     const int64_t rows = target.numel(), columns = dweight.size(1);
     Tensor x = x_in.contiguous();
     const auto from = input<float>(x);
@@ -99,18 +99,13 @@ struct CpuRows {
 
 }  // namespace
 
-Forward Cpu::forward(
-    const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Tensor& totals, const Settings& s, Wanted wanted) {
-  return fused_linear_cross_entropy::forward<CpuRows>(op, input, weight, target, bias, ce_weight, totals, s, wanted);
+Forward Cpu::forward(const Call& call, const Tensor& totals, Wanted wanted) {
+  return fused_linear_cross_entropy::forward<CpuRows>(call, totals, wanted);
 }
 
 Gradients Cpu::backward(
-    const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
-    const Tensor& bias, const Tensor& ce_weight, const Tensor& stats, const Tensor& totals, const Settings& s,
-    Wanted wanted) {
-  return fused_linear_cross_entropy::backward<CpuRows>(
-      op, grad, input, weight, target, bias, ce_weight, stats, totals, s, wanted);
+    const Call& call, const Tensor& grad, const Tensor& stats, const Tensor& totals, Wanted wanted) {
+  return fused_linear_cross_entropy::backward<CpuRows>(call, grad, stats, totals, wanted);
 }
 
 }  // namespace liger::ops::fused_linear_cross_entropy

@@ -51,59 +51,69 @@ struct CudaRows {
     sum_rows_cuda(call, o, rows.out, out, totals);
   }
 
-  void take_targets(Tensor& dlogits, int64_t first, Tensor& taken) const {
+  void take_targets(Tensor& dlogits, int64_t first, Tensor& target_grads) const {
     using K = kernels::fused_linear_cross_entropy_take_targets;
-    const auto& config = runtime::first_fit<K>(call.n, false);
-    const int64_t rows = dlogits.size(0);
-    K::Args args{address(dlogits),  call.target_at(first), taken.const_data_ptr<float>() + first,
-                 int32_t(rows),     int32_t(call.n),       dlogits.stride(0),
-                 call.target_words, o.ignore_index,        int32_t(call.shard.first)};
-    auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(dlogits))));
-    launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
+    const K::Args args{
+        .dlogits = address(dlogits),
+        .target = call.target_at(first),
+        .taken = target_grads.const_data_ptr<float>() + first,
+        .rows = int32_t(dlogits.size(0)),
+        .n = int32_t(call.n),
+        .stride = dlogits.stride(0),
+        .target_words = call.target_words,
+        .ignore_index = o.ignore_index,
+        .first_class = int32_t(call.shard.first)};
+    const auto choice = choose<K>(call.n, args, runtime::point_of<K>(K::dtype(dtype_of(dlogits))));
+    launch(call.op, call.device, choice, {programs_for(args.rows, choice.config.BLOCK)}, args);
   }
   std::tuple<Tensor, Tensor> order_targets() const {
     using K = kernels::fused_linear_cross_entropy_order_targets;
     const int64_t rows = call.target.numel();
     if (rows > kMaxCompared) return sort_targets(call.target, call.shard, o);
-    const auto& config = runtime::first_fit<K>(call.n, false);
     auto numbers = call.target.options().dtype(at::kInt);
     Tensor classes = at::empty({rows}, numbers), order = at::empty({rows}, numbers);
-    K::Args args{address(call.target), address(classes), address(order),           int32_t(rows),
-                 int32_t(call.n),      o.ignore_index,   int32_t(call.shard.first)};
-    auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(call.target_words - 1));
-    launch<K>(call.op, call.device, variant, {uint32_t((rows + config.BLOCK - 1) / config.BLOCK)}, args);
+    const K::Args args{
+        .target = address(call.target),
+        .classes = address(classes),
+        .order = address(order),
+        .rows = int32_t(rows),
+        .n = int32_t(call.n),
+        .ignore_index = o.ignore_index,
+        .first_class = int32_t(call.shard.first)};
+    const auto choice = choose<K>(call.n, args, runtime::point_of<K>(call.target_words - 1));
+    launch(call.op, call.device, choice, {programs_for(rows, choice.config.BLOCK)}, args);
     return {classes, order};
   }
-  void add_targets(Tensor& dweight, const Tensor& x, const Tensor& taken, double scale) const {
+  void add_targets(Tensor& dweight, const Tensor& x, const Tensor& target_grads, double scale) const {
     using K = kernels::fused_linear_cross_entropy_add_targets;
     auto [classes, order] = order_targets();
     const int64_t rows = call.target.numel(), columns = dweight.size(1);
-    bool aligned = dweight.stride(1) == 1 && ((columns | dweight.stride(0) | x.stride(0)) & 7) == 0 &&
-        aligned16(address(dweight), address(x));
-    const auto& config = runtime::first_fit<K>(columns, aligned);
-    K::Args args{address(dweight),  address(x),    address(taken),   address(classes),
-                 address(order),    int32_t(rows), int32_t(columns), dweight.stride(0),
-                 dweight.stride(1), x.stride(0),   float(scale)};
-    auto variant = runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(dtype_of(dweight))));
-    const int64_t blocks = (columns + config.BLOCK_N - 1) / config.BLOCK_N;
-    launch<K>(call.op, call.device, variant, {uint32_t(rows * blocks)}, args);
+    const K::Args args{
+        .dweight = address(dweight),
+        .x = address(x),
+        .taken = address(target_grads),
+        .classes = address(classes),
+        .order = address(order),
+        .rows = int32_t(rows),
+        .columns = int32_t(columns),
+        .dweight_row = dweight.stride(0),
+        .dweight_column = dweight.stride(1),
+        .x_row = x.stride(0),
+        .scale = float(scale)};
+    const auto choice = choose<K>(columns, args, runtime::point_of<K>(K::dtype(dtype_of(dweight))));
+    launch(call.op, call.device, choice, {programs_for(columns, choice.config.BLOCK_N) * uint32_t(rows)}, args);
   }
 };
 
 }  // namespace
 
-Forward Cuda::forward(
-    const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Tensor& totals, const Settings& s, Wanted wanted) {
-  return fused_linear_cross_entropy::forward<CudaRows>(op, input, weight, target, bias, ce_weight, totals, s, wanted);
+Forward Cuda::forward(const Call& call, const Tensor& totals, Wanted wanted) {
+  return fused_linear_cross_entropy::forward<CudaRows>(call, totals, wanted);
 }
 
 Gradients Cuda::backward(
-    const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
-    const Tensor& bias, const Tensor& ce_weight, const Tensor& stats, const Tensor& totals, const Settings& s,
-    Wanted wanted) {
-  return fused_linear_cross_entropy::backward<CudaRows>(
-      op, grad, input, weight, target, bias, ce_weight, stats, totals, s, wanted);
+    const Call& call, const Tensor& grad, const Tensor& stats, const Tensor& totals, Wanted wanted) {
+  return fused_linear_cross_entropy::backward<CudaRows>(call, grad, stats, totals, wanted);
 }
 
 }  // namespace liger::ops::fused_linear_cross_entropy

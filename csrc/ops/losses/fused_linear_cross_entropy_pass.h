@@ -35,22 +35,22 @@ struct Pass {
   Gradients into;
   double head_scale = 1;  // scale of d weight, d bias and d low_rank_weight
   InputGradient dinput;
-  Tensor bias_sum, taken;
+  Tensor bias_sum, target_grads;
 
-  Pass(
-      const char* op, const Tensor& input, const Tensor& weight_in, const Tensor& target, const Tensor& bias_in,
-      const Tensor& ce_weight, const Settings& s, Wanted wanted, const Gradients& gradients)
-      : shard(op, s.o.vocabulary, weight_in.size(0), "weight"),
+  Pass(const Call& call, Wanted wanted, const Gradients& gradients)
+      : shard(call.op, call.o.vocabulary, call.weight.size(0), "weight"),
         plan(make_plan(
-            op, target.numel(), shard.largest, input.scalar_type(), wanted, s.memory_budget, shard.is_split())),
-        order(order_of(op, input, target.sizes(), target.numel(), shard, s.sequence_dim, plan)),
-        rows(op, shard, order.arrange(target), ce_weight, s.o),
-        tokens(input, target.numel(), order),
-        bias(bias_in),
-        weight(weight_in),
-        low_rank(op, s.low_rank_input, s.low_rank_weight, tokens.x),
-        logits_scale(s.logits_scale),
-        sustained(gemm::is_sustained(3.0 * double(target.numel()) * double(tokens.x.size(1)) * double(weight.size(0)))),
+            call.op, call.target.numel(), shard.largest, call.input.scalar_type(), wanted, call.memory_budget,
+            shard.is_split())),
+        order(order_of(call.op, call.input, call.target.sizes(), call.target.numel(), shard, call.sequence_dim, plan)),
+        rows(call.op, shard, order.arrange(call.target), call.ce_weight, call.o),
+        tokens(call.input, call.target.numel(), order),
+        bias(call.bias),
+        weight(call.weight),
+        low_rank(call.op, call.low_rank_input, call.low_rank_weight, tokens.x),
+        logits_scale(call.logits_scale),
+        sustained(
+            gemm::is_sustained(3.0 * double(call.target.numel()) * double(tokens.x.size(1)) * double(weight.size(0)))),
         into(gradients) {
     const Tensor& x = tokens.x;
     auto floats = x.options().dtype(compute_type(x));
@@ -60,7 +60,7 @@ struct Pass {
     if (into.weight.defined() && plan.chunks == 0) into.weight.zero_();
     if ((into.weight.defined() || into.input.defined()) &&
         takes_targets(x.scalar_type(), plan.chunks, wanted, shard.is_split())) {
-      taken = at::empty({x.size(0)}, floats);
+      target_grads = at::empty({x.size(0)}, floats);
     }
   }
 
@@ -72,7 +72,7 @@ struct Pass {
 
   const Tensor& x() const { return tokens.x; }
   int64_t rows_from(int64_t first) const { return std::min(plan.chunk, x().size(0) - first); }
-  core::Pending fetch(int64_t first) const { return tokens.fetch(first, rows_from(first), order, shard); }
+  core::Pending fetch(int64_t first) const { return tokens.fetch(first, plan.chunk, order, shard); }
 
   Tensor buffer() const { return at::empty({rows_from(0), plan.row}, x().options()); }
 
@@ -105,7 +105,7 @@ struct Pass {
     if (bias_sum.defined()) bias_sum.add_(dlogits.sum(0, false, bias_sum.scalar_type()), logits_scale * head_scale);
     if (low_rank.defined()) low_rank.add_gradients(dlogits, first, 0, logits_scale, logits_scale * head_scale);
     if (!into.weight.defined()) return;
-    if (taken.defined()) rows.take_targets(dlogits, first, taken);
+    if (target_grads.defined()) rows.take_targets(dlogits, first, target_grads);
     gemm::multiply(
         into.weight, dlogits.t(), x().narrow(0, first, count), first > 0, logits_scale * head_scale, sustained);
   }
@@ -118,10 +118,10 @@ struct Pass {
     Tensor e = rows_of(buffer, first);
     if (!dinput.defined()) return by.compute(chunk, e, {}, first, out, {}, {}, {}, false);
     Tensor dx = dinput.of_chunk(first, e.size(0), order);
-    by.compute(chunk, e, dx, first, out, totals, grad, taken, into.weight.defined());
+    by.compute(chunk, e, dx, first, out, totals, grad, target_grads, into.weight.defined());
     if (into.weight.defined()) gemm::multiply(into.weight, e.t(), dx, first > 0, logits_scale * head_scale, sustained);
     gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
-    by.rescale(chunk, dx, taken);
+    by.rescale(chunk, dx, target_grads);
   }
 
   /// The last steps of the logits-free path if classes are split. d input comes before d weight, which hides its sum
@@ -132,11 +132,11 @@ struct Pass {
     const int64_t first = chunk.first;
     Tensor weighed;
     if (into.weight.defined()) weighed = at::empty({chunk.rows, x().size(1)}, x().options());
-    by.weigh(chunk, e, weighed, gathered, out, totals, grad, taken, weighed.defined());
+    by.weigh(chunk, e, weighed, gathered, out, totals, grad, target_grads, weighed.defined());
     if (dinput.defined()) {
       Tensor dx = dinput.of_chunk(first, chunk.rows, order);
       gemm::multiply(dx, e, weight, 0, logits_scale, sustained);
-      by.rescale(chunk, dx, taken);
+      by.rescale(chunk, dx, target_grads);
       dinput.reduce(dx, first, order, shard);
     }
     if (weighed.defined()) {
@@ -145,25 +145,26 @@ struct Pass {
   }
 
   void finish() {
-    if (taken.defined() && into.weight.defined()) rows.add_targets(into.weight, x(), taken, logits_scale * head_scale);
+    if (target_grads.defined() && into.weight.defined())
+      rows.add_targets(into.weight, x(), target_grads, logits_scale * head_scale);
     if (bias_sum.defined()) into.bias.copy_(bias_sum);
     finish_low_rank(low_rank, shard);
     dinput.wait();
   }
 };
 
-inline Tensor rows_of_token_weight(const Settings& s, const Tensor& input, const TokenOrder& order) {
-  if (!s.token_weight || !s.token_weight->defined()) return Tensor();
-  return order.arrange(*s.token_weight).to(compute_type(input)).contiguous();
+inline Tensor rows_of_token_weight(const Call& call, const TokenOrder& order) {
+  if (!call.token_weight.defined()) return Tensor();
+  return order.arrange(call.token_weight).to(compute_type(call.input)).contiguous();
 }
 
 /// True if the call allows the logits-free path: it requests only the loss and gradients. If it requests any gradient,
 /// it must request that of input, because d input doubles as scratch space.
-inline bool allows_logits_free_path(const Settings& s, const Tensor& bias, const Wanted& wanted) {
-  const bool extras = bias.defined() || s.low_rank_input.defined() || s.o.label_smoothing != 0 || s.o.softcap ||
-      wanted.metrics || wanted.log_probs;
-  const bool made_now = wanted.any_gradient() ? s.o.reduced() && wanted.input : true;
-  return made_now && !extras && s.logits_scale > 0;
+inline bool allows_logits_free_path(const Call& call, const Wanted& wanted) {
+  const bool extras = call.bias.defined() || call.low_rank_input.defined() || call.o.label_smoothing != 0 ||
+      call.o.softcap || wanted.metrics || wanted.log_probs;
+  const bool made_now = wanted.any() ? call.o.reduced() && wanted.input : true;
+  return made_now && !extras && call.logits_scale > 0;
 }
 
 /// A call's loop over chunks. now: compute gradients.
@@ -325,16 +326,14 @@ struct SplitLoop {
 };
 
 template <class Rows>
-Forward forward(
-    const char* op, const Tensor& input, const Tensor& weight, const Tensor& target, const Tensor& bias,
-    const Tensor& ce_weight, const Tensor& divisors, const Settings& s, Wanted wanted) {
-  c10::DeviceGuard guard(input.device());
-  const Options& o = s.o;
-  Forward out = empty_forward(input, weight, target, bias, s, wanted);
-  Pass<Rows> pass(op, input, weight, target, bias, ce_weight, s, wanted, out.gradients);
-  Tensor token_weight = rows_of_token_weight(s, input, pass.order);
+Forward forward(const Call& call, const Tensor& divisors, Wanted wanted) {
+  c10::DeviceGuard guard(call.input.device());
+  const Options& o = call.o;
+  Forward out = empty_forward(call, wanted);
+  Pass<Rows> pass(call, wanted, out.gradients);
+  Tensor token_weight = rows_of_token_weight(call, pass.order);
   const int64_t tokens = pass.x().size(0);
-  const bool now = wanted.any_gradient() && o.reduced();
+  const bool now = wanted.any() && o.reduced();
   RowBuffers rows(out.rows, tokens, o, {wanted.metrics, false});
   Tensor totals = out.rows.totals;
   if (o.mean() && (now || totals.defined())) {
@@ -350,17 +349,18 @@ Forward forward(
   }
   std::optional<Exponentials> exponentials;
   const int64_t largest_chunk = std::min(pass.plan.chunk, tokens);
-  if (allows_logits_free_path(s, bias, wanted) && Exponentials::applies(pass.x(), pass.shard.largest, largest_chunk)) {
+  if (allows_logits_free_path(call, wanted) && Exponentials::applies(pass.x(), pass.shard.largest, largest_chunk)) {
     // Without gradients, the plan's memory includes the sums.
-    const bool has_room = !s.memory_budget || !now || Exponentials::sums_fit(pass.x(), weight);
+    const bool has_room = !call.memory_budget || !now || Exponentials::sums_fit(pass.x(), call.weight);
     // All ranks must decide alike, whatever the layouts of their weights.
-    if (s.is_split() || (has_room && Exponentials::fits(pass.x()) && Exponentials::fits(weight))) {
+    if (call.is_split() || (has_room && Exponentials::fits(pass.x()) && Exponentials::fits(call.weight))) {
       pass.align();
       exponentials.emplace(
-          op, pass.x(), pass.weight, pass.rows.target_rows(), ce_weight, pass.shard, o, s.logits_scale, now);
+          call.op, pass.x(), pass.weight, pass.rows.target_rows(), call.ce_weight, pass.shard, o, call.logits_scale,
+          now);
     }
   }
-  if (s.is_split()) {
+  if (call.is_split()) {
     SplitLoop<Rows>{pass, rows.out, exponentials ? &*exponentials : nullptr, totals, token_weight, out, o, wanted, now}
         .run();
   } else {
@@ -379,7 +379,7 @@ Forward forward(
   if (o.reduced()) pass.rows.sum(rows, out.rows, counted);
   if (pass.order.is_split()) {
     auto restore = [&](Tensor& t) {
-      if (t.defined() && t.numel() == tokens && t.dim() > 0) t = pass.order.restore(t.view(-1), target.sizes());
+      if (t.defined() && t.numel() == tokens && t.dim() > 0) t = pass.order.restore(t.view(-1), call.target.sizes());
     };
     for (Tensor* t : {&out.rows.loss, &out.rows.z_loss, &out.rows.accuracy}) {
       if (!o.reduced()) restore(*t);
@@ -391,25 +391,21 @@ Forward forward(
 
 /// For reduction="none": computes the logits of each chunk again and applies the incoming gradient of each row.
 template <class Rows>
-Gradients backward(
-    const char* op, const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
-    const Tensor& bias, const Tensor& ce_weight, const Tensor& stats, const Tensor& totals, const Settings& s,
-    Wanted wanted) {
-  c10::DeviceGuard guard(input.device());
-  LIGER_CHECK(
-      grad.sizes().equals(target.sizes()), op, "the gradient", c10::str("have shape ", target.sizes()), grad.sizes());
-  Gradients out = empty_gradients(input, weight, bias, wanted.gradients(), s.low_rank_input, s.low_rank_weight);
-  Pass<Rows> pass(op, input, weight, target, bias, ce_weight, s, wanted, out);
-  Tensor incoming = pass.order.arrange(grad).to(compute_type(input)).contiguous();
-  Tensor token_weight = rows_of_token_weight(s, input, pass.order);
+Gradients backward(const Call& call, const Tensor& grad, const Tensor& stats, const Tensor& totals, Wanted wanted) {
+  c10::DeviceGuard guard(call.input.device());
+  const at::IntArrayRef sizes = call.target.sizes();
+  LIGER_CHECK(grad.sizes().equals(sizes), call.op, "the gradient", c10::str("have shape ", sizes), grad.sizes());
+  Gradients out = empty_gradients(call.trained(), wanted);
+  Pass<Rows> pass(call, wanted, out);
+  Tensor incoming = pass.order.arrange(grad).to(compute_type(call.input)).contiguous();
+  Tensor token_weight = rows_of_token_weight(call, pass.order);
   if (token_weight.defined()) incoming = incoming * token_weight;
   const auto* at = static_cast<const char*>(stats.const_data_ptr());
   Tensor buffer = pass.buffer();
   core::Pending next = pass.fetch(0);
   for (int64_t first = 0; first < pass.x().size(0); first += pass.plan.chunk) {
     next.wait();
-    const int64_t after = first + pass.plan.chunk;
-    if (after < pass.x().size(0)) next = pass.fetch(after);
+    next = pass.fetch(first + pass.plan.chunk);
     Tensor logits = pass.logits(buffer, first);
     const char* stats_of = at + 3 * first * int64_t(stats.element_size());
     if (logits.size(1) > 0)

@@ -23,16 +23,16 @@
 
 #include <cmath>
 
+#include "core/operator.h"
 #include "core/values.h"
-#include "ops/losses/forms.h"
 #include "ops/losses/fused_linear_divergence_pass.h"
-#include "ops/losses/linear_reduced.h"
+#include "ops/losses/linear_backward.h"
 
 namespace liger::ops::fused_linear_divergence {
 namespace {
 
-using cross_entropy::ClassSizes;
-using cross_entropy::Vocabulary;
+using core::ClassSizes;
+using core::Vocabulary;
 
 struct Cpu {
   static constexpr RowsOn* rows = rows_cpu;
@@ -58,19 +58,14 @@ void check_model(
   LIGER_CHECK(
       weight.scalar_type() == input.scalar_type(), op, weight_name,
       c10::str("have the dtype of ", input_name, ", ", input.scalar_type()), weight.scalar_type());
-  LIGER_CHECK(
-      weight.dim() == 2 && weight.sym_size(1) == input.sym_sizes().back(), op, weight_name,
-      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of ", input_name),
-      weight.sym_sizes(), core::hint_if_swapped(input_name, input, weight_name, weight, other_input));
+  check_weight_shape(op, input_name, input, weight_name, weight, other_input);
   if (!bias.defined()) return;
   check_dense(op, bias_name, bias);
   check_same_device(op, bias_name, bias, "s_input", like);
   LIGER_CHECK(
       bias.scalar_type() == input.scalar_type(), op, bias_name,
       c10::str("have the dtype of ", input_name, ", ", input.scalar_type()), bias.scalar_type());
-  LIGER_CHECK(
-      bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), op, bias_name,
-      c10::str("have shape [", weight.sym_size(0), "], one value per class"), bias.sym_sizes());
+  check_per_class(op, bias_name, bias, weight.sym_size(0));
 }
 
 void check_arguments(const char* op, const Arguments& a, Options& o) {
@@ -146,12 +141,13 @@ Options parse(
 
 // ---- Results
 
-Results empty_results(const Arguments& a, const Options& o, c10::SymIntArrayRef tokens, Wanted wanted) {
+Results empty_results(const Call& call, Wanted wanted) {
+  const auto& [op, a, o, tokens] = call;
   Results out;
-  out.divergence = at::empty_symint(o.reduced() ? c10::SymIntArrayRef() : tokens, a.numbers());
+  out.divergence = at::empty_symint(o.reduced() ? c10::SymIntArrayRef() : c10::SymIntArrayRef(tokens), a.numbers());
   out.entropy = at::empty_symint(tokens, a.numbers());
   if (computes_now(o, wanted)) {
-    out.gradients = empty_gradients(a.s_input, a.s_weight, a.s_bias, wanted, a.s_low_rank_input, a.s_low_rank_weight);
+    out.gradients = empty_gradients(a.trained(), wanted);
     const bool half = a.s_input.scalar_type() == at::kHalf;
     if (half && o.reduced()) out.deferred_scale = at::empty({2}, a.numbers());
   } else if (wanted.any()) {
@@ -160,275 +156,142 @@ Results empty_results(const Arguments& a, const Options& o, c10::SymIntArrayRef 
   return out;
 }
 
-// ---- Backward nodes
-
-struct FrozenHeadNode : core::BackwardNode<FrozenHeadNode, 1> {  // gradient of input for incoming gradients of 1
-  std::string group;
-  std::optional<int64_t> sequence_dim;
-
-  auto state() { return std::tie(group, sequence_dim); }
-
-  std::string name() const override { return kOp; }
-
-  core::variable_list backward(core::variable_list&& grads) override {
-    Tensor grad = std::move(grads[0]);
-    auto of_input = [](Tensor t) { return core::variable_list{std::move(t), Tensor(), Tensor(), Tensor(), Tensor()}; };
-    if (!grad.defined()) return of_input(Tensor());
-    Tensor gradient = take(0);
-    if (sequence_dim) {
-      const auto count = gradient.sym_size(*sequence_dim);
-      grad = grad.narrow_symint(*sequence_dim, count * core::Group(kOp, group).rank(), count);
-    }
-    Tensor factor = grad.unsqueeze(-1);
-    if (!core::is_plain(gradient)) return of_input(at::mul(gradient, factor).to(gradient.scalar_type()));
-    // Both multiply in the wider dtype, without a tensor of it.
-    if (may_overwrite(gradient, gradient)) return of_input(gradient.mul_(factor));
-    Tensor out = at::empty_like(gradient);
-    return of_input(at::mul_out(out, gradient, factor));
-  }
-};
-
-/// s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, token_weight, vocab_map, stats, s_low_rank_input,
-/// s_low_rank_weight, t_low_rank_input, t_low_rank_weight
-struct TrainedHeadNode : core::BackwardNode<TrainedHeadNode, 14> {
-  Options o{};
-  int64_t wanted = 0;
-
-  auto state() {
-    return std::tuple_cat(
-        std::tie(
-            o.beta, o.temperature, o.student.scale, o.student.softcap, o.teacher.scale, o.teacher.softcap,
-            o.memory_budget, o.sequence_dim, wanted),
-        o.vocabulary.tie());
-  }
-
-  std::string name() const override { return kOp; }
-  core::variable_list backward(core::variable_list&& grads) override;
-};
-
 // ---- The dispatched ops
 
 using Two = std::tuple<Tensor, Tensor>;
+using ForwardResults = decltype(copies(Results().tie()));
 
-/// O: the types of the options in the schemas, from beta on.
-template <class... O>
-struct Ops {
+Call check(
+    const char* op, const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
+    const OptionalTensor& s_bias, const OptionalTensor& t_bias, double beta, double temperature, double s_logits_scale,
+    std::optional<double> s_softcap, double t_logits_scale, std::optional<double> t_softcap, const OptionalTensor& mask,
+    c10::string_view reduction, const OptionalTensor& token_weight, std::optional<int64_t> memory_budget,
+    c10::string_view group, int64_t classes, ClassSizes sizes, std::optional<int64_t> sequence_dim,
+    const OptionalTensor& vocab_map, const OptionalTensor& s_low_rank_input, const OptionalTensor& s_low_rank_weight,
+    const OptionalTensor& t_low_rank_input, const OptionalTensor& t_low_rank_weight) {
+  Call call{
+      op,
+      {s_input, s_weight, t_input, t_weight, value_or_undefined(s_bias), value_or_undefined(t_bias),
+       value_or_undefined(mask), value_or_undefined(token_weight), value_or_undefined(vocab_map),
+       value_or_undefined(s_low_rank_input), value_or_undefined(s_low_rank_weight),
+       value_or_undefined(t_low_rank_input), value_or_undefined(t_low_rank_weight)},
+      parse(
+          op, beta, temperature, s_logits_scale, s_softcap, t_logits_scale, t_softcap, reduction, memory_budget,
+          core::parse_vocabulary(op, group, classes, sizes), sequence_dim),
+      {}};
+  check_arguments(op, call.a, call.o);
+  call.tokens = token_sizes(op, s_input, call.o);
+  return call;
+}
+
+/// The types of the first arguments in the schema, up to t_bias, and of the others.
+template <class Tensors, class Options>
+struct Ops;
+
+template <class... T, class... O>
+struct Ops<void(T...), void(O...)> : core::Operator<Ops<void(T...), void(O...)>, Two(T..., O...)> {
+  static constexpr const char *kOp = fused_linear_divergence::kOp, *kSchema = schemas::fused_linear_divergence;
+  using Edges = core::Positions<0, 1, 4, 21, 22>;
+  using Constants = core::Positions<2, 3, 5, 14, 23, 24>;
+  // Casts the arguments that F.linear casts. The divergence is fp32 in any case.
+  using Autocast = core::AutocastLinear<0, 1, 2, 3, 4, 5>;
   using Cpu = fused_linear_divergence::Cpu;
   using Cuda = fused_linear_divergence::Cuda;
   using Meta = fused_linear_divergence::Meta;
-  // Casts the arguments that F.linear casts. The divergence is fp32 in any case.
-  using Autocast = core::AutocastLinear<0, 1, 2, 3, 4, 5>;
 
-  template <class>
-  static constexpr const char* name() {
-    return kOp;
-  }
-  template <class>
-  static constexpr const char* schema() {
-    return schemas::fused_linear_divergence;
-  }
+  /// total: what a mean divides by, if it is not the sum of this call's weights.
+  struct Fwd : core::Private<Fwd, ForwardResults(T..., const OptionalTensor&, O..., int64_t)> {
+    static constexpr const char* kName = "_fused_linear_divergence_fwd";
+    static constexpr const char* kArguments =
+        "s_input, s_weight, t_input, t_weight, s_bias, t_bias, total, beta, temperature, s_logits_scale, s_softcap, "
+        "t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget, group, classes, class_sizes, "
+        "sequence_dim, vocab_map, s_low_rank_input, s_low_rank_weight, t_low_rank_input, t_low_rank_weight, wanted";
 
-  struct Call {
-    Arguments a;
-    Options o;
-    c10::SymDimVector tokens;
+    template <class On>
+    static ForwardResults run(T... tensors, const OptionalTensor& total, O... options, int64_t wanted) {
+      const Call call = check(kOp, tensors..., options...);
+      Results out = empty_results(call, Wanted::from_bits(wanted));
+      if constexpr (On::rows != nullptr) {
+        core::check_range(kOp, "vocab_map", call.a.vocab_map, 0, call.a.t_weight.size(0));
+        forward(call, On::rows, value_or_undefined(total), out);
+      }
+      return copies(out.tie());
+    }
   };
 
-  static Call check(
-      const char* op, const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, double beta, double temperature,
-      double s_logits_scale, std::optional<double> s_softcap, double t_logits_scale, std::optional<double> t_softcap,
-      const OptionalTensor& mask, c10::string_view reduction, const OptionalTensor& token_weight,
-      std::optional<int64_t> memory_budget, c10::string_view group, int64_t classes, ClassSizes sizes,
-      std::optional<int64_t> sequence_dim, const OptionalTensor& vocab_map, const OptionalTensor& s_low_rank_input,
-      const OptionalTensor& s_low_rank_weight, const OptionalTensor& t_low_rank_input,
-      const OptionalTensor& t_low_rank_weight) {
-    Call call{
-        {s_input, s_weight, t_input, t_weight, value_or_undefined(s_bias), value_or_undefined(t_bias),
-         value_or_undefined(mask), value_or_undefined(token_weight), value_or_undefined(vocab_map),
-         value_or_undefined(s_low_rank_input), value_or_undefined(s_low_rank_weight),
-         value_or_undefined(t_low_rank_input), value_or_undefined(t_low_rank_weight)},
-        parse(
-            op, beta, temperature, s_logits_scale, s_softcap, t_logits_scale, t_softcap, reduction, memory_budget,
-            cross_entropy::parse_vocabulary(op, group, classes, sizes), sequence_dim),
-        {}};
-    check_arguments(op, call.a, call.o);
-    call.tokens = token_sizes(op, s_input, call.o);
-    return call;
-  }
+  struct Bwd : core::Private<Bwd, FiveGradients(const Tensor&, T..., const Tensor&, O..., int64_t)> {
+    static constexpr const char *kOf = kOp, *kName = "_fused_linear_divergence_bwd";
+    static constexpr const char* kArguments =
+        "grad, s_input, s_weight, t_input, t_weight, s_bias, t_bias, stats, beta, temperature, s_logits_scale, "
+        "s_softcap, t_logits_scale, t_softcap, mask, reduction, token_weight, memory_budget, group, classes, "
+        "class_sizes, sequence_dim, vocab_map, s_low_rank_input, s_low_rank_weight, t_low_rank_input, "
+        "t_low_rank_weight, wanted";
+
+    template <class On>
+    static FiveGradients run(const Tensor& grad, T... tensors, const Tensor& stats, O... options, int64_t wanted) {
+      const Call call = check(kBackward, tensors..., options...);
+      Gradients out = empty_gradients(call.a.trained(), Wanted::from_bits(wanted));
+      if constexpr (On::rows != nullptr) backward(call, On::rows, grad, stats, out);
+      return copies(out.tie());
+    }
+  };
+
+  using Privates = core::Privates<Fwd, Bwd>;
 
   template <class On>
-  static Results run_call(const Call& call, Wanted wanted, const Tensor& total) {
-    Results out = empty_results(call.a, call.o, call.tokens, wanted);
-    if constexpr (On::rows != nullptr) {
-      core::check_range(kOp, "vocab_map", call.a.vocab_map, 0, call.a.t_weight.size(0));
-      forward(kOp, On::rows, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), total, out);
+  static ForwardResults run(bool, T... tensors, O... options) {
+    return Fwd::template run<On>(tensors..., {}, options..., 0);
+  }
+
+  static ForwardResults run_forward(T... tensors, O... options) {
+    const int64_t wanted = required(Edges(), tensors..., options...);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return Fwd::call(tensors..., {}, options..., wanted);
+  }
+
+  struct Node : LinearNode<Node, Bwd, T..., const Tensor&, O...> {
+    using Base = LinearNode<Node, Bwd, T..., const Tensor&, O...>;
+
+    void record(const ForwardResults& results, T... tensors, O... options) {
+      Results out;
+      out.tie() = results;
+      this->keep(out.gradients, out.deferred_scale, tensors..., out.stats, options...);
+      this->connect(out.divergence);
     }
-    return out;
-  }
 
-  template <class On, class>
-  static Two run(
-      const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options) {
-    const Results out =
-        run_call<On>(check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...), {}, Tensor());
-    return {out.divergence, out.entropy};
-  }
-
-  template <class On>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
-      const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, const OptionalTensor& total, O... options,
-      int64_t wanted) {
-    Results out = run_call<On>(
-        check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...), Wanted::from_bits(wanted),
-        value_or_undefined(total));
-    const Gradients& g = out.gradients;
-    return {out.divergence,   out.entropy,       g.input,   g.weight,          g.bias,
-            g.low_rank_input, g.low_rank_weight, out.stats, out.deferred_scale};
-  }
-
-  template <class On>
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
-      const Tensor& grad, const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, const Tensor& stats, O... options, int64_t wanted) {
-    const Call call = check(kBackward, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
-    Gradients out = empty_gradients(
-        s_input, s_weight, call.a.s_bias, Wanted::from_bits(wanted), call.a.s_low_rank_input, call.a.s_low_rank_weight);
-    if constexpr (On::rows != nullptr) {
-      backward(kBackward, On::rows, grad, call.a, call.o, C10_AS_INTARRAYREF_SLOW(call.tokens), stats, out);
+    core::variable_list backward(core::variable_list&& grads) override {
+      Tensor grad = grads[0];
+      if (!this->has_gradients || !grad.defined() || grad.dim() == 0) return Base::backward(std::move(grads));
+      // Of each token. Forward has computed the gradient of input for incoming gradients of 1.
+      auto of_input = [](Tensor t) { return core::variable_list{std::move(t), {}, {}, {}, {}}; };
+      const auto& [group] = std::get<17>(this->kept);
+      const auto& [sequence_dim] = std::get<20>(this->kept);
+      Tensor gradient = this->take(0);
+      if (sequence_dim) {
+        const int64_t dim = at::maybe_wrap_dim(*sequence_dim, gradient.dim());
+        const auto count = gradient.sym_size(dim);
+        grad = grad.narrow_symint(dim, count * core::Group(kOp, group).rank(), count);
+      }
+      Tensor factor = grad.unsqueeze(-1);
+      if (!core::is_plain(gradient)) return of_input(at::mul(gradient, factor).to(gradient.scalar_type()));
+      // Both multiply in the wider dtype, without a tensor of it.
+      if (this->may_overwrite(gradient, gradient)) return of_input(gradient.mul_(factor));
+      Tensor out = at::empty_like(gradient);
+      return of_input(at::mul_out(out, gradient, factor));
     }
-    return {out.input, out.weight, out.bias, out.low_rank_input, out.low_rank_weight};
-  }
-
-  template <class On>
-  static void implement(torch::Library& m) {
-    core::implement<fwd<On>>(m, "_fused_linear_divergence_fwd");
-    core::implement<bwd<On>>(m, "_fused_linear_divergence_bwd");
-  }
-
-  // ---- Autograd
-
-  /// std::nullopt if no argument requires a gradient.
-  template <class>
-  static std::optional<Two> with_graph(
-      const Tensor& s_input, const Tensor& s_weight, const Tensor& t_input, const Tensor& t_weight,
-      const OptionalTensor& s_bias, const OptionalTensor& t_bias, O... options) {
-    core::check_dense(kOp, "s_input", s_input);
-    core::check_dense(kOp, "s_weight", s_weight);
-    core::check_dense(kOp, "t_input", t_input);
-    core::check_dense(kOp, "t_weight", t_weight);
-    const Call call = check(kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, options...);
-    const auto& [a, o, tokens] = call;
-    core::check_no_forward_ad(
-        kOp, s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.token_weight, a.s_low_rank_input,
-        a.s_low_rank_weight, a.t_low_rank_input, a.t_low_rank_weight);
-    auto check_constant = [&](const char* name, const Tensor& t) {
-      const bool learned = torch::autograd::compute_requires_grad(t);
-      LIGER_CHECK(!learned, kOp, name, "not require a gradient", "one that does");
-    };
-    check_constant("t_input", t_input);
-    check_constant("t_weight", t_weight);
-    check_constant("t_bias", a.t_bias);
-    check_constant("token_weight", a.token_weight);
-    check_constant("t_low_rank_input", a.t_low_rank_input);
-    check_constant("t_low_rank_weight", a.t_low_rank_weight);
-    Wanted wanted;
-    wanted.input = torch::autograd::compute_requires_grad(s_input);
-    wanted.weight = torch::autograd::compute_requires_grad(s_weight);
-    wanted.bias = torch::autograd::compute_requires_grad(s_bias);
-    wanted.low_rank_input = torch::autograd::compute_requires_grad(a.s_low_rank_input);
-    wanted.low_rank_weight = torch::autograd::compute_requires_grad(a.s_low_rank_weight);
-    if (!wanted.any()) return std::nullopt;
-    static const auto fwd_op = core::find_op<decltype(fwd<Meta>)>("_fused_linear_divergence_fwd");
-    Results out;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      std::tie(
-          out.divergence, out.entropy, out.gradients.input, out.gradients.weight, out.gradients.bias,
-          out.gradients.low_rank_input, out.gradients.low_rank_weight, out.stats, out.deferred_scale) =
-          fwd_op.call(s_input, s_weight, t_input, t_weight, s_bias, t_bias, {}, options..., wanted.bits());
-    }
-    auto edges = [&] {
-      return torch::autograd::collect_next_edges(
-          s_input, s_weight, s_bias, call.a.s_low_rank_input, call.a.s_low_rank_weight);
-    };
-    auto attach = [&](const auto& node) {
-      node->set_next_edges(edges());
-      torch::autograd::set_history(out.divergence, node);
-    };
-    if (o.reduced()) {
-      connect_reduced(kOp, out.divergence, edges(), out.gradients, out.deferred_scale);
-    } else if (computes_now(o, wanted)) {
-      auto node = core::make_node<FrozenHeadNode>();
-      node->save(out.gradients.input);
-      node->group = o.vocabulary.group, node->sequence_dim = o.sequence_dim;
-      attach(node);
-    } else {
-      auto node = core::make_node<TrainedHeadNode>();
-      node->save(
-          s_input, s_weight, t_input, t_weight, s_bias, t_bias, a.mask, a.token_weight, a.vocab_map, out.stats,
-          a.s_low_rank_input, a.s_low_rank_weight, a.t_low_rank_input, a.t_low_rank_weight);
-      node->o = o, node->wanted = wanted.bits();
-      attach(node);
-    }
-    // Only the node may hold the gradients, so that backward can overwrite them.
-    out.gradients = {};
-    return Two(out.divergence, out.entropy);
-  }
-
-  using Form = ops::Form<
-      Ops, Two, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-      const OptionalTensor&, O...>;
+  };
 };
 
 using Linear =
-    Ops<double, double, double, std::optional<double>, double, std::optional<double>, const OptionalTensor&,
-        c10::string_view, const OptionalTensor&, std::optional<int64_t>, c10::string_view, int64_t, ClassSizes,
-        std::optional<int64_t>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&>;
-
-core::variable_list TrainedHeadNode::backward(core::variable_list&& grads) {
-  Tensor grad = std::move(grads[0]);
-  if (!grad.defined()) return core::variable_list(5);
-  std::array<Tensor, 14> given;
-  for (size_t i = 0; i < given.size(); ++i) given[i] = take(i);
-  const auto& [s_input, s_weight, t_input, t_weight, s_bias, t_bias, mask, factor, map, stats, s_t, s_b, t_t, t_b] =
-      given;
-  const Vocabulary& v = o.vocabulary;
-  static const auto op = core::find_op<decltype(Linear::bwd<Meta>)>("_fused_linear_divergence_bwd");
-  auto [dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight] = op.call(
-      grad, s_input, s_weight, t_input, t_weight, s_bias, t_bias, stats, o.beta, o.temperature, o.student.scale,
-      o.student.softcap, o.teacher.scale, o.teacher.softcap, mask, "none", factor, o.memory_budget, v.group, v.classes,
-      v.class_sizes(), o.sequence_dim, map, s_t, s_b, t_t, t_b, wanted);
-  return {dinput, dweight, dbias, dlow_rank_input, dlow_rank_weight};
-}
+    Ops<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&),
+        void(
+            double, double, double, std::optional<double>, double, std::optional<double>, const OptionalTensor&,
+            c10::string_view, const OptionalTensor&, std::optional<int64_t>, c10::string_view, int64_t, ClassSizes,
+            std::optional<int64_t>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+            const OptionalTensor&, const OptionalTensor&)>;
 
 }  // namespace
 
-LIGER_LIBRARY_FRAGMENT(m) {
-  const std::string models = "Tensor s_input, Tensor s_weight, Tensor t_input, Tensor t_weight, ";
-  const std::string biases = "Tensor? s_bias, Tensor? t_bias, ";
-  const std::string options =
-      "float beta, float temperature, float s_logits_scale, float? s_softcap, float t_logits_scale, float? t_softcap, "
-      "Tensor? mask, str reduction, Tensor? token_weight, int? memory_budget, str group, int classes, "
-      "int[]? class_sizes, int? sequence_dim, Tensor? vocab_map, Tensor? s_low_rank_input, Tensor? s_low_rank_weight, "
-      "Tensor? t_low_rank_input, Tensor? t_low_rank_weight, int wanted) -> ";
-  core::define(
-      m,
-      "_fused_linear_divergence_fwd(" + models + biases + "Tensor? total, " + options +
-          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  core::define(
-      m,
-      "_fused_linear_divergence_bwd(Tensor grad, " + models + biases + "Tensor stats, " + options +
-          "(Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-
-LIGER_LIBRARY_IMPL(CPU, m) { Linear::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { Linear::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { Linear::implement<Meta>(m); }
-
-LIGER_OPERATOR(Linear::Form)
+LIGER_OPERATOR(Linear)
 
 }  // namespace liger::ops::fused_linear_divergence

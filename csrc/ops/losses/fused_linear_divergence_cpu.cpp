@@ -4,7 +4,7 @@
 #include <array>
 #include <limits>
 
-#include "core/cpu/softmax.h"
+#include "ops/losses/softmax.h"
 #include "ops/losses/fused_linear_divergence_rows.h"
 
 namespace liger::ops::fused_linear_divergence {
@@ -82,7 +82,7 @@ void add_values(
     for (int64_t i = 0; i < n; ++i) {
       const C p_s = vector_exp(exponent((v_s[i] - row.s_peak) * row.inverse)) * row.of_s;
       const C p_t = vector_exp(exponent((v_t[i] - row.t_peak) * row.inverse)) * row.of_t;
-      const C d = (gap_of(v_s[i], v_t[i]) - row.offset) * row.inverse;
+      const C d = (difference_of(v_s[i], v_t[i]) - row.offset) * row.inverse;
       if constexpr (kKind == kinds::FORWARD) {
         total += relative_entropy(p_t, p_s, -d);
       } else if constexpr (kKind == kinds::REVERSE) {
@@ -106,12 +106,12 @@ void write_gradient(int32_t kind, C* out, const C* v_s, const C* v_t, int64_t n,
     for (int64_t i = 0; i < n; ++i) {
       const C p_s = vector_exp(exponent((v_s[i] - row.s_peak) * row.inverse)) * row.of_s;
       const C p_t = vector_exp(exponent((v_t[i] - row.t_peak) * row.inverse)) * row.of_t;
-      const C gap = gap_of(v_s[i], v_t[i]), d = (gap - row.offset) * row.inverse;
+      const C difference = difference_of(v_s[i], v_t[i]), d = (difference - row.offset) * row.inverse;
       C slope;
       if constexpr (kKind == kinds::FORWARD) {
         slope = std::fabs(d) < C(kNear) ? p_t * series_expm1(d) : p_s - p_t;
       } else if constexpr (kKind == kinds::REVERSE) {
-        slope = p_s == 0 ? C(0) : p_s * ((gap - row.mean) * row.inverse);
+        slope = p_s == 0 ? C(0) : p_s * ((difference - row.mean) * row.inverse);
       } else {
         slope = p_s == 0 ? C(0) : p_s * ((row.beta - 1) * (mixture(p_s, p_t, d, row.beta).level + row.mean));
       }
@@ -165,9 +165,9 @@ struct CpuRows {
         });
         return;
       }
-      const auto [s_peak, s_total, spread, pull, t_peak, t_total] = facts;
-      r.entropy.data_ptr<C>()[row] = C(std::log(s_total) - spread / s_total);
-      of = {C(s_peak), C(s_total), C(t_peak), C(t_total), C(pull / s_total)};
+      const auto [s_peak, s_total, exponents, differences, t_peak, t_total] = facts;
+      r.entropy.data_ptr<C>()[row] = C(std::log(s_total) - exponents / s_total);
+      of = {C(s_peak), C(s_total), C(t_peak), C(t_total), C(differences / s_total)};
     }
     if (adds) {
       double divergence = 0, mean = 0;
@@ -196,14 +196,14 @@ struct CpuRows {
 
   Facts scan(const Logits<C>& s, const Logits<C>& t) const {
     const C s_peak = peak_of(s, n), t_peak = peak_of(t, n);
-    Powers of_s, of_t;
+    ExpSums of_s, of_t;
     for_columns(s, t, n, [&](int64_t, int64_t count, const C* v_s, const C* v_t) {
       vectorized<C>([&] {
-        add_powers(v_s, v_t, count, s_peak, inverse, of_s);
-        add_powers(v_t, nullptr, count, t_peak, inverse, of_t);
+        add_exps(v_s, v_t, count, s_peak, inverse, of_s);
+        add_exps(v_t, nullptr, count, t_peak, inverse, of_t);
       });
     });
-    return {double(s_peak), of_s.total, of_s.spread, of_s.pull, double(t_peak), of_t.total};
+    return {double(s_peak), of_s.total, of_s.exponents, of_s.differences, double(t_peak), of_t.total};
   }
 };
 
@@ -217,10 +217,7 @@ void rows_cpu(Rows& r) {
   if (wider) r.dlogits = r.student;
   dispatch_compute(r.student.scalar_type(), [&](auto c) {
     const CpuRows<decltype(c)> rows{r};
-    const int64_t count = r.student.size(0);
-    parallel_ranges(count, cpu_ranges(count, rows.n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) rows.run(row);
-    });
+    parallel_rows(r.student.size(0), rows.n, [&](int64_t row) { rows.run(row); });
   });
   if (wider) r.dlogits = dlogits.copy_(r.student);
 }

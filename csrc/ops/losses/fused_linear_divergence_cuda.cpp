@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/cuda.h"
+#include "core/cuda/launch.h"
 #include "ops/losses/fused_linear_divergence_rows.h"
 
 namespace liger::ops::fused_linear_divergence {
@@ -48,35 +48,34 @@ void rows_cuda(Rows& r) {
   const bool capped = r.o.student.softcap || r.o.teacher.softcap;
   const auto dtype = dtype_of(writes ? r.dlogits : r.student);
   const auto point = runtime::point_of<K>(K::dtype(dtype), r.o.kind(), capped ? 1 : 0);
-  const auto& config = runtime::first_fit<K>(n, true, point);
-  K::Args args{
-      address(r.dlogits),
-      address(r.student),
-      address(r.teacher),
-      address(r.s_bias),
-      address(r.t_bias),
-      address(r.mask),
-      address(r.grad),
-      address(r.entropy),
-      address(r.stats),
-      address(values),
-      address(shares),
-      address(arrived),
-      int32_t(n),
-      int32_t(part),
-      r.student.stride(0),
-      r.teacher.stride(0),
-      writes ? r.dlogits.stride(0) : 0,
-      r.stats.defined() ? r.stats.stride(0) : 0,
-      float(kLog2E / r.o.temperature),
-      float(1 / r.o.temperature),
-      float(r.o.beta),
-      float(r.o.student.scale),
-      float(r.o.teacher.scale),
-      float(r.o.student.softcap.value_or(1)),
-      float(r.o.teacher.softcap.value_or(1)),
-      flags_of(r, waits)};
-  launch<K>(r.op, device, runtime::variant_index<K>(config, point), {uint32_t(rows * parts)}, args);
+  const K::Args args{
+      .dlogits = address(r.dlogits),
+      .s = address(r.student),
+      .t = address(r.teacher),
+      .s_bias = address(r.s_bias),
+      .t_bias = address(r.t_bias),
+      .mask = address(r.mask),
+      .grad = address(r.grad),
+      .entropy = address(r.entropy),
+      .stats = address(r.stats),
+      .values = address(values),
+      .shares = address(shares),
+      .arrived = address(arrived),
+      .n = int32_t(n),
+      .part = int32_t(part),
+      .s_stride = r.student.stride(0),
+      .t_stride = r.teacher.stride(0),
+      .d_stride = writes ? r.dlogits.stride(0) : 0,
+      .stats_stride = r.stats.defined() ? r.stats.stride(0) : 0,
+      .factor = float(kLog2E / r.o.temperature),
+      .inverse = float(1 / r.o.temperature),
+      .beta = float(r.o.beta),
+      .s_scale = float(r.o.student.scale),
+      .t_scale = float(r.o.teacher.scale),
+      .s_softcap = float(r.o.student.softcap.value_or(1)),
+      .t_softcap = float(r.o.teacher.softcap.value_or(1)),
+      .flags = flags_of(r, waits)};
+  launch(r.op, device, choose<K>(n, args, point), {uint32_t(rows * parts)}, args);
   if (r.phase == Phase::Scan) {
     shares.select(2, 2).mul_(1 / kLog2E);
     r.facts = shares;

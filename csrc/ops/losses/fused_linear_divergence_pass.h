@@ -30,7 +30,7 @@
 namespace liger::ops::fused_linear_divergence {
 
 using Wanted = WantedGradients;
-using cross_entropy::Shard;
+using core::Shard;
 
 /// The tensors of a call. Undefined ones were not given.
 struct Arguments {
@@ -39,6 +39,17 @@ struct Arguments {
 
   at::ScalarType compute() const { return s_input.scalar_type() == at::kDouble ? at::kDouble : compute_type(t_input); }
   at::TensorOptions numbers() const { return s_input.options().dtype(compute()); }
+  Gradients trained() const { return {s_input, s_weight, s_bias, s_low_rank_input, s_low_rank_weight}; }
+};
+
+/// op: its name in messages. tokens: the dimensions of the tokens of all ranks.
+struct Call {
+  const char* op;
+  Arguments a;
+  Options o;
+  c10::SymDimVector tokens;
+
+  at::IntArrayRef positions() const { return C10_AS_INTARRAYREF_SLOW(tokens); }
 };
 
 /// stats: (5, M); with vocab_map, the last are the shares. deferred_scale: factors that backward applies, (of input's
@@ -46,6 +57,8 @@ struct Arguments {
 struct Results {
   Tensor divergence, entropy, stats, deferred_scale;
   Gradients gradients;
+
+  auto tie() { return std::tuple_cat(std::tie(divergence, entropy), gradients.tie(), std::tie(stats, deferred_scale)); }
 };
 
 /// The dimensions of the tokens of all ranks.
@@ -66,7 +79,6 @@ inline bool computes_now(const Options& o, Wanted wanted) { return wanted.any() 
 
 // ---- Plans
 
-constexpr int64_t kMiB = 1 << 20;
 /// Default budgets. Calls that compute the logits again should take less.
 constexpr int64_t kWithoutGradients = 320 * kMiB, kFrozenHead = 640 * kMiB, kReduced = 1280 * kMiB;
 
@@ -93,8 +105,8 @@ struct ChunkPlan : Plan {
 };
 
 /// wanted: gradients that this call computes.
-inline ChunkPlan plan_chunks(
-    const char* op, const Arguments& a, int64_t tokens, int64_t classes, const Options& o, Wanted wanted) {
+inline ChunkPlan plan_chunks(const Call& call, int64_t tokens, int64_t classes, Wanted wanted) {
+  const auto& [op, a, o, positions] = call;
   // Statistics of a row and of its parts, results of a token.
   constexpr int64_t kPerRow = 400, kPerToken = 24;
   // Parts of less than kFullPart tokens make GEMMs slow, and are for the sake of d weight alone.
@@ -120,8 +132,8 @@ inline ChunkPlan plan_chunks(
   return plan;
 }
 
-inline BlockPlan plan_blocks(
-    const char* op, const Arguments& a, int64_t tokens, int64_t classes, const Options& o, Wanted wanted) {
+inline BlockPlan plan_blocks(const Call& call, int64_t tokens, int64_t classes, Wanted wanted) {
+  const auto& [op, a, o, positions] = call;
   const Bytes bytes(a, true);
   const bool sums = wanted.input && at::isReducedFloatingType(a.s_input.scalar_type());
   const int64_t per_token = sums ? a.s_input.size(-1) * int64_t(c10::elementSize(a.compute())) : 0;
@@ -217,7 +229,7 @@ struct Model : Tokens {
   Tensor bias_of(int64_t c, int64_t count) const {
     if (!bias.defined()) return bias;
     const Tensor part = of_classes(bias, c, count);
-    return aligned16(address(part)) ? part : part.clone();
+    return uintptr_t(part.const_data_ptr()) % 16 == 0 ? part : part.clone();
   }
 };
 
@@ -245,15 +257,13 @@ struct Pass {
   Tensor sum, dx, bias_sum;  // sum: d input over the classes, if wider than d input. dx: d input of a chunk
 
   template <class MakePlan>
-  Pass(
-      const char* name, RowsOn* rows_on, const Arguments& arguments, const Options& options, at::IntArrayRef sizes,
-      const MakePlan& make_plan)
-      : op(name),
+  Pass(const Call& call, RowsOn* rows_on, const MakePlan& make_plan)
+      : op(call.op),
         rows(rows_on),
-        a(arguments),
-        o(options),
-        positions(sizes.begin(), sizes.end()),
-        tokens(c10::multiply_integers(sizes)),
+        a(call.a),
+        o(call.o),
+        positions(call.positions()),
+        tokens(c10::multiply_integers(positions)),
         shard(op, o.vocabulary, a.s_weight.size(0), "s_weight"),
         plan(make_plan(tokens, shard.largest)),
         order(order_of(op, a.s_input, positions, tokens, shard, o.sequence_dim, plan)),
@@ -303,9 +313,7 @@ struct Pass {
 
   /// Both models' tokens of the chunk from `first` on.
   std::pair<core::Pending, core::Pending> fetch(int64_t first) const {
-    if (first >= tokens) return {};
-    const int64_t count = std::min(plan.chunk, tokens - first);
-    return {student.fetch(first, count, order, shard), teacher.fetch(first, count, order, shard)};
+    return {student.fetch(first, plan.chunk, order, shard), teacher.fetch(first, plan.chunk, order, shard)};
   }
 
   Tensor buffer(int64_t count, int64_t classes, at::ScalarType dtype) const {
@@ -417,7 +425,7 @@ struct ChunkPass : Pass<ChunkPlan> {
       }
       return zero_gradients();
     }
-    const bool gradients = into.any();
+    const bool gradients = into.defined().any();
     const auto compute_dtype = a.compute(), dtype = student.x.scalar_type();
     const bool in_place = gradients && dtype == compute_dtype;
     const bool maps = a.vocab_map.defined();
@@ -497,13 +505,11 @@ struct BlockPass : Pass<BlockPlan> {
 /// The gradients of all tokens from the statistics of their rows. upstream: of each token, in the caller's order and
 /// the compute type.
 inline void compute_gradients(
-    const char* op, RowsOn* rows, const Arguments& a, const Options& o, at::IntArrayRef positions,
-    const Tensor& upstream, const Tensor& stats, double head_scale, const Gradients& into) {
-  const Wanted wanted(into);
-  BlockPass pass(op, rows, a, o, positions, [&](int64_t tokens, int64_t classes) {
-    return plan_blocks(op, a, tokens, classes, o, wanted);
-  });
-  const Tensor share = a.vocab_map.defined() ? stats.select(0, 4).view(positions) : Tensor();
+    const Call& call, RowsOn* rows, const Tensor& upstream, const Tensor& stats, double head_scale,
+    const Gradients& into) {
+  BlockPass pass(
+      call, rows, [&](int64_t tokens, int64_t classes) { return plan_blocks(call, tokens, classes, into.defined()); });
+  const Tensor share = call.a.vocab_map.defined() ? stats.select(0, 4).view(call.positions()) : Tensor();
   pass.compute_gradients(into, !share.defined() ? upstream : upstream.defined() ? upstream * share : share);
   pass.stats = pass.ordered(stats);
   pass.head_scale = head_scale;
@@ -526,19 +532,20 @@ inline Tensor total_of(const Arguments& a, const Tensor& factor, int64_t tokens)
 
 /// `out` has the memory for all results that are wanted. given_total: what a mean divides by, if it is not the sum of
 /// this call's weights.
-inline void forward(
-    const char* op, RowsOn* rows, const Arguments& a, const Options& o, at::IntArrayRef positions,
-    const Tensor& given_total, Results& out) {
+inline void forward(const Call& call, RowsOn* rows, const Tensor& given_total, Results& out) {
+  const Arguments& a = call.a;
+  const Options& o = call.o;
   c10::DeviceGuard guard(a.s_input.device());
+  const at::IntArrayRef positions = call.positions();
   const Gradients& into = out.gradients;
-  const Wanted wanted(into);
+  const Wanted wanted = into.defined();
   bool in_blocks = false;
-  ChunkPass pass(op, rows, a, o, positions, [&](int64_t tokens, int64_t classes) {
-    ChunkPlan plan = plan_chunks(op, a, tokens, classes, o, wanted);
+  ChunkPass pass(call, rows, [&](int64_t tokens, int64_t classes) {
+    ChunkPlan plan = plan_chunks(call, tokens, classes, wanted);
     // Raised here rather than in backward.
-    if (out.stats.defined()) plan_blocks(op, a, tokens, classes, o, {true, true, true});
+    if (out.stats.defined()) plan_blocks(call, tokens, classes, {true, true, true});
     in_blocks = wanted.weight && plan.chunks > kMostRoundings && at::isReducedFloatingType(a.s_input.scalar_type());
-    return in_blocks ? plan_chunks(op, a, tokens, classes, o, {}) : plan;
+    return in_blocks ? plan_chunks(call, tokens, classes, {}) : plan;
   });
   const int64_t tokens = pass.tokens;
   const Tensor factor = factors_of(a);
@@ -565,7 +572,7 @@ inline void forward(
   pass.run();
   const Tensor stats = pass.stats.defined() ? pass.restored(pass.stats) : Tensor();
   if (ordered && out.stats.defined()) out.stats.copy_(stats);
-  if (in_blocks) compute_gradients(op, rows, a, o, positions, grad, stats, pass.head_scale, into);
+  if (in_blocks) compute_gradients(call, rows, grad, stats, pass.head_scale, into);
   if (factor.defined()) pass.divergence.mul_(pass.arranged(factor));
   if (ordered) out.entropy.copy_(pass.order.restore(pass.entropy, positions));
   if (o.reduced()) {
@@ -577,15 +584,14 @@ inline void forward(
 }
 
 /// For a trained head and reduction="none": computes the logits again.
-inline void backward(
-    const char* op, RowsOn* rows, const Tensor& grad, const Arguments& a, const Options& o, at::IntArrayRef positions,
-    const Tensor& stats, const Gradients& into) {
-  c10::DeviceGuard guard(a.s_input.device());
-  LIGER_CHECK(grad.sizes().equals(positions), op, "the gradient", c10::str("have shape ", positions), grad.sizes());
-  const Tensor factor = factors_of(a);
-  Tensor upstream = grad.to(a.compute());
+inline void backward(const Call& call, RowsOn* rows, const Tensor& grad, const Tensor& stats, const Gradients& into) {
+  c10::DeviceGuard guard(call.a.s_input.device());
+  const at::IntArrayRef sizes = call.positions();
+  LIGER_CHECK(grad.sizes().equals(sizes), call.op, "the gradient", c10::str("have shape ", sizes), grad.sizes());
+  const Tensor factor = factors_of(call.a);
+  Tensor upstream = grad.to(call.a.compute());
   if (factor.defined()) upstream = upstream * factor;
-  compute_gradients(op, rows, a, o, positions, upstream, stats, 1, into);
+  compute_gradients(call, rows, upstream, stats, 1, into);
 }
 
 }  // namespace liger::ops::fused_linear_divergence

@@ -5,7 +5,7 @@
 #include "core/aten.h"
 #include "core/checks.h"
 #include "kernels/fused_linear_divergence.h"
-#include "ops/losses/vocabulary.h"
+#include "core/split.h"
 
 namespace liger::ops::fused_linear_divergence {
 
@@ -30,7 +30,7 @@ struct Options {
   Head student, teacher;
   Reduction reduction;
   std::optional<int64_t> memory_budget;
-  cross_entropy::Vocabulary vocabulary;
+  core::Vocabulary vocabulary;
   std::optional<int64_t> sequence_dim;
 
   bool reduced() const { return reduction != Reduction::None; }

@@ -20,15 +20,15 @@ namespace liger::ops::fused_linear_log_probs {
 using namespace core;
 
 using at::Tensor;
-using cross_entropy::ClassSizes;
-using cross_entropy::Shard;
-using cross_entropy::Vocabulary;
+using core::ClassSizes;
+using core::Shard;
+using core::Vocabulary;
 using OptionalTensor = std::optional<Tensor>;
 using log_probs::Columns;
 using log_probs::Results;
 using log_probs::Upstream;
 
-/// sequence_dim: the dimension along which input is split over the ranks of the group. low_rank_*: undefined without.
+/// sequence_dim: the dimension along which input is split over the ranks of the group.
 struct Settings {
   double logits_scale;
   log_probs::Options o;
@@ -36,14 +36,14 @@ struct Settings {
   std::optional<int64_t> memory_budget;
   Vocabulary vocabulary;
   std::optional<int64_t> sequence_dim;
-  Tensor low_rank_input, low_rank_weight;
+};
 
-  auto tie() {
-    return std::tuple_cat(
-        std::tie(logits_scale), o.tie(),
-        std::tie(entropy, entropy_grad, mean_logits, log_sum_sq_probs, is_top1, memory_budget, sequence_dim),
-        vocabulary.tie());
-  }
+/// A call's checked arguments. op: its name in messages. Tensors that are not given are undefined.
+struct Call : Settings {
+  const char* op;
+  Tensor input, weight, target, bias, low_rank_input, low_rank_weight;
+
+  Gradients trained() const { return {input, weight, bias, low_rank_input, low_rank_weight}; }
 };
 
 /// Results that are not asked for are empty. of_*: the gradients of input for an upstream gradient of 1, without those
@@ -51,9 +51,13 @@ struct Settings {
 struct Forward {
   log_probs::Results rows;
   Tensor of_log_probs, of_entropy;
-};
 
-using Wanted = WantedGradients;
+  auto tie() {
+    return std::tie(
+        rows.log_probs, rows.entropy, rows.mean_logits, rows.log_sum_sq_probs, rows.is_top1, rows.stats, rows.chosen,
+        of_log_probs, of_entropy);
+  }
+};
 
 /// The parts of log_probs that differ between devices.
 struct Device {
@@ -64,7 +68,6 @@ struct Device {
 /// Several ids per token make a dimension of their own.
 inline bool has_several_ids(const Tensor& input, const Tensor& target) { return target.dim() == input.dim(); }
 
-constexpr int64_t kMiB = 1 << 20;
 // More tokens per GEMM than without gradients: the output of the second GEMM has few columns.
 constexpr int64_t kForward = 320 * kMiB, kForwardWithGradients = 640 * kMiB;
 constexpr int64_t kLeastBackward = 320 * kMiB, kMostBackward = 1280 * kMiB;
@@ -78,15 +81,13 @@ struct Head {
   double scale;
   bool sustained;
 
-  Head(
-      const char* op, const Tensor& x, int64_t tokens, const Tensor& weight_in, const Tensor& bias_in,
-      const Settings& s)
-      : weight(weight_in),
-        bias(bias_in.defined() ? bias_in.to(x.scalar_type()) : bias_in),
-        low_rank(op, s.low_rank_input, s.low_rank_weight, x),
+  Head(const Call& call, const Tensor& x, int64_t tokens)
+      : weight(call.weight),
+        bias(call.bias.defined() ? call.bias.to(x.scalar_type()) : call.bias),
+        low_rank(call.op, call.low_rank_input, call.low_rank_weight, x),
         dtype(x.scalar_type()),
-        scale(s.logits_scale),
-        sustained(gemm::is_sustained(2.0 * double(tokens) * double(x.size(1)) * double(weight_in.size(0)))) {}
+        scale(call.logits_scale),
+        sustained(gemm::is_sustained(2.0 * double(tokens) * double(x.size(1)) * double(weight.size(0)))) {}
 
   bool is_mixed() const { return weight.scalar_type() != dtype; }
 
@@ -131,9 +132,9 @@ struct Sizes {
   int64_t tokens, hidden, ids;
 
   Sizes(const Tensor& input, const Tensor& target)
-      : hidden(input.size(-1)), ids(has_several_ids(input, target) ? target.size(-1) : 1) {
-    tokens = c10::multiply_integers(target.sizes().slice(0, input.dim() - 1));
-  }
+      : tokens(c10::multiply_integers(target.sizes().slice(0, input.dim() - 1))),
+        hidden(input.size(-1)),
+        ids(has_several_ids(input, target) ? target.size(-1) : 1) {}
 };
 
 /// What all loops of a call share.
@@ -149,19 +150,17 @@ struct Pass {
   const Tensor index;  // (M, K)
   Head head;
 
-  Pass(
-      const char* op_name, const Device& on, const Tensor& given, const Tensor& weight, const Tensor& target,
-      const Tensor& bias, const Settings& settings, Shard part, Plan planned)
-      : op(op_name),
+  Pass(const Device& on, const Call& call, Shard part, Plan planned)
+      : op(call.op),
         device(on),
-        s(settings),
-        sizes(given, target),
+        s(call),
+        sizes(call.input, call.target),
         shard(std::move(part)),
         plan(planned),
-        order(order_of(op, given, target.sizes(), sizes.tokens, shard, s.sequence_dim, plan)),
-        input(given, sizes.tokens, order),
-        index(arranged(target, sizes.ids).contiguous()),
-        head(op, input.x, sizes.tokens, weight, bias, s) {}
+        order(order_of(op, call.input, call.target.sizes(), sizes.tokens, shard, s.sequence_dim, plan)),
+        input(call.input, sizes.tokens, order),
+        index(arranged(call.target, sizes.ids).contiguous()),
+        head(call, input.x, sizes.tokens) {}
 
   /// Numbers per token in the order of this call, (M, each).
   Tensor arranged(const Tensor& t, int64_t each) const {
@@ -176,7 +175,7 @@ struct Pass {
   }
   Columns columns(int64_t first_class) const { return {shard.first + first_class, shard.classes, "target"}; }
 
-  core::Pending fetch(int64_t first) const { return input.fetch(first, rows_from(first), order, shard); }
+  core::Pending fetch(int64_t first) const { return input.fetch(first, plan.chunk, order, shard); }
 
   /// Overwrites logits of classes from first_class on with their gradient, or writes it to `into`.
   void differentiate(
@@ -206,7 +205,7 @@ inline Plan forward_plan(
 }
 
 inline BlockPlan backward_plan(
-    const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, Wanted wanted,
+    const char* op, int64_t tokens, int64_t hidden, int64_t classes, at::ScalarType dtype, WantedGradients wanted,
     std::optional<int64_t> memory_budget) {
   if (!wanted.head()) {
     BlockPlan plan;
@@ -369,7 +368,7 @@ struct ForwardPass : Pass {
     for (int64_t i = 0; i < plan.chunks; ++i) {
       Chunk c = std::move(next);
       const int64_t after = c.first + plan.chunk;
-      if (i + 1 < plan.chunks) next = {after, fetch(after), {}, {}};
+      next = {after, fetch(after), {}, {}};
       open(c, first_buffer);
       if (opened) close(*opened);
       opened = std::move(c);
@@ -381,21 +380,19 @@ struct ForwardPass : Pass {
 };
 
 /// `into` has the memory for all results that are wanted.
-inline void forward(
-    const char* op, const Device& device, const Tensor& input, const Tensor& weight, const Tensor& target,
-    const Tensor& bias, const Settings& s, Forward& into) {
-  c10::DeviceGuard guard(input.device());
-  Shard shard(op, s.vocabulary, weight.size(0), "weight");
-  const Sizes sizes(input, target);
+inline void forward(const Device& device, const Call& call, Forward& into) {
+  c10::DeviceGuard guard(call.input.device());
+  Shard shard(call.op, call.vocabulary, call.weight.size(0), "weight");
+  const Sizes sizes(call.input, call.target);
+  const auto dtype = call.input.scalar_type();
   const bool gradients = into.of_log_probs.defined();
   Plan plan = forward_plan(
-      op, sizes.tokens, shard.largest, input.scalar_type(), gradients, into.of_entropy.defined(), s.memory_budget);
+      call.op, sizes.tokens, shard.largest, dtype, gradients, into.of_entropy.defined(), call.memory_budget);
   // A budget that is too small for backward is refused here.
   if (into.rows.stats.defined() && !gradients) {
-    backward_plan(
-        op, sizes.tokens, sizes.hidden, shard.largest, input.scalar_type(), {true, true, true}, s.memory_budget);
+    backward_plan(call.op, sizes.tokens, sizes.hidden, shard.largest, dtype, {true, true, true}, call.memory_budget);
   }
-  ForwardPass pass(op, device, input, weight, target, bias, s, std::move(shard), plan);
+  ForwardPass pass(device, call, std::move(shard), plan);
   const Results& out = into.rows;
   const int64_t tokens = sizes.tokens, ids = sizes.ids;
   // Results in the order of this call, at their final place if that is the caller's order.
@@ -406,12 +403,12 @@ inline void forward(
   const bool graph = out.stats.defined();
   pass.out = {
       flat(out.log_probs, true, {tokens, ids}),
-      flat(out.entropy, s.entropy, {tokens}),
+      flat(out.entropy, call.entropy, {tokens}),
       flat(out.stats, graph, {tokens, 3}),
       flat(out.chosen, graph, {tokens, ids}),
-      flat(out.mean_logits, s.mean_logits, {tokens}),
-      flat(out.log_sum_sq_probs, s.log_sum_sq_probs, {tokens}),
-      flat(out.is_top1, s.is_top1, {tokens, ids})};
+      flat(out.mean_logits, call.mean_logits, {tokens}),
+      flat(out.log_sum_sq_probs, call.log_sum_sq_probs, {tokens}),
+      flat(out.is_top1, call.is_top1, {tokens, ids})};
   if (gradients) pass.of_log_probs = into.of_log_probs.view({tokens, sizes.hidden});
   if (into.of_entropy.defined()) pass.of_entropy = into.of_entropy.view({tokens, sizes.hidden});
   pass.run();
@@ -432,20 +429,19 @@ inline void forward(
 
 /// Writes to `into` the gradients that it has memory for. grad: like target, grad_entropy: (...), one may be undefined.
 inline void backward(
-    const char* op, const Device& device, const Tensor& grad, const Tensor& grad_entropy, const Tensor& input,
-    const Tensor& weight, const Tensor& target, const Tensor& bias, const Tensor& stats_in, const Tensor& chosen_in,
-    const Settings& s, Gradients& into) {
-  c10::DeviceGuard guard(input.device());
-  Shard shard(op, s.vocabulary, weight.size(0), "weight");
-  const Sizes sizes(input, target);
-  const Wanted wanted(into);
-  BlockPlan plan =
-      backward_plan(op, sizes.tokens, sizes.hidden, shard.largest, input.scalar_type(), wanted, s.memory_budget);
-  Pass pass(op, device, input, weight, target, bias, s, std::move(shard), plan);
+    const Device& device, const Call& call, const Tensor& grad, const Tensor& grad_entropy, const Tensor& stats_in,
+    const Tensor& chosen_in, Gradients& into) {
+  c10::DeviceGuard guard(call.input.device());
+  Shard shard(call.op, call.vocabulary, call.weight.size(0), "weight");
+  const Sizes sizes(call.input, call.target);
+  const auto dtype = call.input.scalar_type();
+  const BlockPlan plan =
+      backward_plan(call.op, sizes.tokens, sizes.hidden, shard.largest, dtype, into.defined(), call.memory_budget);
+  Pass pass(device, call, std::move(shard), plan);
   const TokenOrder& order = pass.order;
   const int64_t tokens = sizes.tokens, classes = pass.shard.n;
   auto arranged = [&](const Tensor& t, int64_t each) {
-    return t.defined() ? pass.arranged(t, each).to(compute_type(input)).contiguous() : t;
+    return t.defined() ? pass.arranged(t, each).to(compute_type(call.input)).contiguous() : t;
   };
   const Tensor stats = arranged(stats_in, 3), chosen = arranged(chosen_in, sizes.ids);
   const Tensor g = arranged(grad, sizes.ids), h = arranged(grad_entropy, 1);
@@ -456,14 +452,14 @@ inline void backward(
   if (into.weight.defined() && pass.plan.chunks == 0) into.weight.zero_();
   pass.head.low_rank.compute_gradients(into.low_rank_input, into.low_rank_weight);
   // One block needs no sums over classes.
-  const bool sums = dinput.defined() && plan.classes < classes && at::isReducedFloatingType(input.scalar_type());
+  const bool sums = dinput.defined() && plan.classes < classes && at::isReducedFloatingType(dtype);
   Tensor buffer = pass.plan.chunks > 0 ? pass.buffer(std::min(plan.classes, classes)) : Tensor(), sum;
   if (sums) sum = at::empty({std::min(pass.plan.chunk, tokens), sizes.hidden}, pass.numbers());
-  core::Pending next = pass.plan.chunks > 0 ? pass.fetch(0) : core::Pending();
+  core::Pending next = pass.fetch(0);
   for (int64_t first = 0; first < tokens; first += pass.plan.chunk) {
     next.wait();
-    const int64_t rows = pass.rows_from(first), after = first + pass.plan.chunk;
-    if (after < tokens) next = pass.fetch(after);
+    next = pass.fetch(first + pass.plan.chunk);
+    const int64_t rows = pass.rows_from(first);
     const Tensor x = pass.input.x.narrow(0, first, rows);
     Upstream upstream;
     if (g.defined()) upstream.log_probs = g.narrow(0, first, rows);
@@ -486,12 +482,12 @@ inline void backward(
         // The reduction runs during the last GEMM.
         if (c + count == classes) finish_input();
       }
-      pass.head.low_rank.add_gradients(logits, first, c, s.logits_scale, s.logits_scale);
+      pass.head.low_rank.add_gradients(logits, first, c, call.logits_scale, call.logits_scale);
       if (into.weight.defined()) {
         pass.head.weight_gradient(into.weight.narrow(0, c, count), logits, x, first > 0);
       }
       if (bias_sum.defined()) {
-        bias_sum.narrow(0, c, count).add_(logits.sum(0, false, bias_sum.scalar_type()), s.logits_scale);
+        bias_sum.narrow(0, c, count).add_(logits.sum(0, false, bias_sum.scalar_type()), call.logits_scale);
       }
     }
   }

@@ -6,10 +6,12 @@
 namespace liger::ops::divergence {
 namespace {
 
+// No autocast, as in kl_div.
 struct Jsd {
-  static constexpr const char *kOp = "jsd", *kBackward = "jsd backward";
-  static constexpr const char* kForward = "_jsd_fwd";
-  static constexpr const char *kGradient = "_jsd_bwd", *kOverwriting = "_jsd_bwd_";
+  static constexpr const char *kOp = "jsd", *kBackward = "jsd backward", *kSchema = schemas::jsd;
+  static constexpr const char* kForwardArguments = "input, target, shift_labels, beta, ignore_index, reduction, divide";
+  static constexpr const char* kBackwardArguments =
+      "grad, divisor, input, target, shift_labels, beta, ignore_index, reduction";
   static constexpr bool kSavesInput = true;
 
   static Options parse(double beta, int64_t ignore_index, c10::string_view reduction) {
@@ -23,12 +25,6 @@ using JsdOp = Divergence<Jsd, double, int64_t, c10::string_view>;
 
 }  // namespace
 
-// No autocast, as in kl_div.
-LIGER_LIBRARY_FRAGMENT(m) { JsdOp::define(m, "float beta=0.5, int ignore_index=-100, str reduction=\"batchmean\""); }
-
-LIGER_LIBRARY_IMPL(CPU, m) { JsdOp::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { JsdOp::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { JsdOp::implement<Meta>(m); }
-LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Jsd::kOp, JsdOp::autograd); }
+LIGER_OPERATOR(JsdOp)
 
 }  // namespace liger::ops::divergence

@@ -5,10 +5,14 @@
 namespace liger::ops::divergence {
 namespace {
 
+// No autocast: under autocast, PyTorch computes this loss in float32. This op does that for rows of any dtype, without
+// a copy.
 struct KlDiv {
-  static constexpr const char *kOp = "kl_div", *kBackward = "kl_div backward";
-  static constexpr const char* kForward = "_kl_div_fwd";
-  static constexpr const char *kGradient = "_kl_div_bwd", *kOverwriting = "_kl_div_bwd_";
+  static constexpr const char *kOp = "kl_div", *kBackward = "kl_div backward", *kSchema = schemas::kl_div;
+  static constexpr const char* kForwardArguments =
+      "input, target, shift_labels, ignore_index, reduction, log_target, eps, divide";
+  static constexpr const char* kBackwardArguments =
+      "grad, divisor, input, target, shift_labels, ignore_index, reduction, log_target, eps";
   static constexpr bool kSavesInput = false;
 
   static Options parse(int64_t ignore_index, c10::string_view reduction, bool log_target, double eps) {
@@ -22,15 +26,6 @@ using KlDivOp = Divergence<KlDiv, int64_t, c10::string_view, bool, double>;
 
 }  // namespace
 
-// No autocast: under autocast, PyTorch computes this loss in float32. This op does that for rows of any dtype, without
-// a copy.
-LIGER_LIBRARY_FRAGMENT(m) {
-  KlDivOp::define(m, "int ignore_index=-100, str reduction=\"mean\", bool log_target=False, float eps=1e-10");
-}
-
-LIGER_LIBRARY_IMPL(CPU, m) { KlDivOp::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { KlDivOp::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { KlDivOp::implement<Meta>(m); }
-LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(KlDiv::kOp, KlDivOp::autograd); }
+LIGER_OPERATOR(KlDivOp)
 
 }  // namespace liger::ops::divergence

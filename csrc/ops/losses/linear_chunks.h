@@ -12,12 +12,14 @@
 
 #include "core/aten.h"
 #include "core/autograd.h"
-#include "core/rows.h"
-#include "gemm/low_rank.h"
+#include "core/rows/rows.h"
+#include "gemm/adapters/low_rank.h"
 #include "gemm/multiply.h"
-#include "ops/losses/vocabulary.h"
+#include "core/split.h"
 
 namespace liger::ops {
+
+constexpr int64_t kMiB = 1 << 20;
 
 struct Plan {
   int64_t chunk = 1, chunks = 0;  // chunk: tokens per chunk
@@ -163,7 +165,7 @@ struct TokenOrder {
 /// `dim` of an input that is split along a sequence, counted from the first. name: of the input.
 inline std::optional<int64_t> check_sequence_dim(
     const char* op, const char* name, const at::Tensor& input, std::optional<int64_t> dim,
-    const cross_entropy::Vocabulary& vocabulary) {
+    const core::Vocabulary& vocabulary) {
   if (!dim) return dim;
   LIGER_CHECK(vocabulary.is_split(), op, "sequence_dim", "be None without a group", *dim);
   const int64_t dims = input.dim();
@@ -176,8 +178,8 @@ inline std::optional<int64_t> check_sequence_dim(
 /// Of a call with `tokens` in all. positions: of all ranks, in their dimensions. Fits the plan's chunks to whole
 /// numbers of tokens of every rank.
 inline TokenOrder order_of(
-    const char* op, const at::Tensor& input, at::IntArrayRef positions, int64_t tokens,
-    const cross_entropy::Shard& shard, std::optional<int64_t> sequence_dim, Plan& plan) {
+    const char* op, const at::Tensor& input, at::IntArrayRef positions, int64_t tokens, const core::Shard& shard,
+    std::optional<int64_t> sequence_dim, Plan& plan) {
   if (!sequence_dim || !shard.is_split()) return {};
   TokenOrder order{shard.ranks(), at::maybe_wrap_dim(*sequence_dim, input.dim()), tokens / shard.ranks(), 0};
   const int64_t have = input.size(order.dim), all = positions[order.dim];
@@ -197,9 +199,10 @@ struct Tokens {
   Tokens(const at::Tensor& input, int64_t tokens, const TokenOrder& order)
       : local(as_rows(input)), x(order.is_split() ? at::empty({tokens, local.size(1)}, local.options()) : local) {}
 
-  /// Gathers `count` tokens from `first` on, if the input is split.
-  core::Pending fetch(int64_t first, int64_t count, const TokenOrder& order, const cross_entropy::Shard& shard) const {
-    if (!order.is_split()) return {};
+  /// Gathers the chunk of tokens from `first` on, if there is one and the input is split.
+  core::Pending fetch(int64_t first, int64_t chunk, const TokenOrder& order, const core::Shard& shard) const {
+    if (!order.is_split() || first >= x.size(0)) return {};
+    const int64_t count = std::min(chunk, x.size(0) - first);
     const at::Tensor part = local.narrow(0, first / order.ranks, count / order.ranks).contiguous();
     return shard.group->all_gather(x.narrow(0, first, count), part);
   }
@@ -221,7 +224,7 @@ struct InputGradient {
   }
 
   /// Starts the sum over ranks of what of_chunk() returned.
-  void reduce(const at::Tensor& dx, int64_t first, const TokenOrder& order, const cross_entropy::Shard& shard) {
+  void reduce(const at::Tensor& dx, int64_t first, const TokenOrder& order, const core::Shard& shard) {
     if (!shard.is_split()) return;
     reducing.wait();
     if (!order.is_split()) {
@@ -252,56 +255,84 @@ inline double defer_scale(at::Tensor& factors, int64_t tokens, const at::Tensor&
   return std::ldexp(1.0, -int(halvings));
 }
 
+/// Gradients that a call computes.
+struct WantedGradients {
+  bool input = false, weight = false, bias = false, low_rank_input = false, low_rank_weight = false;
+
+  /// Any but that of input.
+  constexpr bool head() const { return weight || bias || low_rank_input || low_rank_weight; }
+  constexpr bool any() const { return input || head(); }
+
+  constexpr int64_t bits() const { return core::wanted_bits(input, weight, bias, low_rank_input, low_rank_weight); }
+  static constexpr WantedGradients from_bits(int64_t bits) {
+    auto has = [&](int gradient) { return core::wants(bits, gradient); };
+    return {has(0), has(1), has(2), has(3), has(4)};
+  }
+};
+
+/// The tensors of a linear head that can require gradients, or these gradients. Those that are not given, or not
+/// wanted, are undefined.
 struct Gradients {
   at::Tensor input, weight, bias, low_rank_input, low_rank_weight;
 
-  bool any() const {
-    return input.defined() || weight.defined() || bias.defined() || low_rank_input.defined() ||
-        low_rank_weight.defined();
+  auto tie() { return std::tie(input, weight, bias, low_rank_input, low_rank_weight); }
+
+  /// Those for which f is true.
+  template <class F>
+  WantedGradients where(const F& f) const {
+    return {f(input), f(weight), f(bias), f(low_rank_input), f(low_rank_weight)};
+  }
+  WantedGradients defined() const {
+    return where([](const at::Tensor& t) { return t.defined(); });
   }
 };
 
-/// Gradients that a call computes.
-struct WantedGradients {
-  static constexpr int64_t kLowRankInput = 8, kLowRankWeight = 16;
-
-  bool input = false, weight = false, bias = false, low_rank_input = false, low_rank_weight = false;
-
-  WantedGradients() = default;
-  WantedGradients(bool input, bool weight, bool bias, bool low_rank_input = false, bool low_rank_weight = false)
-      : input(input), weight(weight), bias(bias), low_rank_input(low_rank_input), low_rank_weight(low_rank_weight) {}
-  /// Those that have memory.
-  explicit WantedGradients(const Gradients& into)
-      : WantedGradients(
-            into.input.defined(), into.weight.defined(), into.bias.defined(), into.low_rank_input.defined(),
-            into.low_rank_weight.defined()) {}
-
-  /// Any but that of input.
-  bool head() const { return weight || bias || low_rank_input || low_rank_weight; }
-  bool any() const { return input || head(); }
-  int64_t bits() const {
-    return core::wanted_bits(input, weight, bias) | (low_rank_input ? kLowRankInput : 0) |
-        (low_rank_weight ? kLowRankWeight : 0);
-  }
-  static WantedGradients from_bits(int64_t bits) {
-    auto has = [&](int64_t bit) { return bool(bits & bit); };
-    return {
-        has(core::kWantInput), has(core::kWantWeight), has(core::kWantBias), has(kLowRankInput), has(kLowRankWeight)};
-  }
-};
-
-/// low_rank: the gradients' owners, undefined without a low-rank addend.
-inline Gradients empty_gradients(
-    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, WantedGradients wanted,
-    const at::Tensor& low_rank_input = {}, const at::Tensor& low_rank_weight = {}) {
-  auto like = [](bool wanted, const at::Tensor& t, at::MemoryFormat format) {
+/// Memory for the gradients of these tensors.
+inline Gradients empty_gradients(const Gradients& of, WantedGradients wanted) {
+  auto like = [](bool wanted, const at::Tensor& t, at::MemoryFormat format = at::MemoryFormat::Contiguous) {
     return wanted ? at::empty_like(t, t.options().memory_format(format)) : at::Tensor();
   };
   return {
-      like(wanted.input, input, at::MemoryFormat::Contiguous), like(wanted.weight, weight, at::MemoryFormat::Preserve),
-      like(wanted.bias, bias, at::MemoryFormat::Contiguous),
-      like(wanted.low_rank_input, low_rank_input, at::MemoryFormat::Contiguous),
-      like(wanted.low_rank_weight, low_rank_weight, at::MemoryFormat::Contiguous)};
+      like(wanted.input, of.input), like(wanted.weight, of.weight, at::MemoryFormat::Preserve),
+      like(wanted.bias, of.bias), like(wanted.low_rank_input, of.low_rank_input),
+      like(wanted.low_rank_weight, of.low_rank_weight)};
+}
+
+/// The tensors that a tie() lists, as private operators return them.
+template <class... T>
+std::tuple<T...> copies(const std::tuple<T&...>& tensors) {
+  return tensors;
+}
+using FiveGradients = decltype(copies(Gradients().tie()));
+
+/// The same as backward nodes return them.
+inline core::variable_list listed(FiveGradients&& gradients) {
+  return std::apply([](auto&... each) { return core::variable_list{std::move(each)...}; }, gradients);
+}
+
+/// The bits of WantedGradients for those of the arguments at these positions that require a gradient.
+template <size_t... Edge, class... A>
+int64_t required(std::index_sequence<Edge...>, const A&... a) {
+  auto requires_grad = [](const std::optional<at::Tensor>& t) { return t && t->requires_grad(); };
+  return core::wanted_bits(requires_grad(std::get<Edge>(std::tie(a...)))...);
+}
+
+// ---- Checks
+
+/// weight: (V, H), in a call with input (..., H). other: a tensor that the caller may have swapped with one of them.
+inline void check_weight_shape(
+    const char* op, const char* input_name, const at::Tensor& input, const char* weight_name, const at::Tensor& weight,
+    const at::Tensor& other) {
+  LIGER_CHECK(
+      weight.dim() == 2 && weight.sym_size(1) == input.sym_sizes().back(), op, weight_name,
+      c10::str("have shape [classes, ", input.sym_sizes().back(), "], the last dimension of ", input_name),
+      weight.sym_sizes(), core::hint_if_swapped(input_name, input, weight_name, weight, other));
+}
+
+inline void check_per_class(const char* op, const char* name, const at::Tensor& t, const c10::SymInt& classes) {
+  LIGER_CHECK(
+      t.dim() == 1 && t.sym_size(0) == classes, op, name, c10::str("have shape [", classes, "], one value per class"),
+      t.sym_sizes());
 }
 
 /// A low-rank addend t b^T of a head's logits: both t and b are given, or none of them. prefix: of the arguments'
@@ -336,7 +367,7 @@ inline void check_low_rank(
 }
 
 /// Completes a low-rank addend's gradients. That of t is a sum over the ranks that have the classes.
-inline void finish_low_rank(gemm::LowRank& low_rank, const cross_entropy::Shard& shard) {
+inline void finish_low_rank(gemm::LowRank& low_rank, const core::Shard& shard) {
   if (!low_rank.defined()) return;
   if (shard.is_split() && low_rank.gradient_of_t().defined()) {
     shard.group->all_reduce(low_rank.gradient_of_t()).wait();

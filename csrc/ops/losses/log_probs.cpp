@@ -14,21 +14,17 @@ namespace {
 constexpr const char* kOp = "log_probs";
 constexpr const char* kBackward = "log_probs backward";
 
-struct Cpu {
-  static constexpr auto forward = forward_cpu;
-  static constexpr auto backward = backward_cpu;
+template <ForwardOn* kForward, BackwardOn* kBackward>
+struct On {
+  static constexpr auto forward = kForward;
+  static constexpr auto backward = kBackward;
 };
-
-struct Cuda {
-  static constexpr auto forward = forward_cuda;
-  static constexpr auto backward = backward_cuda;
-};
+using Cpu = On<forward_cpu, backward_cpu>;
+using Cuda = On<forward_cuda, backward_cuda>;
 
 struct Meta {
-  static void forward(const char*, Tensor, Tensor, const Options&, Results&, const Columns&) {}
-  static void backward(
-      const char*, Tensor&, const Upstream&, Tensor, Tensor, const Tensor&, const Tensor&, const Options&,
-      const Columns&) {}
+  static void forward(auto&&...) {}
+  static void backward(auto&&...) {}
 };
 
 Options check(
@@ -61,48 +57,36 @@ Results empty_results(const Tensor& logits, const Tensor& index, bool entropy, b
   return out;
 }
 
-// ---- Backward
+struct Backward : core::Private<
+                      Backward,
+                      Tensor(
+                          const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+                          const Tensor&, double, int64_t, std::optional<double>),
+                      core::Overwrites<2>> {
+  static constexpr const char* kName = "_log_probs_bwd";
+  static constexpr const char* kArguments =
+      "grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap";
 
-template <class Device>
-void run_backward(
-    Tensor& dlogits, const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& logits,
-    const Tensor& index, const Tensor& stats, const Tensor& chosen, double temperature, int64_t ignore_index,
-    std::optional<double> softcap) {
-  Options o = check(kBackward, logits, index, temperature, ignore_index, softcap);
-  auto upstream = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
-    if (!g || !g->defined()) return Tensor();
-    check_same_device(kBackward, name, *g, "logits", logits);
-    LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
-    return g->to(compute_type(logits)).contiguous();
-  };
-  const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
-  Upstream given{
-      upstream("the log-probabilities' gradient", grad, index.sym_sizes()),
-      upstream("the entropy's gradient", grad_entropy, rows)};
-  Device::backward(kBackward, dlogits, given, logits, index, stats.contiguous(), chosen.contiguous(), o, {});
-}
-
-template <class Device>
-Tensor bwd(
-    const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& logits, const Tensor& index,
-    const Tensor& stats, const Tensor& chosen, double temperature, int64_t ignore_index,
-    std::optional<double> softcap) {
-  check_rows(kBackward, "logits", logits);
-  Tensor dlogits = empty_rows_like(logits);
-  run_backward<Device>(dlogits, grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
-  return dlogits;
-}
-
-/// Overwrites the logits with the gradient.
-template <class Device>
-void bwd_(
-    const OptionalTensor& grad, const OptionalTensor& grad_entropy, Tensor& logits, const Tensor& index,
-    const Tensor& stats, const Tensor& chosen, double temperature, int64_t ignore_index,
-    std::optional<double> softcap) {
-  run_backward<Device>(logits, grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
-}
-
-// ---- The operator
+  template <class Device, class... O>
+  static Tensor run(
+      const Into& into, const OptionalTensor& grad, const OptionalTensor& grad_entropy, const Tensor& logits,
+      const Tensor& index, const Tensor& stats, const Tensor& chosen, const O&... options) {
+    const Options o = check(kBackward, logits, index, options...);
+    auto upstream = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
+      if (!g || !g->defined()) return Tensor();
+      check_same_device(kBackward, name, *g, "logits", logits);
+      LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
+      return g->to(compute_type(logits)).contiguous();
+    };
+    const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
+    const Upstream given{
+        upstream("the log-probabilities' gradient", grad, index.sym_sizes()),
+        upstream("the entropy's gradient", grad_entropy, rows)};
+    Tensor dlogits = into[0].defined() ? into[0] : empty_rows_like(logits);
+    Device::backward(kBackward, dlogits, given, logits, index, stats.contiguous(), chosen.contiguous(), o, Columns());
+    return dlogits;
+  }
+};
 
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
@@ -116,6 +100,7 @@ struct LogProbs
   static constexpr const char* kSchema = schemas::log_probs;
   using Edges = core::Positions<0>;
   using Forward = Four;  // log_probs, entropy, stats, chosen
+  using Privates = core::Privates<Backward>;
   using Cpu = log_probs::Cpu;
   using Cuda = log_probs::Cuda;
   using Meta = log_probs::Meta;
@@ -126,27 +111,13 @@ struct LogProbs
       std::optional<double> softcap, bool entropy) {
     const auto o = check(kOp, logits, index, temperature, ignore_index, softcap);
     Results out = empty_results(logits, index, entropy, save);
-    Device::forward(kOp, logits, index, o, out, {});
+    Device::forward(kOp, logits, index, o, out, Columns());
     if (!entropy) {
       c10::SymDimVector none(logits.sym_sizes().begin(), logits.sym_sizes().end());
       none.back() = 0;
       out.entropy = at::empty_symint(none, out.log_probs.options());
     }
     return {out.log_probs, out.entropy, out.stats, out.chosen};
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define_backward(
-        m, "_log_probs_bwd",
-        "Tensor? grad, Tensor? grad_entropy, Tensor(a!) logits, Tensor index, Tensor stats, Tensor chosen, "
-        "float temperature, int ignore_index, float? softcap",
-        "Tensor", "()");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_log_probs_bwd");
-    core::implement<bwd_<Device>>(m, "_log_probs_bwd_");
   }
 
   struct Node : core::BackwardNode<Node, 4> {  // logits, index, stats, chosen
@@ -168,13 +139,9 @@ struct LogProbs
       if (!grad.defined() && !grad_entropy.defined()) return {Tensor()};
       Tensor logits = take(0), index = take(1), stats = take(2), chosen = take(3);
       const auto& [temperature, ignore_index, softcap, entropy] = options;
-      if (may_overwrite(logits, logits)) {
-        static const auto op = core::find_op<decltype(bwd_<Meta>)>("_log_probs_bwd_");
-        op.call(grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap);
-        return {logits.detach()};
-      }
-      static const auto op = core::find_op<decltype(bwd<Meta>)>("_log_probs_bwd");
-      return {op.call(grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index, softcap)};
+      return {Backward::call(
+          may_overwrite(logits, logits), grad, grad_entropy, logits, index, stats, chosen, temperature, ignore_index,
+          softcap)};
     }
   };
 };

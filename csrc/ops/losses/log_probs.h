@@ -6,7 +6,7 @@
 // (fp64 for fp64 logits).
 
 #include "core/checks.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 #include "kernels/log_probs.h"
 
 namespace liger::ops::log_probs {
@@ -20,8 +20,6 @@ struct Options {
   double temperature;
   int64_t ignore_index;
   std::optional<double> softcap;
-
-  auto tie() { return std::tie(temperature, ignore_index, softcap); }
 };
 
 /// Which of all classes the columns of logits are. classes: 0 if they are all. ids: the name of index in messages.

@@ -1,15 +1,14 @@
 // Log-probabilities on CPU. The formulas are those of liger_ops/kernels/losses/log_probs.py.
 
-#include "core/cpu/softmax.h"
 #include "ops/losses/log_probs.h"
-#include "ops/losses/rows_in_order.h"
+#include "core/rows/rows_in_order.h"
+#include "ops/losses/softmax.h"
 
 namespace liger::ops::log_probs {
 namespace {
 
-template <class Number>
+template <class C>
 struct CpuRows {
-  using C = Number;
   Logits<C> logits;
   const int64_t* index;
   int64_t n, count, ignore_index, first_class;
@@ -38,11 +37,11 @@ struct Stats {
 template <class C>
 Stats<C> scan_row(const CpuRows<C>& a, const Logits<C>& x) {
   const C peak = peak_of(x, a.n), inverse = 1 / a.temperature;
-  Powers sums;
+  ExpSums sums;
   for_blocks(x, a.n, [&](int64_t, int64_t count, const C* v) {
-    vectorized<C>([&] { add_powers(v, nullptr, count, peak, inverse, sums); });
+    vectorized<C>([&] { add_exps(v, nullptr, count, peak, inverse, sums); });
   });
-  return {peak, C(sums.total), C(sums.spread / sums.total)};
+  return {peak, C(sums.total), C(sums.exponents / sums.total)};
 }
 
 /// Of one row with the statistics `of`: (mean of v / temperature, log(sum of p^2), first column with the largest v).
@@ -60,13 +59,13 @@ std::tuple<C, C, int64_t> scan_extras(const CpuRows<C>& a, const Logits<C>& x, c
   return {C(level / double(a.n) / a.temperature), C(std::log(squares) - 2 * std::log(double(of.total))), first_top};
 }
 
-/// out = exp(away) * (level + tilt * away)
+/// out = exp(x) * (constant + linear * x), with x = (v - peak) * inverse
 template <class C>
-void write_gradient(C* out, const C* v, int64_t n, C peak, C inverse, C level, C tilt) {
+void write_gradient(C* out, const C* v, int64_t n, C peak, C inverse, C constant, C linear) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const C away = exponent((v[i] - peak) * inverse);
-    out[i] = vector_exp(away) * (level + tilt * away);
+    const C x = exponent((v[i] - peak) * inverse);
+    out[i] = vector_exp(x) * (constant + linear * x);
   }
 }
 
@@ -75,12 +74,12 @@ void backward_row(
     const CpuRows<C>& a, Output<C> dx, const Logits<C>& x, int64_t row, const Stats<C>& of, const C* grad, C h,
     const C* chosen, bool of_others) {
   const int64_t* ids = a.ids(row);
-  C pull = of_others ? 1 : 0;
-  for (int64_t k = 0; grad && k < a.count; ++k) pull += ids[k] == a.ignore_index ? C(0) : grad[k];
+  C sum_of_grads = of_others ? 1 : 0;
+  for (int64_t k = 0; grad && k < a.count; ++k) sum_of_grads += ids[k] == a.ignore_index ? C(0) : grad[k];
   const C inverse = 1 / a.temperature, scale = inverse / of.total;
-  const C level = (h * of.mean - pull) * scale, tilt = -h * scale;
+  const C constant = (h * of.mean - sum_of_grads) * scale, linear = -h * scale;
   auto write = [&](C* out, const C* v, int64_t n) {
-    vectorized<C>([&] { write_gradient(out, v, n, of.peak, inverse, level, tilt); });
+    vectorized<C>([&] { write_gradient(out, v, n, of.peak, inverse, constant, linear); });
   };
   C stage[kStage];
   for_blocks(x, a.n, [&](int64_t first, int64_t count, const C* v) {
@@ -110,13 +109,9 @@ template <class F>
 void with_rows(
     const char* op, const Tensor& logits, const Tensor& given_index, const Options& o, const Columns& columns,
     const F& f) {
-  const Tensor index = (given_index.scalar_type() == at::kLong ? given_index : given_index.to(at::kLong)).contiguous();
+  const Tensor index = class_indices(given_index);
   const int64_t n = logits.size(-1), classes = columns.classes_of(logits), *ids = index.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < index.numel(); ++i) {
-    LIGER_CHECK(
-        ids[i] == o.ignore_index || (ids[i] >= 0 && ids[i] < classes), op, columns.ids,
-        c10::str("lie in [0, ", classes, ") or be ignore_index, ", o.ignore_index), ids[i]);
-  }
+  check_classes(op, ids, index.numel(), classes, o, columns.ids);
   dispatch_compute(logits.scalar_type(), [&](auto c) {
     using C = decltype(c);
     f(CpuRows<C>{
@@ -136,34 +131,31 @@ void forward_cpu(const char* op, Tensor logits, Tensor index, const Options& o, 
   runtime::count_cpu_call();
   const int64_t rows = c10::multiply_integers(logits.sizes().slice(0, logits.dim() - 1));
   const auto walk = rows_in_order<1>(op, "logits", {&logits});
-  with_rows(op, logits, index, o, columns, [&](const auto& a) {
-    using C = typename std::decay_t<decltype(a)>::C;
+  with_rows(op, logits, index, o, columns, [&]<class C>(const CpuRows<C>& a) {
     C *log_probs = data_or_null<C>(out.log_probs), *h = data_or_null<C>(out.entropy);
     C *stats = data_or_null<C>(out.stats), *chosen = data_or_null<C>(out.chosen);
     C *mean_logits = data_or_null<C>(out.mean_logits), *log_squares = data_or_null<C>(out.log_sum_sq_probs);
     bool* is_top1 = data_or_null<bool>(out.is_top1);
     const bool extras = out.has_extras();
-    parallel_ranges(rows, cpu_ranges(rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const Logits<C> x = a.row(walk.strides[0].offset(row, walk.inner_rows));
-        const bool counts = a.counts(row);
-        const Stats<C> of = counts ? scan_row(a, x) : Stats<C>{};
-        const C log_total = counts ? std::log(of.total) : C(0);
-        const auto [level, squares, top] =
-            extras && counts ? scan_extras(a, x, of) : std::make_tuple(C(0), C(0), int64_t(-1));
-        if (mean_logits) mean_logits[row] = level;
-        if (log_squares) log_squares[row] = squares;
-        if (h) h[row] = log_total - of.mean;
-        if (stats) stats[3 * row] = of.peak, stats[3 * row + 1] = of.total, stats[3 * row + 2] = of.mean;
-        for (int64_t k = 0; k < a.count; ++k) {
-          const int64_t id = a.ids(row)[k], at = row * a.count + k;
-          const int64_t column = a.column(id);
-          const bool counted = id != a.ignore_index;
-          const C raw = column >= 0 ? first_number(x.x + column) : C(0);
-          log_probs[at] = counted ? (x.capped(raw) - of.peak) / a.temperature - log_total : C(0);
-          if (chosen) chosen[at] = raw;
-          if (is_top1) is_top1[at] = column >= 0 && column == top;
-        }
+    parallel_rows(rows, a.n, [&](int64_t row) {
+      const Logits<C> x = a.row(walk.offset(0, row));
+      const bool counts = a.counts(row);
+      const Stats<C> of = counts ? scan_row(a, x) : Stats<C>{};
+      const C log_total = counts ? std::log(of.total) : C(0);
+      const auto [level, squares, top] =
+          extras && counts ? scan_extras(a, x, of) : std::make_tuple(C(0), C(0), int64_t(-1));
+      if (mean_logits) mean_logits[row] = level;
+      if (log_squares) log_squares[row] = squares;
+      if (h) h[row] = log_total - of.mean;
+      if (stats) stats[3 * row] = of.peak, stats[3 * row + 1] = of.total, stats[3 * row + 2] = of.mean;
+      for (int64_t k = 0; k < a.count; ++k) {
+        const int64_t id = a.ids(row)[k], at = row * a.count + k;
+        const int64_t column = a.column(id);
+        const bool counted = id != a.ignore_index;
+        const C raw = column >= 0 ? first_number(x.x + column) : C(0);
+        log_probs[at] = counted ? (x.capped(raw) - of.peak) / a.temperature - log_total : C(0);
+        if (chosen) chosen[at] = raw;
+        if (is_top1) is_top1[at] = column >= 0 && column == top;
       }
     });
   });
@@ -176,24 +168,17 @@ void backward_cpu(
   if (logits.numel() == 0) return;
   Tensor out = dlogits;
   const auto walk = rows_in_order<2>(op, "logits", {&out, &logits});
-  with_rows(op, logits, index, o, columns, [&](const auto& a) {
-    using C = typename std::decay_t<decltype(a)>::C;
+  with_rows(op, logits, index, o, columns, [&]<class C>(const CpuRows<C>& a) {
     const C *grad = const_data_or_null<C>(upstream.log_probs), *h = const_data_or_null<C>(upstream.entropy);
     const C *saved = const_data_or_null<C>(stats), *picked = const_data_or_null<C>(chosen);
     const auto to = output<C>(out);
-    parallel_ranges(walk.rows, cpu_ranges(walk.rows, a.n), [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const auto dx = to + walk.strides[0].offset(row, walk.inner_rows);
-        if (!a.counts(row)) {
-          write_zeros(dx, a.n);
-          continue;
-        }
-        const Logits<C> x = a.row(walk.strides[1].offset(row, walk.inner_rows));
-        const Stats<C> of{saved[3 * row], saved[3 * row + 1], saved[3 * row + 2]};
-        backward_row(
-            a, dx, x, row, of, grad ? grad + row * a.count : nullptr, h ? h[row] : C(0), picked + row * a.count,
-            upstream.of_others);
-      }
+    parallel_rows(walk.rows, a.n, [&](int64_t row) {
+      const auto dx = to + walk.offset(0, row);
+      if (!a.counts(row)) return write_zeros(dx, a.n);
+      const Stats<C> of{saved[3 * row], saved[3 * row + 1], saved[3 * row + 2]};
+      backward_row(
+          a, dx, a.row(walk.offset(1, row)), row, of, grad ? grad + row * a.count : nullptr, h ? h[row] : C(0),
+          picked + row * a.count, upstream.of_others);
     });
   });
   if (!out.is_same(dlogits)) dlogits.copy_(out);

@@ -5,10 +5,12 @@
 namespace liger::ops::divergence {
 namespace {
 
+// No autocast, as in kl_div.
 struct Tvd {
-  static constexpr const char *kOp = "tvd", *kBackward = "tvd backward";
-  static constexpr const char* kForward = "_tvd_fwd";
-  static constexpr const char *kGradient = "_tvd_bwd", *kOverwriting = "_tvd_bwd_";
+  static constexpr const char *kOp = "tvd", *kBackward = "tvd backward", *kSchema = schemas::tvd;
+  static constexpr const char* kForwardArguments = "input, target, shift_labels, ignore_index, reduction, divide";
+  static constexpr const char* kBackwardArguments =
+      "grad, divisor, input, target, shift_labels, ignore_index, reduction";
   static constexpr bool kSavesInput = true;
 
   static Options parse(int64_t ignore_index, c10::string_view reduction) {
@@ -20,12 +22,6 @@ using TvdOp = Divergence<Tvd, int64_t, c10::string_view>;
 
 }  // namespace
 
-// No autocast, as in kl_div.
-LIGER_LIBRARY_FRAGMENT(m) { TvdOp::define(m, "int ignore_index=-100, str reduction=\"batchmean\""); }
-
-LIGER_LIBRARY_IMPL(CPU, m) { TvdOp::implement<Cpu>(m); }
-LIGER_LIBRARY_IMPL(CUDA, m) { TvdOp::implement<Cuda>(m); }
-LIGER_LIBRARY_IMPL(Meta, m) { TvdOp::implement<Meta>(m); }
-LIGER_LIBRARY_IMPL(Autograd, m) { m.impl(Tvd::kOp, TvdOp::autograd); }
+LIGER_OPERATOR(TvdOp)
 
 }  // namespace liger::ops::divergence

@@ -33,14 +33,8 @@ struct Meta {
     return at::empty_symint(call.x.sym_sizes(), call.x.options());
   }
   static Gradients backward(
-      const Call& call, const Tensor&, const Tensor&, const Saved& saved, const Tensor&, int64_t wanted) {
-    auto like = [&](int64_t bit, const Tensor& t) {
-      return !(wanted & bit) ? Tensor() : bit < kGateUpA ? gradient_like(t) : adapter_gradient(t);
-    };
-    auto bias = [&](int64_t bit, const c10::SymInt& n) {
-      return wanted & bit ? at::empty_symint({call.gate_up.sym_size(0), n}, call.x.options()) : Tensor();
-    };
-    return gradients_like(call, like, bias(kGateUpBias, saved.pre.sym_size(1)), bias(kDownBias, call.x.sym_size(1)));
+      const Call& call, const Tensor&, const Tensor&, const Saved&, const Tensor&, const Wanted& wants) {
+    return new_gradients(call, wants, false);
   }
 };
 
@@ -144,14 +138,19 @@ void check(const Call& call) {
   check_options(op, call);
 }
 
-/// gate_up_a, gate_up_b, down_a, down_b
-using Four = std::array<OptionalTensor, 4>;
+// ---- Forward
 
-Call make_call(
-    const char* op, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index,
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+/// (out, pre, routing, t); pre and t only if they are saved. index and weight: as in Call.
+template <class Device>
+Results run_experts(
+    const char* op, bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index,
     const OptionalTensor& weight, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-    const Four& adapters, const Options& options) {
-  Call call{
+    c10::string_view activation, bool interleaved, bool transposed, std::optional<double> limit, double alpha,
+    double up_offset, bool weight_before, const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
+    const OptionalTensor& down_a, const OptionalTensor& down_b, double gate_up_scale, double down_scale) {
+  const Call call{
       op,
       x,
       gate_up,
@@ -160,278 +159,188 @@ Call make_call(
       value_or_undefined(weight),
       value_or_undefined(gate_up_bias),
       value_or_undefined(down_bias),
-      {value_or_undefined(adapters[0]), value_or_undefined(adapters[1])},
-      {value_or_undefined(adapters[2]), value_or_undefined(adapters[3])},
-      options};
+      {value_or_undefined(gate_up_a), value_or_undefined(gate_up_b)},
+      {value_or_undefined(down_a), value_or_undefined(down_b)},
+      {activation, interleaved, transposed, limit, alpha, up_offset, weight_before, gate_up_scale, down_scale}};
   check(call);
-  return call;
-}
-
-Tensor empty_routing(const Call& call) {
-  const auto size = Routing::size(pairs_of(call), call.gate_up.sym_size(0));
-  return at::empty_symint({size}, call.x.options().dtype(at::kInt));
-}
-
-// ---- Backward
-
-using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using Ten = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-/// (out, pre, routing, t); pre and t only if they are saved.
-template <class Device>
-Results run_experts(bool save, const Call& call) {
   if constexpr (!std::is_same_v<Device, Meta>) {
-    if (call.is_sorted()) core::check_counts(call.op, "tokens_per_expert", call.index, call.x.size(0));
+    if (call.is_sorted()) core::check_counts(op, "tokens_per_expert", index, x.size(0));
   }
   Saved saved;
-  const Tensor routing = empty_routing(call);
+  const Tensor routing = at::empty_symint({Routing::size(call)}, x.options().dtype(at::kInt));
   Tensor out = Device::forward(call, routing, save ? &saved : nullptr);
   return {out, saved.pre, routing, saved.t};
 }
 
-/// What backward needs, in the order of its schema. Without weight and index, rows are sorted already.
-struct Inputs {
-  const Tensor &dout, &x, &gate_up, &down;
-  const OptionalTensor &index, &weight, &down_bias;
-  Four adapters;
-};
+// ---- Backward
 
-template <class Device>
-Ten differentiate(
-    const Inputs& in, const Saved& saved, const Tensor& dpre, const Tensor& routing, int64_t wanted,
-    const Options& options) {
-  const Call call = make_call(
-      kBackward, in.x, in.gate_up, in.down, value_or_undefined(in.index), in.weight, {}, in.down_bias, in.adapters,
-      options);
-  core::check_same(kBackward, "dout", in.dout, "x", in.x);
-  check_like_x(kBackward, "pre", saved.pre, in.x);
-  check_shape(
-      kBackward, "pre", saved.pre, "[pairs, 2 inner]",
-      {pairs_of(call), in.gate_up.sym_size(options.transposed ? 2 : 1)});
-  check_shape(kBackward, "t", saved.t, "[pairs, rank]", {pairs_of(call), call.gate_up_adapters.rank()});
-  check_shape(
-      kBackward, "routing", routing, "of the routing data", {Routing::size(pairs_of(call), in.gate_up.sym_size(0))});
-  Gradients g = Device::backward(call, in.dout, routing, saved, dpre, wanted);
-  return {g.x, g.gate_up, g.down, g.weight, g.gate_up_bias, g.down_bias, g.gate_up_a, g.gate_up_b, g.down_a, g.down_b};
+using AllGradients = decltype(Gradients().all());
+
+Wanted wanted_of(int64_t bits) {
+  auto wants = [&](int gradient) { return core::wants(bits, gradient); };
+  return {wants(0), wants(1), wants(2), wants(3), wants(4), wants(5), wants(6), wants(7), wants(8), wants(9)};
 }
 
-/// O: the types of Options, in their order.
-template <class... O>
-struct Gradient {
-  template <class Device>
-  static Ten bwd(
+/// The gradients of both operators. Without index and weight, rows are sorted already. A `pre` that is not const is
+/// overwritten, and must be contiguous.
+template <class Pre>
+struct Backward : core::Private<
+                      Backward<Pre>,
+                      AllGradients(
+                          const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                          const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                          const OptionalTensor&, const OptionalTensor&, Pre, const Tensor&, const Tensor&, int64_t,
+                          c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double)> {
+  static constexpr bool kOverwrites = std::is_same_v<Pre, Tensor&>;
+  static constexpr const char* kName = kOverwrites ? "_moe_experts_bwd_" : "_moe_experts_bwd";
+  static constexpr const char* kArguments =
+      "dout, x, gate_up, down, index, weight, down_bias, gate_up_a, gate_up_b, down_a, down_b, pre, routing, t, wanted"
+      ", activation, interleaved, transposed, limit, alpha, up_offset, weight_before, gate_up_scale, down_scale";
+
+  template <class Device, class... O>
+  static AllGradients run(
       const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
       const OptionalTensor& weight, const OptionalTensor& down_bias, const OptionalTensor& gate_up_a,
-      const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b, const Tensor& pre,
+      const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b, Pre pre,
       const Tensor& routing, const Tensor& t, int64_t wanted, O... options) {
-    const Inputs in{dout, x, gate_up, down, index, weight, down_bias, {gate_up_a, gate_up_b, down_a, down_b}};
-    return differentiate<Device>(in, {pre, t}, gradient_like(pre), routing, wanted, {options...});
-  }
-
-  // Overwrites pre, which must be contiguous.
-  template <class Device>
-  static Ten bwd_(
-      const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down, const OptionalTensor& index,
-      const OptionalTensor& weight, const OptionalTensor& down_bias, const OptionalTensor& gate_up_a,
-      const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b, Tensor& pre,
-      const Tensor& routing, const Tensor& t, int64_t wanted, O... options) {
-    LIGER_CHECK(pre.is_contiguous(), kBackward, "pre", "be contiguous", pre.sym_strides());
-    const Inputs in{dout, x, gate_up, down, index, weight, down_bias, {gate_up_a, gate_up_b, down_a, down_b}};
-    return differentiate<Device>(in, {pre, t}, pre, routing, wanted, {options...});
-  }
-
-  static void define(torch::Library& m) {
-    constexpr const char* kResults = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)";
-    core::define_backward(
-        m, "_moe_experts_bwd",
-        "Tensor dout, Tensor x, Tensor gate_up, Tensor down, Tensor? index, Tensor? weight, Tensor? down_bias, "
-        "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor(a!) pre, Tensor routing, Tensor "
-        "t, "
-        "int wanted, str activation, bool interleaved, bool transposed, float? limit, float alpha, float up_offset, "
-        "bool weight_before, float gate_up_scale, float down_scale",
-        kResults, kResults);
-  }
-
-  template <class Device>
-  static void implement(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_moe_experts_bwd");
-    core::implement<bwd_<Device>>(m, "_moe_experts_bwd_");
-  }
-
-  template <class AnyNode>
-  static core::variable_list call(
-      AnyNode& node, const Inputs& in, Tensor pre, const Tensor& routing, const Tensor& t, int64_t wanted,
-      O... options) {
-    const auto& [gate_up_a, gate_up_b, down_a, down_b] = in.adapters;
-    auto with = [&](const auto& op) {
-      auto [x, gate_up, down, weight, gate_up_bias, down_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b] = op.call(
-          in.dout, in.x, in.gate_up, in.down, in.index, in.weight, in.down_bias, gate_up_a, gate_up_b, down_a, down_b,
-          pre, routing, t, wanted, options...);
-      return core::variable_list{x,         gate_up,    down,       weight,  gate_up_bias,
-                                 down_bias, dgate_up_a, dgate_up_b, ddown_a, ddown_b};
-    };
-    if (pre.is_contiguous() && node.may_overwrite(pre, pre)) {
-      static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("_moe_experts_bwd_");
-      return with(in_place);
-    }
-    static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("_moe_experts_bwd");
-    return with(out_of_place);
+    LIGER_CHECK(!kOverwrites || pre.is_contiguous(), kBackward, "pre", "be contiguous", pre.sym_strides());
+    const Call call{
+        kBackward,
+        x,
+        gate_up,
+        down,
+        value_or_undefined(index),
+        value_or_undefined(weight),
+        {},
+        value_or_undefined(down_bias),
+        {value_or_undefined(gate_up_a), value_or_undefined(gate_up_b)},
+        {value_or_undefined(down_a), value_or_undefined(down_b)},
+        {options...}};
+    check(call);
+    core::check_same(kBackward, "dout", dout, "x", x);
+    check_like_x(kBackward, "pre", pre, x);
+    check_shape(kBackward, "pre", pre, "[pairs, 2 inner]", {pairs_of(call), gate_up_columns(call)});
+    check_shape(kBackward, "t", t, "[pairs, rank]", {pairs_of(call), call.gate_up_adapters.rank()});
+    check_shape(kBackward, "routing", routing, "of the routing data", {Routing::size(call)});
+    const Tensor dpre = kOverwrites ? pre : gradient_like(pre);
+    return Device::backward(call, dout, routing, {pre, t}, dpre, wanted_of(wanted)).all();
   }
 };
-
-using AnyGradient = Gradient<c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double>;
-
-using AllOptions =
-    std::tuple<c10::string_view, bool, bool, std::optional<double>, double, double, bool, double, double>;
-
-template <class... O>
-AllOptions with_weight_before(
-    c10::string_view activation, bool interleaved, bool transposed, std::optional<double> limit, double alpha,
-    double up_offset, O... rest) {
-  const auto start = std::make_tuple(activation, interleaved, transposed, limit, alpha, up_offset);
-  if constexpr (sizeof...(O) == 3)
-    return std::tuple_cat(start, std::make_tuple(rest...));
-  else
-    return std::tuple_cat(start, std::make_tuple(false, rest...));
-}
-
-/// The backward of both operators. first: position of the adapters among the node's tensors, which pre, routing and t
-/// follow. bit: of the gradient of an edge. A node of compiled autograd does not know the number of its edges.
-template <class Edges, class AnyNode, class Bit>
-core::variable_list differentiate_experts(AnyNode& node, Inputs in, size_t first, const Bit& bit) {
-  for (size_t i = 0; i < 4; ++i) {
-    const Tensor adapter = node.take(first + i);
-    if (adapter.defined()) in.adapters[i] = adapter;
-  }
-  Tensor pre = node.take(first + 4);
-  const Tensor routing = node.take(first + 5), t = node.take(first + 6);
-  int64_t wanted = 0;
-  for (size_t i = 0; i < Edges::size(); ++i) wanted |= node.needs(i) ? bit(i) : 0;
-  return core::with_options(node.options, [&](const auto&... o) {
-    return std::apply(
-        [&](const auto&... all) { return AnyGradient::call(node, in, std::move(pre), routing, t, wanted, all...); },
-        with_weight_before(o...));
-  });
-}
 
 // ---- The operators
 
-/// What both have in common.
-template <class Op, class Type>
+/// What both have in common. kRouted: with index and weight.
+template <class Op, class Type, bool kRouted>
 struct ExpertsOperator : core::Operator<Op, Type> {
   using Forward = Results;
   using Cpu = moe_experts::Cpu;
   using Cuda = moe_experts::Cuda;
   using Meta = moe_experts::Meta;
+
+  template <class AnyNode>
+  static core::variable_list backward(AnyNode& node, core::variable_list&& grads) {
+    const Tensor dout = std::move(grads[0]);
+    if (!dout.defined()) return core::variable_list(Op::Edges::size());
+    size_t next = 0;
+    auto take = [&] { return node.take(next++); };
+    auto take_optional = [&](bool is_saved = true) {
+      const Tensor t = is_saved ? take() : Tensor();
+      return t.defined() ? OptionalTensor(t) : std::nullopt;
+    };
+    const Tensor x = take(), gate_up = take(), down = take();
+    const OptionalTensor index = take_optional(kRouted), weight = take_optional(kRouted), down_bias = take_optional(),
+                         gate_up_a = take_optional(), gate_up_b = take_optional(), down_a = take_optional(),
+                         down_b = take_optional();
+    Tensor pre = take();
+    const Tensor routing = take(), t = take();
+    int64_t wanted = node.wanted();
+    // The fourth gradient is that of the weights.
+    if constexpr (!kRouted) wanted = (wanted & 7) | (wanted >> 3 << 4);
+    auto call = [&](const auto&... options) {
+      auto with = [&](auto& scratch) {
+        return Backward<decltype(scratch)>::call(
+            dout, x, gate_up, down, index, weight, down_bias, gate_up_a, gate_up_b, down_a, down_b, scratch, routing, t,
+            wanted, options...);
+      };
+      return pre.is_contiguous() && node.may_overwrite(pre, pre) ? with(pre) : with(std::as_const(pre));
+    };
+    auto listed = [](const auto&... each) { return core::variable_list{each...}; };
+    if constexpr (kRouted) {
+      return std::apply(listed, std::apply(call, node.options));
+    } else {
+      const auto& [activation, interleaved, transposed, limit, alpha, up_offset, gate_up_scale, down_scale] =
+          node.options;
+      auto found = std::apply(
+          listed, call(activation, interleaved, transposed, limit, alpha, up_offset, false, gate_up_scale, down_scale));
+      found.erase(found.begin() + 3);
+      return found;
+    }
+  }
 };
 
-template <class... O>
-struct Experts : ExpertsOperator<
-                     Experts<O...>,
-                     Tensor(
-                         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                         const OptionalTensor&, const OptionalTensor&, O..., const OptionalTensor&,
-                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, double)> {
+struct MoeExperts : ExpertsOperator<
+                        MoeExperts,
+                        Tensor(
+                            const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                            const OptionalTensor&, const OptionalTensor&, c10::string_view, bool, bool,
+                            std::optional<double>, double, double, bool, const OptionalTensor&, const OptionalTensor&,
+                            const OptionalTensor&, const OptionalTensor&, double, double),
+                        true> {
   static constexpr const char* kOp = moe_experts::kOp;
   static constexpr const char* kSchema = schemas::moe_experts;
-  static constexpr size_t kFirst = 7 + sizeof...(O);  // of the adapters
-  using Edges = core::Positions<0, 1, 2, 4, 5, 6, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>;
+  using Edges = core::Positions<0, 1, 2, 4, 5, 6, 14, 15, 16, 17>;
   // x, gate_up, down, index, weight, down_bias, adapters, pre, routing, t
   using Saves = core::Saves<
       core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<3>, core::Argument<4>, core::Argument<6>,
-      core::Argument<kFirst>, core::Argument<kFirst + 1>, core::Argument<kFirst + 2>, core::Argument<kFirst + 3>,
-      core::Result<1>, core::Result<2>, core::Result<3>>;
+      core::Argument<14>, core::Argument<15>, core::Argument<16>, core::Argument<17>, core::Result<1>, core::Result<2>,
+      core::Result<3>>;
+  using Privates = core::Privates<Backward<const Tensor&>, Backward<Tensor&>>;
 
-  template <class Device>
-  static Results run(
-      bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& index, const Tensor& weight,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options,
-      const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
-      const OptionalTensor& down_b, double gate_up_scale, double down_scale) {
-    const Four adapters{gate_up_a, gate_up_b, down_a, down_b};
-    return run_experts<Device>(
-        save,
-        make_call(
-            kOp, x, gate_up, down, index, weight, gate_up_bias, down_bias, adapters,
-            {options..., gate_up_scale, down_scale}));
+  template <class Device, class... A>
+  static Results run(bool save, const A&... a) {
+    return run_experts<Device>(kOp, save, a...);
   }
 
   // As a linear layer. The routing weights stay as they are, unless they are wider than fp32.
-  struct Autocast : core::AutocastLinear<0, 1, 2, 5, 6, kFirst, kFirst + 1, kFirst + 2, kFirst + 3> {
+  struct Autocast : core::AutocastLinear<0, 1, 2, 5, 6, 14, 15, 16, 17> {
     template <class Arguments>
     static void cast(c10::DeviceType device, Arguments& arguments) {
-      core::AutocastLinear<0, 1, 2, 5, 6, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>::cast(device, arguments);
+      AutocastLinear::cast(device, arguments);
       Tensor& weight = std::get<4>(arguments);
       if (weight.scalar_type() != std::get<0>(arguments).scalar_type()) weight = weight.to(at::kFloat);
     }
   };
-
-  static void define_backward(torch::Library& m) { AnyGradient::define(m); }
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    AnyGradient::implement<Device>(m);
-  }
-
-  template <class AnyNode>
-  static core::variable_list backward(AnyNode& node, core::variable_list&& grads) {
-    Tensor dout = std::move(grads[0]);
-    if (!dout.defined()) return core::variable_list(10);
-    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2);
-    const OptionalTensor index = node.take(3), weight = node.take(4), down_bias = node.take(5);
-    const Inputs in{dout, x, gate_up, down, index, weight, down_bias, {}};
-    return differentiate_experts<Edges>(node, in, 6, [](int64_t edge) { return int64_t(1) << edge; });
-  }
 };
 
 /// Without weight_before, because there are no weights.
-template <class... O>
-struct SortedExperts : ExpertsOperator<
-                           SortedExperts<O...>,
-                           Tensor(
-                               const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                               const OptionalTensor&, O..., const OptionalTensor&, const OptionalTensor&,
-                               const OptionalTensor&, const OptionalTensor&, double, double)> {
+struct MoeExpertsSorted
+    : ExpertsOperator<
+          MoeExpertsSorted,
+          Tensor(
+              const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+              c10::string_view, bool, bool, std::optional<double>, double, double, const OptionalTensor&,
+              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, double),
+          false> {
   static constexpr const char* kOp = kSortedOp;
   static constexpr const char* kSchema = schemas::moe_experts_sorted;
-  static constexpr size_t kFirst = 6 + sizeof...(O);  // of the adapters
-  using Edges = core::Positions<0, 1, 2, 4, 5, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>;
+  using Edges = core::Positions<0, 1, 2, 4, 5, 12, 13, 14, 15>;
   // x, gate_up, down, down_bias, adapters, pre, routing, t
   using Saves = core::Saves<
-      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<5>, core::Argument<kFirst>,
-      core::Argument<kFirst + 1>, core::Argument<kFirst + 2>, core::Argument<kFirst + 3>, core::Result<1>,
-      core::Result<2>, core::Result<3>>;
-  using Autocast = core::AutocastLinear<0, 1, 2, 4, 5, kFirst, kFirst + 1, kFirst + 2, kFirst + 3>;
+      core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Argument<5>, core::Argument<12>,
+      core::Argument<13>, core::Argument<14>, core::Argument<15>, core::Result<1>, core::Result<2>, core::Result<3>>;
+  using Autocast = core::AutocastLinear<0, 1, 2, 4, 5, 12, 13, 14, 15>;
 
-  template <class Device>
+  template <class Device, class... A>
   static Results run(
       bool save, const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& tokens_per_expert,
-      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, O... options,
-      const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
-      const OptionalTensor& down_b, double gate_up_scale, double down_scale) {
-    const Four adapters{gate_up_a, gate_up_b, down_a, down_b};
+      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, c10::string_view activation,
+      bool interleaved, bool transposed, std::optional<double> limit, double alpha, double up_offset,
+      const A&... adapters_and_scales) {
     return run_experts<Device>(
-        save,
-        make_call(
-            kOp, x, gate_up, down, tokens_per_expert, {}, gate_up_bias, down_bias, adapters,
-            {options..., false, gate_up_scale, down_scale}));
-  }
-
-  template <class AnyNode>
-  static core::variable_list backward(AnyNode& node, core::variable_list&& grads) {
-    Tensor dout = std::move(grads[0]);
-    if (!dout.defined()) return core::variable_list(9);
-    const Tensor x = node.take(0), gate_up = node.take(1), down = node.take(2);
-    const OptionalTensor none, down_bias = node.take(3);
-    const Inputs in{dout, x, gate_up, down, none, none, down_bias, {}};
-    auto found = differentiate_experts<Edges>(
-        node, in, 4, [](int64_t edge) { return int64_t(1) << (edge < 3 ? edge : edge + 1); });
-    found.erase(found.begin() + 3);  // of the weights of routes
-    return found;
+        kOp, save, x, gate_up, down, tokens_per_expert, std::nullopt, gate_up_bias, down_bias, activation, interleaved,
+        transposed, limit, alpha, up_offset, false, adapters_and_scales...);
   }
 };
-
-using MoeExperts = Experts<c10::string_view, bool, bool, std::optional<double>, double, double, bool>;
-using MoeExpertsSorted = SortedExperts<c10::string_view, bool, bool, std::optional<double>, double, double>;
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <optional>
+#include <tuple>
 
 #include "core/aten.h"
 #include "core/checks.h"
@@ -29,14 +30,17 @@ struct Options {
   double limit_or_infinity() const { return limit.value_or(std::numeric_limits<double>::infinity()); }
 };
 
-/// Gradients that a backward computes.
-constexpr int64_t kX = 1, kGateUp = 2, kDown = 4, kWeight = 8, kGateUpBias = 16, kDownBias = 32;
-constexpr int64_t kGateUpA = 64, kGateUpB = 128, kDownA = 256, kDownB = 512;
+/// One value for each gradient, in the order in which a backward returns them.
+template <class T>
+struct EachGradient {
+  T x, gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b;
 
-/// Undefined: not wanted.
-struct Gradients {
-  Tensor x, gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b;
+  auto all() const {
+    return std::make_tuple(x, gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b);
+  }
 };
+using Wanted = EachGradient<bool>;
+using Gradients = EachGradient<Tensor>;  // undefined: not wanted
 
 /// Low-rank adapters of one weight of all experts. a: (E, r, in), b: (E, out, r), of any strides, or undefined.
 struct Adapters {
@@ -65,6 +69,10 @@ struct Call {
   bool is_empty() const { return pairs() == 0 || experts() == 0 || hidden() == 0; }
 };
 
+inline c10::SymInt pairs_of(const Call& call) {
+  return call.is_sorted() ? call.x.sym_size(0) : call.x.sym_size(0) * call.index.sym_size(1);
+}
+
 /// Most tiles that rows of all experts can have.
 template <class Int>
 Int most_tiles(const Int& pairs, const Int& experts) {
@@ -88,14 +96,11 @@ struct Routing {
     position = part(pairs);
   }
 
-  static c10::SymInt size(const c10::SymInt& pairs, const c10::SymInt& experts) {
+  static c10::SymInt size(const Call& call) {
+    const c10::SymInt pairs = pairs_of(call), experts = call.gate_up.sym_size(0);
     return experts + 2 + most_tiles(pairs, experts) * 2 + pairs * 3;
   }
 };
-
-inline c10::SymInt pairs_of(const Call& call) {
-  return call.is_sorted() ? call.x.sym_size(0) : call.x.sym_size(0) * call.index.sym_size(1);
-}
 
 /// (pairs, r): x A^T of the rows of the experts, times the scale.
 inline Tensor empty_t(const Call& call) {
@@ -103,8 +108,11 @@ inline Tensor empty_t(const Call& call) {
       {pairs_of(call), call.gate_up_adapters.rank()}, call.x.options().dtype(core::compute_type(call.x)));
 }
 
+/// 2 I
+inline c10::SymInt gate_up_columns(const Call& call) { return call.gate_up.sym_size(call.options.transposed ? 2 : 1); }
+
 inline Tensor empty_pre(const Call& call) {
-  return at::empty_symint({pairs_of(call), call.gate_up.sym_size(call.options.transposed ? 2 : 1)}, call.x.options());
+  return at::empty_symint({pairs_of(call), gate_up_columns(call)}, call.x.options());
 }
 
 /// What forward saves: the first product (pairs, 2 I), and t of the adapters of gate_up (pairs, r), which is empty
@@ -119,14 +127,14 @@ struct Cpu {
   static Tensor forward(const Call& call, const Tensor& routing, Saved* saved);
   static Gradients backward(
       const Call& call, const Tensor& dout, const Tensor& routing, const Saved& saved, const Tensor& dpre,
-      int64_t wanted);
+      const Wanted& wants);
 };
 
 struct Cuda {
   static Tensor forward(const Call& call, const Tensor& routing, Saved* saved);
   static Gradients backward(
       const Call& call, const Tensor& dout, const Tensor& routing, const Saved& saved, const Tensor& dpre,
-      int64_t wanted);
+      const Wanted& wants);
 };
 
 /// A gradient of t's shape, contiguous.
@@ -139,15 +147,27 @@ inline Tensor adapter_gradient(const Tensor& t, bool zero = false) {
   return zero ? at::zeros_like(t) : at::empty_like(t);
 }
 
-/// Gradients from like(bit, t), which are of t's shape, and those of the biases.
-template <class F>
-Gradients gradients_like(const Call& call, const F& like, const Tensor& gate_up_bias, const Tensor& down_bias) {
+/// Memory for the gradients that are wanted, filled with zeros or not at all.
+inline Gradients new_gradients(const Call& call, const Wanted& wants, bool zero) {
   const auto &g = call.gate_up_adapters, &d = call.down_adapters;
-  return {like(kX, call.x),       like(kGateUp, call.gate_up),
-          like(kDown, call.down), like(kWeight, call.weight),
-          gate_up_bias,           down_bias,
-          like(kGateUpA, g.a),    like(kGateUpB, g.b),
-          like(kDownA, d.a),      like(kDownB, d.b)};
+  auto like = [&](bool wanted, const Tensor& t) { return wanted ? gradient_like(t, zero) : Tensor(); };
+  auto adapter = [&](bool wanted, const Tensor& t) { return wanted ? adapter_gradient(t, zero) : Tensor(); };
+  auto bias = [&](bool wanted, const c10::SymInt& n) {
+    const c10::SymInt sizes[] = {call.gate_up.sym_size(0), n};
+    if (!wanted) return Tensor();
+    return zero ? at::zeros_symint(sizes, call.x.options()) : at::empty_symint(sizes, call.x.options());
+  };
+  return {
+      like(wants.x, call.x),
+      like(wants.gate_up, call.gate_up),
+      like(wants.down, call.down),
+      like(wants.weight, call.weight),
+      bias(wants.gate_up_bias, gate_up_columns(call)),
+      bias(wants.down_bias, call.x.sym_size(1)),
+      adapter(wants.gate_up_a, g.a),
+      adapter(wants.gate_up_b, g.b),
+      adapter(wants.down_a, d.a),
+      adapter(wants.down_b, d.b)};
 }
 
 }  // namespace liger::ops::moe_experts

@@ -32,10 +32,10 @@ void route(const Call& call, const Routing& r) {
   }
   *tiles = int32_t((tile - tiles) / 2);
   for (int64_t i = 0; i < pairs; ++i) {
-    const bool known = call.is_sorted() ? i < offsets[experts] : ids[i] >= 0 && ids[i] < experts;
-    const int64_t row = !known ? -1 : call.is_sorted() ? i : next[ids[i]]++;
+    const bool has_expert = call.is_sorted() ? i < offsets[experts] : ids[i] >= 0 && ids[i] < experts;
+    const int64_t row = !has_expert ? -1 : call.is_sorted() ? i : next[ids[i]]++;
     position[i] = int32_t(row);
-    if (known) {
+    if (has_expert) {
       order[row] = int32_t(i);
       tokens[row] = int32_t(i / choices);
     }
@@ -185,21 +185,15 @@ Tensor Cpu::forward(const Call& call, const Tensor& routing, Saved* saved) {
 
 Gradients Cpu::backward(
     const Call& call, const Tensor& dout, const Tensor& routing, const Saved& saved, const Tensor& dpre,
-    int64_t wanted) {
+    const Wanted& wants) {
   runtime::count_cpu_call();
   const Options& o = call.options;
   const Routing r(routing, call.pairs(), call.experts());
   const auto compute = core::compute_type(call.x), dtype = call.x.scalar_type();
   // Experts without rows keep zeros.
-  auto zeros = [&](int64_t bit, const Tensor& like) {
-    return !(wanted & bit) ? Tensor() : bit < kGateUpA ? gradient_like(like, true) : adapter_gradient(like, true);
-  };
-  auto bias = [&](int64_t bit, int64_t n) {
-    return wanted & bit ? at::zeros({call.experts(), n}, call.x.options()) : Tensor();
-  };
-  Gradients out = gradients_like(call, zeros, bias(kGateUpBias, 2 * call.inner()), bias(kDownBias, call.hidden()));
+  Gradients out = new_gradients(call, wants, true);
   if (call.is_empty()) return out;
-  Tensor dx = wanted & kX ? at::zeros({call.pairs(), call.hidden()}, call.x.options()) : Tensor();
+  Tensor dx = wants.x ? at::zeros({call.pairs(), call.hidden()}, call.x.options()) : Tensor();
   const auto &first_adapters = call.gate_up_adapters, &second_adapters = call.down_adapters;
   for_each_expert(call, r, [&](const Expert& expert) {
     const Tensor d = dout.index_select(0, expert.tokens), scale = weights_of(call, expert);

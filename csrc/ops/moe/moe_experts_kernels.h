@@ -1,9 +1,12 @@
 #pragma once
 
-// What starts the kernels of moe_experts: those of routing, and those of adapters.
+// Launches of moe_experts: how kernels are chosen, and those of routing and of adapters.
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include "core/cuda.h"
+
+#include <bit>
+
+#include "core/cuda/launch.h"
 #include "kernels/geglu.h"
 #include "kernels/lora_products.h"
 #include "kernels/moe_adapters.h"
@@ -44,40 +47,65 @@ struct Kernels {
     if (!call.is_sorted()) weight = call.weight.to(at::kFloat).contiguous();
   }
 
-  const at::Device& device() const { return device_; }
-
-  template <class K>
-  void start(uint32_t variant, int64_t programs, const typename K::Args& args) const {
-    LIGER_CHECK(
-        programs <= std::numeric_limits<int32_t>::max(), call.op, "x",
-        "be small enough for fewer than 2^31 programs of a kernel", programs);
-    if (programs > 0) core::launch<K>(call.op, device_, variant, {uint32_t(programs)}, args);
-  }
-
-  /// Launches a kernel whose only axis is the dtype, or has one point.
-  template <class K, class... Choices>
-  void start_simple(int64_t n, bool aligned, int64_t rows, const typename K::Args& args, Choices... choices) const {
-    const auto& config = runtime::first_fit<K>(n, aligned);
-    int64_t programs = rows;
-    if constexpr (has_block_n<K>) programs *= ceil_div(n, config.BLOCK_N);
-    start<K>(runtime::variant_index<K>(config, runtime::point_of<K>(choices...)), programs, args);
-  }
-
-  /// Calls f(kernel, config, variant) for the device's own kernel if there is one, else for the general one. ranks: of
-  /// the adapters that the kernel adds.
-  template <class General, class Hopper, class F, class... Choices>
-  void choose(int64_t ranks, bool aligned, const F& f, Choices... choices) const {
-    const auto dtype = core::dtype_of(call.x);
-    if (dtype != runtime::DType::F32 && attempt(Hopper{}, true, ranks, aligned, f, Hopper::dtype(dtype), choices...)) {
-      return;
+  /// Sets the arguments that mean the same in all kernels. `tiles` of moe_experts_route_bwd, a number, is none of them.
+  template <class Args>
+  void complete(Args& args) const {
+    if constexpr (requires { args.offsets; }) args.offsets = address(routing.offsets);
+    if constexpr (requires { args.tiles = address(routing.tiles); }) args.tiles = address(routing.tiles);
+    if constexpr (requires { args.most_tiles; }) args.most_tiles = tiles;
+    if constexpr (requires { args.tokens; }) args.tokens = address(routing.tokens);
+    if constexpr (requires { args.order; }) args.order = address(routing.order);
+    if constexpr (requires { args.position; }) args.position = address(routing.position);
+    if constexpr (requires { args.weight; }) args.weight = address(weight);
+    if constexpr (requires { args.pairs; }) args.pairs = pairs;
+    if constexpr (requires { args.choices; }) args.choices = choices;
+    if constexpr (requires { args.experts; }) args.experts = experts;
+    if constexpr (requires { args.hidden; }) args.hidden = hidden;
+    if constexpr (requires { args.inner; }) args.inner = inner;
+    if constexpr (requires { args.alpha; }) {
+      args.alpha = float(call.options.alpha);
+      args.limit = float(call.options.limit_or_infinity());
+      args.up_offset = float(call.options.up_offset);
     }
-    attempt(General{}, false, ranks, aligned, f, General::dtype(dtype), choices...);
   }
 
-  static uint32_t gather_variant(at::ScalarType dtype) {
-    using K = kernels::moe_experts_gather;
-    const auto& config = runtime::first_fit<K>(1, true);
-    return runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(dtype))));
+  /// Launches programs(config) programs of a kernel. args: those that complete() does not set. facts: as in
+  /// core::choose.
+  template <class K, class F, class... Facts>
+  void start(int64_t n, typename K::Args args, const F& programs, Facts... facts) const {
+    complete(args);
+    const auto choice = core::choose<K>(n, args, facts...);
+    launch(choice, programs(choice.config), args);
+  }
+
+  /// Launches the device's own kernel of a product if there is one, else the general one. Both take the same arguments;
+  /// `args` is complete, but programs(config) may set those that depend on the config. ranks: of the adapters that the
+  /// kernel adds. choices: on the axes after the dtype.
+  template <class General, class Hopper, class F, class... Choices>
+  void start_product(int64_t ranks, const typename General::Args& args, const F& programs, Choices... choices) const {
+    const auto dtype = core::dtype_of(call.x);
+    auto attempt = [&]<class K>(K, bool optional) {
+      auto given = [&] { return std::bit_cast<typename K::Args>(args); };
+      const auto choice = core::choose<K>(ranks, given(), runtime::point_of<K>(K::dtype(dtype), choices...));
+      if (optional && !can_run(choice)) return false;
+      const int64_t count = programs(choice.config);
+      launch(choice, count, given());
+      return true;
+    };
+    if (dtype == runtime::DType::F32 || !attempt(Hopper(), true)) attempt(General(), false);
+  }
+
+  /// Launches a kernel over the parts of all tiles and over columns of `inner`.
+  template <class K>
+  void start_act(const typename K::Args& args) const {
+    auto programs = [&](const auto& config) {
+      return tiles * int64_t(flags::TILE_ROWS / config.BLOCK_M) * ceil_div(inner, config.BLOCK_N);
+    };
+    start<K>(inner, args, programs, act_point<K>());
+  }
+  template <class K>
+  runtime::Point act_point() const {
+    return runtime::point_of<K>(K::dtype(core::dtype_of(call.x)), gate());
   }
 
   /// PyTorch's grouped GEMM copies sizes to the host for other dtypes and devices. The kernels beside it come from one
@@ -85,7 +113,7 @@ struct Kernels {
   bool can_group(bool aligned) const {
     constexpr int32_t kMostGroups = 1024;
     return aligned && call.x.scalar_type() == at::kBFloat16 && experts < kMostGroups &&
-        can_run<kernels::moe_experts_gather>(gather_variant(at::kBFloat16));
+        can_run(core::choose<kernels::moe_experts_gather>(1, {}));
   }
   bool has_many_rows() const { return pairs >= kManyRows * experts; }
 
@@ -98,24 +126,12 @@ struct Kernels {
   /// The rows of the experts. Rows that are sorted already need no copy.
   Tensor gather(const Tensor& by_token) const {
     if (call.is_sorted()) return by_token;
-    using K = kernels::moe_experts_gather;
     const auto n = int32_t(by_token.size(1));
     Tensor out = at::empty({pairs, n}, by_token.options());
-    const auto& config = runtime::first_fit<K>(n, true);
-    start<K>(
-        gather_variant(out.scalar_type()), ceil_div(pairs, config.BLOCK_M) * ceil_div(n, config.BLOCK_N),
-        {address(out), address(by_token), address(routing.tokens), address(routing.offsets), experts, n,
-         by_token.stride(0)});
+    start<kernels::moe_experts_gather>(
+        n, {.out = address(out), .rows = address(by_token), .n = n, .rows_row = by_token.stride(0)},
+        [&](const auto& config) { return ceil_div(pairs, config.BLOCK_M) * ceil_div(n, config.BLOCK_N); });
     return out;
-  }
-
-  /// Launches a kernel over the parts of all tiles and over columns of `inner`.
-  template <class K>
-  void start_act(const typename K::Args& args) const {
-    const auto& config = runtime::first_fit<K>(inner, true);
-    start<K>(
-        runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(call.x)), gate())),
-        tiles * int64_t(flags::TILE_ROWS / config.BLOCK_M) * ceil_div(inner, config.BLOCK_N), args);
   }
 
   int32_t gate_flags() const {
@@ -125,55 +141,20 @@ struct Kernels {
   }
   int gate() const { return call.options.is_silu() ? flags::SILU : flags::GELU; }
 
-  template <class Args>
-  void set_gate(Args& args) const {
-    args.alpha = float(call.options.alpha);
-    args.limit = float(call.options.limit_or_infinity());
-    args.up_offset = float(call.options.up_offset);
-  }
-
-  template <class Args>
-  void set_routing(Args& args) const {
-    args.offsets = address(routing.offsets);
-    args.tiles = address(routing.tiles);
-    args.most_tiles = tiles;
-  }
-
-  template <class Args>
-  void set_step(Args& args, const Step& step) const {
-    args.v = address(step.v);
-    args.packed = address(step.packed);
-    args.padded = step.ranks();
-  }
-
-  template <class Args>
-  void set_weights(Args& args, const Tensor& w) const {
-    args.w_expert = w.stride(0);
-    args.w_row = w.stride(1);
-  }
-
  private:
-  template <class K, class = void>
-  struct HasBlockN : std::false_type {};
   template <class K>
-  struct HasBlockN<K, std::void_t<decltype(K::configs[0].BLOCK_N)>> : std::true_type {};
-  template <class K>
-  static constexpr bool has_block_n = HasBlockN<K>::value;
-
-  template <class K, class F, class... Choices>
-  bool attempt(K kernel, bool optional, int64_t ranks, bool aligned, const F& f, Choices... choices) const {
-    const auto point = runtime::point_of<K>(choices...);
-    const auto& config = runtime::first_fit<K>(ranks, aligned, point);
-    const uint32_t variant = runtime::variant_index<K>(config, point);
-    if (optional && !can_run<K>(variant)) return false;
-    f(kernel, config, variant);
-    return true;
+  void launch(const core::Choice<K>& choice, int64_t programs, const typename K::Args& args) const {
+    LIGER_CHECK(
+        programs <= std::numeric_limits<int32_t>::max(), call.op, "x",
+        "be small enough for fewer than 2^31 programs of a kernel", programs);
+    if (programs > 0) core::launch(call.op, device_, choice, {uint32_t(programs)}, args);
   }
 
   template <class K>
-  bool can_run(uint32_t variant) const {
+  bool can_run(const core::Choice<K>& choice) const {
     if (!core::is_for<K>(device_)) return false;
-    return runtime::is_trial(variant) || runtime::loads(K::kernel, variant, device_.index()) == runtime::Loads::Yes;
+    return runtime::is_trial(choice.variant) ||
+        runtime::loads(K::kernel, choice.variant, device_.index()) == runtime::Loads::Yes;
   }
 
   at::Device device_ = call.x.device();
@@ -194,11 +175,6 @@ inline Tensor with_rows(const Tensor& w) {
 
 inline Tensor fp32_or_undefined(const Tensor& t) { return t.defined() ? t.to(at::kFloat).contiguous() : t; }
 
-template <class... Numbers>
-bool multiples_of_8(Numbers... numbers) {
-  return ((int64_t(numbers) | ...) & 7) == 0;
-}
-
 /// Rows of tokens, which become rows of experts once for all grouped GEMMs.
 struct ByToken {
   Tensor tokens, rows{};
@@ -213,31 +189,29 @@ struct ByToken {
 inline Tensor columns_last(const Tensor& w, bool columns_second) { return columns_second ? w : w.transpose(1, 2); }
 
 inline void route(const Kernels& k, const Tensor& index) {
-  const Routing& r = k.routing;
-  const auto ints = k.call.x.options().dtype(at::kInt);
   const bool sorted = k.call.is_sorted();
-  const int32_t blocks = sorted ? 0 : int32_t(ceil_div(k.pairs, flags::ROUTE_BLOCK)), words = words_of(index);
-  const int64_t programs = ceil_div(k.pairs, flags::ROUTE_BLOCK);
+  const int64_t all_blocks = ceil_div(k.pairs, flags::ROUTE_BLOCK);
+  const int32_t blocks = sorted ? 0 : int32_t(all_blocks), words = words_of(index);
+  auto programs = [&](const auto&) { return all_blocks; };
   Tensor totals = index, counts;
   if (!sorted) {
+    const auto ints = k.call.x.options().dtype(at::kInt);
     totals = at::zeros({k.experts}, ints);
-    using Count = kernels::moe_experts_count;
     counts = at::empty({k.experts, blocks}, ints);
-    k.start_simple<Count>(
-        1, false, programs, {address(counts), address(totals), address(index), k.pairs, k.experts, blocks, words}, 0);
+    k.start<kernels::moe_experts_count>(
+        1,
+        {.counts = address(counts),
+         .totals = address(totals),
+         .index = address(index),
+         .blocks = blocks,
+         .words = words},
+        programs);
   }
-  using Scan = kernels::moe_experts_scan;
-  const auto& config = runtime::first_fit<Scan>(k.experts, false);
-  k.start<Scan>(
-      runtime::variant_index<Scan>(config, runtime::point_of<Scan>(0)), k.experts,
-      {address(r.offsets), address(r.tiles), address(counts), address(totals), k.pairs, k.experts, blocks,
-       sorted ? words : 1});
-  using Place = kernels::moe_experts_place;
-  k.start_simple<Place>(
-      1, false, programs,
-      {address(r.tokens), address(r.order), address(r.position), address(counts), address(r.offsets), address(index),
-       k.pairs, k.choices, k.experts, blocks, sorted ? 0 : words},
-      0);
+  k.start<kernels::moe_experts_scan>(
+      k.experts, {.counts = address(counts), .totals = address(totals), .blocks = blocks, .words = sorted ? words : 1},
+      [&](const auto&) { return k.experts; });
+  k.start<kernels::moe_experts_place>(
+      1, {.firsts = address(counts), .index = address(index), .blocks = blocks, .words = sorted ? 0 : words}, programs);
 }
 
 // ---- Adapters
@@ -251,12 +225,21 @@ inline Tensor pack(const Kernels& k, const Tensor& adapter, at::ScalarType dtype
   const int64_t features = adapter.size(1), ranks = adapter.size(2), padded = ceil_div(ranks, kStep) * kStep;
   const int64_t pieces = is_narrow(dtype) ? int64_t(flags::ADAPTER_PIECES) : 1;
   Tensor out = at::empty({k.experts, features, pieces, padded}, adapter.options().dtype(dtype));
-  const auto& config = runtime::first_fit<K>(1, false);
+  const K::Args args{
+      .out = address(out),
+      .adapter = address(adapter),
+      .features = int32_t(features),
+      .ranks = int32_t(ranks),
+      .padded = int32_t(padded),
+      .a_expert = adapter.stride(0),
+      .a_feature = adapter.stride(1),
+      .a_rank = adapter.stride(2)};
   k.start<K>(
-      runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(dtype), core::dtype_of(adapter)))),
-      ceil_div(features * padded, config.BLOCK_P) * ceil_div(k.experts, config.BLOCK_E),
-      {address(out), address(adapter), k.experts, int32_t(features), int32_t(ranks), int32_t(padded), adapter.stride(0),
-       adapter.stride(1), adapter.stride(2)});
+      1, args,
+      [&](const auto& config) {
+        return ceil_div(features * padded, config.BLOCK_P) * ceil_div(k.experts, config.BLOCK_E);
+      },
+      runtime::point_of<K>(K::dtype(core::dtype_of(dtype), core::dtype_of(adapter))));
   return out;
 }
 
@@ -279,15 +262,23 @@ inline Narrow narrow(
   const int64_t padded = packed.size(3), pieces = is_narrow(x.scalar_type()) ? 2 : 1;
   if (!t.defined()) t = at::empty({k.pairs, ranks}, x.options().dtype(at::kFloat));
   const Tensor v = at::empty({k.pairs, pieces, padded}, x.options());
-  const bool aligned = multiples_of_8(x.size(1), x.stride(0)) && core::aligned16(address(x), address(t));
-  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(packed)));
-  const auto& config = runtime::first_fit<K>(padded, aligned, point);
+  const K::Args args{
+      .out = address(t),
+      .pieces = address(v),
+      .x = address(x),
+      .packed = address(packed),
+      .features = int32_t(x.size(1)),
+      .ranks = ranks,
+      .padded = int32_t(padded),
+      .x_row = x.stride(0),
+      .scale = float(scale),
+      .flags = by_token ? flags::GATHERS : 0};
   k.start<K>(
-      runtime::variant_index<K>(config, point),
-      k.tiles * int64_t(flags::TILE_ROWS / config.BLOCK_T) * ceil_div(padded, config.BLOCK_R),
-      {address(t), address(v), address(x), address(packed), address(k.routing.offsets), address(k.routing.tiles),
-       address(k.routing.tokens), int32_t(x.size(1)), ranks, int32_t(padded), x.stride(0), float(scale),
-       by_token ? flags::GATHERS : 0});
+      padded, args,
+      [&](const auto& config) {
+        return k.tiles * int64_t(flags::TILE_ROWS / config.BLOCK_T) * ceil_div(padded, config.BLOCK_R);
+      },
+      runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(packed))));
   return {t, v};
 }
 
@@ -295,27 +286,32 @@ inline Narrow narrow(
 inline void sum_products(const Kernels& k, const Tensor& out, const Tensor& x, const Tensor& v, bool by_token) {
   using K = kernels::moe_adapters_columns;
   const int64_t features = out.size(1), ranks = out.size(2);
-  const bool aligned = multiples_of_8(features, ranks, x.stride(0)) && core::aligned16(address(x), address(v));
-  const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(out)));
-  const auto& config = runtime::first_fit<K>(ranks, aligned, point);
+  const K::Args args{
+      .out = address(out),
+      .x = address(x),
+      .v = address(v),
+      .features = int32_t(features),
+      .ranks = int32_t(ranks),
+      .x_row = x.stride(0),
+      .out_expert = out.stride(0),
+      .out_feature = out.stride(1),
+      .out_rank = out.stride(2),
+      .flags = by_token ? flags::GATHERS : 0};
   k.start<K>(
-      runtime::variant_index<K>(config, point),
-      k.experts * ceil_div(features, config.BLOCK_C) * ceil_div(ranks, config.BLOCK_R),
-      {address(out), address(x), address(v), address(k.routing.offsets), address(k.routing.tokens), int32_t(features),
-       int32_t(ranks), x.stride(0), out.stride(0), out.stride(1), out.stride(2), by_token ? flags::GATHERS : 0});
+      ranks, args,
+      [&](const auto& config) {
+        return k.experts * ceil_div(features, config.BLOCK_C) * ceil_div(ranks, config.BLOCK_R);
+      },
+      runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(out))));
 }
 
 /// out (pairs, n) += the step, of a result of PyTorch's grouped GEMM.
 inline void add_step(const Kernels& k, const Tensor& out, const Step& step) {
   if (!step.v.defined()) return;
-  using K = kernels::moe_adapters_add;
   const auto n = int32_t(out.size(1));
-  const auto& config = runtime::first_fit<K>(n, true);
-  k.start<K>(
-      runtime::variant_index<K>(config, runtime::point_of<K>(K::dtype(core::dtype_of(out)))),
-      k.tiles * ceil_div(n, config.BLOCK_N),
-      {address(out), address(step.v), address(step.packed), address(k.routing.offsets), address(k.routing.tiles),
-       k.tiles, n, step.ranks()});
+  k.start<kernels::moe_adapters_add>(
+      n, {.out = address(out), .v = address(step.v), .packed = address(step.packed), .n = n, .padded = step.ranks()},
+      [&](const auto& config) { return k.tiles * ceil_div(n, config.BLOCK_N); });
 }
 
 /// (E, in, r)

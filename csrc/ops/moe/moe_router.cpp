@@ -5,7 +5,7 @@
 // backward recomputes the scores. score "sqrtsoftplus" is rounded to the logits' dtype after softplus and after sqrt,
 // as in DeepSeek-V4, because the choice depends on it. experts: (..., top_k), chosen beforehand.
 
-#include "core/column_sum.h"
+#include "core/cuda/column_sum.h"
 #include "core/cpu/loops.h"
 #include "core/operator.h"
 #include "core/values.h"
@@ -241,28 +241,37 @@ struct Cuda {
       return;
     }
     const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(in.logits)), o.groups > 1 ? 1 : 0);
-    const auto& config = runtime::first_fit<K>(n, false, point);
+    K::Args args{
+        .weights = core::address(out.weights),
+        .index = core::address(out.index),
+        .logits = core::address(in.logits),
+        .bias = core::address(in.bias),
+        .token_weight = core::address(in.token_weight),
+        .given = core::address(in.given),
+        .rows = int32_t(rows),
+        .n = int32_t(n),
+        .top_k = int32_t(o.top_k),
+        .groups = int32_t(o.groups),
+        .group_size = int32_t(n / o.groups),
+        .top_groups = int32_t(o.top_groups),
+        .scale = float(w.scale),
+        .least = float(kLeast),
+        .flags = weighing_flags(in, w) | bits(statistics, flags::STATISTICS) |
+            bits(in.bias.defined(), flags::HAS_SCORE_BIAS) | bits(in.given.defined(), flags::HAS_EXPERTS) |
+            bits(!in.bias.defined() && o.groups == 1 && w.score != Score::sqrtsoftplus, flags::BY_LOGITS)};
+    const auto choice = core::choose<K>(n, args, point);
     const int64_t programs = core::persistent_programs(
-        in.logits.device(), (rows + config.ROWS - 1) / config.ROWS, std::max(1, int(config.programs_per_sm)));
+        in.logits.device(), core::programs_for(rows, choice.config.ROWS), std::max(1, choice.config.programs_per_sm));
     Tensor counts, sums, squares;
     if (statistics) {
       counts = at::empty({1, programs, n}, out.z.options());
       sums = at::empty({1, programs, n}, out.z.options());
       squares = at::empty({1, programs, 1}, out.z.options());
     }
-    K::Args args{};
-    args.weights = core::address(out.weights), args.index = core::address(out.index);
-    args.tokens = core::address(counts), args.sums = core::address(sums), args.squares = core::address(squares);
-    args.logits = core::address(in.logits), args.bias = core::address(in.bias);
-    args.token_weight = core::address(in.token_weight), args.given = core::address(in.given);
-    args.rows = int32_t(rows), args.n = int32_t(n), args.top_k = int32_t(o.top_k);
-    args.groups = int32_t(o.groups), args.group_size = int32_t(n / o.groups);
-    args.top_groups = int32_t(o.top_groups);
-    args.scale = float(w.scale), args.least = float(kLeast);
-    args.flags = weighing_flags(in, w) | bits(statistics, flags::STATISTICS) |
-        bits(in.bias.defined(), flags::HAS_SCORE_BIAS) | bits(in.given.defined(), flags::HAS_EXPERTS) |
-        bits(!in.bias.defined() && o.groups == 1 && w.score != Score::sqrtsoftplus, flags::BY_LOGITS);
-    core::launch<K>(kOp, in.logits.device(), runtime::variant_index<K>(config, point), {uint32_t(programs)}, args);
+    args.tokens = core::address(counts);
+    args.sums = core::address(sums);
+    args.squares = core::address(squares);
+    core::launch(kOp, in.logits.device(), choice, {uint32_t(programs)}, args);
     if (!statistics) return;
     core::column_sum(kOp, counts, out.tokens);
     core::column_sum(kOp, sums, out.scores);
@@ -275,18 +284,23 @@ struct Cuda {
     const int64_t rows = in.rows(), n = in.experts();
     if (rows == 0) return;
     const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(in.logits)));
-    const auto& config = runtime::first_fit<K>(n, false, point);
-    K::Args args{};
-    args.dlogits = core::address(dlogits), args.logits = core::address(in.logits), args.index = core::address(index);
-    args.grad = core::address(up.weights), args.grad_scores = core::address(up.scores);
-    args.grad_z = core::address(up.z), args.token_weight = core::address(in.token_weight);
-    args.rows = int32_t(rows), args.n = int32_t(n), args.top_k = int32_t(index.size(-1));
-    args.scale = float(w.scale), args.least = float(kLeast);
-    args.flags = weighing_flags(in, w) | bits(up.weights.defined(), flags::OF_WEIGHTS) |
-        bits(up.scores.defined(), flags::OF_SCORES) | bits(up.z.defined(), flags::OF_Z);
-    core::launch<K>(
-        kBackward, in.logits.device(), runtime::variant_index<K>(config, point),
-        {uint32_t((rows + config.ROWS - 1) / config.ROWS)}, args);
+    const K::Args args{
+        .dlogits = core::address(dlogits),
+        .grad = core::address(up.weights),
+        .grad_scores = core::address(up.scores),
+        .grad_z = core::address(up.z),
+        .logits = core::address(in.logits),
+        .index = core::address(index),
+        .token_weight = core::address(in.token_weight),
+        .rows = int32_t(rows),
+        .n = int32_t(n),
+        .top_k = int32_t(index.size(-1)),
+        .scale = float(w.scale),
+        .least = float(kLeast),
+        .flags = weighing_flags(in, w) | bits(up.weights.defined(), flags::OF_WEIGHTS) |
+            bits(up.scores.defined(), flags::OF_SCORES) | bits(up.z.defined(), flags::OF_Z)};
+    const auto choice = core::choose<K>(n, args, point);
+    core::launch(kBackward, in.logits.device(), choice, {core::programs_for(rows, choice.config.ROWS)}, args);
   }
 };
 
@@ -305,46 +319,72 @@ Weighing weighing(std::string_view score, bool normalize, double scale) {
   return {sigmoid ? Score::sigmoid : softplus ? Score::sqrtsoftplus : Score::softmax, normalize, scale};
 }
 
+/// t, contiguous and in the compute type, or undefined.
+Tensor prepared(
+    const char* op, const char* name, const OptionalTensor& t, const Tensor& logits, c10::SymIntArrayRef sizes) {
+  if (!t || !t->defined()) return {};
+  core::check_same_device(op, name, *t, "logits", logits);
+  core::check_dense(op, name, *t);
+  LIGER_CHECK(at::isFloatingType(t->scalar_type()), op, name, "be floating point", t->scalar_type());
+  LIGER_CHECK(t->sym_sizes().equals(sizes), op, name, c10::str("have shape ", sizes), t->sym_sizes());
+  return t->to(core::compute_type(logits)).contiguous();
+}
+
 /// Checks the tensors that forward and backward share.
 Inputs inputs_of(const char* op, const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& token_weight) {
   core::check_activation(op, "logits", logits);
-  const auto n = logits.sym_sizes().back();
+  const auto sizes = logits.sym_sizes(), rows = sizes.slice(0, logits.dim() - 1), experts = sizes.slice(rows.size());
   LIGER_CHECK(
-      n <= flags::MOST_EXPERTS, op, "logits", c10::str("have at most ", int(flags::MOST_EXPERTS), " experts"), n);
-  const auto rows = logits.sym_sizes().slice(0, logits.dim() - 1);
-  Inputs out;
-  auto prepared = [&](const char* name, const OptionalTensor& t, c10::SymIntArrayRef sizes) {
-    if (!t || !t->defined()) return Tensor();
-    core::check_same_device(op, name, *t, "logits", logits);
-    core::check_dense(op, name, *t);
-    LIGER_CHECK(at::isFloatingType(t->scalar_type()), op, name, "be floating point", t->scalar_type());
-    LIGER_CHECK(t->sym_sizes().equals(sizes), op, name, c10::str("have shape ", sizes), t->sym_sizes());
-    return t->to(core::compute_type(logits)).contiguous();
-  };
-  out.bias = prepared("bias", bias, logits.sym_sizes().slice(logits.dim() - 1));
-  out.token_weight = prepared("token_weight", token_weight, rows);
-  out.logits = logits.contiguous();
-  return out;
+      experts[0] <= flags::MOST_EXPERTS, op, "logits", c10::str("have at most ", int(flags::MOST_EXPERTS), " experts"),
+      experts[0]);
+  const Tensor given_bias = prepared(op, "bias", bias, logits, experts);
+  return {logits.contiguous(), given_bias, prepared(op, "token_weight", token_weight, logits, rows), {}};
 }
 
-using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+struct Backward : core::Private<
+                      Backward,
+                      Tensor(
+                          const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                          const Tensor&, const OptionalTensor&, c10::string_view, bool, double)> {
+  static constexpr const char* kName = "_moe_router_bwd";
+  static constexpr const char* kArguments =
+      "grad, grad_scores, grad_z, logits, index, token_weight, score, normalize, scale";
+
+  template <class Device>
+  static Tensor run(
+      const OptionalTensor& grad, const OptionalTensor& grad_scores, const OptionalTensor& grad_z, const Tensor& logits,
+      const Tensor& index, const OptionalTensor& token_weight, std::string_view score, bool normalize, double scale) {
+    const Inputs in = inputs_of(kBackward, logits, std::nullopt, token_weight);
+    const auto experts = logits.sym_sizes().slice(logits.dim() - 1);
+    const Upstream up{
+        prepared(kBackward, "the weights' gradient", grad, logits, index.sym_sizes()),
+        prepared(kBackward, "the scores' gradient", grad_scores, logits, experts),
+        prepared(kBackward, "the gradient of z", grad_z, logits, {})};
+    Tensor dlogits = at::empty_symint(logits.sym_sizes(), logits.options());
+    Device::backward(dlogits, up, in, index.contiguous(), weighing(score, normalize, scale));
+    return dlogits;
+  }
+};
+
+using AllResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // No autocast: results are fp32 for logits of any dtype.
 struct MoeRouter : core::Operator<
                        MoeRouter,
-                       Five(
+                       AllResults(
                            const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, c10::string_view,
                            const OptionalTensor&, bool, double, int64_t, int64_t, bool)> {
   static constexpr const char* kOp = moe_router::kOp;
   static constexpr const char* kSchema = schemas::moe_router;
   using Edges = core::Positions<0>;
   using Constants = core::Positions<2, 3>;
+  using Privates = core::Privates<Backward>;
   using Cpu = moe_router::Cpu;
   using Cuda = moe_router::Cuda;
   using Meta = moe_router::Meta;
 
   template <class Device>
-  static Five run(
+  static AllResults run(
       bool, const Tensor& logits, int64_t top_k, const OptionalTensor& bias, const OptionalTensor& token_weight,
       std::string_view score, const OptionalTensor& experts, bool normalize, double scale, int64_t groups,
       int64_t top_groups, bool statistics) {
@@ -381,38 +421,6 @@ struct MoeRouter : core::Operator<
     return {out.weights, out.index, out.tokens, out.scores, out.z};
   }
 
-  template <class Device>
-  static Tensor bwd(
-      const OptionalTensor& grad, const OptionalTensor& grad_scores, const OptionalTensor& grad_z, const Tensor& logits,
-      const Tensor& index, const OptionalTensor& token_weight, std::string_view score, bool normalize, double scale) {
-    const Inputs in = inputs_of(kBackward, logits, std::nullopt, token_weight);
-    auto upstream = [&](const char* name, const OptionalTensor& g, c10::SymIntArrayRef sizes) {
-      if (!g || !g->defined()) return Tensor();
-      core::check_same_device(kBackward, name, *g, "logits", logits);
-      LIGER_CHECK(g->sym_sizes().equals(sizes), kBackward, name, c10::str("have shape ", sizes), g->sym_sizes());
-      return g->to(core::compute_type(logits)).contiguous();
-    };
-    const Upstream up{
-        upstream("the weights' gradient", grad, index.sym_sizes()),
-        upstream("the scores' gradient", grad_scores, logits.sym_sizes().slice(logits.dim() - 1)),
-        upstream("the gradient of z", grad_z, {})};
-    Tensor dlogits = at::empty_symint(logits.sym_sizes(), logits.options());
-    Device::backward(dlogits, up, in, index.contiguous(), weighing(score, normalize, scale));
-    return dlogits;
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define(
-        m,
-        "_moe_router_bwd(Tensor? grad, Tensor? grad_scores, Tensor? grad_z, Tensor logits, Tensor index, "
-        "Tensor? token_weight, str score, bool normalize, float scale) -> Tensor");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_moe_router_bwd");
-  }
-
   struct Node : core::BackwardNode<Node, 3> {  // logits, index, token_weight
     Options options;
 
@@ -421,7 +429,7 @@ struct MoeRouter : core::Operator<
 
     template <class... Rest>
     void record(
-        const Five& out, const Tensor& logits, int64_t, const OptionalTensor&, const OptionalTensor& token_weight,
+        const AllResults& out, const Tensor& logits, int64_t, const OptionalTensor&, const OptionalTensor& token_weight,
         const Rest&...) {
       const auto& [weights, index, tokens, scores, z] = out;
       save(logits, index, token_weight);
@@ -434,8 +442,7 @@ struct MoeRouter : core::Operator<
       if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return {Tensor()};
       Tensor logits = take(0), index = take(1), token_weight = take(2);
       const auto& [top_k, score, normalize, scale, groups, top_groups, statistics] = options;
-      static const auto op = core::find_op<decltype(bwd<Meta>)>("_moe_router_bwd");
-      return {op.call(grads[0], grads[1], grads[2], logits, index, token_weight, score, normalize, scale)};
+      return {Backward::call(grads[0], grads[1], grads[2], logits, index, token_weight, score, normalize, scale)};
     }
   };
 };

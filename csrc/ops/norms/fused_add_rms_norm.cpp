@@ -4,7 +4,6 @@
 // x, residual: (..., n); weight: (n,). Kernels, casting modes and backward are those of rms_norm.
 
 #include "core/operator.h"
-#include "core/rows.h"
 #include "ops/norms/rms_norm.h"
 
 namespace liger::ops {
@@ -29,9 +28,7 @@ struct FusedAddRmsNorm
   static Forward run(
       bool save, const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
       c10::string_view mode) {
-    const Tensor w = core::value_or_undefined(weight);
-    rms_norm::check(kOp, x, residual, w, eps, mode);
-    auto out = Device::forward(kOp, x, residual, w, eps, offset, mode, save);
+    auto out = rms_norm::forward(Device::forward, kOp, save, x, residual, weight, eps, offset, mode);
     return {out.y, out.s, out.rstd};
   }
 
@@ -76,8 +73,9 @@ struct FusedAddRmsNorm
       Tensor s = take(0), weight = take(1), rstd = take(2);
       if (!dy.defined()) return {ds, ds, Tensor()};
       const auto& [eps, offset, mode] = options;
-      const int64_t wanted = core::wanted_bits(needs(0) || needs(1), needs(2));
-      auto [dx, dweight] = rms_norm::backward(dy, ds, s, weight, rstd, offset, mode, wanted, may_overwrite(dy, s));
+      const bool needs_sum = needs(0) || needs(1), overwrites = needs_sum && may_overwrite(dy, s);
+      auto [dx, dweight] = rms_norm::Backward::call(
+          overwrites, dy, ds, s, weight, rstd, core::wanted_bits(needs_sum, needs(2)), offset, mode);
       return {dx, dx, dweight};
     }
   };

@@ -9,22 +9,16 @@
 
 namespace liger::ops::layer_norm {
 
-Forward Meta::forward(const Tensor& x, const OptionalTensor&, const OptionalTensor&, double, bool save) {
-  Forward out{core::empty_rows_like(x), {}};
-  if (save) out.statistics = empty_statistics(out.y);
-  return out;
-}
-
-Gradients Meta::backward(
-    const Tensor&, const Tensor& x, const OptionalTensor&, const Tensor&, const Tensor& dx, bool needs_dweight,
-    bool needs_dbias, at::ScalarType parameters) {
-  auto parameter = [&](bool needed) {
-    return needed ? at::empty_symint({x.sym_sizes().back()}, x.options().dtype(parameters)) : Tensor();
-  };
-  return {dx, parameter(needs_dweight), parameter(needs_dbias)};
-}
-
 namespace {
+
+struct Meta {
+  static void forward(const auto&...) {}
+  static Gradients backward(
+      const Tensor& dx, const Tensor&, const Tensor& x, const OptionalTensor&, const Tensor&, bool needs_dweight,
+      bool needs_dbias, at::ScalarType parameters) {
+    return {dx, empty_parameter(x, parameters, needs_dweight), empty_parameter(x, parameters, needs_dbias)};
+  }
+};
 
 void check(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   core::check_rows(kOp, "x", x);
@@ -38,12 +32,30 @@ void check(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& 
   core::check_eps(kOp, eps);
 }
 
+struct Backward
+    : core::Private<
+          Backward,
+          Gradients(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, int64_t, at::ScalarType),
+          core::Overwrites<0>> {
+  static constexpr const char* kName = "_layer_norm_bwd";
+  static constexpr const char* kArguments = "dy, x, weight, statistics, wanted, parameters";
+
+  template <class Device>
+  static Gradients run(
+      const Into& into, const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics,
+      int64_t wanted, at::ScalarType parameters) {
+    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
+    return Device::backward(dx, dy, x, weight, statistics, core::wants(wanted, 1), core::wants(wanted, 2), parameters);
+  }
+};
+
 struct LayerNorm
     : core::Operator<LayerNorm, Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double)> {
   static constexpr const char* kOp = layer_norm::kOp;
   static constexpr const char* kSchema = schemas::layer_norm;
   using Edges = core::Positions<0, 1, 2>;
   using Forward = std::tuple<Tensor, Tensor>;  // y, statistics
+  using Privates = core::Privates<Backward>;
   using Cpu = layer_norm::Cpu;
   using Cuda = layer_norm::Cuda;
   using Meta = layer_norm::Meta;
@@ -51,8 +63,10 @@ struct LayerNorm
   template <class Device>
   static Forward run(bool save, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
     check(x, weight, bias, eps);
-    auto out = Device::forward(x, weight, bias, eps, save);
-    return {out.y, out.statistics};
+    Tensor y = core::empty_rows_like(x);
+    Tensor statistics = save ? core::empty_per_row(y, core::compute_type(x), 2) : Tensor();
+    Device::forward(y, statistics, x, weight, bias, eps);
+    return {y, statistics};
   }
 
   // PyTorch's policy for norms on CUDA: float32 in and out.
@@ -65,41 +79,6 @@ struct LayerNorm
       x = core::autocast_float(x), weight = core::autocast_float(weight), bias = core::autocast_float(bias);
     }
   };
-
-  // ---- Backward
-
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor> bwd(
-      const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, int64_t wanted,
-      at::ScalarType parameters) {
-    const Tensor dx = wanted & core::kWantInput ? core::empty_rows_like(x) : Tensor();
-    auto out = Device::backward(
-        dy, x, weight, statistics, dx, wanted & core::kWantWeight, wanted & core::kWantBias, parameters);
-    return {out.dx, out.dweight, out.dbias};
-  }
-
-  // Overwrites dy with dx.
-  template <class Device>
-  static std::tuple<Tensor, Tensor> bwd_(
-      Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, int64_t wanted,
-      at::ScalarType parameters) {
-    auto out = Device::backward(
-        dy, x, weight, statistics, dy, wanted & core::kWantWeight, wanted & core::kWantBias, parameters);
-    return {out.dweight, out.dbias};
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define_backward(
-        m, "_layer_norm_bwd",
-        "Tensor(a!) dy, Tensor x, Tensor? weight, Tensor statistics, int wanted, ScalarType parameters",
-        "(Tensor, Tensor, Tensor)", "(Tensor, Tensor)");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_layer_norm_bwd");
-    core::implement<bwd_<Device>>(m, "_layer_norm_bwd_");
-  }
 
   struct Node : core::BackwardNode<Node, 3> {  // x, weight, statistics
     at::ScalarType parameters;
@@ -117,14 +96,8 @@ struct LayerNorm
       Tensor dy = std::move(grads[0]);
       if (!dy.defined()) return {Tensor(), Tensor(), Tensor()};
       Tensor x = take(0), weight = take(1), statistics = take(2);
-      const int64_t wanted = core::wanted_bits(needs(0), needs(1), needs(2));
-      if (needs(0) && may_overwrite(dy, x)) {
-        static const auto op = core::find_op<decltype(bwd_<Meta>)>("_layer_norm_bwd_");
-        auto [dweight, dbias] = op.call(dy, x, weight, statistics, wanted, parameters);
-        return {dy, dweight, dbias};
-      }
-      static const auto op = core::find_op<decltype(bwd<Meta>)>("_layer_norm_bwd");
-      auto [dx, dweight, dbias] = op.call(dy, x, weight, statistics, wanted, parameters);
+      const bool overwrites = needs(0) && may_overwrite(dy, x);
+      auto [dx, dweight, dbias] = Backward::call(overwrites, dy, x, weight, statistics, wanted(), parameters);
       return {dx, dweight, dbias};
     }
   };

@@ -4,7 +4,7 @@
 
 #include "core/aten.h"
 #include "core/checks.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 
 namespace liger::ops::layer_norm {
 
@@ -17,37 +17,31 @@ inline Tensor contiguous_or_undefined(const OptionalTensor& t) {
   return t && t->defined() ? t->contiguous() : Tensor();
 }
 
-/// Means, then reciprocal standard deviations: (2, *rows of x).
-inline Tensor empty_statistics(const Tensor& y) { return core::empty_per_row(y, core::compute_type(y), 2); }
-
 inline at::ScalarType parameter_type(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   return weight.defined() ? weight.scalar_type() : bias.defined() ? bias.scalar_type() : x.scalar_type();
 }
 
-struct Forward {
-  Tensor y, statistics;
-};
+/// The gradient of weight or bias, without values. Undefined if it is not needed.
+inline Tensor empty_parameter(const Tensor& x, at::ScalarType dtype, bool needed) {
+  return needed ? at::empty_symint({x.sym_sizes().back()}, x.options().dtype(dtype)) : Tensor();
+}
 
-struct Gradients {
-  Tensor dx, dweight, dbias;
-};
+/// Of x, weight and bias.
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-using ForwardOn =
-    Forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool save);
+/// Writes y and, if it is defined, statistics: (2, *rows of x), means, then reciprocal standard deviations.
+using ForwardOn = void(
+    Tensor y, const Tensor& statistics, Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps);
 /// Writes dx. dx may be dy; it is undefined if it is not needed.
 using BackwardOn = Gradients(
-    const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& statistics, const Tensor& dx,
-    bool needs_dweight, bool needs_dbias, at::ScalarType parameters);
+    const Tensor& dx, Tensor dy, Tensor x, const OptionalTensor& weight, const Tensor& statistics, bool needs_dweight,
+    bool needs_dbias, at::ScalarType parameters);
 
 struct Cpu {
   static ForwardOn forward;
   static BackwardOn backward;
 };
 struct Cuda {
-  static ForwardOn forward;
-  static BackwardOn backward;
-};
-struct Meta {
   static ForwardOn forward;
   static BackwardOn backward;
 };

@@ -20,7 +20,7 @@ struct CpuForward {
 template <class C>
 void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
-  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  const int64_t n = a.walk.n;
   std::vector<C> row_stage = core::make_stage<C>(a.x.storage, n);
   std::vector<C> weight_stage = core::make_stage<C>(a.weight.storage, n);
   std::vector<C> bias_stage = core::make_stage<C>(a.bias.storage, n);
@@ -28,7 +28,7 @@ void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
   const C* bias = core::widen_all(a.bias, bias_stage.data(), n);
   C block[kBlock];
   for (int64_t row = begin; row < end; ++row) {
-    const C* x = core::widen_all(a.x + a.walk.strides[1].offset(row, inner), row_stage.data(), n);
+    const C* x = core::widen_all(a.x + a.walk.offset(1, row), row_stage.data(), n);
     double total = 0, squares = 0, drift = 0;
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
@@ -61,7 +61,7 @@ void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
       a.means[row] = mean;
       a.scales[row] = scale;
     }
-    const auto y = a.y + a.walk.strides[0].offset(row, inner);
+    const auto y = a.y + a.walk.offset(0, row);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       const C *v = x + first, *w = weight + first, *b = bias + first;
@@ -96,7 +96,7 @@ struct CpuBackward {
 template <class C>
 void backward_rows(const CpuBackward<C>& a, C* dweight, C* dbias, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
-  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  const int64_t n = a.walk.n;
   C blocks[2][kBlock];
   // Process several rows of a block of columns together, so that the block's sums over rows stay in the L1 cache.
   constexpr int64_t kRowsAtATime = 8;
@@ -108,8 +108,8 @@ void backward_rows(const CpuBackward<C>& a, C* dweight, C* dbias, int64_t begin,
       const C* w = a.weight + first;
       C *dw = dweight + first, *db = dbias + first;
       for (int64_t r = 0; r < rows; ++r) {
-        const C* g = core::widen_all(a.dy + a.walk.strides[1].offset(group + r, inner) + first, blocks[0], count);
-        const C* v = core::widen_all(a.x + a.walk.strides[2].offset(group + r, inner) + first, blocks[1], count);
+        const C* g = core::widen_all(a.dy + a.walk.offset(1, group + r) + first, blocks[0], count);
+        const C* v = core::widen_all(a.x + a.walk.offset(2, group + r) + first, blocks[1], count);
         const C mean = a.means[group + r], scale = a.scales[group + r];
         C dot = 0, total = 0;
         if (dweight) {
@@ -135,9 +135,9 @@ void backward_rows(const CpuBackward<C>& a, C* dweight, C* dbias, int64_t begin,
     }
     if (!a.dx) continue;
     for (int64_t r = 0; r < rows; ++r) {
-      const auto dy = a.dy + a.walk.strides[1].offset(group + r, inner);
-      const auto x = a.x + a.walk.strides[2].offset(group + r, inner);
-      const auto dx = a.dx + a.walk.strides[0].offset(group + r, inner);
+      const auto dy = a.dy + a.walk.offset(1, group + r);
+      const auto x = a.x + a.walk.offset(2, group + r);
+      const auto dx = a.dx + a.walk.offset(0, group + r);
       const C mean = a.means[group + r], scale = a.scales[group + r];
       const C slope = C(dots[r] * scale * scale / n), shift = C(totals[r] / n);
       for (int64_t first = 0; first < n; first += kBlock) {
@@ -155,22 +155,21 @@ void backward_rows(const CpuBackward<C>& a, C* dweight, C* dbias, int64_t begin,
 
 }  // namespace
 
-Forward Cpu::forward(
-    const Tensor& x_in, const OptionalTensor& weight_in, const OptionalTensor& bias_in, double eps, bool save) {
+void Cpu::forward(
+    Tensor y, const Tensor& statistics, Tensor x, const OptionalTensor& weight_in, const OptionalTensor& bias_in,
+    double eps) {
   runtime::count_cpu_call();
-  Tensor x = x_in, weight = contiguous_or_undefined(weight_in), bias = contiguous_or_undefined(bias_in);
-  Forward out{core::empty_rows_like(x), {}};
-  if (save) out.statistics = empty_statistics(out.y);
-  if (x.numel() == 0) return out;
-  auto walk = core::walk_rows<2>(kOp, {&out.y, &x});
+  if (x.numel() == 0) return;
+  const Tensor weight = contiguous_or_undefined(weight_in), bias = contiguous_or_undefined(bias_in);
+  auto walk = core::walk_rows<2>(kOp, {&y, &x});
   core::dispatch_compute(x.scalar_type(), [&](auto c) {
     using C = decltype(c);
-    C* means = core::data_or_null<C>(out.statistics);
+    C* means = core::data_or_null<C>(statistics);
     const CpuForward<C> a{
         core::input<C>(x),
         core::input<C>(weight),
         core::input<C>(bias),
-        core::output<C>(out.y),
+        core::output<C>(y),
         means,
         means ? means + walk.rows : nullptr,
         walk,
@@ -179,13 +178,11 @@ Forward Cpu::forward(
       core::vectorized<C>([&] { forward_rows(a, begin, end); });
     });
   });
-  return out;
 }
 
 Gradients Cpu::backward(
-    const Tensor& dy_in, const Tensor& x_in, const OptionalTensor& weight_in, const Tensor& statistics_in,
-    const Tensor& dx, bool needs_dweight, bool needs_dbias, at::ScalarType parameters) {
-  Tensor dy = dy_in, x = x_in;
+    const Tensor& dx, Tensor dy, Tensor x, const OptionalTensor& weight_in, const Tensor& statistics_in,
+    bool needs_dweight, bool needs_dbias, at::ScalarType parameters) {
   runtime::count_cpu_call();
   Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), statistics = core::per_row(statistics_in, lead);
   auto walk = core::walk_rows<3>(kOp, {&lead, &dy, &x});

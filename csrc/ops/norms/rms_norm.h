@@ -3,16 +3,14 @@
 // Shared by the files of rms_norm and by fused_add_rms_norm, which uses the same kernels with a residual, and the same
 // backward.
 
-#include <string>
-#include <string_view>
-#include <tuple>
-
-#include "core/aten.h"
 #include "core/casting_mode.h"
+#include "core/private.h"
+#include "core/rows/rows.h"
 
 namespace liger::ops::rms_norm {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "rms_norm";
 
@@ -20,18 +18,15 @@ struct Forward {
   Tensor y, s, rstd;  // s: undefined without a residual; rstd: undefined unless requested
 };
 
-void check(
-    const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
+/// Writes what is defined in `out`.
+using ForwardOn = void(
+    const char* op, Forward& out, Tensor x, Tensor residual, Tensor weight, double eps, double offset,
     std::string_view casting_mode);
-
-using ForwardOn = Forward(
-    const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset,
-    std::string_view casting_mode, bool save_rstd);
 /// Writes dx and returns (dx, dweight). dx may be dy; it is undefined if it is not needed. ds is undefined without a
 /// residual, or if the sum receives no gradient.
 using BackwardOn = std::tuple<Tensor, Tensor>(
-    const Tensor& dy, const Tensor& ds, const Tensor& x, const Tensor& weight, const Tensor& rstd, double offset,
-    std::string_view casting_mode, const Tensor& dx, bool needs_dweight);
+    const Tensor& dx, Tensor dy, Tensor ds, Tensor x, Tensor weight, Tensor rstd, double offset,
+    std::string_view casting_mode, bool needs_dweight);
 
 struct Cpu {
   static ForwardOn forward;
@@ -46,9 +41,30 @@ struct Meta {
   static BackwardOn backward;
 };
 
-/// Gradients of s and weight. `overwrite_dy` allows the result to overwrite dy.
-std::tuple<Tensor, Tensor> backward(
-    const Tensor& dy, const Tensor& ds, const Tensor& s, const Tensor& weight, const Tensor& rstd, double offset,
-    const std::string& casting_mode, int64_t wanted, bool overwrite_dy);
+/// Checks the arguments and runs forward on a device.
+Forward forward(
+    ForwardOn* device, const char* op, bool save_rstd, const Tensor& x, const Tensor& residual,
+    const OptionalTensor& weight, double eps, double offset, std::string_view casting_mode);
+
+/// The gradients of s and weight. Without a residual, s is x.
+struct Backward : core::Private<
+                      Backward,
+                      std::tuple<Tensor, Tensor>(
+                          const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                          int64_t, double, c10::string_view),
+                      core::Overwrites<0>> {
+  static constexpr const char* kName = "_rms_norm_bwd";
+  static constexpr const char* kArguments = "dy, ds, x, weight, rstd, wanted, offset, casting_mode";
+
+  template <class Device>
+  static std::tuple<Tensor, Tensor> run(
+      const Into& into, const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight,
+      const Tensor& rstd, int64_t wanted, double offset, c10::string_view mode) {
+    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
+    return Device::backward(
+        dx, dy, core::value_or_undefined(ds), x, core::value_or_undefined(weight), rstd, offset, mode,
+        core::wants(wanted, 1));
+  }
+};
 
 }  // namespace liger::ops::rms_norm

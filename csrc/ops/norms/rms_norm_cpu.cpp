@@ -3,7 +3,6 @@
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"
 #include "core/cpu/rms.h"
-#include "core/rows.h"
 #include "ops/norms/rms_norm.h"
 
 namespace liger::ops::rms_norm {
@@ -24,7 +23,7 @@ struct CpuForward {
 template <class C>
 void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
-  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  const int64_t n = a.walk.n;
   std::vector<C> row_stage = core::make_stage<C>(a.x.storage, n), weights(a.weight ? n : 0);
   C block[kBlock];
   if (a.weight) {
@@ -32,10 +31,10 @@ void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < n; ++i) weights[i] = wide[i] + a.offset;
   }
   for (int64_t row = begin; row < end; ++row) {
-    const C* x = core::widen_all(a.x + a.walk.strides[2].offset(row, inner), row_stage.data(), n);
+    const C* x = core::widen_all(a.x + a.walk.offset(2, row), row_stage.data(), n);
     if (a.residual) {
-      const auto residual = a.residual + a.walk.strides[3].offset(row, inner);
-      const auto s = a.s + a.walk.strides[1].offset(row, inner);
+      const auto residual = a.residual + a.walk.offset(3, row);
+      const auto s = a.s + a.walk.offset(1, row);
       C* sums = core::target(s, row_stage.data());
       for (int64_t first = 0; first < n; first += kBlock) {
         const int64_t count = std::min(kBlock, n - first);
@@ -50,7 +49,7 @@ void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
     }
     const C scale = core::inverse_rms(x, n, a.eps);
     if (a.rstd) a.rstd[row] = scale;
-    const auto y = a.y + a.walk.strides[0].offset(row, inner);
+    const auto y = a.y + a.walk.offset(0, row);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       const C *v = x + first, *w = weights.data() + first;
@@ -85,10 +84,10 @@ struct CpuBackward {
 template <class C>
 void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
-  const int64_t n = a.walk.n, inner = a.walk.inner_rows;
+  const int64_t n = a.walk.n;
   C blocks[3][kBlock];
   for (int64_t row = begin; row < end; ++row) {
-    const auto dy = a.dy + a.walk.strides[1].offset(row, inner), x = a.x + a.walk.strides[3].offset(row, inner);
+    const auto dy = a.dy + a.walk.offset(1, row), x = a.x + a.walk.offset(3, row);
     const C scale = a.rstd[row];
     double dot = 0;
     // One pass computes both sums, so that the row is read from cache once.
@@ -119,8 +118,8 @@ void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end)
       dot += part;
     }
     if (!a.dx) continue;
-    const auto dx = a.dx + a.walk.strides[0].offset(row, inner);
-    const auto ds = a.ds ? a.ds + a.walk.strides[2].offset(row, inner) : a.ds;
+    const auto dx = a.dx + a.walk.offset(0, row);
+    const auto ds = a.ds + a.walk.offset(2, row);
     const C mean = C(dot * scale * scale / n);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
@@ -142,16 +141,12 @@ void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end)
 
 }  // namespace
 
-Forward Cpu::forward(
-    const char* op, const Tensor& x_in, const Tensor& residual_in, const Tensor& weight_in, double eps, double offset,
-    std::string_view casting_mode, bool save_rstd) {
-  Tensor x = x_in, residual = residual_in, weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
+void Cpu::forward(
+    const char* op, Forward& out, Tensor x, Tensor residual, Tensor weight, double eps, double offset,
+    std::string_view casting_mode) {
   runtime::count_cpu_call();
-  Forward out;
-  out.y = core::empty_rows_like(x);
-  if (residual.defined()) out.s = at::empty_like(out.y);
-  if (save_rstd) out.rstd = core::empty_per_row(out.y, core::compute_type(x));
-  if (x.numel() == 0) return out;
+  if (x.numel() == 0) return;
+  if (weight.defined()) weight = weight.contiguous();
   auto walk = core::walk_rows<4>(op, {&out.y, &out.s, &x, &residual});
   core::dispatch_compute(x.scalar_type(), [&](auto c) {
     using C = decltype(c);
@@ -170,16 +165,15 @@ Forward Cpu::forward(
       core::vectorized<C>([&] { forward_rows(a, begin, end); });
     });
   });
-  return out;
 }
 
 std::tuple<Tensor, Tensor> Cpu::backward(
-    const Tensor& dy_in, const Tensor& ds_in, const Tensor& x_in, const Tensor& weight_in, const Tensor& rstd_in,
-    double offset, std::string_view casting_mode, const Tensor& dx, bool needs_dweight) {
-  Tensor dy = dy_in, ds = ds_in, x = x_in;
+    const Tensor& dx, Tensor dy, Tensor ds, Tensor x, Tensor weight, Tensor rstd, double offset,
+    std::string_view casting_mode, bool needs_dweight) {
   runtime::count_cpu_call();
-  Tensor weight = weight_in.defined() ? weight_in.contiguous() : weight_in;
-  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x), rstd = core::per_row(rstd_in, lead);
+  if (weight.defined()) weight = weight.contiguous();
+  Tensor lead = dx.defined() ? dx : core::empty_rows_like(x);
+  rstd = core::per_row(rstd, lead);
   auto walk = core::walk_rows<4>("rms_norm backward", {&lead, &dy, &ds, &x});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
   core::PartialColumnSums dweight(needs_dweight, ranges, walk.n, rstd.options());
@@ -201,7 +195,7 @@ std::tuple<Tensor, Tensor> Cpu::backward(
       });
     });
   }
-  return {dx, needs_dweight ? dweight.sum(weight.scalar_type()) : Tensor()};
+  return {dx, dweight.sum(weight.scalar_type())};
 }
 
 }  // namespace liger::ops::rms_norm

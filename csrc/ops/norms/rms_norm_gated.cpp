@@ -19,33 +19,16 @@ namespace liger::ops::rms_norm_gated {
 using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
-Forward allocate(
-    const Tensor& x, const Tensor& weight, const Options& options, const c10::SymInt& groups,
-    const c10::SymInt& columns, bool save_rstd) {
-  Forward out;
-  const bool unit = x.sym_strides().back() == 1;
-  const auto dtype = x.options().dtype(options.result_type(x, weight));
-  out.y = at::empty_like(x, unit ? dtype : dtype.memory_format(at::MemoryFormat::Contiguous));
-  if (save_rstd) out.rstd = core::empty_per_row(by_group(out.y, groups, columns), core::compute_type(x));
-  return out;
-}
-
-Forward Meta::forward(
-    const Tensor& x, const Tensor&, const Tensor& weight, const Options& options, const c10::SymInt& groups,
-    const c10::SymInt& columns, bool save_rstd) {
-  return allocate(x, weight, options, groups, columns, save_rstd);
-}
-
-Gradients Meta::backward(
-    const Tensor&, const Tensor&, const Tensor&, const Tensor& weight, const Tensor&, const Options&, const Tensor& dx,
-    const Tensor& dgate, bool needs_dweight) {
-  return {dx, dgate, needs_dweight ? at::empty_like(weight) : Tensor()};
-}
-
 namespace {
 
-/// A bit of `wanted`, besides kWantInput and kWantWeight.
-constexpr int64_t kWantGate = 4;
+struct Meta {
+  static void forward(const auto&...) {}
+  static Gradients backward(
+      const Tensor& dx, const Tensor& dgate, const Tensor&, const Tensor&, const Tensor&, const Tensor& weight,
+      const Tensor&, const Options&, bool needs_dweight) {
+    return {dx, dgate, needs_dweight ? at::empty_like(weight) : Tensor()};
+  }
+};
 
 Options options_of(
     const char* op, double eps, double offset, c10::string_view mode, c10::string_view activation, bool gate_first) {
@@ -63,6 +46,38 @@ void check(const char* op, const Tensor& x, const Tensor& gate, const Tensor& we
   if (weight.defined()) core::check_column_parameter(op, "weight", weight, x);
 }
 
+struct Backward : core::Private<
+                      Backward,
+                      Gradients(
+                          const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, int64_t,
+                          double, c10::string_view, c10::string_view, bool),
+                      core::Overwrites<0>> {
+  static constexpr const char* kName = "_rms_norm_gated_bwd";
+  static constexpr const char* kArguments =
+      "dy, x, gate, weight, rstd, wanted, offset, casting_mode, activation, gate_first";
+
+  template <class Device>
+  static Gradients run(
+      const Into& into, const Tensor& dy, const Tensor& x, const Tensor& gate, const OptionalTensor& weight,
+      const Tensor& rstd, int64_t wanted, double offset, c10::string_view mode, c10::string_view activation,
+      bool gate_first) {
+    const Tensor w = value_or_undefined(weight);
+    check(kBackward, x, gate, w);
+    const auto options = options_of(kBackward, 0, offset, mode, activation, gate_first);
+    const auto dtype = options.result_type(x, w);
+    LIGER_CHECK(
+        dy.scalar_type() == dtype, kBackward, "dy", c10::str("have the dtype of the result, ", dtype),
+        dy.scalar_type());
+    LIGER_CHECK(
+        dy.sym_sizes().equals(x.sym_sizes()), kBackward, "dy", c10::str("have the shape of x, ", x.sym_sizes()),
+        dy.sym_sizes());
+    const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
+    // Like dx, and not like the gate: kernels walk both by the same rows.
+    const Tensor dgate = core::wants(wanted, 1) ? core::empty_rows_like(x) : Tensor();
+    return Device::backward(dx, dgate, dy, x, gate, w, rstd, options, core::wants(wanted, 2));
+  }
+};
+
 struct RmsNormGated : core::Operator<
                           RmsNormGated,
                           Tensor(
@@ -73,6 +88,7 @@ struct RmsNormGated : core::Operator<
   using Edges = core::Positions<0, 1, 2>;
   using Forward = std::tuple<Tensor, Tensor>;  // y, rstd
   using Saves = core::Saves<core::Argument<0>, core::Argument<1>, core::Argument<2>, core::Result<1>>;
+  using Privates = core::Privates<Backward>;
   using Cpu = rms_norm_gated::Cpu;
   using Cuda = rms_norm_gated::Cuda;
   using Meta = rms_norm_gated::Meta;
@@ -92,8 +108,12 @@ struct RmsNormGated : core::Operator<
           *group_size);
       groups = n / *group_size, columns = *group_size;
     }
-    auto out = Device::forward(x, gate, w, options, groups, columns, save);
-    return {out.y, out.rstd};
+    const bool unit = x.sym_strides().back() == 1;
+    const auto dtype = x.options().dtype(options.result_type(x, w));
+    Tensor y = at::empty_like(x, unit ? dtype : dtype.memory_format(at::MemoryFormat::Contiguous));
+    Tensor rstd = save ? core::empty_per_row(by_group(y, groups, columns), core::compute_type(x)) : Tensor();
+    Device::forward(y, rstd, x, gate, w, options, group_size);
+    return {y, rstd};
   }
 
   // PyTorch computes the formula in the wider dtype of x and gate, with autocast and without.
@@ -111,73 +131,14 @@ struct RmsNormGated : core::Operator<
     }
   };
 
-  // ---- Backward
-
-  template <class Device>
-  static Gradients differentiate(
-      const Tensor& dy, const Tensor& dx, const Tensor& x, const Tensor& gate, const OptionalTensor& weight,
-      const Tensor& rstd, int64_t wanted, double offset, c10::string_view mode, c10::string_view activation,
-      bool gate_first) {
-    const Tensor w = value_or_undefined(weight);
-    check(kBackward, x, gate, w);
-    const auto options = options_of(kBackward, 0, offset, mode, activation, gate_first);
-    const auto dtype = options.result_type(x, w);
-    LIGER_CHECK(
-        dy.scalar_type() == dtype, kBackward, "dy", c10::str("have the dtype of the result, ", dtype),
-        dy.scalar_type());
-    LIGER_CHECK(
-        dy.sym_sizes().equals(x.sym_sizes()), kBackward, "dy", c10::str("have the shape of x, ", x.sym_sizes()),
-        dy.sym_sizes());
-    // Like dx, and not like the gate: kernels walk both by the same rows.
-    const Tensor dgate = wanted & kWantGate ? core::empty_rows_like(x) : Tensor();
-    return Device::backward(dy, x, gate, w, rstd, options, dx, dgate, wanted & core::kWantWeight);
-  }
-
-  template <class Device>
-  static std::tuple<Tensor, Tensor, Tensor> bwd(
-      const Tensor& dy, const Tensor& x, const Tensor& gate, const OptionalTensor& weight, const Tensor& rstd,
-      int64_t wanted, double offset, c10::string_view mode, c10::string_view activation, bool gate_first) {
-    const Tensor dx = wanted & core::kWantInput ? core::empty_rows_like(x) : Tensor();
-    auto out = differentiate<Device>(dy, dx, x, gate, weight, rstd, wanted, offset, mode, activation, gate_first);
-    return {out.dx, out.dgate, out.dweight};
-  }
-
-  /// Overwrites dy with dx.
-  template <class Device>
-  static std::tuple<Tensor, Tensor> bwd_(
-      Tensor& dy, const Tensor& x, const Tensor& gate, const OptionalTensor& weight, const Tensor& rstd, int64_t wanted,
-      double offset, c10::string_view mode, c10::string_view activation, bool gate_first) {
-    auto out = differentiate<Device>(dy, dy, x, gate, weight, rstd, wanted, offset, mode, activation, gate_first);
-    return {out.dgate, out.dweight};
-  }
-
-  static void define_backward(torch::Library& m) {
-    core::define_backward(
-        m, "_rms_norm_gated_bwd",
-        "Tensor(a!) dy, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, int wanted, float offset, "
-        "str casting_mode, str activation, bool gate_first",
-        "(Tensor, Tensor, Tensor)", "(Tensor, Tensor)");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_rms_norm_gated_bwd");
-    core::implement<bwd_<Device>>(m, "_rms_norm_gated_bwd_");
-  }
-
   static core::variable_list backward(Node& node, core::variable_list&& grads) {
     Tensor dy = std::move(grads[0]);
     if (!dy.defined()) return {Tensor(), Tensor(), Tensor()};
     Tensor x = node.take(0), gate = node.take(1), weight = node.take(2), rstd = node.take(3);
     const auto& [eps, offset, mode, activation, gate_first, group_size] = node.options;
-    const int64_t wanted = core::wanted_bits(node.needs(0), node.needs(2)) | (node.needs(1) ? kWantGate : 0);
-    if (node.needs(0) && node.may_overwrite(dy, x)) {
-      static const auto op = core::find_op<decltype(bwd_<Meta>)>("_rms_norm_gated_bwd_");
-      auto [dgate, dweight] = op.call(dy, x, gate, weight, rstd, wanted, offset, mode, activation, gate_first);
-      return {dy, dgate, dweight};
-    }
-    static const auto op = core::find_op<decltype(bwd<Meta>)>("_rms_norm_gated_bwd");
-    auto [dx, dgate, dweight] = op.call(dy, x, gate, weight, rstd, wanted, offset, mode, activation, gate_first);
+    const bool overwrites = node.needs(0) && node.may_overwrite(dy, x);
+    auto [dx, dgate, dweight] =
+        Backward::call(overwrites, dy, x, gate, weight, rstd, node.wanted(), offset, mode, activation, gate_first);
     return {dx, dgate, dweight};
   }
 };

@@ -6,7 +6,7 @@
 
 #include "core/aten.h"
 #include "core/casting_mode.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 
 namespace liger::ops::rms_norm_gated {
 
@@ -35,38 +35,26 @@ inline Tensor by_group(const Tensor& t, const c10::SymInt& groups, const c10::Sy
   return t.unflatten_symint(-1, {groups, columns});
 }
 
-struct Forward {
-  Tensor y, rstd;  // rstd: (..., groups), undefined unless requested
-};
+/// Of x, the gate and the weight.
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-struct Gradients {
-  Tensor dx, dgate, dweight;
-};
+// x, gate, dx, dgate, dy: (..., groups * columns); weight: (groups * columns,), may be undefined; rstd: (..., groups)
 
-// x, gate, dx, dgate, dy: (..., groups * columns); weight: (groups * columns,), may be undefined
-using ForwardOn = Forward(
-    const Tensor& x, const Tensor& gate, const Tensor& weight, const Options& options, const c10::SymInt& groups,
-    const c10::SymInt& columns, bool save_rstd);
+/// Writes y and, if it is defined, rstd. Without group_size, a row is one group.
+using ForwardOn = void(
+    Tensor y, const Tensor& rstd, Tensor x, Tensor gate, Tensor weight, const Options& options,
+    std::optional<int64_t> group_size);
 /// Writes dx and dgate. dx may be dy; both are undefined if they are not needed. They have the layout of
 /// empty_rows_like(x).
 using BackwardOn = Gradients(
-    const Tensor& dy, const Tensor& x, const Tensor& gate, const Tensor& weight, const Tensor& rstd,
-    const Options& options, const Tensor& dx, const Tensor& dgate, bool needs_dweight);
-
-/// The results of forward, without values.
-Forward allocate(
-    const Tensor& x, const Tensor& weight, const Options& options, const c10::SymInt& groups,
-    const c10::SymInt& columns, bool save_rstd);
+    Tensor dx, Tensor dgate, Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor rstd, const Options& options,
+    bool needs_dweight);
 
 struct Cpu {
   static ForwardOn forward;
   static BackwardOn backward;
 };
 struct Cuda {
-  static ForwardOn forward;
-  static BackwardOn backward;
-};
-struct Meta {
   static ForwardOn forward;
   static BackwardOn backward;
 };

@@ -3,7 +3,6 @@
 #include "core/cpu/loops.h"
 #include "core/cpu/math.h"
 #include "core/cpu/rms.h"
-#include "core/rows.h"
 #include "ops/norms/rms_norm_gated.h"
 
 namespace liger::ops::rms_norm_gated {
@@ -53,15 +52,15 @@ void multiply(C* out, const C* a, const C* b, int64_t n) {
 template <class C>
 void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
-  const int64_t n = a.columns, inner = a.walk.inner_rows;
+  const int64_t n = a.columns;
   std::vector<C> x_stage = core::make_stage<C>(a.x.storage, n), gate_stage = core::make_stage<C>(a.gate.storage, n);
   std::vector<C> activation(n), product(n);
   C block[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t group = 0; group < a.groups; ++group) {
       const int64_t start = group * n;
-      const C* x = core::widen_all(a.x + a.walk.strides[1].offset(row, inner) + start, x_stage.data(), n);
-      const C* gate = core::widen_all(a.gate + a.walk.strides[2].offset(row, inner) + start, gate_stage.data(), n);
+      const C* x = core::widen_all(a.x + a.walk.offset(1, row) + start, x_stage.data(), n);
+      const C* gate = core::widen_all(a.gate + a.walk.offset(2, row) + start, gate_stage.data(), n);
       activate(activation.data(), gate, n, a.sigmoid);
       if (a.gate_first) {
         multiply(product.data(), x, activation.data(), n);
@@ -69,7 +68,7 @@ void forward_rows(const CpuForward<C>& a, int64_t begin, int64_t end) {
       }
       const C scale = core::inverse_rms(x, n, a.eps);
       if (a.rstd) a.rstd[row * a.groups + group] = scale;
-      const auto y = a.y + a.walk.strides[0].offset(row, inner) + start;
+      const auto y = a.y + a.walk.offset(0, row) + start;
       for (int64_t first = 0; first < n; first += kBlock) {
         const int64_t count = std::min(kBlock, n - first);
         C* out = core::target(y + first, block);
@@ -115,7 +114,7 @@ void activate_with_slope(C* out, C* slope, const C* gate, int64_t n, bool sigmoi
 template <class C>
 void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end) {
   constexpr int64_t kBlock = core::kColumnsPerSum;
-  const int64_t n = a.columns, inner = a.walk.inner_rows;
+  const int64_t n = a.columns;
   std::vector<C> dy_stage = core::make_stage<C>(a.dy.storage, n), x_stage = core::make_stage<C>(a.x.storage, n);
   std::vector<C> gate_stage = core::make_stage<C>(a.gate.storage, n);
   std::vector<C> activation(n), slope(n), normed(n), grad(n);
@@ -123,9 +122,9 @@ void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end)
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t group = 0; group < a.groups; ++group) {
       const int64_t start = group * n;
-      const C* dy = core::widen_all(a.dy + a.walk.strides[3].offset(row, inner) + start, dy_stage.data(), n);
-      const C* x = core::widen_all(a.x + a.walk.strides[4].offset(row, inner) + start, x_stage.data(), n);
-      const C* gate = core::widen_all(a.gate + a.walk.strides[5].offset(row, inner) + start, gate_stage.data(), n);
+      const C* dy = core::widen_all(a.dy + a.walk.offset(3, row) + start, dy_stage.data(), n);
+      const C* x = core::widen_all(a.x + a.walk.offset(4, row) + start, x_stage.data(), n);
+      const C* gate = core::widen_all(a.gate + a.walk.offset(5, row) + start, gate_stage.data(), n);
       const C* weight = a.weight + start;
       const C scale = a.rstd[row * a.groups + group];
       activate_with_slope(activation.data(), slope.data(), gate, n, a.sigmoid);
@@ -155,8 +154,8 @@ void backward_rows(const CpuBackward<C>& a, C* sums, int64_t begin, int64_t end)
         dot += part;
       }
       const C mean = C(dot / n);
-      const auto dx = a.dx ? a.dx + a.walk.strides[1].offset(row, inner) + start : a.dx;
-      const auto dgate = a.dgate ? a.dgate + a.walk.strides[2].offset(row, inner) + start : a.dgate;
+      const auto dx = a.dx + a.walk.offset(1, row) + start;
+      const auto dgate = a.dgate + a.walk.offset(2, row) + start;
       for (int64_t first = 0; first < n; first += kBlock) {
         const int64_t count = std::min(kBlock, n - first);
         const C *g = dy + first, *v = x + first, *act = activation.data() + first, *w = weight + first;
@@ -193,24 +192,22 @@ Tensor scaled_weight(const Tensor& weight, const Tensor& x, const Options& optio
 
 }  // namespace
 
-Forward Cpu::forward(
-    const Tensor& x_in, const Tensor& gate_in, const Tensor& weight, const Options& options,
-    const c10::SymInt& groups_in, const c10::SymInt& columns_in, bool save_rstd) {
-  Tensor x = x_in, gate = gate_in;
+void Cpu::forward(
+    Tensor y, const Tensor& rstd, Tensor x, Tensor gate, Tensor weight, const Options& options,
+    std::optional<int64_t> group_size) {
   runtime::count_cpu_call();
-  Forward out = allocate(x, weight, options, groups_in, columns_in, save_rstd);
-  if (x.numel() == 0) return out;
-  const int64_t groups = groups_in.expect_int(), columns = columns_in.expect_int();
+  if (x.numel() == 0) return;
+  const int64_t columns = group_size.value_or(x.size(-1)), groups = x.size(-1) / columns;
   const Tensor scaled = scaled_weight(weight, x, options);
-  auto walk = core::walk_rows<3>(kOp, {&out.y, &x, &gate});
+  auto walk = core::walk_rows<3>(kOp, {&y, &x, &gate});
   core::dispatch_compute(x.scalar_type(), [&](auto c) {
     using C = decltype(c);
     const CpuForward<C> a{
         core::input<C>(x),
         core::input<C>(gate),
         core::data_or_null<C>(scaled),
-        core::output<C>(out.y),
-        core::data_or_null<C>(out.rstd),
+        core::output<C>(y),
+        core::data_or_null<C>(rstd),
         walk,
         groups,
         columns,
@@ -222,18 +219,16 @@ Forward Cpu::forward(
       core::vectorized<C>([&] { forward_rows(a, begin, end); });
     });
   });
-  return out;
 }
 
 Gradients Cpu::backward(
-    const Tensor& dy_in, const Tensor& x_in, const Tensor& gate_in, const Tensor& weight, const Tensor& rstd_in,
-    const Options& options, const Tensor& dx_in, const Tensor& dgate_in, bool needs_dweight) {
-  Tensor dy = dy_in, x = x_in, gate = gate_in, dx = dx_in, dgate = dgate_in;
+    Tensor dx, Tensor dgate, Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor rstd, const Options& options,
+    bool needs_dweight) {
   runtime::count_cpu_call();
   if (x.numel() == 0) return {dx, dgate, needs_dweight ? at::zeros_like(weight) : Tensor()};
-  const int64_t groups = rstd_in.size(-1), columns = x.size(-1) / groups;
+  const int64_t groups = rstd.size(-1), columns = x.size(-1) / groups;
   Tensor lead = dx.defined() ? dx : dgate.defined() ? dgate : core::empty_rows_like(x);
-  Tensor rstd = core::per_row(rstd_in, by_group(lead, groups, columns));
+  rstd = core::per_row(rstd, by_group(lead, groups, columns));
   auto walk = core::walk_rows<6>(kBackward, {&lead, &dx, &dgate, &dy, &x, &gate});
   int64_t ranges = needs_dweight ? core::cpu_sum_ranges(walk.rows, walk.n) : core::cpu_ranges(walk.rows, walk.n);
   core::PartialColumnSums dweight(needs_dweight, ranges, walk.n, rstd.options());
@@ -259,7 +254,7 @@ Gradients Cpu::backward(
       core::vectorized<C>([&] { backward_rows(a, dweight.of<C>(range), begin, end); });
     });
   });
-  return {dx, dgate, needs_dweight ? dweight.sum(weight.scalar_type()) : Tensor()};
+  return {dx, dgate, dweight.sum(weight.scalar_type())};
 }
 
 }  // namespace liger::ops::rms_norm_gated

@@ -3,7 +3,7 @@
 #include "ops/rope/angles.h"
 
 #include "core/checks.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 
 namespace liger::ops::rope {
 namespace {

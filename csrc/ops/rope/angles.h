@@ -17,7 +17,10 @@ struct HeadStrides {
   int64_t batch, head, position;
 
   int64_t offset(int64_t b, int64_t s) const { return b * batch + s * position; }
-  bool aligned() const { return ((batch | head | position) & 7) == 0; }
+  /// Passes them to a kernel.
+  void pass(int64_t& to_batch, int64_t& to_head, int64_t& to_position) const {
+    to_batch = batch, to_head = head, to_position = position;
+  }
 };
 
 struct Angles {
@@ -28,8 +31,6 @@ struct Angles {
   // Columns from the angle of a pair's first column to that of its second column, and to the next pair's.
   int64_t second, next;
   bool is_complex;
-
-  bool aligned() const { return ((half | section_1 | section_2 | batch | position | section) & 7) == 0; }
 };
 
 /// Which columns of a head are rotated, and how they form pairs.
@@ -46,6 +47,35 @@ struct Columns {
 void check_heads_and_angles(
     const char* op, const Tensor& q, const Tensor& k, const Tensor& cos, const OptionalTensor& sin,
     const Sections& sections, const Columns& columns);
+
+/// Heads of q and k, and what rotates them.
+struct Heads {
+  Tensor out_q, out_k, q, k;
+  Angles angles;
+
+  int64_t positions() const { return q.size(2); }
+  int64_t tokens() const { return q.size(0) * q.size(2); }
+  int64_t head_size() const { return q.size(3); }
+  bool empty() const { return q.numel() + k.numel() == 0; }
+
+  /// Sets the arguments that kernels have for q, k and the angles, but for the pointers to q and k.
+  template <class Args>
+  void pass(Args& args) const {
+    args.cos = angles.cos.const_data_ptr();
+    args.sin = angles.sin.const_data_ptr();
+    args.positions = int32_t(positions());
+    args.q_heads = int32_t(q.size(1));
+    args.k_heads = int32_t(k.size(1));
+    args.half = int32_t(angles.half);
+    args.section_1 = int32_t(angles.section_1);
+    args.section_2 = int32_t(angles.section_2);
+    args.angle_batch = angles.batch;
+    args.angle_position = angles.position;
+    args.angle_section = angles.section;
+    HeadStrides(q).pass(args.q_batch, args.q_head, args.q_position);
+    HeadStrides(k).pass(args.k_batch, args.k_head, args.k_position);
+  }
+};
 
 Angles make_angles(Tensor cos, const OptionalTensor& sin, const Sections& sections, const Columns& columns);
 

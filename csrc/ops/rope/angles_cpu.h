@@ -83,4 +83,16 @@ void rotate_row(C* y, const C* x, const PairAngles<C>& angles, bool x_pairs, boo
   }
 }
 
+// Calls f(angles, b, s) for tokens from begin to end, with their angles.
+template <class C, class F>
+void for_tokens(const Heads& call, bool inverse, int64_t begin, int64_t end, const F& f) {
+  PairAngles<C> angles(call.angles, inverse);
+  const int64_t positions = call.positions();
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t b = token / positions, s = token - b * positions;
+    angles.load(b, s);
+    core::vectorized<C>([&] { f(angles, b, s); });
+  }
+}
+
 }  // namespace liger::ops::rope

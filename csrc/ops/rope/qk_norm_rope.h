@@ -11,17 +11,10 @@ using at::Tensor;
 constexpr const char* kOp = "qk_norm_rope";
 constexpr const char* kBackward = "qk_norm_rope backward";
 
-struct Forward {
-  Tensor out_q, out_k, q, k;
+struct Forward : rope::Heads {
   Tensor q_weight, k_weight;  // contiguous, or undefined
-  rope::Angles angles;
   double eps, offset;
   bool round_first, interleaved;
-
-  int64_t positions() const { return q.size(2); }
-  int64_t tokens() const { return q.size(0) * q.size(2); }
-  int64_t head_size() const { return q.size(3); }
-  bool empty() const { return q.numel() + k.numel() == 0; }
 };
 
 /// out_q and out_k receive the gradients of q and k. They may be grad_q and grad_k, or undefined if not needed.
@@ -38,8 +31,8 @@ struct Cpu {
   static WeightGradients backward(const Backward& call);
 };
 struct Cuda {
-  static void forward(const Forward& call);
-  static WeightGradients backward(Backward call);
+  static void forward(Forward& call);
+  static WeightGradients backward(Backward& call);
 };
 
 }  // namespace liger::ops::qk_norm_rope

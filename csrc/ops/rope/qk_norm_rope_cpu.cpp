@@ -10,6 +10,7 @@ namespace liger::ops::qk_norm_rope {
 
 namespace {
 
+using rope::for_tokens;
 using rope::HeadStrides;
 using rope::PairAngles;
 
@@ -21,8 +22,8 @@ Tensor scaled(const Tensor& weight, const Forward& call) {
 
 // The heads of q or of k. scaled: as above. grad: in backward.
 template <class C>
-struct Heads {
-  Heads(
+struct Normed {
+  Normed(
       const Forward& call, const Tensor& out, const Tensor& x, const Tensor& grad, const Tensor& weight,
       const Tensor& scaled)
       : heads(x.size(1)),
@@ -54,7 +55,7 @@ void rotate_head(C* y, const C* x, int64_t n, const PairAngles<C>& angles, bool 
 }
 
 template <class C>
-void forward_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>& angles, C* stage) {
+void forward_heads(const Normed<C>& a, int64_t b, int64_t s, const PairAngles<C>& angles, C* stage) {
   const int64_t n = a.n;
   const C* weight = a.weight;
   C *wide = stage, *normed = stage + n;
@@ -80,12 +81,12 @@ void forward_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>&
 
 // sums: this range's partial sum of the weight's gradient, or null. a.grad may be a.out.
 template <class C>
-void backward_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>& inverse, C* sums, C* stage) {
+void backward_heads(const Normed<C>& a, int64_t b, int64_t s, const PairAngles<C>& inverse, C* sums, C* stage) {
   const int64_t n = a.n;
   const C* weight = a.weight;
   C *wide = stage, *turned = stage + n, *rounded = stage + 2 * n;
   auto x = a.x + a.strides.offset(b, s), grad = a.grad + a.grad_strides.offset(b, s);
-  auto out = a.out ? a.out + a.out_strides.offset(b, s) : a.out;
+  auto out = a.out + a.out_strides.offset(b, s);
   for (int64_t h = 0; h < a.heads; ++h, x = x + a.strides.head, grad = grad + a.grad_strides.head) {
     rotate_head(turned, core::widen_all(grad, turned, n), n, inverse, a.interleaved);
     const C* v = core::widen_all(x, wide, n);
@@ -114,18 +115,6 @@ void backward_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>
   }
 }
 
-// Calls f(angles, b, s) for tokens from begin to end, with their angles.
-template <class C, class F>
-void for_tokens(const Forward& call, bool inverse, int64_t begin, int64_t end, const F& f) {
-  PairAngles<C> angles(call.angles, inverse);
-  const int64_t positions = call.positions();
-  for (int64_t token = begin; token < end; ++token) {
-    const int64_t b = token / positions, s = token - b * positions;
-    angles.load(b, s);
-    core::vectorized<C>([&] { f(angles, b, s); });
-  }
-}
-
 }  // namespace
 
 void Cpu::forward(const Forward& call) {
@@ -135,7 +124,7 @@ void Cpu::forward(const Forward& call) {
   const int64_t n = call.head_size(), tokens = call.tokens(), heads = call.q.size(1) + call.k.size(1);
   core::dispatch_compute(call.q.scalar_type(), [&](auto c) {
     using C = decltype(c);
-    const Heads<C> both[] = {
+    const Normed<C> both[] = {
         {call, call.out_q, call.q, call.q, call.q_weight, q_weight},
         {call, call.out_k, call.k, call.k, call.k_weight, k_weight}};
     core::parallel_ranges(tokens, core::cpu_ranges(tokens, heads * n), [&](int64_t, int64_t begin, int64_t end) {
@@ -161,7 +150,7 @@ WeightGradients Cpu::backward(const Backward& call) {
   if (!call.empty()) {
     core::dispatch_compute(call.q.scalar_type(), [&](auto c) {
       using C = decltype(c);
-      const Heads<C> both[] = {
+      const Normed<C> both[] = {
           {call, call.out_q, call.q, call.grad_q, call.q_weight, q_weight},
           {call, call.out_k, call.k, call.grad_k, call.k_weight, k_weight}};
       core::parallel_ranges(tokens, ranges, [&](int64_t range, int64_t begin, int64_t end) {
@@ -173,9 +162,7 @@ WeightGradients Cpu::backward(const Backward& call) {
       });
     });
   }
-  return {
-      sums_q ? dq_weight.sum(call.q_weight.scalar_type()) : Tensor(),
-      sums_k ? dk_weight.sum(call.k_weight.scalar_type()) : Tensor()};
+  return {dq_weight.sum(call.q_weight.scalar_type()), dk_weight.sum(call.k_weight.scalar_type())};
 }
 
 }  // namespace liger::ops::qk_norm_rope

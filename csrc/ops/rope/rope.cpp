@@ -17,7 +17,7 @@
 #include "ops/rope/rope.h"
 
 #include "core/operator.h"
-#include "core/rows.h"
+#include "core/rows/rows.h"
 
 namespace liger::ops::rope {
 namespace {
@@ -45,14 +45,8 @@ void rotate_into(
     const OptionalTensor& sin, const Columns& columns, const Sections& sections, bool inverse) {
   if constexpr (Device::rotate != nullptr) {
     bool in_place = out_q.is_same(q);
-    Call call{
-        out_q,
-        out_k,
-        in_place ? q : with_unit_columns(q),
-        in_place ? k : with_unit_columns(k),
-        make_angles(cos, sin, sections, columns),
-        columns,
-        inverse};
+    const Tensor from_q = in_place ? q : with_unit_columns(q), from_k = in_place ? k : with_unit_columns(k);
+    const Call call{{out_q, out_k, from_q, from_k, make_angles(cos, sin, sections, columns)}, columns, inverse};
     Device::rotate(name_of(sin), call);
   }
 }
@@ -70,26 +64,42 @@ Two rotated(
 }
 
 // Gradients have the layouts of the inputs, whatever layouts the incoming gradients have.
-template <class Device>
-Two bwd(
-    const Tensor& dq, const Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
-    Sections sections, bool trailing, bool halves_out, c10::SymIntArrayRef q_strides, c10::SymIntArrayRef k_strides) {
-  const Columns columns{interleaved, trailing, halves_out};
-  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections, columns);
-  Tensor out_q = at::empty_strided_symint(dq.sym_sizes(), q_strides, dq.options());
-  Tensor out_k = at::empty_strided_symint(dk.sym_sizes(), k_strides, dk.options());
-  rotate_into<Device>(out_q, out_k, dq, dk, cos, sin, columns, sections, true);
-  return {out_q, out_k};
-}
+struct Backward : core::Private<
+                      Backward,
+                      Two(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, bool, Sections, bool,
+                          bool, c10::SymIntArrayRef, c10::SymIntArrayRef)> {
+  static constexpr const char* kName = "_rope_bwd";
+  static constexpr const char* kArguments =
+      "dq, dk, cos, sin, interleaved, mrope_section, trailing, halves_out, q_strides, k_strides";
 
-template <class Device>
-void bwd_(
-    Tensor& dq, Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved, Sections sections,
-    bool trailing) {
-  const Columns columns{interleaved, trailing};
-  check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections, columns);
-  rotate_into<Device>(dq, dk, dq, dk, cos, sin, columns, sections, true);
-}
+  template <class Device>
+  static Two run(
+      const Tensor& dq, const Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved,
+      Sections sections, bool trailing, bool halves_out, c10::SymIntArrayRef q_strides, c10::SymIntArrayRef k_strides) {
+    const Columns columns{interleaved, trailing, halves_out};
+    check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections, columns);
+    Tensor out_q = at::empty_strided_symint(dq.sym_sizes(), q_strides, dq.options());
+    Tensor out_k = at::empty_strided_symint(dk.sym_sizes(), k_strides, dk.options());
+    rotate_into<Device>(out_q, out_k, dq, dk, cos, sin, columns, sections, true);
+    return {out_q, out_k};
+  }
+};
+
+struct BackwardInPlace
+    : core::Private<
+          BackwardInPlace, void(Tensor&, Tensor&, const Tensor&, const OptionalTensor&, bool, Sections, bool)> {
+  static constexpr const char* kName = "_rope_bwd_";
+  static constexpr const char* kArguments = "dq, dk, cos, sin, interleaved, mrope_section, trailing";
+
+  template <class Device>
+  static void run(
+      Tensor& dq, Tensor& dk, const Tensor& cos, const OptionalTensor& sin, bool interleaved, Sections sections,
+      bool trailing) {
+    const Columns columns{interleaved, trailing};
+    check_heads_and_angles(name_of(sin), dq, dk, cos, sin, sections, columns);
+    rotate_into<Device>(dq, dk, dq, dk, cos, sin, columns, sections, true);
+  }
+};
 
 struct Node : core::BackwardNode<Node, 2> {  // cos, sin
   Columns columns;
@@ -129,16 +139,14 @@ struct Node : core::BackwardNode<Node, 2> {  // cos, sin
     // Gradients of halves go to other columns, which others still read.
     if (!halves_out && needs_q && needs_k && may_overwrite(dq, dq) && may_overwrite(dk, dk) &&
         dq.sym_strides().equals(q_strides) && dk.sym_strides().equals(k_strides)) {
-      static const auto in_place = core::find_op<decltype(bwd_<Meta>)>("_rope_bwd_");
-      in_place.call(dq, dk, cos, sin, interleaved, given, trailing);
+      BackwardInPlace::call(dq, dk, cos, sin, interleaved, given, trailing);
       return {dq, dk};
     }
     // A gradient that is not needed is replaced by a tensor without heads.
     if (!needs_q) dq = dk.narrow(1, 0, 0);
     if (!needs_k) dk = dq.narrow(1, 0, 0);
-    static const auto out_of_place = core::find_op<decltype(bwd<Meta>)>("_rope_bwd");
     auto [out_q, out_k] =
-        out_of_place.call(dq, dk, cos, sin, interleaved, given, trailing, halves_out, q_strides, k_strides);
+        Backward::call(dq, dk, cos, sin, interleaved, given, trailing, halves_out, q_strides, k_strides);
     return {needs_q ? out_q : Tensor(), needs_k ? out_k : Tensor()};
   }
 };
@@ -160,6 +168,7 @@ struct Rope
   static constexpr const char* kOp = rope::kOp;
   static constexpr const char* kSchema = schemas::rope;
   using Constants = core::Positions<2, 3>;
+  using Privates = core::Privates<Backward, BackwardInPlace>;
 
   template <class Device>
   static Two run(
@@ -183,21 +192,6 @@ struct Rope
       }
     }
   };
-
-  static void define_backward(torch::Library& m) {
-    const std::string angles = "Tensor cos, Tensor? sin, bool interleaved, int[]? mrope_section, bool trailing";
-    core::define(
-        m,
-        "_rope_bwd(Tensor dq, Tensor dk, " + angles +
-            ", bool halves_out, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)");
-    core::define(m, "_rope_bwd_(Tensor(a!) dq, Tensor(b!) dk, " + angles + ") -> ()");
-  }
-
-  template <class Device>
-  static void implement_backward(torch::Library& m) {
-    core::implement<bwd<Device>>(m, "_rope_bwd");
-    core::implement<bwd_<Device>>(m, "_rope_bwd_");
-  }
 };
 
 struct RopeFreqsCis : Rotation<RopeFreqsCis, Two(const Tensor&, const Tensor&, const Tensor&)> {

@@ -6,15 +6,10 @@
 
 namespace liger::ops::rope {
 
-struct Call {
-  Tensor out_q, out_k, q, k;
-  Angles angles;
+struct Call : Heads {
   Columns columns;
   bool inverse;
 
-  int64_t batch() const { return q.size(0); }
-  int64_t positions() const { return q.size(2); }
-  int64_t head_size() const { return q.size(3); }
   bool in_place() const { return out_q.is_same(q); }
   bool reads_pairs() const { return inverse ? columns.writes_pairs() : columns.reads_pairs(); }
   bool writes_pairs() const { return inverse ? columns.reads_pairs() : columns.writes_pairs(); }

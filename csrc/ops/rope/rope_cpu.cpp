@@ -12,8 +12,8 @@ namespace {
 
 // The heads of q or of k.
 template <class C>
-struct Heads {
-  Heads(const Call& call, const Tensor& out, const Tensor& in)
+struct Rotated {
+  Rotated(const Call& call, const Tensor& out, const Tensor& in)
       : out(core::output<C>(out)),
         in(core::input<C>(in)),
         out_strides(out),
@@ -31,7 +31,7 @@ struct Heads {
 };
 
 template <class C>
-void rotate_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>& angles, C* stage) {
+void rotate_heads(const Rotated<C>& a, int64_t b, int64_t s, const PairAngles<C>& angles, C* stage) {
   const int64_t rotated = 2 * angles.half, first = a.first, end = first + rotated;
   const int64_t bytes = a.in.storage == core::Storage::compute ? sizeof(C) : 2;
   auto x = a.in + a.in_strides.offset(b, s);
@@ -51,22 +51,16 @@ void rotate_heads(const Heads<C>& a, int64_t b, int64_t s, const PairAngles<C>& 
 
 void rotate_cpu(const char*, const Call& call) {
   runtime::count_cpu_call();
-  if (call.q.numel() + call.k.numel() == 0) return;
-  const int64_t positions = call.positions(), rows = call.batch() * positions;
-  const int64_t columns = (call.q.size(1) + call.k.size(1)) * call.head_size();
+  if (call.empty()) return;
+  const int64_t tokens = call.tokens(), columns = (call.q.size(1) + call.k.size(1)) * call.head_size();
   core::dispatch_compute(call.q.scalar_type(), [&](auto c) {
     using C = decltype(c);
-    const Heads<C> both[] = {{call, call.out_q, call.q}, {call, call.out_k, call.k}};
-    core::parallel_ranges(rows, core::cpu_ranges(rows, columns), [&](int64_t, int64_t begin, int64_t end) {
-      PairAngles<C> angles(call.angles, call.inverse);
-      std::vector<C> stage(4 * angles.half);
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t b = row / positions, s = row - b * positions;
-        angles.load(b, s);
-        core::vectorized<C>([&] {
-          for (const auto& heads : both) rotate_heads(heads, b, s, angles, stage.data());
-        });
-      }
+    const Rotated<C> both[] = {{call, call.out_q, call.q}, {call, call.out_k, call.k}};
+    core::parallel_ranges(tokens, core::cpu_ranges(tokens, columns), [&](int64_t, int64_t begin, int64_t end) {
+      std::vector<C> stage(4 * call.angles.half);
+      for_tokens<C>(call, call.inverse, begin, end, [&](const auto& angles, int64_t b, int64_t s) {
+        for (const auto& heads : both) rotate_heads(heads, b, s, angles, stage.data());
+      });
     });
   });
 }

@@ -1,3 +1,12 @@
+"""`x`: R or S(0); parameters: R -> as `x`; gradients: as `x`, of parameters P, or R if `x` is R.
+
+`x`: S(2); parameters: S(0) -> as `x`; gradients: as the inputs.
+
+The same with upstream gradient P; communication: the upstream gradient is reduced.
+
+`seq_idx`, `cu_seqlens` and `initial_state` must be None.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,7 +14,7 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, none_beside_dtensors, sharding, summed
 
 # Of x, and of the parameters: whole, by batches, or by columns.
@@ -23,10 +32,5 @@ def forward(seq_idx: Any, cu_seqlens: Any, initial_state: Any, **_: Any) -> Iter
 def backward(bias: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for rows, columns in PLACEMENTS:
         parameter = summed(rows) if columns == R else columns
-        results = [
-            rows if wanted & WANT_INPUT else None,
-            parameter if wanted & WANT_WEIGHT else None,
-            parameter if wanted & WANT_BIAS and bias is not None else None,
-            None,
-        ]
+        results = if_wanted(wanted, rows, parameter, None if bias is None else parameter, None)
         yield results, dict(dy=rows, x=rows, weight=columns, bias=columns)

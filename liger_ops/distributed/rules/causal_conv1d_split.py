@@ -1,3 +1,8 @@
+"""`x`: R or S(0); parameters: R -> as `x`; gradients: as `x`, of parameters P, or R if `x` is R.
+
+`seq_idx`, `cu_seqlens` and `initial_state` must be None.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,7 +10,7 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, none_beside_dtensors, sharding, summed
 
 # Of x: whole, or by batches. Columns of a shard would be those of fewer groups than `groups`.
@@ -22,10 +27,5 @@ def forward(seq_idx: Any, cu_seqlens: Any, initial_state: Any, **_: Any) -> Iter
 @sharding("_causal_conv1d_split_bwd")
 def backward(bias: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for rows in PLACEMENTS:
-        results = [
-            rows if wanted & WANT_INPUT else None,
-            summed(rows) if wanted & WANT_WEIGHT else None,
-            summed(rows) if wanted & WANT_BIAS and bias is not None else None,
-            None,
-        ]
+        results = if_wanted(wanted, rows, summed(rows), None if bias is None else summed(rows), None)
         yield results, dict(dq=rows, dk=rows, dv=rows, dz=rows, x=rows, weight=R, bias=R)

@@ -1,6 +1,7 @@
-"""logits (..., V): rows sharded along any other dimension, classes over one mesh dimension. The target lies as the rows;
-a replicated target is sliced. Forward gathers facts about rows where classes are sharded, and sums the divisors of a mean
-where rows are."""
+"""`logits`: R or S of any dimension, of the last over one mesh dimension only; `target`: as the rows, or R -> losses of
+rows: as the rows, mean and sum: P where rows are sharded, else R; gradient: as `logits`; communication: with S of the
+last dimension, facts of rows are gathered, 12 bytes each per device; for a mean of sharded rows, its divisor is
+reduced."""
 
 from functools import partial
 from typing import Any

@@ -1,3 +1,6 @@
+"""`a`, `b`: R or S of any dimension of `b`; parameters: R, or S(0) if the heads are split -> as `a` and `b`; gradients:
+as `a` and `b`, of parameters P, or as the parameters if they are split."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,7 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_STEP, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, any_placements, sharding, summed
 
 
@@ -25,6 +28,5 @@ def forward(b: Any, **_: Any) -> Iterator[Layout]:
 def backward(b: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for rows, heads in placements_of(b):
         parameter = summed(rows) if heads == R else heads
-        placements = {WANT_INPUT: rows, WANT_STEP: rows, WANT_WEIGHT: parameter, WANT_BIAS: parameter}
-        results = [placement if wanted & bit else None for bit, placement in placements.items()]
+        results = if_wanted(wanted, rows, rows, parameter, parameter)
         yield results, dict(dg=rows, dbeta=rows, a=rows, b=rows, a_log=heads, dt_bias=heads)

@@ -1,4 +1,8 @@
-"""kl_div, jsd and tvd. Parts have sums and divisors that add up; a mean is divided after that."""
+"""Reduction "none": R or S of any dimension but the last, the same for all inputs -> as the inputs; gradient: the same.
+
+Other reductions: inputs as above -> P, or R if the inputs are R; gradient: as the inputs; communication: the divisor of
+a mean is reduced, in backward again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from torch.distributed.tensor import Shard
 from .._sharding import Layout, R, on_dtensors, row_placements, sharding, summed
 
 OPS = ("kl_div", "jsd", "tvd")
+# Parts have sums and divisors that add up; a mean is divided after that.
 MEANS = ("mean", "batchmean")
 
 

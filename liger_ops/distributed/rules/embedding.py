@@ -1,4 +1,4 @@
-"""Served by PyTorch's embedding, whose rules cover a vocabulary that is sharded."""
+"""As for :func:`torch.nn.functional.embedding`, which computes it: its rules cover a sharded vocabulary."""
 
 from __future__ import annotations
 

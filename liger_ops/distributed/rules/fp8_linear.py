@@ -1,5 +1,5 @@
-"""fp8_linear and fp8_projections take plain tensors: FSDP2 gathers weights before they are called. Tensor parallelism
-is refused."""
+"""DTensors are refused: FSDP2 gathers weights before the call, and layers that tensor parallelism splits stay
+torch's."""
 
 from __future__ import annotations
 

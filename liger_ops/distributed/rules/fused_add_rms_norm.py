@@ -1,3 +1,5 @@
+"""`x`, `residual`: R or S of any dimension but the last; `weight`: R -> as `x`; gradients: as `x`, of `weight` P."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

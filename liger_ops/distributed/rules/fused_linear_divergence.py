@@ -1,3 +1,12 @@
+"""`s_input`, `t_input`, `mask`, `token_weight`: R or S of tokens, the same for all; weights and biases: R ->
+divergence: as :func:`cross_entropy`, entropy: as `s_input`; gradients: of `s_input` as it, of `s_weight` and `s_bias` P
+where tokens are sharded; communication: for a mean of sharded tokens, its divisor is reduced.
+
+`s_input`, `t_input`: R, or S(d), a sequence of equal parts; weights and biases of both: S(0) -> R; gradients: as the
+inputs; communication: facts and sums of rows; the gradient of `s_input` is reduced, or both inputs are gathered and it
+is scattered.
+"""
+
 from typing import Any
 
 import torch

@@ -1,4 +1,8 @@
-"""Several ids of a token make a last dimension that is not sharded."""
+"""As for :func:`fused_linear_cross_entropy` -> positions: as the rows, or R where the classes are sharded; gradients:
+as there; communication: facts of rows and logits of ids; `input` and its gradient as there.
+
+Several ids per token make a last dimension that is not sharded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""swiglu and geglu."""
+"""swiglu, geglu: R or S of any dimension, the same for all inputs -> as the inputs; gradients: the same.
+
+swiglu_packed, geglu_packed: R or S of any dimension but the last -> as the input; gradient: the same.
+
+swiglu, geglu, swiglu_packed, geglu_packed: R with upstream gradient P -> R; gradients: P.
+
+swiglu_linear, geglu_linear: `gate`, `up`: R or S(0); `weight`: R -> as `gate`; gradients: as the inputs, of parameters
+P.
+
+swiglu_linear, geglu_linear: `gate`, `up`: S of the last dimension; `weight`: S(1) -> P; gradients: as the inputs.
+
+swiglu_linear, geglu_linear: `gate`, `up`: R; `weight`: S(0) -> S of the last dimension; gradients: of `gate` and `up`
+P, of `weight` S(0).
+"""
 
 from __future__ import annotations
 

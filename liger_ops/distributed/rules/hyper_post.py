@@ -1,8 +1,12 @@
+"""R or S of any dimension but the last two of `streams`, the same for all inputs -> as the inputs; gradients: the
+same."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, sharding
 from .hyper_pre import token_placements
 
@@ -18,4 +22,4 @@ def forward(streams: Any, **_: Any) -> Iterator[Layout]:
 @sharding("_hyper_post_bwd", reduced=("dout",))
 def backward(streams: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for tokens in token_placements(streams):
-        yield [tokens if wanted & 1 << i else None for i in range(4)], dict.fromkeys(("dout", *INPUTS), tokens)
+        yield if_wanted(wanted, *[tokens] * 4), dict.fromkeys(("dout", *INPUTS), tokens)

@@ -1,3 +1,6 @@
+"""`streams`: R or S of any dimension but the last two; parameters: R -> as `streams`; gradients: as `streams`, of
+parameters P."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,11 +8,10 @@ from typing import Any
 
 from torch.distributed.tensor import Placement, Shard
 
-from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, sharding, summed
 
 PARAMETERS = dict(fn=R, base=R, scale=R)
-WANT_SCALE = 8
 
 
 def token_placements(streams: Any) -> Iterator[Placement]:
@@ -35,7 +37,6 @@ def backward(streams: Any, rstd: Any, wanted: int, **_: Any) -> Iterator[Layout]
     for tokens in token_placements(streams):
         if tokens not in rstd.placements:  # backward runs where forward ran
             continue
-        placements = {WANT_INPUT: tokens, **dict.fromkeys((WANT_WEIGHT, WANT_BIAS, WANT_SCALE), summed(tokens))}
-        results = [placement if wanted & bit else None for bit, placement in placements.items()]
+        results = if_wanted(wanted, tokens, *[summed(tokens)] * 3)
         inputs = dict.fromkeys(("dx", "dpost", "dcomb", "streams", "logits", "rstd"), tokens)
         yield results, inputs | PARAMETERS

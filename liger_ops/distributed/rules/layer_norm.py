@@ -1,3 +1,10 @@
+"""`x`: R or S of any dimension but the last; parameters: R -> as `x`; gradients: as `x`, of parameters P.
+
+`x`: S of the last dimension; parameters: R -> R; gradients: R; communication: `x` is gathered, in backward again.
+
+The same with upstream gradient P; communication: the upstream gradient is reduced.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,7 +12,7 @@ from typing import Any
 
 from torch.distributed.tensor import Placement, Shard
 
-from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, row_placements, sharding, summed
 
 
@@ -31,6 +38,5 @@ def backward(x: Any, statistics: Any, wanted: int, **_: Any) -> Iterator[Layout]
     for rows in row_placements(x):
         if of_statistics(rows) not in statistics.placements:  # backward runs where forward ran
             continue
-        placements = {WANT_INPUT: rows, WANT_WEIGHT: summed(rows), WANT_BIAS: summed(rows)}
-        results = [placement if wanted & bit else None for bit, placement in placements.items()]
+        results = if_wanted(wanted, rows, summed(rows), summed(rows))
         yield results, dict(dy=rows, x=rows, weight=R, statistics=of_statistics(rows))

@@ -1,3 +1,5 @@
+"""R or S of any dimension but the last, the same for both inputs -> as the inputs; gradient: the same."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

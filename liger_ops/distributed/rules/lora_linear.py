@@ -1,4 +1,5 @@
-"""lora_linear: rows may be sharded; weights and adapters are whole, and their gradients partial sums."""
+"""`x`: R or S of any dimension but the last; `weight`, `a`, `b`, `bias`: R -> as `x`; gradients: as `x`, of others P
+where rows are sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from ..._wanted import LORA_A, LORA_B, WANT_BIAS, WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import WANT_INPUT
 from .._losses import part_of, placements_of, refuse, spread
 from .._sharding import R, on_dtensors
 
@@ -81,6 +82,6 @@ def backward(
         dx = parts.spread_rows(next(found), x.shape[-1])
         out.append(dx if isinstance(x, DTensor) else dx.full_tensor())
     present = [weight for weight in weights if weight is not None]
-    for bit, like in ((WANT_WEIGHT, present), (WANT_BIAS, present), (LORA_A, a), (LORA_B, b)):
-        out += [parts.summed(next(found), t) for t in like] if wanted & bit else []
+    for i, like in enumerate((present, present, a, b), start=1):
+        out += [parts.summed(next(found), t) for t in like] if wanted >> i & 1 else []
     return out

@@ -1,7 +1,11 @@
-"""moe_experts and moe_experts_sorted. Each mesh dimension may shard tokens, experts, or the inner size of all experts.
+"""moe_experts: `x`, `index`, `weight`: R or S(0); weights, biases, adapters: R -> as `x`; gradients: of `x` and
+`weight` the same, of weights, biases and adapters P where tokens are sharded.
 
-Experts: ids become those of this device's experts. Ids of other devices' experts fall outside of its range, and the
-operator drops them. Inner size: a device needs the same columns of gate and up. Both give partial sums.
+Tokens and routing: R; weights, biases, adapters: S(0), by expert -> P; gradients: of `x` and `weight` P, of weights,
+biases and adapters S(0).
+
+Tokens and routing: R; `gate_up`, `down`, `gate_up_bias`, `gate_up_b`, `down_a`: S of the inner size; `down_bias`,
+`gate_up_a`, `down_b`: R -> P; gradients: of `x`, `weight`, `gate_up_a` and `down_b` P, of others as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +31,12 @@ OPTIONS = ("activation", "interleaved", "transposed", "limit", "alpha", "up_offs
 
 
 class Call:
-    """The layout of one call. given: its arguments by name."""
+    """The layout of one call. given: its arguments by name.
+
+    Each mesh dimension may shard tokens, experts, or the inner size of all experts. Experts: ids become those of this
+    device's experts. Ids of other devices' experts fall outside of its range, and the operator drops them. Inner size: a
+    device needs the same columns of gate and up. Both give partial sums.
+    """
 
     def __init__(self, op: str, given: dict[str, Any]) -> None:
         self.op, self.given, self.x, self.gate_up = op, given, given["x"], given["gate_up"]

@@ -1,3 +1,6 @@
+"""`logits`: R or S of any dimension but the last; `token_weight`, `experts`: as the rows; `bias`: R -> weights and
+indices: as `logits`, statistics: P where rows are sharded; gradient: as `logits`."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,13 +1,17 @@
+"""As for :func:`rope`; weights: R -> as `q` and `k`; gradients: as `q` and `k`, of weights P, or R if their heads are
+R.
+
+The same with upstream gradient P; communication: the upstream gradient is reduced.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..._wanted import WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, sharding, summed
 from . import rope
-
-NONE = [None, None]
 
 
 @sharding("qk_norm_rope")
@@ -21,6 +25,5 @@ def forward(q: Any, cos: Any, **_: Any) -> Iterator[Layout]:
 def backward(q: Any, cos: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for results, arguments in forward(q=q, cos=cos):
         of_q, of_k = arguments["q"], arguments["k"]
-        weights = [summed(of_q), summed(of_k)]
-        gradients = [*(results if wanted & WANT_INPUT else NONE), *(weights if wanted & WANT_WEIGHT else NONE)]
+        gradients = if_wanted(wanted, *results, summed(of_q), summed(of_k))
         yield gradients, dict(arguments, grad_q=of_q, grad_k=of_k)

@@ -1,3 +1,16 @@
+"""quantize_rows: R or S of any dimension but the last -> as `x`.
+
+quantize_blocks: block "1x128": R or S of any dimension but the last -> as `x`.
+
+quantize_blocks: block "128x128": R -> R.
+
+quantize_columns: R -> R.
+
+quantize_columns: S of the last dimension -> S(0).
+
+quantize_both: R -> R.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

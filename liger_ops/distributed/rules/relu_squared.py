@@ -1,3 +1,8 @@
+"""R or S of any dimension -> as `x`; gradient: the same.
+
+R with upstream gradient P -> R; gradient: P.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,9 +1,14 @@
+"""`x`, `gate`: R or S of any dimension but the last; `weight`: R -> as `x`; gradients: as `x`, of `weight` P.
+
+The same with upstream gradient P; communication: the upstream gradient is reduced.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..._wanted import WANT_GATE, WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, row_placements, sharding, summed
 
 
@@ -24,6 +29,5 @@ def backward(x: Any, rstd: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for rows in row_placements(x):
         if rows not in rstd.placements:  # backward runs where forward ran
             continue
-        placements = {WANT_INPUT: rows, WANT_GATE: rows, WANT_WEIGHT: summed(rows)}
-        results = [placement if wanted & bit else None for bit, placement in placements.items()]
+        results = if_wanted(wanted, rows, rows, summed(rows))
         yield results, dict(dy=rows, x=rows, gate=rows, weight=R, rstd=rows)

@@ -1,3 +1,8 @@
+"""`q`, `k`: R, S(0) or S(1); `cos`, `sin`: R, or sharded with the batch -> as `q` and `k`; gradients: the same.
+
+`q`, `k`: S(2); `cos`, `sin`: S of the sequence -> as `q` and `k`; gradients: the same.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,3 +1,8 @@
+"""`bcx`: R or S(0); parameters: R -> as `bcx`; gradients: as `bcx`, of parameters P, or R if `bcx` is R.
+
+`seq_idx` and `cu_seqlens` must be None.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,7 +10,7 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from ..._wanted import WANT_BIAS, WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import Layout, R, none_beside_dtensors, sharding, summed
 
 # Of bcx: whole, or by batches. Columns of a shard would not be those of the same channels.
@@ -22,9 +27,5 @@ def forward(seq_idx: Any, cu_seqlens: Any, **_: Any) -> Iterator[Layout]:
 @sharding("_short_conv_bwd", reduced=("dy",))
 def backward(bias: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for rows in PLACEMENTS:
-        results = [
-            rows if wanted & WANT_INPUT else None,
-            summed(rows) if wanted & WANT_WEIGHT else None,
-            summed(rows) if wanted & WANT_BIAS and bias is not None else None,
-        ]
+        results = if_wanted(wanted, rows, summed(rows), None if bias is None else summed(rows))
         yield results, dict(dy=rows, bcx=rows, weight=R, bias=R)

@@ -1,9 +1,15 @@
+"""R or S of any dimension, but the last only if the gate has a number per element, the same for all inputs -> as the
+inputs; gradients: the same.
+
+R with upstream gradient P -> R; gradients: P.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..._wanted import WANT_INPUT, WANT_WEIGHT
+from ...reference._wanted import if_wanted
 from .._sharding import SUM, Layout, R, any_placements, row_placements, sharding
 
 
@@ -20,5 +26,4 @@ def forward(x: Any, gate: Any, **_: Any) -> Iterator[Layout]:
 @sharding("_sigmoid_gate_bwd", reduced=("dout",))
 def backward(x: Any, gate: Any, wanted: int, **_: Any) -> Iterator[Layout]:
     for dout, of_inputs in [(SUM, R), *((part, part) for part in placements_of(x, gate))]:
-        results = [dout if wanted & bit else None for bit in (WANT_INPUT, WANT_WEIGHT)]
-        yield results, dict(dout=dout, x=of_inputs, gate=of_inputs)
+        yield if_wanted(wanted, dout, dout), dict(dout=dout, x=of_inputs, gate=of_inputs)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..gated.geglu import gelu_weight, gelu_weight_and_slope
 from ..gated.swiglu import clamp, sigmoid_and_slope
-from ..gemm.lora_products import RANK_STEP
+from ..linear.lora_products import RANK_STEP
 
 TILE_ROWS = tl.constexpr(128)
 ROUTE_BLOCK = tl.constexpr(256)  # pairs of one program of the routing kernels

@@ -6,14 +6,14 @@
     add       t B^T and u A onto the result of PyTorch's grouped GEMM
 
 C: features, which are an adapter's other dimension. Ranks are padded to a multiple of RANK_STEP. Pieces are those of
-../gemm/lora_products.py: three 16-bit numbers, or one in fp32. Beside fp16 rows, adapters in fp32 are pieces only where the
+../linear/lora_products.py: three 16-bit numbers, or one in fp32. Beside fp16 rows, adapters in fp32 are pieces only where the
 result is rounded to fp16, because pieces in fp16 cannot hold small numbers.
 """
 
 import triton
 import triton.language as tl
 
-from ..gemm.lora_products import split, times_pieces
+from ..linear.lora_products import split, times_pieces
 from ..table import Config, Kernel
 from ._tiles import ADAPTER_PIECES, GATHERS, ROUTES, TILE_ROWS, place_of, rows_of, with_adapter
 

@@ -1,0 +1,81 @@
+#pragma once
+
+// Launches kernels on tensors. Needs no CUDA header: the stream comes from torch's C shim, the device guard from c10.
+
+#include <c10/core/DeviceGuard.h>
+
+#include "core/aten.h"
+#include "core/checks.h"
+#include "runtime/device.h"
+#include "runtime/launch.h"
+
+// Weak, because a torch built without CUDA does not define it.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace liger::core {
+
+inline runtime::DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return runtime::DType::F32;
+    case at::kHalf: return runtime::DType::F16;
+    case at::kBFloat16: return runtime::DType::BF16;
+    default: return runtime::DType::Other;
+  }
+}
+inline runtime::DType dtype_of(const at::Tensor& t) { return dtype_of(t.scalar_type()); }
+
+inline const void* address(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+inline const void* address(const std::optional<at::Tensor>& t) { return t ? address(*t) : nullptr; }
+
+/// Programs for `count` things, `size` in each.
+inline uint32_t programs_for(int64_t count, int64_t size) { return uint32_t((count + size - 1) / size); }
+
+/// True if every pointer is null or 16-byte aligned.
+template <class... Pointers>
+bool aligned16(Pointers... pointers) {
+  return ((uintptr_t(pointers) | ...) & 15) == 0;
+}
+
+/// Whether kernel K is for the device's architecture.
+template <class K>
+bool is_for(const at::Device& device) {
+  std::string error;
+  const auto* info = runtime::device_info(device.index(), error);
+  return info && K::kernel.spec().supports(info->capability);
+}
+
+/// What kernel K's table chooses for a call.
+template <class K>
+struct Choice {
+  const typename K::Config& config;
+  uint32_t variant;
+};
+
+/// Chooses for rows of n elements. Whether they are aligned follows from the arguments, which must be set as far as the
+/// table calls them aligned. facts: the call's Point and its number of rows, as in first_fit.
+template <class K, class... Facts>
+Choice<K> choose(int64_t n, const typename K::Args& args, const Facts&... facts) {
+  const auto& config = runtime::first_fit<K>(n, K::is_aligned(args), facts...);
+  return {config, runtime::variant_index<K>(config, runtime::point_in<K>(facts...))};
+}
+
+/// Launches the choice on the device's current stream. The caller holds the device guard.
+template <class K>
+void launch(
+    const char* op, const at::Device& device, const Choice<K>& choice, runtime::Grid grid,
+    const typename K::Args& args) {
+  void* stream = nullptr;
+  TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device.index(), &stream) == 0, op,
+      ": no current CUDA stream on ", device, "; this torch was built without CUDA");
+  std::string error = runtime::launch(K::kernel, choice.variant, device.index(), stream, grid, &args);
+  TORCH_CHECK(error.empty(), op, ": ", error);
+}
+
+/// Number of programs of a persistent kernel: enough to fill the GPU, at most one per block of work.
+inline int64_t persistent_programs(const at::Device& device, int64_t blocks, int per_multiprocessor) {
+  int64_t full = int64_t(std::max(runtime::multiprocessors(device.index()), 1)) * per_multiprocessor;
+  return std::max<int64_t>(1, std::min(blocks, full));
+}
+
+}  // namespace liger::core

@@ -1,0 +1,1 @@
+"""Loads the operator library, and what it needs of Python while it runs."""

@@ -1,0 +1,1 @@
+"""Linear layers: what they are, and which operator computes them."""

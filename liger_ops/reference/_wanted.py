@@ -1,0 +1,16 @@
+"""The argument `wanted` of private operators: bit i asks for the i-th gradient, in the order of the operator's results."""
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# Of linear layers and losses. Beyond them are the gradients of low-rank inputs and weights.
+WANT_INPUT, WANT_WEIGHT, WANT_BIAS = 1, 2, 4
+
+# Of fused_linear_cross_entropy, above the gradients: results.
+WANT_METRICS, WANT_LOG_PROBS = 32, 64
+
+
+def if_wanted(wanted: int, *gradients: T) -> list[T | None]:
+    """None for those that are not wanted."""
+    return [gradient if wanted >> i & 1 else None for i, gradient in enumerate(gradients)]

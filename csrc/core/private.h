@@ -1,7 +1,7 @@
 #pragma once
 
-// Private operators, which the public ones call: below autograd, torch.compile, torch.export and DTensor see them. Their
-// schemas follow from their C++ types.
+// Private operators, which the public ones call: below autograd, torch.compile, torch.export and DTensor see them.
+// Their schemas follow from their C++ types.
 //
 // struct Op : core::Private<Op, R(A...)> has
 //
@@ -13,7 +13,8 @@
 // the arguments at the positions I and returns the others. Its run<Device>(into, a...) computes both: into is an array
 // with those arguments or, where results are new, undefined tensors.
 //
-// call(a...), or call(overwrite, a...), calls it through the dispatcher. An operator's `Privates` are registered with it.
+// call(a...), or call(overwrite, a...), calls it through the dispatcher. An operator's `Privates` are registered with
+// it.
 
 #include <ATen/core/jit_type.h>
 
@@ -44,7 +45,8 @@ std::string written() {
   }
 }
 
-/// "name(Tensor(a!) x, int n) -> Tensor", of types and the arguments' names. A reference that is not const is written to.
+/// "name(Tensor(a!) x, int n) -> Tensor", of types and the arguments' names. A reference that is not const is written
+/// to.
 template <class R, class... A>
 std::string schema_of(const std::string& name, std::string_view names) {
   std::string out = name + "(";

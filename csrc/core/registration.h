@@ -25,8 +25,8 @@ inline bool takes_tensors(const c10::FunctionSchema& schema) {
 }  // namespace detail
 
 /// Defines an operator of torch.ops.liger. Private operators, which the public ones call, have names that begin with an
-/// underscore. Those without a gradient run below autograd, but nested functorch transforms differentiate them again. That
-/// raises an error; without it the gradients would be zeros, as for any operator without a derivative.
+/// underscore. Those without a gradient run below autograd, but nested functorch transforms differentiate them again.
+/// That raises an error; without it the gradients would be zeros, as for any operator without a derivative.
 inline void define(torch::Library& m, c10::FunctionSchema schema, bool has_gradient = false) {
   const std::string name = schema.name();
   const bool refuses = name[0] == '_' && !has_gradient && detail::takes_tensors(schema);

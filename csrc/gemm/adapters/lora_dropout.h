@@ -1,8 +1,8 @@
 #pragma once
 
 // Dropout of adapters on the CPU. An element is kept if a hash of the adapter's seed, its row and its column says so:
-// then backward needs no masks, and all devices drop the same elements. liger_ops/kernels/linear/lora_products.py has the
-// same hash.
+// then backward needs no masks, and all devices drop the same elements. liger_ops/kernels/linear/lora_products.py has
+// the same hash.
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>

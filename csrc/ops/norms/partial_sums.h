@@ -8,8 +8,8 @@
 namespace liger::ops {
 
 /// Launches programs for `blocks` blocks of rows in each of `groups` groups of columns, and adds up their partial sums
-/// in `sums`, of which all may be undefined. final_flag: the kernel's flag for a single block, which writes the gradients
-/// itself, or 0.
+/// in `sums`, of which all may be undefined. final_flag: the kernel's flag for a single block, which writes the
+/// gradients itself, or 0.
 template <class K, size_t N>
 void launch_with_sums(
     const char* op, const at::Device& device, const core::Choice<K>& choice, int64_t blocks, typename K::Args& args,

@@ -33,9 +33,12 @@ NEEDED = (
 )
 
 
+# The C++ standard of csrc/ops. Torch states 17 until 2.11, and its headers take newer ones.
+OURS = 20
+
+
 def cxx_standard(torch: Path) -> int:
-    """The C++ standard to compile with: the one of torch's CMake target, else the oldest that torch's headers
-    accept."""
+    """The C++ standard to compile with: ours, or a newer one of torch's CMake target, or else of its headers."""
     config, header = torch / "share" / "cmake" / "Torch" / "TorchConfig.cmake", torch / "include" / "ATen" / "ATen.h"
     # A property of the CMake target until torch 2.14, a compile feature since 2.15.
     named = r"^ *(?:CXX_STANDARD |target_compile_features\(torch INTERFACE cxx_std_)(\d+)"
@@ -47,7 +50,7 @@ def cxx_standard(torch: Path) -> int:
             "liger-ops: torch must state one C++ standard that its headers accept "
             f"(got {', '.join(stated) or 'none'} from {config}, {', '.join(least) or 'none'} from {header})"
         )
-    return found.pop()
+    return max(OURS, *found)
 
 
 def asked_for(versions: str) -> list[str]:

@@ -87,7 +87,8 @@ STANDARDS = {
         20,
         20,
     ),
-    "in the headers only": ("# CXX_STANDARD 20", 17, 17),
+    "in the headers only": ("# CXX_STANDARD 23", 23, 23),
+    "older than ours": ("    CXX_STANDARD 17", 17, 20),
 }
 
 

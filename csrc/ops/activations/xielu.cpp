@@ -11,7 +11,7 @@
 #include "core/rows/elements.h"
 #include "core/operator.h"
 #include "kernels/xielu.h"
-#include "ops/norms/partial_sums.h"
+#include "core/cuda/column_sum.h"
 
 namespace liger::ops::xielu {
 namespace {
@@ -197,7 +197,7 @@ struct Cuda {
     walk.pass(args);
     const auto choice = core::choose<K>(walk.n, args, point_of<K>(x), walk.rows);
     const int64_t tiles = core::tiles_of(choice.config, walk);
-    launch_with_sums(kBackward, x.device(), choice, tiles, args, {out.alpha_p, out.alpha_n}, /*final_flag=*/0);
+    core::launch_with_sums(kBackward, x.device(), choice, tiles, args, {out.alpha_p, out.alpha_n}, /*final_flag=*/0);
   }
 };
 

@@ -2,7 +2,7 @@
 
 #include "kernels/layer_norm.h"
 #include "ops/norms/layer_norm.h"
-#include "ops/norms/partial_sums.h"
+#include "core/cuda/column_sum.h"
 
 namespace liger::ops::layer_norm {
 
@@ -69,7 +69,7 @@ Gradients Cuda::backward(
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), core::dtype_of(parameters)));
   const auto choice = core::choose<K>(walk.n, args, point, walk.rows);
   const int64_t blocks = core::programs_for(walk.rows, choice.config.BLOCK_M);
-  launch_with_sums(op, x.device(), choice, blocks, args, {dweight, dbias}, flags::FINAL);
+  core::launch_with_sums(op, x.device(), choice, blocks, args, {dweight, dbias}, flags::FINAL);
   return {dx, dweight, dbias};
 }
 

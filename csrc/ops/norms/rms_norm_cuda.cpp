@@ -1,7 +1,7 @@
 // rms_norm and fused_add_rms_norm on CUDA. Launches the kernels of liger_ops/kernels/norms/rms_norm.py.
 
 #include "kernels/rms_norm.h"
-#include "ops/norms/partial_sums.h"
+#include "core/cuda/column_sum.h"
 #include "ops/norms/rms_norm.h"
 
 namespace liger::ops::rms_norm {
@@ -77,7 +77,7 @@ std::tuple<Tensor, Tensor> Cuda::backward(
   walk.pass(args);
   const auto choice = core::choose<K>(walk.n, args, point_of<K>(x, weight, ds), walk.rows);
   const int64_t blocks = core::programs_for(walk.rows, choice.config.BLOCK_M);
-  launch_with_sums(op, x.device(), choice, blocks, args, {dweight}, flags::FINAL);
+  core::launch_with_sums(op, x.device(), choice, blocks, args, {dweight}, flags::FINAL);
   return {dx, dweight};
 }
 

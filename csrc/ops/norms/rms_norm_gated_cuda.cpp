@@ -1,7 +1,7 @@
 // rms_norm_gated on CUDA. Launches the kernels of liger_ops/kernels/norms/rms_norm_gated.py.
 
 #include "kernels/rms_norm_gated.h"
-#include "ops/norms/partial_sums.h"
+#include "core/cuda/column_sum.h"
 #include "ops/norms/rms_norm_gated.h"
 
 namespace liger::ops::rms_norm_gated {
@@ -96,7 +96,7 @@ Gradients Cuda::backward(
           (dgate.defined() ? flags::NEEDS_DGATE : 0) | (needs_dweight ? flags::NEEDS_DWEIGHT : 0)};
   const auto choice = core::choose<K>(columns, args, point_of<K>(x, weight, dy), walk.rows);
   const int64_t blocks = core::programs_for(walk.rows, choice.config.BLOCK_M);
-  launch_with_sums(kBackward, x.device(), choice, blocks, args, {dweight}, flags::FINAL, groups);
+  core::launch_with_sums(kBackward, x.device(), choice, blocks, args, {dweight}, flags::FINAL, groups);
   return {dx, dgate, dweight};
 }
 

@@ -1,7 +1,7 @@
 // qk_norm_rope on CUDA. Launches the kernels of liger_ops/kernels/rope/qk_norm_rope.py.
 
 #include "kernels/qk_norm_rope.h"
-#include "ops/norms/partial_sums.h"
+#include "core/cuda/column_sum.h"
 #include "ops/rope/qk_norm_rope.h"
 
 namespace liger::ops::qk_norm_rope {
@@ -111,7 +111,7 @@ WeightGradients Cuda::backward(Backward& call) {
   if (sums_q || sums_k) args.flags |= flags::NEEDS_WEIGHTS;
   const auto choice = choose<K>(call, args);
   const int64_t blocks = core::programs_for(call.tokens() * std::max(args.q_heads, args.k_heads), choice.config.HEADS);
-  launch_with_sums(kBackward, call.q.device(), choice, blocks, args, {dq_weight, dk_weight}, /*final_flag=*/0);
+  core::launch_with_sums(kBackward, call.q.device(), choice, blocks, args, {dq_weight, dk_weight}, /*final_flag=*/0);
   return {dq_weight, dk_weight};
 }
 

@@ -18,9 +18,11 @@ from liger_ops.linear import project
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor's own code is not under test here, and probing every vector instruction set is slow.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-# Inductor's cache on disk stores calls of private operators, which other versions of the checkout may have left there.
-record = Path(__file__).parent / "ops" / "registration.txt"
-os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", hashlib.sha256(record.read_bytes()).hexdigest())
+# Inductor's cache on disk stores calls of private operators, which other versions of the checkout may have left there. Under
+# one schema they may have meant something else.
+libraries = sorted(Path(liger_ops.__file__).parent.glob("lib/libliger_ops*.so"))
+files = [Path(__file__).parent / "ops" / "registration.txt", *libraries]
+os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest())
 torch.compiler.config.cache_key_tag = os.environ["TORCH_COMPILE_CACHE_KEY_TAG"]
 
 

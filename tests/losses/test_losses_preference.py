@@ -225,8 +225,8 @@ def test_errors():
         losses.kto_loss(m.hidden, m.weight, target, torch.ones(B) > 0, kl=torch.zeros(2))
     with pytest.raises(ValueError, match=r"kto_loss: desirable must be bool of shape \[4\]"):
         losses.kto_loss(m.hidden, m.weight, target, torch.ones(B))
-    for temperature in (0.0, -1.0, math.nan):
-        with pytest.raises((ValueError, RuntimeError), match="temperature must be positive"):
+    for temperature, rule in ((0.0, "positive"), (-1.0, "positive"), (math.nan, "finite")):
+        with pytest.raises((ValueError, RuntimeError), match=f"temperature must be {rule}"):
             losses.dpo_loss(*call, temperature=temperature)
     with pytest.raises((ValueError, RuntimeError, IndexError)):
         losses.dpo_loss(m.hidden, m.weight, target.clamp(min=CLASSES), m.bias)

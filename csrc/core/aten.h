@@ -42,3 +42,9 @@
 #include <ATen/ops/xlogy.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+
+namespace liger {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+}  // namespace liger

@@ -1,6 +1,7 @@
 #pragma once
 
 // Base class of the backward nodes: saved tensors, the error for double backward, buffer reuse and compiled autograd.
+// Also what autograd implementations need: handles to operators, and the bits of `wanted`.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -89,7 +90,7 @@ inline bool is_plain(const at::Tensor& t) {
 /// besides its own Python object, one reference to that object, one reference to the storage, and a tensor that covers
 /// the storage. torch must also own the storage: one that it borrows from NumPy, DLPack, a file or another process is
 /// not resizable.
-/// These are facts about torch's internals; tests/test_reuse.py checks them.
+/// These are facts about torch's internals; tests/ops/test_reuse.py checks them.
 inline bool is_sole_owner(const at::Tensor& t) {
   if (!t.defined() || !is_plain(t) || t.is_view() || !t.is_non_overlapping_and_dense()) return false;
   auto* slot = t.unsafeGetTensorImpl()->pyobj_slot();

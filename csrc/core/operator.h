@@ -12,8 +12,9 @@
 //   run<Device>(save, a...)    computes. Without `save`, it need not compute what only backward needs.
 //   Saves, Differentiable      what the backward node saves, and the positions of the differentiable results
 //   backward(node, grads)      the gradients of Edges. node.options: the arguments that are not tensors.
-//   Node                       a node of its own instead of the last two: its record(out, a...) saves tensors and
-//                              connects results. Its member `options`, if any, holds what are no tensors.
+//   Node                       a node of its own instead of Saves, Differentiable and backward. Its record(out, a...)
+//                              saves tensors and connects results; its member `options`, if any, holds what are no
+//                              tensors.
 //   run_forward(a...)          calls what returns more than the public operator, by default `_<name>_fwd`, see below
 //   Privates                   its private operators, which backward calls; none by default
 //   Autocast                   casts of arguments, NoAutocast by default
@@ -111,56 +112,6 @@ struct AutocastPromote {
   }
 };
 
-namespace detail {
-
-template <class T>
-struct Count : std::integral_constant<size_t, 1> {};
-template <class... T>
-struct Count<std::tuple<T...>> : std::integral_constant<size_t, sizeof...(T)> {};
-
-template <class R, class All, size_t... I>
-R leading(All&& all, std::index_sequence<I...>) {
-  return R(std::get<I>(std::forward<All>(all))...);
-}
-
-/// The first results of `all`, as many as R has.
-template <class R, class All>
-R leading(All&& all) {
-  if constexpr (std::is_same_v<R, std::decay_t<All>>) {
-    return std::forward<All>(all);
-  } else {
-    return leading<R>(std::forward<All>(all), std::make_index_sequence<Count<R>::value>());
-  }
-}
-
-C10_NOINLINE inline std::string argument_name(const char* op, size_t argument) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(qualified(op).c_str(), "")
-      .schema()
-      .arguments()[argument]
-      .name();
-}
-
-template <class T>
-void check_dense_argument(const char* op, size_t argument, const T& value) {
-  if constexpr (std::is_same_v<T, at::Tensor>) {
-    if (C10_UNLIKELY(value.layout() != at::kStrided || value.is_quantized())) {
-      check_dense(public_name(op).c_str(), argument_name(op, argument).c_str(), value);
-    }
-  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
-    if (value && value->defined()) check_dense_argument(op, argument, *value);
-  } else if constexpr (std::is_same_v<T, at::TensorList>) {
-    for (const auto& t : value) check_dense_argument(op, argument, t);
-  }
-}
-
-template <class T>
-void check_constant(const char* op, size_t argument, const T& value) {
-  if (C10_UNLIKELY(torch::autograd::compute_requires_grad(value))) {
-    LIGER_CHECK(false, op, argument_name(op, argument), "not require a gradient", "one that does");
-  }
-}
-
 /// How a node stores an argument. Tensors are not among its options.
 template <class T>
 struct Stored {
@@ -212,11 +163,6 @@ typename Stored<T>::type stored(const T& value) {
   }
 }
 
-template <class Node, class = void>
-constexpr bool has_options = false;
-template <class Node>
-constexpr bool has_options<Node, std::void_t<decltype(std::declval<Node&>().options)>> = true;
-
 /// A stored argument, for a call.
 template <class T>
 const T& passed(const T& value) {
@@ -225,6 +171,65 @@ const T& passed(const T& value) {
 inline at::OptionalIntArrayRef passed(const std::optional<std::vector<int64_t>>& value) {
   return value ? at::OptionalIntArrayRef(*value) : std::nullopt;
 }
+
+namespace detail {
+
+template <class T>
+struct Count : std::integral_constant<size_t, 1> {};
+template <class... T>
+struct Count<std::tuple<T...>> : std::integral_constant<size_t, sizeof...(T)> {};
+
+template <class R, class All, size_t... I>
+R leading(All&& all, std::index_sequence<I...>) {
+  return R(std::get<I>(std::forward<All>(all))...);
+}
+
+}  // namespace detail
+
+/// The first results of `all`, as many as R has.
+template <class R, class All>
+R leading(All&& all) {
+  if constexpr (std::is_same_v<R, std::decay_t<All>>) {
+    return std::forward<All>(all);
+  } else {
+    return detail::leading<R>(std::forward<All>(all), std::make_index_sequence<detail::Count<R>::value>());
+  }
+}
+
+namespace detail {
+
+C10_NOINLINE inline std::string argument_name(const char* op, size_t argument) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(qualified(op).c_str(), "")
+      .schema()
+      .arguments()[argument]
+      .name();
+}
+
+template <class T>
+void check_dense_argument(const char* op, size_t argument, const T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    if (C10_UNLIKELY(value.layout() != at::kStrided || value.is_quantized())) {
+      check_dense(public_name(op).c_str(), argument_name(op, argument).c_str(), value);
+    }
+  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+    if (value && value->defined()) check_dense_argument(op, argument, *value);
+  } else if constexpr (std::is_same_v<T, at::TensorList>) {
+    for (const auto& t : value) check_dense_argument(op, argument, t);
+  }
+}
+
+template <class T>
+void check_constant(const char* op, size_t argument, const T& value) {
+  if (C10_UNLIKELY(torch::autograd::compute_requires_grad(value))) {
+    LIGER_CHECK(false, op, argument_name(op, argument), "not require a gradient", "one that does");
+  }
+}
+
+template <class Node, class = void>
+constexpr bool has_options = false;
+template <class Node>
+constexpr bool has_options<Node, std::void_t<decltype(std::declval<Node&>().options)>> = true;
 
 struct TensorVector : std::vector<at::Tensor> {
   TensorVector(at::TensorList list) : std::vector<at::Tensor>(list.begin(), list.end()) {}
@@ -253,7 +258,7 @@ struct Replaceable<at::TensorList> {
 /// Calls f with a node's options.
 template <class Options, class F>
 auto with_options(const Options& options, const F& f) {
-  return std::apply([&](const auto&... each) { return f(detail::passed(each)...); }, options);
+  return std::apply([&](const auto&... each) { return f(passed(each)...); }, options);
 }
 
 template <class Op, class Type>
@@ -289,14 +294,14 @@ struct Operator<Op, Return(A...)> {
   using Constants = Positions<>;
   using Autocast = NoAutocast;
   using Differentiable = Positions<0>;
-  using Options = decltype(std::tuple_cat(std::declval<typename detail::Stored<A>::type>()...));
+  using Options = decltype(std::tuple_cat(std::declval<typename Stored<A>::type>()...));
   using Node = OperatorNode<Op>;
   using Privates = core::Privates<>;
 
   /// The public operator below autograd and autocast.
   template <class Device>
   static R apply(A... a) {
-    return detail::leading<R>(Op::template run<Device>(false, a...));
+    return leading<R>(Op::template run<Device>(false, a...));
   }
 
   /// _<name>_fwd
@@ -338,9 +343,9 @@ struct Operator<Op, Return(A...)> {
     auto out = Op::run_forward(a...);
     auto node = make_node<typename Op::Node>();
     node->set_next_edges(edges(arguments, typename Op::Edges()));
-    if constexpr (detail::has_options<typename Op::Node>) node->options = std::tuple_cat(detail::stored<A>(a)...);
+    if constexpr (detail::has_options<typename Op::Node>) node->options = std::tuple_cat(stored<A>(a)...);
     node->record(out, a...);
-    return detail::leading<R>(std::move(out));
+    return leading<R>(std::move(out));
   }
 
   template <c10::DeviceType kDevice>
@@ -365,7 +370,7 @@ struct Operator<Op, Return(A...)> {
 
   static void define(torch::Library& m) {
     core::define(m, torch::schema(Op::schema().c_str()), /*has_gradient=*/true);
-    if constexpr (has_forward()) define_forward(m, Op::kSchema, detail::Count<typename Op::Forward>::value);
+    if constexpr (has_forward()) define_forward(m, Op::schema(), detail::Count<typename Op::Forward>::value);
     Op::Privates::define(m);
   }
 

@@ -7,11 +7,12 @@
 //
 //   kName            its name, which begins with an underscore; a function name() if it is put together
 //   kArguments       the names of its arguments, "dy, x", with defaults if Python calls it: "x, seeds=None"
-//   run<Device>(a...)
+//   run<Device>(a...)        checks what a wrong call would read or write beyond a tensor's memory
 //
 // With a third parameter, Overwrites<I...>, there is a second operator, `<name>_`, which writes its first results into
 // the arguments at the positions I and returns the others. Its run<Device>(into, a...) computes both: into is an array
-// with those arguments or, where results are new, undefined tensors.
+// with those arguments or, where results are new, undefined tensors. Overwritten arguments have the layout of their
+// results, as BackwardNode::may_overwrite demands, and are always written, whatever `wanted` says.
 //
 // call(a...), or call(overwrite, a...), calls it through the dispatcher. An operator's `Privates` are registered with
 // it.

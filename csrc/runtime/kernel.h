@@ -165,9 +165,9 @@ constexpr Point point_in() {
   return {0};
 }
 
-/// The first of the kernel's configs that admits rows of n elements. The last config of every table admits everything.
-/// facts: the call's Point and its number of rows, both optional. A config must not depend on a fact that the caller
-/// omits, because the chosen variant might not exist.
+/// The first of the kernel's configs that admits rows of n elements. The last config of a table admits everything,
+/// unless its operator makes only aligned calls. facts: the call's Point and its number of rows, both optional. A
+/// config must not depend on a fact that the caller omits, because the chosen variant might not exist.
 template <class K, class... Facts>
 const typename K::Config& first_fit(int64_t n, bool aligned, Facts... facts) {
   constexpr auto any = [](auto depends) {

@@ -1,4 +1,5 @@
-"""The argument `wanted` of private operators: bit i asks for the i-th gradient, in the order of the operator's results."""
+"""The argument `wanted` of private operators: bit i asks for the i-th gradient, in the order of the operator's results.
+Of a list of gradients, one bit asks for all."""
 
 from typing import TypeVar
 

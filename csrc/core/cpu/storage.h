@@ -1,8 +1,8 @@
 #pragma once
 
 // Rows of tensors in loops that calculate in C, float or double. A row in half precision is converted through a short
-// buffer, `stage`: compilers vectorize loops that only convert and loops that only calculate. Whether it is one is
-// known at run time, so that a loop is compiled once for each C.
+// buffer, `stage`: compilers vectorize loops that only convert and loops that only calculate. Which rows are
+// halves is known at run time, so that a loop is compiled once for each C.
 
 #include <algorithm>
 #include <cstdint>

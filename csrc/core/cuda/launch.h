@@ -30,12 +30,6 @@ inline const void* address(const std::optional<at::Tensor>& t) { return t ? addr
 /// Programs for `count` things, `size` in each.
 inline uint32_t programs_for(int64_t count, int64_t size) { return uint32_t((count + size - 1) / size); }
 
-/// True if every pointer is null or 16-byte aligned.
-template <class... Pointers>
-bool aligned16(Pointers... pointers) {
-  return ((uintptr_t(pointers) | ...) & 15) == 0;
-}
-
 /// Whether kernel K is for the device's architecture.
 template <class K>
 bool is_for(const at::Device& device) {
@@ -51,8 +45,9 @@ struct Choice {
   uint32_t variant;
 };
 
-/// Chooses for rows of n elements. Whether they are aligned follows from the arguments, which must be set as far as the
-/// table calls them aligned. facts: the call's Point and its number of rows, as in first_fit.
+/// Chooses for rows of n elements. Whether they are aligned follows from the arguments. Set before what the table calls
+/// aligned, except what is aligned anyway: fresh memory, and numbers that are multiples of 8. facts:
+/// the call's Point and its number of rows, as in first_fit.
 template <class K, class... Facts>
 Choice<K> choose(int64_t n, const typename K::Args& args, const Facts&... facts) {
   const auto& config = runtime::first_fit<K>(n, K::is_aligned(args), facts...);

@@ -98,14 +98,6 @@ struct Rows {
     args.n = decltype(args.n)(n);
     args.inner_rows = kernel_inner_rows();
   }
-
-  /// True if all rows start and end at multiples of 8 elements, given that the first row starts at one.
-  bool aligned_strides() const {
-    for (const auto& s : strides) {
-      if ((s.outer | s.inner | n) & 7) return false;
-    }
-    return true;
-  }
 };
 
 namespace detail {
@@ -145,7 +137,7 @@ bool merge_levels(const std::array<at::Tensor*, N>& tensors, Rows<N>& out) {
 
 /// Walks tensors of one shape by the same rows. tensors[0] leads: it is dense and has unit stride in its last
 /// dimension, as from empty_rows_like. A tensor that two levels of strides cannot describe is replaced by a copy in the
-/// lead's layout. Undefined tensors have no strides.
+/// lead's layout, so others that are written must have that layout already. Undefined tensors have no strides.
 template <size_t N>
 Rows<N> walk_rows(const char* op, const std::array<at::Tensor*, N>& tensors) {
   const at::Tensor& lead = *tensors[0];
@@ -153,8 +145,8 @@ Rows<N> walk_rows(const char* op, const std::array<at::Tensor*, N>& tensors) {
   out.n = lead.size(-1);
   out.rows = out.n ? lead.numel() / out.n : 0;
   LIGER_CHECK(
-      out.rows <= std::numeric_limits<int32_t>::max() && out.n <= std::numeric_limits<int32_t>::max(), op, "x",
-      "have fewer than 2^31 rows and columns", out.rows, " rows of ", out.n);
+      out.rows <= std::numeric_limits<int32_t>::max() && out.n <= std::numeric_limits<int32_t>::max(), op,
+      "every tensor", "have fewer than 2^31 rows and columns", out.rows, " rows of ", out.n);
   bool alike = true, unit = true;
   for (at::Tensor* t : tensors) {
     if (!t->defined()) continue;

@@ -150,6 +150,7 @@ inline void rows_product(
   const bool drops = dropped.rate > 0;
   const int64_t tokens = x.size(0), features = x.size(1), padded = out.size(1);
   K::Args args{
+      .out = core::address(out),
       .x = core::address(x),
       .w = core::address(w.weight),
       .seeds = core::address(dropped.seeds),
@@ -160,6 +161,7 @@ inline void rows_product(
       .x_row = x.stride(0),
       .w_row = w.weight.stride(0),
       .w_piece = w.piece,
+      .out_row = out.stride(0),
       .scale = float(scale),
       .threshold = threshold_of(dropped.rate)};
   const auto point = runtime::point_of<K>(K::dtype(core::dtype_of(x), w.pieces()), drops);

@@ -3,8 +3,6 @@
 // Matrices in e4m3 with fp32 scales, for the operators that quantise and for those that multiply what they give.
 
 #include "core/aten.h"
-#include "core/cuda/launch.h"
-#include "runtime/status.h"
 #include "core/rows/rows.h"
 
 namespace liger::gemm::e4m3 {

@@ -10,7 +10,6 @@
 namespace liger::ops::causal_conv1d {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 

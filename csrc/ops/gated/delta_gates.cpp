@@ -19,7 +19,6 @@ namespace liger::ops::delta_gates {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
 constexpr const char* kOp = "delta_gates";

@@ -53,7 +53,6 @@ struct Gated {
   static constexpr const char* kOp = Activation::kOp;
   static constexpr const char* kPackedOp = Activation::kPackedOp;
   static constexpr const char* kLinearOp = Activation::kLinearOp;
-  using OptionalTensor = std::optional<Tensor>;
 
   struct Halves {
     Tensor gate, up;
@@ -280,7 +279,7 @@ struct Gated {
       if (node.needs(3)) dbias = as_matrix(dout).sum(0);
       const bool wants_weight = node.needs(2);
       if (node.needs(0) || node.needs(1)) {
-        if (!has_memory(weight)) core::detail::refuse_memory(std::string(kOp) + " backward", "weight", weight);
+        if (!core::has_memory(weight)) core::refuse_memory(std::string(kOp) + " backward", "weight", weight);
         at::SymDimVector sizes(gate.sym_sizes().begin(), gate.sym_sizes().end());
         // An ordinary view would be a second owner, so the buffer could not be overwritten.
         Tensor d = at::_unsafe_view_symint(gemm::mm(as_matrix(dout), weight), sizes);

@@ -13,7 +13,6 @@ namespace liger::ops::sigmoid_gate {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
 constexpr const char* kOp = "sigmoid_gate";

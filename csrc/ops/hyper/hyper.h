@@ -9,7 +9,6 @@
 namespace liger::ops::hyper {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using core::value_or_undefined;
 

@@ -27,7 +27,6 @@ namespace {
 
 using at::Tensor;
 using at::TensorList;
-using OptionalTensor = std::optional<Tensor>;
 using gemm::e4m3::blocks::By;
 using gemm::e4m3::rows::Columns;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -443,7 +442,7 @@ struct Node : core::BackwardNode<Node<Op>, core::kAnyNumber> {
     std::vector<Tensor> weights;
     for (size_t i = 0; wanted[0] && i < features.size(); ++i) {
       weights.push_back(this->take(4 + i));
-      if (!core::has_memory(weights[i])) core::detail::refuse_memory(kBackward, "weight", weights[i]);
+      if (!core::has_memory(weights[i])) core::refuse_memory(kBackward, "weight", weights[i]);
     }
     auto found =
         Fp8Backward::call(grads[0], x, weights, x_t, scale_t, weight_scale, features, wanted, std::get<0>(options));
@@ -501,7 +500,7 @@ struct Fp8Linear
 
   static Recipe check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, std::string_view recipe) {
     auto needs_memory = [](const char* name, const Tensor& t) {
-      if (t.defined() && !core::has_memory(t)) core::detail::refuse_memory(kOp, name, t);
+      if (!core::has_memory(t)) core::refuse_memory(kOp, name, t);
     };
     needs_memory("x", x), needs_memory("weight", weight), needs_memory("bias", core::value_or_undefined(bias));
     const Recipe given = recipe_of(kOp, recipe);

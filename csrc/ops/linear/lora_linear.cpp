@@ -111,7 +111,7 @@ void check_dropout(const char* op, const Tensor& x, const Group& g) {
       g.seeds.sym_sizes());
 }
 
-// ---- Several projections of one x, for liger_ops/adapters.py
+// ---- Several projections of one x, for liger_ops/linear/adapters.py
 
 /// Before a computation. Autocast must not change the dtypes of its GEMMs.
 template <class Device>
@@ -233,7 +233,7 @@ struct ProjectionsNode : core::BackwardNode<ProjectionsNode, core::kAnyNumber> {
     Edges edges{{{0}, {}, {}, range(1 + 2 * n, count), range(1 + 2 * n + count, count)}};
     for (size_t i = 0; i < n; ++i) {
       const Tensor& weight = weights[i];
-      if (!core::has_memory(weight)) core::detail::refuse_memory(kBackward, "weight", weight);
+      if (!core::has_memory(weight)) core::refuse_memory(kBackward, "weight", weight);
       present.push_back(weight.defined() ? std::optional(weight) : std::nullopt);
       if (weight.defined()) {
         edges.places[kWeights].push_back(1 + i);
@@ -302,7 +302,7 @@ struct LoraProjections : core::Operator<
   };
 };
 
-// ---- The low-rank input of a head, for liger_ops/adapters.py
+// ---- The low-rank input of a head, for liger_ops/linear/adapters.py
 
 /// The gradients of x and a, of those that are wanted.
 struct LowRankInputBackward

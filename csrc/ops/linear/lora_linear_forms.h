@@ -8,7 +8,7 @@
 // All A of a group are multiplied with x in one pass, and sums accumulate in GEMMs. Four forms:
 //
 //   kernels   on CUDA, x in 16 bits, adapters of its dtype or, beside bf16, in fp32, of few ranks or with dropout:
-//             gemm/lora_products.h. t is in fp32, with the ranks of each adapter padded.
+//             gemm/adapters/lora_products.h. t is in fp32, with the ranks of each adapter padded.
 //   plain     the adapters have x's dtype.
 //   pieces    x in bf16, adapters in fp32, on CUDA: A, B, t and u are split into three bf16 pieces, see
 //             liger_ops/kernels/linear/lora_linear.py.

@@ -1,5 +1,5 @@
-// The input gradient of liger_ops/projections.py as one operator. Otherwise torch.compile would copy the sum before
-// every GEMM.
+// The input gradient of liger_ops/linear/project.py as one operator. Otherwise torch.compile would copy the sum
+// before every GEMM.
 
 #include "core/private.h"
 #include "gemm/multiply.h"

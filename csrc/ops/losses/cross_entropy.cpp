@@ -148,7 +148,7 @@ struct Ops {
 
     template <class Device>
     static R run(bool, const Tensor& logits, const Tensor& target, const OptionalTensor& weight, O... options) {
-      return core::detail::leading<R>(forward<Device>({kMetrics, false}, logits, target, weight, {}, options...));
+      return core::leading<R>(forward<Device>({kMetrics, false}, logits, target, weight, {}, options...));
     }
 
     static AllResults run_forward(

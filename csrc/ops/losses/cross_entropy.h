@@ -25,7 +25,6 @@ namespace liger::ops::cross_entropy {
 using namespace core;
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 namespace flags = kernels::constants::cross_entropy;
 

@@ -24,7 +24,6 @@ namespace liger::ops::divergence {
 using namespace core;
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 namespace kinds = kernels::constants::divergence;
 
@@ -234,8 +233,8 @@ struct Divergence
   static std::array<Tensor, 2> promoted(const Tensor& input, const Tensor& target) {
     const auto a = input.scalar_type(), b = target.scalar_type();
     if (a == b || !at::isFloatingType(a) || !at::isFloatingType(b)) return {input, target};
-    if (!has_memory(input)) core::detail::refuse_argument(kOp, 0, "", input);
-    if (!has_memory(target)) core::detail::refuse_argument(kOp, 1, "", target);
+    if (!core::has_memory(input)) core::refuse_memory(kOp, "input", input);
+    if (!core::has_memory(target)) core::refuse_memory(kOp, "target", target);
     const auto wide = at::promote_types(a, b);
     return {input.to(wide), target.to(wide)};
   }

@@ -4,7 +4,8 @@
 //
 // M tokens, H hidden, V classes. A chunk of T tokens takes three GEMMs (logits, d input, d weight). Between them, the
 // rows of cross_entropy overwrite the buffer of T x V logits with its gradient. The logits-free path skips these rows,
-// see exponentials.h. A low-rank addend of the logits (gemm/low_rank.h) is written before the first GEMM adds to it.
+// see exponentials.h. A low-rank addend of the logits (gemm/adapters/low_rank.h) is written before the first GEMM adds
+// to it.
 //
 // If the classes are split over ranks, a rank computes facts about its logits of a chunk, and needs those of all ranks
 // before the gradients. d input is a sum over ranks: it is reduced while d weight's GEMM runs. With two buffers of

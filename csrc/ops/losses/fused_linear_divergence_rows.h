@@ -12,7 +12,6 @@ namespace liger::ops::fused_linear_divergence {
 using namespace core;
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 namespace kinds = kernels::constants::fused_linear_divergence;
 

@@ -23,7 +23,6 @@ using at::Tensor;
 using core::ClassSizes;
 using core::Shard;
 using core::Vocabulary;
-using OptionalTensor = std::optional<Tensor>;
 using log_probs::Columns;
 using log_probs::Results;
 using log_probs::Upstream;

@@ -25,7 +25,7 @@ inline at::Tensor as_long_rows(const at::Tensor& t) {
 template <class Self, class Again, class... Kept>
 struct LinearNode : core::BackwardNode<Self, core::kAnyNumber> {
   bool has_gradients = false;
-  std::tuple<typename core::detail::Stored<Kept>::type...> kept;  // empty where the argument is a tensor
+  std::tuple<typename core::Stored<Kept>::type...> kept;  // empty where the argument is a tensor
 
   auto state() { return std::tie(has_gradients, kept); }
   std::string name() const override { return Again::kOf; }
@@ -33,7 +33,7 @@ struct LinearNode : core::BackwardNode<Self, core::kAnyNumber> {
   /// gradients: undefined if forward has not computed them. deferred_scale: see defer_scale().
   void keep(const Gradients& gradients, const at::Tensor& deferred_scale, const Kept&... a) {
     const auto& [input, weight, bias, low_rank_input, low_rank_weight] = gradients;
-    kept = {core::detail::stored<Kept>(a)...};
+    kept = {core::stored<Kept>(a)...};
     has_gradients = gradients.defined().any();
     if (has_gradients) return this->save_all({input, weight, bias, low_rank_input, low_rank_weight, deferred_scale});
     auto save = [&](const auto& value) {
@@ -75,7 +75,7 @@ struct LinearNode : core::BackwardNode<Self, core::kAnyNumber> {
       if constexpr (std::is_same_v<decltype(option), const std::tuple<>&>) {
         return this->take(tensor++);
       } else {
-        return core::detail::passed(std::get<0>(option));
+        return core::passed(std::get<0>(option));
       }
     };
     // Braces keep the order, in which the tensors were saved.

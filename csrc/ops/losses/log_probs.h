@@ -14,7 +14,6 @@ namespace liger::ops::log_probs {
 using namespace core;
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 struct Options {
   double temperature;

@@ -24,7 +24,6 @@
 namespace liger::ops::moe_experts {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
 struct Meta {

@@ -17,7 +17,6 @@ namespace {
 namespace flags = kernels::constants::moe_router;
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "moe_router";
 constexpr const char* kBackward = "moe_router backward";

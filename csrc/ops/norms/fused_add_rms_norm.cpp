@@ -10,7 +10,6 @@ namespace liger::ops {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 
 struct FusedAddRmsNorm

@@ -9,7 +9,6 @@
 namespace liger::ops::layer_norm {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "layer_norm";
 

@@ -10,7 +10,6 @@
 namespace liger::ops::rms_norm {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "rms_norm";
 
@@ -60,6 +59,7 @@ struct Backward : core::Private<
   static std::tuple<Tensor, Tensor> run(
       const Into& into, const Tensor& dy, const OptionalTensor& ds, const Tensor& x, const OptionalTensor& weight,
       const Tensor& rstd, int64_t wanted, double offset, c10::string_view mode) {
+    core::check_same("rms_norm backward", "dy", dy, "x", x);
     const Tensor dx = into[0].defined() || !core::wants(wanted, 0) ? into[0] : core::empty_rows_like(x);
     return Device::backward(
         dx, dy, core::value_or_undefined(ds), x, core::value_or_undefined(weight), rstd, offset, mode,

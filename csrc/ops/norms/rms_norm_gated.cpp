@@ -16,7 +16,6 @@
 
 namespace liger::ops::rms_norm_gated {
 
-using OptionalTensor = std::optional<Tensor>;
 using core::value_or_undefined;
 
 namespace {

@@ -9,7 +9,6 @@
 namespace liger::ops::rope {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Sections = at::OptionalIntArrayRef;
 
 struct HeadStrides {

@@ -16,7 +16,6 @@
 namespace liger::ops::qk_norm_rope {
 namespace {
 
-using rope::OptionalTensor;
 using rope::Sections;
 
 struct Meta {

@@ -283,7 +283,7 @@ class Wheel(bdist_wheel):
             with zipfile.ZipFile(path) as archive:
                 build_module("torch_release").require_libraries(releases(), archive.namelist(), path)
             size = Path(path).stat().st_size
-            most = build_module("budget").WHEEL
+            most = build_module("torch_release").MOST_BYTES
             if releases() and size > most:
                 raise SystemExit(f"liger-ops: {path} must be at most {most} bytes (got {size})")
             if releases():

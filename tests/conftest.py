@@ -22,7 +22,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # one schema they may have meant something else.
 libraries = sorted(Path(liger_ops.__file__).parent.glob("lib/libliger_ops*.so"))
 files = [Path(__file__).parent / "ops" / "registration.txt", *libraries]
-os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest())
+os.environ.setdefault(
+    "TORCH_COMPILE_CACHE_KEY_TAG", hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+)
 torch.compiler.config.cache_key_tag = os.environ["TORCH_COMPILE_CACHE_KEY_TAG"]
 
 

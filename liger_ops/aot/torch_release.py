@@ -22,6 +22,8 @@ RELEASES = {
     "2.14": "2.14.1",
     "2.15": "2.15.0",
 }
+# The most bytes of a wheel for all of them.
+MOST_BYTES = 60_000_000
 # Any version would do: the needed libraries and headers are the same for all of them.
 PYTHON = "3.12"
 NEEDED = (

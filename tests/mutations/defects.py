@@ -110,7 +110,7 @@ OPERATORS = [
     ),
     Defect(
         "gated-reads-a-freed-weight", "csrc/ops/gated/gated.h",
-        'if (!has_memory(weight)) core::detail::refuse_memory(std::string(kOp) + " backward", "weight", weight);', "",
+        'if (!core::has_memory(weight)) core::refuse_memory(std::string(kOp) + " backward", "weight", weight);', "",
         "ops/test_memory.py ops/gated/test_swiglu.py ops/test_threads_and_memory.py",
     ),
     Defect(

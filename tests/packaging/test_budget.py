@@ -15,7 +15,6 @@ FAMILIES = {path.stem: path.parent.name for path in (ROOT / "liger_ops/kernels")
 STEMS = [f"sm_{arch}" for arch in ARCHS] + ["ptx"]
 # The test pack with the most variants.
 FULLEST = "sm_90"
-WHEEL = 60_000_000
 
 
 class Budget(NamedTuple):
@@ -78,7 +77,7 @@ def test_no_family_of_kernels_outgrows_its_budget():
     print("\n".join(table))
     assert total.keys() == BUDGETS.keys()
     over = [family for family, sizes in total.items() if sum(sizes.values()) > BUDGETS[family].bytes]
-    assert over == [], "\n".join(table)
+    assert over == [], "\n".join([*table, f"{over}: fewer variants, or more bytes in BUDGETS"])
 
 
 def stripped(library: Path) -> Path:
@@ -102,4 +101,4 @@ def test_the_budgets_fit_into_a_wheel():
         [LIBRARIES / "libliger_runtime.so", *sources]
     )
     assert beside > 5_000_000
-    assert DEFLATED * sum(b.bytes for b in BUDGETS.values()) + beside <= WHEEL, beside
+    assert DEFLATED * sum(b.bytes for b in BUDGETS.values()) + beside <= torch_release.MOST_BYTES, beside

@@ -32,7 +32,6 @@
 #include "core/aten.h"
 #include "core/autocast.h"
 #include "core/autograd.h"
-#include "core/memory.h"
 #include "core/private.h"
 #include "core/registration.h"
 #include "schemas.h"
@@ -198,19 +197,11 @@ R leading(All&& all) {
 
 namespace detail {
 
-C10_NOINLINE inline std::string argument_name(const char* op, size_t argument) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(qualified(op).c_str(), "")
-      .schema()
-      .arguments()[argument]
-      .name();
-}
-
 template <class T>
 void check_dense_argument(const char* op, size_t argument, const T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     if (C10_UNLIKELY(value.layout() != at::kStrided || value.is_quantized())) {
-      check_dense(public_name(op).c_str(), argument_name(op, argument).c_str(), value);
+      check_dense(public_name(op).c_str(), name_of(op, argument).c_str(), value);
     }
   } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
     if (value && value->defined()) check_dense_argument(op, argument, *value);
@@ -222,7 +213,7 @@ void check_dense_argument(const char* op, size_t argument, const T& value) {
 template <class T>
 void check_constant(const char* op, size_t argument, const T& value) {
   if (C10_UNLIKELY(torch::autograd::compute_requires_grad(value))) {
-    LIGER_CHECK(false, op, argument_name(op, argument), "not require a gradient", "one that does");
+    LIGER_CHECK(false, op, name_of(op, argument), "not require a gradient", "one that does");
   }
 }
 

@@ -26,7 +26,6 @@
 #include <utility>
 
 #include "core/autograd.h"
-#include "core/memory.h"
 #include "core/registration.h"
 
 namespace liger::core {

@@ -65,7 +65,8 @@ inline std::string public_name(std::string op) {
   return half == "_fwd" ? of : half == "_bwd" ? of + " backward" : op;
 }
 
-inline std::string name_of(const std::string& op, size_t argument, const std::string& index) {
+/// An argument's name in the operator's schema, and its index in a list.
+C10_NOINLINE inline std::string name_of(const std::string& op, size_t argument, const std::string& index = "") {
   const auto schema = c10::Dispatcher::singleton().findSchemaOrThrow(qualified(op).c_str(), "").schema();
   return schema.arguments().at(argument).name() + index;
 }

@@ -39,7 +39,7 @@ def same(ours, theirs) -> bool:
 
 
 def test_every_operator_has_a_row():
-    # tests/ops/fp8 exports operators without gradients.
+    # tests/ops/quantize exports operators without gradients.
     assert sorted({row.op for row in ROWS} | ALIASES | QUANTIZERS) == operators()
 
 
